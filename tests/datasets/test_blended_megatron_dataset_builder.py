@@ -116,9 +116,9 @@ def test_several_validation_sets(paths: list[str]) -> None:
 
 
 def test_weights_need_a_size(paths: list[str]) -> None:
-    with pytest.raises(ConfigError, match="the train data has weights and no size"):
+    with pytest.raises(ConfigError, match="the train data has weights but no size"):
         build([None, None, None], blend_per_split=[(paths, [1, 1, 1]), None, None])
-    with pytest.raises(ConfigError, match="the valid data has weights and no size"):
+    with pytest.raises(ConfigError, match="the valid data has weights but no size"):
         build([5, None, 5], blend=(paths, [1, 1, 1]), split="1,1,1")
 
 
@@ -159,9 +159,9 @@ def test_a_blend_by_hand(paths: list[str]) -> None:
     assert (len(blend), blend.split, blend.size, blend.weights) == (11, Split.valid, 11, [1 / 3, 2 / 3])
     with pytest.raises(DataError, match=r"path/to/x: the blend draws \d+ samples .* number 1, which has only 2"):
         BlendedDataset([numbers(4), numbers(2)], [1.0, 2.0], 10, config)
-    with pytest.raises(ConfigError, match="give one above 0 for each"):
+    with pytest.raises(ConfigError, match="give a weight above 0 for each"):
         BlendedDataset([numbers(4), numbers(9)], [1.0, 0.0], 10, config)
-    with pytest.raises(ConfigError, match="are no counts"):
+    with pytest.raises(ConfigError, match="must be integers"):
         BlendedDataset([numbers(4), numbers(9)], [1.5, 2.0], None, config)
 
 

@@ -193,7 +193,7 @@ def test_folders_of_checkpoints(tmp_path: Path) -> None:
         assert read_metadata(str(tracker)) == found
         assert read_frozen_resume_iteration(str(tmp_path)) == found[0]
     tracker.write_text("x")
-    with pytest.raises(CheckpointError, match="holds 'x'"):
+    with pytest.raises(CheckpointError, match="contains 'x'"):
         read_metadata(str(tracker))
     assert get_checkpoint_name("a", 12, return_base_dir=True) == "a/iter_0000012"
     name = get_checkpoint_name("a", 12, pipeline_parallel=True, tensor_rank=1, pipeline_rank=2)

@@ -62,11 +62,11 @@ def test_the_rank_is_by_default_that_of_the_process() -> None:
     ("text", "num_layers", "words"),
     [
         ("Ett|tL", 4, "it has 3 decoder layers, not 4"),
-        ("tEt|tL", 3, "it has 1 embedding, not one that comes first"),
-        ("Ett|t", 3, "it has 0 loss, not one that comes last"),
-        ("EtL|tL", 2, "it has 2 loss, not one that comes last"),
+        ("tEt|tL", 3, "its first layer must be its only embedding, but it has 1"),
+        ("Ett|t", 3, "its last layer must be its only loss, but it has 0"),
+        ("EtL|tL", 2, "its last layer must be its only loss, but it has 2"),
         ("Ett|mL", 2, "it has 1 mtp layers, not 0"),
-        ("|", 2, "it has 0 embedding"),
+        ("|", 2, "its first layer must be its only embedding, but it has 0"),
     ],
 )
 def test_layouts_that_are_no_model(text: str, num_layers: int, words: str) -> None:
@@ -79,9 +79,9 @@ def test_what_cannot_be_made() -> None:
         PipelineParallelLayerLayout("E|t|L", 2)
     with pytest.raises(ConfigError, match="'x' at position 2"):
         PipelineParallelLayerLayout("Ex|L", 2)
-    with pytest.raises(LayoutError, match=r"'block' is no type of layer; legal: embedding, loss"):
+    with pytest.raises(LayoutError, match=r"'block' is not a type of layer; legal: embedding, loss"):
         PipelineParallelLayerLayout([["embedding", "block"], ["loss"]], 2)
-    with pytest.raises(LayoutError, match="the stage 'Et' is a text"):
+    with pytest.raises(LayoutError, match="the stage 'Et' is a string"):
         PipelineParallelLayerLayout(["Et", "tL"], 2)
     with pytest.raises(LayoutError, match=r"vp_stage=None, but each rank has 2 chunks"):
         PipelineParallelLayerLayout("E|t|t|L", 2).get_layer_offset(pp_rank=0)

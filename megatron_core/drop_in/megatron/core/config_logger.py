@@ -1,4 +1,4 @@
-"""Configurations written to a folder as JSON."""
+"""Writes configurations to a folder as JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def has_config_logger_enabled(config: Any) -> bool:
 
 
 def log_config_to_disk(config: Any, dict_data: dict[str, Any], prefix: str = "", rank_str: str = "") -> None:
-    """Write ``dict_data`` to ``PREFIX.rank_RANK.json`` in that folder; what JSON does not know as its ``repr``."""
+    """Write ``dict_data`` to ``PREFIX.rank_RANK.json`` in that folder; values unknown to JSON as their ``repr``."""
     folder = Path(config.config_logger_dir)
     make_folder(folder)
     rank = rank_str or str(dist.get_rank() if dist.is_initialized() else 0)

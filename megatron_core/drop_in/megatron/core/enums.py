@@ -4,13 +4,13 @@ from enum import Enum
 
 
 class ModelType(Enum):
-    """What a model consists of; models here have one stack of layers."""
+    """The structure of a model; models here have one stack of layers."""
 
     encoder_or_decoder = 1
 
 
 class LayerType(Enum):
-    """What may stand on a stage, with Megatron's names and numbers."""
+    """The kinds of layers on a stage, with Megatron's names and numbers."""
 
     embedding = 1
     loss = 2
@@ -20,7 +20,7 @@ class LayerType(Enum):
 
 
 class Fp8Recipe(Enum):
-    """How factors of FP8 are found; ``--fp8-recipe`` names those that there are here."""
+    """Megatron's recipes of FP8; ``--fp8-recipe`` lists the supported ones."""
 
     delayed = "delayed"
     tensorwise = "tensorwise"

@@ -1,4 +1,4 @@
-"""What layers in FP8 are built and run in; here that is a part of the layers themselves."""
+"""The context of layers in FP8, which is a part of the engine's layers."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 def get_fp8_context(config: Any, layer_no: int = -1, is_init: bool = False) -> AbstractContextManager[None]:
-    """A context that changes nothing: layers that ``config.fp8`` puts in FP8 use it wherever they are called."""
+    """Return a context without effect: layers that ``config.fp8`` selects always use FP8."""
     return nullcontext()
 
 
 def is_float8tensor(tensor: Tensor) -> bool:
-    """False: weights are never stored in Transformer Engine's FP8 tensors."""
+    """Return False: weights are never stored in Transformer Engine's FP8 tensors."""
     return False

@@ -1,4 +1,4 @@
-"""A grid of ranks with named dimensions, and process groups over some of them."""
+"""A grid of ranks with named dimensions, and process groups over its dimensions."""
 
 import os
 from dataclasses import dataclass, field

@@ -1,6 +1,6 @@
-"""What a model is given in generation, for the annotations of callers' own modules.
+"""Contexts of generation, for annotations of callers' modules.
 
-The models of this package refuse it; ``inference`` generates.
+The models of the drop-in do not accept them; ``megatron_core.inference`` generates.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from torch import Tensor
 
 
 class BaseInferenceContext:
-    """Whatever keeps keys and values between the steps of a generation."""
+    """A store of keys and values between the steps of a generation."""
 
     def is_static_batching(self) -> bool:
-        """Whether all sequences of a batch begin and end together."""
+        """Whether all sequences of a batch start and end together."""
         return True
 
 
 class StaticInferenceContext(BaseInferenceContext):
-    """How long sequences may become, and how much of them there is."""
+    """The maximum and the current size of a batch of sequences."""
 
     def __init__(self, max_batch_size: int, max_sequence_length: int) -> None:
         self.max_batch_size, self.max_sequence_length = max_batch_size, max_sequence_length

@@ -1,4 +1,4 @@
-"""The decorator of functions that Megatron compiles; they run as they are here."""
+"""Megatron's decorator of compiled functions, without effect."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ Function = TypeVar("Function")
 
 
 def jit_fuser(function: Function) -> Function:
-    """``function`` itself: fused operations are in ``ops``, for ``torch.compile`` a caller says so."""
+    """Return ``function``: fused operations are in ``megatron_core.ops``."""
     return function

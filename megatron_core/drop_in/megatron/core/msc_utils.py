@@ -1,4 +1,4 @@
-"""Files, as the operating system has them (object storage needs a mount here)."""
+"""Local files with the interface of multi-storage-client; object storage must be mounted."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 
 
 class _Files:
-    """``open``, ``os``, ``Path`` and ``path_isdir`` under the names of multi-storage-client's wrapper."""
+    """``open``, ``os``, ``Path`` and ``path_isdir`` of the local file system."""
 
     open, os, Path = staticmethod(builtins.open), os, Path
 
     def path_isdir(self, path: str, strict: bool = True) -> bool:
-        """Whether there is such a folder."""
+        """Whether the folder exists."""
         return os.path.isdir(path)
 
 
@@ -21,13 +21,13 @@ maybe_msc = _Files()
 
 
 class MultiStorageClientFeature:
-    """Whether paths may be URLs of object storage: they may not."""
+    """Whether paths may be URLs of object storage: never."""
 
     @staticmethod
     def is_enabled() -> bool:
-        """False."""
+        """Return False."""
         return False
 
     @staticmethod
     def disable() -> None:
-        """As it is."""
+        """Do nothing."""

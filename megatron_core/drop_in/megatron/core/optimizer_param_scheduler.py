@@ -1,4 +1,4 @@
-"""Learning rate and weight decay of an optimizer's parameter groups over time."""
+"""Schedules of learning rate and weight decay of an optimizer's parameter groups."""
 
 from megatron.core.optimizer.config_overrides import (
     ParamGroupOverride,

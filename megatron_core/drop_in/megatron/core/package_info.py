@@ -1,3 +1,3 @@
-"""The release whose interface these modules have, which programs compare with their own."""
+"""The release whose interface these modules implement."""
 
 __version__ = "0.20.0"

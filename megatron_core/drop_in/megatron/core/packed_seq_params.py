@@ -1,4 +1,4 @@
-"""Where the documents of a packed batch lie."""
+"""The borders of the documents in a packed batch."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -11,9 +11,11 @@ from megatron_core.parallel.groups import Group
 
 @dataclass
 class PackedSeqParams:
-    """Documents that lie one after another in one sequence ("thd"): ``cu_seqlens_q`` ``[documents + 1]`` has the
-    borders, from 0 to the number of tokens. Queries and keys are of the same tokens here; padded layouts, of which the
-    other fields speak, are not supported by the models of this package."""
+    """Documents in one sequence ("thd"), with the borders ``cu_seqlens_q`` ``[documents + 1]``.
+
+    Borders count tokens from 0 to the length. Queries and keys have the same borders. Padded layouts (the other fields)
+    are not supported.
+    """
 
     qkv_format: str | None = None
     cu_seqlens_q: Tensor | None = None
@@ -28,13 +30,13 @@ class PackedSeqParams:
     seq_idx: Tensor | None = None
 
     def document_lengths(self, batch: int, length: int) -> list[list[int]]:
-        """The lengths of the documents of each of ``batch`` sequences of ``length`` tokens.
+        """Return the lengths of the documents of each of ``batch`` sequences of ``length`` tokens.
 
-        Borders of several sequences may follow one another, as in a batch that was flattened to one sequence.
+        The borders of several sequences may be concatenated, as in a batch that was flattened to one sequence.
         """
         padded = self.cu_seqlens_q_padded
         if self.cu_seqlens_q is None or (padded is not None and not padded.equal(self.cu_seqlens_q)):
-            raise ConfigError("PackedSeqParams: cu_seqlens_q is needed, and cu_seqlens_q_padded is not supported")
+            raise ConfigError("PackedSeqParams: cu_seqlens_q is required, and cu_seqlens_q_padded is not supported")
         borders = self.cu_seqlens_q.tolist()
         lengths: list[list[int]] = [[] for _ in range(batch)]
         for start, stop in pairwise(borders):

@@ -40,9 +40,9 @@ _UNUSED = ("gtp_remat", "expt_gtp_remat", "dp_cp_gtp_remat", "expt_dp_gtp_remat"
 
 
 class ProcessGroupCollection:
-    """Groups by Megatron's short names (``tp``, ``pp``, ``dp_cp``, ``expt_dp``, ...); None where none was given.
+    """Process groups by Megatron's short names (``tp``, ``pp``, ``dp_cp``, ``expt_dp``, ...); None if not given.
 
-    A name that is not one of them is an AttributeError when read and a ConfigError in the constructor.
+    Reading an unknown name raises AttributeError; passing one to the constructor raises ConfigError.
     """
 
     def __init__(self, **groups: Any) -> None:
@@ -52,20 +52,20 @@ class ProcessGroupCollection:
             setattr(self, name, group)
 
     def __getattr__(self, name: str) -> Any:
-        """None for a group that was not given."""
+        """Return None for a group that was not given."""
         if name in _GETTERS or name in _UNUSED:
             return None
         raise AttributeError(f"ProcessGroupCollection has no group {name!r}")
 
     def __repr__(self) -> str:
-        """The groups that are there, with their sizes."""
+        """Return the given groups with their sizes."""
         found = {name: group for name, group in vars(self).items() if group is not None}
         sizes = [f"{n}({[one.size() for one in g] if isinstance(g, list) else g.size()})" for n, g in found.items()]
         return f"ProcessGroupCollection({', '.join(sizes) or 'empty'})"
 
     @classmethod
     def use_mpu_process_groups(cls, required_pgs: list[str] | None = None) -> ProcessGroupCollection:
-        """The groups of the current layout, all or those that are ``required_pgs``."""
+        """Return the groups of the current layout, all or only ``required_pgs``."""
         wanted = list(_GETTERS) if required_pgs is None else required_pgs
         wrong = [name for name in wanted if name not in _GETTERS and name not in _UNUSED]
         if wrong:
@@ -74,13 +74,13 @@ class ProcessGroupCollection:
 
 
 def check_groups(pg_collection: Any, names: Iterable[str], user: str) -> None:
-    """ConfigError where a group of ``pg_collection`` has other ranks than that of the current layout, which is used."""
+    """Raise ConfigError if a group of ``pg_collection`` has other ranks than the group of the current layout."""
     for name in names if pg_collection is not None else ():
         group, own = getattr(pg_collection, name, None), _GETTERS[name]()
         if group is not None and own is not None and _ranks(group) != _ranks(own):
             raise ConfigError(
                 f"{user}: pg_collection.{name} has the ranks {_ranks(group)}, but the current layout's group has "
-                f"{_ranks(own)}; initialize_model_parallel must make the groups that pg_collection has"
+                f"{_ranks(own)}; pass the sizes of pg_collection to initialize_model_parallel"
             )
 
 
@@ -91,4 +91,4 @@ def _ranks(group: Any) -> list[int]:
 
 
 ModelCommProcessGroups = ProcessGroupCollection
-"""Its name before release 0.15."""
+"""The name of the class before release 0.15."""

@@ -1,4 +1,4 @@
-"""Checks of results; nothing is computed again here to find out whose fault one is."""
+"""Checks of results, without repeating a step to find the cause of an error."""
 
 import warnings
 from collections.abc import Callable
@@ -8,32 +8,32 @@ from megatron_core.errors import DataError
 
 
 class RerunStateMachine:
-    """Megatron's calls around a step, and ``validate_result`` in it."""
+    """Megatron's calls around a step, and ``validate_result``."""
 
     def __init__(self) -> None:
         self._has_run, self._largest = False, dict[str, list[float]]()
 
     def should_run_forward_backward(self, data_iterator: Any) -> bool:
-        """True and False by turns: each step is computed once."""
+        """Return True and False in turn: each step runs once."""
         self._has_run = not self._has_run
         return self._has_run
 
     def should_checkpoint_and_exit(self) -> tuple[bool, bool, int]:
-        """(False, False, 0)."""
+        """Return (False, False, 0)."""
         return False, False, 0
 
     def validate_result(
         self, result: Any, rejection_func: Callable[[Any], Any], message: str = "unexpected result", **settings: Any
     ) -> None:
-        """A warning if ``rejection_func(result)``, or with ``fatal`` (as by default) a ``DataError``."""
+        """Raise DataError if ``rejection_func(result)``, or warn with ``fatal=False``."""
         if not bool(rejection_func(result)):
             return
         if settings.get("fatal", True):
-            raise DataError(f"{message}: {result}; --no-check-for-nan-in-loss-and-grad turns such checks off")
+            raise DataError(f"{message}: {result}; --no-check-for-nan-in-loss-and-grad disables such checks")
         warnings.warn(f"{message}: {result}", stacklevel=2)
 
     def is_unexpectedly_large(self, result: Any, threshold: float, context: str, num_samples: int = 100) -> bool:
-        """Whether ``result`` is ``threshold`` times the largest of the first ``num_samples`` in this ``context``."""
+        """Whether ``result`` is ``threshold`` times the largest of the first ``num_samples`` of this ``context``."""
         seen, value = self._largest.setdefault(context, []), float(result)
         if len(seen) < num_samples:
             seen.append(value)
@@ -45,5 +45,5 @@ _MACHINE = RerunStateMachine()
 
 
 def get_rerun_state_machine() -> RerunStateMachine:
-    """That of the process."""
+    """Return the instance of this process."""
     return _MACHINE

@@ -1,4 +1,4 @@
-"""Arrays of numpy without pickled objects."""
+"""Numpy arrays without pickled objects."""
 
 from typing import Any
 
@@ -6,5 +6,5 @@ import numpy as np
 
 
 def safe_numpy_load(file: Any) -> np.ndarray:
-    """The array of a ``.npy`` file; ValueError for one that holds Python objects."""
+    """Load the array of a ``.npy`` file; ValueError for Python objects."""
     return np.load(file, allow_pickle=False)

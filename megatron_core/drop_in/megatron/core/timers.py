@@ -10,7 +10,7 @@ from megatron_core.errors import ConfigError
 
 
 class Timer:
-    """Adds up the time between ``start`` and ``stop``, in seconds."""
+    """Measures the time between ``start`` and ``stop``, in seconds."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -18,14 +18,14 @@ class Timer:
         self._started: float | None = None
 
     def start(self, barrier: bool = False) -> None:
-        """Begin; with ``barrier`` when all ranks are here."""
+        """Start the timer; with ``barrier`` after all ranks have arrived."""
         if self._started is not None:
             raise ConfigError(f"timer {self.name!r} has already been started; stop it first")
         _wait(barrier)
         self._started = time.perf_counter()
 
     def stop(self, barrier: bool = False) -> None:
-        """End and add up."""
+        """Stop the timer and add the time to the sum."""
         if self._started is None:
             raise ConfigError(f"timer {self.name!r} is not started; start it first")
         _wait(barrier)
@@ -33,11 +33,11 @@ class Timer:
         self._elapsed, self._active, self._started = self._elapsed + passed, self._active + passed, None
 
     def reset(self) -> None:
-        """Forget what was added up, but for ``active_time``."""
+        """Set the sum to 0, except for ``active_time``."""
         self._elapsed, self._started = 0.0, None
 
     def elapsed(self, reset: bool = True, barrier: bool = False) -> float:
-        """The sum since the last reset; a running timer goes on."""
+        """Return the sum since the last reset; a running timer continues."""
         running = self._started is not None
         if running:
             self.stop(barrier)
@@ -49,32 +49,32 @@ class Timer:
         return total
 
     def active_time(self) -> float:
-        """The sum since the beginning."""
+        """Return the sum of all times."""
         return self._active
 
 
 class _NoTimer(Timer):
-    """Of a level that is not logged."""
+    """A timer above the log level."""
 
     def start(self, barrier: bool = False) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def stop(self, barrier: bool = False) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 class Timers:
-    """Timers by name, of levels 0 to ``log_level``; those of higher levels measure nothing."""
+    """Timers by name with levels from 0; timers above ``log_level`` measure nothing."""
 
     def __init__(self, log_level: int, log_option: str) -> None:
         if log_option not in ("max", "minmax", "all") or log_level not in (0, 1, 2):
-            raise ConfigError(f"log_option={log_option!r} is max, minmax or all, log_level={log_level} is 0, 1 or 2")
+            raise ConfigError(f"{log_option=} must be max, minmax or all, and {log_level=} must be 0, 1 or 2")
         self._log_level, self._log_option = log_level, log_option
         self._timers: dict[str, Timer] = {}
         self._levels: dict[str, int] = {}
 
     def __call__(self, name: str, log_level: int | None = None) -> Timer:
-        """The timer of a name, with the level of its first call."""
+        """Return the timer of a name; its first call sets the level."""
         level = self._levels.setdefault(name, 2 if log_level is None else log_level)
         if log_level not in (None, level):
             raise ConfigError(f"timer {name!r} has log_level={level}, not {log_level}")
@@ -85,7 +85,7 @@ class Timers:
     def get_all_timers_string(
         self, names: Sequence[str] | None = None, normalizer: float = 1.0, reset: bool = True, barrier: bool = False
     ) -> str:
-        """A line for each timer in milliseconds: least and largest of all ranks, or the largest, or all."""
+        """Return a line for each timer in milliseconds: minimum and maximum over ranks, maximum, or all."""
         _wait(barrier)
         shown = [name for name, timer in self._timers.items() if not isinstance(timer, _NoTimer)]
         names = names or shown

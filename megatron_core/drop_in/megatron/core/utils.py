@@ -1,4 +1,4 @@
-"""Small functions about groups, models and initial weights."""
+"""Functions of process groups, models, initial weights and batches."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from megatron_core.tensor_parallel.data import broadcast_data
 
 
 def ensure_divisibility(numerator: int, denominator: int) -> None:
-    """LayoutError, an AssertionError, if there is a remainder."""
+    """Raise LayoutError, an AssertionError, if there is a remainder."""
     divide(numerator, denominator)
 
 
 def get_tensor_model_parallel_group_if_none(
     tp_group: Group | None, is_expert: bool = False, check_initialized: bool = True
 ) -> Group | None:
-    """``tp_group``, or that of the current layout for dense layers or experts; None without torch.distributed."""
+    """Return ``tp_group``, or the current group of dense layers or experts; None without torch.distributed."""
     if tp_group is not None or not dist.is_initialized():
         return tp_group
     if is_expert:
@@ -43,17 +43,17 @@ def get_tensor_model_parallel_group_if_none(
 
 
 def get_pg_size(group: Group | None = None) -> int:
-    """Ranks of a group; 1 for None or without torch.distributed."""
+    """Return the size of a group; 1 for None or without torch.distributed."""
     return 1 if group is None or not dist.is_initialized() else group.size()
 
 
 def get_pg_rank(group: Group | None = None) -> int:
-    """This rank's index in a group; 0 for None or without torch.distributed."""
+    """Return this rank's index in a group; 0 for None or without torch.distributed."""
     return 0 if group is None or not dist.is_initialized() else group.rank()
 
 
 def get_attr_wrapped_model(model: Any, attr: str, allow_none: bool = True, return_model_obj: bool = False) -> Any:
-    """An attribute of the first model, from outside to inside of its wrappers, that has it, or that model itself."""
+    """Return an attribute of the outermost wrapper or model that has it, or with ``return_model_obj`` that object."""
     if isinstance(model, list):
         raise ConfigError("get_attr_wrapped_model takes one model; call it for each chunk")
     inner = model
@@ -65,12 +65,12 @@ def get_attr_wrapped_model(model: Any, attr: str, allow_none: bool = True, retur
 
 
 def get_model_config(model: Any) -> Any:
-    """The model's ``config``."""
+    """Return the model's ``config``."""
     return get_attr_wrapped_model(model, "config", allow_none=False)
 
 
 def unwrap_model(model: Any, module_instances: tuple[type, ...] | None = None) -> Any:
-    """The models inside their wrappers (whatever has a ``module``); a list for a list."""
+    """Return the models inside wrappers (objects with a ``module``); a list for a list."""
     if isinstance(model, list | tuple):
         return [unwrap_model(one, module_instances) for one in model]
     while hasattr(model, "module") and (module_instances is None or isinstance(model, module_instances)):
@@ -79,56 +79,56 @@ def unwrap_model(model: Any, module_instances: tuple[type, ...] | None = None) -
 
 
 def init_method_normal(sigma: float) -> Callable[[Tensor], Tensor]:
-    """N(0, sigma)."""
+    """Return an initializer with N(0, sigma)."""
     return Normal(sigma)
 
 
 def scaled_init_method_normal(sigma: float, num_layers: int, multiplier: float = 2.0) -> Callable[[Tensor], Tensor]:
-    """N(0, sigma / sqrt(multiplier x num_layers))."""
+    """Return an initializer with N(0, sigma / sqrt(multiplier x num_layers))."""
     return Normal(sigma / math.sqrt(multiplier * num_layers))
 
 
 def mup_scaled_init_method_normal(
     sigma: float, num_layers: int, width_mult: float, multiplier: float = 2.0
 ) -> Callable[[Tensor], Tensor]:
-    """N(0, sigma / sqrt(multiplier x num_layers x width_mult))."""
+    """Return an initializer with N(0, sigma / sqrt(multiplier x num_layers x width_mult))."""
     return Normal(sigma / math.sqrt(multiplier * num_layers * width_mult))
 
 
 def get_torch_version() -> TorchVersion:
-    """Return the version of torch, which compares with other versions."""
+    """Return the version of torch, which can be compared with other versions."""
     return torch.__version__
 
 
 def get_te_version() -> TorchVersion:
-    """Return 0.0.0, as without Transformer Engine: models of this package do not consist of its modules."""
+    """Return 0.0.0: models do not use modules of Transformer Engine."""
     return TorchVersion("0.0.0")
 
 
 def is_torch_min_version(version: str, check_equality: bool = True) -> bool:
-    """Whether torch is of ``version`` or later; strictly later without ``check_equality``."""
+    """Whether torch has at least ``version``; a later version without ``check_equality``."""
     own = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:3] if part.isdigit())
     wanted = tuple(int(part) for part in version.split(".")[:3] if part.isdigit())
     return own >= wanted if check_equality else own > wanted
 
 
 def is_te_min_version(version: str, check_equality: bool = True) -> bool:
-    """False: models of this package do not consist of Transformer Engine's modules."""
+    """Return False: models do not use modules of Transformer Engine."""
     return False
 
 
 def is_fa_min_version(version: str, check_equality: bool = True) -> bool:
-    """False: the flash-attn package is not used."""
+    """Return False: the flash-attn package is not used."""
     return False
 
 
 def deprecate_inference_params(inference_context: Any, inference_params: Any) -> Any:
-    """The first that is there: ``inference_params`` is the old name of ``inference_context``."""
+    """Return the given one: ``inference_params`` is the old name of ``inference_context``."""
     return inference_params if inference_context is None else inference_context
 
 
 def make_viewless_tensor(inp: Tensor, requires_grad: bool, keep_graph: bool) -> Tensor:
-    """``inp``, or a copy if it is a view of another tensor; without ``keep_graph`` a leaf."""
+    """Return ``inp``, or a copy if it is a view; without ``keep_graph`` a leaf."""
     found = inp if inp._base is None else inp.clone()
     return found if keep_graph else found.detach().requires_grad_(requires_grad)
 
@@ -137,36 +137,38 @@ _NVTX = {"enabled": False}
 
 
 def configure_nvtx_profiling(enabled: bool) -> None:
-    """Whether ``nvtx_range_push`` and ``nvtx_range_pop`` mark ranges, which needs a GPU."""
+    """Enable ``nvtx_range_push`` and ``nvtx_range_pop``, which need a GPU."""
     _NVTX["enabled"] = enabled and torch.cuda.is_available()
 
 
 def nvtx_range_push(msg: str | None = None, suffix: str | None = None) -> None:
-    """Begin a range of NVIDIA's profiler."""
+    """Start a range of NVIDIA's profiler."""
     if _NVTX["enabled"]:
         torch.cuda.nvtx.range_push(".".join(filter(None, (msg, suffix))))
 
 
 def nvtx_range_pop(msg: str | None = None, suffix: str | None = None) -> None:
-    """End the last one."""
+    """End the last range."""
     if _NVTX["enabled"]:
         torch.cuda.nvtx.range_pop()
 
 
 class WrappedTensor:
-    """A tensor that its caller gives away: ``unwrap`` returns it, once."""
+    """A tensor that its owner gives away: ``unwrap`` returns it once."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._held = [tensor]
 
     def unwrap(self) -> Tensor:
-        """The tensor. IndexError the second time."""
+        """Return the tensor; IndexError the second time."""
         return self._held.pop()
 
 
 def get_batch_on_this_cp_rank(batch: dict[str, Any], cp_group: Group | None = None, **others: Any) -> dict[str, Any]:
-    """This context-parallel rank's part of whole sequences ``[b, s]``, and of a mask ``[b, 1, s, s]`` its queries, cut
-    as ``SequenceSplit`` does."""
+    """Return this context-parallel rank's part of a batch, split by ``SequenceSplit``.
+
+    Sequences are ``[b, s]``; of a mask ``[b, 1, s, s]`` the queries are split.
+    """
     if cp_group is None:
         cp_group = parallel_state.get_context_parallel_group()
     split = SequenceSplit(cp_rank=cp_group.rank(), cp_size=cp_group.size())
@@ -180,7 +182,7 @@ def get_batch_on_this_cp_rank(batch: dict[str, Any], cp_group: Group | None = No
 
 
 def get_thd_batch_on_this_cp_rank(*args: Any, **kwargs: Any) -> NoReturn:
-    """Raise ConfigError: a batch does not arrive as packed documents with ``cu_seqlens``."""
+    """Raise ConfigError: batches with ``cu_seqlens`` are not supported."""
     raise ConfigError("get_thd_batch_on_this_cp_rank: batches with cu_seqlens are not supported; pass whole sequences")
 
 
@@ -197,12 +199,11 @@ def get_batch_on_this_tp_rank(
     is_hybrid_cp: bool = False,
     **unused: Any,
 ) -> dict[str, Tensor | None]:
-    """What the first tensor-parallel rank has, on this rank's device: tokens, labels, positions ``[b, s]`` int64, the
-    loss's mask float32, that of attention bool, in Megatron's order; None for those that it has not. Other ranks may
-    pass None or {}.
+    """Return the batch of the first tensor-parallel rank, on this rank's device and in Megatron's order.
 
-    Programs for newer releases pass ``has_cu_seqlens`` or ``is_sft`` and read five more keys, which describe packed
-    sequences and are None here. ConfigError if one of the switches is on.
+    Tokens, labels and positions ``[b, s]`` are int64, the loss mask float32, the attention mask bool; missing tensors
+    are None. Other ranks may pass None or {}. Programs for newer releases pass ``has_cu_seqlens`` or ``is_sft`` and
+    read five more keys of packed sequences, which are None. Raises ConfigError if one of the switches is on.
     """
     if has_cu_seqlens or is_sft or is_hybrid_cp:
         raise ConfigError(
@@ -225,10 +226,10 @@ _PACKED = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size", "hy
 
 
 def flatten_batch_for_packed_sequences(batch: dict[str, Any]) -> dict[str, Any]:
-    """Join the sequences ``[b, s]`` of ``batch`` to one ``[1, b s]`` if it has the borders ``cu_seqlens`` ``[b, n]``.
+    """Join the sequences ``[b, s]`` of ``batch`` to one ``[1, b s]`` if it has borders ``cu_seqlens`` ``[b, n]``.
 
-    The borders of all documents become one row ``[1, m]``; copies of ``s`` that pad a row are left out. Without
-    borders the batch is returned unchanged.
+    The borders of all documents become one row ``[1, m]`` without padding. A batch without borders is returned
+    unchanged.
     """
     if batch.get("cu_seqlens") is None:
         return batch
@@ -245,26 +246,26 @@ def flatten_batch_for_packed_sequences(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def _join_borders(borders: Tensor, length: int) -> Tensor:
-    """Borders of the documents of each sequence ``[b, n]``, counted over all sequences ``[1, m]``."""
+    """Convert the borders in each sequence ``[b, n]`` to borders in the joined sequence ``[1, m]``."""
     starts = torch.arange(len(borders), device=borders.device, dtype=borders.dtype)[:, None] * length
     return (borders + starts).flatten().unique_consecutive()[None]
 
 
 class StragglerDetector:
-    """Megatron's context around the work of a micro-batch; slow ranks are found by ``--log-straggler`` without it."""
+    """Megatron's context around a micro-batch, without effect; ``--log-straggler`` detects slow ranks."""
 
     def __call__(self, bdata: bool = False) -> StragglerDetector:
-        """Itself; ``bdata`` marks the reading of a batch."""
+        """Return this object; ``bdata`` marks the reading of a batch."""
         return self
 
     def __enter__(self) -> StragglerDetector:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Nothing was measured."""
+        """Do nothing."""
 
 
 def log_single_rank(logger: logging.Logger, *args: Any, rank: int = 0, **kwargs: Any) -> None:
-    """``logger.log(...)`` on one rank."""
+    """Call ``logger.log(...)`` on one rank."""
     if not dist.is_initialized() or dist.get_rank() == rank:
         logger.log(*args, **kwargs)

@@ -1,1 +1,1 @@
-"""Megatron-LM's models from before ``megatron.core``."""
+"""Megatron-LM's models before ``megatron.core``."""

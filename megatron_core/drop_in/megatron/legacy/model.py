@@ -1,4 +1,4 @@
-"""Megatron-LM's models from before ``megatron.core``, which this package does not have."""
+"""Megatron-LM's models before ``megatron.core``, which are not supported."""
 
 from typing import Any
 

@@ -1,1 +1,1 @@
-"""Megatron-LM's use of ModelOpt (quantization, pruning, distillation), which this package does not have."""
+"""Megatron-LM's use of ModelOpt (quantization, pruning, distillation), which is not supported."""

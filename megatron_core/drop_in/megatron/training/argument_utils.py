@@ -1,4 +1,4 @@
-"""Flags of a dataclass, and configurations from a namespace of arguments."""
+"""Flags of a dataclass, and configurations from parsed arguments."""
 
 import ast
 import enum
@@ -27,15 +27,15 @@ Kind = TypeVar("Kind")
 
 
 class TypeInferenceError(ConfigError):
-    """A field's type says nothing that argparse could read a value by."""
+    """argparse cannot parse the type of a field."""
 
 
 class ArgumentGroupFactory:
-    """Adds a flag for each field of a dataclass to a parser: type and default are the field's, help its docstring.
+    """Adds a flag for each field of a dataclass to a parser, with its type, default and docstring.
 
-    ``metadata={"argparse_meta": {...}}`` of a field overrides arguments of ``add_argument``; ``arg_names`` in it names
-    the flags. A switch that is on by default becomes ``--no-x`` and ``--disable-x``. ``exclude`` names fields that get
-    no flag. Errors: ``TypeInferenceError``.
+    ``metadata={"argparse_meta": {...}}`` of a field overrides arguments of ``add_argument``; its ``arg_names`` names
+    the flags. A switch that is on by default becomes ``--no-x`` and ``--disable-x``. Fields in ``exclude`` have no
+    flag. Raises ``TypeInferenceError``.
     """
 
     def __init__(self, src_cfg_class: type, exclude: Sequence[str] | None = None) -> None:
@@ -44,7 +44,7 @@ class ArgumentGroupFactory:
         self._types = typing.get_type_hints(src_cfg_class)
 
     def build_group(self, parser: ArgumentParser, title: str | None = None) -> _ArgumentGroup:
-        """The group of these flags, a part of ``parser``."""
+        """Add the flags to ``parser`` as a group and return it."""
         group = parser.add_argument_group(title=title, description=self.src_cfg_class.__doc__)
         for attribute in fields(self.src_cfg_class):
             if attribute.name not in self.exclude and attribute.init:
@@ -96,14 +96,14 @@ class ArgumentGroupFactory:
 
 
 def _docstrings(kind: type) -> dict[str, str]:
-    """The strings that follow the fields of a dataclass and of those that it extends, on one line each."""
+    """Return the docstrings of the fields of a dataclass and its bases, each on one line."""
     found: dict[str, str] = {}
     for base in reversed(kind.__mro__):
         if not is_dataclass(base):
             continue
         try:
             tree = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
-        except (OSError, TypeError):  # made at run time, it has no source
+        except (OSError, TypeError):  # a class created at run time has no source
             continue
         for attribute, text in pairwise(getattr(tree, "body", [])):
             match attribute, text:
@@ -113,16 +113,18 @@ def _docstrings(kind: type) -> dict[str, str]:
 
 
 def _from_args(kind: type[Kind], args: Namespace, **given: Any) -> Kind:
-    """A dataclass of the attributes that have its fields' names, and ``given``."""
+    """Return a dataclass with the attributes of the same names, and ``given``."""
     return kind(**from_arguments.settings_of(kind, args) | given)
 
 
 def gpt_config_from_args(
     args: Namespace, config: TransformerConfig | None = None, model_config_cls: type[Any] | None = None
 ) -> Any:
-    """Return the model's settings as a ``GPTModelConfig``, or as its subclass ``model_config_cls``, from a namespace
-    with Megatron-LM's names; ``config`` is by default that of ``core_transformer_config_from_args``."""
-    from megatron.training.models.gpt import GPTModelConfig  # it imports the model, which the arguments do not need
+    """Return the settings of the model as a ``GPTModelConfig``, or as its subclass ``model_config_cls``.
+
+    ``args`` has Megatron-LM's names; the default of ``config`` is ``core_transformer_config_from_args(args)``.
+    """
+    from megatron.training.models.gpt import GPTModelConfig  # imports the model, which other functions do not need
 
     spec = getattr(args, "spec", None)
     vocabulary = {"vocab_size": args.padded_vocab_size}
@@ -147,8 +149,7 @@ def gpt_config_from_args(
 
 
 def pretrain_cfg_container_from_args(args: Namespace, model_cfg: Any = None) -> PretrainConfigContainer:
-    """Return the settings of a run in sections, from a namespace with Megatron-LM's names; ``model_cfg`` is the
-    model's."""
+    """Return the settings of a run in sections, from Megatron-LM's arguments; ``model_cfg`` becomes ``model``."""
     # Megatron-LM's flags that have other names than the fields.
     switches = ("save_optim", "save_rng", "load_optim", "load_rng")
     given = {name: not getattr(args, f"no_{name}") for name in switches if hasattr(args, f"no_{name}")}
@@ -175,7 +176,7 @@ def pretrain_cfg_container_from_args(args: Namespace, model_cfg: Any = None) -> 
 def core_transformer_config_from_args(
     args: Namespace, config_class: type[TransformerConfig] | None = None
 ) -> TransformerConfig:
-    """A model's configuration from a namespace of flags, as ``training.arguments.parse_args`` returns one."""
+    """Return the configuration of a model from the result of ``parse_args``."""
     kind = config_class or (
         MLATransformerConfig if getattr(args, "multi_latent_attention", False) else TransformerConfig
     )

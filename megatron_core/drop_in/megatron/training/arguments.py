@@ -1,4 +1,4 @@
-"""The command line as a namespace of arguments."""
+"""Parses the command line into a namespace."""
 
 import os
 import sys
@@ -28,9 +28,10 @@ from megatron_core.training.pretrain import read_settings
 def parse_args(
     extra_args_provider: Callable[[ArgumentParser], ArgumentParser] | None = None, ignore_unknown_args: bool = False
 ) -> Namespace:
-    """The settings of the command line by name, with ``rank``, ``world_size`` and the flags of ``extra_args_provider``.
+    """Return all settings of the command line by name, with ``rank`` and ``world_size``.
 
-    ConfigError for ``ignore_unknown_args``, because a flag that is not known may be misspelt.
+    It includes the flags of ``extra_args_provider``. Raises ConfigError for ``ignore_unknown_args``, because an unknown
+    flag may be misspelt.
     """
     if ignore_unknown_args:
         raise ConfigError("ignore_unknown_args=True is not supported; name the flags in an extra_args_provider")
@@ -50,8 +51,10 @@ def parse_args(
 
 
 def _others(given: list[str]) -> dict[str, Any]:
-    """Megatron-LM's flags that are no settings here, as its parser has them: None or False for those not given, and
-    ``--no-x`` and ``--disable-x`` as x, too, where that is no flag."""
+    """Return Megatron-LM's flags that are not settings of the engine, as Megatron-LM's parser does.
+
+    Flags that are not given are None or False. ``--no-x`` and ``--disable-x`` also set x, unless x is a flag.
+    """
     values, found = {plain(flag): words for flag, words in grouped(given)}, dict[str, Any]()
     for name, flag in FLAGS.items():
         words = values.get(name)
@@ -71,17 +74,17 @@ def parse_and_validate_args(
     ignore_unknown_args: bool = False,
     args_defaults: Mapping[str, Any] | None = None,
 ) -> Namespace:
-    """``parse_args``, ``validate_args`` and ``set_global_variables`` of it."""
+    """Call ``parse_args``, ``validate_args`` and ``set_global_variables``."""
     args = validate_args(parse_args(extra_args_provider, ignore_unknown_args), args_defaults)
     set_global_variables(args)
     return args
 
 
 def validate_args(args: Namespace, defaults: Mapping[str, Any] | None = None) -> Namespace:
-    """Check all settings but those of data, and set what follows: ``data_parallel_size``, ``global_batch_size``,
-    ``ffn_hidden_size``, ``kv_channels``, ``params_dtype``, ``padded_vocab_size``; ``defaults`` fill what is None.
+    """Check all settings except those of data, and set derived ones; ``defaults`` replace None.
 
-    Errors: ``ConfigError`` with all problems.
+    Derived are ``data_parallel_size``, ``global_batch_size``, ``ffn_hidden_size``, ``kv_channels``, ``params_dtype``
+    and ``padded_vocab_size``. Raises ConfigError that lists all problems.
     """
     for name, value in (defaults or {}).items():
         if getattr(args, name, None) is None:
@@ -104,11 +107,11 @@ def validate_args(args: Namespace, defaults: Mapping[str, Any] | None = None) ->
 
 
 def run_config_of(args: Namespace) -> RunConfig:
-    """This package's configuration of the attributes that have names of its settings."""
+    """Return the engine's configuration from the attributes with names of its settings."""
     return RunConfig.from_flat({name: getattr(args, name) for name in field_types() if hasattr(args, name)})
 
 
 def _add_network_size_args(parser: ArgumentParser) -> ArgumentParser:
-    """The settings of the model as flags of a parser of the caller's own."""
+    """Add the settings of the model as flags to the caller's parser."""
     ArgumentGroupFactory(ModelConfig).build_group(parser, "network size")
     return parser

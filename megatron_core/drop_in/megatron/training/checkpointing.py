@@ -1,4 +1,4 @@
-"""Checkpoints of a program of one's own, where they lie, and which one is the latest."""
+"""Checkpoints of the caller's program, their folders, and the number of the latest."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +19,7 @@ from megatron_core.parallel import World
 
 
 def get_checkpoint_tracker_filename(checkpoints_path: str) -> str:
-    """The file that says which checkpoint is the latest."""
+    """Return the file with the number of the latest checkpoint."""
     return str(Path(checkpoints_path) / TRACKER)
 
 
@@ -32,7 +32,7 @@ def get_checkpoint_name(
     pipeline_rank: int = 0,
     return_base_dir: bool = False,
 ) -> str:
-    """The folder of an iteration, and without ``return_base_dir`` Megatron-LM's file of a rank in it."""
+    """Return the folder of an iteration, or without ``return_base_dir`` Megatron-LM's file of a rank."""
     root = Path(checkpoints_path)
     base = root / "release" if release else iteration_folder(root, iteration)
     stages = f"_{pipeline_rank:03d}" if pipeline_parallel else ""
@@ -40,17 +40,17 @@ def get_checkpoint_name(
 
 
 def read_metadata(tracker_filename: str) -> tuple[int, bool]:
-    """(the latest iteration, whether it is a release, which has number 0) of a tracker file."""
+    """Return (latest iteration, whether it is a release, whose iteration is 0) of a tracker file."""
     text = Path(tracker_filename).read_text().strip()
     if text == "release":
         return 0, True
     if not text.isdigit():
-        raise CheckpointError(f"{tracker_filename} holds {text[:50]!r}, which is no iteration; write its number there")
+        raise CheckpointError(f"{tracker_filename} contains {text[:50]!r}; write the number of an iteration to it")
     return int(text), False
 
 
 def read_frozen_resume_iteration(load_dir: str | None) -> int:
-    """The iteration to go on from: 0 where there is no checkpoint yet."""
+    """Return the iteration of the latest checkpoint; 0 without a checkpoint."""
     tracker = load_dir and get_checkpoint_tracker_filename(load_dir)
     return read_metadata(tracker)[0] if tracker and Path(tracker).is_file() else 0
 
@@ -64,8 +64,11 @@ def save_checkpoint(
     checkpointing_context: Any = None,
     **others: Any,
 ) -> None:
-    """Write chunks, optimizer and scheduler (None: not there) to ``iter_...`` in ``get_args().save``, where
-    ``load_checkpoint`` reads it in every layout. CheckpointError: ``others`` ask for releases or passing saves."""
+    """Write chunks, optimizer and scheduler (None: absent) to ``iter_...`` in ``get_args().save``.
+
+    ``load_checkpoint`` can load it in every layout. Raises CheckpointError if ``others`` select a release or a
+    non-persistent checkpoint.
+    """
     args = get_args()
     asked = [name for name in ("non_persistent_ckpt", "release") if others.get(name)]
     if asked:
@@ -84,8 +87,10 @@ _SCHEDULES = ("max_lr", "min_lr", "start_wd", "end_wd")
 
 
 def _copy_schedules(groups: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> None:
-    """Give ``others`` the schedules of ``groups``, which are alike otherwise; of several alike the order of their
-    learning rates decides."""
+    """Copy the schedules of ``groups`` to the matching groups of ``others``.
+
+    If several groups match, they are paired in the order of their learning rates.
+    """
 
     def key(group: dict[str, Any]) -> tuple[Any, ...]:
         rest = [name for name in param_group_identifier_keys if name not in _SCHEDULES]
@@ -131,13 +136,13 @@ def load_checkpoint(
     stored = open_newest(getattr(args, load_arg), args.ckpt_step, verify=verify, device=device)
     if stored is None:
         if args.exit_on_missing_checkpoint or not strict:
-            raise CheckpointError(f"{load_arg}={getattr(args, load_arg)!r} holds no checkpoint")
-        print_rank_0(f"{load_arg}={getattr(args, load_arg)!r} HOLDS NO CHECKPOINT: weights are not loaded")
+            raise CheckpointError(f"{load_arg}={getattr(args, load_arg)!r} has no checkpoint")
+        print_rank_0(f"WARNING: {load_arg}={getattr(args, load_arg)!r} has no checkpoint; weights are not loaded")
         return 0, 0
-    goes_on = not args.finetune
-    reads_optimizer = goes_on and optimizer is not None and not args.no_load_optim
+    resumes = not args.finetune
+    reads_optimizer = resumes and optimizer is not None and not args.no_load_optim
     counts = dict.fromkeys(("iteration", "consumed_train_samples", "consumed_valid_samples"), 0)
-    scheduler = opt_param_scheduler if goes_on else None
+    scheduler = opt_param_scheduler if resumes else None
     state = _state(ddp_model, optimizer if reads_optimizer else None, scheduler) | counts
     state = load_from(stored, state | {"num_floating_point_operations_so_far": 0})
     if scheduler is not None:
@@ -150,10 +155,10 @@ def load_checkpoint(
             _copy_schedules(saved, optimizer.param_groups)
         optimizer.load_state_dict(state["optimizer"])
         if scheduler is not None:
-            scheduler.step(0)  # the optimizer has brought the rates of the step that was saved
+            scheduler.step(0)  # the optimizer has restored the rates of the saved step
     elif optimizer is not None:
         optimizer.reload_model_params()
-    if not goes_on:
+    if not resumes:
         return 0, 0
     args.consumed_train_samples = state["consumed_train_samples"]
     args.consumed_valid_samples = state["consumed_valid_samples"]

@@ -1,4 +1,4 @@
-"""Sizes of data sets, and configurations from the arguments."""
+"""Sizes of data sets, and configurations from parsed arguments."""
 
 from argparse import Namespace
 from dataclasses import dataclass, fields
@@ -24,11 +24,11 @@ def num_floating_point_operations(
     total_real_tokens_in_batch: int | None = None,
     seqlen_squared_sum_in_batch: int | None = None,
 ) -> int:
-    """Forward and backward FLOPs of ``batch_size`` sequences, of which a token sees half of the keys, as in newer
-    releases of Megatron-LM (``config.flops`` counts all of them).
+    """Return the forward and backward FLOPs of ``batch_size`` sequences.
 
-    ``total_real_tokens_in_batch`` are the tokens that count, ``seqlen_squared_sum_in_batch`` the sum of the squared
-    lengths of documents that see nothing of one another; by default whole sequences of ``args.seq_length``.
+    A token attends to half of the keys, as in newer releases of Megatron-LM; ``config.flops`` counts all keys.
+    ``total_real_tokens_in_batch`` is the number of counted tokens and ``seqlen_squared_sum_in_batch`` the sum of the
+    squared lengths of separate documents; by default whole sequences of ``args.seq_length``.
     """
     if getattr(args, "hybrid_layer_pattern", None) is not None:
         raise ConfigError(f"hybrid_layer_pattern={args.hybrid_layer_pattern!r} is not supported; leave it out")
@@ -40,18 +40,18 @@ def num_floating_point_operations(
     attention = terms.pop("scores") + terms.pop("values")
     tokens = batch_size * args.seq_length if total_real_tokens_in_batch is None else total_real_tokens_in_batch
     pairs = batch_size * args.seq_length**2 if seqlen_squared_sum_in_batch is None else seqlen_squared_sum_in_batch
-    # Of one product of a query and a key, forward and backward; half of the pairs are behind the mask.
+    # Forward and backward of each product of a query and a key; the mask excludes half of the pairs.
     return 3 * tokens * sum(terms.values()) + 3 * attention * pairs // 2
 
 
 @dataclass
 class SequenceLengths:
-    """Documents of the micro-batches since the last ``consume``: how many tokens, and the sum of squared lengths."""
+    """The number of tokens and the sum of squared lengths of the documents since the last ``consume``."""
 
     total: Tensor | None = None
 
     def add(self, cu_seqlens: Tensor | None) -> None:
-        """Count documents with these borders; nothing for None."""
+        """Add documents with these borders; None adds nothing."""
         if cu_seqlens is None or cu_seqlens.numel() < 2:
             return
         lengths = cu_seqlens.flatten().diff().to(torch.float64)
@@ -59,7 +59,7 @@ class SequenceLengths:
         self.total = found if self.total is None else self.total + found
 
     def consume(self) -> tuple[int | None, int | None]:
-        """Both sums over all data-parallel ranks, and begin anew; (None, None) if there were no documents."""
+        """Return both sums over all data-parallel ranks and reset them; (None, None) without documents."""
         total, self.total = self.total, None
         if total is None:
             return None, None
@@ -75,7 +75,7 @@ consume_seqlen_stats_in_iteration = _LENGTHS.consume
 
 
 def get_train_valid_test_num_samples() -> tuple[int, int, int]:
-    """Sequences that the run of ``get_args()`` reads of each split."""
+    """Return the numbers of sequences of each split that the run of ``get_args()`` reads."""
     args = get_args()
     train = args.train_samples or args.train_iters * args.global_batch_size
     size = getattr(args, "eval_global_batch_size", None) or args.global_batch_size
@@ -85,10 +85,10 @@ def get_train_valid_test_num_samples() -> tuple[int, int, int]:
 
 
 def get_megatron_optimizer_config(args: Namespace) -> tuple[OptimizerConfig, dict[Any, Any]]:
-    """The optimizer's settings that ``args`` has, and overrides of single parameters, of which there are none."""
+    """Return the settings of the optimizer in ``args``, and no overrides."""
     given = settings_of(OptimizerConfig, args)
     if getattr(args, "fp8_format", None) is None:
-        given.pop("fp8_recipe", None)  # it has a default there, too
+        given.pop("fp8_recipe", None)  # in Megatron-LM its default does not depend on fp8
     given |= {name: _DTYPES[value] for name, value in given.items() if name.endswith("_dtype") and value in _DTYPES}
     return OptimizerConfig(**given), {}
 
@@ -97,7 +97,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def get_megatron_ddp_config(args: Namespace) -> DistributedDataParallelConfig:
-    """The settings of data parallelism that ``args`` has."""
+    """Return the settings of data parallelism in ``args``."""
     renamed = {
         "grad_reduce_in_fp32": "accumulate_allreduce_grads_in_fp32",
         "check_for_nan_in_grad": "check_for_nan_in_loss_and_grad",
@@ -110,6 +110,6 @@ def get_megatron_ddp_config(args: Namespace) -> DistributedDataParallelConfig:
 
 
 def settings_of(kind: Any, args: Namespace) -> dict[str, Any]:
-    """The attributes that have names of the fields of a dataclass, and are not None."""
+    """Return the attributes with the names of fields of a dataclass, unless they are None."""
     found = {each.name: getattr(args, each.name, None) for each in fields(kind) if each.init}
     return {name: value for name, value in found.items() if value is not None}

@@ -1,4 +1,4 @@
-"""The arguments, the tokenizer and the timers of the process, kept for its functions."""
+"""The arguments, the tokenizer and the timers of the process."""
 
 from argparse import Namespace
 from typing import Any
@@ -16,40 +16,39 @@ _KEPT: dict[str, Any] = {}
 
 def _get(name: str) -> Any:
     if name not in _KEPT:
-        raise ConfigError(f"{name} is not initialized; call set_global_variables or initialize_megatron before")
+        raise ConfigError(f"{name} is not initialized; call set_global_variables or initialize_megatron first")
     return _KEPT[name]
 
 
 def get_args() -> Namespace:
-    """The arguments that ``set_args`` was given."""
+    """Return the arguments of ``set_args``."""
     args: Namespace = _get("args")
     return args
 
 
 def get_tokenizer() -> Any:
-    """The tokenizer of the arguments."""
+    """Return the tokenizer of the arguments."""
     return _get("tokenizer")
 
 
 def get_timers() -> Timers:
-    """The timers of the process."""
+    """Return the timers of the process."""
     timers: Timers = _get("timers")
     return timers
 
 
 def set_args(args: Namespace) -> None:
-    """Keep ``args`` for ``get_args``."""
+    """Store ``args`` for ``get_args``."""
     _KEPT["args"] = args
 
 
 def of_one_rank(args: Namespace) -> Namespace:
-    """``args`` without tensor parallelism, so that the padded vocabulary, which a program's model gets, is the same in
-    every layout."""
+    """Return ``args`` without tensor parallelism, so that every layout pads the vocabulary to the same size."""
     return Namespace(**vars(args) | {"tensor_model_parallel_size": 1})
 
 
 def set_global_variables(args: Namespace, build_tokenizer: bool = True) -> None:
-    """Keep ``args``, and make the calculator of micro-batches, the timers and, if there is to be one, the tokenizer."""
+    """Store ``args``; create the calculator of micro-batches, the timers and optionally the tokenizer."""
     set_args(args)
     sizes = (args.rank, args.rampup_batch_size, args.global_batch_size, args.micro_batch_size, args.data_parallel_size)
     schedule = " ".join(args.step_batch_size_schedule or ()) or None
@@ -61,6 +60,6 @@ def set_global_variables(args: Namespace, build_tokenizer: bool = True) -> None:
 
 
 def destroy_global_vars() -> None:
-    """Forget all of it."""
+    """Remove all of these objects."""
     _KEPT.clear()
     destroy_num_microbatches_calculator()

@@ -1,4 +1,4 @@
-"""Batches of a run without a GPU, whose tensors accept the call ``cuda()``."""
+"""Batches on the CPU whose tensors accept ``cuda()``."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class HostTensor(Tensor):
-    """A tensor on the CPU, whose ``cuda()`` returns it: programs for Megatron-LM call it for each tensor of a batch.
+    """A CPU tensor whose ``cuda()`` returns it: programs for Megatron-LM call it for each tensor of a batch.
 
     Results of operations on it are plain tensors.
     """
@@ -16,12 +16,12 @@ class HostTensor(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def cuda(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the tensor as a plain one: the run's device is the CPU."""
+        """Return the tensor as a plain tensor: the device of the run is the CPU."""
         return self.as_subclass(Tensor)
 
 
 def host_batches(batches: Iterable[Any]) -> Iterator[Any]:
-    """Yield the batches; tensors of those that are dictionaries become ``HostTensor``."""
+    """Yield the batches; tensors in dictionaries become ``HostTensor``."""
     for batch in batches:
         if isinstance(batch, dict):
             yield {name: x.as_subclass(HostTensor) if isinstance(x, Tensor) else x for name, x in batch.items()}

@@ -1,4 +1,4 @@
-"""Arguments, process groups and seeds of a program of one's own."""
+"""Arguments, process groups and seeds of the caller's program."""
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping
@@ -17,19 +17,21 @@ def initialize_megatron(
     extra_args_provider: Callable[[ArgumentParser], ArgumentParser] | None = None,
     args_defaults: Mapping[str, Any] | None = None,
 ) -> None:
-    """Read and check the command line, start torch.distributed unless it has started, make the groups, and seed initial
-    weights and dropout; ``get_args``, which has ``train_iters`` from now on also with ``--train-samples``, and the
-    other functions of ``global_vars`` work from then on."""
+    """Read and check the command line, start torch.distributed, create the process groups, and set the seed.
+
+    Afterwards ``get_args`` and the other functions of ``global_vars`` work. ``train_iters`` is also set with
+    ``--train-samples``.
+    """
     start_groups(parse_and_validate_args(extra_args_provider, args_defaults=args_defaults))
 
 
 def start_groups(args: Namespace) -> None:
-    """Start torch.distributed unless it has started, make the groups, and seed initial weights and dropout."""
+    """Start torch.distributed unless it has started, create the process groups, and set the seed."""
     args.train_iters = run_config_of(args).training.num_iterations(args.data_parallel_size, args.seq_length)
     if not dist.is_initialized():
         minutes = args.distributed_timeout_minutes
         start_world(World.from_environment(), backend=args.distributed_backend, timeout_minutes=minutes)
-    if not dist.is_initialized():  # one rank meets no others
+    if not dist.is_initialized():  # a single process
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel(
         args.tensor_model_parallel_size,
@@ -46,12 +48,12 @@ def start_groups(args: Namespace) -> None:
 
 
 def _set_random_seed(seed_: int, data_parallel_random_init: bool = False, **others: Any) -> None:
-    """Initial weights and dropout are functions of the seed; ranks never add to it."""
+    """Seed initial weights and dropout; ranks never change the seed."""
     model_parallel_cuda_manual_seed(seed_)
 
 
 def write_args_to_tensorboard(writer: Any) -> None:
-    """Every argument as a text of a TensorBoard writer."""
+    """Write every argument as text to TensorBoard."""
     args = get_args()
     for name, value in vars(args).items():
         writer.add_text(name, str(value), global_step=args.iteration)

@@ -1,4 +1,4 @@
-"""Megatron-LM's whole job: ``pretrain`` in the forms of its releases."""
+"""Megatron-LM's ``pretrain``, with the arguments of all its releases."""
 
 from collections.abc import Callable
 from dataclasses import fields
@@ -25,15 +25,15 @@ _KIND, _STEP = "model_type", "forward_step_func"
 
 
 def pretrain(*given: Any, **named: Any) -> None:
-    """Make groups, model, optimizer and data, train and evaluate. Arguments by position, or by name in ``named``::
+    """Create groups, model, optimizer and data, train and evaluate. Arguments by position, or by name in ``named``::
 
         data_provider, model_provider, model_type, forward_step    # releases up to 0.17: reads the command line
         cfg_container, data_provider, model_provider, model_type, forward_step    # 0.18
         cfg_container, data_provider, model_type, forward_step, model_provider=None    # newer releases
 
-    and then ``process_non_loss_data_func``, in releases up to 0.17 also ``extra_args_provider`` and ``args_defaults``.
-    Without a ``model_provider``, ``cfg_container.model`` builds the model. Other arguments (``get_embedding_ranks``,
-    ``store`` ...) have no effect. ConfigError if ``cfg_container`` differs from the command line.
+    ``process_non_loss_data_func`` follows, and up to 0.17 also ``extra_args_provider`` and ``args_defaults``. Without
+    ``model_provider``, ``cfg_container.model`` builds the model. Other arguments (``get_embedding_ranks``, ``store``
+    ...) have no effect. Raises ConfigError if ``cfg_container`` differs from the command line.
     """
     has_container = "cfg_container" in named or any(isinstance(each, PretrainConfigContainer) for each in given[:1])
     order = [_DATA, _MODEL, _KIND, _STEP, "process_non_loss_data_func"]
@@ -67,7 +67,7 @@ def _check(container: PretrainConfigContainer) -> None:
             if getattr(ours, each.name) != getattr(theirs, each.name)
         ]
     if changed:
-        raise ConfigError(f"pretrain: {', '.join(changed)} differs from the command line; give it there")
+        raise ConfigError(f"pretrain: {', '.join(changed)} differs from the command line; use the flags instead")
 
 
 def _build(config: Any, pre_process: bool, post_process: bool, vp_stage: int | None = None) -> Any:

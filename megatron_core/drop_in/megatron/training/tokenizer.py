@@ -1,3 +1,3 @@
-"""The tokenizer of its arguments, under its former path."""
+"""The tokenizer of the arguments, at its former path."""
 
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer

@@ -1,4 +1,4 @@
-"""The data of a run from its arguments, and averages of losses."""
+"""The data of a run from its arguments, averages of losses, and printing."""
 
 import json
 from pathlib import Path
@@ -25,14 +25,15 @@ Blend = tuple[list[str], list[float] | None] | None
 
 
 def get_blend_and_blend_per_split(args: Any) -> tuple[Blend, list[Blend] | None]:
-    """``--data-path`` or its file as one blend, or ``--train-data-path`` ... or their file as one for each split.
+    """Return (one blend, None) or (None, a blend for each split) from the arguments.
 
-    ``args`` has Megatron's attributes of these names; without any of them both results are None.
+    The first comes from ``--data-path`` or ``--data-args-path``, the second from ``--train-data-path`` ... or
+    ``--per-split-data-args-path``. Without these both are None.
     """
     own = [getattr(args, f"{split}_data_path", None) for split in _SPLITS]
     if args.data_args_path is not None:
         if args.data_path:
-            raise ConfigError("data_path and data_args_path both say what to read; give one")
+            raise ConfigError("data_path and data_args_path exclude each other; give one of them")
         return get_blend_from_list(Path(args.data_args_path).read_text().split()), None
     if args.data_path:
         return get_blend_from_list(args.data_path), None
@@ -43,12 +44,12 @@ def get_blend_and_blend_per_split(args: Any) -> tuple[Blend, list[Blend] | None]
 
 
 def get_batch_on_this_tp_rank(data_iterator: Any, *unused: Any, **others: Any) -> dict[str, Tensor | None]:
-    """``core.utils.get_batch_on_this_tp_rank`` of the next micro-batch; other ranks' iterators may be None."""
+    """Return ``core.utils.get_batch_on_this_tp_rank`` of the next micro-batch; other ranks may pass None."""
     return broadcast_batch(None if data_iterator is None else next(data_iterator))
 
 
 def average_losses_across_data_parallel_group(losses: list[Tensor]) -> Tensor:
-    """The means ``[len(losses)]`` of scalars over the data parallel ranks."""
+    """Return the means ``[len(losses)]`` of scalars over the data-parallel ranks."""
     group = parallel_state.get_data_parallel_group()
     total = torch.cat([loss.detach().clone().view(1) for loss in losses])
     all_reduce_(total, group)
@@ -64,8 +65,11 @@ def get_ltor_masks_and_position_ids(
     eod_mask_loss: bool,
     pad_mask_loss: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens ``[b, s]`` -> attention mask ``[b or 1, 1, s, s]``, True where a query must not see a key, loss mask
-    ``[b, s]``, positions ``[b, s]``. Documents end with ``eod_token``; ``reset_...`` begins anew behind each."""
+    """Return attention mask, loss mask and positions of tokens ``[b, s]``.
+
+    The attention mask is ``[b or 1, 1, s, s]``, True where a query must not see a key; the others are ``[b, s]``.
+    Documents end with ``eod_token``; ``reset_...`` restarts after each.
+    """
     batch, length = data.shape
     ends = data == eod_token
     document = ends.cumsum(1) - ends.long()  # an end belongs to its own document
@@ -81,13 +85,13 @@ def get_ltor_masks_and_position_ids(
 
 
 def print_rank_0(message: Any, rank: int | None = None) -> None:
-    """Print on rank 0 alone; ``rank`` is this one's, if the caller knows it."""
+    """Print on rank 0; ``rank`` is this process's rank if the caller knows it."""
     if (rank if rank is not None else dist.get_rank() if dist.is_initialized() else 0) == 0:
         print(message, flush=True)
 
 
 def print_rank_last(message: Any) -> None:
-    """Print on the last rank alone, which has the loss."""
+    """Print on the last rank, which has the loss."""
     if is_last_rank():
         print(message, flush=True)
 

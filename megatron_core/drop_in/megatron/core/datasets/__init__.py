@@ -1,1 +1,1 @@
-"""Data sets under Megatron Core's names."""
+"""Data sets with Megatron Core's names."""

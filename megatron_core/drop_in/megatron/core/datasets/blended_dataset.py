@@ -1,4 +1,4 @@
-"""For Megatron Core's users: `BlendedDataset`, several data sets drawn from in proportion to weights."""
+"""`BlendedDataset`: samples of several data sets in proportion to weights."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,9 +16,8 @@ from megatron_core.errors import ConfigError
 class BlendedDataset(torch.utils.data.Dataset):
     """`size` samples of several data sets in Megatron-LM's order; with size None, weights[d] samples of each.
 
-    `dataset_index` and `dataset_sample_index` say which data set sample i is drawn from, and which of its samples.
-    ConfigError: not one weight above 0 for each data set, or with size None one that is no whole number.
-    DataError: a data set has fewer samples than are drawn from it.
+    Sample i is sample `dataset_sample_index[i]` of data set `dataset_index[i]`. Raises ConfigError unless each data set
+    has a weight above 0, which must be an integer if size is None, and DataError if a data set has too few samples.
     """
 
     def __init__(
@@ -44,7 +43,7 @@ class BlendedDataset(torch.utils.data.Dataset):
         return len(self.dataset_index)
 
     def __getitem__(self, idx: int) -> dict[str, Any]:
-        """A sample of one of the data sets, and as `dataset_id` the number of that."""
+        """Return a sample of a data set, with the number of the data set as `dataset_id`."""
         number = int(self.dataset_index[idx])
         return {"dataset_id": number, **self.datasets[number][int(self.dataset_sample_index[idx])]}
 
@@ -52,7 +51,7 @@ class BlendedDataset(torch.utils.data.Dataset):
 def _check(datasets: Sequence[MegatronDataset], weights: Sequence[float], size: int | None) -> None:
     if len(datasets) != len(weights) or not all(weight > 0 for weight in weights):
         raise ConfigError(
-            f"a blend of {len(datasets)} data sets with the weights {list(weights)}; give one above 0 for each"
+            f"a blend of {len(datasets)} data sets has the weights {list(weights)}; give a weight above 0 for each"
         )
     if size is None and any(weight != int(weight) for weight in weights):
-        raise ConfigError(f"a blend without a size draws what its weights say; {list(weights)} are no counts")
+        raise ConfigError(f"without a size, weights are counts of samples; {list(weights)} must be integers")

@@ -1,4 +1,4 @@
-"""From settings and sizes to the data sets of training, validation and test."""
+"""Builds the data sets of training, validation and test."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,8 +24,8 @@ Matrix = Sequence[tuple[float, float] | None]
 class BlendedMegatronDatasetBuilder:
     """Builds data sets of class `cls`, and blends of them, for the three splits.
 
-    sizes: samples that are needed of each split; None for one epoch. is_built_on_rank: whether this process needs the
-    data; where torch.distributed runs and it does not, all three are None. No process waits for another.
+    sizes: required samples of each split; None for one epoch. is_built_on_rank: whether this process needs the data; if
+    torch.distributed is initialized and it does not, all three are None. Processes do not wait for each other.
     """
 
     cls: type[MegatronDataset]
@@ -37,12 +37,12 @@ class BlendedMegatronDatasetBuilder:
         for split in Split:
             blend = self._blend_of(split)
             if blend is not None and blend[1] is not None and self.sizes[split.value] is None:
-                raise ConfigError(f"the {split.name} data has weights and no size; give the number of samples needed")
+                raise ConfigError(f"the {split.name} data has weights but no size; give the number of samples")
 
     def build(self) -> list[Any]:
-        """A data set, a blend, or None for each of training, validation and test.
+        """Return a data set, a blend, or None for each of training, validation and test.
 
-        With `multiple_validation_sets`, a list of data sets for validation.
+        With `multiple_validation_sets`, validation is a list of data sets.
         """
         if torch.distributed.is_available() and torch.distributed.is_initialized() and not self.is_built_on_rank():
             return [None] * len(Split)
@@ -58,7 +58,7 @@ class BlendedMegatronDatasetBuilder:
         return self.config.split_matrix
 
     def _blend_of(self, split: Split) -> Blend | None:
-        """The blend that a split is drawn from."""
+        """Return the blend of a split."""
         if self.config.blend_per_split is not None and any(self.config.blend_per_split):
             return self.config.blend_per_split[split.value]
         return self.config.blend
@@ -83,7 +83,7 @@ class BlendedMegatronDatasetBuilder:
         matrix[number] = (0.0, 1.0)
         apart = bool(self.config.multiple_validation_sets) and split is Split.valid
         if apart and self.config.full_validation and self.sizes[number] is not None:
-            raise ConfigError(f"full_validation reads whole data sets; their size is None, not {self.sizes[number]}")
+            raise ConfigError(f"full_validation=True needs the size None, not {self.sizes[number]}")
         if len(prefixes) == 1 or apart:
             found = [self._splits_of(prefix, matrix, self.sizes)[number] for prefix in prefixes]
             return found if len(prefixes) > 1 else found[0]
@@ -101,7 +101,7 @@ class BlendedMegatronDatasetBuilder:
     def _all_splits(
         self, prefixes: Sequence[str], weights: Sequence[float] | None, matrix: Matrix, sizes: Sizes
     ) -> list[list[Any]]:
-        """The splits of every file, in threads."""
+        """Return the splits of every file, built in threads."""
         per_file: list[list[int | None]] = [[None] * len(Split) for _ in prefixes]
         if weights is not None:
             surplus = self.config.mid_level_dataset_surplus
@@ -111,7 +111,7 @@ class BlendedMegatronDatasetBuilder:
             return list(pool.map(self._splits_of, prefixes, [matrix] * len(prefixes), per_file))
 
     def _splits_of(self, path: str | None, matrix: Matrix, sizes: Sizes) -> list[MegatronDataset | None]:
-        """The data sets of one file."""
+        """Return the data sets of one file."""
         low_level = self.cls.build_low_level_dataset(path, self.config)
         elements = self.cls.numel_low_level_dataset(low_level)
         datasets: list[MegatronDataset | None] = []

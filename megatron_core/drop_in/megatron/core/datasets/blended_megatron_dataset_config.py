@@ -1,4 +1,4 @@
-"""Settings of data sets that are built from blends of token files."""
+"""Settings of blends of token files."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,10 +14,10 @@ Blend = tuple[Sequence[str], Sequence[float] | None]
 
 @dataclass
 class BlendedMegatronDatasetConfig:
-    """What `BlendedMegatronDatasetBuilder` builds: either `blend` and `split`, or `blend_per_split`, or mock data.
+    """Settings of `BlendedMegatronDatasetBuilder`: `blend` and `split`, or `blend_per_split`, or neither for mock data.
 
-    `split_matrix` (the part [begin, end) of [0, 1] of each split, None for an empty one) and `mock` follow from them.
-    ConfigError: settings that exclude each other.
+    `split_matrix` (the part [begin, end) of [0, 1] of each split, None for an empty one) and `mock` are derived. Raises
+    ConfigError for conflicting settings.
     """
 
     random_seed: int
@@ -27,36 +27,36 @@ class BlendedMegatronDatasetConfig:
     blend: Blend | None = None
     """Prefixes of token files, and a weight for each or None for weights by size; divided by `split`."""
     blend_per_split: Sequence[Blend | None] | None = None
-    """A blend of its own for each of training, validation and test."""
+    """One blend for each of training, validation and test."""
     multiple_validation_sets: bool | None = None
-    """Keep the validation sets of `blend_per_split` apart, as a list."""
+    """Keep the validation sets of `blend_per_split` separate, as a list."""
     full_validation: bool | None = None
-    """Validation reads one epoch of each of its sets: their size has to be None."""
+    """Validation reads one epoch of each of its sets: their size must be None."""
     split: str | None = None
     """Shares of training, validation and test, such as "969,30,1"."""
     split_matrix: list[tuple[float, float] | None] | None = field(init=False, default=None)
-    """Follows from `split`."""
+    """Derived from `split`."""
     num_dataset_builder_threads: int = 1
-    """Files that are worked on at once."""
+    """Number of files processed at the same time."""
     path_to_cache: str | None = None
-    """Folder for the indices; nothing is written without one."""
+    """Folder for the indices; None: they are not written."""
     mmap_bin_files: bool = True
-    """Map the token files into memory rather than read them."""
+    """Map the token files into memory instead of reading them."""
     mock: bool = field(init=False, default=False)
-    """Made-up text, where neither `blend` nor `blend_per_split` is given."""
+    """Generated text, without `blend` and `blend_per_split`."""
     tokenizer: Any = None
-    """An object with `eod` and, where there is one, `pad`."""
+    """An object with `eod` and optionally `pad`."""
     mid_level_dataset_surplus: float = 0.005
-    """Share of samples that a data set of a blend is asked for beyond its weight."""
+    """Fraction of samples requested of a data set in a blend beyond its weight."""
     allow_ambiguous_pad_tokens: bool | None = False
-    """Take the tokenizer's `pad` for padding even where it is the id of another special token."""
+    """Use the tokenizer's `pad` for padding even if it is the id of another special token."""
     fast_cache_load: bool = False
-    """Accepted, and changes nothing: no process waits for another to build an index."""
+    """No effect: processes do not wait for each other to build an index."""
     defer_npy_index_mmap: bool = False
-    """Accepted, and changes nothing: indices in the cache are mapped, and pages are read when they are used."""
+    """No effect: indices in the cache are mapped, and their pages are read on use."""
 
     def __post_init__(self) -> None:
-        """Derive the split and check what excludes what."""
+        """Derive the split and check conflicting settings."""
         if self.blend_per_split is not None and any(self.blend_per_split):
             self._check_blends_per_split(self.blend_per_split)
             return
@@ -79,16 +79,16 @@ class BlendedMegatronDatasetConfig:
 
 
 def parse_and_normalize_split(split: str) -> list[float]:
-    """The fractions of training, validation and test: "99,1,0" gives [0.99, 0.01, 0.0]. ConfigError: no such shares."""
+    """Return the fractions of training, validation and test: "99,1,0" gives [0.99, 0.01, 0.0]."""
     return list(parse_split(split))
 
 
 def convert_split_vector_to_split_matrix(
     vector_a: Sequence[float], vector_b: Sequence[float] | None = None
 ) -> list[tuple[float, float] | None]:
-    """The part [begin, end) of [0, 1] of each split, None for an empty one.
+    """Return the part [begin, end) of [0, 1] of each split, None for an empty one.
 
-    [0.99, 0.01, 0] gives [(0, 0.99), (0.99, 1), None]. With a second vector, the part that both give to the split.
+    [0.99, 0.01, 0] gives [(0, 0.99), (0.99, 1), None]. With a second vector, the part is the intersection of both.
     """
     parts = zip(_parts(vector_a), _parts(vector_a if vector_b is None else vector_b), strict=True)
     shared = [(max(a[0], b[0]), min(a[1], b[1])) for a, b in parts]

@@ -1,4 +1,4 @@
-"""For Megatron Core's users: `GPTDataset`, samples of a token file as tensors, in Megatron's order."""
+"""`GPTDataset`: samples of a token file as tensors, in Megatron's order."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,37 +20,37 @@ from megatron_core.errors import ConfigError
 
 @dataclass
 class GPTDatasetConfig(BlendedMegatronDatasetConfig):
-    """Settings of `GPTDataset`. ConfigError: one that is needed and missing, or that is not supported here."""
+    """Settings of `GPTDataset`. Raises ConfigError if a required setting is missing or a setting is not supported."""
 
     reset_position_ids: bool | None = None
-    """Positions begin again after every end of document. Needed."""
+    """Restart positions after every end of document. Required."""
     reset_attention_mask: bool | None = None
-    """Attention ends at every end of document. Needed."""
+    """Attend within documents only. Required."""
     eod_mask_loss: bool | None = None
-    """The label after an end of document does not count. Needed."""
+    """Exclude the label after an end of document from the loss. Required."""
     create_attention_mask: bool = True
-    """Samples bring their attention mask."""
+    """Add an attention mask to each sample."""
     drop_last_partial_validation_sequence: bool = True
-    """Leave out a last sample of validation that is short of tokens; otherwise it is filled with padding."""
+    """Omit an incomplete last sample of validation instead of padding it."""
     add_extra_token_to_sequence: bool = True
-    """Samples are cut from L + 1 tokens, so that the last one has its label; otherwise that is padding."""
+    """Read L + 1 tokens for a sample, so that the last token has a label; otherwise its label is padding."""
     object_storage_cache_path: str | None = None
     """Not supported: token files are read from a file system."""
     data_parallel_size: int = 1
-    """Accepted, and changes nothing: samples do not depend on the layout."""
+    """No effect: samples do not depend on the layout."""
     sequence_parallel_size: int = 0
-    """Accepted, and changes nothing: samples do not depend on the layout."""
+    """No effect: samples do not depend on the layout."""
     context_parallel_size: int | None = None
-    """Accepted, and changes nothing: samples do not depend on the layout."""
+    """No effect: samples do not depend on the layout."""
     hybrid_context_parallel: bool = False
     """Not supported."""
     sequences_per_dataset: dict[str, Any] | None = None
-    """Accepted, and changes nothing: counts are read from the index files, which are mapped."""
+    """No effect: counts are read from the mapped index files."""
     inter_document_masking: bool = False
     """Not supported; `reset_attention_mask` separates documents."""
 
     def __post_init__(self) -> None:
-        """Check what is needed and what is not supported."""
+        """Check required and unsupported settings."""
         super().__post_init__()
         needed = ("tokenizer", "reset_position_ids", "reset_attention_mask", "eod_mask_loss")
         missing = [name for name in needed if getattr(self, name) is None]
@@ -64,8 +64,8 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
 class GPTDataset(MegatronDataset):
     """Samples of L tokens from some sequences of a token file, in Megatron-LM's order for the same seed.
 
-    `document_index`, `sample_index` and `shuffle_index` are those of Megatron-LM. indexed_indices: numbers of the
-    sequences to read. num_samples: how many are needed at least; None for one epoch.
+    `document_index`, `sample_index` and `shuffle_index` equal Megatron-LM's. indexed_indices: the numbers of the
+    sequences to read. num_samples: required number of samples; None for one epoch.
     """
 
     config: GPTDatasetConfig
@@ -99,7 +99,7 @@ class GPTDataset(MegatronDataset):
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: IndexedDataset) -> int:
-        """The number of sequences."""
+        """Return the number of sequences."""
         return len(low_level_dataset.sequence_lengths)
 
     @staticmethod
@@ -111,10 +111,10 @@ class GPTDataset(MegatronDataset):
         return len(self._order)
 
     def __getitem__(self, idx: int | None) -> dict[str, torch.Tensor]:
-        """A sample by its position, or for None one whose labels do not count, to fill up a batch.
+        """Return sample `idx`; for None a sample whose labels do not count, to fill a batch.
 
-        tokens, labels, position_ids: int64 [L]. loss_mask: float32 [L]. attention_mask, unless
-        `create_attention_mask` is off: bool [1, L, L], True where the row's token may not see the column's.
+        tokens, labels, position_ids: int64 [L]. loss_mask: float32 [L]. attention_mask, with `create_attention_mask`:
+        bool [1, L, L], True if the token of the row must not see the token of the column.
         """
         config = self.config
         number = int(self.shuffle_index[0 if idx is None else idx])
@@ -140,18 +140,18 @@ class GPTDataset(MegatronDataset):
 
     @cached_property
     def _causal_mask(self) -> torch.Tensor:
-        """One for all samples where documents are not separated."""
+        """The mask of all samples if documents are not separated."""
         return _mask(np.zeros(self.config.sequence_length, dtype=np.int64))
 
 
 def _mask(starts: np.ndarray) -> torch.Tensor:
-    """True where row q may not see column k, that is unless start of q <= k <= q: bool [1, L, L]."""
+    """Return a mask bool [1, L, L]: False for start of q <= k <= q, else True."""
     positions = np.arange(len(starts))
     return torch.from_numpy((positions > positions[:, None]) | (positions < starts[:, None]))[None]
 
 
 class MockGPTLowLevelDataset:
-    """100,000 made-up documents: of 1 to 4,095 tokens, which count up from 1 and end with the tokenizer's `eod`."""
+    """100,000 generated documents of 1 to 4,095 tokens, which count up from 1 and end with the tokenizer's `eod`."""
 
     seed: int = 0
     size: int = 100_000
@@ -166,25 +166,25 @@ class MockGPTLowLevelDataset:
         return self.size
 
     def __getitem__(self, idx: int) -> np.ndarray:
-        """The tokens of a document: int64; ids are taken modulo the tokenizer's `vocab_size` where it has one."""
+        """Return the tokens of a document: int64, modulo the tokenizer's `vocab_size` if it has one."""
         count = np.arange(1, int(self.sequence_lengths[idx]), dtype=np.int64)
         vocab_size = getattr(self.tokenizer, "vocab_size", None)
         return np.append(count % vocab_size if vocab_size else count, self.tokenizer.eod)
 
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """`length` tokens of a document from token `offset` on (all that are left without a length)."""
+        """Return `length` tokens of a document from token `offset`; all remaining tokens without a length."""
         return self[idx][offset:][:length]
 
 
 class MockGPTDataset(GPTDataset):
-    """`GPTDataset` over made-up documents, for a configuration without a blend."""
+    """`GPTDataset` over generated documents, for a configuration without a blend."""
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: Any) -> int:
-        """The number of documents."""
+        """Return the number of documents."""
         return len(low_level_dataset)
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str | None, config: Any) -> MockGPTLowLevelDataset:
-        """The made-up documents; there is no path."""
+        """Return the generated documents; the path is not used."""
         return MockGPTLowLevelDataset(config.tokenizer)

@@ -1,6 +1,6 @@
-"""The functions that build indices.
+"""Functions that build indices.
 
-In Megatron-LM these are compiled from C++; here they are numpy, with the same arguments and the same results.
+In Megatron-LM they are compiled from C++; here they use numpy, with the same arguments and results.
 """
 
 import numpy as np
@@ -18,7 +18,7 @@ def build_sample_idx(
     drop_last_partial_sequence: bool = True,
     add_extra_token_to_sequence: bool = True,
 ) -> np.ndarray:
-    """The borders of all samples of `num_epochs` epochs: int32 [samples + 1, 2], int64 where a row would not fit.
+    """Return the borders of all samples of `num_epochs` epochs: int32 [samples + 1, 2], int64 if int32 is too small.
 
     A row is (position in `document_indices`, token of that document).
     """
@@ -35,9 +35,9 @@ def build_blending_indices(
     size: int,
     verbose: bool = False,
 ) -> None:
-    """Fill the first `size` positions of the two arrays: whose turn it is, and which of its samples.
+    """Fill the first `size` entries of the two arrays with the data set and the sample drawn from it.
 
-    verbose: print the share that each data set was to have and the one that it got.
+    verbose: print the requested and the actual fraction of each data set.
     """
     blend = build_blend_index(list(weights[:num_datasets]), size)
     dataset_index[:size] = blend.dataset_index

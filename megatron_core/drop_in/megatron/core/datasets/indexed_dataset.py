@@ -1,4 +1,4 @@
-"""Token files, their dtypes and what writes them."""
+"""Token files, their dtypes and their builder."""
 
 from pathlib import Path
 

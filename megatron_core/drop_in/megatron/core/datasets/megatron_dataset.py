@@ -1,4 +1,4 @@
-"""The base class of the data sets that are made of one file."""
+"""The base class of data sets over one file."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -16,10 +16,11 @@ LowLevelDataset = Any
 
 @dataclass(eq=False)
 class MegatronDataset(ABC, torch.utils.data.Dataset):
-    """A data set over some elements (`indices`) of a file, for one split: the base of `GPTDataset` and of users' own.
+    """A data set over some elements (`indices`) of a file, for one split: the base of `GPTDataset` and of users'
+    classes.
 
-    A subclass has `__len__`, `__getitem__`, and the two static methods that the builder opens files with.
-    num_samples: samples that are asked for at least; None for as many as one epoch has.
+    A subclass defines `__len__`, `__getitem__`, and the two static methods with which the builder opens files.
+    num_samples: required number of samples; None for one epoch.
     """
 
     dataset: LowLevelDataset
@@ -32,7 +33,7 @@ class MegatronDataset(ABC, torch.utils.data.Dataset):
     @staticmethod
     @abstractmethod
     def numel_low_level_dataset(low_level_dataset: LowLevelDataset) -> int:
-        """The number of elements of a file, which `split` divides."""
+        """Return the number of elements of a file, which `split` divides."""
 
     @staticmethod
     @abstractmethod
@@ -41,17 +42,17 @@ class MegatronDataset(ABC, torch.utils.data.Dataset):
 
     @abstractmethod
     def __len__(self) -> int:
-        """The number of samples."""
+        """Return the number of samples."""
 
     @abstractmethod
     def __getitem__(self, idx: int) -> dict[str, Any]:
-        """A sample by its position."""
+        """Return sample `idx`."""
 
 
 def pad_token_id(tokenizer: Any, allow_ambiguous: bool | None) -> int:
-    """The tokenizer's `pad`; -1, which is no token, where it has none or where that is another special token as well.
+    """Return the tokenizer's `pad`; -1, which is not a token, without `pad` or if it equals another special token.
 
-    A real end of document is so never taken for padding; `allow_ambiguous` permits it.
+    So a real end of document is never taken for padding; `allow_ambiguous` permits it.
     """
     pad = _attribute(tokenizer, "pad")
     if pad is None:
@@ -63,7 +64,7 @@ def pad_token_id(tokenizer: Any, allow_ambiguous: bool | None) -> int:
 
 
 def _attribute(tokenizer: Any, name: str) -> Any:
-    """An attribute; None where there is none, or where it says that it is not implemented."""
+    """Return an attribute; None if it does not exist or is not implemented."""
     try:
         return getattr(tokenizer, name, None)
     except NotImplementedError:

@@ -1,4 +1,4 @@
-"""Splits, blends, and the call that compiles nothing here."""
+"""Splits, blends, and the compilation of helpers, which does nothing here."""
 
 from collections.abc import Sequence
 from enum import Enum
@@ -16,13 +16,13 @@ class Split(Enum):
 
 
 def compile_helpers() -> None:
-    """Nothing: the indices are built by numpy, and there is nothing to compile. Kept for scripts that call it."""
+    """Do nothing: numpy builds the indices."""
 
 
 def get_blend_from_list(blend: Sequence[str] | None) -> tuple[list[str], list[float] | None] | None:
-    """Prefixes, and weights or None, of a list `weight prefix weight prefix ...` or of prefixes alone.
+    """Return (prefixes, weights or None) of a list `weight prefix weight prefix ...` or of prefixes only.
 
-    ConfigError: some but not all of the weights are numbers.
+    Raises ConfigError if some but not all of the weights are numbers.
     """
     if blend is None:
         return None

@@ -1,4 +1,4 @@
-"""The error of checkpoints, and whether a folder has one."""
+"""The error of checkpoints, and a test for checkpoints."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Write and read sharded state dicts."""
+"""Writes and reads sharded state dicts."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -53,12 +53,12 @@ def save(
     *,
     iteration: int = 0,
 ) -> None:
-    """Write a nested dict of ``ShardedTensor``, tensors and JSON values; all ranks call it together.
+    """Write a nested dict of ``ShardedTensor``, tensors and JSON values; a collective call.
 
-    Tensors become parts of global ones by their keys, each ``ShardedObject`` is its main replica's, and everything else
-    the first rank's; factories are stored as what they build. The folder gets the layout of this package's checkpoints,
-    whose number ``iteration`` is.
-    CheckpointError: values of other kinds, a part that no rank or that two wrote, or a rank that failed.
+    A ``ShardedTensor`` is a part of the global tensor of its key, the main replica writes each ``ShardedObject``, and
+    rank 0 writes all other values; factories are stored as the result of ``build``. The folder has the layout of this
+    package's checkpoints, with the number ``iteration``. Raises CheckpointError for values of other kinds, for a part
+    that no rank or two ranks wrote, and if a rank failed.
     """
     _refuse(common_strategy=common_strategy, async_sharded_save=async_sharded_save)
     if not isinstance(sharded_strategy, TorchDistSaveShardedStrategy | None):
@@ -71,7 +71,7 @@ def save(
         json.dumps(common)
         texts = tell_all(json.dumps(objects), _device())
     except TypeError as error:
-        raise CheckpointError(f"a sharded state dict holds tensors and JSON values alone: {error}") from error
+        raise CheckpointError(f"a sharded state dict may contain only tensors and JSON values: {error}") from error
     everywhere = {key: value for text in texts for key, value in json.loads(text).items()}
     state = {COMMON: common, OBJECTS: everywhere, "content_metadata": content_metadata}
     ranks = dist.get_world_size() if dist.is_initialized() else 1
@@ -90,10 +90,10 @@ def load(
     validate_access_integrity: bool = True,
     strict: Any = None,
 ) -> dict[str, Any]:
-    """The same nested dict with loaded values; the memory of every tensor in it is filled in place.
+    """Return the same nested dict with loaded values; tensors in it are filled in place. A collective call.
 
-    All ranks call it together, and first compare the hashes of the files.
-    ``strict`` is always so: CheckpointError for a tensor that is not stored, or that has another shape.
+    All ranks first compare the hashes of the files. Loading is always strict: CheckpointError for a tensor that is not
+    stored or has another shape.
     """
     _refuse(common_strategy=common_strategy)
     if not isinstance(sharded_strategy, TorchDistLoadShardedStrategy | None):
@@ -105,7 +105,7 @@ def load(
 
 
 def load_from(stored: CheckpointReader, sharded_state_dict: dict[str, Any]) -> dict[str, Any]:
-    """As ``load``, from an open checkpoint, which this closes."""
+    """Load from an open checkpoint and close it; see ``load``."""
     parts = built(sharded_state_dict)
     with stored as reader:
         reader.fill(piece for path, value in _walk(parts, ()) for piece in _pieces(path, value))
@@ -114,17 +114,17 @@ def load_from(stored: CheckpointReader, sharded_state_dict: dict[str, Any]) -> d
 
 
 def get_default_save_sharded_strategy(backend: str = "torch_dist", version: int = 1) -> TorchDistSaveShardedStrategy:
-    """What ``save`` does in any case."""
+    """Return the only strategy of ``save``."""
     return TorchDistSaveShardedStrategy(backend, version)
 
 
 def get_default_load_sharded_strategy(checkpoint_dir: str | Path) -> TorchDistLoadShardedStrategy:
-    """What ``load`` does in any case."""
+    """Return the only strategy of ``load``."""
     return TorchDistLoadShardedStrategy()
 
 
 def load_common_state_dict(checkpoint_dir: str | Path) -> dict[str, Any]:
-    """What is not sharded, by its path of keys joined by dots."""
+    """Return the values that are not sharded; their names are the keys joined by dots."""
     with CheckpointReader(_folder(checkpoint_dir)) as reader:
         return dict(reader.state.get(COMMON, {}))
 
@@ -137,7 +137,7 @@ def _folder(checkpoint_dir: str | Path) -> Path:
 
 
 def _absent(checkpoint_dir: str | Path) -> str:
-    return f"{checkpoint_dir} has no complete checkpoint; name the folder that save was given"
+    return f"{checkpoint_dir} has no complete checkpoint; pass the folder that was passed to save"
 
 
 def _refuse(**given: Any) -> None:
@@ -147,7 +147,7 @@ def _refuse(**given: Any) -> None:
 
 
 def _walk(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """The leaves of nested dicts, and of lists that hold tensors or objects at any depth."""
+    """Yield the leaves of nested dicts, and of lists that contain tensors or objects at any depth."""
     if isinstance(value, dict) or _holds_leaves(value):
         for name, item in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _walk(item, (*path, str(name)))
@@ -166,7 +166,7 @@ def _holds_leaves(value: Any) -> bool:
 
 
 def _nested(value: Any) -> Iterator[Any]:
-    """Everything in nested dicts, lists and tuples."""
+    """Yield all values in nested dicts, lists and tuples."""
     if isinstance(value, dict | list | tuple):
         for item in value.values() if isinstance(value, dict) else value:
             yield from _nested(item)
@@ -175,12 +175,12 @@ def _nested(value: Any) -> Iterator[Any]:
 
 
 def _pieces(path: tuple[str, ...], value: Any) -> Iterator[TensorBox]:
-    """A tensor as boxes of a global one, as this package's own checkpoints have them."""
+    """Yield a tensor as boxes of a global tensor, as in this package's checkpoints."""
     groups = current()
     if isinstance(value, ShardedTensor):
         shape, first, stop = value.flattened or (value.local_shape, 0, value.data.numel())
         writes = value.is_main_replica
-        if value.flattened is None:  # of equal copies on data-parallel ranks the first one writes
+        if value.flattened is None:  # the first data-parallel rank writes equal copies
             writes = writes and groups.group("-".join(value.spec.replica_axes)).rank() == 0
         name = value.key if value.key.startswith("optimizer.") else f"model.{value.key}"
         for piece in pieces_of(name, value.spec, shape, first, stop, value.data.reshape(-1)):

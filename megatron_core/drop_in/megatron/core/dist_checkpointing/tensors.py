@@ -1,4 +1,4 @@
-"""Tensors of their own modules as parts of global tensors."""
+"""Tensors of the caller's modules as parts of global tensors."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ def make_tp_sharded_tensor_for_checkpoint(
     tp_group: Group | None = None,
     dp_cp_group: Group | None = None,
 ) -> ShardedTensor:
-    """A tensor that is split along ``tp_axis`` over the tensor-parallel ranks, in even parts."""
+    """Return a tensor that is split evenly along ``tp_axis`` over the tensor-parallel ranks."""
     tp, dp = _groups(prepend_offsets, tp_group, dp_cp_group)
     part = (tp_axis, tp.rank(), tp.size())
     copy = (0, dp.rank()) if replica_id is None else replica_id
@@ -37,14 +37,14 @@ def make_sharded_tensor_for_checkpoint(
     tp_group: Group | None = None,
     dp_cp_group: Group | None = None,
 ) -> ShardedTensor:
-    """A tensor that is whole on every rank."""
+    """Return a tensor that is whole on every rank."""
     tp, dp = _groups(prepend_offsets, tp_group, dp_cp_group)
     copy = (tp.rank(), dp.rank()) if replica_id is None else replica_id
     return ShardedTensor.from_rank_offsets(key, tensor, replica_id=copy)
 
 
 def _groups(offsets: tuple[Any, ...], tp: Group | None, dp: Group | None) -> tuple[Group, Group]:
-    """The groups that are given, or those of the current layout. ConfigError for offsets in front."""
+    """Return the given groups, or those of the current layout; ConfigError for prepended offsets."""
     if offsets:
-        raise ConfigError(f"offsets {offsets} in front are not supported; give every layer a name of its own")
+        raise ConfigError(f"prepend_offsets={offsets} is not supported; give every layer its own name")
     return tp or current().group("tp"), dp or current().group("dp-cp")

@@ -1,4 +1,4 @@
-"""Other keys in a sharded state dict."""
+"""Changes the keys of a sharded state dict."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -26,7 +26,7 @@ def add_prefix_for_sharding(sharded_state_dict: ShardedStateDict, prefix: str) -
 
 
 def replace_prefix_for_sharding(sharded_state_dict: ShardedStateDict, old_prefix: str, new_prefix: str) -> None:
-    """Replace the prefix of every key, in place. CheckpointError for a key without it, before any is replaced."""
+    """Replace the prefix of every key, in place; raises CheckpointError before any change if a key lacks it."""
     found = list(_keyed(sharded_state_dict))
     if others := [each.key for each in found if not each.key.startswith(old_prefix)]:
         raise CheckpointError(f"the key {others[0]} does not begin with old_prefix={old_prefix!r}")
@@ -35,7 +35,7 @@ def replace_prefix_for_sharding(sharded_state_dict: ShardedStateDict, old_prefix
 
 
 def apply_prefix_mapping(sharded_state_dict: ShardedStateDict, prefix_map: dict[str, str]) -> None:
-    """Replace the first prefix of ``prefix_map`` that a key begins with by its value, in place; keep other keys."""
+    """Replace the first matching prefix of ``prefix_map`` in every key by its value, in place."""
     for each in _keyed(sharded_state_dict):
         old = next((prefix for prefix in prefix_map if each.key.startswith(prefix)), "")
         each.key = prefix_map.get(old, "") + each.key.removeprefix(old)

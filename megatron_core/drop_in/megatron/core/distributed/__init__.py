@@ -1,4 +1,4 @@
-"""Data parallelism of models and the completion of their gradients."""
+"""Data parallelism and the reduction of gradients."""
 
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig

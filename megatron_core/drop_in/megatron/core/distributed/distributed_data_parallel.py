@@ -1,4 +1,4 @@
-"""A model whose gradients are averaged over data-parallel ranks."""
+"""A model with gradients averaged over data-parallel ranks."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,18 +28,18 @@ from megatron_core.training.driver import finish_gradients
 class DistributedDataParallel(MegatronModule):
     """``DataParallel`` of one chunk of a model, with Megatron Core's arguments and rules.
 
-    Gradients are collected in ``parameter.main_grad`` and, by ``finish_grad_sync``, averaged over data- and
-    context-parallel ranks; with ``config.calculate_per_token_loss`` they are summed. Then they are also in
-    ``parameter.grad``, where a parameter's dtype is that of its gradient and ZeRO does not shard it, so that optimizers
-    of torch see them. The first forward after that begins a new step and sets them to zero, unless
-    ``zero_grad_buffer`` has done so. ``disable_bucketing`` makes one bucket of each kind: of weights that decay and
-    of those that do not, of experts, and of gradients that are completed alike. ``full_param_layout`` says which of
-    Megatron's rules fills the buckets: ``LayerWiseDistributedOptimizer``'s, by which no shard cuts a hidden matrix, if
-    the layout has a buffer for these, or else ``DistributedOptimizer``'s.
+    Gradients are accumulated in ``parameter.main_grad``. ``finish_grad_sync`` averages them over data- and
+    context-parallel ranks, or sums them with ``config.calculate_per_token_loss``, and then also sets ``parameter.grad``
+    for torch's optimizers, unless ZeRO shards the gradient or its dtype differs from the parameter's. The next forward
+    starts a new step with zero gradients, unless ``zero_grad_buffer`` was called.
+
+    ``disable_bucketing`` makes one bucket of each kind: weights with and without decay, experts, and gradients that are
+    reduced in the same way. If ``full_param_layout`` has a buffer for hidden matrices, buckets are filled by the rule
+    of ``LayerWiseDistributedOptimizer``, which never divides a hidden matrix, else by that of ``DistributedOptimizer``.
     """
 
     buffers: Any
-    """Megatron's name for the flat buffers of dense layers, in place of the method of ``nn.Module``."""
+    """The flat buffers of dense layers, in place of the method of ``nn.Module``."""
 
     def __init__(
         self,
@@ -84,8 +84,10 @@ class DistributedDataParallel(MegatronModule):
         return (whole_in_shards if whole else in_order)(shards, self.ddp_config.pad_buckets_for_high_nccl_busbw)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's; the first one after ``finish_grad_sync`` begins a new step. ConfigError while weights, or in
-        training gradients, are offloaded."""
+        """Call the module; the first call after ``finish_grad_sync`` starts a new step.
+
+        Raises ConfigError while weights, or in training gradients, are offloaded.
+        """
         for buffer in (*self.buffers, *self.expert_parallel_buffers):
             buffer.check_resident(gradients=torch.is_grad_enabled())
         if self._step_is_over and torch.is_grad_enabled():
@@ -93,22 +95,22 @@ class DistributedDataParallel(MegatronModule):
         return self.module(*inputs, **kwargs)
 
     def set_input_tensor(self, input_tensor: Any) -> None:
-        """Hand on the previous stage's output."""
+        """Pass the output of the previous stage to the module."""
         inner: Any = self.module
         inner.set_input_tensor(input_tensor)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """In it nothing is reduced; the backward pass after it is the step's last one and may overlap reductions."""
+        """Disable reductions; the backward pass after it is the last of the step and may overlap reductions."""
         yield
         self.data_parallel.enable_grad_sync(0)
 
     def start_grad_sync(self, *unused: Any) -> None:
-        """Begin to reduce gradients, which are complete; with ``overlap_grad_reduce``."""
+        """Start to reduce the complete gradients, with ``overlap_grad_reduce``."""
         self.data_parallel.start_grad_sync(0)
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
-        """Complete, sum and average all gradients; scales of FP8 then follow the step's largest values."""
+        """Sum and average all gradients; update the scales of FP8 from the largest values of the step."""
         finish_gradients(self.data_parallel, self._amax_histories)
         if not getattr(self.config, "calculate_per_token_loss", False):
             self.scale_gradients(1.0 / self._groups.group("dp-cp").size())
@@ -120,12 +122,12 @@ class DistributedDataParallel(MegatronModule):
         self._step_is_over = True
 
     def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
-        """Multiply this rank's reduced gradients."""
+        """Multiply this rank's reduced gradients by a factor."""
         for bucket in self.buckets:
             bucket.grad_shard.mul_(scaling_factor)
 
     def zero_grad_buffer(self) -> None:
-        """Begin a new step: gradients are zero."""
+        """Start a new step with zero gradients."""
         for bucket in self.buckets:
             for parameter in bucket.parameters:
                 parameter.grad = None
@@ -133,26 +135,26 @@ class DistributedDataParallel(MegatronModule):
         self._step_is_over = False
 
     def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
-        """Gather the weights that other ranks have updated; with ``force_sync`` wait for them."""
+        """Gather the weights updated by other ranks; with ``force_sync`` wait for them."""
         self.data_parallel.start_param_sync()
         if force_sync:
             self.data_parallel.finish_param_sync()
 
     def enable_forward_pre_hook(self) -> None:
-        """Nothing: with ``overlap_param_gather`` a forward always waits for the weights that it reads."""
+        """Do nothing: with ``overlap_param_gather`` a forward always waits for its weights."""
 
     def disable_forward_pre_hook(self, param_sync: bool = True) -> None:
-        """With ``param_sync`` gather all weights now, for code that reads them outside of a forward."""
+        """With ``param_sync`` gather all weights now, for code that reads them outside a forward."""
         if param_sync:
             self.start_param_sync(force_sync=True)
 
     def free_overlap_buffers(self) -> None:
-        """Wait for parameters that are on their way, before a checkpoint is saved."""
+        """Wait for weights that are being gathered, before a checkpoint is saved."""
         for group in self.bucket_groups + self.expert_parallel_bucket_groups:
             group.free_overlap_buffers()
 
     def offload_grad_buffers(self, synchronize: bool = True, empty_cache: bool = True) -> None:
-        """Free the memory of all gradients until ``restore_grad_buffers``, as between steps; their values are lost."""
+        """Free the memory of all gradients, whose values are lost, until ``restore_grad_buffers``."""
         if synchronize and torch.cuda.is_available():
             torch.cuda.synchronize()
         for buffer in (*self.buffers, *self.expert_parallel_buffers):
@@ -161,32 +163,32 @@ class DistributedDataParallel(MegatronModule):
             torch.cuda.empty_cache()
 
     def restore_grad_buffers(self, synchronize: bool = True) -> None:
-        """Give all gradients memory again; they are zero."""
+        """Allocate the gradients again; they are zero."""
         for buffer in (*self.buffers, *self.expert_parallel_buffers):
             buffer.reload_from_cpu(move_params=False)
         if synchronize and torch.cuda.is_available():
             torch.cuda.synchronize()
 
     def broadcast_params(self) -> None:
-        """Make all copies equal to that of the first data-parallel rank."""
+        """Copy the weights of the first data-parallel rank to the other ranks."""
         for bucket in self.buckets:
             if bucket.splits_weights:
-                raise ConfigError("broadcast_params needs whole weights: use a sharding strategy below ZeRO 3")
+                raise ConfigError("broadcast_params needs unsharded weights; use a strategy below ZeRO stage 3")
             axes = "-".join(bucket.kind.replica_axes)
             group = self._groups.group(axes)
             if not isinstance(group, LocalGroup):
                 broadcast_(bucket.weights, self._groups.ranks(axes)[0], group)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's, without a prefix of this wrapper."""
+        """Return the module's state, without a prefix of this wrapper."""
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """The module's; values are copied into the flat buffers."""
+        """Load the state of the module; values are copied into the flat buffers."""
         return self.module.load_state_dict(state_dict, strict=strict)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, ShardedTensor]:
-        """The module's."""
+        """Return the module's parameters as parts of global tensors."""
         return sharded(self.module, prefix)

@@ -1,4 +1,4 @@
-"""The buckets of ``DistributedDataParallel`` as buffers, under Megatron's names."""
+"""The buckets of ``DistributedDataParallel`` as Megatron's buffers."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,12 +21,12 @@ from megatron_core.parallel.groups import Group
 def _compute_default_per_buffer_param_layout(
     params: Sequence[nn.Parameter], bucket_size: int | None
 ) -> PerBufferParamLayout:
-    """Parameters one after another, without padding, as they lie where nothing is sharded."""
+    """Return the layout without sharding: parameters in sequence without padding."""
     return lay_out(params, bucket_size, InOrder())
 
 
 def shard_buffer(buffer: torch.Tensor, data_parallel_world_size: int) -> list[torch.Tensor]:
-    """Equal parts of a flat tensor, one for each rank."""
+    """Return equal parts of a flat tensor, one for each rank."""
     return list(buffer.view(data_parallel_world_size, -1))
 
 
@@ -38,10 +38,10 @@ def reduce_scatter_with_fp32_accumulation(
     async_op: bool = False,
     all_to_all_output_tensor: torch.Tensor | None = None,
 ) -> SummedAfter | None:
-    """Fill ``output_tensor`` with this rank's part of the sum, taken in float32, of what ranks send in 16 bits.
+    """Fill ``output_tensor`` with this rank's part of the sum of 16-bit inputs, taken in float32.
 
-    A handle with ``async_op``. Memory for the messages is allocated here, also if ``all_to_all_output_tensor`` offers
-    it, whose size is checked.
+    With ``async_op`` return a handle. Memory for messages is always allocated here; of ``all_to_all_output_tensor``
+    only the size is checked.
     """
     if op != torch.distributed.ReduceOp.SUM:
         raise ConfigError(f"reduce_scatter_with_fp32_accumulation sums; op={op} is not supported")
@@ -58,7 +58,7 @@ def reduce_scatter_with_fp32_accumulation(
 
 
 class _ParamAndGradBucket:
-    """A bucket, and where it lies among those of its buffer."""
+    """A bucket and its offset in its buffer."""
 
     def __init__(self, bucket: Bucket, offset: int, bucket_id: int) -> None:
         self.bucket, self.offset, self.bucket_id = bucket, offset, bucket_id
@@ -69,21 +69,21 @@ class _ParamAndGradBucket:
 
     @property
     def param_data(self) -> torch.Tensor:
-        """The flat weights; without memory while stage 3 has freed them."""
+        """The flat weights; without memory while ZeRO stage 3 has freed them."""
         return self.bucket.weights
 
     @property
     def grad_data(self) -> torch.Tensor:
-        """The flat gradients of the parameters, before they are reduced."""
+        """The flat gradients of the parameters, before their reduction."""
         return self.bucket.grads
 
 
 class _ParamAndGradBuffer:
-    """Buckets with one dtype and one data-parallel group, one after another in one flat tensor.
+    """Buckets with the same dtype and data-parallel group, in sequence in one flat tensor.
 
-    ``param_data`` and ``grad_data`` may be offloaded: ``storage().resize_(0)`` frees the memory of all buckets, and
-    the size before gives it back. Sharding strategies that free gradients or weights themselves have no flat tensor
-    for these; reading it is a ConfigError.
+    ``param_data`` and ``grad_data`` can be offloaded: ``storage().resize_(0)`` frees the memory of all buckets, and
+    resizing to the old size allocates it. Sharding strategies that free gradients or weights have no flat tensor of
+    them; reading it raises ConfigError.
     """
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
@@ -107,9 +107,9 @@ class _ParamAndGradBuffer:
         self._param_data_cpu: torch.Tensor | None = None
 
     def _join_grads(self) -> torch.Tensor:
-        """Move the gradients, which are zero yet, into one flat tensor."""
+        """Move the gradients, which are still zero, into one flat tensor."""
         for view in self.buckets:
-            view.bucket.grads.untyped_storage().resize_(0)  # there is never room for both
+            view.bucket.grads.untyped_storage().resize_(0)  # avoids memory for two copies
         device = self.buckets[0].bucket.grads.device
         flat = torch.zeros(self.numel, dtype=self.grad_dtype, device=device)
         for view in self.buckets:
@@ -133,29 +133,29 @@ class _ParamAndGradBuffer:
 
     @property
     def grad_data(self) -> torch.Tensor:
-        """The flat gradients of all buckets, before they are reduced."""
+        """The flat gradients of all buckets, before their reduction."""
         return self._flat("gradients", self._grad_data)
 
     @staticmethod
     def _flat(what: str, tensor: torch.Tensor | None) -> torch.Tensor:
         if tensor is None:
             raise ConfigError(
-                f"data_parallel_sharding_strategy frees the {what} itself, so that a buffer has no flat tensor of them;"
-                " use no_shard or optim to offload them"
+                f"data_parallel_sharding_strategy frees the {what}, so a buffer has no flat tensor of them; use "
+                "no_shard or optim to offload them"
             )
         return tensor
 
     def check_resident(self, *, gradients: bool) -> None:
-        """ConfigError where weights, or with ``gradients`` these, are offloaded."""
+        """Raise ConfigError if weights, or with ``gradients`` gradients, are offloaded."""
         needed = {"param_data": self._param_data, "grad_data": self._grad_data if gradients else None}
         for name, tensor in needed.items():
             if tensor is not None and not tensor.untyped_storage().nbytes():
                 raise ConfigError(
-                    f"{name} of a buffer is offloaded (its storage has size 0); give it its memory back before forward"
+                    f"{name} of a buffer is offloaded (its storage has size 0); restore it before forward"
                 )
 
     def offload_to_cpu(self, move_params: bool = True, move_grads: bool = True) -> None:
-        """Move the weights to the CPU and drop the gradients, so that both free their memory."""
+        """Move the weights to the CPU and drop the gradients, to free their memory."""
         if move_params and self.param_data.untyped_storage().nbytes():
             self._param_data_cpu = self.param_data.cpu().clone()
             self._free("param_data")
@@ -163,7 +163,7 @@ class _ParamAndGradBuffer:
             self._free("grad_data")
 
     def reload_from_cpu(self, move_params: bool = True, move_grads: bool = True) -> None:
-        """Bring back what ``offload_to_cpu`` has freed; gradients are zero."""
+        """Restore the weights from the CPU; gradients become zero."""
         if move_params and self._param_data_cpu is not None and not self.param_data.untyped_storage().nbytes():
             self.param_data.untyped_storage().resize_(self._sizes["param_data"])
             self.param_data.copy_(self._param_data_cpu)
@@ -178,7 +178,7 @@ class _ParamAndGradBuffer:
         storage.resize_(0)
 
     def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
-        """Multiply this rank's reduced gradients."""
+        """Multiply this rank's reduced gradients by a factor."""
         for view in self.buckets:
             view.bucket.grad_shard.mul_(scaling_factor)
 
@@ -198,7 +198,7 @@ class _ParamAndGradBucketGroup:
         self.param_gather_dispatched = False
 
     def start_param_sync(self, force_sync: bool = False) -> None:
-        """Begin to gather the weights that other ranks have updated; with ``force_sync`` wait for them."""
+        """Start to gather the weights updated by other ranks; with ``force_sync`` wait for them."""
         for view in self.buckets:
             view.bucket.start_gather()
         self.param_gather_dispatched = True
@@ -211,12 +211,12 @@ class _ParamAndGradBucketGroup:
             view.bucket.finish_gather()
 
     def free_overlap_buffers(self) -> None:
-        """Wait for what is under way; afterwards no memory is held for it."""
+        """Wait for weights that are being gathered, so that no memory is held for them."""
         self.finish_param_sync()
 
 
 def buffers_of(data: DataParallel, *, experts: bool) -> list[_ParamAndGradBuffer]:
-    """The buckets of dense layers, or of experts, by dtype and data-parallel group."""
+    """Return the buffers of dense layers, or of experts, one for each dtype and data-parallel group."""
     found: dict[Any, list[Bucket]] = {}
     for bucket in data.buckets:
         if ("edp" in bucket.kind.replica_axes) is experts:
@@ -227,7 +227,7 @@ def buffers_of(data: DataParallel, *, experts: bool) -> list[_ParamAndGradBuffer
 def partition_buckets(
     buffers: Sequence[_ParamAndGradBuffer], force_single_bucket_group: bool = False
 ) -> list[_ParamAndGradBucketGroup]:
-    """Each bucket on its own, or all together."""
+    """Return a group for each bucket, or one group."""
     views = [view for buffer in buffers for view in buffer.buckets]
     groups = [views] if force_single_bucket_group and views else [[view] for view in views]
     return [_ParamAndGradBucketGroup(group) for group in groups]

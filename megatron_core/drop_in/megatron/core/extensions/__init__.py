@@ -1,1 +1,1 @@
-"""Modules of other libraries, by this package's own."""
+"""Modules of other libraries, implemented by the engine."""

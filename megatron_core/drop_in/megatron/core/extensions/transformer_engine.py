@@ -1,6 +1,6 @@
-"""Transformer Engine's modules, by this package's layers with the same arguments.
+"""Transformer Engine's modules, implemented by the engine's layers with the same arguments.
 
-They compute the same on any device; ``--kernel-backend transformer_engine`` is what uses Transformer Engine's kernels.
+They run on any device; ``--kernel-backend transformer_engine`` selects Transformer Engine's kernels.
 """
 
 from __future__ import annotations
@@ -38,30 +38,30 @@ def te_checkpoint(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """``forward_func(*args)``, computed again in backward. ConfigError for ``distribute_saved_activations``."""
+    """Return ``forward_func(*args)``, recomputed in backward; ConfigError for ``distribute_saved_activations``."""
     if distribute_saved_activations:
         raise ConfigError("distribute_saved_activations=True is not supported; leave it out")
     return checkpoint(forward_func, *args, use_reentrant=False, **kwargs)
 
 
 class TELinear(ColumnParallelLinear):
-    """y = W x + b with W whole on every tensor-parallel rank: ``parallel_mode`` "duplicated" or None.
+    """y = W x + b with unsplit W on every tensor-parallel rank: ``parallel_mode`` "duplicated" or None.
 
-    ConfigError for "column" and "row", which ``TEColumnParallelLinear`` and ``TERowParallelLinear`` are.
+    Raises ConfigError for "column" and "row"; use ``TEColumnParallelLinear`` and ``TERowParallelLinear``.
     """
 
     def __init__(
         self, input_size: int, output_size: int, *, parallel_mode: str | None = None, config: Any, **others: Any
     ) -> None:
         if parallel_mode not in (None, "duplicated"):
-            raise ConfigError(f"TELinear: parallel_mode={parallel_mode!r}; take TEColumn- or TERowParallelLinear")
+            raise ConfigError(f"TELinear: parallel_mode={parallel_mode!r}; use TEColumn- or TERowParallelLinear")
         rank = current().group("tp").rank()
         others |= {"spec": lambda shape: replicated(shape, rank, partial_grad=config.sequence_parallel)}
         super().__init__(input_size, output_size, config=config, **others | {"tp_group": ALONE})
 
 
 class TENorm(WrappedTorchNorm):
-    """The norm that ``config.normalization`` names."""
+    """The norm of ``config.normalization``."""
 
 
 class TEColumnParallelLinear(ColumnParallelLinear):
@@ -77,10 +77,10 @@ class TEDotProductAttention(DotProductAttention):
 
 
 class TELayerNormColumnParallelLinear(ColumnParallelLinear):
-    """A norm and a ``ColumnParallelLinear``; weights of the norm are ``layer_norm_weight``, ``layer_norm_bias``."""
+    """A norm with the weights ``layer_norm_weight`` and ``layer_norm_bias``, and a ``ColumnParallelLinear``."""
 
     normalizes_input = True
-    """In a layer's specification the layer's norm stays where it names none."""
+    """In a layer's specification this adds the layer's norm if the specification has none."""
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **others: Any) -> None:
         super().__init__(input_size, output_size, config=config, **others)
@@ -97,7 +97,7 @@ class TELayerNormColumnParallelLinear(ColumnParallelLinear):
         return parameter
 
     def forward(self, input_: Tensor, weight: nn.Parameter | None = None) -> tuple[Tensor, Tensor | None]:
-        """The product of what was normalized."""
+        """Return the product of the normalized input."""
         if self.layer_norm_bias is None:
             normed = rms_norm(input_, self.layer_norm_weight, self.epsilon, backend=self.config.kernel_backend)
         else:

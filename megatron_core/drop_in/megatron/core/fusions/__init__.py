@@ -1,1 +1,1 @@
-"""Operations under the names of its fused kernels; ``ops`` has this package's own."""
+"""Operations with the names of Megatron's fused kernels; ``megatron_core.ops`` has the engine's."""

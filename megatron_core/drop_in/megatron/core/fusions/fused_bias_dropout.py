@@ -1,4 +1,4 @@
-"""X + bias, dropout and the residual sum as one function."""
+"""Bias, dropout and residual sum in one function."""
 
 from collections.abc import Callable
 
@@ -11,9 +11,9 @@ BiasDropoutAdd = Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]
 def _bias_dropout_add_func(
     x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, prob: float, training: bool
 ) -> Tensor:
-    """residual + dropout(x + bias), in the wider of both dtypes; without training and gradients x's memory is used.
+    """residual + dropout(x + bias), in the wider of both dtypes; in place without training and gradients.
 
-    torch's generator draws the mask, as in Megatron; this package's own layers use ``KeyedDropout``.
+    torch's generator draws the mask, as in Megatron; the engine's layers use ``KeyedDropout``.
     """
     x, bias = x_with_bias
     dtype = torch.promote_types(x.dtype, residual.dtype)
@@ -26,10 +26,10 @@ def _bias_dropout_add_func(
 
 
 def get_bias_dropout_add(training: bool, fused: bool) -> BiasDropoutAdd:
-    """``f(x_with_bias, residual, prob)``; ``fused`` changes nothing."""
+    """Return ``f(x_with_bias, residual, prob)``; ``fused`` has no effect."""
     return lambda x_with_bias, residual, prob: _bias_dropout_add_func(x_with_bias, residual, prob, training)
 
 
 def bias_dropout_add_unfused(training: bool) -> BiasDropoutAdd:
-    """``get_bias_dropout_add`` under its other name."""
+    """Return ``get_bias_dropout_add(training, False)``."""
     return get_bias_dropout_add(training, fused=False)

@@ -6,5 +6,5 @@ from megatron_core.ops import bias_activation
 
 
 def bias_gelu_impl(input: Tensor, bias: Tensor | None) -> Tensor:
-    """gelu(input + bias) in the tanh approximation, as Megatron's fused function has it."""
+    """gelu(input + bias) in the tanh approximation, as in Megatron's fused function."""
     return bias_activation(input, bias, "gelu_tanh")

@@ -20,16 +20,16 @@ def bias_swiglu_impl(
     cpu_offload_input: bool = False,
     clamp_value: float | None = None,
 ) -> Tensor:
-    """``swiglu(input + bias)``; only ``input`` is kept for backward. ConfigError for the two switches.
+    """``swiglu(input + bias)``, which saves only ``input`` for backward; ConfigError for the two switches.
 
-    ``clamp_value`` c: silu(min(gate, c)) * max(-c, min(value, c)), in float32 at least.
+    With ``clamp_value`` c: silu(min(gate, c)) * max(-c, min(value, c)), at least in float32.
     """
     if fp8_input_store or cpu_offload_input:
         raise ConfigError("fp8_input_store and cpu_offload_input are not supported; leave them out")
     if clamp_value is None:
         return bias_activation(input, bias, "swiglu")
     if not clamp_value > 0:
-        raise ConfigError(f"clamp_value={clamp_value} must be above 0, or None for no limit")
+        raise ConfigError(f"clamp_value={clamp_value} must be > 0, or None for no limit")
     wide = input.to(torch.promote_types(input.dtype, torch.float32))
     gate, value = (wide if bias is None else wide + bias).chunk(2, -1)
     return (silu(gate.clamp(max=clamp_value)) * value.clamp(-clamp_value, clamp_value)).to(input.dtype)
@@ -44,7 +44,7 @@ def weighted_bias_swiglu_impl(
 ) -> Tensor:
     """``bias_swiglu_impl(input)`` times a weight for each token, ``[tokens, 1]``, in the dtype of ``input``.
 
-    ConfigError with a bias, as in Megatron Core.
+    Raises ConfigError with a bias, as Megatron Core does.
     """
     if bias is not None:
         raise ConfigError("weighted_bias_swiglu_impl takes no bias; pass None")

@@ -1,4 +1,4 @@
-"""The loss over a split vocabulary under the name of Megatron's fused one."""
+"""The loss over a split vocabulary with the name of Megatron's fused loss."""
 
 from torch import Tensor
 
@@ -9,5 +9,5 @@ from megatron_core.tensor_parallel.cross_entropy import vocab_parallel_cross_ent
 def fused_vocab_parallel_cross_entropy(
     vocab_parallel_logits: Tensor, target: Tensor, tp_group: Group | None = None
 ) -> Tensor:
-    """Losses ``[s, b]`` of this rank's logits ``[s, b, v/tp]``."""
+    """Return losses ``[s, b]`` of this rank's logits ``[s, b, v/tp]``."""
     return vocab_parallel_cross_entropy(vocab_parallel_logits, target, tp_group=tp_group)

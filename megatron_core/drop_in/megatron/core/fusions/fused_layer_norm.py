@@ -1,4 +1,4 @@
-"""The norm of a layer's specification under the name of Megatron's fused one."""
+"""The norm of a layer's specification with the name of Megatron's fused norm."""
 
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 

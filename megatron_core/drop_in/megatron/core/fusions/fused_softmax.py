@@ -10,7 +10,7 @@ from megatron_core.errors import ConfigError
 
 
 class SoftmaxOne(nn.Module):
-    """exp(x_i) / (exp(offset) + sum_j exp(x_j)): a softmax whose weights may add up to less than 1 (Miller 2023)."""
+    """exp(x_i) / (exp(offset) + sum_j exp(x_j)): a softmax whose weights may sum to less than 1 (Miller 2023)."""
 
     def __init__(self, dim: int | None = None, denominator_offset: Tensor | float = 1.0) -> None:
         super().__init__()
@@ -24,10 +24,10 @@ class SoftmaxOne(nn.Module):
 
 
 class FusedScaleMaskSoftmax(nn.Module):
-    """softmax(scale x, masked) of scores ``[b, heads, s, t]``, in plain torch: no kernel has this name.
+    """softmax(scale x, masked) of scores ``[b, heads, s, t]``, in plain torch.
 
-    ``mask_func(scores, mask)`` fills what ``mask`` says; without a mask a causal type makes its own, over the last
-    ``window_size[0]`` keys where a window is given.
+    ``mask_func(scores, mask)`` masks the scores. Without a mask a causal type creates one, over the last
+    ``window_size[0]`` keys if a window is given.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class FusedScaleMaskSoftmax(nn.Module):
         return weights.to(input.dtype) if self.input_in_float16 else weights
 
     def is_kernel_available(self, mask: Tensor | None, b: int, np: int, sq: int, sk: int) -> bool:
-        """False: this is plain torch."""
+        """Return False: this is plain torch."""
         return False
 
     def _causal(self, scores: Tensor) -> Tensor | None:

@@ -1,1 +1,1 @@
-"""Generation under Megatron Core's names."""
+"""Contexts of generation with Megatron Core's names."""

@@ -1,1 +1,1 @@
-"""Models under Megatron Core's names."""
+"""Models with Megatron Core's names."""

@@ -1,4 +1,4 @@
-"""Optimizers under Megatron Core's names."""
+"""Optimizers with Megatron Core's names."""
 
 from megatron.core.optimizer.config_overrides import (
     ParamGroupOverride,

@@ -1,4 +1,4 @@
-"""Learning rates, weight decay and epsilon of single parameters."""
+"""Learning rates, weight decay and epsilon of selected parameters."""
 
 import logging
 from collections.abc import Callable, Iterable
@@ -13,7 +13,7 @@ from megatron_core.errors import ConfigError
 
 
 class ParamGroupOverride(TypedDict, total=False):
-    """What a parameter group may have of its own."""
+    """Settings of a parameter group that replace the common ones."""
 
     max_lr: float
     min_lr: float
@@ -25,8 +25,11 @@ class ParamGroupOverride(TypedDict, total=False):
 
 
 def get_standard_config_overrides(config: OptimizerConfig) -> dict[ParamKey, ParamGroupOverride]:
-    """No weight decay for vectors, but for norms of queries and keys with ``apply_wd_to_qk_layernorm``; the learning
-    rates of embeddings and output layer with ``decoupled_lr``."""
+    """Return the overrides of a standard run.
+
+    Vectors have no weight decay, except norms of queries and keys with ``apply_wd_to_qk_layernorm``. With
+    ``decoupled_lr`` embeddings and output layer have these learning rates.
+    """
 
     def is_plain_vector(param: nn.Parameter, name: str) -> bool:
         norms = config.apply_wd_to_qk_layernorm and ("q_layernorm." in name or "k_layernorm." in name)
@@ -44,17 +47,17 @@ def get_standard_config_overrides(config: OptimizerConfig) -> dict[ParamKey, Par
 def get_mup_config_overrides(
     config: OptimizerConfig, mup_width_mult: float, optimizer_type: str = "adam"
 ) -> dict[ParamKey, ParamGroupOverride]:
-    """Learning rates and epsilon of maximal update parametrization, by the optimizer's row; none at width 1.
+    """Return the overrides of maximal update parametrization, from the optimizer's row; none at width 1.
 
-    With ``decoupled_lr`` embeddings and output layer keep theirs.
+    With ``decoupled_lr`` the learning rates of embeddings and output layer do not change.
     """
     kind = optimizer_type.lower()
     if "muon" in kind and config.muon_scale_mode == "spectral":
         log_single_rank(
             logging.getLogger(__name__),
             logging.WARNING,
-            "Both MuP and muon_scale_mode=spectral are enabled. Matrices that Muon updates have its own scale, which "
-            "is spectral; --muon-scale-mode unit_rms_norm is Megatron-LM's other one.",
+            "Both MuP and muon_scale_mode=spectral are enabled. Muon scales the matrices that it updates by its own "
+            "spectral factor; Megatron-LM's alternative is --muon-scale-mode unit_rms_norm.",
         )
     if mup_width_mult == 1.0:
         return {}
@@ -93,10 +96,10 @@ def is_managed_by_layer_wise_optimizer(param: nn.Parameter) -> bool:
 
 
 def combine_param_group_overrides(overrides: Iterable[ParamGroupOverride | None]) -> ParamGroupOverride:
-    """All settings together; ConfigError where two of them disagree."""
+    """Return all settings together; ConfigError if two of them differ."""
     combined: dict[str, Any] = {}
     for override in overrides:
         for name, value in (override or {}).items():
             if combined.setdefault(name, value) != value:
-                raise ConfigError(f"two overrides of {name}: {combined[name]} and {value}; give one")
+                raise ConfigError(f"two overrides of {name}: {combined[name]} and {value}; remove one")
     return ParamGroupOverride(**combined)  # type: ignore[typeddict-item]

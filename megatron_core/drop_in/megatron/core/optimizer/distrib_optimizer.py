@@ -1,6 +1,6 @@
-"""The optimizer of models whose wrapper shards, and where parameters lie in its buffers."""
+"""The optimizer of models with a sharding wrapper, and the layout of its buffers."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,10 +15,11 @@ from megatron.core.distributed.param_layout import (
 )
 from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 from megatron_core.data_parallel import Bucket
+from megatron_core.data_parallel.bucket_layout import Rule
 
 
 class Range:
-    """Elements from ``start`` on before ``end``."""
+    """The elements start ... end - 1."""
 
     def __init__(self, start: int, end: int) -> None:
         self.start, self.end, self.size = start, end, end - start
@@ -27,15 +28,19 @@ class Range:
 class DistributedOptimizer(MixedPrecisionOptimizer):
     """``MegatronOptimizer`` of ``DistributedDataParallel`` with ``use_distributed_optimizer``."""
 
-    @staticmethod
+    _rule: Callable[[int, bool], Rule] = staticmethod(in_order)
+    """The rule that fills buckets, from the number of shards and ``pad_buckets_for_high_nccl_busbw``."""
+
+    @classmethod
     def _compute_per_buffer_param_layout(
+        cls,
         params: Sequence[nn.Parameter],
         bucket_size: int | None,
         data_parallel_world_size: int,
         ddp_config: Any,
         param_indices: Sequence[int] | None = None,
     ) -> PerBufferParamLayout:
-        rule = in_order(data_parallel_world_size, ddp_config.pad_buckets_for_high_nccl_busbw)
+        rule = cls._rule(data_parallel_world_size, ddp_config.pad_buckets_for_high_nccl_busbw)
         return lay_out(params, bucket_size, rule, data_parallel_world_size, param_indices)
 
     @classmethod
@@ -47,7 +52,7 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
         ddp_config: Any,
         expert_data_parallel_world_size: int | None = None,
     ) -> FullParamLayout:
-        """Where the parameters of each buffer lie; experts are sharded over ``expert_data_parallel_world_size``."""
+        """Return the layout of each buffer; experts are sharded over ``expert_data_parallel_world_size``."""
         layouts = {}
         for key, (members, indices) in group_params_for_buffers(params, ddp_config.grad_reduce_in_fp32).items():
             size = expert_data_parallel_world_size if key.is_expert_parallel else None
@@ -58,7 +63,7 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
 
     @staticmethod
     def _build_model_gbuf_range(param_and_grad_buffer: Any, bucket_index: int) -> dict[str, Any]:
-        """Which elements of a bucket's parameters this rank updates: in the parameter and in the rank's shard."""
+        """Return this rank's elements of each parameter of a bucket, as ranges of the parameter and of the shard."""
         bucket: Bucket = param_and_grad_buffer.buckets[bucket_index].bucket
         ranges = {
             parameter: {"param": Range(start, stop), "gbuf_local": Range(at, at + stop - start)}
@@ -68,7 +73,7 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
 
     @property
     def optimizer_state_keys(self) -> tuple[str, ...]:
-        """The moments of each element; with Muon those of the parameters that it does not update."""
+        """The names of the moments; with Muon those of the parameters that it does not update."""
         return tuple(moment.name for moment in self._own.kind_of(hidden=False).moments(self._own))
 
     def _get_state_key_dtype(self, key: str) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""Which parameters Muon does not update."""
+"""The parameters that Muon does not update."""
 
 from torch import nn
 

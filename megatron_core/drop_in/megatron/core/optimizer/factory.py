@@ -1,4 +1,4 @@
-"""The optimizer that fits a model's wrapper."""
+"""Selects the optimizer for a model's wrapper."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,10 +20,10 @@ def get_megatron_optimizer(
     pg_collection: Any = None,
     dump_param_to_param_group_map: str | None = None,
 ) -> MegatronOptimizer:
-    """The optimizer of models in ``DistributedDataParallel``; ``use_gloo_process_groups`` changes nothing.
+    """Return the optimizer of models in ``DistributedDataParallel``; ``use_gloo_process_groups`` has no effect.
 
-    ``config_overrides`` are settings of single parameters, by default ``get_standard_config_overrides(config)``.
-    ConfigError: a model without the wrapper, or overrides that disagree.
+    ``config_overrides`` has settings of selected parameters, by default ``get_standard_config_overrides(config)``.
+    Raises ConfigError for a model without the wrapper, or for contradictory overrides.
     """
     check_groups(pg_collection, ("tp", "pp", "mp", "dp", "dp_cp", "expt_dp"), "get_megatron_optimizer")
     if dump_param_to_param_group_map:

@@ -1,4 +1,4 @@
-"""One optimizer of all chunks of a model."""
+"""The optimizer of all chunks of a model."""
 
 import json
 from collections import defaultdict
@@ -27,7 +27,7 @@ from megatron_core.training.driver import update_weights
 
 @dataclass
 class _AllChunks:
-    """The buckets of all chunks as one ``DataParallel`` has them."""
+    """The buckets of all chunks, with the interface of one ``DataParallel``."""
 
     buckets: list[Bucket]
     device: torch.device
@@ -39,14 +39,16 @@ def _param_group_override_keys() -> tuple[str, ...]:
 
 
 param_group_identifier_keys = (*_param_group_override_keys(), "lr_mult", "is_expert_parallel", "is_decoupled_lr")
-"""What tells parameter groups apart: nothing that schedulers change in every step."""
+"""The keys that identify a parameter group; schedulers do not change them."""
 
 
 class MegatronOptimizer:
-    """``Optimizer`` with Megatron Core's methods: ZeRO as the model's wrapper says, float32 main weights.
+    """The engine's ``Optimizer`` with Megatron Core's methods, ZeRO as in the model's wrapper, and float32 main
+    weights.
 
-    ``param_groups`` are the parameters with the same overrides; every step reads ``lr``, ``weight_decay`` and ``eps``
-    of each, and ``OptimizerParamScheduler`` sets the first two. Every rank has all groups, empty ones, too.
+    ``param_groups`` has the parameters with the same overrides. Every step reads ``lr``, ``weight_decay`` and ``eps``
+    of each group; ``OptimizerParamScheduler`` sets the first two. All ranks have the same groups, some of which may be
+    empty.
     """
 
     def __init__(
@@ -95,41 +97,41 @@ class MegatronOptimizer:
 
     @torch.no_grad()
     def step(self) -> tuple[bool, float, None]:
-        """Clip and update with the gradients that ``finalize_model_grads`` has left.
+        """Clip and update with the gradients that ``finalize_model_grads`` has reduced.
 
-        (Whether the step was taken, the norm before clipping, None as zeros are not counted).
+        Returns (whether the step was taken, the norm before clipping, None because zeros are not counted).
         """
         norm = self.get_grad_norm()
         return self.step_with_norm(norm), norm, None
 
     def get_grad_norm(self) -> float:
-        """The norm of the gradients of all ranks' parameters."""
+        """Return the norm of the gradients of all ranks' parameters."""
         return float(self.optimizer.gradient_norm())
 
     @torch.no_grad()
     def step_with_norm(self, norm: float) -> bool:
-        """Clip by ``norm`` and update; whether the step was taken."""
+        """Clip by ``norm`` and update; return whether the step was taken."""
         return not update_weights(
             self.optimizer, [chunk.data_parallel for chunk in self.model_chunks], norm, self._own.lr
         )
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """The loss times the loss scale, which ``step`` divides out: a model's ``grad_scale_func``."""
+        """Return the loss times the loss scale, which ``step`` divides out; a ``grad_scale_func``."""
         return loss * self.optimizer.loss_scale.scale
 
     def get_loss_scale(self) -> Tensor:
-        """The loss scale."""
+        """Return the loss scale."""
         return torch.tensor([self.optimizer.loss_scale.scale])
 
     def get_parameters(self) -> list[nn.Parameter]:
-        """All parameters of this rank."""
+        """Return all parameters of this rank."""
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def reload_model_params(self, state_dict: Any = None) -> None:
-        """Take over weights that were loaded into the model."""
+        """Copy weights that were loaded into the model to the main weights."""
         if state_dict is not None:
             raise ConfigError(
-                "reload_model_params: state_dict is not supported; load it into the model, and leave it out"
+                "reload_model_params: state_dict is not supported; load it into the model and leave it out"
             )
         for shard in self.optimizer.shards:
             if shard.main.data_ptr() != shard.bucket.weight_shard.data_ptr():
@@ -138,7 +140,8 @@ class MegatronOptimizer:
     def sharded_state_dict(
         self, model_sharded_state_dict: Any = None, is_loading: bool = False, metadata: Any = None
     ) -> dict[str, Any]:
-        """Moments and main weights as parts of global tensors, and ``state``; loading fills the tensors in place."""
+        """Return moments and main weights as parts of global tensors, and ``state``; loading fills the tensors in
+        place."""
         return {**dict(self._tensors()), "state": self.state_dict()}
 
     def _tensors(self) -> Iterator[tuple[str, ShardedTensor]]:
@@ -152,13 +155,13 @@ class MegatronOptimizer:
                     yield key, ShardedTensor(key, part, spec_of(parameter), replica, flattened=flattened)
 
     def state_dict(self) -> dict[str, Any]:
-        """Counts and rates; the tensors are in ``sharded_state_dict``, which every layout can read."""
+        """Return counts and rates; the tensors are in ``sharded_state_dict``, which every layout can load."""
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
         scale = self.optimizer.loss_scale.state_dict()
         return {"steps_taken": self.optimizer.steps_taken, "loss_scale": scale, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from ``state_dict``, or from a loaded ``sharded_state_dict``."""
+        """Restore a ``state_dict`` or a loaded ``sharded_state_dict``."""
         state = state_dict.get("state", state_dict)
         self.optimizer.set_steps_taken(state["steps_taken"])
         self.optimizer.loss_scale.load_state_dict(state["loss_scale"])
@@ -173,7 +176,7 @@ class MegatronOptimizer:
     def _filter_and_reorder_param_groups(
         current_groups: list[dict[str, Any]], state_dict_groups: list[dict[str, Any]]
     ) -> list[dict[str, Any]]:
-        """The saved group of each current one; NeMo writes ``pre_`` before two of the names that tell them apart."""
+        """Return the saved group for each current group; NeMo adds ``pre_`` to two of the identifying keys."""
 
         def identity(group: dict[str, Any]) -> tuple[Any, ...]:
             return tuple(group.get(key, group.get(f"pre_{key}")) for key in param_group_identifier_keys)
@@ -182,12 +185,12 @@ class MegatronOptimizer:
         missing = [group for group in current_groups if identity(group) not in saved]
         if missing:
             given = {key: missing[0].get(key) for key in param_group_identifier_keys}
-            raise CheckpointError(f"the checkpoint has no parameter group with {given}; use the settings that it has")
+            raise CheckpointError(f"the checkpoint has no parameter group with {given}; use its settings")
         return [saved[identity(group)] for group in current_groups]
 
 
 class MixedPrecisionOptimizer(MegatronOptimizer):
-    """``MegatronOptimizer`` of 16-bit weights, or of a wrapper that shards."""
+    """``MegatronOptimizer`` of 16-bit weights, or of a sharding wrapper."""
 
 
 class Float16OptimizerWithFloat16Params(MixedPrecisionOptimizer):
@@ -201,7 +204,7 @@ class FP32Optimizer(MegatronOptimizer):
 class ChainedOptimizer(MegatronOptimizer):
     """``MegatronOptimizer``s of different models, whose gradients are clipped by their common norm.
 
-    ``get_megatron_optimizer`` makes one optimizer of all chunks and experts and needs none.
+    ``get_megatron_optimizer`` returns one optimizer of all chunks and experts and does not need it.
     """
 
     def __init__(self, chained_optimizers: Sequence[MegatronOptimizer]) -> None:
@@ -213,49 +216,49 @@ class ChainedOptimizer(MegatronOptimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The groups of all optimizers, which the scheduler changes."""
+        """The groups of all optimizers, which the scheduler updates."""
         return [group for each in self.chained_optimizers for group in each.param_groups]
 
     def get_parameters(self) -> list[nn.Parameter]:
-        """All parameters of this rank."""
+        """Return all parameters of this rank."""
         return [parameter for each in self.chained_optimizers for parameter in each.get_parameters()]
 
     def get_grad_norm(self) -> float:
-        """The norm of the gradients of all optimizers."""
+        """Return the norm of the gradients of all optimizers."""
         return float(sum(each.get_grad_norm() ** 2 for each in self.chained_optimizers)) ** 0.5
 
     def step_with_norm(self, norm: float) -> bool:
-        """Take the step of every optimizer; whether all were taken."""
+        """Run the step of every optimizer; return whether all steps were taken."""
         return all([each.step_with_norm(norm) for each in self.chained_optimizers])
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """The loss times the loss scale, which all have in common."""
+        """Return the loss times the common loss scale."""
         return self.chained_optimizers[0].scale_loss(loss)
 
     def get_loss_scale(self) -> Tensor:
-        """The loss scale."""
+        """Return the loss scale."""
         return self.chained_optimizers[0].get_loss_scale()
 
     def reload_model_params(self, state_dict: Any = None) -> None:
-        """Take over weights that were loaded into the models."""
+        """Copy weights that were loaded into the models to the main weights."""
         for each in self.chained_optimizers:
             each.reload_model_params(state_dict)
 
     def sharded_state_dict(
         self, model_sharded_state_dict: Any = None, is_loading: bool = False, metadata: Any = None
     ) -> dict[str, Any]:
-        """Those of all optimizers, by their places in the chain; parameters of two models need different names."""
+        """Return the states of all optimizers by index; parameters of two models need different names."""
         return {str(i): each.sharded_state_dict() for i, each in enumerate(self.chained_optimizers)}
 
     def state_dict(self) -> Any:
-        """Those of all optimizers, by their places in the chain."""
+        """Return the states of all optimizers by index."""
         return {str(i): each.state_dict() for i, each in enumerate(self.chained_optimizers)}
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Continue from a ``state_dict``, or from a loaded ``sharded_state_dict``."""
+        """Restore a ``state_dict`` or a loaded ``sharded_state_dict``."""
         if len(state_dict) != len(self.chained_optimizers):
             raise ConfigError(
-                f"ChainedOptimizer: the state has {len(state_dict)} optimizers, and this one "
+                f"ChainedOptimizer: the state has {len(state_dict)} optimizers, but the chain has "
                 f"{len(self.chained_optimizers)}; chain as many as were saved"
             )
         for i, each in enumerate(self.chained_optimizers):

@@ -1,4 +1,4 @@
-"""The settings of an optimizer, and of single parameters."""
+"""The settings of an optimizer and of selected parameters."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
@@ -16,31 +16,34 @@ from megatron_core.errors import ConfigError
 
 @dataclass(frozen=True)
 class ParamPredicate:
-    """A named condition on a parameter; two of the same name are equal."""
+    """A named condition on a parameter; conditions with the same name are equal."""
 
     name: str
     fn: Callable[[nn.Parameter], bool] = field(compare=False)
 
     def __call__(self, param: nn.Parameter) -> bool:
-        """Whether it holds."""
+        """Return whether the condition holds."""
         return self.fn(param)
 
 
 @dataclass(frozen=True)
 class ParamWithNamePredicate:
-    """A named condition on a parameter and its name; two of the same name are equal."""
+    """A named condition on a parameter and its name; conditions with the same name are equal."""
 
     name: str
     fn: Callable[[nn.Parameter, str], bool] = field(compare=False)
 
     def __call__(self, param: nn.Parameter, name: str) -> bool:
-        """Whether it holds."""
+        """Return whether the condition holds."""
         return self.fn(param, name)
 
 
 @dataclass(frozen=True)
 class ParamKey:
-    """Parameters that match any of it: patterns of names, attributes that are true, conditions; each one or a tuple."""
+    """Selects parameters that match any of the given name patterns, true attributes and conditions.
+
+    Each argument is one value or a tuple.
+    """
 
     name: str | tuple[str, ...] = ()
     attr: str | tuple[str, ...] = ()
@@ -48,7 +51,7 @@ class ParamKey:
     with_name_predicate: ParamWithNamePredicate | tuple[ParamWithNamePredicate, ...] = ()
 
     def matches(self, param: nn.Parameter, param_name: str) -> bool:
-        """Whether a parameter is one of them."""
+        """Return whether the key selects a parameter."""
         return (
             any(fnmatch(param_name, pattern) for pattern in _several(self.name))
             or any(getattr(param, name, False) for name in _several(self.attr))
@@ -77,7 +80,7 @@ class OptimizerConfig(mirror("OptimizerConfig")):  # type: ignore[misc]
     exp_avg_sq_dtype: torch.dtype = torch.float32
 
     def translated(self) -> config.OptimizerConfig:
-        """This package's configuration; ConfigError for fields that are set and not supported."""
+        """Return the engine's configuration; ConfigError for unsupported settings."""
         refuse_changes(self)
         known = {item.name for item in fields(config.OptimizerConfig)}
         if self.lr is None:

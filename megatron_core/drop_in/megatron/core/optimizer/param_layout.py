@@ -1,4 +1,4 @@
-"""Where parameters lie in flat buffers."""
+"""The layout of parameters in flat buffers."""
 
 from megatron.core.distributed.param_layout import (
     BufferKey,

@@ -1,4 +1,4 @@
-"""Learning rate and weight decay of an optimizer's parameter groups over time."""
+"""Schedules of learning rate and weight decay of an optimizer's parameter groups."""
 
 import math
 from collections.abc import Sequence
@@ -14,12 +14,12 @@ from megatron_core.optimizer.lr_schedule import LearningRateSchedule
 
 
 def get_canonical_lr_for_logging(param_groups: Sequence[dict[str, Any]]) -> float | None:
-    """The learning rate of the first group that is marked ``default_config``; None if there is none."""
+    """Return the learning rate of the first group marked ``default_config``; None without such a group."""
     return next((group.get("lr") for group in param_groups if group.get("default_config")), None)
 
 
 def param_group_override_to_tuple(param_group_override: ParamGroupOverride | None) -> tuple | None:
-    """The settings in the order of their names, as a key; None for None."""
+    """Return the settings sorted by name, as a key; None for None."""
     return None if param_group_override is None else tuple(sorted(param_group_override.items()))
 
 
@@ -46,11 +46,11 @@ _OLD_NAMES = {
 
 @dataclass(eq=False)
 class OptimizerParamScheduler:
-    """Sets ``lr`` and ``weight_decay`` of ``optimizer.param_groups``; the rule for lr is ``LearningRateSchedule``'s.
+    """Sets ``lr`` and ``weight_decay`` of ``optimizer.param_groups`` by the rules of ``LearningRateSchedule``.
 
-    A group's own ``max_lr``, ``min_lr``, ``start_wd``, ``end_wd`` and factor ``wd_mult`` come before the scheduler's.
-    ``step(increment)`` counts whatever the caller counts, steps or sequences. ConfigError: settings that exclude one
-    another.
+    ``max_lr``, ``min_lr``, ``start_wd`` and ``end_wd`` of a group replace the scheduler's; ``wd_mult`` multiplies its
+    weight decay. ``step(increment)`` counts any unit, such as steps or sequences. Raises ConfigError for contradictory
+    settings.
     """
 
     optimizer: Any
@@ -93,7 +93,7 @@ class OptimizerParamScheduler:
             raise ConfigError(f"OptimizerParamScheduler needs {'; '.join(broken)}")
 
     def get_wd(self, param_group: dict[str, Any] | None = None) -> float:
-        """The weight decay of a group, without its factor."""
+        """Return the weight decay of a group, without ``wd_mult``."""
         group = param_group or {}
         start, end = group.get("start_wd", self.start_wd), group.get("end_wd", self.end_wd)
         if self.num_steps > self.wd_incr_steps or self.wd_incr_style == "constant":
@@ -106,7 +106,7 @@ class OptimizerParamScheduler:
         raise ConfigError(f"wd_incr_style={self.wd_incr_style!r} is none of constant, linear, cosine")
 
     def get_lr(self, param_group: dict[str, Any]) -> float:
-        """The learning rate of a group."""
+        """Return the learning rate of a group."""
         if self.num_steps == 0 and self.lr_warmup_steps > 0:
             return self.init_lr
         return self._schedule(param_group).lr(self.num_steps)
@@ -128,7 +128,7 @@ class OptimizerParamScheduler:
         return LearningRateSchedule(config, self.lr_decay_steps)
 
     def step(self, increment: int) -> None:
-        """Count on and set both in every group."""
+        """Advance by ``increment`` and set learning rate and weight decay of every group."""
         self.num_steps += increment
         for group in self.optimizer.param_groups:
             lr = self.get_lr(group)
@@ -139,14 +139,14 @@ class OptimizerParamScheduler:
             group["weight_decay"] = self.get_wd(group) * group.get("wd_mult", 1.0)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run continues with, under Megatron's names."""
+        """Return the state under Megatron's names."""
         return {name: getattr(self, name) for name in _SAVED}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a ``state_dict``, also one of an old release; the count continues in any case.
+        """Restore a ``state_dict``, also of an old release; the count is always restored.
 
-        Other values are the saved ones, or the scheduler's with ``override_opt_param_scheduler``; CheckpointError where
-        they differ and neither of the two switches is set.
+        Other values are restored, unless ``override_opt_param_scheduler`` is set. Raises CheckpointError if values
+        differ and neither ``override_opt_param_scheduler`` nor ``use_checkpoint_opt_param_scheduler`` is set.
         """
         found = {}
         for name in _SAVED:

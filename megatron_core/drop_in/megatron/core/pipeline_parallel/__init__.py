@@ -1,3 +1,3 @@
-"""Pipeline schedules under Megatron Core's names."""
+"""Pipeline schedules with Megatron Core's names."""
 
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func

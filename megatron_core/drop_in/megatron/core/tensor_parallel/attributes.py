@@ -1,4 +1,4 @@
-"""Attributes that say how a parameter of their own is split over tensor-parallel ranks."""
+"""Attributes that describe the split of a caller's parameter over tensor-parallel ranks."""
 
 from typing import Any
 
@@ -11,29 +11,32 @@ _DEFAULTS = {"tensor_model_parallel": False, "partition_dim": -1, "partition_str
 
 
 def set_tensor_model_parallel_attributes(tensor: Tensor, is_parallel: bool, dim: int, stride: int) -> None:
-    """Mark a tensor that has no such attributes yet."""
+    """Set the attributes of a tensor that has none of them."""
     if present := [name for name in _DEFAULTS if hasattr(tensor, name)]:
-        raise LayoutError(f"the tensor has {', '.join(present)} already; set these attributes once")
+        raise LayoutError(f"the tensor already has {', '.join(present)}; set these attributes once")
     for name, value in zip(_DEFAULTS, (is_parallel, dim, stride), strict=True):
         setattr(tensor, name, value)
 
 
 def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: Tensor) -> None:
-    """Mark a tensor as whole on every rank where it says nothing else."""
+    """Set missing attributes to those of an unsplit tensor."""
     for name, value in _DEFAULTS.items():
         setattr(tensor, name, getattr(tensor, name, value))
 
 
 def copy_tensor_model_parallel_attributes(destination_tensor: Tensor, source_tensor: Tensor) -> None:
-    """Copy the attributes that the source has."""
+    """Copy the attributes that exist."""
     for name in _DEFAULTS:
         if hasattr(source_tensor, name):
             setattr(destination_tensor, name, getattr(source_tensor, name))
 
 
 def param_is_not_tensor_parallel_duplicate(param: Any, tp_group: Any = None, expert_tp_group: Any = None) -> bool:
-    """Whether this rank counts a parameter in a sum over tensor-parallel ranks: each its part, the first one what is
-    whole on all of them. ``expert_tp_group`` is that of parameters with ``allreduce=False``."""
+    """Whether this rank includes a parameter in a sum over tensor-parallel ranks.
+
+    Every rank includes split parameters, and the first rank parameters that are not split. ``expert_tp_group`` is the
+    group of parameters with ``allreduce=False``.
+    """
     if getattr(param, "tensor_model_parallel", False):
         return True
     if not getattr(param, "allreduce", True) and expert_tp_group is not None:

@@ -1,3 +1,3 @@
-"""Tokenizers under Megatron Core's names."""
+"""Tokenizers with Megatron Core's names."""
 
 from megatron.core.tokenizers.megatron_tokenizer import MegatronTokenizer

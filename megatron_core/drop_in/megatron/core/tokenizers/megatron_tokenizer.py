@@ -1,4 +1,4 @@
-"""Tokenizers from a folder, a file or a description."""
+"""Tokenizers from a folder, a file or metadata."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ METADATA = "tokenizer_metadata.json"
 
 
 class MegatronTokenizer:
-    """Makes the tokenizers of this package from Megatron's ``metadata``, whose ``library`` says which one it is."""
+    """Builds the engine's tokenizers from Megatron's ``metadata``; ``library`` selects the kind."""
 
     def __init__(self) -> None:
         raise ConfigError("MegatronTokenizer has no instances; use MegatronTokenizer.from_pretrained")
@@ -29,9 +29,10 @@ class MegatronTokenizer:
     def from_pretrained(
         tokenizer_path: str | None = None, metadata_path: str | dict[str, Any] | None = None, **kwargs: Any
     ) -> Tokenizer:
-        """The tokenizer of a path; ``metadata_path`` is a dict, a JSON file, or None for the one beside the path.
+        """Return the tokenizer of a path.
 
-        ``vocab_size`` is that of ``null-text``. ConfigError for a library that is not supported.
+        ``metadata_path`` is a dict, a JSON file, or None for the file beside the path. ``vocab_size`` applies to
+        ``null-text``. Raises ConfigError for an unsupported library.
         """
         metadata = metadata_path
         if metadata is None and tokenizer_path is not None:
@@ -50,11 +51,12 @@ class MegatronTokenizer:
     def write_metadata(
         tokenizer_path: str, tokenizer_library: str, overwrite: bool = False, metadata_path: str | None = None
     ) -> None:
-        """Write which library a tokenizer is for, beside it; ValueError for one that is there, or is not supported."""
+        """Write the library of a tokenizer to a file beside it; ConfigError if the file exists or the library is not
+        supported."""
         if tokenizer_library not in _TYPES:
             raise ConfigError(f"the library {tokenizer_library!r} is not supported; legal: {', '.join(_TYPES)}")
         path = Path(tokenizer_path)
         target = Path(metadata_path) if metadata_path else (path if path.is_dir() else path.parent) / METADATA
         if target.exists() and not overwrite:
-            raise ConfigError(f"{target} is there already; pass overwrite=True to replace it")
+            raise ConfigError(f"{target} already exists; pass overwrite=True to replace it")
         target.write_text(json.dumps({"library": tokenizer_library}))

@@ -1,4 +1,4 @@
-"""Transformer layers under Megatron Core's names."""
+"""Transformer layers with Megatron Core's names."""
 
 from megatron.core.transformer.layer_context import TransformerBlockSubmodules, TransformerLayerSubmodules
 from megatron.core.transformer.module import MegatronModule

@@ -1,4 +1,4 @@
-"""``megatron_core.transformer.attention`` at Megatron's path; ``SelfAttention`` takes Megatron's arguments."""
+"""Attention with Megatron's arguments."""
 
 from megatron.core.transformer.layer_context import SelfAttentionSubmodules
 from megatron.core.transformer.layer_parts import SelfAttention

@@ -1,4 +1,4 @@
-"""Assignments to a configuration from which models were built already."""
+"""Assignments to a configuration after models were built from it."""
 
 from typing import Any
 from weakref import finalize, ref
@@ -28,28 +28,32 @@ _LIVE = frozenset(
 """Fields of ``ModelConfig`` that layers read in every forward."""
 _LOSSES = ("moe_aux_loss_coeff", "moe_z_loss_coeff")
 _MODELS: dict[int, list[tuple["ref[nn.Module]", ModelConfig]]] = {}
-"""By the id of a configuration, as ``vars(config)`` has its fields alone: the models built from it, each with what this
-package's layers read."""
+"""The models built from a configuration and the settings that their layers read, by the id of the configuration.
+
+They are not stored in the configuration because ``vars(config)`` must contain only its fields.
+"""
 _WHEN_BUILT = ("sequence_parallel", "params_dtype", "tp_comm_overlap", "cp_comm_type", "kernel_backend")
 
 
 class ChangingConfig:
-    """A configuration whose changes reach the models built from it, or are a ConfigError where they could not.
+    """A configuration whose changes reach the models built from it, or raise ConfigError if they cannot.
 
-    A field that models do not read (callbacks, sizes of the layout) may always change. Models that no longer exist do
-    not count, and copies of the configuration have no models.
+    Fields that models do not read (callbacks, sizes of the layout) can always change. Deleted models do not count, and
+    copies of a configuration have no models.
     """
 
     def add_model(self, root: nn.Module, model: ModelConfig) -> None:
-        """Remember that ``root`` was built with ``model``, which this configuration made."""
+        """Register a model ``root`` that was built with the settings ``model`` of this configuration."""
         if id(self) not in _MODELS:
             _MODELS[id(self)] = []
             finalize(self, _MODELS.pop, id(self))
         _MODELS[id(self)].append((ref(root), model))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set a field, also for the models; ConfigError, and nothing is set, where they were built with another value
-        and cannot change."""
+        """Set a field here and in the models.
+
+        Raises ConfigError without any change if models were built with another value and cannot change.
+        """
         known = _MODELS.get(id(self), [])
         known[:] = models = [(root, model) for root, model in known if root() is not None]
         if not models:
@@ -71,13 +75,13 @@ class ChangingConfig:
         return None
 
     def _read(self) -> tuple[ModelConfig, dict[str, Any]]:
-        """What models read when they are built."""
+        """Return the settings with which models are built."""
         own: Any = self
         return own.model_config(), {name: getattr(own, name) for name in _WHEN_BUILT} | {"fp8": own.fp8_settings()}
 
 
 def _changes(before: tuple[ModelConfig, dict[str, Any]], after: tuple[ModelConfig, dict[str, Any]]) -> dict[str, Any]:
-    """The fields that layers have to read anew, with their values. ConfigError for others that differ."""
+    """Return the changed fields that layers read in every forward; ConfigError for other changes."""
     (old, fixed), (new, fixed_now) = before, after
     changes = {name: value for name, value in vars(new).items() if value != getattr(old, name)}
     wrong = [name for name, value in fixed.items() if value != fixed_now[name]]

@@ -6,14 +6,14 @@ from megatron.core.enums import LayerType, ModelType
 
 
 class AttnType(Enum):
-    """Where keys come from."""
+    """The source of the keys."""
 
     self_attn = 1
     cross_attn = 2
 
 
 class AttnMaskType(Enum):
-    """What a query must not see."""
+    """The keys that a query must not see."""
 
     padding = 1
     causal = 2
@@ -24,7 +24,7 @@ class AttnMaskType(Enum):
 
 
 class AttnBackend(Enum):
-    """What computes attention; here torch does, or for ``unfused`` and ``local`` plain products and a softmax."""
+    """The implementation of attention: torch, or plain products and a softmax for ``unfused`` and ``local``."""
 
     flash = 1
     fused = 2

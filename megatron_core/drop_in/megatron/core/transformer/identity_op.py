@@ -1,4 +1,4 @@
-"""Modules that do nothing, for empty places of a specification."""
+"""Modules without effect, for unused places of a specification."""
 
 from typing import Any
 
@@ -6,19 +6,19 @@ import torch
 
 
 class IdentityOp(torch.nn.Module):
-    """x -> x, whatever else it is given."""
+    """x -> x; other arguments have no effect."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
 
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
-        """The first argument."""
+        """Return the first argument."""
         return x
 
 
 class IdentityFuncOp(IdentityOp):
-    """() -> IdentityOp's forward, for places that take a function that makes a function."""
+    """() -> IdentityOp's forward, for places that need a function that returns a function."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """A function that returns its first argument."""
+        """Return a function that returns its first argument."""
         return super().forward

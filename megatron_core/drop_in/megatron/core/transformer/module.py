@@ -11,19 +11,21 @@ from megatron_core.errors import ConfigError
 
 
 class MegatronModule(nn.Module):
-    """A module that knows its configuration and lists its parameters as parts of global tensors."""
+    """A module with a configuration, which lists its parameters as parts of global tensors."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.config = config
 
     def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
-        """``state_dict`` under Megatron's name."""
+        """Return ``state_dict``."""
         return self.state_dict(prefix=prefix, keep_vars=keep_vars)
 
     def set_is_first_microbatch(self) -> None:
-        """Tell modules in low precision that weights have changed: their ``is_first_microbatch`` becomes True if the
-        configuration has fp8, fp4, use_kitchen or quant_recipe."""
+        """Set ``is_first_microbatch`` of modules that have it: their weights have changed.
+
+        Only with fp8, fp4, use_kitchen or quant_recipe in the configuration.
+        """
         if any(getattr(self.config, name, None) for name in ("fp8", "fp4", "use_kitchen", "quant_recipe")):
             module: Any
             for module in self.modules():
@@ -33,14 +35,15 @@ class MegatronModule(nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, ShardedTensor]:
-        """Every parameter and saved buffer as a ``ShardedTensor``, by its name in ``state_dict``; see ``sharded``."""
+        """Return every parameter and saved buffer as a ``ShardedTensor``, by its name in ``state_dict``; see
+        ``sharded``."""
         if sharded_offsets:
-            raise ConfigError("sharded_offsets: parameters know their parts (ShardSpec); leave it out")
+            raise ConfigError("sharded_offsets is not supported: a ShardSpec describes each parameter; leave it out")
         return sharded(self, prefix)
 
 
 def sharded(module: nn.Module, prefix: str = "") -> dict[str, ShardedTensor]:
-    """The tensors of ``state_dict`` with their global names, which a model may give (``named_global_parameters``)."""
+    """Return the tensors of ``state_dict`` with their global names, see ``named_global_parameters`` of a model."""
     named: Any = getattr(module, "named_global_parameters", module.named_parameters)
     names: dict[int, str] = {id(parameter): name for name, parameter in named()}
     found = {}
@@ -51,14 +54,14 @@ def sharded(module: nn.Module, prefix: str = "") -> dict[str, ShardedTensor]:
 
 
 def mark_keep_in_fp32(parameter: nn.Parameter) -> nn.Parameter:
-    """``parameter``, which ``Float16Module`` leaves in its dtype."""
+    """Return ``parameter``, marked so that ``Float16Module`` does not convert it."""
     marked: Any = parameter
     marked.keep_in_fp32 = True
     return parameter
 
 
 class Float16Module(MegatronModule):
-    """A model in float16 or bfloat16: floating-point inputs are cast to it, outputs of the last stage to float32."""
+    """A model in float16 or bfloat16: inputs are converted to it, and outputs of the last stage to float32."""
 
     def __init__(self, config: Any, module: nn.Module) -> None:
         super().__init__(config)

@@ -1,4 +1,4 @@
-"""Its class for an explicit layout of layers, over this package's notation."""
+"""The explicit layout of layers on pipeline stages."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _TYPES = {"E": LayerType.embedding, "t": LayerType.decoder, "L": LayerType.loss,
 
 
 class PipelineParallelLayerLayout:
-    """What is on each stage: ``layout[pp_rank][vp_stage]`` is a list of ``LayerType``.
+    """The layers of each stage: ``layout[pp_rank][vp_stage]`` is a list of ``LayerType``.
 
-    Given as a text (``"Ett|(tt|)*2L"``) or as a list of stages in order, each a list of types or of their names;
-    stage i is chunk i // p of pipeline rank i % p.
+    The input is a string (``"Ett|(tt|)*2L"``) or a list of stages in order, each a list of types or their names; stage
+    i is chunk i // p of pipeline rank i % p.
     """
 
     def __init__(self, layout: str | Sequence[Sequence[LayerType | str]], pipeline_model_parallel_size: int) -> None:
@@ -39,25 +39,25 @@ class PipelineParallelLayerLayout:
 
     @staticmethod
     def parse_str_to_list(layout_str: str) -> list[list[LayerType]]:
-        """The stages of a text, in order."""
+        """Return the stages of a string, in order."""
         return [[_TYPES[letter] for letter in stage] for stage in parse_layout(layout_str)]
 
     @staticmethod
     def get_num_stages_from_str(layout: str) -> int:
-        """Pipeline ranks x chunks of a text."""
+        """Return pipeline ranks x chunks of a string."""
         return len(parse_layout(layout))
 
     @classmethod
     def from_str(cls, layout: str, pipeline_model_parallel_size: int) -> PipelineParallelLayerLayout:
-        """The layout of a text."""
+        """Return the layout of a string."""
         return cls(layout, pipeline_model_parallel_size)
 
     def validate_layer_layout(self, num_layers: int, mtp_num_layers: int | None = None) -> None:
-        """Raise ``LayoutError`` unless one embedding comes first, one loss last, and the layers add up."""
+        """Raise ``LayoutError`` unless one embedding comes first, one loss last, and the numbers of layers match."""
         flat, found = self.flatten_layout, []
         for layer, index, end in ((LayerType.embedding, 0, "first"), (LayerType.loss, -1, "last")):
             if flat.count(layer) != 1 or flat[index] is not layer:
-                found.append(f"it has {flat.count(layer)} {layer.name}, not one that comes {end}")
+                found.append(f"its {end} layer must be its only {layer.name}, but it has {flat.count(layer)}")
         wanted = {LayerType.decoder: num_layers, LayerType.mtp: mtp_num_layers or 0, LayerType.encoder: 0}
         for layer, count in wanted.items():
             if flat.count(layer) != count:
@@ -68,14 +68,14 @@ class PipelineParallelLayerLayout:
     def get_num_layers_to_build(
         self, layer_type: LayerType = LayerType.decoder, vp_stage: int | None = None, pp_rank: int | None = None
     ) -> int:
-        """Layers of a type on a stage; ``pp_rank`` is by default this process's."""
+        """Return the number of layers of a type on a stage; ``pp_rank`` defaults to this process."""
         rank, chunk = self._place(vp_stage, pp_rank)
         return self.layout[rank][chunk].count(layer_type)
 
     def get_layer_offset(
         self, layer_type: LayerType = LayerType.decoder, vp_stage: int | None = None, pp_rank: int | None = None
     ) -> int:
-        """Layers of a type on all stages before a stage."""
+        """Return the number of layers of a type on all stages before a stage."""
         rank, chunk = self._place(vp_stage, pp_rank)
         size = self.pipeline_model_parallel_size
         before = (self.layout[stage % size][stage // size] for stage in range(chunk * size + rank))
@@ -84,27 +84,27 @@ class PipelineParallelLayerLayout:
     def get_layer_id_list(
         self, layer_type: LayerType = LayerType.decoder, vp_stage: int | None = None, pp_rank: int | None = None
     ) -> list[int]:
-        """The global numbers, from 0, of a stage's layers of a type."""
+        """Return the global numbers, from 0, of a stage's layers of a type."""
         first = self.get_layer_offset(layer_type, vp_stage, pp_rank)
         return list(range(first, first + self.get_num_layers_to_build(layer_type, vp_stage, pp_rank)))
 
     def _place(self, vp_stage: int | None, pp_rank: int | None) -> tuple[int, int]:
         if vp_stage is None and self.virtual_pipeline_model_parallel_size > 1:
             raise LayoutError(
-                f"vp_stage=None, but each rank has {self.virtual_pipeline_model_parallel_size} chunks; say which one"
+                f"vp_stage=None, but each rank has {self.virtual_pipeline_model_parallel_size} chunks; pass one"
             )
         rank = _pipeline_rank() if pp_rank is None else pp_rank
         return rank, vp_stage or 0
 
 
 def _types(stage: Sequence[LayerType | str]) -> list[LayerType]:
-    """A stage's layers as types."""
+    """Return the layers of a stage as types."""
     if isinstance(stage, str):
-        raise LayoutError(f"the stage {stage!r} is a text; give the whole layout as one text, or a list for each stage")
+        raise LayoutError(f"the stage {stage!r} is a string; pass the layout as one string, or a list for each stage")
     known = LayerType.__members__
     for layer in stage:
         if not isinstance(layer, LayerType) and str(layer).strip().lower() not in known:
             raise LayoutError(
-                f"{layer!r} is no type of layer; legal: {', '.join(known)} (in a text {', '.join(LETTERS)})"
+                f"{layer!r} is not a type of layer; legal: {', '.join(known)} (in a string {', '.join(LETTERS)})"
             )
     return [layer if isinstance(layer, LayerType) else known[layer.strip().lower()] for layer in stage]

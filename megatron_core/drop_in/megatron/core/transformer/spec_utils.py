@@ -1,4 +1,4 @@
-"""What a module is built from, as data."""
+"""Specifications of modules as data."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,9 +12,9 @@ from megatron_core.errors import ConfigError
 
 @dataclass
 class ModuleSpec:
-    """A class, a function, or a pair (module path, name); its keyword arguments; and the specification of its parts.
+    """A module's constructor, its keyword arguments, and the specifications of its parts.
 
-    Calling a specification builds the module.
+    The constructor is a class, a function, or a pair (module path, name). Calling a specification builds the module.
     """
 
     module: tuple[str, str] | type | Callable[..., Any]
@@ -23,12 +23,12 @@ class ModuleSpec:
     metainfo: dict[str, Any] = field(default_factory=dict)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """``build_module`` of this specification."""
+        """Call ``build_module`` with this specification."""
         return build_module(self, *args, **kwargs)
 
 
 def import_module(module_path: tuple[str, str]) -> Any:
-    """The object of a pair (module path, name); ImportError if there is none."""
+    """Return the object of a pair (module path, name); ImportError if it does not exist."""
     path, name = module_path
     try:
         module = import_path(path)
@@ -40,24 +40,24 @@ def import_module(module_path: tuple[str, str]) -> Any:
 
 
 def get_module(spec_or_module: Any, **additional_kwargs: Any) -> Any:
-    """The class or function of a specification, imported where it is given by its path."""
+    """Return the class or function of a specification, imported if it is given by path."""
     module = spec_or_module.module if isinstance(spec_or_module, ModuleSpec) else spec_or_module
     return import_module(module) if isinstance(module, tuple) else module
 
 
 def get_submodules(spec: Any) -> Any:
-    """The parts that a specification, or a ``functools.partial`` with ``submodules=``, names."""
+    """Return the parts in a specification, or in a ``functools.partial`` with ``submodules=``."""
     if isinstance(spec, ModuleSpec):
         return spec.submodules
     if isinstance(spec, partial):
         return spec.keywords["submodules"]
-    raise ConfigError(f"{spec!r} is no ModuleSpec and no partial, so that it names no submodules")
+    raise ConfigError(f"{spec!r} has no submodules; pass a ModuleSpec or a functools.partial")
 
 
 def build_module(spec_or_module: Any, *args: Any, **kwargs: Any) -> Any:
-    """An instance of the class with the specification's arguments and these; a function is returned as it is.
+    """Return an instance of the class with the arguments of the specification and these; return a function as it is.
 
-    TypeError, which names the class, for arguments that it does not take.
+    Raises TypeError with the name of the class for arguments that it does not accept.
     """
     spec = spec_or_module if isinstance(spec_or_module, ModuleSpec) else ModuleSpec(spec_or_module)
     module = get_module(spec)

@@ -1,4 +1,4 @@
-"""Torch's norms under their former path."""
+"""Torch's norms at their former path."""
 
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 

@@ -6,11 +6,13 @@ from torch import nn
 
 
 class WrappedTorchNorm:
-    """LayerNorm or RMSNorm of torch, as ``config.normalization`` says. In a layer's specification it stands for the
-    norm that is there anyway."""
+    """LayerNorm or RMSNorm of torch, as selected by ``config.normalization``.
+
+    In a layer's specification it selects the engine's norm.
+    """
 
     def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **others: Any) -> nn.Module:  # type: ignore[misc]
-        """The module, in ``config.params_dtype``; other arguments of Megatron's change nothing."""
+        """Return the module in ``config.params_dtype``; other arguments have no effect."""
         kind = nn.RMSNorm if config.normalization == "RMSNorm" else nn.LayerNorm
         return kind(hidden_size, eps=eps, dtype=config.params_dtype)
 
@@ -23,5 +25,5 @@ class L2Norm(nn.Module):
         self.norm = nn.RMSNorm(hidden_size, eps=eps, elementwise_affine=False)
 
     def forward(self, x: Any) -> Any:
-        """``[..., h]`` -> the same."""
+        """``[..., h]`` -> the same shape."""
         return self.norm(x)

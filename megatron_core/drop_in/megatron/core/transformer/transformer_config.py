@@ -26,6 +26,8 @@ from megatron_core.tensor_parallel.layers import ModelParallelConfig as Parallel
 
 _DISPATCHERS = ("allgather", "alltoall", "flex", "alltoall_seq")
 
+_DISPATCHERS = ("allgather", "alltoall", "flex", "alltoall_seq")
+
 
 def squared_relu(x: Tensor) -> Tensor:
     """relu(x)^2 (So et al. 2021)."""

@@ -1,4 +1,4 @@
-"""Masks and windows of attention, forms of GELU, and settings of a built model."""
+"""Attention masks and windows, GELU variants, and settings of a built model."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,19 +17,19 @@ from megatron_core.parallel.groups import Group
 
 
 def attention_mask_func(attention_scores: Tensor, attention_mask: Tensor) -> Tensor:
-    """Scores of -10,000 where the mask is True, in place."""
+    """Set scores to -10,000 where the mask is True, in place."""
     return attention_scores.masked_fill_(attention_mask, -10000.0)
 
 
 def get_default_causal_mask(sq: int) -> Tensor:
-    """``[sq, sq]``, True where a key comes after the query; on the current GPU, if there is one."""
+    """Return ``[sq, sq]``, True if a key comes after the query, on the current GPU if there is one."""
     return torch.ones(sq, sq, dtype=torch.bool, device=_device()).triu(1)
 
 
 def get_sliding_window_causal_mask(sq: int, skv: int, window_size: tuple[int, int]) -> Tensor:
-    """``[sq, skv]``, False for the keys from ``window_size[0]`` before a query's own to ``window_size[1]`` after it.
+    """Return ``[sq, skv]``, False for keys from ``window_size[0]`` before a query to ``window_size[1]`` after it.
 
-    The last query's own key is the last one.
+    The last query has the position of the last key.
     """
     own, (left, right) = skv - sq, window_size
     seen = torch.ones(sq, skv, dtype=torch.bool, device=_device())
@@ -49,7 +49,7 @@ def erf_gelu(x: Tensor) -> Tensor:
 def is_layer_window_attention(
     window_size: tuple[int, int] | None, window_attn_skip_freq: int | Sequence[int] | None, layer_number: int
 ) -> bool:
-    """Whether a layer, numbered from 1, attends to a window: every n-th one does not, or a list says it for each."""
+    """Whether a layer, numbered from 1, uses a window: all but every n-th layer, or as listed."""
     if not window_size:
         return False
     if window_attn_skip_freq is None:
@@ -59,11 +59,11 @@ def is_layer_window_attention(
     if isinstance(window_attn_skip_freq, list | tuple):
         return bool(window_attn_skip_freq[layer_number - 1])
     kind = type(window_attn_skip_freq).__name__
-    raise ConfigError(f"Invalid `window_attn_skip_freq`: {kind}, {window_attn_skip_freq!r}; give a number or a list")
+    raise ConfigError(f"Invalid `window_attn_skip_freq`: {kind}, {window_attn_skip_freq!r}; use an integer or a list")
 
 
 def set_model_config_attribute(model: Any, attribute: str, value: Any) -> None:
-    """Set an attribute of the configurations of a model and of all its modules that have it, of each of them once."""
+    """Set an attribute of the configurations of a model and its modules, once in each that has it."""
     inner = model
     while not isinstance(inner, nn.Module):
         inner = inner.module
@@ -74,12 +74,12 @@ def set_model_config_attribute(model: Any, attribute: str, value: Any) -> None:
 
 
 def set_model_to_sequence_parallel(model: nn.Module, set_to: bool = False) -> None:
-    """ConfigError unless the model was built so: its layers were made for one way of splitting sequences."""
+    """Raise ConfigError unless the model was built with this setting, which cannot change later."""
     now = {
         each.sequence_parallel for each in model.modules() if isinstance(getattr(each, "sequence_parallel", None), bool)
     }
     if now - {set_to}:
-        raise ConfigError(f"sequence_parallel={set_to} cannot be set afterwards; build the model with it")
+        raise ConfigError(f"sequence_parallel={set_to} cannot be set on a built model; build the model with it")
 
 
 def make_sharded_tensors_for_checkpoint(
@@ -90,7 +90,7 @@ def make_sharded_tensors_for_checkpoint(
     tp_group: Group | None = None,
     dp_cp_group: Group | None = None,
 ) -> dict[str, ShardedTensor]:
-    """All tensors of a layer: those that the map names are split along its axes, the others are whole."""
+    """Return all tensors of a layer; tensors in the map are split along its axes, the others are whole."""
     axes, found, groups = tensor_parallel_layers_axis_map or {}, {}, (tp_group, dp_cp_group)
     for name, tensor in state_dict.items():
         if name in axes:
@@ -111,13 +111,13 @@ def sharded_state_dict_default(
     metadata: dict[str, Any] | None = None,
     **groups: Any,
 ) -> dict[str, Any]:
-    """``module.sharded_state_dict`` if it has that, else all of its tensors as ``module.sharded`` has them."""
+    """Return ``module.sharded_state_dict(...)`` if it exists, else the result of ``module.sharded``."""
     own: Any = getattr(module, "sharded_state_dict", None)
     if own is not None:
         found: dict[str, Any] = own(prefix=prefix, sharded_offsets=sharded_offsets, metadata=metadata)
         return found
     if sharded_offsets:
-        raise ConfigError(f"sharded_offsets={sharded_offsets} is not supported; give every layer a name of its own")
+        raise ConfigError(f"sharded_offsets={sharded_offsets} is not supported; give every layer its own name")
     return dict(sharded(module, prefix))
 
 

@@ -1,1 +1,1 @@
-"""Data sets of its training."""
+"""Megatron-LM's data sets for training."""

@@ -1,4 +1,4 @@
-"""Megatron-LM's data set for fill in the middle, over this package's."""
+"""Megatron-LM's data set for fill in the middle, over the engine's."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,20 +14,20 @@ from megatron_core.errors import ConfigError
 
 @dataclass
 class GPTFIMDatasetConfig(GPTDatasetConfig):
-    """Settings of ``GPTFIMDataset``, see ``FIMDataset``. ConfigError: rates or tokens that are missing."""
+    """Settings of ``GPTFIMDataset``, see ``FIMDataset``. Raises ConfigError if rates or tokens are missing."""
 
     fim_rate: float | None = None
-    """Probability that a document is rearranged. Needed."""
+    """Probability that a document is rearranged. Required."""
     fim_spm_rate: float | None = None
-    """Probability that the suffix comes first. Needed."""
+    """Probability that the suffix comes first. Required."""
     fim_extra_tokens: dict[str, Any] | None = None
-    """The tokens `prefix`, `middle`, `suffix`, `pad`, and `eod` if it is not the tokenizer's. Needed."""
+    """The tokens `prefix`, `middle`, `suffix`, `pad`, and `eod` if it differs from the tokenizer's. Required."""
     fim_split_sample: str | None = None
     """The token between the fragments of a document."""
     fim_fragment_rate: float | None = None
-    """Probability that a fragment is rearranged. Needed with `fim_split_sample`."""
+    """Probability that a fragment is rearranged. Required with `fim_split_sample`."""
     fim_no_prefix: str | None = None
-    """Documents that begin with this text stay as they are."""
+    """Documents that begin with this text are not rearranged."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -37,7 +37,7 @@ class GPTFIMDatasetConfig(GPTDatasetConfig):
             raise ConfigError(f"GPTFIMDatasetConfig needs {', '.join(missing)}")
 
     def fim_settings(self) -> DataConfig:
-        """Return the settings under this package's names."""
+        """Return the engine's settings."""
         names = ("fim_rate", "fim_spm_rate", "fim_split_sample", "fim_fragment_rate", "fim_no_prefix")
         given = {name: getattr(self, name) for name in names}
         given |= {f"fim_{name}_token": token for name, token in (self.fim_extra_tokens or {}).items()}
@@ -45,7 +45,7 @@ class GPTFIMDatasetConfig(GPTDatasetConfig):
 
 
 class GPTFIMDataset(GPTDataset):
-    """``GPTDataset`` whose documents are rearranged for fill in the middle; the draws are those of ``FIMDataset``."""
+    """``GPTDataset`` with documents rearranged for fill in the middle, by the random choices of ``FIMDataset``."""
 
     config: GPTFIMDatasetConfig
 
@@ -67,7 +67,7 @@ class GPTFIMDataset(GPTDataset):
 
 
 class _Given:
-    """The sample that is rearranged next, as a data set."""
+    """A data set of one sample: the next to be rearranged."""
 
     sample: Sample
 

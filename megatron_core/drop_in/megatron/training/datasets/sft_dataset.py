@@ -1,4 +1,4 @@
-"""Megatron-LM's data set of conversations, in whose place this package's own is."""
+"""Megatron-LM's data set of conversations, which is not supported."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ _MESSAGE = "SFTDataset is not supported in a program for Megatron-LM; run this p
 
 
 class SFTDataset(MegatronDataset):
-    """Conversations; opening their file raises ConfigError."""
+    """Conversations; creating the data set raises ConfigError."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise ConfigError(_MESSAGE)

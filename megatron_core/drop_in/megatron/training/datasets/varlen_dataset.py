@@ -1,4 +1,4 @@
-"""Which schema instruction data has, and its lines as messages that a system's begins."""
+"""Schemas of instruction data, and conversion to messages that start with a system message."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -46,5 +46,5 @@ def _select_converter(columns: Sequence[str]) -> tuple[Converter, str]:
 
 
 def _looks_like_hf_id(path: str | None) -> bool:
-    """Whether a path is owner/name and not a file's."""
+    """Whether a path is owner/name rather than a file."""
     return path is not None and path.count("/") == 1 and not path.startswith((".", "/"))

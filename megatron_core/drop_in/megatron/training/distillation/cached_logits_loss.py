@@ -1,4 +1,4 @@
-"""Distillation from stored logits of a teacher, which this package does not have."""
+"""Distillation from stored logits of a teacher, which is not supported."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from megatron_core.errors import ConfigError
 
 
 class LossFuncCallable:
-    """The loss against stored logits; building it raises ConfigError."""
+    """The loss for stored logits; building it raises ConfigError."""
 
     def __init__(self, logprobs_dir: Any = None, **settings: Any) -> None:
         raise ConfigError(f"logits_load_dir={logprobs_dir!r} is not supported; leave --logits-load-dir out")

@@ -1,3 +1,3 @@
-"""Configurations of models, and their builders."""
+"""Configurations of models and their builders."""
 
 from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig

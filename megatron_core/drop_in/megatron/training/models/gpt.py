@@ -1,4 +1,4 @@
-"""The settings of a GPT as one object, and its builder."""
+"""The settings of a GPT and its builder."""
 
 from argparse import Namespace
 from dataclasses import dataclass
@@ -23,9 +23,9 @@ from megatron_core.errors import ConfigError
 class GPTModelConfig:
     """Arguments of ``GPTModel`` with the ``TransformerConfig`` in ``transformer``.
 
-    ``transformer_layer_spec`` is a specification, a function of this object that returns one, or None for layers as
-    ``transformer`` describes them. ``should_pad_vocab`` rounds ``vocab_size`` up to a multiple of
-    ``make_vocab_size_divisible_by``. Attributes of ``transformer`` can be read here.
+    ``transformer_layer_spec`` is a specification, a function of this object that returns one, or None for the layers of
+    ``transformer``. ``should_pad_vocab`` rounds ``vocab_size`` up to a multiple of ``make_vocab_size_divisible_by``.
+    Attributes of ``transformer`` can be read here.
     """
 
     transformer: TransformerConfig
@@ -54,7 +54,7 @@ class GPTModelConfig:
         return getattr(self.transformer, name)
 
     def get_builder_cls(self) -> type["GPTModelBuilder"]:
-        """The class that builds the model."""
+        """Return the class that builds the model."""
         return GPTModelBuilder
 
 
@@ -74,7 +74,7 @@ _PASSED = (
 
 
 class GPTModelBuilder:
-    """Builds the stages of the model that a ``GPTModelConfig`` describes."""
+    """Builds the stages of the model of a ``GPTModelConfig``."""
 
     def __init__(self, model_config: GPTModelConfig) -> None:
         self._model_config = model_config
@@ -88,8 +88,8 @@ class GPTModelBuilder:
     ) -> GPTModel:
         """Build this rank's stage, or its chunk ``vp_stage``.
 
-        ``pre_process`` and ``post_process`` are by default whether the chunk is the first or the last one.
-        Errors: ConfigError without a ``vocab_size``, and for settings that are not supported.
+        The defaults of ``pre_process`` and ``post_process`` are whether the chunk is the first and the last one. Raises
+        ConfigError without a ``vocab_size`` and for unsupported settings.
         """
         own, config = self._model_config, self._model_config.transformer
         if own.vocab_size is None:

@@ -1,1 +1,1 @@
-"""How sharded state dicts are written."""
+"""Strategies of saving and loading."""

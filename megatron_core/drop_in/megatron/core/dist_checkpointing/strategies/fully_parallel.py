@@ -1,10 +1,10 @@
-"""Shares of data-parallel ranks in saving and loading, which every rank has here."""
+"""Parallel saving and loading over data-parallel ranks, which is always on here."""
 
 from typing import Any
 
 
 def FullyParallelSaveStrategyWrapper(strategy: Any, parallelization_group: Any = None, *unused: Any) -> Any:
-    """``strategy``."""
+    """Return ``strategy``."""
     return strategy
 
 

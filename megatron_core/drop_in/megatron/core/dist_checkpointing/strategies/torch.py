@@ -1,12 +1,12 @@
-"""The strategies that their calls of ``save`` and ``load`` name."""
+"""Strategies that programs pass to ``save`` and ``load``."""
 
 
 class TorchDistSaveShardedStrategy:
-    """Accepted by ``dist_checkpointing.save``, which writes this package's checkpoints with or without it."""
+    """A strategy without effect: ``dist_checkpointing.save`` always writes checkpoints of this package."""
 
     def __init__(self, backend: str = "torch_dist", version: int = 1) -> None:
         self.backend, self.version = backend, version
 
 
 class TorchDistLoadShardedStrategy(TorchDistSaveShardedStrategy):
-    """Accepted by ``dist_checkpointing.load``, which reads this package's checkpoints with or without it."""
+    """A strategy without effect: ``dist_checkpointing.load`` always reads checkpoints of this package."""

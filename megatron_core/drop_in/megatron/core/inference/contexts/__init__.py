@@ -1,3 +1,3 @@
-"""What a model is given in generation, for annotations."""
+"""Contexts of generation, for annotations."""
 
 from megatron.core.inference_params import BaseInferenceContext, StaticInferenceContext

@@ -1,4 +1,4 @@
-"""Rotary positions under their former path."""
+"""Rotary positions at their former path."""
 
 from megatron.core.models.common.embeddings import (
     RotaryEmbedding,

@@ -1,3 +1,3 @@
-"""GPT under Megatron Core's names."""
+"""GPT with Megatron Core's names."""
 
 from megatron.core.models.gpt.gpt_model import GPTModel

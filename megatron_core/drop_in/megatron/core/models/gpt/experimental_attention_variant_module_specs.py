@@ -1,4 +1,4 @@
-"""Layer specifications of Megatron Core's experimental attention, which this package does not have."""
+"""Layer specifications of Megatron Core's experimental attention, which is not supported."""
 
 from typing import Any, NoReturn
 

@@ -1,4 +1,4 @@
-"""Models of attention and state-space layers, which this package does not have."""
+"""Models of attention and state-space layers, which are not supported."""
 
 from typing import Any
 

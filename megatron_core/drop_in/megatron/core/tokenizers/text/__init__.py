@@ -1,1 +1,1 @@
-"""Older path of the tokenizers."""
+"""The former path of the tokenizers."""

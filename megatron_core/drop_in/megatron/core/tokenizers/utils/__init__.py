@@ -1,1 +1,1 @@
-"""See ``build_tokenizer``."""
+"""Construction of tokenizers."""

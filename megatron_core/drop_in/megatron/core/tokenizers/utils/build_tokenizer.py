@@ -1,4 +1,4 @@
-"""A tokenizer from a namespace of Megatron's arguments, and the padded vocabulary."""
+"""Builds a tokenizer from Megatron's arguments, and pads the vocabulary."""
 
 from typing import Any
 
@@ -10,9 +10,9 @@ _READ = ("tokenizer_model", "vocab_file", "merge_file", "vocab_size", "tiktoken_
 
 
 def build_tokenizer(args: Any, **kwargs: Any) -> Tokenizer:
-    """The tokenizer that ``args.tokenizer_type`` and the attributes it needs describe.
+    """Return the tokenizer of ``args.tokenizer_type`` and the attributes that it needs.
 
-    Without ``args.padded_vocab_size`` it is set to the vocabulary rounded up, see ``vocab_size_with_padding``.
+    If ``args.padded_vocab_size`` is missing, it is set by ``vocab_size_with_padding``.
     """
     if args.tokenizer_type not in TOKENIZER_TYPES:
         raise ConfigError(f"tokenizer_type {args.tokenizer_type} is not supported; legal: {', '.join(TOKENIZER_TYPES)}")
@@ -24,8 +24,10 @@ def build_tokenizer(args: Any, **kwargs: Any) -> Tokenizer:
 
 
 def vocab_size_with_padding(orig_vocab_size: int, args: Any, logging_enabled: bool = True) -> int:
-    """The size rounded up to a multiple of make_vocab_size_divisible_by x tensor_model_parallel_size, unless
-    ``args.pad_vocab_size`` is False."""
+    """Return the size rounded up to a multiple of make_vocab_size_divisible_by x tensor_model_parallel_size.
+
+    With ``args.pad_vocab_size=False`` return the size unchanged.
+    """
     if not getattr(args, "pad_vocab_size", True):
         return orig_vocab_size
     unit = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size

@@ -1,1 +1,1 @@
-"""Mixtures of experts under Megatron Core's names."""
+"""Mixtures of experts with Megatron Core's names."""

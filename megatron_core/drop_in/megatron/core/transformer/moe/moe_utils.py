@@ -1,4 +1,4 @@
-"""Choices, probabilities and losses of a router as functions of its logits."""
+"""The choices, probabilities and losses of a router as functions of its logits."""
 
 import math
 from typing import Any
@@ -26,11 +26,11 @@ def topk_routing_with_score_function(
     dense_output: bool = False,
     precomputed_indices: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Logits ``[T, E]`` -> probabilities and whether an expert was chosen, both ``[T, E]``; with ``dense_output`` the
-    probabilities and numbers of the chosen experts, ``[T, k]``.
+    """Logits ``[T, E]`` -> probabilities and the choice as bool, both ``[T, E]``.
 
-    ``router_replay`` records the choice or repeats one, ``precomputed_indices`` ``[T, k]`` replace it; ``fused``
-    changes nothing. Scores are computed in float32 or wider.
+    With ``dense_output`` return the probabilities and numbers of the chosen experts, ``[T, k]``. ``router_replay``
+    records or repeats the choice, and ``precomputed_indices`` ``[T, k]`` replace it; ``fused`` has no effect. Scores
+    are computed at least in float32.
     """
     config = ModelConfig(
         moe_router_topk=topk,
@@ -54,7 +54,7 @@ def topk_routing_with_score_function(
 def group_limited_topk(
     scores: Tensor, topk: int, num_tokens: int, num_experts: int, num_groups: int, group_topk: int
 ) -> tuple[Tensor, Tensor]:
-    """The best experts of the best groups: scores and numbers ``[T, k]`` of ``[T, E]``, see ``choice.choose``."""
+    """Return scores and numbers ``[T, k]`` of the best experts in the best groups, see ``choice.choose``."""
     config = ModelConfig(
         moe_router_topk=topk,
         moe_router_num_groups=num_groups,
@@ -75,27 +75,30 @@ def switch_load_balancing_loss_func(
     fused: bool = False,
     padding_mask: Tensor | None = None,
 ) -> Tensor:
-    """coefficient E / (k T^2) sum_e n_e sum_t P_te of normalised scores P ``[tokens, E]`` and counts n ``[E]``, where T
-    are the tokens that n counts; tokens with a True ``padding_mask`` do not count (Fedus et al. 2021, equation 4)."""
+    """coefficient E / (k T^2) sum_e n_e sum_t P_te (Fedus et al. 2021, equation 4).
+
+    P ``[tokens, E]`` are normalized scores, n ``[E]`` the counts of T tokens; tokens with a True ``padding_mask`` do
+    not count.
+    """
     kept = probs if padding_mask is None else probs * ~padding_mask.unsqueeze(-1)
     scale = num_experts * moe_aux_loss_coeff / (topk * total_num_tokens * total_num_tokens)
     return (kept.sum(0) * tokens_per_expert).sum() * scale
 
 
 def z_loss_func(logits: Tensor, z_loss_coeff: float, padding_mask: Tensor | None = None) -> Tensor:
-    """coefficient times the mean of the squared log-sum-exp over the tokens that count (Zoph et al. 2022)."""
+    """coefficient times the mean squared log-sum-exp over the counted tokens (Zoph et al. 2022)."""
     squares = logits.logsumexp(-1).square()
     counted = torch.ones_like(squares) if padding_mask is None else (~padding_mask).to(squares.dtype)
     return (squares * counted).sum() / counted.sum().clamp_min(1.0) * z_loss_coeff
 
 
 def get_capacity(num_tokens: int, num_experts: int, capacity_factor: float, min_capacity: int | None = None) -> int:
-    """Tokens that an expert takes: ceil(tokens / experts x factor), at least ``min_capacity``."""
+    """Return the maximum number of tokens of an expert: ceil(tokens / experts x factor), at least ``min_capacity``."""
     return max(math.ceil(num_tokens / num_experts * capacity_factor), min_capacity or 0)
 
 
 def get_updated_expert_bias(tokens_per_expert: Tensor, expert_bias: Tensor, expert_bias_update_rate: float) -> Tensor:
-    """bias + rate sign(mean load - load), ``[..., E]`` of loads summed over ranks already (Wang et al. 2024)."""
+    """bias + rate sign(mean load - load), ``[..., E]``, of loads already summed over ranks (Wang et al. 2024)."""
     load = tokens_per_expert.to(torch.float32)
     return expert_bias + expert_bias_update_rate * (load.mean(-1, keepdim=True) - load).sign()
 
@@ -107,27 +110,27 @@ def router_gating_linear(input: Tensor, weight: Tensor, bias: Tensor | None, rou
 
 
 class MoEAuxLossAutoScaler(torch.autograd.Function):
-    """Adds a loss in backward: ``apply(output, loss)`` is ``output``, and the loss gets the gradient that
-    ``set_loss_scale`` was given, by default 1."""
+    """``apply(output, loss)`` returns ``output``; in backward the loss has the gradient of ``set_loss_scale``, by
+    default 1."""
 
     main_loss_backward_scale: Tensor | None = None
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, aux_loss: Tensor) -> Tensor:
-        """``output``."""
+        """Return ``output``."""
         ctx.save_for_backward(aux_loss)
         return output
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradients of both."""
+        """Return the gradients of output and loss."""
         (aux_loss,) = ctx.saved_tensors
         scale = MoEAuxLossAutoScaler.main_loss_backward_scale
         return grad_output, torch.ones_like(aux_loss) * (1.0 if scale is None else scale)
 
     @staticmethod
     def set_loss_scale(scale: Tensor) -> None:
-        """What the main loss is multiplied by before its backward."""
+        """Set the factor of the main loss in backward."""
         if not isinstance(scale, Tensor):
-            raise ConfigError(f"set_loss_scale({scale!r}): give a tensor")
+            raise ConfigError(f"set_loss_scale({scale!r}): pass a tensor")
         MoEAuxLossAutoScaler.main_loss_backward_scale = scale

@@ -1,4 +1,4 @@
-"""``megatron_core.transformer.moe.router`` at Megatron's path; ``TopKRouter`` takes Megatron's arguments."""
+"""Routers; ``TopKRouter`` has Megatron's arguments."""
 
 from megatron.core.transformer.layer_parts import TopKRouter
 from megatron_core.transformer.moe.router import Router, sinkhorn

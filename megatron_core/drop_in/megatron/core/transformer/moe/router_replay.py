@@ -1,6 +1,7 @@
-"""The experts that routers chose, recorded and chosen again, by layer.
+"""Records the experts chosen by each layer, and repeats the choice.
 
-With ``moe_enable_routing_replay`` each layer of experts of a ``GPTModel`` has one of these, in the order of the layers.
+With ``moe_enable_routing_replay`` each layer of experts of a ``GPTModel`` has a ``RouterReplay``, in the order of the
+layers.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ from megatron_core.errors import LayoutError
 
 
 class RouterReplayAction(Enum):
-    """What a router does about its choice."""
+    """A router's action on its choice."""
 
     RECORD = "record"
     REPLAY_FORWARD = "replay_forward"
     REPLAY_BACKWARD = "replay_backward"
-    """Repeat what forward passes have repeated, in their order, for layers that are computed again."""
+    """Repeat the choices of forward passes, in order, for recomputed layers."""
 
 
 class RouterReplay:
-    """The choices ``[T, k]`` of one layer; class methods are for those of all layers of this process."""
+    """The choices ``[T, k]`` of one layer; class methods apply to all layers of this process."""
 
     global_router_replay_instances: ClassVar[list[RouterReplay]] = []
 
@@ -35,7 +36,7 @@ class RouterReplay:
         RouterReplay.global_router_replay_instances.append(self)
 
     def replayed(self, chosen: Tensor) -> Tensor:
-        """What the layer is to use, given what its router has ``chosen``. LayoutError where nothing fits."""
+        """Return the experts to use, given the choice of the router; LayoutError if no stored choice fits."""
         action = self.router_replay_action
         if action is None:
             return chosen
@@ -48,31 +49,31 @@ class RouterReplay:
             target = self.target_topk_idx
         if target is None or target.shape != chosen.shape:
             have = "nothing" if target is None else str(list(target.shape))
-            raise LayoutError(f"router replay: experts {list(chosen.shape)} are to be chosen, and {have} was given")
+            raise LayoutError(f"router replay: the choice must have shape {list(chosen.shape)}, but {have} was given")
         if action == RouterReplayAction.REPLAY_FORWARD:
             self.replay_backward_list.append(target)
         return target.to(chosen.device)
 
     def set_target_indices(self, topk_indices: Tensor) -> None:
-        """What REPLAY_FORWARD repeats."""
+        """Set the choice that REPLAY_FORWARD repeats."""
         self.target_topk_idx = topk_indices
         self.replay_backward_list = []
 
     def get_recorded_indices(self) -> Tensor | None:
-        """What RECORD has recorded."""
+        """Return the choice recorded by RECORD."""
         return self.recorded_topk_idx
 
     def record_indices(self, topk_indices: Tensor) -> None:
-        """Keep a choice."""
+        """Store a choice."""
         self.recorded_topk_idx = topk_indices
 
     def clear_indices(self) -> None:
-        """Forget all choices."""
+        """Remove all choices."""
         self.target_topk_idx = self.recorded_topk_idx = None
         self.replay_backward_list = []
 
     def set_router_replay_action(self, router_replay_action: RouterReplayAction) -> None:
-        """Record or repeat from now on."""
+        """Set the action of the next calls."""
         self.router_replay_action = router_replay_action
 
     def clear_router_replay_action(self) -> None:
@@ -81,39 +82,39 @@ class RouterReplay:
 
     @classmethod
     def set_replay_data(cls, all_layers_topk_indices: list[Tensor]) -> None:
-        """``set_target_indices`` of every layer, in their order; LayoutError for another number of them."""
+        """Call ``set_target_indices`` of every layer, in order; LayoutError for another number of layers."""
         layers = cls.global_router_replay_instances
         if len(all_layers_topk_indices) != len(layers):
             raise LayoutError(
-                f"{len(all_layers_topk_indices)} choices for {len(layers)} layers of experts; give one each"
+                f"{len(all_layers_topk_indices)} choices for {len(layers)} layers of experts; give one for each layer"
             )
         for layer, indices in zip(layers, all_layers_topk_indices, strict=True):
             layer.set_target_indices(indices)
 
     @classmethod
     def get_recorded_data(cls) -> list[Tensor | None]:
-        """What every layer has recorded."""
+        """Return the recorded choice of every layer."""
         return [layer.get_recorded_indices() for layer in cls.global_router_replay_instances]
 
     @classmethod
     def clear_global_indices(cls) -> None:
-        """``clear_indices`` of every layer."""
+        """Call ``clear_indices`` of every layer."""
         for layer in cls.global_router_replay_instances:
             layer.clear_indices()
 
     @classmethod
     def set_global_router_replay_action(cls, router_replay_action: RouterReplayAction) -> None:
-        """``set_router_replay_action`` of every layer."""
+        """Call ``set_router_replay_action`` of every layer."""
         for layer in cls.global_router_replay_instances:
             layer.set_router_replay_action(router_replay_action)
 
     @classmethod
     def clear_global_router_replay_action(cls) -> None:
-        """``clear_router_replay_action`` of every layer."""
+        """Call ``clear_router_replay_action`` of every layer."""
         for layer in cls.global_router_replay_instances:
             layer.clear_router_replay_action()
 
     @classmethod
     def clear_global_router_replay_instances(cls) -> None:
-        """Forget all layers, as before another model is built."""
+        """Remove all layers, before another model is built."""
         cls.global_router_replay_instances.clear()

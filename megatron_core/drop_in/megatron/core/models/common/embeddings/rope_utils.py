@@ -1,4 +1,4 @@
-"""Rotary positions applied to heads."""
+"""Rotary positions of heads."""
 
 from typing import Any
 
@@ -18,8 +18,11 @@ def apply_rotary_pos_emb(
     mscale: float = 1.0,
     cp_group: Group | None = None,
 ) -> Tensor:
-    """Heads ``[s, b, heads, d]`` whose first r channels turn by angles ``[s, 1, 1, r]`` (``RotaryEmbedding``), times
-    ``mscale``. ConfigError for ``cu_seqlens``: angles of packed documents are those of their positions."""
+    """Rotate the first r channels of heads ``[s, b, heads, d]`` by angles ``[s, 1, 1, r]``, times ``mscale``.
+
+    ``RotaryEmbedding`` returns the angles. Raises ConfigError for ``cu_seqlens``: pass the angles of the positions
+    within documents.
+    """
     if cu_seqlens is not None:
         raise ConfigError("apply_rotary_pos_emb: cu_seqlens is not supported; pass the angles of the tokens' positions")
     return _apply_rotary_pos_emb_bshd(t, freqs, config.rotary_interleaved, mscale=mscale)
@@ -39,6 +42,6 @@ def _apply_rotary_pos_emb_bshd(
 
 
 def get_pos_emb_on_this_cp_rank(pos_emb: Tensor, seq_dim: int, cp_group: Group) -> Tensor:
-    """The part of whole sequences' angles that belongs to this context-parallel rank."""
+    """Return this context-parallel rank's part of the angles of whole sequences."""
     split = SequenceSplit(cp_rank=cp_group.rank(), cp_size=cp_group.size())
     return split.local(pos_emb.movedim(seq_dim, 1)).movedim(1, seq_dim)

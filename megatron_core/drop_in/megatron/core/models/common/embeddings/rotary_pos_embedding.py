@@ -15,8 +15,8 @@ from megatron_core.transformer.rotary import llama3_frequencies, plain_frequenci
 class RotaryEmbedding(nn.Module):
     """Angles position x base^(-2i/r) of the first ``rotary_percent`` of the channels of a head, each twice.
 
-    They are what ``TransformerBlock`` and ``TransformerLayer`` take as ``rotary_pos_emb``; ``GPTModel`` makes its own.
-    ``use_cpu_initialization`` changes nothing. With ``cp_group`` the angles are those of this rank's tokens.
+    They are the ``rotary_pos_emb`` of ``TransformerBlock`` and ``TransformerLayer``; ``GPTModel`` computes its own.
+    ``use_cpu_initialization`` has no effect. With ``cp_group`` they are the angles of this rank's tokens.
     """
 
     def __init__(
@@ -39,8 +39,10 @@ class RotaryEmbedding(nn.Module):
         self.rotary_interleaved, self.cp_group = rotary_interleaved, cp_group
 
     def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
-        """``[s, 1, 1, r]`` float64 of ``max_seq_len`` positions from ``offset`` on: angle i at the channels
-        i and r/2 + i, or 2i and 2i + 1 where rotation is interleaved."""
+        """Return the angles of ``max_seq_len`` positions from ``offset``: ``[s, 1, 1, r]`` float64.
+
+        Angle i is at the channels i and r/2 + i, or 2i and 2i + 1 with ``rotary_interleaved``.
+        """
         split = SequenceSplit()
         if self.cp_group is not None:
             split = SequenceSplit(cp_rank=self.cp_group.rank(), cp_size=self.cp_group.size())

@@ -1,1 +1,1 @@
-"""Specifications of models whose layers differ."""
+"""Specifications of models with different layers."""

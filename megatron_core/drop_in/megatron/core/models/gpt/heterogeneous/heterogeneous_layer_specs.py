@@ -1,4 +1,4 @@
-"""Layer specifications from a file that describes each layer, which this package does not read."""
+"""Layer specifications from a file for each layer, which are not supported."""
 
 from typing import Any, NoReturn
 

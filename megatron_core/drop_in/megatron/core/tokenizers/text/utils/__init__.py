@@ -1,1 +1,1 @@
-"""Older path of the functions of tokenizers."""
+"""The former path of ``tokenizers.utils``."""
