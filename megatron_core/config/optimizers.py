@@ -1,5 +1,7 @@
-"""All optimizers and their table. To add an optimizer, add its settings and a row here, and its update rule to
-``megatron_core/optimizer/algorithms.py``. Memory model, checkpoints, sharding and checks of settings read the row.
+"""All optimizers and their table, without torch.
+
+To add an optimizer, add its settings and a row here, and its update rule to ``megatron_core/optimizer/algorithms.py``.
+The memory model, checkpoints, sharding and the checks of settings read the row.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ class AlgorithmConfig:
 
     optimizer: str = setting("adam")
     """adam: AdamW (Loshchilov and Hutter 2019); sgd: with momentum; lion (Chen et al. 2023); muon: orthogonal updates
-    of the hidden matrices (Jordan et al. 2024), --muon-scalar-optimizer for the rest."""
+    of the hidden matrices (Jordan et al. 2024), --muon-scalar-optimizer for the other parameters; or an optimizer that
+    a program registers (optimizer.register_optimizer)."""
     adam_beta1: float = setting(0.9, r.BELOW_1, when=_read("adam_beta1", "adam"))
     """Decay rate of the running mean of gradients."""
     adam_beta2: float = setting(0.999, r.BELOW_1, when=_read("adam_beta2", "adam"))

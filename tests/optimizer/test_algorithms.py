@@ -22,6 +22,8 @@ ROUNDED = {
     "exp_avg_dtype": "bf16",
     "exp_avg_sq_dtype": "bf16",
 }
+WITH_MOMENTUM = {"optimizer": "sgd", "bf16": True}
+WITHOUT_MOMENTUM = WITH_MOMENTUM | {"sgd_momentum": 0.0}
 ROUNDED_MUON = ROUNDED | {"optimizer": "muon", "main_params_dtype": "fp32"}
 
 
@@ -71,8 +73,8 @@ def test_muon_trains_hidden_matrices_alone(scalar: str) -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"optimizer": "sgd", "bf16": True}, {"optimizer": "lion"}, {"optimizer": "muon"}, ROUNDED, ROUNDED_MUON],
-    ids=["sgd", "lion", "muon", "rounded adam", "rounded muon"],
+    [WITH_MOMENTUM, WITHOUT_MOMENTUM, {"optimizer": "lion"}, {"optimizer": "muon"}, ROUNDED, ROUNDED_MUON],
+    ids=["sgd", "sgd without momentum", "lion", "muon", "rounded adam", "rounded muon"],
 )
 def test_a_resumed_run_is_the_run(settings: dict, tmp_path: Path) -> None:  # C61
     settings = settings | {"save": str(tmp_path)}

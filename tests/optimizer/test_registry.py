@@ -98,6 +98,12 @@ def test_sgd_without_momentum_is_torchs() -> None:
     torch.testing.assert_close(main, weight.detach(), rtol=1e-12, atol=1e-14)
 
 
+def test_sgd_without_momentum_in_every_layout_is_that_of_one_process() -> None:
+    experiment = GPTExperiment(tiny_config(optimizer="sgd", sgd_momentum=0.0, clip_grad=0.1), steps=3)
+    report = check_parity(experiment, ["dp2 zero1", "dp2 zero3", "dp2 tp2 zero2"])
+    assert all(row.holds for row in report.rows), report.as_dict()
+
+
 def test_resuming_with_momentum_needs_its_state(tmp_path: Path) -> None:
     run = tiny_run(optimizer="sgd", sgd_momentum=0.0, save=str(tmp_path))
     run.saver.save(run.state)
