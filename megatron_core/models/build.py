@@ -47,9 +47,12 @@ def build_stages(
     rank without memory for all of them: ``DataParallel`` allocates and shards them one bucket at a time. Without
     ``context_parallel`` every context-parallel rank receives whole sequences.
     """
+    # The layers and the rank of each stage.
     chunks = config.parallel.num_chunks(config.model.num_layers)
     stage_to_rank = stage_to_rank or round_robin_stages(groups.size("pp"), chunks)
     layers = layers_by_stage(config, vocab_size, len(stage_to_rank))
+
+    # The settings of parallel layers.
     sequence = groups.context if context_parallel else WHOLE_SEQUENCES
     fp8_layers = config.training.fp8_layers(config.model.num_layers)
     parallel = ModelParallelConfig(
@@ -62,6 +65,8 @@ def build_stages(
         fp8_precision=FP8Precision(config.training, fp8_layers, sequence.whole) if fp8_layers else None,
         device=torch.device("meta") if deferred else device,
     )
+
+    # This rank's stages.
     stages: dict[int, GPTModel] = {}
     for stage, rank in enumerate(stage_to_rank):
         if rank != groups.index("pp"):

@@ -277,8 +277,8 @@ def report(hardware: Hardware, found: Found, disk: tuple[float, float]) -> str:
         lines.append(f"products in {name}: {rate / 1e9:.3g} GFLOP/s; at 1/2 of that with sides of ")
         lines[-1] += f"{hardware.product_edge / (2 ** (1 / 3) - 1):.3g}"
     lines.append(f"attention: {found.attention:.3g} of the rate of products")
-    lines.append(f"operations on elements: {readable_bytes(hardware.memory_bandwidth)}/s")
-    lines.append(f"an operation costs {readable_seconds(hardware.launch_seconds)} besides its work")
+    lines.append(f"elementwise operations: {readable_bytes(hardware.memory_bandwidth)}/s")
+    lines.append(f"fixed cost of an operation: {readable_seconds(hardware.launch_seconds)}")
     for size, times in found.collectives.items():
         for bytes_, (gather, reduce) in times.items():
             lines.append(

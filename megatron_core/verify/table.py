@@ -57,13 +57,13 @@ def _error(worst: Worst | None, epsilon: float) -> str:
     return f"{worst.error:.1e} ({shown} ε)"
 
 
-def page(report: ParityReport, what: str) -> Iterator[str]:
+def page(report: ParityReport, subject: str) -> Iterator[str]:
     """Yield the lines of a Markdown page, without times, which differ between runs."""
     head = _HEAD[:-1]
     yield from (
         HEADING,
         "",
-        f"{what[0].upper()}{what[1:]}.",
+        f"{subject[0].upper()}{subject[1:]}.",
         "",
         f"{summary(report)}.",
         "",

@@ -76,9 +76,9 @@ def assemble(traces: Sequence[RankTrace]) -> Trace:
     """
     first = traces[0]
     faults = [
-        f"rank {rank} reports another {what} than rank 0"
+        f"rank {rank} reports a different {quantity} from rank 0"
         for rank, other in enumerate(traces)
-        for what, ours, theirs in (("loss", first.losses, other.losses), ("norm", first.norms, other.norms))
+        for quantity, ours, theirs in (("loss", first.losses, other.losses), ("norm", first.norms, other.norms))
         if not np.array_equal(ours, theirs, equal_nan=True)
     ]
     tensors: dict[str, np.ndarray] = {}

@@ -38,7 +38,7 @@ def test_missing_elements_are_a_fault() -> None:
 def test_ranks_must_report_one_loss() -> None:
     whole = (slice(0, 4), [0.0] * 4)
     assert assemble([rank_trace(whole), rank_trace(whole, loss=1.5)]).faults == [
-        "rank 1 reports another loss than rank 0"
+        "rank 1 reports a different loss from rank 0"
     ]
 
 

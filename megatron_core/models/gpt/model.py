@@ -124,6 +124,8 @@ class GPTModel(nn.Module):
         super().__init__()
         self.config = self.model_config = config
         self.vocab_size, self.max_sequence_length = vocab_size, max_sequence_length
+
+        # Settings and groups.
         parallel = parallel or ModelParallelConfig()
         # Weights are initialized below by global name, so that layers need not initialize their own.
         # Embedding and output layer do not use FP8.
@@ -135,6 +137,8 @@ class GPTModel(nn.Module):
         of_layers = replace(self.parallel, fp8_precision=parallel.fp8_precision)
         context = LayerContext(config, of_layers, self.tp_group, seed, groups, cp)
         self.split = context.split
+
+        # The parts of the stage.
         self.embedding = LanguageModelEmbedding(context, vocab_size, max_sequence_length) if pre_process else None
         # In a tuple, because a module registers every parameter that is assigned to it.
         self._weights_of_others = () if tied_weight is None else (tied_weight,)
@@ -145,6 +149,8 @@ class GPTModel(nn.Module):
         if config.mtp_num_layers and post_process:
             elsewhere = not (pre_process or self._weights_of_others or config.share_embeddings_and_output_weights)
             self.mtp = MultiTokenPredictionBlock(context, vocab_size, layer_specs, own_embedding=elsewhere)
+
+        # Tied weights, and initialization.
         self._mark_embedding_and_output()
         if config.last_stage_embeds and pre_process != post_process and tied_weight is None:
             shared = self._shared_weight()
@@ -248,6 +254,7 @@ class GPTModel(nn.Module):
             router_replay: records the experts of the tokens, or repeats a record.
             later: labels of multi-token prediction; without them it adds no losses.
         """
+        # Positions, and the context that all layers share.
         if positions is None:
             positions = self.split.positions(input_ids.shape[1] * self.split.cp_size, input_ids.device)
         if position_ids is None:
@@ -265,11 +272,15 @@ class GPTModel(nn.Module):
             router_replay=router_replay,
             auxiliary_losses=auxiliary_losses,
         )
+
+        # Embedding and layers.
         if self.embedding is not None:
             hidden_states = self.embedding(input_ids, self.split.residual(position_ids, dim=1), context)
         hidden_states = self.decoder(hidden_states, context)
         if self.output_layer is None:
             return hidden_states
+
+        # Losses or logits.
         tied = self._shared_weight() if self.output_layer.weight is None else None
         if labels is not None:
             losses = self._losses(hidden_states, labels.transpose(0, 1), tied)

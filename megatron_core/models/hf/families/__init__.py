@@ -1,1 +1,1 @@
-"""Architectures of the Hugging Face hub: each file in this folder registers one family and is found by being here."""
+"""Architectures of the Hugging Face hub: each file in this folder registers one family."""
