@@ -14,8 +14,7 @@ from functools import cached_property, lru_cache
 from megatron_core.config import RunConfig
 from megatron_core.config.flops import flops_per_token
 from megatron_core.config.partition import layers_by_stage, plan_of
-from megatron_core.planner.groups import Rings
-from megatron_core.planner.hardware import Hardware
+from megatron_core.planner.hardware import Hardware, Rings
 from megatron_core.planner.layer_time import LayerClock, Passes, Seconds, total
 from megatron_core.planner.memory import recomputed_layers
 from megatron_core.planner.parameters import Parameters, layer_kinds, rank_units

@@ -15,8 +15,7 @@ from functools import cached_property
 from megatron_core.config import RunConfig
 from megatron_core.config.attention import attention_of
 from megatron_core.planner.context import layer_pairs, layer_traffic
-from megatron_core.planner.groups import Rings
-from megatron_core.planner.hardware import Hardware
+from megatron_core.planner.hardware import Hardware, Rings
 from megatron_core.planner.memory import layer_activations
 from megatron_core.planner.parameters import padded_vocabulary
 

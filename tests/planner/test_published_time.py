@@ -10,8 +10,7 @@ import pytest
 from benchmarks.bench_planner import correlation, errors, published_steps
 from megatron_core.config import RunConfig
 from megatron_core.config.validate import problems, without_data
-from megatron_core.planner.groups import GroupBandwidth
-from megatron_core.planner.hardware import read_hardware
+from megatron_core.planner.hardware import GroupBandwidth, read_hardware
 from megatron_core.planner.layer_time import ATTENTION_EDGE, LayerClock
 from tests.ops.checks import WHOLE_MATRIX
 
