@@ -93,7 +93,7 @@ def read_texts(corpus: Path) -> list[str]:
 
 def gigatoken_seconds(corpus: Path, tokenizer: Path) -> tuple[float, float]:
     """Seconds of gigatoken to load the tokenizer and encode all texts, and of encoding only."""
-    import awkward  # noqa: F401  # what gigatoken makes its result of; importing it is no tokenization
+    import awkward  # noqa: F401  # the type of gigatoken's result; its import is not part of tokenization
     import gigatoken
 
     texts = read_texts(corpus)

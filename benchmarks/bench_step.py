@@ -241,7 +241,7 @@ def main() -> int:
         print(f"{name:24}{rate:10.0f}{of_peak:9.1%}{entry.memory / 2**20:12.0f}{shown[0]:>17}{shown[1]:>9}")
         rows.append(Row(name, rate, "tokens/s", of_peak, entry.memory, ratios[0]))
         if ratios[1]:
-            rows.append(Row(f"{name} beside gloo", rate, "tokens/s", of_peak, entry.memory, ratios[1]))
+            rows.append(Row(f"{name} relative to gloo", rate, "tokens/s", of_peak, entry.memory, ratios[1]))
     append("bench_step", rows, peer=f"transformers {transformers.__version__}")
     return 0
 

@@ -1,4 +1,4 @@
-"""What every test starts from, and which tests ``make test-fast`` runs."""
+"""Settings of all tests, and the selection of ``make test-fast``."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from hypothesis import HealthCheck, settings
 
 from megatron_core import parallel_state
 
-# ``fast``: tests in modules that start no process, outside of these and of these folders, whose tests are many or long;
-# and those that say so themselves.
+# ``fast``: tests in modules that start no process, except these modules and folders, whose tests are numerous or long;
+# and tests marked explicitly.
 LONG_FOLDERS = {"defects", "end_to_end", "examples", "ops", "parity", "preprocess", "tools", "verify"}
 LONG_MODULES = {"test_bottlenecks", "test_mlflow", "test_plan_layout", "test_wandb"}
 PROCESS_STARTERS = {"run_ranks", "subprocess", "multiprocessing"}
 WHOLE_MATRIX = os.environ.get("WHOLE_MATRIX") == "1"
-# The same examples in every run, so that a change fails by what it changes, and no limits of time, which a busy machine
-# breaks; the whole matrix draws anew.
+# The same examples in every run, so that failures are reproducible, and no time limits, which a busy machine exceeds;
+# the whole matrix draws new examples.
 settings.register_profile(
     "make test", deadline=None, derandomize=not WHOLE_MATRIX, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("make test")
 
-# Where these are set, pytest shows every difference of two unequal values, which takes hours for long ones.
+# If these are set, pytest shows every difference of two unequal values, which takes hours for long ones.
 for name in ("CI", "BUILD_NUMBER"):
     os.environ.pop(name, None)
-# Help and progress are as wide as the terminal; in a narrow one their lines break elsewhere.
+# Help and progress use the width of the terminal; a narrow one would change line breaks.
 os.environ["COLUMNS"] = "80"
 
-# A shell starts jobs of the background with Ctrl-C ignored, and nohup any job with SIGHUP, and so would be the programs
-# that tests start.
+# A shell starts background jobs with Ctrl-C ignored, and nohup any job with SIGHUP; programs started by tests would
+# inherit this.
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Function]) -> None:
-    """Mark the fast tests; leave those for the whole matrix to it."""
+    """Mark the fast tests; skip tests of the whole matrix otherwise."""
     for item in items:
         folder = item.path.relative_to(Path(__file__).parent).parts[0]
         starts_none = not PROCESS_STARTERS & vars(item.module).keys()
@@ -55,6 +55,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Func
 
 @pytest.fixture(autouse=True)
 def no_layout_is_left_behind() -> Iterator[None]:
-    """A run in this process makes its layout current; the next test must not find it."""
+    """A run in this process makes its layout current; clear it for the next test."""
     yield
     parallel_state.destroy_model_parallel()

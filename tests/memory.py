@@ -11,7 +11,7 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reas
 
 
 def resident(field: str) -> int:
-    """Bytes of this process: VmRSS now, VmHWM at most so far."""
+    """Memory of this process in bytes: VmRSS now, VmHWM at its peak."""
     status = Path("/proc/self/status").read_text()
     return 1024 * int(status.split(f"{field}:")[1].split()[0])
 
@@ -22,6 +22,6 @@ def give_back() -> None:
 
 
 def start_anew() -> None:
-    """Give back what earlier tests have freed, which would be taken without growing, and let the peak start here."""
+    """Return memory freed by earlier tests, which would otherwise be reused without growth, and reset the peak."""
     give_back()
     Path("/proc/self/clear_refs").write_text("5")

@@ -1,4 +1,4 @@
-"""The programs of this project, run in this process: starting Python and loading torch takes seconds."""
+"""Runs the programs of this project in this process, because starting Python and loading torch takes seconds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def run_program(path: str, *flags: object, cwd: Path = ROOT) -> CompletedProcess[str]:
-    """``python path flags`` in ``cwd``: exit status and what was printed. ``path`` is that in the repository."""
+    """``python path flags`` in ``cwd``: exit status and output. ``path`` is relative to the repository."""
     arguments, before = [path, *map(str, flags)], Path.cwd()
     status: object = 0
     out, errors = io.StringIO(), io.StringIO()

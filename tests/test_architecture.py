@@ -1,4 +1,4 @@
-"""The rules of the house as tests: who imports whom, sizes, docstrings, and what may stand nowhere."""
+"""Rules of the code base as tests: imports, sizes, docstrings, and forbidden constructs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = "megatron_core"
 
-# The import table: one level for each package (``parallel.grid`` is arithmetic, below its package's process groups). A
+# The import table: one level per package (``parallel.grid`` is arithmetic, below the process groups of its package). A
 # package may import itself and lower levels.
 LEVELS = {
     "errors": 0,
@@ -39,7 +39,7 @@ LEVELS = {
     "datasets": 3,
     "checkpoint": 3,
     "monitor": 3,
-    "preprocess": 4,  # a job over datasets' files, which only tools import
+    "preprocess": 4,  # reads datasets' files; only tools import it
     "transformer": 4,
     "data_parallel": 4,
     "pipeline_parallel": 4,
@@ -48,13 +48,13 @@ LEVELS = {
     "inference": 6,
     "training": 6,
     "verify": 7,
-    "drop_in": 7,  # ``megatron`` below it is a package of its own
+    "drop_in": 7,  # ``megatron`` below it is a separate package
 }
 WITHIN_LEVEL_0 = {("command", "errors"), ("command", "terminal"), ("terminal", "errors"), ("config", "schedules")}
 WITHIN_LEVEL_0 |= {("output_file", "errors")}
 BASES = ("errors", "schema", "terminal", "text_file", "output_file")
 WITHIN_LEVEL_0 |= {(own, other) for own in ("schedules", "config") for other in BASES}
-# Stricter than the level alone.
+# In addition to the levels.
 NEVER = {"transformer": {"schedules"}}
 OUTSIDE = {0: {"tyro", "yaml"}, 1: set()}
 
@@ -79,7 +79,7 @@ def module_name(path: Path) -> str:
 
 
 def unit_of(module: str) -> str:
-    """The entry of the table that a module belongs to."""
+    """The module's entry in the table."""
     parts = module.split(".")
     candidates = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
     return next((name for name in candidates if name in LEVELS), f"{module} is in no level of the table")
@@ -105,7 +105,7 @@ def relative(path: Path) -> str:
 
 
 def forbidden_import(importer: str, imported: str) -> str | None:
-    """Why a module may not import another; None if it may."""
+    """The reason why a module must not import another; None if it may."""
     ours, theirs = unit_of(importer), unit_of(imported)
     family, other = ours.split(".")[0], theirs.split(".")[0]
     if other in NEVER.get(family, ()):
@@ -126,7 +126,7 @@ def test_import_table() -> None:
 
 
 def cycle(graph: dict[str, set[str]]) -> list[str]:
-    """Names that import one another in a ring; empty if there is none."""
+    """A cycle of imports; empty if there is none."""
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -181,7 +181,7 @@ def test_low_levels_import_little_from_outside() -> None:
 
 
 def test_low_levels_do_not_load_torch() -> None:
-    """Not even through another module: the planner and ``--help`` start without it."""
+    """Also not indirectly: the planner and ``--help`` start without it."""
     modules = [
         f"{PACKAGE}.{module_name(path)}".rstrip(".")
         for path in LIBRARY
@@ -205,7 +205,7 @@ def test_nobody_imports_private_names() -> None:
 
 
 def is_private_name_of_megatron(path: Path, name: str) -> bool:
-    """Whether a module of the drop-in imports from the engine's module at the same path, which has the name for it."""
+    """Whether a drop-in module imports from the engine's module at the same path, which defines the name."""
     return name.startswith(dotted(path).replace("megatron.core", PACKAGE, 1) + ".")
 
 
@@ -296,12 +296,12 @@ def test_no_file_of_leftovers() -> None:
 
 
 RESTRICTED = "megatron_core/models/megatron_lm/pickles.py"
-"""Reads pickles of others with an unpickler that looks every name up in a list of its own."""
+"""Reads foreign pickles with an unpickler that accepts only names in its own list."""
 SERIALISERS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
 
 
 def unwanted(node: ast.AST) -> str | None:
-    """What is wrong with a piece of code wherever it stands."""
+    """Constructs that are forbidden everywhere."""
     if isinstance(node, ast.Global):
         return "global statement"
     if isinstance(node, ast.keyword) and node.arg in ("shell", "allow_pickle"):
@@ -327,7 +327,7 @@ def unwanted(node: ast.AST) -> str | None:
 
 
 def test_nothing_unsafe_or_hidden() -> None:
-    """No ``.cuda()``, no ``global``; no pickle, ``eval`` or shell: what is read from a file is never run."""
+    """No ``.cuda()``, no ``global``; no pickle, ``eval`` or shell: data from files is never executed."""
     found = []
     for path in SOURCES:
         found += [
@@ -360,7 +360,8 @@ def test_the_rules_find_something(code: str) -> None:
 
 
 def test_packages_only_export_names() -> None:
-    """A package file has imports and a docstring; importing ``drop_in`` changes ``sys.path``, which is its purpose."""
+    """A package file has only imports and a docstring; importing ``drop_in`` changes ``sys.path``, which is its
+    purpose."""
     found = []
     for path in LIBRARY + DROP_IN:
         if path.name == "__init__.py" and path.parent != ADAPTERS.parent:

@@ -1,4 +1,4 @@
-"""How programs end: Ctrl-C at any time, closed and full outputs, errors of the user."""
+"""The end of programs: Ctrl-C at any time, closed and full outputs, user errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_core.errors import DataError
 
 ROOT = Path(__file__).parents[1]
 PROGRAMS = [ROOT / "pretrain_gpt.py", *sorted((ROOT / "tools").glob("*.py"))]
-# They import nothing that takes long.
+# Their imports are fast.
 QUICK = {"cuda_check", "list_flags", "__init__"}
 
 
@@ -89,7 +89,7 @@ def _raise(error: BaseException) -> Callable[[], int]:
     ],
 )
 def test_exit_status(tool: Callable[[], int], code: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_core.command.discard", lambda stream: None)  # it is pytest's
+    monkeypatch.setattr("megatron_core.command.discard", lambda stream: None)  # belongs to pytest
     with pytest.raises(SystemExit) as end:
         run_tool("name", tool)
     assert end.value.code == code
@@ -97,7 +97,7 @@ def test_exit_status(tool: Callable[[], int], code: object, monkeypatch: pytest.
 
 @pytest.mark.parametrize(("to", "said"), [("/dev/full", "name: [Errno 28]"), ("closed", "")])
 def test_an_output_that_cannot_be_written(to: str, said: str) -> None:
-    """Also where Python itself flushes it, at the end."""
+    """Also if Python itself flushes it, at the end."""
     code = "from megatron_core.command import run_tool; run_tool('name', lambda: print('x' * 10000))"
     head = "exec 3>&1; { " + f'{sys.executable} -c "{code}"; echo status $? >&3; }} '
     script = head + ("> /dev/full" if to == "/dev/full" else "| true")

@@ -1,4 +1,4 @@
-"""Messages stay readable, whatever values they are made from."""
+"""Messages stay readable for any values."""
 
 from __future__ import annotations
 

@@ -1,26 +1,24 @@
 """Plain English: words and patterns that DESIGN 7 replaces, in names, docstrings, comments, messages and pages."""
 
-import ast
 import re
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
-SOURCES = ("megatron_core", "tools", "examples", "pretrain_gpt.py", "docs", "README.md")
-NOT_YET = (
-    *("benchmarks", "csrc"),
-    *(f"megatron_core/{name}" for name in ("config", "drop_in", "optimizer")),
-    *(f"megatron_core/{name}" for name in ("transformer", "planner", "models", "tokenizers", "verify")),
-    *(f"megatron_core/{name}" for name in ("datasets", "tensor_parallel", "context_parallel", "data_parallel")),
-    *(f"megatron_core/{name}" for name in ("pipeline_parallel", "ops", "schedules", "preprocess")),
-    *(f"megatron_core/{name}.py" for name in ("command", "errors", "output_file", "parallel_state", "schema")),
-    *(f"megatron_core/{name}.py" for name in ("terminal", "text_file")),
-    *("tools", "examples", "pretrain_gpt.py", "docs", "README.md"),
+SOURCES = (
+    *("megatron_core", "csrc", "tools", "examples", "benchmarks", "tests", "docs"),
+    *("pretrain_gpt.py", "README.md", "CONTRIBUTING.md", "Makefile"),
 )
-"""Files and folders that are still to be rewritten."""
+NOT_YET = (
+    *(f"megatron_core/{name}" for name in ("config", "drop_in", "training", "monitor", "inference", "planner")),
+    *(f"megatron_core/{name}" for name in ("models", "tokenizers", "transformer")),
+    *("tests", "docs/megatron_flags.md"),
+)
+"""Files and folders that are still to be rewritten; docs/megatron_flags.md is printed from megatron_core/config."""
 
 WORDS = {
+    # Indirect English.
     r"\bso many\b": ("runs of so many tokens", "the number: `length` tokens"),
     r"(?<!here )\b(is|are) no\b(?! longer)": ("--seed is no whole number", "must be ..., or: is not a ..."),
     r"\bwhole numbers?\b": ("a whole number from 1 on", "an integer >= 1"),
@@ -29,7 +27,7 @@ WORDS = {
     r"\b(is|are|was|were) told\b": ("rank 0 is told", "rank 0 receives, a note is printed"),
     r"\bset(s)? out for\b": ("sets out for the disk", "is written to disk"),
     r"\bfollow (them|it) home\b": ("follow them home", "are sent back to the owning rank"),
-    r"\bcome(s)? true\b": ("the condition comes true", "the condition holds"),
+    r"\bc(o|a)mes? true\b": ("the condition comes true", "the condition holds"),
     r"\b(has|have) not come\b": ("rank 3 has not come", "rank 3 did not join, has not arrived"),
     r"\bsees? nothing of\b": ("see nothing of one another", "are masked from each other"),
     r"\bwithout a word\b|\bno word of\b": ("fails without a word", "fails without a message"),
@@ -42,15 +40,25 @@ WORDS = {
         "so, which, where, so that ... not",
     ),
     r"\b(anew|beside|heed(s|ed)?|of old|nought|hitherto)\b": ("beside the file", "again, next to, previously"),
-    r"[A-Z]{2,} (IS|ARE|WAS|WERE) (NOT )?[A-Z]{2,}": ("A CHECKPOINT WAS NOT WRITTEN", "warning: ..., in lower case"),
+    r"\b[A-Z]{3,} (IS|ARE|WAS|WERE) (NOT )?[A-Z]{2,}": ("CHECKPOINT WAS NOT WRITTEN", "warning: ..., in lower case"),
+    # Words that only this project used; the field has others.
+    r"\b(which body|serving|why_not|plain twin)\b": ("its plain twin", "kernel, backend"),
+    r"\bblueprint\b|\bdraw_(inner|output)\b": ("draw_output", "LayerContext, init_method"),
+    r"\bconnect_links\b|\bposting\.ahead\b": ("posting.ahead", "warm up connections, receive lookahead"),
+    r"\b(reduce_early|let_go|hand_on|hands on)\b": ("hands on", "start_grad_sync, finish_grad_sync"),
+    r"\b(health|movement)\(": ("health(", "replica check, untrained-parameter check"),
+    r"\b([Tt]ruth|[Rr]ival)\b": ("the truth", "baseline, model under test"),
+    r"\b(aside|shelf|crew)\b": ("put aside", "atomic write, shared memory, worker pool"),
+    r"\bmend(s|ed)?\b|\bwant of\b": ("for want of", "fix, because, if, available"),
 }
 """Pattern: an example that it must find, and what to write instead."""
-FIRST_WORDS = r"(What|Those|That|Whatever|Whoever|Wherever|Of (what|those|which))\b"
+FIRST_WORDS = r'"""(What|Those|That|Whatever|Whoever|Wherever|Of (what|those|which))\b[^"\n]{,50}'
 """A docstring begins with a noun or a verb."""
+PYTHON, OTHERS = (".py",), (".md", ".yaml", ".sh", ".h", ".cpp", ".cu", ".cuh", "")
 
 
 def faults_in(text: str) -> list[str]:
-    """Each match of a word or pattern in prose, with the words around it."""
+    """Each match of a pattern, with the words around it."""
     return [
         f"...{text[max(m.start() - 30, 0) : m.end() + 30]}...: write {instead}"
         for pattern, (_, instead) in WORDS.items()
@@ -59,43 +67,38 @@ def faults_in(text: str) -> list[str]:
 
 
 def prose_of(source: str) -> str:
-    """A program as one line: strings and comments of several lines are joined, words of names are separated."""
+    """The source as one line: strings and comments of several lines are joined."""
     joined = re.sub(r"""["']\s*\n\s*[fr]?["']""", "", source)
-    joined = re.sub(r"\s*\n\s*(#\s*|//+\s*)?", " ", joined)
-    return re.sub(r"(?<=[a-z0-9])_(?=[a-z0-9])", " ", joined)
+    return re.sub(r"\s*\n\s*(#+\s|//+\s)?\s*", " ", joined)
 
 
 def docstring_faults(source: str) -> list[str]:
     """Docstrings of modules, classes, functions and attributes that begin with a relative clause."""
-    docstrings = [
-        node.value.value
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-    ]
-    return [f"{text[:60]!r}: begin with a noun or a verb" for text in docstrings if re.match(FIRST_WORDS, text)]
+    return [f"{m.group()[3:]!r}: begin with a noun or a verb" for m in re.finditer(FIRST_WORDS, source)]
 
 
-def files() -> list[Path]:
-    """All programs and pages in ``SOURCES`` but those in ``NOT_YET``."""
-    found = [
+def sources() -> list[Path]:
+    """The files of ``SOURCES`` without those of ``NOT_YET``."""
+    paths = [
         path for name in SOURCES for path in ([ROOT / name] if (ROOT / name).is_file() else (ROOT / name).rglob("*"))
     ]
+    skipped = {ROOT / name for name in NOT_YET}
     return [
         path
-        for path in found
-        if path.suffix in (".py", ".md", ".yaml", ".sh")
-        and not any(path == ROOT / name or ROOT / name in path.parents for name in NOT_YET)
+        for path in paths
+        if path.suffix in PYTHON + OTHERS
+        and path.is_file()
+        and path != Path(__file__)
+        and skipped.isdisjoint([path, *path.parents])
     ]
 
 
 @pytest.mark.parametrize("pattern", WORDS)
 def test_patterns_find_their_examples(pattern: str) -> None:
+    """Also in a string of two literals and in a comment of two lines."""
     example, _ = WORDS[pattern]
-    assert re.search(pattern, example)
-    assert faults_in(
-        prose_of(f'raise ValueError(f"x {example.replace(" ", chr(34) + chr(10) + " f" + chr(34) + " ", 1)}")')
-    )
-    assert faults_in(prose_of("# " + example.replace(" ", "\n    # ", 1)))
+    assert faults_in(prose_of('f"' + example.replace(" ", ' "\n    f"') + '"'))
+    assert faults_in(prose_of("# " + example.replace(" ", "\n    # ")))
 
 
 def test_docstrings_with_relative_clauses_are_found() -> None:
@@ -105,9 +108,8 @@ def test_docstrings_with_relative_clauses_are_found() -> None:
 
 def test_language() -> None:
     faults = []
-    for path in files():
-        text = path.read_text()
-        found = faults_in(prose_of(text) if path.suffix == ".py" else " ".join(text.split()))
-        found += docstring_faults(text) if path.suffix == ".py" else []
+    for path in sources():
+        text = path.read_text(encoding="utf-8")
+        found = faults_in(prose_of(text)) + (docstring_faults(text) if path.suffix in PYTHON else [])
         faults += [f"{path.relative_to(ROOT)}: {fault}" for fault in found]
     assert not faults, "\n".join(faults)

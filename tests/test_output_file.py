@@ -1,4 +1,4 @@
-"""No program overwrites its input or a file of another kind, and each may write its own output again."""
+"""No program overwrites its input or a file of another kind; each may overwrite its own output."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TEXT = "own notes\n"
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """A folder with inputs of all tools, and files that none of them has written."""
+    """A folder with inputs of all tools, and files of other programs."""
     sink = JsonLinesSink(tmp_path / "run/metrics.jsonl")
     sink.on_step(step(1))
     sink.close()
@@ -98,7 +98,7 @@ AGAIN += ("train_tokenizer", "collect_corpus", "inspect_dataset", "plan_layout")
 def test_a_tool_may_write_its_own_output_again(name: str, place: Path) -> None:
     suffixes = {"report": "html", "collect_corpus": "jsonl", "plot_metrics": "png", "inspect_dataset": "svg"}
     suffix = "pdf" if "png" in name else suffixes.get(name, "json")
-    (place / f"new.{suffix}").touch()  # an empty file has nothing to lose, such as one of mktemp
+    (place / f"new.{suffix}").touch()  # an empty file, such as one of mktemp, may be overwritten
     for _ in range(2):
         flags = [word.replace("FILE", f"new.{suffix}") for word in TOOLS[name].split()]
         result = run_program(f"tools/{name.split()[0]}.py", *flags, cwd=place)
@@ -139,7 +139,7 @@ def test_merging_keeps_files_of_others(suffix: str, place: Path) -> None:
     assert (place / f"out{suffix}").read_text() == TEXT
 
 
-# --- Outputs of a training.
+# --- Outputs of a training run.
 
 OPEN: dict[str, Callable[[Path], object]] = {
     "metrics_file": JsonLinesSink,
@@ -192,7 +192,7 @@ def test_a_deleted_file_of_metrics_is_written_again(tmp_path: Path, capsys: pyte
     assert capsys.readouterr().out == 2 * f"note: {path} was deleted or renamed during training; it is created again\n"
 
 
-# --- The mechanism.
+# --- Implementation.
 
 
 def test_links_to_devices_are_followed_and_others_are_not(tmp_path: Path) -> None:

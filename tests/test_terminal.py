@@ -1,4 +1,4 @@
-"""Names and texts from files and models cannot control a terminal; files and pipes receive them exactly."""
+"""Names and texts from files and models cannot control a terminal; files and pipes receive them unchanged."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ SHOWN = "a\\x1b[31m\\x07\\x9b2J\\x7f\\r\\u202e b\tc\nd\u00a0\u3000é"
 
 @contextmanager
 def on_terminal() -> Iterator[int]:
-    """The other end of a terminal that is standard output and standard error."""
+    """The other end of a terminal used as standard output and standard error."""
     other, own = pty.openpty()
     kept = sys.stdout, sys.stderr
     with open(own, "w", encoding="utf-8", newline="") as stream:
         sys.stdout = sys.stderr = stream
         protect_terminal()
-        protect_terminal()  # a second time changes nothing
+        protect_terminal()  # repeated calls have no effect
         try:
             yield other
         finally:
@@ -40,7 +40,7 @@ def on_terminal() -> Iterator[int]:
 
 
 def received(terminal: int) -> str:
-    """What has been written to a terminal, which receives ``\\r\\n`` for each newline."""
+    """The output to a terminal, with ``\r\n`` for each newline."""
     data = b""
     while select.select([terminal], [], [], 0.2)[0]:  # a read gives a part
         data += os.read(terminal, 1 << 16)

@@ -1,4 +1,4 @@
-"""Small files that users name: settings, paths, prompts, plans, templates."""
+"""Small files given by users: settings, paths, prompts, plans, templates."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Names of torch that no test on a CPU reaches exist, and their functions have the arguments that they are given."""
+"""Names of torch that CPU tests do not reach exist, and their functions have the used arguments."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def dotted(node: ast.expr) -> list[str]:
 
 
 def faults(text: str) -> Iterator[str]:
-    """Names that are absent, and arguments that a function does not take."""
+    """Missing names, and arguments that a function does not have."""
     for node in ast.walk(ast.parse(text)):
         names = dotted(node) if isinstance(node, ast.Attribute) else []
         found: object = torch

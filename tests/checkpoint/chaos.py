@@ -1,10 +1,10 @@
-"""Kill random ranks of a job at random moments, restart it each time as torchrun would, and look at what is on disk.
+"""Kill random ranks of a job at random times, restart it as torchrun would, and check the checkpoints.
 
-    python -m tests.checkpoint.chaos --kills 1000 --out runs/chaos.json
+python -m tests.checkpoint.chaos --kills 1000 --out runs/chaos.json
 
-One kind of job saves in the memory of two hosts alone, of which one is lost with every kill.
-After every kill the newest checkpoint must be whole, by the hashes of all its files, and no older than the one before;
-the weights and the optimizer state at the end must be, to the bit, those of a job that was left alone.
+One kind of job saves only in the memory of two hosts, one of which is lost with every kill. After every kill the newest
+checkpoint must be intact, by the hashes of all its files, and not older than the previous one; the final weights and
+optimizer state must be bitwise equal to those of an undisturbed job.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tests.checkpoint.runs import start, stored
 
 STEPS = 8
 JOB = {"num_layers": 2, "train_iters": STEPS, "save_interval": 1, "eval_iters": 0, "hidden_dropout": 0.1}
-# Layouts, and how they save.
+# Layouts and their checkpoint settings.
 CASES: dict[str, dict[str, object]] = {
     "dp2 zero1": {"async_save": True, "keep_last": 2},
     "tp2": {},
@@ -44,24 +44,24 @@ CASES: dict[str, dict[str, object]] = {
     "dp2 zero2": {"non_persistent_ckpt_type": "local", "non_persistent_save_interval": 1, "replication": True},
 }
 LOST = "memory1"
-"""The memory of the second host, of jobs that save there."""
+"""Memory of the second host, for jobs that save there."""
 
 
 @dataclass
 class Seen:
-    """What a series of kills has shown."""
+    """Results of a series of kills."""
 
     kills: int = 0
     runs: int = 0
-    """Jobs that came to their end, equal to the bit with those left alone."""
+    """Number of complete jobs that are bitwise equal to undisturbed ones."""
     while_saving: int = 0
-    """Kills that left a checkpoint half written, under its temporary name."""
+    """Number of kills that left an incomplete checkpoint under its temporary name."""
     newest_after_kill: dict[int, int] = field(default_factory=dict)
-    """How often which iteration was found; 0: none was complete yet."""
+    """How often each iteration was found; 0: no complete checkpoint yet."""
 
 
 def _job(case: str, root: Path, victim: int | None, seconds: float) -> None:
-    """A rank of the job; the ``victim`` kills itself after ``seconds``, whatever it is doing then."""
+    """A rank of the job; the ``victim`` kills itself after ``seconds``."""
     if victim == dist.get_rank():
         Thread(target=_die_after, args=(seconds,), daemon=True).start()
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
@@ -75,7 +75,7 @@ def _job(case: str, root: Path, victim: int | None, seconds: float) -> None:
 
 
 def in_memory(case: str) -> bool:
-    """Whether jobs of ``case`` save in the memory of their hosts, which are one rank each."""
+    """Whether jobs of ``case`` save in the memory of their hosts, of one rank each."""
     return "replication" in CASES[case]
 
 
@@ -85,7 +85,7 @@ def _die_after(seconds: float) -> None:
 
 
 def _newest(root: Path) -> int:
-    """The iteration of the newest checkpoint, all of whose files must be what was written; 0 if there is none."""
+    """The iteration of the newest checkpoint, whose files must be intact; 0 if there is none."""
     folder = find_checkpoint(str(root))
     if folder is None:
         return 0
@@ -96,7 +96,8 @@ def _newest(root: Path) -> int:
 
 
 def survive(case: str, root: Path, kills: int, chance: random.Random, seen: Seen) -> None:
-    """Kill ranks of jobs of ``case`` so often, and let the last job end. ``AssertionError`` if anything is lost."""
+    """Kill ranks of jobs of ``case`` the given number of times, then complete the last job. ``AssertionError`` on any
+    loss."""
     size, alone = Layout.parse(case).world_size, root / "alone"
     began = time.monotonic()
     run_ranks(size, _job, case, alone, None, 0.0)
@@ -129,18 +130,18 @@ def survive(case: str, root: Path, kills: int, chance: random.Random, seen: Seen
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Kill random ranks at random moments, and write what was seen."""
+    """Kill random ranks at random times, and write the results."""
 
     kills: int = 1000
-    """How often a rank is killed, all layouts together."""
+    """Total number of kills over all layouts."""
     seed: int = 0
-    """Of layouts, ranks and moments."""
+    """Seed for layouts, ranks and times."""
     out: str = "runs/chaos.json"
     """File to write."""
 
 
 def main() -> None:
-    """All layouts in turn, ten kills at a time."""
+    """Use all layouts in turn, ten kills at a time."""
     settings = tyro.cli(Settings, description=__doc__)
     chance, seen = random.Random(settings.seed), {case: Seen() for case in CASES}
     Path(settings.out).parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Small training runs that save and load, and a reader of checkpoints that shares no code with the package."""
+"""Small training runs that save and load, and a separate reader of checkpoints for comparison."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SMALL = {
     "num_attention_heads": 4,
     "init_method_std": 0.1,
     "make_vocab_size_divisible_by": 8,
-    "vocab_size": 101,  # no multiple of anything
+    "vocab_size": 101,  # not a multiple of any other size
     "seq_length": 8,
     "mock_data": True,
     "global_batch_size": 4,
@@ -51,7 +51,7 @@ MODERN = {
 
 
 def start(settings: dict[str, Any]) -> Run:
-    """A run of this process in the world that it is part of."""
+    """A run of this process in its world."""
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     config = RunConfig.from_flat(SMALL | settings)
     check(config, size)
@@ -73,7 +73,7 @@ def save_run(run: Run) -> Path:
 
 
 def pieces(run: Run) -> Iterator[TensorBox]:
-    """Everything that this rank holds: its parameters whole, its shard of the weights, its optimizer state."""
+    """All state of this rank: whole parameters, its shard of the weights, its optimizer state."""
     for stage in run.stages.values():
         named = list(stage.named_global_parameters())
         whole = run.data_parallel.reading([parameter for _, parameter in named])
@@ -85,7 +85,7 @@ def pieces(run: Run) -> Iterator[TensorBox]:
 
 
 def stored(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a checkpoint, whole, put together from its manifest and files alone."""
+    """All whole tensors of a checkpoint, assembled only from its manifest and files."""
     manifest = json.loads((folder / "manifest.json").read_text())
     files = {path.name: load_file(path) for path in folder.glob("*.safetensors")}
     tensors = {}
@@ -103,13 +103,13 @@ def stored(folder: Path) -> dict[str, Tensor]:
 
 
 def sign(text: bytes) -> bytes:
-    """A manifest's ``text`` with the checksum that belongs to it: what a damaged one would not have."""
+    """A manifest's ``text`` with a correct checksum."""
     text = text.rpartition(b',\n "checksum": "')[0] or text.rstrip().removesuffix(b"}").rstrip()
     return text + b',\n "checksum": "' + xxh3_128(text).hexdigest().encode() + b'"\n}'
 
 
 def edit(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change the manifest's content, and sign it again."""
+    """Change the manifest's content and update its checksum."""
     path = folder / "manifest.json"
     content = json.loads(path.read_text())
     del content["checksum"]
@@ -118,7 +118,7 @@ def edit(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 
 def compare(run: Run, tensors: dict[str, Tensor], tolerance: float = 0.0) -> set[str]:
-    """Assert that everything this rank holds is what is stored; the names that were compared."""
+    """Assert that all state of this rank equals the stored one; returns the compared names."""
     seen = set()
     for piece in pieces(run):
         where = tuple(slice(a, b) for a, b in zip(piece.box.start, piece.box.stop, strict=True))

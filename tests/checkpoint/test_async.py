@@ -1,4 +1,4 @@
-"""A copy that is made while the next step runs has the bits of the step before, whatever changes when."""
+"""A copy made during the next step is bitwise equal to the state before the step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megatron_core.verify.ranks import run_ranks
 from tests.checkpoint.runs import save_run, start, train
 from tests.defects.plant import planted
 
-# What a checkpoint holds, and where that lies, beyond the weights and moments of AdamW in memory.
+# Contents of checkpoints in addition to AdamW's weights and moments in memory.
 KINDS: dict[str, dict[str, Any]] = {
     "zero 1": {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True},
     "zero 3 on disk, fp16": {
@@ -66,9 +66,9 @@ def _started(folder: Path, settings: dict[str, Any]) -> Run:
 
 @contextmanager
 def _saving_late(run: Run, folder: Path, most_seconds: float = 0.0) -> Iterator[None]:
-    """The same saved in the background, with a copy that begins when somebody waits for it, as late as can be.
+    """The same state saved in the background, with a copy that starts as late as possible: when something waits for it.
 
-    It takes up to ``most_seconds`` seconds, and ends sooner if the update waits for it.
+    It takes up to ``most_seconds`` seconds, and ends earlier if the update waits for it.
     """
     begin, left, copy = Event(), Event(), writer._copy
 
@@ -95,9 +95,10 @@ def _saving_late(run: Run, folder: Path, most_seconds: float = 0.0) -> Iterator[
 
 
 def _content(folder: Path) -> dict[str, str]:
-    """Hashes of a checkpoint's files, without the save's id, and of all that its manifest says of the tensors.
+    """Hashes of a checkpoint's files, without the save's id, and of the manifest's entries of tensors.
 
-    Hashes, because pytest explains how two values differ, and for megabytes of bytes that takes hours."""
+    Hashes, because pytest explains differences of values, which takes hours for megabytes.
+    """
     manifest = json.loads((folder / "iter_0000002" / "manifest.json").read_text())
     state = {name: value for name, value in manifest["state"].items() if name != "config"}
     found = {name: json.dumps(value).encode() for name, value in {"tensors": manifest["tensors"], **state}.items()}

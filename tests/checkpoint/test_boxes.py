@@ -31,7 +31,7 @@ def boxed(tensor: np.ndarray, box: Box) -> np.ndarray:
 @quick
 @given(SHAPES, st.data())
 def test_boxes_cover_a_flat_range(shape: tuple[int, ...], data: st.DataObject) -> None:
-    """In order, without a gap or an overlap, and no more boxes than 2 (dims - 1) + 1."""
+    """In order, without gaps or overlaps, and at most 2 (dims - 1) + 1 boxes."""
     tensor = numbered(shape)
     start = data.draw(st.integers(0, tensor.size - 1))
     stop = data.draw(st.integers(start + 1, tensor.size))
@@ -50,7 +50,7 @@ def test_whole_tensor_is_one_box() -> None:
 @quick
 @given(ANY_SPLIT, st.data())
 def test_owned_pieces_of_all_ranks_are_the_tensor(specs: list[ShardSpec], data: st.DataObject) -> None:  # C42
-    """Each tensor-parallel part is cut into flat shards at any place, as data-parallel ranks hold them."""
+    """Each tensor-parallel part is cut into flat shards at arbitrary positions, as for data-parallel ranks."""
     full = numbered(specs[0].global_shape)
     times_owned = np.zeros(full.shape, dtype=np.int64)
     for spec in specs:
@@ -74,7 +74,7 @@ def test_owned_pieces_of_all_ranks_are_the_tensor(specs: list[ShardSpec], data: 
 @quick
 @given(ANY_SPLIT)
 def test_memory_of_a_piece_is_the_tensors_own(specs: list[ShardSpec]) -> None:
-    """Whoever fills the pieces fills the parameter, and leaves its padding alone."""
+    """Filling the pieces fills the parameter except its padding."""
     for spec in specs:
         local, expected = torch.zeros(spec.local_shape), torch.zeros(spec.local_shape)
         for piece in pieces_of("w", spec, spec.local_shape, 0, local.numel(), local.view(-1)):

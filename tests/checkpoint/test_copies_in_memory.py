@@ -1,4 +1,4 @@
-"""Checkpoints in the memory of several hosts: two hosts of two ranks each, whose memory is a folder of their own."""
+"""Checkpoints in the memory of several hosts: two simulated hosts of two ranks, whose memories are folders."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _no_layout_stays() -> Iterator[None]:
 
 
 def begin(root: Path, **settings: Any) -> Run:
-    """This rank's run; a host has as many ranks as the tensor-parallel size, its memory is ``root/host0`` ..."""
+    """This rank's run; a host has as many ranks as the tensor-parallel size; its memory is ``root/host0`` ..."""
     host = dist.get_rank() // settings.get("tensor_model_parallel_size", 1)
     folders = {"save": str(root / "disk"), "load": str(root / "disk")}
     folders["non_persistent_local_ckpt_dir"] = str(root / f"host{host}")
@@ -55,13 +55,13 @@ def begin(root: Path, **settings: Any) -> Run:
 
 
 def save_whole(run: Run, folder: Path) -> None:
-    """An ordinary checkpoint, to compare with."""
+    """A normal checkpoint for comparison."""
     config = replace(run.config, checkpoint=CheckpointConfig(save=str(folder)))
     CheckpointSaver(config, run.data_parallel, run.optimizer, vocab_size=run.vocab_size, tokenizer=None).save(run.state)
 
 
 def _first_run(root: Path, settings: dict) -> None:
-    """Iteration 1 is on disk, 2 in memory; ``root/whole`` has what 2 and 3 are in a run that nothing disturbs."""
+    """Iteration 1 is on disk, 2 in memory; ``root/whole`` has iterations 2 and 3 of an undisturbed run."""
     run = begin(root, **settings)
     train(run, 1)
     run.saver.save(run.state)
@@ -86,7 +86,7 @@ def saved(after_two: Path, tmp_path: Path) -> Path:
 
 
 def _resume(root: Path, settings: dict, iteration: int, steps: int) -> str:
-    """Load ``iteration``, train on, and compare all that this rank holds; -> what was printed."""
+    """Load ``iteration``, continue training, and compare all state of this rank; returns the output."""
     printed = io.StringIO()
     with redirect_stdout(printed):
         run = begin(root, **settings)
@@ -103,11 +103,11 @@ def resume(root: Path, iteration: int, *, ranks: int = 2, steps: int = 0, **sett
     return str(run_ranks(ranks, _resume, root, settings, iteration, steps)[0])
 
 
-# --- What is kept where.
+# --- Location of files and copies.
 
 
 def test_each_host_keeps_its_own_and_the_copies_of_another(saved: Path) -> None:
-    """And only the newest."""
+    """Only the newest checkpoint is kept."""
     for host in (0, 1):
         assert complete_iterations(saved / f"host{host}") == [2]
         there = sorted(path.name for path in (saved / f"host{host}" / NEWEST).iterdir())
@@ -116,7 +116,8 @@ def test_each_host_keeps_its_own_and_the_copies_of_another(saved: Path) -> None:
 
 
 def copies_are_on_other_hosts(_: Path) -> None:
-    """For hosts of any sizes and any jump: as many as asked for, each on another host, as far as there are hosts."""
+    """For any sizes of hosts and any jump: the requested number of copies, each on another host, up to the number of
+    hosts."""
     draw = random.Random(1)
     for _ in range(200):
         of_rank, sizes = list[int](), [draw.randint(1, 3) for _ in range(draw.randint(1, 4))]
@@ -131,11 +132,11 @@ def copies_are_on_other_hosts(_: Path) -> None:
     assert hosts.keepers(1, 2, 2) == [3] and hosts.keepers(7, None, 3) == [1, 3] and hosts.keepers(0, 4, 2) == [4]
 
 
-# --- Hosts that are lost, and files that are damaged.
+# --- Lost hosts and damaged files.
 
 
 def after_the_loss_of_a_host_the_run_goes_on(root: Path) -> None:
-    """To the bit; the host that takes its place is sent what its ranks need."""
+    """Bitwise equal; the replacement host receives the data that its ranks need."""
     shutil.rmtree(root / "host1")
     told = resume(root, 2, steps=1)
     assert "loading iteration 2 from the memory of 1 of 2 hosts" in told and "were received from other" in told
@@ -143,14 +144,15 @@ def after_the_loss_of_a_host_the_run_goes_on(root: Path) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_the_run_goes_on_with_other_hosts(ranks: int, saved: Path) -> None:
-    """With one host less, and with more, which have nothing yet."""
+    """With one host less, and with more hosts, which are empty."""
     shutil.rmtree(saved / "host0")
     (saved / "host1").rename(saved / "host0")
     assert "from the memory of" in resume(saved, 2, ranks=ranks, global_batch_size=12 if ranks == 3 else 4)
 
 
 def test_hosts_of_several_ranks(tmp_path: Path) -> None:
-    """Whose first ones keep copies for the other host's first, and lay out what both of its ranks load."""
+    """The first ranks of hosts keep copies for the first rank of the other host, and create the folder for both of its
+    ranks."""
     settings = {"tensor_model_parallel_size": 2, "replication": True, "replication_jump": 2}
     run_ranks(4, _first_run, tmp_path, settings)
     shutil.rmtree(tmp_path / "host0")
@@ -165,7 +167,7 @@ def test_if_all_hosts_are_lost_the_disk_is_taken(saved: Path) -> None:
 
 @pytest.mark.parametrize(("on_disk", "whole"), [((2,), 2), ((3,), 2), ((1, 3), 2)])
 def test_what_is_damaged_on_disk_is_taken_from_memory(on_disk: tuple[int, ...], whole: int, saved: Path) -> None:
-    """The same iteration, and one before it, whether or not the disk has an older one that is whole."""
+    """Load the same iteration, or the one before it, with or without an older intact checkpoint on disk."""
     if 1 not in on_disk:
         shutil.rmtree(saved / "disk" / "iter_0000001")
     for iteration in set(on_disk) - {1}:
@@ -192,7 +194,7 @@ def of_a_damaged_file_the_other_copy_is_loaded(root: Path) -> None:
 
 
 def test_if_both_copies_are_damaged_the_disk_is_taken(saved: Path) -> None:
-    """A file, and the list of files."""
+    """Damage a file, or the manifest."""
     flip(saved / "host0" / NEWEST / rank_file(1), 8000)
     flip(saved / "host1" / NEWEST / "manifest.json", 4000)
     told = resume(saved, 1)
@@ -208,7 +210,7 @@ def test_copies_of_another_run_are_not_loaded(saved: Path) -> None:
 def test_a_run_that_starts_anew_leaves_the_copies_of_the_one_before(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whole runs: one that ends in memory at 3 and on disk at 4, one that goes on, and one that starts anew."""
+    """Whole runs: one ends in memory at 3 and on disk at 4, one continues it, and one starts from scratch."""
     memory = {"non_persistent_local_ckpt_dir": str(tmp_path / "memory"), "eval_iters": 0}
     settings = SMALL | LOCAL | memory | {"num_layers": 1, "save": str(tmp_path / "disk")}
 
@@ -228,11 +230,11 @@ def test_a_run_that_starts_anew_leaves_the_copies_of_the_one_before(
     assert complete_iterations(tmp_path / "memory") == [1]
 
 
-# --- Saves that do not come to their end.
+# --- Interrupted saves.
 
 
 def _die_between(root: Path) -> None:
-    """The next checkpoint has its name on the first host when the second dies."""
+    """The second host dies after the next checkpoint has its final name on the first host."""
     run = begin(root)
     train(run, 1)
     if dist.get_rank() == 1:
@@ -244,12 +246,12 @@ def killed_before_all_hosts_have_the_newest_the_one_before_is_whole(root: Path) 
     with pytest.raises(RankFailure):
         run_ranks(2, _die_between, root)
     assert 3 in complete_iterations(root / "host0") and complete_iterations(root / "host1") == [2]
-    (root / "host1" / NEWEST / rank_file(0)).unlink()  # a copy, of what the first host still has
+    (root / "host1" / NEWEST / rank_file(0)).unlink()  # a copy of the first host's files, which it still has
     assert "iteration 3 in memory is incomplete" in resume(root, 2)
 
 
 def _full(write_copy: Callable[..., None]) -> Callable[..., None]:
-    """The second host has no room for the copies of the first, which it is still sent."""
+    """The second host has no space for the copies of the first, which sends them anyway."""
 
     def full(*arguments: Any) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
@@ -259,7 +261,7 @@ def _full(write_copy: Callable[..., None]) -> Callable[..., None]:
 
 
 def _unreadable(write: Callable[..., str]) -> Callable[..., str]:
-    """What the second host has written cannot be read again."""
+    """The files written by the second host cannot be read."""
 
     def unreadable(save: Save, *arguments: Any) -> str:
         write(save, *arguments)

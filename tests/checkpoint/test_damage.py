@@ -1,4 +1,4 @@
-"""What is incomplete, damaged or of another model is never loaded, and says so."""
+"""Incomplete or damaged checkpoints, or those of another model, are never loaded, with a clear error."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_checkpoint_of_another_model(other: dict, told: str, saved: Path) -> Non
 
 
 def test_checkpoint_of_a_larger_model(tmp_path: Path) -> None:  # C34
-    """Two layers in the checkpoint, one in the model: half of what was trained would be lost."""
+    """Two layers in the checkpoint but one in the model: half of the training would be lost."""
     save_run(start({"num_layers": 2, "save": str(tmp_path)}))
     with pytest.raises(CheckpointError, match="num_layers=1, but the checkpoint was trained with num_layers=2"):
         start(ONE_LAYER | {"load": str(tmp_path)})
@@ -96,13 +96,13 @@ def test_nothing_to_load(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"'release'.*--ckpt-step"):
         find_checkpoint(str(tmp_path))
     os.remove(tmp_path / "latest_checkpointed_iteration.txt")
-    os.mkfifo(tmp_path / "latest_checkpointed_iteration.txt")  # reading it would wait for ever
+    os.mkfifo(tmp_path / "latest_checkpointed_iteration.txt")  # reading it would block forever
     with pytest.raises(CheckpointError, match=r"is not a file; choose an iteration with --ckpt-step"):
         find_checkpoint(str(tmp_path))
 
 
 def test_a_checkpoint_without_manifest_is_no_empty_folder(saved: Path) -> None:
-    """A run that was to go on from it would start from scratch."""
+    """A run that should resume from it would start from scratch."""
     (saved / "manifest.json").unlink()
     (saved.parent / "latest_checkpointed_iteration.txt").unlink()
     for folder in (saved, saved.parent):
@@ -111,7 +111,7 @@ def test_a_checkpoint_without_manifest_is_no_empty_folder(saved: Path) -> None:
 
 
 def test_files_hold_numbers_and_text_alone(saved: Path) -> None:
-    """No pickle anywhere: JSON, safetensors and one number."""
+    """No pickle: only JSON, safetensors and one number."""
     files = sorted(path for path in saved.parent.rglob("*") if path.is_file())
     assert [str(path.relative_to(saved.parent)) for path in files] == [
         ".lock",
@@ -125,7 +125,7 @@ def test_files_hold_numbers_and_text_alone(saved: Path) -> None:
     assert files[3].read_text() == "1"
 
 
-# From here on: the writer alone, with a tensor whose elements all are the number of the save.
+# Tests of the writer only, with a tensor whose elements all equal the number of the save.
 
 
 def piece(value: float, numel: int = 64) -> TensorBox:
@@ -144,7 +144,7 @@ def read(folder: Path, numel: int = 64) -> torch.Tensor:
 
 
 def test_saving_over_an_iteration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # C44
-    """The new one takes the old one's place whole: nothing is ever deleted file by file under the final name."""
+    """The new checkpoint replaces the old one as a whole: nothing is deleted file by file under the final name."""
     write(tmp_path, 3, 1.0)
     delete = shutil.rmtree
 
@@ -241,7 +241,7 @@ def test_killed_at_any_time_the_newest_checkpoint_is_whole(tmp_path: Path) -> No
 
 
 def _resume_over_killed_save(root: Path) -> None:
-    """All ranks of a job that died while it saved go on from the checkpoint before."""
+    """All ranks of a job that died during a save resume from the previous checkpoint."""
     settings = ONE_LAYER | {"use_distributed_optimizer": True, "save": str(root)}
     run = start(settings)
     train(run, 1)
@@ -284,7 +284,7 @@ def test_settings_that_lead_to_other_numbers_are_named(
 
 
 def test_the_state_of_another_optimizer_is_not_taken(saved: Path) -> None:
-    """Lion's running mean has the name of Adam's."""
+    """Lion's running mean has the same name as Adam's."""
     with pytest.raises(CheckpointError, match=r"optimizer=lion, but .* has the state of --optimizer adam"):
         start(ONE_LAYER | {"optimizer": "lion", "load": str(saved.parent)})
     start(ONE_LAYER | {"optimizer": "lion", "no_load_optim": True, "load": str(saved.parent)})

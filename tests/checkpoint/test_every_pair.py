@@ -1,6 +1,6 @@
-"""Each layout loads what each other has saved, to the bit: weights and optimizer state.
+"""Each layout loads the checkpoints of each other layout bitwise: weights and optimizer state.
 
-All ordered pairs under WHOLE_MATRIX=1; otherwise a ring through some layouts, so that each saves once and loads once.
+All ordered pairs with WHOLE_MATRIX=1; otherwise a ring through some layouts, so that each saves and loads once.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ PRECISIONS = {"fp64": {}, "bf16": {"fp64": False, "bf16": True}}
 
 
 def padded(multiple: int) -> dict[str, int]:
-    """Rows of the vocabulary, of which there are 101."""
+    """Number of rows of the vocabulary, without padding 101."""
     return {"make_vocab_size_divisible_by": multiple}
 
 
-# Settings besides the layout.
+# Settings in addition to the layout.
 LAYOUTS: dict[str, dict[str, object]] = {
     "1 process": padded(1),
     "dp2 zero1": {},
@@ -57,7 +57,7 @@ Pair = tuple[str, str]
 
 
 def ring() -> list[Pair]:
-    """Pairs of neighbours in a ring through a layout of each size of world, and two more."""
+    """Neighbouring pairs of a ring through one layout per world size and two more."""
     chance = random.Random(23)
     by_world = {size: list(names) for size, names in groupby(sorted(LAYOUTS, key=world), key=world)}
     drawn = [chance.choice(names) for names in by_world.values()]
@@ -67,7 +67,7 @@ def ring() -> list[Pair]:
 
 
 def world(name: str) -> int:
-    """Ranks of a layout."""
+    """Number of ranks of a layout."""
     return Layout.parse(name).world_size
 
 
@@ -92,7 +92,7 @@ def _save(names: list[str], precision: str, root: Path) -> None:
 
 
 def _load(pairs: list[Pair], precision: str, root: Path) -> list[set[str]]:
-    """The names of the tensors that this rank has compared, for each pair."""
+    """Names of the tensors compared by this rank, for each pair."""
     found = []
     for saver, loader in pairs:
         run = start(_settings(loader, precision) | {"load": str(root / saver)})

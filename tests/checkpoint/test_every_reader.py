@@ -1,4 +1,4 @@
-"""Everything that reads a checkpoint compares the hashes of its files, and takes an older one that is whole."""
+"""All readers of checkpoints compare the hashes of files, and use an older intact checkpoint if necessary."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ TENSORS = "rank_00000.safetensors"
 
 
 def flip_last_bit(path: Path) -> None:
-    """Change a value of a tensor; names, shapes and sizes stay."""
+    """Change a value of a tensor without changing names, shapes and sizes."""
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
 
 
 def save_twice(root: Path) -> Path:
-    """Checkpoints of iterations 1 and 2 with different weights; -> the folder of the second."""
+    """Checkpoints of iterations 1 and 2 with different weights; returns the folder of the second."""
     run = tiny_run(**ROTARY, save=str(root))
     for iteration in (1, 2):
         run.state.iteration = iteration
@@ -75,7 +75,7 @@ def test_a_flipped_bit_is_no_difference(tmp_path: Path) -> None:
 
 
 class Model(MegatronModule):
-    """A model of a user's program."""
+    """A model of a user program."""
 
     def __init__(self, value: float) -> None:
         config = ModelParallelConfig(params_dtype=torch.float32)

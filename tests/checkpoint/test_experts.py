@@ -1,4 +1,4 @@
-"""A checkpoint of experts that are split in any way loads into any other: weights, moments, the router's bias."""
+"""Checkpoints with any split of experts load into any other: weights, moments, the router's bias."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def test_any_split_of_experts_loads_any_other(saver: str, loader: str, tmp_path:
     tensors = stored(tmp_path / "iter_0000003")
     names = {"model.decoder.layers.1.mlp.experts.linear_fc1.weight", "model.decoder.layers.2.mlp.router.expert_bias"}
     assert names <= tensors.keys()
-    assert tensors["model.decoder.layers.2.mlp.router.expert_bias"].abs().max() > 0.04  # it has moved
+    assert tensors["model.decoder.layers.2.mlp.router.expert_bias"].abs().max() > 0.04  # it has changed
     results = run_ranks(LAYOUTS[loader][0], _load, loader, tmp_path)
     assert set.union(*(seen for seen, _ in results)) == tensors.keys()
     np.testing.assert_allclose(results[0][1], expected, rtol=1e-9)
 
 
 def test_a_checkpoint_with_the_experts_of_one_rank_is_refused(tmp_path: Path) -> None:
-    """A rank that is not the first of the job may have the only copy of its experts."""
+    """A rank other than the first may have the only copy of its experts."""
     target, fragment = "data_parallel.buffer:Bucket.saved_span", "self.dp_group.rank()"
     with (
         planted(target, fragment, "torch.distributed.get_rank()"),

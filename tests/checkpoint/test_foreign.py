@@ -1,4 +1,4 @@
-"""Saving neither deletes nor overwrites files of others, follows no planted link, and survives a deleted folder."""
+"""Saving never deletes or overwrites files of others or follows planted links, and survives a deleted folder."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def fast_folder(kind: str, folder: Path) -> dict[str, object]:
     return KINDS[kind] | {f"non_persistent_{kind}_ckpt_dir": str(folder)}
 
 
-# --- Folders for a fast restart.
+# --- Folders for fast restart.
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -96,7 +96,7 @@ def test_a_fast_restart_in_the_folder_of_save_is_refused(kind: str, tmp_path: Pa
 
 
 def test_checkpoints_of_earlier_releases_in_the_default_folder_are_replaced(tmp_path: Path) -> None:
-    """Their manifests have no run; elsewhere such a checkpoint counts as permanent."""
+    """Their manifests have no run id; elsewhere such a checkpoint counts as permanent."""
     job(save=str(tmp_path), **FAST | {"train_iters": 2})
     manifest = tmp_path / "non_persistent" / "iter_0000002" / "manifest.json"
     text = manifest.read_text()
@@ -132,8 +132,8 @@ def test_a_fast_restart_in_the_folder_of_another_run_is_refused(kind: str, tmp_p
     with pytest.raises(CheckpointError, match=r"ckpt_dir=.*holds iter_0000003, a checkpoint of another run"):
         job(save=str(tmp_path / "two"), **memory)
     assert contents(tmp_path / "memory") == before
-    # The same run may resume there, and so may a run from scratch in the same --save, also if others were killed
-    # before they saved there.
+    # The same run may resume there, and so may a run from scratch in the same --save, even if others were killed before
+    # they saved there.
     run_id(tmp_path / "one", restart=True)
     run_id(tmp_path / "one", restart=True)
     job(save=str(tmp_path / "one"), load=str(tmp_path / "one"), **memory | {"train_iters": 5})
@@ -226,7 +226,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "name", ["config.yaml", "metrics.jsonl", "failures.jsonl", LOCK, RUN, TRACKER, "metrics.ranks/rank00000.jsonl"]
 )
 def test_planted_links_are_not_followed(name: str, target: str, tmp_path: Path, finished: Path) -> None:
-    """Neither to a file that would pass for our own, nor to a place where a file could be made."""
+    """Neither to a file that looks like our own, nor to a place where a file could be created."""
     save, other = tmp_path / "save", tmp_path / "other"
     shutil.copytree(finished, other)
     victim = other / name if target == "a file" and name != "failures.jsonl" else tmp_path / "absent"
@@ -285,7 +285,7 @@ def test_folders_of_others_in_shared_places_are_refused(
         (shared / "gpt").mkdir(mode=0o777)
     if os.geteuid() == 0:
         os.chown(shared / "gpt", 4321, -1, follow_symlinks=False)
-    else:  # only root can give folders to others
+    else:  # only root can change the owner of folders
         monkeypatch.setattr(os, "geteuid", lambda: 4321)
     for kind in KINDS:
         with pytest.raises(CheckpointError, match=r"it belongs to user \d+, in a folder that all users may write"):
@@ -335,7 +335,7 @@ def test_a_deleted_file_is_written_again(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_a_folder_that_another_run_has_taken_since_is_left_to_it(tmp_path: Path) -> None:
-    """The training ends by an error at its last save."""
+    """Training fails at its last save."""
     save, others = tmp_path / "save", list[subprocess.Popen[bytes]]()
     lock = "import fcntl; f = open('.lock', 'w'); fcntl.lockf(f, fcntl.LOCK_EX); print(flush=True); input()"
 

@@ -1,4 +1,4 @@
-"""A checkpoint that is not what was written is never loaded: data, manifest, tracker file, other saves' files."""
+"""Damaged checkpoints are never loaded: data, manifest, tracker file, files of other saves."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MANIFEST, TENSORS = "manifest.json", "rank_00000.safetensors"
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    """A small checkpoint with a file of a tokenizer."""
+    """A small checkpoint with a tokenizer file."""
     (tmp_path / "vocab.json").write_text('{"a": 0}')
     return write(tmp_path / "save", 3, 1.0, extra_files={"tokenizer/vocab.json": tmp_path / "vocab.json"})
 
@@ -46,7 +46,7 @@ def flip(path: Path, bit: int) -> None:
 
 
 def test_every_flipped_bit_is_noticed(saved: Path) -> None:
-    """Of the manifest every 13th bit and all of its last bytes, of the others every 13th."""
+    """Every 13th bit and all of the last bytes of the manifest; every 13th bit of other files."""
     files = sorted(path for path in saved.rglob("*") if path.is_file())
     assert [path.name for path in files] == [MANIFEST, TENSORS, "vocab.json"]
     for path in files:
@@ -126,7 +126,7 @@ def test_hash_of_a_file_larger_than_what_is_read_at_a_time(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("other", [3, 4])
 def test_a_file_of_another_save_is_refused(other: int, saved: Path, tmp_path: Path) -> None:
-    """Also of the same iteration, with the same sizes, and where hashes are not compared."""
+    """Also with the same iteration and the same sizes, and if hashes are not compared."""
     theirs = write(tmp_path / "other", other, 2.0)
     shutil.copyfile(theirs / TENSORS, saved / TENSORS)
     with pytest.raises(CheckpointError, match=rf"another save \(iteration {other}\) than manifest.json"):
@@ -141,7 +141,7 @@ def test_a_checkpoint_in_the_folder_of_another_iteration_is_refused(saved: Path)
         open_one(moved)
 
 
-# --- The manifest, signed anew after each change: what a hash does not show.
+# --- The manifest with a correct checksum after each change: errors that a hash does not reveal.
 
 
 def _of(*keys: str, value: Any) -> Callable[[dict[str, Any]], None]:
@@ -295,7 +295,7 @@ def test_a_damaged_tracker_file_hides_no_checkpoint(
             find_checkpoint(str(saved.parent))
 
 
-# --- What a run takes from the state.
+# --- State that a run reads from a checkpoint.
 
 
 @pytest.fixture
@@ -331,7 +331,7 @@ def test_a_state_of_wrong_types_is_one_sentence(change: Callable[[dict[str, Any]
 
 
 def test_missing_and_unexpected_tensors_are_listed(run_folder: Path) -> None:
-    """All of them in one error: the manifest's names are changed here, as a renamed layer would."""
+    """All of them in one error: here names in the manifest are changed, as for a renamed layer."""
 
     def rename(content: dict[str, Any]) -> None:
         tensors = content["tensors"]

@@ -1,4 +1,4 @@
-"""What is on disk stays what it was when it was saved, and a job that is killed while it saves leaves nothing half."""
+"""Saved files do not change, and a job killed during a save leaves no incomplete checkpoint."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_weights_that_change_after_the_save_do_not_change_the_file(tmp_path: Pat
 
 
 def _save_until_killed(root: Path, seconds: float) -> None:
-    """Both ranks save after every step; a moment after the first checkpoint each kills itself, not quite together."""
+    """Both ranks save after every step; shortly after the first checkpoint each kills itself, not exactly together."""
     run = start(SETTINGS | {"save": str(root), "train_iters": 10**6})
     train(run, 1)
     save_run(run)
@@ -76,7 +76,7 @@ def test_job_that_was_killed_while_saving_goes_on(seed: int, tmp_path: Path) -> 
 
 
 def test_kills_of_any_rank_at_any_moment_lose_nothing(tmp_path: Path) -> None:  # C44 C57 C61
-    """A few of those of ``make chaos``: whole checkpoints after each, and the same bits at the end."""
+    """A few kills of ``make chaos``: intact checkpoints after each, and bitwise equal results at the end."""
     seen = Seen()
     survive("dp2 zero1", tmp_path, 3, random.Random(3), seen)
     assert seen.kills == 3 == sum(seen.newest_after_kill.values()) and seen.runs >= 1

@@ -1,4 +1,4 @@
-"""Planted defects of saving and loading: each is silent, and each is found by a check that the healthy code passes."""
+"""Planted defects of saving and loading: each is silent, and each is found by a check that the correct code passes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Check = Callable[[Path], None]
 
 
 def files_of_another_save(root: Path) -> None:
-    """Of the same iteration, with the same sizes, and where hashes are not compared."""
+    """With the same iteration and the same sizes, and if hashes are not compared."""
     ours, theirs = write(root / "ours", 3, 1.0), write(root / "theirs", 3, 2.0)
     shutil.copyfile(theirs / TENSORS, ours / TENSORS)
     with pytest.raises(CheckpointError, match="another save"):
@@ -31,7 +31,7 @@ def files_of_another_save(root: Path) -> None:
 
 
 def every_file_is_hashed_once(root: Path) -> None:
-    """However many ranks share the work: all of these files are absent, and each is missed once."""
+    """For any number of ranks that share the work: all of these files are missing, and each is reported once."""
     files = {f"{n}.bin": StoredFile(n % 3, "") for n in range(7)}
     for shares in range(1, 9):
         missed = [fault for share in range(shares) for fault in damaged_files(root, files, share=share, shares=shares)]
@@ -46,7 +46,7 @@ def a_flipped_bit_is_refused(root: Path) -> None:
 
 
 def events_of_a_save(root: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """What reached the disk and what was renamed, in order, as (what, where) inside ``root``."""
+    """Files flushed to disk and renamed, in order, as (kind, path) inside ``root``."""
     events: list[tuple[str, str]] = []
     fsync, replace, rename = os.fsync, os.replace, Path.rename
 
@@ -62,7 +62,8 @@ def events_of_a_save(root: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[
 
 
 def what_is_published_is_on_disk(root: Path) -> None:
-    """After a power cut at any moment, what has its final name is whole: content first, then names, then deletions."""
+    """After a power cut at any time, everything with a final name is intact: content first, then names, then
+    deletions."""
     write(root, 1, 1.0)
     with pytest.MonkeyPatch.context() as patch:
         events = events_of_a_save(root, patch)
@@ -111,7 +112,7 @@ def a_save_that_fails_leaves_the_one_before(root: Path) -> None:
 
 
 def an_iteration_saved_anew_stays_there(root: Path) -> None:
-    """But for the moment between two renames: what is there before is deleted when the new one has its name."""
+    """Except between two renames: the old checkpoint is deleted only when the new one has its name."""
     write(root, 2, 1.0)
     rmtree = shutil.rmtree
 
@@ -127,7 +128,7 @@ def an_iteration_saved_anew_stays_there(root: Path) -> None:
 
 @dataclass(frozen=True)
 class Defect:
-    """A fragment of a function, what it becomes, and the check that finds it."""
+    """A fragment of a function, its replacement, and the check that detects it."""
 
     name: str
     target: str

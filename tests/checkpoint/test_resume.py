@@ -1,4 +1,4 @@
-"""Going on by the config.yaml that a run keeps beside its checkpoints, and what may differ from a checkpoint."""
+"""Resuming with the config.yaml in a checkpoint folder, and settings that may differ from a checkpoint."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.checkpoint.runs import SMALL, save_run, start, stored
 from tests.datasets.files import write_counting
 
 ROPE = {"num_layers": 1, "position_embedding_type": "rope", "eval_iters": 0}
-NARROW = {"norm_epsilon": 9.999999747378752e-06}  # 1e-5 in float32, as other programs store it
+NARROW = {"norm_epsilon": 9.999999747378752e-06}  # 1e-5 in float32, as stored by other programs
 
 
 def run_job(settings: dict) -> None:
@@ -31,7 +31,7 @@ def run_job(settings: dict) -> None:
 
 @pytest.mark.parametrize("resumes", [True, False])
 def test_config_beside_the_checkpoints_goes_on(resumes: bool, tmp_path: Path) -> None:
-    """A fine-tuning that ends at iteration 2 of 4 goes on to the very weights and moments of one that does not."""
+    """A fine-tuning interrupted at iteration 2 of 4 resumes to bitwise equal weights and moments."""
     base, tuned = tmp_path / "base", tmp_path / "tuned"
     run_job({"save": str(base), "train_iters": 3, "save_interval": 1})
     once = {"finetune": True, "no_load_optim": True, "ckpt_step": 2}
@@ -74,7 +74,7 @@ def _refuse(*args: object, **settings: object) -> None:
 
 
 def test_nothing_is_drawn_that_a_checkpoint_fills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that nothing writes is NaN here, and rows that pad the vocabulary are zero all the same."""
+    """Uninitialized memory is NaN here, and rows that pad the vocabulary are still zero."""
     saved = start(ROPE | {"save": str(tmp_path)})
     save_run(saved)
     monkeypatch.setattr(gpt, "initialise_by_name", _refuse)
@@ -93,13 +93,13 @@ def test_nothing_is_drawn_that_a_checkpoint_fills(tmp_path: Path, monkeypatch: p
 
 
 def _peak_growth(work: Callable[[], object]) -> int:
-    """By how many bytes this process's memory grows at most."""
+    """Maximal growth of this process's memory in bytes."""
 
     def status(name: str) -> int:
         lines = Path("/proc/self/status").read_text().splitlines()
         return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(name))
 
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is what is used now
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak to the current memory
     before = status("VmRSS:")
     work()
     return status("VmHWM:") - before
@@ -124,7 +124,7 @@ def test_saving_takes_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_changed_data_is_told_on_resume(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """The same path with other content leads to other samples; the next checkpoint has the new record."""
+    """The same path with different content gives different samples; the next checkpoint has the new record."""
     files = {"mock_data": False, "split": "1,0,0", "data_path": (write_counting(tmp_path / "a", [9] * 9),)}
     settings = ROPE | files | {"save": str(tmp_path / "run"), "load": str(tmp_path / "run")}
     run_job(settings | {"train_iters": 1})

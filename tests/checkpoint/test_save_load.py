@@ -1,4 +1,4 @@
-"""Any layout loads any checkpoint; a run that resumes is the run that was never interrupted."""
+"""Any layout loads any checkpoint; a resumed run equals an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ SAVERS = (
     "pp2 x 2 chunks, dp2",
     "pp4, a rank without parameters",
 )
-# All of them under WHOLE_MATRIX=1; otherwise two for each; ``test_every_pair`` has others.
+# All of them with WHOLE_MATRIX=1, otherwise two for each; ``test_every_pair`` has others.
 LOADERS = {
     "1": ("tp4", "tp2 pp2 sp x 2 chunks"),
     "tp2 dp2 zero1": ("tp2 dp2 zero1", "pp4", "dp2 zero3", "1"),
@@ -89,20 +89,20 @@ def _load(model: dict, journeys: list[tuple[str, str]], root: Path) -> None:
         kinds = {"model", "optimizer"} if run.data_parallel.buckets else set()
         assert {name.split(".")[0] for name in seen} == kinds
         train(run, 2)
-        # C61: the same layout goes on to the bit; another one sums in another order.
+        # C61: the same layout continues bitwise; another one sums in a different order.
         compare(run, stored(root / saver / "iter_0000004"), tolerance=0.0 if saver == loader else 1e-9)
 
 
 @pytest.mark.parametrize("model", ["tied", pytest.param("modern", marks=pytest.mark.whole_matrix)])
 def test_any_layout_loads_any_checkpoint(model: str, tmp_path: Path) -> None:  # C28 C31 C42 C54 C61
-    """Weights and optimizer state are those that were saved, and the next two steps those of the other run."""
+    """Weights and optimizer state equal the saved ones, and the next two steps those of the other run."""
     for world in (1, 4):
         savers = tuple(name for name in SAVERS if LAYOUTS[name][0] == world)
         _in_world(world, _save, MODELS[model], savers, tmp_path)
     for world in sorted({LAYOUTS[loader][0] for _, loader in JOURNEYS}):
         _in_world(world, _load, MODELS[model], [pair for pair in JOURNEYS if LAYOUTS[pair[1]][0] == world], tmp_path)
     first, *others = (stored(tmp_path / saver / "iter_0000004") for saver in SAVERS)
-    for other in others:  # C42: what is stored does not depend on who stored it
+    for other in others:  # C42: stored tensors do not depend on the rank that stored them
         assert other.keys() == first.keys()
         for name, tensor in first.items():
             torch.testing.assert_close(other[name], tensor, rtol=1e-9, atol=1e-12, msg=name)
@@ -116,13 +116,13 @@ def _in_world(size: int, function, *args) -> None:
 
 
 def _layers(run: Run) -> Iterator[tuple[int, nn.Module]]:
-    """This rank's layers in the order in which they run, each with its number in the whole model."""
+    """This rank's layers in execution order, each with its number in the whole model."""
     for stage, model in run.stages.items():
         yield from zip(run.layers[stage], model.decoder.layers.values(), strict=True)
 
 
 def _check_layers(root: Path) -> None:
-    """Layer n is filled with n + 1 under one layout, and found so under others. # C54"""
+    """Layer n is filled with n + 1 in one layout, and has this value in others. # C54"""
     names = ("pp2 x 2 chunks, dp2", "tp4", "pp4")
     run = start(LAYOUTS[names[0]][1] | {"save": str(root)})
     for number, layer in _layers(run):
@@ -193,7 +193,7 @@ def test_checkpoint_without_optimizer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [{"bf16": True}, {"fp16": True}])
 def test_main_weights_are_what_counts(dtype: dict, tmp_path: Path) -> None:
-    """16-bit runs resume from their float32 main weights, and so does a float32 run from a 16-bit checkpoint."""
+    """16-bit runs resume from their float32 main weights; a float32 run can load a 16-bit checkpoint."""
     model = ONE_LAYER | {"fp64": False}
     run = start(model | dtype | {"save": str(tmp_path), "initial_loss_scale": 1024.0})
     train(run, 2)
@@ -206,7 +206,7 @@ def test_main_weights_are_what_counts(dtype: dict, tmp_path: Path) -> None:
     for name, parameter in run.stages[0].named_global_parameters():
         main = saved[f"optimizer.main.{name}"]
         assert torch.equal(parameter[: main.shape[0]], main), name
-    # and main weights from weights, where only those were stored
+    # and main weights from weights, if only these were stored
     run = start(model | {"save": str(tmp_path / "wide")})
     wide = stored(save_run(run))
     run = start(model | dtype | {"load": str(tmp_path / "wide")})

@@ -1,4 +1,4 @@
-"""Saving while the training goes on, what stays in the folder, and who may write there."""
+"""Saving during training, retention of checkpoints, and exclusive access to the folder."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def job(settings: dict) -> None:
 
 
 def _hold_writes() -> Event:
-    """From now on no rank writes tensors before the event is set."""
+    """Block the writing of tensors on all ranks until the event is set."""
     go, write = Event(), writer.write_safetensors
 
     def held(*args: object) -> object:
@@ -60,7 +60,7 @@ def _hold_writes() -> Event:
 
 
 def _save_both_ways(root: Path) -> None:
-    """The same step saved at once, and in the background while two more steps change every weight."""
+    """The same step saved synchronously, and in the background while two more steps change every weight."""
     for name, in_background in (("sync", False), ("async", True)):
         run = start(TWO | {"save": str(root / name), "async_save": in_background})
         train(run, 2)
@@ -127,7 +127,7 @@ def test_killed_in_the_middle_the_one_before_is_whole(tmp_path: Path) -> None:  
 
 
 def _fill_the_disk(root: Path) -> None:
-    """A limit on the size of files stops one rank's writing in the middle, as a full disk would."""
+    """A limit on file sizes interrupts one rank's writing, like a full disk."""
     run = start(TWO | {"save": str(root), "async_save": True})
     train(run, 1)
     assert run.saver.try_to_save(run.state)
@@ -164,7 +164,7 @@ def test_the_loop_tells_and_trains_on(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The checkpoint of iteration 2 fails in the background; the run says so, and saves later ones, the last too."""
+    """The checkpoint of iteration 2 fails in the background; the run reports it, and saves later ones."""
     publish, failed = writer.Save.publish, []
 
     def full(save: writer.Save) -> None:
@@ -181,7 +181,7 @@ def test_the_loop_tells_and_trains_on(
 
 
 def _fill_the_disk_of_rank_1(root: Path) -> str:
-    """What rank 0 prints when another rank has no room."""
+    """The output of rank 0 when another rank has no space."""
     run = start(TWO | {"save": str(root)})
     train(run, 1)
     if dist.get_rank() == 1:
@@ -208,7 +208,7 @@ def test_a_background_save_that_fails_last_fails_the_run(tmp_path: Path, monkeyp
     assert find_checkpoint(str(tmp_path)) is None
 
 
-# --- What stays.
+# --- Retention.
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_old_checkpoints_go_by_policy(policy: dict, kept: list[int], tmp_path: P
 
 
 def test_nothing_goes_before_the_new_one_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also with --keep-last 1, a save that fails leaves the one before."""
+    """Also with --keep-last 1, a failed save keeps the previous checkpoint."""
     job({"save": str(tmp_path), "keep_last": 1, "train_iters": 2})
     monkeypatch.setattr(writer, "track", lambda save, iteration: (_ for _ in ()).throw(OSError("no space")))
     with pytest.raises(CheckpointError, match="no space"):
@@ -236,12 +236,12 @@ def test_nothing_goes_before_the_new_one_is_complete(tmp_path: Path, monkeypatch
     assert 2 in complete_iterations(tmp_path)
 
 
-# --- Checkpoints for a fast restart.
+# --- Checkpoints for fast restart.
 
 
 @pytest.fixture
 def restarted(tmp_path: Path) -> Path:
-    """A folder with iteration 3 for good, and iteration 5 for a fast restart: what a run killed after step 5 leaves."""
+    """A folder with a permanent checkpoint of iteration 3 and a fast-restart one of iteration 5, as after a kill."""
     intervals = {"save_interval": 3, "non_persistent_save_interval": 1, "exit_interval": 5}
     job({"save": str(tmp_path), "train_iters": 7} | intervals)
     assert complete_iterations(tmp_path) == [3, 5], "the second is the one at the end"
@@ -272,7 +272,7 @@ def test_a_damaged_one_is_told_and_passed_over(restarted: Path, capsys: pytest.C
 
 
 def test_a_folder_of_their_own(tmp_path: Path) -> None:
-    """Such as one in memory."""
+    """Such as a folder in memory."""
     own = {"non_persistent_global_ckpt_dir": str(tmp_path / "memory"), "non_persistent_save_interval": 2}
     job({"save": str(tmp_path / "disk"), "train_iters": 5} | own)
     assert complete_iterations(tmp_path / "memory") == [4]
@@ -280,13 +280,13 @@ def test_a_folder_of_their_own(tmp_path: Path) -> None:
 
 
 def test_those_of_a_run_that_was_taken_over_go_too(restarted: Path) -> None:
-    """Otherwise the new run would go on from them after a restart, because they are newer than its own."""
+    """Otherwise the new run would resume from them after a restart, because they are newer than its own."""
     anew = {"seed": 7, "overwrite_checkpoints": True, "non_persistent_save_interval": 100}
     job({"save": str(restarted), "train_iters": 2} | anew)
     assert complete_iterations(restarted) == [2] and complete_iterations(restarted / "non_persistent") == []
 
 
-# --- Who writes, and where.
+# --- Access to the folder.
 
 
 def _refused(settings: dict, named: str) -> None:
@@ -296,7 +296,7 @@ def _refused(settings: dict, named: str) -> None:
 
 
 def test_a_second_run_in_the_folder_is_refused(tmp_path: Path) -> None:
-    """On all of its ranks; once the first has ended, it may."""
+    """On all of its ranks; once the first run has ended, it may."""
     run = start(JOB | {"save": str(tmp_path)})
     train(run, 1)
     folder = save_run(run)
@@ -336,7 +336,8 @@ def test_flags_of_saving_need_a_folder(flag: str) -> None:
 
 
 def test_another_run_is_not_saved_over(tmp_path: Path) -> None:
-    """Starting anew over checkpoints is an error; with --overwrite-checkpoints they go once a new one is there."""
+    """Starting from scratch over checkpoints is an error; with --overwrite-checkpoints they are deleted after the first
+    save."""
     job({"save": str(tmp_path), "train_iters": 3})
     before = stored(tmp_path / "iter_0000003")
     with pytest.raises(CheckpointError, match="--overwrite-checkpoints"):

@@ -1,4 +1,4 @@
-"""Attention of each rank, all ranks simulated in one process, against the whole softmax in float64."""
+"""Attention of each rank, with all ranks simulated in one process, against the whole softmax in float64."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.defects.plant import planted
 
 @dataclass
 class Simulated:
-    """The exchange of one of the ranks: the blocks of all are known, gradients of others are kept for them."""
+    """The exchange of one rank: the blocks of all ranks are known; gradients for other ranks are stored."""
 
     group: LocalGroup
     blocks: list[Tensor]
@@ -43,7 +43,7 @@ class Simulated:
 
 
 def whole(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-    """The formula."""
+    """The definition."""
     each = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(each, dim=1) for x in (key, value))
     scores = query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5
@@ -95,8 +95,8 @@ def test_output_and_gradients(case: str, size: int, products: Products, dtype: t
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("backend", ["auto", "unfused"])
 def test_a_mask_of_ones_own(case: str, backend: str, dtype: torch.dtype) -> None:  # C23
-    """Of whole sequences, in the place of causality but not of documents and windows; some queries see nothing, some
-    nothing on one of the ranks."""
+    """Of whole sequences, combined with documents and windows but without causality; some queries see no key, or no key
+    on one of the ranks."""
     length, size = 48, 2
     config = ModelConfig(hidden_size=32, num_attention_heads=4, attention_dropout=0.0, attention_backend=backend)
     layers = LayerContext(config, ModelParallelConfig(params_dtype=dtype), LocalGroup(), 1)
@@ -176,7 +176,7 @@ def test_a_mask_that_is_not_cut_as_it_should_be_is_found(defect: str) -> None:
 
 
 def test_parts_are_merged_in_float32() -> None:
-    """4096 parts that each add little: in bfloat16, or without the largest score taken out, they would be lost."""
+    """4096 parts with small contributions: in bfloat16, or without subtraction of the maximum, they would be lost."""
     scores, values = torch.randn(4096, dtype=torch.float64) * 3 + 80, torch.randn(4096, dtype=torch.float64)
     out, lse = torch.zeros(1, 1, 1, 1), torch.full((1, 1, 1), -torch.inf)
     for score, value in zip(scores, values.bfloat16(), strict=True):
@@ -187,7 +187,7 @@ def test_parts_are_merged_in_float32() -> None:
 
 
 def test_keys_that_none_sees_change_nothing() -> None:
-    """-inf on both sides of a merge would be no number: tiles have no such rows, and only the first merge has one."""
+    """Merging -inf with -inf would give NaN: tiles have no such rows, and only the first merge has one."""
     out, lse = torch.zeros(1, 1, 2, 3), torch.full((1, 1, 2), -torch.inf)
     part = torch.randn(1, 1, 2, 3)
     merge_(out, lse, part, torch.tensor([[[0.5, -200.0]]]))

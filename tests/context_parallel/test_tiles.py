@@ -1,4 +1,4 @@
-"""Tiles: every pair of a query and a key that it sees, once; and the work of each rank."""
+"""Tiles contain every visible pair of query and key once; and the work of each rank."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def seen(length: int, documents: tuple[tuple[int, ...], ...] | None, window: int
 
 
 def counted(tile: Tile, positions: tuple[Tensor, Tensor], into: Tensor) -> None:
-    """Add 1 for each pair of the tile, at its global positions."""
+    """Add 1 for each pair of the tile at its global position."""
     queries, keys = positions[0][slice(*tile.queries)], positions[1][slice(*tile.keys)]
     shown = torch.ones(len(queries), len(keys), dtype=torch.bool)
     if tile.band is not None:
@@ -66,7 +66,7 @@ def test_each_pair_that_is_seen_is_computed_once(size: int, window: int | None, 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_zigzag_gives_all_ranks_the_same_work(size: int) -> None:
-    """max/mean of the pairs of a rank: 1, where contiguous parts have 2 - 1/cp (up to the diagonals)."""
+    """max/mean of the pairs of a rank: 1, compared with 2 - 1/cp for contiguous parts (up to the diagonals)."""
     length = 512 * size
 
     def imbalance(parts: list[tuple[tuple[int, int], ...]]) -> float:

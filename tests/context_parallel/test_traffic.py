@@ -1,4 +1,4 @@
-"""What ranks send and compute in training equals the formulas, and published figures follow from them."""
+"""Bytes sent and pairs computed in training equal the formulas, and reproduce published figures."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_bytes_and_work_are_those_of_the_formulas(settings: dict) -> None:
     expected = traffic(config, range(2))
     for rank, (sent, pairs) in enumerate(run_ranks(4, _counted, settings)):
         assert sent == expected.forward + expected.backward
-        if settings.get("cp_comm_type") != ("a2a",):  # whose attention is that of one process
+        if settings.get("cp_comm_type") != ("a2a",):  # its attention is that of one process
             heads = config.parallel.a2a_size
             # Once forward, once backward.
             assert pairs == 2 * heads * sum(layer_pairs(config, layer, rank) for layer in range(2))

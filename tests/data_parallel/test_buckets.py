@@ -1,4 +1,4 @@
-"""Flat buckets: what lies where, and when the reduction of each begins."""
+"""Flat buckets: layout of parameters, and the start of each reduction."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_parameters_and_gradients_are_views() -> None:
     module = _chain()
     before = [p.detach().clone() for p in module.parameters()]
     matrices, bias = _buckets(module)
-    assert matrices.names == ["1.weight", "0.weight"]  # last first, as backward finishes them
+    assert matrices.names == ["1.weight", "0.weight"]  # last first, in the order of backward
     assert bias.names == ["0.bias"]
     assert all(torch.equal(p, old) for p, old in zip(module.parameters(), before, strict=True))
     matrices.weights.fill_(7.0)
@@ -88,7 +88,7 @@ def test_frozen_parameters_take_no_part() -> None:
 
 
 def _reduced_before_finish(overlap: bool) -> tuple[int, int]:
-    """How many buckets are under way when backward has ended."""
+    """Number of pending buckets at the end of backward."""
     run = tiny_run(overlap_grad_reduce=overlap, ddp_bucket_size=2000)
     batches = load_batches(run, run.step_after(0))
     run.data_parallel.zero_grad()

@@ -1,4 +1,4 @@
-"""Gradients in fewer bytes: what is summed, what is remembered, what goes over the wire."""
+"""Compressed gradients: sums, stored errors, and bytes sent."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _data(compressor: PowerSGD | OneBitAdam) -> DataParallel:
 
 
 def _remembered(rank: int) -> list[tuple[float, float]]:
-    """Of the same gradients again and again: how far their running mean, and a single sum, are from the reference."""
+    """Repeated sums of the same gradients: distance of their running mean, and of a single sum, from the reference."""
     data = _data(PowerSGD(rank, warmup=0))
     torch.manual_seed(dist.get_rank())
     grads = [torch.randn_like(bucket.grads) for bucket in data.buckets]
@@ -59,7 +59,7 @@ def _remembered(rank: int) -> list[tuple[float, float]]:
 
 
 def test_powersgd_forgets_nothing() -> None:
-    """A matrix of full rank does not fit into one column, but over the rounds all of it arrives; vectors are exact."""
+    """A matrix of full rank does not fit into one column, but is transferred over several rounds; vectors are exact."""
     for matrix, vector in run_ranks(2, _remembered, 1):
         assert matrix[1] > 0.5
         assert matrix[0] < 0.15
@@ -72,7 +72,7 @@ def test_a_lost_error_is_seen() -> None:
 
 
 def _low_rank() -> float:
-    """A sum of rank 2 is exact with 2 columns, once they have found it."""
+    """A sum of rank 2 is exact with 2 columns after convergence."""
     data = _data(PowerSGD(2, warmup=0))
     bucket = next(bucket for bucket in data.buckets if bucket.kind.decay)
     matrix = bucket.parameters[0]
@@ -102,7 +102,7 @@ def _losses(settings: dict) -> tuple[list[float], int, list[float]]:
 
 
 def test_bytes_on_the_wire_and_losses() -> None:
-    """In 40 steps every kind of compression learns as the plain sum does, in a fraction of its bytes."""
+    """In 40 steps every kind of compression learns like the plain sum, with a fraction of its bytes."""
     plain, whole, _ = run_ranks(2, _losses, {})[0]
     warmup = {"grad_compression_warmup_iters": 10}
     for settings, most in (
@@ -147,7 +147,7 @@ def test_errors_are_part_of_a_checkpoint(case: str, tmp_path: Path) -> None:
 
 
 def _compressing(**settings: object) -> Run:
-    """A run that has errors to remember."""
+    """A run with stored errors."""
     run = tiny_run(**settings, grad_compression_warmup_iters=1)
     train_step(run)
     train_step(run)
@@ -156,7 +156,7 @@ def _compressing(**settings: object) -> Run:
 
 
 def _other_layout(settings: dict, root: Path) -> tuple[bool, bool]:
-    """Whether errors came from the checkpoint, and whether the next step was taken."""
+    """Whether errors were restored from the checkpoint, and whether the next step was taken."""
     run = tiny_run(**settings, load=str(root))
     return any(bool(error.any()) for error in _errors(run)), not train_step(run).skipped
 
@@ -196,7 +196,7 @@ def _errors(run: Run) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("settings", [POWER, ONEBIT], ids=["powersgd", "onebit"])
 def test_an_overflow_is_skipped_and_not_remembered(settings: dict) -> None:  # C47
-    """Not by the other buckets either, whose gradients are finite."""
+    """Also not in other buckets, whose gradients are finite."""
     assert run_ranks(2, _skip, settings | {"ddp_bucket_size": 3000}) == [(True, False, True)] * 2
 
 
@@ -232,6 +232,6 @@ ONE_GROUP = {"group_query_attention": True, "num_query_groups": 1}
     "settings", [ONEBIT, ONEBIT | ONE_GROUP, POWER | ONE_GROUP], ids=["1bit", "1bit kv", "power kv"]
 )
 def test_copies_on_tensor_parallel_ranks_stay_equal(settings: dict) -> None:  # C11, C19
-    """Norms and biases, and keys and values of which there are fewer heads than ranks."""
+    """Norms and biases, and keys and values with fewer heads than ranks."""
     settings = settings | {"fp64": True, "tensor_model_parallel_size": 2, "grad_compression_warmup_iters": 1}
     assert trace_training(tiny_config(**settings), 4).faults == []

@@ -1,4 +1,4 @@
-"""Weights gathered in FP8: half the bytes, and the same losses, norms and gradients to the bit."""
+"""Weights gathered in FP8: half the bytes, and bitwise equal losses, norms and gradients."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ CASES = {
 
 
 def _train(settings: dict) -> tuple[RankTrace, dict[bool, int], int]:
-    """Three steps; the bytes of weights that this rank has sent, by whether they are gathered in FP8, and in them the
-    elements of a shard of the latter."""
+    """Three steps; returns bytes of weights sent by this rank, with and without FP8, and the elements of a shard with
+    FP8."""
     run = set_up(RunConfig.from_flat(settings), this_world())
     run.train_loader = run.loader(RaggedDataset(run.vocab_size, run.config.data.seq_length))
     trace, sent = RankTrace(), {True: 0, False: 0}
@@ -98,7 +98,7 @@ def test_casts_run_on_the_backend_of_the_layer(
     ],
 )
 def test_defects_are_found(target: str, old: str, new: str) -> None:  # C49
-    """Scales by shard, blocks in another order, and weights whose amax is not recorded."""
+    """Scales per shard, blocks in another order, and weights whose amax is not recorded."""
     case = "delayed, zero1" if "record" in old else "blockwise, zero3"
     size, model, layout = CASES[case]
     settings = BASE | model | layout | NARROW

@@ -1,4 +1,4 @@
-"""Overlap on and off are equal to the bit, whatever lies in the buffers between the steps."""
+"""Overlap on and off give bitwise equal results for any contents of the buffers between steps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GATHER = SHARDED | OVERLAP | {"overlap_param_gather": True}
 
 
 def _poison(bucket: Bucket) -> None:
-    """What nobody may read again: all gradients, and the weights that other ranks have updated."""
+    """Buffers that must not be read again: all gradients, and weights updated by other ranks."""
     bucket.grads.fill_(torch.nan)
     foreign = torch.ones_like(bucket.weights, dtype=torch.bool)
     foreign[bucket.shard] = False
@@ -63,7 +63,7 @@ def test_overlap_changes_no_bit(settings: dict, others: list[dict]) -> None:  # 
 
 
 class Backwards(nn.Module):
-    """Runs its layers in the opposite order of their registration, the first one twice."""
+    """Runs its layers in reverse order of registration, the first one twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Backwards(nn.Module):
 
 
 def _descend(overlap: bool) -> list[np.ndarray]:
-    """Three steps of gradient descent, each rank updating its shard."""
+    """Three steps of gradient descent, in which each rank updates its shard."""
     model = Backwards()
     groups = ParallelGroups(Grid(dp=2), torch.distributed.get_rank())
     settings = {"overlap_grad_reduce": overlap, "overlap_param_gather": overlap}

@@ -1,4 +1,4 @@
-"""ZeRO stages 2 and 3: equal to the bit where sums have one order, and memory as small as it should be."""
+"""ZeRO stages 2 and 3: bitwise equal where sums have the same order, and with the expected memory."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _equal_to_the_bit(variants: list[dict]) -> None:
 
 
 def test_every_stage_is_the_same_to_the_bit() -> None:
-    """One micro-batch and no clipping: nothing is summed in another order. The stages' flags are also Megatron's."""
+    """One micro-batch and no clipping, so that the order of sums is the same. The stages' flags are also Megatron's."""
     once = {"micro_batch_size": 4, "clip_grad": 0.0}
     words = [{"data_parallel_sharding_strategy": word} for word in ("no_shard", "optim", "optim_grads_params")]
     _equal_to_the_bit([once | each for each in [{"zero_stage": 0}, {"zero_stage": 2}, {"zero_stage": 3}, *words]])
@@ -69,7 +69,7 @@ def test_overlap_changes_no_bit(stage: int) -> None:  # C12 C59 C60
 
 
 def _most_whole(settings: dict) -> tuple[int, int]:
-    """The most units of which weights and unreduced gradients had memory at once."""
+    """Maximum number of units whose weights and unreduced gradients were in memory at once."""
     run = tiny_run(**SMALL | {"num_layers": 6, "untie_embeddings_and_output_weights": True} | settings)
     most = [0, 0]
 
@@ -115,7 +115,7 @@ UNITS = {
 
 
 def _give_back_at_once() -> None:
-    """Small units stand for those of 32 MiB, whose memory free() gives back."""
+    """Small units replace those of 32 MiB, whose memory free() returns."""
     M_MMAP_THRESHOLD = -3
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**20)
 
@@ -125,7 +125,7 @@ def _peak() -> int:
 
 
 def _grown_and_kept(settings: dict) -> tuple[int, int]:
-    """Bytes by which the peak grew in two steps, the set-up included, and bytes of the shards."""
+    """Bytes by which the peak grew in two steps, including setup, and bytes of the shards."""
     _give_back_at_once()
     train_step(tiny_run(**SMALL))
     before = _peak()
@@ -143,9 +143,9 @@ def _grown_and_kept(settings: dict) -> tuple[int, int]:
     ids=["one after another", "overlap"],
 )
 def test_peak_memory_at_stage_3_is_the_shards_and_a_few_units(settings: dict, units: int) -> None:
-    """Weights of 8 units of 12.6 MB: in memory are the shards, one unit of weights and gradients each, with overlap
-    two, and what a collective copies of them; whole weights and gradients would be 16. Over gloo: what ranks lend one
-    another in shared memory depends on who is late, and counts for both."""
+    """Weights of 8 units of 12.6 MB: memory has the shards, weights and gradients of one unit (two with overlap), and
+    copies of collectives; whole weights and gradients would be 16 units. Over gloo, because the size of shared memory
+    depends on timing."""
     unit = 12 * 512**2 * 4
     for grown, kept in run_ranks(2, _grown_and_kept, settings, backend="gloo"):
         assert kept > 8 * unit * 4 / 2  # weight, gradient and two moments, halved
@@ -153,8 +153,8 @@ def test_peak_memory_at_stage_3_is_the_shards_and_a_few_units(settings: dict, un
 
 
 def _frozen_below(stage: int) -> tuple[list[np.ndarray], dict[str, int], list[int]]:
-    """Gradient descent on a chain whose first layers are frozen; its third is called twice. The weights, the bytes that
-    stay, and the frozen buckets that are whole after each step."""
+    """Gradient descent on a chain whose first layers are frozen; its third is called twice. Returns the weights,
+    permanent bytes, and the frozen buckets in memory after each step."""
     torch.manual_seed(1)
     layers = [nn.Linear(6, 6, dtype=torch.float64) for _ in range(4)]
     model = nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2], layers[2], layers[3])
@@ -181,8 +181,8 @@ def _not_sharded() -> list[list[np.ndarray]]:
 
 
 def _faults_with_frozen(stage: int) -> list[str]:
-    """What differs from stage 0, and what a rank of stage 3 keeps beyond its halves: of three trained layers of 36
-    weights and 6 biases, and of the 36 weights of the frozen one, in float64 and filled up to 64 bytes."""
+    """Differences from stage 0, and memory of a rank at stage 3 in addition to its halves: three trained layers of 36
+    weights and 6 biases, and the 36 weights of the frozen one, in float64, padded to 64 bytes."""
     found = []
     for (weights, kept, whole), expected in zip(run_ranks(2, _frozen_below, stage), _not_sharded(), strict=True):
         off = [not np.allclose(*pair, rtol=1e-12, atol=0) for pair in zip(weights, expected, strict=True)]
@@ -213,12 +213,12 @@ def test_frozen_matrices_that_are_not_handled_as_they_should_are_found(target: s
     with planted(target, old, new):
         try:
             assert _faults_with_frozen(3) != []
-        except RankFailure as failure:  # weights without memory cannot be read
+        except RankFailure as failure:  # released weights cannot be read
             assert "storage" in str(failure)
 
 
 def _chain(matrices: int, groups: ParallelGroups, stage: int) -> tuple[nn.Module, DataParallel]:
-    """Square matrices of 4 MiB after one another; all but the last are frozen."""
+    """A sequence of square matrices of 4 MiB; all except the last are frozen."""
     model = nn.Sequential(*(skip_init(nn.Linear, 1024, 1024, bias=False) for _ in range(matrices)))
     for matrix in model.parameters():
         nn.init.eye_(matrix)  # random numbers would take seconds
@@ -234,9 +234,10 @@ def _step_of_chain(model: nn.Module, data: DataParallel) -> None:
 
 
 def _frozen_memory(stage: int) -> tuple[int, int, dict[str, int]]:
-    """Bytes that a chain of 32 matrices takes beyond what was there, by which a step raised that, and by the formula.
+    """Bytes of a chain of 32 matrices beyond the initial memory, their growth during a step, and the formula's
+    prediction.
 
-    A short chain comes first: the pages of torch's own code, which it reads then, count as resident, too.
+    A short chain runs first, because the pages of torch's code that it loads also count as resident.
     """
     groups = ParallelGroups(Grid(dp=2), torch.distributed.get_rank())
     _give_back_at_once()
@@ -253,18 +254,18 @@ def _frozen_memory(stage: int) -> tuple[int, int, dict[str, int]]:
 
 @needs_proc
 def test_frozen_matrices_are_sharded_at_stage_3() -> None:
-    """128 MiB of weights: half of them on each rank, and never more than a few are whole."""
+    """128 MiB of weights: half of them on each rank, and only a few whole at any time."""
     matrix = 4 * 1024**2
     for kept, risen, found in run_ranks(2, _frozen_memory, 3, backend="gloo"):
         assert found["weights"] == 16 * matrix and found["gradients"] == matrix // 2
         assert kept < 24 * matrix
         assert risen < 12 * matrix, "all of them whole would be 16"
     for kept, _, found in run_ranks(2, _frozen_memory, 2, backend="gloo"):
-        assert found["weights"] == matrix and kept > 31 * matrix  # those of frozen ones are not counted there
+        assert found["weights"] == matrix and kept > 31 * matrix  # the formula excludes frozen ones
 
 
 def test_a_unit_that_is_freed_too_early_ends_the_run() -> None:
-    """Weights without memory cannot be read: there is no silent form of this."""
+    """Released weights cannot be read, so there is no silent error of this kind."""
     target = "data_parallel.unit_sync:UnitSync._at_work"
     with planted(target, "(self._forward, self._backward)", "(self._forward,)"), pytest.raises(RankFailure):
         run_ranks(2, _train, {"zero_stage": 3})

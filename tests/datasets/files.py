@@ -1,4 +1,4 @@
-"""Token files for the tests, written through the builder or byte by byte."""
+"""Token files for the tests, written by the builder or byte by byte."""
 
 import struct
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from megatron_core.datasets import IndexedDatasetBuilder, get_bin_path, get_idx_
 
 
 def write(prefix: Path, documents: Sequence[Sequence[int]], dtype: type = np.int32) -> str:
-    """A pair of files with one sequence a document; the prefix."""
+    """A pair of files with one sequence per document; returns the prefix."""
     with IndexedDatasetBuilder(get_bin_path(str(prefix)), dtype) as builder:
         for document in documents:
             builder.add_document(document, [len(document)])
@@ -28,7 +28,7 @@ def write_counting(prefix: Path, lengths: Sequence[int], start: int = 0) -> str:
 def index_by_hand(
     lengths: Sequence[int], itemsize: int, documents: Sequence[int], code: int, modes: Sequence[int] = ()
 ) -> bytes:
-    """The bytes of an .idx file from the format's definition alone."""
+    """The bytes of an .idx file, only from the definition of the format."""
     starts = [sum(lengths[:i]) * itemsize for i in range(len(lengths))]
     return b"".join(
         [
@@ -46,7 +46,7 @@ def index_by_hand(
 
 
 class FakeIndexed:
-    """A file that is not there: token p of the text of all its sequences is p modulo 1000."""
+    """A virtual file: token p of the text of all its sequences is p modulo 1000."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self.path_prefix = "fake"

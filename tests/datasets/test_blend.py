@@ -1,4 +1,4 @@
-"""Weights and prefixes, and the order in which data sets take turns."""
+"""Weights and prefixes, and the order in which data sets alternate."""
 
 from collections import Counter
 
@@ -14,7 +14,7 @@ from tests.datasets.files import FakeIndexed
 
 
 def parts(*lengths: int) -> list[KeyedGPTDataset]:
-    """Data sets of these numbers of tokens, one to a sample."""
+    """Data sets with these numbers of tokens, one per sample."""
     return [KeyedGPTDataset(FakeIndexed([length]), range(1), 1, seed=0) for length in lengths]
 
 

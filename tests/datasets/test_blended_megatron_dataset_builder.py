@@ -1,4 +1,4 @@
-"""Megatron's builder, its settings and its blends, called as its users call them."""
+"""Megatron's builder, its settings and its blends, called like users call them."""
 
 import subprocess
 import sys
@@ -77,7 +77,7 @@ def test_weights(paths: list[str]) -> None:
     assert train.dataset_index.tolist() == chosen and train.dataset_sample_index.tolist() == numbers
     assert [len(dataset) for dataset in train.datasets] == [101, 201, 704]
     assert train[3] == {"dataset_id": chosen[3], **train.datasets[chosen[3]][numbers[3]]}
-    # ceil(5 w) = 1, 1, 4: the blend is a little longer than asked for.
+    # ceil(5 w) = 1, 1, 4: the blend is slightly longer than requested.
     assert (len(train), len(valid), len(test)) == (1000, 10, 6)
 
 
@@ -102,7 +102,7 @@ def test_a_blend_for_each_split(paths: list[str]) -> None:
     train, valid, test = build([80, None, None], blend_per_split=[blends[0], (blends[1][0], None), None])
     assert (len(train), type(train), len(valid), type(valid), test) == (80, BlendedDataset, 300, Numbers, None)
     assert np.bincount(train.dataset_index).tolist() == [20, 60]
-    # A single file is read as it is, whatever its weight.
+    # A single file is read completely, for any weight.
     _, valid, _ = build([80, 12, None], blend_per_split=blends)
     assert (type(valid), len(valid)) == (Numbers, 12)
 

@@ -1,4 +1,4 @@
-"""From the data flags to the splits, and every sentence about flags and files that do not fit."""
+"""From the data flags to the splits, and the errors about invalid flags and files."""
 
 import json
 from pathlib import Path

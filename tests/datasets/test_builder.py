@@ -1,4 +1,4 @@
-"""Writing token files: whole or not at all, and never a wrapped number."""
+"""Writing token files: complete or not at all, and never with wrapped numbers."""
 
 import json
 import os
@@ -44,7 +44,7 @@ def test_a_failed_build_leaves_the_old_files(tmp_path: Path) -> None:
 
 
 def test_a_device_is_written_to_and_stays(tmp_path: Path) -> None:
-    """Root may rename a file to /dev/null, which all programs would then write into."""
+    """Root could rename a file to /dev/null, which all programs would then write to."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)

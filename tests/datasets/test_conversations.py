@@ -1,4 +1,4 @@
-"""Fine-tuning on conversations: which tokens count, where documents lie, and a run from a file of messages."""
+"""Fine-tuning on conversations: loss masks, document boundaries, and a run from a file of messages."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_answers_alone_count() -> None:
 
 
 def test_labels_follow_and_conversations_are_documents(tmp_path: Path) -> None:
-    """A system's message begins another conversation; the rest of the sequence is padding of the last document."""
+    """A system message starts another conversation; the rest of the sequence is padding of the last document."""
     sample = _dataset(tmp_path, TALK + SHORT, length=120)[0]
     whole = "<system>S</><user>ab</><assistant>xyz</><user>c</><assistant>w</>"
     second = "<system></><user>q</><assistant>r</>"
@@ -84,7 +84,7 @@ MARKED = (
 
 
 def test_tools_and_marks_of_answers(tmp_path: Path) -> None:
-    """The template gets the line's tools, and may have the marks that transformers makes masks of."""
+    """The template receives the line's tools, and may have the marks that transformers uses for masks."""
     settings = _write(tmp_path)
     (tmp_path / "chat.jinja").write_text(MARKED)
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
@@ -198,8 +198,8 @@ def _of_transformers(folder: Path, template: str) -> tuple[Any, ConversationToke
 
 @pytest.mark.parametrize("template", [CHATML, CHATML_MARKED, LINES])
 def test_tokens_and_answers_are_those_of_transformers(template: str, tmp_path: Path) -> None:
-    """Answers are tokenized with their prompts, and marked answers count as in transformers' mask; the line break
-    after the end of a turn does not."""
+    """Answers are tokenized with their prompts, and marked answers count as in transformers' mask; the line break after
+    the end of a turn does not."""
     theirs, encoder = _of_transformers(tmp_path, template)
     for first, second in pairwise(ANSWERS):
         talk = [
@@ -219,7 +219,7 @@ def test_tokens_and_answers_are_those_of_transformers(template: str, tmp_path: P
         elif template == CHATML:
             marked = ConversationTokenizer(encoder.tokenizer, ChatTemplate(CHATML_MARKED, {})).encode(talk)
             assert (ids, answers) == marked
-        else:  # the line break alone ends a turn, so it has to be learned
+        else:  # only the line break ends a turn, so it must be learned
             learned = theirs.decode([token for token, is_answer in zip(ids, answers, strict=True) if is_answer])
             assert learned == f"{first}\n{second}\n"
 

@@ -1,4 +1,4 @@
-"""Fill in the middle: what comes out is what went in, in another order."""
+"""Fill in the middle: the output is a rearrangement of the input."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EOD = "<|endoftext|>"
 
 
 class Documents:
-    """Item i is the i-th of the given texts, whole; the mask counts all of it but what `masked` says."""
+    """Item i is the whole i-th text; the mask counts all tokens except those in `masked`."""
 
     def __init__(self, texts: Sequence[Sequence[int]], masked: Sequence[int] = ()) -> None:
         self.texts = [np.array(text, dtype=np.int64) for text in texts]
@@ -40,13 +40,13 @@ class Documents:
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """A byte-level BPE that has all tokens of the defaults, and a border of files."""
+    """A byte-level BPE with all default special tokens and a file separator."""
     path = write_tokenizer_json(tmp_path_factory.mktemp("fim"), (EOD, *SENTINELS, "<file>"))
     return build_tokenizer("HuggingFaceTokenizer", path)
 
 
 def sample_of(texts: Sequence[str], tokenizer: Tokenizer, room: int = 0) -> list[int]:
-    """Documents with an end behind each, and behind all of them `room` ends more, which are empty documents."""
+    """Documents, each with an end, followed by `room` more ends, which are empty documents."""
     return [i for text in texts for i in [*tokenizer.tokenize(text), tokenizer.eod]] + [tokenizer.eod] * room
 
 
@@ -62,7 +62,7 @@ def runs(ids: Sequence[int], border: int) -> list[list[int]]:
 
 
 def restored(ids: list[int], tokenizer: Tokenizer) -> tuple[str, str]:
-    """How a document or fragment is arranged, read from its sentinels, and its text in its old order."""
+    """The arrangement of a document or fragment, read from its sentinels, and its text in the original order."""
     prefix, middle, suffix, _ = (tokenizer.tokenize(name)[0] for name in SENTINELS)
     positions = {i: ids.index(i) for i in (prefix, middle, suffix) if i in ids}
     if not positions:
@@ -71,7 +71,7 @@ def restored(ids: list[int], tokenizer: Tokenizer) -> tuple[str, str]:
     text = lambda start, stop=None: tokenizer.detokenize(ids[start:stop])  # noqa: E731
     after_suffix, after_middle = text(positions[suffix] + 1, positions[middle]), text(positions[middle] + 1)
     if positions[suffix] == 1:
-        # PSM with an empty prefix looks the same, and gives the same text.
+        # PSM with an empty prefix is indistinguishable, and gives the same text.
         return "SPM", after_middle + after_suffix
     return "PSM", text(1, positions[suffix]) + after_middle + after_suffix
 
@@ -120,7 +120,7 @@ def test_shares_are_near_the_rates(tokenizer: Tokenizer, rate: float, spm_rate: 
     kinds = [restored(d, tokenizer)[0] for i in range(300) for d in runs(text_of(dataset[i]), tokenizer.eod)[:8]]
     chosen = len(kinds) - kinds.count("plain")
     assert chosen / len(kinds) == pytest.approx(rate, abs=4 * (rate * (1 - rate) / len(kinds)) ** 0.5)
-    # Of the two cuts of n characters both are 0, and the prefix empty, with probability about 2 / (n + 1).
+    # Both of the two cuts of n characters are 0, and the prefix empty, with probability about 2 / (n + 1).
     empty_prefix = (1 - spm_rate) * 2 / 23
     assert kinds.count("SPM") / chosen == pytest.approx(spm_rate + empty_prefix, abs=4 * (0.25 / chosen) ** 0.5)
 
@@ -171,7 +171,7 @@ def test_the_length_is_kept_by_cutting_the_end(tokenizer: Tokenizer) -> None:
 
 
 def test_what_got_shorter_is_filled_up_and_masked(tokenizer: Tokenizer) -> None:
-    """Text that was tokenized byte by byte takes fewer tokens when it is tokenized anew."""
+    """Text that was tokenized byte by byte takes fewer tokens when it is tokenized again."""
     pad = tokenizer.tokenize("<fim_pad>")[0]
     text = [i for c in "the cat and the hat " * 4 for i in tokenizer.tokenize(c)]
     dataset = wrapped([text], tokenizer, fim_rate=1.0)
@@ -193,7 +193,7 @@ def test_the_mask_follows_the_new_tokens(tokenizer: Tokenizer) -> None:
 
 
 def test_padding_of_the_source_stays_behind(tokenizer: Tokenizer) -> None:
-    """A source may fill its last sample up; that is no text to rearrange."""
+    """A source may pad its last sample; padding is not rearranged."""
     real = tokenizer.tokenize("a text that ends before its sample does")
     pad = tokenizer.tokenize("<fim_pad>")[0]
     for filler in (tokenizer.eod, 99):
@@ -242,7 +242,7 @@ def test_fragments_are_rearranged_on_their_own(tokenizer: Tokenizer) -> None:
 
 
 def test_a_begin_of_text_id_stays_at_the_beginning(tmp_path: Path) -> None:
-    """Llama2Tokenizer puts one before every text; pieces have none of their own."""
+    """Llama2Tokenizer puts one before every text; pieces must not have it."""
     (tmp_path / "text.txt").write_text(
         "\n".join(line for text in TEXTS * 20 for line in text.splitlines() if line.strip())
     )

@@ -1,4 +1,4 @@
-"""Any file of the format, made with struct from the definition, is read as it was meant and written to the byte."""
+"""Any file of the format, created with struct from the definition, is read correctly and written bytewise equally."""
 
 import struct
 from pathlib import Path
@@ -27,10 +27,10 @@ LETTERS = {
 
 @st.composite
 def files(draw: st.DrawFn) -> tuple[str, list[list[list[int]]], list[int] | None, bool]:
-    """A dtype, documents of sequences of tokens, modes of all sequences or none, and whether documents are closed."""
+    """A dtype, documents of sequences of tokens, optional modes of all sequences, and whether documents are closed."""
     dtype = draw(st.sampled_from(sorted(LETTERS)))
     kind = np.dtype(dtype)
-    # Floats hold these exactly; a file of them is read and written like any other.
+    # Floats represent these exactly; a file of floats is read and written like any other.
     low, high = (np.iinfo(kind).min, np.iinfo(kind).max) if kind.kind in "iu" else (-(2**20), 2**20)
     sequence = st.lists(st.integers(int(low), int(high)), max_size=5)
     documents = draw(st.lists(st.lists(sequence, max_size=3), max_size=4))
@@ -42,7 +42,7 @@ def files(draw: st.DrawFn) -> tuple[str, list[list[list[int]]], list[int] | None
 def bytes_by_hand(
     dtype: str, documents: list[list[list[int]]], modes: list[int] | None, closed: bool
 ) -> tuple[bytes, bytes]:
-    """The .bin and .idx content from the definition alone."""
+    """The .bin and .idx content, only from the definition."""
     sequences = [sequence for document in documents for sequence in document]
     tokens = [token for sequence in sequences for token in sequence]
     borders = [0]
@@ -84,7 +84,7 @@ def test_both_directions(made: tuple) -> None:
 
 @pytest.mark.parametrize("multimodal", [False, True])
 def test_joining_files_made_by_hand(multimodal: bool, tmp_path: Path) -> None:
-    """The index of two files joined is that of one file with the sequences of both."""
+    """The index of two joined files is that of one file with the sequences of both."""
     parts = [[[[1, 2], []], [[3]]], [[], [[4, 5, 6]]]]
     modes = [[1, 2, 3], [4]] if multimodal else [None, None]
     for name, documents, own in zip("ab", parts, modes, strict=True):

@@ -27,7 +27,7 @@ DOCUMENTS = [[1, 2, 3, EOD], [4, EOD], [5, 6, 7, 8, 9, EOD], [10, 11, EOD], [12,
 
 
 def config(**changes: Any) -> GPTDatasetConfig:
-    """Settings for a prefix that the tests open by themselves."""
+    """Settings for a prefix that the tests open themselves."""
     settings: dict[str, Any] = {
         "random_seed": 11,
         "sequence_length": 6,
@@ -83,7 +83,7 @@ def test_what_an_item_is_made_of(tmp_path: Path) -> None:
         "attention_mask": ((1, 6, 6), torch.bool),
     }
     assert item["position_ids"].tolist() == list(range(6))
-    # True is masked: a token sees itself and what comes before it.
+    # True is masked: a token attends to itself and preceding tokens.
     assert item["attention_mask"][0].equal(torch.ones(6, 6).triu(1).bool())
     padding = data[None]
     assert padding["tokens"].equal(item["tokens"])

@@ -1,4 +1,4 @@
-"""The JSON beside a token file, and the check of the tokenizer against it."""
+"""The JSON header of a token file, and the check of the tokenizer against it."""
 
 import json
 from dataclasses import asdict, replace
@@ -84,7 +84,7 @@ def test_the_header_of_a_tokenizer() -> None:
 
 
 def write_content(folder: Path, **changes: object) -> str:
-    """A header with other content; the prefix."""
+    """A header with changed content; returns the prefix."""
     content = {"format": "megatron-native token file 2", **asdict(HEADER), **changes}
     (folder / "a.json").write_text(json.dumps(content))
     return str(folder / "a")
@@ -98,7 +98,7 @@ def test_a_header_of_version_1_is_read(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps({"format": "megatron-native token file 1", **old}))
     assert read_header(prefix) == replace(HEADER, bos=None, eos=None, pad=None)
     check_tokenizer(prefix, BYTES)
-    # What it does not know is no difference.
+    # Fields that it does not have are not compared.
     with pytest.raises(DataError, match=r"this run has 12 \(eod 256 there and 11 here\); use"):
         check_tokenizer(prefix, NullTokenizer(12))
     write_header(prefix, read_header(prefix))
@@ -136,7 +136,7 @@ def test_special_ids_that_differ_are_named(tmp_path: Path) -> None:
 
 
 def test_another_end_of_document_is_told_although_the_vocabulary_is_the_same(tmp_path: Path) -> None:
-    """As when a tokenizer_config.json that names the end is gone: the data's ends would be ordinary tokens."""
+    """As if the tokenizer_config.json with the end token were missing: the data's ends would be ordinary tokens."""
     other = ByteLevelTokenizer()
     other.eod = 10
     with pytest.raises(DataError, match=r"documents of .*a end with the id 256, but .* ends them with 10"):

@@ -1,4 +1,4 @@
-"""The .bin/.idx format: byte for byte as defined, and a sentence for everything that can be wrong."""
+"""The .bin/.idx format: byte for byte as defined, and an error for every possible fault."""
 
 import os
 import struct
@@ -26,7 +26,7 @@ LETTERS = {1: "B", 2: "b", 3: "h", 4: "i", 5: "q", 6: "d", 7: "f", 8: "H"}
 
 
 def by_hand(folder: Path, code: int, modes: tuple[int, ...] = ()) -> tuple[str, bytes, bytes]:
-    """A pair of files of four sequences, made with struct alone: prefix, .bin and .idx content."""
+    """A pair of files of four sequences, created only with struct: prefix, .bin and .idx content."""
     prefix = str(folder / "hand")
     tokens = struct.pack(f"<{len(TOKENS)}{LETTERS[code]}", *TOKENS)
     index = index_by_hand(LENGTHS, struct.calcsize(LETTERS[code]), DOCUMENTS, code, modes)
@@ -67,7 +67,7 @@ def test_multimodal_bytes(tmp_path: Path) -> None:
     assert (sequence.tolist(), mode) == ([20, 21], 2)
     sequences, modes = dataset[2:]
     assert ([s.tolist() for s in sequences], modes.tolist()) == ([[20, 21], [30, 31, 32, 33]], [2, 1])
-    # Without asking for the modes one reads the same tokens without them.
+    # If modes are not requested, the same tokens are read without them.
     assert IndexedDataset(prefix)[2].tolist() == [20, 21]
 
 
@@ -130,7 +130,7 @@ def edit(path: str, offset: int, content: bytes) -> None:
 
 
 def cut(path: str, by: int) -> None:
-    """Take bytes off a file's end."""
+    """Truncate a file."""
     Path(path).write_bytes(Path(path).read_bytes()[:-by])
 
 
@@ -202,7 +202,7 @@ def test_a_prefix_with_a_suffix_is_explained(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mmap", [True, False])
 def test_tokens_that_are_cut_off_during_a_run(mmap: bool, tmp_path: Path) -> None:
-    """A mapped file would end the process by SIGBUS."""
+    """Reading beyond a mapped file would end the process by SIGBUS."""
     prefix, _, _ = by_hand(tmp_path, 4)
     dataset = IndexedDataset(prefix, mmap=mmap)
     os.truncate(get_bin_path(prefix), 16)

@@ -1,4 +1,4 @@
-"""Samples: which tokens they hold, in which order, and past 32 bits."""
+"""Samples: tokens, order, and offsets beyond 32 bits."""
 
 from pathlib import Path
 

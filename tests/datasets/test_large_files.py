@@ -1,4 +1,4 @@
-"""Files whose offsets do not fit 32 bits; they have a hole on the disk and take no room there."""
+"""Files whose offsets do not fit in 32 bits; they are sparse and use no disk space."""
 
 import struct
 from pathlib import Path
@@ -16,7 +16,7 @@ LONG = 2**31 - 1
 
 
 def make(folder: Path) -> str:
-    """Four sequences, two as long as the format can count, in one document; the tokens are all 0."""
+    """Four sequences, two of the maximal length, in one document; the tokens are all 0."""
     prefix = str(folder / "large")
     Path(get_idx_path(prefix)).write_bytes(index_by_hand([LONG, LONG, 50, 50], 1, [0, 4], DType.uint8))
     with open(get_bin_path(prefix), "wb") as file:
@@ -35,7 +35,7 @@ def test_places_beyond_32_bits_are_checked(tmp_path: Path) -> None:
     prefix = make(tmp_path)
     path = Path(get_idx_path(prefix))
     content = bytearray(path.read_bytes())
-    # What an offset counted in 32 bits would have become.
+    # The result of an offset computed in 32 bits.
     content[34 + 4 * 4 + 16 : 34 + 4 * 4 + 24] = struct.pack("<q", 2 * LONG - 2**32)
     path.write_bytes(content)
     with pytest.raises(DataError, match=rf"large\.idx: sequence 2 begins at byte -2 .*expected {2 * LONG}"):  # C46

@@ -1,4 +1,4 @@
-"""Micro-batches: the same samples whatever the layout, the history and the helpers."""
+"""Micro-batches: the same samples for any layout, history and number of workers."""
 
 import random
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ LENGTH = 8
 
 @pytest.fixture
 def dataset() -> BlendedDataset:
-    """A blend of two small data sets, of 24 and 37 samples an epoch."""
+    """A blend of two small data sets with 24 and 37 samples per epoch."""
     made = [KeyedGPTDataset(FakeIndexed([n]), range(1), LENGTH, seed=4) for n in (200, 300)]
     return BlendedDataset(made, [1, 2])
 
@@ -85,7 +85,7 @@ def test_every_sample_once_an_epoch_with_a_resume(tmp_path: Path) -> None:
     n = KeyedGPTDataset(indexed, range(2), LENGTH, seed=4).samples_per_epoch
     assert n == 24
     log: list[int] = []
-    for resumed_at in (0, n + n // 2):  # a stop in the middle of the second epoch, with new objects after it
+    for resumed_at in (0, n + n // 2):  # an interruption in the middle of the second epoch, continued with new objects
         loader = BatchLoader(KeyedGPTDataset(indexed, range(2), LENGTH, seed=4), 4, 0, 1, vocab_size=1000)
         stop = n + n // 2 if resumed_at == 0 else 3 * n
         for consumed in range(resumed_at, stop, 4):
@@ -177,7 +177,7 @@ def test_any_number_of_workers_reads_the_same(workers: int, dataset: BlendedData
 
 def test_shorter_sequences_are_the_beginnings_of_the_long_ones(dataset: BlendedDataset) -> None:
     loader = BatchLoader(dataset, 2, 0, 1, vocab_size=1000)
-    loader.prefetch(4, 2)  # at full length: not what is asked for next
+    loader.prefetch(4, 2)  # full length, which was not prefetched
     for short, full in zip(loader.step(4, 2, 3), loader.step(4, 2), strict=True):
         for key in ("tokens", "labels", "loss_mask"):
             assert torch.equal(short[key], full[key][:, :3])

@@ -1,4 +1,4 @@
-"""1,000 files and 10^9 samples: nothing is held, or read, that grows with either number."""
+"""1,000 files and 10^9 samples: memory and reads do not grow with either number."""
 
 import tracemalloc
 from pathlib import Path
@@ -13,7 +13,7 @@ FILES, SAMPLES, LENGTH = 1000, 10**6, 64
 
 
 def sparse_file(prefix: Path) -> str:
-    """A file of 10^6 samples in 5 documents, which takes no room on the disk."""
+    """A sparse file of 10^6 samples in 5 documents."""
     lengths = [SAMPLES * LENGTH // 5] * 4 + [SAMPLES * LENGTH // 5 + 1]
     Path(get_idx_path(str(prefix))).write_bytes(index_by_hand(lengths, 2, range(6), code=8))
     with open(get_bin_path(str(prefix)), "wb") as file:
@@ -36,5 +36,5 @@ def test_little_memory_whatever_the_number_of_samples(prefixes: tuple[str, ...])
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert train.samples_per_epoch == FILES * SAMPLES
-    # One byte a sample would be 1,000 MB. What there is: 1,000 open files, and the blend's tables of 65,536 slots.
+    # One byte per sample would be 1,000 MB. Expected: 1,000 open files, and the blend's tables of 65,536 slots.
     assert peak < 10e6

@@ -1,4 +1,4 @@
-"""Made-up text: pure, in range, and worth learning."""
+"""Synthetic text: pure, in range, and learnable."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Documents in a sequence, against a loop that reads token by token."""
+"""Documents within a sequence, against a loop over tokens."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def test_epochs_and_seeds_give_other_orders() -> None:
 
 
 def test_places_are_well_spread() -> None:
-    """Mean and correlation with the position, of 20,000 numbers: five standard deviations of a random order."""
+    """Mean and correlation with the position, of 20,000 numbers: within five standard deviations of a random order."""
     size = 20_000
     order = np.array([*KeyedPermutation(size, (3, 1))], dtype=np.float64)
     correlation = np.corrcoef(np.arange(size), order)[0, 1]
@@ -75,6 +75,6 @@ def test_mix64() -> None:
 
 
 def test_the_order_never_changes() -> None:
-    """Runs resume across releases: these numbers are part of the data order's definition."""
+    """Runs resume across releases: these numbers define the data order."""
     assert list(KeyedPermutation(10, (1234, 0))) == [2, 9, 7, 1, 4, 3, 0, 8, 5, 6]
     assert mix64(1234, 0) == 10052871970936996279

@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of a run's data, and what a resumed run says when the data has changed."""
+"""Records of a run's data in checkpoints, and messages of a resumed run if the data has changed."""
 
 import json
 from pathlib import Path
@@ -17,14 +17,14 @@ REPLACED = "the order of samples is the same, and from sample 40 on they have th
 
 
 def record(*data_path: str, **settings: object) -> list[dict]:
-    """The records, as a checkpoint's JSON gives them back."""
+    """The records as restored from a checkpoint's JSON."""
     found = json.loads(json.dumps(record_sources(DataConfig(data_path=data_path, **settings))))
     assert all(map(is_record, found))
     return found
 
 
 def changed(before: list[dict], now: list[dict]) -> str:
-    """The sentences about a resume at sample 40."""
+    """The messages of a resume at sample 40."""
     return " | ".join(describe_changes(before, now, 40))
 
 
@@ -103,7 +103,7 @@ def test_conversations_count_lines(tmp_path: Path) -> None:
 
 
 def test_a_large_file_is_hashed_by_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first and the last block count, and so does the size; of what lies between them, the blocks alone."""
+    """The size, the first and the last block are hashed; between them only some blocks."""
     monkeypatch.setattr(sources, "BLOCK_BYTES", 8)
     path = tmp_path / "tokens"
     content = bytes(1000)

@@ -1,4 +1,4 @@
-"""Shares and borders of the splits."""
+"""Fractions and borders of the splits."""
 
 from itertools import pairwise
 

@@ -1,4 +1,4 @@
-"""The sequences of a file as one text: the right tokens, and little memory."""
+"""The sequences of a file as one text: correct tokens, and little memory."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The check of a whole token file: a sound one passes, and every fault is named with its place."""
+"""The check of a whole token file: valid files pass, and every fault is reported with its position."""
 
 import struct
 import tracemalloc
@@ -17,13 +17,13 @@ from tests.datasets.files import index_by_hand, write
 LENGTHS = [3, 0, 2, 4]
 DOCUMENTS = [0, 2, 2, 4]
 TOKENS = [10, 11, 12, 20, 21, 30, 31, 32, 33]
-# Where the parts of the index begin.
+# Offsets of the parts of the index.
 POINTERS_AT, DOCUMENTS_AT = 34 + 4 * 4, 34 + 12 * 4
 
 
 @pytest.fixture(params=[1, 3, 1 << 20], ids=["blocks of 1", "blocks of 3", "one block"], autouse=True)
 def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every check is made across the borders of blocks too."""
+    """Also check across block boundaries."""
     for module in (indexed, validate_module):
         monkeypatch.setattr(module, "BLOCK", request.param)
 
@@ -35,7 +35,7 @@ def by_hand(
     letter: str = "i",
     documents: Sequence[int] = DOCUMENTS,
 ) -> str:
-    """Four sequences made with struct alone; the prefix."""
+    """Four sequences created only with struct; returns the prefix."""
     prefix = str(folder / "a")
     Path(get_bin_path(prefix)).write_bytes(struct.pack(f"<{len(tokens)}{letter}", *tokens))
     Path(get_idx_path(prefix)).write_bytes(index_by_hand(LENGTHS, struct.calcsize(letter), documents, code))
@@ -50,7 +50,7 @@ def edit(path: str, offset: int, content: bytes) -> None:
 
 
 def header(**changes: object) -> DatasetHeader:
-    """A header that fits the files."""
+    """A header that matches the files."""
     fields = {"vocab_size": 34, "eod": None, "append_eod": False, "documents": 3, "tokens": 9}
     return DatasetHeader(**{"tokenizer_type": "NullTokenizer", "fingerprint": "0", **fields, **changes})
 
@@ -187,7 +187,7 @@ def test_memory_is_that_of_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         opened = []
 
         def progress(size: int, opened: list[int] = opened) -> None:
-            if not opened:  # what opening the files takes is another matter
+            if not opened:  # opening the files is not counted
                 tracemalloc.start()
             opened.append(size)
 

@@ -1,4 +1,4 @@
-"""The figure at the end of a run: how many of the planted defects were caught."""
+"""The summary line at the end of a run: the number of planted defects that were detected."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """``defects planted / caught: 35 / 35``; with -v also what gave each of them away."""
+    """``defects planted / caught: 35 / 35``; with -v also how each of them was detected."""
     reports = [report for outcome in ("passed", "failed") for report in terminalreporter.stats.get(outcome, ())]
     properties = [dict(report.user_properties) for report in reports if report.when == "call"]
     planted = [each for each in properties if "defect" in each]

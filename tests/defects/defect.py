@@ -1,4 +1,4 @@
-"""What a planted defect is."""
+"""The description of a planted defect."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Defect:
-    """A silent error: one fragment of one function, changed so that everything still runs and the loss still falls."""
+    """A silent error: one fragment of one function is changed, so that everything still runs and the loss still
+    falls."""
 
     name: str
-    """What is wrong."""
+    """Title of the defect."""
     target: str
     """The function, ``module:Qualname`` inside the package."""
     old: str
-    """What its source has exactly once."""
+    """A fragment that its source contains exactly once."""
     new: str
     row: str
-    """The row of the parity matrix that must not hold with the defect."""
+    """The row of the parity matrix that must fail with the defect."""
     bug_class: str = ""
-    """Its classes in the list of 65 ways to go silently wrong, as ``C1 C3``."""
+    """Its classes in the list of 65 silent errors, such as ``C1 C3``."""

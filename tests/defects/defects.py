@@ -1,4 +1,4 @@
-"""The defects that the parity matrix has to find: each was made by somebody, and raised no error."""
+"""The defects that the parity matrix must detect: each occurred in practice without an error."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Defects of context parallelism: how sequences are cut, how parts of attention meet, where gradients go."""
+"""Defects of context parallelism: split of sequences, merging of attention, gradients."""
 
 from __future__ import annotations
 
 from tests.defects.defect import Defect
 
 IN_CONTEXT = (
-    # What each rank is given.
+    # Inputs of each rank.
     Defect(  # Megatron derives positions from ranks in several places
         "positions are those of contiguous parts, the tokens those of a zig-zag",
         "parallel.micro_batch:SequenceSplit.positions",
@@ -62,7 +62,7 @@ IN_CONTEXT = (
         "cp2 p2p",
         "C4",
     ),
-    # What they compute.
+    # Computation.
     Defect(
         "keys after a query are seen when they are on another rank",
         "context_parallel.tiles:_of_pieces",
@@ -158,7 +158,7 @@ IN_CONTEXT = (
         "cp2 all_gather",
         "C22 C23",
     ),
-    # Heads for parts of the sequence.
+    # Exchange of heads.
     Defect(
         "tokens are put together in the order of ranks",
         "context_parallel.heads:HeadExchange._ascending",

@@ -1,11 +1,11 @@
-"""Defects of experts that are split over ranks: what public frameworks did, or do."""
+"""Defects of experts split over ranks, found in public frameworks."""
 
 from __future__ import annotations
 
 from tests.defects.defect import Defect
 
 IN_EXPERTS = (
-    # Gradients that each rank has a part of.
+    # Partial gradients.
     Defect(  # C17
         "router gradients are not summed over tensor-parallel ranks",
         "transformer.moe.router:TopKRouter.__init__",
@@ -77,7 +77,7 @@ IN_EXPERTS = (
         "bias and groups, dp2 pp2 ep2 zb_v",
         "C33",
     ),
-    # Who has which experts, and which rows.
+    # Placement of experts and rows.
     Defect(
         "all ranks of ep hold the first experts",
         "transformer.moe.experts:Experts.__init__",

@@ -1,4 +1,4 @@
-"""Defects in products in FP8: scales that depend on the layout, or come too late."""
+"""Defects of FP8 products: scales that depend on the layout, or are outdated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Defects of latent attention (gradients that are parts) and of multi-token prediction (shifts, counts, a copy)."""
+"""Defects of latent attention (partial gradients) and of multi-token prediction (shifts, counts, a copy)."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Defects in what a tensor-parallel rank computes."""
+"""Defects in the computation of a tensor-parallel rank."""
 
 from __future__ import annotations
 
 from tests.defects.defect import Defect
 
 IN_LAYERS = (
-    # Gradients that each tensor-parallel rank has a part of.
+    # Partial gradients of tensor-parallel ranks.
     Defect(  # C17
         "sequence-parallel norm gradients are not summed over tp",
         "transformer.block:TransformerLayer.__init__",
@@ -179,7 +179,7 @@ IN_LAYERS = (
         "True",
         "tp2",
     ),
-    # Weights: where their parts lie, how they begin.
+    # Weights: their parts and initialization.
     Defect(  # C42
         "gate and up projections are cut as one matrix",
         "transformer.mlp:MLP.__init__",

@@ -1,4 +1,4 @@
-"""Defects in how the ranks take a step together."""
+"""Defects in the joint step of all ranks."""
 
 from __future__ import annotations
 

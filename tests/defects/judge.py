@@ -1,4 +1,4 @@
-"""A row of the parity matrix, trained with a defect and judged as the matrix judges it."""
+"""Train a row of the parity matrix with a defect, and judge it like the matrix."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from tests.parity.rows import BASE, baseline_of
 from tests.parity.test_matrix import faults
 
 INCOMPLETE = "do not make up one whole model"
-"""What ``models.build`` says of layers that are missing or doubled, before the first step."""
+"""The message of ``models.build`` about missing or duplicate layers, before the first step."""
 
 
 def symptoms(defect: Defect) -> list[str]:
-    """What the matrix says about the defect's row."""
-    # Before anything is planted: one process must stay the baseline.
+    """The matrix's judgement of the defect's row."""
+    # Computed before anything is planted, because one process must remain the baseline.
     baseline = baseline_of(BASE | EVERY_ROW[defect.row][1])
     return judged(defect, baseline, Bounds("float64"))
 
 
 def judged(defect: Defect, baseline: Trace, bounds: Bounds, extra: dict | None = None) -> list[str]:
-    """What is wrong with the defect's row under ``bounds``; ``extra`` settings may narrow its dtype."""
+    """Faults of the defect's row under ``bounds``; ``extra`` settings may narrow its dtype."""
     try:
         found = train(defect, extra)
     except RankFailure as failure:
@@ -38,12 +38,12 @@ def judged(defect: Defect, baseline: Trace, bounds: Bounds, extra: dict | None =
 
 
 def first_sign(found: list[str]) -> str:
-    """The symptom of the earliest step, the worst of that step."""
+    """The symptom of the earliest step, the largest of that step."""
     return min(found, key=_step_of)
 
 
 def _step_of(symptom: str) -> int:
-    """Ranks that disagree (``rank 1 reports ...``) come first and the weights, which are compared in the end, last."""
+    """Differences between ranks (``rank 1 reports ...``) come first and weights, compared at the end, last."""
     named = re.search(r"\b(?:loss|norm|grad)(\d)", symptom)
     if named:
         return int(named[1])
@@ -51,7 +51,7 @@ def _step_of(symptom: str) -> int:
 
 
 def train(defect: Defect, extra: dict | None = None) -> Trace:
-    """The trace of the defect's row with the defect in it."""
+    """The trace of the defect's row with the defect."""
     world_size, model, layout = EVERY_ROW[defect.row]
     with planted(defect.target, defect.old, defect.new):
         return trace_training(RunConfig.from_flat(BASE | model | (extra or {}) | layout), world_size)

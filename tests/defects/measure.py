@@ -1,6 +1,6 @@
-"""How many of the defects a narrower dtype would let through: ``python -m tests.defects.measure bfloat16``.
+"""Count the defects that a narrower dtype does not reveal: ``python -m tests.defects.measure bfloat16``.
 
-The baseline is one process in float64, the bounds come from what rounding does in one process in the dtype.
+The baseline is one process in float64; bounds come from rounding errors of one process in the dtype.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from tests.parity.test_matrix import faults
 
 
 def main(dtype: str) -> None:
-    # Without it elements whose true gradient is 0 (key biases) move by rounding alone: ``verify.shrink`` sets it, too.
+    # Otherwise elements whose true gradient is 0 (key biases) change by rounding only; ``verify.shrink`` also sets it.
     calm = {"adam_eps": 1e-3}
     narrow = {"fp64": False, "bf16": dtype == "bfloat16"}
 
     @cache
     def reference(row: str) -> tuple[Trace, Bounds]:
-        """The baseline of a row and how far from it rounding leads; both before anything is planted."""
+        """The baseline of a row and its rounding errors, both computed before anything is planted."""
         world_size, model, layout = EVERY_ROW[row]
         baseline = baseline_of(BASE | model | calm)
         bounds = Bounds(dtype, noise_of(BASE | model | calm, narrow))

@@ -1,4 +1,4 @@
-"""A defect planted for a while: one fragment of a function's source changed in the very function object."""
+"""Plants a defect temporarily: changes one fragment of a function's source in the function object itself."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ PACKAGE = "megatron_core"
 
 @contextmanager
 def planted(target: str, old: str, new: str) -> Iterator[None]:
-    """Replace ``old``, which has to occur exactly once in the source of ``target``, by ``new``.
+    """Replace ``old``, which must occur exactly once in the source of ``target``, by ``new``.
 
-    In fragments of several lines the indentation counts from the ``def``.
-    ``target`` is ``module:Qualname`` inside the package: a function, method, static method or property. Its code is
-    exchanged, not the function itself, so that every reference sees the change and forked ranks inherit it.
+    In fragments of several lines indentation is relative to the ``def``. ``target`` is ``module:Qualname`` inside the
+    package: a function, method, static method or property. Only its code is replaced, so that every reference uses the
+    change and forked ranks inherit it.
     """
     function = function_of(target)
     healthy = function.__code__
@@ -34,7 +34,7 @@ def planted(target: str, old: str, new: str) -> Iterator[None]:
 
 
 def _forget(function: FunctionType) -> None:
-    """Empty the caches of the function's module, which may hold what it returned before."""
+    """Clear the caches of the function's module, which may have earlier results."""
     for found in function.__globals__.values():
         if hasattr(found, "cache_clear"):
             found.cache_clear()
@@ -55,11 +55,11 @@ def _changed(function: FunctionType, old: str, new: str) -> CodeType:
     assert times == 1, f"{function.__qualname__} has {times} times, not once: {old}"
     definition = ast.parse(source.replace(old, new)).body[0]
     definition.decorator_list.clear()
-    # The names that the function takes from around it (``__class__``, for super()) stay free if they are local there.
+    # Names from enclosing scopes (``__class__``, for super()) stay free variables if they are local here.
     around = ast.parse(f"def around({', '.join(function.__code__.co_freevars)}): pass")
     around.body[0].body = [definition]
     ast.increment_lineno(around, first_line - 1)
-    # ``annotations`` is the feature of the first import: the library's annotations are never evaluated either.
+    # ``annotations`` is the feature of the first import, because the library's annotations are never evaluated.
     changed = compile(around, function.__code__.co_filename, "exec", annotations.compiler_flag, dont_inherit=True)
     return _inner(_inner(changed))
 

@@ -1,6 +1,6 @@
-"""Planted defects: the proof can fail.
+"""Planted defects: the comparison can fail.
 
-That the rows hold without a defect is what ``tests/parity/test_matrix.py`` shows.
+``tests/parity/test_matrix.py`` shows that the rows pass without a defect.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.parity.every_row import EVERY_ROW, cover
 
 BY_NAME = {defect.name: defect for defect in DEFECTS}
 SHOWS = {name: {defect.target.partition(":")[0], *defect.bug_class.split()} for name, defect in BY_NAME.items()}
-"""A defect stands for those of its module and of its classes."""
+"""A defect represents those of its module and of its classes."""
 SAMPLE = cover(SHOWS, lambda name: 1 + EVERY_ROW[BY_NAME[name].row][0])
 
 

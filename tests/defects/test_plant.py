@@ -1,4 +1,4 @@
-"""Planting changes the code that everybody calls, for a while, and refuses what it cannot find."""
+"""Planting changes the code for all callers, temporarily, and refuses missing fragments."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_methods_that_call_super() -> None:
 
 
 def test_functions_behind_decorators() -> None:
-    """Properties, static methods and wrapped functions: the plain function inside is what changes."""
+    """Properties, static methods and wrapped functions: the plain function inside is changed."""
     assert function_of("training.setup:Run.layout") is Run.layout.fget
     assert function_of("parallel.groups:ParallelGroups.single") is ParallelGroups.single.__func__
     with planted("parallel.sharding:ShardSpec.copied_axes", "not in", "in"):
@@ -68,6 +68,6 @@ def test_functions_behind_decorators() -> None:
 
 @pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.name)
 def test_every_defect_can_be_planted(defect: Defect) -> None:
-    """Only ``make verify-all`` runs all defects, so a changed source would go unnoticed until then."""
+    """Only ``make verify-all`` runs all defects, so a changed source would otherwise not be noticed."""
     with planted(defect.target, defect.old, defect.new):
         pass

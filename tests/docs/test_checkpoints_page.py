@@ -1,4 +1,4 @@
-"""docs/checkpoints.md is right: its program reads checkpoints, its tables name every flag, key and file."""
+"""docs/checkpoints.md is correct: its program reads checkpoints, its tables have every flag, key and file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SPLIT = {"num_layers": 2, "tensor_model_parallel_size": 2, "pipeline_model_paral
 
 @pytest.fixture
 def program() -> dict:
-    """What the page's Python defines."""
+    """The definitions of the page's Python code."""
     (text,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
     assert "megatron" not in text and len([line for line in text.splitlines() if line]) <= 24
     names: dict = {}

@@ -1,4 +1,4 @@
-"""What docs/*.md tell to type: commands of pretrain_gpt.py are legal, tools are there, and links lead somewhere."""
+"""Commands in docs/*.md are valid: flags of pretrain_gpt.py, existing tools, and links."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TEXTS = {page: page.read_text() for page in PAGES}
 
 
 def _commands() -> list[str]:
-    """The lines of all blocks for a shell, joined where a backslash ends them."""
+    """The lines of all shell blocks, joined at backslashes."""
     blocks = (block for text in TEXTS.values() for block in re.findall(r"```bash\n(.*?)```", text, flags=re.DOTALL))
     return [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
 

@@ -1,4 +1,4 @@
-"""The page of Megatron-LM's flags is what the tables say, and the tables know every flag."""
+"""The page of Megatron-LM's flags equals the tables, and the tables have every flag."""
 
 from __future__ import annotations
 

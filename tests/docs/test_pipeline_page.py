@@ -1,4 +1,4 @@
-"""docs/pipeline.md is right: its outputs are the tool's, its numbers the simulator's, its example runs."""
+"""docs/pipeline.md is correct: outputs equal the tool's, numbers the simulator's, and the example runs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ COLUMNS = "100"
 
 @pytest.fixture
 def example(tmp_path: Path) -> Iterator[ModuleType]:
-    """The worked example as a module; its row leaves the table when the test is done."""
+    """The worked example as a module; its row is removed from the table after the test."""
     path = tmp_path / "eager.py"
     path.write_text(re.search(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)[1])
     before = dict(SCHEDULES)
@@ -100,7 +100,7 @@ def test_plans_on_the_page_are_sound() -> None:
 
 
 def test_the_traced_run_is_a_legal_one() -> None:
-    """Its command is the one of ``make docs``."""
+    """Its command equals that of ``make docs``."""
     (command,) = re.findall(r"^torchrun .* pretrain_gpt.py (.* --trace-pipeline .*)$", PAGE, flags=re.MULTILINE)
     config = parse_run_config(shlex.split(command))
     assert list(problems(config, 2)) == [] and config.monitor.trace_pipeline == "runs/trace"

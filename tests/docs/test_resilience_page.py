@@ -1,4 +1,4 @@
-"""docs/resilience.md names every flag, fault and exit status."""
+"""docs/resilience.md contains every flag, fault and exit status."""
 
 from __future__ import annotations
 

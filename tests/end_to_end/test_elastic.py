@@ -1,4 +1,4 @@
-"""Jobs under torchrun whose ranks are killed and started again, and whose nodes go and come, with real processes."""
+"""Jobs under torchrun whose ranks are killed and restarted, and whose nodes leave and join, with real processes."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ JOB = SMALL | {
     "lr": 1e-4,
 }
 
-# Otherwise a node that joins a running job waits in vain for the address of the store (torch 2.13; how the two came to
-# be shared: https://github.com/pytorch/pytorch/issues/135712).
+# Otherwise a node that joins a running job never gets the address of the store (torch 2.13; why the two share it:
+# https://github.com/pytorch/pytorch/issues/135712).
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 IN_MEMORY = {"non_persistent_save_interval": 1, "non_persistent_ckpt_type": "local", "replication": True}
 
@@ -51,7 +51,7 @@ def flags(settings: dict[str, object]) -> list[str]:
 
 
 class Node:
-    """A launcher with its ranks, and what it prints."""
+    """A launcher with its ranks, and its output."""
 
     def __init__(self, log: Path, launcher: Sequence[str], folder: Path, settings: dict[str, object]) -> None:
         self.log = log
@@ -63,7 +63,7 @@ class Node:
             )
 
     def wait_until_it_trains(self, *, alone: bool) -> None:
-        """Wait until the attempt that began last has taken some steps, on its own rank or with one of another node."""
+        """Wait until the latest attempt has run some steps, on this node or another."""
 
         def trains() -> bool:
             banner, _, steps = self.log.read_text().rpartition(" parameters on rank 0")
@@ -88,7 +88,7 @@ class Node:
         return found
 
     def end(self) -> None:
-        """End it with its ranks, whatever state it is in."""
+        """Kill it with its ranks, in any state."""
         if self.process.poll() is None:
             ranks = self.ranks()
             self.process.kill()
@@ -104,7 +104,8 @@ def torchrun(*arguments: str) -> list[str]:
 
 
 def undisturbed(folder: Path, tolerance: float) -> int:
-    """Assert that the newest checkpoint in ``folder`` is what one process comes to in as many steps; -> how many."""
+    """Assert that the newest checkpoint in ``folder`` equals that of one process after as many steps; returns the
+    number."""
     steps = int((folder / "latest_checkpointed_iteration.txt").read_text())
     run = start(JOB | {"train_iters": 10**6})
     train(run, steps)
@@ -113,7 +114,7 @@ def undisturbed(folder: Path, tolerance: float) -> int:
 
 
 def test_torchrun_restarts_a_job_whose_rank_was_killed(tmp_path: Path) -> None:  # C57
-    """The store of torchrun outlives the ranks: nothing that the first attempt left there may disturb the second."""
+    """torchrun's store outlives the ranks: keys of the first attempt must not affect the second."""
     settings = {"train_iters": 6, "save_interval": 2, "inject_fault": "kill@1:4"}
     node = Node(
         tmp_path / "log",
@@ -135,8 +136,8 @@ def test_torchrun_restarts_a_job_whose_rank_was_killed(tmp_path: Path) -> None: 
 
 
 def _meet_again_and_again(seconds: float) -> int:
-    """How many names four attempts have, on one store. The second rank of each comes first and finds what the one
-    before has left; before the third attempt, one has failed when not all of its ranks had come."""
+    """The number of distinct names of four attempts on one store. The second rank of each arrives first and finds keys
+    of the previous attempt; before the third attempt, one has failed because not all of its ranks joined."""
     store, names = dist.HashStore(), set()
     store.set_timeout(timedelta(seconds=seconds))
     for attempt in range(4):
@@ -171,7 +172,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
 
 @pytest.mark.parametrize(("fault", "statuses"), [([], [0, 0, 0]), (["exception@1:2"], [75, 1, 75])])
 def test_spare_ranks_end_with_the_others(fault: list[str], statuses: list[int], tmp_path: Path) -> None:
-    """A batch of 4 micro-batches is not split over 3 ranks. No launcher ends the one that waits."""
+    """A batch of 4 micro-batches cannot be split over 3 ranks. The launcher does not end the waiting one."""
     folder = {"save": str(tmp_path / "run"), "load": str(tmp_path / "run")}
     logs = [tmp_path / str(rank) for rank in range(3)]
     with ranks_without_launcher(logs, **folder, train_iters=3, elastic=True, inject_fault=tuple(fault)) as ranks:
@@ -184,8 +185,8 @@ def test_spare_ranks_end_with_the_others(fault: list[str], statuses: list[int], 
 
 @needs_proc
 def test_nodes_go_and_come(tmp_path: Path) -> None:  # C31
-    """Of nodes with 1 and 2 ranks, 2 ranks train and one waits, because a batch of 4 is not split over 3. The second
-    node dies, the first goes on alone, and the second comes back."""
+    """Of nodes with 1 and 2 ranks, 2 ranks train and one is spare, because a batch of 4 cannot be split over 3. The
+    second node dies, the first continues alone, and the second joins again."""
     meeting = ["--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--local-addr", "127.0.0.1"]
     output = _go_and_come(tmp_path, lambda node: meeting, lambda node: [])
     assert "SIGTERM reached only rank 1" in output
@@ -199,8 +200,8 @@ def _go_and_come(
     *,
     memory: bool = False,
 ) -> str:
-    """What the nodes have printed. The second one is killed, or is out of reach while its ``cable`` is down. With
-    ``memory`` they save every step in memory, not on disk, and the second one's memory is lost."""
+    """The output of the nodes. The second one is killed, or unreachable while its ``cable`` is down. With ``memory``
+    they save every step in memory, not on disk, and the second one's memory is lost."""
     folder, nodes = tmp_path / "run", []
     settings: dict[str, object] = {"distributed_timeout_minutes": 0.3} if cable else {}
     settings |= {"train_iters": 10**6, "keep_last": 2, "log_interval": 1, "elastic": True}
@@ -272,8 +273,8 @@ def _two_hosts() -> Iterator[tuple[list[str], list[str], Callable[[str], None]]]
 @pytest.mark.whole_matrix
 @pytest.mark.parametrize("lost", ["killed", "out of reach"])
 def test_hosts_go_and_come(lost: str, tmp_path: Path) -> None:
-    """The same with hosts of their own: other networks, other processes, of which torchrun is number 1, and memory of
-    their own, where all is that is saved until a signal comes."""
+    """The same with separate hosts: separate networks, process namespaces, in which torchrun is process 1, and
+    memories, which have all checkpoints saved before a signal."""
     with _two_hosts() as (names, devices, cable):
 
         def prefix(node: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""Ranks that hang, launchers that die and environments that are wrong, with real processes."""
+"""Ranks that hang, launchers that die and invalid environments, with real processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # making an optimizer loads it, in 1.5 s; loaded here, every forked rank has it
+import torch._dynamo  # creating an optimizer loads it, in 1.5 s; loaded here, every forked rank has it
 
 from megatron_core.errors import LayoutError
 from megatron_core.parallel.launch import World, explained, run_job, start_world
@@ -68,7 +68,7 @@ def test_a_rank_that_hangs_is_reported_with_its_line_and_the_first_collective_th
 
 
 def free_port() -> int:
-    """A port that was free just now."""
+    """A port that was free a moment ago."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])
@@ -85,7 +85,7 @@ def _rank(rank: int, size: int, port: int, log: Path, settings: dict[str, object
 
 @contextmanager
 def ranks_without_launcher(logs: list[Path], **settings: object) -> Iterator[list[Any]]:
-    """Forked ranks, of which rank 0 hosts the store and each prints to its log; none is left afterwards."""
+    """Forked ranks, of which rank 0 hosts the store and each prints to its log; all are ended afterwards."""
     context, port = multiprocessing.get_context("fork"), free_port()
     ranks = [context.Process(target=_rank, args=(n, len(logs), port, log, settings)) for n, log in enumerate(logs)]
     try:
@@ -128,7 +128,7 @@ def test_when_the_launcher_dies_the_ranks_save_and_end(number: signal.Signals, t
             break
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     process.send_signal(number)
-    output = process.stdout.read()  # until the ranks, which write there, too, have ended
+    output = process.stdout.read()  # until the ranks, which also write there, have ended
     process.wait()
     deadline = time.monotonic() + 120
     while any(Path(f"/proc/{pid}").exists() for pid in children) and time.monotonic() < deadline:
@@ -175,7 +175,7 @@ def test_a_wrong_environment_is_one_sentence(
 def test_ranks_that_cannot_meet_say_so(
     environment: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank that is not the first, with none at the other end."""
+    """A rank other than the first, whose connection has no other end."""
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     monkeypatch.delenv("MASTER_PORT", raising=False)
     if "MASTER_ADDR" in environment and "MASTER_PORT" not in environment:

@@ -1,4 +1,4 @@
-"""pretrain_gpt.py as its users start it: by torchrun, with flags, right and wrong."""
+"""pretrain_gpt.py called like users call it: by torchrun, with valid and invalid flags."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def _pretrain(ranks: int, *flags: object) -> subprocess.CompletedProcess[str]:
 
 
 def _steps(folder: Path) -> dict[int, float]:
-    """Loss by iteration, the last one written where an iteration was repeated."""
+    """Loss by iteration; of a repeated iteration the last one."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {line["iteration"]: line["loss"] for line in lines if line["kind"] == "step"}
 
 
 def test_training_goes_on_in_another_layout(tmp_path: Path) -> None:
-    """Eight steps in one process, and the same eight in two layouts one after the other: the same losses."""
+    """Eight steps in one process, and the same eight steps in two layouts one after the other: the same losses."""
     alone, split = tmp_path / "alone", tmp_path / "split"
     schedule = [*TINY, "--fp64", "--lr-decay-iters", "8", "--train-iters"]
     assert _pretrain(0, *schedule, 8, "--save", alone).returncode == 0
@@ -69,7 +69,7 @@ def _token_files(folder: Path, largest: int) -> Path:
 
 
 def test_wrong_input_is_one_clear_message(tmp_path: Path) -> None:
-    """Each fault names the setting, its value and the way out; nothing hangs and no traceback is shown."""
+    """Each error has the setting, its value and the fix; nothing hangs and no traceback is shown."""
     prefix = _token_files(tmp_path, largest=63)
     truncated = tmp_path / "truncated"
     for ending in (".bin", ".idx"):
@@ -96,7 +96,7 @@ def test_wrong_input_is_one_clear_message(tmp_path: Path) -> None:
 
 
 def test_wrong_input_under_torchrun() -> None:
-    """Told once by the ranks, and once more for each rank in torchrun's closing report; every rank exits."""
+    """Printed once by the ranks, and once more per rank in torchrun's final report; every rank exits."""
     result = _pretrain(2, *TINY, "--train-iters", 2, "--pipeline-model-parallel-size", 3)
     assert result.returncode != 0
     assert result.stderr.count("error: ") == 1, result.stderr
@@ -105,7 +105,7 @@ def test_wrong_input_under_torchrun() -> None:
 
 
 def test_sigterm_saves_and_exits(tmp_path: Path) -> None:
-    """A job that is told to end finishes its step, saves, and leaves with status 0; it can go on from there."""
+    """A job that gets SIGTERM finishes its step, saves, and exits with status 0; it can be resumed."""
     flags = [*TINY, "--train-iters", "100000", "--save", tmp_path, "--log-interval", "1"]
     process = subprocess.Popen(_command(0, *flags), cwd=ROOT, stdout=subprocess.PIPE, text=True)
     for line in process.stdout:
@@ -136,7 +136,7 @@ def test_ctrl_c_saves_too(tmp_path: Path) -> None:
 
 
 def test_notes_before_the_training(tmp_path: Path) -> None:
-    """A folder that is in use, a length that is reached already, and a folder that cannot be made."""
+    """A folder that is in use, a length that is already reached, and a folder that cannot be created."""
     assert _pretrain(0, *TINY, "--train-iters", 2, "--save", tmp_path).returncode == 0
     again = _pretrain(0, *TINY, "--train-iters", 1, "--save", tmp_path)
     assert again.returncode == 1

@@ -1,4 +1,4 @@
-"""Run every command of the README and of docs/train.md, at a size that a test can afford."""
+"""Run every command of the README and of docs/train.md, at a size suitable for a test."""
 
 from __future__ import annotations
 
@@ -25,16 +25,18 @@ SMALLER = f"{SMALL} --lr-warmup-iters 0 --micro-batch-size 1 --global-batch-size
 
 
 def _commands() -> list[str]:
-    """The commands of both pages, each once, in their order."""
+    """The commands of both pages, each once, in order."""
     blocks = re.findall(r"```bash\n(.*?)```", README + TRAIN, flags=re.DOTALL)
     lines = [line.split("  #")[0].strip() for block in blocks for line in block.splitlines() if line.strip()]
     return list(dict.fromkeys(lines))
 
 
 def _run(folder: Path, command: str) -> str:
-    """Run a command in ``folder``, which looks like the repository's root; commands of one process run in this one."""
+    """Run a command in ``folder``, which looks like the repository's root; single-process commands run in this
+    process."""
     python, program, *flags = shlex.split(command)
-    if python == "python" and program.endswith(".py") and "quickstart" not in program:  # which prints what others print
+    # Prints the output of other processes.
+    if python == "python" and program.endswith(".py") and "quickstart" not in program:
         result = run_program(program, *flags, cwd=folder)
         assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
         return result.stdout
@@ -64,7 +66,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def data(clone: Path) -> list[str]:
-    """The commands that make a tokenizer and tokens, after they have run."""
+    """The commands that create a tokenizer and tokens, after they have run."""
     makers = ("python tools/train_tokenizer.py", "python tools/preprocess_data.py")
     commands = [command for command in _commands() if command.startswith(makers)]
     for command in commands:
@@ -73,7 +75,7 @@ def data(clone: Path) -> list[str]:
 
 
 def test_readme_commands_run(clone: Path, data: list[str]) -> None:
-    """In the order of the pages: commands use files of earlier ones."""
+    """In the order of the pages, because commands use files of earlier ones."""
     assert len(data) == 2
     seen = 0
     for command in _commands():
@@ -121,7 +123,7 @@ def test_quickstart(clone: Path) -> None:
 
 def test_example_configuration_is_legal() -> None:
     config = read_config(ROOT / "examples" / "gpt_1b.yaml")
-    # What the command adds to the file: --data-path and --save.
+    # Additions of the command to the file: --data-path and --save.
     left = [
         sentence for sentence in problems(config, 8) if "data_path" not in sentence and "without save" not in sentence
     ]

@@ -1,4 +1,4 @@
-"""Every example can be started as it says: its command lines are dry-run, its job files are parsed."""
+"""Every example can be started as documented: command lines are dry-run, job files are parsed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CONFIGURATIONS = sorted(path.stem for path in EXAMPLES.glob("*.yaml") if path.st
 PARAMETERS = {
     "gpt3_175b": 174_604_259_328,
     "llama3_8b": 8_030_261_248,
-    # The published model, and the layer that predicts a second token: norms and a projection around one more layer.
+    # The published model and its multi-token prediction layer: norms and a projection around one more layer.
     "deepseek_v3": 671_026_419_200 + 11_610_068_224,
 }
 
@@ -33,7 +33,7 @@ def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _dry_run(words: list[str]) -> tuple[RankEstimate, int]:
-    """The last rank, and the number of ranks, of the job that ``torchrun`` would start with these words."""
+    """The last rank, and the number of ranks, of the job that ``torchrun`` would start with these arguments."""
     at = next(i for i, word in enumerate(words) if word.endswith("pretrain_gpt.py"))
     launcher = " ".join(words[:at])
     nodes, ranks = (int(found[1]) if (found := re.search(rf"--{name}[ =](\d+)", launcher)) else 1 for name in _SIZES)
@@ -60,7 +60,7 @@ def test_the_command_on_the_first_lines_runs(name: str) -> None:
 
 
 def _commands(script: str, *arguments: str, folder: Path, **environment: str) -> list[list[str]]:
-    """The programs that a script starts, which are replaced by one that notes its words."""
+    """The programs started by a script, replaced by one that records its arguments."""
     note = folder / "commands"
     for name in ("python", "torchrun", "srun"):
         stub = folder / name
@@ -92,7 +92,7 @@ def test_continue_from_a_model_of_hugging_face(tmp_path: Path) -> None:
 
 
 def test_slurm(tmp_path: Path) -> None:
-    """One torchrun on each node; a job that starts again loads what it has saved."""
+    """One torchrun per node; a requeued job loads its last checkpoint."""
     environment = {"SLURM_JOB_NODELIST": "node[7-8]", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "11"}
     environment |= {"SLURM_GPUS_ON_NODE": "8", "SLURM_SUBMIT_DIR": str(ROOT)}
     words = ["--config", "examples/gpt_1b.yaml", "--mock-data", "--vocab-size", "1000", "--save", "checkpoints"]
@@ -107,7 +107,7 @@ def test_slurm(tmp_path: Path) -> None:
 
 
 def test_kubernetes() -> None:
-    """As many pods as nodes, which find the first one under the name that the service gives it."""
+    """As many pods as nodes, which connect to the first one by its name in the service."""
     service, job = yaml.safe_load_all((EXAMPLES / "kubernetes.yaml").read_text())
     assert (service["kind"], job["kind"]) == ("Service", "Job")
     pod = job["spec"]["template"]["spec"]

@@ -1,4 +1,4 @@
-"""The example configurations with experts: their numbers of parameters, and that they can be compared and trained."""
+"""The example configurations with experts: parameter counts, comparison and training."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_core.verify import shrunk
 from megatron_core.verify.gpt import configured
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-# Ranks; parameters, of all experts and of those that a token uses, as the models' own configurations give them.
+# Ranks; parameters, total and active per token, from the models' own configurations.
 MODELS = {
     "mixtral_8x7b": (64, 46_702_792_704, 12_879_925_248),
     "mixtral_8x22b": (128, 140_630_071_296, 39_161_468_928),
@@ -80,7 +80,7 @@ def test_shrunk_groups_and_patterns() -> None:
 
 
 def test_flops_count_the_experts_that_a_token_uses() -> None:
-    """6 for each weight in a matrix that the token passes through."""
+    """6 FLOPs for each matrix element that is applied to the token."""
     model = ModelConfig(
         num_layers=3,
         hidden_size=64,

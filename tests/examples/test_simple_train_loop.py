@@ -1,4 +1,4 @@
-"""The example of a training loop of one's own with Megatron Core's imports."""
+"""The example of a custom training loop with Megatron Core's imports."""
 
 from __future__ import annotations
 

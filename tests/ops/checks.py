@@ -1,4 +1,4 @@
-"""What the tests of all operations share: tensors, bounds, and the circumstances that must change nothing."""
+"""Common parts of the tests of all operations: tensors, bounds, and conditions that must not affect results."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ ANY = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-"""For tests of any shape, which hypothesis draws."""
+"""For tests with random shapes, drawn by hypothesis."""
 
-# Relative error of what is rounded once to each type, with room for a sum in float32.
+# Relative error of one rounding to each type, with tolerance for a sum in float32.
 BOUND = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
 LOW = [torch.float32, torch.bfloat16, torch.float16]
 
 KERNELS = ["cpu", "cuda on the host", *(["cuda"] if torch.cuda.is_available() else [])]
 AS_BUILT = pytest.mark.parametrize("kernels", [name for name in KERNELS if name != "cuda on the host"], indirect=True)
-"""For tests of how torch sees an operator: it is not told which kernels run on the CPU."""
+"""For tests of torch's view of an operator, which do not depend on the kernels on the CPU."""
 
 
 def draw(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -44,7 +44,7 @@ def draw(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 
 def assert_near(found: list[Tensor], expected: list[Tensor], bound: float, slack: float = 0.0) -> None:
-    """Each tensor is near the other of its place, by the norm of the difference."""
+    """Corresponding tensors are close, by the norm of the difference."""
     for mine, right in zip(found, expected, strict=True):
         assert mine.shape == right.shape
         assert (mine.double() - right).norm() <= bound * right.norm() + slack
@@ -61,7 +61,7 @@ def views(x: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """New memory is NaN inside, so that an element that is not written shows."""
+    """New memory is NaN inside, so that unwritten elements are detected."""
     poison.turn_on()
     try:
         assert torch.empty(3).isnan().all()
@@ -71,7 +71,7 @@ def poisoned_memory() -> Iterator[None]:
 
 
 def with_threads(work: Callable[[], R]) -> list[R]:
-    """What ``work`` gives with one and with more threads."""
+    """The results of ``work`` with one and with more threads."""
     before, found = torch.get_num_threads(), []
     try:
         for threads in (1, 2, 3, 8):
@@ -83,8 +83,8 @@ def with_threads(work: Callable[[], R]) -> list[R]:
 
 
 def in_both_orders(work: Callable[[], R], monkeypatch: pytest.MonkeyPatch) -> tuple[R, R]:
-    """What ``work`` gives with the CUDA kernels on the CPU, a block's threads taking turns from first to last and from
-    last to first: where a barrier is missing, that differs."""
+    """The results of ``work`` with the CUDA kernels on the CPU, with the threads of a block in ascending and in
+    descending order: they differ if a barrier is missing."""
     libraries.use(libraries.host_cuda, monkeypatch)
     library = libraries.compiled(*libraries.HOST_CUDA)
     try:

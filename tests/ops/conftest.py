@@ -1,4 +1,4 @@
-"""The kernels that every operation is tested with, and which combinations of parameters run."""
+"""The kernels with which every operation is tested, and the selected combinations of parameters."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.ops.checks import KERNELS, WHOLE_MATRIX
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of the product of a test's parameters keep combinations in which every pair of values of the product occurs;
-    WHOLE_MATRIX=1 keeps all of them."""
+    """Keep combinations of a test's parameters in which every pair of values occurs; with WHOLE_MATRIX=1 keep all of
+    them."""
     if WHOLE_MATRIX:
         return
     tests: dict[str, list[pytest.Item]] = {}
@@ -33,8 +33,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(params=KERNELS)
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Makes ``backend="native"`` run csrc/cpu, or the CUDA kernels through csrc/host_cuda; or, where there is a GPU,
-    makes new tensors lie there, and the CUDA kernels run there."""
+    """Makes ``backend="native"`` use csrc/cpu, or the CUDA kernels through csrc/host_cuda; or, on a machine with a GPU,
+    creates new tensors there, and uses the CUDA kernels there."""
     if request.param != "cuda":
         libraries.use(libraries.cpu if request.param == "cpu" else libraries.host_cuda, monkeypatch)
     with torch.device("cuda") if request.param == "cuda" else nullcontext():
@@ -43,5 +43,5 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture
 def cpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes ``backend="native"`` run csrc/cpu, which has float64 too."""
+    """Makes ``backend="native"`` use csrc/cpu, which also has float64."""
     libraries.use(libraries.cpu, monkeypatch)

@@ -1,4 +1,4 @@
-"""Native libraries for tests: the installed one, or one that is compiled here; and the CUDA sources on the CPU."""
+"""Native libraries for tests: installed ones, or compiled here; and the CUDA sources on the CPU."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ FLAGS = ["-std=c++17", "-O1", "-fPIC", "-Wall", "-Werror", "-Wno-unknown-pragmas
 PARTS = ("common", "cpu", "cuda", "host_cuda")
 COMPILERS = 2
 COMPILED = ROOT / "build" / "test_libraries"
-"""Libraries by a hash of what they are made of; ``make clean`` removes them."""
+"""Libraries by a hash of their sources; ``make clean`` removes them."""
 
 
 @cache
 def compiled(*sources: Path) -> ctypes.CDLL:
-    """A library of these sources, compiled once for all processes; skips the test where there is no C++ compiler."""
+    """A library of these sources, compiled once for all processes; skips the test without a C++ compiler."""
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         pytest.skip("there is no C++ compiler (c++, g++ or clang++) to compile csrc with")
@@ -40,7 +40,7 @@ def compiled(*sources: Path) -> ctypes.CDLL:
     COMPILED.mkdir(parents=True, exist_ok=True)
     library = COMPILED / f"{made_of.hexdigest()[:16]}.so"
     with (COMPILED / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # another process of the same test run compiles it just now
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another process of the same test run is compiling it
         if not library.exists():
             _compile(compiler, sources, library)
     return ctypes.CDLL(str(library))
@@ -62,7 +62,7 @@ def _compile(compiler: str, sources: tuple[Path, ...], library: Path) -> None:
 
 
 def cpu(dtype: torch.dtype) -> ctypes.CDLL:
-    """The library that the build made for tensors of ``dtype``, else one for any processor."""
+    """The installed library for tensors of ``dtype``, else one for any processor."""
     if native.library_path("cpu", dtype).exists():
         return native.library("cpu", dtype)
     return compiled(*sorted((CSRC / "cpu").glob("*.cpp")))
@@ -76,5 +76,5 @@ def use(library: Callable[[torch.dtype], ctypes.CDLL], monkeypatch: pytest.Monke
 
 
 def host_cuda(dtype: torch.dtype) -> ctypes.CDLL:
-    """The CUDA kernels, which run on the CPU; those for any dtype."""
+    """The CUDA kernels on the CPU, for any dtype."""
     return compiled(*HOST_CUDA)

@@ -1,8 +1,8 @@
-"""Runs every operation, forward and backward, on the GPU: what compute-sanitizer is let loose on.
+"""Runs every operation, forward and backward, on the GPU, for compute-sanitizer.
 
-Without PyTorch's cache each tensor is memory of its own, so that an access behind its end is one outside of all memory:
+Without PyTorch's cache each tensor has separate memory, so that an access beyond its end is outside of all memory:
 
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 python -m tests.ops.run_all
+PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 python -m tests.ops.run_all
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from megatron_core import ops
 from megatron_core.ops import fp8
 from tests.ops.checks import LOW
 
-# Held in registers, and too long for that.
+# Rows held in registers, and longer rows.
 SHAPES = ((37, 256), (9, 384), (6, 65536))
 SIZES = (1, 7, 1030, *[16391] * 70)
-"""Of a list of tensors: ends of packs and of chunks, and more of them than one table has."""
+"""Sizes of a list of tensors: ends of packs and of chunks, and more tensors than a table has."""
 
 
 def off_16_bytes(x: Tensor) -> Tensor:
-    """The same where packs of 16 bytes cannot be read."""
+    """The same with rows that cannot be read in packs of 16 bytes."""
     moved = torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape).copy_(x.detach())
     return moved.requires_grad_(x.requires_grad)
 
 
 def run(case: OpCase, inputs: list[Tensor]) -> bool:
-    """Both passes of one operation; whether all that comes out is finite."""
+    """Both passes of one operation; returns whether all results are finite."""
     outputs = as_tuple(case.function(*inputs, backend="native"))
     wanted = [tensor for tensor in inputs if tensor.requires_grad]
     grads = torch.autograd.grad(outputs, wanted, [torch.randn_like(y) for y in outputs])
@@ -44,7 +44,7 @@ def _are_finite(tensors: Sequence[Tensor]) -> bool:
 
 
 def run_on_lists(dtype: torch.dtype, sizes: Sequence[int]) -> bool:
-    """The operations on lists of tensors, which begin at 16 bytes or do not; whether all that comes out is finite."""
+    """The operations on lists of tensors, aligned to 16 bytes or not; returns whether all results are finite."""
     finite = True
     for allocate in (off_16_bytes, torch.clone):
         grads, copies = ([allocate(torch.randn(size).to(dtype)) for size in sizes] for _ in range(2))
@@ -59,7 +59,7 @@ def run_on_lists(dtype: torch.dtype, sizes: Sequence[int]) -> bool:
 
 
 def run_casts(dtype: torch.dtype, shape: tuple[int, int]) -> bool:
-    """Casts to FP8 in all kinds of blocks and orders, of rows that begin at 16 bytes or do not."""
+    """Casts to FP8 with all kinds of blocks and orders, with rows aligned to 16 bytes or not."""
     blocks = (fp8.WHOLE, fp8.ROWS, fp8.Blocks(1, 128), fp8.Blocks(128, 128), fp8.Blocks(32, 1))
     tensors = [allocate(torch.randn(shape).to(dtype)) for allocate in (off_16_bytes, torch.clone)]
     made = [fp8.quantise(x, fp8.E4M3, each, order="both", backend="native") for x in tensors for each in blocks]
@@ -67,7 +67,7 @@ def run_casts(dtype: torch.dtype, shape: tuple[int, int]) -> bool:
 
 
 def run_all(shapes: Sequence[tuple[int, int]], sizes: Sequence[int]) -> dict[str, bool]:
-    """Every operation on these, in all data types that GPUs have: name -> whether all that came out was finite."""
+    """Every operation on these sizes, in all data types of GPUs: name -> whether all results were finite."""
     finite = {}
     for op, case in CASES.items():
         drawn = (case.inputs(*shape, dtype) for dtype in LOW for shape in shapes)
@@ -80,7 +80,7 @@ def run_all(shapes: Sequence[tuple[int, int]], sizes: Sequence[int]) -> dict[str
 
 
 def main() -> int:
-    """Run them; 1 where there is no GPU, or where something came out that is not finite."""
+    """Run them; returns 1 without a GPU, or if a result is not finite."""
     if not torch.cuda.is_available():
         print("tests.ops.run_all needs a GPU, and torch sees none")
         return 1

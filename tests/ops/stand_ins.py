@@ -1,7 +1,7 @@
-"""apex and Transformer Engine as far as the adapters call them: their signatures, limits and conventions, on the CPU.
+"""Stand-ins of apex and Transformer Engine for the CPU: the signatures, limits and conventions that the adapters use.
 
-Each function asserts what the published one takes for granted, and does what it does: hides keys by -10,000, writes the
-gradient over what it was given, rounds tables to the type of what they turn.
+Each function checks the assumptions of the published one and reproduces its behaviour: hidden keys get -10,000, the
+given gradient is overwritten, tables are rounded to the type of the rotated tensor.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 class StandIns:
-    """Modules that can be found and imported, and which of their functions were called."""
+    """Importable modules, and the functions of them that were called."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.monkeypatch = monkeypatch
@@ -79,14 +79,14 @@ def layernorm_bwd(dz, x, mu, rsigma, gamma, sm_margin, zero_centered_gamma):
 
 
 def scaled(input: Tensor, scale_factor: float) -> Tensor:
-    """In float32, by a scale that the scores' type holds: the forward kernels' dispatch rounds others to it."""
+    """In float32, with a scale representable in the scores' type, because the forward kernels round the scale to it."""
     assert isinstance(scale_factor, float) and torch.tensor(scale_factor, dtype=input.dtype).item() == scale_factor
     assert input.is_contiguous() and input.dtype in HALVES
     return input.float() * scale_factor
 
 
 def check_scores(input: Tensor, dims: int, divided: int) -> None:
-    """Scores have a number of rows that blocks of 128 threads divide evenly."""
+    """The number of rows must be divisible by the blocks of 128 threads."""
     keys = input.shape[-1]
     assert input.dim() == dims and input.data_ptr() % 8 == 0
     assert 16 < keys <= 16384 and keys % 8 == 0 and divided % (8 if keys <= 128 else 4) == 0
@@ -105,14 +105,14 @@ def generic_forward(input, mask, scale_factor):
 
 
 def masked_forward(input, mask, scale_factor, *, zero: bool):
-    """apex's until 2022: rows that see nothing see all alike; Transformer Engine makes them ``zero``."""
+    """In apex until 2022, rows without visible keys have equal weights; in Transformer Engine they are ``zero``."""
     check_scores(input, 4, input.shape[2])
     probs = generic_forward(input, mask, scale_factor)
     return probs.masked_fill(mask.all(-1, keepdim=True), 0.0) if zero else probs
 
 
 def causal_forward(input, scale_factor, *, dims: int):
-    """The triangle of ``[b h, keys, keys]``, or the ``aligned`` one of four dims, which hides by -10,000."""
+    """The causal form of ``[b h, keys, keys]``, or the ``aligned`` one of four dims, which hides by -10,000."""
     check_scores(input, dims, len(input) if dims == 3 else 0)
     queries, keys = input.shape[-2:]
     assert queries == keys or dims == 4
@@ -141,7 +141,7 @@ def softmaxes(zero: bool) -> dict[str, tuple[Callable, Callable]]:
 
 
 def turned(t: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Channels by tables ``[s, 1, 1, r]``, each with the half or the neighbour that it turns with."""
+    """Channels with tables ``[s, 1, 1, r]``, each paired with the other half or with its neighbour."""
     assert t.dim() == 4 and cos.shape == sin.shape == (len(t), 1, 1, cos.shape[-1]) and cos.shape[-1] <= t.shape[-1]
     assert cos.is_contiguous() and sin.is_contiguous()
     own, rest = t[..., : cos.shape[-1]], t[..., cos.shape[-1] :]
@@ -192,7 +192,8 @@ def activation_backward(grad, fwd_input, quantizer, *, function):
 
 
 def check_lists(chunk_size: int, noop_flag: Tensor, tensor_lists: list[list[Tensor]]) -> None:
-    """Lists of the same contiguous sizes; were the last tensor empty, nothing would be launched for those before."""
+    """Lists of contiguous tensors with equal sizes; if the last tensor were empty, the preceding ones would be
+    skipped."""
     assert chunk_size == 65536 and noop_flag.dtype == torch.int32 and noop_flag.tolist() == [0]
     for tensors in zip(*tensor_lists, strict=True):
         assert len({tensor.numel() for tensor in tensors}) == 1 and all(tensor.is_contiguous() for tensor in tensors)

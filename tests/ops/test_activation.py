@@ -40,7 +40,7 @@ def exponent(x: Tensor) -> Tensor:
 
 
 def curve(kind: str, x: Tensor) -> Tensor:
-    """f(x), as the papers have it, but without differences that lose the left tail."""
+    """f(x) as in the papers, but without differences that would lose accuracy in the left tail."""
     if kind == "squared_relu":
         return x.clamp(min=0) ** 2
     if kind in ("gelu", "geglu"):
@@ -49,7 +49,7 @@ def curve(kind: str, x: Tensor) -> Tensor:
 
 
 def definition(kind: str, x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """y = f(x + bias) in whatever precision the arguments have."""
+    """y = f(x + bias) in the precision of the arguments."""
     total = x if bias is None else x + bias
     if kind not in GATED:
         return curve(kind, total)
@@ -62,7 +62,7 @@ def native(kind: str, x: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def shapes_of(kind: str, *shape: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of x and of y, ``shape``."""
+    """Shapes of x and of y."""
     return (*shape[:-1], shape[-1] * (2 if kind in GATED else 1)), shape
 
 
@@ -84,7 +84,7 @@ def check(kind: str, x: Tensor, bias: Tensor | None, dy: Tensor) -> None:
     assert all(tensor.dtype == x.dtype for tensor in found)
     wide_bias = None if bias is None else bias.double()
     expected = results(lambda *args: definition(kind, *args), x.double(), wide_bias, dy)
-    # Slopes pass through zero, and sums of dx over rows may: what is left there is as exact as their terms.
+    # Derivatives pass through zero, and sums of dx over rows may: the bound is relative to their terms.
     assert_near(found, expected, BOUND[x.dtype], 1e-6 * dy.double().norm().item())
 
 
@@ -127,7 +127,8 @@ def test_inputs_and_gradients_need_not_be_contiguous(kernels: str, kind: str, dt
 
 
 def grid(kind: str) -> Tensor:
-    """Where activations bend, their tails to the end of float32, and its smallest and largest numbers; ``[*, 64]``."""
+    """Points where activations bend, their tails to the end of float32, and its smallest and largest numbers; ``[*,
+    64]``."""
     sizes = torch.cat([torch.linspace(0, 20, 4096), torch.logspace(-38, 18, 2000), torch.linspace(80, 120, 256)])
     x = torch.cat([sizes, -sizes, torch.tensor([0.0, -0.0, 1e-44, -1e-44])])
     x = x[: len(x) // 64 * 64].reshape(-1, 64)
@@ -135,7 +136,7 @@ def grid(kind: str) -> Tensor:
 
 
 def every_number(dtype: torch.dtype) -> Tensor:
-    """The numbers of 16 bits to 30,000; ``[*, 64]``."""
+    """All 16-bit numbers up to 30,000; ``[*, 64]``."""
     x = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)
     x = x[x.float().abs() <= 3e4]
     return torch.cat([x, x[: -len(x) % 64]]).reshape(-1, 64)
@@ -143,7 +144,7 @@ def every_number(dtype: torch.dtype) -> Tensor:
 
 @KINDS
 def test_values_and_slopes_have_the_relative_accuracy_of_float32(kernels: str, kind: str) -> None:
-    """In the tails too, down to where they underflow as float64 does that is rounded to float32."""
+    """Also in the tails, down to the underflow of float64 rounded to float32."""
     x = grid(kind)
     args = torch.cat([x, torch.ones_like(x)], -1) if kind in GATED else x
     found, gradient = results(lambda x: native(kind, x), args, None, torch.ones_like(x))
@@ -154,7 +155,7 @@ def test_values_and_slopes_have_the_relative_accuracy_of_float32(kernels: str, k
     smallest = torch.finfo(torch.float32).smallest_normal * unit
     exp = (
         1 if kernels == "cuda" else 0
-    )  # a unit more: the device's expf is right to one, the C library's to half of one
+    )  # one unit more: the device's expf is accurate to one, the C library's to half a unit
     least = 2 * smallest * x.double().abs().clamp(min=1)
     assert ((found - value).abs() <= (4 + exp) * unit * value.abs() + least).all()
     terms = slope.abs() + torch.where(x == 0, 0.5, value / x.double()).abs()  # slope = G + x G'
@@ -181,7 +182,7 @@ def test_values_and_slopes_of_16_bits_are_all_but_rounded_once(kernels: str, kin
 @KINDS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_infinities_and_nan(kernels: str, kind: str, dtype: torch.dtype) -> None:
-    """Values and slopes at the ends are their limits, and NaN stays NaN."""
+    """Values and derivatives at the ends are their limits, and NaN stays NaN."""
     x = torch.tensor([[torch.inf, -torch.inf, torch.nan, 3e38, -3e38]]).to(dtype)
     args = torch.cat([x, torch.ones_like(x)], -1) if kind in GATED else x
     found, gradient = results(lambda x: native(kind, x), args, None, torch.ones_like(x))
@@ -235,7 +236,7 @@ def test_opcheck(kernels: str, kind: str, with_bias: bool) -> None:
 
 @KINDS
 def test_every_element_is_written(kernels: str, kind: str) -> None:
-    """New memory is NaN here, and what is returned has none."""
+    """New memory is NaN here, and results have none."""
     with poisoned_memory():
         for shape in ((5, 7), (40, 130), (0, 8)):
             for with_bias in (True, False):
@@ -250,7 +251,7 @@ def test_torch_compile_gives_the_same(cpu_kernels: None, kind: str, with_bias: b
     def function(x: Tensor, *bias: Tensor) -> Tensor:
         return native(kind, x * 2, *bias) + 1
 
-    torch.compiler.reset()  # what was compiled for another kind would count as a recompilation
+    torch.compiler.reset()  # previous compilations for another kind would count as recompilations
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     for mine, right in zip(results(compiled, x, bias, dy), results(function, x, bias, dy), strict=True):
         assert torch.equal(mine, right)

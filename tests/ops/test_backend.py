@@ -21,7 +21,7 @@ from tests.runs import tiny_run
 
 @pytest.fixture
 def nothing_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """A machine without a compiler: the folder of the libraries, which is empty."""
+    """A machine without a compiler: the folder of the libraries is empty."""
     monkeypatch.setattr(native, "FOLDER", tmp_path)
     native.library.cache_clear()
     native.unavailable_reason.cache_clear()

@@ -1,4 +1,4 @@
-"""cross_entropy: both native kernels, and the loss that is made of them, against the definition in float64."""
+"""cross_entropy: both native kernels, and the loss computed with them, against the definition in float64."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_any_shape(
 @pytest.mark.parametrize("count", [1, 3, 5])
 @pytest.mark.parametrize("backend", ["native", "reference"])
 def test_parts_of_a_split_vocabulary(kernels: str, dtype: torch.dtype, count: int, backend: Backend) -> None:
-    """What each rank finds in its columns, of which the last ones have padding or nothing else."""
+    """The statistics of each rank's columns; the last ranks have padding or only padding."""
     logits = 3 * draw((4, 3, 120), dtype)
     valid, target = 70, labels((4, 3), 70)
     for number, part in enumerate(logits.chunk(count, -1)):
@@ -182,7 +182,7 @@ def test_opcheck(kernels: str) -> None:
 
 
 def test_every_element_is_written(kernels: str) -> None:
-    """New memory is NaN here, and what is returned has none."""
+    """New memory is NaN here, and results have none."""
     with poisoned_memory():
         for shape in ((5, 7), (40, 130), (2, 4096)):
             check_losses(draw(shape, torch.float32), draw(shape[:-1], torch.float32, 1), shape[-1] - 3)
@@ -234,7 +234,7 @@ def test_a_gradient_in_place_of_the_logits_has_no_derivative(cpu_kernels: None) 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_order_of_a_blocks_threads_does_not_matter(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a barrier is missing, it does."""
+    """Reveals a missing barrier."""
     logits, dloss, target = draw((9, 5000), dtype), draw((9,), dtype, 1), labels((9,), 4990)
 
     def work() -> list[Tensor]:
@@ -265,12 +265,12 @@ def test_a_row_does_not_depend_on_the_others(kernels: str, size: int) -> None:
 
 
 def test_extreme_values(kernels: str) -> None:
-    """Infinities, NaN, and the ends of float16 come through as PyTorch's own cross entropy has them."""
+    """Infinities, NaN, and the ends of float16 give the same results as PyTorch's cross entropy."""
     inf, nan, most, least = torch.inf, torch.nan, 65504.0, 6e-8
     rows = [[most, -most, 0.0], [least, -least, 3e-6], [1.0, -inf, 2.0], [-inf, 1.0, -inf], [inf, 0.0, 1.0]]
     rows += [[nan, 0.0, 1.0], [-inf, -inf, -inf], [inf, inf, -inf], [-most, -most, -most], [-inf, nan, -inf]]
     for dtype in (torch.float16, torch.float32):
-        for wide in (1, 9, 41):  # the row alone, a row with a rest, several packs
+        for wide in (1, 9, 41):  # a single row, a row with a remainder, several packs
             logits = torch.tensor(rows, dtype=dtype).repeat_interleave(wide, 1)
             for label in range(0, 3 * wide, wide):
                 target = torch.full((len(rows),), label)

@@ -1,4 +1,4 @@
-"""Bias, dropout and residual: both native kernels against the definition in float64, with the same mask to the bit."""
+"""Bias, dropout and residual: both native kernels against the definition in float64, with bitwise equal masks."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ P = 5 / 16  # a multiple of 2^-16
 
 
 def samples(x: Tensor) -> Tensor:
-    """Numbers of which some need more than 32 bits."""
+    """Numbers some of which need more than 32 bits."""
     batch = x.shape[1 if x.dim() == 3 else 0]
     return 3 + torch.arange(batch, dtype=torch.int64) * (2**32 + 1)
 
 
 def positions(x: Tensor, first: int = 5) -> Tensor:
-    """Positions of rows that follow one another, but begin elsewhere than at 0."""
+    """Positions of consecutive rows that do not start at 0."""
     return first + torch.arange(x.shape[0 if x.dim() == 3 else 2])
 
 
 def masked(x: Tensor, p: float = P) -> Tensor:
-    """The mask of ``x``, divided by what stays of it on average."""
+    """The mask of ``x``, divided by the expected share of kept elements."""
     kept = keep(tuple(x.shape), p, KEY, samples(x), positions(x), None, 2 if x.dim() == 4 else 0)
     return kept.double() / (1 - p)
 
@@ -110,7 +110,7 @@ def test_the_counter_is_the_one_that_is_written_down() -> None:
 
 
 def test_kernels_draw_the_same_bits(kernels: str) -> None:
-    """Where the numbers of positions, samples, heads and channels are large, too."""
+    """Also with large numbers of positions, samples, heads and channels."""
     number = torch.tensor([0, 2**31, 2**32 - 1, 2**40 + 7, 2**48 - 1])
     ones = torch.ones(5, 3, 4, 203)
     for p in (0.1, 0.5, 0.999):
@@ -217,7 +217,7 @@ def test_torch_compile_gives_the_same(cpu_kernels: None, p: float) -> None:
 
 
 def test_a_compiled_function_takes_any_length(cpu_kernels: None) -> None:
-    """What is kept for backward depends on the sizes, and must not make constants of them."""
+    """The size of the saved mask depends on the shape, but must not make constants of dynamic sizes."""
 
     def function(x: Tensor, number: Tensor) -> Tensor:
         return bias_dropout_add(x, None, None, P, KEY, number, backend="native")
@@ -259,7 +259,7 @@ def test_the_order_of_a_blocks_threads_does_not_matter(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("backend", ["native", "reference"])
 def test_parts_are_parts_of_the_whole(kernels: str, backend: str) -> None:  # C26 C27
-    """Positions, samples and heads on their own are what they are among the others."""
+    """Single positions, samples and heads have the same mask as within the whole."""
     x, number = draw((6, 4, 50), torch.float32), torch.tensor([7, 2**35, 1, 3])
     whole = bias_dropout_add(x, None, None, P, KEY, number, backend=backend)
     part = bias_dropout_add(x[2:5, 1:3], None, None, P, KEY, number[1:3], torch.arange(2, 5), backend=backend)
@@ -273,7 +273,8 @@ def test_parts_are_parts_of_the_whole(kernels: str, backend: str) -> None:  # C2
 @pytest.mark.parametrize("backend", ["native", "reference"])
 @pytest.mark.parametrize("channels", [1, 13, 64, 403])
 def test_rows_and_keys_may_be_at_any_positions(kernels: str, backend: str, channels: int) -> None:  # C26 C27
-    """Output and gradient are rows and columns of those of the whole sequence, also where each sequence has its own."""
+    """Output and gradient are rows and columns of those of the whole sequence, also with different positions per
+    sequence."""
     number = torch.tensor([7, 2**35, 1])
 
     def both(x: Tensor, *numbers: Tensor | int | None) -> tuple[Tensor, Tensor]:
@@ -302,7 +303,7 @@ def test_rows_and_keys_may_be_at_any_positions(kernels: str, backend: str, chann
 
 @pytest.mark.parametrize("backend", ["native", "reference"])
 def test_extreme_values(kernels: str, backend: str) -> None:
-    """What is dropped leaves nothing behind, be it infinite or NaN; what stays, stays."""
+    """Dropped elements have no effect even if infinite or NaN; kept ones stay infinite or NaN."""
     for dtype in (torch.float16, torch.bfloat16):
         x = torch.tensor([6e-8, -3e-6, 5e-5, torch.inf, -torch.inf, torch.nan, 1.0]).repeat(8, 4, 9).to(dtype)
         residual = torch.ones_like(x)
@@ -360,7 +361,7 @@ def test_probabilities_are_multiples_of_two_to_the_minus_16() -> None:
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_a_model_computes_the_same_with_either_backend(cpu_kernels: None, dropout: float) -> None:  # C52
-    """Every bias gets its gradient, those that go into the fused addition too."""
+    """Every bias gets its gradient, also biases fused into the addition."""
     found = []
     for backend in ("native", "reference"):
         run = tiny_run(fp64=True, hidden_dropout=dropout, attention_dropout=dropout, kernel_backend=backend)
@@ -376,7 +377,7 @@ def test_a_model_computes_the_same_with_either_backend(cpu_kernels: None, dropou
 
 
 def test_at_most_a_bit_of_an_element_is_kept_for_backward(kernels: str) -> None:
-    """On a CPU; a GPU keeps the sample numbers alone."""
+    """On a CPU; a GPU saves only the sample numbers."""
     x, number = draw((64, 2, 512), torch.float32).requires_grad_(), torch.tensor([1, 2])
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):

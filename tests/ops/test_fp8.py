@@ -1,4 +1,4 @@
-"""FP8 by formulas written out here: formats bit by bit, scales, blocks, products, and torchao's linear layer."""
+"""FP8 against formulas written out here: formats bit by bit, scales, blocks, products, and torchao's linear layer."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ FORMATS = {E4M3: (4, 3, 7, 448.0), E5M2: (5, 2, 15, 57344.0)}
 
 
 def _numbers(dtype: torch.dtype) -> list[float]:
-    """All numbers of a format that are not negative, from its bits."""
+    """All non-negative numbers of a format, from their bits."""
     _, mantissa, bias, most = FORMATS[dtype]
     found = []
     for code in range(128):
@@ -49,7 +49,7 @@ def _numbers(dtype: torch.dtype) -> list[float]:
 
 
 def _nearest(x: float, dtype: torch.dtype) -> float:
-    """The nearest number of a format, of two equally near ones that with an even last bit; beyond them the largest."""
+    """The nearest number of a format, ties to even; beyond the largest number, the largest."""
     numbers = _numbers(dtype)
     best = min(range(len(numbers)), key=lambda i: (abs(numbers[i] - abs(x)), i % 2))
     return math.copysign(numbers[best], x)
@@ -66,7 +66,7 @@ def test_cast_rounds_to_the_nearest_number_and_clamps(dtype: torch.dtype, values
 
 
 def test_overflow_is_clamped_before_the_cast() -> None:
-    """e5m2 itself makes infinity of 61,440 and more."""
+    """e5m2 itself rounds 61,440 and more to infinity."""
     assert cast(torch.tensor([[61440.0, -1e30]]), torch.ones(1, 1), E5M2, WHOLE).data.float().tolist() == [
         [57344.0, -57344.0]
     ]
@@ -158,7 +158,7 @@ def test_what_is_lost_is_counted() -> None:
 
 
 def _rows_by_hand(x: Tensor, dim: int) -> Tensor:
-    """torchao's recipe rowwise: a power of two for each row of what is summed along ``dim``, in bfloat16."""
+    """torchao's recipe rowwise: a power of two per row along the summed ``dim``, in bfloat16."""
     amax = x.abs().amax(dim, keepdim=True).double().clamp(min=1e-12)
     scale = torch.exp2(torch.floor(torch.log2(448.0 / amax))).float()
     return (x.float() * scale).clamp(-448, 448).to(E4M3).float() / scale
@@ -172,8 +172,8 @@ def _tensor_by_hand(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def linear_case() -> tuple[Tensor, Tensor, Tensor]:
-    """x, W and dL/dy in bfloat16, with rows and columns of very different sizes, which only a scale of each would keep:
-    powers of two change nothing else."""
+    """x, W and dL/dy in bfloat16, with rows and columns of very different magnitudes (powers of two), which require
+    separate scales."""
     generator = torch.Generator().manual_seed(5)
     x, weight, grad = (torch.randn(shape, generator=generator) for shape in ((48, 64), (32, 64), (48, 32)))
     sizes, rows, outputs = (10.0 ** torch.linspace(-3, 3, n) for n in (64, 48, 32))
@@ -182,7 +182,7 @@ def linear_case() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def of_layer(recipe: str) -> tuple[Tensor, Tensor, Tensor]:
-    """y, dL/dx and dL/dW of a parallel linear layer in FP8, in the formats that torchao has for the recipe."""
+    """y, dL/dx and dL/dW of a parallel linear layer in FP8, in torchao's formats of the recipe."""
     x, weight, grad = linear_case()
     fp8 = FP8Products(
         FP8Config(fp8_format="hybrid" if recipe == "tensorwise" else "e4m3", fp8_recipe=recipe), ALONE, ALONE

@@ -1,4 +1,4 @@
-"""Native casts to FP8 give the bits of the reference, which tests/ops/test_fp8.py checks by hand."""
+"""Native casts to FP8 are bitwise equal to the reference, which tests/ops/test_fp8.py checks by hand."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CASTS = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def matrix(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Numbers of very different sizes, with zeros, an empty block and the smallest and largest of the dtype."""
+    """Numbers of very different magnitudes, with zeros, an empty block and the smallest and largest of the dtype."""
     generator = torch.Generator(device="cpu").manual_seed(3)
     x, sizes = (torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu") for _ in range(2))
     x = x * 10.0 ** (1.5 * sizes)
@@ -78,7 +78,7 @@ def test_float64_has_kernels_on_cpus(cpu_kernels: None, blocks: Blocks) -> None:
 
 
 def test_every_float_of_16_bits(kernels: str) -> None:
-    """All bfloat16 and float16 numbers, NaN among them, at the scale 1; the sign of NaN is free."""
+    """All bfloat16 and float16 numbers, including NaN, at scale 1; the sign of NaN is ignored."""
     for dtype in (torch.bfloat16, torch.float16):
         x = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype).view(256, 256)
         one = torch.ones(1, 1)
@@ -100,7 +100,7 @@ def test_what_is_not_finite_makes_its_block_nan(kernels: str, bad: float) -> Non
 
 
 def test_products_take_the_order_that_they_read(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a copy: both matrices lie along what is summed over."""
+    """Without a copy: both matrices are contiguous along the summed dim."""
     a, b = matrix((48, 64), torch.bfloat16), matrix((64, 32), torch.bfloat16)
     left = quantise(a, E4M3, WHOLE, order="both", backend="native")
     right = quantise(b, E4M3, WHOLE, order="columns", backend="native")

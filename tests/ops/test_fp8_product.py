@@ -1,7 +1,7 @@
-"""Products of matrices in blocks, which torch has on GPUs alone: what it would be given, and when it would be asked.
+"""Blockwise matrix products, which torch has only on GPUs: their operands, and the conditions for their use.
 
-``documented`` computes such a product by the layouts of cuBLAS, one scale at a time. What torch's kernels make of the
-operands only a GPU can tell; ``unavailable_reason`` asks there before the first product.
+``documented`` computes such a product from the layouts documented by cuBLAS, one scale at a time. Only a GPU can show
+the results of torch's kernels; there ``unavailable_reason`` tests them before the first product.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CPU = torch.device("cpu")
 
 
 def case(pair: tuple[Blocks, Blocks], size: tuple[int, int, int] = (160, 640, 384)) -> tuple[Quantised, Quantised]:
-    """Two matrices of ``[M, K]`` and ``[K, N]`` whose blocks have very different sizes."""
+    """Two matrices ``[M, K]`` and ``[K, N]`` with blocks of very different magnitudes."""
     generator = torch.Generator().manual_seed(7)
     rows, along, columns = size
     a, b = torch.randn(rows, along, generator=generator), torch.randn(along, columns, generator=generator)
@@ -63,7 +63,7 @@ def widened(data: Tensor, scale: Tensor, kind: str) -> Tensor:
 
 
 def check_layout(given: Operands) -> None:
-    """What cuBLAS requires of memory: sums over neighbours, scales by columns, or flat tiles."""
+    """cuBLAS' requirements of memory layouts: contiguous along the sum, column-major scales, or flat tiles."""
     rows, along, columns = *given.a.shape, given.b.shape[1]
     assert given.a.stride() == (along, 1) and given.b.stride() == (1, along)
     for scale, kind, outer in zip(given[2:4], given.kinds, (rows, columns), strict=True):
@@ -101,7 +101,7 @@ def documented(
 
 @pytest.fixture
 def blocks_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, str]]]:
-    """Makes a machine of this one on which torch has products of blocks; what kinds they were of."""
+    """Pretends that torch supports blockwise products on this machine; records their kinds."""
     kinds = []
 
     def counted(*given: object, **more: object) -> Tensor:
@@ -128,7 +128,7 @@ def test_operands_mean_the_matrices(pair: tuple[Blocks, Blocks], size: tuple[int
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
 @pytest.mark.parametrize("size", [(160, 640, 384), (48, 128, 128)], ids=str)
 def test_torch_accepts_shapes_and_strides(pair: tuple[Blocks, Blocks], size: tuple[int, int, int]) -> None:
-    """Its checks on the meta device, which run without a GPU."""
+    """torch's checks on the meta device, which run without a GPU."""
     given = block_operands(*case(pair, size))
 
     def without_memory(x: Tensor) -> Tensor:
@@ -175,7 +175,8 @@ def _of_layer(recipe: str) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _without_padding(given: Operands) -> Operands:
-    """As torch before its pull request 166752: 128 x 128 blocks lie K / 128 apart instead of a multiple of 4."""
+    """As in torch before pull request 166752: scales of 128 x 128 blocks are K / 128 apart instead of a multiple of
+    4."""
     if given.kinds[1] != "BlockWise128x128":
         return given
     dense = given.scale_b[: -(-given.a.shape[1] // 128)].t().flatten()
@@ -185,7 +186,7 @@ def _without_padding(given: Operands) -> Operands:
 
 
 def _rows_of_a_tile_in_order(given: Operands) -> Operands:
-    """Scales of 128 x 4 blocks that were not swizzled."""
+    """Scales of 128 x 4 blocks without the tiled order."""
     if given.kinds[0] != "BlockWise1x32":
         return given
     tiles = given.scale_a.view(torch.uint8).view(-1, 32, 4, 4).transpose(1, 2)
@@ -273,7 +274,7 @@ def test_what_a_product_takes(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 @pytest.mark.parametrize("block", [128, 32])
 def test_this_gpu_has_what_its_kind_has(block: int) -> None:
-    """No product that torch should have here fails, or is off."""
+    """No product that torch should support here fails or is inaccurate."""
     device = torch.device("cuda", torch.cuda.current_device())
     expected = missing(block, torch.cuda.get_device_capability(device), torch.version.cuda, torch.__version__)
     assert unavailable_reason(block, device) == expected

@@ -1,4 +1,4 @@
-"""Sums over 40 M elements in float32: errors that grow with the number of elements show here and in no small test."""
+"""Sums over 40 M elements in float32, to detect errors that grow with the number of elements."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.defects.plant import planted
 from tests.ops.checks import draw
 
 BACKENDS = pytest.mark.parametrize("backend", ["native", "reference"])
-TIMES = 977  # 40 M elements, and a rest that is no whole block
+TIMES = 977  # 40 M elements, not a multiple of a block
 BLOCK = 40_961
 
 
@@ -48,8 +48,8 @@ def test_a_float32_norm_of_the_whole_tensor_is_found() -> None:
 @BACKENDS
 @pytest.mark.parametrize("norm", [rms_norm, layer_norm])
 def test_weight_gradients_of_norms(norm: Callable[..., Tensor], backend: str) -> None:
-    """PyTorch's LayerNorm adds 40,000 rows one after another: 5e-6 of random rows, ten times that of these, which are
-    periodic. The others stay below 1e-6."""
+    """PyTorch's LayerNorm adds 40,000 rows sequentially: error 5e-6 with random rows, ten times that with these
+    periodic ones. The others stay below 1e-6."""
     bound = 1e-4 if (norm, backend) == (layer_norm, "reference") else 5e-6
     times, rows, columns = 1000, 40, 1024
     x, dy = draw((rows, columns), torch.float32), draw((rows, columns), torch.float32, 1) + 0.1
@@ -66,8 +66,8 @@ def test_weight_gradients_of_norms(norm: Callable[..., Tensor], backend: str) ->
 
 @BACKENDS
 def test_softmax_and_cross_entropy_over_long_rows(backend: str) -> None:
-    """Rows of a million. PyTorch's softmax adds vectors one after another: 2e-6, ten times that of these, which are
-    periodic. The others stay below 1e-6."""
+    """Rows of a million. PyTorch's softmax adds vectors sequentially: error 2e-6, ten times that with these periodic
+    rows. The others stay below 1e-6."""
     rows, columns, times = 10, 1_000_000, 1000
     part = draw((rows, columns // times), torch.float32)
     logits, target = part.repeat(1, times), torch.arange(rows)

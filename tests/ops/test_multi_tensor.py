@@ -25,7 +25,7 @@ SOME_SIZES = st.lists(st.integers(0, 40), max_size=5)
 
 @dataclass
 class Flat:
-    """Tensors that lie in one buffer, a number before each, so that most of them begin off 16 bytes."""
+    """Tensors in one buffer, each preceded by one number, so that most are not aligned to 16 bytes."""
 
     sizes: Sequence[int]
     dtype: torch.dtype
@@ -47,7 +47,7 @@ class Flat:
 
 
 def exact_sum(tensors: list[Tensor]) -> float:
-    """The sum of squares, rounded once: the squares of all numbers below float64 are exact."""
+    """The sum of squares, rounded once: squares of all numbers narrower than float64 are exact."""
     return math.fsum(x * x for tensor in tensors for x in tensor.double().flatten().tolist())
 
 
@@ -118,7 +118,7 @@ def test_scaling_is_a_multiplication_and_stays_inside(kernels: str, dtype: torch
 
 @dataclass
 class Training:
-    """Weights and moments of ``sizes``, gradients of each step, and 16-bit copies where ``copy`` names a type."""
+    """Weights and moments of ``sizes``, gradients of each step, and 16-bit copies if ``copy`` is a type."""
 
     sizes: Sequence[int] = tuple(SIZES)
     grad: torch.dtype = torch.float32
@@ -145,7 +145,7 @@ class Training:
             adamw_(*lists, step=step, factor=factor, backend=backend, **RATES)
 
     def definition(self, steps: int, factor: float = 1.0) -> list[list[Tensor]]:
-        """The paper's algorithm 2 in float64: weights and moments after so many steps, from where they are now."""
+        """The paper's algorithm 2 in float64: weights and moments after the given steps, from the current values."""
         (beta1, beta2), lr = RATES["betas"], RATES["lr"]
         weights, means, squares = ([x.double() for x in tensors] for tensors in self.state)
         for step in range(1, steps + 1):
@@ -196,7 +196,7 @@ def test_adamw_of_more_tensors_than_a_table_has(kernels: str) -> None:
 
 
 def torchs(training: Training, steps: int) -> list[list[Tensor]]:
-    """What torch.optim.AdamW makes of the same weights and gradients."""
+    """The results of torch.optim.AdamW for the same weights and gradients."""
     weights = [weight.clone() for weight in training.weights.tensors]
     rates = {"lr": RATES["lr"], "betas": RATES["betas"], "eps": RATES["epsilon"]}
     adam = torch.optim.AdamW(weights, weight_decay=RATES["weight_decay"], fused=True, **rates)
@@ -247,7 +247,7 @@ def test_adamw_takes_no_notice_of_threads(cpu_kernels: None, dtype: torch.dtype)
 
 
 def test_a_weight_does_not_depend_on_its_place(kernels: str) -> None:  # C11
-    """Copies of a tied or replicated weight lie at other offsets of other ranks' buffers."""
+    """Copies of a tied or replicated weight are at different offsets in other ranks' buffers."""
     whole = Training([203], copy=torch.bfloat16)
     whole.run(1, "native")
     (grad,), lists = whole.gradients(2), [*whole.state, whole.copies.tensors]

@@ -32,7 +32,7 @@ EPSILON = 1e-3
 
 
 def definition(norm: str, x: Tensor, *parameters: Tensor) -> Tensor:
-    """The formulas of the papers, in whatever precision the arguments have."""
+    """The formulas of the papers, in the precision of the arguments."""
     centered = x - x.mean(-1, keepdim=True) if norm == "layer_norm" else x
     normed = centered / torch.sqrt((centered * centered).mean(-1, keepdim=True) + EPSILON)
     return normed * parameters[0] + (parameters[1] if norm == "layer_norm" else 0)
@@ -59,7 +59,7 @@ def check_plain(norm: str, x: Tensor, dy: Tensor) -> None:
     parameters = parameters_of(norm, x.shape[-1], x.dtype)
     native = results(lambda *args: PLAIN[norm](*args, EPSILON, backend="native"), x, parameters, dy)
     assert all(tensor.dtype == x.dtype for tensor in native)
-    # In rows of a few elements dx is what is left of terms that cancel, each as large as dy / sqrt(EPSILON).
+    # In rows of a few elements dx is the remainder of cancelling terms, each as large as dy / sqrt(EPSILON).
     slack = 1e-6 * dy.double().norm().item() / EPSILON**0.5 if x.shape[-1] < 8 else 0.0
     assert_near(native, exact(norm, x, parameters, dy), BOUND[x.dtype], slack)
 
@@ -122,7 +122,7 @@ def test_opcheck(kernels: str, norm: str) -> None:
 
 @NORMS
 def test_every_element_is_written(kernels: str, norm: str) -> None:
-    """New memory is NaN here, and what is returned has none."""
+    """New memory is NaN here, and results have none."""
     with poisoned_memory():
         for shape in ((5, 7), (40, 130), (2, 4096)):
             check_plain(norm, draw(shape, torch.float32), draw(shape, torch.float32, 1))
@@ -157,7 +157,7 @@ def test_every_norm_of_a_model_gets_a_gradient(cpu_kernels: None, normalization:
 
 @NORMS
 def test_the_order_of_a_blocks_threads_does_not_matter(norm: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a barrier is missing, it does."""
+    """Reveals a missing barrier."""
     x, dy = draw((40, 4096), torch.float32), draw((40, 4096), torch.float32, 1)
     parameters = parameters_of(norm, 4096, torch.float32)
     first, second = in_both_orders(
@@ -178,7 +178,7 @@ def test_wrong_arguments_are_named(cpu_kernels: None, norm: str, backend: str) -
 
 @NORMS
 def test_extreme_values(kernels: str, norm: str) -> None:
-    """Subnormal and largest float16 numbers, infinities and NaN come through as PyTorch's conversions have them."""
+    """Subnormal and largest float16 numbers, infinities and NaN are handled like in PyTorch's conversions."""
     x = torch.tensor([[6e-8, -3e-6, 5e-5, 65504.0], [1.0, 2.0, torch.inf, 0.0], [1.0, torch.nan, 0.0, 2.0]])
     for dtype in (torch.float16, torch.bfloat16):
         parameters = [p.detach()[:4] for p in parameters_of(norm, 4, dtype)]

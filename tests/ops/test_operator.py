@@ -1,4 +1,4 @@
-"""Native operations as torch operators: what torch.compile, torch.func, dispatch modes and the profiler see."""
+"""Native operations as torch operators, for torch.compile, torch.func, dispatch modes and the profiler."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def norm(x: Tensor, epsilon: Any = 1e-5) -> Tensor:
 
 
 def losses(logits: Tensor, backend: ops.Backend = "native") -> Tensor:
-    """Of a vocabulary of 37 with padding."""
+    """A vocabulary of 37 with padding."""
     target = torch.arange(6) % 37
     return vocab_parallel_cross_entropy(logits, target, 0.1, LocalGroup(), vocab_size=37, backend=backend)
 
@@ -58,7 +58,7 @@ def test_scalars_of_other_types_are_converted(epsilon: Any) -> None:
 
 
 def test_inference_mode_calls_the_function_itself() -> None:
-    """Without the dispatcher, and with the same result."""
+    """Without the dispatcher, with the same result."""
     x = torch.randn(4, 64)
     expected = ops.rms_norm(x, torch.ones(64), backend="reference")
     with torch.inference_mode(), Seen() as seen:
@@ -99,7 +99,7 @@ def test_tensors_that_are_not_their_memory() -> None:
 
 
 def test_selective_recomputation_keeps_what_its_policy_says() -> None:
-    """A policy that keeps the operator's output: backward does not compute it again."""
+    """A policy that saves the operator's output: backward does not recompute it."""
     operators = [torch.ops.megatron_core.rms_norm.default]
     x = torch.randn(4, 64, requires_grad=True)
     contexts = partial(create_selective_checkpoint_contexts, operators)
@@ -135,7 +135,7 @@ def test_nothing_is_kept_where_no_gradient_is_wanted() -> None:
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_torch_func_gives_the_gradients_of_autograd(name: str) -> None:
-    """Of one example, and of a batch of them."""
+    """For one example and for a batch."""
     torch.manual_seed(0)
     tensors = CASES[name].inputs(8, 256, torch.float32)
     wanted = tuple(i for i, tensor in enumerate(tensors) if tensor.requires_grad)
@@ -156,7 +156,7 @@ def test_torch_func_gives_the_gradients_of_autograd(name: str) -> None:
 
 
 def test_batches_of_gradients() -> None:
-    """torch.autograd's own vmap, of which torch.func knows nothing."""
+    """torch.autograd's own vmap, which does not use torch.func."""
     x = torch.randn(3, 16, requires_grad=True)
     y, grads = norm(x), torch.randn(5, 3, 16)
     (batched,) = torch.autograd.grad(y, x, grads, is_grads_batched=True, retain_graph=True)

@@ -1,4 +1,4 @@
-"""apex and Transformer Engine as backends: absent, and, by stand-ins with their published signatures, present."""
+"""apex and Transformer Engine as backends: absent, and present as stand-ins with their published signatures."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def nothing_remembered() -> Iterator[None]:
 
 @pytest.fixture
 def stand_ins(name: str, monkeypatch: pytest.MonkeyPatch) -> StandIns:
-    """The library by its stand-ins, which run on the CPU."""
+    """The library with its stand-ins, which run on the CPU."""
     found = StandIns(monkeypatch)
     found.install(MODULES[name])
     monkeypatch.setattr(backend.LIBRARIES[name], "unavailable_reason", lambda op, device_type, dtype: None)
@@ -41,19 +41,19 @@ def stand_ins(name: str, monkeypatch: pytest.MonkeyPatch) -> StandIns:
 
 
 def strided(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Normal numbers whose last dim lies apart, and whose gradient is wanted."""
+    """Normal numbers with a strided last dim that require gradients."""
     return draw((*shape[:-1], 2 * shape[-1]), dtype, seed)[..., ::2].requires_grad_()
 
 
 def masks(shape: tuple[int, ...]) -> Tensor:
-    """A third of the keys hidden, and all of the first query's."""
+    """A third of the keys is hidden, and all of the first query's."""
     hidden = draw(shape, WIDE, 5) > 0.4
     hidden[..., :1, :] = True
     return hidden
 
 
 class Case(NamedTuple):
-    """A call of ``ops.<op>``: its tensors that have gradients by shape, what follows them, and what computes it."""
+    """A call of ``ops.<op>``: shapes of tensors with gradients, other arguments, and the expected implementation."""
 
     op: str
     shapes: tuple[tuple[int, ...], ...]
@@ -61,14 +61,14 @@ class Case(NamedTuple):
     options: dict[str, Any] = {}  # noqa: RUF012
     apex: str | None = None
     engine: str | None = None
-    """Beginning of the names of the functions of each library that are called; None if it does not take the call."""
+    """Beginnings of the names of each library's called functions; None if it does not support the call."""
     dtype: torch.dtype = WIDE
 
 
 def softmax(
     shape: tuple[int, ...], mask: tuple[int, ...] | None = None, *, by: str | None, **options: Any
 ) -> list[Case]:
-    """With a scale that 16 bits hold, and with another one; ``by`` a form of ``libraries.softmax_form``."""
+    """With a scale representable in 16 bits, and with another one; ``by`` is a form of ``libraries.softmax_form``."""
     hidden = None if mask is None else masks(mask)
     module, *_ = backend.LIBRARIES["apex"].softmaxes.get(by, (None,))
     _, forward, _ = backend.LIBRARIES["transformer_engine"].softmaxes.get(by, (None, "", None))
@@ -131,7 +131,7 @@ CASES = [
 @BOTH
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.op} {case.shapes[0]}")
 def test_results_and_gradients(name: str, stand_ins: StandIns, case: Case) -> None:  # C52
-    """Those of the reference in float64, also for a gradient that lies apart, which is the same afterwards."""
+    """Compared with the reference in float64, also for a strided gradient, which must not be changed."""
     tensors = [strided(shape, case.dtype, seed) for seed, shape in enumerate(case.shapes)]
     widened = [x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in case.rest]
 
@@ -212,7 +212,7 @@ def test_tables_that_are_no_angles_are_an_error_of_transformer_engine(name: str,
 
 
 def lists(dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
-    """Some tensors, empty ones among them and last."""
+    """Some tensors, including empty ones, also as the last."""
     return [draw(shape, dtype, seed + i) for i, shape in enumerate([(3, 5), (0,), (7,), (0, 2)])]
 
 
@@ -348,7 +348,7 @@ def test_a_library_says_what_it_is_not_for(name: str, monkeypatch: pytest.Monkey
         assert "runs on cuda, not on cpu" in library.unavailable_reason(op, "cpu", WIDE)
         assert "does not support torch.float64" in library.unavailable_reason(op, "cuda", torch.float64)
         assert library.unavailable_reason(op, "cuda", HALF) is None
-        assert library.supports_dtype(op, torch.float64)  # so that it is refused, not run by another backend
+        assert library.supports_dtype(op, torch.float64)  # so that the call is refused, not run by another backend
     assert set(library.OPS) >= library.PARTIAL_OPS and not library.supports_dtype("cross_entropy", HALF)
     if name == "apex":
         monkeypatch.delitem(sys.modules, "scaled_softmax_cuda")

@@ -12,7 +12,7 @@ from tests.ops.checks import LOW, poisoned_memory
 
 
 def outputs_and_gradients(op: str, inputs: list[Tensor], backend: str) -> list[Tensor]:
-    """All that forward and backward give, for gradients of the outputs that are drawn anew and alike."""
+    """All results of forward and backward, for reproducible random gradients of the outputs."""
     outputs = as_tuple(CASES[op].function(*inputs, backend=backend))
     generator = torch.Generator().manual_seed(1)
     drawn = [torch.randn(y.shape, generator=generator, dtype=torch.float64, device="cpu") for y in outputs]
@@ -32,7 +32,7 @@ def check(op: str, inputs: list[Tensor]) -> None:
     plain = outputs_and_gradients(op, inputs, "reference")
     for mine, theirs, right in zip(native, plain, exact, strict=True):
         assert mine.dtype == theirs.dtype
-        # Plain PyTorch may be right by chance; nobody can be better than the right result rounded once.
+        # Plain PyTorch may be exact by chance; the bound is at least one rounding of the exact result.
         errors = ((found.double() - right).norm() for found in (theirs, right.to(theirs.dtype)))
         assert (mine.double() - right).norm() <= 2 * max(errors)
 
@@ -47,7 +47,7 @@ def test_the_error_is_at_most_twice_that_of_plain_precision(kernels: str, op: st
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("op", CASES)
 def test_so_it_is_with_results_of_megabytes(cpu_kernels: None, op: str, dtype: torch.dtype) -> None:
-    """Which are written past the cache."""
+    """Sizes whose results are written past the cache."""
     torch.manual_seed(0)
     inputs = CASES[op].inputs(2048, 1024, dtype)
     assert inputs[0].nbytes >= 4 << 20

@@ -17,7 +17,7 @@ PAIRINGS = pytest.mark.parametrize("interleaved", [False, True], ids=["halves", 
 
 
 def definition(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
-    """Each pair of channels is a complex number, and is multiplied by e^(i angle)."""
+    """Each pair of channels is a complex number, multiplied by e^(i angle)."""
     count = angles.shape[-1]
     for _ in range(x.dim() - angles.dim()):
         angles = angles.unsqueeze(-2)
@@ -52,7 +52,8 @@ def angles_of(*shape: int) -> Tensor:
     return 3 * draw(shape, torch.float64, 9)
 
 
-# x and the tables: whole heads and parts of them, positions of one sequence and of each, no, one and two dims of heads.
+# Shapes of x and the tables: whole heads and parts of them, common and separate positions, no, one and two dims of
+# heads.
 SHAPES = [
     ((5, 2, 3, 8), (5, 2, 4)),
     ((5, 2, 3, 8), (5, 1, 2)),
@@ -103,7 +104,7 @@ def test_any_shape(
 def test_inputs_and_gradients_need_not_be_contiguous(
     kernels: str, interleaved: bool, dtype: torch.dtype
 ) -> None:  # C22
-    """Query and key of one projection, sequences first, every second channel, and a gradient that is one number."""
+    """Query and key of one projection, sequence first, every second channel, and an expanded gradient."""
     mixed, angles = draw((5, 2, 3, 6, 16), dtype), angles_of(5, 2, 8)
     query, key, _ = mixed.split([4, 1, 1], dim=-2)
     for x in (query, key.squeeze(-2), mixed[..., ::2], mixed.transpose(0, 1).contiguous().transpose(0, 1)):
@@ -119,7 +120,7 @@ def test_tables_need_not_be_contiguous(kernels: str, interleaved: bool) -> None:
 
 
 def test_a_projection_is_read_where_it_lies(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither query nor key of a fused projection is copied first, with several heads to a group."""
+    """Neither query nor key of a fused projection is copied, with several heads per group."""
     mixed, angles = draw((5, 2, 3, 6, 16), torch.float32), tables(angles_of(5, 1, 8), torch.float32)
     parts = (mixed[..., :4, :], mixed[..., 4, :])
     expected = [rope(part, *angles, backend="reference") for part in parts]
@@ -206,7 +207,8 @@ def test_the_reference_is_the_definition(interleaved: bool) -> None:
 
 @PAIRINGS
 def test_lengths_of_pairs_stay_in_low_precision(kernels: str, interleaved: bool) -> None:
-    """At any position: tables in bfloat16 would change them by up to 0.4 %, ten times what one rounding may."""
+    """At any position: bfloat16 tables would change them by up to 0.4 %, ten times the allowed error of one
+    rounding."""
     x, angles = torch.ones(64, 1, 1, 32, dtype=torch.bfloat16), angles_of(64, 1, 16) * 1e5
     y = rope(x, *tables(angles, x.dtype), interleaved=interleaved, backend="native").double()
     pairs = y.unflatten(-1, (16, 2) if interleaved else (2, 16))
@@ -217,7 +219,7 @@ def test_lengths_of_pairs_stay_in_low_precision(kernels: str, interleaved: bool)
 
 @PAIRINGS
 def test_extreme_values(kernels: str, interleaved: bool) -> None:
-    """Channels that pass keep every bit; infinities and NaN spoil their own pair alone."""
+    """Other channels are unchanged bitwise; infinities and NaN affect only their own pair."""
     x = torch.zeros(1, 1, 1, 12, dtype=torch.float16)
     x[..., 4:10] = torch.tensor([6e-8, -3e-6, 65504.0, torch.inf, -torch.inf, torch.nan])
     for first, count in ((0, 2), (4, 4)):

@@ -1,4 +1,4 @@
-"""What compute-sanitizer is let loose on, here with the checks of csrc/host_cuda."""
+"""The program for compute-sanitizer, here with the checks of csrc/host_cuda."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.ops.run_all import run_all
 
 
 def test_every_operation_keeps_to_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Aligned and not; an access outside of a tensor, or one that is not aligned, is an error."""
+    """Aligned and unaligned; an access outside of a tensor, or an unaligned one, is an error."""
     libraries.use(libraries.host_cuda, monkeypatch)
     finite = run_all([(5, 256), (3, 384)], [1, 7, 1030, *[39] * 70])
     assert finite == dict.fromkeys([*CASES, "casts to FP8", "lists of tensors"], True)

@@ -37,7 +37,7 @@ BACKENDS = pytest.mark.parametrize("backend", ["native", "reference"])
 def definition(
     scores: Tensor, mask: Tensor | None = None, *, causal: bool = False, window: int | None = None
 ) -> Tensor:
-    """The formula, with an index for every query and key."""
+    """The definition, with an index for every query and key."""
     queries, keys = scores.shape[-2:]
     key, own = torch.arange(keys), torch.arange(keys - queries, keys)[:, None]
     seen = torch.ones(scores.shape, dtype=torch.bool)
@@ -69,8 +69,8 @@ def exact(scores: Tensor, dy: Tensor, mask: Tensor | None = None, **kind: object
 
 
 def check_near(found: list[Tensor], expected: list[Tensor], dy: Tensor) -> None:
-    """The gradient is what is left of terms that cancel, and the bound is that of the terms. In float16 what is below
-    6e-5, as in rows of many keys, is rounded to multiples of 6e-8."""
+    """The gradient is the remainder of cancelling terms, and the bound is relative to these terms. In float16, results
+    below 6e-5, as in rows of many keys, are rounded to multiples of 6e-8."""
     (probs, dscores), (exact_probs, exact_dscores) = found, expected
     bound, steps = BOUND[probs.dtype], 6e-8 * probs.numel() ** 0.5 if probs.dtype == torch.float16 else 0.0
     assert dscores.dtype == probs.dtype == dy.dtype
@@ -84,7 +84,7 @@ def check(shape: tuple[int, ...], dtype: torch.dtype, mask: Tensor | None = None
 
 
 def draw_mask(shape: tuple[int, ...], broadcast: tuple[bool, ...] = ()) -> Tensor:
-    """A third is masked, and all of the first row where there are more; dims of ``broadcast`` have one element."""
+    """A third is masked, and all of the first row if there are several; dims of ``broadcast`` have one element."""
     sizes = tuple(1 if one else n for n, one in zip(shape, broadcast or (False,) * len(shape), strict=True))
     mask = draw(sizes, torch.float32, 2) < -0.4
     if mask[..., :1].numel() > 1:
@@ -223,7 +223,7 @@ def test_opcheck(kernels: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_element_is_written(kernels: str, kind: str) -> None:
-    """New memory is NaN here, and what is returned has none."""
+    """New memory is NaN here, and results have none."""
     with poisoned_memory():
         for shape in ((5, 7), (2, 3, 5, 130), (3, 4096)):
             check(shape, torch.float32, **KINDS[kind])
@@ -245,7 +245,7 @@ def test_torch_compile_gives_the_same(cpu_kernels: None) -> None:
 
 
 def test_the_order_of_a_blocks_threads_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a barrier is missing, it does."""
+    """Reveals a missing barrier."""
     for shape in ((3, 4096), (2, 20000)):
         scores, dy, mask = draw(shape, torch.float32), draw(shape, torch.float32, 1), draw_mask(shape)
         first, second = in_both_orders(lambda case=(scores, dy, mask): results(*case, causal=True), monkeypatch)
@@ -270,7 +270,7 @@ def test_a_row_does_not_depend_on_the_others(kernels: str, keys: int) -> None:
 
 
 def test_extreme_values(kernels: str) -> None:
-    """Large and subnormal numbers, infinities and NaN come through as in PyTorch's softmax; a row of -inf is NaN."""
+    """Large and subnormal numbers, infinities and NaN are handled like in PyTorch's softmax; a row of -inf is NaN."""
     rows = [[65504.0, -65504.0, 6e-8, 0.0], [1.0, torch.inf, 0.0, 2.0], [1.0, torch.nan, 0.0, 2.0]]
     rows += [[-torch.inf, 1.0, -torch.inf, 2.0], [-torch.inf] * 4, [300.0, 200.0, 290.0, 299.9], [torch.nan] * 4]
     for dtype, bound in {torch.float32: 5e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3}.items():

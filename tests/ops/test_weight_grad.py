@@ -16,7 +16,7 @@ TOKENS, OUTPUT, INPUT, MICROS = 96, 24, 40, 8
 
 @pytest.fixture(params=["cpu", *(["cuda"] if torch.cuda.is_available() else [])], autouse=True)
 def device(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Where new tensors lie."""
+    """Device of new tensors."""
     with torch.device(request.param):
         yield
 

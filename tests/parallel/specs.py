@@ -1,4 +1,4 @@
-"""Random ways to split a tensor, for property tests: each strategy gives the specs of all ranks."""
+"""Random ways to split a tensor, for property tests: each strategy returns the specs of all ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SIZES = st.integers(1, 4)
 
 @st.composite
 def plain_splits(draw: st.DrawFn) -> list[ShardSpec]:
-    """``split`` along any dim, the same spec as every rank has it."""
+    """``split`` along any dim."""
     size = draw(SIZES)
     shape = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
     dim = draw(st.integers(0, len(shape) - 1))
@@ -32,7 +32,7 @@ def plain_splits(draw: st.DrawFn) -> list[ShardSpec]:
 
 @st.composite
 def padded_splits(draw: st.DrawFn) -> list[ShardSpec]:
-    """A vocabulary whose padded extent is what divides; some ranks may hold padding alone."""
+    """A vocabulary padded to a divisible size; some ranks may have only padding."""
     size, part = draw(SIZES), draw(st.integers(1, 5))
     extent = draw(st.integers(1, size * part))
     shape, dim = [extent, draw(st.integers(1, 3))], draw(st.integers(0, 1))
@@ -42,7 +42,7 @@ def padded_splits(draw: st.DrawFn) -> list[ShardSpec]:
 
 @st.composite
 def fused_splits(draw: st.DrawFn) -> list[ShardSpec]:
-    """Several matrices one after another, each split on its own."""
+    """Several concatenated matrices, each split separately."""
     size, dim = draw(SIZES), draw(st.integers(0, 1))
     pieces = tuple(size * n for n in draw(st.lists(st.integers(1, 3), min_size=1, max_size=3)))
     shape = (3, sum(pieces)) if dim else draw(st.sampled_from([(sum(pieces),), (sum(pieces), 3)]))
@@ -80,7 +80,7 @@ def covers(draw: st.DrawFn, extent: int, size: int) -> tuple[tuple[tuple[int, in
 
 @st.composite
 def several_splits(draw: st.DrawFn, shape: tuple[int, ...] | None = None) -> list[ShardSpec]:
-    """Up to three splits over up to three axes, any dims (one of them twice, too), and axes that hold copies."""
+    """Up to three splits over up to three axes and any dims (possibly the same), and replicated axes."""
     shape = shape or tuple(draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
     sizes = {axis: draw(st.integers(1, 3)) for axis in draw(st.sets(st.sampled_from(["ep", "etp", "tp"]), min_size=1))}
     splits = []
@@ -109,5 +109,5 @@ ANY_SPLIT = st.one_of(
 
 
 def numbered(shape: tuple[int, ...]) -> np.ndarray:
-    """A tensor whose elements are 1, 2, 3, ..., so that each says where it belongs."""
+    """A tensor whose elements are 1, 2, 3, ..., which identifies their positions."""
     return np.arange(1, int(np.prod(shape)) + 1, dtype=np.int64).reshape(shape)

@@ -1,4 +1,4 @@
-"""Each pair's forward is what its name says, and its backward is the adjoint of that linear map over all ranks."""
+"""Each pair's forward is the named collective, and its backward is the adjoint of that linear map over all ranks."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ SHAPES = ((8, 4), SHAPE, (4, 2, 3, 8))
 
 @dataclass(frozen=True)
 class Pair:
-    """A pair and its forward in plain arithmetic: (inputs of all members, place in the group) -> output there.
+    """A pair and its forward in plain arithmetic: (inputs of all members, index in the group) -> output there.
 
-    ``whole_in`` and ``whole_out``: the tensor is one and the same on all members, so that a scalar product over all
-    ranks counts it once; otherwise every member has a tensor of its own.
+    ``whole_in`` and ``whole_out``: the tensor is equal on all members, so that a scalar product over all ranks counts
+    it once; otherwise every member has a different tensor.
     """
 
     op: Callable[[Tensor, Group], Tensor]
@@ -61,13 +61,13 @@ PAIRS = {
 
 
 def _random(shape: tuple[int, ...], seed: int, *, strided: bool) -> Tensor:
-    """The same numbers whether or not they lie in order in memory."""
+    """The same values with contiguous or other strides."""
     x = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     return x.transpose(0, -1).contiguous().transpose(0, -1) if strided else x
 
 
 def _product(a: Tensor, b: Tensor, group: Group, *, whole: bool) -> float:
-    """<a, b> over all members; of whole tensors, which must be equal on all of them, once."""
+    """<a, b> over all members; tensors that are equal on all of them are counted once."""
     value = (a * b).sum()
     if whole:
         for sign in (1, -1):
@@ -109,7 +109,7 @@ def _check_pairs() -> None:
 
 
 def _check_plain(group: Group, members: list[int]) -> None:
-    """The collectives without autograd, with and without waiting."""
+    """The collectives without autograd, synchronous and asynchronous."""
     rank = dist.get_rank()
     for async_op in (False, True):
         x = torch.tensor([rank, 1.0])
@@ -131,7 +131,7 @@ def _check_plain(group: Group, members: list[int]) -> None:
 
 
 def _check_uneven(group: Group) -> None:
-    """An extent that does not divide is an error on every rank, before anything is sent."""
+    """An indivisible size is an error on every rank, before communication."""
     x = torch.zeros(3, 2, 3)
     for op in (
         collectives.scatter_to_sequence,
@@ -149,7 +149,7 @@ def test_pairs_are_adjoint() -> None:
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_group_of_one_returns_its_input(name: str) -> None:
-    """No process group, no communication, no copy of what is contiguous."""
+    """No process group, no communication, no copy of contiguous tensors."""
     x = torch.randn(SHAPE, requires_grad=True)
     y = PAIRS[name].op(x, LocalGroup())
     assert torch.equal(y, x)

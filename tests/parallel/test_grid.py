@@ -1,4 +1,4 @@
-"""Ranks and coordinates are inverse to one another, groups partition the world, and both are Megatron's."""
+"""Ranks and coordinates are inverse to each other, groups partition the world, and both equal Megatron's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ORDERS = st.permutations(DEFAULT_ORDER.split("-")).map("-".join)
 
 @st.composite
 def grids(draw: st.DrawFn) -> Grid:
-    """Any grid of at most 48 ranks, with any expert sizes that fit."""
+    """Any grid of at most 48 ranks, with any valid expert sizes."""
     sizes = draw(st.fixed_dictionaries({axis: st.integers(1, 4) for axis in DENSE_AXES}))
     stage = sizes["tp"] * sizes["cp"] * sizes["dp"]
     assume(stage * sizes["pp"] <= 48)
@@ -83,7 +83,7 @@ def test_views_are_megatrons_two_rank_generators(grid: Grid) -> None:
 
 
 def test_example_of_megatrons_documentation() -> None:
-    """16 ranks, tensor 2, pipeline 4: the groups that Megatron-LM's ``initialize_model_parallel`` lists."""
+    """16 ranks, tensor 2, pipeline 4: the groups listed in Megatron-LM's ``initialize_model_parallel``."""
     grid = Grid.fit(16, tp=2, pp=4)
     assert grid.dp == 2
     assert grid.groups("tp") == [[r, r + 1] for r in range(0, 16, 2)]

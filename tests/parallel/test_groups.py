@@ -1,4 +1,4 @@
-"""Real process groups: a sum over each one is the sum over the ranks that the grid's arithmetic names."""
+"""Real process groups: a sum over each is the sum over the ranks computed by the grid."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_core.verify.ranks import run_ranks
 
 
 def total(group: dist.ProcessGroup) -> int:
-    """Sum over the group of 2^rank, which names its members."""
+    """Sum over the group of 2^rank, which identifies its members."""
     x = torch.tensor(1 << dist.get_rank())
     dist.all_reduce(x, group=group)
     return int(x)
@@ -56,7 +56,7 @@ def _check_pipeline_groups(groups: ParallelGroups) -> None:
 
 
 def _check_sharing(groups: ParallelGroups) -> None:
-    """Combinations with the same ranks have one communicator, also across the two views."""
+    """Combinations with the same ranks share a communicator, also across the two views."""
     for one, other in combinations(COMBINATIONS, 2):
         assert (groups.group(one) is groups.group(other)) == (groups.ranks(one) == groups.ranks(other)), (one, other)
     assert groups.group("cp-dp") is groups.group("dp-cp")
@@ -85,11 +85,11 @@ def _stands_alone() -> None:
 
 def test_process_that_stands_alone() -> None:
     _stands_alone()
-    run_ranks(2, _stands_alone)  # in a job of several, too
+    run_ranks(2, _stands_alone)  # also in a job of several ranks
 
 
 def test_rank_of_a_larger_world_without_torch_distributed() -> None:
-    """Sizes and indices of any rank, to compute what it would hold."""
+    """Sizes and indices of any rank, to compute its state."""
     grid = Grid.fit(16_384, tp=8, cp=2, pp=16, ep=16, etp=1)
     groups = ParallelGroups(grid, 12_345, ends=(0, 0))
     for axes in COMBINATIONS:

@@ -1,4 +1,4 @@
-"""Initial weights are a function of (seed, name, element), whatever part of them a rank draws."""
+"""Initial weights are a function of (seed, name, element), for any part drawn by a rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ METHODS = [Normal(0.5), nn.init.ones_, lambda full: full.copy_(torch.arange(full
 @settings(deadline=None, max_examples=40)
 @given(ANY_SPLIT)
 def test_parts_are_drawn_from_one_tensor(specs: list[ShardSpec]) -> None:
-    """And no generator moves."""
+    """The state of random generators does not change."""
     state = torch.get_rng_state()
     for method in METHODS:
         whole = allocate(replicated(specs[0].global_shape), torch.float64, "cpu")
@@ -33,7 +33,7 @@ def test_parts_are_drawn_from_one_tensor(specs: list[ShardSpec]) -> None:
 
 
 def test_chunks_join() -> None:
-    """Long runs of rows and of columns, over the borders of chunks and of Philox counters."""
+    """Long runs of rows and of columns, across boundaries of chunks and of Philox counters."""
     shape = (259, 1003)
     assert shape[0] * shape[1] > 3 * CHUNK
     whole = allocate(replicated(shape), torch.float32, "cpu")
@@ -58,7 +58,7 @@ def test_distribution() -> None:
 
 
 def test_first_values_never_change() -> None:
-    """A later release, another machine or another numpy draw the same weights: here by hand from Philox."""
+    """Any release, machine and numpy draw the same weights: here by hand from Philox."""
     words = np.random.Philox(key=name_seed(1234, "w")).random_raw(2)
     u = ((words >> np.uint64(32)).astype(np.float64) + 0.5) * 2.0**-32
     angle = 2 * np.pi * (words & np.uint64(2**32 - 1)).astype(np.float64) * 2.0**-32
@@ -75,7 +75,7 @@ def test_values_depend_on_seed_and_name() -> None:
 
 @pytest.mark.parametrize("index", [0, 1])
 def test_layers_alone_draw_from_the_shared_generator(index: int) -> None:
-    """As Megatron's do: ranks with the same seed hold parts of one tensor."""
+    """As in Megatron: ranks with the same seed hold parts of one tensor."""
     torch.manual_seed(7)
     part = allocate(split((8, 3), 0, index, 2), torch.float64, "cpu")
     initialise(part, Normal(0.02))

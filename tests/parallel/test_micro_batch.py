@@ -1,4 +1,4 @@
-"""How sequences are cut, and what a rank has of a micro-batch."""
+"""The split of sequences, and a rank's part of a micro-batch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_batch_of_whole_sequences() -> None:
 
 
 def test_document_lengths_stay_on_the_host() -> None:
-    """Attention by documents needs them as numbers; to fetch them would wait for the device."""
+    """Attention by documents needs them as Python integers; reading them would synchronize."""
     packed = BATCH | {"position_ids": BATCH["tokens"] % 5, "document_lengths": torch.tensor([[5, 7], [12, 0]])}
     micro = MicroBatch.of(packed, SequenceSplit(), torch.device("meta"))
     assert micro.document_lengths == ((5, 7), (12,))

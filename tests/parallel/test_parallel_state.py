@@ -145,7 +145,7 @@ def _context_levels() -> tuple[list[int], list[int]]:
 
 
 def test_levels_of_context_parallelism() -> None:
-    """tp 2, cp 4: heads are exchanged by neighbours, 2 ranks apart; rings join every second one."""
+    """tp 2, cp 4: heads are exchanged by neighbours, 2 ranks apart; rings connect every second one."""
     found = run_ranks(8, _context_levels)
     assert found[:2] == [([0, 2], [0, 4]), ([1, 3], [1, 5])]
     assert found[6:] == [([4, 6], [2, 6]), ([5, 7], [3, 7])]

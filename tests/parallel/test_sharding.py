@@ -1,4 +1,4 @@
-"""A ``ShardSpec`` says where every element is, and who owns it."""
+"""A ``ShardSpec`` gives the position and the owner of every element."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ quick = settings(deadline=None, max_examples=80)
 
 
 def local_numbers(spec: ShardSpec) -> np.ndarray:
-    """What this rank holds of a tensor with the elements 1, 2, 3, ...; padding is 0."""
+    """This rank's part of a tensor with the elements 1, 2, 3, ...; padding is 0."""
     local = torch.full(spec.local_shape, -1)
     spec.localise(torch.from_numpy(numbered(spec.global_shape)), local)
     return local.numpy()
 
 
 def held_rows(spec: ShardSpec, dim: int = 0) -> list[int]:
-    """The global rows that a rank holds, in their local order."""
+    """The global rows of a rank, in local order."""
     return [row for part in spec.parts for row in range(part.whole.start[dim], part.whole.stop[dim])]
 
 
@@ -104,7 +104,8 @@ def test_shared_rows_are_those_that_several_ranks_hold(specs: list[ShardSpec]) -
 
 @pytest.mark.parametrize(("heads", "groups", "size"), [(8, 8, 4), (8, 4, 2), (8, 2, 4), (8, 1, 4), (8, 2, 8)])
 def test_each_rank_has_its_heads_and_their_keys(heads: int, groups: int, size: int) -> None:  # C19 C42
-    """Rank i has the query heads i n ... (i + 1) n - 1 in this order, and for each group of them its key and value."""
+    """Rank i has the query heads i n ... (i + 1) n - 1 in this order, and for each of their groups its key and
+    value."""
     each = heads // groups
     rows = [f"q{g * each + q}" if q < each else "kv"[q - each] + str(g) for g in range(groups) for q in range(each + 2)]
     for index in range(size):
@@ -130,7 +131,7 @@ def test_experts_are_split_over_two_axes() -> None:  # C7 C15
 
 
 def test_copies_over_an_axis_belong_to_its_first_rank() -> None:  # C14
-    """Split over ep, whole on each rank of etp."""
+    """Split over ep, replicated over etp."""
     specs = [
         split_over(split((4, 3), 0, e, 2, axis="ep"), replicated((4, 3), t, axis="etp", partial_grad=True))
         for e in range(2)

@@ -31,7 +31,7 @@ GATHER, HEADS = {"cp_comm_type": ("all_gather",)}, {"cp_comm_type": ("a2a",)}
 NESTED = {"cp_comm_type": ("a2a+p2p",), "hierarchical_context_parallel_sizes": (2, 2)}
 MIXED = {"cp_comm_type": ("a2a", "p2p")}
 SELECTIVE = {"recompute_granularity": "selective"}
-SMALL = {"num_layers": 2, "global_batch_size": 4}  # the fourth sample counts no token
+SMALL = {"num_layers": 2, "global_batch_size": 4}  # the fourth sample has no unmasked token
 LAYERS4 = {"num_layers": 4}
 WINDOW = {"window_size": (4, 0), "window_attn_skip_freq": (1, 0)}
 LONGER = {"seq_length": 48}
@@ -39,7 +39,7 @@ MICRO2 = {"micro_batch_size": 2}
 GROWING = {"seq_length_warmup": (8, 4, 6), "global_batch_size": 4}
 ROPE = {"position_embedding_type": "rope"}
 
-# name: (world size, model and batch of both sides, layout of the row alone), as in ``rows.ROWS``
+# name: (world size, settings of both sides, additional settings of the layout), as in ``rows.ROWS``
 CONTEXT_ROWS: dict[str, tuple[int, dict, dict]] = {
     # the kinds of communication, with dropout on the weights and without
     "cp2 p2p": (2, ROPE, CP2),  # C23 C24 C26

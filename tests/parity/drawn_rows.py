@@ -1,8 +1,8 @@
-"""Rows of the parity matrix that a generator draws from all settings of a model, a training and a layout.
+"""Rows of the parity matrix drawn at random from all settings of a model, a training and a layout.
 
-``python -m tests.parity.drawn_rows --first 0 --count 300`` compares so many of them and prints those that do not hold.
-A row is a function of its number: settings are tried one after another, and stay if ``problems`` has nothing against
-them, so that each row is legal and many combine settings that no test written by hand does.
+``python -m tests.parity.drawn_rows --first 0 --count 300`` compares this number of rows and prints those that fail. A
+row is a function of its number: settings are tried one after another and kept if ``problems`` accepts them, so that
+each row is valid and many combine settings that no handwritten test does.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Choices = list[Settings]
 
 STEPS = 2
 NOISE = 1e-12
-"""Of the largest gradient or weight: what is less far off is rounding, however small the tensor itself is."""
+"""Relative to the largest gradient or weight: smaller differences are rounding errors, even of small tensors."""
 
 
 def either(name: str, *values: object) -> Choices:
@@ -59,7 +59,7 @@ GROUPS: Settings = {"moe_router_num_groups": 2, "moe_router_group_topk": 1}
 BIASED: Settings = {"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.05}
 CAPACITY: Settings = {"moe_expert_capacity_factor": 0.75}
 
-# What both sides have. Each is drawn with its probability; the earlier ones restrict the later ones.
+# Settings of both sides. Each is drawn with its probability; earlier ones restrict later ones.
 MODEL: list[tuple[float, Choices]] = [
     (1.0, either("num_layers", 1, 2, 3, 4, 4, 5)),
     (0.6, either("position_embedding_type", "rope", "rope", "none")),
@@ -145,7 +145,7 @@ STAGES: Choices = [
 HIERARCHY: Settings = {"cp_comm_type": ("a2a+p2p",), "hierarchical_context_parallel_sizes": (2, 2)}
 OFFLOAD: Settings = {"cpu_offloading": True, "cpu_offloading_num_layers": 1}
 
-# What the layout alone has.
+# Settings of the layout only.
 LAYOUT: list[tuple[float, Choices]] = [
     (0.6, either("pipeline_model_parallel_size", 2, 2, 4)),
     (0.4, either("tensor_model_parallel_size", 2, 4)),
@@ -194,7 +194,7 @@ BASE: Settings = {
     "global_batch_size": 8,
     "train_iters": 10,
     "lr": 1e-2,
-    "adam_eps": 1e-3,  # a smaller one magnifies the rounding of gradients that are all but zero
+    "adam_eps": 1e-3,  # a smaller one magnifies the rounding of gradients that are almost zero
     "clip_grad": 0.5,
     "fp64": True,
     "record_times": False,
@@ -202,7 +202,7 @@ BASE: Settings = {
 
 
 def is_legal(settings: Settings, world_size: int) -> bool:
-    """Whether a run of so many ranks may have these settings."""
+    """Whether a run with this number of ranks may have these settings."""
     try:
         return next(problems(RunConfig.from_flat(settings), world_size), None) is None
     except ConfigError:
@@ -210,7 +210,7 @@ def is_legal(settings: Settings, world_size: int) -> bool:
 
 
 def grown(rng: random.Random, settings: Settings, choices: list[tuple[float, Choices]], world_size: int) -> Settings:
-    """``settings`` with those of ``choices`` that were drawn and are legal."""
+    """``settings`` with valid random values of ``choices``."""
     for probability, options in choices:
         if rng.random() < probability:
             more = settings | rng.choice(options)
@@ -219,18 +219,18 @@ def grown(rng: random.Random, settings: Settings, choices: list[tuple[float, Cho
 
 
 def row(number: int, folder: str = "/nowhere") -> tuple[int, Settings, Settings]:
-    """World size, settings of one process, and settings of the layout; files of a run lie below ``folder``."""
+    """World size, settings of one process, and settings of the layout; files of a run are written below ``folder``."""
     rng = random.Random(number)
     shared = grown(rng, BASE, MODEL, 1)
     size = rng.choice((2, 2, 4, 4, 4, 1))
-    if not is_legal(shared, size):  # the batch does not divide over so many copies
+    if not is_legal(shared, size):  # the batch is not divisible by the number of replicas
         size = 1
     ours = grown(rng, shared, LAYOUT, size)
     return size, shared, {k: v.format(folder=folder) if isinstance(v, str) else v for k, v in ours.items()}
 
 
 def faults(found: Trace, baseline: Trace) -> Iterator[str]:
-    """What differs by more than rounding."""
+    """Differences larger than rounding errors."""
     yield from found.faults
     if not np.isfinite(baseline.losses).all():
         yield f"in one process the losses are {baseline.losses}"
@@ -254,7 +254,7 @@ def faults(found: Trace, baseline: Trace) -> Iterator[str]:
 
 
 def compared(number: int) -> list[str]:
-    """Why row ``number`` does not hold; empty if it does."""
+    """Reason why row ``number`` fails; empty if it passes."""
     with tempfile.TemporaryDirectory() as folder:
         size, shared, ours = row(number, folder)
         try:
@@ -266,7 +266,7 @@ def compared(number: int) -> list[str]:
 
 
 def described(number: int) -> str:
-    """The row in words: what is not as in ``BASE``, and what the layout adds."""
+    """Description of the row: differences from ``BASE``, and additions of the layout."""
     size, shared, ours = row(number)
     model = {name: value for name, value in shared.items() if BASE.get(name) != value}
     layout = {name: value for name, value in ours.items() if shared.get(name) != value}
@@ -274,7 +274,7 @@ def described(number: int) -> str:
 
 
 def main(args: list[str] | None = None) -> int:
-    """Compare rows; 1 if one of them does not hold."""
+    """Compare rows; returns 1 if one of them fails."""
     parser = argparse.ArgumentParser(prog="drawn_rows")
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--count", type=int, default=100)

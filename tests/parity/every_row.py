@@ -1,4 +1,4 @@
-"""All rows of the parity matrix by name, and the few of them that the default run trains."""
+"""All rows of the parity matrix by name, and the sample of the default run."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ AXES = {
     "use_distributed_optimizer",
     "zero_stage",
 }
-"""Settings whose pairs are drawn, too."""
+"""Settings whose pairs are also covered."""
 FAST_ROW = "dp2 tp2 sp, overlap"
 """The row of ``make test-fast``."""
 
 
 def shown_by(row: str) -> set[object]:
-    """What a row shows: every setting with its value, every pair of axes, and how many ranks there are."""
+    """Features covered by a row: every setting with its value, every pair of axes, and the number of ranks."""
     ranks, model, layout = EVERY_ROW[row]
     settings = model | layout
     return {("ranks", ranks), *map(str, settings.items()), *combinations(sorted(settings.keys() & AXES), 2)}
 
 
 def cover(shows: Mapping[str, set[object]], cost: Callable[[str], int], first: Iterable[str] = ()) -> frozenset[str]:
-    """``first``, and few and cheap names that together with them show whatever any name shows.
+    """``first`` and a few cheap names that together cover all features of all names.
 
-    Greedily: next comes the name that shows most new for its cost; checksums of names decide between equals.
+    Greedy: the next name covers most new features for its cost; ties are broken by checksums of the names.
     """
     chosen = list(first)
     left = set().union(*shows.values()).difference(*(shows[name] for name in chosen))
@@ -50,7 +50,7 @@ def cover(shows: Mapping[str, set[object]], cost: Callable[[str], int], first: I
 
 
 SAMPLE = cover({row: shown_by(row) for row in EVERY_ROW}, lambda row: 1 + EVERY_ROW[row][0], [FAST_ROW])
-"""The rows of the default run: whatever any row has, one of these has."""
+"""The rows of the default run, which cover all features of all rows."""
 
 
 def drawn(rows: Iterable[str]) -> list[str]:

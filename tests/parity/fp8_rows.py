@@ -1,7 +1,7 @@
 """Rows of the parity matrix in FP8, in the form of ``rows.ROWS``.
 
-In float64 the products of one process and of a layout differ by 1e-16, so that both round to the same 8-bit numbers,
-and the bound of all other rows holds here, too. What another scale would do is larger by ten orders of magnitude.
+In float64 the products of one process and of a layout differ by 1e-16, so both round to the same 8-bit numbers, and the
+bound of all other rows holds here, too. The effect of a different scale is larger by ten orders of magnitude.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from tests.parity.moe_rows import EP2, ETP1, MIXTRAL, ZB_V
 from tests.parity.rows import FULL_UNIFORM, MODERN, OVERLAP, PP2, SP, TP2, UNTIED, ZB_H1, ZERO, ZERO3
 
 SMALL = {"num_layers": 2, "global_batch_size": 4}
-WIDE = SMALL | {"hidden_size": 256, "ffn_hidden_size": 512}  # 128 features and more on each of two ranks
+WIDE = SMALL | {"hidden_size": 256, "ffn_hidden_size": 512}  # at least 128 features on each of two ranks
 LONG = WIDE | {"num_layers": 1, "seq_length": 128, "global_batch_size": 2}  # 32 tokens in each of four chunks
 SHORT = {"num_layers": 2, "mtp_num_layers": 1}
 EXPERTS = MIXTRAL | {"hidden_dropout": 0.0}

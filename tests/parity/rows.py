@@ -1,4 +1,4 @@
-"""The rows of the parity matrix: a model, and a layout in which it has to compute what one process computes."""
+"""The rows of the parity matrix: a model, and a layout that must compute what one process computes."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ BASE = {
     "num_attention_heads": 4,
     "hidden_dropout": 0.1,
     "attention_dropout": 0.1,
-    "init_method_std": 0.1,  # large enough that every part of the model matters to the loss
+    "init_method_std": 0.1,  # large enough that every part of the model affects the loss
     "make_vocab_size_divisible_by": 8,
     "seq_length": 16,
-    "vocab_size": 101,  # no multiple of anything: every row has padding in its vocabulary
+    "vocab_size": 101,  # not divisible by any layout: every row has padding in its vocabulary
     "mock_data": True,
     "micro_batch_size": 1,
     "global_batch_size": 8,
     "train_iters": 10,
     "lr": 1e-2,
-    "clip_grad": 0.5,  # below the norms seen here, so that clipping is part of every row
+    "clip_grad": 0.5,  # below the norms that occur here, so that every row clips
     "fp64": True,
 }
 TP2, TP4 = {"tensor_model_parallel_size": 2}, {"tensor_model_parallel_size": 4}
@@ -44,7 +44,7 @@ HYBRID = {"num_distributed_optimizer_instances": 2}
 SMALL_BUCKETS = {"ddp_bucket_size": 3000}
 MUP = {"use_mup": True, "mup_base_hidden_size": 8, "mup_base_head_dim": 4.0, "mup_embedding_mult": 3.0}
 UNTIED = {"untie_embeddings_and_output_weights": True}
-GLOO = {"distributed_backend": "gloo"}  # all other rows: shared memory
+GLOO = {"distributed_backend": "gloo"}  # other rows use shared memory
 FUSED_LOSS = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "linear"}
 SDPA = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 MODERN = {
@@ -57,7 +57,7 @@ MODERN = {
     "qk_layernorm": True,
     **UNTIED,
 }
-# Rotary positions: without them a bias on all keys changes no attention weight, and its true gradient is 0.
+# Rotary positions: without them a bias on all keys does not change attention weights, and its true gradient is 0.
 GQA1 = {
     "group_query_attention": True,
     "num_query_groups": 1,
@@ -72,7 +72,7 @@ WINDOW = {"window_size": (2, 0), "window_attn_skip_freq": (1, 0, 0, 1)}
 GPIPE, ZB_H1, ZB_H2, ZB_V, DUALPIPE_V = (
     {"pipeline_schedule": name} for name in ("gpipe", "zb_h1", "zb_h2", "zb_v", "dualpipe_v")
 )
-# The last id of the vocabulary ends a document: `RaggedDataset` has about three of them in each sequence.
+# The last id of the vocabulary ends a document: `RaggedDataset` has about three of them per sequence.
 PACKED = {"tokenizer_type": "NullTokenizer", "reset_position_ids": True, "reset_attention_mask": True}
 SYNCHRONOUS = {"overlap_p2p_communication": False}
 LAYERS8 = {"num_layers": 8}
@@ -80,11 +80,11 @@ GROWING = {"rampup_batch_size": (2, 2, 6), "seq_length_warmup": (8, 4, 6)}  # 2 
 
 
 def layout_of(text: str) -> dict[str, str]:
-    """What is on each stage, explicitly."""
+    """Explicit layout of the stages."""
     return {"pipeline_model_parallel_layout": text}
 
 
-# name: (world size, model and batch of both sides, layout of the row alone)
+# name: (world size, settings of both sides, additional settings of the layout)
 ROWS: dict[str, tuple[int, dict, dict]] = {
     "micro-batches of 2": (1, {}, {"micro_batch_size": 2}),  # C2
     "one micro-batch": (1, {}, {"micro_batch_size": 8}),  # C2
@@ -220,7 +220,7 @@ ROWS: dict[str, tuple[int, dict, dict]] = {
     "untied, pp2 zb_v": (2, UNTIED, PP2 | ZB_V),
     "modern, tp2 pp2 sp zb_h2": (4, MODERN, TP2 | PP2 | SP | ZB_H2),
     "selective recompute, tp2": (2, {}, TP2 | {"recompute_granularity": "selective"}),
-    # documents that share a sequence; with dropout through a block mask, without through one attention for each
+    # Several documents in a sequence; with dropout through a block mask, without it by separate attention per document.
     "packed, tp2 sp": (2, PACKED, TP2 | SP),  # C45
     "packed, pp2 x 2 chunks": (2, PACKED, PP2 | V2),  # C45
     "packed, dp2": (2, PACKED, {}),  # C45
@@ -255,7 +255,7 @@ def _baseline(settings: tuple[tuple[str, object], ...]) -> Trace:
 
 
 def noise_of(shared: dict, dtype_settings: dict) -> Errors:
-    """What rounding does to each quantity in one process, from the baseline of ``shared`` in float64."""
+    """Rounding errors of each quantity in one process, relative to the baseline of ``shared`` in float64."""
     config = RunConfig.from_flat(shared | {"fp64": False} | dtype_settings)
     return rounding_noise(train_traced, config, 3, baseline=baseline_of(shared))[1]
 

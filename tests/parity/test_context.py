@@ -1,4 +1,4 @@
-"""Sequences over several ranks compute what one process computes."""
+"""Layouts with context parallelism compute what one process computes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_layout_computes_what_one_process_computes(row: str) -> None:
 
 
 class OneToken(RaggedDataset):
-    """In each batch of four sequences one token counts, and it is in the first chunk."""
+    """Each batch of four sequences has one unmasked token, in the first chunk."""
 
     def __getitem__(self, index: int) -> Sample:
         sample = super().__getitem__(index)

@@ -1,4 +1,4 @@
-"""The sample of the default run leaves out no kind of row, and all rows can be trained."""
+"""The sample of the default run covers all kinds of rows, and all rows can be trained."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_a_cover_is_cheap() -> None:
 
 
 def test_every_row_can_be_trained() -> None:
-    """Rows that are not drawn are not noticed otherwise until somebody runs them."""
+    """Errors in rows outside of the sample would otherwise go unnoticed until the whole matrix runs."""
     found = {
         row: list(problems(RunConfig.from_flat(BASE | model | layout), ranks))
         for row, (ranks, model, layout) in EVERY_ROW.items()

@@ -11,7 +11,7 @@ from tests.parity.fp8_rows import FP8_ROWS
 from tests.parity.rows import BASE, UNTIED, baseline_of, compare, noise_of
 from tests.parity.test_matrix import faults
 
-CALM = {"adam_eps": 1e-3}  # else elements whose true gradient is 0 move by rounding alone
+CALM = {"adam_eps": 1e-3}  # otherwise elements whose true gradient is 0 change by rounding only
 RECIPES = ["tensorwise, tp2 sp", "delayed, tp2", "rowwise, tp2", "blockwise, tp2", "mxfp8, tp2"]
 
 
@@ -22,7 +22,8 @@ def test_layout_computes_what_one_process_computes(row: str) -> None:  # C49
 
 
 def test_recipes_are_not_one_another() -> None:
-    """Were FP8 not used, every row would hold: gradients are off by percents, each recipe's by others."""
+    """Rows would also pass if FP8 were not used: check that gradients differ from float64's by percents, differently
+    per recipe."""
     model = {name: value for name, value in (BASE | FP8_ROWS[RECIPES[-1]][1]).items() if not name.startswith("fp8")}
     exact = baseline_of(model)
     found = {row: baseline_of(model | FP8_ROWS[row][1]) for row in RECIPES[3:]}
@@ -38,7 +39,7 @@ def test_recipes_are_not_one_another() -> None:
 
 @pytest.mark.parametrize("row", ["rowwise, pp2 zb_h1", "blockwise, pp2", "tensorwise, pp2", "delayed, pp2 zb_h1"])
 def test_a_pipeline_changes_no_bit_in_bf16(row: str) -> None:
-    """Its sums have the order of one process, but for a tied embedding's."""
+    """The order of its sums is that of one process, except for a tied embedding's."""
     size, model, layout = FP8_ROWS[row]
     found, baseline = compare(size, model | UNTIED, layout, {"fp64": False, "bf16": True})
     assert found.faults == [] and found.losses == baseline.losses
@@ -47,7 +48,7 @@ def test_a_pipeline_changes_no_bit_in_bf16(row: str) -> None:
 
 @pytest.mark.parametrize("row", RECIPES if WHOLE_MATRIX else RECIPES[:1])
 def test_layout_in_bf16(row: str) -> None:
-    """No quantity is much further from float64 than one process in bfloat16 with FP8 is."""
+    """No quantity is much further from float64 than in one process in bfloat16 with FP8."""
     size, model, layout = FP8_ROWS[row]
     narrow = {"fp64": False, "bf16": True}
     found, _ = compare(size, model, layout, narrow | CALM)

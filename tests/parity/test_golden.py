@@ -1,9 +1,8 @@
-"""Losses and gradient norms of a tiny run as numbers, so that no release moves them without saying so.
+"""Losses and gradient norms of a tiny run as constants, so that a release cannot change them unnoticed.
 
-Made by this file's own ``_train`` on one process, in float64. Nothing in them comes from a random generator of torch
-or numpy, whose streams may change: weights are a formula, tokens and dropout masks are integer hashes. Only sums in
-another order can move them, by about 1e-15. If a change of the arithmetic is meant, print ``_train({})`` and replace
-them.
+Computed by ``_train`` in this file in one process, in float64. Nothing depends on a random generator of torch or numpy,
+whose streams may change: weights are a formula, tokens and dropout masks are integer hashes. Only a different order of
+sums can change them, by about 1e-15. After an intended change of the arithmetic, print ``_train({})`` and replace them.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ NORMS = [1.0913812446974802, 1.0123564439433834, 0.8973294351011489, 0.753165889
 
 
 def _fill(run: Run) -> None:
-    """Each weight is 0.3 sin(i^2 + n) for its place i in the whole tensor n; those of norms around 1."""
+    """Each weight is 0.3 sin(i^2 + n) for its index i in the whole tensor n; those of norms are around 1."""
     for stage in run.stages.values():
         for number, (name, parameter) in enumerate(sorted(stage.named_global_parameters())):
             shape = spec_of(parameter).global_shape

@@ -1,7 +1,7 @@
-"""A layer that nothing outside this file knows of: its weight is split over two axes, with copies over a third.
+"""A custom layer whose weight is split over two axes, with replicas over a third.
 
-It goes through initialisation, gradients, norm, AdamW, replica checks, checkpoint and another layout as it is, because
-all of these read the parameters' ``ShardSpec`` alone.
+Initialization, gradients, norm, AdamW, replica checks, checkpoint and another layout support it without changes,
+because all of them read only the parameters' ``ShardSpec``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LAYOUTS = {
 
 
 class TinyExperts(nn.Module):
-    """x -> sum over experts e of gate_e sum_f tanh(W_ef x) silu(V_ef x): all of them, for every token.
+    """x -> sum over all experts e of gate_e sum_f tanh(W_ef x) silu(V_ef x), for every token.
 
     W and V are one tensor ``[experts, 2 ffn, hidden]``: experts over ep, both halves of their rows over etp. Each rank
     of etp has a part of the gradient of its experts' gates.
@@ -57,7 +57,8 @@ class TinyExperts(nn.Module):
         whole = replicated(gates, t, axis="etp", partial_grad=True)
         gate_spec = split_over(split(gates, 0, e, ep, axis="ep"), whole, replica_axes=("edp",))
         self.gate = allocate(gate_spec, torch.float64, "cpu")
-        self.bias = allocate(replicated((1,), groups.index("tp")), torch.float64, "cpu")  # a dense parameter beside
+        # An additional dense parameter.
+        self.bias = allocate(replicated((1,), groups.index("tp")), torch.float64, "cpu")
         self.group = groups.group("etp-ep")
         for name, parameter in self.named_parameters():
             initialise_by_name(parameter, Normal(0.5), 1, name)
@@ -82,7 +83,7 @@ class Training:
         self.optimizer = Optimizer(self.data, OPTIMIZER, self.groups, ConstantLossScale(1.0))
 
     def train(self, steps: range) -> None:
-        """Take steps on this data-parallel rank's part of each step's samples."""
+        """Run steps on this data-parallel rank's part of each step's samples."""
         for step in steps:
             data = torch.from_numpy(np.random.default_rng(step).normal(size=(SAMPLES, HIDDEN + 1)))
             own = data.chunk(self.groups.size("dp"))[self.groups.index("dp")]
@@ -101,7 +102,7 @@ class Training:
             self.record.losses.append(total.item())
 
     def end(self) -> RankTrace:
-        """The record, with the weights; copies must be equal to the bit."""
+        """The record, with the weights; copies must be bitwise equal."""
         self.data.finish_param_sync()
         replicas = Replicas(self.model.named_parameters(), self.groups, torch.device("cpu"))
         assert replicas.differences(replicas.hashes()) == []
@@ -115,7 +116,7 @@ class Training:
         save_checkpoint(save, updated_pieces(self.data, self.optimizer), _all_agree)
 
     def load(self, folder: Path) -> None:
-        """Read what another layout has written."""
+        """Read the state written by another layout."""
         with CheckpointReader(folder / "iter_0000001") as reader:
             reader.fill(parameter_pieces(self.model.named_parameters()))
             reader.fill(optimizer_pieces(self.optimizer))
@@ -128,7 +129,7 @@ def _all_agree(ok: bool) -> bool:
 
 
 def _train(layout: str | None, folder: Path) -> RankTrace:
-    """Four steps; what stands after two of them is saved."""
+    """Four steps; the state after two of them is saved."""
     training = Training(layout)
     training.train(range(2))
     training.save(folder)
@@ -138,7 +139,7 @@ def _train(layout: str | None, folder: Path) -> RankTrace:
 
 def _resume(layout: str | None, folder: Path) -> RankTrace:
     training = Training(layout)
-    training.model.weight.data.fill_(torch.nan)  # all of it has to come from the checkpoint
+    training.model.weight.data.fill_(torch.nan)  # so that everything must be loaded from the checkpoint
     training.load(folder)
     training.train(range(2, 4))
     return training.end()

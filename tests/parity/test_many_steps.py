@@ -1,4 +1,4 @@
-"""What several ranks hold is equal to the bit, still after many steps in float32."""
+"""Copies on several ranks are bitwise equal, even after many steps in float32."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BASE = {
     "global_batch_size": 4,
     "train_iters": STEPS,
     "lr": 1e-2,
-    "adam_eps": 1e-3,  # an element whose true gradient is 0 must not move by rounding alone
+    "adam_eps": 1e-3,  # an element whose true gradient is 0 must not change by rounding only
 }
 TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
 SP = {"sequence_parallel": True}
@@ -40,7 +40,7 @@ CASES: dict[str, tuple[int, dict, dict]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_replicas_are_equal_after_many_steps(case: str) -> None:  # C53
-    """A trace knows where ranks hold other bits of one weight or gradient; the losses show that it did train."""
+    """A trace records ranks with different bits of a weight or gradient; the losses show that training happened."""
     ranks, model, layout = CASES[case]
     alone = trace_training(RunConfig.from_flat(BASE | model), 1, STEPS)
     found = trace_training(RunConfig.from_flat(BASE | model | layout), ranks, STEPS)

@@ -1,4 +1,4 @@
-"""All tokens to one expert for two steps, with NaN in all memory that nobody has written: the others stand still."""
+"""All tokens go to one expert for two steps, with NaN in uninitialized memory: the other experts do not change."""
 
 from __future__ import annotations
 

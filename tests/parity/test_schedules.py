@@ -1,4 +1,4 @@
-"""What the matrix cannot say about pipeline schedules: equal to the bit, plans of one's own, and fp16."""
+"""Pipeline schedules, in addition to the matrix: bitwise equality, custom plans, and fp16."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.runs import tiny_run
 
 @pytest.mark.parametrize("row", ["pp2 zb_v", "pp4 dualpipe_v"])
 def test_overlap_changes_no_bit(row: str) -> None:
-    """Receives posted early and sends waited for late move the same numbers."""
+    """Early receives and late waits for sends do not change results."""
     world_size, model, layout = ROWS[row]
     overlapped, waiting = (
         trace_training(RunConfig.from_flat(BASE | model | layout | way), world_size, 2) for way in ({}, SYNCHRONOUS)
@@ -32,13 +32,13 @@ def test_overlap_changes_no_bit(row: str) -> None:
 
 
 def _permuted(plan: Plan, order: list[int]) -> Plan:
-    """The same plan with its micro-batches in another order."""
+    """The same plan with a different order of micro-batches."""
     renumbered = ([Action(a.stage, a.kind, order[a.micro]) for a in actions] for actions in plan.ranks)
     return Plan(tuple(map(tuple, renumbered)), plan.stage_to_rank)
 
 
 def test_a_plan_of_ones_own(tmp_path: Path) -> None:
-    """1F1B that takes the micro-batches backwards, and a hand-written one with two stages beside each other."""
+    """1F1B with reversed micro-batches, and a handwritten plan with two neighbouring stages on a rank."""
     own = {
         "backwards.txt": format_plan(_permuted(one_f_one_b(2, 4), [3, 2, 1, 0])),
         "by_hand.txt": "stage_to_rank: 0 1 1 0  # half of the backwards are split\n"
@@ -58,7 +58,7 @@ FP16 = {"fp16": True, "initial_loss_scale": 2.0**24, "hysteresis": 1, "num_layer
 
 
 def _train(settings: dict) -> tuple[list[float], list[tuple[float, float]]]:
-    """The scale of every step, and loss and gradient norm of those that were taken."""
+    """The scale of every step, and loss and gradient norm of the steps that were taken."""
     run = tiny_run(**FP16 | settings)
     results = [train_step(run) for _ in range(12)]
     return [r.loss_scale for r in results], [(r.loss, r.grad_norm) for r in results if not r.skipped]
@@ -66,7 +66,7 @@ def _train(settings: dict) -> tuple[list[float], list[tuple[float, float]]]:
 
 @pytest.mark.parametrize("schedule", [ZB_H1, ZB_V], ids=["zb_h1", "zb_v"])
 def test_loss_scaling_in_fp16(schedule: dict) -> None:
-    """The scale falls on all ranks alike until no gradient overflows, be it in an I or in a W."""
+    """The scale decreases equally on all ranks until no gradient overflows, whether in an I or in a W."""
     ((scales, taken),) = run_ranks(1, _train, {})
     first, second = run_ranks(2, _train, PP2 | schedule)
     assert first == second

@@ -1,4 +1,4 @@
-"""A chain of small stages in float64, which any plan must run to the result of one process."""
+"""A chain of small stages in float64; every plan must compute the result of one process."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def _random(name: int, number: int, *shape: int) -> Tensor:
 
 
 class Chain:
-    """y = tanh((x W_s) W_s + b_s) on each stage s; the first x and the last target are a micro-batch's own.
+    """y = tanh((x W_s) W_s + b_s) on each stage s; each micro-batch has its own first x and last target.
 
-    The weight is used twice, and the bias is no part of a parallel layer, so that a split backward must add up the
-    one's two gradients and must not lose the other's.
+    The weight is used twice, and the bias is not part of a parallel layer, so a split backward must sum both gradients
+    of the weight and must not lose the bias's.
     """
 
     def __init__(self, plan: Plan, rank: int | None = None, shake: random.Random | None = None) -> None:
@@ -47,12 +47,12 @@ class Chain:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """Of all stages here."""
+        """All stages on this rank."""
         return [*self.weights.values(), *self.biases.values()]
 
     def forward(self, stage: int, micro: int, x: Tensor | None) -> Tensor:
         """A stage; a scalar on the last one."""
-        if self.shake is not None:  # ranks that are not in step with one another
+        if self.shake is not None:  # so that ranks are not synchronous
             time.sleep(self.shake.random() * 1e-3)
         x = _random(1, micro, rows(micro), WIDTH) if x is None else x
         once = parallel_linear(x, self.weights[stage], None)
@@ -61,7 +61,7 @@ class Chain:
         return (y * _random(2, micro, rows(micro), WIDTH)).sum() if last else y
 
     def reference(self) -> dict[int, Tensor]:
-        """Losses by micro-batch, in one process; gradients are then in the parameters."""
+        """Losses by micro-batch, in one process; afterwards the parameters have their gradients."""
         losses = {}
         for micro in range(self.plan.num_microbatches):
             x = None
@@ -81,7 +81,7 @@ def run_chain(
     seed: int = 0,
     message: MessageFormat | None = None,
 ) -> tuple[dict[int, Tensor], Chain]:
-    """Run a plan on this rank; the losses that it found, and its part of the chain with its gradients."""
+    """Run a plan on this rank; returns its losses, and its part of the chain with gradients."""
     chain = Chain(plan, p2p.index, shake=random.Random(1000 * seed + p2p.index))
     executor = Executor(
         plan,

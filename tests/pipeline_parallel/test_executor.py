@@ -1,4 +1,4 @@
-"""The executor computes what one process computes, whatever the plan, the timing and the lengths of micro-batches."""
+"""The executor computes what one process computes for any plan, timing and lengths of micro-batches."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CLOSE = {"rtol": 1e-12, "atol": 1e-12}
 
 
 class Announcements(Listener):
-    """What the executor says of last gradients."""
+    """Records the executor's calls about last gradients."""
 
     def __init__(self) -> None:
         super().__init__(on_last_backward=lambda s: self.said.append(s), on_last_weights=lambda s: self.said.append(s))
@@ -57,7 +57,7 @@ def _run(plan: Plan, p2p: PipelineP2P, seed: int) -> None:
 
 
 def _plans(num_ranks: int) -> Iterator[Plan]:
-    """Every schedule with 1 to 5 and more micro-batches, and plans in any sound order."""
+    """Every schedule with 1 to 5 and more micro-batches, and plans in any valid order."""
     for name, schedule in SCHEDULES.items():
         if name == "forward_only":
             continue
@@ -74,9 +74,10 @@ def _check_plans(num_ranks: int) -> None:
 
 
 def random_plan(num_ranks: int, num_chunks: int, num_microbatches: int, seed: int) -> Plan:
-    """Any order that respects the dependencies, and keeps the micro-batches of a stage in its neighbour's order.
+    """A random order that respects the dependencies, and in which neighbouring stages have the same order of
+    micro-batches.
 
-    Backwards are whole on the even stages and split on the odd ones.
+    Backwards are whole on even stages and split on odd ones.
     """
     choice = random.Random(seed)
     stage_to_rank = round_robin_stages(num_ranks, num_chunks)
@@ -86,7 +87,7 @@ def random_plan(num_ranks: int, num_chunks: int, num_microbatches: int, seed: in
         for kind in ("FIW" if stage % 2 else "FB")
         for micro in range(num_microbatches)
     }
-    plan = Plan((tuple(sorted(left)),), stage_to_rank)  # knows what is split
+    plan = Plan((tuple(sorted(left)),), stage_to_rank)  # determines split backwards
     done: set[Action] = set()
     ranks: list[list[Action]] = [[] for _ in range(num_ranks)]
     while left:
@@ -99,7 +100,7 @@ def random_plan(num_ranks: int, num_chunks: int, num_microbatches: int, seed: in
 
 
 def _is_next(plan: Plan, action: Action, ranks: list[list[Action]]) -> bool:
-    """Whether an action takes the first message of its stream that has not been taken yet."""
+    """Whether an action consumes the first unconsumed message of its stream."""
     source = plan.source(action)
     if plan.sender(action) is None:
         return True
@@ -110,7 +111,7 @@ def _is_next(plan: Plan, action: Action, ranks: list[list[Action]]) -> bool:
 
 
 def _check_evaluation(p2p: PipelineP2P, num_ranks: int) -> None:
-    """Forwards alone keep no graph and touch no gradient."""
+    """Forwards without backwards store no graph and change no gradient."""
     plan = check(forward_only(num_ranks, 2, 3), 3, forward_only=True)
     expected = Chain(plan).reference()
     found, chain = run_chain(plan, p2p)
@@ -122,29 +123,29 @@ def _check_evaluation(p2p: PipelineP2P, num_ranks: int) -> None:
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_executor_computes_what_one_process_computes(num_ranks: int) -> None:  # C1 C2 C32 C33 C40 C65
-    """All schedules; weights that are used twice; micro-batches of different lengths; overlap on and off."""
+    """All schedules; weights used twice; micro-batches of different lengths; overlap on and off."""
     run_ranks(num_ranks, _check_plans, num_ranks)
 
 
 @pytest.mark.parametrize("plan", [interleaved(1, 3, 3), make_plan("zb_v", 1, 2, 3), make_plan("zb_h1", 1, 1, 2)])
 def test_one_rank_with_several_chunks(plan: Plan) -> None:
-    """Outputs go from stage to stage without a message."""
+    """Outputs are passed between stages without messages."""
     _run(plan, PipelineP2P(ParallelGroups.single()), seed=1)
 
 
 class Sent:
-    """The handle of a message that is taken at once."""
+    """The handle of a message that is complete immediately."""
 
     def wait(self) -> None:
-        """Return at once."""
+        """Return immediately."""
 
     def is_completed(self) -> bool:
-        """Always."""
+        """Always complete."""
         return True
 
 
 class FirstRank:
-    """The messages of the first of two pipeline ranks, whose partner takes everything and says nothing."""
+    """The messages of the first of two pipeline ranks; its partner is simulated."""
 
     index = 0
 
@@ -152,12 +153,12 @@ class FirstRank:
         self.sent: list[tuple[int, ...]] = []
 
     def send(self, tensor: Tensor, receiver: int) -> Sent:
-        """Note the shape."""
+        """Record the shape."""
         self.sent.append(tuple(tensor.shape))
         return Sent()
 
     def receive(self, shape: tuple[int, ...], *rest: object) -> tuple[Tensor, Sent]:
-        """Zeros."""
+        """Return zeros."""
         return torch.zeros(shape, dtype=MESSAGE.dtype), Sent()
 
 
@@ -170,7 +171,7 @@ class FirstRank:
     ],
 )
 def test_a_message_of_another_shape_is_refused(length: int, dtype: torch.dtype, told: str) -> None:  # C40
-    """A shorter message would arrive without an error, with what lay in the receiver's memory behind it."""
+    """A shorter message would arrive without an error, followed by old contents of the receiver's memory."""
 
     def forward(stage: int, micro: int, x: Tensor | None) -> Tensor:
         shape, made = (MESSAGE.shape, MESSAGE.dtype) if micro == 0 else ((length, WIDTH), dtype)
@@ -183,7 +184,7 @@ def test_a_message_of_another_shape_is_refused(length: int, dtype: torch.dtype, 
 
 
 def test_an_output_is_released_when_it_is_sent() -> None:
-    """The graph stays, the activations that nothing in it needs do not."""
+    """The graph is kept, but not activations that it does not need."""
     plan = interleaved(2, 1, 3)
     outputs: list[weakref.ref] = []
     alive: list[int] = []

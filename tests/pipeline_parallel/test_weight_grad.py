@@ -1,4 +1,4 @@
-"""Weight gradients that are put off are the same, and only they are put off."""
+"""Deferred weight gradients are correct, and only they are deferred."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_micro_batches_are_kept_apart() -> None:
 
 
 def _sequence_parallel() -> float:
-    """The gathered sequence is gathered again when the gradient is computed; deviation from the whole."""
+    """The sequence is gathered again for the deferred gradient; returns the error relative to the whole."""
     groups = ParallelGroups(Grid(tp=2), this_world().rank)
     comm = LinearComm(groups.group("tp"), gather_sequence=True)
     torch.manual_seed(0)

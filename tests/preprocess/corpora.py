@@ -1,4 +1,4 @@
-"""Small corpora in every form, runs over them, and what must come out, from the definition."""
+"""Small corpora in every format, runs over them, and the expected results from the definition."""
 
 import gzip
 import json
@@ -12,24 +12,24 @@ import zstandard
 from megatron_core.preprocess import Limits, PreprocessSettings, preprocess
 from megatron_core.tokenizers import Tokenizer
 
-# So small that a corpus of some kilobytes is many parts and many batches.
+# So small that a corpus of some kilobytes gives many parts and batches.
 SMALL = Limits(part_bytes=700, batch_bytes=150, save_seconds=0.0)
 
 
 def texts(count: int) -> list[str]:
-    """Texts of many lengths, empty ones and other scripts among them."""
+    """Texts of many lengths, including empty ones and other scripts."""
     words = ["", "one", "two words", "Gr\u00fc\u00dfe \u4e16\u754c \U0001f642", "a line\nand another", "x" * 400]
     return [words[n % 6] and f"{n} {words[n % 6]} {'y' * (n * 7 % 50)}" for n in range(count)]
 
 
 def write_jsonl(path: Path, documents: Sequence[str], key: str = "text") -> Path:
-    """A JSON Lines file, packed as its suffix says."""
+    """A JSON Lines file, compressed according to its suffix."""
     data = "".join(json.dumps({"n": 1, key: text}) + "\n" for text in documents).encode()
     return write_packed(path, data)
 
 
 def write_packed(path: Path, data: bytes) -> Path:
-    """A file with the content, packed in two members or frames if its suffix says so."""
+    """A file with the content, compressed in two members or frames according to its suffix."""
     half = len(data) // 3
     if path.suffix == ".gz":
         data = gzip.compress(data[:half]) + gzip.compress(data[half:])
@@ -40,7 +40,7 @@ def write_packed(path: Path, data: bytes) -> Path:
 
 
 def settings(folder: Path, **changes: object) -> PreprocessSettings:
-    """Settings for all .jsonl files of the folder, read byte by byte."""
+    """Settings for all .jsonl files of the folder, compared byte by byte."""
     given: dict = {
         "input": (str(folder / "*.jsonl"),),
         "output_prefix": str(folder / "out"),
@@ -52,7 +52,7 @@ def settings(folder: Path, **changes: object) -> PreprocessSettings:
 
 
 def outcome(folder: Path, limits: Limits = SMALL, **changes: object) -> dict[str, bytes]:
-    """The files that a run writes, by the ends of their names."""
+    """The output files of a run, by the ends of their names."""
     given = settings(folder, **changes)
     preprocess(given, limits)
     prefix = Path(given.output_prefix)
@@ -62,7 +62,7 @@ def outcome(folder: Path, limits: Limits = SMALL, **changes: object) -> dict[str
 
 
 def sequences(tokenizer: Tokenizer, documents: Sequence[str], eod: bool) -> tuple[list[list[int]], list[int]]:
-    """The sequences and the document index that documents must become."""
+    """The expected sequences and document index of documents."""
     found, index = [], [0]
     for text in documents:
         ids = tokenizer.tokenize(text)
@@ -74,9 +74,9 @@ def sequences(tokenizer: Tokenizer, documents: Sequence[str], eod: bool) -> tupl
 
 @contextmanager
 def file_size_limit(size: int) -> Iterator[None]:
-    """No file of this process may grow beyond some bytes: as if the disk were full."""
+    """Limits the size of this process's files, like a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    # Python ignores SIGXFSZ: writing on gives EFBIG.
+    # Python ignores SIGXFSZ, so writing further gives EFBIG.
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
         yield

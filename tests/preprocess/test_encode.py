@@ -1,4 +1,4 @@
-"""What becomes of the ids of some texts."""
+"""Tokenization of some texts."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Which files are read, in which order, and as what."""
+"""Selection, order and kinds of input files."""
 
 import os
 from pathlib import Path
@@ -23,7 +23,7 @@ def test_token_files_of_a_folder_are_no_text(tmp_path: Path) -> None:
     for name in ("a.txt", "other_text_document.bin", "other_text_document.idx", "b.bin.partial"):
         (tmp_path / name).write_text("x")
     assert find_inputs([str(tmp_path)]) == find_inputs([str(tmp_path / "*")]) == [tmp_path / "a.txt"]
-    # Who names one means it.
+    # A file named explicitly is read.
     assert find_inputs([str(tmp_path / "other_text_document.bin")]) == [tmp_path / "other_text_document.bin"]
 
 
@@ -91,7 +91,7 @@ def test_a_pipe_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", ["", "x" * 500, "x" * 2000])
 def test_a_file_that_changes_while_it_is_read_is_an_error(content: str, tmp_path: Path) -> None:
-    """One that is cut would otherwise give a part of its documents, and nothing would be said."""
+    """A truncated file would otherwise silently give only a part of its documents."""
     path = tmp_path / "a.jsonl"
     path.write_text("y" * 1000)
     with Stream(describe(path)) as stream:

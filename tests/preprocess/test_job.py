@@ -1,4 +1,4 @@
-"""A whole run: every kind of input, any number of workers, and what is said of it."""
+"""A whole run: every kind of input, any number of workers, and its messages."""
 
 import json
 import os
@@ -149,7 +149,7 @@ def test_several_keys_stay_aligned(tmp_path: Path) -> None:
 def test_bytes_that_the_tokenizer_drops_are_counted(
     backend: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Once for the whole run, whoever found them."""
+    """Printed once for the whole run, even if several workers find it."""
     model = write_tokenizer_json(tmp_path, without=MISSING)
     documents = [*texts(60), *DROPPED_TEXTS * 3]
     write_jsonl(tmp_path / "a.jsonl", documents)
@@ -215,7 +215,7 @@ def test_a_back_end_that_differs_late_stops_the_run(tmp_path: Path, monkeypatch:
     import gigatoken
 
     encode = gigatoken.Tokenizer.encode
-    # The sample has some kilobytes behind each sixteenth of the corpus: of these, texts 100 to 102.
+    # The sample has some kilobytes after each sixteenth of the corpus: of these, texts 100 to 102.
     documents = ["plain " * 600] * 200
     documents[106] = "an odd word"
     write_jsonl(tmp_path / "a.jsonl", documents)
@@ -349,7 +349,7 @@ def test_memory_does_not_grow_with_the_input(name: str, tmp_path: Path) -> None:
 def test_output_of_an_earlier_run_is_not_replaced_unasked(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", texts(20))
     first = outcome(tmp_path, overwrite=False)
-    for _ in range(2):  # the first refusal leaves nothing that a second one could resume
+    for _ in range(2):  # the first error leaves no progress to resume
         with pytest.raises(ConfigError, match=r"out_text_document\.bin already exists; .*--overwrite"):
             preprocess(settings(tmp_path, overwrite=False))
         assert not (tmp_path / "out.work").exists()

@@ -1,4 +1,4 @@
-"""A command line for Megatron-LM's preprocess_data.py is accepted, or told what to leave out."""
+"""Command lines of Megatron-LM's preprocess_data.py are accepted, or refused with the fix."""
 
 import pytest
 

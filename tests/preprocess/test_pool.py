@@ -1,4 +1,4 @@
-"""Workers give results in order, end at once when they are stopped, and never outlive their parent."""
+"""Workers return results in order, end immediately when they are stopped, and never outlive their parent."""
 
 import os
 import signal
@@ -82,6 +82,6 @@ def test_workers_end_with_their_parent() -> None:
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs; one that has ended and that nobody has waited for does not."""
+    """Whether a process runs; a zombie does not."""
     state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False).stdout
     return bool(state) and not state.startswith("Z")

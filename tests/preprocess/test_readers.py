@@ -1,4 +1,4 @@
-"""Every document is read once wherever reading begins, and what is wrong with one, or with a file, is named."""
+"""Every document is read exactly once from any start, and faults of documents and files are reported."""
 
 import gzip
 import json
@@ -32,7 +32,7 @@ def read(
 ) -> list[Document]:
     """Number and text of each document, None for a broken one.
 
-    cuts: ranges that the file is read in. restart: after so many blocks the file is read again from there on.
+    cuts: ranges in which the file is read. restart: after this number of blocks the file is read again from there.
     """
     source, found, lines = describe(path), [], 0
     ranges = list(zip([0, *(cuts or [])], [*(cuts or []), None], strict=True))
@@ -124,7 +124,7 @@ def test_the_time_for_a_long_text_is_in_proportion_to_it(tmp_path: Path) -> None
     path.write_bytes(b"word " * 8_000_000 + b"--last")
     begun = time.process_time()
     found = read(path, separator="--")
-    # 0.3 s; where what was read before is copied at each read, 5 s.
+    # 0.3 s; if data were copied at each read, 5 s.
     assert time.process_time() - begun < 2.5
     assert [(number, len(text)) for number, text in found] == [(1, 40_000_000), (2, 4)]
 
@@ -225,7 +225,7 @@ def test_faults_of_parquet_files_are_named(tmp_path: Path) -> None:
 
 
 def compressed(kind: str, *pieces: bytes) -> bytes:
-    """The pieces, each compressed by itself."""
+    """The pieces, each compressed separately."""
     compress = {"gz": gzip.compress, "zst": zstandard.compress, "txt": bytes}[kind]
     return b"".join(compress(piece) for piece in pieces)
 

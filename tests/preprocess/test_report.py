@@ -1,4 +1,4 @@
-"""What is said while a run goes and at its end."""
+"""Messages during a run and at its end."""
 
 import pytest
 

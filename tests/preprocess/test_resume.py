@@ -1,4 +1,4 @@
-"""A run that was killed, or found no room on the disk, goes on and writes the same bytes."""
+"""A run that was killed, or found the disk full, resumes and writes the same bytes."""
 
 import errno
 import json
@@ -27,7 +27,7 @@ KILLS = 50 if WHOLE_MATRIX else 6
 
 
 def two_keys(folder: Path, count: int) -> None:
-    """A plain and a packed file with two keys, and a broken line now and then."""
+    """A plain and a compressed file with two keys, and some broken lines."""
     lines = []
     for n, text in enumerate(texts(count)):
         lines.append(f'{{"text": "{n}", "text2": "{len(text)}"}}' if n % 50 else "{")
@@ -41,7 +41,7 @@ def results(folder: Path) -> dict[str, bytes]:
 
 
 def start(folder: Path) -> int:
-    """The run in a forked process, whose number is returned; it ends with status 0 if it succeeds."""
+    """The run in a forked process, whose id is returned; it ends with status 0 on success."""
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -65,7 +65,7 @@ def test_killed_at_any_moment_it_continues_to_the_same_bytes(tmp_path: Path) -> 
     while kills < KILLS or not continued:
         for path in tmp_path.glob("out_*"):
             path.unlink()
-        # Until a run comes to its end, each is killed somewhere in its time.
+        # Until a run is complete, each is killed at a random time.
         while True:
             pid = start(tmp_path)
             time.sleep(chance.uniform(0.1, 0.9) * seconds)
@@ -86,12 +86,12 @@ def test_killed_at_any_moment_it_continues_to_the_same_bytes(tmp_path: Path) -> 
 
 
 def is_publishing(folder: Path) -> bool:
-    """Whether the run was giving its files their names."""
+    """Whether the run was renaming its files."""
     return '"publishing": true' in (folder / "out.work" / "progress.json").read_text()
 
 
 def stopped_after(folder: Path, monkeypatch: pytest.MonkeyPatch, parts: int, **changes: object) -> None:
-    """A run that is interrupted from the keyboard when some parts are written."""
+    """A run that is interrupted from the keyboard after some parts are written."""
     append, count = Output.append, [0]
 
     def interrupted(self: Output, part: EncodedPart) -> None:
@@ -119,7 +119,7 @@ def test_what_is_written_is_not_read_again(
     assert position[0] == 1 or position[1] > 3_000
     (tmp_path / "out.work" / "run.json.partial").write_text("left by a run that was killed")
     capfd.readouterr()
-    # Neither the number of workers nor other sizes matter for continuing.
+    # The number of workers and other sizes may change between runs.
     assert outcome(tmp_path, Limits(), workers=3, **changes) == expected
     assert "out.work: continuing after" in capfd.readouterr().err
 
@@ -216,7 +216,7 @@ def test_strict_going_on_sees_what_was_broken_before(tmp_path: Path, monkeypatch
     stopped_after(tmp_path, monkeypatch, 30)
     with pytest.raises(DataError, match=r"a\.jsonl, line 1 is not JSON .*\(--strict\)"):
         preprocess(settings(tmp_path, strict=True), SMALL)
-    # What was done without the flag is not lost by trying it.
+    # Trying the flag keeps earlier progress.
     assert (tmp_path / "out.work" / "progress.json").exists()
     assert outcome(tmp_path) == expected
 
@@ -261,7 +261,7 @@ def test_a_full_disk_is_named_and_the_run_continues(most: int, tmp_path: Path) -
         path.unlink()
     pid = os.fork()
     if pid == 0:
-        # Python ignores SIGXFSZ: writing on gives EFBIG.
+        # Python ignores SIGXFSZ, so writing further gives EFBIG.
         resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
         code = 1
         try:
@@ -294,7 +294,7 @@ def test_no_space_left_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def corpus_with_damage(folder: Path, kind: str) -> Path:
-    """Three files, of which the second is damaged near its end; its path."""
+    """Three files, of which the second is damaged near its end; returns its path."""
     write_jsonl(folder / "a.jsonl", texts(60))
     rows = [{"text": f"row {n} {'z' * 40}"} for n in range(300)]
     path = folder / f"b.{kind}"
@@ -319,7 +319,7 @@ def test_a_damaged_file_among_others(kind: str, tmp_path: Path, capfd: pytest.Ca
     reason = "is a JSON array" if kind == "json" else "is (truncated|damaged)"
     with pytest.raises(DamagedFileError, match=rf"b\.{kind} {reason}.*repair the file, .*--skip-damaged-files"):
         preprocess(settings(tmp_path, **given), SMALL)
-    # Nothing of the damaged file stays, and the file before it is not read again.
+    # The damaged file's output is removed, and the file before it is not read again.
     assert json.loads((tmp_path / "out.work" / "progress.json").read_text())["position"] == [1, 0]
     whole = damaged.read_bytes()
     damaged.unlink()
@@ -362,7 +362,7 @@ def test_a_work_folder_that_is_damaged_is_told(name: str, content: str, tmp_path
 def test_published_files_that_another_program_changed_are_told(
     change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run that is stopped while it names its files finds them as it left them, or says so."""
+    """A run that is interrupted while it renames its files finds them unchanged, or reports a change."""
     write_jsonl(tmp_path / "a.jsonl", texts(20))
     given = settings(tmp_path)
 

@@ -1,4 +1,4 @@
-"""Stages whose work is a sleep of known length: what they measure is the order and the overlap of the work alone."""
+"""Stages that sleep for known times, to measure only the order and the overlap of work."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MESSAGE = MessageFormat((1,), torch.float32, torch.device("cpu"))
 
 
 class Sleep(torch.autograd.Function):
-    """Sleeps ``seconds`` for F, for I and for W, which it puts off as ``tensor_parallel.linear`` does."""
+    """Sleeps ``seconds`` for F, for I and for W, which it defers like ``tensor_parallel.linear``."""
 
     @staticmethod
     def forward(ctx, x, weight, seconds):
@@ -43,7 +43,7 @@ class Sleep(torch.autograd.Function):
 
 
 def trace_sleeps(folder: Path, plans: dict[str, Plan], seconds: float, steps: int) -> None:
-    """Run each plan on this rank for some steps; traces go to a folder for each, by its name.
+    """Run each plan on this rank for some steps; the traces of each plan are in a folder of its name.
 
     F, I and W of a stage take ``seconds`` each.
     """
@@ -70,11 +70,11 @@ def _run(plan: Plan, p2p: PipelineP2P, seconds: float, recording: Recording) -> 
 
 
 def undisturbed(timelines: Collection[Timeline]) -> Timeline:
-    """What several measured steps have in common: each action's shortest time and shortest delay of all steps.
+    """Combine several measured steps: the minimum of each action's duration and delay over all steps.
 
-    The delay is what lies between the moment at which a rank could begin the action, because the one before it is done
-    and what it needs has been computed, and the moment at which it did. Other processes on the machine delay an action
-    in some steps; an executor that waits where the plan does not delays it in every step.
+    The delay is the time between the moment when a rank could start the action (the previous one has ended and its
+    dependencies are available) and its start. Other processes on the machine delay an action in some steps; an executor
+    that waits unnecessarily delays it in every step.
     """
     plan = next(iter(timelines)).plan
     before = {action: earlier for actions in plan.ranks for earlier, action in pairwise(actions)}

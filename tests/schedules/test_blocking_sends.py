@@ -1,4 +1,4 @@
-"""Plans that pass the checker run when sends block, with receives posted as early as it says."""
+"""Valid plans run with blocking sends if receives are posted with the computed lookahead."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_core.schedules.checks import check, order_problems
 
 
 class Ranks:
-    """Threads that run a plan over links with blocking sends, each link first in, first out."""
+    """Threads that run a plan over FIFO links with blocking sends."""
 
     def __init__(self, plan: Plan, lookahead: int, patience: float = 20.0) -> None:
         self.plan, self.lookahead, self.patience = plan, lookahead, patience
@@ -25,7 +25,7 @@ class Ranks:
         self.ended: list[int] = []
 
     def run(self) -> list[int]:
-        """The ranks that came to the end of their lists."""
+        """The ranks that reached the end of their lists."""
         threads = [
             threading.Thread(target=self._rank, args=(rank,), daemon=True) for rank in range(len(self.plan.ranks))
         ]
@@ -83,7 +83,8 @@ def test_how_early_receives_are_posted() -> None:
 
 
 def test_two_ranks_that_send_to_each_other() -> None:
-    """Rank 0 sends four forwards before it takes a gradient, which rank 1 sends before it takes the second."""
+    """Rank 0 sends four forwards before it consumes a gradient; rank 1 sends that gradient before it consumes the
+    second forward."""
     plan = check(parse_plan(["0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3", "1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3"], (0, 1)), 4)
     assert plan.receive_lookahead == 2
     assert Ranks(plan, 2).run() == [0, 1]
@@ -96,7 +97,7 @@ def test_swapped_messages_are_found() -> None:
 
 
 def test_two_streams_over_one_link_may_be_taken_in_any_order() -> None:
-    """On a V, rank 0 sends 0F1 before 3I0, and rank 1 takes the gradient first."""
+    """On a V, rank 0 sends 0F1 before 3I0, and rank 1 consumes the gradient first."""
     lines = ["0F0 3F0 0F1 3I0 3W0 0B0 3F1 3B1 0B1", "1F0 2F0 2I0 2W0 1I0 1W0 1F1 2F1 2B1 1B1"]
     plan = check(parse_plan(lines, (0, 1, 1, 0)), 2)
     assert plan.messages(0, 1) == [Action.parse(word) for word in ("0F0", "0F1", "3I0", "3B1")]

@@ -1,4 +1,4 @@
-"""The checker finds every kind of fault, and plans have a text form."""
+"""The checker detects every kind of fault; plans have a text form."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_core.schedules import SCHEDULES, interleaved, make_plan
 from megatron_core.schedules.actions import Action, parse_plan
 from megatron_core.schedules.checks import check, problems
 
-# What is wrong: (the ranks' actions of two stages and one or two micro-batches, micro-batches, the whole report).
+# Faults: (the ranks' actions of two stages and one or two micro-batches, micro-batches, the whole report).
 FAULTS = {
     "nothing": (["0F0 0B0", "1F0 1B0"], 1, []),
     "missing": (["0F0", "1F0 1B0"], 1, ["0B0 is missing"]),
@@ -112,7 +112,7 @@ def test_error_names_every_problem() -> None:
 @settings(deadline=None, max_examples=60)
 @given(st.sampled_from(list(SCHEDULES)), st.integers(2, 4), st.integers(1, 6), st.data())
 def test_damage_never_goes_unseen(name: str, ranks: int, micros: int, data: st.DataObject) -> None:
-    """A sound plan with an action removed, doubled or moved to another rank is not sound."""
+    """A valid plan with an action removed, duplicated or moved to another rank is not valid."""
     plan = make_plan(name, ranks, SCHEDULES[name].chunks or 2, micros)
     rank = data.draw(st.integers(0, ranks - 1))
     actions = list(plan.ranks[rank])

@@ -33,7 +33,7 @@ def test_odd_chunks_are_in_lower_case() -> None:
 @pytest.mark.parametrize("colour", [False, True])
 @pytest.mark.parametrize("width", [10, 80, 400])
 def test_rows_have_the_same_width(name: str, colour: bool, width: int) -> None:
-    """However narrow the terminal, and whatever the costs."""
+    """For any width of the terminal and any costs."""
     timeline = simulate(make_plan(name, 4, SCHEDULES[name].chunks or 2, 6), Costs(1.3, 1, 0.7, 0.2))
     text = re.sub(r"\x1b\[[0-9;]*m", "", picture(timeline, name, width=width, colour=colour))
     rows = [line.rsplit(" ", 1)[0] for line in text.splitlines() if line.startswith("rank")]

@@ -1,4 +1,4 @@
-"""Every schedule is sound for every size, and holds no more than it says."""
+"""Every schedule is valid for every size, and stores no more activations than documented."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RANKS, CHUNKS, MICROS = st.integers(1, 8), st.integers(1, 4), st.integers(1, 32)
 
 
 def in_flight(actions: tuple[Action, ...]) -> int:
-    """Most forwards whose backward has not run yet."""
+    """Maximal number of forwards without their backward."""
     return max(accumulate(1 if action.kind == "F" else -1 for action in actions))
 
 
@@ -40,7 +40,7 @@ def text(plan: Plan) -> list[str]:
 @settings(deadline=None, max_examples=25)
 @given(RANKS, CHUNKS, MICROS)
 def test_every_plan_is_sound(name: str, ranks: int, chunks: int, micros: int) -> None:  # C32
-    """Complete, without deadlock whether sends block or not, and with a sound plan for evaluation."""
+    """Complete, without deadlock with blocking and non-blocking sends, and with a valid plan for evaluation."""
     chunks = SCHEDULES[name].chunks or chunks
     plan = check(make_plan(name, ranks, chunks, micros), micros, forward_only=name == "forward_only")
     assert (plan.num_stages, plan.num_microbatches, plan.num_chunks) == (ranks * chunks, micros, chunks)
@@ -75,7 +75,7 @@ def test_1f1b_holds_at_most_p_minus_r(ranks: int, micros: int) -> None:
 @settings(deadline=None, max_examples=40)
 @given(RANKS, st.integers(2, 4), MICROS)
 def test_interleaving_holds_at_most_its_warm_up(ranks: int, chunks: int, micros: int) -> None:
-    """2 (p - r - 1) + (v - 1) p forwards ahead, and the one that a backward follows."""
+    """2 (p - r - 1) + (v - 1) p forwards ahead, and one more before the first backward."""
     for rank, actions in enumerate(interleaved(ranks, chunks, micros).ranks):
         assert in_flight(actions) <= 2 * (ranks - rank - 1) + (chunks - 1) * ranks + 1
 
@@ -83,7 +83,7 @@ def test_interleaving_holds_at_most_its_warm_up(ranks: int, chunks: int, micros:
 @settings(deadline=None, max_examples=40)
 @given(st.sampled_from(list(SCHEDULES)), RANKS, CHUNKS, MICROS)
 def test_each_stage_takes_micro_batches_in_order(name: str, ranks: int, chunks: int, micros: int) -> None:
-    """So that gradients are summed in the same order whatever the schedule."""
+    """Backwards have the order of forwards, so that gradients are summed in the same order in every schedule."""
     kinds = ("F",) if name == "forward_only" else ("F", "BI", "BW")
     for actions in make_plan(name, ranks, SCHEDULES[name].chunks or chunks, micros).ranks:
         for kind in kinds:
@@ -148,7 +148,7 @@ def test_gpipe() -> None:
 
 
 def test_zb_h1_of_four_ranks() -> None:
-    """The forwards of 1F1B; the weight gradients of rank r come r micro-batches late."""
+    """The forwards of 1F1B; the weight gradients of rank r are delayed by r micro-batches."""
     assert text(zb_h1(4, 4)) == [
         "0F0 0F1 0F2 0F3 0I0 0W0 0I1 0W1 0I2 0W2 0I3 0W3",
         "1F0 1F1 1F2 1I0 1F3 1I1 1W0 1I2 1W1 1I3 1W2 1W3",

@@ -1,4 +1,4 @@
-"""The simulator gives the published bubble rates, the closed forms, and the papers' peaks of memory."""
+"""The simulator reproduces published bubble rates, closed forms, and the papers' peaks of memory."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def test_published_bubble_rates(row: tuple[float, ...]) -> None:
 def test_published_throughput_of_few_micro_batches(
     row: tuple[float, ...], size: int, micros: int, plain: float, h2: float
 ) -> None:
-    """Table 9 of the paper, sequences a second and GPU, at most as many micro-batches as stages: what the simulation
-    makes of the times of longer runs, without an optimizer, is up to 12 % more."""
+    """Table 9 of the paper, sequences per second and GPU, at most as many micro-batches as stages: the simulation,
+    which does not include the optimizer and uses times of longer runs, is up to 12 % higher."""
     ranks, costs = row[0], Costs(*row[3:7])
     for name, published in (("1f1b", plain), ("zb_h2", h2)):
         makespan = simulate(make_plan(name, ranks, 1, micros), costs).makespan / 1000
@@ -104,9 +104,9 @@ def test_bubble_of_interleaved(ranks: int, chunks: int, groups: int, forward: fl
 
 @pytest.mark.parametrize("row", PUBLISHED[::3], ids=lambda row: f"p{row[0]}")
 def test_bubble_time_of_zero_bubble_schedules(row: tuple[float, ...]) -> None:
-    """ZB-H1: (p - 1) (F + I - W); ZB-H2: (p - 1) (F + I - 2 W), as table 2 of the paper has it.
+    """ZB-H1: (p - 1) (F + I - W); ZB-H2: (p - 1) (F + I - 2 W), as in table 2 of the paper.
 
-    ZB-H2 waits for 2 (p - 1) messages, too: a micro-batch's way to the last rank and back.
+    ZB-H2 also waits for 2 (p - 1) messages: the way of a micro-batch to the last rank and back.
     """
     ranks, micros, (forward, grad, weight, comm) = row[0], row[1], row[3:7]
     work = micros * (forward + grad + weight)
@@ -127,7 +127,7 @@ def test_no_bubble(name: str, ranks: int, more: int) -> None:
 @settings(deadline=None, max_examples=40)
 @given(RANKS, MICROS)
 def test_peaks_of_schedules_with_one_chunk(ranks: int, micros: int) -> None:
-    """1F1B holds p - r micro-batches, ZB-H1 no more than 1F1B's worst, ZB-H2 2p - 1, GPipe all."""
+    """1F1B stores p - r micro-batches, ZB-H1 at most 1F1B's maximum, ZB-H2 2p - 1, GPipe all."""
     assert peak_activations(make_plan("1f1b", ranks, 1, micros)) == tuple(min(ranks - r, micros) for r in range(ranks))
     assert peak_activations(make_plan("gpipe", ranks, 1, micros)) == (micros,) * ranks
     assert peak_activations(make_plan("zb_h1", ranks, 1, micros)) == (min(ranks, micros),) * ranks
@@ -145,7 +145,7 @@ def test_peak_of_interleaved(ranks: int, chunks: int, groups: int) -> None:
 @settings(deadline=None, max_examples=40)
 @given(RANKS, MICROS)
 def test_peaks_on_a_v(ranks: int, micros: int) -> None:
-    """ZB-V holds p micro-batches as 1F1B does, DualPipeV p + 1/2."""
+    """ZB-V stores p micro-batches like 1F1B, DualPipeV p + 1/2."""
     assert max(peak_activations(make_plan("zb_v", ranks, 2, micros))) <= min(ranks, micros)
     assert max(peak_activations(make_plan("dualpipe_v", ranks, 2, micros))) <= min(ranks + 0.5, micros)
 
@@ -172,7 +172,7 @@ def test_messages_take_time_between_ranks_only() -> None:
 
 
 def test_bubble_counts_from_each_ranks_first_action() -> None:
-    """Measured times need not begin at 0; idle time counts the wait for the others, the bubble does not."""
+    """Measured times need not start at 0; idle time includes waiting for other ranks' starts, the bubble does not."""
     actions = [Action(rank, "F", 0) for rank in range(2)]
     start, end = {actions[0]: 5.0, actions[1]: 7.0}, {actions[0]: 7.0, actions[1]: 9.0}
     timeline = Timeline(Plan(((actions[0],), (actions[1],)), (0, 1)), start, end)

@@ -1,4 +1,4 @@
-"""The notation of layouts, and the settings that say which layers are on which stage."""
+"""The notation of layouts, and the settings that assign layers to stages."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_what_cannot_be_read_is_named_with_its_place(text: str, words: str) -> N
 
 
 def megatron_reads(text: str) -> list[str]:
-    """Megatron-LM's meaning of a layout without nesting: groups are written out first, then single letters."""
+    """Megatron-LM's meaning of a layout without nesting: groups are expanded first, then single letters."""
     text = text.replace(",", "")
     for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
         text = re.sub(pattern, lambda match: match[1] * int(match[2]), text)
@@ -78,7 +78,7 @@ group = st.tuples(simple.filter(lambda text: "*" not in text), st.integers(0, 5)
 @settings(max_examples=200, deadline=None)
 @given(text=st.lists(simple | group, max_size=4).map("".join))
 def test_layouts_mean_what_megatron_means(text: str) -> None:
-    # Without its commas Megatron reads "t*2,3" as t*23; the letters here are no digits.
+    # Without commas Megatron would read "t*2,3" as t*23; here digits are not letters.
     assert list(parse_layout(text)) == megatron_reads(text)
 
 
@@ -100,7 +100,7 @@ def test_chunks_follow_from_the_layout() -> None:
 
 
 def test_accounted_layers_count_for_chunks() -> None:
-    """126 layers, embedding and loss over 16 ranks, one to a stage: 8 chunks."""
+    """126 layers, embedding and loss over 16 ranks, one per stage: 8 chunks."""
     parallel = ParallelConfig(
         pipeline_model_parallel_size=16,
         num_layers_per_virtual_pipeline_stage=1,

@@ -1,4 +1,4 @@
-"""Measured timelines: what is written is read again, and the executor runs every schedule as the simulator does."""
+"""Measured timelines: written traces can be read, and the executor runs every schedule like the simulator."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tests.schedules.sleepers import trace_sleeps, undisturbed
 
 RANKS, MICROS, STEPS = 4, 8, 4
 ACTION_SECONDS = 0.015
-# Between two actions the executor hands messages on and takes the time, 0.03 to 0.1 ms on an idle machine, and a
-# message over gloo takes 0.1 to 0.3 ms: together about 1 % of an action, in every action of a schedule without bubble.
+# Between two actions the executor passes messages and reads the clock, 0.03 to 0.1 ms on an idle machine, and a message
+# over gloo takes 0.1 to 0.3 ms: together about 1 % of an action, also in a schedule without bubble.
 BOUND = 0.02
-# On a slow or busy machine that is more, but it does not grow with the work: the next attempt's actions are twice as
-# long. An executor that waits for an action that it does not need waits twice as long too, and is caught by each.
+# On a slow or busy machine it takes longer, but does not grow with the work: the next attempt's actions are twice as
+# long. The delay of an executor that waits unnecessarily also doubles, and is detected in each attempt.
 MOST_ATTEMPTS = 5
 PLANS = {
     name: make_plan(name, RANKS, schedule.chunks or 2, MICROS)
@@ -33,7 +33,7 @@ PLANS = {
 
 @pytest.fixture(scope="module")
 def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of traces for each schedule, run by four ranks whose work is sleep: two cores are enough."""
+    """A folder of traces per schedule, run by four ranks that sleep, for which two cores are sufficient."""
     folder = tmp_path_factory.mktemp("traces")
     run_ranks(RANKS, trace_sleeps, folder, PLANS, ACTION_SECONDS, STEPS)
     return folder
@@ -57,7 +57,7 @@ def test_executed_bubble_is_the_simulated_one(name: str, traces: Path) -> None:
 
 
 def test_sleeps_are_measured_as_long_as_they_are(traces: Path) -> None:
-    """B is I and W; a load on the machine makes a sleep longer, never shorter."""
+    """B is I and W; load on the machine makes a sleep longer, never shorter."""
     times = measured_costs(undisturbed(read_trace(traces / "dualpipe_v").timelines.values())).times
     assert {kind for _, kind in times} == set("FBIW")
     for (_, kind), time in times.items():
@@ -66,7 +66,8 @@ def test_sleeps_are_measured_as_long_as_they_are(traces: Path) -> None:
 
 
 def test_an_executor_that_waits_is_seen() -> None:
-    """What every step has is kept, what some have is left out: the measure of the test above is not blind."""
+    """Delays in every step are kept, delays in some steps are removed: the measure of the previous test detects
+    errors."""
     plan = make_plan("1f1b", 2, 1, 4)
     good = simulate(plan, Costs())
     late = {Action(0, "F", 3): 5.0}
@@ -76,7 +77,7 @@ def test_an_executor_that_waits_is_seen() -> None:
 
 
 def _delayed(timeline: Timeline, delays: dict[Action, float]) -> Timeline:
-    """The timeline if some actions began later than they could, with all that waits for them."""
+    """The timeline with some actions and all of their dependents delayed."""
     start, end = {}, {}
     free = dict.fromkeys(range(len(timeline.plan.ranks)), 0.0)
     for rank, action in timeline.plan.walk():
@@ -91,7 +92,7 @@ def _ticks(*times: float) -> Iterator[float]:
 
 
 def _write(folder: Path, plan: Plan, *, hosts: tuple[str, str] = ("a", "a"), began: tuple[float, float] = (5.0, 5.5)):
-    """One step of a plan of two ranks; every action takes a second, and the ranks wait for nothing."""
+    """One step of a plan of two ranks; every action takes a second, without waiting."""
     for rank, actions in enumerate(plan.ranks):
         writer = TraceWriter(folder, rank, [0, 1], "mine", plan.stage_to_rank)
         ticks = (began[rank] + at for at in range(2 * len(actions)))
@@ -121,7 +122,7 @@ def test_times_of_one_host_are_on_one_clock(tmp_path: Path) -> None:
 
 
 def test_hosts_are_aligned_where_the_step_begins(tmp_path: Path) -> None:
-    """Their clocks began when they were started."""
+    """Their clocks start with the processes."""
     _write(tmp_path, make_plan("1f1b", 2, 1, 1), hosts=("a", "b"), began=(5.0, 90000.0))
     timeline = read_trace(tmp_path).timelines[7]
     assert timeline.start[Action(0, "F", 0)] == timeline.start[Action(1, "F", 0)] == 0
@@ -137,7 +138,7 @@ def test_a_trace_is_bounded(tmp_path: Path) -> None:
 
 
 def test_costs_are_means_by_stage_and_kind() -> None:
-    """Simulated with them, a plan of unequal stages takes the time that it was simulated with before."""
+    """With these costs, a simulated plan of unequal stages reproduces its times."""
     plan = make_plan("zb_v", 2, 2, 6)
     times = {(stage, kind): 1.0 + stage + 0.25 * "FIW".index(kind) for stage in range(4) for kind in "FIW"}
     timeline = simulate(plan, StageCosts(times, comm=0.125))
@@ -149,7 +150,7 @@ def test_costs_are_means_by_stage_and_kind() -> None:
 
 
 def test_unequal_stages_of_costs() -> None:
-    """With equal stages both kinds of cost are the same thing."""
+    """With equal stages both kinds of cost agree."""
     plan = make_plan("interleaved", 2, 2, 4)
     whole = simulate(plan, Costs(2, 3, 4, 1))
     each = simulate(plan, StageCosts({(stage, kind): t for stage in range(4) for kind, t in (("F", 1), ("B", 3.5))}, 1))

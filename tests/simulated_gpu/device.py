@@ -1,20 +1,19 @@
-"""A GPU that is simulated on the CPU's memory, for tests on machines without one.
+"""A simulated GPU in CPU memory, for tests on machines without one.
 
-``runtime.simulated_gpu()`` makes this process believe in ``cuda``: tensors made there are ``OnGPU``, a subclass whose
-memory is the CPU's and whose operators are torch's for the CPU. What a real GPU refuses is refused, and what it does
-later is done later:
+``runtime.simulated_gpu()`` makes ``cuda`` available in this process: tensors on it are ``OnGPU``, a subclass that uses
+CPU memory and torch's CPU operators. Errors and asynchronous effects of a real GPU are reproduced:
 
-- an operator over tensors of both devices (but for numbers, 0-dim tensors of the CPU, in operations by element),
-  a write into the CPU's memory but by ``copy_``, ``numpy()``, products of integers, and collectives over the CPU's
-  tensors, over strided ones or in dtypes that NCCL lacks are errors;
-- ``copy_(..., non_blocking=True)`` into pinned memory arrives with the next synchronization: until then the CPU reads
-  NaN there; a source in pinned memory that changes before it is an error;
-- what an asynchronous collective writes is NaN until it is waited for; changing or freeing its memory is an error;
+- errors: an operator over tensors of both devices (except numbers, 0-dim CPU tensors, in elementwise operations),
+  a write to CPU memory other than ``copy_``, ``numpy()``, products of integers, and collectives over CPU tensors, over
+  strided ones or in dtypes that NCCL does not have;
+- ``copy_(..., non_blocking=True)`` to pinned memory completes at the next synchronization: until then the CPU reads
+  NaN there; changing a source in pinned memory before that is an error;
+- outputs of an asynchronous collective are NaN until it is waited for; changing or freeing its memory is an error;
 - functions of ``torch.cuda`` take the arguments of the real ones.
 
-Each wait of the host for the device is counted in ``Log.stalls`` with its line. Not simulated: streams beside the
-current one, the RNG's values, memory, speed and the kernels of CUDA. Operators that run inside a Python function of
-``torch`` itself are seen as those of the device, but tensors that it makes by ``device=`` are not.
+Each wait of the host for the device is counted in ``Log.stalls`` with its line. Not simulated: streams other than the
+current one, the RNG's values, memory, speed and CUDA kernels. Operators inside a Python function of ``torch`` itself
+count as the device's, except tensors that it creates with ``device=``.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ READS = (
     "repeat_interleave",
     "bincount",
 )
-"""Operators whose result has a size or value that the host waits for."""
+"""Operators whose result has a size or value for which the host waits."""
 BY_ELEMENT = (
     "copy_",
     "fill_",
@@ -56,24 +55,24 @@ BY_ELEMENT = (
     "where",
     "_local_scalar_dense",
 )
-"""Operators that take numbers of the CPU, beside those that torch tags as pointwise."""
+"""Operators that accept numbers of the CPU, in addition to those that torch tags as pointwise."""
 PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "addmm_", "baddbmm_", "mv", "dot")
 
 
 @dataclass
 class Log:
-    """What happened on the device of this process."""
+    """Events on the device of this process."""
 
     stalls: Counter[str] = field(default_factory=Counter)
     """Waits of the host, by the line of this project and the operator."""
     index: int = 0
     """Of the current device."""
     pinned: dict[int, Tensor] = field(default_factory=dict)
-    """Host memory that is pinned, by its address; kept, so that no other takes the address."""
+    """Pinned host memory by address; kept, so that the address is not reused."""
     arriving: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    """Host memory and what it will hold at the next synchronization."""
+    """Host memory and its contents after the next synchronization."""
     leaving: list[tuple[Tensor, Tensor, str]] = field(default_factory=list)
-    """Host memory that is read until then, what it held, and the line."""
+    """Host memory that is read until then, its contents, and the line."""
 
     def stall(self, what: str) -> None:
         self.stalls[f"{line_of_project()} {what}"] += 1
@@ -94,14 +93,14 @@ class Log:
 
 class _Frame(threading.local):
     inner = True
-    """Whether new tensors without ``device`` are made by C++ for those of the device: in autograd's engine, too."""
+    """Whether C++ creates new tensors without ``device`` on the device, also in autograd's engine."""
 
 
 LOG, FRAME = Log(), _Frame()
 
 
 def line_of_project() -> str:
-    """The line of this project that runs, as ``optimizer/clip.py:30``."""
+    """The current line of this project, such as ``optimizer/clip.py:30``."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
@@ -112,7 +111,7 @@ def line_of_project() -> str:
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """The same memory as a tensor of the CPU."""
+    """The same memory as a CPU tensor."""
     with torch._C._DisableTorchDispatch():
         return Tensor._make_subclass(Tensor, tensor)
 
@@ -141,7 +140,7 @@ class OnGPU(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, func.__name__.partition(".")[0]
-        if func.namespace == "megatron_core":  # written in Python: its kernel sees the device
+        if func.namespace == "megatron_core":  # implemented in Python: its kernel uses the device
             with Inner():
                 return func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
         if name == "copy_" and not (isinstance(args[0], cls) and isinstance(args[1], cls)):
@@ -151,7 +150,7 @@ class OnGPU(Tensor):
         plain = {id(each): on_host(each) for each in found if isinstance(each, cls)}
         known = {
             id(plain.get(id(each), each)): each for each in found
-        }  # what is changed in place is returned as it came
+        }  # tensors changed in place are returned unchanged
         memory = lambda each: plain.get(id(each), each)  # noqa: E731
         func = ONLY_CUDA.get(str(func), func)
         result = func(*mapped(memory, args), **mapped(memory, kwargs))
@@ -163,7 +162,7 @@ def _addmm(c: Tensor, a: Tensor, b: Tensor, out_dtype: torch.dtype, *, out: Tens
 
 
 def _check_flash(*inputs: Tensor) -> None:
-    """RuntimeError for what torch's flash attention refuses (``flash_attn/flash_api.cpp``)."""
+    """RuntimeError for calls that torch's flash attention refuses (``flash_attn/flash_api.cpp``)."""
     query, key, value, *others = inputs
     if query.dtype not in (torch.float16, torch.bfloat16) or any(x.dtype != query.dtype for x in (key, value, *others)):
         raise RuntimeError("FlashAttention only support fp16 and bf16 data type, the same for all")
@@ -194,7 +193,7 @@ def _flash_backward(
 
 
 def _scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *rest: Any) -> Tensor:
-    """Of a GPU, which refuses what ``ScaledBlas.cpp`` and ``RowwiseScaledMM.cu`` do."""
+    """A GPU with the restrictions of ``ScaledBlas.cpp`` and ``RowwiseScaledMM.cu``."""
     out_dtype, rows = rest[2], scale_a.numel() > 1 or scale_b.numel() > 1
     e5m2 = [x.dtype == torch.float8_e5m2 for x in (a, b)]
     if a.stride() != (a.shape[1], 1) or b.stride() != (1, b.shape[0]) or any(extent % 16 for extent in b.shape):
@@ -213,11 +212,11 @@ ONLY_CUDA = {
     "aten._scaled_dot_product_flash_attention.default": _flash,
     "aten._scaled_dot_product_flash_attention_backward.default": _flash_backward,
 }
-"""What torch has for CUDA alone."""
+"""Functions that torch has only for CUDA."""
 
 
 def mapped(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """``value`` with ``function`` of the tensors in it."""
+    """``value`` with ``function`` applied to its tensors."""
     if isinstance(value, Tensor):
         return function(value)
     if type(value) in (list, tuple):
@@ -238,14 +237,14 @@ def _tensors(values: Any) -> list[Tensor]:
 
 @cache
 def _traits(func: Any, name: str) -> tuple[list[bool], bool]:
-    """Of an operator: which arguments it changes, and whether it takes numbers of the CPU."""
+    """The arguments that an operator changes, and whether it accepts numbers of the CPU."""
     infos = [argument.alias_info for argument in func._schema.arguments]
     changes = [info is not None and info.is_write for info in infos]
     return changes, torch.Tag.pointwise in func.tags or name in BY_ELEMENT
 
 
 def _check(func: Any, name: str, found: list[Tensor], args: Any) -> None:
-    """RuntimeError for what a GPU refuses; count what it waits for."""
+    """RuntimeError for operations that a GPU refuses; count waits of the host."""
     indices = args[1] if name in ("index", "index_put", "index_put_", "_index_put_impl_") else ()
     for index in indices:
         if index is not None and (not isinstance(index, OnGPU) or index.dtype in (torch.bool, torch.uint8)):
@@ -267,7 +266,7 @@ def _check(func: Any, name: str, found: list[Tensor], args: Any) -> None:
 def _copy(to: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     """``copy_`` between the devices."""
     if isinstance(to, OnGPU):
-        for memory, values in LOG.arriving:  # the device works in order: what was sent before has come
+        for memory, values in LOG.arriving:  # the device works in order: earlier copies are complete
             if memory.untyped_storage().data_ptr() == source.untyped_storage().data_ptr():
                 memory.copy_(values)
         on_host(to).copy_(source)
@@ -308,7 +307,7 @@ def _is_gpu(device: Any) -> bool:
 
 
 class Factories(TorchFunctionMode):
-    """Makes tensors where ``device`` says."""
+    """Creates tensors on ``device``."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -324,7 +323,7 @@ class Factories(TorchFunctionMode):
         if device is not None:
             kwargs["device"] = "cpu"
         if func is Tensor.backward:
-            with self:  # off in here otherwise, and so in the backward of Python's functions
+            with self:  # otherwise off here, and so in the backward of Python functions
                 kwargs["grad_tensors"] = kwargs.pop("gradient", None)
                 return torch.autograd.backward(*args, **kwargs)
         outer, FRAME.inner = FRAME.inner, device is None and any(isinstance(each, OnGPU) for each in _tensors(args))
@@ -360,7 +359,7 @@ class Factories(TorchFunctionMode):
 
 
 class Inner(TorchDispatchMode):
-    """Puts new tensors that C++ makes within an operation where those of the operation are."""
+    """Puts new tensors that C++ creates within an operation on the operation's device."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "megatron_core":
@@ -368,7 +367,7 @@ class Inner(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         if is_there := _is_gpu(kwargs.get("device")):  # in the kernel of an operator of this project
             kwargs["device"] = "cpu"
-        with torch._C.DisableTorchFunction():  # operators of C++ are no calls of Python
+        with torch._C.DisableTorchFunction():  # C++ operators are not Python calls
             result = func(*args, **kwargs)
         if not (FRAME.inner or is_there) or not isinstance(result, Tensor) or isinstance(result, OnGPU):
             return result
@@ -376,7 +375,7 @@ class Inner(TorchDispatchMode):
 
 
 def set_hooks(self: Any, pack: Callable, unpack: Callable, real: Callable = saved_tensors_hooks.__init__) -> None:
-    """Hooks of saved tensors run as Python does elsewhere, although an operator calls them."""
+    """Hooks of saved tensors run as regular Python, although an operator calls them."""
 
     def in_python(hook: Callable) -> Callable:
         def run(value: Any) -> Any:

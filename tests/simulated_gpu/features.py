@@ -1,4 +1,4 @@
-"""What is trained on a simulated GPU, by the test that has it: settings over ``BASE``."""
+"""Configurations trained on a simulated GPU, by test: settings over ``BASE``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The functions of torch.cuda and torch.distributed for ``device``'s simulated GPU."""
+"""The functions of torch.cuda and torch.distributed for the simulated GPU."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ COLLECTIVES = (
 
 
 MEMORY_OF = {"isend": ((), (0,)), "irecv": ((0,), ()), **dict.fromkeys(("all_reduce", "broadcast"), ((0,), ()))}
-"""By collective: which arguments it writes, and which it only reads; elsewhere the first and the second."""
+"""Per collective: the arguments that it writes, and those that it only reads; default: the first and the second."""
 
 
 class Late:
-    """The handle of a collective on a stream of its own: what it writes is there once that has been waited for.
+    """The handle of an asynchronous collective, whose outputs are valid after ``wait``.
 
     Until then that memory is NaN; changing or freeing it, or the inputs of the collective, is an error.
     """
@@ -48,7 +48,7 @@ class Late:
         written_storages = {memory.untyped_storage().data_ptr() for memory, _ in self._arriving}
         for memory, values in inputs:
             if name.startswith("all_gather") and memory.untyped_storage().data_ptr() in written_storages:
-                memory.copy_(values)  # this rank's part of what is written stays as it is
+                memory.copy_(values)  # this rank's own part of the output does not change
         busy = [memory for memory, _ in self._arriving + inputs]
         self._busy = [(memory, memory.untyped_storage().nbytes(), memory.clone()) for memory in busy]
 
@@ -98,14 +98,14 @@ class Event:
 
 class _Thread(threading.local):
     device = 0
-    """The current one, with which each thread begins."""
+    """The current stream, the default of each thread."""
 
 
 THREAD = _Thread()
 
 
 class Stream:
-    """torch.cuda.Stream; all streams are one, which works in order."""
+    """torch.cuda.Stream; all streams are one, which executes in order."""
 
     cuda_stream = 0
 
@@ -113,7 +113,7 @@ class Stream:
         self.device = THREAD.device if device is None else _index(device)
 
     def __enter__(self) -> None:
-        """``torch.cuda.stream`` of it, which sets the thread's device back at its end: that makes a context there."""
+        """``torch.cuda.stream``, which resets the thread's device at its end; this creates a context there."""
         if self.device != THREAD.device:
             raise RuntimeError(
                 f"a stream of GPU {self.device} in a thread of GPU {THREAD.device}, whose memory it takes"
@@ -148,7 +148,7 @@ def _set_device(device: Any) -> None:
 
 
 def _doubles() -> dict[str, Callable]:
-    """Functions of torch.cuda by name; those that are not here raise as in a build without CUDA."""
+    """Functions of torch.cuda by name; others raise as in a build without CUDA."""
     seed = torch.zeros(16, dtype=torch.uint8)
     return {
         "is_available": lambda: True,
@@ -185,7 +185,7 @@ def _as_real(real: Callable, double: Callable) -> Callable:
 
 
 def _over_gpu(collective: Callable) -> Callable:
-    """A collective that refuses what NCCL does, over the memory of its tensors."""
+    """A collective over the memory of its tensors, with NCCL's restrictions."""
 
     def memory(each: Tensor) -> Tensor:
         if not isinstance(each, OnGPU) or not each.is_contiguous() or each.dtype in NOT_IN_NCCL:
@@ -209,7 +209,7 @@ def _run_thread(self: threading.Thread, run: Callable = threading.Thread.run) ->
 
 @contextmanager
 def simulated_gpu() -> Iterator[Log]:
-    """Give this process a GPU; groups of torch.distributed call themselves NCCL and refuse the CPU's tensors."""
+    """Simulate a GPU in this process; groups of torch.distributed pretend to be NCCL and refuse CPU tensors."""
     LOG.__init__()  # type: ignore[misc]
     THREAD.device = 0
     patches = [

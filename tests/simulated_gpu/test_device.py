@@ -1,4 +1,4 @@
-"""The simulated GPU refuses what a GPU refuses; what the operations compute there."""
+"""The simulated GPU refuses operations that a GPU refuses; results of operations on it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_copies_arrive_with_a_synchronization() -> None:
     ids=["whole", "rows", "blocks"],
 )
 def test_fp8_products_are_those_of_the_cpu(of_a: Blocks, of_b: Blocks) -> None:
-    """Extents of no multiple of 16, which GPUs multiply in bfloat16: no scale may be rounded to that."""
+    """Sizes that are not multiples of 16, which GPUs multiply in bfloat16: scales must not be rounded to it."""
     random = torch.Generator().manual_seed(1)
     a, b = torch.randn(19, 256, generator=random), torch.randn(256, 21, generator=random)
 
@@ -100,7 +100,7 @@ def test_scaled_products_are_what_a_gpu_takes(
 
 @pytest.mark.parametrize("channels", [16, 12, 264])
 def test_flash_attention_takes_any_heads(channels: int) -> None:
-    """torch's operator refuses heads of no multiple of 8 channels or of more than 256, which its module fills up."""
+    """torch's operator refuses head sizes that are not multiples of 8 or above 256; its module pads them."""
     random, tile = torch.Generator().manual_seed(1), Tile(None, (0, 5), (0, 5))
     query, key, value, grad = (torch.randn(2, 4, 5, channels, generator=random).bfloat16() for _ in range(4))
     out, lse = Unfused().forward(query.float(), key.float(), value.float(), tile, 0)

@@ -1,4 +1,4 @@
-"""Training on a simulated GPU gives the CPU's numbers, and no operation mixes the devices' tensors."""
+"""Training on a simulated GPU gives the CPU's numbers, and no operation mixes tensors of both devices."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def drawn(names: list[str], part: int) -> list[str]:
 
 
 def train(settings: dict) -> list[float]:
-    """Losses and gradient norms of two steps, the validation loss, and a number of each weight."""
+    """Losses and gradient norms of two steps, the validation loss, and one number per weight."""
     parallel_state.destroy_model_parallel()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu", *[0] * torch.cuda.is_available())
     world = World(dist.get_rank(), dist.get_world_size(), local_rank=0, device=device)
@@ -62,11 +62,11 @@ def compare(every: list[dict]) -> None:
         expected = train(settings)
         with simulated_gpu():
             found = train(settings)
-        # Scales of tensors are no powers of two: a last bit of a product may move a value to the next number of FP8.
+        # Scales of tensors are not powers of two: the last bit of a product may change a rounding to FP8.
         rounded = settings.get("fp8_recipe") in ("tensorwise", "delayed")
         rounded |= (
             settings.get("kernel_backend") == "native"
-        )  # sums over rows have as many parts as the GPU has processors
+        )  # sums over rows have as many parts as the GPU has multiprocessors
         assert found == pytest.approx(expected, rel=1e-5, abs=1e-3 if rounded else 1e-7, nan_ok=True), settings
 
 
@@ -86,7 +86,7 @@ def test_two_ranks(layout: str) -> None:
 
 
 def test_kernels_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The native kernels of GPUs, compiled for the CPU, called as on a GPU."""
+    """The native GPU kernels, compiled for the CPU, called as on a GPU."""
     libraries.use(libraries.host_cuda, monkeypatch)
     every = [NATIVE | BF16 | MODERN | GQA2, NATIVE | PACKED, NATIVE | MIXTRAL | BF16]
     run_ranks(1, compare, every if WHOLE_MATRIX else every[:1], timeout=600.0)
@@ -99,7 +99,7 @@ def waits(settings: dict) -> int:
 
 
 def test_a_step_waits_once() -> None:
-    """For loss and norm. One more wait would cost a whole pipeline of launched kernels."""
+    """For loss and norm. Each additional wait would stall a whole pipeline of launched kernels."""
     assert run_ranks(1, waits, {}) == [2]
 
 

@@ -49,7 +49,7 @@ def _check_all() -> None:
     for smoothing in (0.0, 0.1):
         _check(dist.group.WORLD, 32, 32, smoothing)
         _check(dist.group.WORLD, 30, 32, smoothing)  # C21
-        _check(dist.group.WORLD, 17, 32, smoothing)  # the last rank has padding alone
+        _check(dist.group.WORLD, 17, 32, smoothing)  # the last rank has only padding
         _check(dist.group.WORLD, 16, 32, smoothing)  # two ranks have
         _check(pair, 13, 16, smoothing)  # C50
 
@@ -65,7 +65,7 @@ def test_on_one_rank(vocab: int, padded: int, smoothing: float) -> None:
 
 
 def _check_extremes() -> None:
-    """Logits whose exponentials overflow or vanish on one rank or on all."""
+    """Logits whose exponentials overflow or underflow on one rank or on all."""
     group = dist.group.WORLD
     for offset in (0.0, 1e4, -1e4, 3e38):
         logits = torch.tensor([[offset, -80.0, -90.0, -100.0], [offset, offset, offset, offset]])
@@ -83,7 +83,7 @@ def test_extreme_logits() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_dtypes(dtype: torch.dtype) -> None:
-    """Losses of 16-bit logits are float32, gradients have the logits' dtype; the logits stay as they are."""
+    """Losses of 16-bit logits are float32, gradients have the logits' dtype; the logits are not changed."""
     logits = torch.randn(4, 8).to(dtype).requires_grad_()
     before = logits.detach().clone()
     loss = vocab_parallel_cross_entropy(logits, torch.arange(4), tp_group=LocalGroup())

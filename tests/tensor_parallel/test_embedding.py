@@ -53,7 +53,7 @@ def _check_all() -> None:
     pair = pairs[dist.get_rank() % 2]
     for sequence_parallel in (False, True):
         _check(dist.group.WORLD, 12, sequence_parallel=sequence_parallel)
-        _check(dist.group.WORLD, 16, sequence_parallel=sequence_parallel)  # the last rank has padding alone
+        _check(dist.group.WORLD, 16, sequence_parallel=sequence_parallel)  # the last rank has only padding
         _check(pair, 10, sequence_parallel=sequence_parallel)  # C50
 
 
@@ -79,7 +79,7 @@ def test_rows_that_do_not_divide_are_refused() -> None:
     ("vocab", "unit", "tp", "rows"), [(50257, 128, 1, 50304), (50257, 128, 8, 6400), (128, 128, 1, 128), (1, 1, 4, 1)]
 )
 def test_padded_vocabulary(vocab: int, unit: int, tp: int, rows: int) -> None:
-    """Megatron-LM's rule: up to a multiple of make_vocab_size_divisible_by x tp."""
+    """Megatron-LM's rule: rounded up to a multiple of make_vocab_size_divisible_by x tp."""
     assert vocabulary_per_rank(vocab, unit, tp) == rows
 
 

@@ -1,4 +1,4 @@
-"""What linear layers in FP8 send, and that they use the scales of whole tensors."""
+"""Communication of linear layers in FP8, and their use of scales of whole tensors."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def _gathered(recipe: str | None, wgrad: bool) -> list[tuple[torch.dtype, int]]:
     ],
 )
 def test_sequences_are_gathered_in_fp8(recipe: str | None, wgrad: bool, dtypes: list[torch.dtype]) -> None:
-    """Where one scale belongs to all of it: half the bytes of bfloat16, forward and backward."""
+    """If one scale applies to the whole tensor: half the bytes of bfloat16, forward and backward."""
     for seen in run_ranks(2, _gathered, recipe, wgrad):
         assert seen == [(dtype, S // 2 * B * IN) for dtype in dtypes]
 
 
 def _outputs(recipe: str) -> None:
-    """Both kinds of layers on two ranks against one: outputs of a column-parallel one are equal to the bit."""
+    """Both kinds of layers on two ranks and on one: outputs of a column-parallel one are bitwise equal."""
     settings = FP8Config(fp8_format="e4m3", fp8_recipe=recipe)
     config = ModelParallelConfig(params_dtype=torch.bfloat16, fp8_precision=FP8Precision(settings, range(1)))
     x, full = (torch.randn(shape, generator=torch.Generator().manual_seed(3)) for shape in ((S, B, 256), (512, 256)))
@@ -88,7 +88,7 @@ def test_a_layer_over_two_ranks(recipe: str) -> None:
 
 
 def _rounded(x: torch.Tensor, blocks: tuple[int, ...], *, power_of_two: bool = False) -> torch.Tensor:
-    """The definition: x in e4m3 with a scale of 448 / amax for each block, and back, in float64."""
+    """The definition: x in e4m3 with a scale of 448 / amax per block, and back, in float64."""
     sizes = [size for extent, block in zip(x.shape, blocks, strict=True) for size in (extent // block, block)]
     inside = tuple(range(1, 2 * x.dim(), 2))
     blocked = x.double().view(sizes)
@@ -99,8 +99,8 @@ def _rounded(x: torch.Tensor, blocks: tuple[int, ...], *, power_of_two: bool = F
 
 
 def _massive_tokens(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Activations ``[sequence, token, I]`` as in trained models: the first token of a sequence has one element that is
-    about 200 times the others; and a weight ``[O, I]``."""
+    """Activations ``[sequence, token, I]`` as in trained models: the first token of a sequence has one element about
+    200 times the others; and a weight ``[O, I]``."""
     draw = torch.Generator().manual_seed(seed)
     x, weight = torch.randn(8, 16, 128, generator=draw), torch.randn(128, 128, generator=draw)
     x[:, 0, 7] = 200 * (1 + 0.2 * torch.randn(8, generator=draw))
@@ -108,10 +108,10 @@ def _massive_tokens(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_recipes_are_their_definition_on_massive_activations() -> None:
-    """Each output is the product of matrices that are rounded by the definition; two rules cost accuracy.
+    """Each output is the product of matrices rounded by the definition; two rules cost accuracy.
 
-    448 / amax holds the largest element exactly, a power of two does not; and the scale of a micro-batch holds that of
-    one sequence alone.
+    448 / amax represents the largest element exactly, a power of two does not; and the scale of a micro-batch
+    represents the largest element of only one sequence exactly.
     """
     squares: dict[str, float] = dict.fromkeys(("whole", "sequences", "rows", "rows, exact"), 0.0)
     for seed in range(6):

@@ -1,4 +1,4 @@
-"""Every custom backward against finite differences, for inputs of any number of dims and any strides."""
+"""Every custom backward against finite differences, for inputs with any number of dims and any strides."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STEP = 1e-6
 
 
 def _random(*shape: int, seed: int, strided: bool = False) -> Tensor:
-    """The same numbers whether or not they lie in order in memory."""
+    """The same values with contiguous or other strides."""
     x = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     if strided:
         x = torch.stack([x, x]).movedim(0, -1)[..., 0].transpose(0, -1).contiguous().transpose(0, -1)
@@ -28,7 +28,7 @@ def _random(*shape: int, seed: int, strided: bool = False) -> Tensor:
 
 
 def _differences(function: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor) -> Tensor:
-    """The gradient of <function(x), grad> by central differences; off by about 1e-9 here."""
+    """The gradient of <function(x), grad> by central differences, with an error of about 1e-9 here."""
     found = torch.zeros_like(x, memory_format=torch.contiguous_format)
     for i in range(x.numel()):
         shift = torch.zeros(x.numel(), dtype=x.dtype)
@@ -66,7 +66,7 @@ def test_cross_entropy(shape: tuple[int, ...], strided: bool, smoothing: float) 
 
 
 def _check_split_linear() -> None:
-    """Sequence in dim 0 split over the ranks, output features too, against one whole product."""
+    """Sequence in dim 0 and output features split over the ranks, against one whole product."""
     group, rank = dist.group.WORLD, dist.get_rank()
     whole_weight = _random(8, 3, seed=1)
     for shape in ((4, 3), (4, 2, 3), (4, 1, 2, 3)):

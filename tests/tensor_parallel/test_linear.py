@@ -22,7 +22,7 @@ EXACT = {"rtol": 1e-12, "atol": 1e-12}
 
 
 def _random(*shape: int, seed: int) -> Tensor:
-    """Exact in float32, because initial weights are drawn in it."""
+    """Exactly representable in float32, because initial weights are drawn in it."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).double()
 
 
@@ -57,7 +57,7 @@ def _set_bias(layer: nn.Module, bias: Tensor) -> None:
 
 
 class Parts:
-    """What a rank of ``group`` has of a tensor."""
+    """The part of a tensor on a rank of ``group``."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -139,7 +139,7 @@ def _check_layers(world_size: int) -> None:
 
 
 def test_layers_compute_what_one_process_computes() -> None:
-    """Tensor parallel sizes 4 and 2, the latter in explicit groups of ranks that are no neighbours."""
+    """Tensor-parallel sizes 4 and 2, the latter in explicit groups of non-adjacent ranks."""
     run_ranks(4, _check_layers, 4)
 
 
@@ -170,7 +170,7 @@ def _check_gradients_of_weights() -> None:
         torch.testing.assert_close(main.weight.main_grad, plain.weight.grad, **EXACT)
         assert main.weight.grad is None and main.bias.grad is not None
         torch.testing.assert_close(main_x, plain_x, **EXACT)
-        # C12: overlap on and off are equal to the bit
+        # C12: overlap on and off are bitwise equal
         assert torch.equal(main.weight.main_grad, serial.weight.main_grad)
         assert torch.equal(main.bias.grad, serial.bias.grad)
         assert all(torch.equal(a, b) for a, b in zip(main_x, serial_x, strict=True))
@@ -178,7 +178,7 @@ def _check_gradients_of_weights() -> None:
 
 
 def _check_frozen(layer: nn.Module, input_grads: list[Tensor]) -> None:
-    """A frozen weight gets no gradient, and passes its input's on unchanged."""
+    """A frozen weight gets no gradient, and does not change its input's."""
     layer.weight.requires_grad_(False)
     layer.weight.grad, layer.weight.main_grad = None, torch.zeros_like(layer.weight)
     for again, before in zip(_backward_twice(layer, (S, B, IN)), input_grads, strict=True):
@@ -201,7 +201,7 @@ def test_main_grad_may_be_wider_than_the_weight() -> None:
 
 
 def test_input_without_gradient() -> None:
-    """The first layer of a model: only the weight's gradient is wanted."""
+    """The first layer of a model: only the weight needs a gradient."""
     layer = ColumnParallelLinear(IN, OUT, tp_group=LocalGroup())
     y, _ = layer(torch.ones(S, B, IN))
     y.sum().backward()
@@ -220,10 +220,10 @@ def test_weight_of_another_layer() -> None:
 
 
 class TwoRanks(LocalGroup):
-    """Enough of a group for what is refused before anything is sent."""
+    """A partial group, sufficient for errors before communication."""
 
     def size(self) -> int:
-        """2."""
+        """The size 2."""
         return 2
 
 

@@ -1,4 +1,4 @@
-"""The fused output layer and loss against the layer and the loss, one after the other, in float64."""
+"""The fused output layer and loss against separate layer and loss, in float64."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _target() -> Tensor:
 
 
 def _weight(group: Group, *, main_grad: bool) -> nn.Parameter:
-    """This rank's rows; its main gradient, if there is one, has something in it already."""
+    """This rank's rows; its main gradient, if there is one, is not zero."""
     weight = nn.Parameter(_random(PADDED, WIDTH, seed=2).chunk(group.size())[group.rank()].clone())
     if main_grad:
         weight.main_grad = torch.ones_like(weight)
@@ -36,7 +36,7 @@ def _weight(group: Group, *, main_grad: bool) -> nn.Parameter:
 
 
 def _results(group: Group, *, fused: int | None, sequence: bool, main_grad: bool, smoothing: float) -> list[Tensor]:
-    """Losses, gradient of hidden and of the weight; ``fused`` is the number of tokens at a time, None the plain way."""
+    """Losses, gradient of hidden and of the weight; ``fused`` is the number of tokens at a time, None: not fused."""
     comm = LinearComm(group, gather_sequence=sequence, reduce_input_grad=not sequence)
     hidden = _random(S, B, WIDTH, seed=3)
     hidden = (hidden.chunk(group.size())[group.rank()] if sequence else hidden).clone().requires_grad_()
@@ -83,7 +83,7 @@ def test_on_two_ranks() -> None:  # C20 C21
 
 
 class _Sizes(TorchDispatchMode):
-    """Notes how many elements the tensors with a column for each token of the vocabulary have."""
+    """Records sizes of tensors with a column per token of the vocabulary."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ def test_weights_that_changed_before_backward_are_noticed() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_dtypes(dtype: torch.dtype) -> None:
-    """Losses are float32, gradients have the dtype of what they are for, the main gradient its own."""
+    """Losses are float32, gradients have the dtype of their tensor, the main gradient its own."""
     hidden = _random(S, B, WIDTH, seed=3).to(dtype).requires_grad_()
     weight = nn.Parameter(_weight(LocalGroup(), main_grad=False).detach().to(dtype))
     weight.main_grad = torch.zeros(weight.shape)

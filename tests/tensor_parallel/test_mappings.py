@@ -1,4 +1,4 @@
-"""The collective pairs under Megatron Core's names: functions and classes, against sums and slices by hand."""
+"""The collective pairs with Megatron Core's names: functions and classes, against handwritten sums and slices."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ PAIRS = {
 
 
 def pairs(name: str) -> None:
-    """``symbolic``, ``apply`` and its backward, and ``backward`` alone, as Megatron's tests call them."""
+    """``symbolic``, ``apply`` and its backward, and a direct call of ``backward``, as in Megatron's tests."""
     world = torch.distributed.get_world_size()
     parallel_state.initialize_model_parallel(world)
     rank, group = torch.distributed.get_rank(), parallel_state.get_tensor_model_parallel_group()

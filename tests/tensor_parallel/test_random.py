@@ -1,4 +1,4 @@
-"""Dropout masks are functions of what they fall on."""
+"""Dropout masks are functions of an element's coordinates."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _keep(
     positions: Sequence[int] = range(LENGTH),
     backend: str = "auto",
 ) -> Tensor:
-    """Where a tensor ``[s, b, h]`` keeps its elements."""
+    """Memory positions of a tensor ``[s, b, h]``."""
     ones = torch.ones(len(positions), len(samples), CHANNELS)
     return KeyedDropout(p, seed, place, backend)(ones, samples, position_ids=torch.tensor(positions)) != 0
 
@@ -38,7 +38,7 @@ def _keep(
 @BACKENDS
 @pytest.mark.parametrize("p", [0.01, 0.1, 0.5, 0.9])
 def test_rate_and_scale(p: float, backend: str) -> None:
-    """The kept share is 1 - p within 5 standard deviations, and what is kept is divided by it."""
+    """The share of kept elements is 1 - p within 5 standard deviations, and kept elements are divided by it."""
     out = KeyedDropout(p, 1, "x", backend)(torch.ones(LENGTH, SAMPLES, CHANNELS), EVERYONE)
     kept = out != 0
     deviation = (p * (1 - p) / kept.numel()) ** 0.5
@@ -69,14 +69,14 @@ def test_every_rank_has_the_masks_of_its_heads() -> None:  # C27
 
 
 def test_masks_of_different_things_are_unrelated() -> None:
-    """Another seed, place or sample agrees on about half of the elements, as coins do."""
+    """Masks of another seed, module or sample agree on about half of the elements."""
     base = _keep()
     others = [_keep(seed=2), _keep(place="layers.1.mlp"), _keep(place="layers.0.attention")]
     others += [_keep(samples=EVERYONE + SAMPLES), base.roll(1, 0), base.roll(1, 1), base.roll(1, 2)]
     deviation = 0.5 / base.numel() ** 0.5
     for other in others:
         assert abs((other == base).double().mean() - 0.5) < 5 * deviation
-    for dim in range(3):  # no position, sample or channel is treated worse than others
+    for dim in range(3):  # all positions, samples and channels have equal probabilities
         shares = base.double().flatten(0, 1).mean(0) if dim == 2 else base.double().transpose(0, dim).flatten(1).mean(1)
         assert (shares - 0.5).abs().max() < 6 * 0.5 / (base.numel() / len(shares)) ** 0.5
 
@@ -114,14 +114,14 @@ def test_sample_numbers_are_needed_when_something_is_dropped() -> None:
 
 
 def test_large_coordinates() -> None:
-    """Sample numbers beyond 32 bits are as good as others. # C46"""
+    """Sample numbers beyond 32 bits work like others. # C46"""
     kept = _keep(samples=EVERYONE + 2**40)
     assert abs(kept.double().mean() - 0.5) < 0.02
     assert not torch.equal(kept, _keep())
 
 
 def drawn(name: str, count: int) -> Tensor:
-    """The first numbers of a state, from a generator of its own."""
+    """The first numbers of a state, from a separate generator."""
     seeds = {"a": 11, "b": 22}
     return torch.rand(count, generator=torch.Generator().manual_seed(seeds[name]))
 

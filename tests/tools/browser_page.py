@@ -1,4 +1,4 @@
-"""The server's page in a real browser: ``make browser``, which installs playwright; Chromium has to be there."""
+"""The server's page in a real browser: ``make browser`` installs playwright; Chromium must be installed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def generate(page: Any, prompt: str, tokens: int) -> None:
 
 
 def test_a_visitor_tries_the_model(page: Any, server: Client, reference: Reference) -> None:
-    """A completion, a chat, a mistake that is told, and a text that is stopped in the middle."""
+    """A completion, a chat, an error message, and an interrupted text."""
     generate(page, PROMPTS[0], 8)
     playwright.expect(page.locator("#status")).to_have_text("ended: length, 8 tokens")
     assert page.text_content("#output") == PROMPTS[0] + reference.greedy(PROMPTS[0])

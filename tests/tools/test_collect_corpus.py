@@ -1,4 +1,4 @@
-"""A folder's text as JSON Lines."""
+"""Collection of a folder's text as JSON Lines."""
 
 import json
 from pathlib import Path
@@ -51,7 +51,7 @@ def test_what_a_folder_gives(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_patterns(tmp_path: Path) -> None:
-    # More than a write buffer, so that the unfinished output would be found if it were looked at.
+    # More than a write buffer, so that the incomplete output would be read if it were an input.
     fill(tmp_path, {"a.rst": b"a" * 100_000, "b.txt": b"b", "c.tex": b"c"})
     output = tmp_path / "corpus.jsonl"
     collect(Settings(folder=str(tmp_path), pattern=("*.rst", "*.tex"), output=str(output)))

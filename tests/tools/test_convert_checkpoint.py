@@ -1,4 +1,4 @@
-"""The converter as its users start it, and text from a folder of Hugging Face."""
+"""The converter called like users call it, and text from a folder of Hugging Face."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of what the CUDA kernels take, and its verdict."""
+"""The table of resources of the CUDA kernels, and its exit status."""
 
 from __future__ import annotations
 

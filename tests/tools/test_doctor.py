@@ -1,4 +1,4 @@
-"""What the doctor says of a machine."""
+"""The output of the doctor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writing in a layout that is not that of the training, up to the tokenizer's ends and the stop strings."""
+"""Generation in a layout other than that of the training, up to the tokenizer's end tokens and the stop strings."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_how_layers_were_split_in_training_does_not_matter() -> None:
 
 
 def saved_model(folder: Path) -> Path:
-    """A checkpoint whose tokenizer's files are gone from where the training found them."""
+    """A checkpoint whose original tokenizer files no longer exist."""
     files, saved = folder / "tokenizer files", folder / "saved"
     files.mkdir()
     write_tokenizer_json(files, ("<|endoftext|>", "<turn>"))
@@ -54,7 +54,7 @@ def saved_model(folder: Path) -> Path:
 
 
 def scripted(monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer) -> None:
-    """The model continues every prompt in this way."""
+    """Every prompt is continued in this way."""
     tokens = [*tokenizer.tokenize("the hat and"), 1, *tokenizer.tokenize(" more")]
 
     def run(self: Generator, ids: torch.Tensor, positions: torch.Tensor, cache: KVCache, *_: object) -> torch.Tensor:
@@ -77,7 +77,8 @@ def test_where_the_text_ends(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """At an end of a turn that only generation_config.json names, found in the checkpoint after the files are gone."""
+    """At an end of a turn defined only in generation_config.json, found in the checkpoint after the original files are
+    deleted."""
     saved = saved_model(tmp_path)
     scripted(monkeypatch, tokenizer_of(stored_config(find_checkpoint(str(saved))).data))
     generate_text(Settings(load=str(saved), prompt=("cat: ",), stop=stop), WORLD_OF_ONE)
@@ -85,7 +86,7 @@ def test_where_the_text_ends(
 
 
 def test_a_file_of_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Prompts of different lengths, generated together, equal those that are generated alone."""
+    """Prompts of different lengths generated together equal those generated separately."""
     saved = saved_model(tmp_path)
     prompts = ["the cat", "def f(", "a hat and a cat and"]
     (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))

@@ -1,4 +1,4 @@
-"""What the inspection of a checkpoint prints, and how two of them are compared."""
+"""Output of the inspection of a checkpoint, and the comparison of two checkpoints."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def write(root: Path, iteration: int = 1, **tensors: torch.Tensor) -> Path:
 
 
 def shown(capsys: pytest.CaptureFixture[str], **settings: object) -> tuple[bool, str]:
-    """Whether the compared are equal, and what the tool prints."""
+    """Whether the compared checkpoints are equal, and the tool's output."""
     equal = inspect_checkpoint(Settings(**settings))
     return equal, capsys.readouterr().out
 
@@ -92,7 +92,7 @@ def _save_split(root: Path) -> None:
 
 
 def test_layouts_of_the_same_weights_are_equal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Initial weights do not depend on the layout; what differs is the layout and its settings."""
+    """Initial weights do not depend on the layout; only the layout and its settings differ."""
     save_run(start(ONE_LAYER | {"save": str(tmp_path / "one")}))
     run_ranks(2, _save_split, tmp_path / "split")
     equal, out = shown(capsys, checkpoint=str(tmp_path / "one"), diff=str(tmp_path / "split"), verify=True)

@@ -1,4 +1,4 @@
-"""What the inspection of a token file prints, and what it says about damaged ones."""
+"""Output of the inspection of a token file, and errors about damaged files."""
 
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ run = partial(run_program, "tools/inspect_dataset.py")
 
 
 def make(folder: Path, with_header: bool = True) -> str:
-    """Documents of bytes, each with its end; the prefix."""
+    """Documents of bytes, each with its end; returns the prefix."""
     tokenizer = ByteLevelTokenizer()
     documents = [[*tokenizer.tokenize(text), 256] if text else [] for text in TEXTS]
     prefix = write(folder / "a", documents, np.uint16)
@@ -33,7 +33,7 @@ def make(folder: Path, with_header: bool = True) -> str:
 
 
 def shown(capsys: pytest.CaptureFixture[str], prefix: str, **changes: object) -> str:
-    """What the tool prints."""
+    """The tool's output."""
     inspect_dataset(Settings(prefix=prefix, **changes))
     return capsys.readouterr().out
 
@@ -158,7 +158,7 @@ def test_settings_that_cannot_be_honoured(
 
 
 def damage(prefix: str, name: str) -> None:
-    """Break one of the two files."""
+    """Damage one of the two files."""
     index, tokens = Path(get_idx_path(prefix)), Path(get_bin_path(prefix))
     content = index.read_bytes()
     broken = {

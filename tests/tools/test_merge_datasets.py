@@ -1,4 +1,4 @@
-"""Joining token files: the result is that of one run over all documents, and what does not fit together is an error."""
+"""Joining token files: the result equals that of one run over all documents; incompatible files are an error."""
 
 from dataclasses import replace
 from functools import partial
@@ -140,7 +140,7 @@ def test_sequences_without_a_document_are_not_given_to_the_next_file(tmp_path: P
             builder.finalize(get_idx_path(str(parts / name)))
     with pytest.raises(DataError, match=r"the last sequences of .*aa belong to no document, and would join"):
         merge(Settings(input=(str(parts),), output_prefix=str(tmp_path / "all")))
-    # Where no file has documents, the result has none either.
+    # If no file has documents, the result has none either.
     merge(Settings(input=(str(parts / "aa"), str(parts / "ab")), output_prefix=str(tmp_path / "all")))
     dataset = IndexedDataset(str(tmp_path / "all"))
     assert dataset.document_indices.tolist() == [0] and len(dataset) == 2
@@ -192,7 +192,7 @@ def test_a_damaged_input_is_told_before_anything_is_written(tmp_path: Path) -> N
 
 
 def test_files_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
-    """Tokens that no sequence holds would move every later document."""
+    """Tokens outside of sequences would shift all later documents."""
     parts = make(tmp_path)
     settings = Settings(input=(str(parts),), output_prefix=str(tmp_path / "all"))
     tokens = parts / "a.bin"

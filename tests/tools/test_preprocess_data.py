@@ -29,7 +29,7 @@ run = partial(run_program, "tools/preprocess_data.py")
 
 
 def start(*flags: object, stderr: int) -> subprocess.CompletedProcess:
-    """The tool, as a user starts it."""
+    """Run the tool like a user."""
     command = [sys.executable, "tools/preprocess_data.py", *map(str, flags)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=stderr, text=True)
@@ -47,7 +47,7 @@ def test_command_line(tmp_path: Path) -> None:
     dataset = IndexedDataset(str(tmp_path / "new" / "out_text_document"))
     expected = [[*tokenizer.tokenize(text), tokenizer.eod] for text in TEXTS if text]
     assert [sequence.tolist() for sequence in dataset[:]] == expected
-    # The empty text is a document without sequences, as Megatron writes it.
+    # The empty text is a document without sequences, as in Megatron.
     assert dataset.document_indices.tolist() == [0, 1, 2, 3, 3, 4]
     assert dataset.dtype is np.uint16
     header = read_header(dataset.path_prefix)

@@ -1,4 +1,4 @@
-"""The server as its clients meet it: real requests over HTTP to a small random model in a process of its own."""
+"""The server from its clients' view: real HTTP requests to a small random model in a separate process."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ TEMPLATE = (
 )
 PROMPTS = ["the cat", "def f(x):", "a", "the hat and the cat and the hat"]
 ENDLESS = PROMPTS[1]
-"""Greedy text after it does not end."""
+"""Its greedy text does not end."""
 JSON = {"Content-Type": "application/json"}
 
 
 class Client:
-    """One server and the model that it should have."""
+    """A server and the model that it should serve."""
 
     def __init__(self, folder: Path, *flags: str, ranks: int = 1) -> None:
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
@@ -92,7 +92,7 @@ class Client:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose tokens are text, with a chat template."""
+    """A model with readable tokens and a chat template."""
     found = tmp_path_factory.mktemp("model") / "tiny-llama"
     torch.manual_seed(0)
     settings = {"vocab_size": 300, "initializer_range": 0.3, "eos_token_id": 0, "max_position_embeddings": 8192}
@@ -135,7 +135,7 @@ def reference(folder: Path) -> Reference:
 
 
 def test_completions_are_those_of_transformers(server: Client, reference: Reference) -> None:
-    """One prompt, a list of them, token ids; and several clients at once, more than a batch holds."""
+    """One prompt, a list of prompts, token ids; and several clients at once, more than a batch has."""
     expected = [reference.greedy(prompt) for prompt in PROMPTS]
     several = server.complete(PROMPTS)
     assert [choice["text"] for choice in several["choices"]] == expected
@@ -194,7 +194,7 @@ def test_stop_strings_end_the_text(server: Client) -> None:
 
 
 def test_probabilities_score_a_prompt(server: Client, reference: Reference) -> None:
-    """As the harness for evaluations asks: the prompt's own tokens, and the most likely ones."""
+    """Requests of the evaluation harness: the prompt's own tokens, and the most likely ones."""
     ids = reference.tokenizer(PROMPTS[3], add_special_tokens=False).input_ids
     for tokens in (0, 2):
         choice = server.complete(ids, echo=True, logprobs=2, max_tokens=tokens)["choices"][0]
@@ -350,7 +350,7 @@ def test_keys_of_clients_that_ask_for_nothing(server: Client) -> None:
 
 
 def test_other_sites_cannot_use_it(server: Client) -> None:
-    """A page of another site cannot send JSON without asking, and no other name leads here."""
+    """A page of another site cannot send JSON without a preflight request, and other host names are refused."""
     status, text = server.send(COMPLETIONS, '{"prompt": "a"}', **{"Content-Type": "text/plain"})
     assert status == 415 and "application/json" in text
     assert server.send("/health", Host="elsewhere.example")[0] == 400
@@ -367,7 +367,7 @@ def waits_until(condition: Any, seconds: float = 20.0) -> bool:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_abandoned_requests_make_room(server: Client, stream: bool) -> None:
-    """A client that fills batch and queue and goes leaves nothing: all of its texts would take half a minute."""
+    """A client that fills batch and queue and disconnects must not block: all of its texts would take half a minute."""
     asked = {"prompt": [ENDLESS] * 6, "max_tokens": 7900, "stream": stream, "temperature": 0}
     connection = server.connection()
     connection.request("POST", COMPLETIONS, json.dumps(asked), JSON)
@@ -387,7 +387,7 @@ def test_a_full_queue_says_so(server: Client) -> None:
 
 
 def test_half_a_request(server: Client) -> None:
-    """Bytes that are no request, and a client that goes in the middle of one."""
+    """Invalid bytes, and a client that disconnects in the middle of a request."""
     for data in (b"\x16\x03\x01 nonsense\r\n\r\n", b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Le"):
         with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
             connection.sendall(data)
@@ -398,7 +398,7 @@ def test_half_a_request(server: Client) -> None:
 
 
 class Page(HTMLParser):
-    """The ids of elements, and everything that the page would load."""
+    """The ids of elements, and all resources that the page would load."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -412,8 +412,8 @@ class Page(HTMLParser):
 
 
 def test_the_page_is_complete(server: Client) -> None:
-    """It loads nothing from elsewhere, its script uses elements that are there and paths that answer, and text is never
-    markup. ``make browser`` uses it as a visitor does."""
+    """It loads nothing from elsewhere, its script uses existing elements and paths, and text is never markup. ``make
+    browser`` uses it in a browser."""
     status, text = server.send("/")
     page = Page()
     page.feed(text)
@@ -426,7 +426,7 @@ def test_the_page_is_complete(server: Client) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_it_ends_while_it_generates(folder: Path, reference: Reference, ranks: int) -> None:
-    """Alone and on two pipeline ranks, which follow the one that listens."""
+    """On one rank, and on two pipeline ranks that follow the listening one."""
     client = Client(folder, "--pipeline-model-parallel-size", str(ranks), ranks=ranks)
     assert client.complete(PROMPTS[0])["choices"][0]["text"] == reference.greedy(PROMPTS[0])
     body = json.dumps({"prompt": [ENDLESS] * 8, "max_tokens": 7900, "stream": True, "temperature": 0})

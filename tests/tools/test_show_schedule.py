@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def figures(capsys: pytest.CaptureFixture[str], *flags: str) -> list[dict]:
-    """What --json prints."""
+    """The output of --json."""
     assert main([*flags, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     return found if isinstance(found, list) else [found]
@@ -106,7 +106,7 @@ def traced(tmp_path: Path) -> Path:
 
 
 def test_measured_beside_planned(traced: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Both have the same times of work, so what differs is waiting: here nothing."""
+    """Both have the same durations of actions, so only waiting can differ: here there is none."""
     planned, measured = figures(capsys, "--measured", str(traced))
     assert planned["schedule"] == "zb_h1, step 2, planned (ms)" and measured["schedule"].endswith("measured (ms)")
     assert planned["bubble"] == pytest.approx(measured["bubble"]) == pytest.approx(1 / 10)

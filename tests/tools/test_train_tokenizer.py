@@ -1,4 +1,4 @@
-"""Learning a vocabulary from JSON Lines text."""
+"""Training a vocabulary on JSON Lines text."""
 
 import gzip
 import json
@@ -29,7 +29,7 @@ def settings(folder: Path, vocab_size: int = 280, output: str = "tokenizer.json"
 
 
 def load(given: Settings) -> Tokenizer:
-    """The tokenizer that was written."""
+    """The written tokenizer."""
     kind = HuggingFaceTokenizer if given.output.endswith(".json") else SentencePieceTokenizer
     return kind(given.output)
 
@@ -54,7 +54,7 @@ def test_every_format_and_algorithm(
     train(given)
     tokenizer = load(given)
     assert tokenizer.vocab_size == 400
-    # Nothing of a text is lost, whether it was learned from or not.
+    # Encoding is lossless for any text, even if it was not in the training text.
     for text in [*TEXTS, *UNSEEN]:
         assert tokenizer.detokenize(tokenizer.tokenize(text)) == text
     assert len(tokenizer.tokenize(" the cat and the hat")) < len("the cat and the hat")
@@ -73,7 +73,7 @@ def test_no_padding_unless_asked_for(tmp_path: Path) -> None:
 
 
 def test_long_lines_are_learned_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """sentencepiece leaves out a line that is too long for it, without a word."""
+    """sentencepiece silently skips lines that are too long for it."""
     monkeypatch.setattr(train_tokenizer, "LINE_CHARACTERS", 50)
     given = settings(tmp_path, 290, "t.model")
     Path(given.input[0]).write_text(json.dumps({"text": "zebra " * 1000}) + "\n")
@@ -132,7 +132,7 @@ def test_nothing_to_learn(content: str, output: str, algorithm: str, tmp_path: P
 def test_broken_documents_are_left_out_and_told(
     output: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As preprocess_data does, in the first batch and in later ones; nothing else is printed to a file."""
+    """As in preprocess_data, in the first batch and in later ones; nothing else is printed to a file."""
     monkeypatch.setattr("megatron_core.preprocess.readers.Limits", partial(Limits, batch_bytes=50))
     given = settings(tmp_path, 290, output)
     with Path(given.input[0]).open("ab") as file:

@@ -1,4 +1,4 @@
-"""Where a tool cannot write, it says so before it works, with its flag and the way out."""
+"""If a tool cannot write its output, it ends before its work with an error that has the flag and the fix."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ SMALL = ("--num-layers", "2", "--num-attention-heads", "2", "--steps", "1")
 
 @dataclass
 class Result:
-    """What a run of the command left."""
+    """The results of a run of the command."""
 
     status: int
     stdout: str
@@ -97,7 +97,7 @@ def test_what_the_small_model_has_and_the_given_one_has_not_is_said(verify: Veri
 
 
 def test_the_stages_of_a_run_are_checked_as_they_are(verify: Verify) -> None:
-    """All four layers on the first rank but one; --layouts ignores that, with a note."""
+    """All four layers on the first rank except one; --layouts ignores this, with a note."""
     flags = ("--num-layers", "4", "--steps", "1", "--pipeline-model-parallel-size", "2")
     flags += ("--pipeline-model-parallel-layout", "Ettt|tL")
     assert verify(*flags).status == 0
@@ -108,7 +108,7 @@ def test_the_stages_of_a_run_are_checked_as_they_are(verify: Verify) -> None:
 
 
 def test_the_overlap_of_a_run_is_checked_as_it_is() -> None:
-    """The word of a layout would gather parameters early, too."""
+    """The name of a layout would also enable early gathers of parameters."""
     flags = ["--use-distributed-optimizer", "--overlap-grad-reduce"]
     task = task_of(parse_run_config(flags), Options(world_size=(2,)))
     assert (task.own_settings["overlap_grad_reduce"], task.own_settings["overlap_param_gather"]) == (True, False)
@@ -158,7 +158,7 @@ def test_wrong_command_lines(verify: Verify, args: tuple[str, ...], message: str
 
 
 def test_help_names_every_option_and_the_words() -> None:
-    """As a program of its own, too."""
+    """Also as a separate program."""
     command = [sys.executable, "tools/verify_layout.py", "--help"]
     shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for word in ("--layouts", "--all", "--world-size", "--dtype", "--json", "--full-size", "zero1", "pretrain_gpt.py"):

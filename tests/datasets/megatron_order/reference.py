@@ -1,4 +1,4 @@
-"""Megatron-LM's algorithms for the data order, step by step from their description and with no eye on speed."""
+"""Megatron-LM's algorithms for the data order, written from their description without regard to speed."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ import numpy as np
 def sample_index(
     sizes: Sequence[int], documents: Sequence[int], length: int, extra: int, drop_last: bool
 ) -> list[tuple[int, int]]:
-    """Walk from document to document, taking tokens until a sample has L + x of them; then step back by x."""
+    """Walk through the documents until a sample has L + x tokens; then step back by x."""
     tokens = sum(int(sizes[d]) for d in documents)
     num_samples = max(0, tokens - extra) // length
     if not drop_last and max(0, tokens - extra) % length:
@@ -51,7 +51,7 @@ def indices(
     extra: int = 1,
     drop_last: bool = True,
 ) -> tuple[list[int], list[tuple[int, int]], list[int], int, bool]:
-    """Document, sample and shuffle indices, the epochs, and whether the last is shuffled by itself."""
+    """Document, sample and shuffle indices, the epochs, and whether the last one is shuffled separately."""
     tokens = sum(int(sizes[d]) for d in documents)
     epochs = num_epochs(tokens, length, num_samples, extra)
     before, separate = 0, False
@@ -84,7 +84,7 @@ def indices(
 
 
 def blend(weights: Sequence[float], size: int) -> tuple[list[int], list[int]]:
-    """The data set that lags most behind its share, the first among equals; Python's floats are doubles."""
+    """The data set that lags most behind its share, the first on a tie; Python's floats are doubles."""
     taken = [0] * len(weights)
     chosen, samples = [], []
     for i in range(size):
@@ -98,7 +98,7 @@ def blend(weights: Sequence[float], size: int) -> tuple[list[int], list[int]]:
 
 
 def exhaustive_blend(sizes: Sequence[int]) -> tuple[list[int], list[int]]:
-    """The same with sizes as weights, until every data set is used up."""
+    """The same with sizes as weights, until every data set is exhausted."""
     weights = [size / float(sum(sizes)) for size in sizes]
     taken = [0] * len(sizes)
     chosen, samples = [], []

@@ -1,4 +1,4 @@
-"""The cache: found again, told apart, repaired, shared, and done without."""
+"""The cache: hits, distinct keys, repair, concurrent use, and operation without it."""
 
 import json
 import os
@@ -23,7 +23,7 @@ OPTIONS = OrderOptions(sequence_length=5, num_samples=40, seed=3)
 
 @pytest.fixture(autouse=True)
 def sentences_are_new() -> Iterator[None]:
-    """Sentences that another test has caused are said again."""
+    """Print warnings again that another test has already caused."""
     say_once.cache_clear()
     yield
     say_once.cache_clear()
@@ -35,13 +35,13 @@ def order_from(folder: Path | None) -> SampleOrder:
 
 
 def same(a: SampleOrder, b: SampleOrder) -> bool:
-    """Whether two orders hold the same arrays."""
+    """Whether two orders have the same arrays."""
     pairs = [(x, vars(b)[name]) for name, x in vars(a).items()]
     return all(x.dtype == y.dtype and np.array_equal(x, y) for x, y in pairs)
 
 
 def refuse(*args: object, **kwargs: object) -> SampleOrder:
-    """In place of building: nothing may be built."""
+    """Replaces the build, which must not be called."""
     raise AssertionError("built although it is in the cache")
 
 
@@ -108,7 +108,7 @@ def test_blends_are_entries_of_their_own(tmp_path: Path) -> None:
 
 
 def cut(path: Path) -> None:
-    """The first half of the file alone."""
+    """Only the first half of the file."""
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
@@ -120,7 +120,7 @@ def flip(path: Path) -> None:
 
 
 def of_another_type(path: Path) -> None:
-    """A whole file with a description that fits it in size and checksum alone."""
+    """A complete file with a description that matches only its size and checksum."""
     description = next(path.parent.glob("*description.txt"))
     text = json.loads(description.read_text())
     np.save(path, np.zeros(3, dtype=np.int8))
@@ -130,7 +130,7 @@ def of_another_type(path: Path) -> None:
 
 
 def empty(path: Path) -> None:
-    """No bytes."""
+    """An empty file."""
     path.write_bytes(b"")
 
 
@@ -216,7 +216,7 @@ def test_a_folder_that_may_not_be_written_is_named_once(
         cached_order(cache, "GPTDataset-train", SIZES, range(6), replace(OPTIONS, seed=seed))
     cached_order(IndexCache(tmp_path), "GPTDataset-valid", SIZES, range(6), OPTIONS)
     assert capsys.readouterr().err.count("Permission denied") == 1
-    # The files that could not be opened: those of descriptions to read, and the first to write of each cache.
+    # The files that could not be opened: descriptions to read, and the first file to write of each cache.
     assert len([path for path in opened if path.name.endswith(".partial")]) == 2
 
 
@@ -234,7 +234,7 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
 
 
 def race(folder: Path) -> tuple[int, list[list[int]]]:
-    """One of several processes that find the cache empty."""
+    """One of several processes with an empty cache."""
     return os.getpid(), [array.tolist() for array in vars(order_from(folder)).values()]
 
 

@@ -1,4 +1,4 @@
-"""Samples in Megatron's order: which tokens, which mask, of which file, and where the order ends."""
+"""Samples in Megatron's order: tokens, masks, files, and the end of the order."""
 
 import json
 from itertools import pairwise
@@ -106,7 +106,7 @@ def test_a_blend_by_sizes_reads_one_epoch(num_samples: int | None, tmp_path: Pat
 
 def test_a_single_weight_asks_for_the_surplus(tmp_path: Path) -> None:
     indexed = IndexedDataset(write_counting(tmp_path / "a", [81]))
-    # One epoch has 20 samples: with the surplus a second one is begun.
+    # One epoch has 20 samples: with the surplus a second one starts.
     weighted = build_megatron_order([indexed], [range(1)], [1.0], 20, 4, seed=5)
     plain = build_megatron_order([indexed], [range(1)], None, 20, 4, seed=5)
     assert (len(weighted), len(plain)) == (20, 20)
@@ -147,7 +147,7 @@ def test_a_last_partial_sample_is_padded(tmp_path: Path) -> None:
     assert (whole["tokens"].tolist(), whole["labels"].tolist()) == ([1, 2, 3, 4], [2, 3, 4, 5])
     assert (partial["tokens"].tolist(), partial["labels"].tolist()) == ([5, 6, 7, 0], [6, 7, 0, 0])
     assert partial["loss_mask"].tolist() == [1, 1, 0, 0]
-    # With an id for padding, its labels do not count wherever they stand.
+    # Labels equal to the padding id do not count anywhere.
     padded = build_megatron_order([indexed], [range(1)], None, None, 4, 0, "valid", drop_last_partial=False, pad=3)
     whole = min((padded[i] for i in range(2)), key=lambda sample: sample["labels"][-1] == 0)
     assert (whole["labels"].tolist(), whole["loss_mask"].tolist()) == ([2, 0, 4, 5], [1, 0, 1, 1])
@@ -171,7 +171,7 @@ def test_too_few_tokens(tmp_path: Path) -> None:
         build_megatron_order([indexed], [range(3)], None, None, 8, 0, "valid")
     with pytest.raises(DataError, match=r"/a: the test split has 0 tokens in 1 sequences"):
         build_megatron_order([indexed], [range(2, 3)], None, 10, 8, 0, "test")
-    # A number of samples is reached by repetition, however little there is to repeat.
+    # Any number of samples is reached by repetition.
     assert len(build_megatron_order([indexed], [range(3)], None, 10, 8, 0)) == 10
 
 
@@ -185,8 +185,8 @@ def test_weights_need_a_number_of_samples(tmp_path: Path) -> None:
 
 def test_a_blend_that_draws_too_much(tmp_path: Path) -> None:
     indexed = [IndexedDataset(write_counting(tmp_path / str(n), [41])) for n in range(21)]
-    # Each of the twenty small shares is rounded up to a sample, so the blend is 29 samples long and not 10, and draws
-    # nine tenths of them from the first.
+    # Each of the twenty small shares is rounded up to a sample, so the blend has 29 samples instead of 10, and takes
+    # nine tenths of them from the first file.
     weights = [0.9, *[0.005] * 20]
     with pytest.raises(
         DataError, match=r"/0: the blend draws 26 samples .* which has only 10; .*mid-level-dataset-surplus"

@@ -1,4 +1,4 @@
-"""Where samples begin, compared with a walk through the documents."""
+"""Sample boundaries, compared with a walk through the documents."""
 
 import numpy as np
 import pytest
@@ -37,10 +37,10 @@ def test_rows_are_those_of_the_walk(
         # The border at token 4 is the first token of the second document, or the end of the first one.
         ([4, 5], 4, 1, True, [[0, 0], [1, 0], [1, 4]]),
         ([4, 4], 4, 0, True, [[0, 0], [0, 4], [1, 4]]),
-        # Empty documents are passed over, but for the very first row.
+        # Empty documents are skipped, except in the first row.
         ([0, 4, 0, 0, 5], 4, 1, True, [[0, 0], [4, 0], [4, 4]]),
         ([0, 4, 0, 0, 4], 4, 0, True, [[0, 0], [1, 4], [4, 4]]),
-        # A last sample with one token and its label, and one with a token alone.
+        # A last sample with one token and its label, and one with only a token.
         ([4, 2], 4, 1, False, [[0, 0], [1, 0], [1, 1]]),
         ([4, 1], 4, 0, False, [[0, 0], [0, 4], [1, 1]]),
         ([4, 1], 4, 1, False, [[0, 0], [1, 0]]),

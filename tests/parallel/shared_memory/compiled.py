@@ -1,4 +1,4 @@
-"""csrc/cpu/transport compiled for a test, as it is or with a fragment changed."""
+"""csrc/cpu/transport compiled for a test, unchanged or with a changed fragment."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SOURCES = CSRC / "cpu" / "transport"
 
 
 def compiled(folder: Path, file: str = "", old: str = "", new: str = "") -> Path:
-    """A folder with the library; ``old``, which ``file`` has exactly once, replaced by ``new``."""
+    """A folder with the library; ``old``, which must occur exactly once in ``file``, is replaced by ``new``."""
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         pytest.skip("there is no C++ compiler (c++, g++ or clang++) to compile csrc with")
@@ -35,7 +35,7 @@ def compiled(folder: Path, file: str = "", old: str = "", new: str = "") -> Path
 
 @contextmanager
 def in_use(folder: Path) -> Iterator[None]:
-    """Make ranks that are forked in here load the library of ``folder``."""
+    """Make ranks forked in this context load the library of ``folder``."""
     before = host.FOLDER
     host.FOLDER = folder
     host.library.cache_clear()

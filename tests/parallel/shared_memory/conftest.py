@@ -1,4 +1,4 @@
-"""Shared memory for these tests: the library of the build, or one that is compiled here."""
+"""Shared memory for these tests: the installed library, or one compiled here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.parallel.shared_memory.compiled import compiled, in_use
 
 @pytest.fixture(scope="session", autouse=True)
 def transport(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Without one that was built, compile it."""
+    """Compile the library if none is installed."""
     if not host.library_path().exists():
         with in_use(compiled(tmp_path_factory.mktemp("transport"))):
             yield

@@ -1,4 +1,4 @@
-"""What each collective gives, in plain arithmetic, and how it is called."""
+"""The results of each collective in plain arithmetic, and its call."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def values(seed: int, count: int, dtype: torch.dtype) -> Tensor:
 
 
 def reduced(xs: Sequence[Tensor], reduction: str) -> Tensor:
-    """One after another in the order of ranks, halves in float32 and rounded once."""
+    """Sequential sums in rank order, half precision in float32 with one rounding."""
     wide = torch.float32 if xs[0].dtype in (torch.bfloat16, torch.float16) else xs[0].dtype
     total = xs[0].to(wide)
     for x in xs[1:]:
@@ -51,11 +51,11 @@ def splits(seed: int, rows: int, size: int) -> list[list[int]]:
 
 
 Started = tuple[Tensor, Tensor, Callable[[], object]]
-"""What will be filled, what it must then be, and how to wait for it."""
+"""The tensors to fill, their expected values, and the wait."""
 
 
 def start(kind: str, seed: int, count: int, dtype: torch.dtype, group: dist.ProcessGroup, *, wait: bool) -> Started:
-    """Call a collective, with ``wait`` synchronously; every rank knows what every other one gives."""
+    """Call a collective, with ``wait`` synchronously; every rank knows the inputs of all others."""
     size, me = group.size(), group.rank()
     reduction = list(REDUCTIONS)[seed % 3]
     settings = {"group": group, "async_op": not wait}
@@ -74,7 +74,7 @@ def start(kind: str, seed: int, count: int, dtype: torch.dtype, group: dist.Proc
     if kind == "all_gather":
         out = x.new_empty(count * size)
         handle = collectives._all_gather(out, x, **settings)
-        x.zero_()  # it was lent when it was called
+        x.zero_()  # its data was copied in the call
         return out, torch.cat(xs), _wait(handle)
     out = x.new_empty(count)
     if kind == "reduce_scatter":
@@ -106,5 +106,5 @@ KINDS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all"
 
 
 def same(found: Tensor, expected: Tensor) -> bool:
-    """Equal to the bit, NaN included."""
+    """Bitwise equal, including NaN."""
     return torch.equal(found.view(torch.uint8), expected.contiguous().view(torch.uint8))

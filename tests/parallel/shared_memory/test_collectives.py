@@ -1,4 +1,4 @@
-"""Every collective over shared memory, compared to the bit with plain arithmetic, in any order of calls."""
+"""Every collective over shared memory, compared bitwise with plain arithmetic, in any order of calls."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LARGE = (700_001, *([(64 << 20) // 4] if WHOLE_MATRIX else []))
 
 
 def groups() -> list[dist.ProcessGroup]:
-    """This rank's groups: everyone, neighbours or not, in another order of ranks, alone."""
+    """This rank's groups: all ranks, neighbours or not, a different order of ranks, a single rank."""
     assert unavailable_reason() is None
     found = [dist.group.WORLD]
     for ranks in ([0, 2], [1, 3], [0, 1, 3], [3, 2], *([rank] for rank in range(RANKS))):
@@ -72,7 +72,7 @@ def test_worlds_of_other_sizes(ranks: int) -> None:
 
 
 def check_large(counts: tuple[int, ...], ranks: int) -> int:
-    """All-reduces, synchronous and not; more than two ranks share the work."""
+    """All-reduces, synchronous and not; more than two ranks divide the work."""
     done = 0
     for count in counts:
         for wait in (True, False):
@@ -89,7 +89,7 @@ def test_large_all_reduce(ranks: int) -> None:
 
 
 def not_a_number() -> list[list[float]]:
-    """A maximum or minimum with NaN on one rank, whichever it is."""
+    """A maximum or minimum with NaN on any one rank."""
     rows = []
     for bad in range(dist.get_world_size()):
         for op in (dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.SUM):
@@ -105,7 +105,7 @@ def test_nan_is_seen_on_every_rank() -> None:  # C47
 
 
 # Orders of calls. A program is a list of operations that all members of a group call in this order; each rank waits for
-# those that are asynchronous when it likes.
+# asynchronous ones at any time.
 
 
 def draw_program(seed: int) -> list[tuple]:
@@ -129,7 +129,7 @@ MEMBERS = (range(RANKS), (0, 2), (1, 3), (0, 1, 3), (3, 2))
 
 
 def run_program(program: list[tuple], mine: Random, groups: list[dist.ProcessGroup | None]) -> None:
-    """Run it on this rank; ``mine`` says where this rank waits, and for what."""
+    """Run it on this rank; ``mine`` determines when this rank waits for each operation."""
     under_way: list[tuple] = []
     for number, (kind, index, ends, seed, count, dtype, wait) in enumerate(program):
         if kind == "message":
@@ -151,7 +151,7 @@ def message(ends: list[int], seed: int, count: int, dtype: torch.dtype) -> list[
     if dist.get_rank() == ends[0]:
         x = sent.clone()
         handle = dist.isend(x, ends[1], tag=seed % 2)
-        x.zero_()  # it was copied when it was called
+        x.zero_()  # its data was copied in the call
         return [(sent, sent, handle.wait, "send")]
     if dist.get_rank() == ends[1]:
         out = torch.empty_like(sent)
@@ -173,7 +173,7 @@ def test_random_sequences() -> None:
 
 
 def exchange_messages() -> int:
-    """Numbered messages of one size: those of a tag come in their order, whatever is received or waited for first."""
+    """Numbered messages of equal size: those of a tag arrive in order for any order of receives and waits."""
     mine, count = Random(7), 24
     sequences = {tag: [n for n in range(count) if n % 3 == tag] for tag in range(3)}
     if dist.get_rank() == 0:
@@ -199,7 +199,7 @@ def test_messages_of_a_tag_come_in_their_order() -> None:  # C65
 
 
 def meet_late() -> None:
-    """One rank comes later than a wait looks after the others."""
+    """One rank arrives later than the interval of checks in a wait."""
     if dist.get_rank() == 1:
         time.sleep(2.5 * SLICE / 1e6)
     x = torch.ones(3)
@@ -212,7 +212,7 @@ def test_a_rank_that_is_late() -> None:
 
 
 def run_orders(examples: int) -> int:
-    """Every rank draws the same examples: nothing of hypothesis' is random here but the seed that they share."""
+    """Every rank draws the same examples: hypothesis is deterministic here with a common seed."""
     ran = 0
 
     @settings(

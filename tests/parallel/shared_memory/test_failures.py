@@ -1,4 +1,4 @@
-"""Ranks that die, hang or call the wrong thing; memory that is not there; nothing is left behind."""
+"""Ranks that die, hang or call wrong operations; missing shared memory; no leftovers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megatron_core.verify.ranks import run_ranks
 
 
 def error_of(action: Callable[[], object], kind: type[Exception] = LostRankError) -> tuple[str, float]:
-    """What it raises, and after how many seconds."""
+    """Its exception, and the seconds until it was raised."""
     began = time.monotonic()
     with pytest.raises(kind) as caught:
         action()
@@ -113,11 +113,11 @@ def test_tensors_that_do_not_fit() -> None:
     assert "contiguous" in strided and "give the sizes" in uneven and "[1, 1]" in splits
 
 
-# Where there is no shared memory.
+# Without shared memory.
 
 
 def use_everything() -> tuple[str, list[str]]:
-    """What carries the collectives, which are right, and of which kind the groups are."""
+    """The backend of correct collectives, and the kinds of the groups."""
     rank, size = dist.get_rank(), dist.get_world_size()
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])] if size == 4 else []
     for group in [dist.group.WORLD, *([pairs[rank // 2]] if pairs else [])]:
@@ -143,7 +143,7 @@ def run_forked(
     requested: str = "auto",
     alive: int | None = None,
 ) -> list:
-    """What ``use`` gives on the first ``alive`` ranks; ``change(rank)`` is what a rank does before it joins."""
+    """The results of ``use`` on the first ``alive`` ranks; ``change(rank)`` runs on a rank before it joins."""
 
     def run(pipe, rank: int) -> None:
         torch.set_num_threads(1)
@@ -177,7 +177,7 @@ def join_for(seconds: float, requested: str, size: int, folder: Path, rank: int)
 
 
 def no_room(rank: int) -> None:
-    """No file may be larger than 1 MiB: what a full or tiny memory for shared files does, too."""
+    """No file may be larger than 1 MiB, as with a full or tiny memory for shared files."""
     if rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 
@@ -239,7 +239,7 @@ def test_asking_for_what_is_not_there(tmp_path: Path) -> None:
         join("shm", "cuda")
 
 
-# Nothing is left behind.
+# No leftovers.
 
 
 def talk(size: int, folder: Path, rank: int) -> None:
@@ -251,18 +251,18 @@ def talk(size: int, folder: Path, rank: int) -> None:
             for group in groups:
                 if group != dist.GroupMember.NON_GROUP_MEMBER:
                     dist.all_reduce(torch.ones(10_000), group=group)
-    except (RuntimeError, LayoutError):  # also one that cannot map what a killed rank had announced
+    except (RuntimeError, LayoutError):  # also a rank that cannot map an arena announced by a killed rank
         os._exit(3)
 
 
 def shared_files() -> set[str]:
-    """Those of this project; other programs' come and go."""
+    """Files of this project; other programs' files come and go."""
     return {name for name in os.listdir("/dev/shm") if "megatron" in name}
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["one rank", "all ranks"])
 def test_kill_at_any_moment_leaves_nothing(whole: bool, tmp_path: Path) -> None:
-    """While ranks meet, make groups and talk: files in memory have no name, and survivors end by themselves."""
+    """While ranks connect, create groups and communicate: memory files have no name, and survivors end on their own."""
     before, size = shared_files(), 3
     for seed in range(40 if os.environ.get("WHOLE_MATRIX") == "1" else 3):
         folder = tmp_path / str(seed)
@@ -281,7 +281,7 @@ def test_kill_at_any_moment_leaves_nothing(whole: bool, tmp_path: Path) -> None:
 
 
 def fill_the_ring() -> int:
-    """More operations under way than a ring has entries, and handles that are dropped."""
+    """More operations in flight than a ring has entries, and dropped handles."""
     tensors = [torch.full((3,), float(number)) for number in range(700)]
     handles = [dist.all_reduce(x, async_op=True) for x in tensors]
     del handles[10:600]

@@ -1,4 +1,4 @@
-"""Planted defects: what the comparison with plain arithmetic finds in the native code, and in what calls it."""
+"""Planted defects in the native code and its callers, detected by the comparison with plain arithmetic."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from tests.parallel.shared_memory.test_collectives import (
 )
 
 SEEN = ("AssertionError", "did not finish", " sent ", " called ")
-"""How a defect shows: a wrong result, or ranks that do not agree on what they do."""
+"""Symptoms of a defect: a wrong result, or ranks that call different operations."""
 
 
 @dataclass(frozen=True)
 class Planted:
-    """A fragment of a file of csrc/cpu/transport, or of a function in Python (``module:Qualname``)."""
+    """A fragment of a file of csrc/cpu/transport, or of a Python function (``module:Qualname``)."""
 
     where: str
     old: str
@@ -57,7 +57,7 @@ NATIVE = {
     ),
     "NaN is passed over": Planted("reduce.h", " | (b != b) ? b : a", " ? b : a"),
 }
-"""Compiling takes a second each, so that ``make test`` has every fourth."""
+"""Compiling takes a second each, so ``make test`` runs every fourth."""
 GROUP, WORK, MESSAGES = (f"parallel.shared_memory.{name}" for name in ("group", "work", "messages"))
 IN_PYTHON = {
     "no rank waits": Planted(f"{WORK}:Members.wait_for", "while missing:", "while False:"),

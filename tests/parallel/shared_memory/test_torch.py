@@ -49,7 +49,7 @@ def call_everything() -> None:
 
 def drop_what_was_received() -> list[bool]:
     """Whether tensors and messages are still in memory after their last use."""
-    gc.disable()  # what only the collector would free counts as kept
+    gc.disable()  # memory freed only by the garbage collector counts as in use
     left = []
     for _ in range(2):
         sent, received = torch.ones(100), torch.zeros(100)
@@ -125,7 +125,7 @@ def test_distributed_data_parallel() -> None:
 
 
 def begin_again() -> list[int]:
-    """Two worlds one after another in the same processes, and a group that outlives the first."""
+    """Two consecutive worlds in the same processes, and a group that outlives the first."""
     rank, size = dist.get_rank(), dist.get_world_size()
     first = dist.group.WORLD
     store = dist.distributed_c10d._get_default_store()
