@@ -66,7 +66,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def read_table(module: str) -> Any:
-    """The YAML table beside a module of this package, whose ``__file__`` is ``module``."""
+    """The YAML table next to a module of this package, whose ``__file__`` is ``module``."""
     text = Path(module).with_suffix(".yaml").read_text(encoding="utf-8")
     return _Loader(text).get_single_data()
 

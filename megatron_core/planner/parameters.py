@@ -19,7 +19,7 @@ class Parameters:
     experts: int = 0
     """Elements reduced over the replicas of an expert."""
     outside: int = 0
-    """Those of ``dense`` outside of hidden matrices: embeddings, output layer, norms and biases."""
+    """Parameters of ``dense`` outside of hidden matrices: embeddings, output layer, norms and biases."""
 
     def __add__(self, other: Parameters) -> Parameters:
         return Parameters(self.dense + other.dense, self.experts + other.experts, self.outside + other.outside)
@@ -71,11 +71,11 @@ def embedding_parameters(config: RunConfig, vocab_size: int) -> Parameters:
     return _vectors(table + (config.max_positions * model.hidden_size if learned else 0))
 
 
-def head_parameters(config: RunConfig, vocab_size: int, *, beside_embedding: bool) -> Parameters:
+def head_parameters(config: RunConfig, vocab_size: int, *, with_embedding: bool) -> Parameters:
     """Elements of the last norm and of the output layer (0 if it is tied to an embedding on the same rank)."""
     model = config.model
     table = padded_vocabulary(config, vocab_size) // config.parallel.tensor_model_parallel_size * model.hidden_size
-    tied = model.share_embeddings_and_output_weights and beside_embedding
+    tied = model.share_embeddings_and_output_weights and with_embedding
     return _vectors(norm_parameters(model) + (0 if tied else table))
 
 
@@ -94,9 +94,9 @@ def rank_units(
             units.append(embedding_parameters(config, vocab_size))
         units += [each[kinds[layer]] for layer in run]
         if stage == last:
-            beside = ends[0] == ends[1]
-            head = head_parameters(config, vocab_size, beside_embedding=beside)
-            units.append(head + ahead_parameters(config, vocab_size, beside_embedding=beside))
+            with_embedding = ends[0] == ends[1]
+            head = head_parameters(config, vocab_size, with_embedding=with_embedding)
+            units.append(head + ahead_parameters(config, vocab_size, with_embedding=with_embedding))
     return ranks
 
 
@@ -122,7 +122,7 @@ def _vectors(elements: int) -> Parameters:
     return Parameters(elements, outside=elements)
 
 
-def ahead_parameters(config: RunConfig, vocab_size: int, *, beside_embedding: bool) -> Parameters:
+def ahead_parameters(config: RunConfig, vocab_size: int, *, with_embedding: bool) -> Parameters:
     """Elements of the multi-token prediction layers: each has a layer like the last one, three norms, and a projection
     of 2 h^2 / t; a rank without the embedding has a copy of it."""
     model, tp = config.model, config.parallel.tensor_model_parallel_size
@@ -130,7 +130,7 @@ def ahead_parameters(config: RunConfig, vocab_size: int, *, beside_embedding: bo
         return Parameters()
     own = _vectors(3 * norm_parameters(model)) + Parameters(2 * model.hidden_size**2 // tp)
     found = sum([own + layer_parameters(config, model.num_layers - 1)] * model.mtp_num_layers, Parameters())
-    copied = not beside_embedding and model.untie_embeddings_and_output_weights
+    copied = not with_embedding and model.untie_embeddings_and_output_weights
     return found + _vectors(padded_vocabulary(config, vocab_size) // tp * model.hidden_size * copied)
 
 

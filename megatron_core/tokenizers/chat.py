@@ -119,7 +119,7 @@ class ChatTemplate:
 
 
 def chat_template_of(tokenizer: Tokenizer, file: str | None = None) -> ChatTemplate | None:
-    """The template in ``file``, or the one beside the tokenizer's files; None without one.
+    """The template in ``file``, or the one next to the tokenizer's files; None without one.
 
     As in `transformers`, files of templates replace all that tokenizer_config.json has.
     Errors: ``ConfigError`` for a file that cannot be read.

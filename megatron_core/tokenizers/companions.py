@@ -1,4 +1,4 @@
-"""Files that `transformers` stores beside a tokenizer: special tokens, chat templates, settings of generation."""
+"""Files that `transformers` stores next to a tokenizer: special tokens, chat templates, settings of generation."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def vocabulary_files(folder: Path) -> list[Path]:
 
 
 def other_vocabularies(path: Path) -> list[Path]:
-    """The vocabulary beside ``path`` in other formats, if ``path`` has a name that `transformers` uses."""
+    """The vocabulary next to ``path`` in other formats, if ``path`` has a name that `transformers` uses."""
     return [other for other in vocabulary_files(path.parent) if path.name in VOCABULARY_FILES and other != path]
 
 

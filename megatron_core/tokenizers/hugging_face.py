@@ -125,7 +125,7 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         self.turn_ends = tuple(dict.fromkeys([*generation_ends(self._path.parent), *named_ends]))
 
     def files(self) -> list[Path]:
-        """The `tokenizer.json`, and the files beside it that `transformers` keeps with it."""
+        """The `tokenizer.json`, and the files next to it that `transformers` keeps with it."""
         return [self._path, *companion_files(self._path.parent), *other_vocabularies(self._path)]
 
     def to_json(self) -> str | bytes:

@@ -50,7 +50,7 @@ class SentencePieceTokenizer(BaseTokenizer):
         return self._processor.decode([int(i) for i in ids])
 
     def files(self) -> list[Path]:
-        """The model file, and the files that `transformers` stores beside it."""
+        """The model file, and the files that `transformers` stores next to it."""
         return [self._path, *companion_files(self._path.parent), *other_vocabularies(self._path)]
 
     def _identity(self) -> Sequence[bytes]:

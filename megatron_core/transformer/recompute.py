@@ -91,7 +91,7 @@ def offloaded(function: Callable[[Tensor], Tensor], modules: list[nn.Module]) ->
     Each tensor that autograd saves is copied to the host when it is saved, and back when backward needs it; weights
     stay on the device. Copies use pinned memory and the compute stream, so the host never waits.
     """
-    # Collect the addresses in each forward: ZeRO 3 allocates the weights anew each time.
+    # Collect the addresses in each forward: ZeRO 3 allocates the weights again each time.
     return lambda x: _run_offloaded(function, x, {_memory(p) for module in modules for p in module.parameters()})
 
 

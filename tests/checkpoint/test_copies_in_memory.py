@@ -337,7 +337,7 @@ def test_sound_code_passes(check: Callable[[Path], None], saved: Path) -> None:
     ids=[
         "a copy on the same host",
         "other boxes are sent",
-        "damage is told, not heeded",
+        "damage is reported but ignored",
         "the one before goes at once",
     ],
 )

@@ -161,7 +161,7 @@ FOREIGN = {
     "a later iteration": ("iter_0000900/mp_rank_00/model_optim_rng.pt",),
     "another manifest": ("iter_0000002/manifest.json", "iter_0000002/weights.bin"),
     "a file": ("iter_0000002",),
-    "further files beside ours": ("iter_0000002/rank_00000.safetensors", "iter_0000002/optimizer.pt"),
+    "further files next to ours": ("iter_0000002/rank_00000.safetensors", "iter_0000002/optimizer.pt"),
 }
 
 

@@ -145,7 +145,7 @@ def _fill_the_disk(root: Path) -> None:
     if dist.get_rank() == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     dist.barrier()
-    assert run.saver.try_to_save(run.state), "with room, saving goes on"
+    assert run.saver.try_to_save(run.state), "with room, saving continues"
     run.saver.finish()
     assert complete_iterations(root) == [1, 3]
 
@@ -281,8 +281,8 @@ def test_a_folder_of_their_own(tmp_path: Path) -> None:
 
 def test_those_of_a_run_that_was_taken_over_go_too(restarted: Path) -> None:
     """Otherwise the new run would resume from them after a restart, because they are newer than its own."""
-    anew = {"seed": 7, "overwrite_checkpoints": True, "non_persistent_save_interval": 100}
-    job({"save": str(restarted), "train_iters": 2} | anew)
+    new = {"seed": 7, "overwrite_checkpoints": True, "non_persistent_save_interval": 100}
+    job({"save": str(restarted), "train_iters": 2} | new)
     assert complete_iterations(restarted) == [2] and complete_iterations(restarted / "non_persistent") == []
 
 

@@ -149,7 +149,7 @@ def test_peak_memory_at_stage_3_is_the_shards_and_a_few_units(settings: dict, un
     unit = 12 * 512**2 * 4
     for grown, kept in run_ranks(2, _grown_and_kept, settings, backend="gloo"):
         assert kept > 8 * unit * 4 / 2  # weight, gradient and two moments, halved
-        assert grown < kept + units * unit, f"{(grown - kept) / unit:.1f} units beside the shards"
+        assert grown < kept + units * unit, f"{(grown - kept) / unit:.1f} units in addition to the shards"
 
 
 def _frozen_below(stage: int) -> tuple[list[np.ndarray], dict[str, int], list[int]]:

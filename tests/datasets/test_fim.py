@@ -143,7 +143,7 @@ def test_a_sample_is_a_pure_function_of_seed_and_index(tokenizer: Tokenizer) -> 
     forward, backward = wrapped(texts, tokenizer), wrapped(texts, tokenizer)
     expected = [text_of(forward[i]) for i in range(20)]
     assert [text_of(backward[i]) for i in reversed(range(20))] == expected[::-1]  # C30
-    assert len({tuple(text) for text in expected}) > 10, "the same text is rearranged anew at every position"
+    assert len({tuple(text) for text in expected}) > 10, "the same text is rearranged differently at every position"
     assert [text_of(wrapped(texts, tokenizer, seed=6)[i]) for i in range(20)] != expected
 
 

@@ -263,7 +263,7 @@ def test_saved_groups_find_their_own() -> None:
 
 
 def summed(wide: bool) -> list[torch.Tensor]:
-    """What a shard becomes where bfloat16 has no 257: 256 + 1 + 1 + 1."""
+    """A shard's value if bfloat16 cannot represent 257: 256 + 1 + 1 + 1."""
     parallel_state.initialize_model_parallel()
     groups = current()
     found = []

@@ -20,13 +20,13 @@ E4M3_MAX = 448.0
 
 
 def rounded(x: Tensor, amax: Tensor) -> Tensor:
-    """What is left of ``x`` in e4m3 with the scale 448 / amax."""
+    """The quantised ``x`` in e4m3 with scale 448 / amax."""
     scale = E4M3_MAX / amax.float()
     return (x.float() * scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float() / scale
 
 
 def seen(layer: Any) -> list[tuple[Tensor, Tensor]]:
-    """Inputs and outputs of a layer, as they come."""
+    """Records inputs and outputs of a layer."""
     found: list[tuple[Tensor, Tensor]] = []
     layer.register_forward_hook(lambda _, inputs, output: found.append((inputs[0].detach(), output[0].detach())))
     return found

@@ -13,12 +13,12 @@ FOLDER = ROOT / "megatron_core" / "drop_in"
 PROGRAM = """
 import sys
 
-import beside
+import neighbour
 from megatron.core import mpu
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.training import get_args
 
-print(beside.NAME, __name__, sys.argv[1:], mpu.__file__)
+print(neighbour.NAME, __name__, sys.argv[1:], mpu.__file__)
 """
 
 
@@ -31,7 +31,7 @@ def python(*arguments: str | Path, cwd: Path = ROOT) -> subprocess.CompletedProc
 
 @pytest.fixture
 def program(tmp_path: Path) -> Path:
-    (tmp_path / "beside.py").write_text("NAME = 'beside'")
+    (tmp_path / "neighbour.py").write_text("NAME = 'neighbour'")
     path = tmp_path / "program.py"
     path.write_text(PROGRAM)
     return path
@@ -40,7 +40,7 @@ def program(tmp_path: Path) -> Path:
 def test_a_program_finds_the_names_and_its_own_modules(program: Path) -> None:
     found = python("-m", "megatron_core.drop_in", program, "--lr", "1")
     expected = FOLDER / "megatron" / "core" / "parallel_state.py"
-    assert found.stdout == f"beside __main__ ['--lr', '1'] {expected}\n", found.stderr
+    assert found.stdout == f"neighbour __main__ ['--lr', '1'] {expected}\n", found.stderr
     assert found.stderr == ""
 
 
@@ -56,7 +56,7 @@ def test_a_clone_of_megatron_beside_the_program_comes_second(program: Path) -> N
 def test_the_first_import_of_a_program_is_enough(program: Path) -> None:
     program.write_text("import megatron_core.drop_in\n" + PROGRAM)
     found = python(program)
-    assert found.stdout.startswith("beside __main__ []"), found.stderr
+    assert found.stdout.startswith("neighbour __main__ []"), found.stderr
 
 
 def test_another_megatron_that_is_already_imported_is_an_error(program: Path) -> None:
@@ -70,7 +70,7 @@ def test_another_megatron_that_is_already_imported_is_an_error(program: Path) ->
 
 def test_a_module_runs_as_a_program(program: Path) -> None:
     found = python("-m", "megatron_core.drop_in", "-m", "program", "x", cwd=program.parent)
-    assert found.stdout.startswith("beside __main__ ['x']"), found.stderr
+    assert found.stdout.startswith("neighbour __main__ ['x']"), found.stderr
 
 
 def test_the_folder_for_pythonpath_is_printed() -> None:

@@ -170,7 +170,7 @@ def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage
 
 
 def job(form: str, more: str) -> str:
-    """What a run in the form of a release prints."""
+    """The output of a run in the format of a release."""
     sys.argv, out = (COMMON + more).split(), StringIO()
     mpu.destroy_model_parallel()
     set_startup_timestamps(program_start=0.0, main_entry=1.0)
@@ -225,7 +225,7 @@ def expected(data: str) -> dict[bool, np.ndarray]:
 
 
 def launcher(more: str) -> str:
-    """What our own ``pretrain_gpt.py`` prints."""
+    """The output of our own ``pretrain_gpt.py``."""
     out = StringIO()
     config, _ = read_settings("program.py", [*COMMON.split()[1:], *more.split(), "--data-order", "megatron"])
     with redirect_stdout(out):

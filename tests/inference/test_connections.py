@@ -1,4 +1,4 @@
-"""Clients that are slow on purpose: a real uvicorn in a thread with an application of its own."""
+"""Deliberately slow clients: a real uvicorn in a thread with its own application."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_slow_head_after_a_request_is_closed(port: int) -> None:
 
 
 def test_incomplete_requests_make_room(port: int) -> None:
-    """Many connections that send nothing, half a head or half a body do not keep others out."""
+    """Many connections that send nothing, half a head or half a body do not block others."""
     begun = (b"", b"GET / HTTP/1.1\r\nHo", b"POST /wait HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\nx")
     held = [connect(port) for _ in range(4 * MOST)]
     for number, connection in enumerate(held):
@@ -115,7 +115,7 @@ def test_incomplete_requests_make_room(port: int) -> None:
 
 
 def test_too_many_requests_are_refused(app: App, port: int) -> None:
-    """While as many requests as allowed are answered, another gets 503; then there is room."""
+    """While the maximum number of requests is being answered, another gets 503; later one is accepted."""
     held = [connect(port) for _ in range(MOST)]
     for connection in held:
         connection.sendall(b"GET /wait HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")

@@ -108,7 +108,7 @@ PROMPTS = [PROMPT, [3], [7, 9, 60, 2, 2, 41, 8], [30, 31], [1, 2, 3, 4, 5]]
 
 
 def _batch(settings: dict, **engine: int) -> list[list[Progress]]:
-    """The progress of requests for ``PROMPTS``, some of them sampled; one is cancelled, two come later."""
+    """The progress of requests for ``PROMPTS``, some of them sampled; one is cancelled, two are added later."""
     running = Engine(_generator(settings), **engine)
     sampled = {"sampling": Sampling(temperature=0.7, top_k=30, seed=5)}
     requests = [
@@ -152,7 +152,7 @@ LONG_WINDOW = WINDOW | {"window_size": (4, 0), "attn_logit_softcapping": 5.0}
     "model", [{}, WINDOW, LONG_WINDOW, EXPERTS, LATENT], ids=["gpt2", "window", "capped", "experts", "latent"]
 )
 def test_what_else_is_in_the_batch_changes_nothing(model: dict, engine: dict) -> None:
-    """Requests of different lengths that join and leave: their tokens and probabilities are those of each alone."""
+    """Requests of different lengths that join and leave: tokens and probabilities equal those of separate requests."""
     model = model | {"seq_length": 32}
     found = _batch(model, **engine)
     for i, (prompt, progress) in enumerate(zip(PROMPTS, found, strict=True)):
@@ -182,7 +182,7 @@ def _batch_of_three(settings: dict) -> list[list[Progress]]:
 
 
 def test_prompts_are_computed_without_padding_and_tokens_together() -> None:
-    """Prompts pass the model behind one another in one row, then one token of every sequence at once."""
+    """Prompts are concatenated in one row, then one token of every sequence is computed at once."""
     generator, shapes = _generator(MODERN), []
     generator.stages[0].register_forward_pre_hook(lambda _, inputs: shapes.append(tuple(inputs[0].shape)))
     logits = []
@@ -198,7 +198,7 @@ def test_prompts_are_computed_without_padding_and_tokens_together() -> None:
 
 
 def test_the_cache_is_written_in_place() -> None:
-    """Memory is allocated once for texts of up to 256 positions, and earlier values stay where they are."""
+    """Memory is allocated once for texts of up to 256 positions, and earlier values are not moved."""
     generator = _generator(MODERN)
     cache = KVCache(generator.device)
     generator.start_sequences([PROMPT, [3]], cache)
@@ -211,7 +211,8 @@ def test_the_cache_is_written_in_place() -> None:
 
 
 def test_greedy_rows_beside_sampled_ones() -> None:
-    """The first of several largest logits is taken, in every floating-point type; sampled rows use their generators."""
+    """The first of several largest logits is chosen, in every floating-point type; sampled rows use their
+    generators."""
     logits = torch.tensor([[0.0, 2.0, 2.0], [5.0, 1.0, 5.0], [0.0, 0.0, 60.0]])
     sampled = Sampling(temperature=1.0)
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
@@ -295,7 +296,7 @@ def test_wrong_bounds_name_the_setting(wrong: dict) -> None:
 
 
 def test_learned_positions_end_the_text() -> None:
-    """Sixteen positions: four of the prompt and twelve more; a longer prompt is told so."""
+    """Sixteen positions: four of the prompt and twelve more; a longer prompt is refused."""
     assert len(list(generate(_generator({}), _request(new=50)))) == 12
     with pytest.raises(ConfigError, match="prompt's 16 tokens leave no room in the 16 positions"):
         list(generate(_generator({}), _request(PROMPT * 4, 1)))
@@ -334,7 +335,7 @@ def test_stop_strings(text: str, expected: tuple[str, bool]) -> None:
 
 @pytest.mark.parametrize("kind", ["bytes", "sentence pieces"])
 def test_streamed_text_is_the_whole_text(kind: str, tmp_path: Path) -> None:
-    """Characters of several tokens appear whole; spaces between words of pieces stay."""
+    """Characters of several tokens are shown complete; spaces between words of pieces are kept."""
     if kind == "bytes":
         tokenizer: Tokenizer = ByteLevelTokenizer()
     else:
@@ -353,7 +354,7 @@ def test_streamed_text_is_the_whole_text(kind: str, tmp_path: Path) -> None:
 
 
 def test_bytes_that_are_no_characters() -> None:
-    """Random bytes are shown soon, and as the tokenizer writes them all together."""
+    """Random bytes are shown soon, and as the tokenizer decodes them together."""
     tokenizer, random = ByteLevelTokenizer(), Random(0)
     parts = [b"a", b"\x80", b"\xe2", b"\xe2\x82\xac", b"\xf0\x9f\x99\x82", b"\xff", b"\xf0\x9f"]
     for _ in range(300):
@@ -366,7 +367,7 @@ def test_bytes_that_are_no_characters() -> None:
 
 @pytest.mark.parametrize("stop", ["x" * 1000, "a" * 999 + "b", "a" * 500 + "b" * 500])
 def test_a_long_stop_string_costs_little(stop: str) -> None:
-    """The time for a token depends neither on the text before it nor on the square of the stop string's length."""
+    """The time per token depends neither on the preceding text nor on the square of the stop string's length."""
     stream = TextStream(ByteLevelTokenizer(), [stop] * 4)
     start = time.thread_time()
     for _ in range(10_000):

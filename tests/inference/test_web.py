@@ -1,4 +1,4 @@
-"""What one request costs the others, and what faults of the server look like to a client."""
+"""The effect of one request on others, and server errors from a client's view."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_core.inference.web import Server
 
 
 class Protocol:
-    """Takes long to read a request, or fails."""
+    """A tokenizer that is slow or fails."""
 
     model = "slow"
 

@@ -1,7 +1,7 @@
-"""An architecture that no release has: Llama with other names, fused queries, keys and values, and their norms.
+"""An invented architecture: Llama with other names, fused queries, keys and values, and their norms.
 
-It stands for a user's own file: it imports the public names of ``megatron_core.models.hf`` and its tables, and nothing
-in the package knows it.
+It represents a user's own file: it imports the public names of ``megatron_core.models.hf`` and its tables, and nothing
+in the package refers to it.
 """
 
 from megatron_core.config.presets import LLAMA_LAYERS

@@ -1,4 +1,4 @@
-"""Checkpoints as Megatron-LM writes them, made of known weights by its documented rules."""
+"""Checkpoints in Megatron-LM's formats, created from known weights by its documented rules."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FUSED = {
 
 
 def arguments(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> argparse.Namespace:
-    """The arguments of a training, an enumeration of Megatron-LM's among them, whose class is only there now."""
+    """The arguments of a training, including an enumeration of Megatron-LM whose class exists only here."""
     for name in ("megatron", "megatron.core", "megatron.core.enums"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     kind = enum.Enum("ModelType", {"encoder_or_decoder": 1}, module="megatron.core.enums")
@@ -39,7 +39,7 @@ def arguments(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> argparse.Name
 
 
 def further() -> dict[str, Any]:
-    """What lies beside the weights."""
+    """State other than the weights."""
     random = {"np_rng_state": np.random.RandomState(1).get_state(), "torch_rng_state": torch.get_rng_state()}
     return {"checkpoint_version": 3.0, "iteration": 7, "rng_state": [random], "opt_param_scheduler": {"max_lr": 0.1}}
 
@@ -102,7 +102,7 @@ def stage_tensors(
 
 
 def shard(name: str, whole: Tensor, args: argparse.Namespace, t: int, tp: int) -> Tensor:
-    """The part of a tensor-parallel rank."""
+    """A tensor-parallel rank's part."""
     if "linear_fc1." in name and args.swiglu:
         gate, value = whole.chunk(2)
         return torch.cat([gate.chunk(tp)[t], value.chunk(tp)[t]]).clone()
@@ -114,7 +114,7 @@ def shard(name: str, whole: Tensor, args: argparse.Namespace, t: int, tp: int) -
 
 
 class Chunked:
-    """A global tensor saved in parts: each layer if it is stacked, and ``rows`` parts of the last axis but one."""
+    """A global tensor saved in parts: per layer if it is stacked, and ``rows`` parts of the last axis but one."""
 
     def __init__(self, whole: Tensor, stacked: bool, rows: int) -> None:
         self.whole = whole
@@ -131,7 +131,7 @@ class Chunked:
 
 
 class Planner(SavePlanner):
-    """Writes ``Chunked`` tensors and other objects as they are."""
+    """Writes ``Chunked`` tensors, and other objects unchanged."""
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
         self.state = state_dict

@@ -1,4 +1,4 @@
-"""Our models are the field's models: with the same weights, `transformers` gives the same losses and gradients."""
+"""Our models equal the published ones: with the same weights, `transformers` gives the same losses and gradients."""
 
 from __future__ import annotations
 
@@ -30,13 +30,14 @@ def _ours(**settings: object) -> GPTModel:
 
 
 def _fuse(query: Tensor, key: Tensor, value: Tensor, groups: int) -> Tensor:
-    """Rows of three projections in the order of one fused matrix: group by group queries, key, value."""
+    """Rows of three projections in the order of one fused matrix: per group queries, key, value."""
     parts = [x.unflatten(0, (groups, -1)) for x in (query, key, value)]
     return torch.cat(parts, dim=1).flatten(0, 1)
 
 
 def _compare(ours: GPTModel, theirs: torch.nn.Module, pairs: dict[str, Tensor], tolerance: float) -> None:
-    """Copy ``pairs`` (our names, their values) into ours; loss and logits must then agree, and both get gradients."""
+    """Copy ``pairs`` (our names, their values) into our model; loss and logits must then agree, and both get
+    gradients."""
     parameters = dict(ours.named_global_parameters())
     assert set(pairs) == set(parameters)
     with torch.no_grad():
@@ -74,7 +75,7 @@ def test_gpt2() -> None:
         for n, block in enumerate(body.h):
             layer = f"decoder.layers.{n}."
             for kind, parameter in (("weight", "weight"), ("bias", "bias")):
-                # GPT-2 keeps its matrices transposed.
+                # GPT-2 stores its matrices transposed.
                 turn = (lambda x: of(x).t()) if kind == "weight" else of
                 found |= {
                     f"{layer}input_layernorm.{kind}": of(getattr(block.ln_1, parameter)),
@@ -94,7 +95,7 @@ def test_gpt2() -> None:
 
 @pytest.mark.parametrize(("groups", "window"), [(4, None), (2, None), (1, None), (2, 6), (2, 13)])
 def test_llama(groups: int, window: int | None) -> None:
-    """And Mistral, which adds a window: of 6 keys through blocks of queries, of 13 through a mask."""
+    """Also Mistral, which adds a window: of 6 keys through blocks of queries, of 13 through a mask."""
     model = "Llama" if window is None else "Mistral"
     own = {} if window is None else {"sliding_window": window, "attn_implementation": "eager"}
     config = getattr(transformers, f"{model}Config")(
@@ -102,7 +103,7 @@ def test_llama(groups: int, window: int | None) -> None:
         num_attention_heads=HEADS, num_key_value_heads=groups, max_position_embeddings=LENGTH, rms_norm_eps=1e-5,
         tie_word_embeddings=False, **own,
     )  # fmt: skip
-    # Their norms and rotary tables are float32 in a float64 model, too: no closer than its epsilon, 1.2e-7.
+    # Their norms and rotary tables are float32 in a float64 model, too: agreement is limited to its epsilon, 1.2e-7.
     tolerance = 2e-6
     torch.manual_seed(0)
     theirs = getattr(transformers, f"{model}ForCausalLM")(config).double()
@@ -123,7 +124,8 @@ def test_llama(groups: int, window: int | None) -> None:
 
 
 def test_glm() -> None:
-    """Pairs of neighbouring channels turn, of half the channels of a head; two query heads share a key and value."""
+    """Pairs of adjacent channels are rotated, for half the channels of a head; two query heads share a key and
+    value."""
     groups = 2
     config = transformers.GlmConfig(
         vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=48, num_hidden_layers=LAYERS, head_dim=8,
@@ -150,7 +152,7 @@ def test_glm() -> None:
 
 
 def _llama_pairs(theirs: torch.nn.Module, groups: int, of: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-    """By our names, ``of`` each weight of a model that is built like Llama."""
+    """``of`` each weight of a model structured like Llama, by our names."""
     found = {
         "embedding.word_embeddings.weight": of(theirs.model.embed_tokens.weight),
         "decoder.final_layernorm.weight": of(theirs.model.norm.weight),

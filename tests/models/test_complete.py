@@ -1,4 +1,4 @@
-"""The stages that the ranks have built are one whole model, or the run does not begin."""
+"""The stages built by the ranks form one whole model, or the run does not start."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_every_part_once(held: list[list[str]], found: list[str]) -> None:  # C3
 
 
 def _refusal(layouts: list[str]) -> str:
-    """What a run says in which each pipeline rank was told another layout, without looking at it first."""
+    """The error of a run in which pipeline ranks have different layouts."""
     with pytest.raises(LayoutError) as error:
         tiny_run(**PP2, pipeline_model_parallel_layout=layouts[dist.get_rank()])
     return str(error.value)

@@ -1,4 +1,4 @@
-"""Incomplete and damaged folders of Hugging Face are refused in one sentence, by everything that opens them."""
+"""Incomplete and damaged folders of Hugging Face are refused in one sentence by all programs that open them."""
 
 from __future__ import annotations
 
@@ -261,7 +261,7 @@ ODD = ["x", -1, 0, 1.5, float("nan"), 10**400, None, [], [[1]], {}, {"a": 1}, Tr
 
 @pytest.mark.parametrize("name", ["gemma3", "deepseek_v3, yarn", "qwen2, window in some layers", "gpt_neox", "mixtral"])
 def test_any_value_of_any_key_is_read_or_refused(name: str) -> None:
-    """Without an error of another kind."""
+    """No other kind of error is raised."""
     kind, settings = MODELS[name]
     theirs = json.loads(getattr(transformers, f"{kind}Config")(**settings).to_json_string(use_diff=False))
     refused = 0

@@ -1,4 +1,4 @@
-"""Our layers of experts are the field's: with the same weights `transformers` gives the same outputs and gradients."""
+"""Our layers of experts: with the same weights `transformers` gives the same outputs and gradients."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ OURS = {
 
 
 def _pairs(theirs: torch.nn.Module, of: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-    """By our names, ``of`` each weight of theirs."""
+    """``of`` each of their weights, by our names."""
     found = {
         "embedding.word_embeddings.weight": of(theirs.model.embed_tokens.weight),
         "decoder.final_layernorm.weight": of(theirs.model.norm.weight),
@@ -127,7 +127,7 @@ def test_mixtral() -> None:
 
 @pytest.mark.parametrize("renormalised", [True, False])
 def test_qwen3_moe(renormalised: bool) -> None:
-    """A dense layer among those with experts; probabilities of the chosen experts that add up to 1, or do not."""
+    """A dense layer among layers of experts; probabilities of the chosen experts with and without normalisation."""
     config = transformers.Qwen3MoeConfig(
         **SHAPE, intermediate_size=48, moe_intermediate_size=FFN, num_experts=EXPERTS, num_experts_per_tok=3,
         norm_topk_prob=renormalised, mlp_only_layers=[1], decoder_sparse_step=1,
@@ -142,7 +142,7 @@ def test_qwen3_moe(renormalised: bool) -> None:
 
 
 def test_deepseek_v3_block() -> None:
-    """The layer of experts alone: sigmoid, groups, a bias for the choice, a factor, shared experts."""
+    """Only the layer of experts: sigmoid, groups, a bias for the choice, a factor, shared experts."""
     config = transformers.DeepseekV3Config(
         hidden_size=HIDDEN, moe_intermediate_size=FFN, n_routed_experts=EXPERTS, n_shared_experts=2,
         num_experts_per_tok=4, n_group=4, topk_group=2, routed_scaling_factor=2.5, norm_topk_prob=True,

@@ -14,7 +14,7 @@ VOCABULARY = 61
 
 
 def _outputs(settings: dict) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Losses, logits, and the gradient of this rank's rows of the matrix that makes them."""
+    """Losses, logits, and the gradient of this rank's rows of the output matrix."""
     run = tiny_run(fp64=True, init_method_std=0.3, num_layers=1, **settings)
     model = run.stages[0].eval()
     batch = run.train_loader.step(0, 1)[0]
@@ -32,7 +32,7 @@ def _outputs(settings: dict) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 @pytest.mark.parametrize("impl", ["native", "linear"])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_losses_are_the_cross_entropy_of_the_gathered_logits(tied: bool, impl: str) -> None:  # C20 C21
-    """Logits are whole, losses come from their parts; the gradient tells where one was taken for the other."""
+    """Logits are whole, losses are computed from parts; wrong gradients would reveal a confusion of both."""
     settings = {"untie_embeddings_and_output_weights": not tied}
     (baseline,) = run_ranks(1, _outputs, settings)
     settings |= {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": impl}

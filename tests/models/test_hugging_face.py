@@ -1,4 +1,5 @@
-"""Models of Hugging Face come in and go out unchanged, compute the same here, and train on in every layout."""
+"""Models of Hugging Face are imported and exported unchanged, give the same results, and can be trained in every
+layout."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def no_progress_bars() -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_there_and_back(name: str, tmp_path: Path) -> None:  # C43
-    """The same logits, and the same bytes under the same names after the way back."""
+    """The same logits, and bytewise equal tensors with the same names after export."""
     save_model(name, tmp_path / "theirs")
     assert import_hugging_face(tmp_path / "theirs", tmp_path / "ours") < 2e-6
     assert export_hugging_face(tmp_path / "ours", tmp_path / "again") < 2e-6
@@ -53,7 +54,7 @@ def test_there_and_back(name: str, tmp_path: Path) -> None:  # C43
 
 
 def test_the_length_of_the_model_is_stored_or_told(tmp_path: Path) -> None:
-    """Of 640 positions in config.json, and not the 64 tokens that --seq-length has by default."""
+    """640 positions from config.json, not the 64 tokens of --seq-length's default."""
     save_model("llama", tmp_path / "theirs")
     path = tmp_path / "theirs/config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"max_position_embeddings": 640}))
@@ -70,7 +71,7 @@ def test_the_length_of_the_model_is_stored_or_told(tmp_path: Path) -> None:
 
 
 def test_gradients_are_theirs(tmp_path: Path) -> None:
-    """Of the architecture whose layers are added in another way, in float64."""
+    """For the architecture with other residual connections, in float64."""
     save_model("gpt_neox", tmp_path)
     ids = torch.randint(VOCABULARY, (2, 17), generator=torch.Generator().manual_seed(1))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
@@ -92,7 +93,7 @@ def test_gradients_are_theirs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_each_rank_reads_its_part(name: str, tmp_path: Path) -> None:
-    """A rank's boxes are those of the whole tensors, of which only the boxes are read."""
+    """A rank's boxes equal parts of the whole tensors, and only the boxes are read."""
     save_model(name, tmp_path)
     with HuggingFaceReader(tmp_path) as reader:
         for rank in range(2):
@@ -155,7 +156,7 @@ def test_flags_override_the_folder_and_a_checkpoint_takes_precedence(tmp_path: P
 
 
 def test_several_files_and_another_dtype(tmp_path: Path) -> None:
-    """In 16-bit numbers, cut into files, as large models are."""
+    """In 16 bits, split into several files, as for large models."""
     save_model("llama", tmp_path / "theirs", torch.bfloat16, max_shard_size="20KB")
     assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 2
     import_hugging_face(tmp_path / "theirs", tmp_path / "ours")
@@ -169,7 +170,7 @@ def test_several_files_and_another_dtype(tmp_path: Path) -> None:
 
 
 def test_a_model_trained_here_goes_out(tmp_path: Path) -> None:  # C21 C43
-    """Its own positions, trained a step, as GPT-2; and with settings that no architecture has it is refused."""
+    """The model's own positions, after a training step, for GPT-2; settings without an architecture are refused."""
     settings = {"openai_gelu": True, "save": str(tmp_path / "ours"), "train_iters": 1}
     run = tiny_run(**settings)
     train_step(run)
@@ -187,7 +188,7 @@ def test_a_model_trained_here_goes_out(tmp_path: Path) -> None:  # C21 C43
 
 
 def test_a_tokenizer_of_any_name_goes_out_under_theirs(tmp_path: Path) -> None:  # C43
-    """And gives the same ids there, though the architecture's own tokenizer splits words in another way."""
+    """Also with equal ids, although the architecture's own tokenizer splits words differently."""
     file = write_tokenizer_json(tmp_path).rename(tmp_path / "mine.json")
     tokenizer = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(file), "vocab_size": None}
     qwen3 = {"position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True, "disable_bias_linear": True}
@@ -260,12 +261,12 @@ BAD = {
 
 
 OF_SHAPES = {"num_query_groups", "kv_channels", "ffn_hidden_size", "moe_ffn_hidden_size", "q_lora_rank"}
-"""Settings whose defaults differ from those of transformers: a wrong one does not fit the stored tensors."""
+"""Settings whose defaults differ from those of transformers: wrong ones do not match the stored tensors."""
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_key_left_out_means_what_it_means_there(name: str) -> None:
-    """Or is refused: the files of the hub leave out what was the default of the release that wrote them."""
+    """Or is refused: files of the hub omit values that were defaults of the release that wrote them."""
     kind, settings = MODELS[name]
     of_kind = getattr(transformers, f"{kind}Config")
     settings = {key: value for key, value in settings.items() if key != "layer_types"}
@@ -360,7 +361,7 @@ def test_a_file_outside_of_the_folder_is_not_read(tmp_path: Path) -> None:
 
 
 def test_another_function_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Settings that this project does not know show in the logits."""
+    """The logits reveal settings that this project does not support."""
     save_model("llama", tmp_path / "theirs")
     monkeypatch.setattr(
         "megatron_core.training.conversion.their_logits",
@@ -383,7 +384,8 @@ def test_what_transformers_refuses_is_one_sentence(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layers", [0, 1])
 def test_layers_of_multi_token_prediction_are_left_out(layers: int, tmp_path: Path) -> None:
-    """DeepSeek's files have them behind the others; without the count in config.json they are tensors without a use."""
+    """DeepSeek's files store them after the other layers; without their number in config.json they are unexpected
+    tensors."""
     save_model("deepseek_v3", tmp_path / "theirs")
     weights, settings = tmp_path / "theirs" / "model.safetensors", tmp_path / "theirs" / "config.json"
     further = {"model.layers.4.enorm.weight": torch.ones(32), "model.layers.4.eh_proj.weight": torch.ones(32, 64)}

@@ -1,4 +1,4 @@
-"""Checkpoints of Megatron-LM, of many layouts, come in with every weight in its place, and run nothing."""
+"""Checkpoints of Megatron-LM in many layouts are imported with every weight in its place, and execute no code."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ EXPERTS = LLAMA | {"num_experts": 4, "moe_ffn_hidden_size": 24, "moe_router_topk
 
 
 def make_model(settings: dict[str, Any], *, biases: bool) -> GPTModel:
-    """A random model, norms and biases included."""
+    """A random model, including norms and biases."""
     config = ModelConfig(**settings, disable_bias_linear=not biases)
     torch.manual_seed(0)
     model = GPTModel(config, VOCABULARY, 16).eval()
@@ -56,7 +56,7 @@ def make_model(settings: dict[str, Any], *, biases: bool) -> GPTModel:
 
 
 def named(settings: dict[str, Any], model: GPTModel, monkeypatch: pytest.MonkeyPatch, **layout: int) -> Any:
-    """The arguments of its training; the vocabulary is padded, and the kernel with a fused bias is switched off."""
+    """The arguments of its training; the vocabulary is padded, and the kernel with a fused bias is disabled."""
     defaults = {"num_experts": None, "bias_gelu_fusion": False, "add_bias_linear": model.config.add_bias_linear}
     sizes = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "vocab_size": VOCABULARY}
     return arguments(monkeypatch, **defaults | sizes | settings | {"seq_length": 16, "padded_vocab_size": 64} | layout)
@@ -138,7 +138,7 @@ def test_distributed_files(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_to_hugging_face(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one command, verified by transformers; nothing is left beside the result."""
+    """In one command, verified by transformers; no temporary files remain."""
     model = make_model(LLAMA, biases=False)
     folder = tmp_path / "theirs"
     write_rank_files(folder, weights_of(model), named(LLAMA, model, monkeypatch, **TP2, **PP2))
@@ -151,7 +151,7 @@ def test_to_hugging_face(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 class Run:
-    """What a pickle may run."""
+    """Functions that a pickle must not call."""
 
     def __reduce__(self) -> tuple[Any, tuple[str]]:
         return os.mkdir, ("ran",)

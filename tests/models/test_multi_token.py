@@ -1,4 +1,4 @@
-"""Multi-token prediction is what its formula says, written out with shifts of whole sequences as in Megatron-LM."""
+"""Multi-token prediction against its formula with shifts of whole sequences, as in Megatron-LM."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _rolled(x: Tensor) -> Tensor:
 
 
 def _written_out(model: GPTModel, batch: dict[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """The sum that is minimised and the means of the later losses."""
+    """The minimised sum and the means of the later losses."""
     ids, labels, mask = batch["tokens"], batch["labels"], batch["loss_mask"]
     embedding, head = model.embedding.word_embeddings.weight, model.output_layer.weight
     head = (embedding if head is None else head)[:VOCABULARY]

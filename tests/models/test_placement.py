@@ -1,4 +1,4 @@
-"""Every parameter lies where its ``ShardSpec`` says: in all layouts, and still after training."""
+"""Every parameter is placed as in its ``ShardSpec``, in all layouts, also after training."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ BASE = {"fp64": True, "micro_batch_size": 2, "global_batch_size": 4, "hidden_siz
 
 
 def _train(settings: dict) -> tuple[list[Held], int]:
-    """What this rank holds after two steps, and how many elements it counts in a norm."""
+    """This rank's tensors after two steps, and the number of elements that it counts in a norm."""
     run = tiny_run(**BASE | settings)
     for _ in range(2):
         train_step(run)
@@ -50,7 +50,7 @@ def _train(settings: dict) -> tuple[list[Held], int]:
 
 
 def _check(name: str, spec: ShardSpec | None, local: np.ndarray, whole: np.ndarray, covered: np.ndarray) -> None:
-    """Compare what a rank holds with the position that is declared for it, and mark that position as covered."""
+    """Compare a rank's tensors with their declared positions, and mark these positions as covered."""
     assert spec is not None, f"{name} does not say how it is split"
     assert (spec.global_shape, spec.local_shape) == (whole.shape, local.shape), name
     close = {"rtol": 1e-9, "atol": 1e-9, "err_msg": name}
@@ -63,7 +63,7 @@ def _check(name: str, spec: ShardSpec | None, local: np.ndarray, whole: np.ndarr
 
 @pytest.mark.parametrize("case", CASES)
 def test_parameters_lie_where_they_are_declared(case: str) -> None:  # C16
-    """One process has the whole tensors; a part that is declared elsewhere than it works would train otherwise."""
+    """One process has the whole tensors; a part declared at a wrong position would be trained differently."""
     ranks, model, layout = CASES[case]
     alone, _ = run_ranks(1, _train, model)[0]
     baseline = {name: whole[: spec.global_shape[0]] for name, spec, whole in alone}

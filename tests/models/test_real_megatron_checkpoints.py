@@ -1,4 +1,4 @@
-"""Checkpoints that Megatron-LM itself wrote: import, and the losses that Megatron-LM computed after them."""
+"""Checkpoints written by Megatron-LM itself: import, and the losses that Megatron-LM computed afterwards."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_weights_give_the_loss_of_megatron(name: str, tmp_path: Path) -> None:
 
 
 class Recorded:
-    """The tokens that Megatron-LM trained on, as a data set; four sequences for each iteration from 0."""
+    """The tokens used by Megatron-LM, as a data set; four sequences per iteration from 0."""
 
     sequence_length = 16
 
@@ -102,7 +102,7 @@ def test_training_continues_in_another_layout(layout: dict[str, Any], tmp_path: 
 
 
 def test_state_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    """The flat buffers of the format torch are not read: weights alone, or an error if the state is required."""
+    """The flat buffers of the format torch are not read: only weights, or an error if the state is required."""
     theirs = unpack("llama_tp2_rank_files", tmp_path)
     with pytest.raises(CheckpointError, match=r"has no optimizer state that can be read.*--no-optimizer"):
         import_megatron(theirs, tmp_path / "ours", optimizer=True)
@@ -122,7 +122,7 @@ def test_load_names_the_command(tmp_path: Path) -> None:
 
 
 class Planted:
-    """An object whose unpickling makes a folder."""
+    """An object whose unpickling creates a folder."""
 
     def __reduce__(self) -> tuple[Any, tuple[str]]:
         return os.mkdir, ("ran",)

@@ -1,4 +1,4 @@
-"""An architecture that one file outside of the package declares is imported, trained and exported as the others are."""
+"""An architecture declared in a file outside of the package is imported, trained and exported like the others."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def rename_qwen3(qwen3: Path, folder: Path) -> None:
 
 
 def losses(folder: Path, layout: dict[str, Any], save: Path | None = None) -> list[float]:
-    """Of two steps from the weights in ``folder``, which are saved before as they came in."""
+    """Losses of two steps from the weights in ``folder``, which are saved before unchanged."""
     settings = TINY | settings_of_folder(folder) | {"seq_length": 16, "load_hf": str(folder)}
     run = tiny_run(**settings | layout | ({} if save is None else {"save": str(save)}))
     if save is not None:
@@ -78,7 +78,7 @@ def losses(folder: Path, layout: dict[str, Any], save: Path | None = None) -> li
 
 
 def test_an_invented_architecture_comes_in_and_goes_out(tmp_path: Path) -> None:
-    """In tp2 it trains as the same weights do under Qwen3's names in one process, and is exported byte by byte."""
+    """In tp2 it trains like the same weights with Qwen3's names in one process, and is exported bytewise."""
     save_model("qwen3", tmp_path / "qwen3")
     rename_qwen3(tmp_path / "qwen3", tmp_path / "invented")
     expected = losses(tmp_path / "qwen3", {"fp64": True})

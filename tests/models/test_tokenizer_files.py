@@ -1,4 +1,4 @@
-"""The files of a tokenizer survive import, training and export, so that a fine-tuned model can be talked to."""
+"""Tokenizer files are kept in import, training and export, so that a fine-tuned model can be used for chats."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def train(native: Path, save: Path) -> None:
-    """Go on from the checkpoint in ``native``, and save."""
+    """Resume from the checkpoint in ``native``, and save."""
     flags = ["--load", str(native), "--use-checkpoint-args", "--finetune", "--mock-data", "--train-iters", "1"]
     config, _ = read_settings("x", [*flags, "--seq-length", "16", "--save", str(save), "--lr", "0.1"])
     run = set_up(config, World(0, 1, 0, torch.device("cpu")))
@@ -130,7 +130,7 @@ def test_the_template_of_a_training_with_conversations_is_kept(tmp_path: Path) -
 
 
 def test_files_of_a_tokenizer_that_is_not_used_are_kept(folder: Path, tmp_path: Path) -> None:
-    """A folder without a tokenizer.json has no tokenizer here, and has the same one after export."""
+    """A folder without a tokenizer.json has no tokenizer here, and has the same files after export."""
     (folder / "tokenizer.json").unlink()
     in_files(folder, tool_use=TOOLS)
     import_hugging_face(folder, tmp_path / "native", verify=False)

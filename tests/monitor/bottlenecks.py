@@ -1,9 +1,9 @@
-"""Bottlenecks planted in real runs: what the diagnosis names first, and whether its first recommendation helps.
+"""Bottlenecks planted in real runs: the first cause of the diagnosis, and the effect of its first recommendation.
 
 python -m tests.monitor.bottlenecks --markdown docs/bottlenecks.md
 
-Each run is diagnosed from its records. Then the first recommendation is followed, its settings, or the fault goes where
-it asks for other hardware; both runs are taken in turn and compared by tokens per second.
+Each run is diagnosed from its records. Then the settings of the first recommendation are applied, or the fault is
+removed if it recommends other hardware; both runs alternate and are compared by tokens per second.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ BASE: dict[str, Any] = {
     "global_batch_size": 8, "eval_iters": 0, "replica_check_interval": None, "lr_warmup_iters": 0,
 }  # fmt: skip
 LARGE = {"hidden_size": 256, "vocab_size": 8192, "seq_length": 16, "micro_batch_size": 1}
-"""Weights that take longer than the few tokens of a step."""
+"""Weights whose reduction takes longer than the few tokens of a step."""
 
 
 @dataclass(frozen=True)
 class Bottleneck:
-    """A run with something that holds it back."""
+    """A run with a bottleneck."""
 
     cause: str
-    """What the diagnosis should name first."""
+    """The expected first cause."""
     settings: dict[str, Any] = field(default_factory=dict)
     fault: str = ""
-    """Which of ``plant``'s faults it has."""
+    """The faults of ``plant`` in the run."""
     ranks: int = 2
 
 
@@ -111,7 +111,7 @@ def slower(function: Callable[..., Any], seconds: float) -> Callable[..., Any]:
 
 
 class SlowReading:
-    """A data set that waits for each sample, as for a disk."""
+    """A data set that waits for each sample, like for a slow disk."""
 
     def __init__(self, dataset: Any) -> None:
         self.sequence_length, self._read = dataset.sequence_length, slower(dataset.__getitem__, 0.05)
@@ -121,7 +121,7 @@ class SlowReading:
 
 
 def plant(run: Run, fault: str) -> None:
-    """Give a run on this rank a fault."""
+    """Plant a fault in a run on this rank."""
     groups = run.groups
     if fault == "rank" and run.world.rank == 1:
         for stage in run.stages.values():
@@ -154,7 +154,7 @@ def plant(run: Run, fault: str) -> None:
 
 
 class _Late:
-    """The handle of a message that takes long."""
+    """The handle of a slow message."""
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
@@ -188,7 +188,7 @@ def diagnosed(planted: Bottleneck, folder: Path, steps: int = 12) -> Diagnosis:
 
 
 def recommended(planted: Bottleneck, found: Diagnosis) -> Bottleneck:
-    """The run with the first recommendation for the first cause followed."""
+    """The run with the first recommendation for the first cause applied."""
     changes = found.findings[0].changes
     settings = dict(changes[0].settings) if changes else {}
     fault = planted.fault if settings else ""
@@ -196,7 +196,7 @@ def recommended(planted: Bottleneck, found: Diagnosis) -> Bottleneck:
 
 
 def tokens_per_second(folder: Path) -> float:
-    """Of the second half of a run's steps, with what happens between steps."""
+    """Tokens per second in the second half of a run's steps, including the time between steps."""
     records = read_run(folder)
     last = records.steps()[-1]
     tokens = last["global_batch_size"] * records.header(0)["config"]["seq_length"]
@@ -207,7 +207,7 @@ def tokens_per_second(folder: Path) -> float:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a planted bottleneck."""
+    """The result for a planted bottleneck."""
 
     name: str
     planted: Bottleneck
@@ -228,7 +228,7 @@ class Outcome:
 
 
 def examine(name: str, repeats: int, steps: int) -> Outcome:
-    """Diagnose, follow the recommendation, and compare, ``repeats`` times in turn; the fastest of each counts."""
+    """Diagnose, apply the recommendation, and compare, ``repeats`` times alternately; the fastest runs count."""
     planted = BOTTLENECKS[name]
     rates: tuple[list[float], list[float]] = ([], [])
     with tempfile.TemporaryDirectory() as place:
@@ -250,7 +250,8 @@ HEAD = "| planted | named first (share) | first recommendation | tokens/s with i
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Examine all bottlenecks; 1 if more than one is not named, or if more than a fifth of the advice does not help."""
+    """Examine all bottlenecks; returns 1 if more than one is not found, or if more than a fifth of the advice does not
+    help."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=list(BOTTLENECKS), choices=BOTTLENECKS, metavar="NAME")
     parser.add_argument("--repeats", type=int, default=2)

@@ -1,4 +1,4 @@
-"""Records of runs with a known bottleneck, written as a run writes them."""
+"""Records of runs with a known bottleneck, in the format of a run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def write_run(
     memory: Mapping[str, int] = {},
     **event: Any,
 ) -> Path:
-    """A run of 6 equal steps; ``ranks`` are the phases of each rank in a step, in seconds, ``event`` of its metrics."""
+    """A run of 6 equal steps; ``ranks`` are the phases of each rank per step in seconds, ``event`` is in its
+    metrics."""
     metrics, steps = folder / "metrics.jsonl", 6
     sink = JsonLinesSink(metrics)
     for rank, phases in enumerate(ranks):

@@ -1,4 +1,4 @@
-"""Hashes of bits: what must change them, and what must not."""
+"""Hashes of bits: changes that must affect them, and changes that must not."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_one_bit_changes_it(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("distance", [1, 5, CHUNK, CHUNK + 3])
 def test_places_count(distance: int) -> None:
-    """Within a chunk and from one chunk to another."""
+    """Within a chunk and between chunks."""
     first = torch.randn(2 * CHUNK + 17, generator=torch.Generator().manual_seed(3))
     second = first.clone()
     second[[2, 2 + distance]] = first[[2 + distance, 2]]
@@ -37,7 +37,7 @@ def test_places_count(distance: int) -> None:
 
 
 def test_signs_of_two_elements() -> None:
-    """The highest bits alone: what a sum of 64-bit words could not see."""
+    """Only the highest bits, which a sum of 64-bit words could not detect."""
     for dtype in (torch.float64, torch.float32):
         first = torch.arange(1, 9, dtype=dtype)
         second = first.clone()

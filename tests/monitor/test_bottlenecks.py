@@ -1,4 +1,4 @@
-"""Bottlenecks planted in short real runs: a sample of what ``make verify-all`` judges in full."""
+"""Bottlenecks planted in short real runs: a sample of those in ``make verify-all``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SAMPLE = {
     "checkpoints go to a slow disk": "save_interval",
     "seven of eight layers on one stage": "decoder_last_pipeline_num_layers",
 }
-"""With the setting that the first recommendation changes, if there is one."""
+"""With the setting changed by the first recommendation, if there is one."""
 
 
 @pytest.mark.parametrize("name", SAMPLE)

@@ -1,4 +1,4 @@
-"""Which sinks a run gets."""
+"""The sinks of a run."""
 
 from __future__ import annotations
 

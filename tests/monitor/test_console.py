@@ -1,4 +1,4 @@
-"""The log lines, to the character, and the progress bar."""
+"""The exact log lines, and the progress bar."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NOW = datetime(2026, 11, 21, 2, 45, 32, 107490)
 
 
 class Terminal(io.StringIO):
-    """A stream that says it is a terminal."""
+    """A stream that claims to be a terminal."""
 
     def isatty(self) -> bool:
         return True

@@ -1,4 +1,4 @@
-"""Damaged records of a run end in a result or in one sentence, whichever field is damaged."""
+"""Damaged records of a run give a result or one error sentence, for any damaged field."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VALUES: tuple[Any, ...] = (
     None, True, 0, -1, 1.5, 10**18, 10**400, 1e308, -1e308, 5e-324, float("nan"), float("inf"), "", "\x1b[31m", "9" * 9,
     [], [1], [[]], {}, {"": None}, {"a": "b"}, ...,
 )  # fmt: skip
-"""What a field is replaced by; ``...`` removes it."""
+"""Replacements of a field; ``...`` removes it."""
 SETTINGS = {
     "num_layers": 4, "num_experts": 4, "pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 1,
     "context_parallel_size": 1, "expert_model_parallel_size": 1, "micro_batch_size": 2, "global_batch_size": 4,
@@ -69,7 +69,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def damaged(line: str, place: tuple[Any, ...], value: Any) -> str:
-    """A line with another value at a place."""
+    """A line with another value at one position."""
     record = json.loads(line)
     inner = record
     for key in place[:-1]:
@@ -109,7 +109,7 @@ def assert_programs_end(metrics: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 @pytest.fixture
 def without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pictures take most of the time; one of the tests draws them."""
+    """Drawing takes most of the time; only one of the tests draws."""
     monkeypatch.setattr(Figure, "savefig", lambda self, path, **settings: Path(path).write_bytes(b""))
 
 

@@ -1,4 +1,4 @@
-"""The first cause that a diagnosis names is the planted one: in records by synthesis."""
+"""The first cause of a diagnosis is the planted one, in synthetic records."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_planted_in_synthetic_records(cause: str, tmp_path: Path) -> None:
 
 
 def _gain_of_half_tp(folder: Path, **config: Any) -> float:
-    """The predicted gain of one tensor-parallel rank instead of two, whose exchange takes half of the time."""
+    """The predicted gain of one tensor-parallel rank instead of two, whose communication takes half of the time."""
     planted = PLANTED["exposed communication over tp"][0]
     settings = {"tensor_model_parallel_size": 2, "sequence_parallel": True, **config}
     first = _diagnosis(write_run(folder, **planted | {"config": settings})).findings[0]
@@ -117,7 +117,7 @@ def _gain_of_half_tp(folder: Path, **config: Any) -> float:
 
 
 def test_half_as_many_tensor_parallel_ranks_have_to_sum_gradients(tmp_path: Path) -> None:
-    """By hand: bytes of a rank of two in 0.3 s over tp, 10 collectives of half of [s, b, h] in 16 bits a layer and
+    """By hand: bytes of one of two ranks in 0.3 s over tp, 10 collectives of half of [s, b, h] in 16 bits per layer and
     micro-batch; instead over dp the ring's 2 (n - 1) / n of float32 gradients."""
     tokens, h, layers, micros = 4 * 1024, 4096, 8, 8
     over_tp = 10 * layers * micros * tokens * h * 2 / 2
@@ -151,8 +151,8 @@ def test_shares_and_gains_by_hand(tmp_path: Path) -> None:
 
 
 def test_steps_of_an_earlier_layout_do_not_count(tmp_path: Path) -> None:
-    """Equal ranks become unequal stages, the one with less work slower for it, but done first; rank 0's own lines do
-    not tell the layouts apart."""
+    """Equal ranks become unequal stages; the one with less work is slower for its work, but finishes first. Rank 0's
+    own lines do not distinguish the layouts."""
     stages = [{"tp": 0, "pp": pp} for pp in (0, 1)]
     earlier = write_run(
         tmp_path / "earlier", [{k: 8 * v for k, v in WORK.items()}] * 2, traffic=[{"tp all_reduce": _sent(0.9)}] * 2,

@@ -1,4 +1,4 @@
-"""The load report: figures by hand, the note on a starved expert, and what a run writes."""
+"""The load report: figures by hand, the note on a starved expert, and the output of a run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def test_a_starved_expert_is_named_once_until_it_recovers() -> None:
 
 
 def test_a_run_reports_the_load_of_every_layer(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """Every choice of a token that counts is in it; sent to one expert for 20 steps, the others are named."""
+    """Every choice of an unmasked token is counted; with all tokens sent to one expert for 20 steps, the others are
+    named."""
     experts = {"num_experts": 4, "disable_bias_linear": True, "moe_expert_capacity_factor": 0.5, "train_iters": 99}
     run = tiny_run(**experts, moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True)
     for stage in run.stages.values():
@@ -69,7 +70,7 @@ def test_the_note_names_layer_and_expert(capsys: pytest.CaptureFixture) -> None:
 
 
 def test_heat_map(tmp_path: Path) -> None:
-    """Loads over their mean, layer by layer; a step without a token that counts is even."""
+    """Loads relative to their mean, per layer; a step without an unmasked token is even."""
     sink = JsonLinesSink(tmp_path / "metrics.jsonl")
     for iteration in range(1, 1001):
         load = {1: [4, 0, 0, 0, 0], 10: [1, 1, 3, 3, 0]} if iteration > 1 else {1: [0] * 5, 10: [0] * 5}

@@ -1,4 +1,4 @@
-"""Metrics files: valid JSON, appended, and read back without what was repeated."""
+"""Metrics files: valid JSON, appended, and read back without repeated steps."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_missing_file_is_named(tmp_path):
     ],
 )
 def test_a_record_of_wrong_types_is_named(line, tmp_path):
-    """Other lines, such as those that were cut off or nested without end, are no records."""
+    """Other lines, such as truncated or endlessly nested ones, are not records."""
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"kind": "st\n' + "[" * 100_000 + '\n{"a": ' + "9" * 5000 + "}\n" + line + "\n")
     with pytest.raises(DataError, match=r"metrics\.jsonl, line 4 is not a record of a run: missing or out of range: "):

@@ -1,4 +1,4 @@
-"""A training survives places for its reports that become full, closed or unwritable: one warning each."""
+"""Training continues if outputs become full, closed or unwritable, with one warning each."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SINKS = {
 
 
 def _fill(folder: Path, name: str) -> str:
-    """Steps before, on and after a full disk, for which a limit on the size of files stands; what is warned of."""
+    """Steps before, during and after a full disk, simulated by a limit on file sizes; returns the warnings."""
     sys.stderr = (folder / "warnings").open("w+")
     folder = folder / "reports"
     folder.mkdir()
@@ -59,7 +59,7 @@ def test_prometheus_replaces_no_device(tmp_path: Path) -> None:
 def test_a_full_disk(name: str, tmp_path: Path) -> None:
     (said,) = run_ranks(1, _fill, tmp_path, name)
     assert said == f"note: {name} CANNOT BE WRITTEN: File too large; training continues\n"
-    if name == "metrics_file":  # with room again, it goes on there
+    if name == "metrics_file":  # with space again, it continues there
         assert [record["iteration"] for record in read_metrics(tmp_path / "reports/metrics.jsonl")] == [1, 6]
     if name == "prometheus_file":
         assert "megatron_iteration 6.0" in (tmp_path / "reports/run.prom").read_text()

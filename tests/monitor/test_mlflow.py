@@ -1,4 +1,4 @@
-"""What MLflow keeps of a run, in a file."""
+"""Runs recorded by MLflow, in a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loss curves: what is drawn, not how it looks."""
+"""The contents of loss curves, not their style."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def figures(monkeypatch):
-    """The figures that are made, for a look at their lines."""
+    """The created figures, to inspect their lines."""
     made = []
     new_figure = plot_module._new_figure
 
@@ -33,7 +33,7 @@ def figures(monkeypatch):
 
 
 def metrics(path, steps: int = 6):
-    """A run that loses steps 4 and 5, and goes on from 3 in another layout."""
+    """A run that loses steps 4 and 5, and continues from 3 in another layout."""
     sink = JsonLinesSink(path)
     for iteration in (1, 2, 3, 4, 5):
         sink.on_step(step(iteration, loss=9.0 - iteration))

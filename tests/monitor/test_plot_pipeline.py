@@ -1,4 +1,4 @@
-"""Pictures of pipeline timelines: what is drawn, not how it looks."""
+"""The contents of pictures of pipeline timelines, not their style."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_core.schedules.simulate import Costs, Timeline, simulate
 
 @pytest.fixture
 def figures(monkeypatch):
-    """The figures that are made, for a look at what is in them."""
+    """The created figures, to inspect their contents."""
     made = []
     new_figure = plot_module._new_figure
 

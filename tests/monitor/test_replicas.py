@@ -1,4 +1,4 @@
-"""Copies that must be equal: none differs in a sound run, and one changed bit is named on all ranks."""
+"""Copies that must be equal: none differs in a correct run, and one changed bit is reported on all ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def flip_a_bit(run: Run, name: str, element: int) -> None:
 
 
 def _found(settings: dict, flips: list[tuple[int, str, int]]) -> tuple[list[str], list[str]]:
-    """What differs after some steps, and after each (rank, name, element) of ``flips`` has changed."""
+    """Differences after some steps, and after changing each (rank, name, element) of ``flips``."""
     run = tiny_run(ddp_bucket_size=2000, **settings)
     replicas = replicas_of(run)
     for _ in range(2):
@@ -50,7 +50,7 @@ def _found(settings: dict, flips: list[tuple[int, str, int]]) -> tuple[list[str]
 
 
 def _check(world: int, settings: dict, flips: list[tuple[int, str, int]], expected: list[str]) -> None:
-    """The same clean and the same damaged answer on every rank."""
+    """The same answer on every rank, without and with damage."""
     assert run_ranks(world, _found, settings, flips) == [([], expected)] * world
 
 
@@ -83,7 +83,7 @@ def test_two_faults_in_different_groups() -> None:
 
 
 def test_middle_stages_take_part() -> None:
-    """A rank that has nothing to compare must neither hang nor end the others' comparison."""
+    """A rank without anything to compare must neither hang nor end the others' comparison."""
     settings = {"pipeline_model_parallel_size": 3, "num_layers": 3}
     expected = [f"{EMBEDDING} over embedding (first and last stage): rank 2 differs from rank 0"]
     _check(3, settings, [(2, EMBEDDING, 0), (1, FC1, 0)], expected)

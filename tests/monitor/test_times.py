@@ -1,4 +1,4 @@
-"""Where the time of a rank goes: the meter, a run's records, goodput and the lines of timers."""
+"""Times of a rank: the meter, a run's records, goodput and the lines of timers."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _trained(folder: str, settings: dict) -> list[float]:
 
 
 def test_every_rank_records_its_steps(tmp_path: Path) -> None:
-    """A pipeline of two stages; what is recorded changes nothing of the training."""
+    """A pipeline of two stages; recording does not change training."""
     settings = {"pipeline_model_parallel_size": 2, "train_iters": 4, "eval_iters": 1, "log_interval": 2}
     weights = run_ranks(2, _trained, str(tmp_path / "a"), settings | {"log_straggler": True, "timing_log_level": 2})
     assert weights == run_ranks(2, _trained, str(tmp_path / "b"), settings | {"record_times": False})
@@ -111,7 +111,7 @@ def test_every_rank_records_its_steps(tmp_path: Path) -> None:
 def test_a_restart_keeps_the_rate_that_utilisation_is_against(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A machine that is busy at one of the starts is not measured anew; another precision is another rate."""
+    """The stored rate is used on a machine that is busy at a start; another precision has another rate."""
     rates = iter([1e9, 4e9, 8e9])
     monkeypatch.setattr(reports, "measure_product_rate", lambda device, dtype: next(rates))
     settings = {"eval_iters": 0, "save_interval": 1, "load": str(tmp_path)}
@@ -169,7 +169,7 @@ def _stretch(first: int, last: int, at: float, seconds: float, skipped: int = 0,
 
 
 def test_goodput_by_hand() -> None:
-    """100 s: 10 of start, 40 of steps (4 to save, 8 done again), 30 away, 10 of start, 10 of steps."""
+    """100 s: 10 of start, 40 of steps (4 to save, 8 repeated), 30 stopped, 10 of start, 10 of steps."""
     goodput = Goodput()
     for line in (
         {"kind": "start", "began": 0.0, "iteration": 0},
@@ -188,7 +188,7 @@ def test_goodput_by_hand() -> None:
 
 
 def test_goodput_of_a_run_that_was_complete_and_goes_on() -> None:
-    """The day between is no restart: 10 s of start, 20 of steps, 5 of start, 10 of steps."""
+    """The day in between does not count as a restart: 10 s of start, 20 of steps, 5 of start, 10 of steps."""
     goodput = Goodput()
     for line in (
         {"kind": "start", "began": 0.0, "iteration": 0},

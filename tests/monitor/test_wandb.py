@@ -1,4 +1,4 @@
-"""What is sent to Weights & Biases, by a stand-in for its package."""
+"""Data sent to Weights & Biases, recorded by a stand-in for its package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizers beside AdamW: against torch's or a formula, and the same whatever a layout splits."""
+"""Optimizers other than AdamW: against torch's or a formula, and equal in all layouts."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_resumed_run_is_the_run(settings: dict, tmp_path: Path) -> None:  # C6
 
 
 def test_decoupled_learning_rate_is_of_embeddings_and_output() -> None:
-    """The embedding moves by its own rate in the first step, all else as without it."""
+    """The embedding changes by its own rate in the first step, all other parameters as without it."""
     settings = {"clip_grad": 0.0, "untie_embeddings_and_output_weights": True, "weight_decay": 0.0}
     runs = [tiny_run(**settings, **own) for own in ({}, {"decoupled_lr": 1e-4})]
     start = {n: p.detach().clone() for n, p in runs[0].stages[0].named_parameters()}
@@ -115,7 +115,7 @@ LARGE = {"num_layers": 6, "hidden_size": 384, "num_attention_heads": 6, "vocab_s
 
 
 def _grown(settings: dict) -> tuple[int, int, int]:
-    """Bytes that a model in training takes, by how much its steps raised the peak of its set-up, and its state's."""
+    """Memory of a model in training: growth of the peak by its steps relative to setup, and its state's bytes."""
     placement.CHUNK = 2**18
     train_step(tiny_run())
     start_anew()
@@ -132,7 +132,7 @@ def _grown(settings: dict) -> tuple[int, int, int]:
 
 @needs_proc
 def test_state_on_disk_is_in_memory_a_chunk_at_a_time(tmp_path: Path) -> None:
-    """Weights and gradients are 85 MB and the moments as much again, of which at most a few chunks are in memory."""
+    """Weights and gradients are 85 MB and the moments as much, of which only a few chunks are in memory."""
     (inside, _, state), (away, risen, _) = (
         run_ranks(1, _grown, settings)[0] for settings in ({}, {"optimizer_offload_dir": str(tmp_path)})
     )
@@ -173,7 +173,7 @@ def test_state_on_disk_changes_no_bit(settings: dict, stage: int, tmp_path: Path
 
 @needs_proc
 def test_weights_on_disk_are_in_memory_a_unit_at_a_time(tmp_path: Path) -> None:
-    """One rank: weights and gradients are 43 MB each, of which the weights leave memory, too."""
+    """One rank: weights and gradients are 43 MB each, of which the weights are also released."""
     folders = {"optimizer_offload_dir": str(tmp_path)}
     (kept, _, state), (away, _, _) = (
         run_ranks(1, _grown, folders | own)[0]

@@ -74,7 +74,7 @@ def test_wsd_needs_its_last_phase():
 def test_a_fraction_of_the_decay_steps_warms_up():
     whole = table(20, lr_warmup_fraction=0.25, lr_decay_iters=16)
     expect(whole, table(20, lr_warmup_iters=4, lr_decay_iters=16))
-    # 2.5 steps, not rounded: the rate of step 3 is already past the highest
+    # 2.5 steps, not rounded: the rate of step 3 is already past the maximum
     expect(table(10, lr_warmup_fraction=0.25)[:3], [0.4, 0.8, 0.1 + 0.9 * (1 - 0.5 / 7.5)])
 
 
@@ -119,7 +119,7 @@ def test_a_resumed_run_follows_its_own_settings():  # C63
 
 
 def test_by_samples_it_is_the_same_curve_over_samples():
-    """Steps of 4 sequences: sample 4 n has the rate of step n, and batches that grow reach it sooner."""
+    """Steps of 4 sequences: sample 4 n has the rate of step n, and growing batches reach it in fewer steps."""
     steps = schedule(10, lr_decay_style="cosine", lr_warmup_iters=2)
     settings = OptimizerConfig(lr=1.0, min_lr=0.1, lr_decay_style="cosine", lr_warmup_samples=8)
     samples = LearningRateSchedule(settings, 40, by_samples=True)
@@ -137,7 +137,7 @@ def test_wsd_by_samples():
 
 
 def test_weight_decay_grows_as_megatrons() -> None:
-    """Ratio r = n / N: start + r (end - start), or with (cos(pi (1 - r)) + 1) / 2 in place of r."""
+    """Ratio r = n / N: start + r (end - start), or with (cos(pi (1 - r)) + 1) / 2 instead of r."""
     ends = {"start_weight_decay": 0.1, "end_weight_decay": 0.5}
     linear, cosine = (schedule(4, weight_decay_incr_style=style, **ends) for style in ("linear", "cosine"))
     assert [linear.weight_decay(n) for n in range(6)] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.5])

@@ -23,7 +23,7 @@ SHAPES = {"qkv": (16, 8), "proj": (8, 8), "fc1": (24, 8), "fc2": (8, 12)}
 
 
 def numbers(shape: tuple[int, ...], phase: int) -> Tensor:
-    """Numbers without a pattern from integers alone, so that they are the same everywhere."""
+    """Numbers without a pattern, computed only from integers, so that they are the same everywhere."""
     k = torch.arange(shape[0] * shape[1])
     return ((k * k * 37 + k * 101 + phase * 17) % 251 / 251.0 - 0.5).view(shape)
 
@@ -45,7 +45,7 @@ class Layer(nn.Module):
 
 
 def trained(settings: dict[str, Any]) -> dict[str, Tensor]:
-    """The parts that this rank owns after five steps, NaN elsewhere."""
+    """This rank's own parts after five steps, NaN elsewhere."""
     world = torch.distributed.get_world_size()
     parallel_state.initialize_model_parallel(world)
     layer = Layer(torch.distributed.get_rank(), world)
@@ -72,7 +72,7 @@ def test_five_steps_are_megatrons(ranks: int) -> None:
     """With 4 ranks two of them share the keys and values of a group."""
     for name, case in CASES.items():
         expected = {key: torch.tensor(values).view(SHAPES[key]) for key, values in case["weights"].items()}
-        # bfloat16 rounds sums, whose order is the machine's; an update of 5 steps is 0.3 to 0.5.
+        # bfloat16 rounds sums, whose order depends on the machine; an update of 5 steps is 0.3 to 0.5.
         bound = 5e-3 if case["settings"]["fp32_matmul_prec"] == "medium" else 1e-5
         for found in run_ranks(ranks, trained, case["settings"]):
             for key, weight in found.items():

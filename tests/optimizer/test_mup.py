@@ -30,7 +30,7 @@ def test_initial_weights() -> None:
 
 
 def test_logits() -> None:
-    """The same weights in a plain model with the scale of attention and the factors put in by hand."""
+    """The same weights in a plain model with attention scale and factors inserted by hand."""
     mup, plain = tiny_run(**MUP | {"mup_embedding_mult": 3.0}), tiny_run(**PLAIN, softmax_scale=4.0**0.5 / 8)
     ours, theirs = mup.stages[0], plain.stages[0]
     theirs.load_state_dict(ours.state_dict())
@@ -57,7 +57,7 @@ def test_logits() -> None:
     ids=["adam", "adam, decoupled", "lion", "sgd", "sgd, decoupled", "muon"],
 )
 def test_learning_rates(settings: dict, hidden: float, embedding: float, vector: float) -> None:
-    """The first update of each kind, over that of the same model with the learning rate of its base."""
+    """The ratio of the first update of each kind to that of the same model with the learning rate of its base."""
     settings = MUP | {"adam_eps": 1e-20} | settings  # so that every gradient is far above epsilon
     run, base = tiny_run(**settings), tiny_run(**settings | {"decoupled_lr": None})
     base.optimizer.width = 1.0
@@ -73,7 +73,7 @@ def test_learning_rates(settings: dict, hidden: float, embedding: float, vector:
 
 
 def test_epsilon_of_hidden_matrices() -> None:
-    """With gradients far below epsilon an update is lr g / eps: both are divided, so that it is that of the base."""
+    """With gradients far below epsilon an update is lr g / eps: both are divided, so it equals the base's."""
     run, base = (tiny_run(**MUP, adam_eps=1e3) for _ in range(2))
     base.optimizer.width = 1.0
     start = weights(run)
@@ -85,7 +85,7 @@ def test_epsilon_of_hidden_matrices() -> None:
 
 
 def test_other_projects_have_no_such_models() -> None:
-    """Of the modern settings Llama has all but these."""
+    """Llama has all of these modern settings except the listed ones."""
     modern = {
         "position_embedding_type": "rope",
         "normalization": "RMSNorm",

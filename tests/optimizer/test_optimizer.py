@@ -48,7 +48,7 @@ def test_norm_and_clipping(backend: str) -> None:
     for bucket in run.data_parallel.buckets:
         bucket.grads.fill_(0.25)
     elements = sum(p.numel() for stage in run.stages.values() for p in stage.parameters())
-    padding = 3 * 32  # rows of the padded vocabulary: allocated, but no part of the model
+    padding = 3 * 32  # rows of the padded vocabulary: allocated, but not part of the model
     norm = run.optimizer.gradient_norm().item()
     assert not run.optimizer.step(0.0, norm)
     assert norm == pytest.approx(0.25 * math.sqrt(elements - padding), rel=1e-12)
@@ -63,7 +63,7 @@ def test_clip_factor(norm: float, limit: float, factor: float) -> None:
 
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 def test_main_weights_keep_what_bfloat16_cannot(backend: str) -> None:
-    """Updates far below a bfloat16 step still add up in the main weights, and the model's are their roundings."""
+    """Updates far below a bfloat16 step still accumulate in the main weights, and the model's are their roundings."""
     run = tiny_run(bf16=True, lr=1e-6, weight_decay=0.0, lr_decay_style="constant", kernel_backend=backend)
     before = [shard.main.clone() for shard in run.optimizer.shards]
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""Weights and moments in bfloat16: rounded fairly, alike in every layout, and close to float32 in training."""
+"""Weights and moments in bfloat16: rounded without bias, equally in every layout, and close to float32 in training."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_element_numbers_are_those_of_the_global_tensor(spec: ShardSpec) -> None
 
 
 def test_second_moments_decay_on_average() -> None:
-    """To nearest, 1 times 0.999 would be 1 for ever."""
+    """With rounding to nearest, 1 times 0.999 would be 1 forever."""
     moments = torch.ones(20_000, dtype=torch.bfloat16)
     algorithm = AdamW(OptimizerConfig(adam_beta2=0.999), "reference")
     for step in range(1, 301):

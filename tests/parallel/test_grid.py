@@ -132,7 +132,7 @@ FOLDED = {
             "etp-ep-pp": [[0, 1, 2, 3], [4, 5, 6, 7]],
         },
     ),
-    "experts beside a pipeline that is faster than data": (
+    "experts with a pipeline that is faster than data": (
         {"world_size": 16, "tp": 2, "pp": 2, "ep": 2, "etp": 1, "order": "tp-cp-ep-pp-dp"},
         {
             "pp": [[0, 2], [1, 3], [4, 6], [5, 7], [8, 10], [9, 11], [12, 14], [13, 15]],

@@ -1,4 +1,4 @@
-"""Peaks of training steps on CPU ranks, as the allocator counts them, against the memory model."""
+"""Peaks of training steps on CPU ranks, counted by the allocator, against the memory model."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ DRAWN = CASES if WHOLE_MATRIX else {name: CASES[name] for name in ("Llama", "zer
 
 
 def _peak(config: RunConfig, folder: Path) -> tuple[int, int]:
-    """Bytes of the first rank's buffers, and the most that a step allocates besides."""
+    """Bytes of the first rank's buffers, and the maximal allocation of a step in addition to them."""
     run = set_up(config, World(dist.get_rank(), dist.get_world_size(), local_rank=0, device=torch.device("cpu")))
     train_step(run)
     buffers = run.data_parallel.resident_bytes()
@@ -101,5 +101,5 @@ def test_peak_within_five_percent(layout: str, settings: dict[str, Any], tmp_pat
     config = RunConfig.from_flat(SIZES | chosen.settings() | settings)
     state, most = run_ranks(chosen.world_size, _peak, config, tmp_path)[0]
     predicted = RankEstimate.of(config, chosen.world_size).bytes_by_kind
-    del predicted["fragments"]  # this counts what tensors ask for, not what an allocator keeps
+    del predicted["fragments"]  # counts the sizes of tensors, not memory kept by an allocator
     assert sum(predicted.values()) == pytest.approx(state + most, rel=0.05)

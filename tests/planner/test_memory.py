@@ -1,4 +1,4 @@
-"""The memory model gives the published figures."""
+"""The memory model reproduces published figures."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _config(name: str, **settings: Any) -> RunConfig:
 
 
 def _layers_alone(name: str, **settings: Any) -> float:
-    """Bytes on the first rank, as the paper counts them: without embedding, output and layers being recomputed."""
+    """Bytes on the first rank, as counted in the paper: without embedding, output and recomputed layers."""
     layers, _, _, pp, chunks, _ = MODELS[name]
     plan = make_plan("interleaved" if chunks > 1 else "1f1b", pp, chunks, 4 * pp)
     each = layers // (pp * chunks)
@@ -100,7 +100,7 @@ def test_bytes_of_a_parameter() -> None:
 
 
 def test_layer_of_a_llama_by_hand() -> None:
-    """Grouped queries, a gated MLP, fused attention without dropout: of one token, in numbers of two bytes."""
+    """Grouped queries, a gated MLP, fused attention without dropout: per token, in two-byte numbers."""
     config = RunConfig.from_flat(
         {
             "hidden_size": 64,
@@ -129,7 +129,8 @@ def test_last_stage_holds_logits_unless_they_are_fused_with_the_loss() -> None:
 
 
 def test_full_recomputation_by_blocks() -> None:
-    """The first layer of a stage keeps its input, the second all; all of the first is there while it is recomputed."""
+    """The first layer of a stage keeps its input, the second everything; all of the first is in memory during
+    recomputation."""
     block = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
     config = RunConfig.from_flat({"num_layers": 2, "hidden_dropout": 0.0, "bf16": True} | block)
     layer, row = layer_activations(config), 2 * config.data.seq_length * config.model.hidden_size
@@ -178,7 +179,7 @@ LATENT = LLAMA | {
     ids=["GPT", "Llama", "Llama, recomputed", "experts", "latent attention"],
 )
 def test_formula_is_what_backward_keeps(settings: dict[str, Any], bf16: bool) -> None:
-    """Within 10 %: dropout keeps no mask here, and the norm's statistics, which the formula leaves out, are small."""
+    """Within 10 %: dropout stores no mask here, and the norm's statistics, omitted by the formula, are small."""
     sizes = {"num_layers": 3, "hidden_size": 256, "num_attention_heads": 8, "seq_length": 128, "micro_batch_size": 2}
     config = RunConfig.from_flat(sizes | {"bf16": bf16} | settings)
     options = ModelParallelConfig(params_dtype=getattr(torch, config.training.compute_dtype))

@@ -1,4 +1,4 @@
-"""Parameters and state by formula are those of the model on the meta device."""
+"""Parameters and state by formula equal those of the model on the meta device."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_state_is_that_of_the_buffers_but_for_their_padding(name: str) -> None:
 
 
 def test_published_sizes() -> None:
-    """Models whose authors state their size."""
+    """Models with published sizes."""
     from megatron_core.config import RunConfig
     from megatron_core.config.partition import layers_by_stage
     from megatron_core.config.presets import preset

@@ -1,4 +1,4 @@
-"""The search finds what a full enumeration finds, and what it prints can be started."""
+"""The search finds the result of a full enumeration, and its printed commands can be started."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_as_fast_as_the_best_of_all() -> None:
     assert [each.seconds for each in best] == sorted(each.seconds for each in best)
     assert all(search.fits(each.memory) for each in best)
     assert len({each.shape for each in best}) == 3
-    for each in best:  # with times of layers that it shares with others
+    for each in best:  # reuses times of layers of others
         assert step_cost(each.config, 4, hardware, 32000).seconds == pytest.approx(each.seconds, rel=1e-12)
 
 

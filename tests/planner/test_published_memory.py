@@ -1,4 +1,4 @@
-"""Weights, gradients and optimizer state against published tables and against what Megatron-LM measured."""
+"""Weights, gradients and optimizer state against published tables and Megatron-LM's measurements."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ ZERO_BUBBLE = {
 
 @pytest.mark.parametrize("name", ZERO_BUBBLE)
 def test_peaks_of_pipelines(name: str) -> None:
-    """Whole peaks of 16 runs on A100, of which nothing was fitted: within 5 %."""
+    """Whole peaks of 16 runs on A100, without fitting: within 5 %."""
     (layers, width, heads, stages, micro), published = ZERO_BUBBLE[name]
     settings = {
         "num_layers": layers,
@@ -107,7 +107,7 @@ def test_peaks_of_pipelines(name: str) -> None:
 )
 def test_peaks_of_large_vocabularies(length: int, vocab_size: int, gib: float) -> None:
     """Yeung et al. 2024, "Balancing Pipeline Parallelism with Vocabulary Parallelism" (arXiv 2411.05288), 1F1B without
-    its method on 32 A100, two layers a stage: figures read to 1 %, within 5 %."""
+    its method on 32 A100, two layers per stage: figures read to 1 %, within 5 %."""
     settings = {
         "num_layers": 64,
         "hidden_size": 5120,
@@ -142,8 +142,8 @@ def _state(total: float, ranks: int, **settings: Any) -> dict[str, float]:
 
 
 def test_table_of_deepspeed() -> None:
-    """DeepSpeed's memory.rst, 2,851 M parameters on 8 GPUs, GiB. It keeps whole gradients of 16 bits at stage 2; here
-    they are summed unit by unit in float32, so that stage 2 has 2 P less. What is whole for a while differs, too."""
+    """DeepSpeed's memory.rst, 2,851 M parameters on 8 GPUs, GiB. It keeps whole 16-bit gradients at stage 2; here they
+    are summed per unit in float32, so stage 2 has 2 P less. Temporary whole tensors differ, too."""
     total, largest, gib = 2851e6, 32e6, 2**30
     assert sum(_resident(_state(total, 8, zero_stage=2))) + 2 * total == pytest.approx(15.93 * gib, rel=0.005)
     assert sum(_resident(_state(total, 8, zero_stage=3))) + 4 * largest == pytest.approx(6.10 * gib, rel=0.005)
@@ -154,8 +154,8 @@ def test_table_of_deepspeed() -> None:
 
 
 def test_figures_of_zero() -> None:
-    """Rajbhandari et al. 2020, figure 1: 7.5 B parameters over 64 ranks with gradients of 16 bits, 120, 31.4, 16.6 and
-    1.9 GB; with those of 32 bits 2 P more, and over 64 of them from stage 2 on."""
+    """Rajbhandari et al. 2020, figure 1: 7.5 B parameters over 64 ranks with 16-bit gradients, 120, 31.4, 16.6 and 1.9
+    GB; with 32-bit gradients 2 P more, and a 64th of that from stage 2 on."""
     total = 7.5e9
     extra = {0: 2 * total, 1: 2 * total, 2: 2 * total / 64, 3: 2 * total / 64}
     for stage, published in enumerate((120e9, 31.4e9, 16.6e9, 1.9e9)):

@@ -1,4 +1,4 @@
-"""Published steps are predicted, those that were not fitted as well as those that were."""
+"""Published steps are predicted, held-out ones as well as fitted ones."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_every_row_is_a_run_that_could_start() -> None:
 
 @pytest.mark.parametrize("half", [0, 1], ids=["fitted", "judged"])
 def test_errors(half: int) -> None:
-    """Mean at most 10 %, worst at most 25 %, as docs/planner.md has them for all rows."""
+    """Mean at most 10 %, worst at most 25 %; docs/planner.md has all rows."""
     chosen = [step for step in (STEPS if WHOLE_MATRIX else QUICK) if step.half == half and not step.blind]
     found = errors(chosen)
     assert statistics.mean(abs(error) for _, error in found) <= 0.1
@@ -35,8 +35,8 @@ def test_errors(half: int) -> None:
 
 
 def test_errors_of_blind_tables() -> None:
-    """Tables of which no row was fitted: mean at most 10 %, on A100 at most 6 % and worst 15 %. B200, of which nothing
-    was fitted at all, and single rows on H100 are worse (docs/planner.md)."""
+    """Tables without fitted rows: mean at most 10 %, on A100 at most 6 % and worst 15 %. B200, for which nothing was
+    fitted, and single rows on H100 are worse (docs/planner.md)."""
     found = errors([step for step in (STEPS if WHOLE_MATRIX else QUICK) if step.blind])
     known = [(step, error) for step, error in found if step.hardware != "b200"]
     assert len(known) >= 60 and statistics.mean(abs(error) for _, error in known) <= 0.1
@@ -45,7 +45,7 @@ def test_errors_of_blind_tables() -> None:
 
 
 def test_collectives_by_hand() -> None:
-    """16 ranks side by side on 2 nodes send through all 8 links of a node; 8 apart each has its own alone."""
+    """16 adjacent ranks on 2 nodes send through all 8 links of a node; at a distance of 8 each uses only its own."""
     machine = read_hardware("h100")
     side_by_side, apart = GroupBandwidth.of(machine, 16, 1), GroupBandwidth.of(machine, 16, 8)
     assert (side_by_side.local, apart.local) == (8, 1)
@@ -70,7 +70,7 @@ ATTENTION = {
 
 @pytest.mark.parametrize("name", ATTENTION)
 def test_attention_of_short_sequences(name: str) -> None:
-    """How much slower FLOPs of short sequences are than those of long ones."""
+    """The slowdown of FLOPs of short sequences relative to long ones."""
     rates = ATTENTION[name]
 
     def overhead(length: int) -> float:
@@ -82,7 +82,7 @@ def test_attention_of_short_sequences(name: str) -> None:
 
 @pytest.mark.parametrize(("recipe", "once", "both"), [("delayed", 3, 4), ("blockwise", 3, 4), ("tensorwise", 5, 6)])
 def test_casts_by_hand(recipe: str, once: int, both: int) -> None:
-    """Bytes of an element: read in 16 bits, twice if its largest value must be found first, and written in 8 bits."""
+    """Bytes per element: read in 16 bits, twice if its maximum must be computed first, and written in 8 bits."""
     settings = {"bf16": True, "fp8_format": "hybrid", "fp8_recipe": recipe}
     machine = read_hardware("h100")
     clock = LayerClock(RunConfig.from_flat(settings), machine, 1, 512)
@@ -96,7 +96,7 @@ def test_casts_by_hand(recipe: str, once: int, both: int) -> None:
 def test_what_overlaps_by_hand() -> None:
     machine = replace(read_hardware("h100"), overlap=0.75)
     clock = LayerClock(RunConfig.from_flat({"bf16": True}), machine, 1, 512)
-    assert clock.exposed(2.0, 8.0) == 0.5, "what communication takes from the computation beside it"
+    assert clock.exposed(2.0, 8.0) == 0.5, "what communication takes from the computation that it overlaps"
     assert clock.exposed(8.0, 2.0) == 6.5
 
 

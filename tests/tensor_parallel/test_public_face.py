@@ -1,4 +1,4 @@
-"""What users of Megatron Core write runs as they write it."""
+"""Typical code of Megatron Core's users runs unchanged."""
 
 from __future__ import annotations
 

@@ -13,9 +13,9 @@ TEXTS = ["def f(x):\n    return x + 1\n", "the cat and the hat", "Grüße, 世�
 
 
 MISSING = b"\x04\xaa\xc2"
-"""Bytes of UTF-8 that the texts do not hold."""
+"""UTF-8 bytes that do not occur in the texts."""
 DROPPED_TEXTS = ["a\x04b", "th\u00aae c\u00aaat", "\x04", "x\u00aa\x04\u00aa the", "plain"]
-"""Texts with those bytes; without them the letters around them are tokens of their own."""
+"""Texts with those bytes; without them the letters around them are separate tokens."""
 
 
 def train_bpe(special: list[str], size: int = 300, without: bytes = b"") -> Tokenizer:
@@ -48,7 +48,7 @@ def write_gpt2_files(folder: Path) -> tuple[Path, Path]:
 
 
 def write_sentence_piece(folder: Path, bos: int = 1, pad: int = -1, keep_spaces: bool = False) -> Path:
-    """A SentencePiece model in the folder; bos=-1 leaves the begin-of-sentence piece out."""
+    """A SentencePiece model in the folder; bos=-1 omits the begin-of-sentence piece."""
     text, prefix = folder / "text.txt", folder / f"model{bos}{pad}{keep_spaces}"
     text.write_text("\n".join(line for t in TEXTS * 20 for line in t.splitlines() if line.strip()))
     sentencepiece.SentencePieceTrainer.train(
@@ -68,7 +68,7 @@ def write_sentence_piece(folder: Path, bos: int = 1, pad: int = -1, keep_spaces:
 
 
 def make_ranks() -> list[bytes]:
-    """Tokens in the order of their ranks: all bytes, then pairs that come up in the texts."""
+    """Tokens in the order of their ranks: all bytes, then pairs that occur in the texts."""
     pairs = [
         "eT",
         "th",

@@ -1,4 +1,4 @@
-"""From flags to a tokenizer, and every sentence about flags that do not fit."""
+"""From flags to a tokenizer, and the errors about invalid flags."""
 
 from pathlib import Path
 

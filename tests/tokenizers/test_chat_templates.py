@@ -1,4 +1,4 @@
-"""Chat templates that do not end, or whose values overflow, end in one sentence."""
+"""Endless chat templates, or those with too large values, end in one error sentence."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_template_that_cannot_be_read(template: str) -> None:
 
 
 def test_bounded_operators_are_those_of_jinja(tmp_path: object) -> None:
-    """Texts and numbers that fit are what transformers writes."""
+    """Texts and numbers within the limits equal those of transformers."""
     template = (
         "{{ bos_token }}{% for m in messages %}{{ '<' ~ m.role ~ '>' ~ loop.index }}{{ m.content | trim + '!' }}"
         "{{ '-' * 3 }}{{ 2 ** 5 + loop.index0 * 2 }}{{ [1] + [2] }}{{ missing ~ none }}\n{% endfor %}"

@@ -1,4 +1,4 @@
-"""Damaged files of a tokenizer end in one sentence that names the file."""
+"""Damaged files of a tokenizer give one error sentence that names the file."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_wrong_values_in_a_tokenizer_json(key: str, value: object, tmp_path: Pat
 
 
 def test_a_prefix_that_merges_do_not_have(tmp_path: Path) -> None:
-    """At which tokenizers 0.23 aborts the process."""
+    """Files for which tokenizers 0.23 aborts the process."""
     path = write_tokenizer_json(tmp_path)
     content = json.loads(path.read_text())
     content["model"]["continuing_subword_prefix"] = "x"

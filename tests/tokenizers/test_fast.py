@@ -1,4 +1,4 @@
-"""Back ends give the tokenizer's own ids, as arrays, or say why they do not serve."""
+"""Back ends give the tokenizer's own ids, as arrays, or the reason why they cannot be used."""
 
 import json
 from collections.abc import Sequence
@@ -91,7 +91,7 @@ def test_a_tokenizer_that_gigatoken_does_not_read(tmp_path: Path) -> None:
 
 
 def test_gigatoken_with_a_vocabulary_that_lacks_bytes(tmp_path: Path) -> None:
-    """It has the tokenizer's ids for all texts, also where letters merge over a byte that is dropped."""
+    """It has the tokenizer's ids for all texts, also if letters are merged over a dropped byte."""
     path = write_tokenizer_json(tmp_path, ("<|endoftext|>", "<|last|>"), without=MISSING + b"\xff")
     files = TokenizerFiles("HuggingFaceTokenizer", tokenizer_model=str(path))
     backend, reason = load_backend(files.load())

@@ -1,4 +1,4 @@
-"""Byte-pair ranks through tiktoken: both files, Megatron's ids, and a sentence for each fault."""
+"""Byte-pair ranks with tiktoken: both file formats, Megatron's ids, and an error for each fault."""
 
 import base64
 import json
@@ -14,7 +14,7 @@ from megatron_core.errors import ConfigError, DataError
 from megatron_core.tokenizers import TikTokenizer, build_tokenizer
 from tests.tokenizers.corpus import TEXTS, make_ranks, write_rank_json, write_rank_lines
 
-# The two patterns as they are published, each in one piece.
+# The two published patterns, each in one piece.
 PATTERNS = {
     "v1": r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
     "v2": r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
@@ -30,7 +30,7 @@ WORDS = [
 
 
 def encode_by_definition(text: str, ranks: dict[bytes, int], pattern: str, first: int) -> list[int]:
-    """Words by the pattern; in each, the pair of neighbours of lowest rank is joined until none is left."""
+    """Words by the pattern; in each, the adjacent pair of lowest rank is merged until none is left."""
     ids = []
     for word in regex.findall(pattern, text):
         parts = [bytes([byte]) for byte in word.encode("utf-8")]
@@ -49,7 +49,7 @@ def test_ids_are_those_of_the_definition(pattern: str, tmp_path: Path) -> None:
         ids = tokenizer.tokenize(text)
         assert ids == encode_by_definition(text, ranks, PATTERNS[pattern], 10)
         assert tokenizer.detokenize(ids) == text
-    assert max(i for text in WORDS for i in tokenizer.tokenize(text)) >= 10 + 256  # some pair was joined
+    assert max(i for text in WORDS for i in tokenizer.tokenize(text)) >= 10 + 256  # some pair was merged
 
 
 def test_the_patterns_differ_and_v2_is_the_default(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_special_tokens_come_first(tmp_path: Path) -> None:
         "<unk><s></s><mask><pad><cls><sep><SPECIAL_7><SPECIAL_999>"
     )
     assert tokenizer.tokenize("a") == [1000 + ord("a")]
-    # Written out in the text they are text.
+    # Written in the text they are ordinary text.
     assert min(tokenizer.tokenize("</s><SPECIAL_7>")) >= 1000
     few = TikTokenizer(write_rank_json(tmp_path), num_special_tokens=3)
     assert few.pad is None and few.tokenize("a") == [3 + ord("a")]

@@ -1,4 +1,4 @@
-"""What all tokenizers owe the protocol, and what is special about each."""
+"""Requirements of the protocol for all tokenizers, and properties of each."""
 
 import json
 import subprocess
@@ -84,7 +84,7 @@ def test_fingerprints_differ(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", sorted(MAKERS.keys() - {"bytes"}))
 def test_the_fingerprint_is_computed_once(name: str, tmp_path: Path) -> None:
-    """A run compares it with the header of each of its files, which may be a thousand."""
+    """A run compares it with the header of each of its files, of which there may be a thousand."""
     tokenizer = MAKERS[name](tmp_path)
     first = tokenizer.fingerprint()
     for path in tokenizer.files():
@@ -110,7 +110,7 @@ def test_hugging_face_takes_special_ids_from_the_files_beside(tmp_path: Path) ->
     named = HuggingFaceTokenizer(tmp_path)
     assert (named.eod, named.bos, named.eos, named.pad) == (1, 0, 1, 2)
     assert named.files() == [model, map_file, config]
-    # They decide no id of a text, so the data that was made without them is still this tokenizer's.
+    # They do not affect ids of texts, so data written without them matches this tokenizer.
     assert named.fingerprint() == alone.fingerprint()
     assert named.tokenize_batch(TEXTS) == alone.tokenize_batch(TEXTS)
 
@@ -125,7 +125,7 @@ def test_hugging_face_end_of_a_turn_is_not_the_end_of_a_document(tmp_path: Path)
 
 
 def test_hugging_face_ends_of_a_generated_text(tmp_path: Path) -> None:
-    """Those of generation_config.json and of a usual name, but not a usual name that is ordinary text."""
+    """Ids in generation_config.json and of a usual name, but not a usual name that is ordinary text."""
     write_tokenizer_json(tmp_path, ("<|endoftext|>", "<|im_end|>", "<mine>", "<other>"))
     tokenizer = HuggingFaceTokenizer(tmp_path)
     assert end_ids(tokenizer) == {0, 1}

@@ -1,4 +1,4 @@
-"""--use-checkpoint-args takes settings, tokenizer and weights from one checkpoint, the newest whole one."""
+"""--use-checkpoint-args reads settings, tokenizer and weights from one checkpoint, the newest intact one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TEXT = "t\nc\nt"
 
 
 def keep(run: Run, root: Path, iteration: int) -> None:
-    """Save ``run`` into its own folder, and move the checkpoint to ``root``, as the newest one there."""
+    """Save ``run`` to its own folder, and move the checkpoint to ``root`` as the newest one there."""
     run.state.iteration = iteration
     run.saver.save(run.state)
     root.mkdir(exist_ok=True)
@@ -70,7 +70,7 @@ def root(saved: Path, tmp_path: Path) -> Path:
 
 
 def resumed(root: Path, *flags: str) -> tuple[int, int, float, list[int]]:
-    """Of a run that begins with the checkpoint: weights, length, epsilon and token ids."""
+    """Start a run from the checkpoint: weights, length, epsilon and token ids."""
     config, _ = read_settings("x", [*FLAGS, "--load", str(root), *flags])
     world = this_world() if torch.distributed.is_initialized() else World(0, 1, 0, torch.device("cpu"))
     run = set_up(config, world)
@@ -85,7 +85,7 @@ def flip(path: Path, at: int = -1) -> None:
 
 
 def spoil_tokenizer(folder: Path) -> None:
-    """Leave a tokenizer that can be read and gives other ids."""
+    """Leave a readable tokenizer that gives other ids."""
     path = folder / "tokenizer" / "tokenizer.json"
     text = path.read_text()
     path.write_text(text.replace('"t"', '"\x01"').replace('"a"', '"t"').replace('"\x01"', '"a"'))

@@ -1,4 +1,4 @@
-"""Run-time checks: errors that all ranks raise together, notes that name parameters, and no false alarms."""
+"""Run-time checks: errors raised by all ranks together, notes that name parameters, and no false alarms."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NOTHING: Callable[[Run], object] = lambda run: None  # noqa: E731
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Tiny steps on many threads wait for each other longer than they compute when the machine is busy."""
+    """With many threads, tiny steps wait longer for each other than they compute on a busy machine."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -40,7 +40,7 @@ def one_thread() -> Iterator[None]:
 
 
 def _watch(run: Run, steps: int, before_look: Callable[[int], object] = lambda step: None) -> str:
-    """Take watched steps, and return what was printed."""
+    """Run checked steps, and return the output."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         checks = RunChecks(run)
@@ -114,7 +114,7 @@ def test_sound_runs_say_nothing(world: int, settings: dict) -> None:
 
 
 def _gather_late(run: Run) -> None:
-    """Weights come only when they are waited for: until then a rank has last step's values."""
+    """Weights arrive only in ``wait``: before, a rank has last step's values."""
     waiting: set[Bucket] = set()
 
     def finish(bucket: Bucket) -> None:
@@ -172,7 +172,7 @@ def test_main_weights_that_are_not_copied_back_are_seen(monkeypatch: pytest.Monk
 
 
 def test_moves_below_the_precision_are_no_alarm() -> None:
-    """A norm's weight of 1.0 in bfloat16 needs a change of 2^-9 to show; the main weights have moved all the same."""
+    """A norm's weight of 1.0 in bfloat16 changes visibly only by 2^-9 or more, but its main weight does change."""
     run = tiny_run(replica_check_interval=2, bf16=True, lr=1e-6)
     before = _norm_of_last_stage(run).weight.detach().clone()
     assert _watch(run, 2) == ""

@@ -1,4 +1,4 @@
-"""A rank on the meta device has the parameters and buffers that training makes."""
+"""A rank on the meta device has the parameters and buffers of training."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def _allocated(settings: dict[str, Any]) -> tuple[int, dict[str, int]]:
-    """Parameters of this rank, and the bytes of the storages that its weights, gradients and optimizer lie in."""
+    """Parameters of this rank, and the bytes of the storages of its weights, gradients and optimizer state."""
     run = tiny_run(**settings)
     parameters = [p for stage in run.stages.values() for p in stage.parameters()]
     kinds = {
@@ -94,7 +94,7 @@ def test_rank_of_16384_of_a_405b_model(tmp_path: Path) -> None:
         "try:\n"
         "    runpy.run_path(sys.argv[0], run_name='__main__')\n"
         "finally:\n"
-        # Of this process; getrusage counts what the process was before it became another program, too.
+        # Of this process only; getrusage includes the time before exec.
         "    peak = open('/proc/self/status').read().split('VmHWM:')[1].split()[0]\n"
         "    print(f'peak {peak} KiB')\n"
     )
@@ -173,7 +173,7 @@ def test_attention_of_a_split_sequence() -> None:
 
 
 def test_what_is_absent_on_this_machine_is_a_warning(tmp_path: Path) -> None:
-    """Data, tokenizer and checkpoints of a cluster: the launch is judged without them, and each is named."""
+    """Data, tokenizer and checkpoints of a cluster: the launch is validated without them, and each is named."""
     flags = f"--data-path 0.3 {tmp_path}/a 0.7 {tmp_path}/b --load {tmp_path}/saved --train-iters 5 --seq-length 16"
     flags += f" --vocab-file {tmp_path}/v.json --merge-file {tmp_path}/m.txt --dry-run --world-size 2"
     config, dry = read_settings("x", flags.split())

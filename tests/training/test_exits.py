@@ -1,4 +1,4 @@
-"""However a run ends, what it leaves behind can be resumed, and the resumed run is the one that never stopped."""
+"""Any end of a run leaves a checkpoint that can be resumed, and the resumed run equals an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SETTINGS = {
     "eval_iters": 0,
     "lr_warmup_iters": 2,
 }
-# How a run is made to end, and the iteration that its last checkpoint then has.
+# Ways to end a run, and the iteration of its last checkpoint.
 EXITS: dict[str, tuple[dict, int]] = {
     "the end": ({}, 6),
     "exit_interval": ({"exit_interval": 4}, 4),
@@ -43,7 +43,7 @@ EXITS: dict[str, tuple[dict, int]] = {
 
 
 class After:
-    """A sink that does something once, after an iteration and before its checkpoint."""
+    """A sink that runs an action once, after an iteration and before its checkpoint."""
 
     def __init__(self, iteration: int, action: Callable[[], object]) -> None:
         self.iteration, self.action = iteration, action
@@ -54,13 +54,13 @@ class After:
 
 
 def _end(run: Run, how: str) -> None:
-    """Train until the run ends in the way that is wanted; what only one rank knows, all must follow."""
+    """Train until the run ends in the given way; events on one rank must affect all ranks."""
     mine = not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1
     if how == "nan":
         weight = next(iter(run.stages.values())).decoder.layers["0"].mlp.linear_fc1.weight
 
         def spoil() -> None:
-            run.data_parallel.finish_param_sync()  # or a gather that is under way fills the weight again
+            run.data_parallel.finish_param_sync()  # or a pending gather fills the weight again
             weight.data.fill_(math.nan)
 
         with pytest.raises(MegatronError, match="at iteration 4"):
@@ -106,5 +106,5 @@ def test_every_exit_can_be_resumed(how: str, tmp_path: Path) -> None:  # C57
     "layout", [{"use_distributed_optimizer": True, "overlap_param_gather": True}, {"tensor_model_parallel_size": 2}]
 )
 def test_two_ranks_end_together(how: str, layout: dict, tmp_path: Path) -> None:  # C57
-    """The signal comes to the last rank alone."""
+    """Only the last rank receives the signal."""
     assert run_ranks(2, _stop_and_resume, how, layout, tmp_path) == [6, 6]

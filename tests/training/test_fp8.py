@@ -1,4 +1,4 @@
-"""Runs in FP8: what a resume goes on with, what evaluation leaves alone, and what a run says."""
+"""Runs in FP8: state restored by a resume, state that evaluation must not change, and messages."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_step_that_overflows_leaves_the_last_scales() -> None:
 
 
 def test_what_was_zeros_alone_leaves_the_last_scales() -> None:
-    """An expert without tokens has no amax: a scale of 1 would make the next step's gradients 0."""
+    """An expert without tokens has no amax: a scale of 1 would round the next step's gradients to 0."""
     run = start(DELAYED)
     train(run, 1)
     name, layer = next(iter(run.fp8.layers.items()))
@@ -101,7 +101,7 @@ def test_what_was_zeros_alone_leaves_the_last_scales() -> None:
 
 
 def _back_to_the_checkpoint(folder: Path) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Histories a step after a run has gone back to its checkpoint, and a step after a resume."""
+    """Histories one step after a rollback to a checkpoint, and one step after a resume."""
     narrow = DELAYED | {"bf16": True, "fp64": False, "fp8_param_gather": True, "use_distributed_optimizer": True}
     run = start(narrow | {"save": str(folder)})
     train(run, 1)
@@ -120,7 +120,7 @@ def _back_to_the_checkpoint(folder: Path) -> tuple[dict[str, np.ndarray], dict[s
 
 
 def test_a_run_that_goes_back_records_what_it_has_loaded(tmp_path: Path) -> None:
-    """Not the amaxes of the weights that it had, nor none because a gather in FP8 had recorded theirs."""
+    """Not the amaxes of the previous weights, and not empty because a gather in FP8 recorded theirs."""
     for back, resumed in run_ranks(2, _back_to_the_checkpoint, tmp_path):
         assert back.keys() == resumed.keys()
         for name, history in resumed.items():
@@ -128,7 +128,7 @@ def test_a_run_that_goes_back_records_what_it_has_loaded(tmp_path: Path) -> None
 
 
 def test_what_is_lost_is_reported_by_layer(capsys: pytest.CaptureFixture) -> None:
-    """With scales that are far too large everything is clamped, with scales that are far too small nothing is left."""
+    """With much too large scales everything is clamped, with much too small ones everything becomes 0."""
     run = start(DELAYED | {"fp8_statistics_interval": 1})
     train(run, 1)
     assert run.fp8.losses() == []

@@ -43,7 +43,7 @@ def test_deterministic_mode_turns_on_torchs_switch():
 
 
 def test_checkpoints_between_retained_ones_are_deleted(tmp_path: Path):
-    """Every step is saved, of which multiples of 2 and the newest stay."""
+    """Every step is saved; multiples of 2 and the newest are kept."""
     run = start({"save": str(tmp_path), "save_retain_interval": 2, "num_layers": 1})
     left = []
     for _ in range(4):
@@ -68,7 +68,7 @@ def test_the_schedule_may_come_from_the_checkpoint(tmp_path: Path):
 
 @pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
 def test_norms_around_one_are_the_same_function(normalization: str):
-    """1 + weight with weights that begin at 0: losses and weights of two steps, shifted by 1."""
+    """1 + weight with weights initialized to 0: losses and weights of two steps, shifted by 1."""
     settings = {"normalization": normalization, "fp64": True, "qk_layernorm": True, "lr": 1e-2}
     plain, around = tiny_run(**settings), tiny_run(**settings, apply_layernorm_1p=True)
     for _ in range(2):
@@ -82,7 +82,8 @@ def test_norms_around_one_are_the_same_function(normalization: str):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_embeddings_may_have_their_own_deviation(tied: bool):
-    """An output layer of its own keeps that of the layers; a tied one is the embedding, also on another stage."""
+    """A separate output layer keeps the initialization of layers; a tied one is the embedding, also on another
+    stage."""
     run = tiny_run(
         embedding_init_method_std=0.5,
         init_method_std=0.02,
@@ -99,7 +100,7 @@ def test_embeddings_may_have_their_own_deviation(tied: bool):
 
 
 def test_nccl_without_gpus_is_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """Scripts for GPUs run on a laptop, and say through what."""
+    """GPU scripts run on a laptop, with a note about the backend."""
     chosen: list[str] = []
     monkeypatch.setattr(launch.dist, "init_process_group", lambda backend, **settings: chosen.append(backend))
     launch.join("nccl", "cpu", rank=0, world_size=2)

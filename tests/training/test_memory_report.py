@@ -1,4 +1,4 @@
-"""Memory a rank by formula, beside what training allocates."""
+"""Memory of a rank by formula, compared with the allocations of training."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SIZES = {"hidden_size": 64, "ddp_bucket_size": 20_000, "global_batch_size": 8, "
 
 
 def _by_stage() -> list[tuple[float, float, float]]:
-    """Bytes planned and found, and per parameter, at every stage."""
+    """Planned and measured bytes, and bytes per parameter, at every stage."""
     rows = []
     for stage in range(4):
         run = tiny_run(**SIZES, zero_stage=stage, bf16=True)

@@ -1,4 +1,4 @@
-"""Snapshots of memory that SIGUSR2 asks for, and what a run says that ends out of memory."""
+"""Memory snapshots on SIGUSR2, and the message of a run that is out of memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Activations in the host's memory, and what a resumed run may change of its schedule."""
+"""Offload of activations to CPU memory, and changes of the schedule in a resumed run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PP2 = {"pipeline_model_parallel_size": 2, "num_layers": 4}
 
 
 def _losses(settings: dict) -> tuple[list[float], int]:
-    """Losses, and bytes that went to the host: here every tensor counts as one of a device."""
+    """Losses, and bytes copied to the host: here every tensor counts as a device's."""
     moved = []
     recompute.is_on_host = lambda tensor: False
 

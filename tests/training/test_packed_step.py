@@ -1,4 +1,4 @@
-"""The flags reach attention and positions in the step that trains."""
+"""The flags affect attention and positions in the training step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PACKED = {"tokenizer_type": "NullTokenizer", "reset_position_ids": True, "reset_
 
 
 def _losses(settings: dict) -> list[float]:
-    """The loss behind the first end of a document in each sequence, before and after its tokens up to there move."""
+    """The loss after the first document end in each sequence, before and after a change of the tokens up to it."""
     run = tiny_run(fp64=True, init_method_std=0.3, micro_batch_size=4, **settings)
     (batch,) = run.micro_batches(run.loader(RaggedDataset(61, 16, EOD)).step(0, 1))
     behind = (batch.tokens == EOD).cumsum(1) - (batch.tokens == EOD).int() > 0
@@ -40,7 +40,7 @@ def test_the_flags_isolate_documents(position_embedding_type: str) -> None:  # C
 
 @pytest.mark.parametrize("position_embedding_type", ["learned_absolute", "rope"])
 def test_positions_restart_only_if_asked(position_embedding_type: str) -> None:
-    """Without the mask: rotary attention sees distances alone, which inside of a document are the same either way."""
+    """Without the mask: rotary attention depends only on distances, which are equal within a document."""
     settings = PACKED | {"position_embedding_type": position_embedding_type, "reset_attention_mask": False}
     with_positions, _ = _losses(settings)
     without, _ = _losses(settings | {"reset_position_ids": False})

@@ -29,7 +29,7 @@ def _train(settings: dict) -> tuple[list[float], list[str]]:
 
 
 def test_every_rank_traces_its_training_steps(tmp_path: Path) -> None:
-    """Two pipelines; what is written is what ran, and changes nothing."""
+    """Two pipelines; the trace has the executed actions, and tracing changes nothing."""
     found = run_ranks(4, _train, ZB_V | {"trace_pipeline": str(tmp_path / "new" / "traces")})
     assert found == run_ranks(4, _train, ZB_V), "equal to the bit"
     for rank in range(4):

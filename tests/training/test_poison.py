@@ -1,6 +1,6 @@
-"""Poisoned buffers: a sound run does not notice them, and a read that comes too early ends as NaN.
+"""Poisoned buffers: correct runs are not affected, and a read before the data arrives gives NaN.
 
-Everything runs in forked ranks: the mode holds for a whole process.
+Everything runs in forked ranks, because the mode applies to a whole process.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _never_gather() -> None:
 
 
 def _never_finish_gather() -> None:
-    """A gather that begins when it is waited for, and nobody waits."""
+    """A gather that starts in ``wait``, which is never called."""
     _never_gather()
     Bucket.finish_gather = lambda bucket: None
 
@@ -82,7 +82,7 @@ def _never_reduce_scatter() -> None:
 
 
 def _outcomes(spoil: Callable[[], None], settings: dict) -> list[str]:
-    """What a spoilt training comes to without and with poison."""
+    """The results of a run with a planted defect, without and with poison."""
     spoil()
     outcomes = []
     for on in (False, True):
@@ -97,7 +97,7 @@ def _outcomes(spoil: Callable[[], None], settings: dict) -> list[str]:
 
 @pytest.mark.parametrize("spoil", [_never_gather, _never_finish_gather])
 def test_outdated_weights_end_the_run(spoil: Callable[[], None]) -> None:  # C59 C60
-    """Unseen without poison; with it all ranks stop together."""
+    """Not detected without poison; with it all ranks stop together."""
     (plain, first), second = run_ranks(2, _outcomes, spoil, OVERLAP)
     assert plain == "trained"
     assert "loss is nan" in first

@@ -1,4 +1,4 @@
-"""What a run does about bad steps, injected faults and the same failure twice, in forked ranks."""
+"""Handling of bad steps, injected faults and repeated failures, in forked ranks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SETTINGS = {
 
 
 class Losses:
-    """A sink that keeps the loss of every step that was taken."""
+    """A sink that stores the loss of every completed step."""
 
     def __init__(self, action: Callable[[StepEvent], object] = lambda event: None) -> None:
         self.taken: dict[int, float] = {}
@@ -66,7 +66,7 @@ def weights(run: Run) -> list[np.ndarray]:
 
 
 def _spoil_once(run: Run, at: int) -> Losses:
-    """NaN in the weights of the last rank behind step ``at``, once: a flipped bit, or a wrong kernel."""
+    """NaN in the weights of the last rank after step ``at``, once, like a flipped bit or a wrong kernel."""
     done: list[int] = []
 
     def spoil(event: StepEvent) -> None:
@@ -79,7 +79,7 @@ def _spoil_once(run: Run, at: int) -> Losses:
 
 
 def _spoiled_weights(layout: dict, root: Path) -> tuple:
-    """NaN in the weights after step 3 stays in all following steps until the checkpoint of step 2 is loaded."""
+    """NaN in the weights after step 3 remains in all following steps until the checkpoint of step 2 is loaded."""
     run = tiny_run(**SETTINGS | layout, save=str(root), max_bad_steps=1)
     sink = _spoil_once(run, 3)
     mine = dist.get_rank() == dist.get_world_size() - 1
@@ -120,7 +120,7 @@ def test_one_bad_step_is_skipped_alike_on_all_ranks(rank: int, tmp_path: Path) -
 
 
 def test_a_bad_step_is_replayed_in_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:  # C57
-    """NaN that stays in the weights is named; a fault of one step, as an injected one, is not there any more."""
+    """NaN that remains in the weights is reported; a fault of a single step, such as an injected one, is not."""
     run_ranks(2, _spoiled_weights, {"tensor_model_parallel_size": 2}, tmp_path / "weights")
     assert replay_step.main([str(tmp_path / "weights/bad_steps/iter_0000003")]) == 1
     output = capsys.readouterr().out
@@ -155,7 +155,7 @@ def test_spikes_are_bad_steps() -> None:
 
 
 def test_half_precision_that_is_not_finite_from_the_start_ends_the_run(tmp_path: Path) -> None:
-    """The loss scale halves a few times, which may help; at its smallest value the run ends and saves nothing."""
+    """The loss scale halves a few times; at its minimum the run ends without saving."""
     settings = SETTINGS | {"fp64": False, "fp16": True, "initial_loss_scale": 4.0, "hysteresis": 1, "train_iters": 20}
     run = tiny_run(**settings, save=str(tmp_path), inject_fault=("nan@0:1",))
     with pytest.raises(MegatronError, match="the loss is nan with the loss scale 4 at iteration 1"):
@@ -164,7 +164,7 @@ def test_half_precision_that_is_not_finite_from_the_start_ends_the_run(tmp_path:
 
 
 def _fail_always(root: Path, fault: str) -> list[str]:
-    """Four attempts, as a launcher makes them; each one's error."""
+    """Four attempts, as of a launcher; returns each one's error."""
     found = []
     for _ in range(4):
         run = tiny_run(**SETTINGS, save=str(root), load=str(root), inject_fault=(fault,))
@@ -177,7 +177,7 @@ def _fail_always(root: Path, fault: str) -> list[str]:
 
 @pytest.mark.parametrize("kind", ["exception", "nan"])
 def test_the_same_failure_twice_is_not_tried_again(kind: str, tmp_path: Path) -> None:
-    """The second time and every later attempt end with the way out; other settings begin anew."""
+    """The second and every later attempt end with the fix; other settings start a new count."""
     fault = f"{kind}@0:4:always"
     (tmp_path / "run").mkdir()
     (texts,) = run_ranks(1, _fail_always, tmp_path / "run", fault)
@@ -212,11 +212,11 @@ def test_settings_without_sense_are_refused(settings: dict, words: str) -> None:
     assert len(str(error.value)) < 500
 
 
-# --- Injected faults, and what a run does about them. Those that end a process: tests/end_to_end.
+# --- Injected faults and their handling. Faults that end a process: tests/end_to_end.
 
 
 def _with_fault(root: Path, fault: str) -> tuple[list[float], str, list[float]]:
-    """Milliseconds of each step, what rank 0 prints, and all weights, of a run of two ranks with a fault."""
+    """Milliseconds of each step, the output of rank 0, and all weights, of a run of two ranks with a fault."""
     faults.SLOW_SECONDS = 0.5
     seen: list[float] = []
     with redirect_stdout(io.StringIO()) as printed:
@@ -240,8 +240,7 @@ def test_a_full_disk_leaves_the_checkpoint_before_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["truncated-write", "flip-bit"])
 def test_damage_is_found_on_the_next_start(kind: str, tmp_path: Path) -> None:  # C58
-    """The last checkpoint is damaged behind the run's back: the next run says so and goes on from the one before, to
-    the same bits."""
+    """The last checkpoint is silently damaged: the next run reports it and resumes bitwise from the previous one."""
     plain = run_ranks(2, _with_fault, tmp_path / "plain", "")
     run_ranks(2, _with_fault, tmp_path / "run", f"{kind}@1:6")
     seen = run_ranks(2, _with_fault, tmp_path / "run", "")

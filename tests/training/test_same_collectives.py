@@ -48,9 +48,9 @@ def _step_and_evaluate(settings: dict) -> Log:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_members_of_a_group_call_the_same_collectives(layout: str) -> None:  # C41 C64
-    """Metrics too: stages without a loss reduce a tensor of the shape that the last one has."""
+    """Also for metrics: stages without a loss reduce a tensor of the last stage's shape."""
     ranks, settings = LAYOUTS[layout]
-    logs = run_ranks(ranks, _step_and_evaluate, settings, timeout=45.0)  # shapes that differ may also just hang
+    logs = run_ranks(ranks, _step_and_evaluate, settings, timeout=45.0)  # different shapes may also cause a hang
     assert len(logs[0][tuple(range(ranks))]) >= 2, "a step and an evaluation reduce what they report over all ranks"
     for group in {group for log in logs for group in log}:
         first, *others = (logs[rank].get(group) for rank in group)

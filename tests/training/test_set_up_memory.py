@@ -1,4 +1,4 @@
-"""Setting up a rank takes hardly more memory than what the rank keeps."""
+"""Setting up a rank needs little more memory than its permanent state."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MODEL = {
 
 def _peak_and_kept(settings: dict) -> tuple[int, int]:
     """Bytes by which this process's peak grew, and bytes of weights, gradients and optimizer state."""
-    tiny_run()  # what is loaded and compiled once
+    tiny_run()  # loaded and compiled once, before the measurement
     start_anew()
     before = resident("VmRSS")
     run = tiny_run(**MODEL | settings)
@@ -36,7 +36,7 @@ def _peak_and_kept(settings: dict) -> tuple[int, int]:
     ("ranks", "settings"), [(1, {}), (2, {"tensor_model_parallel_size": 2})], ids=["one process", "tp2"]
 )
 def test_peak_is_at_most_a_fifth_above_what_is_kept(ranks: int, settings: dict) -> None:
-    """Only the local part of a weight is drawn, a chunk at a time, and buckets take weights over one by one."""
+    """Only the local part of a weight is drawn, a chunk at a time, and buckets take over weights one by one."""
     for grown, kept in run_ranks(ranks, _peak_and_kept, settings):
         assert kept > 200e6 / ranks
         assert 0.9 * kept < grown < 1.2 * kept

@@ -1,4 +1,4 @@
-"""Evaluation alone: with the settings of a checkpoint, without gradients and moments, with what training computed."""
+"""Evaluation only: with the settings of a checkpoint, without gradients and moments, and with training's results."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def trained(tmp_path: Path) -> Path:
 
 
 def test_evaluation_of_a_checkpoint(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The losses that training found, by flags that say nothing of the model."""
+    """The losses of training, with flags that do not describe the model."""
     flags = ["--load", str(trained), "--save", str(tmp_path / "again"), *EVALUATE, *BATCHES]
     config, _ = read_settings("pretrain_gpt.py", flags)
     assert list(problems(config, 1)) == []
@@ -45,7 +45,7 @@ def test_evaluation_of_a_checkpoint(trained: Path, tmp_path: Path, capsys: pytes
 
 
 def test_flags_override_the_checkpoint(trained: Path, tmp_path: Path) -> None:
-    """But a model that is not the checkpoint's is refused as ever."""
+    """A model that differs from the checkpoint's is refused as usual."""
     file = tmp_path / "settings.yaml"
     file.write_text("seq_length: 8\n")
     flags = ["--load", str(trained), *EVALUATE, *BATCHES, "--config", str(file), "--rotary-base", "5"]

@@ -1,4 +1,4 @@
-"""A gradient that is not finite on one rank: all ranks skip the step together, count it, and go on."""
+"""A non-finite gradient on one rank: all ranks skip the step together, count it, and continue."""
 
 from __future__ import annotations
 
@@ -39,8 +39,7 @@ def _digest(run: Run) -> str:
 
 
 def _spoil(run: Run, value: float, split: bool) -> None:
-    """Let the next backward leave ``value`` in one element of a parameter that tensor-parallel ranks have parts of, or
-    whole copies of."""
+    """Write ``value`` to one gradient element of a parameter that is split or replicated over tensor-parallel ranks."""
     parameters = [p for stage in run.stages.values() for p in stage.parameters()]
     chosen = [p for p in parameters if bool(spec_of(p).splits) == split]
     (bucket,) = (b for b in run.data_parallel.buckets if any(p is chosen[-1] for p in b.parameters))
@@ -73,7 +72,7 @@ def _skip_one(settings: dict, rank: int, value: float, split: bool) -> tuple:
 
 
 CASES = [("fp16", 0, torch.inf), ("fp16", 1, torch.inf), ("fp32", 1, torch.nan)]
-# One after another of a layout's cases is in a part and in a copy: every pair of values occurs.
+# A layout's cases alternate between a split and a replicated parameter: every pair of values occurs.
 ALL = [(n + m, layout, *case) for n, layout in enumerate(LAYOUTS) for m, case in enumerate(CASES)]
 
 

@@ -1,4 +1,4 @@
-"""Steps in 16 bits, skipped steps, and what evaluation leaves alone."""
+"""Steps in 16 bits, skipped steps, and state that evaluation must not change."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_every_parameter_moves() -> None:  # C52
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("layout", [{}, {"tensor_model_parallel_size": 2, "sequence_parallel": True}], ids=["dp", "tp"])
 def test_sixteen_bits_follow_float32(precision: str, layout: dict) -> None:
-    """bfloat16 has 8 bits of mantissa, a relative step of 2^-8; float16 has 11. The losses stay that close."""
+    """bfloat16 has 8 bits of mantissa, a relative step of 2^-8; float16 has 11. The losses are that close."""
     world = 2 if layout else 1
     wide = run_ranks(1, _losses, {})[0]
     narrow = run_ranks(world, _losses, {precision: True, "initial_loss_scale": 2.0**16} | layout)[0]
@@ -58,9 +58,9 @@ def test_sixteen_bits_follow_float32(precision: str, layout: dict) -> None:
 
 
 def test_sharded_optimizer_in_bf16_equals_the_whole_one() -> None:
-    """Main weights and moments are the same numbers wherever they lie: equal to the bit.
+    """Main weights and moments are bitwise equal in all placements.
 
-    Not so the factor of the clipping, whose norm is added up shard by shard: without it.
+    Without clipping, because its norm is summed shard by shard.
     """
     settings = {"bf16": True, "clip_grad": 0.0}
     whole = run_ranks(2, _losses, settings)
@@ -69,7 +69,7 @@ def test_sharded_optimizer_in_bf16_equals_the_whole_one() -> None:
 
 
 def test_loss_scale_does_not_change_gradients() -> None:  # C37
-    """float32 arithmetic with a power of two as factor is exact: the norm must not move at all."""
+    """float32 arithmetic with a power of two as factor is exact: the norm must not change."""
     run, scaled = tiny_run(), tiny_run()
     scaled.optimizer.loss_scale.scale = 1024.0
     assert train_step(run).grad_norm == train_step(scaled).grad_norm
@@ -110,7 +110,7 @@ def test_nan_ends_the_run_with_advice() -> None:
 
 
 def test_no_token_counts_at_all() -> None:  # C3
-    """A global batch without a single token that counts has loss 0 and gradient 0, not nan."""
+    """A global batch without an unmasked token has loss 0 and gradient 0, not nan."""
     run = tiny_run()
     step = run.train_loader.step
 
@@ -139,7 +139,7 @@ def test_a_growing_run_is_evaluated_at_full_size() -> None:
 
 
 def test_data_sets_of_a_script() -> None:
-    """The same mock data, handed over, trains to the same losses; and what is missing is said."""
+    """The same mock data, passed in explicitly, gives the same losses; missing data sets are reported."""
     mine = Splits(*(MockDataset(61, 16, 1234 + offset) for offset in range(3)))
     config = tiny_config(mock_data=False, dataloader_type="external")
     world = World(0, 1, local_rank=0, device=torch.device("cpu"))
@@ -152,7 +152,7 @@ def test_data_sets_of_a_script() -> None:
 
 
 class _Waits(TorchDispatchMode):
-    """Counts what a device would be waited for: a number taken from a tensor (item, bool, float, int), or a shape that
+    """Counts synchronizations with a device: a number read from a tensor (item, bool, float, int), or a shape that
     depends on values."""
 
     def __init__(self) -> None:
@@ -166,7 +166,7 @@ class _Waits(TorchDispatchMode):
 
 @pytest.mark.parametrize("settings", [{}, {"fp16": True}], ids=["float32", "fp16"])
 def test_a_step_waits_for_the_device_once(settings: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradient norm, loss and the wish to stop are one copy to the host; a whole evaluation has one, too."""
+    """Gradient norm, loss and stop request are one copy to the host; a whole evaluation also has one."""
     monkeypatch.setattr("megatron_core.tensor_parallel.layers._check_ids", lambda *ids: None)  # for tokens on the CPU
     run, lists = tiny_run(**settings), []
     tolist = torch.Tensor.tolist

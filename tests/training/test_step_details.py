@@ -1,4 +1,4 @@
-"""Facts of a step that both sides of the parity matrix share, and that it therefore cannot see."""
+"""Properties of a step that are equal on both sides of the parity matrix, which therefore cannot test them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _weights(run: Run) -> list[np.ndarray]:
 
 
 class _Late:
-    """A gather that happens only when it is waited for: what is read before has last step's values."""
+    """A gather that happens only in ``wait``: earlier reads get last step's values."""
 
     def __init__(self, bucket: Bucket) -> None:
         self.bucket = bucket
@@ -115,7 +115,7 @@ def test_finetuning_in_bf16_starts_from_the_stored_main_weights(tmp_path: Path) 
 
 
 def test_train_samples_end_the_run_whatever_the_batches(tmp_path: Path) -> None:  # C63
-    """Forty samples in batches of 4, and after a resume in batches of 8: forty are left, five steps."""
+    """Forty samples in batches of 4, and after a resume in batches of 8: forty remain, five steps."""
     samples = {"train_iters": None, "train_samples": 80, "micro_batch_size": 2}
     run = tiny_run(**samples, global_batch_size=4, save=str(tmp_path))
     assert run.total_iterations == 20
@@ -144,7 +144,7 @@ def test_fused_and_unfused_attention_are_one_function(groups: int) -> None:
 
 
 def test_dropout_depends_on_the_sample_the_layer_and_the_module() -> None:  # C27
-    """Ones through every dropout of the model: no two masks agree, and each depends on the sample."""
+    """Ones through every dropout of the model: all masks differ, and each depends on the sample."""
     run = tiny_run(hidden_dropout=0.5)
     model = run.stages[0]
     layers = list(model.decoder.layers.values())

@@ -19,7 +19,7 @@ from tests.runs import tiny_run
 LOGGED = {
     "log_params_norm": True, "log_num_zeros_in_grad": True, "log_norms_by_layer": True, "fp64": True, "swiglu": True,
     "ffn_hidden_size": 48,
-    # Embeddings of tokens that do not occur have the gradient 0, whatever is rounded.
+    # Embeddings of tokens that do not occur have gradient 0 in any precision.
     "untie_embeddings_and_output_weights": True,
 }  # fmt: skip
 EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 16, "moe_layer_freq": (0, 1)}
@@ -110,7 +110,7 @@ END = 60
 
 
 def _blend(folder: Path) -> dict:
-    """Three files with texts of their own, of which one ends in documents whose end has no loss."""
+    """Three files with different texts, one of which ends in documents whose ends are masked."""
     generator = torch.Generator().manual_seed(0)
     words = []
     for number, name in enumerate(("books", "code", "web")):
@@ -170,7 +170,7 @@ def test_losses_by_source_that_leave_out_a_share_or_count_it_twice_are_found(
 
 @pytest.mark.parametrize("settings", [{}, {"data_order": "megatron"}, {"dataloader_type": "cyclic"}])
 def test_losses_by_source_are_those_of_the_samples(settings: dict, tmp_path: Path) -> None:
-    """Texts have words of their own, so that the first token says what a sample is from."""
+    """Each text has its own words, so that the first token identifies its source."""
     run = tiny_run(**_blend(tmp_path), **settings)
     expected: dict[str, list[float]] = defaultdict(list)
     with torch.no_grad():

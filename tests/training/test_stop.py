@@ -50,7 +50,7 @@ def test_time_limit() -> None:
 
 
 def test_a_signal_that_is_ignored_stays_so() -> None:
-    """As SIGHUP under nohup: the run continues when the terminal closes."""
+    """As SIGHUP under nohup: the run continues after the terminal closes."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         request = requests_of()

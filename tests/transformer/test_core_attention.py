@@ -1,4 +1,4 @@
-"""The unfused path of attention: what its softmax is given, and its accuracy in low precision."""
+"""The unfused path of attention: input of its softmax, and its accuracy in low precision."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_query_that_sees_nothing_attends_to_nothing(backend: str) -> None:
 @BACKENDS
 @pytest.mark.parametrize("with_documents", [False, True])
 def test_bfloat16_with_dropout_is_as_good_as_its_inputs(backend: str, with_documents: bool) -> None:
-    """The softmax is taken in float32, and the factor 1 / (1 - p) of dropout is not rounded to bfloat16."""
+    """The softmax is computed in float32, and the factor 1 / (1 - p) of dropout is not rounded to bfloat16."""
     documents = PackedDocuments.of([[60, 40]] * BATCH, BATCH, 100, torch.device("cpu")) if with_documents else None
     tensors = drawn(100, 100, torch.bfloat16)
     found = attended(core(backend, 0.1), tensors, documents=documents)
@@ -83,7 +83,7 @@ def test_bfloat16_with_dropout_is_as_good_as_its_inputs(backend: str, with_docum
 @BACKENDS
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_recomputation_gives_the_same_gradients(backend: str, dtype: str) -> None:  # C27
-    """With attention dropout, bit for bit."""
+    """With attention dropout, bitwise."""
 
     def gradients(**settings: object) -> list[Tensor]:
         run = tiny_run(
@@ -114,8 +114,8 @@ WITH_CACHE = [(1, 9, 4), (3, 9, 4), (3, 9, 20)]  # documents are of whole sequen
 )
 @pytest.mark.parametrize("backend", ["auto", "unfused"])
 def test_a_window_is_what_its_mask_says(backend: str, context: str, queries: int, keys: int, window: int) -> None:
-    """Blocks of queries, masks and the unfused path, also inside documents and beside a mask, against softmax with
-    every pair spelled out."""
+    """Blocks of queries, masks and the unfused path, also within documents and together with a mask, against softmax
+    with every pair written out."""
     lengths = [[11, 1, 12], [24]]
     own = torch.arange(keys - queries, keys)[:, None] - torch.arange(keys)
     hidden = ((own < 0) | (own >= window)).repeat(BATCH, 1, 1, 1)
@@ -139,7 +139,7 @@ def test_a_window_is_what_its_mask_says(backend: str, context: str, queries: int
 
 
 def test_memory_of_a_window_grows_with_the_sequence_not_with_its_square() -> None:
-    """Elements of the tensors that torch's attention is given, for sequences of 64 and of 256 tokens."""
+    """Elements of the tensors passed to torch's attention, for sequences of 64 and of 256 tokens."""
     sizes = []
     original = nn.functional.scaled_dot_product_attention
 
@@ -156,7 +156,7 @@ def test_memory_of_a_window_grows_with_the_sequence_not_with_its_square() -> Non
 
 
 def test_scaling_by_the_layers_number_is_the_same_function_and_overflows_later() -> None:
-    """Products of 3 x 80,000 are too large for float16, a third of them are not."""
+    """Products of 3 x 80,000 are too large for float16, a third of them is not."""
     config = ModelConfig(num_layers=8, hidden_size=HEADS * SIZE, num_attention_heads=HEADS, attention_backend="unfused")
     config = replace(config, attention_dropout=0.0)
     context = LayerContext(config, ModelParallelConfig(), LocalGroup(), seed=1)

@@ -1,4 +1,4 @@
-"""The gate of attention's output, written out, and weight decay of the norms of queries and keys."""
+"""The gate of attention's output against the formula, and weight decay of the norms of queries and keys."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SHAPE = {
 
 
 def _attention(**settings: object) -> tuple[SelfAttention, list[Tensor]]:
-    """The layer, and what its output projection is given."""
+    """The layer, and the input of its output projection."""
     parallel = ModelParallelConfig(params_dtype=torch.float64)
     attention = SelfAttention(LayerContext(ModelConfig(**SHAPE, **settings), parallel, LocalGroup(), 1), 0)
     given: list[Tensor] = []

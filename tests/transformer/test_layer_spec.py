@@ -1,4 +1,4 @@
-"""Layers of one's own through ``LayerSpec``, and losses that layers add, in every layout and schedule."""
+"""Custom layers through ``LayerSpec``, and auxiliary losses, in every layout and schedule."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ COEFFICIENTS = {"per token": 0.3, "per sequence": 0.05}
 
 
 class GatedMLP(MLP):
-    """An MLP behind a gate of one number for each token, sigmoid(w x), which two auxiliary losses draw to zero."""
+    """An MLP with a scalar gate per token, sigmoid(w x), which two auxiliary losses draw to zero."""
 
     def __init__(self, context: LayerContext, layer_number: int) -> None:
         super().__init__(context, layer_number)
@@ -42,7 +42,7 @@ class GatedMLP(MLP):
         squares = gate.to(torch.promote_types(gate.dtype, torch.float32)).square()
         for name, value in {"per token": squares.sum(), "per sequence": squares.mean(0).sum()}.items():
             if name == "per sequence" and self.sequence_parallel:
-                value = value / 2  # the mean over a half of the sequence: TP2
+                value = value / 2  # mean over a half of the sequence: TP2
             hidden = context.add_auxiliary_loss(
                 hidden,
                 name,
@@ -56,7 +56,7 @@ class GatedMLP(MLP):
 
 
 def gated_layers(config: ModelConfig, layer_number: int) -> LayerSpec:
-    """The odd layers have the gate: with two stages or chunks both have some, and the last layer of all has one."""
+    """Odd layers have the gate, so that with two stages or chunks both have some, and the last layer has one."""
     spec = layer_spec(config, layer_number)
     return replace(spec, mlp=GatedMLP, auxiliary_losses=tuple(COEFFICIENTS)) if layer_number % 2 else spec
 
@@ -78,7 +78,7 @@ def train(settings: dict) -> tuple[RankTrace, list[dict[str, float]]]:
 
 
 def trace(world_size: int, settings: dict) -> tuple[Trace, list[dict[str, float]]]:
-    """The traces of all ranks as one, and the auxiliary losses, on which all ranks agree."""
+    """The traces of all ranks combined, and the auxiliary losses, on which all ranks agree."""
     traces, reported = zip(*run_ranks(world_size, train, BASE | settings), strict=True)
     assert all(other == reported[0] for other in reported)
     return assemble(traces), reported[0]

@@ -1,4 +1,4 @@
-"""Documents of one sequence see nothing of one another, in no path that attention can take."""
+"""Documents in a sequence do not attend to each other, in all paths of attention."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ PATHS = {
 
 
 def model_of(dtype: torch.dtype = torch.float64, **settings: object) -> GPTModel:
-    """Two layers with weights large enough that every token matters to those that see it."""
+    """Two layers with weights large enough that every visible token matters."""
     config = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=4, init_method_std=0.3, **settings)
     return GPTModel(config, VOCABULARY, LENGTH, parallel=ModelParallelConfig(params_dtype=dtype))
 
@@ -53,7 +53,7 @@ def tokens_of(seed: int) -> Tensor:
 
 
 class Passes:
-    """Forward passes of a model whose embeddings can be read and moved."""
+    """Forward passes of a model whose embeddings can be read and changed."""
 
     def __init__(self, model: GPTModel) -> None:
         self.model = model
@@ -70,7 +70,8 @@ class Passes:
         return self.model(tokens, RESTARTED, document_lengths=lengths, sample_index=torch.arange(3))
 
     def gradients(self, logits: Tensor, others: Tensor) -> dict[str, Tensor]:
-        """Of a loss over the tokens where ``others`` ``[b, s]`` is True: of all weights and of the embeddings."""
+        """Gradients of a loss over the tokens where ``others`` ``[b, s]`` is True: of all weights and of the
+        embeddings."""
         self.model.zero_grad()
         (logits.sin().sum(-1) * others).sum().backward()
         found = {name: weight.grad.clone() for name, weight in self.model.named_parameters()}
@@ -78,7 +79,8 @@ class Passes:
 
 
 def moved(place: tuple[int, int, int], passes: Passes) -> tuple[Tensor, Tensor]:
-    """Tokens of which those of one document are others, with noise on its embeddings; and where the others are."""
+    """Tokens in which those of one document are replaced, with noise on its embeddings; and the positions of the
+    others."""
     row, start, stop = place
     others = torch.ones(3, LENGTH, dtype=torch.bool)
     others[row, start:stop] = False
@@ -111,7 +113,7 @@ def test_a_document_moves_nothing_of_another(path: str, place: tuple[int, int, i
 
 @pytest.mark.parametrize("path", PATHS)
 def test_without_lengths_documents_leak(path: str) -> None:
-    """What the test above would see if the lengths had no effect."""
+    """The result of the previous test if the lengths had no effect."""
     passes = Passes(model_of(**PATHS[path]))
     before = passes.logits(tokens_of(1), None)
     tokens, others = moved(PLACES[0], passes)
@@ -144,7 +146,7 @@ def test_positions_that_do_not_restart_are_another_model() -> None:
 
 @pytest.mark.parametrize("settings", [EXACT, PATHS["fused, rope, groups"]])
 def test_both_paths_and_the_mask_say_the_same(settings: dict) -> None:
-    """A block mask written out from the definition stands for the lengths, and beside them changes nothing."""
+    """A block mask written out from the definition can replace the lengths, and has no effect in addition to them."""
     masked = torch.ones(3, 1, LENGTH, LENGTH, dtype=torch.bool)
     for row, start, stop in PLACES:
         for query in range(start, stop):
@@ -177,7 +179,7 @@ def test_a_mask_may_hide_more_than_the_lengths() -> None:
 
 
 def test_memory_grows_with_the_sequence_not_with_its_square() -> None:
-    """Bytes kept for backward, for documents of eight tokens in sequences of 64 and of 256."""
+    """Bytes saved for backward, for documents of eight tokens in sequences of 64 and of 256."""
 
     def kept(length: int) -> int:
         sizes: dict[int, int] = {}
@@ -233,7 +235,7 @@ def test_lengths_that_do_not_fill_the_sequences(lengths: list[list[int]], words:
 @pytest.mark.parametrize("path", ["fused", "fused, rope, groups", "unfused", "unfused, rope, one group"])
 @torch.inference_mode()
 def test_documents_with_a_cache_are_new_sequences_in_it(path: str) -> None:
-    """Their logits, and those of one more token of each, are those of passes without a cache."""
+    """Their logits, and those of one more token each, equal those of passes without a cache."""
     model, tokens, more = model_of(**PATHS[path]).eval(), tokens_of(1)[:1], [5, 9, 14]
     cache = KVCache(tokens.device)
     positions = cache.begin_prompts(LENGTHS[0])

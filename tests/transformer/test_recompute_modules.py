@@ -1,4 +1,4 @@
-"""Selective recompute: what is recomputed is not kept, and nothing changes."""
+"""Selective recompute: recomputed tensors are not stored, and results do not change."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_gradients_stay_the_same(module: str) -> None:
 
 @pytest.mark.parametrize("module", ["layernorm", "shared_experts", "moe"])
 def test_what_is_recomputed_is_not_kept(module: str) -> None:
-    """After the forward pass nothing holds the part's inner tensor; without recompute the graph does."""
+    """After forward nothing holds the part's inner tensor; without recompute the graph does."""
     for modules in ((), (module,)):
         model, held = _model(*modules), []
         part = model.decoder.layers["0"].get_submodule(WHERE[module])
@@ -82,7 +82,7 @@ def test_what_is_recomputed_is_not_kept(module: str) -> None:
 
 
 def test_only_the_outputs_are_dropped() -> None:
-    """Views of them come back as they were; other tensors are kept as they are, and the parts run once more."""
+    """Views of them are restored; other tensors are saved unchanged, and the parts run once more."""
     calls = []
     x, other = torch.randn(4, 6, dtype=torch.float64, requires_grad=True), torch.randn(6, 3, dtype=torch.float64)
 

@@ -65,7 +65,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
     ids=lambda theirs: " ".join(map(str, theirs.values())),
 )
 def test_scaled_positions_are_those_of_transformers(theirs: dict) -> None:
-    """Of a config.json; "dynamic" for a model that was trained on 1024 positions and is run on 3001."""
+    """From a config.json; "dynamic" for a model trained on 1024 positions and run on 3001."""
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -93,7 +93,7 @@ def test_a_larger_base_slows_the_slowest_channel_by_the_factor() -> None:
 
 
 def test_yarn_scales_slow_channels_alone() -> None:
-    """Fast channels keep their frequency, slow ones are divided by the factor, those between by less."""
+    """Fast channels keep their frequency, slow ones are divided by the factor, those in between by less."""
     settings = {"rope_scaling_factor": 4.0, "original_max_position_embeddings": 64, "yarn_beta_fast": 2.0}
     exact = ModelConfig(**settings, yarn_beta_slow=0.2, yarn_correction_range_round_to_int=False)
     plain = plain_frequencies(16, 100.0)

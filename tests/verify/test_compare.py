@@ -55,7 +55,7 @@ def test_float64_has_one_bound() -> None:
 
 
 def test_other_dtypes_are_held_to_the_noise_of_one_process() -> None:
-    """Each tensor to its own, however exact or noisy others of its kind are."""
+    """Each tensor has its own bound, independent of how exact or noisy similar ones are."""
     noise = {"loss0": 0.0, "weight.a": 1e-6, "weight.b": 4e-5, "weight.c": 0.0}
     bounds = Bounds("float32", noise)
     assert bounds.of("weight.b") == NOISE_FACTOR * 4e-5

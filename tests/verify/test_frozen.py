@@ -1,4 +1,4 @@
-"""A model of which parts are not trained, in layouts that shard them as well."""
+"""A model with frozen parts, in layouts that also shard them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_core.verify import ModuleExperiment, check_parity
 
 
 class PartlyFrozen(NextItemUnderTest):
-    """Embedding, a norm and the matrices of two blocks stay what they are."""
+    """Embedding, a norm and the matrices of two blocks do not change."""
 
     def build(self, stage: int, num_stages: int, groups: ParallelGroups, options: ModelParallelConfig) -> nn.Module:
         module = super().build(stage, num_stages, groups, options)

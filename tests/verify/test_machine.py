@@ -1,4 +1,4 @@
-"""The machine at hand is measured and the planner reads the file."""
+"""The current machine is measured and the planner reads the file."""
 
 from __future__ import annotations
 

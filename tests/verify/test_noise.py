@@ -1,4 +1,4 @@
-"""What rounding does, measured by sums in other orders."""
+"""Rounding errors, measured by sums in other orders."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_core.verify.noise import ReorderedSums, rounding_noise
 
 
 def test_other_orders_give_the_same_sums() -> None:
-    """Equal to float64's rounding, but not to the bit; other orders with another seed, and autograd goes through."""
+    """Equal up to float64's rounding, but not bitwise; other orders with another seed, and autograd works."""
     a, b, c = (torch.randn(3, 40, 40, dtype=torch.float64, requires_grad=True) for _ in range(3))
 
     def compute() -> list[torch.Tensor]:
@@ -31,7 +31,8 @@ def test_other_orders_give_the_same_sums() -> None:
 
 
 def test_a_right_layout_stays_far_within_the_noise() -> None:
-    """One plain run gets some weights exact by chance that AdamW's division makes noisy: it alone is no measure."""
+    """In a single run some weights may be exact by chance although AdamW's division makes them noisy: one run is not
+    sufficient."""
     layouts = [Layout.parse("tp2")]
     settings = {"num_layers": 4, "num_attention_heads": 4}
     experiment = GPTExperiment(shrunk(RunConfig.from_flat(settings), layouts), steps=2, few_micro_batches=True)

@@ -1,4 +1,4 @@
-"""The rule by which combinations of parameters are drawn."""
+"""The selection rule of parameter combinations."""
 
 from __future__ import annotations
 

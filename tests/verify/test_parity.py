@@ -94,7 +94,7 @@ def test_gpt(dtype: str) -> None:
 
 @dataclass(frozen=True)
 class Still(Sum):
-    """A loss that depends on nothing."""
+    """A constant loss."""
 
     loss: float = 1.0
 

@@ -54,7 +54,7 @@ def test_ranks_that_hang_are_ended() -> None:
 
 
 def leave_late() -> int:
-    """Rank 0 is done long before the others have made their group."""
+    """Rank 0 ends long before the others have created their group."""
     if dist.get_rank():
         time.sleep(0.3)
         dist.barrier(dist.new_group([1, 2]))

@@ -67,7 +67,7 @@ def test_the_small_model_fits_the_layout(model: dict, layout: str) -> None:
 
 
 def test_features_stay() -> None:
-    """Only sizes change, and what reads or writes files."""
+    """Only sizes change, and settings of files."""
     large = RunConfig.from_flat(LLAMA_8B)
     small = shrunk(large, [Layout(tp=2)])
     for feature in ("normalization", "swiglu", "position_embedding_type", "rotary_base", "disable_bias_linear"):
@@ -93,12 +93,12 @@ def test_layers_and_heads_up_to_eight_are_kept() -> None:
 
 
 def test_all_layouts_of_eight_ranks_fit_eight_layers_and_heads() -> None:
-    """Counted by hand: sp doubles those with tp; four ZeRO stages and overlap make eight of those with dp."""
+    """Counted by hand: sp doubles layouts with tp; four ZeRO stages and overlap make eight of those with dp."""
     config = shrunk(RunConfig.from_flat({"num_layers": 8, "num_attention_heads": 8}), [Layout()])
     found = {size: sum(layout.cp == 1 for layout in fitting_layouts(config, size)) for size in (2, 4, 8)}
     assert found[2] == 2 + 4 + 8
     assert found[4] == 2 + 2 * 4 + 2 * 8 + 2 + 4 * 8 + 8
-    without_tp_or_dp = {2: 4, 4: 2, 8: 1}  # chunks that 8 layers leave room for
+    without_tp_or_dp = {2: 4, 4: 2, 8: 1}  # chunks possible with 8 layers
     assert found[8] == (
         (2 + 2 * without_tp_or_dp[2] + 2 * without_tp_or_dp[4] + without_tp_or_dp[8])
         + 8 * (2 + 2 * without_tp_or_dp[2] + without_tp_or_dp[4])

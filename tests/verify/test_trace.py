@@ -1,4 +1,4 @@
-"""Traces of ranks put together."""
+"""Combined traces of ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_copies_must_be_equal_to_the_bit() -> None:
 
 
 def test_equal_nans_are_equal_copies() -> None:
-    """That they are NaN is the comparison's business."""
+    """NaN is allowed here; the comparison detects it."""
     assert assemble([rank_trace((slice(0, 4), [np.nan] * 4)), rank_trace((slice(0, 4), [np.nan] * 4))]).faults == []
 
 

@@ -237,7 +237,7 @@ def architecture_for(config: ModelConfig, model_type: str | None = None) -> Arch
     reason = ""
     if nearest:
         faults = (f"{name}={getattr(config, name)}, there {value}" for name, value in nearest[1].items())
-        reason = f"; nearest is {nearest[0].model_type}, but for {'; '.join(faults)}"
+        reason = f"; nearest is {nearest[0].model_type}, except for {'; '.join(faults)}"
     raise CheckpointError(f"models of the architecture {tried} cannot have the settings of this model{reason}")
 
 

@@ -1,9 +1,9 @@
-"""Run Megatron-LM's pretrain_gpt.py on a CPU to make the files beside this one.
+"""Run Megatron-LM's pretrain_gpt.py on a CPU to create the files in this folder.
 
 MEGATRON=FOLDER RECORD=tokens.jsonl python make_files.py FLAGS   (under torchrun for two ranks; gloo)
 
 FOLDER is a clone of Megatron-LM with its compiled datasets helper. The process needs PyTorch, psutil and einops. The
-common FLAGS of all files are ``COMMON``; ``--save`` and those of the table in README.md follow. RECORD receives the
+common FLAGS of all files are ``COMMON``; add ``--save`` and the flags of the table in README.md. RECORD receives the
 tokens and the loss of every micro-batch. The archive of a file has iter_0000003 without its tokenizer folder.
 """
 
@@ -161,7 +161,7 @@ def patch_cuda() -> None:
 
 
 def patch_tensors() -> None:
-    """Make tensors for a GPU on the CPU, and report types of a GPU."""
+    """Create tensors for a GPU on the CPU, and report types of a GPU."""
     tensor: Any = torch.Tensor
     names = ["empty", "zeros", "ones", "full", "tensor", "arange", "rand", "randn", "empty_like", "zeros_like", "eye"]
     for name in (*names, "as_tensor", "randint", "linspace", "tril", "ones_like", "full_like"):
@@ -204,7 +204,7 @@ def record(path: Path) -> None:
 
 
 def main() -> None:
-    """Patch what needs a GPU, run the training."""
+    """Patch functions that need a GPU, then run the training."""
     for name in ("triton", "triton.language"):
         module: Any = MagicMock(name=name)
         module.__spec__, module.__path__ = importlib.machinery.ModuleSpec(name, None), []

@@ -37,7 +37,7 @@ NATIVE = {
     "sums in another order on each rank": Planted(
         "transport.cpp", "inputs[member] = data_of", "inputs[(member + rank_) % members_] = data_of"
     ),
-    "memory lent anew before all have read it": Planted(
+    "memory reused before all have read it": Planted(
         "transport.cpp", "if (lent.entry->readers.load(std::memory_order_acquire)) {", "if (false) {"
     ),
     "read before it was posted": Planted(

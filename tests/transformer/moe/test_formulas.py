@@ -1,6 +1,7 @@
-"""Router, losses, capacity and grouped products against formulas that are written out, and defects in them.
+"""Router, losses, capacity and grouped products against written-out formulas, with planted defects.
 
-What all layouts have in common no parity row can show. Each check is a function that must fail with a defect planted.
+Errors common to all layouts are not detected by parity rows. Each check is a function that must fail with a planted
+defect.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def _layer(**settings: object) -> MoELayer:
 
 
 def check_softmax() -> None:
-    """Softmax over the chosen ones; or over all, without renormalisation."""
+    """Softmax over the chosen ones; or over all, without normalisation."""
     logits = _logits()
     experts = choose(logits, None, BASE)
     whole = logits.softmax(-1)
@@ -71,7 +72,7 @@ def check_softmax() -> None:
 
 
 def check_sigmoid_and_bias() -> None:
-    """The bias decides, the probability is without it; scores below any epsilon keep their ratios."""
+    """The bias affects the choice but not the probability; scores below any epsilon keep their ratios."""
     sigmoid, logits = replace(BASE, moe_router_score_function="sigmoid"), _logits()
     bias = torch.linspace(-1, 1, E)
     experts = choose(logits, bias, sigmoid)
@@ -88,7 +89,7 @@ def check_sigmoid_and_bias() -> None:
 
 
 def check_groups() -> None:
-    """Experts come from the best groups alone, also where the bias makes all scores negative."""
+    """Experts come only from the best groups, also if the bias makes all scores negative."""
     limited = replace(
         BASE,
         moe_router_score_function="sigmoid",
@@ -105,7 +106,7 @@ def check_groups() -> None:
 
 
 def check_sinkhorn() -> None:
-    """All rows have the same sum, and so have all columns."""
+    """All rows have the same sum, and so do all columns."""
     balanced = sinkhorn(_logits()[:, 0] + 50)
     torch.testing.assert_close(balanced.sum(0), torch.full((E,), 1 / E, dtype=torch.float64), rtol=1e-3, atol=0)
     torch.testing.assert_close(balanced.sum(1), torch.full((N,), 1 / N, dtype=torch.float64), rtol=1e-3, atol=0)
@@ -150,7 +151,7 @@ def check_balancing_loss() -> None:
     assert gradients[0].abs().max() > 1e-3 and not gradients[0][counted == 0].any()
     even = balancing_loss(torch.zeros(E, 1, E).double() + torch.eye(E)[:, None] * 1e-9, torch.ones(E, 1).double(),
                           replace(config, moe_router_topk=1), ONE, ONE, SequenceContext(), 0)  # fmt: skip
-    torch.testing.assert_close(even, torch.ones((), dtype=torch.float64))  # the least that it can be
+    torch.testing.assert_close(even, torch.ones((), dtype=torch.float64))  # the minimum
 
 
 def check_z_loss() -> None:
@@ -180,7 +181,7 @@ def check_capacity() -> None:
 
 
 def check_layer() -> None:
-    """A layer is the weighted sum of its experts' MLPs, whatever the dispatch; dropped choices add nothing."""
+    """A layer is the weighted sum of its experts' MLPs with any dispatcher; dropped choices contribute nothing."""
     settings = {"moe_shared_expert_intermediate_size": 6, "moe_shared_expert_gate": True}
     x = torch.randn(N, B, H, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
     for own in ({}, {"moe_expert_capacity_factor": 0.5}, {"moe_token_dispatcher_type": "allgather"},
@@ -209,7 +210,7 @@ def _mlp(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
 
 
 def check_bias_update() -> None:
-    """Up for those with less than the mean, down for those with more."""
+    """Up for experts below the mean, down for those above."""
     layer = _layer(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True)
     with torch.no_grad():
         layer.router.expert_bias.zero_()
@@ -219,7 +220,7 @@ def check_bias_update() -> None:
 
 
 def check_auxiliary_gradients() -> None:
-    """Coefficients times 0 and times 1 give routers different gradients, of the losses that are reported."""
+    """Coefficients times 0 and times 1 give routers different gradients, of the reported losses."""
     gradients = []
     for factor in (0.0, 1.0):
         layer = _layer(moe_aux_loss_coeff=0.5 * factor, moe_z_loss_coeff=0.1 * factor)
@@ -243,7 +244,7 @@ def check_auxiliary_gradients() -> None:
 
 
 def check_losses_are_not_lost() -> None:
-    """A coefficient that nothing would collect is an error, whatever the kind of loss."""
+    """A coefficient whose loss would not be collected is an error, for any kind of loss."""
     x = torch.randn(N, B, H, dtype=torch.float64)
     for kind in ("seq_aux_loss", "global_aux_loss"):
         layer = _layer(moe_aux_loss_coeff=0.5, moe_router_load_balancing_type=kind)
@@ -254,7 +255,7 @@ def check_losses_are_not_lost() -> None:
 
 
 def check_masked_choices_have_no_gradient() -> None:
-    """C51: what was not chosen, or was dropped, sends nothing back to the router."""
+    """C51: experts that were not chosen, or were dropped, send no gradient to the router."""
     x = torch.randn(4, H, dtype=torch.float64)
     experts, kept = torch.tensor([[0, 1], [2, 3], [4, 5], [0, 1]]), torch.ones(4, 2, dtype=torch.bool)
     kept[1, 0] = kept[3, 1] = False
@@ -266,7 +267,7 @@ def check_masked_choices_have_no_gradient() -> None:
 
 
 def check_grouped_product() -> None:
-    """One product for all experts is the loop to the bit, with empty groups, and forward and backward."""
+    """One product for all experts is bitwise equal to the loop, with empty groups, in forward and backward."""
     counts = [5, 0, 3, 4]
     for dtype, inner in ((torch.float32, 16), (torch.bfloat16, 16), (torch.float32, 6), (torch.float64, 16)):
         x, weight = torch.randn(12, inner).to(dtype), torch.randn(4, 8, inner).to(dtype)

@@ -1,4 +1,4 @@
-"""Choices that are replayed, and what travels between the ranks of experts."""
+"""Replayed choices, and bytes sent between the ranks of experts."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def test_another_model_repeats_the_choices_with_its_own_probabilities() -> None:
     loss.backward()
     assert all(layer.mlp.router.weight.grad.abs().max() > 1e-6 for layer in other.decoder.layers.values())
     again = RouterReplay(own.choices)
-    torch.testing.assert_close(other(ids, router_replay=again), other(ids))  # its own choices change nothing
+    torch.testing.assert_close(other(ids, router_replay=again), other(ids))  # its own choices are not used
     with pytest.raises(LayoutError, match=r"layer 0 chooses \[8, 2, 2\].* shape \[16, 2, 2\] was recorded"):
         other(ids[:, :8], router_replay=RouterReplay(record.choices))
 
 
 def _bytes_sent(settings: dict) -> tuple[int, int]:
-    """Bytes of rows of activations that this rank sends to others in a step, and the micro-batches of it."""
+    """Bytes of activation rows that this rank sends to others in a step, and the number of its micro-batches."""
     run, real, sent = tiny_run(**MODEL, moe_router_force_load_balancing=True, **settings), dist.all_to_all_single, []
 
     def counted(received, x, receive, send, group, async_op):
@@ -60,7 +60,7 @@ def _bytes_sent(settings: dict) -> tuple[int, int]:
 
 @pytest.mark.parametrize("ep", [2, 4])
 def test_bytes_of_the_all_to_all(ep: int) -> None:
-    """T k h bytes (EP - 1) / EP for each of: there and back, forward and backward, layers and micro-batches."""
+    """T k h bytes (EP - 1) / EP for each of: dispatch and return, forward and backward, layers and micro-batches."""
     tokens, k, hidden, layers = 2 * 16, 2, 32, 2
     found = run_ranks(ep, _bytes_sent, {"expert_model_parallel_size": ep})
     for sent, micros in found:

@@ -1,4 +1,4 @@
-"""Shared experts that are computed while tokens are on their way change no bit."""
+"""Computing shared experts during the all-to-all changes no bit."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def _layers(hf_config: Settings) -> Settings:
         refuse("head_dim", hf_config["head_dim"], f"supported is qk_rope_head_dim={hf_config['qk_rope_head_dim']}")
     rope = rope_parameters(hf_config)
     if rope.get("mscale_all_dim") and not (rope_type(rope) == "yarn" and rope.get("mscale")):
-        refuse("mscale_all_dim", rope["mscale_all_dim"], "supported is rope_type=yarn together with mscale")
+        refuse("mscale_all_dim", rope["mscale_all_dim"], "supported is rope_type=yarn with mscale")
     layers = hf_config["num_hidden_layers"]
     dense = min(hf_config.get("first_k_dense_replace", 3), layers)
     limits, k = hf_config["topk_group"] < hf_config["n_group"], hf_config["num_experts_per_tok"]

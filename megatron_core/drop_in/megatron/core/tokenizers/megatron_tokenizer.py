@@ -31,7 +31,7 @@ class MegatronTokenizer:
     ) -> Tokenizer:
         """Return the tokenizer of a path.
 
-        ``metadata_path`` is a dict, a JSON file, or None for the file beside the path. ``vocab_size`` applies to
+        ``metadata_path`` is a dict, a JSON file, or None for the file next to the path. ``vocab_size`` applies to
         ``null-text``. Raises ConfigError for an unsupported library.
         """
         metadata = metadata_path
@@ -51,7 +51,7 @@ class MegatronTokenizer:
     def write_metadata(
         tokenizer_path: str, tokenizer_library: str, overwrite: bool = False, metadata_path: str | None = None
     ) -> None:
-        """Write the library of a tokenizer to a file beside it; ConfigError if the file exists or the library is not
+        """Write the library of a tokenizer to a file next to it; ConfigError if the file exists or the library is not
         supported."""
         if tokenizer_library not in _TYPES:
             raise ConfigError(f"the library {tokenizer_library!r} is not supported; legal: {', '.join(_TYPES)}")
