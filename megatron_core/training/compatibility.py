@@ -53,7 +53,7 @@ def check_same_model(stored: Mapping[str, Any], config: RunConfig) -> None:
             for name in changed
         ]
         function = " ".join(name for name in changed if settings()[name].resume is Resume.FUNCTION)
-        way_out = "; where its weights are meant to compute another function, add --changed-model-settings " + function
+        way_out = "; to use the weights with these settings, add --changed-model-settings " + function
         raise CheckpointError(
             "this checkpoint is of another model:\n"
             + "\n".join(faults)
@@ -93,8 +93,7 @@ def check_state(state: Mapping[str, Any], folder: Path) -> dict[str, Any]:
             faults.append(name)
     if faults or not isinstance(stored, dict):
         raise CheckpointError(
-            f"{folder / MANIFEST}: {listed(faults or ['config'])} cannot be what a run has written; load "
-            "another iteration with --ckpt-step"
+            f"{folder / MANIFEST}: invalid {listed(faults or ['config'])}; load another iteration with --ckpt-step"
         )
     return stored
 
@@ -226,7 +225,7 @@ def with_settings_of(config: RunConfig, folder: Path) -> RunConfig:
     before, after = (_taken(stored_config(each), config.checkpoint) for each in (source, folder))
     changed = {name: after[name] for name in before if current[name] == before[name] != after[name]}
     if changed:
-        note(f"these settings are taken from {folder}, which is loaded: {listed(list(changed))}")
+        note(f"settings taken from the loaded checkpoint {folder}: {listed(list(changed))}")
     return RunConfig.from_flat(current | changed)
 
 

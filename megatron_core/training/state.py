@@ -167,17 +167,17 @@ def open_checkpoint(
         if kind != config.optimizer.optimizer and not settings.no_load_optim:
             raise CheckpointError(
                 f"optimizer={config.optimizer.optimizer}, but {reader.folder} has the state of --optimizer {kind}; "
-                "give that, or load the weights alone with --no-load-optim"
+                "use this optimizer, or load only the weights with --no-load-optim"
             )
         if changed := changed_settings(stored, config):
-            note(f"other numbers follow than in the run that is resumed: {'; '.join(changed)}")
+            note(f"results will differ from the resumed run: {'; '.join(changed)}")
         if moved := moved_end(stored, config):
             note(moved)
         seed = stored.get("seed", config.training.seed)
         if seed != config.training.seed:
             note(
-                f"seed={config.training.seed}, but the checkpoint was trained with seed={seed}: from here on other "
-                "samples and other dropout are drawn than in the run that it comes from"
+                f"seed={config.training.seed}, but the checkpoint was trained with seed={seed}: the order of samples "
+                "and dropout differ from the resumed run"
             )
     return reader, config
 
@@ -281,8 +281,8 @@ def _check_names(reader: CheckpointReader, data: DataParallel, optimizer: Optimi
     absent = [kind for kind in kinds if f"optimizer.{kind}" not in there]
     if absent and optimizer is not None:
         raise CheckpointError(
-            f"{reader.folder} has no state of --optimizer {optimizer.config.optimizer} ({listed(absent)}); load the "
-            "weights alone with --no-load-optim"
+            f"{reader.folder} has no state of --optimizer {optimizer.config.optimizer} ({listed(absent)}); load "
+            "only the weights with --no-load-optim"
         )
     reader.check_names(needed)
 
@@ -313,7 +313,7 @@ def _load_compression(reader: CheckpointReader, data: DataParallel) -> None:
     has_factors = all(reader.has(piece.name, piece.global_shape) for piece in factors)
     told = tell_all(f"{has_errors:d}{has_factors:d}", data.device)
     if any(text[0] == "0" for text in told):
-        note(f"the errors of compressed gradients start at zero: the checkpoint has those of {ranks or 0} ranks")
+        note(f"the compression errors of gradients start at zero: the checkpoint has the errors of {ranks or 0} ranks")
         return
     reader.fill(errors)
     if all(text[1] == "1" for text in told):
@@ -329,4 +329,4 @@ def _load_histories(reader: CheckpointReader | HuggingFaceReader, fp8: AmaxHisto
         return
     fp8.forget()
     if fp8.group.rank() == 0:
-        print("note: the checkpoint has no amax histories of this length; FP8 begins with the scales of the tensors")
+        print("note: the checkpoint has no amax histories of this length; FP8 starts with the scales of tensors")
