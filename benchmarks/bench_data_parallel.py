@@ -28,7 +28,7 @@ from torch.distributed.fsdp import fully_shard
 from benchmarks.results import Row, append
 from megatron_core.config import RunConfig
 from megatron_core.models import GPTModel
-from megatron_core.monitor.memory import peak_memory_bytes
+from megatron_core.monitor.device import peak_memory_bytes
 from megatron_core.parallel import ParallelGroups, World
 from megatron_core.parallel.grid import Grid
 from megatron_core.tensor_parallel import ModelParallelConfig

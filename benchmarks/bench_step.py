@@ -25,7 +25,7 @@ from torch import nn
 from benchmarks.results import Row, append
 from megatron_core.config import RunConfig
 from megatron_core.config.flops import flops_per_token
-from megatron_core.monitor.memory import peak_memory_bytes
+from megatron_core.monitor.device import peak_memory_bytes
 from megatron_core.parallel import World
 from megatron_core.training.setup import set_up
 from megatron_core.training.step import train_step

@@ -12,6 +12,7 @@ import yaml
 from markupsafe import Markup
 
 from megatron_core.errors import MegatronError
+from megatron_core.monitor.device import ReferenceRate
 from megatron_core.monitor.diagnosis import Diagnosis
 from megatron_core.monitor.diagnosis_rules import diagnose
 from megatron_core.monitor.expert_load import ExpertLoad, recorded_loads
@@ -19,7 +20,6 @@ from megatron_core.monitor.goodput import LOST
 from megatron_core.monitor.page import BLOCKS, GENERATOR, bars, chart, digits, page, picture, table
 from megatron_core.monitor.plot_experts import plot_expert_load
 from megatron_core.monitor.plot_pipeline import plot_timelines
-from megatron_core.monitor.product_rate import ReferenceRate
 from megatron_core.monitor.rank_records import find_metrics, read_run
 from megatron_core.monitor.summary import Summary
 from megatron_core.output_file import Kind, prepare_output

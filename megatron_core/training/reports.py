@@ -12,10 +12,16 @@ import torch
 
 from megatron_core.config.flops import flops_per_token, forward_flops_per_token
 from megatron_core.monitor.build import metrics_path
+from megatron_core.monitor.device import (
+    MEASURED,
+    ReferenceRate,
+    current_memory_bytes,
+    measure_product_rate,
+    peak_memory_bytes,
+    total_memory_bytes,
+)
 from megatron_core.monitor.events import Sink, StepEvent, ValidationEvent
 from megatron_core.monitor.goodput import Goodput
-from megatron_core.monitor.memory import current_memory_bytes, peak_memory_bytes, total_memory_bytes
-from megatron_core.monitor.product_rate import MEASURED, ReferenceRate, measure_product_rate
 from megatron_core.monitor.rank_records import DETAILED, RankWriter, rank_file, read_rank_file
 from megatron_core.monitor.timers import slowest_ranks, timer_lines
 from megatron_core.parallel.grid import WORLD

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_core.monitor.memory import peak_memory_bytes
+from megatron_core.monitor.device import peak_memory_bytes
 
 
 def test_the_peak_is_in_bytes_and_never_falls():
