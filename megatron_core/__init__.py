@@ -1,1 +1,5 @@
 """Megatron's parallelism on plain PyTorch. ``drop_in`` runs programs written for Megatron-LM."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -22,7 +22,10 @@ from megatron_core.errors import CheckpointError, shortened
 
 FORMAT, VERSION = "megatron-native", 2
 MANIFEST = "manifest.json"
-TORCH_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+TORCH_DTYPES = {
+    **{"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16},
+    **{"I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool},
+}
 """Torch dtypes by their names in the format."""
 CHECKSUM = b',\n "checksum": "'
 """The last key of the file: a hash of all preceding bytes."""

@@ -105,14 +105,17 @@ def modules_of(module: nn.Module) -> list[list[nn.Module]]:
     return units or [[module]]
 
 
-def units_of(module: nn.Module, groups: ParallelGroups) -> list[list[tuple[str, nn.Parameter]]]:
-    """Return a stage's named parameters by unit (see ``modules_of``).
+def units_of(
+    module: nn.Module, groups: ParallelGroups, units: list[list[nn.Module]] | None = None, *, has_rest: bool = False
+) -> list[list[tuple[str, nn.Parameter]]]:
+    """Return a stage's named parameters by unit; ``units`` are the modules of each (default: ``modules_of``).
 
-    A parameter in no unit belongs to the first unit, and a parameter in several units to the first of them. Parameters
+    A parameter in no unit belongs to the first unit, which with ``has_rest`` has no other parameters and precedes
+    ``units``; a parameter in several units belongs to the first of them. Parameters
     without a ``ShardSpec`` get the spec of a tensor that is whole on every rank; ``allreduce=False`` marks parameters
     of experts, which only expert-data-parallel ranks share.
     """
-    units = modules_of(module)
+    units = ([[]] if has_rest else []) + (modules_of(module) if units is None else units)
     number = {p: i for i, modules in reversed(list(enumerate(units))) for m in modules for p in m.parameters()}
     result: list[list[tuple[str, nn.Parameter]]] = [[] for _ in units]
     for name, parameter in global_parameters(module):

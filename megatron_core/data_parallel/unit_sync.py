@@ -7,7 +7,7 @@ may run inside a backward.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -55,11 +55,19 @@ class UnitSync:
         bucket_of: Mapping[nn.Parameter, Bucket],
         options: UnitOptions,
         reduce: Callable[[Bucket], None],
+        *,
+        has_rest: bool = False,
     ) -> None:
+        """``has_rest``: unit 0 consists of all parameters outside ``modules``. It stays whole while any unit is active,
+        and its gradients are reduced at the end of the backward.
+        """
         self.options, self._start_reduce = options, reduce
-        self.units = [
-            Unit(number, *_buckets_of(number, each, buckets, bucket_of)) for number, each in enumerate(modules)
-        ]
+        rest = [bucket for bucket in buckets if bucket.unit == 0] if has_rest else []
+        self._rest = Unit(0, rest, rest) if has_rest else None
+        self.units = [] if self._rest is None else [self._rest]
+        for number, each in enumerate(modules, start=len(self.units)):
+            own, reads = _buckets_of(number, each, buckets, bucket_of)
+            self.units.append(Unit(number, own, list(dict.fromkeys(rest + reads))))
         self._splits_weights = any(bucket.splits_weights for unit in self.units for bucket in unit.reads)
         self._forward: Unit | None = None
         self._backward: Unit | None = None
@@ -67,6 +75,8 @@ class UnitSync:
         """Unit whose weight gradients a split backward computes."""
         self._entered: Unit | None = None
         """Last unit of the most recent forward."""
+        self._passed: int | None = None
+        """Number of the last active unit other than the rest, in the current direction."""
         self._kind = "B"
         self._whole: list[Bucket] = []
         self._reducing: list[Bucket] = []
@@ -77,21 +87,30 @@ class UnitSync:
         submodules.
         """
         seen = {root}
-        for unit, listed in zip(self.units, modules, strict=True):
+        for unit, listed in zip(self.units[len(self.units) - len(modules) :], modules, strict=True):
             for module in listed:
                 for inner in module.modules():
                     owns = inner is module or next(inner.parameters(recurse=False), None) is not None
                     if owns and inner not in seen:
                         seen.add(inner)
-                        inner.register_forward_pre_hook(lambda *_, unit=unit: self._enter_forward(unit))
-                        inner.register_forward_hook(lambda _, args, output, unit=unit: self._watch(output, unit))
+                        self._attach_module(inner, unit)
+        if self._rest is not None:
+            root.register_forward_pre_hook(lambda *_: self._enter_forward(self._rest))
+            for inner in root.modules():
+                if inner not in seen and next(inner.parameters(recurse=False), None) is not None:
+                    self._attach_module(inner, self._rest)
         root.register_forward_hook(lambda _, args, output: self._leave_forward(output))
+
+    def _attach_module(self, module: nn.Module, unit: Unit) -> None:
+        module.register_forward_pre_hook(lambda *_: self._enter_forward(unit))
+        module.register_forward_hook(lambda _, args, output: self._watch(output, unit))
 
     # Forward.
 
     def _enter_forward(self, unit: Unit) -> None:
         if self._forward is not unit:
             self._forward = self._entered = unit
+            self._passed = self._passed if unit is self._rest else unit.number
             self._hold()
 
     def _leave_forward(self, output: Any) -> None:
@@ -100,7 +119,7 @@ class UnitSync:
         """
         if self._entered is not None:
             self._watch(output, self._entered)
-        self._forward = None
+        self._forward = self._passed = None
         self._hold()
 
     def _watch(self, output: Any, unit: Unit) -> None:
@@ -117,10 +136,11 @@ class UnitSync:
 
     def end(self) -> None:
         """End a forward or backward of the stage."""
+        ran_backward = self._backward is not None or self._weights is not None
         for unit in reversed(self.units):
-            if unit in (self._backward, self._weights):
+            if unit in (self._backward, self._weights) or (unit is self._rest and ran_backward):
                 self._reduce(unit)
-        self._forward = self._backward = self._weights = None
+        self._forward = self._backward = self._weights = self._passed = None
         self._kind = "B"
         self._hold()
 
@@ -129,8 +149,11 @@ class UnitSync:
         if before is unit:
             return
         self._forward = None  # the recomputed forward of the previous unit is over
+        if before is None:
+            self._passed = None
+        self._passed = self._passed if unit is self._rest else unit.number
         self._hold()
-        if before is not None:
+        if before not in (None, self._rest):
             self._reduce(before)
 
     def opened(self, bucket: Bucket) -> None:
@@ -201,8 +224,12 @@ class UnitSync:
         """
         if len(self._at_work()) != 1:
             return []
-        number = self._at_work()[0].number + (distance if self._backward is None else -distance)
-        return list(self.units[number].reads) if 0 <= number < len(self.units) else []
+        first, backward = 0 if self._rest is None else 1, self._backward is not None
+        passed = self._at_work()[0].number if self._rest is None else self._passed
+        if passed is None:
+            passed = len(self.units) if backward else first - 1
+        number = passed + (-distance if backward else distance)
+        return list(self.units[number].reads) if first <= number < len(self.units) else []
 
 
 def _buckets_of(
@@ -223,3 +250,5 @@ def _tensors(output: Any) -> Iterator[Tensor]:
     elif isinstance(output, Iterable) and not isinstance(output, str):
         for each in output:
             yield from _tensors(each)
+    elif is_dataclass(output) and not isinstance(output, type):
+        yield from _tensors(list(vars(output).values()))

@@ -44,7 +44,8 @@ class DataParallel:
     ``keep_after_forward`` keeps the gathered weights of stage 3 until the end of the step; ``weights_folder``, if
     given, is the folder for the weight shards of stage 3. ``rule_of`` returns the rule that fills buckets
     (``make_buckets``). Parameters on the meta device get memory on ``device``, one bucket at a time, initialised by
-    ``initialise``.
+    ``initialise``. ``units`` are the modules of each stage's units (default: ``modules_of``); all other parameters
+    then form a unit that stays in memory from the beginning to the end of a forward or backward.
     """
 
     def __init__(
@@ -64,8 +65,11 @@ class DataParallel:
         initialise: Initialise | None = None,
         weights_folder: Path | None = None,
         rule_of: Callable[[BucketKind, int], Rule] = in_order,
+        units: Mapping[int, list[list[nn.Module]]] | None = None,
     ) -> None:
         self.groups, self.zero_stage = groups, zero_stage
+        self._units = {stage: modules_of(module) for stage, module in stages.items()} if units is None else units
+        self._has_rest = units is not None
         self.overlap_grad_reduce, self.overlap_param_gather = overlap_grad_reduce, overlap_param_gather
         self.buckets: list[Bucket] = []
         self.frozen_buckets: list[Bucket] = []
@@ -79,7 +83,7 @@ class DataParallel:
         for stage, module in stages.items():
             make = partial(
                 make_buckets,
-                units_of(module, groups),
+                units_of(module, groups, self._units[stage], has_rest=self._has_rest),
                 stage,
                 groups,
                 bucket_size=bucket_size,
@@ -120,8 +124,8 @@ class DataParallel:
                 if bucket.splits_grads:
                     parameter.open_grad = self._opener(bucket)
         if overlap_param_gather and zero_stage < 3:
-            for module in stages.values():
-                self._wait_before_forward(module)
+            for stage in stages:
+                self._wait_before_forward(stage, stages[stage])
 
     @property
     def all_buckets(self) -> list[Bucket]:
@@ -234,7 +238,8 @@ class DataParallel:
 
     def _unit_sync(self, stage: int, module: nn.Module, options: UnitOptions) -> UnitSync:
         own = [bucket for bucket in self.all_buckets if bucket.stage == stage]
-        return UnitSync(module, modules_of(module), own, self._bucket_of, options, self._start_reduce)
+        units = self._units[stage]
+        return UnitSync(module, units, own, self._bucket_of, options, self._start_reduce, has_rest=self._has_rest)
 
     def _start_reduce(self, bucket: Bucket) -> None:
         """Start a bucket's reduction after the sums that must precede it."""
@@ -274,9 +279,12 @@ class DataParallel:
                 return
             bucket.start_reduce()
 
-    def _wait_before_forward(self, root: nn.Module) -> None:
+    def _wait_before_forward(self, stage: int, root: nn.Module) -> None:
         """Wait for a unit's weights when any of its modules is called first: the other modules may never be called."""
-        for modules in modules_of(root):
+        if self._has_rest:
+            own = [bucket for bucket in self.all_buckets if (bucket.stage, bucket.unit) == (stage, 0)]
+            root.register_forward_pre_hook(_waiter(own))
+        for modules in self._units[stage]:
             read = [self._bucket_of[p] for module in modules for p in module.parameters() if p in self._bucket_of]
             for module in dict.fromkeys(inner for each in modules for inner in each.modules()):
                 if module in modules or next(module.parameters(recurse=False), None) is not None:

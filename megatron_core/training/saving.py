@@ -58,6 +58,8 @@ class CheckpointSaver:
     vocab_size: int = field(kw_only=True)
     tokenizer: Tokenizer | None = field(kw_only=True)
     fp8: AmaxHistories | None = field(default=None, kw_only=True)
+    further: Callable[[], Iterable[TensorBox]] = field(default=tuple, kw_only=True)
+    """Returns pieces that are saved beside those of ``data`` and ``optimizer``."""
 
     def __post_init__(self) -> None:
         self._agree = partial(all_agree, device=self.data.device)
@@ -213,7 +215,8 @@ class CheckpointSaver:
             replaced=() if temporary else self._replaced,
         )
         optimizer = None if settings.no_save_optim else self.optimizer
-        updated, others = updated_pieces(self.data, optimizer), other_pieces(self.data, optimizer, self.fp8)
+        updated = updated_pieces(self.data, optimizer)
+        others = chain(other_pieces(self.data, optimizer, self.fp8), self.further())
         if temporary and self._hosts is not None:
             self._save_copies(save, chain(updated, others), self._hosts)
         elif settings.async_save:

@@ -1,11 +1,13 @@
 """Setup of a training run from a configuration."""
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from megatron_core import parallel_state
 from megatron_core.config import OptimizerConfig, ParallelConfig, RunConfig
@@ -126,10 +128,12 @@ def message_format(config: RunConfig, split: SequenceSplit, device: torch.device
 def data_parallel_of(
     parallel: ParallelConfig,
     optimizer: OptimizerConfig,
-    stages: dict[int, GPTModel],
+    stages: Mapping[int, nn.Module],
     groups: ParallelGroups,
     device: torch.device,
     initialise: Initialise | None = None,
+    *,
+    units: Mapping[int, list[list[nn.Module]]] | None = None,
 ) -> DataParallel:
     """Build the gradient buckets of a rank's stages according to the configuration.
 
@@ -153,6 +157,7 @@ def data_parallel_of(
         initialise=initialise,
         weights_folder=None if parallel.zero3_param_offload_dir is None else Path(parallel.zero3_param_offload_dir),
         rule_of=whole_matrices if whole else in_order,
+        units=units,
     )
 
 

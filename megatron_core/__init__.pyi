@@ -1,0 +1,2 @@
+from .training.engine import Engine as Engine
+from .training.engine import initialize as initialize

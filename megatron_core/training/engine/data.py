@@ -1,0 +1,84 @@
+"""Micro-batches of a map-style data set for any model: a function of seed, epoch and position only."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+
+from megatron_core.errors import ConfigError
+
+
+class _Positions(Sampler[list[int]]):
+    """Indices of this data-parallel rank's micro-batches of one epoch, from ``consumed()`` samples on."""
+
+    def __init__(self, loader: "EngineLoader") -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[list[int]]:
+        loader = self.loader
+        epoch, first = divmod(loader.consumed(), loader.epoch_samples)
+        order = loader.order(epoch)
+        size, together = loader.micro_batch_size, loader.micro_batch_size * loader.ranks
+        for start in range(first + loader.rank * size, loader.epoch_samples, together):
+            yield order[start : start + size].tolist()
+
+
+class EngineLoader:
+    """Iterates over one epoch of micro-batches of this data-parallel rank; it resumes at the engine's position.
+
+    Sample i of an epoch is entry i of a permutation that depends on (seed, epoch) alone; step t reads the samples
+    ``t * global_batch_size`` and following, in the same micro-batches for every number of ranks. The incomplete global
+    batch at the end of an epoch is left out.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        *,
+        micro_batch_size: int,
+        global_batch_size: int,
+        rank: int,
+        ranks: int,
+        seed: int,
+        consumed: Callable[[], int],
+        shuffle: bool = True,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        pin_memory: bool = False,
+    ) -> None:
+        if isinstance(dataset, IterableDataset):
+            raise ConfigError(
+                "training_data is an IterableDataset, which has no positions to resume at; give a data set with "
+                "__len__ and __getitem__, or pass the batches of your own loader to the engine"
+            )
+        count = len(dataset)  # type: ignore[arg-type]
+        self.micro_batch_size, self.rank, self.ranks = micro_batch_size, rank, ranks
+        self.seed, self.consumed, self.shuffle, self.count = seed, consumed, shuffle, count
+        self.epoch_samples = count // global_batch_size * global_batch_size
+        if self.epoch_samples == 0:
+            raise ConfigError(
+                f"training_data has {count} samples, fewer than global_batch_size={global_batch_size}; give a smaller "
+                "batch"
+            )
+        self._loader = DataLoader(
+            dataset,
+            batch_sampler=_Positions(self),
+            num_workers=num_workers,
+            collate_fn=collate_fn,
+            pin_memory=pin_memory,
+        )
+
+    def order(self, epoch: int) -> torch.Tensor:
+        """Return the permutation of ``epoch``."""
+        if not self.shuffle:
+            return torch.arange(self.count)
+        return torch.randperm(self.count, generator=torch.Generator().manual_seed(self.seed * 1_000_003 + epoch))
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate over the rest of the current epoch."""
+        return iter(self._loader)
+
+    def __len__(self) -> int:
+        """Number of micro-batches of this rank in a whole epoch."""
+        return self.epoch_samples // (self.micro_batch_size * self.ranks)

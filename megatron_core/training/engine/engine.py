@@ -1,0 +1,512 @@
+"""The engine: forward, backward and step of any ``nn.Module`` over this project's data parallelism.
+
+engine, optimizer, loader, scheduler = megatron_core.initialize(model=model, config={"zero_stage": 2, "bf16": True})
+for batch in loader:
+    loss = engine(batch)
+    engine.backward(loss)
+    engine.step()
+"""
+
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_core import parallel_state
+from megatron_core.checkpoint import Box, CheckpointReader, TensorBox
+from megatron_core.config import RunConfig
+from megatron_core.data_parallel import DataParallel
+from megatron_core.errors import CheckpointError, ConfigError, MegatronError
+from megatron_core.optimizer.lr_schedule import LearningRateSchedule
+from megatron_core.optimizer.sharded import Optimizer, make_loss_scale
+from megatron_core.parallel.collectives import all_reduce_
+from megatron_core.parallel.grid import WORLD
+from megatron_core.parallel.launch import World, start_world
+from megatron_core.schedules.actions import Action
+from megatron_core.training.engine.data import EngineLoader
+from megatron_core.training.engine.module import (
+    Initialise,
+    LocalInitialisation,
+    UnitClasses,
+    broadcast_from_first,
+    cast,
+    check_same_module,
+    check_settings,
+    find_units,
+    read_settings,
+)
+from megatron_core.training.engine.optimizer import EngineOptimizer, groups_of, settings_from
+from megatron_core.training.saving import CheckpointSaver
+from megatron_core.training.setup import data_parallel_of
+from megatron_core.training.state import TrainState, load_state, open_checkpoint
+
+LossFunction = Callable[..., Tensor]
+
+
+@dataclass
+class EngineState(TrainState):
+    """Counters of an engine, and the caller's own state in checkpoints."""
+
+    client_state: dict[str, Any] = field(default_factory=dict)
+    """JSON values that the caller gave to ``save_checkpoint``."""
+    scheduler: dict[str, Any] = field(default_factory=dict)
+    """State of the caller's learning-rate scheduler."""
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """The result of an optimizer step; equal on all ranks."""
+
+    iteration: int
+    loss: float
+    """Mean of the losses of all micro-batches, or (sum of losses) / (number of terms)."""
+    grad_norm: float
+    """Global gradient norm before clipping, without the loss scale."""
+    learning_rate: float
+    """Learning rate of the first parameter group."""
+    skipped: bool
+    """Whether the update was skipped because a gradient was not finite (fp16)."""
+
+
+class Initialized(NamedTuple):
+    """The result of ``initialize``, in DeepSpeed's order."""
+
+    engine: "Engine"
+    optimizer: EngineOptimizer
+    loader: EngineLoader | None
+    scheduler: Any
+
+
+def initialize(
+    model: nn.Module,
+    config: Mapping[str, Any] | str | os.PathLike[str] | RunConfig | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    *,
+    model_parameters: Iterable[Any] | None = None,
+    unit_classes: UnitClasses | None = None,
+    initialise: Initialise | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    shuffle: bool = True,
+) -> Initialized:
+    """Prepare ``model`` for training on all ranks of the job; return (engine, optimizer, loader, scheduler).
+
+    ``config``: settings by name, a YAML or JSON file, or a ``RunConfig``; the names are those of the command line
+    (``zero_stage``, ``bf16``, ``micro_batch_size``, ``global_batch_size``, ``lr``, ``clip_grad``, ``optimizer``, ...).
+    ``optimizer``: a torch AdamW, Adam or SGD whose rates and groups are taken over; by default ``config`` chooses.
+    ``training_data``: a map-style data set; ``loader`` then yields this rank's micro-batches. ``lr_scheduler``: a torch
+    scheduler of ``optimizer``, or a function that makes one of the engine's optimizer; each step calls its ``step()``.
+    ``model_parameters``: parameter groups, if ``optimizer`` is not given. ``unit_classes``: see ``find_units``.
+    ``initialise(module)`` fills the parameters of one module of a model on the meta device. Without
+    torch.distributed, the processes of torchrun are joined; one process needs no launcher.
+
+    Errors: ``ConfigError`` and ``LayoutError`` on all ranks before training begins.
+    """
+    settings = read_settings(config)
+    if optimizer is not None:
+        settings = replace(settings, optimizer=settings_from(optimizer, settings.optimizer))
+        if model_parameters is not None:
+            raise ConfigError("give optimizer or model_parameters; the optimizer has its parameters already")
+        model_parameters = optimizer.param_groups
+    world = _join(settings)
+    settings = check_settings(settings, world.size)
+    engine = Engine(
+        model, settings, world, model_parameters=model_parameters, unit_classes=unit_classes, initialise=initialise
+    )
+    loader = None
+    if training_data is not None:
+        loader = engine.make_loader(training_data, collate_fn=collate_fn, shuffle=shuffle)
+    engine.set_scheduler(lr_scheduler, replaced=optimizer)
+    return Initialized(engine, engine.optimizer, loader, engine.lr_scheduler)
+
+
+def _join(config: RunConfig) -> World:
+    """Join the processes of the launcher, unless torch.distributed is initialized already."""
+    world = World.from_environment()
+    if dist.is_initialized():
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        return World(dist.get_rank(), dist.get_world_size(), local, world.device)
+    parallel = config.parallel
+    start_world(world, backend=parallel.distributed_backend, timeout_minutes=parallel.distributed_timeout_minutes)
+    return world
+
+
+class Engine(nn.Module):
+    """Trains ``module`` with data parallelism, gradient accumulation and mixed precision.
+
+    The loss of a step is the mean of the losses given to ``backward`` over all micro-batches of all ranks, or, if the
+    number of terms is given with each, (sum of all losses) / (number of terms). Gradients are in
+    ``parameter.main_grad`` (float32 for 16-bit weights), not in ``parameter.grad``.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        config: RunConfig,
+        world: World,
+        *,
+        model_parameters: Iterable[Any] | None = None,
+        unit_classes: UnitClasses | None = None,
+        initialise: Initialise | None = None,
+    ) -> None:
+        super().__init__()
+        self.module, self.config, self.world = module, config, world
+        self.groups = parallel_state.make_groups(config.parallel, world, ends=(0, 0))
+        # Make the model equal on all ranks, in the dtype of the run.
+        check_same_module(module, world.device)
+        model_parameters = None if model_parameters is None else list(model_parameters)
+        groups = groups_of(module, config.optimizer, model_parameters)
+        cast(module, config, world.device)
+        local = LocalInitialisation(module, config.training.seed, world.device, initialise)
+        broadcast_from_first([*module.parameters(), *module.buffers()])
+        # Buckets and the optimizer on their shards.
+        self.data_parallel: DataParallel = data_parallel_of(
+            config.parallel,
+            config.optimizer,
+            {0: module},
+            self.groups,
+            world.device,
+            local,
+            units={0: find_units(module, unit_classes)},
+        )
+        self.optimizer = EngineOptimizer(groups, self.step)
+        scale = make_loss_scale(config.optimizer, getattr(torch, config.training.compute_dtype))
+        self._sharded = Optimizer(
+            self.data_parallel,
+            config.optimizer,
+            self.groups,
+            scale,
+            config.model.kernel_backend,
+            config.training.seed,
+            param_groups=self.optimizer.param_groups,
+        )
+        # Counters, and the schedule of the learning rate.
+        self.state = EngineState(layout=self.layout)
+        self.micro_step = 0
+        """Number of micro-batches since the last optimizer step."""
+        self.last_report: StepReport | None = None
+        self.lr_scheduler: Any = None
+        total = config.training.train_iters or config.training.train_samples or 1
+        self._schedule = LearningRateSchedule(config.optimizer, total, by_samples=config.schedules_by_samples)
+        self._base_rates = [group["lr"] for group in self.optimizer.param_groups]
+        self._losses = torch.zeros(2, dtype=torch.float64, device=world.device)
+        self._weighted: bool | None = None
+        self._backwards = 0
+        self._savers: dict[str, CheckpointSaver] = {}
+
+    @property
+    def layout(self) -> str:
+        """Short description of the layout, such as ``dp2 zero3``."""
+        stage = self.config.parallel.dp_zero_stage
+        return f"dp{self.groups.size('dp')}" + (f" zero{stage}" if stage else "")
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches of a rank in one optimizer step."""
+        return self.global_batch_size // (self.config.training.micro_batch_size * self.groups.size("dp"))
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples in one optimizer step."""
+        return self.config.training.final_batch_size(self.groups.size("dp"))
+
+    @property
+    def is_boundary(self) -> bool:
+        """Whether the current micro-batch is the last of its optimizer step."""
+        return self.micro_step + 1 == self.gradient_accumulation_steps
+
+    def make_loader(
+        self, dataset: Any, *, collate_fn: Callable[[list[Any]], Any] | None = None, shuffle: bool = True
+    ) -> EngineLoader:
+        """Return a loader of this rank's micro-batches of a map-style data set."""
+        return EngineLoader(
+            dataset,
+            micro_batch_size=self.config.training.micro_batch_size,
+            global_batch_size=self.global_batch_size,
+            rank=self.groups.index("dp"),
+            ranks=self.groups.size("dp"),
+            seed=self.config.training.seed,
+            consumed=lambda: self.state.consumed_samples,
+            shuffle=shuffle,
+            num_workers=self.config.data.num_workers,
+            collate_fn=collate_fn,
+            pin_memory=self.world.device.type == "cuda",
+        )
+
+    def set_scheduler(self, scheduler: Any, replaced: torch.optim.Optimizer | None = None) -> None:
+        """Use the caller's learning-rate scheduler instead of the configured schedule.
+
+        A scheduler of the optimizer ``replaced`` continues with the engine's optimizer.
+        """
+        if scheduler is not None and not hasattr(scheduler, "step"):
+            scheduler = scheduler(self.optimizer)
+        elif replaced is not None and scheduler is not None and getattr(scheduler, "optimizer", None) is replaced:
+            scheduler.optimizer = self.optimizer
+            for own, theirs in zip(self.optimizer.param_groups, replaced.param_groups, strict=True):
+                own["lr"] = theirs["lr"]
+        self.lr_scheduler = scheduler
+
+    # A micro-batch.
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module; floating-point tensors in the arguments are cast to the compute dtype."""
+        action = Action(0, "F", self.micro_step)
+        self.data_parallel.begin_action(action)
+        output = self.module(*self._cast(args), **self._cast(kwargs))
+        self.data_parallel.end_action(action)
+        return output
+
+    def _cast(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            dtype = getattr(torch, self.config.training.compute_dtype)
+            return value.to(dtype) if value.is_floating_point() and dtype != torch.float32 else value
+        if isinstance(value, tuple | list) and type(value) in (tuple, list):
+            return type(value)(self._cast(each) for each in value)
+        if type(value) is dict:
+            return {name: self._cast(each) for name, each in value.items()}
+        return value
+
+    def backward(self, loss: Tensor, num_terms: Tensor | float | None = None, *, retain_graph: bool = False) -> Tensor:
+        """Compute gradients of ``loss`` and add them up; return the detached loss.
+
+        Without ``num_terms``, ``loss`` is the mean of a micro-batch, and all micro-batches have equal weight. With
+        ``num_terms``, ``loss`` is the sum of that number of terms; give it in all micro-batches or in none.
+        """
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise ConfigError(f"loss={_shown(loss)} must be a tensor with one element; pass the model's loss")
+        if self._weighted not in (None, num_terms is not None):
+            raise ConfigError("num_terms is given in some micro-batches of a step only; give it in all or in none")
+        self._weighted = num_terms is not None
+        if self._backwards and self.is_boundary and self.config.parallel.overlap_grad_reduce:
+            raise ConfigError(
+                "overlap_grad_reduce=True: the last micro-batch of a step can have only one backward, because sums "
+                "start during it; add the losses, or set overlap_grad_reduce=False"
+            )
+        self._backwards += 1
+        factor = self._sharded.loss_scale.scale
+        if num_terms is None:
+            factor /= self.gradient_accumulation_steps * self.groups.size("dp")
+        action = Action(0, "B", self.micro_step)
+        if self.is_boundary:
+            self.data_parallel.enable_grad_sync(0)
+        self.data_parallel.begin_action(action)
+        (loss * factor).backward(retain_graph=retain_graph)
+        self.data_parallel.end_action(action)
+        terms = 1.0 if num_terms is None else num_terms
+        self._losses[0] += loss.detach().double().reshape(())
+        self._losses[1] += terms
+        return loss.detach()
+
+    def step(self) -> StepReport | None:
+        """End a micro-batch; the last one of a step updates the weights and returns a report, others return None."""
+        if not self._backwards:
+            raise ConfigError("step() without backward(): call engine.backward(loss) for each micro-batch first")
+        self._backwards = 0
+        if not self.is_boundary:
+            self.micro_step += 1
+            return None
+        self.micro_step = 0
+        return self._update()
+
+    @torch.no_grad()
+    def _update(self) -> StepReport:
+        """Sum the gradients over all ranks, clip, and update the weights."""
+        data, sharded = self.data_parallel, self._sharded
+        data.finish_grad_sync()
+        totals = self._losses
+        all_reduce_(totals, self.groups.group(WORLD))
+        if self._weighted:
+            for bucket in data.buckets:
+                bucket.grad_shard.div_(totals[1].clamp_min(1.0).to(bucket.grad_shard.dtype))
+        norm, total, terms = torch.cat([sharded.gradient_norm().view(1), totals]).tolist()
+        loss = total / max(terms, 1.0)
+        self._refuse_bad(loss, norm)
+        # Update with the learning rates of this step.
+        self.state.consumed_samples += self.global_batch_size
+        rate = self._set_rates()
+        skipped = sharded.step(rate, norm)
+        data.start_param_sync()
+        data.zero_grad()
+        # Advance the counters.
+        self._losses = torch.zeros_like(totals)
+        self._weighted = None
+        self.state.iteration += 1
+        self.state.skipped_iterations += skipped
+        self.state.skipped_samples += skipped * self.global_batch_size
+        if self.lr_scheduler is not None and not skipped:
+            self.lr_scheduler.step()
+        if self.world.watchdog is not None:
+            self.world.watchdog.beat(self.state.iteration + 1)
+        self.last_report = StepReport(self.state.iteration, loss, norm, rate, skipped)
+        return self.last_report
+
+    def _refuse_bad(self, loss: float, norm: float) -> None:
+        training = self.config.training
+        if training.check_for_nan_in_loss_and_grad and not training.fp16 and not math.isfinite(loss + norm):
+            raise MegatronError(
+                f"iteration {self.state.iteration + 1}: loss={loss} and gradient norm={norm} must be finite; lower the "
+                "learning rate, inspect the data, or set check_for_nan_in_loss_and_grad=False to continue"
+            )
+
+    def _set_rates(self) -> float:
+        """Set the learning rate of each group according to the configured schedule; return that of the first group."""
+        groups = self.optimizer.param_groups
+        if self.lr_scheduler is None:
+            position = self.state.consumed_samples if self._schedule.by_samples else self.state.iteration + 1
+            share = self._schedule.lr(position) / self.config.optimizer.lr
+            for group, base in zip(groups, self._base_rates, strict=True):
+                group["lr"] = base * share
+        return float(groups[0]["lr"])
+
+    # Whole steps.
+
+    def train_batch(self, batches: Iterator[Any], loss_function: LossFunction | None = None) -> StepReport:
+        """Take one optimizer step with the next micro-batches of ``batches``.
+
+        ``loss_function(output, batch)`` returns the loss; by default it is the module's output, its attribute or entry
+        ``loss``, or its first entry.
+        """
+        report = None
+        while report is None:
+            batch = next(batches)
+            self.backward(self._loss(batch, loss_function))
+            report = self.step()
+        return report
+
+    @torch.no_grad()
+    def eval_batch(self, batches: Iterator[Any], loss_function: LossFunction | None = None) -> float:
+        """Return the mean loss of the next ``gradient_accumulation_steps`` micro-batches of all ranks."""
+        was_training = self.module.training
+        self.module.eval()
+        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        for _ in range(self.gradient_accumulation_steps):
+            total += self._loss(next(batches), loss_function).double()
+        self.module.train(was_training)
+        all_reduce_(total, self.groups.group("dp"))
+        return float(total) / (self.gradient_accumulation_steps * self.groups.size("dp"))
+
+    def _loss(self, batch: Any, loss_function: LossFunction | None) -> Tensor:
+        output = (
+            self(**batch)
+            if isinstance(batch, Mapping)
+            else self(*batch)
+            if isinstance(batch, tuple | list)
+            else self(batch)
+        )
+        if loss_function is not None:
+            return loss_function(output, batch)
+        return loss_of(output)
+
+    # Weights and checkpoints.
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Return whole weights and buffers on the CPU, as ``module.state_dict()`` does; all ranks call it together."""
+        names = {parameter: name for name, parameter in self.module.named_parameters(remove_duplicate=False)}
+        held = {p: p.detach().to("cpu", copy=True) for p in self.data_parallel.reading(names)}
+        found = self.module.state_dict(keep_vars=True)
+        return {n: held[t] if t in held else t.detach().to("cpu", copy=True) for n, t in found.items()}
+
+    def save_checkpoint(self, folder: str | os.PathLike[str], client_state: Mapping[str, Any] | None = None) -> None:
+        """Write weights, buffers, optimizer state and counters into ``folder``; all ranks call it together.
+
+        ``client_state``: JSON values that ``load_checkpoint`` returns. Errors: ``CheckpointError`` on all ranks.
+        """
+        if self.micro_step or self._backwards:
+            raise CheckpointError(
+                f"save_checkpoint after {self.micro_step or self._backwards} of {self.gradient_accumulation_steps} "
+                "micro-batches: gradients are not saved; call it after the step"
+            )
+        self.state.client_state = dict(client_state or {})
+        if callable(state_dict := getattr(self.lr_scheduler, "state_dict", None)):
+            self.state.scheduler = _plain(state_dict())
+        name = os.fspath(folder)
+        if name not in self._savers:
+            config = replace(self.config, checkpoint=replace(self.config.checkpoint, save=name))
+            self._savers[name] = CheckpointSaver(
+                config, self.data_parallel, self._sharded, vocab_size=0, tokenizer=None, further=self._buffer_pieces
+            )
+        self._savers[name].save(self.state)
+
+    def finish_saving(self) -> None:
+        """Wait for the checkpoint that ``async_save`` writes in the background."""
+        for saver in self._savers.values():
+            saver.finish()
+
+    def load_checkpoint(
+        self, folder: str | os.PathLike[str], iteration: int | None = None, *, load_optimizer: bool = True
+    ) -> dict[str, Any]:
+        """Load the newest checkpoint of ``folder``, or that of ``iteration``; return its ``client_state``.
+
+        The number of ranks and the ZeRO stage may differ from the run that saved it. All ranks call it together.
+        Errors: ``CheckpointError`` if there is none, it is damaged, or it belongs to another model.
+        """
+        settings = replace(
+            self.config.checkpoint,
+            load=os.fspath(folder),
+            save=None,
+            ckpt_step=iteration,
+            no_load_optim=not load_optimizer,
+            exit_on_missing_checkpoint=True,
+        )
+        config = replace(self.config, checkpoint=settings)
+        reader, _ = open_checkpoint(config, self.world.device)
+        assert isinstance(reader, CheckpointReader)
+        stored = reader.state
+        self.data_parallel.finish_param_sync()
+        with reader:
+            reader.fill(self._buffer_pieces())
+            loaded = load_state(config, reader, self.data_parallel, self._sharded)
+        self.data_parallel.start_param_sync()
+        known = {name: stored[name] for name in ("client_state", "scheduler") if name in stored}
+        self.state = EngineState(**{**asdict(loaded), **known})
+        if self.lr_scheduler is not None and self.state.scheduler:
+            self.lr_scheduler.load_state_dict(self.state.scheduler)
+        return dict(self.state.client_state)
+
+    def _buffer_pieces(self) -> Iterator[TensorBox]:
+        """Persistent buffers, such as running statistics of batch norm; those of rank 0 are saved."""
+        names = set(self.module.state_dict(keep_vars=True))
+        for name, buffer in self.module.named_buffers():
+            if name in names:
+                shape = tuple(buffer.shape)
+                box = Box((0,) * buffer.dim(), shape)
+                yield TensorBox(f"buffers.{name}", shape, box, buffer, owned=self.groups.rank == 0)
+
+
+def loss_of(output: Any) -> Tensor:
+    """Return the loss in a module's output: a scalar tensor, the attribute or entry ``loss``, or the first entry."""
+    if isinstance(output, Tensor):
+        return output
+    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if found is None and isinstance(output, tuple | list) and output:
+        found = output[0]
+    if isinstance(found, Tensor):
+        return found
+    raise ConfigError(f"the model returns {type(output).__name__} without a loss; give loss_function(output, batch)")
+
+
+def _plain(value: Any) -> Any:
+    """Convert the state of a scheduler to JSON values; entries that are not data are left out."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(each) for name, each in value.items() if _is_data(each)}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return value
+
+
+def _is_data(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(_is_data(each) for each in value.values())
+    if isinstance(value, list | tuple):
+        return all(map(_is_data, value))
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _shown(value: Any) -> str:
+    return f"tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)

@@ -1,0 +1,242 @@
+"""Prepare any ``nn.Module`` for data parallelism: settings, dtype, equal weights on all ranks, units of ZeRO."""
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_core.config import OptimizerConfig, RunConfig
+from megatron_core.config.checkpoint import CheckpointConfig
+from megatron_core.config.file import convert, field_types, read_config
+from megatron_core.config.monitor import MonitorConfig
+from megatron_core.config.resilience import ResilienceConfig
+from megatron_core.config.validate import check, without_data
+from megatron_core.errors import ConfigError, LayoutError
+from megatron_core.parallel.texts import listed, tell_all
+
+READ = frozenset(
+    {
+        *(
+            each.name
+            for kind in (OptimizerConfig, CheckpointConfig, MonitorConfig, ResilienceConfig)
+            for each in fields(kind)
+        ),
+        *("zero_stage", "use_distributed_optimizer", "data_parallel_sharding_strategy", "zero3_keep_after_forward"),
+        *("zero3_param_offload_dir", "num_distributed_optimizer_instances", "grad_reduce_in_bf16"),
+        *("ddp_reduce_scatter_with_fp32_accumulation", "grad_compression", "grad_compression_warmup_iters"),
+        *("powersgd_rank", "overlap_grad_reduce", "overlap_param_gather", "ddp_bucket_size", "distributed_backend"),
+        *("distributed_timeout_minutes", "micro_batch_size", "global_batch_size", "train_iters", "train_samples"),
+        *("seed", "bf16", "fp16", "fp64", "deterministic_mode", "check_for_nan_in_loss_and_grad", "num_workers"),
+        *("kernel_backend",),
+    }
+) - {"decoupled_lr", "decoupled_min_lr", "load_hf", "use_checkpoint_args", "changed_model_settings", "elastic"}
+"""Settings of a run that apply to a model of the caller; all others describe the GPT of ``pretrain_gpt.py``."""
+FIRST_MODULES = 8
+"""Number of names that an error message lists."""
+
+Initialise = Callable[[nn.Module], None]
+UnitClasses = Sequence[str | type[nn.Module]]
+
+
+def read_settings(config: Mapping[str, Any] | str | os.PathLike[str] | RunConfig | None) -> RunConfig:
+    """Convert the ``config`` of ``initialize`` into a ``RunConfig``; check it for ``world_size`` ranks later.
+
+    Errors: ``ConfigError`` for unknown names, values of the wrong type, and settings of the GPT model or its data.
+    """
+    if isinstance(config, RunConfig):
+        settings = config
+    elif isinstance(config, str | os.PathLike):
+        settings = read_config(str(config), RunConfig())
+    elif isinstance(config, Mapping) or config is None:
+        settings = _from_mapping(config or {})
+    else:
+        raise ConfigError(f"config={config!r} must be a dict, the path of a YAML or JSON file, or a RunConfig")
+    values, defaults = settings.flat(), RunConfig().flat()
+    foreign = [name for name in values if values[name] != defaults[name] and name not in READ]
+    if foreign:
+        raise ConfigError(
+            f"{listed(foreign)} {'has' if len(foreign) == 1 else 'have'} no effect on a model of your own (settings of "
+            "the GPT model, its layout or its data); remove them from config"
+        )
+    return settings
+
+
+def _from_mapping(config: Mapping[str, Any]) -> RunConfig:
+    kinds, faults, values = field_types(), [], RunConfig().flat()
+    for name, value in config.items():
+        if name not in kinds:
+            faults.append(f"{name!r} is not a setting")
+            continue
+        try:
+            values[name] = convert(value, kinds[name])
+        except (TypeError, ValueError, OverflowError) as error:
+            faults.append(f"{name}={value!r}: {error}")
+    if faults:
+        raise ConfigError(f"config: {'; '.join(faults)}; docs/from_megatron.md lists the settings")
+    return RunConfig.from_flat(values)
+
+
+def check_settings(config: RunConfig, world_size: int) -> RunConfig:
+    """Check ``config`` on ``world_size`` ranks; return it with a constant learning rate if the steps are unknown."""
+    training, optimizer = config.training, config.optimizer
+    if (
+        training.train_iters is None
+        and training.train_samples is None
+        and not (optimizer.lr_decay_iters or optimizer.lr_decay_samples)
+    ):
+        optimizer = replace(optimizer, lr_decay_style="constant")
+    gpt = replace(config, optimizer=optimizer, data=replace(config.data, mock_data=True, vocab_size=64))
+    check(without_data(gpt), world_size)  # settings of the GPT model have their defaults
+    return replace(config, optimizer=optimizer)
+
+
+def cast(module: nn.Module, config: RunConfig, device: torch.device) -> None:
+    """Move ``module`` to ``device`` and its floating-point parameters to the compute dtype.
+
+    Buffers keep their dtype with bf16 and fp16, because running statistics and tables lose accuracy; with fp64 they
+    become float64. Parameters and buffers on the meta device stay there.
+    """
+    dtype = getattr(torch, config.training.compute_dtype)
+
+    def moved(tensor: Tensor, to: torch.dtype | None) -> Tensor:
+        wanted = to if tensor.is_floating_point() else None
+        return tensor.to(device=None if tensor.is_meta else device, dtype=wanted)
+
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.data = moved(parameter.data, dtype)
+        for inner in module.modules():
+            for name, buffer in inner.named_buffers(recurse=False):
+                inner._buffers[name] = moved(buffer, dtype if dtype == torch.float64 else None)
+
+
+def check_same_module(module: nn.Module, device: torch.device) -> None:
+    """Compare names, shapes, dtypes and trainability of all parameters and buffers between the ranks.
+
+    Errors: ``LayoutError`` on all ranks with the first difference.
+    """
+    lines = [
+        f"{n} {tuple(p.shape)} {p.dtype} {'trained' if p.requires_grad else 'frozen'}"
+        for n, p in module.named_parameters()
+    ]
+    lines += [f"{n} {tuple(b.shape)} {b.dtype} buffer" for n, b in module.named_buffers()]
+    if not lines:
+        raise ConfigError(f"model={type(module).__name__} has no parameters; there is nothing to train")
+    digests = tell_all(hashlib.sha256("\n".join(lines).encode()).hexdigest(), device)
+    if len(set(digests)) > 1:
+        texts = [text.splitlines() for text in tell_all("\n".join(lines), device)]
+        other = next(rank for rank, text in enumerate(texts) if text != texts[0])
+        pairs = zip([*texts[0], "nothing"], [*texts[other], "nothing"], strict=False)
+        first, second = next(pair for pair in pairs if pair[0] != pair[1])
+        raise LayoutError(
+            f"the model differs between ranks: rank 0 has {first}, and rank {other} has {second}; construct the same "
+            "model on every rank"
+        )
+
+
+@torch.no_grad()
+def broadcast_from_first(tensors: Iterable[Tensor]) -> None:
+    """Replace ``tensors`` by those of rank 0; ranks may have drawn different initial weights."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        for tensor in tensors:
+            if not tensor.is_meta:
+                whole = tensor.contiguous()
+                dist.broadcast(whole.view(torch.uint8) if whole.dtype == torch.bool else whole, 0)
+                tensor.copy_(whole)
+
+
+def find_units(module: nn.Module, classes: UnitClasses | None = None) -> list[list[nn.Module]]:
+    """Choose the modules that ZeRO stages 2 and 3 gather and free as a whole, in the order of registration.
+
+    ``classes``: names or types; the outermost modules of these classes are units. By default the classes that a
+    transformers model names as indivisible (``_no_split_modules``), else the entries of the outermost
+    ``nn.ModuleList`` and ``nn.Sequential`` with several entries, else the children. Parameters outside of all units
+    stay in memory during a forward and a backward (Zhao et al. 2023, section 4.2).
+    """
+    if classes is not None:
+        found = outermost(module, lambda each: _is_of(each, classes))
+        if not found:
+            names = list(dict.fromkeys(type(each).__name__ for each in module.modules()))
+            raise ConfigError(
+                f"unit_classes={[getattr(c, '__name__', c) for c in classes]}: the model has no such modules; its "
+                f"classes are {listed(names, FIRST_MODULES)}"
+            )
+        return [[each] for each in found]
+    named = list(getattr(module, "_no_split_modules", None) or ())
+    found = outermost(module, lambda each: _is_of(each, named)) if named else []
+    if not found:
+        lists = outermost(module, lambda each: isinstance(each, nn.ModuleList | nn.Sequential) and len(each) > 1)
+        found = [child for each in lists for child in each.children()]
+    found = [each for each in found or list(module.children()) if next(each.parameters(), None) is not None]
+    unique = list(dict.fromkeys(found))
+    return [[each] for each in unique]
+
+
+def outermost(module: nn.Module, wanted: Callable[[nn.Module], bool]) -> list[nn.Module]:
+    """Return the modules inside ``module`` for which ``wanted`` is true and which are inside no other of them."""
+    found: list[nn.Module] = []
+    for child in module.children():
+        found += [child] if wanted(child) else outermost(child, wanted)
+    return found
+
+
+def _is_of(module: nn.Module, classes: UnitClasses) -> bool:
+    return any(type(module).__name__ == kind if isinstance(kind, str) else isinstance(module, kind) for kind in classes)
+
+
+class LocalInitialisation:
+    """Initialises parameters on the meta device where they are needed, equal on all ranks.
+
+    The module that owns a parameter is copied without its children, gets memory, and is initialised by
+    ``initialise(module)`` (default: its ``reset_parameters()``, or ``_init_weights(module)`` of a transformers model)
+    with a generator seeded by (``seed``, name of the module). So the result depends neither on ranks nor on units.
+    """
+
+    def __init__(self, module: nn.Module, seed: int, device: torch.device, initialise: Initialise | None) -> None:
+        self.seed, self.device = seed, device
+        self.initialise = initialise or getattr(module, "_init_weights", None)
+        self.owners = {
+            name: (path, owner)
+            for path, owner in module.named_modules()
+            for name in (f"{path}.{own}".lstrip(".") for own, _ in owner.named_parameters(recurse=False))
+        }
+        missing = [name for name, buffer in module.named_buffers() if buffer.is_meta]
+        if missing:
+            raise ConfigError(
+                f"model: {listed(missing)} {'is a buffer' if len(missing) == 1 else 'are buffers'} on the meta device, "
+                "whose values cannot be computed again; construct the model with real buffers (megatron_core.meta_init)"
+            )
+
+    def __call__(self, name: str, parameter: nn.Parameter) -> None:
+        """Fill ``parameter``, which has memory."""
+        path, owner = self.owners[name]
+        scratch = copy(owner)
+        scratch._modules = {}
+        scratch._parameters = {
+            own: nn.Parameter(torch.empty(each.shape, dtype=each.dtype, device=parameter.device), each.requires_grad)
+            for own, each in owner._parameters.items()
+            if each is not None
+        }
+        digest = hashlib.sha256(f"{self.seed} {path}".encode()).digest()
+        devices = [parameter.device] if parameter.device.type == "cuda" else []
+        with torch.no_grad(), torch.random.fork_rng(devices):
+            torch.manual_seed(int.from_bytes(digest[:8], "little"))
+            self._initialise(scratch, path)
+            parameter.copy_(scratch._parameters[name.rpartition(".")[2]])
+
+    def _initialise(self, scratch: nn.Module, path: str) -> None:
+        if self.initialise is not None:
+            self.initialise(scratch)
+        elif callable(reset := getattr(scratch, "reset_parameters", None)):
+            reset()
+        else:
+            raise ConfigError(
+                f"{path or 'the model'} ({type(scratch).__name__}) is on the meta device without reset_parameters(); "
+                "give initialise=, a function that fills the parameters of one module"
+            )
