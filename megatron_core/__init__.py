@@ -1,4 +1,8 @@
-"""Megatron's parallelism on plain PyTorch. ``drop_in`` runs programs written for Megatron-LM."""
+"""Megatron's parallelism on plain PyTorch.
+
+``initialize`` trains any ``nn.Module`` (imported on first use, because settings and tools need no torch); ``drop_in``
+runs programs written for Megatron-LM.
+"""
 
 import lazy_loader
 

@@ -10,15 +10,13 @@ for batch in loader:
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_core import parallel_state
-from megatron_core.checkpoint import Box, CheckpointReader, TensorBox
 from megatron_core.config import RunConfig
 from megatron_core.data_parallel import DataParallel
 from megatron_core.errors import CheckpointError, ConfigError, MegatronError
@@ -26,8 +24,9 @@ from megatron_core.optimizer.lr_schedule import LearningRateSchedule
 from megatron_core.optimizer.sharded import Optimizer, make_loss_scale
 from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.grid import WORLD
-from megatron_core.parallel.launch import World, start_world
+from megatron_core.parallel.launch import World
 from megatron_core.schedules.actions import Action
+from megatron_core.training.engine.checkpoints import EngineCheckpoints, EngineState, plain_state
 from megatron_core.training.engine.data import EngineLoader
 from megatron_core.training.engine.module import (
     Initialise,
@@ -36,26 +35,12 @@ from megatron_core.training.engine.module import (
     broadcast_from_first,
     cast,
     check_same_module,
-    check_settings,
     find_units,
-    read_settings,
 )
-from megatron_core.training.engine.optimizer import EngineOptimizer, groups_of, settings_from
-from megatron_core.training.saving import CheckpointSaver
+from megatron_core.training.engine.optimizer import EngineOptimizer, groups_of
 from megatron_core.training.setup import data_parallel_of
-from megatron_core.training.state import TrainState, load_state, open_checkpoint
 
 LossFunction = Callable[..., Tensor]
-
-
-@dataclass
-class EngineState(TrainState):
-    """Counters of an engine, and the caller's own state in checkpoints."""
-
-    client_state: dict[str, Any] = field(default_factory=dict)
-    """JSON values that the caller gave to ``save_checkpoint``."""
-    scheduler: dict[str, Any] = field(default_factory=dict)
-    """State of the caller's learning-rate scheduler."""
 
 
 @dataclass(frozen=True)
@@ -71,70 +56,6 @@ class StepReport:
     """Learning rate of the first parameter group."""
     skipped: bool
     """Whether the update was skipped because a gradient was not finite (fp16)."""
-
-
-class Initialized(NamedTuple):
-    """The result of ``initialize``, in DeepSpeed's order."""
-
-    engine: "Engine"
-    optimizer: EngineOptimizer
-    loader: EngineLoader | None
-    scheduler: Any
-
-
-def initialize(
-    model: nn.Module,
-    config: Mapping[str, Any] | str | os.PathLike[str] | RunConfig | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
-    training_data: Any = None,
-    lr_scheduler: Any = None,
-    *,
-    model_parameters: Iterable[Any] | None = None,
-    unit_classes: UnitClasses | None = None,
-    initialise: Initialise | None = None,
-    collate_fn: Callable[[list[Any]], Any] | None = None,
-    shuffle: bool = True,
-) -> Initialized:
-    """Prepare ``model`` for training on all ranks of the job; return (engine, optimizer, loader, scheduler).
-
-    ``config``: settings by name, a YAML or JSON file, or a ``RunConfig``; the names are those of the command line
-    (``zero_stage``, ``bf16``, ``micro_batch_size``, ``global_batch_size``, ``lr``, ``clip_grad``, ``optimizer``, ...).
-    ``optimizer``: a torch AdamW, Adam or SGD whose rates and groups are taken over; by default ``config`` chooses.
-    ``training_data``: a map-style data set; ``loader`` then yields this rank's micro-batches. ``lr_scheduler``: a torch
-    scheduler of ``optimizer``, or a function that makes one of the engine's optimizer; each step calls its ``step()``.
-    ``model_parameters``: parameter groups, if ``optimizer`` is not given. ``unit_classes``: see ``find_units``.
-    ``initialise(module)`` fills the parameters of one module of a model on the meta device. Without
-    torch.distributed, the processes of torchrun are joined; one process needs no launcher.
-
-    Errors: ``ConfigError`` and ``LayoutError`` on all ranks before training begins.
-    """
-    settings = read_settings(config)
-    if optimizer is not None:
-        settings = replace(settings, optimizer=settings_from(optimizer, settings.optimizer))
-        if model_parameters is not None:
-            raise ConfigError("give optimizer or model_parameters; the optimizer has its parameters already")
-        model_parameters = optimizer.param_groups
-    world = _join(settings)
-    settings = check_settings(settings, world.size)
-    engine = Engine(
-        model, settings, world, model_parameters=model_parameters, unit_classes=unit_classes, initialise=initialise
-    )
-    loader = None
-    if training_data is not None:
-        loader = engine.make_loader(training_data, collate_fn=collate_fn, shuffle=shuffle)
-    engine.set_scheduler(lr_scheduler, replaced=optimizer)
-    return Initialized(engine, engine.optimizer, loader, engine.lr_scheduler)
-
-
-def _join(config: RunConfig) -> World:
-    """Join the processes of the launcher, unless torch.distributed is initialized already."""
-    world = World.from_environment()
-    if dist.is_initialized():
-        local = int(os.environ.get("LOCAL_RANK", "0"))
-        return World(dist.get_rank(), dist.get_world_size(), local, world.device)
-    parallel = config.parallel
-    start_world(world, backend=parallel.distributed_backend, timeout_minutes=parallel.distributed_timeout_minutes)
-    return world
 
 
 class Engine(nn.Module):
@@ -198,7 +119,7 @@ class Engine(nn.Module):
         self._losses = torch.zeros(2, dtype=torch.float64, device=world.device)
         self._weighted: bool | None = None
         self._backwards = 0
-        self._savers: dict[str, CheckpointSaver] = {}
+        self._checkpoints = EngineCheckpoints(module, config, self.data_parallel, self._sharded)
 
     @property
     def layout(self) -> str:
@@ -246,7 +167,8 @@ class Engine(nn.Module):
         """
         if scheduler is not None and not hasattr(scheduler, "step"):
             scheduler = scheduler(self.optimizer)
-        elif replaced is not None and scheduler is not None and getattr(scheduler, "optimizer", None) is replaced:
+        was_attached = scheduler is not None and getattr(scheduler, "optimizer", None) is replaced
+        if was_attached and replaced is not None:
             scheduler.optimizer = self.optimizer
             for own, theirs in zip(self.optimizer.param_groups, replaced.param_groups, strict=True):
                 own["lr"] = theirs["lr"]
@@ -422,21 +344,12 @@ class Engine(nn.Module):
                 f"save_checkpoint after {self.micro_step or self._backwards} of {self.gradient_accumulation_steps} "
                 "micro-batches: gradients are not saved; call it after the step"
             )
-        self.state.client_state = dict(client_state or {})
-        if callable(state_dict := getattr(self.lr_scheduler, "state_dict", None)):
-            self.state.scheduler = _plain(state_dict())
-        name = os.fspath(folder)
-        if name not in self._savers:
-            config = replace(self.config, checkpoint=replace(self.config.checkpoint, save=name))
-            self._savers[name] = CheckpointSaver(
-                config, self.data_parallel, self._sharded, vocab_size=0, tokenizer=None, further=self._buffer_pieces
-            )
-        self._savers[name].save(self.state)
+        self.state.client_state, self.state.scheduler = dict(client_state or {}), plain_state(self.lr_scheduler)
+        self._checkpoints.save(folder, self.state)
 
     def finish_saving(self) -> None:
         """Wait for the checkpoint that ``async_save`` writes in the background."""
-        for saver in self._savers.values():
-            saver.finish()
+        self._checkpoints.finish()
 
     def load_checkpoint(
         self, folder: str | os.PathLike[str], iteration: int | None = None, *, load_optimizer: bool = True
@@ -446,37 +359,10 @@ class Engine(nn.Module):
         The number of ranks and the ZeRO stage may differ from the run that saved it. All ranks call it together.
         Errors: ``CheckpointError`` if there is none, it is damaged, or it belongs to another model.
         """
-        settings = replace(
-            self.config.checkpoint,
-            load=os.fspath(folder),
-            save=None,
-            ckpt_step=iteration,
-            no_load_optim=not load_optimizer,
-            exit_on_missing_checkpoint=True,
-        )
-        config = replace(self.config, checkpoint=settings)
-        reader, _ = open_checkpoint(config, self.world.device)
-        assert isinstance(reader, CheckpointReader)
-        stored = reader.state
-        self.data_parallel.finish_param_sync()
-        with reader:
-            reader.fill(self._buffer_pieces())
-            loaded = load_state(config, reader, self.data_parallel, self._sharded)
-        self.data_parallel.start_param_sync()
-        known = {name: stored[name] for name in ("client_state", "scheduler") if name in stored}
-        self.state = EngineState(**{**asdict(loaded), **known})
+        self.state = self._checkpoints.load(folder, iteration, load_optimizer=load_optimizer)
         if self.lr_scheduler is not None and self.state.scheduler:
             self.lr_scheduler.load_state_dict(self.state.scheduler)
         return dict(self.state.client_state)
-
-    def _buffer_pieces(self) -> Iterator[TensorBox]:
-        """Persistent buffers, such as running statistics of batch norm; those of rank 0 are saved."""
-        names = set(self.module.state_dict(keep_vars=True))
-        for name, buffer in self.module.named_buffers():
-            if name in names:
-                shape = tuple(buffer.shape)
-                box = Box((0,) * buffer.dim(), shape)
-                yield TensorBox(f"buffers.{name}", shape, box, buffer, owned=self.groups.rank == 0)
 
 
 def loss_of(output: Any) -> Tensor:
@@ -489,23 +375,6 @@ def loss_of(output: Any) -> Tensor:
     if isinstance(found, Tensor):
         return found
     raise ConfigError(f"the model returns {type(output).__name__} without a loss; give loss_function(output, batch)")
-
-
-def _plain(value: Any) -> Any:
-    """Convert the state of a scheduler to JSON values; entries that are not data are left out."""
-    if isinstance(value, Mapping):
-        return {str(name): _plain(each) for name, each in value.items() if _is_data(each)}
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    return value
-
-
-def _is_data(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return all(_is_data(each) for each in value.values())
-    if isinstance(value, list | tuple):
-        return all(map(_is_data, value))
-    return value is None or isinstance(value, bool | int | float | str)
 
 
 def _shown(value: Any) -> str:

@@ -53,12 +53,12 @@ def groups_of(module: nn.Module, config: OptimizerConfig, given: Iterable[Any] |
             for decays, params in by_decay.items()
             if params
         ]
-    listed = [each if isinstance(each, Mapping) else {"params": [each]} for each in given]
+    listed: Groups = [dict(each) if isinstance(each, Mapping) else {"params": [each]} for each in given]
     if not any("lr" in each or "weight_decay" in each for each in listed):
         listed = [{"params": [p for each in listed for p in _parameters(each["params"])]}]
     groups = []
     for each in listed:
-        settings: dict[str, Any] = {name: float(each[name]) for name in PER_GROUP if name in each}
+        settings = {name: float(each[name]) for name in PER_GROUP if name in each}
         groups.append({**common, **settings, "params": [p for p in _parameters(each["params"]) if p.requires_grad]})
     _check_members(groups, trained)
     return [group for group in groups if group["params"]]

@@ -39,10 +39,7 @@ def _reference(name: str) -> Result:
     ),
 )
 def test_equals_torch(name: str, ranks: int, settings: dict[str, Any]) -> None:
-    if ranks == 1:
-        found = [train_with_engine(name, **settings)]
-    else:
-        found = run_ranks(ranks, _train, name, settings)
+    found = [train_with_engine(name, **settings)] if ranks == 1 else run_ranks(ranks, _train, name, settings)
     for result in found:
         assert difference(result, _reference(name)) < 1e-9
 

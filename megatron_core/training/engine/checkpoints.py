@@ -1,0 +1,103 @@
+"""Checkpoints of an engine, in the format of training runs."""
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from torch import nn
+
+from megatron_core.checkpoint import Box, CheckpointReader, TensorBox
+from megatron_core.config import RunConfig
+from megatron_core.data_parallel import DataParallel
+from megatron_core.optimizer.sharded import Optimizer
+from megatron_core.training.saving import CheckpointSaver
+from megatron_core.training.state import TrainState, load_state, open_checkpoint
+
+
+@dataclass
+class EngineState(TrainState):
+    """Counters of an engine, and the caller's own state in checkpoints."""
+
+    client_state: dict[str, Any] = field(default_factory=dict)
+    """JSON values that the caller gave to ``save_checkpoint``."""
+    scheduler: dict[str, Any] = field(default_factory=dict)
+    """State of the caller's learning-rate scheduler."""
+
+
+class EngineCheckpoints:
+    """Saves and loads the weights, buffers and optimizer state of an engine, and its counters."""
+
+    def __init__(self, module: nn.Module, config: RunConfig, data: DataParallel, optimizer: Optimizer) -> None:
+        self._module, self._config, self._data, self._optimizer = module, config, data, optimizer
+        self._savers: dict[str, CheckpointSaver] = {}
+
+    def save(self, folder: str | os.PathLike[str], state: EngineState) -> None:
+        """Write a checkpoint into ``folder``; all ranks call this together."""
+        name = os.fspath(folder)
+        if name not in self._savers:
+            config = replace(self._config, checkpoint=replace(self._config.checkpoint, save=name))
+            self._savers[name] = CheckpointSaver(
+                config, self._data, self._optimizer, vocab_size=0, tokenizer=None, further=self._buffers
+            )
+        self._savers[name].save(state)
+
+    def finish(self) -> None:
+        """Wait for the checkpoints that are written in the background."""
+        for saver in self._savers.values():
+            saver.finish()
+
+    def load(self, folder: str | os.PathLike[str], iteration: int | None, *, load_optimizer: bool) -> EngineState:
+        """Load the newest checkpoint of ``folder``, or that of ``iteration``."""
+        settings = replace(
+            self._config.checkpoint,
+            load=os.fspath(folder),
+            save=None,
+            ckpt_step=iteration,
+            no_load_optim=not load_optimizer,
+            exit_on_missing_checkpoint=True,
+        )
+        config = replace(self._config, checkpoint=settings)
+        self.finish()
+        reader, _ = open_checkpoint(config, self._data.device)
+        assert isinstance(reader, CheckpointReader), "a Hugging Face folder is no engine's checkpoint"
+        stored = reader.state
+        self._data.finish_param_sync()
+        with reader:
+            reader.fill(self._buffers())
+            loaded = load_state(config, reader, self._data, self._optimizer)
+        self._data.start_param_sync()
+        known = {name: stored[name] for name in ("client_state", "scheduler") if isinstance(stored.get(name), dict)}
+        return EngineState(**{**asdict(loaded), **known})
+
+    def _buffers(self) -> Iterator[TensorBox]:
+        """Persistent buffers, such as running statistics of batch norm; those of rank 0 are saved."""
+        names = set(self._module.state_dict(keep_vars=True))
+        for name, buffer in self._module.named_buffers():
+            if name in names:
+                shape = tuple(buffer.shape)
+                box = Box((0,) * buffer.dim(), shape)
+                yield TensorBox(f"buffers.{name}", shape, box, buffer, owned=self._data.groups.rank == 0)
+
+
+def plain_state(scheduler: Any) -> dict[str, Any]:
+    """Return the state of a learning-rate scheduler as JSON values; entries that are not data are left out."""
+    state_dict = getattr(scheduler, "state_dict", None)
+    return _plain(state_dict()) if callable(state_dict) else {}
+
+
+def _plain(value: Any) -> Any:
+    """Convert the state of a scheduler to JSON values; entries that are not data are left out."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(each) for name, each in value.items() if _is_data(each)}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return value
+
+
+def _is_data(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(_is_data(each) for each in value.values())
+    if isinstance(value, list | tuple):
+        return all(map(_is_data, value))
+    return value is None or isinstance(value, bool | int | float | str)

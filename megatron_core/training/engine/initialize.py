@@ -1,0 +1,82 @@
+"""``megatron_core.initialize``: an engine, its optimizer, loader and scheduler from a model and settings."""
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_core.config import RunConfig
+from megatron_core.errors import ConfigError
+from megatron_core.parallel.launch import World, start_world
+from megatron_core.training.engine.data import EngineLoader
+from megatron_core.training.engine.engine import Engine
+from megatron_core.training.engine.module import Initialise, UnitClasses, check_settings, read_settings
+from megatron_core.training.engine.optimizer import EngineOptimizer, settings_from
+
+
+class Initialized(NamedTuple):
+    """The result of ``initialize``, in DeepSpeed's order."""
+
+    engine: Engine
+    optimizer: EngineOptimizer
+    loader: EngineLoader | None
+    scheduler: Any
+
+
+def initialize(
+    model: nn.Module,
+    config: Mapping[str, Any] | str | os.PathLike[str] | RunConfig | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    *,
+    model_parameters: Iterable[Any] | None = None,
+    unit_classes: UnitClasses | None = None,
+    initialise: Initialise | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    shuffle: bool = True,
+) -> Initialized:
+    """Prepare ``model`` for training on all ranks of the job; return (engine, optimizer, loader, scheduler).
+
+    ``config``: settings by name, a YAML or JSON file, or a ``RunConfig``; the names are those of the command line
+    (``zero_stage``, ``bf16``, ``micro_batch_size``, ``global_batch_size``, ``lr``, ``clip_grad``, ``optimizer``, ...).
+    ``optimizer``: a torch AdamW, Adam or SGD whose rates and groups are taken over; by default ``config`` chooses.
+    ``training_data``: a map-style data set; ``loader`` then yields this rank's micro-batches. ``lr_scheduler``: a torch
+    scheduler of ``optimizer``, or a function that makes one of the engine's optimizer; each step calls its ``step()``.
+    ``model_parameters``: parameter groups, if ``optimizer`` is not given. ``unit_classes``: see ``find_units``.
+    ``initialise(module)`` fills the parameters of one module of a model on the meta device. Without
+    torch.distributed, the processes of torchrun are joined; one process needs no launcher.
+
+    Errors: ``ConfigError`` and ``LayoutError`` on all ranks before training begins.
+    """
+    settings = read_settings(config)
+    if optimizer is not None:
+        settings = replace(settings, optimizer=settings_from(optimizer, settings.optimizer))
+        if model_parameters is not None:
+            raise ConfigError("give optimizer or model_parameters; the optimizer has its parameters already")
+        model_parameters = optimizer.param_groups
+    world = _join(settings)
+    settings = check_settings(settings, world.size)
+    engine = Engine(
+        model, settings, world, model_parameters=model_parameters, unit_classes=unit_classes, initialise=initialise
+    )
+    loader = None
+    if training_data is not None:
+        loader = engine.make_loader(training_data, collate_fn=collate_fn, shuffle=shuffle)
+    engine.set_scheduler(lr_scheduler, replaced=optimizer)
+    return Initialized(engine, engine.optimizer, loader, engine.lr_scheduler)
+
+
+def _join(config: RunConfig) -> World:
+    """Join the processes of the launcher, unless torch.distributed is initialized already."""
+    world = World.from_environment()
+    if dist.is_initialized():
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        return World(dist.get_rank(), dist.get_world_size(), local, world.device)
+    parallel = config.parallel
+    start_world(world, backend=parallel.distributed_backend, timeout_minutes=parallel.distributed_timeout_minutes)
+    return world
