@@ -129,7 +129,7 @@ def take_step(
     further = own.new_zeros(0) if hooks.statistics is None else hooks.statistics()
     report = torch.cat([own, added, further, load.flatten()])
     all_reduce_(report, model.groups.group(WORLD))
-    found = torch.cat([optimizer.gradient_norm().view(1), report]).tolist()  # the only device synchronization of a step
+    found = read_norm_and(report, optimizer)
     norm, loss, stops, *means = found[: 3 + len(added)]
     at = 3 + len(added) + len(further)
     # Update the weights, unless the step is skipped.
@@ -214,6 +214,11 @@ def finish_gradients(data: DataParallel, fp8: AmaxHistories | None) -> None:
     data.finish_grad_sync()
     if fp8 is not None:
         fp8.update()
+
+
+def read_norm_and(report: Tensor, optimizer: Optimizer) -> list[float]:
+    """Return the gradient norm and the values of ``report``, in the only transfer to the host of a step."""
+    return torch.cat([optimizer.gradient_norm().view(1), report]).tolist()
 
 
 def update_weights(

@@ -66,7 +66,6 @@ class EngineCheckpoints:
         with reader:
             reader.fill(self._buffers())
             loaded = load_state(config, reader, self._data, self._optimizer)
-        self._data.start_param_sync()
         known = {name: stored[name] for name in ("client_state", "scheduler") if isinstance(stored.get(name), dict)}
         return EngineState(**{**asdict(loaded), **known})
 

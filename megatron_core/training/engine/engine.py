@@ -26,6 +26,7 @@ from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.grid import WORLD
 from megatron_core.parallel.launch import World
 from megatron_core.schedules.actions import Action
+from megatron_core.training.driver import finish_gradients, read_norm_and, update_weights
 from megatron_core.training.engine.checkpoints import EngineCheckpoints, EngineState, plain_state
 from megatron_core.training.engine.data import EngineLoader
 from megatron_core.training.engine.module import (
@@ -240,20 +241,19 @@ class Engine(nn.Module):
     def _update(self) -> StepReport:
         """Sum the gradients over all ranks, clip, and update the weights."""
         data, sharded = self.data_parallel, self._sharded
-        data.finish_grad_sync()
+        finish_gradients(data, None)
         totals = self._losses
         all_reduce_(totals, self.groups.group(WORLD))
         if self._weighted:
             for bucket in data.buckets:
                 bucket.grad_shard.div_(totals[1].clamp_min(1.0).to(bucket.grad_shard.dtype))
-        norm, total, terms = torch.cat([sharded.gradient_norm().view(1), totals]).tolist()
+        norm, total, terms = read_norm_and(totals, sharded)
         loss = total / max(terms, 1.0)
         self._refuse_bad(loss, norm)
         # Update with the learning rates of this step.
         self.state.consumed_samples += self.global_batch_size
         rate = self._set_rates()
-        skipped = sharded.step(rate, norm)
-        data.start_param_sync()
+        skipped = update_weights(sharded, [data], norm, rate)
         data.zero_grad()
         # Advance the counters.
         self._losses = torch.zeros_like(totals)

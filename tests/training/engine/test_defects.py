@@ -29,15 +29,20 @@ DEFECTS = {
         {},
     ),
     "gradients of the last step remain": (ENGINE + "_update", "data.zero_grad()", "pass", {}),
-    "gradients are not summed over the ranks": (ENGINE + "_update", "data.finish_grad_sync()", "pass", {}),
-    "weights of other shards stay outdated": (ENGINE + "_update", "data.start_param_sync()", "pass", ZERO2),
+    "gradients are not summed over the ranks": (ENGINE + "_update", "finish_gradients(data, None)", "pass", {}),
+    "weights of other shards stay outdated": (
+        "training.driver:update_weights",
+        "data.start_param_sync()",
+        "pass",
+        ZERO2,
+    ),
     "reported losses are those of this rank": (
         ENGINE + "_update",
         "all_reduce_(totals",
         "(lambda *x: None)(totals",
         {},
     ),
-    "the norm is not used": (ENGINE + "_update", "sharded.step(rate, norm)", "sharded.step(rate, 1e-9)", {}),
+    "the norm is not used": (ENGINE + "_update", "[data], norm, rate", "[data], 1e-9, rate", {}),
     "the learning rate of the first step is 0": (
         ENGINE + "_set_rates",
         "self.state.iteration + 1",

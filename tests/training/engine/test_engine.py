@@ -239,7 +239,7 @@ def test_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     _run(engine, loader, 1)
     engine.save_checkpoint(tmp_path)
     other = nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Linear(9, 1))
-    with pytest.raises(CheckpointError, match=r"0\.weight has the shape \[8, 4\], this run needs \[9, 4\]"):
+    with pytest.raises(CheckpointError, match=r"0\.weight has the shape \[8, 4\]; this run needs \[9, 4\]"):
         megatron_core.initialize(other, PLAIN).engine.load_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
         engine.load_checkpoint(tmp_path / "nothing")
