@@ -114,7 +114,7 @@ def test_defects_are_found(target: str, old: str, new: str) -> None:  # C49
         (TENSORWISE, "zero_stage=0 gathers no weights"),
         (TENSORWISE | ZERO, "would overwrite the main weights"),
         ({"fp8_format": "e4m3", "fp8_recipe": "rowwise"} | ZERO3, "legal: tensorwise, delayed, blockwise"),
-        ({}, "fp8_param_gather=True has no effect without fp8_format"),
+        ({}, "fp8_param_gather=True has no effect without --fp8-format"),
     ],
 )
 def test_what_it_needs(settings: dict, message: str) -> None:
