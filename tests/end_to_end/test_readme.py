@@ -111,7 +111,7 @@ def test_two_nodes(clone: Path) -> None:
 
 
 def test_quickstart(clone: Path) -> None:
-    """What ``make quickstart CORPUS=...`` runs once everything is installed."""
+    """The command of ``make quickstart CORPUS=...`` after installation."""
     output = _run(clone, f"make --dry-run quickstart CORPUS={ROOT / 'docs'}")
     assert f'python examples/quickstart.py --corpus "{ROOT / "docs"}"' in output
     program = f"python examples/quickstart.py --corpus {ROOT} --train-iters 2 --more-iters 2"

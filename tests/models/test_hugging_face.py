@@ -67,7 +67,7 @@ def test_the_length_of_the_model_is_stored_or_told(tmp_path: Path) -> None:
         config, _ = read_settings("p", flags + more)
         run = set_up(config, World(0, 1, 0, torch.device("cpu")))
         found = [each for each in notes(run) if each.startswith(told)]
-        assert len(found) == expected and all("has 640 positions; give" in each for each in found)
+        assert len(found) == expected and all("has 640 positions; set" in each for each in found)
 
 
 def test_gradients_are_theirs(tmp_path: Path) -> None:
