@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 from megatron_core.errors import MegatronError
 from megatron_core.monitor.events import ValidationEvent
@@ -63,7 +64,10 @@ class Callback:
         """Called once, after the last step, evaluation and checkpoint of a run without errors."""
 
     def on_failure(self, error: Exception) -> None:
-        """Called when a rank fails, only on this rank; an exception raised here replaces ``error``."""
+        """Called when a rank fails, only on this rank.
+
+        A ``MegatronError`` raised here replaces ``error``; other exceptions are only printed.
+        """
 
     def close(self) -> None:
         """Called last, also after a failure or an interrupt, in reverse order: restore what ``before_run`` changed."""
@@ -89,55 +93,49 @@ class Callbacks:
         with ExitStack() as stack:
             try:
                 for callback in self._callbacks:
-                    with self._naming(callback, "before_run"):
-                        callback.before_run()
+                    self._call(callback, "before_run")
                     self._begun.append(callback)
-                    stack.callback(callback.close)
+                    stack.callback(self._call, callback, "close")
                 yield
             except Exception as error:
                 self._on_failure(error)
                 raise
             self.call("after_run")
 
-    def call(self, method: str, *arguments: object) -> None:
-        """Call ``method`` of all callbacks."""
-        for callback in self._begun:
-            with self._naming(callback, method):
-                getattr(callback, method)(*arguments)
+    def call(self, method: str, *arguments: object) -> list[Any]:
+        """Call ``method`` of all callbacks; return the results."""
+        return [self._call(callback, method, *arguments) for callback in self._begun]
 
     @property
     def step_hooks(self) -> StepHooks:
         """The methods that the driver calls within a step."""
-
-        def is_bad(loss: float, grad_norm: float) -> bool:
-            return any([callback.is_bad(loss, grad_norm) for callback in self._begun])
-
-        return StepHooks(before_update=lambda: self.call("before_update"), is_bad=is_bad)
+        return StepHooks(
+            before_update=lambda: self.call("before_update"),
+            is_bad=lambda loss, grad_norm: any(self.call("is_bad", loss, grad_norm)),
+        )
 
     def _on_failure(self, error: Exception) -> None:
-        first = error
+        found = error
         for callback in self._begun:
             try:
-                with self._naming(callback, "on_failure"):
-                    callback.on_failure(error)
-            except Exception as other:
-                error = other
-        if error is not first:
-            raise error
+                self._call(callback, "on_failure", found)
+            except MegatronError as other:
+                found = other
+            except Exception:
+                continue  # its message is printed; it must not hide the first error
+        if found is not error:
+            raise found
 
-    @contextmanager
-    def _naming(self, callback: Callback, method: str) -> Iterator[None]:
+    def _call(self, callback: Callback, method: str, *arguments: object) -> Any:
         try:
-            yield
+            return getattr(callback, method)(*arguments)
         except Exception as error:
             known = explained(error)
             if isinstance(error, MegatronError) or (known is not None and known[0] == RESTART):
                 raise  # the message is complete, or another rank has failed
             where = f"{type(callback).__name__}.{method} (priority {callback.priority})"
-            text = (
-                f"callback {where} failed after iteration {self._run.state.iteration}: {type(error).__name__}: {error}"
-            )
-            print(f"{self._run.world.prefix} {text}".lstrip(), file=sys.stderr, flush=True)
+            what = f"failed after iteration {self._run.state.iteration}: {type(error).__name__}: {error}"
+            print(f"{self._run.world.prefix} callback {where} {what}".lstrip(), file=sys.stderr, flush=True)
             raise
 
 

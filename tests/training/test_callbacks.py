@@ -229,7 +229,7 @@ def test_an_error_is_reported_with_the_name_of_its_callback(tmp_path: Path, caps
     assert signal.getsignal(signal.SIGTERM) is handler
 
 
-def test_on_failure_may_replace_the_error() -> None:
+def test_on_failure_may_explain_the_error_but_not_hide_it(capsys: pytest.CaptureFixture[str]) -> None:
     seen: list[Exception] = []
 
     class Explains(Callback):
@@ -241,10 +241,12 @@ def test_on_failure_may_replace_the_error() -> None:
     class Sees(Callback):
         def on_failure(self, error: Exception) -> None:
             seen.append(error)
+            raise KeyError("does not hide the error")
 
     with pytest.raises(MegatronError, match="explained") as found:
         train(tiny_run(**SMALL), [], [Broken(), Sees(), Explains()])
     assert seen == [found.value] and isinstance(found.value.__cause__, ZeroDivisionError)
+    assert "callback Sees.on_failure (priority 0) failed after iteration 2: KeyError" in capsys.readouterr().err
 
 
 def test_only_callbacks_that_began_are_closed() -> None:
