@@ -115,6 +115,32 @@ def test_muon_on_whole_matrices() -> None:
             torch.testing.assert_close(ours, alone)
 
 
+STATES = {
+    ("adam",): ("exp_avg", "exp_avg_sq"),
+    ("sgd",): ("momentum_buffer",),
+    ("sgd", "sgd_momentum"): (),
+    ("lion",): ("exp_avg",),
+    ("muon",): ("exp_avg", "exp_avg_sq"),
+}
+
+
+def state_keys() -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """The state that each optimizer names, and the state that it allocates for vectors."""
+    parallel_state.initialize_model_parallel()
+    found = []
+    for name, *zeros in STATES:
+        ddp = DistributedDataParallel(None, SHARDED, model())
+        optimizer: Any = get_megatron_optimizer(OptimizerConfig(name, lr=0.1, **dict.fromkeys(zeros, 0.0)), [ddp])
+        state = next(shard.state for shard in optimizer.optimizer.shards if not shard.bucket.kind.matrix)
+        assert all(optimizer._get_state_key_dtype(key) == tensor.dtype for key, tensor in state.items())
+        found.append((optimizer.optimizer_state_keys, tuple(state)))
+    return found
+
+
+def test_keys_of_optimizer_state() -> None:
+    assert run_ranks(1, state_keys)[0] == [(keys, keys) for keys in STATES.values()]
+
+
 def buffers() -> tuple[Any, ...]:
     parallel_state.initialize_model_parallel()
     ddp = DistributedDataParallel(None, SHARDED, model())

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -31,6 +31,7 @@ class OutputGate(GroupedQuery):
     """Grouped-query attention with a gate of its own projection on the output."""
 
     name = "output_gate"
+    refused: ClassVar[Mapping[str, str]] = {"attention_output_gate": "which has a gate"}
 
     def projections(self, tp: int) -> list[Projection]:
         *inputs, output = super().projections(tp)
@@ -158,8 +159,12 @@ def test_faults(settings: dict[str, Any], message: str) -> None:
     assert fault.startswith(message)
 
 
-def test_names_and_flags_exclude_one_another(output_gate: None) -> None:
+def test_faults_of_a_users_kind(output_gate: None) -> None:
     (fault,) = problems(tiny_config(**LATENTS, attention_kind="output_gate"), 1)
     assert fault.startswith("attention_kind=output_gate and multi_latent_attention=True exclude one another")
+    (fault,) = problems(tiny_config(attention_kind="output_gate", attention_output_gate=True), 1)
+    assert fault == (
+        "attention_output_gate=True cannot be used with attention_kind=output_gate, which has a gate; remove it"
+    )
     with pytest.raises(ConfigError, match="'output_gate' is already registered"):
         register_attention(OutputGate, OutputGateAttention)
