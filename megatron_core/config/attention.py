@@ -91,7 +91,7 @@ class AttentionKind:
         raise NotImplementedError
 
     def saved(self) -> tuple[int, int]:
-        """Elements per token that the layer saves for backward, beside its input and the attention weights.
+        """Elements per token that the layer saves for backward, in addition to its input and the attention weights.
 
         (Elements on every tensor-parallel rank, unless divided by sequence parallelism; elements of all heads together,
         which the ranks divide).

@@ -72,7 +72,7 @@ _REPR.maxlevel, _REPR.maxother = 2, MOST_SHOWN
 
 
 def _quoted(value: object) -> str:
-    """The beginning of a value of a file, for a message; Python prints no integer of more than 4,300 digits."""
+    """The beginning of a value in a file, for a message; Python does not print integers of more than 4,300 digits."""
     try:
         return shortened(repr(value) if isinstance(value, str) else _REPR.repr(value))
     except ValueError:
@@ -110,7 +110,7 @@ def _unknown(name: str, path: str, kinds: dict[str, Any]) -> str:
 
 
 def perhaps(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """A hint at the names that are nearest to an unknown one."""
+    """A hint at known names that are similar to an unknown one."""
     close = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
     shown = " or ".join(prefix + (each.replace("_", "-") if prefix else each) for each in close)
     return f"perhaps you meant {shown}" if close else "--help lists every setting"
@@ -159,12 +159,15 @@ def _convert_plain(value: Any, kind: type) -> Any:
 
 
 def describe(kind: Any, nothing: str = "null") -> str:
-    """The legal values of a type, for messages; ``nothing`` is how None is written."""
+    """The legal values of a type, for messages; ``nothing`` stands for None."""
     options = typing.get_args(kind)
     if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
         return " or ".join(nothing if option is type(None) else describe(option) for option in options)
     if typing.get_origin(kind) is Literal:
         return ", ".join(map(str, options))
     if typing.get_origin(kind) is tuple:
-        return "a list of strings" if options[-1] is Ellipsis else f"a list of {len(options)} whole numbers"
-    return {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}[kind]
+        if options[-1] is not Ellipsis:
+            return f"a list of {len(options)} integers"
+        plural = {str: "strings", int: "integers"}.get(options[0])
+        return f"a list of {plural or describe(options[0])}"
+    return {bool: "true or false", int: "an integer", float: "a number", str: "a string"}[kind]

@@ -22,7 +22,7 @@ _WORDS = f"tpN, cpN, ppN, vN, dpN, epN, etpN, sp, zero1, zero2, zero3, overlap, 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How a model and its batch are split over ranks."""
+    """Sizes of the parallel axes, schedule and sharding."""
 
     tp: int = 1
     """Tensor-parallel ranks."""
@@ -41,8 +41,8 @@ class Layout:
     sequence_parallel: bool = False
     """Activations outside the matrix products are split along the sequence over tp."""
     zero_stage: int = 0
-    """What the copies shard: 0 nothing, 1 the optimizer's state, 2 gradients, too, 3 weights, too (ZeRO, Rajbhandari et
-    al. 2020)."""
+    """Tensors sharded over the copies: 0 none, 1 optimizer state, 2 also gradients, 3 also weights (ZeRO, Rajbhandari
+    et al. 2020)."""
     schedule: str | None = None
     """The pipeline schedule; None: the default."""
     overlap: bool = False
@@ -131,9 +131,9 @@ def _field_of(word: str, text: str) -> tuple[str, int | bool | str]:
 
 
 def every_layout(world_size: int, max_stages: int, *, experts: bool = False) -> Iterator[Layout]:
-    """All layouts of ``world_size`` ranks with at most ``max_stages`` stages, whether or not a model fits them.
+    """All layouts of ``world_size`` ranks with at most ``max_stages`` stages, including those that do not fit a model.
 
-    With ``experts`` each of them with all ways to split experts over the ranks of a stage.
+    ``experts``: also yield each layout with all splits of experts over the ranks of a stage.
     """
     sizes = [n for n in range(1, world_size + 1) if world_size % n == 0]
     for tp in reversed(sizes):
@@ -148,8 +148,10 @@ def every_layout(world_size: int, max_stages: int, *, experts: bool = False) -> 
 
 
 def _variants(layout: Layout) -> Iterator[Layout]:
-    """The layout with every combination of the switches that have an effect in it; with context parallelism, whose
-    ranks share optimizer state and weights too, with a few of them."""
+    """The layout with every combination of switches that have an effect in it.
+
+    With context parallelism, over whose ranks optimizer state and weights are also sharded, only some combinations.
+    """
     sharding = [(0, False)]
     if layout.cp > 1:
         sharding += [(1, True), (3, False)]
@@ -161,7 +163,7 @@ def _variants(layout: Layout) -> Iterator[Layout]:
 
 
 def _expert_splits(layout: Layout, sizes: list[int]) -> Iterator[Layout]:
-    """The layout with experts split in every way over the ranks of a stage."""
+    """The layout with all splits of experts over the ranks of a stage."""
     for ep, etp in product(sizes, sizes):
         if layout.tp * layout.cp * layout.dp % (ep * etp) == 0:
             yield replace(layout, ep=ep, etp=None if etp == layout.tp else etp)

@@ -1,7 +1,7 @@
-"""What becomes of the other flags that a launch script for Megatron-LM may contain.
+"""Flags of Megatron-LM's launch scripts that are not settings here.
 
-Flags that are fields of ``RunConfig`` have Megatron-LM's meaning. All others are in ``megatron_flags.yaml``, with
-what is said about them, so that one reason is written once; ``docs/megatron_flags.md`` shows all of it.
+Flags that are fields of ``RunConfig`` have Megatron-LM's meaning; other names of a flag are at its field. All other
+flags are in ``megatron_flags.yaml``, grouped by reason; ``docs/megatron_flags.md`` shows them.
 """
 
 from dataclasses import dataclass
@@ -25,14 +25,15 @@ LISTS = frozenset(_TABLES["lists"].split())
 
 @dataclass(frozen=True)
 class Flag:
-    """What becomes of a flag that is not a setting of this project."""
+    """The treatment of a flag that is not a setting of this project."""
 
     fate: Literal["accepted", "dependent", "refused"]
     """accepted: changes nothing. dependent: changes nothing without another flag. refused: an error."""
     reason: str
-    """Why it changes nothing; the flag on which it depends; or what is missing, with the way out."""
+    """accepted: the reason. dependent: the flag on which it depends. refused: the missing feature, and an
+    alternative."""
     takes_values: bool
-    """Whether it is no switch."""
+    """Whether it has a value, unlike a switch."""
 
 
 FATES: tuple[Literal["accepted", "dependent", "refused"], ...] = ("accepted", "dependent", "refused")
@@ -42,4 +43,4 @@ FLAGS = {
     for reason, words in _TABLES[fate].items()
     for word in words.split()
 }
-"""Every other flag by name."""
+"""All flags that are not settings, by name."""

@@ -52,7 +52,7 @@ class MonitorConfig:
     --measured draws them. On GPUs these steps are slower, because each measurement synchronizes."""
     record_times: bool = setting(True, when=ALWAYS)
     """Record the time of each phase of a step and the memory of each rank, in the console line, the metrics and the
-    folder metrics.ranks beside the metrics file; --no-record-times turns it off."""
+    folder metrics.ranks next to the metrics file; --no-record-times turns it off."""
     peak_tflops: float | None = setting(None, r.POSITIVE, when=c.RECORD_TIMES)
     """Peak rate of a rank's matrix products in TFLOP/s, relative to which utilization is reported; default: measured
     for 30 ms at the first start of the run and stored with its records."""

@@ -1,4 +1,4 @@
-"""Which layers are on which stage, and the plan by which the stages run."""
+"""The assignment of layers to stages, and the plan of a run."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ CHUNKS = "num_virtual_stages_per_pipeline_rank"
 
 @dataclass(frozen=True)
 class Ends:
-    """What the first and the last stage have beside layers; a layer costs 1."""
+    """Costs of embedding and output layer; a layer costs 1."""
 
     embedding: Fraction = Fraction(0)
     """Cost of the embedding."""
     output: Fraction = Fraction(0)
     """Cost of the output layer and the loss."""
     as_layers: bool = False
-    """Whether an end that costs something counts as a layer: then its stage needs no other."""
+    """Whether an embedding or output layer with a cost counts as a layer, so that its stage needs no other layer."""
 
     @classmethod
     def of(cls, config: RunConfig, vocab_size: int) -> Ends:
-        """One layer each for what is accounted for as a layer; without such flags the ratio of model FLOPs.
+        """Costs from ``account_for_*_in_pipeline_split``; without them, costs from model FLOPs.
 
-        By FLOPs the output layer costs its matrix product, 2 h V a token; the embedding is a look-up and costs
-        nothing. Chunks of a given number of layers (num_layers_per_virtual_pipeline_stage) leave nothing to balance.
+        In FLOPs the output layer costs its matrix product, 2 h V per token; the embedding is a look-up and costs 0.
+        With ``num_layers_per_virtual_pipeline_stage`` there is nothing to balance, and both cost 0.
         """
         parallel, layers = config.parallel, config.model.num_layers
         if parallel.accounted_layers or parallel.num_layers_per_virtual_pipeline_stage is not None:
@@ -47,7 +47,7 @@ class Ends:
 
 
 def layers_by_stage(config: RunConfig, vocab_size: int, num_stages: int) -> list[range]:
-    """The layers of every stage as ``config`` says: its layout, else its first and last counts, else ``partition``."""
+    """The layers of every stage: from the layout of ``config``, else from its layer counts, else by ``partition``."""
     parallel, num_layers = config.parallel, config.model.num_layers
     if parallel.pipeline_model_parallel_layout is not None:
         sizes = [letters.count("t") for letters in parse_layout(parallel.pipeline_model_parallel_layout)]
@@ -63,11 +63,10 @@ def layers_by_stage(config: RunConfig, vocab_size: int, num_stages: int) -> list
 
 
 def partition(num_layers: int, num_stages: int, ends: Ends | None = None) -> list[range]:
-    """The contiguous runs of layers whose most expensive stage is cheapest, each with at least one layer.
+    """Split layers into contiguous runs, each with at least one layer, so that the most expensive stage is cheapest.
 
-    One layer after another goes to the stage that is cheapest so far. As all layers cost the same, no split has a
-    cheaper most expensive stage, and the other stages are as even as they go, too. Of stages that cost the same those
-    in the middle come first, then the first one, then the last.
+    Each layer is added to the cheapest stage so far. As all layers cost the same, no split has a cheaper most expensive
+    stage. Among stages of equal cost, stages in the middle are preferred, then the first one, then the last.
     """
     ends = ends or Ends()
     first, last = 0, num_stages - 1
@@ -88,7 +87,7 @@ def partition(num_layers: int, num_stages: int, ends: Ends | None = None) -> lis
 
 
 def _sizes_by_count(parallel: ParallelConfig, num_layers: int, num_stages: int) -> list[int]:
-    """Layers of each stage when the first or the last rank's are counted; a rank's chunks share its layers evenly."""
+    """Number of layers of each stage for given counts of the first or last rank, split evenly over a rank's chunks."""
     ranks = parallel.pipeline_model_parallel_size
     counts: dict[int, int | None] = {
         0: parallel.decoder_first_pipeline_num_layers,
@@ -104,7 +103,7 @@ def _runs(sizes: Iterable[int]) -> list[range]:
 
 
 def describe(stages: list[range], stage_to_rank: tuple[int, ...]) -> str:
-    """One line a rank: ``pipeline rank 0: embedding, layers 0-2 | layers 6-8``."""
+    """One line per rank: ``pipeline rank 0: embedding, layers 0-2 | layers 6-8``."""
     lines = []
     for rank in sorted(set(stage_to_rank)):
         parts = [_contents(stages, stage) for stage in range(len(stages)) if stage_to_rank[stage] == rank]
@@ -113,7 +112,7 @@ def describe(stages: list[range], stage_to_rank: tuple[int, ...]) -> str:
 
 
 def _contents(stages: list[range], stage: int) -> str:
-    """What is on a stage, as text."""
+    """The contents of a stage, as text."""
     layers = stages[stage]
     words = ["embedding"] * (stage == 0)
     if len(layers) > 1:

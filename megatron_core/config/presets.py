@@ -16,7 +16,7 @@ _TABLES: dict[str, dict[str, Settings]] = {
     for table, entries in read_table(__file__).items()
 }
 LLAMA_LAYERS, DEEPSEEK_V3_LAYERS = (_TABLES["layers"][name] for name in ("llama", "deepseek_v3"))
-"""What the layers of these models are made of."""
+"""Settings of the layers of these model families."""
 PRESETS = _TABLES["models"]
 """Settings by the name of the model."""
 

@@ -6,12 +6,12 @@ import re
 from dataclasses import dataclass
 
 MOST_INCREMENTS = 100_000
-"""Of a ramp: more would be one at each step."""
+"""Maximum number of increments of a ramp."""
 
 
 @dataclass(frozen=True)
 class Ramp:
-    """Grows from ``start`` to ``end`` by ``increment`` over ``samples`` samples, with each value for equally many.
+    """Grows from ``start`` to ``end`` in steps of ``increment`` over ``samples`` samples; all values hold equally long.
 
     With k = (end - start) / increment, the value after c samples is start + floor(c k / samples) increment, and
     ``end`` from c = samples on. Source: Megatron-LM's ``--rampup-batch-size START INCREMENT SAMPLES``.
@@ -22,7 +22,7 @@ class Ramp:
     increment: int
     """Difference between one value and the next."""
     samples: int
-    """Samples over which it grows."""
+    """Number of samples during which it grows."""
     end: int
     """Last value."""
 
@@ -40,13 +40,13 @@ class Ramp:
         return self.start + consumed_samples * increments // self.samples * self.increment
 
     def change_after(self, consumed_samples: int) -> int:
-        """Samples from which on the next value holds after ``consumed_samples``, which are less than ``samples``."""
+        """Number of samples at which the value after ``consumed_samples``, less than ``samples``, changes."""
         increments = (self.end - self.start) // self.increment or 1
         return -(-(consumed_samples * increments // self.samples + 1) * self.samples // increments)
 
     @property
     def is_sound(self) -> bool:
-        """Whether it rises from 1 or more to ``end`` exactly, in at most ``MOST_INCREMENTS``."""
+        """Whether it rises from 1 or more exactly to ``end``, in at most ``MOST_INCREMENTS`` increments."""
         if min(self.start, self.increment, self.end - self.start + 1) < 1:
             return False
         increments, rest = divmod(self.end - self.start, self.increment)
@@ -59,18 +59,18 @@ class Ramp:
 
 @dataclass(frozen=True)
 class Steps:
-    """Values each of which holds from a number of samples on. Source: Megatron-LM's ``--step-batch-size-schedule``."""
+    """A value that changes at given numbers of samples. Source: Megatron-LM's ``--step-batch-size-schedule``."""
 
     begins: tuple[tuple[int, int], ...]
     """(samples, value) in ascending order, the first at 0."""
 
     @property
     def samples(self) -> int:
-        """Samples from which on the value stays."""
+        """Number of samples after which the value is constant."""
         return self.begins[-1][0]
 
     def change_after(self, consumed_samples: int) -> int:
-        """Samples from which on the next value holds after ``consumed_samples``, which are less than ``samples``."""
+        """Number of samples at which the value after ``consumed_samples``, less than ``samples``, changes."""
         return next(samples for samples, _ in self.begins if samples > consumed_samples)
 
     def at(self, consumed_samples: int) -> int:
@@ -79,8 +79,10 @@ class Steps:
 
 
 def parse_steps(entries: tuple[str, ...], seq_length: int) -> tuple[tuple[int, int], ...]:
-    """``TOKENS:VALUE ...``, numbers with K, M, B or T for 10^3 to 10^12 -> pairs (samples, value) by samples; empty for
-    text that is no such list."""
+    """Parse ``TOKENS:VALUE ...``, numbers with K, M, B or T for 10^3 to 10^12, into sorted pairs (samples, value).
+
+    The result is empty for text in another form.
+    """
     found = [re.fullmatch(rf"{_NUMBER}:{_NUMBER}", entry) for entry in " ".join(entries).replace(",", " ").split()]
     if not all(found) or seq_length < 1:
         return ()

@@ -1,4 +1,4 @@
-"""What a run does when something goes wrong."""
+"""Bad steps, elastic runs, and faults for tests."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def _split_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _blend_problems(name: str, paths: tuple[str, ...]) -> Iterator[str]:
-    """Faults of a blend, which is a list with a number in the position of some weight."""
+    """Faults of a blend: a list of paths with a number in at least one position of a weight."""
     weights = [_number(path) for path in paths[::2]]
     given = [weight for weight in weights if weight is not None]
     if len(paths) < 2 or not given:
@@ -117,7 +117,7 @@ def tokenizer_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _sft_problems(config: RunConfig) -> Iterator[str]:
-    """Conversations, whose samples are made in one way."""
+    """Settings that do not apply to conversations."""
     data = config.data
     others = ("mock_data", "fim_data", "eod_mask_loss", "reset_position_ids", "reset_attention_mask", "data_phases")
     if data.sft:
@@ -125,4 +125,4 @@ def _sft_problems(config: RunConfig) -> Iterator[str]:
         said += [f"data_order={data.data_order}"] * (data.data_order != "keyed")
         said += [f"dataloader_type={data.dataloader_type}"] * (data.dataloader_type != "single")
         if said:
-            yield f"sft=True cannot be used with {' and '.join(said)}; conversations are documents of their own already"
+            yield f"sft=True cannot be used with {' and '.join(said)}; each conversation is a document of its own"

@@ -1,4 +1,4 @@
-"""Rules for matrix products in FP8: what a recipe needs, and layouts in which its scales would be others."""
+"""Rules for FP8: requirements of recipes, and layouts that would change the scales."""
 
 from collections.abc import Iterator
 
@@ -26,7 +26,7 @@ def fp8_problems(config: RunConfig) -> Iterator[str]:
 
 
 def block_size(fp8: FP8Config) -> int | None:
-    """Elements of a block along the dim that is summed over; None where a scale is that of the whole extent."""
+    """Elements of a block along the summed dim; None for recipes with one scale along the whole dim."""
     return {"blockwise": BLOCK, "mxfp8": SMALL_BLOCK}.get(fp8.fp8_recipe)
 
 
@@ -34,8 +34,8 @@ def _gather_problems(config: RunConfig) -> Iterator[str]:
     fp8, stage = config.training, config.parallel.dp_zero_stage
     if fp8.fp8_recipe in ("rowwise", "mxfp8"):
         yield (
-            f"fp8_param_gather=True, but with fp8_recipe={fp8.fp8_recipe} forward and backward need other 8-bit "
-            "weights; legal: tensorwise, delayed, blockwise, or remove --fp8-param-gather"
+            f"fp8_param_gather=True, but with fp8_recipe={fp8.fp8_recipe} forward and backward use different "
+            "8-bit weights; legal: tensorwise, delayed, blockwise, or remove --fp8-param-gather"
         )
     if stage == 0:
         yield "fp8_param_gather=True, but zero_stage=0 gathers no weights; add --use-distributed-optimizer or remove it"
@@ -47,7 +47,7 @@ def _gather_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _split_problems(config: RunConfig, size: int) -> Iterator[str]:
-    """Blocks must not lie on two tensor-parallel ranks."""
+    """Blocks that would be split over tensor-parallel ranks."""
     model, parallel = config.model, config.parallel
     tp, etp = parallel.tensor_model_parallel_size, parallel.expert_tensor_size
     projections = [each for each in attention_of(model).projections(1) if each.split is not None]
@@ -64,7 +64,7 @@ def _split_problems(config: RunConfig, size: int) -> Iterator[str]:
         if ranks > 1 and width % (ranks * size):
             yield (
                 f"fp8_recipe={config.training.fp8_recipe} has blocks of {size}, and {name}={width} over {ranks} tensor-"
-                f"parallel ranks is no multiple of them: scales would depend on the layout; choose a multiple of "
+                f"parallel ranks is not a multiple of them: scales would depend on the layout; choose a multiple of "
                 f"{ranks * size}, fewer ranks, or --fp8-recipe rowwise"
             )
     if tp > model.query_groups and config.training.fp8_recipe == "blockwise":
@@ -81,13 +81,13 @@ def _sequence_problems(config: RunConfig, size: int) -> Iterator[str]:
     if cp > 1 and fp8.fp8_wgrad and tokens % (2 * cp * size):
         yield (
             f"fp8_recipe={fp8.fp8_recipe} has blocks of {size} tokens in weight gradients, and seq_length x "
-            f"micro_batch_size = {tokens} in {2 * cp} parts (context_parallel_size={cp}) does not consist of them: "
+            f"micro_batch_size = {tokens} in {2 * cp} parts (context_parallel_size={cp}) is not a multiple: "
             f"scales would depend on the layout; choose a multiple of {2 * cp * size}, or --no-fp8-wgrad"
         )
 
 
 def describe_fp8(config: RunConfig) -> str:
-    """Which layers run in FP8, in a line."""
+    """One line about the layers that run in FP8."""
     fp8, total = config.training, config.model.num_layers
     layers = fp8.fp8_layers(total)
     rest = [i for i in range(total) if i not in layers]

@@ -120,7 +120,7 @@ def _capacity_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _split_problems(config: RunConfig) -> Iterator[str]:
-    """Experts over ep, their matrices over etp."""
+    """Numbers of experts, and widths of experts, that cannot be split evenly over ranks."""
     model, parallel = config.model, config.parallel
     for name, extent, over, size in (
         ("num_experts", model.num_experts or 1, "expert_model_parallel_size", parallel.expert_model_parallel_size),

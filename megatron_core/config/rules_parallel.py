@@ -11,8 +11,8 @@ from megatron_core.config.run import RunConfig
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors in ascending order; above 10^12 those alone that are at most 10^6, or that these have for quotients,
-    so that a slip of the keyboard is not searched for hours."""
+    """All divisors in ascending order. Above 10^12, only divisors up to 10^6 and their quotients are found, so that a
+    mistyped number does not take hours."""
     small = [d for d in range(1, min(isqrt(max(number, 0)), 10**6) + 1) if number % d == 0]
     return sorted({*small, *(number // d for d in small)})
 
@@ -60,7 +60,7 @@ def recompute_problems(config: RunConfig) -> Iterator[str]:
 
 
 def parallel_problems(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Faults of the layout: in itself, for this number of ranks and for this model."""
+    """Sizes of the layout that contradict each other, the number of ranks or the model."""
     yield from _world_problems(config, world_size)
     yield from _tensor_problems(config, world_size)
     yield from _pipeline_problems(config)
@@ -68,7 +68,7 @@ def parallel_problems(config: RunConfig, world_size: int) -> Iterator[str]:
 
 
 def _world_problems(config: RunConfig, world_size: int) -> Iterator[str]:
-    """World sizes that are not a multiple of a model copy or expert copy, and axes that are not supported yet."""
+    """World sizes that are not a multiple of a model copy or of an expert copy."""
     parallel = config.parallel
     if leaves_rest(world_size, parallel.model_parallel_size):
         yield (
@@ -87,14 +87,13 @@ def _world_problems(config: RunConfig, world_size: int) -> Iterator[str]:
             f"{parallel.expert_tensor_size} cannot divide the {stage} ranks of a pipeline stage; "
             f"choose sizes with one of the products {', '.join(map(str, divisors(stage)))}"
         )
-        return
 
 
 def tensor_parallel_sizes(config: RunConfig, world_size: int) -> list[int]:
     """Every legal tensor_model_parallel_size for the other settings.
 
     It must split heads, key-value groups, the MLP and, with sequence parallel, the sequence; and ``world_size`` must be
-    a multiple of TP x PP x CP. If no size fits the world, those that fit the model.
+    a multiple of TP x PP x CP. If no size fits the world, all sizes that fit the model.
     """
     model, parallel = config.model, config.parallel
     cp = max(parallel.context_parallel_size, 1)
@@ -103,7 +102,7 @@ def tensor_parallel_sizes(config: RunConfig, world_size: int) -> list[int]:
         lengths += [config.data.length_ramp.start, config.data.length_ramp.increment]
     even = [model.num_attention_heads, model.ffn_size, *(n // cp for n in lengths if parallel.sequence_parallel)]
     groups = model.query_groups
-    # Fewer groups than ranks is legal when each rank belongs to exactly one group. C19
+    # Fewer groups than ranks are legal if each rank belongs to exactly one group.
     legal = [
         tp
         for tp in divisors(model.num_attention_heads)
@@ -179,7 +178,7 @@ def _uneven_chunks(layers: int, accounted: int, pp: int, per_chunk: int) -> str:
     head = f"num_layers_per_virtual_pipeline_stage={per_chunk} does not divide "
     if layers % pp:
         return head + (
-            f"{what} / pipeline_model_parallel_size = {layers} / {pp}, which is not a whole number; "
+            f"{what} / pipeline_model_parallel_size = {layers} / {pp}, which is not an integer; "
             "use num_virtual_stages_per_pipeline_rank instead"
         )
     return head + (
@@ -217,7 +216,7 @@ def _rank_order_problems(config: RunConfig, world_size: int) -> Iterator[str]:
 
 
 def sequence_unit(parallel: ParallelConfig) -> tuple[int, str]:
-    """What every sequence length must be a multiple of, and the settings that ask for it."""
+    """The required divisor of every sequence length, and the settings that require it, in words."""
     cp, tp = max(parallel.context_parallel_size, 1), max(parallel.tensor_model_parallel_size, 1)
     tp = tp if parallel.sequence_parallel else 1
     of_tp = f"tensor_model_parallel_size={tp} (sequence_parallel=True)"
@@ -228,7 +227,7 @@ def sequence_unit(parallel: ParallelConfig) -> tuple[int, str]:
 
 
 def context_problems(config: RunConfig) -> Iterator[str]:
-    """Lengths, heads and kinds of communication that do not go with the context-parallel size."""
+    """Sequence lengths, heads and communication kinds that do not fit the context-parallel size."""
     parallel, length = config.parallel, config.data.seq_length
     cp, sizes = parallel.context_parallel_size, parallel.hierarchical_context_parallel_sizes
     if cp <= 1:
@@ -259,13 +258,13 @@ def context_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _head_problems(config: RunConfig, ranks: dict[str, int]) -> Iterator[str]:
-    """Heads that cannot be exchanged evenly; ``ranks`` is among how many, by kind."""
+    """Numbers of heads that cannot be exchanged evenly; ``ranks``: number of ranks that exchange heads, by kind."""
     heads, tp = config.model.num_attention_heads, max(config.parallel.tensor_model_parallel_size, 1)
     for kind in dict.fromkeys(config.parallel.cp_comm_type):
         if leaves_rest(heads // tp, ranks.get(kind, 1)):
             legal = ", ".join(map(str, divisors(heads // tp)))
             yield (
                 f"cp_comm_type={kind} exchanges the {heads // tp} heads of a rank (num_attention_heads={heads} / "
-                f"tensor_model_parallel_size={tp}) among {ranks[kind]} ranks, which cannot share them; legal: {legal} "
+                f"tensor_model_parallel_size={tp}) among {ranks[kind]} ranks, which must divide them; legal: {legal} "
                 "ranks, or cp_comm_type=p2p"
             )

@@ -36,7 +36,7 @@ def _stage_problems(config: RunConfig, world_size: int) -> Iterator[str]:
 
 
 def _compression_problems(config: RunConfig) -> Iterator[str]:
-    """Lossy sums need whole gradients on every rank; signs of momenta are Adam's and know no clipping."""
+    """powersgd and onebit-adam need unsharded gradients; onebit-adam also needs Adam without clipping."""
     parallel, optimizer, kind = config.parallel, config.optimizer, config.parallel.grad_compression
     if kind in ("powersgd", "onebit-adam") and parallel.dp_zero_stage > 0:
         yield (
@@ -44,27 +44,27 @@ def _compression_problems(config: RunConfig) -> Iterator[str]:
             "shards them; use --zero-stage 0, or --grad-compression bf16"
         )
     if kind == "onebit-adam" and optimizer.optimizer != "adam":
-        yield f"grad_compression=onebit-adam is Adam's, but optimizer={optimizer.optimizer}; use --optimizer adam"
+        yield f"grad_compression=onebit-adam cannot be used with optimizer={optimizer.optimizer}; use --optimizer adam"
     if kind == "onebit-adam" and (optimizer.clip_grad > 0 or optimizer.clip_grad_value > 0):
         yield (
             f"grad_compression=onebit-adam sums momenta, which clipping (clip_grad={optimizer.clip_grad}, "
             f"clip_grad_value={optimizer.clip_grad_value}) would scale; use --clip-grad 0 --clip-grad-value 0"
         )
     if kind == "onebit-adam" and (optimizer.offloads_optimizer or config.training.fp16):
-        yield "grad_compression=onebit-adam needs Adam's state beside the weights and no loss scale; use --bf16"
+        yield "grad_compression=onebit-adam cannot be used with an offloaded optimizer or a loss scale; use --bf16"
 
 
 def _offload_problems(config: RunConfig) -> Iterator[str]:
     parallel, optimizer = config.parallel, config.optimizer
     if parallel.zero3_param_offload_dir is not None and not optimizer.offloads_optimizer:
         yield (
-            f"zero3_param_offload_dir={parallel.zero3_param_offload_dir!r} moves weights, which are less than "
-            "the optimizer's state; add --optimizer-offload-dir or --optimizer-cpu-offload"
+            f"zero3_param_offload_dir={parallel.zero3_param_offload_dir!r} offloads weights, but not the "
+            "larger optimizer state; add --optimizer-offload-dir or --optimizer-cpu-offload"
         )
 
 
 def _storage_problems(config: RunConfig) -> Iterator[str]:
-    """What is stored in bfloat16 is so beside weights of 16 bits, on request."""
+    """bfloat16 moments with onebit-adam."""
     optimizer = config.optimizer
     if optimizer.bf16_settings and config.parallel.grad_compression == "onebit-adam":
         yield "grad_compression=onebit-adam sums moments in float32; use fp32 for exp_avg_dtype and exp_avg_sq_dtype"

@@ -1,5 +1,4 @@
-"""Rules for pipelines: which layers are on which stage (a layout, or counts for the first and the last rank), and the
-schedule."""
+"""Rules for pipelines: the assignment of layers to stages (a layout, or layer counts), and the schedule."""
 
 from collections.abc import Iterable, Iterator
 
@@ -32,7 +31,7 @@ def _contradictions(config: RunConfig, chosen: str, others: Iterable[str]) -> It
     said = [f"{name}={value}" for name, value in values.items() if value != BALANCED_STAGES[name]]
     if said:
         yield (
-            f"{chosen}={getattr(config.parallel, chosen)} determines which layers are on which stage, and so does "
+            f"{chosen}={getattr(config.parallel, chosen)} assigns layers to stages, and so does "
             f"{' and '.join(said)}; keep {chosen} alone or remove it"
         )
 
@@ -77,7 +76,7 @@ def _size_problems(config: RunConfig, head: str, stages: int) -> Iterator[str]:
 
 
 def _count_problems(config: RunConfig) -> Iterator[str]:
-    """Layer counts of the first and last rank that leave the other ranks layers that they cannot share equally."""
+    """Layer counts of the first and last rank after which the rest cannot be split evenly over the other ranks."""
     parallel, layers = config.parallel, config.model.num_layers
     pp, chunks = parallel.pipeline_model_parallel_size, parallel.num_virtual_stages_per_pipeline_rank or 1
     counts = {name: getattr(parallel, name) for name in (FIRST, LAST) if getattr(parallel, name) is not None}
@@ -97,14 +96,14 @@ def _count_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _fits(layers: int, ranks: int, chunks: int) -> bool:
-    """Whether ``layers`` split evenly over the chunks of ``ranks``, with at least one layer each."""
+    """Whether ``layers`` can be split evenly over the chunks of ``ranks`` ranks, with at least one layer per chunk."""
     if ranks == 0:
         return layers == 0
     return layers >= ranks * chunks and layers % (ranks * chunks) == 0
 
 
 def _rest(config: RunConfig, counts: dict[str, int]) -> str:
-    """The part of the message about the layers that are left for the other ranks."""
+    """The part of the message about the layers of the other ranks."""
     left = config.model.num_layers - sum(counts.values())
     others = config.parallel.pipeline_model_parallel_size - len(counts)
     chunks = config.parallel.num_virtual_stages_per_pipeline_rank or 1

@@ -8,7 +8,7 @@ from megatron_core.config.rules_single import exclusive, unused
 from megatron_core.config.run import RunConfig
 
 MOST_MICRO_BATCHES = 2**16
-"""Of a step: their order is a list in memory."""
+"""Maximum per step: the schedule is a list in memory."""
 
 
 def copies_of(config: RunConfig, world_size: int) -> int | None:

@@ -75,7 +75,7 @@ class Resume(Enum):
 
 @dataclass(frozen=True)
 class Setting:
-    """The declaration of one setting, beside type, default and help text."""
+    """The declaration of one setting, except type, default and help text."""
 
     legal: Range | None
     """Legal numbers; None: the type alone decides."""

@@ -179,7 +179,7 @@ class OptimizerConfig(AlgorithmConfig):
 
     @property
     def offloads_optimizer(self) -> bool:
-        """Whether optimizer state is stored on the host or in files instead of beside the weights."""
+        """Whether optimizer state is stored on the host or in files instead of next to the weights."""
         return self.optimizer_cpu_offload or self.optimizer_offload_dir is not None
 
     @property

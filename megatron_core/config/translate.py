@@ -1,4 +1,4 @@
-"""Translates a command line for Megatron-LM into this project's flags, and collects everything that does not fit."""
+"""Translation of a command line for Megatron-LM into this project's flags, with messages for unusable flags."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_core.config import megatron_flags
 from megatron_core.config.file import convert, describe, perhaps
 
 MOST_REPEATS = 10_000
-"""Longest list of an expression such as [1]*24, and largest factor: far more layers than any model has."""
+"""Maximum length of a list, and maximum factor, in an expression such as [1]*24; models have far fewer layers."""
 
 
 @dataclass
@@ -21,7 +21,7 @@ class Translation:
     known: Mapping[str, Any]
     """The settings and their types."""
     weak: list[str] = field(default_factory=list)
-    """Flags that every flag of ``strong`` overrides."""
+    """Flags that the flags in ``strong`` override."""
     strong: list[str] = field(default_factory=list)
     """The other flags, in their order."""
     ignored: dict[str, str] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class Translation:
         return any(name.startswith("no_" * count) and self.known.get(name[3 * count :]) is bool for count in (1, 2))
 
     def _setting(self, flag: str, name: str, values: list[str]) -> None:
-        """A setting, if its values are legal."""
+        """Add a setting with its values, or a fault if they are not legal."""
         kind, single = self.known[name], values
         try:
             if kind is bool:
@@ -94,7 +94,7 @@ class Translation:
             if name in megatron_flags.LISTS:
                 values = _numbers(values)
             found = convert(values if _is_list(kind) else _one(values), kind)
-            values = values if isinstance(found, tuple) else [str(found)]  # 1e3 for a whole number
+            values = values if isinstance(found, tuple) else [str(found)]  # 1e3 for an integer
         except (TypeError, ValueError, OverflowError, SyntaxError, RecursionError):
             many = len(single) > 1 and not _is_list(kind)
             legal = describe(kind, "None") + (", one value (in quotes if it has spaces)" if many else "")
@@ -108,7 +108,7 @@ class Translation:
         self.strong += meaning
 
     def _other(self, flag: str, name: str, values: list[str], effective: set[str]) -> None:
-        """A flag that is no setting of this project."""
+        """Handle a flag that is not a setting of this project."""
         entry, only = megatron_flags.FLAGS.get(name), megatron_flags.ONLY_VALUE.get(name, ())
         shown = " ".join([flag, *values])
         if entry is None:
@@ -135,7 +135,7 @@ def plain(flag: str) -> str:
 
 
 def grouped(given: list[str]) -> list[tuple[str, list[str]]]:
-    """Each flag with the values that follow it; ``--x=1`` is ``--x 1``, and quotes around a value are taken off."""
+    """Each flag with the values that follow it; ``--x=1`` is ``--x 1``, and quotes around values are removed."""
     groups: list[tuple[str, list[str]]] = []
     for token in given:
         if token.startswith("--") or not groups:
@@ -147,7 +147,7 @@ def grouped(given: list[str]) -> list[tuple[str, list[str]]]:
 
 
 def _unquoted(value: str) -> str:
-    """A value without the quotes around it, which a script's own quotes have kept from the shell."""
+    """Remove the quotes around a value; scripts may quote quotes, so that the shell does not remove them."""
     return value[1:-1] if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"" else value
 
 
@@ -163,7 +163,7 @@ def _one(values: list[str]) -> str:
 
 
 def _numbers(values: list[str]) -> list[str]:
-    """The numbers of a list that is written as an expression, as Megatron-LM allows; other values unchanged."""
+    """Evaluate a list that is written as an expression, as in Megatron-LM; other values are returned unchanged."""
     if len(values) != 1:
         return values
     result = _value_of(ast.parse(values[0], mode="eval").body)
@@ -171,7 +171,7 @@ def _numbers(values: list[str]) -> list[str]:
 
 
 def _value_of(node: ast.expr) -> Any:
-    """A number or a flat list, from numbers, lists, + and *."""
+    """Evaluate an expression of numbers, lists, + and * to a number or a flat list."""
     match node:
         case ast.Constant(value=int(value)):
             return value

@@ -358,15 +358,18 @@ def test_planted_defect_is_found(target: str, old: str, new: str, check: Callabl
         ),
         (
             {"non_persistent_global_ckpt_dir": "a"},
-            "non_persistent_global_ckpt_dir=a has no effect with",
+            "non_persistent_global_ckpt_dir=a has no effect without --non-persistent-ckpt-type global",
         ),
-        ({"non_persistent_ckpt_type": "global"}, "non_persistent_local_ckpt_dir=m has no effect with"),
+        ({"non_persistent_ckpt_type": "global"}, "non_persistent_local_ckpt_dir=m has no effect without"),
         (
             {"non_persistent_ckpt_type": "global", "non_persistent_local_ckpt_dir": None, "replication": True},
-            "replication=True has no effect with non_persistent_ckpt_type=global",
+            "replication=True has no effect without --non-persistent-ckpt-type local",
         ),
-        ({"replication_jump": 2}, "replication_jump=2 has no effect without replication"),
-        ({"replication": True, "replication_factor": 1}, "replication_factor=1 makes no copy"),
+        ({"replication_jump": 2}, "replication_jump=2 has no effect without --replication"),
+        (
+            {"replication": True, "replication_factor": 1},
+            "replication_factor=1 is out of range; it must be an integer >= 2",
+        ),
         ({"replication": True, "replication_jump": 0}, "replication_jump=0 is out of range"),
         ({"non_persistent_save_interval": None}, "non_persistent_ckpt_type=local has no effect without"),
     ],

@@ -254,11 +254,11 @@ def test_a_flag_with_an_effect_in_megatron_has_it_here(text, expected):
     ("text", "way_out"),
     [
         ("--exit-signal SIGUSR2", "SIGUSR2 writes a memory snapshot"),
-        ("--exit-signal SIGQUIT", "give one of these four"),
+        ("--exit-signal SIGQUIT", "use one of the first four"),
         ("--no-weight-decay-cond-type other", "legal: apply_wd_to_qk_layernorm"),
         ("--kill-switch-path stop", "send SIGTERM or SIGUSR1"),
-        ("--modelopt-enabled", "distillation and quantisation are not supported"),
-        ("--muon-tp-mode blockwise", "give duplicated or distributed"),
+        ("--modelopt-enabled", "distillation and quantization are not supported"),
+        ("--muon-tp-mode blockwise", "use duplicated or distributed"),
         ("--megatron-fsdp-main-params-dtype auto", "main weights and gradients are float32"),
     ],
 )
@@ -365,7 +365,7 @@ def test_a_path_with_spaces_needs_quotes():
 
 
 def test_a_choice_of_numbers() -> None:
-    """A flag's value is text, the choices are whole numbers."""
+    """A flag's value is text, the choices are integers."""
     assert parse_run_config(["--zero-stage", "3"]).parallel.dp_zero_stage == 3
     kinds = parse_run_config(["--cp-comm-type", "p2p", "a2a+p2p", "--hierarchical-context-parallel-sizes", "2", "4"])
     assert kinds.parallel.cp_comm_type == ("p2p", "a2a+p2p")
