@@ -291,6 +291,13 @@ def test_the_drop_in_has_no_cycle() -> None:
     assert cycle(graph) == []
 
 
+def test_no_package_of_the_drop_in_imports_everything() -> None:
+    """``import *`` from a package of the engine would bind its modules in place of the modules of the same names."""
+    packages = [path for path in DROP_IN if path.name == "__init__.py"]
+    assert [relative(path) for path in packages for name in imports(path) if name.endswith(".*")] == []
+    assert f"{PACKAGE}.parallel_state.*" in imports(ADAPTERS / "core" / "parallel_state.py")
+
+
 def test_no_file_of_leftovers() -> None:
     leftovers = ("utils", "util", "helpers", "misc")
     assert [relative(p) for p in LIBRARY + PROGRAMS if p.stem in leftovers] == []

@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 from dataclasses import fields, replace
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from torch import nn
 
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
@@ -15,6 +17,7 @@ from megatron.core.mirror import default_of, refused_changes
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.training import config as sections
 from megatron.training.config import ProfilingConfig, RNGConfig, TrainingConfig
 from megatron_core.config import ModelConfig
 from megatron_core.errors import ConfigError
@@ -31,6 +34,18 @@ DEFAULTS = [
     (DistributedDataParallelConfig, {"bucket_size": None, "data_parallel_sharding_strategy": "no_shard"}),
     (TrainingConfig, {"micro_batch_size": None, "iterations_to_skip": []}),
 ]
+
+
+SETTINGS = yaml.safe_load(Path(__file__).with_name("megatron_defaults.yaml").read_text())
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_setting_of_the_engine_keeps_megatrons_default(name: str) -> None:
+    """A new default in the engine must not change Megatron's: it becomes a row of ``defaults`` in ``mirror.yaml``."""
+    kinds = (ModelParallelConfig, TransformerConfig, MLATransformerConfig, OptimizerConfig)
+    classes = {kind.__name__: kind for kind in (*kinds, DistributedDataParallelConfig)} | vars(sections)
+    found = {each.name: default_of(each) for each in fields(classes[name])}
+    assert {field: found[field] for field in SETTINGS[name]} == SETTINGS[name]
 
 
 @pytest.mark.parametrize(("kind", "expected"), DEFAULTS)

@@ -3,13 +3,14 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from math import prod
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron.core.unsupported import unsupported
 from megatron_core import parallel_state
-from megatron_core.errors import ConfigError, LayoutError
+from megatron_core.errors import LayoutError
 from megatron_core.parallel.grid import DEFAULT_ORDER
 from megatron_core.parallel_state import *  # noqa: F403
 from megatron_core.parallel_state import (
@@ -132,11 +133,9 @@ class RankGenerator:
         return [[self.rank_offset + rank for rank in ranks] for ranks in found]
 
 
-def get_hybrid_data_context_parallel_groups(check_initialized: bool = True, group_size: int | None = None) -> NoReturn:
-    """Raise ConfigError: context-parallel groups do not change between micro-batches."""
-    raise ConfigError("hybrid_context_parallel is not supported; set context_parallel_size")
-
-
+get_hybrid_data_context_parallel_groups = unsupported(
+    "hybrid_context_parallel is not supported; set context_parallel_size"
+)
 _PRIVATE: dict[str, Callable[[], Any]] = {
     "_MODEL_PARALLEL_GROUP": lambda: current().group("tp-pp"),
     "_TENSOR_MODEL_PARALLEL_GROUP": lambda: current().group("tp"),

@@ -2,11 +2,13 @@
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_core.errors import ConfigError
+from megatron_core.monitor.timers import timer_lines
 
 
 class Timer:
@@ -69,7 +71,8 @@ class Timers:
     def __init__(self, log_level: int, log_option: str) -> None:
         if log_option not in ("max", "minmax", "all") or log_level not in (0, 1, 2):
             raise ConfigError(f"{log_option=} must be max, minmax or all, and {log_level=} must be 0, 1 or 2")
-        self._log_level, self._log_option = log_level, log_option
+        self._log_level = log_level
+        self._log_option: Any = log_option
         self._timers: dict[str, Timer] = {}
         self._levels: dict[str, int] = {}
 
@@ -87,24 +90,14 @@ class Timers:
     ) -> str:
         """Return a line for each timer in milliseconds: minimum and maximum over ranks, maximum, or all."""
         _wait(barrier)
-        shown = [name for name, timer in self._timers.items() if not isinstance(timer, _NoTimer)]
-        names = names or shown
-        own = torch.tensor([self._timers[name].elapsed(reset) * 1000.0 / normalizer for name in names])
+        names = names or [name for name, timer in self._timers.items() if not isinstance(timer, _NoTimer)]
+        own = torch.tensor([self._timers[name].elapsed(reset) / normalizer for name in names])
         times = [own]
         if dist.is_initialized():
             times = [torch.empty_like(own) for _ in range(dist.get_world_size())]
             dist.all_gather(times, own)
-        table = torch.stack(times)
-        lines = {"max": "max time", "minmax": "(min, max) time", "all": "times"}[self._log_option]
-        text = [f"{lines} across ranks (ms):"]
-        for column, name in zip(table.t().tolist(), names, strict=True):
-            cells = {
-                "max": f"{max(column):.2f}",
-                "minmax": f"({min(column):.2f}, {max(column):.2f})",
-                "all": " ".join(f"{value:.2f}" for value in column),
-            }[self._log_option]
-            text.append(f"    {(name + ' ').ljust(48, '.')}: {cells}")
-        return "\n".join(text)
+        ranks = [{"phases": dict(zip(names, each.tolist(), strict=True))} for each in times]
+        return "\n".join(timer_lines(ranks, level=1, option=self._log_option))
 
     def log(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from megatron.core.dist_checkpointing.tensors import (
     make_tp_sharded_tensor_for_checkpoint,
 )
 from megatron.core.tensor_parallel.utils import divide
+from megatron.core.unsupported import unsupported
 from megatron_core import parallel_state
 from megatron_core.errors import ConfigError
 from megatron_core.parallel import World
@@ -181,14 +182,10 @@ def get_batch_on_this_cp_rank(batch: dict[str, Any], cp_group: Group | None = No
     return {name: part(name, value) for name, value in batch.items()}
 
 
-def get_thd_batch_on_this_cp_rank(*args: Any, **kwargs: Any) -> NoReturn:
-    """Raise ConfigError: batches with ``cu_seqlens`` are not supported."""
-    raise ConfigError("get_thd_batch_on_this_cp_rank: batches with cu_seqlens are not supported; pass whole sequences")
-
-
-def get_batch_on_this_hybrid_cp_rank(*args: Any, **kwargs: Any) -> NoReturn:
-    """Raise ConfigError: context-parallel groups do not change between micro-batches."""
-    raise ConfigError("hybrid_context_parallel is not supported; set context_parallel_size")
+get_thd_batch_on_this_cp_rank = unsupported(
+    "get_thd_batch_on_this_cp_rank: batches with cu_seqlens are not supported; pass whole sequences"
+)
+get_batch_on_this_hybrid_cp_rank = unsupported("hybrid_context_parallel is not supported; set context_parallel_size")
 
 
 def get_batch_on_this_tp_rank(

@@ -1,14 +1,11 @@
 """Megatron-LM's models before ``megatron.core``, which are not supported."""
 
-from typing import Any
-
 from torch import nn
 
-from megatron_core.errors import ConfigError
+from megatron.core.unsupported import Unsupported
 
 
-class GPTModel(nn.Module):
-    """A class for annotations; building it raises ConfigError."""
+class GPTModel(Unsupported, nn.Module):
+    """A GPT of ``megatron.legacy``."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        raise ConfigError("use_legacy_models=True is not supported; use megatron.core.models.gpt.GPTModel")
+    message = "use_legacy_models=True is not supported; use megatron.core.models.gpt.GPTModel"

@@ -1,10 +1,5 @@
-"""The loss of ModelOpt's distillation."""
+"""The loss of ModelOpt's distillation, which is not supported."""
 
-from typing import Any, NoReturn
+from megatron.core.unsupported import unsupported
 
-from megatron.post_training.utils import refuse_modelopt
-
-
-def loss_func(loss_mask: Any, output_tensor: Any, model: Any = None) -> NoReturn:
-    """Raise ConfigError: ModelOpt is not supported."""
-    refuse_modelopt("post_training.loss_func.loss_func")
+loss_func = unsupported("post_training.loss_func.loss_func needs ModelOpt, which is not supported; train without it")

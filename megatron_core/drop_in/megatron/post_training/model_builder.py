@@ -1,23 +1,19 @@
-"""Models of ModelOpt."""
+"""Models of ModelOpt, which are not supported."""
 
 from dataclasses import dataclass
-from typing import Any, NoReturn
 
-from megatron.post_training.utils import refuse_modelopt
+from megatron.core.unsupported import unsupported
 from megatron.training.models.gpt import GPTModelConfig
+
+_refuse = unsupported("a ModelOptModelConfig needs ModelOpt, which is not supported; train without it")
 
 
 @dataclass(kw_only=True)
 class ModelOptModelConfig(GPTModelConfig):
-    """Settings of a model of ModelOpt; building it raises ConfigError."""
+    """Settings of a model of ModelOpt; building an instance raises ConfigError."""
 
     def __post_init__(self) -> None:
-        refuse_modelopt("ModelOptModelConfig")
+        _refuse()
 
 
-def modelopt_gpt_hybrid_builder(*args: Any, **kwargs: Any) -> NoReturn:
-    """Raise ConfigError: ModelOpt is not supported."""
-    refuse_modelopt("modelopt_gpt_hybrid_builder")
-
-
-modelopt_gpt_mamba_builder = modelopt_gpt_hybrid_builder
+modelopt_gpt_hybrid_builder = modelopt_gpt_mamba_builder = _refuse

@@ -193,15 +193,6 @@ def core_transformer_config_from_args(
         "num_query_groups": read("num_query_groups") if read("group_query_attention") else None,
         "add_bias_linear": not read("disable_bias_linear", not read("add_bias_linear", True)),
     }
-    renamed = {
-        "layernorm_epsilon": "norm_epsilon",
-        "layernorm_zero_centered_gamma": "apply_layernorm_1p",
-        "num_moe_experts": "num_experts",
-        "fp8": "fp8_format",
-        "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
-        "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
-    }
-    given |= {name: read(flag) for name, flag in renamed.items() if hasattr(args, flag)}
     kinds = read("cp_comm_type")
     if kinds is not None:
         given["cp_comm_type"] = kinds[0] if len(kinds) == 1 else list(kinds)

@@ -139,12 +139,14 @@ def load_checkpoint(
             raise CheckpointError(f"{load_arg}={getattr(args, load_arg)!r} has no checkpoint")
         print_rank_0(f"WARNING: {load_arg}={getattr(args, load_arg)!r} has no checkpoint; weights are not loaded")
         return 0, 0
+    # Fill the tensors of the model, and unless fine-tuning starts, those of the optimizer.
     resumes = not args.finetune
     reads_optimizer = resumes and optimizer is not None and not args.no_load_optim
     counts = dict.fromkeys(("iteration", "consumed_train_samples", "consumed_valid_samples"), 0)
     scheduler = opt_param_scheduler if resumes else None
     state = _state(ddp_model, optimizer if reads_optimizer else None, scheduler) | counts
     state = load_from(stored, state | {"num_floating_point_operations_so_far": 0})
+    # Restore the scheduler and the optimizer.
     if scheduler is not None:
         scheduler.load_state_dict(state["opt_param_scheduler"])
     if reads_optimizer:
@@ -160,6 +162,7 @@ def load_checkpoint(
         optimizer.reload_model_params()
     if not resumes:
         return 0, 0
+    # Restore the counts; sample numbers are the keys of dropout.
     args.consumed_train_samples = state["consumed_train_samples"]
     args.consumed_valid_samples = state["consumed_valid_samples"]
     for chunk in unwrap_model(ddp_model):

@@ -110,6 +110,10 @@ def get_megatron_ddp_config(args: Namespace) -> DistributedDataParallelConfig:
 
 
 def settings_of(kind: Any, args: Namespace) -> dict[str, Any]:
-    """Return the attributes with the names of fields of a dataclass, unless they are None."""
-    found = {each.name: getattr(args, each.name, None) for each in fields(kind) if each.init}
-    return {name: value for name, value in found.items() if value is not None}
+    """Return the attributes for the fields of a dataclass, by their names or the engine's, unless they are None."""
+    found = {}
+    for each in fields(kind):
+        value = getattr(args, each.metadata.get("setting", each.name), getattr(args, each.name, None))
+        if each.init and value is not None:
+            found[each.name] = value
+    return found

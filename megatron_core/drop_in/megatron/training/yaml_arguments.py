@@ -1,11 +1,5 @@
 """Megatron-LM's experimental files of settings; use ``--config`` instead."""
 
-from argparse import Namespace
-from typing import NoReturn
+from megatron.core.unsupported import unsupported
 
-from megatron_core.errors import ConfigError
-
-
-def core_transformer_config_from_yaml(args: Namespace, transfomer_key: str = "language_model") -> NoReturn:
-    """Raise ConfigError."""
-    raise ConfigError(f"yaml_cfg={args.yaml_cfg!r} is not supported; write the settings as --config FILE")
+core_transformer_config_from_yaml = unsupported("yaml_cfg is not supported; write the settings as --config FILE")

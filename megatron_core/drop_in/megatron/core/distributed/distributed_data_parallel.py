@@ -10,7 +10,7 @@ from torch import nn
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.param_and_grad_buffer import buffers_of, partition_buckets
-from megatron.core.distributed.param_layout import FullParamLayout, in_order, whole_in_shards
+from megatron.core.optimizer.param_layout import FullParamLayout, in_order, whole_in_shards
 from megatron.core.process_groups_config import check_groups
 from megatron.core.transformer.module import MegatronModule, sharded
 from megatron.core.transformer.transformer_config import TransformerConfig

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.core.distributed.param_layout import (
+from megatron.core.optimizer.param_layout import (
     PerBufferParamLayout,
     group_params_for_buffers,
     lay_out,

@@ -6,14 +6,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.core.distributed.param_layout import (
+from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
+from megatron.core.optimizer.param_layout import (
     FullParamLayout,
     PerBufferParamLayout,
     group_params_for_buffers,
     in_order,
     lay_out,
 )
-from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 from megatron_core.data_parallel import Bucket
 from megatron_core.data_parallel.bucket_layout import Rule
 

@@ -5,9 +5,9 @@ from typing import Any
 
 from torch import nn
 
-from megatron.core.distributed.param_layout import shard_divisor, whole_in_shards
 from megatron.core.optimizer.config_overrides import is_managed_by_layer_wise_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.param_layout import shard_divisor, whole_in_shards
 
 
 def tag_params_for_buffer_routing(model_chunks: Sequence[nn.Module]) -> None:

@@ -203,6 +203,7 @@ def process_mtp_loss(
     ``mtp_loss_scaling_factor`` / n, and with ``calculate_per_token_loss`` times the number of tokens. The default
     labels are the next tokens of ``input_ids``; without both there is no loss.
     """
+    # The labels of the first depth.
     main, *later = hidden_states.chunk(1 + config.mtp_num_layers, dim=0)
     mask: Any = loss_mask
     shown: Any = labels
@@ -213,6 +214,7 @@ def process_mtp_loss(
         shown, mask = (
             roll_tensor(x, cp_group=cp_group, packed_seq_params=packed_seq_params)[0] for x in (input_ids, mask)
         )
+    # The losses of the depths; labels and mask move by one token for each depth.
     if config.mtp_detach_heads:
         output_weight = (output_layer.weight if output_weight is None else output_weight).detach()  # type: ignore[attr-defined]
     mask = torch.ones_like(shown) if mask is None else mask

@@ -53,6 +53,7 @@ class TransformerConfig(ChangingConfig, mirror("TransformerConfig"), ModelParall
         """Set derived fields as Megatron Core does and check the settings."""
         super().__post_init__()
         own: Any = self  # a type checker takes an assignment to ``self`` for the declaration of a field
+        # Sizes that follow from others.
         own.ffn_hidden_size = own.ffn_hidden_size or 4 * own.hidden_size
         if own.kv_channels is None and own.num_attention_heads:
             own.kv_channels = own.hidden_size // own.num_attention_heads
@@ -65,6 +66,7 @@ class TransformerConfig(ChangingConfig, mirror("TransformerConfig"), ModelParall
             own.moe_ffn_hidden_size = own.moe_ffn_hidden_size or own.ffn_hidden_size
         if own.params_dtype == torch.float32 and (own.fp16 or own.bf16):
             own.params_dtype = torch.float16 if own.fp16 else torch.bfloat16
+        # The number of chunks follows from an explicit layout.
         if (layout := own.pipeline_model_parallel_layout) is not None:
             if not isinstance(layout, PipelineParallelLayerLayout):
                 layout = PipelineParallelLayerLayout(layout, own.pipeline_model_parallel_size)

@@ -91,16 +91,13 @@ def make_sharded_tensors_for_checkpoint(
     dp_cp_group: Group | None = None,
 ) -> dict[str, ShardedTensor]:
     """Return all tensors of a layer; tensors in the map are split along its axes, the others are whole."""
-    axes, found, groups = tensor_parallel_layers_axis_map or {}, {}, (tp_group, dp_cp_group)
+    axes, groups, found = tensor_parallel_layers_axis_map or {}, {"tp_group": tp_group, "dp_cp_group": dp_cp_group}, {}
     for name, tensor in state_dict.items():
+        given: Any = {"tensor": tensor, "key": prefix + name, "prepend_offsets": sharded_offsets, **groups}
         if name in axes:
-            found[prefix + name] = make_tp_sharded_tensor_for_checkpoint(
-                tensor, prefix + name, axes[name], None, sharded_offsets, False, *groups
-            )
+            found[prefix + name] = make_tp_sharded_tensor_for_checkpoint(**given, tp_axis=axes[name])
         else:
-            found[prefix + name] = make_sharded_tensor_for_checkpoint(
-                tensor, prefix + name, sharded_offsets, None, *groups
-            )
+            found[prefix + name] = make_sharded_tensor_for_checkpoint(**given)
     return found
 
 

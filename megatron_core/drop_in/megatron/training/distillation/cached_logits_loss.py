@@ -1,12 +1,9 @@
 """Distillation from stored logits of a teacher, which is not supported."""
 
-from typing import Any
-
-from megatron_core.errors import ConfigError
+from megatron.core.unsupported import Unsupported
 
 
-class LossFuncCallable:
-    """The loss for stored logits; building it raises ConfigError."""
+class LossFuncCallable(Unsupported):
+    """The loss for stored logits."""
 
-    def __init__(self, logprobs_dir: Any = None, **settings: Any) -> None:
-        raise ConfigError(f"logits_load_dir={logprobs_dir!r} is not supported; leave --logits-load-dir out")
+    message = "logits_load_dir is not supported; leave --logits-load-dir out"

@@ -1,7 +1,7 @@
 """The settings of a GPT and its builder."""
 
 from argparse import Namespace
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import torch
@@ -58,19 +58,9 @@ class GPTModelConfig:
         return GPTModelBuilder
 
 
-_PASSED = (
-    "fp16_lm_cross_entropy",
-    "logit_dtype",
-    "parallel_output",
-    "share_embeddings_and_output_weights",
-    "position_embedding_type",
-    "rotary_percent",
-    "rotary_base",
-    "rope_scaling",
-    "rope_scaling_factor",
-    "scatter_embedding_sequence_parallel",
-    "seq_len_interpolation_factor",
-)
+_OWN = ("transformer", "transformer_layer_spec", "vocab_size", "make_vocab_size_divisible_by", "should_pad_vocab")
+_PASSED = [each.name for each in fields(GPTModelConfig) if each.name not in (*_OWN, "seq_length")]
+"""The fields that are arguments of ``GPTModel`` with the same name."""
 
 
 class GPTModelBuilder:

@@ -1,6 +1,6 @@
 """Specifications of GPT layers; functions with Transformer Engine's name return the same layers."""
 
-from typing import Any, NoReturn
+from typing import Any
 
 from megatron.core.transformer.layer_context import (
     MLPSubmodules,
@@ -16,6 +16,7 @@ from megatron.core.transformer.multi_token_prediction import (
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.unsupported import unsupported
 from megatron_core.errors import ConfigError
 from megatron_core.transformer import MLP, Norm, SelfAttention
 
@@ -99,11 +100,9 @@ def get_gpt_decoder_layer_specs(
     return [get_gpt_layer_local_spec(number, normalization=normalization, qk_l2_norm=qk_l2_norm) for number in experts]
 
 
-def get_gpt_layer_with_inference_spec(*args: Any, **kwargs: Any) -> NoReturn:
-    """Raise ConfigError: there are no layers for inference only."""
-    raise ConfigError(
-        "transformer_impl='inference_optimized' is not supported; use transformer_impl='local' for generation, too"
-    )
+get_gpt_layer_with_inference_spec = unsupported(
+    "transformer_impl='inference_optimized' is not supported; use transformer_impl='local' for generation, too"
+)
 
 
 def get_gpt_mtp_block_spec(

@@ -69,20 +69,8 @@ class GPTModel(LossCollector, LanguageModule, model.GPTModel):
         pg_collection: Any = None,
         vp_stage: int | None = None,
     ) -> None:
-        refused = {
-            "fp16_lm_cross_entropy": fp16_lm_cross_entropy,
-            "logit_dtype": logit_dtype,
-            "scatter_embedding_sequence_parallel=False": not scatter_embedding_sequence_parallel,
-            "mtp_block_spec without mtp_num_layers": mtp_block_spec is not None and not config.mtp_num_layers,
-            "mtp_num_layers with context_parallel_size": config.mtp_num_layers and config.context_parallel_size > 1,
-            # It needs sums over the global batch, which only the engine's own training loop takes.
-            "global_aux_loss": config.num_moe_experts and "global_aux_loss" in config.moe_router_load_balancing_type,
-        }
-        if wrong := [name for name, value in refused.items() if value]:
-            raise ConfigError(f"GPTModel: {', '.join(wrong)} is not supported; leave it out")
-        kinds = ("learned_absolute", "rope", "none")
-        if position_embedding_type not in kinds:
-            raise ConfigError(f"position_embedding_type={position_embedding_type!r} is none of {', '.join(kinds)}")
+        _check_arguments(config, locals())
+        # The engine's configuration of the model; Megatron passes some of its settings as arguments.
         rotary = {
             "rotary_percent": rotary_percent,
             "rotary_base": float(rotary_base),
@@ -97,6 +85,7 @@ class GPTModel(LossCollector, LanguageModule, model.GPTModel):
             max_position_embeddings=max_sequence_length,
             **rotary,
         )
+        # Build this stage with the process groups of the current layout.
         groups, specs = current(), layer_specs_of(config, transformer_layer_spec)
         _check_stages(config, groups)
         model.GPTModel.__init__(
@@ -113,6 +102,7 @@ class GPTModel(LossCollector, LanguageModule, model.GPTModel):
             seed=current_seed(),
             layer_specs=specs,
         )
+        # Megatron's attributes, and Megatron's classes for the layers.
         self.config, self.model_type = config, ModelType.encoder_or_decoder
         self.pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         self.pre_process, self.post_process = pre_process, post_process
@@ -264,6 +254,25 @@ class _Replay(context.RouterReplay):
     def experts(self, layer_number: int, chosen: Tensor) -> Tensor:
         """Return the experts ``[n, b, k]`` of a layer; the caller's tensors are ``[n b, k]``."""
         return self._layers[layer_number].replayed(chosen.flatten(0, 1)).view_as(chosen)
+
+
+def _check_arguments(config: TransformerConfig, given: dict[str, Any]) -> None:
+    """Raise ConfigError for unsupported arguments of ``GPTModel``."""
+    has_mtp = bool(config.mtp_num_layers)
+    refused = {
+        "fp16_lm_cross_entropy": given["fp16_lm_cross_entropy"],
+        "logit_dtype": given["logit_dtype"],
+        "scatter_embedding_sequence_parallel=False": not given["scatter_embedding_sequence_parallel"],
+        "mtp_block_spec without mtp_num_layers": given["mtp_block_spec"] is not None and not has_mtp,
+        "mtp_num_layers with context_parallel_size": has_mtp and config.context_parallel_size > 1,
+        # It needs sums over the global batch, which only the engine's own training loop takes.
+        "global_aux_loss": config.num_moe_experts and "global_aux_loss" in config.moe_router_load_balancing_type,
+    }
+    if wrong := [name for name, value in refused.items() if value]:
+        raise ConfigError(f"GPTModel: {', '.join(wrong)} is not supported; leave it out")
+    kinds = ("learned_absolute", "rope", "none")
+    if (kind := given["position_embedding_type"]) not in kinds:
+        raise ConfigError(f"position_embedding_type={kind!r} is none of {', '.join(kinds)}")
 
 
 def _check_stages(config: TransformerConfig, groups: Any) -> None:

@@ -1,13 +1,10 @@
 """Models of attention and state-space layers, which are not supported."""
 
-from typing import Any
-
 from megatron.core.models.common.language_module.language_module import LanguageModule
-from megatron_core.errors import ConfigError
+from megatron.core.unsupported import Unsupported
 
 
-class HybridModel(LanguageModule):
-    """A class for annotations and ``isinstance``; building it raises ConfigError."""
+class HybridModel(Unsupported, LanguageModule):
+    """A model with state-space layers."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        raise ConfigError(f"{type(self).__name__} is not supported: there are no state-space layers; use GPTModel")
+    message = "HybridModel is not supported: there are no state-space layers; use GPTModel"

@@ -1,13 +1,3 @@
 """Transformer Engine's names at their path before release 0.10."""
 
-from megatron.core.extensions.transformer_engine import (
-    HAVE_TE,
-    SplitAlongDim,
-    TEColumnParallelLinear,
-    TEDotProductAttention,
-    TELayerNormColumnParallelLinear,
-    TELinear,
-    TENorm,
-    TERowParallelLinear,
-    te_checkpoint,
-)
+from megatron.core.extensions.transformer_engine import *  # noqa: F403

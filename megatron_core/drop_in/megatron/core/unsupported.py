@@ -1,0 +1,24 @@
+"""Stand-ins for names of Megatron's that are not supported: importing them works, using them raises ConfigError."""
+
+from collections.abc import Callable
+from typing import Any, ClassVar, NoReturn
+
+from megatron_core.errors import ConfigError
+
+
+def unsupported(message: str) -> Callable[..., NoReturn]:
+    """Return a function that raises ConfigError with ``message``."""
+
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        raise ConfigError(message)
+
+    return refuse
+
+
+class Unsupported:
+    """Base of classes for annotations and ``isinstance``; building an instance raises ConfigError."""
+
+    message: ClassVar[str]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise ConfigError(self.message)
