@@ -106,11 +106,14 @@ class Callbacks:
         """Call ``method`` of all callbacks; return the results."""
         return [self._call(callback, method, *arguments) for callback in self._begun]
 
+    def _discard(self, method: str) -> None:
+        self.call(method)
+
     @property
     def step_hooks(self) -> StepHooks:
         """The methods that the driver calls within a step."""
         return StepHooks(
-            before_update=lambda: self.call("before_update"),
+            before_update=lambda: self._discard("before_update"),
             is_bad=lambda loss, grad_norm: any(self.call("is_bad", loss, grad_norm)),
         )
 

@@ -59,7 +59,7 @@ class CheckpointSaver:
     tokenizer: Tokenizer | None = field(kw_only=True)
     fp8: AmaxHistories | None = field(default=None, kw_only=True)
     further: Callable[[], Iterable[TensorBox]] = field(default=tuple, kw_only=True)
-    """Returns pieces that are saved beside those of ``data`` and ``optimizer``."""
+    """Returns additional pieces to save."""
 
     def __post_init__(self) -> None:
         self._agree = partial(all_agree, device=self.data.device)

@@ -1,4 +1,4 @@
-"""What FP8 needs of a configuration."""
+"""Rules of FP8 settings."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class EngineCheckpoints:
         config = replace(self._config, checkpoint=settings)
         self.finish()
         reader, _ = open_checkpoint(config, self._data.device)
-        assert isinstance(reader, CheckpointReader), "a Hugging Face folder is no engine's checkpoint"
+        assert isinstance(reader, CheckpointReader), "a Hugging Face folder is not a checkpoint of an engine"
         stored = reader.state
         self._data.finish_param_sync()
         with reader:
