@@ -111,6 +111,16 @@ def test_resuming_with_momentum_needs_its_state(tmp_path: Path) -> None:
         tiny_run(optimizer="sgd", load=str(tmp_path))
 
 
+def test_resuming_without_momentum_ignores_its_state(tmp_path: Path) -> None:
+    run = tiny_run(optimizer="sgd", save=str(tmp_path))
+    train_step(run)
+    run.saver.save(run.state)
+    resumed = tiny_run(optimizer="sgd", sgd_momentum=0.0, load=str(tmp_path))
+    for before, after in zip(run.optimizer.shards, resumed.optimizer.shards, strict=True):
+        assert not after.state and torch.equal(before.main, after.main)
+    train_step(resumed)
+
+
 def test_an_unknown_optimizer_is_refused() -> None:
     assert list(problems(tiny_config(optimizer="adamz"), 1)) == [
         "optimizer=adamz is unknown; legal: adam, sgd, lion, muon"
