@@ -1,4 +1,4 @@
-"""Checkpoints of Hugging Face to ours and back, those of Megatron-LM to ours, and whether both compute the same."""
+"""Conversion of checkpoints from and to Hugging Face and from Megatron-LM, with a comparison of logits."""
 
 import json
 import shutil
@@ -35,12 +35,12 @@ PROMPT_LENGTHS = (1, 7, 32)
 def import_hugging_face(source: Path, save: Path, *, dtype: torch.dtype | None = None, verify: bool = True) -> float:
     """Write the model in the folder ``source`` as iteration 0 into ``save``, one tensor in memory at a time.
 
-    ``dtype`` defaults to the stored one. With ``verify`` nothing is written unless both compute the same logits.
-    -> as ``compare_logits``, 0.0 without ``verify``.
+    ``dtype`` defaults to the stored dtype. With ``verify`` nothing is written unless both compute the same logits.
+    Returns the result of ``compare_logits``, or 0.0 without ``verify``.
     """
     check_empty(save)
     with HuggingFaceReader(source) as reader:
-        # Sequences of a run that continues have the length of the model, unless --seq-length is given.
+        # A run that continues from it uses the model's sequence length, unless --seq-length is given.
         config = replace(reader.config, data=replace(reader.config.data, seq_length=reader.config.max_positions))
         shapes = global_shapes(config, reader.state["vocab_size"])
         verified = partial(HuggingFaceReader, source)
@@ -60,9 +60,9 @@ def import_megatron(
 ) -> str:
     """Write a checkpoint of Megatron-LM into ``save``, one tensor in memory at a time.
 
-    ``step`` is the iteration, by default the latest. With the state of Adam the result continues the training at that
-    iteration; with the weights alone it is iteration 0. ``optimizer`` requires the state or leaves it out; None reads
-    it if it can be read. -> what was read besides the weights.
+    ``step`` is the iteration, by default the latest. With the state of Adam, training can continue at this iteration;
+    with only the weights, the result is iteration 0. ``optimizer``: whether to read the state; None reads it if
+    possible. Returns a description of the result.
     """
     check_empty(save)
     with MegatronReader(source, step) as reader:
@@ -70,8 +70,8 @@ def import_megatron(
         kinds = [] if optimizer is False else reader.kinds
         if optimizer and not kinds:
             raise CheckpointError(
-                f"{source} has no optimizer state that can be read: it must be Adam's, saved with --ckpt-format "
-                "torch_dist, or with torch and without the distributed optimizer; convert the weights alone with "
+                f"{source} has no optimizer state that can be read: it must be of Adam, saved with --ckpt-format "
+                "torch_dist, or with torch and without the distributed optimizer; convert only the weights with "
                 "--no-optimizer"
             )
         progress = reader.progress() if kinds else None
@@ -85,7 +85,7 @@ def import_megatron(
 
 
 def check_empty(save: Path) -> None:
-    """``CheckpointError`` if ``save`` holds a checkpoint."""
+    """Raise ``CheckpointError`` if ``save`` holds a checkpoint."""
     if (save / MANIFEST).is_file() or find_checkpoint(str(save)) is not None:
         raise CheckpointError(f"{save} holds a checkpoint; give another folder, nothing was written")
 
@@ -104,7 +104,7 @@ def write_native(
     """Write the tensors of ``shapes`` and the ``kinds`` of their optimizer state into ``save``.
 
     ``progress`` is the position of the training; without it the result is iteration 0 of a run of ``config``.
-    ``others`` are files of a tokenizer that ``config`` does not use; they are kept for an export.
+    ``others``: files of a tokenizer not used by ``config``, stored for a later export.
     """
     counters = TrainState()
     if progress is not None:
@@ -133,11 +133,11 @@ def export_hugging_face(
     model_type: str | None = None,
     verify: bool = True,
 ) -> float:
-    """Write the checkpoint in ``load`` as a folder of Hugging Face, with the tokenizer's files that it keeps.
+    """Write the checkpoint in ``load`` as a Hugging Face folder, with its stored tokenizer files.
 
-    ``dtype`` defaults to that of the stored weights, ``model_type`` to the architecture that the model came from. The
-    folder is complete, and with ``verify`` computes the same logits, or is not there. The sizes and hashes of the
-    checkpoint's files are compared first, as in training. -> as ``import_hugging_face``.
+    ``dtype`` defaults to the dtype of the stored weights, ``model_type`` to the architecture that was imported. The
+    folder is created only if it is complete and, with ``verify``, computes the same logits. Sizes and hashes of the
+    checkpoint's files are checked first, as in training. Returns the same as ``import_hugging_face``.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{folder} is not empty; give another folder, nothing was written")
@@ -174,13 +174,13 @@ MODEL_FILES = {
 }
 """File names of ``--tokenizer-model`` in `transformers`, by tokenizer class."""
 CLASSES = {"tokenizer.json": "PreTrainedTokenizerFast", "tokenizer.model": "LlamaTokenizer"}
-"""The class there that takes the file as it is."""
+"""Class in `transformers` that reads the file."""
 
 
 def export_tokenizer(config: RunConfig, kept: Path, folder: Path) -> None:
     """Copy the tokenizer's files in ``kept`` under their names in `transformers`.
 
-    Without a tokenizer_config.json it would take the splitting of words from the architecture, not from tokenizer.json.
+    Without a tokenizer_config.json, `transformers` would ignore how tokenizer.json splits words.
     """
     data = config.data
     names = {
@@ -198,12 +198,12 @@ def export_tokenizer(config: RunConfig, kept: Path, folder: Path) -> None:
     if tokenizer is not None and own and not settings.is_file():
         ids = {name: getattr(tokenizer, name, None) for name in ("bos", "eos", "pad")}
         texts = {name: tokenizer.detokenize([id_]) for name, id_ in ids.items() if id_ is not None}
-        tokens = {f"{name}_token": text for name, text in texts.items() if text}  # sentencepiece's have none
+        tokens = {f"{name}_token": text for name, text in texts.items() if text}  # sentencepiece has none
         settings.write_text(json.dumps({"tokenizer_class": CLASSES[own[0]]} | tokens, indent=2) + "\n")
 
 
 def special_tokens(config: RunConfig) -> dict[str, int | None]:
-    """The ids of special tokens that a config.json names; None where there is no tokenizer, or it has no such token."""
+    """Ids of the special tokens in config.json; None without a tokenizer or without such a token."""
     tokenizer = tokenizer_of(config.data)
     return {f"{name}_token_id": getattr(tokenizer, name, None) for name in ("bos", "eos", "pad")}
 
@@ -211,12 +211,12 @@ def special_tokens(config: RunConfig) -> dict[str, int | None]:
 def compare_logits(
     open_reader: Callable[[], CheckpointReader | HuggingFaceReader], config: RunConfig, folder: Path, dtype: torch.dtype
 ) -> float:
-    """The largest difference of logits between the weights of a reader, rounded to ``dtype``, here and those in a
-    folder of Hugging Face in `transformers`, over the largest logit, in float32 on fixed prompts.
+    """Compare the logits of a reader, with weights rounded to ``dtype``, with `transformers` on a Hugging Face folder.
 
-    The reader is closed before `transformers` loads all weights: what it has mapped would count as memory, too.
+    Returns (largest difference) / (largest logit) on fixed prompts in float32. The reader is closed before
+    `transformers` loads all weights, because its mapped files would count as memory, too.
 
-    Errors: ``CheckpointError`` if it is above ``TOLERANCE``, and without transformers.
+    Errors: ``CheckpointError`` if the result is above ``TOLERANCE``, or `transformers` is not installed.
     """
     learned = config.model.position_embedding_type == "learned_absolute"
     with open_reader() as reader:
@@ -228,13 +228,13 @@ def compare_logits(
     if not difference <= TOLERANCE:
         raise CheckpointError(
             f"the logits of both sides differ by {difference:.1e} of the largest one, more than {TOLERANCE:.0e}: "
-            f"{folder} has settings that this project does not have, or a file is damaged; nothing was written"
+            f"{folder} has unsupported settings, or a file is damaged; nothing was written"
         )
     return difference
 
 
 def fixed_prompts(vocab_size: int, longest: int) -> list[Tensor]:
-    """Sequences of token ids ``[1, length]``, the same in every run."""
+    """Sequences of token ids ``[1, length]``, equal in every run."""
     generator = torch.Generator().manual_seed(0)
     return [torch.randint(vocab_size, (1, min(length, longest)), generator=generator) for length in PROMPT_LENGTHS]
 
@@ -245,7 +245,7 @@ def our_logits(
 ) -> list[Tensor]:
     """Logits ``[1, length, vocabulary]`` of each prompt, in float32, with weights rounded to ``dtype``.
 
-    Layer by layer, as stages of a pipeline, so that one of them is in memory at a time.
+    Computed layer by layer, as stages of a pipeline, so that only one layer is in memory at a time.
     """
     parallel = ModelParallelConfig(params_dtype=torch.float32, perform_initialization=False)
     last = config.model.num_layers - 1
@@ -270,14 +270,14 @@ def our_logits(
 
 @torch.no_grad()
 def their_logits(folder: Path, prompts: list[Tensor]) -> list[Tensor]:
-    """The same by `transformers`."""
+    """Logits of each prompt computed by `transformers`."""
     try:
         import transformers
     except ImportError:
         raise CheckpointError(
             "verifying needs transformers: pip install transformers; or convert with --no-verify"
         ) from None
-    # Not scaled_dot_product_attention, for which some of its models leave settings out.
+    # Not scaled_dot_product_attention, with which some of its models ignore settings.
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True
@@ -285,7 +285,7 @@ def their_logits(folder: Path, prompts: list[Tensor]) -> list[Tensor]:
         return [model(input_ids=prompt, use_cache=False).logits for prompt in prompts]
     except MemoryError:
         raise
-    except Exception as error:  # it raises many kinds
+    except Exception as error:  # it raises various types
         reason = " ".join(str(error).split()) or type(error).__name__
         raise CheckpointError(
             f"transformers {transformers.__version__} cannot compute the logits of {folder}: {reason}; correct its "
@@ -296,13 +296,13 @@ def their_logits(folder: Path, prompts: list[Tensor]) -> list[Tensor]:
 def read_whole(
     reader: CheckpointReader | HuggingFaceReader | MegatronReader, name: str, shape: tuple[int, ...], dtype: torch.dtype
 ) -> Tensor:
-    """One tensor, whole."""
+    """Read one complete tensor."""
     tensor = torch.empty(shape, dtype=dtype)
     reader.fill([TensorBox(name, shape, Box((0,) * len(shape), shape), tensor, owned=True)])
     return tensor
 
 
 def stored_dtype(reader: CheckpointReader) -> torch.dtype:
-    """Of the stored weights."""
+    """Dtype of the stored weights."""
     names = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
     return names[reader.manifest.tensors["model.embedding.word_embeddings.weight"].dtype]

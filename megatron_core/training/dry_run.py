@@ -219,11 +219,11 @@ def _memory(found: RankEstimate) -> str:
     elsewhere = sizes.pop("elsewhere")
     active = f", of which a token uses {found.active_parameters:,}" if found.config.model.expert_layers else ""
     padding = padded_vocabulary(found.config, found.vocab_size) - found.vocab_size
-    padded = f"; the vocabulary is padded by {padding} tokens, which the total leaves out" if padding else ""
+    padded = f"; the vocabulary is padded by {padding} tokens, which are not in the total" if padding else ""
     notes = {
         "weights": f"{found.parameters:,} parameters of {found.model_parameters:,}{active}{padded}",
         "optimizer": f"and {readable_bytes(elsewhere)} in the host's memory or on disk" if elsewhere else "",
-        "keys": "of other ranks, and their gradients, in the layer that needs most",
+        "keys": "of other ranks, and their gradients, in the layer with the most",
         "activations": f"by formula, {found.micros_held:.3g} of {found.num_microbatches} micro-batches held",
     }
     lines = ["memory of this rank"]
@@ -244,7 +244,7 @@ def _attention(found: RankEstimate) -> str:
         [
             f"attention of this rank's layers in a micro-batch of {config.data.seq_length} tokens, cp_comm_type="
             f"{' '.join(config.parallel.cp_comm_type)}",
-            f"  work         {own:.3g} FLOPs forward; the most of any rank is {most:.3f} of the mean",
+            f"  work         {own:.3g} FLOPs forward; largest rank {most:.3f} times the mean",
             f"  sent         {readable_bytes(sent.forward)} forward, {readable_bytes(sent.backward)} backward",
         ]
     )

@@ -127,7 +127,7 @@ def test_report_names_what_was_changed_and_groups_of_more_than_one() -> None:
     assert "  tensor_model_parallel_size: 2\n" in text and "pipeline_model_parallel_size" not in text
     assert "  tp = tp-pp = tp-cp = etp = etp-ep = etp-ep-pp: index 1 of 2: 2 3\n" in text
     assert describe_rank(tiny_config(), 1).count("none of more than one rank") == 1
-    assert "; the vocabulary is padded by 3 tokens, which the total leaves out\n" in describe_rank(tiny_config(), 1)
+    assert "; the vocabulary is padded by 3 tokens, which are not in the total\n" in describe_rank(tiny_config(), 1)
     assert "padded" not in describe_rank(tiny_config(vocab_size=64), 1)
 
 
@@ -162,7 +162,7 @@ def test_attention_of_a_split_sequence() -> None:
     reports = [describe_rank(tiny_config(num_layers=2, **layout), 4, rank).split("\n\n")[-1] for rank in range(4)]
     assert len(set(reports)) == 1
     assert "64 tokens, cp_comm_type=p2p a2a" in reports[0]
-    assert "the most of any rank is 1.000 of the mean" in reports[0]
+    assert "largest rank 1.000 times the mean" in reports[0]
     found = RankEstimate.of(tiny_config(num_layers=2, **layout), 4, 2)
     batch, hidden = found.config.training.micro_batch_size, found.config.model.hidden_size
     block = 2 * 16 * batch * hidden  # keys and values of a rank
