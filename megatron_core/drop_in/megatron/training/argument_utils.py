@@ -130,18 +130,13 @@ def gpt_config_from_args(
     vocabulary = {"vocab_size": args.padded_vocab_size}
     if args.padded_vocab_size is None:
         vocabulary = {"vocab_size": args.vocab_size, "should_pad_vocab": True}
-    return (model_config_cls or GPTModelConfig)(
+    return _from_args(
+        model_config_cls or GPTModelConfig,
+        args,
         transformer=core_transformer_config_from_args(args) if config is None else config,
         transformer_layer_spec=None if spec is None else import_module(tuple(spec)),
-        fp16_lm_cross_entropy=args.fp16_lm_cross_entropy,
-        logit_dtype=getattr(args, "logit_dtype", None),
-        position_embedding_type=args.position_embedding_type,
-        rotary_percent=args.rotary_percent,
-        rotary_base=args.rotary_base,
         rope_scaling=args.use_rope_scaling,
-        rope_scaling_factor=args.rope_scaling_factor,
         seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
-        make_vocab_size_divisible_by=args.make_vocab_size_divisible_by,
         seq_length=args.max_position_embeddings,
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
         **vocabulary,

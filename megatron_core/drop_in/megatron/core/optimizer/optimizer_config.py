@@ -19,23 +19,15 @@ class ParamPredicate:
     """A named condition on a parameter; conditions with the same name are equal."""
 
     name: str
-    fn: Callable[[nn.Parameter], bool] = field(compare=False)
+    fn: Callable[..., bool] = field(compare=False)
 
-    def __call__(self, param: nn.Parameter) -> bool:
+    def __call__(self, *arguments: Any) -> bool:
         """Return whether the condition holds."""
-        return self.fn(param)
+        return self.fn(*arguments)
 
 
-@dataclass(frozen=True)
-class ParamWithNamePredicate:
+class ParamWithNamePredicate(ParamPredicate):
     """A named condition on a parameter and its name; conditions with the same name are equal."""
-
-    name: str
-    fn: Callable[[nn.Parameter, str], bool] = field(compare=False)
-
-    def __call__(self, param: nn.Parameter, name: str) -> bool:
-        """Return whether the condition holds."""
-        return self.fn(param, name)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """``megatron_core.tensor_parallel`` at Megatron's path."""
 
-from megatron.core.tensor_parallel.attributes import (
+from megatron.core.tensor_parallel.layers import (
     copy_tensor_model_parallel_attributes,
     param_is_not_tensor_parallel_duplicate,
     set_defaults_if_not_set_tensor_model_parallel_attributes,
