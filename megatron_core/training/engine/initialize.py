@@ -16,6 +16,7 @@ from megatron_core.training.engine.data import EngineLoader
 from megatron_core.training.engine.engine import Engine
 from megatron_core.training.engine.module import Initialise, UnitClasses, check_settings, read_settings
 from megatron_core.training.engine.optimizer import EngineOptimizer, settings_from
+from megatron_core.training.setup import use_deterministic_kernels
 
 
 class Initialized(NamedTuple):
@@ -61,6 +62,8 @@ def initialize(
         model_parameters = optimizer.param_groups
     world = _join(settings)
     settings = check_settings(settings, world.size)
+    if settings.training.deterministic_mode:
+        use_deterministic_kernels()
     engine = Engine(
         model, settings, world, model_parameters=model_parameters, unit_classes=unit_classes, initialise=initialise
     )

@@ -12,30 +12,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_core.config import OptimizerConfig, RunConfig
-from megatron_core.config.checkpoint import CheckpointConfig
 from megatron_core.config.file import convert, field_types, read_config
-from megatron_core.config.monitor import MonitorConfig
-from megatron_core.config.resilience import ResilienceConfig
 from megatron_core.config.validate import check, without_data
 from megatron_core.errors import ConfigError, LayoutError
 from megatron_core.parallel.texts import listed, tell_all
 
 READ = frozenset(
     {
-        *(
-            each.name
-            for kind in (OptimizerConfig, CheckpointConfig, MonitorConfig, ResilienceConfig)
-            for each in fields(kind)
-        ),
+        *(each.name for each in fields(OptimizerConfig)),
         *("zero_stage", "use_distributed_optimizer", "data_parallel_sharding_strategy", "zero3_keep_after_forward"),
         *("zero3_param_offload_dir", "num_distributed_optimizer_instances", "grad_reduce_in_bf16"),
         *("ddp_reduce_scatter_with_fp32_accumulation", "grad_compression", "grad_compression_warmup_iters"),
         *("powersgd_rank", "overlap_grad_reduce", "overlap_param_gather", "ddp_bucket_size", "distributed_backend"),
         *("distributed_timeout_minutes", "micro_batch_size", "global_batch_size", "train_iters", "train_samples"),
         *("seed", "bf16", "fp16", "fp64", "deterministic_mode", "check_for_nan_in_loss_and_grad", "num_workers"),
-        *("kernel_backend",),
+        *("async_save", "keep_last", "save_retain_interval", "no_save_optim", "verify_checkpoint", "kernel_backend"),
     }
-) - {"decoupled_lr", "decoupled_min_lr", "load_hf", "use_checkpoint_args", "changed_model_settings", "elastic"}
+) - {"decoupled_lr", "decoupled_min_lr", "start_weight_decay", "end_weight_decay", "weight_decay_incr_style"}
 """Settings of a run that apply to a model of the caller; all others describe the GPT of ``pretrain_gpt.py``."""
 FIRST_MODULES = 8
 """Number of names that an error message lists."""
@@ -91,7 +84,12 @@ def check_settings(config: RunConfig, world_size: int) -> RunConfig:
         and not (optimizer.lr_decay_iters or optimizer.lr_decay_samples)
     ):
         optimizer = replace(optimizer, lr_decay_style="constant")
-    gpt = replace(config, optimizer=optimizer, data=replace(config.data, mock_data=True, vocab_size=64))
+    gpt = replace(
+        config,
+        optimizer=optimizer,
+        data=replace(config.data, mock_data=True, vocab_size=64),
+        checkpoint=replace(config.checkpoint, save="checkpoints"),
+    )
     check(without_data(gpt), world_size)  # settings of the GPT model have their defaults
     return replace(config, optimizer=optimizer)
 

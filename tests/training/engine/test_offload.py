@@ -1,0 +1,105 @@
+"""Engines with state on disk, compressed gradients, activation checkpointing and saving in the background."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import megatron_core
+from megatron_core.verify.ranks import run_ranks
+from tests.training.engine.models import (
+    BATCH,
+    COMMON,
+    Result,
+    difference,
+    loss_in,
+    model_of,
+    samples_of,
+    train_with_engine,
+    train_with_torch,
+)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"zero_stage": 1, "optimizer_offload_dir": "state"},
+        {"zero_stage": 3, "zero3_param_offload_dir": "weights", "optimizer_offload_dir": "state"},
+    ],
+    ids=["optimizer", "weights"],
+)
+def test_files_change_no_bit(settings: dict[str, Any], tmp_path: Path) -> None:
+    folders = {name: str(tmp_path / value) if name.endswith("dir") else value for name, value in settings.items()}
+    inside = {name: value for name, value in settings.items() if not name.endswith("dir")}
+    offloaded, plain = run_ranks(2, _train, "gpt2", folders), run_ranks(2, _train, "gpt2", inside)
+    for a, b in zip(offloaded, plain, strict=True):
+        assert difference(a, b) == 0.0
+
+
+def _train(name: str, settings: dict[str, Any]) -> Result:
+    return train_with_engine(name, **settings)
+
+
+def test_compressed_gradients_equal_the_plain_ones_until_the_warm_up_ends() -> None:
+    settings = {"grad_compression": "powersgd", "grad_compression_warmup_iters": 2, "powersgd_rank": 1}
+    found, plain = (run_ranks(2, _train, "llama", each)[0] for each in (settings, {}))
+    assert found["losses"][:3] == plain["losses"][:3]
+    assert any((found["weights"][name] != plain["weights"][name]).any() for name in plain["weights"])
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_activation_checkpointing_of_transformers(stage: int) -> None:
+    for found in run_ranks(2, _with_activation_checkpointing, stage):
+        assert difference(found, train_with_torch("llama")) < 1e-9
+
+
+def _with_activation_checkpointing(stage: int) -> Result:
+    model = model_of("llama")
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    config = {**COMMON, "global_batch_size": BATCH, "zero_stage": stage}
+    engine, _, loader, _ = megatron_core.initialize(model, config, training_data=samples_of("llama"), shuffle=False)
+    calls = 0
+
+    def count(*_: object) -> None:
+        nonlocal calls
+        calls += 1
+
+    model.model.layers[0].mlp.register_forward_pre_hook(count)
+    losses, norms = [], []
+    for batch in loader:
+        engine.backward(loss_in(engine(**batch)))
+        if (report := engine.step()) is not None:
+            losses.append(report.loss)
+            norms.append(report.grad_norm)
+    assert calls == 2 * len(loader), "forward and recomputation"
+    weights = {name: tensor.numpy() for name, tensor in engine.full_state_dict().items()}
+    return {"losses": losses, "norms": norms, "weights": weights}
+
+
+def test_saving_in_the_background(tmp_path: Path) -> None:
+    weights = run_ranks(2, _saved_in_the_background, str(tmp_path))[0]
+    for name, tensor in _loaded(str(tmp_path)).items():
+        np.testing.assert_array_equal(tensor, weights[name])
+
+
+def _saved_in_the_background(folder: str) -> dict[str, np.ndarray]:
+    config = {**COMMON, "global_batch_size": BATCH, "zero_stage": 2, "async_save": True}
+    engine, _, loader, _ = megatron_core.initialize(model_of("gpt2"), config, training_data=samples_of("gpt2"))
+    saved: dict[str, np.ndarray] = {}
+    for batch in loader:
+        engine.backward(loss_in(engine(**batch)))
+        if engine.step() is not None and engine.state.iteration == 2:
+            engine.save_checkpoint(folder)  # the next step must not change what is written
+            saved = {name: tensor.numpy().copy() for name, tensor in engine.full_state_dict().items()}
+    engine.finish_saving()
+    return saved
+
+
+def _loaded(folder: str) -> dict[str, np.ndarray]:
+    engine = megatron_core.initialize(model_of("gpt2"), {**COMMON, "global_batch_size": BATCH}).engine
+    engine.load_checkpoint(folder)
+    assert engine.state.iteration == 2
+    return {name: tensor.numpy() for name, tensor in engine.full_state_dict().items()}
