@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Collection, Iterator
+from functools import cache
 from typing import Any, Literal, get_args, get_origin
 
 from megatron_core.config.model import ModelConfig
@@ -23,18 +24,25 @@ def illegal_values(config: RunConfig) -> Iterator[str]:
 
 def unknown_words(config: RunConfig) -> Iterator[str]:
     """Settings whose value is none of the values that their type lists."""
-    for name, value in config.flat().items():
-        choices, parts = _choices(field_types()[name]), value if isinstance(value, tuple) else (value,)
-        if choices and any(part is not None and part not in choices for part in parts):
+    values = config.flat()
+    for name, choices in _choices().items():
+        value = values[name]
+        if any(part not in choices for part in (value if isinstance(value, tuple) else (value,)) if part is not None):
             legal = ", ".join(map(str, choices))
             yield f"{name}={shown(value)} is not legal; use {'some' if isinstance(value, tuple) else 'one'} of {legal}"
 
 
-def _choices(kind: Any) -> tuple[Any, ...]:
+@cache
+def _choices() -> dict[str, tuple[Any, ...]]:
+    """The values of each setting whose type has a ``Literal``."""
+    return {name: found for name, kind in field_types().items() if (found := _literals(kind))}
+
+
+def _literals(kind: Any) -> tuple[Any, ...]:
     """The values of the ``Literal`` in a type; empty if there is none."""
     if get_origin(kind) is Literal:
         return get_args(kind)
-    return tuple(choice for option in get_args(kind) for choice in _choices(option))
+    return tuple(choice for option in get_args(kind) for choice in _literals(option))
 
 
 def _is_encodable(text: str) -> bool:
@@ -46,7 +54,7 @@ def _is_encodable(text: str) -> bool:
 
 def needless_settings(config: RunConfig) -> Iterator[str]:
     """Settings with another value than the default that need a condition which does not hold."""
-    run, values, defaults = RunContext(**config.sections()), config.flat(), RunConfig().flat()
+    run, values, defaults = RunContext(**config.sections()), config.flat(), _defaults()
     for name, declared in settings().items():
         if values[name] != defaults[name] and (missing := _missing(declared.needs, run)) is not None:
             assigned = f"{name}={shown(values[name])}"
@@ -54,6 +62,12 @@ def needless_settings(config: RunConfig) -> Iterator[str]:
                 yield f"{assigned} cannot be used with {missing.words}; remove one of them"
             else:
                 yield f"{assigned} has no effect without {missing.words}; add {missing.words} or remove {name}"
+
+
+@cache
+def _defaults() -> dict[str, Any]:
+    """The default of every setting."""
+    return RunConfig().flat()
 
 
 def _missing(conditions: tuple[Condition, ...], run: RunContext) -> Condition | None:
@@ -69,7 +83,7 @@ def unread_settings(
     ``names``: the settings to examine; default: all that differ from their defaults.
     """
     run = RunContext(**config.sections(), world_size=world_size, device=device)
-    values, defaults = config.flat(), RunConfig().flat()
+    values, defaults = config.flat(), _defaults()
     names = [name for name in values if values[name] != defaults[name]] if names is None else names
     by_reason: dict[str, list[str]] = {}
     for name, declared in settings().items():

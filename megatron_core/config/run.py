@@ -56,8 +56,7 @@ class RunConfig:
 
     def flat(self) -> dict[str, Any]:
         """All settings as one ``{name: value}``, without sections."""
-        sections = self.sections().values()
-        return {name: getattr(section, name) for section in sections for name, _ in declarations(section)}
+        return {name: value for section in self.sections().values() for name, value in vars(section).items()}
 
     def value(self, name: str) -> Any:
         """The value of the setting ``name``."""
