@@ -143,7 +143,7 @@ def test_when_the_launcher_dies_the_ranks_save_and_end(number: signal.Signals, t
     [
         ({"WORLD_SIZE": "2"}, "RANK is not set"),
         ({"WORLD_SIZE": "x", "RANK": "0"}, "WORLD_SIZE='x'"),
-        ({"WORLD_SIZE": "0", "RANK": "0"}, "from 1 on"),
+        ({"WORLD_SIZE": "0", "RANK": "0"}, "integer >= 1"),
         ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK=2 is not below"),
         ({"WORLD_SIZE": "2", "RANK": "-1"}, "RANK='-1'"),
         ({"LOCAL_RANK": "9" * 500}, "LOCAL_RANK="),
@@ -168,8 +168,8 @@ def test_a_wrong_environment_is_one_sentence(
         ({"MASTER_PORT": "29500"}, "MASTER_ADDR=''"),
         ({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "none"}, "MASTER_PORT='none'"),
         ({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "65536"}, "from 1 to 65535"),
-        ({"MASTER_ADDR": "127.0.0.1"}, "does rank 0 run"),
-        ({"MASTER_ADDR": "no such host"}, "is the address right"),
+        ({"MASTER_ADDR": "127.0.0.1"}, "that rank 0 runs"),
+        ({"MASTER_ADDR": "no such host"}, "check the address"),
     ],
 )
 def test_ranks_that_cannot_meet_say_so(
