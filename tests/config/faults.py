@@ -1,6 +1,6 @@
-"""Faulty settings, the world size, and the words that their sentence must have.
+"""Faulty settings, the world size, and words that the error message must contain.
 
-The words are the setting with its value first, then the way out. The settings change a sound configuration
+The first word is the setting with its value, the others are the remedy. The settings change a valid configuration
 of 12 heads of 10 channels, 2 layers, 64 tokens and 100 steps on mock data.
 """
 
@@ -17,7 +17,7 @@ CP2 = {"context_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
 FIM = {"tokenizer_type": "NullTokenizer", "fim_data": True}
 FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
-    # one setting alone
+    # a single setting
     ({}, 0, ("world_size=0", "an integer >= 1")),
     ({"num_layers": 0}, 1, ("num_layers=0", "an integer from 1 to 65,536")),
     ({"micro_batch_size": -1}, 1, ("micro_batch_size=-1", "an integer from 1 to 2,147,483,647")),
@@ -194,7 +194,7 @@ FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
         4,
         ("seq_length=62 cannot", "tensor_model_parallel_size=4", "ranks: 1, 2, or a seq_length of 60, 64, or no --seq"),
     ),
-    (  # 9 heads and an MLP of 1536 have 1 and 3 in common
+    (  # the common divisors of 9 heads and an MLP of 1536 are 1 and 3
         {"hidden_size": 576, "num_attention_heads": 9, "ffn_hidden_size": 1536, "tensor_model_parallel_size": 9},
         9,
         ("ffn_hidden_size=1536 cannot be split over tensor_model_parallel_size=9", "ranks: 1, 3"),

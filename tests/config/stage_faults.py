@@ -1,4 +1,4 @@
-"""Faults of the settings that say which layers are on which stage, as rows of ``tests.config.faults``."""
+"""Faults of settings that assign layers to stages, as rows of ``tests.config.faults``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_la
 
 
 def laid_out(text: str, **others: Any) -> dict[str, Any]:
-    """A layout of four layers over two ranks, if nothing else is said."""
+    """A layout of four layers on two ranks unless ``others`` change it."""
     return {"num_layers": 4, "pipeline_model_parallel_layout": text} | PP2 | others
 
 
@@ -23,7 +23,7 @@ STAGE_FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
         2,
         ("pipeline_model_parallel_layout=Ett|ttmL", "multi-token", "mtp_num_layers=None", "write 0 m"),
     ),
-    # a layout that is not the model
+    # a layout that does not match the model
     (laid_out("Ett|tL"), 2, ("=Ett|tL has 3 layers", "num_layers=4", "write 4 t, or give num_layers=3")),
     (laid_out("Ettt|ttL"), 2, ("=Ettt|ttL has 5 layers", "num_layers=4", "num_layers=5")),
     (laid_out("tt|ttL"), 2, ("=tt|ttL has 0 E (embedding)", "at the very beginning")),
@@ -33,7 +33,7 @@ STAGE_FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
     (laid_out("Ett|tt"), 2, ("=Ett|tt has 0 L (output layer)", "at the very end")),
     (laid_out("Ett|tLt"), 2, ("=Ett|tLt has 1 L (output layer)", "at the very end")),
     (laid_out("Ett|tt|L|"), 2, ("=Ett|tt|L| has 1 L (output layer)", "at the very end")),
-    # a layout that is not the pipeline
+    # a layout that does not match the pipeline
     (
         laid_out("Ett|t|tL"),
         2,
@@ -100,7 +100,7 @@ STAGE_FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
         3,
         (f"{FIRST}=4 of num_layers=14", "10 for 2 other ranks of 2 chunks", "legal: 2, 6, 10"),
     ),
-    # what is accounted for as a layer
+    # modules that count as a layer
     (
         {
             "num_layers": 5,

@@ -1,4 +1,4 @@
-"""The command line: Megatron-LM's flags in, one frozen configuration out."""
+"""The command line: Megatron-LM's flags are parsed into one frozen configuration."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_whole_numbers_may_have_an_exponent():
 
 
 def test_all_faults_come_in_one_message():
-    """Typos, values of the wrong kind, what is not supported and what validation finds."""
+    """Errors for typos, values of the wrong type, unsupported values and faults found by validation."""
     flags = "--nun-layers 4 --lr high --fp4-format e2m1 --fp4-recipe nvfp4 --bf16 --fp16 --dry-run --world-size 3"
     with pytest.raises(ConfigError) as error:
         parse_command_line([*flags.split(), "--tensor-model-parallel-size", "2", "--vocab-size", "64"])
@@ -122,7 +122,7 @@ def test_all_faults_come_in_one_message():
     assert "world_size=3" in message and "fp4-recipe" not in message
 
 
-# ---- settings whose own name begins with no_
+# ---- settings whose name begins with no_
 
 
 def test_no_load_optim_is_a_plain_switch(tmp_path):
@@ -154,7 +154,7 @@ def _given(name: str) -> list[str]:
 
 
 def test_every_other_flag_does_what_its_table_says():
-    """Accepted: nothing is set and a note names it; refused: the error names it and says a reason."""
+    """Accepted flags set nothing and a note names them; refused flags raise an error with a reason."""
     for name, flag in megatron_flags.FLAGS.items():
         given = _given(name)
         found = Translation.of(given, field_types())
@@ -176,7 +176,7 @@ def test_all_accepted_flags_together_change_nothing(capsys):
 
 def test_all_refused_flags_are_in_one_message():
     refused = [name for name, flag in megatron_flags.FLAGS.items() if flag.fate == "refused"]
-    for part in (refused[::2], refused[1::2]):  # the longest message that is shown whole has room for half of them
+    for part in (refused[::2], refused[1::2]):  # half of them fit into the longest message that is shown in full
         with pytest.raises(ConfigError) as error:
             parse_run_config(list(chain(*map(_given, part))))
         for name in part:
@@ -339,7 +339,7 @@ def test_the_old_name_of_recomputation():
 
 @pytest.mark.parametrize("flags", ["--checkpoint-activations {}", "{} --checkpoint-activations"])
 def test_the_oldest_name_of_recomputation(flags):
-    """One layer between two checkpoints, unless the other flag says otherwise, before or after it."""
+    """One layer between two checkpoints, unless the other flag changes it; the order of the flags does not matter."""
     for number, given in ((1, ""), (3, "--checkpoint-num-layers 3")):
         model = parse(flags.format(given)).model
         assert (model.recompute_granularity, model.recompute_method, model.recompute_num_layers) == (
@@ -365,7 +365,7 @@ def test_a_path_with_spaces_needs_quotes():
 
 
 def test_a_choice_of_numbers() -> None:
-    """A flag's value is text, the choices are integers."""
+    """A flag's value is text, while its choices are integers."""
     assert parse_run_config(["--zero-stage", "3"]).parallel.dp_zero_stage == 3
     kinds = parse_run_config(["--cp-comm-type", "p2p", "a2a+p2p", "--hierarchical-context-parallel-sizes", "2", "4"])
     assert kinds.parallel.cp_comm_type == ("p2p", "a2a+p2p")

@@ -1,4 +1,4 @@
-"""Layouts in words."""
+"""Descriptions of layouts."""
 
 from __future__ import annotations
 

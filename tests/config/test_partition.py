@@ -1,4 +1,4 @@
-"""Every layer is on exactly one stage, in order, and the most expensive stage is as cheap as it can be."""
+"""Every layer is on exactly one stage, in order, and the cost of the most expensive stage is minimal."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def loads(stage_sizes: list[int], ends: Ends) -> list[Fraction]:
 
 
 def every_split(num_layers: int, num_stages: int, ends: Ends) -> list[list[int]]:
-    """All splits into runs of at least one layer; of none at an end that counts as a layer."""
+    """All splits into runs of at least one layer; an end that counts as a layer may have no layer."""
     low, high = int(ends.as_layers and ends.embedding > 0), int(ends.as_layers and ends.output > 0)
     total = num_layers + low + high
     cuts = [(0, *middle, total) for middle in combinations(range(1, total), num_stages - 1)]
@@ -57,7 +57,7 @@ def test_no_split_has_a_cheaper_bottleneck(num_layers: int, num_stages: int, end
     stages = partition(num_layers, num_stages, ends)
     assert [layer for stage in stages for layer in stage] == list(range(num_layers))
     assert sizes(stages) in splits
-    # The costs from the highest down are the lowest there are: not only the bottleneck is.
+    # Not only the bottleneck is minimal: all costs, sorted in descending order, are.
     assert sorted(loads(sizes(stages), ends), reverse=True) == min(
         sorted(loads(split, ends), reverse=True) for split in splits
     )
@@ -74,7 +74,7 @@ def test_every_layer_is_there_once(num_layers: int) -> None:  # C34
 
 
 def test_left_over_layers_go_to_the_middle() -> None:
-    """The first stage has the embedding, the last one the output layer and the loss."""
+    """The first stage has the embedding, the last stage the output layer and the loss."""
     found = {left: sizes(partition(8 + left, 4)) for left in range(4)}
     assert found == {0: [2, 2, 2, 2], 1: [2, 3, 2, 2], 2: [2, 3, 3, 2], 3: [3, 3, 3, 2]}
 
@@ -84,7 +84,7 @@ def test_an_expensive_output_layer_takes_layers_from_the_last_stage() -> None:
         return sizes(partition(12, 4, Ends(output=Fraction(output))))
 
     assert split("0.9") == [3, 3, 3, 3]
-    assert split("1") == [3, 4, 3, 2]  # a tie with 3, 3, 3, 3, which the middle wins
+    assert split("1") == [3, 4, 3, 2]  # a tie with 3, 3, 3, 3, which the middle stages win
     assert split("1.1") == [3, 4, 3, 2]
     assert split("100") == [3, 4, 4, 1]
 
@@ -95,7 +95,7 @@ def test_more_stages_than_layers() -> None:
 
 
 def by_stage(num_layers: int, num_stages: int, vocab_size: int = 128, **settings: object) -> list[int]:
-    """Sizes of the stages of a configuration."""
+    """The number of layers on each stage of a configuration."""
     values = {"num_layers": num_layers, "pipeline_model_parallel_size": num_stages} | settings
     config = RunConfig.from_flat(values)
     return sizes(layers_by_stage(config, vocab_size, num_stages * config.parallel.num_chunks(num_layers)))
@@ -105,7 +105,8 @@ GPT2 = {"hidden_size": 768, "num_attention_heads": 12, "seq_length": 1024}
 
 
 def test_the_output_layer_costs_its_flops() -> None:
-    """GPT-2 in FLOPs a token: a layer 24 h^2 + 4 S h = 17,301,504, the output layer 2 h V = 77,194,752: 4.46 layers."""
+    """GPT-2 in FLOPs per token: a layer has 24 h^2 + 4 S h = 17,301,504, the output layer 2 h V = 77,194,752: 4.46
+    layers."""
     config = RunConfig.from_flat(GPT2 | {"num_layers": 12})
     assert Ends.of(config, 50257) == Ends(output=Fraction(77_194_752, 17_301_504))
     assert by_stage(12, 2, 50257, **GPT2) == [8, 4]
@@ -120,14 +121,14 @@ CHUNKS2 = {"num_virtual_stages_per_pipeline_rank": 2}
 @pytest.mark.parametrize(
     ("num_layers", "num_stages", "settings", "expected"),
     [
-        # what counts as a layer, whatever its FLOPs; Megatron's split where it has one
+        # modules that count as a layer, independent of FLOPs; Megatron's split if it has one
         (6, 4, EMBEDDING | LOSS, [1, 2, 2, 1]),
         (7, 4, EMBEDDING, [1, 2, 2, 2]),
         (7, 4, LOSS, [2, 2, 2, 1]),
         (6, 2, EMBEDDING | LOSS | CHUNKS2, [1, 2, 2, 1]),
         (6, 2, EMBEDDING | LOSS | {"num_layers_per_virtual_pipeline_stage": 1}, [0, 1, 1, 1, 1, 1, 1, 0]),
         (2, 4, EMBEDDING | LOSS, [0, 1, 1, 0]),
-        # chunks of a given number of layers
+        # chunks with a given number of layers
         (8, 2, {"num_layers_per_virtual_pipeline_stage": 2}, [2, 2, 2, 2]),
         # counts
         (6, 4, {"decoder_first_pipeline_num_layers": 1, "decoder_last_pipeline_num_layers": 3}, [1, 1, 1, 3]),

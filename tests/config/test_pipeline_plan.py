@@ -1,4 +1,4 @@
-"""The plan of a configured run."""
+"""The pipeline plan of a configured run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Presets have the sizes that were published with the weights."""
+"""Presets have the published sizes."""
 
 from __future__ import annotations
 

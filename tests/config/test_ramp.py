@@ -1,4 +1,4 @@
-"""A value that grows: Megatron-LM's rule, exactly, and the steps of a training that follow from it."""
+"""A growing value: exactly Megatron-LM's rule, and the steps of a training run that follow from it."""
 
 import pytest
 from hypothesis import given
@@ -23,7 +23,7 @@ def test_no_ramp_is_the_end_from_the_start() -> None:
 def test_borders_are_exact(start: int, increment: int, increments: int, samples: int) -> None:
     ramp = Ramp(start, increment, samples, start + increments * increment)
     for k in range(increments + 1):
-        border = -(-k * samples // increments)  # the first integer number of samples in the k-th share
+        border = -(-k * samples // increments)  # the first sample in the k-th share
         assert ramp.at(border) >= start + k * increment
         assert border == 0 or ramp.at(border - 1) < start + k * increment
     assert ramp.at(samples - 1) < ramp.end == ramp.at(samples)

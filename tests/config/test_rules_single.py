@@ -1,4 +1,4 @@
-"""Settings without effect: each is named with what would give it one, and none that has an effect is."""
+"""Settings without effect: each is named with its condition, and no setting with an effect is named."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_core.config.validate import problems
 from megatron_core.training.pretrain import read_settings
 from tests.runs import TINY, tiny_config
 
-# Megatron-LM's scripts give these everywhere.
+# Megatron-LM's scripts set these everywhere.
 HARMLESS = {
     "rotary_percent": 0.5,
     "rope_scaling_factor": 4.0,

@@ -1,4 +1,4 @@
-"""Every fault has its sentence: the setting, its value and the way out."""
+"""Every fault has an error message with the setting, its value and the remedy."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_each_fault_has_one_sentence_with_the_way_out(changes, world_size, words
     found = list(problems(run_config(**changes), world_size))
     matching = [sentence for sentence in found if all(word in sentence for word in words)]
     assert len(matching) == 1, found
-    assert len(found) == 1, found  # a fault draws no second sentence that only follows from it
+    assert len(found) == 1, found  # no second message that only follows from the first fault
 
 
 def test_faults_come_all_at_once_and_numbered():
@@ -221,7 +221,7 @@ def test_configurations_without_problems_have_consistent_arithmetic(changes, wor
 
 
 def test_listed_sizes_are_those_that_no_rule_refuses() -> None:
-    """Each size alone, over models of many shapes."""
+    """Each size by itself, for models of many shapes."""
     random = Random(0)
     for _ in range(60):
         groups, world, pp = random.choice([1, 2, 3, 4]), random.choice([1, 4, 6, 8, 12, 24]), random.choice([1, 2])

@@ -125,7 +125,7 @@ STATES = {
 
 
 def state_keys() -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
-    """The state that each optimizer names, and the state that it allocates for vectors."""
+    """The state that each optimizer names, compared with the state that it allocates for vectors."""
     parallel_state.initialize_model_parallel()
     found = []
     for name, *zeros in STATES:
@@ -173,7 +173,8 @@ def test_buckets_as_buffers() -> None:
 
 
 def trained(strategy: str, offload: bool) -> list[torch.Tensor]:
-    """Three steps; between them weights and gradients leave memory as programs of reinforcement learning do it."""
+    """Three steps; between them weights and gradients are moved off the device as in programs for reinforcement
+    learning."""
     parallel_state.initialize_model_parallel()
     settings = DistributedDataParallelConfig(data_parallel_sharding_strategy=strategy, bucket_size=40)
     ddp = DistributedDataParallel(None, settings, model())
@@ -243,7 +244,7 @@ def disagreeing() -> str:
 
 
 def test_settings_of_single_parameters() -> None:
-    """Against torch's AdamW with the same groups."""
+    """Compared with torch's AdamW with the same groups."""
     overrides = {
         ParamKey(name="*.bias"): {"wd_mult": 0.0},
         ParamKey(name="2.*"): {"max_lr": 0.01, "eps": 1e-3},
@@ -289,7 +290,7 @@ def test_saved_groups_find_their_own() -> None:
 
 
 def summed(wide: bool) -> list[torch.Tensor]:
-    """A shard's value if bfloat16 cannot represent 257: 256 + 1 + 1 + 1."""
+    """The value of a shard if bfloat16 cannot represent 257: 256 + 1 + 1 + 1."""
     parallel_state.initialize_model_parallel()
     groups = current()
     found = []
@@ -298,7 +299,7 @@ def summed(wide: bool) -> list[torch.Tensor]:
             {0: nn.Linear(8, 8, bias=False)}, groups, zero_stage=stage, wire_dtype=torch.bfloat16, sums_wide=wide
         )
         (bucket,) = data.buckets
-        for _ in range(2 if stage == 2 else 1):  # at stage 2 sums of several micro-batches add up
+        for _ in range(2 if stage == 2 else 1):  # at stage 2 the gradients of several micro-batches are summed
             bucket.open_grads()
             bucket.grads.fill_(256.0 if groups.rank == 0 else 1.0)
             data.finish_grad_sync()

@@ -1,4 +1,4 @@
-"""A built model consists of instances of Megatron Core's classes, which also work alone."""
+"""A built model consists of instances of Megatron Core's classes, which can also be used separately."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_model_consists_of_megatrons_classes() -> None:
 
 
 def test_layers_of_a_model_take_megatrons_arguments() -> None:
-    """Called one by one they compute what the model does."""
+    """Called one by one, the modules compute the same as the model."""
     model = gpt(config(num_query_groups=2), position_embedding_type="rope").eval()
     angles = RotaryEmbedding(4, 1.0)(LENGTH)
     hidden = model.embedding(IDS, torch.arange(LENGTH).expand(2, -1))
@@ -89,7 +89,7 @@ def test_layers_of_a_model_take_megatrons_arguments() -> None:
 
 @pytest.mark.parametrize("kind", [AttnMaskType.causal, AttnMaskType.padding])
 def test_attention_alone(kind: AttnMaskType) -> None:
-    """Against torch's attention over the same projections."""
+    """Compared with torch's attention over the same projections."""
     model_parallel_cuda_manual_seed(7)
     attention = SelfAttention(config(), layer_number=2, attn_mask_type=kind)
     assert torch.equal(attention.linear_qkv.weight, gpt().decoder.layers[1].self_attention.linear_qkv.weight)
@@ -121,7 +121,7 @@ def test_an_mlp_alone() -> None:
 
 
 class Scaled(SelfAttention):
-    """A caller's attention that changes what Megatron's returns."""
+    """A user-defined attention that scales the output of Megatron's."""
 
     def __init__(self, config: Any, submodules: Any = None, layer_number: int = 1, factor: float = 1.0) -> None:
         super().__init__(config, submodules, layer_number, AttnMaskType.causal)
@@ -157,7 +157,7 @@ def test_a_router_alone() -> None:
     expected, where = topk_routing_with_score_function(logits, 2)
     torch.testing.assert_close(probs, expected, rtol=0, atol=1e-12)
     assert torch.equal(chosen, where)
-    # The gradient of the losses alone, by Megatron Core's formulas.
+    # The gradient of only the auxiliary losses, by Megatron Core's formulas.
     probs.sum().backward()
     scores = logits.softmax(-1)
     counts = torch.zeros_like(scores).scatter(1, scores.topk(2).indices, 1.0).sum(0)
@@ -206,7 +206,7 @@ def test_layers_that_predict_further_alone() -> None:
 
 
 def load_of(router: TopKRouter, found: list[Tensor]) -> None:
-    """Append how often each expert is chosen in every forward."""
+    """Append the number of tokens of each expert in every forward pass."""
 
     def note(module: Any, inputs: Any, routing: Any) -> None:
         found.append(torch.bincount(routing.experts.flatten(), minlength=4).double())
@@ -232,7 +232,7 @@ def biased(alone: bool, with_groups: bool) -> tuple[list[float], list[float], to
         groups = ProcessGroupCollection.use_mpu_process_groups() if with_groups else None
         finalize_model_grads([model], pg_collection=groups)
         with torch.no_grad():
-            model(*given)  # evaluation does not count
+            model(*given)  # evaluation is not counted
             loads.pop()
     bias = layer.router.expert_bias.tolist()
     Float16Module(config(bf16=True), inner)
@@ -267,7 +267,7 @@ def tokens_of_a_pipeline() -> list[float]:
     parallel_state.initialize_model_parallel(1, 2)
     model = DistributedDataParallel(config(), DistributedDataParallelConfig(), nn.Linear(2, 2, bias=False))
     model(torch.ones(1, 2)).sum().backward()
-    # As after Megatron's broadcast from the last stage, whatever the first one has.
+    # As after Megatron's broadcast from the last stage, whatever the first stage had.
     finalize_model_grads([model], torch.tensor([7, 4][parallel_state.get_pipeline_model_parallel_rank()]))
     return model.module.weight.main_grad.flatten().tolist()
 
@@ -277,7 +277,8 @@ def test_tokens_are_those_of_the_last_stage() -> None:
 
 
 def parts_of_ranks(tp: int, sp: bool) -> list[Tensor]:
-    """Outputs of attention, MLP and block alone, gathered over the sequence, and the gradient of the input."""
+    """Outputs of only the attention, the MLP and the block, gathered over the sequence, and the gradient of the
+    input."""
     parallel_state.initialize_model_parallel(tp)
     model_parallel_cuda_manual_seed(7)
     settings = config(tensor_model_parallel_size=tp, sequence_parallel=sp)

@@ -20,13 +20,13 @@ E4M3_MAX = 448.0
 
 
 def rounded(x: Tensor, amax: Tensor) -> Tensor:
-    """The quantised ``x`` in e4m3 with scale 448 / amax."""
+    """``x`` quantized to e4m3 with scale 448 / amax."""
     scale = E4M3_MAX / amax.float()
     return (x.float() * scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float() / scale
 
 
 def seen(layer: Any) -> list[tuple[Tensor, Tensor]]:
-    """Records inputs and outputs of a layer."""
+    """A list to which every forward pass of the layer appends its input and output."""
     found: list[tuple[Tensor, Tensor]] = []
     layer.register_forward_hook(lambda _, inputs, output: found.append((inputs[0].detach(), output[0].detach())))
     return found

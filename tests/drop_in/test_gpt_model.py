@@ -79,7 +79,7 @@ def test_it_is_the_same_model_as_this_packages(tied: bool, positions: str) -> No
 
 
 def test_a_causal_mask_is_what_no_mask_says() -> None:
-    model = gpt(config(fp8=False))  # as None
+    model = gpt(config(fp8=False))  # the same as None
     torch.testing.assert_close(model(IDS, None, MASK), model(IDS), rtol=0, atol=1e-12)
 
 
@@ -120,7 +120,7 @@ def test_dropout_counts_the_sequences() -> None:
 
 
 class Doubling(nn.Module):
-    """An MLP of a caller's own."""
+    """A user-defined MLP."""
 
     def __init__(self, config: TransformerConfig, layer_number: int) -> None:
         super().__init__()
@@ -312,7 +312,7 @@ def test_the_configuration_takes_what_the_launcher_takes() -> None:
     flags = read_table(str(Path(config_package.__file__).parent / "megatron_flags.py"))
     accepted = {name.rstrip("=") for names in flags["accepted"].values() for name in names.split()}
     assert "moe_enable_deepep" in accepted
-    # Positions of images, which position_embedding_type="mrope" asks for.
+    # The positions of images for position_embedding_type="mrope".
     assert accepted & refused == {"mrope_section"}
 
 
@@ -321,7 +321,7 @@ def test_the_configuration_takes_what_the_launcher_takes() -> None:
     [
         {"moe_enable_deepep": True, "moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": None},
         {"cuda_graph_impl": "local", "overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": True},
-        {"mamba_state_dim": 64, "qk_clip_alpha": 0.4, "fp4_recipe": "custom"},  # of features that are off
+        {"mamba_state_dim": 64, "qk_clip_alpha": 0.4, "fp4_recipe": "custom"},  # of disabled features
     ],
 )
 def test_settings_of_transport_and_of_other_features_change_nothing(settings: dict[str, Any]) -> None:
@@ -345,7 +345,7 @@ def test_types_of_load_balancing_as_a_list(types: list[str], coefficients: Any) 
 
 
 def test_changes_of_the_configuration_reach_the_model() -> None:
-    """As if the model had been built with them."""
+    """The outputs equal those of a model built with the changed values."""
     losses = {"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.01}
     changed = {"moe_aux_loss_coeff": 0.7, "moe_z_loss_coeff": 0.2, "moe_router_topk_scaling_factor": 2.5}
     changed |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -391,7 +391,7 @@ def test_changes_that_a_model_cannot_follow_are_errors(name: str, value: Any, re
 
 @pytest.mark.parametrize("gated", [False, True])
 def test_the_fused_gelu_is_the_tanh_approximation(gated: bool) -> None:
-    """As ``bias_gelu_impl`` and ``bias_geglu_impl`` of Megatron Core, which need biases."""
+    """Compared with ``bias_gelu_impl`` and ``bias_geglu_impl`` of Megatron Core, which require biases."""
     for fused, biases in ((True, True), (True, False), (False, True)):
         model = config(bias_activation_fusion=fused, add_bias_linear=biases, gated_linear_unit=gated).model_config()
         assert (model.openai_gelu, model.geglu) == (fused and biases, gated)

@@ -1,4 +1,4 @@
-"""``python -m megatron_core.drop_in``: programs written for Megatron-LM run without an edit."""
+"""``python -m megatron_core.drop_in`` runs programs written for Megatron-LM unchanged."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ print(neighbour.NAME, __name__, sys.argv[1:], mpu.__file__)
 
 
 def python(*arguments: str | Path, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    """Run the interpreter without this package's folder for Megatron's names on its path."""
+    """Run the interpreter without the folder of Megatron's names on its path."""
     environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment, timeout=300)

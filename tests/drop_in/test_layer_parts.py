@@ -64,7 +64,7 @@ from tests.drop_in.test_gpt_model import IDS, LENGTH, config, gpt
 
 
 def spec(**parts: Any) -> ModuleSpec:
-    """A layer as code for Transformer Engine writes it: norms are in the projections behind them."""
+    """A layer as written for Transformer Engine: norms are part of the projections after them."""
     attention = {
         "linear_qkv": te.TELayerNormColumnParallelLinear,
         "core_attention": te.TEDotProductAttention,
@@ -98,7 +98,7 @@ def test_a_specification_with_transformer_engines_modules_gives_the_same_model()
 
 
 class Mine(ColumnParallelLinear):
-    """A caller's own."""
+    """A user-defined module."""
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_attention_alone() -> None:
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rotary_positions_of_heads(interleaved: bool) -> None:
-    """As complex numbers: pair i turns by position / 10000^(2i/r)."""
+    """Compared with complex numbers: pair i is rotated by position / 10000^(2i/r)."""
     x = torch.randn(LENGTH, 2, 3, 8, dtype=torch.float64)
     angles = RotaryEmbedding(8, 0.5, rotary_interleaved=interleaved)(LENGTH)
     found = apply_rotary_pos_emb(x, angles, SimpleNamespace(rotary_interleaved=interleaved))
@@ -378,7 +378,7 @@ def test_splits_and_losses_under_megatrons_names() -> None:
 
 @pytest.mark.parametrize("per_token", [False, True])
 def test_losses_of_later_tokens(per_token: bool) -> None:
-    """Their gradients against the formula, with a mask that is ragged and a scale of the logits."""
+    """Gradients compared with the formula, with a ragged mask and scaled logits."""
     torch.manual_seed(0)
     weight = torch.randn(11, 4, dtype=torch.float64)
     hidden = torch.randn(3 * 5, 2, 4, dtype=torch.float64, requires_grad=True)

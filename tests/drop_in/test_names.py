@@ -1,4 +1,4 @@
-"""The page of names for Megatron Core's users."""
+"""The page that lists names for users of Megatron Core."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages between stages under Megatron Core's names, and a schedule of a caller's own made of them."""
+"""Messages between stages under Megatron Core's names, and a user-defined schedule of them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def by_functions(ranks: int, variable: bool) -> Tensor:
     config, layer = settings(variable_seq_lengths=variable), layers()[torch.distributed.get_rank()]
     first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
     for x in inputs(variable):
-        shape = [()] if variable else SHAPE  # as get_tensor_shapes has it
+        shape = [()] if variable else SHAPE  # as returned by get_tensor_shapes
         received = p2p.recv_forward(shape, config)
         received = received[0] if variable else received
         source = x if first else received
@@ -53,7 +53,7 @@ def by_functions(ranks: int, variable: bool) -> Tensor:
 
 
 def by_communicator(ranks: int) -> Tensor:
-    """The same with the methods that send and receive at once."""
+    """The same with the methods that send and receive in one call."""
     parallel_state.initialize_model_parallel(1, ranks)
     layer = layers()[torch.distributed.get_rank()]
     pipeline = p2p.P2PCommunicator(parallel_state.get_pipeline_model_parallel_group(), settings())
@@ -86,7 +86,7 @@ def test_a_pipeline_of_a_callers_own(ranks: int, variable: bool) -> None:
 
 
 def in_a_ring(ranks: int) -> None:
-    """Both directions at once between all neighbours, the last and the first included."""
+    """Both directions at once between all neighbours, including the last and the first stage."""
     parallel_state.initialize_model_parallel(1, ranks)
     rank, config = torch.distributed.get_rank(), settings()
     up, down = torch.full(SHAPE, 10.0 + rank).double(), torch.full(SHAPE, 20.0 + rank).double()

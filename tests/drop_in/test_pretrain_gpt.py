@@ -1,4 +1,4 @@
-"""A program with the imports and calls of Megatron-LM's ``pretrain_gpt.py`` trains as this package's own does."""
+"""A program with the imports and calls of Megatron-LM's ``pretrain_gpt.py`` trains like this package's own."""
 
 from __future__ import annotations
 
@@ -201,14 +201,14 @@ def job(form: str, more: str) -> str:
 
 
 def steps(text: str) -> np.ndarray:
-    """Loss and norm of every step that a log has."""
+    """Loss and norm of every step in a log."""
     found = re.findall(r"lm loss: (\S+) \|.*?grad norm: (\S+) \|", text)
     return np.array(found, dtype=float)
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Flags of a file of 80 documents."""
+    """The flags for a data file of 80 documents."""
     prefix = tmp_path_factory.mktemp("data") / "text"
     builder, rng = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16), np.random.default_rng(0)
     for length in rng.integers(5, 40, size=80):
@@ -220,12 +220,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def expected(data: str) -> dict[bool, np.ndarray]:
-    """Losses and norms of our own launcher on one rank, without and with experts."""
+    """Losses and norms of this package's own program on one rank, without and with experts."""
     return {experts: steps(run_ranks(1, launcher, data + EXPERTS * experts)[0]) for experts in (False, True)}
 
 
 def launcher(more: str) -> str:
-    """The output of our own ``pretrain_gpt.py``."""
+    """The output of this package's own ``pretrain_gpt.py``."""
     out = StringIO()
     config, _ = read_settings("program.py", [*COMMON.split()[1:], *more.split(), "--data-order", "megatron"])
     with redirect_stdout(out):

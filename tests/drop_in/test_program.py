@@ -1,4 +1,4 @@
-"""A program of one's own with the functions of ``megatron.training``: in every layout that of one process."""
+"""A user's program with the functions of ``megatron.training``: every layout gives the results of one process."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ LAYOUTS = {
 
 
 def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> GPTModel:
-    """As programs of Megatron-LM have it."""
+    """The function as in programs for Megatron-LM."""
     args = get_args()
     return GPTModel(
         core_transformer_config_from_args(args),
@@ -94,7 +94,7 @@ class Text(torch.utils.data.Dataset[dict[str, Tensor]]):
 
 
 def datasets(sizes: tuple[int, int, int]) -> list[Text | None]:
-    """Made-up text on the ranks that read."""
+    """Random text on the ranks that read data."""
     assert sizes[0] == 16
     return [Text() if mpu.get_tensor_model_parallel_rank() == 0 else None] * 2 + [None]
 
@@ -113,7 +113,7 @@ def loss_func(mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, T
 
 
 def job(save: str, more: str) -> tuple[list[list[float]], list[float], list[str]]:
-    """The loss (0 before the last stage), norm and rate of every step, losses of evaluations, and what was printed."""
+    """The loss (0 before the last stage), norm and rate of every step, losses of evaluations, and the printed text."""
     taken, evaluated, out = [], [], StringIO()
 
     def step(*given: Any, **named: Any) -> Any:
@@ -168,7 +168,7 @@ def test_a_resumed_program_takes_one_of_two_schedules(alone: Any, tmp_path: Path
     stored, *_ = run_ranks(1, job, str(tmp_path / "a"), f"{changed} --use-checkpoint-opt-param-scheduler")[0]
     np.testing.assert_allclose(stored, alone[0][2:], rtol=0, atol=1e-9)
     given, *_ = run_ranks(1, job, str(tmp_path / "b"), f"{changed} --override-opt-param-scheduler")[0]
-    # Warm-up ends after step 1, the linear decay after step 4; printed are the rates after steps 3 and 4.
+    # Warm-up ends after step 1, the linear decay after step 4; the rates after steps 3 and 4 are printed.
     expected = [0.001 + (0.04 - 0.001) * (1 - (step - 1) / (4 - 1)) for step in (3, 4)]
     np.testing.assert_allclose([rate for *_, rate in given], expected, rtol=1e-12)
     with pytest.raises(Exception, match=r"max_lr=0.04, but the checkpoint has 0.01; set override_opt_param_scheduler"):
@@ -184,7 +184,7 @@ def test_a_resumed_program_goes_on_in_its_validation_data(tmp_path: Path) -> Non
 
 
 def scheduled(more: str) -> tuple[int, int]:
-    """Steps and samples of a training whose batches grow from 1 to 4 sequences."""
+    """Steps and samples of a training run whose batches grow from 1 to 4 sequences."""
     given = COMMON.replace("--train-iters 4", "").replace("--lr-warmup-iters 1", "")
     sys.argv = f"{given} --step-batch-size-schedule 0:1 48:4 {more}".split()
     mpu.destroy_model_parallel()
@@ -196,7 +196,7 @@ def scheduled(more: str) -> tuple[int, int]:
 
 @pytest.mark.parametrize(("more", "expected"), [("--train-samples 16", (8, 14)), ("--train-iters 7", (7, 10))])
 def test_batches_grow_as_scheduled(more: str, expected: tuple[int, int]) -> None:
-    """Six steps of one sequence of 8 tokens, then steps of four."""
+    """Six steps with one sequence of 8 tokens, then steps with four."""
     assert run_ranks(1, scheduled, more) == [expected]
 
 
@@ -229,7 +229,7 @@ def test_results_are_checked() -> None:
 
 
 def whole_linear(sequence_parallel: bool) -> list[np.ndarray]:
-    """The gradient of a weight that both ranks have, completed over the parts of a sequence."""
+    """The gradient of a weight on both ranks, summed over the parts of a sequence."""
     mpu.destroy_model_parallel()
     mpu.initialize_model_parallel(torch.distributed.get_world_size())
     config = TransformerConfig(
@@ -262,7 +262,7 @@ def test_a_linear_layer_that_is_whole() -> None:
 
 
 def language_losses() -> list[float]:
-    """With logits over both ranks."""
+    """With logits split over both ranks."""
     mpu.destroy_model_parallel()
     mpu.initialize_model_parallel(torch.distributed.get_world_size())
     config = TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=2)

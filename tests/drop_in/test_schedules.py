@@ -1,4 +1,4 @@
-"""Megatron's way to run a step: the same losses and gradients as one backward over the whole batch in one process."""
+"""Megatron's functions for a step give the losses and gradients of one backward over the whole batch in one process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MICRO, BATCH, LENGTH, VOCABULARY = 3, 2, 8, 40
 
 
 def _batches(ragged: bool) -> list[Tensor]:
-    """Micro-batches ``[b, s + 1]``, each of another length if ``ragged``."""
+    """Micro-batches ``[b, s + 1]``, each with a different length if ``ragged``."""
     generator = torch.Generator().manual_seed(5)
     lengths = [LENGTH - 2 * micro * ragged for micro in range(MICRO)]
     return [torch.randint(0, VOCABULARY, (BATCH, length + 1), generator=generator) for length in lengths]

@@ -29,7 +29,7 @@ from megatron_core.verify.ranks import run_ranks
 
 
 def halves(key: str, data: torch.Tensor, replica_id: Any, flattened_range: Any) -> dict[str, ShardedTensor]:
-    """A gate and a value that are stored under two keys, each split over two ranks."""
+    """A gate and a value that are saved under two keys, each split over two ranks."""
     rank = torch.distributed.get_rank()
     parts = zip(("gate", "value"), data.chunk(2), strict=True)
     return {
@@ -64,7 +64,7 @@ def test_factories_and_objects_of_two_ranks(tmp_path: Path) -> None:
 
 
 def stacked(fill: float) -> dict[str, Any]:
-    """A gated matrix as Megatron Core's factory stores it, in two parts of one tensor, and layers below one key."""
+    """A gated matrix as saved by Megatron Core's factory, in two parts of one tensor, and layers under one key."""
     rank = torch.distributed.get_rank()
 
     def gated(key: str, data: torch.Tensor, replica_id: Any, flattened_range: Any) -> list[ShardedTensor]:

@@ -142,7 +142,7 @@ def groups_of_four() -> tuple[Any, ...]:
     with pytest.raises(ConfigError, match="use_sharp"):
         mpu.initialize_model_parallel(2, use_sharp=True)
     mpu.initialize_model_parallel(2, num_distributed_optimizer_instances=2)
-    with pytest.raises(RuntimeError, match="cannot be divided"):  # sizes are judged before what exists already
+    with pytest.raises(RuntimeError, match="cannot be divided"):  # sizes are checked before existing groups
         mpu.initialize_model_parallel(3)
     with pytest.raises(AssertionError, match="exist already"):
         mpu.initialize_model_parallel(2)

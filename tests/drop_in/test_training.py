@@ -45,7 +45,7 @@ EXPERTS = {
     "moe_token_dispatcher_type": "alltoall",
     "mtp_num_layers": 1,
 }
-"""Layers that add losses of their own, and multi-token prediction."""
+"""Layers that add auxiliary losses, and multi-token prediction."""
 
 
 class Training:
@@ -110,7 +110,7 @@ class Training:
         )
 
     def batches(self, step: int) -> list[dict[str, Tensor]]:
-        """This rank's micro-batches of one sequence, of ``MICRO_BATCHES`` sequences in all."""
+        """The micro-batches of one sequence of this rank, of ``MICRO_BATCHES`` sequences in total."""
         draw = torch.Generator().manual_seed(step)
         tokens = torch.randint(0, VOCABULARY, (MICRO_BATCHES, LENGTH + 1), generator=draw)
         mask = torch.rand(MICRO_BATCHES, LENGTH, generator=draw, dtype=torch.float64) < 0.6
@@ -121,7 +121,7 @@ class Training:
         return [{"tokens": t, "mask": m, "number": n} for t, m, n in list(rows)[rank::size]]
 
     def take(self, step: int) -> tuple[float, float]:
-        """Take a step: (sum of this rank's losses, norm)."""
+        """Take a step and return the sum of this rank's losses, and the norm."""
         self.optimizer.zero_grad()
         batches = self.batches(step)
         reports = get_forward_backward_func()(
@@ -138,7 +138,7 @@ class Training:
         return sum(float(report["sum"]) for report in reports), norm
 
     def weights(self) -> dict[str, Any]:
-        """Everything that a checkpoint of it has."""
+        """All tensors that a checkpoint of it contains."""
         model = [chunk.sharded_state_dict() for chunk in self.chunks]
         return {
             "model": {str(i): part for i, part in enumerate(model)},
@@ -168,7 +168,7 @@ def run(folder: str, **layout: Any) -> tuple[list[tuple[float, float]], int]:
 
 
 def loaded(folder: str, **layout: Any) -> tuple[dict[str, np.ndarray], Any]:
-    """All weights in one process, and the loss and norm of one more step."""
+    """All weights in one process, and the loss and norm of one further step."""
     training = Training(**layout)
     state = dist_checkpointing.load(training.weights(), folder)
     training.optimizer.load_state_dict(state["optimizer"])
@@ -251,7 +251,7 @@ def test_losses_of_layers_count_once(per_token: bool) -> None:
 
 
 def by_hand() -> tuple[float, float]:
-    """The norm of the first step's gradients, and that of the mean loss by autograd alone."""
+    """The norm of the first step's gradients, and the norm by autograd of only the mean loss."""
     training = Training()
     plain, batches = training._stage(0, 1), training.batches(0)
     total = sum(
@@ -269,7 +269,7 @@ def test_gradients_are_those_of_the_mean_over_tokens() -> None:  # C3
 
 
 def test_a_step_begins_with_the_next_forward() -> None:  # C35
-    """An optimizer of torch clears ``grad`` alone; what was collected must not stay."""
+    """torch's optimizers clear only ``grad``; the collected gradients must be cleared, too."""
     model = DistributedDataParallel(None, DistributedDataParallelConfig(), torch.nn.Linear(3, 2))
     x = torch.randn(4, 3)
     for _ in range(2):

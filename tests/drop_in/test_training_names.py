@@ -87,7 +87,7 @@ def test_a_type_that_says_nothing_is_an_error() -> None:
 
 @pytest.fixture
 def args(monkeypatch: pytest.MonkeyPatch) -> Namespace:
-    """Of a command line with a flag of the program's own."""
+    """Arguments of a command line that has a flag of the program."""
 
     def extra(parser: ArgumentParser) -> ArgumentParser:
         parser.add_argument("--my-flag", type=int)
