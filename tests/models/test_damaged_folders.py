@@ -47,17 +47,17 @@ INCOMPLETE: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "fewer layers in config.json": (
         "llama",
         lambda f: edit_config(f, num_hidden_layers=2),
-        r"without a use: model\.layers\.2\.",
+        r"unexpected: model\.layers\.2\.",
     ),
     "fewer layers, called layers of multi-token prediction": (
         "llama",
         lambda f: edit_config(f, num_hidden_layers=2, num_nextn_predict_layers=2),
-        r"without a use: model\.layers\.2\.",
+        r"unexpected: model\.layers\.2\.",
     ),
     "fewer layers of DeepSeek, called layers of multi-token prediction": (
         "deepseek_v3",
         lambda f: edit_config(f, num_hidden_layers=2, num_nextn_predict_layers=2, num_mtp_layers=None),
-        r"without a use: model\.layers\.2\.",
+        r"unexpected: model\.layers\.2\.",
     ),
     "more layers in config.json": (
         "llama",
@@ -72,17 +72,17 @@ INCOMPLETE: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "fewer experts in config.json": (
         "mixtral",
         lambda f: edit_config(f, num_local_experts=3),
-        r"without a use: model\.layers\.0\..*experts",
+        r"unexpected: model\.layers\.0\..*experts",
     ),
     "an unknown bias": (
         "llama",
         lambda f: edit_tensors(f, lambda _: {"model.layers.0.self_attn.q_proj.bias": torch.ones(32)}),
-        r"without a use: model\.layers\.0\.self_attn\.q_proj\.bias",
+        r"unexpected: model\.layers\.0\.self_attn\.q_proj\.bias",
     ),
     "a mask that only GPT-2 has": (
         "llama",
         lambda f: edit_tensors(f, lambda _: {"model.layers.0.attn.bias": torch.ones(32)}),
-        r"without a use: model\.layers\.0\.attn\.bias",
+        r"unexpected: model\.layers\.0\.attn\.bias",
     ),
     "another output layer": ("llama, tied", lambda f: edit_tensors(f, last_row_changed), "differs from the embedding"),
     "a smaller output layer": (
@@ -211,7 +211,7 @@ def test_a_tensor_that_the_index_leaves_out_is_not_lost(tmp_path: Path) -> None:
     path.write_text(json.dumps(index))
     HuggingFaceReader(tmp_path).__exit__()
     save_file(load_file(tmp_path / file) | {"extra": torch.ones(1)}, tmp_path / file)
-    with pytest.raises(CheckpointError, match="without a use: extra"):
+    with pytest.raises(CheckpointError, match="unexpected: extra"):
         HuggingFaceReader(tmp_path)
 
 

@@ -252,7 +252,7 @@ BAD = {
     "groups": (lambda f: _edit(f, num_key_value_heads=3), "cannot be split over num_query_groups=3; legal: 1, 2, 4"),
     "sizes": (lambda f: _edit(f, intermediate_size=40), r"has the shape \[48, 32\], config.json asks for \[40, 32\]"),
     "missing": (lambda f: _edit_tensors(f, **{"model.norm.weight": None}), "missing: model.norm.weight"),
-    "unused": (lambda f: _edit_tensors(f, extra=torch.ones(1)), "without a use: extra"),
+    "unused": (lambda f: _edit_tensors(f, extra=torch.ones(1)), "unexpected: extra"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "neither model.safetensors nor"),
     "damaged": (lambda f: (f / "model.safetensors").write_bytes(b"x" * 99), "cannot be read"),
     "no file": (lambda f: (f / "config.json").unlink(), "no such file; give the folder of a downloaded model"),
@@ -396,5 +396,5 @@ def test_layers_of_multi_token_prediction_are_left_out(layers: int, tmp_path: Pa
     if layers:
         assert import_hugging_face(tmp_path / "theirs", tmp_path / "ours") < 2e-6
     else:
-        with pytest.raises(CheckpointError, match=r"without a use: model\.layers\.4\.eh_proj"):
+        with pytest.raises(CheckpointError, match=r"unexpected: model\.layers\.4\.eh_proj"):
             import_hugging_face(tmp_path / "theirs", tmp_path / "ours")

@@ -200,7 +200,7 @@ def test_bad_folders_are_one_sentence_and_run_nothing(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_layers": 3}, "without a use: decoder.layers.3"),
+        ({"num_layers": 3}, "unexpected: decoder.layers.3"),
         (
             {"ffn_hidden_size": 64},
             r"decoder.layers.0.mlp.linear_fc1.weight has the shape \[128, 32\], .* ask for \[64, 32\]",

@@ -110,7 +110,7 @@ def test_the_checks_of_files_hold_for_it(tmp_path: Path) -> None:
     for changes, message in faults.values():
         with pytest.raises(CheckpointError, match=message):
             architecture_of(config | changes).settings(config | changes)
-    for depth, message in ((5, "asks for 5 layers"), (3, r"without a use: blocks\.3\.")):
+    for depth, message in ((5, "asks for 5 layers"), (3, r"unexpected: blocks\.3\.")):
         (folder / "config.json").write_text(json.dumps(config | {"depth": depth}))
         with pytest.raises(CheckpointError, match=message):
             HuggingFaceReader(folder)

@@ -16,6 +16,7 @@ from megatron_core.checkpoint.manifest import TORCH_DTYPES
 from megatron_core.errors import CheckpointError
 from megatron_core.parallel.texts import listed
 
+WEIGHT_DTYPES = {name: dtype for name, dtype in TORCH_DTYPES.items() if dtype.is_floating_point}
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 ROWS_AT_ONCE = 4096
 """Rows of each tensor in memory while two tensors are compared."""
@@ -51,12 +52,12 @@ class TensorFiles:
     def dtype(self, name: str) -> torch.dtype:
         """The dtype of a tensor. Errors: ``CheckpointError`` unless it is a floating-point dtype of weights."""
         found = self._slice(name).get_dtype()
-        if found not in TORCH_DTYPES:
+        if found not in WEIGHT_DTYPES:
             raise CheckpointError(
-                f"{self._where[name]}: {name} has the dtype {found}; weights must be {', '.join(TORCH_DTYPES)}. Save "
+                f"{self._where[name]}: {name} has the dtype {found}; weights must be {', '.join(WEIGHT_DTYPES)}. Save "
                 "the model in one of these dtypes: quantized weights are not supported"
             )
-        return TORCH_DTYPES[found]
+        return WEIGHT_DTYPES[found]
 
     def read(self, name: str, index: tuple[slice, ...]) -> Tensor:
         """Read a part of a tensor."""

@@ -112,10 +112,10 @@ class HuggingFaceReader:
         unused = sorted(name for name in others if not self._is_derived(name) and not self._is_mtp(name))
         missing = sorted(used - self._files.names)
         if missing or unused:
-            faults = {"missing": missing, "without a use": unused}
-            told = "; ".join(f"{kind}: {listed(names)}" for kind, names in faults.items() if names)
+            faults = {"missing": missing, "unexpected": unused}
+            listing = "; ".join(f"{kind}: {listed(names)}" for kind, names in faults.items() if names)
             raise CheckpointError(
-                f"{self.folder}: its tensors and {CONFIG} do not agree; {told}; correct {CONFIG}, or copy all again"
+                f"{self.folder}: its tensors and {CONFIG} do not agree; {listing}; correct {CONFIG}, or copy all again"
             )
         for name, shape in ours.items():
             self._source(name, shape)

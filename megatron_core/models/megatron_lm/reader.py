@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from megatron_core.checkpoint import TensorBox
-from megatron_core.checkpoint.manifest import TORCH_DTYPES
 from megatron_core.config import ModelConfig
 from megatron_core.config.file import field_types
 from megatron_core.errors import CheckpointError
+from megatron_core.models.hf.files import WEIGHT_DTYPES
 from megatron_core.models.megatron_lm.arguments import Progress, settings_of_arguments
 from megatron_core.models.megatron_lm.tensor_map import DistributedFiles, RankFiles, TensorPart, TensorParts
 from megatron_core.parallel.texts import listed
@@ -62,10 +62,10 @@ class MegatronReader:
                 if common is None:
                     continue
                 values = part.read()
-                if values.dtype not in TORCH_DTYPES.values():
+                if values.dtype not in WEIGHT_DTYPES.values():
                     raise CheckpointError(
                         f"{self.folder}: {piece.name} has the dtype {values.dtype}; weights must be "
-                        f"{', '.join(TORCH_DTYPES)}. Save the model in one of these dtypes: quantized weights are not "
+                        f"{', '.join(WEIGHT_DTYPES)}. Save the model in one of these dtypes: quantized weights are not "
                         "supported"
                     )
                 piece.memory[common.within(piece.box)] = values[common.within(part.box)].to(piece.memory)
@@ -103,9 +103,9 @@ class MegatronReader:
     def _check(self, ours: Mapping[str, tuple[int, ...]], parts: TensorParts) -> None:
         missing, unused = sorted(set(ours) - set(parts)), sorted(set(parts) - set(ours))
         if missing or unused:
-            faults = {"missing": missing, "without a use": unused}
-            told = "; ".join(f"{kind}: {listed(names)}" for kind, names in faults.items() if names)
-            raise CheckpointError(f"{self.folder}: its tensors and its arguments do not agree; {told}")
+            faults = {"missing": missing, "unexpected": unused}
+            listing = "; ".join(f"{kind}: {listed(names)}" for kind, names in faults.items() if names)
+            raise CheckpointError(f"{self.folder}: its tensors and its arguments do not agree; {listing}")
         for name, shape in ours.items():
             boxes = {part.box for part in parts[name]}
             found = tuple(max(ends) for ends in zip(*(box.stop for box in boxes), strict=False))
