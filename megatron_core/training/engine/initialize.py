@@ -11,6 +11,7 @@ from torch import nn
 
 from megatron_core.config import RunConfig
 from megatron_core.errors import ConfigError
+from megatron_core.parallel import poison
 from megatron_core.parallel.launch import World, start_world
 from megatron_core.training.engine.data import EngineLoader
 from megatron_core.training.engine.engine import Engine
@@ -64,6 +65,8 @@ def initialize(
     settings = check_settings(settings, world.size)
     if settings.training.deterministic_mode:
         use_deterministic_kernels()
+    if settings.monitor.poison_buffers:
+        poison.turn_on()
     engine = Engine(
         model, settings, world, model_parameters=model_parameters, unit_classes=unit_classes, initialise=initialise
     )

@@ -27,6 +27,7 @@ READ = frozenset(
         *("distributed_timeout_minutes", "micro_batch_size", "global_batch_size", "train_iters", "train_samples"),
         *("seed", "bf16", "fp16", "fp64", "deterministic_mode", "check_for_nan_in_loss_and_grad", "num_workers"),
         *("async_save", "keep_last", "save_retain_interval", "no_save_optim", "verify_checkpoint", "kernel_backend"),
+        "poison_buffers",
     }
 ) - {"decoupled_lr", "decoupled_min_lr", "start_weight_decay", "end_weight_decay", "weight_decay_incr_style"}
 """Settings of a run that apply to a model of the caller; all others describe the GPT of ``pretrain_gpt.py``."""

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_core.verify.ranks import run_ranks
+from tests.ops.checks import WHOLE_MATRIX
 from tests.training.engine.models import MODELS, Result, difference, train_with_engine, train_with_torch
 
 OVERLAPS = {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 500}
@@ -21,9 +22,14 @@ ROWS: list[tuple[int, dict[str, Any]]] = [
     (4, {"zero_stage": 1, **OVERLAPS}),
     (4, {"zero_stage": 3, "zero3_keep_after_forward": True, "num_distributed_optimizer_instances": 2}),
 ]
-FEW = [ROWS[0], ROWS[2], ROWS[5]]
-"""For models that differ from another one in their layers only."""
-ALL = ("tangled", "convolutions", "gpt2", "mixtral")
+IN_MAKE_TEST = {
+    "tangled": ROWS,
+    "convolutions": [ROWS[0], ROWS[4]],
+    "gpt2": [ROWS[2], ROWS[5]],
+    "mixtral": [ROWS[3], ROWS[7]],
+    **{name: [ROWS[5]] for name in ("llama", "qwen3", "vit", "bert")},
+}
+"""Each model and each row at least once; ``make verify-all`` runs every pair."""
 
 
 @cache
@@ -33,7 +39,7 @@ def _reference(name: str) -> Result:
 
 @pytest.mark.parametrize(
     ("name", "ranks", "settings"),
-    [(name, *row) for name in MODELS for row in (ROWS if name in ALL else FEW)],
+    [(name, *row) for name in MODELS for row in (ROWS if WHOLE_MATRIX else IN_MAKE_TEST[name])],
     ids=lambda value: (
         value if isinstance(value, str | int) else "-".join(f"{k}={v}" for k, v in value.items()) or "plain"
     ),
