@@ -1,16 +1,8 @@
-"""NVIDIA's apex and Transformer Engine as optional backends, for comparison on GPUs; imported only if requested.
+"""NVIDIA's apex and Transformer Engine as optional backends on GPUs; imported only if requested.
 
 apex (https://github.com/NVIDIA/apex) must be built from source with its CUDA extensions; the package ``apex`` on PyPI
-is a different project. For Transformer Engine 2.3 or newer this file calls the same functions as its own modules:
-functions of the compiled module if their signatures are the same in versions 2.4, 2.8 and 2.20, else, as for rope, the
-Python function above them.
-
-The kernels of both libraries derive from Megatron-LM's. The softmax has one kernel per form, for 16-bit, packed scores:
-``whole`` and ``masked`` scores ``[b, h, queries, keys]``, ``masked`` with a mask ``[b or 1, 1, queries, keys]``;
-``triangle``, with as many queries as keys, ``[b h, keys, keys]``; ``aligned``, in which the last query sees the last
-key; apex's ``generic``, for masked scores of any size. Forward takes the scores (and the mask) and the scale; backward
-takes the gradient, the probabilities and the scale. The scaled score of a key hidden by a mask or by ``aligned`` is
--10,000: a row is correct if the scaled scores of its visible keys are well above that.
+is a different project. For Transformer Engine 2.3 or newer this file calls functions of the compiled module whose
+signatures are the same in versions 2.4, 2.8 and 2.20.
 
 The functions on lists of tensors take the chunk size, an int32 flag that is set if a number is not finite, and the
 lists: ``multi_tensor_l2norm(chunk, flag, [xs], per_tensor) -> (norm, norms)``; ``multi_tensor_scale(chunk, flag, [xs,
@@ -22,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from math import prod
 from typing import Any, ClassVar
 
 import torch
@@ -32,10 +23,6 @@ from torch.autograd.function import once_differentiable
 HALVES = (torch.bfloat16, torch.float16)
 CHUNK = 2048 * 32
 """Chunk size of the functions on lists, as in both libraries' own callers."""
-MOST_ELEMENTS = 2**31 - 1
-"""Maximal number of elements for 32-bit offsets."""
-MOST_KEYS, MOST_KEYS_OF_GENERIC = 16384, 8192
-"""Maximal number of keys of the softmax; the limit of ``generic`` is the largest size in apex's own tests."""
 DECOUPLED, CORRECTED = 1, 1
 """Values of ``mode`` and ``bias_correction`` of ``multi_tensor_adam`` for AdamW."""
 ENGINE = "transformer_engine_torch"
@@ -59,11 +46,9 @@ class Library:
     """The supported data types of an operation, if they are not float32, bfloat16 and float16."""
     PARTIAL_OPS: ClassVar[frozenset[str]]
     """The operations that are supported only for some calls."""
-    softmaxes: ClassVar[Mapping[str | None, tuple[str, str, str]]]
-    """Module, forward function and backward function of each form."""
     lists: ClassVar[str]
     """The module of the functions on lists of tensors."""
-    most_tensors: ClassVar[int] = MOST_ELEMENTS
+    most_tensors: ClassVar[int] = 2**31 - 1
     adam_casts: ClassVar[bool]
     """Whether ``multi_tensor_adam`` supports 16-bit gradients, and with the lists [grads, copies, exp_avgs,
     exp_avg_sqs, weights] also writes the copies."""
@@ -91,51 +76,9 @@ class Library:
         """Whether a call of ``op`` is supported; ``arguments`` are the relevant arguments of the call."""
         return op not in self.PARTIAL_OPS or getattr(self, f"_takes_{op}")(*arguments)
 
-    def _takes_softmax(self, scores: Tensor, mask: Tensor | None, causal: bool, window: int | None) -> bool:
-        return softmax_form(scores, mask, causal, window) in self.softmaxes
-
-    def _takes_rope(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> bool:
-        """Requires equal positions of all sequences, 32-bit offsets into the memory of ``x``, and tables without
-        gradient."""
-        positions = cos.dim() - 1
-        if positions not in (1, 2) or not 0 < x.dim() - positions <= 3 or cos.shape[0] != x.shape[0]:
-            return False
-        if cos.requires_grad or sin.requires_grad or cos.shape[1:-1] not in ((), (1,)):
-            return False
-        reach = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-        return 0 < x.numel() <= MOST_ELEMENTS and reach < MOST_ELEMENTS
-
     def _takes_multi_tensor(self, tensors: Sequence[Tensor]) -> bool:
         sizes = [tensor.numel() for tensor in tensors]
         return any(sizes) and max(sizes) <= 2**31 - CHUNK and len(sizes) <= self.most_tensors
-
-    def attention_softmax(
-        self, scores: Tensor, mask: Tensor | None, scale: float, causal: bool, window: int | None
-    ) -> Tensor:
-        """exp(scale * scores) / sum of the same over the visible keys; 0 for masked keys."""
-        form = softmax_form(scores, mask, causal, window)
-        module, forward, backward = self.softmaxes[form]
-        functions = getattr(import_module(module), forward), getattr(import_module(module), backward)
-        if torch.tensor(scale, dtype=scores.dtype, device="cpu").item() != scale:
-            # The libraries' forward rounds the scale to the dtype of the scores, by up to 0.4 % in bfloat16. Scaling
-            # the scores first rounds each score separately, as in PyTorch.
-            scores, scale = scores * scale, 1.0
-        batch, heads, queries, keys = four(scores.shape)
-        given = scores.reshape((batch * heads, queries, keys) if form == "triangle" else (batch, heads, queries, keys))
-        hidden = None if mask is None else packed(mask.reshape(four(mask.shape)).expand(-1, 1, queries, keys))
-
-        def run(x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-            probs = functions[0](packed(x), *(() if hidden is None else (hidden,)), float(scale))
-            if hidden is not None and self.lists != ENGINE:
-                # Before apex's #1390 (2022) a row without visible keys had equal weights for all keys.
-                probs.masked_fill_(hidden, 0.0)
-            return probs, (probs,)
-
-        def run_backward(dprobs: Tensor, probs: Tensor) -> tuple[Tensor]:
-            # A copy, because backward overwrites the gradient, and autograd may pass the same tensor to other nodes.
-            return (functions[1](dprobs.clone(memory_format=torch.contiguous_format), probs, float(scale)),)
-
-        return _Call.apply(run, run_backward, given).view(scores.shape)
 
     def squared_norm(self, tensors: Sequence[Tensor]) -> Tensor:
         """Sum of x^2 over all elements of all tensors: the float64 square of a norm accumulated in float32."""
@@ -174,35 +117,19 @@ class Library:
 
 
 class Apex(Library):
-    """apex; its rope needs a build with the functions ``forward_cached`` and ``backward_cached``."""
+    """apex, built with its CUDA extensions."""
 
     title, install = "apex", "build apex with its CUDA extensions from https://github.com/NVIDIA/apex"
-    softmaxes: ClassVar[Mapping[str | None, tuple[str, str, str]]] = {
-        "triangle": ("scaled_upper_triang_masked_softmax_cuda", "forward", "backward"),
-        "masked": ("scaled_masked_softmax_cuda", "forward", "backward"),
-        "generic": ("generic_scaled_masked_softmax_cuda", "forward", "backward"),
-        "whole": ("scaled_softmax_cuda", "forward", "backward"),
-    }
     modules: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "layer_norm": ("apex", "fused_layer_norm_cuda"),
         "multi_tensor": ("apex", "amp_C"),
         "rms_norm": ("apex", "fused_layer_norm_cuda"),
-        "rope": ("apex", "fused_rotary_positional_embedding"),
-        "softmax": ("apex", *(module for module, _, _ in softmaxes.values())),
         "weight_grad": ("apex", "fused_weight_gradient_mlp_cuda"),
     }
-    # In 16 bits apex's rope rounds cosines and sines to 16 bits, which changes the angles. In float32 its products of
-    # weight gradients may have lower precision, depending on the settings of cuBLAS.
-    dtypes: ClassVar[Mapping[str, tuple[torch.dtype, ...]]] = {
-        "rope": (torch.float32,),
-        "softmax": HALVES,
-        "weight_grad": HALVES,
-    }
-    PARTIAL_OPS = frozenset({"multi_tensor", "rope", "softmax", "weight_grad"})
+    # In float32 its products may have lower precision, depending on the settings of cuBLAS.
+    dtypes: ClassVar[Mapping[str, tuple[torch.dtype, ...]]] = {"weight_grad": HALVES}
+    PARTIAL_OPS = frozenset({"multi_tensor", "weight_grad"})
     lists, adam_casts = "amp_C", False
-
-    def _takes_rope(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> bool:
-        return not interleaved and super()._takes_rope(x, cos, sin, interleaved)
 
     def _takes_weight_grad(self, main_grad: Tensor, x: Tensor) -> bool:
         return main_grad.is_contiguous() and main_grad.dtype in (torch.float32, x.dtype) and len(x) > 0
@@ -217,18 +144,6 @@ class Apex(Library):
         norms = import_module("apex.normalization.fused_layer_norm")
         return norms.fused_layer_norm_affine(x, weight, bias, list(weight.shape), epsilon)
 
-    def rope(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-        """Rotate pairs of channels (i, i + r/2) by ``forward_cached(x, cos, sin, transposed)`` and
-        ``backward_cached(dy, cos, sin, transposed)`` on ``[s, b, h, d]`` with any strides and float32 tables ``[s, 1,
-        1, r]``."""
-        module = import_module("fused_rotary_positional_embedding")
-        tables = [for_each_channel(table, interleaved=False) for table in (cos, sin)]
-        return _Call.apply(
-            lambda x: (module.forward_cached(x, *tables, False), ()),
-            lambda dy: (module.backward_cached(dy, *tables, False),),
-            four_dims(x, cos),
-        ).view(x.shape)
-
     def accumulate_weight_grad_(self, main_grad: Tensor, grad_y: Tensor, x: Tensor) -> None:
         """main_grad_OI += grad_y_TO^T x_TI, accumulated in float32; matrices must be contiguous."""
         bits = 32 if main_grad.dtype == torch.float32 else 16
@@ -241,19 +156,10 @@ class TransformerEngine(Library):
 
     title, install = "Transformer Engine", 'pip install "transformer-engine[pytorch]>=2.3"'
     modules: ClassVar[Mapping[str, tuple[str, ...]]] = dict.fromkeys(
-        ("activation", "layer_norm", "multi_tensor", "rms_norm", "rope", "softmax"), (ENGINE,)
+        ("activation", "layer_norm", "multi_tensor", "rms_norm"), (ENGINE,)
     )
-    dtypes: ClassVar[Mapping[str, tuple[torch.dtype, ...]]] = {"softmax": HALVES}
-    PARTIAL_OPS = frozenset({"activation", "multi_tensor", "rope", "softmax"})
-    softmaxes: ClassVar[Mapping[str | None, tuple[str, str, str]]] = {
-        form: (ENGINE, f"{name}_forward", f"{name}_backward")
-        for form, name in {
-            "whole": "scaled_softmax",
-            "masked": "scaled_masked_softmax",
-            "triangle": "scaled_upper_triang_masked_softmax",
-            "aligned": "scaled_aligned_causal_masked_softmax",
-        }.items()
-    }
+    dtypes: ClassVar[Mapping[str, tuple[torch.dtype, ...]]] = {}
+    PARTIAL_OPS = frozenset({"activation", "multi_tensor"})
     lists, adam_casts, most_tensors = ENGINE, True, 1024  # most_tensors as in its own optimizer
     activations: ClassVar[Mapping[str, str]] = {
         "gelu_tanh": "gelu",
@@ -305,20 +211,6 @@ class TransformerEngine(Library):
         total = x if bias is None else x + bias
         return _Call.apply(run, run_backward, total.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
 
-    def rope(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-        """Rotate pairs of channels by ``apply_rotary_pos_emb(x, angles, tensor_format, interleaved=, fused=)`` on ``[s,
-        b, h, d]`` with any strides; the float32 angles ``[s, 1, 1, r]`` are computed from the tables, with one or two
-        roundings. RuntimeError (on a GPU a device-side assertion) if table entries are not a cosine and a sine."""
-        torch._assert_async(
-            (cos.square() + sin.square() - 1).abs().max() < 1e-5,
-            "kernel_backend='transformer_engine': the tables of rope are not cosines and sines of angles; or use "
-            "kernel_backend='auto'",
-        )
-        turn = import_module("transformer_engine.pytorch.attention.rope").apply_rotary_pos_emb
-        angles = for_each_channel(torch.atan2(sin, cos), interleaved)
-        given = four_dims(x, cos)
-        return turn(given, angles, tensor_format="sbhd", interleaved=interleaved, fused=True).view(x.shape)
-
 
 class _Call(torch.autograd.Function):
     """Autograd function of a library's ``forward(*tensors) -> (y, saved)``, ``backward(dy, *saved) -> gradients``."""
@@ -334,56 +226,6 @@ class _Call(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         return None, None, *ctx.run_backward(dy, *ctx.saved_tensors)
-
-
-def softmax_form(scores: Tensor, mask: Tensor | None, causal: bool, window: int | None) -> str | None:
-    """The form of a call of ``ops.attention_softmax``; None if no kernel supports it: a window, a causal mask together
-    with a mask, a mask that differs between heads, or unsupported sizes.
-
-    All kernels but ``generic`` use blocks of four warps. With up to 128 keys a block computes eight rows, else four:
-    for ``whole`` and ``masked`` these are rows of one head, for ``triangle`` one row of each of several heads.
-    """
-    if not 2 <= scores.dim() <= 4 or window is not None or (causal and mask is not None) or scores.numel() == 0:
-        return None
-    *heads, queries, keys = scores.shape
-    if mask is not None:
-        shape = four(mask.shape)
-        if len(shape) != 4 or shape[1] != 1 or shape[0] not in (1, four(scores.shape)[0]):
-            return None
-        form, divided = "masked", queries
-    elif not causal:
-        form, divided = "whole", queries
-    else:
-        form, divided = ("triangle", prod(heads)) if queries == keys else ("aligned", 0)
-    fits = 16 < keys <= MOST_KEYS and keys % 8 == 0 and divided % (8 if keys <= 128 else 4) == 0
-    if scores.numel() <= MOST_ELEMENTS and fits:
-        return form
-    generic = form == "masked" and keys <= MOST_KEYS_OF_GENERIC and scores.numel() <= MOST_ELEMENTS
-    return "generic" if generic else None
-
-
-def four(sizes: Sequence[int]) -> tuple[int, ...]:
-    """``sizes`` with leading ones, so that there are at least four."""
-    return (1,) * (4 - len(sizes)) + tuple(sizes)
-
-
-def packed(x: Tensor) -> Tensor:
-    """``x`` as a contiguous tensor, aligned to reads of four elements."""
-    x = x.contiguous()
-    return x if x.data_ptr() % (4 * x.element_size()) == 0 else x.clone()
-
-
-def four_dims(x: Tensor, cos: Tensor) -> Tensor:
-    """``x`` ``[s, b, ..., d]``, or without b if ``cos`` has no dim for it, as ``[s, b, h, d]``; a view if strides
-    allow."""
-    x = x if cos.dim() == 3 else x.unsqueeze(1)
-    return x.reshape(*x.shape[:2], -1, x.shape[-1])
-
-
-def for_each_channel(table: Tensor, interleaved: bool) -> Tensor:
-    """A table ``[s, 1, r/2]`` or ``[s, r/2]`` as ``[s, 1, 1, r]``, with a pair's entry for both of its channels."""
-    table = table.reshape(len(table), 1, 1, -1)
-    return table.repeat_interleave(2, -1) if interleaved else torch.cat([table, table], -1)
 
 
 def apply(function: Callable, *lists: Sequence[Tensor], numbers: tuple = ()) -> Any:

@@ -5,8 +5,8 @@ from typing import Any
 from torch import Tensor
 
 from megatron_core.errors import ConfigError
-from megatron_core.ops import native
-from megatron_core.ops.backend import Backend, python_backend, select_backend_for
+from megatron_core.ops import native, reference
+from megatron_core.ops.backend import Backend, select_backend
 from megatron_core.ops.operator import operator
 from megatron_core.ops.rows import new_like, wide
 
@@ -24,10 +24,10 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, back
     use the same row. They get no gradient. ``x`` may have any strides and is not copied.
     Source: Su et al. 2021, section 3.4.2.
     """
-    chosen = select_backend_for("rope", backend, x, x, cos, sin, interleaved)
+    chosen = select_backend("rope", backend, x.device.type, x.dtype)
     if chosen != "native":
         _check(x, cos, sin)
-        return python_backend(chosen).rope(x, cos, sin, interleaved)
+        return reference.rope(x, cos, sin, interleaved)
     return _rope(x, cos, sin, interleaved, False)
 
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from megatron_core.errors import ConfigError
-from megatron_core.ops import native
-from megatron_core.ops.backend import Backend, python_backend, select_backend_for
+from megatron_core.ops import native, reference
+from megatron_core.ops.backend import Backend, select_backend
 from megatron_core.ops.operator import operator
 from megatron_core.ops.rows import new_like
 
@@ -31,10 +31,10 @@ def attention_softmax(
     zero, and so is its gradient. Keys after a query or before its window are not read.
     Source: Vaswani et al. 2017, section 3.2; Beltagy et al. 2020, section 3.1, for the window.
     """
-    chosen = select_backend_for("softmax", backend, scores, scores, mask, causal, window)
+    chosen = select_backend("softmax", backend, scores.device.type, scores.dtype)
     if chosen != "native":
         _check(scores, mask, window)
-        return python_backend(chosen).attention_softmax(scores, mask, scale, causal, window)
+        return reference.attention_softmax(scores, mask, scale, causal, window)
     return _attention_softmax(scores, mask, scale, causal, window)
 
 

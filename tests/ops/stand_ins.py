@@ -1,7 +1,6 @@
 """Stand-ins of apex and Transformer Engine for the CPU: the signatures, limits and conventions that the adapters use.
 
-Each function checks the assumptions of the published one and reproduces its behaviour: hidden keys get -10,000, the
-given gradient is overwritten, tables are rounded to the type of the rotated tensor.
+Each function checks the assumptions of the published one.
 """
 
 from __future__ import annotations
@@ -76,101 +75,6 @@ def rmsnorm_bwd(dz, x, rsigma, gamma, sm_margin, zero_centered_gamma, bias=None)
 def layernorm_bwd(dz, x, mu, rsigma, gamma, sm_margin, zero_centered_gamma):
     assert torch.equal(mu, x.mean(-1))
     return rmsnorm_bwd(dz, x, rsigma, gamma, sm_margin, zero_centered_gamma, torch.zeros_like(gamma))
-
-
-def scaled(input: Tensor, scale_factor: float) -> Tensor:
-    """In float32, with a scale representable in the scores' type, because the forward kernels round the scale to it."""
-    assert isinstance(scale_factor, float) and torch.tensor(scale_factor, dtype=input.dtype).item() == scale_factor
-    assert input.is_contiguous() and input.dtype in HALVES
-    return input.float() * scale_factor
-
-
-def check_scores(input: Tensor, dims: int, divided: int) -> None:
-    """The number of rows must be divisible by the blocks of 128 threads."""
-    keys = input.shape[-1]
-    assert input.dim() == dims and input.data_ptr() % 8 == 0
-    assert 16 < keys <= 16384 and keys % 8 == 0 and divided % (8 if keys <= 128 else 4) == 0
-
-
-def whole_forward(input, scale_factor):
-    check_scores(input, 4, input.shape[2])
-    return scaled(input, scale_factor).softmax(-1).to(input.dtype)
-
-
-def generic_forward(input, mask, scale_factor):
-    batch, _, queries, keys = input.shape
-    assert mask.dtype == torch.bool and mask.is_contiguous() and mask.shape[1:] == (1, queries, keys)
-    assert mask.shape[0] in (1, batch) and mask.data_ptr() % 4 == 0
-    return scaled(input, scale_factor).masked_fill(mask, -10000.0).softmax(-1).to(input.dtype)
-
-
-def masked_forward(input, mask, scale_factor, *, zero: bool):
-    """In apex until 2022, rows without visible keys have equal weights; in Transformer Engine they are ``zero``."""
-    check_scores(input, 4, input.shape[2])
-    probs = generic_forward(input, mask, scale_factor)
-    return probs.masked_fill(mask.all(-1, keepdim=True), 0.0) if zero else probs
-
-
-def causal_forward(input, scale_factor, *, dims: int):
-    """The causal form of ``[b h, keys, keys]``, or the ``aligned`` one of four dims, which hides by -10,000."""
-    check_scores(input, dims, len(input) if dims == 3 else 0)
-    queries, keys = input.shape[-2:]
-    assert queries == keys or dims == 4
-    above = torch.ones(queries, keys, dtype=torch.bool).triu(keys - queries + 1)
-    hidden = scaled(input, scale_factor).masked_fill(above, -torch.inf if dims == 3 else -10000.0)
-    return hidden.softmax(-1).masked_fill(above, 0.0).to(input.dtype)
-
-
-def softmax_backward(output_grads, softmax_results, scale_factor, *, dims: int = 4):
-    assert output_grads.dim() == dims and output_grads.is_contiguous() and softmax_results.is_contiguous()
-    assert output_grads.dtype == softmax_results.dtype and output_grads.shape == softmax_results.shape
-    weighted = output_grads.float() * softmax_results.float()
-    grads = scale_factor * (weighted - softmax_results.float() * weighted.sum(-1, keepdim=True))
-    return output_grads.copy_(grads)
-
-
-def softmaxes(zero: bool) -> dict[str, tuple[Callable, Callable]]:
-    triangle = partial(causal_forward, dims=3), partial(softmax_backward, dims=3)
-    return {
-        "scaled_softmax": (whole_forward, softmax_backward),
-        "scaled_masked_softmax": (partial(masked_forward, zero=zero), softmax_backward),
-        "scaled_upper_triang_masked_softmax": triangle,
-        "scaled_aligned_causal_masked_softmax": (partial(causal_forward, dims=4), softmax_backward),
-        "generic_scaled_masked_softmax": (generic_forward, softmax_backward),
-    }
-
-
-def turned(t: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Channels with tables ``[s, 1, 1, r]``, each paired with the other half or with its neighbour."""
-    assert t.dim() == 4 and cos.shape == sin.shape == (len(t), 1, 1, cos.shape[-1]) and cos.shape[-1] <= t.shape[-1]
-    assert cos.is_contiguous() and sin.is_contiguous()
-    own, rest = t[..., : cos.shape[-1]], t[..., cos.shape[-1] :]
-    if interleaved:
-        other = torch.stack([-own[..., 1::2], own[..., ::2]], -1).flatten(-2)
-    else:
-        a, b = own.chunk(2, -1)
-        other = torch.cat([-b, a], -1)
-    return torch.cat([(own * cos + other * sin).to(t.dtype), rest], -1)
-
-
-def rope_forward_cached(input, cos, sin, transpose_output):
-    assert not transpose_output
-    return turned(input, cos.to(input.dtype), sin.to(input.dtype), False).contiguous()
-
-
-def apply_rotary_pos_emb(
-    t,
-    freqs,
-    tensor_format="sbhd",
-    start_positions=None,
-    interleaved=False,
-    fused=False,
-    cu_seqlens=None,
-    cp_size=1,
-    cp_rank=0,
-):
-    assert fused and tensor_format == "sbhd" and freqs.dtype == torch.float32
-    return turned(t, freqs.cos(), freqs.sin(), interleaved)
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -268,26 +172,15 @@ MODULES: dict[str, dict[str, dict[str, object]]] = {
             "fused_layer_norm_affine": fused_layer_norm_affine,
         },
         "fused_layer_norm_cuda": {},
-        "fused_rotary_positional_embedding": {
-            "forward_cached": rope_forward_cached,
-            "backward_cached": lambda grads, cos, sin, transposed: rope_forward_cached(grads, cos, -sin, transposed),
-        },
         "amp_C": multi_tensor(casts=False),
         "fused_weight_gradient_mlp_cuda": {
             "wgrad_gemm_accum_fp32": partial(wgrad, wide=torch.float32),
             "wgrad_gemm_accum_fp16": partial(wgrad, wide=None),
         },
-        **{
-            f"{name}_cuda": {"forward": forward, "backward": backward}
-            for name, (forward, backward) in softmaxes(zero=False).items()
-            if "aligned" not in name
-        },
     },
     "transformer_engine": {
         "transformer_engine": {},
         "transformer_engine.pytorch": {},
-        "transformer_engine.pytorch.attention": {},
-        "transformer_engine.pytorch.attention.rope": {"apply_rotary_pos_emb": apply_rotary_pos_emb},
         "transformer_engine.pytorch.constants": {
             "TE_DType": {dtype: f"type of {dtype}" for dtype in (torch.float32, *HALVES)}
         },
@@ -299,12 +192,6 @@ MODULES: dict[str, dict[str, dict[str, object]]] = {
             **multi_tensor(casts=True),
             **{name: partial(activation_forward, function=f) for name, f in ACTIVATIONS.items()},
             **{f"d{name}": partial(activation_backward, function=f) for name, f in ACTIVATIONS.items()},
-            **{
-                f"{name}_{way}": function
-                for name, both in softmaxes(zero=True).items()
-                if "generic" not in name
-                for way, function in zip(("forward", "backward"), both, strict=True)
-            },
         },
     },
 }

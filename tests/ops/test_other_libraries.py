@@ -45,46 +45,15 @@ def strided(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor
     return draw((*shape[:-1], 2 * shape[-1]), dtype, seed)[..., ::2].requires_grad_()
 
 
-def masks(shape: tuple[int, ...]) -> Tensor:
-    """A third of the keys is hidden, and all of the first query's."""
-    hidden = draw(shape, WIDE, 5) > 0.4
-    hidden[..., :1, :] = True
-    return hidden
-
-
 class Case(NamedTuple):
     """A call of ``ops.<op>``: shapes of tensors with gradients, other arguments, and the expected implementation."""
 
     op: str
     shapes: tuple[tuple[int, ...], ...]
     rest: tuple[Any, ...] = ()
-    options: dict[str, Any] = {}  # noqa: RUF012
     apex: str | None = None
     engine: str | None = None
-    """Beginnings of the names of each library's called functions; None if it does not support the call."""
-    dtype: torch.dtype = WIDE
-
-
-def softmax(
-    shape: tuple[int, ...], mask: tuple[int, ...] | None = None, *, by: str | None, **options: Any
-) -> list[Case]:
-    """With a scale representable in 16 bits, and with another one; ``by`` is a form of ``libraries.softmax_form``."""
-    hidden = None if mask is None else masks(mask)
-    module, *_ = backend.LIBRARIES["apex"].softmaxes.get(by, (None,))
-    _, forward, _ = backend.LIBRARIES["transformer_engine"].softmaxes.get(by, (None, "", None))
-    engine = forward.removesuffix("_forward") or None
-    scales = ((HALF, 0.125), (torch.float16, 0.3)) if by else ((options.pop("dtype", HALF), 0.125),)
-    return [
-        Case("attention_softmax", (shape,), (hidden,), {"scale": scale, **options}, module, engine, dtype)
-        for dtype, scale in scales
-    ]
-
-
-def rope(shape: tuple[int, ...], table: tuple[int, ...], **how: Any) -> Case:
-    angles = 3 * draw(table, WIDE, 1)
-    taken = {"apex": "fused_rotary", "engine": "apply_rotary_pos_emb", **how}
-    options = {"interleaved": taken.pop("interleaved", False)}
-    return Case("rope", (shape,), (angles.cos(), angles.sin()), options, **taken)
+    """Part of the names of each library's called functions; None if it does not support the call."""
 
 
 def activations() -> Iterator[Case]:
@@ -96,34 +65,8 @@ def activations() -> Iterator[Case]:
 
 
 CASES = [
-    *[Case("rms_norm", (shape, (8,)), (EPSILON,), {}, "fused_rms", "rmsnorm") for shape in ((5, 1, 8), (3, 4, 8))],
-    Case("layer_norm", ((3, 4, 8), (8,), (8,)), (EPSILON,), {}, "fused_layer", "layernorm"),
-    *softmax((2, 4, 32, 32), by="triangle", causal=True),
-    *softmax((8, 144, 144), by="triangle", causal=True),
-    *softmax((2, 4, 24, 40), by="aligned", causal=True),
-    *softmax((1, 3, 41, 24), by="aligned", causal=True),
-    *softmax((1, 3, 24, 40), by="whole"),
-    *softmax((2, 4, 24, 40), (2, 1, 24, 40), by="masked"),
-    *softmax((2, 4, 24, 40), (1, 40), by="masked"),
-    *softmax((3, 1, 5, 7), (3, 1, 5, 7), by="generic"),
-    *softmax((5, 7), (5, 7), by="generic"),
-    *softmax((2, 4, 32, 32), by=None, window=4),
-    *softmax((2, 4, 32, 32), (2, 4, 32, 32), by=None),  # a mask of each head
-    *softmax((2, 4, 32, 32), (2, 1, 32, 32), by=None, causal=True),
-    *softmax((2, 4, 32, 32), by=None, causal=True, dtype=WIDE),
-    *softmax((2, 4, 16, 16), by=None, causal=True),
-    *softmax((2, 4, 36, 36), by=None, causal=True),
-    *softmax((1, 3, 32, 32), by=None, causal=True),  # an odd number of heads
-    *softmax((2, 4, 31, 32), by=None),
-    *softmax((1, 4, 128, 128), by=None, causal=True),
-    *softmax((0, 4, 32, 32), by=None, causal=True),
-    rope((6, 2, 3, 8), (6, 1, 4)),
-    rope((6, 2, 2, 3, 10), (6, 1, 4)),
-    rope((6, 2, 8), (6, 1, 4)),
-    rope((6, 2, 3, 8), (6, 4)),
-    rope((6, 2, 3, 8), (6, 1, 4), interleaved=True, apex=None),
-    rope((6, 2, 3, 8), (6, 1, 4), dtype=HALF, apex=None),  # apex rounds the tables
-    rope((6, 2, 3, 8), (6, 2, 4), apex=None, engine=None),
+    *[Case("rms_norm", (shape, (8,)), (EPSILON,), "fused_rms", "rmsnorm") for shape in ((5, 1, 8), (3, 4, 8))],
+    Case("layer_norm", ((3, 4, 8), (8,), (8,)), (EPSILON,), "fused_layer", "layernorm"),
     *activations(),
 ]
 
@@ -132,83 +75,51 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.op} {case.shapes[0]}")
 def test_results_and_gradients(name: str, stand_ins: StandIns, case: Case) -> None:  # C52
     """Compared with the reference in float64, also for a strided gradient, which must not be changed."""
-    tensors = [strided(shape, case.dtype, seed) for seed, shape in enumerate(case.shapes)]
-    widened = [x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in case.rest]
+    tensors = [strided(shape, WIDE, seed) for seed, shape in enumerate(case.shapes)]
 
-    def results(tensors: list[Tensor], rest: Any, by: str, dy: Callable[[Tensor], Tensor]) -> list[Tensor]:
-        outputs = getattr(ops, case.op)(*tensors, *rest, **case.options, backend=by)
-        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        slopes = [dy(strided(tuple(y.shape), case.dtype, 7).detach()).to(y.dtype) for y in outputs]
-        kept = [slope.clone() for slope in slopes]
-        grads = torch.autograd.grad(outputs, tensors, slopes)
-        assert all(map(torch.equal, slopes, kept))
-        return [*outputs, *grads]
+    def results(tensors: list[Tensor], by: str, dy: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        y = getattr(ops, case.op)(*tensors, *case.rest, backend=by)
+        slope = dy(strided(tuple(y.shape), WIDE, 7).detach()).to(y.dtype)
+        kept = slope.clone()
+        grads = torch.autograd.grad(y, tensors, slope)
+        assert torch.equal(slope, kept)
+        return [y, *grads]
 
-    expected = results([x.detach().double().requires_grad_() for x in tensors], widened, "reference", lambda dy: dy)
+    expected = results([x.detach().double().requires_grad_() for x in tensors], "reference", lambda dy: dy)
     stand_ins.called.clear()
     for dy in (lambda dy: dy, torch.Tensor.contiguous):
-        assert_near(results(tensors, case.rest, name, dy), expected, 8e-3 if case.dtype != WIDE else 1e-6, slack=1e-12)
+        assert_near(results(tensors, name, dy), expected, 1e-6, slack=1e-12)
     taken = case.apex if name == "apex" else case.engine
     assert bool(stand_ins.called) == (taken is not None)
     assert all(taken in called for called in stand_ins.called)
 
 
-def selected(name: str, op: str, x: Tensor, *arguments: object) -> bool:
-    return backend.select_backend_for(op, name, x, *arguments) == name
-
-
 @BOTH
-def test_sizes_beyond_their_limits_are_not_theirs(name: str, stand_ins: StandIns) -> None:
-    def meta(*shape: int, dtype: torch.dtype = HALF) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
+def test_lists_beyond_their_limits_are_not_theirs(name: str, stand_ins: StandIns) -> None:
+    def is_supported(tensors: list[Tensor]) -> bool:
+        return backend.select_backend_for("multi_tensor", name, tensors[0], tensors) == name
 
-    for size, taken in ((2**31 - 2**17, True), (2**31, False)):
-        large = meta(size)
-        assert selected(name, "multi_tensor", large, [large]) == taken
-        scores = large.view(-1, 8, 128, 128)
-        assert selected(name, "softmax", scores, scores, None, True, None) == taken
-    for keys, taken in ((16384, True), (16392, False)):
-        scores = meta(2, 4, 16, keys)
-        assert selected(name, "softmax", scores, scores, None, False, None) == taken
-    for keys, taken in ((8190, name == "apex"), (8196, False)):
-        scores, mask = meta(2, 4, 3, keys), meta(3, keys, dtype=torch.bool)
-        assert selected(name, "softmax", scores, scores, mask, False, None) == taken
-    table = meta(4, 1, 1, dtype=WIDE)
-    for x in (meta(4, 2**29, 1, 2, dtype=WIDE), meta(4, 2**30, dtype=WIDE)[:, None, None, :2]):
-        assert not selected(name, "rope", x, x, table, table, False)
-    x = torch.ones(4, 1, 1, 2)
-    assert not selected(name, "rope", x, x, torch.ones(4, 1, 1).requires_grad_(), torch.ones(4, 1, 1), False)
-    for count, taken in ((1024, True), (1025, name == "apex")):
-        assert selected(name, "multi_tensor", x, [x] * count) == taken
-
-
-@BOTH
-def test_scores_and_masks_off_8_bytes(name: str, stand_ins: StandIns) -> None:
-    scores = draw((2 * 4 * 24 * 40 + 1,), HALF)[1:].view(2, 4, 24, 40)
-    mask = (draw((24 * 40 + 1,), WIDE) > 0)[1:].view(24, 40)
-    found = ops.attention_softmax(scores, mask, backend=name)
-    torch.testing.assert_close(found, reference.attention_softmax(scores, mask, 1.0, False, None))
-    assert stand_ins.called
-
-
-@BOTH
-def test_what_is_wrong_is_the_same_error(name: str, stand_ins: StandIns) -> None:
-    ones = torch.ones(7, 2)
-    for said, call in {
-        "mask is": lambda: ops.attention_softmax(draw((2, 4, 24, 40), HALF), masks((2, 1, 24, 24)), backend=name),
-        "scores are": lambda: ops.attention_softmax(draw((1, 1, 2, 4, 40), HALF), backend=name),
-        "rope: ": lambda: ops.rope(draw((7,), WIDE), ones, ones, backend=name),
-        "kind='relu'": lambda: ops.bias_activation(draw((7, 8), WIDE), None, "relu", backend=name),
-    }.items():
-        with pytest.raises(ConfigError, match=said):
-            call()
+    for size, supported in ((2**31 - 2**17, True), (2**31, False)):
+        assert is_supported([torch.empty(size, dtype=HALF, device="meta")]) == supported
+    for count, supported in ((1024, True), (1025, name == "apex")):
+        assert is_supported([torch.ones(4)] * count) == supported
 
 
 @pytest.mark.parametrize("name", ["transformer_engine"])
-def test_tables_that_are_no_angles_are_an_error_of_transformer_engine(name: str, stand_ins: StandIns) -> None:
-    x, angles = draw((6, 2, 3, 8), WIDE), draw((6, 1, 4), WIDE, 1)
-    with pytest.raises(RuntimeError, match="are not cosines and sines of angles"):
-        ops.rope(x, 1.1 * angles.cos(), 1.1 * angles.sin(), backend=name)
+def test_an_unknown_activation_is_the_same_error(name: str, stand_ins: StandIns) -> None:
+    with pytest.raises(ConfigError, match="kind='relu'"):
+        ops.bias_activation(draw((7, 8), WIDE), None, "relu", backend=name)
+
+
+@BOTH
+def test_operations_that_a_library_lacks_run_as_with_auto(name: str, stand_ins: StandIns) -> None:
+    scores, x, angles = draw((2, 4, 32, 32), HALF), draw((6, 2, 3, 8), WIDE), draw((6, 1, 4), WIDE, 1)
+    for call in (
+        lambda by: ops.attention_softmax(scores, scale=0.3, causal=True, backend=by),
+        lambda by: ops.rope(x, angles.cos(), angles.sin(), backend=by),
+    ):
+        assert torch.equal(call(name), call("auto"))
+    assert stand_ins.called == []
 
 
 def lists(dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
@@ -273,19 +184,17 @@ def test_weight_gradients(name: str, stand_ins: StandIns, wide: torch.dtype) -> 
     assert stand_ins.called == called
 
 
-@BOTH
+@pytest.mark.parametrize("name", ["transformer_engine"])
 def test_second_derivatives_are_refused(name: str, stand_ins: StandIns) -> None:  # C52
-    scores = strided((2, 4, 32, 32), HALF)
-    (grad,) = torch.autograd.grad(
-        ops.attention_softmax(scores, causal=True, backend=name).square().sum(), scores, create_graph=True
-    )
+    x, weight = strided((3, 8), WIDE), draw((8,), WIDE)
+    (grad,) = torch.autograd.grad(ops.rms_norm(x, weight, backend=name).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         grad.sum().backward()
 
 
 @BOTH
 @pytest.mark.parametrize("loss", ["native", "linear"])
-def test_a_run_takes_them_everywhere(name: str, stand_ins: StandIns, loss: str) -> None:
+def test_a_run_uses_them_everywhere(name: str, stand_ins: StandIns, loss: str) -> None:
     settings = {
         **{"bf16": True, "seq_length": 32, "attention_backend": "unfused", "normalization": "RMSNorm", "swiglu": True},
         **{"position_embedding_type": "rope", "clip_grad": 0.01},
@@ -295,10 +204,8 @@ def test_a_run_takes_them_everywhere(name: str, stand_ins: StandIns, loss: str) 
     assert results[name].loss == pytest.approx(results["reference"].loss, rel=1e-3)
     assert results[name].grad_norm == pytest.approx(results["reference"].grad_norm, rel=2e-2)
     everywhere = {"multi_tensor_l2norm", "multi_tensor_adam"}
-    of_apex = {"fused_rms_norm_affine", "wgrad_gemm_accum_fp32", "forward", "backward", "multi_tensor_scale"}
-    upper = "scaled_upper_triang_masked_softmax"
-    of_engine = {"rmsnorm_fwd", "rmsnorm_bwd", "swiglu", "dswiglu", f"{upper}_forward", f"{upper}_backward"}
-    of_engine |= {"apply_rotary_pos_emb"}
+    of_apex = {"fused_rms_norm_affine", "wgrad_gemm_accum_fp32", "multi_tensor_scale"}
+    of_engine = {"rmsnorm_fwd", "rmsnorm_bwd", "swiglu", "dswiglu"}
     called = {called.rpartition(".")[2] for called in stand_ins.called}
     assert everywhere | (of_apex if name == "apex" else of_engine) <= called
     products = sum(called.endswith("wgrad_gemm_accum_fp32") for called in stand_ins.called)
@@ -309,16 +216,16 @@ def test_a_run_takes_them_everywhere(name: str, stand_ins: StandIns, loss: str) 
 def test_a_run_names_the_operations_of_a_library(name: str, stand_ins: StandIns) -> None:
     said = backend.describe(name, "cpu", HALF)
     title, parts = {
-        "apex": ("apex", "multi_tensor, softmax"),
-        "transformer_engine": ("Transformer Engine", "activation, multi_tensor, rope, softmax"),
+        "apex": ("apex", "multi_tensor"),
+        "transformer_engine": ("Transformer Engine", "activation, multi_tensor"),
     }[name]
     other = backend.describe("auto", "cpu", HALF).partition(" for ")[0]
     assert f"{title} for layer_norm, rms_norm" in said
     assert f"{title}, or for unsupported calls {other}, for {parts}" in said
     assert ("torch's own, for weight_grad" in said) == (name == "apex")
-    in_float32 = backend.describe(name, "cpu", WIDE)
-    taken = next(part for part in in_float32.split("; ") if "unsupported calls" in part)
-    assert "rope" in taken and "softmax" not in taken and "weight_grad" not in in_float32
+    lacking = "cross_entropy, dropout, fp8, rope, softmax"
+    assert f"{other} for {'activation, ' if name == 'apex' else ''}{lacking}" in said
+    assert "weight_grad" not in backend.describe(name, "cpu", WIDE)
 
 
 @BOTH
@@ -327,11 +234,9 @@ def test_a_library_that_is_absent_is_an_error_that_says_how_to_get_it(name: str)
         pytest.skip(f"{name} is installed here")
     way = {"apex": "build apex with its CUDA extensions from", "transformer_engine": r"pip install \"transformer"}
     asked = rf"kernel_backend='{name}': .*{way[name]}.*kernel_backend='auto'"
-    x, table = torch.randn(3, 8), torch.ones(3, 4)
+    x = torch.randn(3, 8)
     for call in (
         lambda: ops.rms_norm(x, x[0], backend=name),
-        lambda: ops.attention_softmax(x.bfloat16(), backend=name),
-        lambda: ops.rope(x, table, table, backend=name),
         lambda: ops.squared_norm([x], backend=name),
         lambda: tiny_run(kernel_backend=name),
         lambda: backend.describe(name, "cuda", HALF),
@@ -349,11 +254,11 @@ def test_a_library_says_what_it_is_not_for(name: str, monkeypatch: pytest.Monkey
         assert "does not support torch.float64" in library.unavailable_reason(op, "cuda", torch.float64)
         assert library.unavailable_reason(op, "cuda", HALF) is None
         assert library.supports_dtype(op, torch.float64)  # so that the call is refused, not run by another backend
-    assert set(library.OPS) >= library.PARTIAL_OPS and not library.supports_dtype("cross_entropy", HALF)
+    assert set(library.OPS) >= library.PARTIAL_OPS and not library.supports_dtype("softmax", HALF)
     if name == "apex":
-        monkeypatch.delitem(sys.modules, "scaled_softmax_cuda")
+        monkeypatch.delitem(sys.modules, "amp_C")
         is_absent.cache_clear()
-        assert "scaled_softmax_cuda is not installed" in library.unavailable_reason("softmax", "cuda", HALF)
+        assert "amp_C is not installed" in library.unavailable_reason("multi_tensor", "cuda", HALF)
         assert library.unavailable_reason("rms_norm", "cuda", HALF) is None
 
 
