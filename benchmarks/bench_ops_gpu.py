@@ -82,7 +82,7 @@ def names_of(case: Case) -> list[str]:
     there = [
         name
         for name, library in LIBRARIES.items()
-        if library.supports_dtype(timed.op, case.dtype)
+        if timed.op in library.OPS
         and library.unavailable_reason(timed.op, "cuda", case.dtype) is None
         and library.supports_call(timed.op, *deciding)
     ]

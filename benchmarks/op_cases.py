@@ -83,10 +83,7 @@ def softmax(*, causal: bool) -> OpCase:
         read_mask = 0.0 if causal else mask.nbytes / scores.nbytes
         return read + read_mask + 1, 2 * read + 1
 
-    def deciding(scores: Tensor, mask: Tensor) -> tuple:
-        return scores, None if causal else mask, causal, None
-
-    return OpCase(function, inputs, "softmax", moved, deciding)
+    return OpCase(function, inputs, "softmax", moved)
 
 
 def rope(rows: int, columns: int, dtype: torch.dtype) -> list[Tensor]:
@@ -147,7 +144,6 @@ CASES = {
         rope,
         "rope",
         lambda x, cos, *_: (2 + 2 * cos.nbytes / x.nbytes, 2 + 2 * cos.nbytes / x.nbytes),
-        lambda x, cos, sin, *_: (x, cos, sin, False),
         eager=eager_rope,
     ),
     "bias_dropout_add": OpCase(

@@ -14,18 +14,14 @@ Backend = Literal["auto", "native", "reference", "apex", "transformer_engine"]
 OPS = ("activation", "cross_entropy", "dropout", "fp8", "layer_norm", "multi_tensor", "rms_norm", "rope", "softmax")
 """The operations with a native kernel, in csrc/cpu/<op>.cpp and csrc/cuda/<op>.cuh."""
 
-AS_TORCH = "torch's own"
-"""Name of the implementation if neither a native kernel nor a library has the operation."""
-
 
 def select_backend(op: str, requested: Backend, device_type: str, dtype: torch.dtype) -> str:
     """Select the backend of ``op`` for a device and data type: ``native``, ``reference`` or a library's name.
 
     ``auto`` selects the native kernel if available, because it is faster (benchmarks/bench_ops.py). A requested library
-    is used for the operations and data types it supports, ``auto`` for the others. ConfigError if the requested backend
-    is unavailable.
+    is used for its operations, ``auto`` for the others. ConfigError if the requested backend is unavailable.
     """
-    if library_has(op, requested, device_type, dtype):
+    if _library_has(op, requested, device_type, dtype):
         return requested
     if requested == "reference":
         return "reference"
@@ -44,10 +40,10 @@ def select_backend(op: str, requested: Backend, device_type: str, dtype: torch.d
 vars(select_backend)["_dynamo_marked_constant"] = True
 
 
-def library_has(op: str, requested: Backend, device_type: str, dtype: torch.dtype) -> bool:
-    """Whether a library is requested and supports ``op`` for this data type; ConfigError if it is unavailable."""
+def _library_has(op: str, requested: Backend, device_type: str, dtype: torch.dtype) -> bool:
+    """Whether a library is requested and has ``op``; ConfigError if it is unavailable."""
     library = LIBRARIES.get(requested)
-    if library is None or not library.supports_dtype(op, dtype):
+    if library is None or op not in library.modules:
         return False
     reason = library.unavailable_reason(op, device_type, dtype)
     if reason is None:
@@ -57,7 +53,7 @@ def library_has(op: str, requested: Backend, device_type: str, dtype: torch.dtyp
 
 def validate_backend(requested: Backend, device_type: str, dtype: torch.dtype) -> None:
     """ConfigError unless the requested backend can run all operations of a model in ``dtype`` and of its optimizer."""
-    for op in (*OPS, *_further_ops(requested, dtype)):
+    for op in OPS:
         select_backend(op, requested, device_type, dtype)
     select_backend("multi_tensor", requested, device_type, torch.promote_types(dtype, torch.float32))
 
@@ -82,11 +78,11 @@ def describe(requested: Backend, device_type: str, dtype: torch.dtype) -> str:
         return "reference (PyTorch), as requested"
     ops_by_backend: dict[str, list[str]] = {}
     by_reference = []
-    for op in [*OPS, *_further_ops(requested, dtype)]:
+    for op in OPS:
         chosen = select_backend(op, requested, device_type, dtype)
         label = _label(chosen, device_type, dtype)
         if chosen in LIBRARIES and op in LIBRARIES[chosen].PARTIAL_OPS:
-            chosen = select_backend(op, "auto", device_type, dtype) if op in OPS else AS_TORCH
+            chosen = select_backend(op, "auto", device_type, dtype)
             label = f"{label}, or for unsupported calls {_label(chosen, device_type, dtype)},"
         ops_by_backend.setdefault(label, []).append(op)
         by_reference += [op] if chosen == "reference" else []
@@ -95,12 +91,6 @@ def describe(requested: Backend, device_type: str, dtype: torch.dtype) -> str:
     text = "; ".join(f"{label} for {', '.join(ops)}" for label, ops in ops_by_backend.items())
     reasons = "; ".join(dict.fromkeys(str(native.unavailable_reason(op, device_type, dtype)) for op in by_reference))
     return f"{text}: {reasons}" if reasons else text
-
-
-def _further_ops(requested: Backend, dtype: torch.dtype) -> list[str]:
-    """The operations of the requested library without a native kernel."""
-    library = LIBRARIES.get(requested)
-    return [] if library is None else [op for op in library.OPS if op not in OPS and library.supports_dtype(op, dtype)]
 
 
 def _label(chosen: str, device_type: str, dtype: torch.dtype) -> str:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-HALVES = (torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CHUNK = 2048 * 32
 """Chunk size of the functions on lists, as in both libraries' own callers."""
 DECOUPLED, CORRECTED = 1, 1
@@ -35,15 +35,13 @@ def is_absent(module: str) -> bool:
 
 
 class Library:
-    """Common part of both libraries: supported operations, data types and calls, and the calls themselves."""
+    """Common part of both libraries: supported operations and calls, and the calls themselves."""
 
     title: ClassVar[str]
     install: ClassVar[str]
     """Installation instructions."""
     modules: ClassVar[Mapping[str, tuple[str, ...]]]
     """The required modules of each supported operation."""
-    dtypes: ClassVar[Mapping[str, tuple[torch.dtype, ...]]]
-    """The supported data types of an operation, if they are not float32, bfloat16 and float16."""
     PARTIAL_OPS: ClassVar[frozenset[str]]
     """The operations that are supported only for some calls."""
     lists: ClassVar[str]
@@ -58,11 +56,6 @@ class Library:
         """The supported operations."""
         return tuple(self.modules)
 
-    def supports_dtype(self, op: str, dtype: torch.dtype) -> bool:
-        """Whether it has ``op`` for ``dtype``; float64 passes here and is refused by ``unavailable_reason``."""
-        dtypes = self.dtypes.get(op, (torch.float32, *HALVES))
-        return op in self.modules and (dtype == torch.float64 or dtype in dtypes)
-
     def unavailable_reason(self, op: str, device_type: str, dtype: torch.dtype) -> str | None:
         """Why a supported operation cannot run on this device and data type; None if it can."""
         absent = next(filter(is_absent, self.modules[op]), None)
@@ -70,13 +63,13 @@ class Library:
             return f"{absent} is not installed; {self.install}"
         if device_type != "cuda":
             return f"{self.title} runs on cuda, not on {device_type}"
-        return None if dtype != torch.float64 else f"{self.title} does not support {dtype}"
+        return None if dtype in DTYPES else f"{self.title} does not support {dtype}"
 
     def supports_call(self, op: str, *arguments: Any) -> bool:
         """Whether a call of ``op`` is supported; ``arguments`` are the relevant arguments of the call."""
-        return op not in self.PARTIAL_OPS or getattr(self, f"_takes_{op}")(*arguments)
+        return op not in self.PARTIAL_OPS or getattr(self, f"_supports_{op}")(*arguments)
 
-    def _takes_multi_tensor(self, tensors: Sequence[Tensor]) -> bool:
+    def _supports_multi_tensor(self, tensors: Sequence[Tensor]) -> bool:
         sizes = [tensor.numel() for tensor in tensors]
         return any(sizes) and max(sizes) <= 2**31 - CHUNK and len(sizes) <= self.most_tensors
 
@@ -124,15 +117,9 @@ class Apex(Library):
         "layer_norm": ("apex", "fused_layer_norm_cuda"),
         "multi_tensor": ("apex", "amp_C"),
         "rms_norm": ("apex", "fused_layer_norm_cuda"),
-        "weight_grad": ("apex", "fused_weight_gradient_mlp_cuda"),
     }
-    # In float32 its products may have lower precision, depending on the settings of cuBLAS.
-    dtypes: ClassVar[Mapping[str, tuple[torch.dtype, ...]]] = {"weight_grad": HALVES}
-    PARTIAL_OPS = frozenset({"multi_tensor", "weight_grad"})
+    PARTIAL_OPS = frozenset({"multi_tensor"})
     lists, adam_casts = "amp_C", False
-
-    def _takes_weight_grad(self, main_grad: Tensor, x: Tensor) -> bool:
-        return main_grad.is_contiguous() and main_grad.dtype in (torch.float32, x.dtype) and len(x) > 0
 
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         """y = x / sqrt(mean(x^2) + epsilon) * weight over the last dim."""
@@ -144,12 +131,6 @@ class Apex(Library):
         norms = import_module("apex.normalization.fused_layer_norm")
         return norms.fused_layer_norm_affine(x, weight, bias, list(weight.shape), epsilon)
 
-    def accumulate_weight_grad_(self, main_grad: Tensor, grad_y: Tensor, x: Tensor) -> None:
-        """main_grad_OI += grad_y_TO^T x_TI, accumulated in float32; matrices must be contiguous."""
-        bits = 32 if main_grad.dtype == torch.float32 else 16
-        product = getattr(import_module("fused_weight_gradient_mlp_cuda"), f"wgrad_gemm_accum_fp{bits}")
-        product(x.contiguous(), grad_y.contiguous(), main_grad)
-
 
 class TransformerEngine(Library):
     """Transformer Engine, 2.3 or newer."""
@@ -158,7 +139,6 @@ class TransformerEngine(Library):
     modules: ClassVar[Mapping[str, tuple[str, ...]]] = dict.fromkeys(
         ("activation", "layer_norm", "multi_tensor", "rms_norm"), (ENGINE,)
     )
-    dtypes: ClassVar[Mapping[str, tuple[torch.dtype, ...]]] = {}
     PARTIAL_OPS = frozenset({"activation", "multi_tensor"})
     lists, adam_casts, most_tensors = ENGINE, True, 1024  # most_tensors as in its own optimizer
     activations: ClassVar[Mapping[str, str]] = {
@@ -169,7 +149,7 @@ class TransformerEngine(Library):
     }
     """Transformer Engine's names of our activations: its gelu is the tanh form; the gate is the first half."""
 
-    def _takes_activation(self, x: Tensor, kind: str) -> bool:
+    def _supports_activation(self, x: Tensor, kind: str) -> bool:
         return kind in self.activations and x.numel() > 0
 
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:

@@ -6,8 +6,6 @@ import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-from megatron_core.ops.backend import Backend, library_has, python_backend
-
 ALIGNMENT = 16
 """torch's grouped product requires rows whose size is a multiple of this number of bytes."""
 # Public since torch 2.10; earlier there was a private function with other requirements.
@@ -44,17 +42,12 @@ def is_grouped(x: Tensor, weight: Tensor) -> bool:
     return _grouped_mm is not None and x.dtype != torch.float64 and aligned and x.shape[0] > 0
 
 
-def accumulate_weight_grad_(main_grad: Tensor, grad_y: Tensor, x: Tensor, *, backend: Backend = "auto") -> None:
+def accumulate_weight_grad_(main_grad: Tensor, grad_y: Tensor, x: Tensor) -> None:
     """main_grad_OI += grad_y_TO^T x_TI, without rounding the product to fewer bits than ``main_grad`` has.
 
     T tokens, O output and I input features; ``grad_y`` and ``x`` have the same dtype, ``main_grad`` the same or a wider
-    one. All backends except libraries use torch's products.
+    one.
     """
-    if library_has("weight_grad", backend, x.device.type, x.dtype):
-        library = python_backend(backend)
-        if library.supports_call("weight_grad", main_grad, x):
-            library.accumulate_weight_grad_(main_grad, grad_y, x)
-            return
     if main_grad.dtype == x.dtype:
         main_grad.addmm_(grad_y.t(), x)
     elif x.device.type == "cuda" and TorchVersion(torch.__version__) < "2.10":

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from megatron_core.ops import Backend, accumulate_weight_grad_
+from megatron_core.ops import accumulate_weight_grad_
 from megatron_core.ops.fp8 import Quantised
 from megatron_core.ops.fp8_product import product
 from megatron_core.ops.matmul import grouped_product, runs
@@ -14,24 +14,21 @@ from megatron_core.tensor_parallel.fp8 import FP8Products
 from megatron_core.tensor_parallel.linear import add_to_grad, main_grad_of
 
 
-def grouped_linear(
-    x: Tensor, weight: nn.Parameter, counts: Sequence[int], *, backend: Backend = "auto", fp8: FP8Products | None = None
-) -> Tensor:
+def grouped_linear(x: Tensor, weight: nn.Parameter, counts: Sequence[int], *, fp8: FP8Products | None = None) -> Tensor:
     """``x`` ``[R, I]``, ``weight`` ``[E, O, I]`` -> ``[R, O]``; expert e has the next ``counts[e]`` rows.
 
     Weight gradients are handled as in ``parallel_linear``: added to ``main_grad`` in its precision, or deferred by a
-    split backward. An expert without rows has gradient 0. ``backend`` selects the operation that adds them; ``fp8``, if
-    given, computes the products, one per expert.
+    split backward. An expert without rows has gradient 0. ``fp8``, if given, computes the products, one per expert.
     """
-    return _GroupedLinear.apply(x, weight, counts, backend, fp8, torch.is_grad_enabled())
+    return _GroupedLinear.apply(x, weight, counts, fp8, torch.is_grad_enabled())
 
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, counts, backend, fp8, training):
+    def forward(ctx, x, weight, counts, fp8, training):
         ctx.save_for_backward(x, weight)
         # After recomputation the saved weight is another tensor without main_grad and grad_queue, so keep this one.
-        ctx.weight, ctx.counts, ctx.backend, ctx.fp8 = weight, counts, backend, fp8
+        ctx.weight, ctx.counts, ctx.fp8 = weight, counts, fp8
         if fp8 is None:
             return grouped_product(x, weight.transpose(1, 2), counts)
         rows, matrices = (
@@ -42,7 +39,7 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_y):
         x, _ = ctx.saved_tensors
-        weight, counts, backend, grad_y = ctx.weight, ctx.counts, ctx.backend, grad_y.contiguous()
+        weight, counts, grad_y = ctx.weight, ctx.counts, grad_y.contiguous()
         grad_weight, queue, fp8 = None, getattr(weight, "grad_queue", None), ctx.fp8
         rows = None if fp8 is None else fp8.quantise("grad", grad_y, 1, record=True)
         if ctx.needs_input_grad[1]:
@@ -50,15 +47,15 @@ class _GroupedLinear(torch.autograd.Function):
             if fp8 is not None and fp8.multiplies_weight_grad():
                 add = partial(_narrow_weight_grad, fp8, rows)
             if queue is not None and queue.is_collecting:
-                queue.put(lambda: add_to_grad(weight, add(weight, x, grad_y, counts, backend)))
+                queue.put(lambda: add_to_grad(weight, add(weight, x, grad_y, counts)))
             else:
-                grad_weight = add(weight, x, grad_y, counts, backend)
+                grad_weight = add(weight, x, grad_y, counts)
         grad_x = None
         if ctx.needs_input_grad[0] and fp8 is None:
             grad_x = grouped_product(grad_y, weight.detach(), counts)
         elif ctx.needs_input_grad[0]:
             grad_x = _products(rows, fp8.quantise("weight", weight.detach(), 0), counts, x.dtype)
-        return grad_x, grad_weight, None, None, None, None
+        return grad_x, grad_weight, None, None, None
 
 
 def _products(rows: Quantised, matrices: Quantised, counts: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -70,9 +67,7 @@ def _products(rows: Quantised, matrices: Quantised, counts: Sequence[int], dtype
     return y
 
 
-def _weight_grad(
-    weight: nn.Parameter, x: Tensor, grad_y: Tensor, counts: Sequence[int], backend: Backend
-) -> Tensor | None:
+def _weight_grad(weight: nn.Parameter, x: Tensor, grad_y: Tensor, counts: Sequence[int]) -> Tensor | None:
     """dL/dW_e = grad_y_e^T x_e ``[E, O, I]``; returns None if it is added to ``weight.main_grad``.
 
     One product per expert, because it adds in the precision of ``main_grad``, which a grouped product does not.
@@ -85,12 +80,12 @@ def _weight_grad(
         return grad
     for run, own in zip(runs(counts), main_grad, strict=True):
         if run.start < run.stop:
-            accumulate_weight_grad_(own, grad_y[run], x[run], backend=backend)
+            accumulate_weight_grad_(own, grad_y[run], x[run])
     return None
 
 
 def _narrow_weight_grad(
-    fp8: FP8Products, grad: Quantised, weight: nn.Parameter, x: Tensor, _: Tensor, counts: Sequence[int], __: Backend
+    fp8: FP8Products, grad: Quantised, weight: nn.Parameter, x: Tensor, _: Tensor, counts: Sequence[int]
 ) -> Tensor | None:
     """``_weight_grad`` in FP8 with one scale for all rows; ``grad`` is the quantised ``grad_y``."""
     rows, main_grad = fp8.quantise("input", x, 0), main_grad_of(weight)

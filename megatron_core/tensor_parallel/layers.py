@@ -38,7 +38,7 @@ class ModelParallelConfig:
     perform_initialization: bool = True
     """Initialize weights in the layer's constructor; False: the caller does it."""
     kernel_backend: Backend = "auto"
-    """Backend of the operation that adds a weight gradient to a main gradient; see --kernel-backend."""
+    """Backend of the casts to FP8; see --kernel-backend."""
     fp8_precision: FP8Precision | None = None
     """FP8 settings of linear layers; None: no FP8."""
     device: torch.device | str = "cpu"
@@ -172,7 +172,7 @@ class ColumnParallelLinear(_ParallelLayer):
         if weight is None:
             raise LayoutError("skip_weight_param_allocation=True: the layer has no weight; pass forward(x, weight=...)")
         bias = None if self.skip_bias_add else self.bias
-        output = parallel_linear(input_, weight, bias, self.comm, backend=self.config.kernel_backend, fp8=self.fp8)
+        output = parallel_linear(input_, weight, bias, self.comm, fp8=self.fp8)
         if self.gather_output:
             output = gather_channels(output, self.tp_group)
         return output, self.bias if self.skip_bias_add else None
@@ -218,7 +218,7 @@ class RowParallelLinear(_ParallelLayer):
         """Multiply this rank's part and sum over ranks."""
         if not self.input_is_parallel:
             input_ = scatter_channels(input_, self.tp_group)
-        output = parallel_linear(input_, self.weight, None, backend=self.config.kernel_backend, fp8=self.fp8)
+        output = parallel_linear(input_, self.weight, None, fp8=self.fp8)
         combine = reduce_scatter_to_sequence if self.config.sequence_parallel else reduce_from_region
         output = combine(output, self.tp_group)
         if self.bias is None or self.skip_bias_add:

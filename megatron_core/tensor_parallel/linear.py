@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megatron_core.ops import Backend, accumulate_weight_grad_
+from megatron_core.ops import accumulate_weight_grad_
 from megatron_core.parallel.collectives import (
     Done,
     Handle,
@@ -43,27 +43,26 @@ def parallel_linear(
     bias: Tensor | None,
     comm: LinearComm = NO_COMM,
     *,
-    backend: Backend = "auto",
     fp8: FP8Products | None = None,
 ) -> Tensor:
     """x_SBI (or x_sBI, split along the sequence), weight_OI, bias_O -> y_SBO.
 
     If ``weight`` has a ``main_grad``, its gradient is added there and autograd gets None. If it has a collecting
-    ``grad_queue`` (``pipeline_parallel.weight_grad``), its gradient is computed when the queue runs. ``backend``
-    selects the operation that adds to ``main_grad``. ``fp8``, if given, computes the matrix products.
+    ``grad_queue`` (``pipeline_parallel.weight_grad``), its gradient is computed when the queue runs. ``fp8``, if
+    given, computes the matrix products.
     """
     training = torch.is_grad_enabled()
     if fp8 is None and not training:
         return nn.functional.linear(gather_input(x, comm), weight, bias)
-    return _ParallelLinear.apply(x, weight, bias, comm, backend, fp8, training)
+    return _ParallelLinear.apply(x, weight, bias, comm, fp8, training)
 
 
 class _ParallelLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, comm, backend, fp8, training):
+    def forward(ctx, x, weight, bias, comm, fp8, training):
         ctx.save_for_backward(x, weight)  # the weight too, so that autograd detects a change before backward
         # After recomputation the saved weight is another tensor without main_grad and grad_queue, so keep this one.
-        ctx.weight, ctx.comm, ctx.backend, ctx.has_bias, ctx.fp8 = weight, comm, backend, bias is not None, fp8
+        ctx.weight, ctx.comm, ctx.has_bias, ctx.fp8 = weight, comm, bias is not None, fp8
         if fp8 is None:
             return nn.functional.linear(gather_input(x, comm), weight, bias)
         if comm.gather_sequence and fp8.per_tensor:
@@ -75,15 +74,15 @@ class _ParallelLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_y):
         x, _ = ctx.saved_tensors
-        weight, comm, backend = ctx.weight, ctx.comm, ctx.backend
+        weight, comm = ctx.weight, ctx.comm
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         grad_bias = grad_y.reshape(-1, grad_y.shape[-1]).sum(0) if ctx.has_bias and needs_bias else None
         narrow = None if ctx.fp8 is None else FP8Gradients(ctx.fp8, weight, grad_y, ctx.scales)
-        gradients = Gradients(weight, grad_y, backend, narrow)
+        gradients = Gradients(weight, grad_y, narrow)
         if needs_weight and _is_deferred(gradients, x, comm):
             needs_weight = False
         grad_x, grad_weight = _input_and_weight_grads(gradients, x, comm, needs_x, needs_weight)
-        return grad_x, grad_weight, grad_bias, None, None, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,6 @@ class Gradients:
 
     weight: nn.Parameter
     grad_y: Tensor
-    backend: Backend
     narrow: FP8Gradients | None
 
     def of_input(self) -> Tensor:
@@ -108,7 +106,7 @@ class Gradients:
     def of_weight(self, x: Tensor) -> Tensor | None:
         """``weight_grad`` from the result of ``start_gather``."""
         if self.narrow is None or not self.narrow.fp8.multiplies_weight_grad():
-            return weight_grad(self.weight, x, self.grad_y, self.backend)
+            return weight_grad(self.weight, x, self.grad_y)
         main_grad = main_grad_of(self.weight)
         if main_grad is None:
             return self.narrow.of_weight(x, self.weight.dtype)
@@ -165,13 +163,13 @@ def start_input_grad_reduction(grad_x: Tensor, comm: LinearComm) -> tuple[Tensor
     return grad_x, Done()
 
 
-def weight_grad(weight: nn.Parameter, x: Tensor, grad_y: Tensor, backend: Backend) -> Tensor | None:
+def weight_grad(weight: nn.Parameter, x: Tensor, grad_y: Tensor) -> Tensor | None:
     """dL/dW_OI = grad_y_SBO^T x_SBI; returns None if it is added to ``weight.main_grad``."""
     flat_x, flat_grad = x.reshape(-1, x.shape[-1]), grad_y.reshape(-1, grad_y.shape[-1])
     main_grad = main_grad_of(weight)
     if main_grad is None:
         return flat_grad.t().matmul(flat_x)
-    accumulate_weight_grad_(main_grad, flat_grad, flat_x, backend=backend)
+    accumulate_weight_grad_(main_grad, flat_grad, flat_x)
     return None
 
 

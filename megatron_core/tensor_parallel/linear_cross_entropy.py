@@ -54,12 +54,12 @@ def linear_cross_entropy(
     most = max(max_logit_bytes // (len(weight) * weight.element_size()), 1)
     pieces = max(-(-target.numel() // most), 1)
     tokens = max(-(-target.numel() // pieces), 1)  # chunks of nearly equal size
-    return _LinearCrossEntropy.apply(hidden, weight, target, loss, comm, tokens, backend)
+    return _LinearCrossEntropy.apply(hidden, weight, target, loss, comm, tokens)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, target, loss, comm, tokens, backend):
+    def forward(ctx, hidden, weight, target, loss, comm, tokens):
         x = gather_input(hidden, comm)
         parts = [
             loss.parts(nn.functional.linear(x_piece, weight), ids)
@@ -68,7 +68,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         losses, statistics = loss.joined(torch.cat(parts, -1))
         ctx.save_for_backward(hidden, weight, target, statistics)
         # After recomputation the saved weight is another tensor without main_grad, so keep this one.
-        ctx.weight, ctx.loss, ctx.comm, ctx.tokens, ctx.backend = weight, loss, comm, tokens, backend
+        ctx.weight, ctx.loss, ctx.comm, ctx.tokens = weight, loss, comm, tokens
         return losses.view(target.shape)
 
     @staticmethod
@@ -85,11 +85,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if needs_x:
                 torch.mm(grad_y, weight, out=_flat(grad_x)[number * ctx.tokens :][: len(ids)])
             if needs_weight:
-                grad_weight = _sum(grad_weight, weight_grad(weight, x_piece, grad_y, ctx.backend))
+                grad_weight = _sum(grad_weight, weight_grad(weight, x_piece, grad_y))
         if needs_x:
             grad_x, reducing = start_input_grad_reduction(grad_x, ctx.comm)
             reducing.wait()
-        return grad_x, grad_weight, None, None, None, None, None
+        return grad_x, grad_weight, None, None, None, None
 
 
 def _flat(x: Tensor) -> Tensor:

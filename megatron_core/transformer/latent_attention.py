@@ -43,11 +43,10 @@ class DownProjection(nn.Module):
         spec = replicated(shape, context.tp_group.rank(), partial_grad=context.sequence_parallel)
         self.weight = allocate(spec, context.parallel.params_dtype, context.parallel.device)
         self.weight.init_method = context.init_method
-        self.backend = context.parallel.kernel_backend
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., h]`` -> ``[..., size]``."""
-        return parallel_linear(x, self.weight, None, backend=self.backend)
+        return parallel_linear(x, self.weight, None)
 
 
 class LatentAttention(nn.Module):

@@ -146,14 +146,6 @@ def multi_tensor_adam(
         p.copy_(w)
 
 
-def wgrad(input, d_output, d_weight, *, wide: torch.dtype | None):
-    """For main gradients of a ``wide`` type, or of the inputs' own."""
-    assert input.dtype == d_output.dtype in HALVES and d_weight.dtype == (wide or input.dtype)
-    assert all(tensor.dim() == 2 and tensor.is_contiguous() for tensor in (input, d_output, d_weight))
-    assert d_weight.shape == (d_output.shape[1], input.shape[1]) and len(input) == len(d_output)
-    d_weight.copy_(d_weight.float() + d_output.float().t() @ input.float())
-
-
 def multi_tensor(casts: bool) -> dict[str, object]:
     adam = partial(multi_tensor_adam, casts=casts)
     return {
@@ -173,10 +165,6 @@ MODULES: dict[str, dict[str, dict[str, object]]] = {
         },
         "fused_layer_norm_cuda": {},
         "amp_C": multi_tensor(casts=False),
-        "fused_weight_gradient_mlp_cuda": {
-            "wgrad_gemm_accum_fp32": partial(wgrad, wide=torch.float32),
-            "wgrad_gemm_accum_fp16": partial(wgrad, wide=None),
-        },
     },
     "transformer_engine": {
         "transformer_engine": {},

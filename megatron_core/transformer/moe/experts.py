@@ -25,18 +25,18 @@ class GroupedLinear(nn.Module):
         super().__init__()
         self.weight = allocate(spec, context.parallel.params_dtype, context.parallel.device)
         self.weight.init_method = init_method
-        self.backend = context.config.kernel_backend
         self.fp8: FP8Products | None = None
         if (precision := context.parallel.fp8_precision) is not None:
             etp = context.groups.group("etp")
             of_input, of_output = (ALONE, etp) if splits_output else (etp, ALONE)
-            self.fp8 = FP8Products(precision.settings, of_input, of_output, by_row=True, backend=self.backend)
+            backend = context.config.kernel_backend
+            self.fp8 = FP8Products(precision.settings, of_input, of_output, by_row=True, backend=backend)
             if precision.settings.fp8_param_gather:
                 self.weight.fp8 = self.fp8  # read by data parallelism
 
     def forward(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """``[R, in]`` -> ``[R, out]``; rows are ordered by expert, with ``counts`` rows each."""
-        return grouped_linear(rows, self.weight, counts, backend=self.backend, fp8=self.fp8)
+        return grouped_linear(rows, self.weight, counts, fp8=self.fp8)
 
 
 class Experts(nn.Module):
