@@ -11,7 +11,7 @@ from megatron_core.ops import native, reference
 from megatron_core.ops.backend import Backend, select_backend
 from megatron_core.ops.operator import operator
 from megatron_core.ops.reference import dropout_scale, dropout_threshold
-from megatron_core.ops.rows import check, new_like, partials
+from megatron_core.ops.rows import check, contiguous_last_dim, new_like, partials
 
 
 def bias_dropout_add(
@@ -144,7 +144,7 @@ def _by_rows(x: Tensor | None) -> tuple[Tensor | None, int, int, int]:
     """``x`` with contiguous channels (copied if necessary), and its strides of position, sample and head."""
     if x is None:
         return None, 0, 0, 0
-    x = x if x.stride(-1) == 1 else x.contiguous()
+    x = contiguous_last_dim(x)
     return x, *_of_rows(x.stride(), 0)
 
 

@@ -35,7 +35,7 @@ def is_absent(module: str) -> bool:
 
 
 class Library:
-    """Common part of both libraries: supported operations and calls, and the calls themselves."""
+    """Base class of the adapters of both libraries."""
 
     title: ClassVar[str]
     install: ClassVar[str]
@@ -45,8 +45,9 @@ class Library:
     PARTIAL_OPS: ClassVar[frozenset[str]]
     """The operations that are supported only for some calls."""
     lists: ClassVar[str]
-    """The module of the functions on lists of tensors."""
-    most_tensors: ClassVar[int] = 2**31 - 1
+    """Name of the module with the functions on lists of tensors."""
+    max_tensors: ClassVar[int] = 2**31 - 1
+    """Maximal number of tensors in a list."""
     adam_casts: ClassVar[bool]
     """Whether ``multi_tensor_adam`` supports 16-bit gradients, and with the lists [grads, copies, exp_avgs,
     exp_avg_sqs, weights] also writes the copies."""
@@ -57,7 +58,7 @@ class Library:
         return tuple(self.modules)
 
     def unavailable_reason(self, op: str, device_type: str, dtype: torch.dtype) -> str | None:
-        """Why a supported operation cannot run on this device and data type; None if it can."""
+        """Why an operation of the library cannot run on this device in this data type; None if it can."""
         absent = next(filter(is_absent, self.modules[op]), None)
         if absent is not None:
             return f"{absent} is not installed; {self.install}"
@@ -66,12 +67,13 @@ class Library:
         return None if dtype in DTYPES else f"{self.title} does not support {dtype}"
 
     def supports_call(self, op: str, *arguments: Any) -> bool:
-        """Whether a call of ``op`` is supported; ``arguments`` are the relevant arguments of the call."""
+        """Whether the library supports ``op`` with these arguments: x and kind of ``activation``, the tensors of
+        ``multi_tensor``, none of the norms."""
         return op not in self.PARTIAL_OPS or getattr(self, f"_supports_{op}")(*arguments)
 
     def _supports_multi_tensor(self, tensors: Sequence[Tensor]) -> bool:
         sizes = [tensor.numel() for tensor in tensors]
-        return any(sizes) and max(sizes) <= 2**31 - CHUNK and len(sizes) <= self.most_tensors
+        return any(sizes) and max(sizes) <= 2**31 - CHUNK and len(sizes) <= self.max_tensors
 
     def squared_norm(self, tensors: Sequence[Tensor]) -> Tensor:
         """Sum of x^2 over all elements of all tensors: the float64 square of a norm accumulated in float32."""
@@ -94,8 +96,8 @@ class Library:
         factor: float,
         **rates: float,
     ) -> None:
-        """AdamW (Loshchilov and Hutter 2019, algorithm 2); a factor other than 1, and gradients in a dtype that
-        ``multi_tensor_adam`` does not support, need a pass before it."""
+        """AdamW (Loshchilov and Hutter 2019, algorithm 2). A factor other than 1 needs a separate pass; so do 16-bit
+        gradients and copies unless ``adam_casts``."""
         module, narrow = import_module(self.lists), grads[0].dtype != weights[0].dtype
         if factor != 1.0 or (narrow and not self.adam_casts):
             scaled = [torch.empty_like(weight) for weight in weights] if narrow else grads
@@ -140,14 +142,14 @@ class TransformerEngine(Library):
         ("activation", "layer_norm", "multi_tensor", "rms_norm"), (ENGINE,)
     )
     PARTIAL_OPS = frozenset({"activation", "multi_tensor"})
-    lists, adam_casts, most_tensors = ENGINE, True, 1024  # most_tensors as in its own optimizer
+    lists, adam_casts, max_tensors = ENGINE, True, 1024  # max_tensors as in its own optimizer
     activations: ClassVar[Mapping[str, str]] = {
         "gelu_tanh": "gelu",
         "geglu_tanh": "geglu",
         "squared_relu": "srelu",
         "swiglu": "swiglu",
     }
-    """Transformer Engine's names of our activations: its gelu is the tanh form; the gate is the first half."""
+    """Names of the activations in Transformer Engine, whose gelu is the tanh form. The gate is the first half."""
 
     def _supports_activation(self, x: Tensor, kind: str) -> bool:
         return kind in self.activations and x.numel() > 0
@@ -209,11 +211,11 @@ class _Call(torch.autograd.Function):
 
 
 def apply(function: Callable, *lists: Sequence[Tensor], numbers: tuple = ()) -> Any:
-    """Call ``function`` on corresponding lists, without their empty tensors: if the last tensor is empty, the library's
-    functions skip the tensors before it. The flag is a new tensor, which is not read."""
-    kept = [of_one for of_one in zip(*lists, strict=True) if of_one[0].numel()]
-    flag = torch.zeros(1, dtype=torch.int32, device=kept[0][0].device)
-    return function(CHUNK, flag, [list(of_one) for of_one in zip(*kept, strict=True)], *numbers)
+    """Call ``function`` on corresponding lists without their empty tensors: if the last tensor is empty, the library's
+    functions skip the tensors before it. The flag for numbers that are not finite is ignored."""
+    nonempty = [tensors for tensors in zip(*lists, strict=True) if tensors[0].numel()]
+    flag = torch.zeros(1, dtype=torch.int32, device=nonempty[0][0].device)
+    return function(CHUNK, flag, [list(tensors) for tensors in zip(*nonempty, strict=True)], *numbers)
 
 
 LIBRARIES: dict[str, Library] = {"apex": Apex(), "transformer_engine": TransformerEngine()}

@@ -8,7 +8,7 @@ from megatron_core.errors import ConfigError
 from megatron_core.ops import native, reference
 from megatron_core.ops.backend import Backend, select_backend
 from megatron_core.ops.operator import operator
-from megatron_core.ops.rows import new_like, wide
+from megatron_core.ops.rows import contiguous_last_dim, new_like, wide
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, backend: Backend = "auto") -> Tensor:
@@ -67,7 +67,7 @@ def _rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool)
 
 def _five_dims(x: Tensor, positions: int) -> Tensor:
     """``x`` as ``[s, b, groups, heads, d]``, with size 1 for missing dims; a view if channels are contiguous."""
-    x = x if x.stride(-1) == 1 else x.contiguous()
+    x = contiguous_last_dim(x)
     x = x if positions == 2 else x.unsqueeze(0)
     while x.dim() < 5:
         x = x.unsqueeze(2)

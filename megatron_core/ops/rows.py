@@ -1,4 +1,4 @@
-"""Common functions of rowwise operations: tensors as rows, checks, and memory for sums over rows."""
+"""Helpers of rowwise operations: tensors as rows, checks, and memory for sums over rows."""
 
 import torch
 from torch import Tensor
@@ -7,8 +7,8 @@ from megatron_core.errors import ConfigError
 
 
 def check(op: str, x: Tensor, like: dict[str, Tensor | None], **parameters: Tensor) -> None:
-    """Check that ``x`` is ``[..., n]``, that ``like`` have its shape, and that each parameter is ``[n]``; all must have
-    the dtype and the device of ``x``. ConfigError otherwise."""
+    """ConfigError unless ``x`` is ``[..., n]``, the tensors of ``like`` have its shape, the parameters are ``[n]``, and
+    all have the dtype and the device of ``x``."""
     if x.dim() == 0 or x.shape[-1] == 0:
         raise ConfigError(f"{op}: x is {list(x.shape)}; its last dim must not be empty")
     for tensors, shape in ((like, x.shape), (parameters, x.shape[-1:])):
@@ -34,9 +34,13 @@ def in_rows(x: Tensor | None) -> tuple[Tensor | None, int]:
         return None, 0
     if x.is_contiguous():
         return x, x.shape[-1]
-    rows = x.reshape(-1, x.shape[-1])
-    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    rows = contiguous_last_dim(x.reshape(-1, x.shape[-1]))
     return rows, rows.stride(0)
+
+
+def contiguous_last_dim(x: Tensor) -> Tensor:
+    """``x`` with a contiguous last dim; copied if necessary."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def new_like(x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from megatron_core.errors import ConfigError
 from megatron_core.ops import native, reference
 from megatron_core.ops.backend import Backend, select_backend
 from megatron_core.ops.operator import operator
-from megatron_core.ops.rows import new_like
+from megatron_core.ops.rows import contiguous_last_dim, new_like
 
 
 def attention_softmax(
@@ -42,8 +42,8 @@ def attention_softmax(
 def _attention_softmax(scores: Tensor, mask: Tensor | None, scale: float, causal: bool, window: int | None) -> Tensor:
     _check(scores, mask, window)
     if mask is not None:
-        mask = _keys_in_memory(mask.expand(*mask.shape[:-1], scores.shape[-1])).expand(scores.shape)
-    scores, probs = _keys_in_memory(scores), new_like(scores)
+        mask = contiguous_last_dim(mask.expand(*mask.shape[:-1], scores.shape[-1])).expand(scores.shape)
+    scores, probs = contiguous_last_dim(scores), new_like(scores)
     native.call(
         "attention_softmax",
         scores,
@@ -57,7 +57,7 @@ def _attention_softmax(scores: Tensor, mask: Tensor | None, scale: float, causal
 def _attention_softmax_backward(
     dprobs: Tensor, probs: Tensor, scale: float, causal: bool, window: int | None
 ) -> Tensor:
-    dprobs, probs, dscores = _keys_in_memory(dprobs), probs.contiguous(), new_like(probs)
+    dprobs, probs, dscores = contiguous_last_dim(dprobs), probs.contiguous(), new_like(probs)
     shape, seen = _four(probs.shape, 1), _visible_keys(probs, causal, window)
     native.call(
         "attention_softmax_backward", probs, *shape, dprobs, *_strides(dprobs), probs, float(scale), seen, dscores
@@ -89,11 +89,6 @@ def _check(scores: Tensor, mask: Tensor | None, window: int | None) -> None:
 def _visible_keys(scores: Tensor, causal: bool, window: int | None) -> int:
     """The window of csrc/common/softmax.h: a causal query sees all keys up to its own."""
     return window if window is not None else scores.shape[-1] if causal else 0
-
-
-def _keys_in_memory(x: Tensor) -> Tensor:
-    """``x`` with contiguous keys; copied if necessary."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def _four(sizes: Sequence[int], missing: int) -> tuple[int, ...]:

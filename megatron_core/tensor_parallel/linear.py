@@ -98,7 +98,7 @@ class Gradients:
         return self.grad_y.matmul(self.weight) if self.narrow is None else self.narrow.of_input()
 
     def start_gather(self, x: Tensor, comm: LinearComm) -> tuple[Tensor, Handle]:
-        """Start gathering the input along the sequence, for ``of_weight``; in FP8 if that product is."""
+        """Start gathering the input along the sequence, for ``of_weight``; in FP8 if that product is in FP8."""
         if comm.gather_sequence and self.narrow is not None and self.narrow.takes_bytes():
             x = self.narrow.input_bytes(x)
         return start_gather_sequence(x, comm.group) if comm.gather_sequence else (x, Done())

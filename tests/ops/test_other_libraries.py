@@ -1,4 +1,4 @@
-"""apex and Transformer Engine as backends: absent, and present as stand-ins with their published signatures."""
+"""apex and Transformer Engine as backends: absent, and present as stand-ins with the published signatures."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HALF, WIDE = torch.bfloat16, torch.float32
 
 
 @pytest.fixture(autouse=True)
-def nothing_remembered() -> Iterator[None]:
+def clear_cache() -> Iterator[None]:
     is_absent.cache_clear()
     yield
     is_absent.cache_clear()
@@ -95,7 +95,7 @@ def test_results_and_gradients(name: str, stand_ins: StandIns, case: Case) -> No
 
 
 @BOTH
-def test_lists_beyond_their_limits_are_not_theirs(name: str, stand_ins: StandIns) -> None:
+def test_unsupported_lists_run_as_with_auto(name: str, stand_ins: StandIns) -> None:
     def is_supported(tensors: list[Tensor]) -> bool:
         return backend.select_backend_for("multi_tensor", name, tensors[0], tensors) == name
 
@@ -106,13 +106,13 @@ def test_lists_beyond_their_limits_are_not_theirs(name: str, stand_ins: StandIns
 
 
 @pytest.mark.parametrize("name", ["transformer_engine"])
-def test_an_unknown_activation_is_the_same_error(name: str, stand_ins: StandIns) -> None:
+def test_an_unknown_activation_is_an_error(name: str, stand_ins: StandIns) -> None:
     with pytest.raises(ConfigError, match="kind='relu'"):
         ops.bias_activation(draw((7, 8), WIDE), None, "relu", backend=name)
 
 
 @BOTH
-def test_operations_that_a_library_lacks_run_as_with_auto(name: str, stand_ins: StandIns) -> None:
+def test_softmax_and_rope_run_as_with_auto(name: str, stand_ins: StandIns) -> None:
     scores, x, angles = draw((2, 4, 32, 32), HALF), draw((6, 2, 3, 8), WIDE), draw((6, 1, 4), WIDE, 1)
     for call in (
         lambda by: ops.attention_softmax(scores, scale=0.3, causal=True, backend=by),
@@ -176,7 +176,7 @@ def test_second_derivatives_are_refused(name: str, stand_ins: StandIns) -> None:
 
 @BOTH
 @pytest.mark.parametrize("loss", ["native", "linear"])
-def test_a_run_uses_them_everywhere(name: str, stand_ins: StandIns, loss: str) -> None:
+def test_a_training_step_uses_the_library(name: str, stand_ins: StandIns, loss: str) -> None:
     settings = {
         **{"bf16": True, "seq_length": 32, "attention_backend": "unfused", "normalization": "RMSNorm", "swiglu": True},
         **{"position_embedding_type": "rope", "clip_grad": 0.01},
@@ -193,7 +193,7 @@ def test_a_run_uses_them_everywhere(name: str, stand_ins: StandIns, loss: str) -
 
 
 @BOTH
-def test_a_run_names_the_operations_of_a_library(name: str, stand_ins: StandIns) -> None:
+def test_description_names_the_backend_of_each_operation(name: str, stand_ins: StandIns) -> None:
     said = backend.describe(name, "cpu", HALF)
     title, parts = {
         "apex": ("apex", "multi_tensor"),
@@ -207,7 +207,7 @@ def test_a_run_names_the_operations_of_a_library(name: str, stand_ins: StandIns)
 
 
 @BOTH
-def test_a_library_that_is_absent_is_an_error_that_says_how_to_get_it(name: str) -> None:
+def test_an_absent_library_is_an_error_with_instructions(name: str) -> None:
     if backend.LIBRARIES[name].unavailable_reason("rms_norm", "cuda", WIDE) is None:
         pytest.skip(f"{name} is installed here")
     way = {"apex": "build apex with its CUDA extensions from", "transformer_engine": r"pip install \"transformer"}
@@ -224,7 +224,7 @@ def test_a_library_that_is_absent_is_an_error_that_says_how_to_get_it(name: str)
 
 
 @BOTH
-def test_a_library_says_what_it_is_not_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unavailable_devices_dtypes_and_modules_are_reported(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     StandIns(monkeypatch).install(MODULES[name])
     library = backend.LIBRARIES[name]
     for op in library.OPS:
@@ -240,7 +240,7 @@ def test_a_library_says_what_it_is_not_for(name: str, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("asked", ["auto", "reference"])
-def test_they_are_not_loaded_unless_requested(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_libraries_are_not_imported_unless_requested(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = {module.partition(".")[0] for modules in MODULES.values() for module in modules}
 
     class Watch:
