@@ -383,7 +383,7 @@ def test_a_full_queue_says_so(server: Client) -> None:
     with ThreadPoolExecutor(8) as clients:
         found = list(clients.map(lambda _: server.send(COMPLETIONS, body), range(8)))
     assert {status for status, _ in found} == {200, 429}
-    assert all("room for 6; try again later" in text for status, text in found if status == 429)
+    assert all("at most 6 can wait; try again later" in text for status, text in found if status == 429)
 
 
 def test_half_a_request(server: Client) -> None:
