@@ -48,9 +48,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Func
         if short:
             item.add_marker("fast")
     if not WHOLE_MATRIX:
-        later = [item for item in items if item.get_closest_marker("whole_matrix")]
-        config.hook.pytest_deselected(items=later)
+        later = {item for item in items if item.get_closest_marker("whole_matrix")} | _not_drawn(items)
+        config.hook.pytest_deselected(items=[item for item in items if item in later])
         items[:] = [item for item in items if item not in later]
+
+
+def _not_drawn(items: list[pytest.Function]) -> set[pytest.Function]:
+    """The rows of tests marked ``drawn(count)`` that ``make test`` leaves to ``make verify-all``.
+
+    The ``count`` rows that remain are spread evenly over the rows of the test, so that each new row moves them.
+    """
+    rows: dict[tuple[Path, str], list[pytest.Function]] = {}
+    for item in items:
+        if item.get_closest_marker("drawn"):
+            rows.setdefault((item.path, item.originalname), []).append(item)
+    left: set[pytest.Function] = set()
+    for each in rows.values():
+        count = each[0].get_closest_marker("drawn").args[0]  # type: ignore[union-attr]
+        kept = {round(number * (len(each) - 1) / max(count - 1, 1)) for number in range(count)}
+        left |= {item for number, item in enumerate(each) if number not in kept}
+    return left
 
 
 @pytest.fixture(autouse=True)

@@ -53,6 +53,7 @@ def _train(settings: dict) -> tuple[RankTrace, dict[bool, int], int]:
     return trace, sent, sum(layer.weight_is_narrow for layer in run.fp8.layers.values())
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("case", CASES)
 def test_no_bit_changes_and_half_the_bytes_travel(case: str) -> None:
     size, model, layout = CASES[case]

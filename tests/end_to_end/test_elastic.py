@@ -183,6 +183,7 @@ def test_spare_ranks_end_with_the_others(fault: list[str], statuses: list[int], 
     assert "on 2 ranks, and 1 spare" in logs[0].read_text()
 
 
+@pytest.mark.whole_matrix
 @needs_proc
 def test_nodes_go_and_come(tmp_path: Path) -> None:  # C31
     """Of nodes with 1 and 2 ranks, 2 ranks train and one is spare, because a batch of 4 cannot be split over 3. The

@@ -12,6 +12,7 @@ from megatron_core.tensor_parallel import ModelParallelConfig
 from megatron_core.verify import ModuleExperiment, check_parity
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 def test_it_computes_the_same_in_every_layout(dtype: str) -> None:
     layouts = ["tp2 sp", "cp2", "pp2 v2", "tp2 dp2 sp zero1 overlap"]

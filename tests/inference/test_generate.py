@@ -145,6 +145,7 @@ def _scored_alone(settings: dict, prompt: list[int], progress: list[Progress]) -
 LONG_WINDOW = WINDOW | {"window_size": (4, 0), "attn_logit_softcapping": 5.0}
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize(
     "engine", [{"max_batch_size": 3}, {"max_prompt_tokens": 8}], ids=["3 at a time", "short steps"]
 )

@@ -41,6 +41,7 @@ def no_progress_bars() -> None:
     transformers.utils.logging.disable_progress_bar()
 
 
+@pytest.mark.drawn(10)
 @pytest.mark.parametrize("name", MODELS)
 def test_there_and_back(name: str, tmp_path: Path) -> None:  # C43
     """The same logits, and bytewise equal tensors with the same names after export."""

@@ -17,6 +17,7 @@ SAMPLE = {
 """With the setting changed by the first recommendation, if there is one."""
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("name", SAMPLE)
 def test_the_planted_cause_is_named_first(name: str, tmp_path: Path) -> None:
     planted = BOTTLENECKS[name]

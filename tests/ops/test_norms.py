@@ -76,6 +76,7 @@ def test_output_and_gradients_are_those_of_the_definition(
     check_plain(norm, draw(shape, dtype), draw(shape, dtype, 1))
 
 
+@pytest.mark.drawn(2)
 @NORMS
 @ANY
 @given(shape=st.lists(st.integers(1, 9), min_size=1, max_size=3), size=st.integers(1, 300), dtype=st.sampled_from(LOW))

@@ -44,6 +44,7 @@ def test_the_error_is_at_most_twice_that_of_plain_precision(kernels: str, op: st
     check(op, CASES[op].inputs(48, 256, dtype))
 
 
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("op", CASES)
 def test_so_it_is_with_results_of_megabytes(cpu_kernels: None, op: str, dtype: torch.dtype) -> None:

@@ -129,6 +129,7 @@ def test_a_projection_is_read_where_it_lies(kernels: str, monkeypatch: pytest.Mo
         torch.testing.assert_close(rope(part, *angles, backend="native"), right)
 
 
+@pytest.mark.drawn(3)
 @PAIRINGS
 @pytest.mark.parametrize(
     ("shape", "table"),

@@ -85,6 +85,7 @@ def test_zero_stages_and_offload_round_alike(tmp_path) -> None:
         assert losses == [losses[0]] * len(variants)
 
 
+@pytest.mark.whole_matrix
 def test_training_is_close_to_that_with_main_weights() -> None:
     settings = {"bf16": True, "lr": 1e-2, "lr_decay_style": "constant", "train_iters": 40}
     plain, rounded = (tiny_run(**settings | own) for own in ({}, ROUNDED))

@@ -21,6 +21,7 @@ from tests.parity.rows import BASE, SP, TP2, compare
 from tests.parity.test_matrix import faults
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("row", drawn(CONTEXT_ROWS))
 def test_layout_computes_what_one_process_computes(row: str) -> None:
     found, baseline = compare(*CONTEXT_ROWS[row])

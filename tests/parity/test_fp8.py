@@ -15,6 +15,7 @@ CALM = {"adam_eps": 1e-3}  # otherwise elements whose true gradient is 0 change 
 RECIPES = ["tensorwise, tp2 sp", "delayed, tp2", "rowwise, tp2", "blockwise, tp2", "mxfp8, tp2"]
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("row", drawn(FP8_ROWS))
 def test_layout_computes_what_one_process_computes(row: str) -> None:  # C49
     found, baseline = compare(*FP8_ROWS[row])

@@ -33,6 +33,7 @@ def test_layout_computes_what_one_process_computes(row: str) -> None:
     assert faults(found, baseline, Bounds("float64")) == []
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("row", ["tp4 sp", "pp4", "dp2 zero1", "dp2 tp2 pp2 sp zero1 x 2 chunks", "1 group, tp4"])
 def test_layout_in_float32(row: str) -> None:
     """No quantity is much further from float64 than in one process in float32: ``megatron_core.verify.compare``."""

@@ -38,6 +38,7 @@ def bubble(name: str, ranks: int, micros: int, costs: Costs | None = None, chunk
     return simulate(plan, costs or Costs()).bubble
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("row", PUBLISHED, ids=lambda row: f"p{row[0]} m{row[1]} v{row[2]}")
 def test_published_bubble_rates(row: tuple[float, ...]) -> None:
     """1F1B, ZB-H1 and ZB-H2 to the last printed digit.

@@ -70,6 +70,7 @@ def compare(every: list[dict]) -> None:
         assert found == pytest.approx(expected, rel=1e-5, abs=1e-3 if rounded else 1e-7, nan_ok=True), settings
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("feature", drawn(list(ONE_RANK), 2))
 def test_one_rank(feature: str) -> None:
     run_ranks(1, compare, ONE_RANK[feature])
@@ -141,6 +142,7 @@ def test_finds_gradients_that_are_read_too_early() -> None:
 CHANGED = "async_op=True)\n        wire.zero_()\n    else"
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     ("place", "old", "new", "settings"),
     [

@@ -62,6 +62,7 @@ def generate(folder: Path, layout: dict[str, int]) -> list[list[int]]:
     return list(found.values())
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("name", ["llama, YaRN", "gemma3", "mixtral", "gpt2"])
 def test_greedy_text_is_theirs(name: str, tmp_path: Path) -> None:
     """Token by token, through the cache, in a batch, also over tensor- and pipeline-parallel ranks."""

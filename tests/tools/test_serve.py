@@ -424,6 +424,7 @@ def test_the_page_is_complete(server: Client) -> None:
         assert server.refused(path, {})[0] == 400
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_it_ends_while_it_generates(folder: Path, reference: Reference, ranks: int) -> None:
     """On one rank, and on two pipeline ranks that follow the listening one."""

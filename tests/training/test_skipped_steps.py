@@ -76,6 +76,7 @@ CASES = [("fp16", 0, torch.inf), ("fp16", 1, torch.inf), ("fp32", 1, torch.nan)]
 ALL = [(n + m, layout, *case) for n, layout in enumerate(LAYOUTS) for m, case in enumerate(CASES)]
 
 
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize(
     ("layout", "precision", "rank", "value", "split"),
     [(*case, split) for n, *case in ALL for split in (True, False) if WHOLE_MATRIX or split == (n % 2 == 0)],

@@ -15,6 +15,7 @@ from megatron_core.verify.machine import LARGE_STEP, MESSAGES, SMALL_STEP, Found
 from tools.diagnose import main
 
 
+@pytest.mark.whole_matrix
 def test_file_for_the_planner(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "machine.json"
     assert main(["--machine", "--quick", "--ranks", "2", "--output", str(path)]) == 0
