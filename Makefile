@@ -21,6 +21,8 @@ BIN := $(VENV)/bin
 SCHEDULES := gpipe zb_h1 zb_h2 zb_v dualpipe_v
 # The same range as in pyproject.toml.
 TORCH ?= torch>=2.8,<2.14
+# DeepSpeed itself, for the tests and benchmarks that compare with it: in a folder of its own, imported by them alone.
+DEEPSPEED := deepspeed==0.19.8
 WORKERS ?= 2
 # Without compiled files every process of the tests compiles all of this package and of the tests again, in seconds.
 unexport PYTHONDONTWRITEBYTECODE
@@ -114,6 +116,8 @@ $(VENV)/installed: $(BIN)/python pyproject.toml $(NATIVE)
 
 $(VENV)/installed-test: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --no-deps --no-build-isolation \
+	  --target $(VENV)/reference "$(DEEPSPEED)" hjson msgpack py-cpuinfo einops ninja psutil
 	touch $@
 
 clean:
