@@ -1,0 +1,344 @@
+"""DeepSpeed's JSON configuration as settings of ``megatron_core.initialize``."""
+
+import base64
+import binascii
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from megatron_core.drop_in.deepspeed.optimizers import optimizer_settings
+from megatron_core.errors import ConfigError
+
+AUTO = "auto"
+TRIPLE = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+class Algorithm(NamedTuple):
+    """An optimizer or scheduler of the JSON."""
+
+    name: str
+    params: dict[str, Any]
+
+
+@dataclass
+class Translation:
+    """The result of ``translate``."""
+
+    settings: dict[str, Any]
+    """Settings by name, as ``megatron_core.initialize(config=)`` takes them."""
+    optimizer: Algorithm | None
+    scheduler: Algorithm | None
+    train_batch_size: int
+    train_micro_batch_size_per_gpu: int
+    gradient_accumulation_steps: int
+    notes: list[str] = field(default_factory=list)
+    """One sentence for each reason for which given keys have no effect."""
+
+
+class Key(NamedTuple):
+    """A row of the table ``keys.yaml``."""
+
+    use: str
+    """translated, without_effect or refused."""
+    text: str
+    """The setting, the reason or the fix."""
+    neutral: str | None = None
+    """The value of a refused key that is accepted, besides false, 0, null and none."""
+
+
+@cache
+def known_keys() -> dict[str, Key]:
+    """The table ``keys.yaml`` by dotted path; ``section.*`` stands for all keys of a section."""
+    table = yaml.safe_load(Path(__file__).with_name("keys.yaml").read_text(encoding="utf-8"))
+    found = {path: Key("translated", text) for path, text in table["translated"].items()}
+    for use, name in (("without_effect", "reason"), ("refused", "fix")):
+        for row in table[use]:
+            for entry in row["keys"]:
+                path, _, neutral = entry.partition("=")
+                found[path] = Key(use, row[name], neutral or None)
+    return found
+
+
+def read_json(config: Any) -> dict[str, Any]:
+    """Return the configuration as a dict, from a mapping, a path, or base64 of a JSON text.
+
+    Errors: ``ConfigError`` if there is no such file, it is not JSON, a key occurs twice, or it is not an object.
+    """
+    if isinstance(config, Mapping):
+        return dict(config)
+    if not isinstance(config, str | os.PathLike):
+        raise ConfigError(f"DeepSpeed config={config!r} must be a dict or the path of a JSON file")
+    name = os.fspath(config)
+    try:
+        text = Path(name).read_text(encoding="utf-8") if os.path.exists(name) else _decoded(name)
+        found = json.loads(text, object_pairs_hook=_refuse_duplicates)
+    except OSError as error:
+        raise ConfigError(f"{name}: cannot be read ({error.strerror}); give a JSON file") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{name}: not valid JSON ({error}); correct the file") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{name}: a JSON {type(found).__name__}; the configuration must be an object {{...}}")
+    return found
+
+
+def _decoded(name: str) -> str:
+    try:
+        return base64.urlsafe_b64decode(name).decode("utf-8")
+    except (binascii.Error, ValueError) as error:
+        raise ConfigError(f"DeepSpeed config={name!r}: no such file; give the path of a JSON file") from error
+
+
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = [name for name, _ in pairs]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ConfigError(f"DeepSpeed config: {', '.join(map(repr, twice))} occurs twice; remove one of them")
+    return dict(pairs)
+
+
+def translate(config: Mapping[str, Any] | str | os.PathLike[str], world_size: int) -> Translation:
+    """Translate DeepSpeed's configuration for ``world_size`` data-parallel ranks.
+
+    DeepSpeed decays all parameters alike: pass ``model.parameters()`` as ``model_parameters``. The learning rate of
+    ``settings`` is constant; ``scheduler`` names the class that changes it.
+
+    Errors: ``ConfigError`` with all problems: unknown and refused keys, ``"auto"`` values that nobody filled,
+    contradictory keys and values of the wrong type.
+    """
+    values = read_json(config)
+    if isinstance(values.get("zero_optimization"), bool):
+        values["zero_optimization"] = {"stage": int(values["zero_optimization"])}
+    reader = _Reader(values)
+    reader.check_keys()
+    triple = reader.batch(world_size)
+    settings: dict[str, Any] = {"micro_batch_size": triple[1], "global_batch_size": triple[0]}
+    settings["clip_grad"] = reader.number("gradient_clipping", 0.0)
+    settings |= reader.precision() | reader.zero(world_size)
+    optimizer, scheduler = reader.algorithm("optimizer"), reader.algorithm("scheduler")
+    if optimizer is not None:
+        settings |= optimizer_settings(optimizer.name, optimizer.params, reader.faults)
+        if settings.get("grad_compression") == "onebit-adam" and settings["zero_stage"]:
+            reader.faults.append("optimizer.type=OneBitAdam needs zero_optimization.stage 0; set it to 0")
+    if reader.faults:
+        raise ConfigError(f"DeepSpeed config: {'; '.join(dict.fromkeys(reader.faults))}")
+    return Translation(settings, optimizer, scheduler, *triple, notes=reader.notes())
+
+
+class _Reader:
+    """Reads a configuration and collects its faults."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.values, self.faults = values, []  # type: dict[str, Any], list[str]
+        self.ignored: dict[str, list[str]] = {}
+
+    def check_keys(self) -> None:
+        """Sort all given keys by the table."""
+        for path, value in _leaves(self.values):
+            key = _lookup(path)
+            if key is None:
+                near = get_close_matches(path, _names(), 1, 0.7)
+                self.faults.append(f"{path} is not a key of DeepSpeed" + (f"; did you mean {near[0]}?" if near else ""))
+            elif key.use == "refused":
+                if not self._neutral(path, value, key):
+                    self.faults.append(f"{path}={value!r} is not supported: {key.text}")
+            elif key.use == "without_effect":
+                self.ignored.setdefault(key.text, []).append(path)
+            elif value == AUTO:
+                self.faults.append(
+                    f"{path}='auto' has no value: transformers.Trainer and accelerate fill it; set it yourself"
+                )
+
+    def _neutral(self, path: str, value: Any, key: Key) -> bool:
+        if path.startswith("compression_training."):
+            section, switches = self.values["compression_training"], path.split(".")[1]
+            return not _enabled(section.get(switches))
+        section = self.get(path.rpartition(".")[0], None)
+        top = self.values.get(path.partition(".")[0])
+        off = (isinstance(top, Mapping) and "stage" not in top and top.get("enabled") is False) or (
+            isinstance(section, Mapping) and section.get("enabled") is False
+        )
+        return off or not value or value in ("none", AUTO) or str(value) == key.neutral
+
+    def notes(self) -> list[str]:
+        """One sentence for each reason."""
+        return [f"no effect: {', '.join(paths)} ({reason})" for reason, paths in self.ignored.items()]
+
+    def get(self, path: str, default: Any) -> Any:
+        """Value of a dotted path; null and ``"auto"`` (already a fault) count as absent."""
+        value: Any = self.values
+        for name in path.split("."):
+            value = value.get(name) if isinstance(value, Mapping) else None
+        return default if value is None or value == AUTO else value
+
+    def number(self, path: str, default: float) -> float:
+        """A number >= 0."""
+        value = self.get(path, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+            self.faults.append(f"{path}={value!r} must be a number >= 0")
+            return default
+        return value
+
+    def integer(self, path: str, default: int, least: int) -> int:
+        """An integer >= ``least``; 5e8 is one."""
+        value = self.get(path, default)
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            self.faults.append(f"{path}={value!r} must be an integer >= {least}")
+            return default
+        return value
+
+    def flag(self, path: str) -> bool:
+        """True or false."""
+        value = self.get(path, False)
+        if not isinstance(value, bool):
+            self.faults.append(f"{path}={value!r} must be true or false")
+        return value is True
+
+    def batch(self, ranks: int) -> tuple[int, int, int]:
+        """Batch, micro-batch and accumulation steps; absent ones follow from the others, as in DeepSpeed."""
+        given = [self.integer(name, 1, 1) if self.get(name, None) is not None else None for name in TRIPLE]
+        batch, micro, steps = given
+        if batch is None and micro is None:
+            self.faults.append(f"{TRIPLE[0]} or {TRIPLE[1]} must be given")
+            return 1, 1, 1
+        if batch is None:
+            assert micro is not None
+            return micro * (steps or 1) * ranks, micro, steps or 1
+        if micro is None:
+            micro = batch // ranks // (steps or 1)
+            steps = steps or 1
+        elif steps is None:
+            steps = batch // micro // ranks
+        if batch != micro * steps * ranks:
+            shown = ", ".join(f"{name}={value}" for name, value in zip(TRIPLE, given, strict=True) if value is not None)
+            self.faults.append(
+                f"{shown} on {ranks} ranks contradict: {TRIPLE[0]} must be {TRIPLE[1]} x {TRIPLE[2]} x ranks; "
+                "correct or omit one of them"
+            )
+        return batch, micro, steps
+
+    def precision(self) -> dict[str, Any]:
+        """Settings of fp16, bf16 and the dtype of communication."""
+        fp16, bf16 = self.flag("fp16.enabled"), self.flag("bf16.enabled") or self.flag("bfloat16.enabled")
+        if fp16 and bf16:
+            self.faults.append("fp16.enabled and bf16.enabled contradict; enable one of them")
+        found: dict[str, Any] = {"fp16": fp16, "bf16": bf16}
+        sent = self.get("communication_data_type", None)
+        if sent in ("bf16", "bfp16"):
+            found["grad_reduce_in_bf16"] = True
+        elif sent not in (None, "fp32"):
+            self.faults.append(f"communication_data_type={sent!r} is not supported: use 'fp32' or 'bf16'")
+        if not fp16:
+            return found
+        if constant := self.number("fp16.loss_scale", 0):
+            return {**found, "loss_scale": float(constant)}
+        return {
+            **found,
+            "initial_loss_scale": 2.0 ** min(self.integer("fp16.initial_scale_power", 16, 0), 1000),
+            "loss_scale_window": self.integer("fp16.loss_scale_window", 1000, 1),
+            "hysteresis": self.integer("fp16.hysteresis", 2, 1),
+            "min_loss_scale": float(self.number("fp16.min_loss_scale", 1)),
+        }
+
+    def zero(self, ranks: int) -> dict[str, Any]:
+        """Settings of ``zero_optimization``."""
+        name = "zero_optimization"
+        stage = self.integer(f"{name}.stage", 0, 0)
+        if stage > 3:
+            self.faults.append(f"{name}.stage={stage} must be 0, 1, 2 or 3")
+        found: dict[str, Any] = {"zero_stage": stage}
+        size = self.integer(f"{name}.reduce_bucket_size", 500_000_000, 1)
+        overlaps = self.flag(f"{name}.overlap_comm")
+        if ranks > 1:
+            found |= {"ddp_bucket_size": size, "overlap_grad_reduce": overlaps}
+        return found | self._offload_optimizer(stage) | self._offload_param(stage)
+
+    def _offload_optimizer(self, stage: int) -> dict[str, Any]:
+        device = self._device("offload_optimizer", "nvme", "cpu")
+        if device == "none":
+            return {}
+        if not stage:
+            self.faults.append("zero_optimization.offload_optimizer needs zero_optimization.stage 1, 2 or 3")
+        if device == "nvme":
+            return {"optimizer_offload_dir": self._folder("offload_optimizer")}
+        ratio = self.number("zero_optimization.offload_optimizer.ratio", 1.0)
+        if not 0 < ratio <= 1:
+            self.faults.append(f"zero_optimization.offload_optimizer.ratio={ratio} must be above 0 and at most 1")
+        return {"optimizer_cpu_offload": True} | ({"optimizer_offload_fraction": float(ratio)} if ratio != 1 else {})
+
+    def _offload_param(self, stage: int) -> dict[str, Any]:
+        device = self._device("offload_param", "nvme", "cpu")
+        if device == "none":
+            return {}
+        if stage != 3:
+            self.faults.append(f"zero_optimization.offload_param needs zero_optimization.stage 3, not {stage}")
+        if device == "cpu":
+            self.faults.append(
+                "zero_optimization.offload_param.device='cpu' is not supported: use 'nvme' with an nvme_path, for "
+                "example in /dev/shm"
+            )
+            return {}
+        return {"zero3_param_offload_dir": self._folder("offload_param")}
+
+    def _device(self, section: str, *known: str) -> str:
+        device = self.get(f"zero_optimization.{section}.device", "none")
+        if device not in ("none", *known):
+            self.faults.append(f"zero_optimization.{section}.device={device!r} must be one of none, cpu and nvme")
+            return "none"
+        return str(device)
+
+    def _folder(self, section: str) -> str | None:
+        path = self.get(f"zero_optimization.{section}.nvme_path", None)
+        if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+            self.faults.append(f"zero_optimization.{section}.device='nvme' needs nvme_path, the name of a folder")
+            return None
+        return os.fspath(path)
+
+    def algorithm(self, section: str) -> Algorithm | None:
+        """Type and params of ``optimizer`` or ``scheduler``."""
+        name, params = self.get(f"{section}.type", None), self.get(f"{section}.params", {})
+        if not isinstance(params, Mapping):
+            self.faults.append(f"{section}.params={params!r} must be an object {{...}}")
+            params = {}
+        if name is not None and not isinstance(name, str):
+            self.faults.append(f"{section}.type={name!r} must be a name")
+        if name is None and params:
+            self.faults.append(f"{section}.params is given without {section}.type; add the type")
+        return None if name is None else Algorithm(str(name), dict(params))
+
+
+def _lookup(path: str) -> Key | None:
+    table = known_keys()
+    parts = path.split(".")
+    above = (f"{'.'.join(parts[:count])}.*" for count in range(len(parts), 0, -1))
+    return next((table[each] for each in (path, *above) if each in table), None)
+
+
+def _leaves(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """All dotted paths with their values; an absent section (null) has none, a section that is no object is one."""
+    for name, value in values.items():
+        path = f"{above}{name}"
+        is_section = any(each.startswith(f"{path}.") for each in known_keys())
+        if isinstance(value, Mapping) and (is_section or f"{above}*" in known_keys() or _lookup(path)):
+            yield from _leaves(value, f"{path}.")
+        elif not (is_section and value is None):
+            yield path, value
+
+
+def _enabled(value: Any) -> bool:
+    """Whether a section, or any section below it, has ``"enabled": true``."""
+    return isinstance(value, Mapping) and (value.get("enabled") is True or any(map(_enabled, value.values())))
+
+
+def _names() -> list[str]:
+    """All known dotted paths and their sections."""
+    paths = [each.removesuffix(".*").split(".") for each in known_keys()]
+    return sorted({".".join(parts[:count]) for parts in paths for count in range(1, len(parts) + 1)})

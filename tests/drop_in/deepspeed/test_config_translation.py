@@ -1,0 +1,94 @@
+"""Tests of DeepSpeed's JSON as settings of ``megatron_core.initialize``."""
+
+import json
+
+import pytest
+
+from megatron_core.drop_in.deepspeed.translation import read_json, translate
+from megatron_core.errors import ConfigError
+from megatron_core.training.engine.module import check_settings, read_settings
+
+
+@pytest.mark.parametrize("ranks", (1, 2))
+@pytest.mark.parametrize("stage", (0, 1, 2, 3))
+def test_the_settings_of_every_stage_are_valid_for_the_engine(stage: int, ranks: int) -> None:
+    zero = {"stage": stage, "overlap_comm": True, **({"offload_optimizer": {"device": "cpu"}} if stage else {})}
+    config = {"train_batch_size": 8, "zero_optimization": zero, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
+    settings = check_settings(read_settings(translate(config, ranks).settings), ranks)
+    assert settings.parallel.dp_zero_stage == stage
+    assert settings.optimizer.lr == 0.1
+    assert settings.optimizer.clip_grad == 0.0
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    (
+        ({"train_batch_size": 12}, (12, 6, 1)),
+        ({"train_batch_size": 12, "train_micro_batch_size_per_gpu": 2}, (12, 2, 3)),
+        ({"train_batch_size": 12, "gradient_accumulation_steps": 3}, (12, 2, 3)),
+        ({"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}, (12, 2, 3)),
+        ({"train_micro_batch_size_per_gpu": 2}, (4, 2, 1)),
+    ),
+)
+def test_absent_batch_sizes_follow_from_the_others(given: dict[str, int], expected: tuple[int, int, int]) -> None:
+    found = translate(given, 2)
+    assert (found.train_batch_size, found.train_micro_batch_size_per_gpu, found.gradient_accumulation_steps) == expected
+    assert found.settings["global_batch_size"] == expected[0]
+
+
+def test_all_problems_are_in_one_error() -> None:
+    config = {
+        "train_batch_size": 8,
+        "gradient_accumulation_steps": 3,
+        "zero_optimisation": {},
+        "zero_optimization": {"stage": 4, "offload_optimizer": {"device": "nvme"}},
+        "fp16": {"enabled": True},
+        "bf16": {"enabled": True},
+        "gradient_clipping": "auto",
+        "tensorboard": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"beta": 1}},
+    }
+    with pytest.raises(ConfigError) as caught:
+        translate(config, 2)
+    for part in (
+        "zero_optimisation is not a key of DeepSpeed; did you mean zero_optimization?",
+        "train_batch_size=8, gradient_accumulation_steps=3 on 2 ranks contradict",
+        "zero_optimization.stage=4 must be 0, 1, 2 or 3",
+        "needs nvme_path",
+        "fp16.enabled and bf16.enabled contradict",
+        "gradient_clipping='auto' has no value",
+        "tensorboard.enabled=True is not supported",
+        "optimizer.params.beta=1 is not a parameter of AdamW",
+    ):
+        assert part in str(caught.value)
+
+
+def test_disabled_sections_are_accepted() -> None:
+    config = {"train_batch_size": 1, "flops_profiler": {"enabled": False, "profile_step": 1}, "wandb": None}
+    assert translate(config, 1).notes == []
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    (
+        ("{", "not valid JSON"),
+        ("[]", "must be an object"),
+        ('{"a": {"b": 1, "b": 2}}', "'b' occurs twice"),
+    ),
+)
+def test_a_file_that_is_no_configuration_is_refused(tmp_path, text: str, message: str) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        translate(path, 1)
+
+
+def test_a_missing_file_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no such file"):
+        translate("absent.json", 1)
+
+
+def test_a_file_is_read(tmp_path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"train_batch_size": 4}))
+    assert read_json(path) == {"train_batch_size": 4}
