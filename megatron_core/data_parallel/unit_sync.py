@@ -79,6 +79,7 @@ class UnitSync:
         """Number of the last active unit other than the rest, in the current direction."""
         self._kind = "B"
         self._whole: list[Bucket] = []
+        self._pinned: list[Bucket] = []
         self._reducing: list[Bucket] = []
         self._attach(root, modules)
 
@@ -207,7 +208,26 @@ class UnitSync:
         for bucket in self._ahead(1 + overlaps):
             bucket.prefetch_weights()
 
+    def pin(self, buckets: Sequence[Bucket]) -> list[Bucket]:
+        """Gather ``buckets`` and keep them whole until ``unpin``; return the buckets that were not whole."""
+        added = [bucket for bucket in buckets if bucket not in self._whole]
+        self._pinned += buckets
+        for bucket in added:
+            bucket.start_gather()
+        self._whole += added
+        for bucket in buckets:
+            bucket.finish_gather()
+        return added
+
+    def unpin(self, buckets: Sequence[Bucket], added: Sequence[Bucket]) -> None:
+        """End ``pin``, which returned ``added``: free these buckets unless an active unit reads them."""
+        for bucket in buckets:
+            self._pinned.remove(bucket)
+        active = [bucket for unit in self._at_work() for bucket in unit.reads]
+        self._release_all_but([bucket for bucket in self._whole if bucket in active or bucket not in added])
+
     def _release_all_but(self, kept: list[Bucket]) -> None:
+        kept = kept + self._pinned
         for bucket in self._whole:
             if bucket not in kept:
                 bucket.release_weights()

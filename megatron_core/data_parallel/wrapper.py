@@ -6,6 +6,7 @@ on the assignment of shards to ranks.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -215,21 +216,35 @@ class DataParallel:
 
         All ranks must pass the same parameters of their stages.
         """
+        with ExitStack() as stack:
+            active: tuple[int, int] | None = None
+            for parameter in parameters:
+                bucket = self._bucket_of.get(parameter)
+                if bucket is not None and bucket.splits_weights:
+                    if (bucket.stage, bucket.unit) != active:
+                        stack.close()
+                    active = bucket.stage, bucket.unit
+                stack.enter_context(self.gathered([parameter]))
+                yield parameter
+
+    @contextmanager
+    def gathered(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+        """Keep the weights of ``parameters`` whole and up to date inside the context, in which no step is possible.
+
+        All ranks must pass the same parameters of their stages.
+        """
         self.finish_param_sync()
-        gathered: list[Bucket] = []
-        for parameter in parameters:
-            bucket = self._bucket_of.get(parameter)
-            if bucket is not None and bucket.splits_weights and bucket not in gathered:
-                kept = [b for b in gathered if (b.stage, b.unit) == (bucket.stage, bucket.unit)]
-                for other in gathered:
-                    if other not in kept:
-                        other.release_weights()
-                bucket.start_gather()
-                bucket.finish_gather()
-                gathered = [*kept, bucket]
-            yield parameter
-        for bucket in gathered:
-            bucket.release_weights()
+        found = dict.fromkeys(self._bucket_of[p] for p in parameters if p in self._bucket_of)
+        pinned = [bucket for bucket in found if bucket.splits_weights]
+        with ExitStack() as stack:
+            for stage, sync in self._sync.items():
+                own = [bucket for bucket in pinned if bucket.stage == stage]
+                stack.callback(sync.unpin, own, sync.pin(own))
+            yield
+
+    def bucket_of(self, parameter: nn.Parameter) -> Bucket | None:
+        """Return the bucket of ``parameter``; None for frozen parameters that are whole on every rank."""
+        return self._bucket_of.get(parameter)
 
     def frozen_on_first_copy(self) -> list[tuple[str, nn.Parameter]]:
         """Return the parameters of ``frozen`` for which this rank is the first data-parallel rank with a copy."""

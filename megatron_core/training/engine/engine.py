@@ -10,6 +10,7 @@ for batch in loader:
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +40,7 @@ from megatron_core.training.engine.module import (
     find_units,
 )
 from megatron_core.training.engine.optimizer import EngineOptimizer, groups_of
+from megatron_core.training.engine.whole import WholeTensors
 from megatron_core.training.setup import data_parallel_of
 
 LossFunction = Callable[..., Tensor]
@@ -108,6 +110,8 @@ class Engine(nn.Module):
             config.training.seed,
             param_groups=self.optimizer.param_groups,
         )
+        self.whole = WholeTensors(self.data_parallel, self._sharded)
+        """Reads and writes whole weights, gradients and optimizer state of parameters at every ZeRO stage."""
         # Counters, and the schedule of the learning rate.
         self.state = EngineState(layout=self.layout)
         self.micro_step = 0
@@ -228,6 +232,8 @@ class Engine(nn.Module):
 
     def step(self) -> StepReport | None:
         """End a micro-batch; the last one of a step updates the weights and returns a report, others return None."""
+        if self.whole.is_open:
+            raise ConfigError("step() inside of engine.gathered(...): end the context first")
         if not self._backwards:
             raise ConfigError("step() without backward(): call engine.backward(loss) for each micro-batch first")
         self._backwards = 0
@@ -326,6 +332,15 @@ class Engine(nn.Module):
         return loss_of(output)
 
     # Weights and checkpoints.
+
+    def gathered(
+        self, parameters: Iterable[nn.Parameter] | nn.Parameter, *, modify: bool = False, source: int = 0
+    ) -> AbstractContextManager[None]:
+        """Return a context in which ``parameters`` are whole, at ZeRO 3 too; all ranks enter it together.
+
+        With ``modify``, the weights of the data-parallel rank ``source`` at its end are kept on all ranks.
+        """
+        return self.whole.gathered(parameters, modify=modify, source=source)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return whole weights and buffers on the CPU, as ``module.state_dict()`` does; all ranks call it together."""

@@ -1,0 +1,176 @@
+"""Whole weights, gradients and optimizer state of single parameters, which ZeRO keeps in shards."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_core.data_parallel import Bucket, DataParallel
+from megatron_core.errors import ConfigError
+from megatron_core.optimizer.sharded import Optimizer
+from megatron_core.parallel.collectives import all_reduce_, broadcast_
+from megatron_core.parallel.groups import process_group
+
+
+class WholeTensors:
+    """Reads and writes whole tensors of parameters at every ZeRO stage.
+
+    All methods are collectives: all ranks call them with the same parameters, and write equal values. Tensors have the
+    shape of the parameter and are on its device.
+    """
+
+    def __init__(self, data: DataParallel, optimizer: Optimizer) -> None:
+        self._data, self._optimizer = data, optimizer
+        self._shards = {shard.bucket: shard for shard in optimizer.shards}
+        self.is_open = False
+        """Whether a context of ``gathered`` is open."""
+
+    @contextmanager
+    def gathered(
+        self, parameters: Iterable[nn.Parameter] | nn.Parameter, *, modify: bool = False, source: int = 0
+    ) -> Iterator[None]:
+        """Keep the weights of ``parameters`` whole inside the context.
+
+        With ``modify``, the weights of the data-parallel rank ``source`` at the end are stored on all ranks, and main
+        weights follow where the weights changed. Without it, do not change the weights.
+        """
+        chosen = [parameters] if isinstance(parameters, nn.Parameter) else list(parameters)
+        size = self._data.groups.size("dp")
+        if not 0 <= source < size:
+            raise ConfigError(f"source={source} must be a data-parallel rank from 0 to {size - 1}")
+        before, self.is_open = self.is_open, True
+        try:
+            with self._data.gathered(chosen):
+                yield
+                if modify:
+                    for parameter in chosen:
+                        self._keep(parameter, source)
+        finally:
+            self.is_open = before
+
+    @torch.no_grad()
+    def _keep(self, parameter: nn.Parameter, source: int) -> None:
+        """Store the weights of ``source`` in the shards of all ranks."""
+        group = self._data.groups.group("dp")
+        if group.size() > 1:
+            whole = parameter.data.contiguous()
+            broadcast_(whole, dist.get_global_rank(process_group(group), source), group)
+            parameter.data.copy_(whole)
+        bucket = self._data.bucket_of(parameter)
+        if bucket is None:
+            return
+        self._write(bucket, parameter, parameter.data, bucket.weight_shard)
+        shard = self._shards.get(bucket)
+        if shard is not None and shard.is_narrow:
+            # Main weights keep their additional bits where the weights did not change.
+            main = self._read(bucket, parameter, shard.main)
+            same = main.to(parameter.dtype) == parameter.data
+            self._write(bucket, parameter, torch.where(same, main, parameter.data.to(main.dtype)), shard.main)
+
+    @torch.no_grad()
+    def weights(self, parameter: nn.Parameter) -> Tensor:
+        """Return the main weights: float32 for 16-bit weights, else the weights."""
+        bucket = self._trained(parameter)
+        shard = self._shards[bucket]
+        return self._read(bucket, parameter, shard.main if shard.is_narrow else bucket.weight_shard)
+
+    @torch.no_grad()
+    def set_weights(self, parameter: nn.Parameter, value: Tensor) -> None:
+        """Replace the main weights and the weights by ``value``."""
+        bucket = self._trained(parameter)
+        shard = self._shards[bucket]
+        self._data.finish_param_sync()
+        if shard.is_narrow:
+            self._write(bucket, parameter, value, shard.main)
+        self._write(bucket, parameter, value, bucket.weight_shard)
+        if bucket.is_whole:
+            parameter.data.copy_(value)
+
+    @torch.no_grad()
+    def gradient(self, parameter: nn.Parameter) -> Tensor:
+        """Return the sum of the gradients of the step so far over all ranks, without the loss scale and clipping.
+
+        With ``num_terms``, it is the gradient of the sum of losses, before the division by the number of terms.
+        """
+        bucket = self._trained(parameter)
+        bucket.finish_reduce()
+        if bucket.splits_grads or bucket.reduced:
+            found = self._read(bucket, parameter, bucket.grad_shard)
+            if bucket.is_sharded:
+                all_reduce_(found, bucket.instances)
+        else:
+            found = parameter.main_grad.clone()
+            all_reduce_(found, self._data.groups.group("-".join(bucket.kind.replica_axes)))
+        return found.div_(self._optimizer.loss_scale.scale)
+
+    @torch.no_grad()
+    def set_gradient(self, parameter: nn.Parameter, value: Tensor) -> None:
+        """Replace the sum of the gradients over all ranks by ``value``; call it before ``step``."""
+        bucket = self._trained(parameter)
+        bucket.finish_reduce()
+        scaled = value.to(bucket.grads.dtype) * self._optimizer.loss_scale.scale
+        # Later sums over ranks must give the value: the first rank stores it, and the others store zeros.
+        nothing, is_first = torch.zeros_like(scaled), bucket.instances.rank() == 0
+        if bucket.splits_grads or bucket.reduced:
+            self._write(bucket, parameter, scaled if is_first else nothing, bucket.grad_shard)
+        else:
+            parameter.main_grad.copy_(scaled if is_first and bucket.dp_group.rank() == 0 else nothing)
+
+    def state_names(self, parameter: nn.Parameter) -> list[str]:
+        """Return the names of the optimizer's state, such as ``exp_avg`` and ``exp_avg_sq`` of AdamW."""
+        return list(self._shards[self._trained(parameter)].state)
+
+    @torch.no_grad()
+    def state(self, parameter: nn.Parameter, name: str) -> Tensor:
+        """Return the optimizer state ``name``; see ``state_names``."""
+        bucket = self._trained(parameter)
+        return self._read(bucket, parameter, self._state(bucket, name))
+
+    @torch.no_grad()
+    def set_state(self, parameter: nn.Parameter, name: str, value: Tensor) -> None:
+        """Replace the optimizer state ``name`` by ``value``."""
+        bucket = self._trained(parameter)
+        self._write(bucket, parameter, value, self._state(bucket, name))
+
+    def _state(self, bucket: Bucket, name: str) -> Tensor:
+        state = self._shards[bucket].state
+        if name not in state:
+            raise ConfigError(
+                f"optimizer state {name!r} does not exist; this optimizer has {', '.join(state) or 'none'}"
+            )
+        return state[name]
+
+    def _trained(self, parameter: nn.Parameter) -> Bucket:
+        bucket = self._data.bucket_of(parameter)
+        if bucket is None or bucket not in self._shards:
+            raise ConfigError(
+                f"the parameter of shape {tuple(parameter.shape)} is not trained by this engine: it has no gradient "
+                "and no optimizer state; pass a parameter of the model with requires_grad=True"
+            )
+        return bucket
+
+    @staticmethod
+    def _read(bucket: Bucket, parameter: nn.Parameter, flat: Tensor) -> Tensor:
+        """Assemble a parameter's tensor from the shards ``flat`` of all ranks."""
+        whole = torch.zeros(parameter.numel(), dtype=flat.dtype, device=bucket.weights.device)
+        for start, stop, at in _pieces(bucket, parameter):
+            whole[start:stop] = flat[at : at + stop - start]
+        if bucket.is_sharded:
+            all_reduce_(whole, bucket.dp_group)  # exact: the other ranks have zeros
+        return whole.view(parameter.shape)
+
+    @staticmethod
+    def _write(bucket: Bucket, parameter: nn.Parameter, whole: Tensor, flat: Tensor) -> None:
+        """Copy this rank's part of ``whole`` to the shard ``flat``."""
+        if whole.shape != parameter.shape:
+            raise ConfigError(f"value of shape {tuple(whole.shape)} must have the shape {tuple(parameter.shape)}")
+        source = whole.reshape(-1)
+        for start, stop, at in _pieces(bucket, parameter):
+            flat[at : at + stop - start].copy_(source[start:stop])
+
+
+def _pieces(bucket: Bucket, parameter: nn.Parameter) -> Iterator[tuple[int, int, int]]:
+    """Yield (first element, end, offset in the shard) of the parts of ``parameter`` in this rank's shard."""
+    return ((start, stop, at) for _, each, start, stop, at in bucket.pieces() if each is parameter)
