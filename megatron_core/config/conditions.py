@@ -7,7 +7,7 @@ TRAINING = unless("--skip-train", lambda run: run.training.skip_train)
 SEVERAL_RANKS = Condition("several ranks", lambda run: run.world_size > 1)
 SEVERAL_DATA_RANKS = Condition("several data-parallel ranks", lambda run: run.data_ranks > 1)
 SEVERAL_DATA_RANKS_OR_FILES = Condition(
-    SEVERAL_DATA_RANKS.words, lambda run: run.data_ranks > 1 or run.parallel.zero3_param_offload_dir
+    SEVERAL_DATA_RANKS.words, lambda run: run.data_ranks > 1 or run.parallel.offloads_weights
 )
 SEVERAL_EXPERT_RANKS = Condition("experts split over ranks", lambda run: run.expert_ranks > 1)
 GPU = Condition("a GPU", lambda run: run.device != "cpu")

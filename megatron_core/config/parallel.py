@@ -106,6 +106,9 @@ class ParallelConfig:
     zero3_param_offload_dir: str | None = setting(None, r.FOLDER, needs=c.ZERO_3)
     """With --zero-stage 3: keep the shards of weights in files in this folder, and read each layer's files when the
     layer runs (Rajbhandari et al. 2021)."""
+    zero3_param_cpu_offload: bool = setting(False, needs=c.ZERO_3)
+    """With --zero-stage 3: keep the shards of weights in host memory, and copy each layer's shards to the device when
+    the layer runs (Rajbhandari et al. 2021)."""
     num_distributed_optimizer_instances: int = setting(1, r.COUNT, needs=c.ZERO)
     """Number of groups of data-parallel ranks; tensors are sharded within a group and replicated between groups (hybrid
     sharding). 1: all ranks are one group."""
@@ -136,6 +139,11 @@ class ParallelConfig:
     between hosts."""
     distributed_timeout_minutes: float = setting(10.0, r.above_0(10**6), when=ALWAYS)
     """Time in minutes after which a collective that a rank has not joined is an error."""
+
+    @property
+    def offloads_weights(self) -> bool:
+        """Whether the shards of weights are on disk or in host memory."""
+        return self.zero3_param_cpu_offload or self.zero3_param_offload_dir is not None
 
     @property
     def dp_zero_stage(self) -> int:

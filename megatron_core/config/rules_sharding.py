@@ -56,6 +56,11 @@ def _compression_problems(config: RunConfig) -> Iterator[str]:
 
 def _offload_problems(config: RunConfig) -> Iterator[str]:
     parallel, optimizer = config.parallel, config.optimizer
+    if parallel.zero3_param_cpu_offload and parallel.zero3_param_offload_dir is not None:
+        yield (
+            f"zero3_param_cpu_offload=True and zero3_param_offload_dir={parallel.zero3_param_offload_dir!r} are two "
+            "places for the weights; remove one of them"
+        )
     if parallel.zero3_param_offload_dir is not None and not optimizer.offloads_optimizer:
         yield (
             f"zero3_param_offload_dir={parallel.zero3_param_offload_dir!r} offloads weights, but not the "

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megatron_core.data_parallel.bucket_layout import BucketLayout
 from megatron_core.data_parallel.fp8_gather import Arriving, start_narrow_gather
-from megatron_core.data_parallel.placement import DiskPlacement
+from megatron_core.data_parallel.placement import Placement
 from megatron_core.parallel.collectives import (
     Done,
     Handle,
@@ -111,8 +111,8 @@ class Bucket:
     size and aligned to 16 bytes. This rank updates ``shard``: its shard, or at ``zero_stage`` 0 the whole bucket. From
     stage 2 on ``grads`` has memory only between ``open_grads`` and the end of a reduction, which adds to
     ``grad_shard``; at stage 3 ``weights`` has memory only between ``start_gather`` and ``release_weights``. The tensor
-    objects remain; their storage is resized. With ``disk`` the shard of stage 3 is stored on disk, and is in memory
-    only while it is gathered or updated.
+    objects remain; their storage is resized. ``away`` is the placement of the shard of stage 3 in host memory or on
+    disk.
 
     The bucket is sharded over the ranks of ``dp_group``; ``instances`` are the ranks with the same shard in other
     copies of the model (hybrid sharding). Parameters on the meta device get memory on ``device``, initialised by
@@ -132,16 +132,16 @@ class Bucket:
         unit: int = 0,
         instances: Group | None = None,
         initialise: Initialise | None = None,
-        disk: DiskPlacement | None = None,
+        away: Placement | None = None,
     ) -> None:
         self.names, self.parameters = [n for n, _ in named], [p for _, p in named]
         self.kind, self.stage, self.unit = kind, stage, unit
         self.dp_group, self.instances, self.is_sharded = dp_group, instances or LocalGroup(), zero_stage > 0
-        self.disk = disk
-        # The only rank of a group keeps its gradients whole, and its weights too unless they are on disk.
+        self.away = away
+        # The only rank of a group keeps its gradients whole, and its weights too unless they are away.
         first = self.parameters[0]
         self.splits_grads = zero_stage >= 2 and dp_group.size() > 1 and first.requires_grad
-        self.splits_weights = zero_stage >= 3 and (dp_group.size() > 1 or disk is not None)
+        self.splits_weights = zero_stage >= 3 and (dp_group.size() > 1 or away is not None)
         # Flat buffers for weights and gradients; parameters become views of them.
         padded = layout.padded
         part = padded // dp_group.size()
@@ -159,7 +159,7 @@ class Bucket:
         self._weight_shard: Tensor | None = None
         if self.splits_weights:
             own = self.weights[self.shard]
-            self._weight_shard = disk.tensor("weights", part, own.dtype).copy_(own) if disk else own.clone()
+            self._weight_shard = away.tensor("weights", part, own.dtype).copy_(own) if away else own.clone()
             _release(self.weights)
             self.evict_weights()
         self._grad_shard = self.grads.new_zeros(part) if self.splits_grads else None
@@ -316,13 +316,13 @@ class Bucket:
 
     def prefetch_weights(self) -> None:
         """Start to read a shard that is stored on disk."""
-        if self.disk is not None:
-            self.disk.prefetch()
+        if self.away is not None:
+            self.away.prefetch()
 
     def evict_weights(self) -> None:
-        """Remove a shard that is stored on disk from memory."""
-        if self.disk is not None:
-            self.disk.evict()
+        """Remove a shard on disk from memory."""
+        if self.away is not None:
+            self.away.evict()
 
     def release_weights(self) -> None:
         """Free the weights of stage 3 except the shard."""

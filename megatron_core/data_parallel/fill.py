@@ -9,7 +9,7 @@ from torch import nn
 
 from megatron_core.data_parallel.bucket_layout import BucketLayout, InOrder, Packer, Rule, WholeInShards, matrix_work
 from megatron_core.data_parallel.buffer import Bucket, BucketKind, Initialise
-from megatron_core.data_parallel.placement import DiskPlacement
+from megatron_core.data_parallel.placement import Placement
 from megatron_core.parallel.groups import Group, ParallelGroups
 from megatron_core.parallel.sharding import replicated, spec_of
 
@@ -36,7 +36,7 @@ def make_buckets(
     zero_stage: int,
     device: torch.device | None = None,
     initialise: Initialise | None = None,
-    on_disk: Callable[[], DiskPlacement] | None = None,
+    away: Callable[[], Placement] | None = None,
     rule_of: Callable[[BucketKind, int], Rule] = in_order,
     frozen: bool = False,
 ) -> list[Bucket]:
@@ -67,7 +67,7 @@ def make_buckets(
                 unit=unit,
                 instances=instances,
                 initialise=initialise,
-                disk=on_disk() if on_disk is not None else None,
+                away=away() if away is not None else None,
             )
         )
 

@@ -37,6 +37,12 @@ class Placement:
         """Yield the slices in which a shard is updated."""
         yield slice(0, numel)
 
+    def prefetch(self) -> None:
+        """Start to read the tensors into memory, if they are on disk."""
+
+    def evict(self) -> None:
+        """Remove the tensors from memory, if they are on disk."""
+
 
 class DiskPlacement(Placement):
     """Placement in files of ``folder``, which are unlinked when opened and so disappear with the process."""

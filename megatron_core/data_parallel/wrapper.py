@@ -8,7 +8,6 @@ on the assignment of shards to ranks.
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -16,7 +15,7 @@ from torch import nn
 from megatron_core.data_parallel.bucket_layout import Rule
 from megatron_core.data_parallel.buffer import Bucket, BucketKind, Compressor, Initialise, materialise
 from megatron_core.data_parallel.fill import global_parameters, in_order, make_buckets, modules_of, units_of
-from megatron_core.data_parallel.placement import DiskPlacement
+from megatron_core.data_parallel.placement import Placement
 from megatron_core.data_parallel.unit_sync import UnitOptions, UnitSync
 from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.groups import Group, ParallelGroups
@@ -42,11 +41,11 @@ class DataParallel:
     at stage 3 the next unit is gathered in the meantime; a parameter may be read only after the forward of a module of
     its unit has begun. ``wire_dtype`` is the dtype in which gradients are sent and summed (default: their own dtype);
     with ``sums_wide`` shards are still summed in their own dtype. ``compressor`` sums gradients lossily.
-    ``keep_after_forward`` keeps the gathered weights of stage 3 until the end of the step; ``weights_folder``, if
-    given, is the folder for the weight shards of stage 3. ``rule_of`` returns the rule that fills buckets
-    (``make_buckets``). Parameters on the meta device get memory on ``device``, one bucket at a time, initialised by
-    ``initialise``. ``units`` are the modules of each stage's units (default: ``modules_of``); all other parameters
-    then form a unit that stays in memory from the beginning to the end of a forward or backward.
+    ``keep_after_forward`` keeps the gathered weights of stage 3 until the end of the step. ``weights_away`` returns the
+    placement of a bucket's weight shard at stage 3 in host memory or on disk. ``rule_of`` returns the rule that fills
+    buckets (``make_buckets``). Parameters on the meta device get memory on ``device``, one bucket at a time,
+    initialised by ``initialise``. ``units`` are the modules of each stage's units (default: ``modules_of``); all other
+    parameters then form a unit that stays in memory from the beginning to the end of a forward or backward.
     """
 
     def __init__(
@@ -64,7 +63,7 @@ class DataParallel:
         sums_wide: bool = False,
         compressor: Compressor | None = None,
         initialise: Initialise | None = None,
-        weights_folder: Path | None = None,
+        weights_away: Callable[[], Placement] | None = None,
         rule_of: Callable[[BucketKind, int], Rule] = in_order,
         units: Mapping[int, list[list[nn.Module]]] | None = None,
     ) -> None:
@@ -76,10 +75,6 @@ class DataParallel:
         self.frozen_buckets: list[Bucket] = []
         """Buckets of frozen matrices at stage 3, without gradients or optimizer state."""
         is_meta = device is not None and device.type == "meta"
-
-        def on_disk() -> DiskPlacement:
-            return DiskPlacement(weights_folder or Path(), groups.rank, "zero3_param_offload_dir")
-
         # Make the buckets of each stage.
         for stage, module in stages.items():
             make = partial(
@@ -91,7 +86,7 @@ class DataParallel:
                 zero_stage=zero_stage,
                 device=device,
                 initialise=initialise,
-                on_disk=on_disk if weights_folder is not None and not is_meta else None,
+                away=None if is_meta else weights_away,
                 rule_of=rule_of,
             )
             self.buckets += make()
@@ -201,7 +196,7 @@ class DataParallel:
         shards = {"weights": 0, "gradients": 0}
         units: dict[tuple[int, int], int] = {}
         for bucket in self.all_buckets:
-            in_memory = bucket.weight_shard.nbytes * (bucket.disk is None)
+            in_memory = bucket.weight_shard.nbytes * (bucket.away is None)
             shards["weights"] += in_memory if bucket.splits_weights else bucket.weights.nbytes
             shards["gradients"] += bucket.grad_shard.nbytes if bucket.splits_grads else bucket.grads.nbytes
             at = bucket.stage, bucket.unit

@@ -100,9 +100,9 @@ class Shard:
                 yield slice(start, min(start + step, last))
 
     @property
-    def is_on_disk(self) -> bool:
-        """Whether the state or the weights are stored on disk."""
-        return isinstance(self.placement, DiskPlacement) or self.bucket.disk is not None
+    def is_stored_away(self) -> bool:
+        """Whether the state is on disk, or the weights are on disk or in host memory."""
+        return isinstance(self.placement, DiskPlacement) or self.bucket.away is not None
 
     def part(self, at: slice, grad: Tensor) -> ShardSlice:
         """Return the slice ``at``; ``grad`` is the gradient of the shard, on the device of the state."""
@@ -230,7 +230,7 @@ class Optimizer:
             for shard, _ in runs:
                 self._update_matrices(shard, algorithm, rates)
             return
-        here = [run for run in runs if not (run[0].is_away or run[0].is_on_disk or run[0].is_rounded)]
+        here = [run for run in runs if not (run[0].is_away or run[0].is_stored_away or run[0].is_rounded)]
         if here:
             algorithm.update([shard.part(at, shard.bucket.grad_shard) for shard, at in here], rates)
         away = [run for run in runs if run not in here]

@@ -156,7 +156,7 @@ class Footprint:
             )
             for kind, bytes_ in each.items():
                 found[kind] += elements * bytes_
-        return found | ({"weights": 0.0} if config.parallel.zero3_param_offload_dir is not None else {})
+        return found | ({"weights": 0.0} if config.parallel.offloads_weights else {})
 
     @property
     def shard_sizes(self) -> tuple[int, int]:

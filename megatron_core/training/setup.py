@@ -1,7 +1,7 @@
 """Setup of a training run from a configuration."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from megatron_core.data_parallel import DataParallel, Initialise
 from megatron_core.data_parallel.buffer import Compressor
 from megatron_core.data_parallel.compression import OneBitAdam, PowerSGD
 from megatron_core.data_parallel.fill import in_order, whole_matrices
+from megatron_core.data_parallel.placement import DiskPlacement, Placement
 from megatron_core.datasets import Dataset, Splits
 from megatron_core.datasets.loader import Batch, BatchLoader, packing_of
 from megatron_core.errors import ConfigError
@@ -155,10 +156,17 @@ def data_parallel_of(
         sums_wide=parallel.ddp_reduce_scatter_with_fp32_accumulation,
         compressor=_compressor(parallel, optimizer),
         initialise=initialise,
-        weights_folder=None if parallel.zero3_param_offload_dir is None else Path(parallel.zero3_param_offload_dir),
+        weights_away=_weights_away(parallel, device, groups.rank),
         rule_of=whole_matrices if whole else in_order,
         units=units,
     )
+
+
+def _weights_away(parallel: ParallelConfig, device: torch.device, rank: int) -> Callable[[], Placement] | None:
+    """Return the function that makes the placement of weight shards outside of the device, if they are offloaded."""
+    if parallel.zero3_param_offload_dir is not None:
+        return partial(DiskPlacement, Path(parallel.zero3_param_offload_dir), rank, "zero3_param_offload_dir")
+    return partial(Placement, device, host=True) if parallel.zero3_param_cpu_offload else None
 
 
 def _optimizer_of(config: RunConfig, data_parallel: DataParallel, groups: ParallelGroups) -> Optimizer:

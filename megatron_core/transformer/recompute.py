@@ -7,6 +7,7 @@ for offloading.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -85,23 +86,25 @@ def _dropping(outputs: Sequence[Tensor], again: Callable[[], Sequence[Tensor]]) 
         yield
 
 
-def offloaded(function: Callable[[Tensor], Tensor], modules: list[nn.Module]) -> Callable[[Tensor], Tensor]:
+def offloaded(function: Callable[..., Any], modules: list[nn.Module]) -> Callable[..., Any]:
     """Wrap ``function`` of ``modules`` so that its saved tensors are kept in host memory until backward.
 
     Each tensor that autograd saves is copied to the host when it is saved, and back when backward needs it; weights
     stay on the device. Copies use pinned memory and the compute stream, so the host never waits.
     """
     # Collect the addresses in each forward: ZeRO 3 allocates the weights again each time.
-    return lambda x: _run_offloaded(function, x, {_memory(p) for module in modules for p in module.parameters()})
+    return lambda *args, **kwargs: _run_offloaded(
+        lambda: function(*args, **kwargs), {_memory(p) for module in modules for p in module.parameters()}
+    )
 
 
-def _run_offloaded(function: Callable[[Tensor], Tensor], x: Tensor, weights: set[int]) -> Tensor:
+def _run_offloaded(function: Callable[[], Any], weights: set[int]) -> Any:
     def pack(tensor: Tensor) -> tuple[torch.device, Tensor]:
         stays = is_on_host(tensor) or _memory(tensor) in weights
         return tensor.device, tensor if stays else to_host(tensor)
 
     with saved_tensors_hooks(pack, lambda packed: packed[1].to(packed[0], non_blocking=True)):
-        return function(x)
+        return function()
 
 
 def is_on_host(tensor: Tensor) -> bool:

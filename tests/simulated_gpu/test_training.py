@@ -76,9 +76,10 @@ def test_one_rank(feature: str) -> None:
     run_ranks(1, compare, ONE_RANK[feature])
 
 
-def test_weights_on_disk(tmp_path: Path) -> None:
+def test_weights_on_disk_and_in_host_memory(tmp_path: Path) -> None:
     every = [each | {"zero_stage": 3, "zero3_param_offload_dir": str(tmp_path)} for each in ON_DISK]
-    run_ranks(1, compare, every if WHOLE_MATRIX else every[:3])
+    in_memory = {**ON_DISK[0], "zero_stage": 3, "zero3_param_cpu_offload": True}
+    run_ranks(1, compare, [*every, in_memory] if WHOLE_MATRIX else [*every[:3], in_memory])
 
 
 @pytest.mark.parametrize("layout", drawn(list(TWO_RANKS), 3))

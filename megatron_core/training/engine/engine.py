@@ -28,6 +28,7 @@ from megatron_core.parallel.grid import WORLD
 from megatron_core.parallel.launch import World
 from megatron_core.schedules.actions import Action
 from megatron_core.training.driver import finish_gradients, read_norm_and, update_weights
+from megatron_core.training.engine.activations import save_memory
 from megatron_core.training.engine.checkpoints import EngineCheckpoints, EngineState, plain_state
 from megatron_core.training.engine.data import EngineLoader
 from megatron_core.training.engine.module import (
@@ -90,6 +91,8 @@ class Engine(nn.Module):
         local = LocalInitialisation(module, config.training.seed, world.device, initialise)
         broadcast_from_first([*module.parameters(), *module.buffers()])
         # Buckets and the optimizer on their shards.
+        units = find_units(module, unit_classes)
+        save_memory(module, [each for modules in units for each in modules], config.model)
         self.data_parallel: DataParallel = data_parallel_of(
             config.parallel,
             config.optimizer,
@@ -97,7 +100,7 @@ class Engine(nn.Module):
             self.groups,
             world.device,
             local,
-            units={0: find_units(module, unit_classes)},
+            units={0: units},
         )
         self.optimizer = EngineOptimizer(groups, self.step)
         scale = make_loss_scale(config.optimizer, getattr(torch, config.training.compute_dtype))

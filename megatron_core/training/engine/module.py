@@ -27,7 +27,8 @@ READ = frozenset(
         *("distributed_timeout_minutes", "micro_batch_size", "global_batch_size", "train_iters", "train_samples"),
         *("seed", "bf16", "fp16", "fp64", "deterministic_mode", "check_for_nan_in_loss_and_grad", "num_workers"),
         *("async_save", "keep_last", "save_retain_interval", "no_save_optim", "verify_checkpoint", "kernel_backend"),
-        "poison_buffers",
+        *("zero3_param_cpu_offload", "recompute_granularity", "recompute_num_layers", "cpu_offloading"),
+        *("cpu_offloading_num_layers", "poison_buffers"),
     }
 ) - {"decoupled_lr", "decoupled_min_lr", "start_weight_decay", "end_weight_decay", "weight_decay_incr_style"}
 """Settings of a run that apply to a model of the caller; all others describe the GPT of ``pretrain_gpt.py``."""
@@ -88,6 +89,7 @@ def check_settings(config: RunConfig, world_size: int) -> RunConfig:
     gpt = replace(
         config,
         optimizer=optimizer,
+        model=RunConfig().model,
         data=replace(config.data, mock_data=True, vocab_size=64),
         checkpoint=replace(config.checkpoint, save="checkpoints"),
     )

@@ -101,7 +101,7 @@ class WholeTensors:
             if bucket.is_sharded:
                 all_reduce_(found, bucket.instances)
         else:
-            found = parameter.main_grad.clone()
+            found = _grad_of(parameter).clone()
             all_reduce_(found, self._data.groups.group("-".join(bucket.kind.replica_axes)))
         return found.div_(self._optimizer.loss_scale.scale)
 
@@ -116,7 +116,7 @@ class WholeTensors:
         if bucket.splits_grads or bucket.reduced:
             self._write(bucket, parameter, scaled if is_first else nothing, bucket.grad_shard)
         else:
-            parameter.main_grad.copy_(scaled if is_first and bucket.dp_group.rank() == 0 else nothing)
+            _grad_of(parameter).copy_(scaled if is_first and bucket.dp_group.rank() == 0 else nothing)
 
     def state_names(self, parameter: nn.Parameter) -> list[str]:
         """Return the names of the optimizer's state, such as ``exp_avg`` and ``exp_avg_sq`` of AdamW."""
@@ -169,6 +169,12 @@ class WholeTensors:
         source = whole.reshape(-1)
         for start, stop, at in _pieces(bucket, parameter):
             flat[at : at + stop - start].copy_(source[start:stop])
+
+
+def _grad_of(parameter: nn.Parameter) -> Tensor:
+    """Return this rank's gradient, a view of the bucket."""
+    found: Tensor = vars(parameter)["main_grad"]
+    return found
 
 
 def _pieces(bucket: Bucket, parameter: nn.Parameter) -> Iterator[tuple[int, int, int]]:

@@ -1,0 +1,75 @@
+"""Recompute the activations of units of any module in backward, or keep them in host memory."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial, wraps
+from typing import Any
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from megatron_core.config import ModelConfig
+from megatron_core.errors import ConfigError
+from megatron_core.transformer.recompute import offloaded
+
+
+def save_memory(model: nn.Module, units: Sequence[nn.Module], config: ModelConfig) -> None:
+    """Replace ``forward`` of units so that they keep less for backward; losses and gradients do not change.
+
+    With ``recompute_granularity="full"`` the first ``recompute_num_layers`` units (default: all) keep only their
+    inputs (Chen et al. 2016): backward runs their forward again, with the same random numbers, and restores their
+    buffers. With ``cpu_offloading`` the first ``cpu_offloading_num_layers`` units keep their saved tensors (of a
+    recomputed unit: its inputs) in host memory. Errors: ``ConfigError`` for more units than there are.
+    """
+    recompute = 0
+    if config.recompute_granularity == "full":
+        recompute = len(units) if config.recompute_num_layers is None else config.recompute_num_layers
+    elif config.recompute_granularity is not None or config.recompute_num_layers is not None:
+        raise ConfigError(
+            f"recompute_granularity={config.recompute_granularity!r} with recompute_num_layers="
+            f"{config.recompute_num_layers}: the parts of a layer of your own model are not known; use "
+            "recompute_granularity='full', with recompute_num_layers for fewer units"
+        )
+    if config.cpu_offloading != (config.cpu_offloading_num_layers > 0):
+        raise ConfigError(
+            f"cpu_offloading={config.cpu_offloading} and cpu_offloading_num_layers={config.cpu_offloading_num_layers} "
+            "need each other; set both, or neither"
+        )
+    for name, wanted in (("recompute_num_layers", recompute), ("cpu_offloading_num_layers", _away(config))):
+        if wanted > len(units) or (wanted and not units):
+            raise ConfigError(f"{name}={wanted}: the model has {len(units)} units; choose others with unit_classes")
+    settings: Any = getattr(model, "config", None)
+    if recompute and getattr(settings, "use_cache", False):
+        settings.use_cache = False  # a recomputed forward would append to the key-value cache again
+    for number, unit in enumerate(units):
+        # torch.nn.Module.__call__ reads the attribute, and its hooks run outside of it.
+        if number < recompute:
+            unit.forward = _recomputed(unit, unit.forward)
+        if number < _away(config):
+            unit.forward = offloaded(unit.forward, [unit])
+
+
+def _away(config: ModelConfig) -> int:
+    return config.cpu_offloading_num_layers if config.cpu_offloading else 0
+
+
+def _recomputed(unit: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        return nullcontext(), _buffers_restored(unit)
+
+    @wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(partial(forward, **kwargs), *args, use_reentrant=False, context_fn=contexts)
+
+    return run
+
+
+@contextmanager
+def _buffers_restored(module: nn.Module) -> Iterator[None]:
+    """Undo changes of buffers, such as running statistics of batch norm, which the first forward has made already."""
+    before = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        for buffer, value in before:
+            buffer.data.copy_(value)  # without a new version: autograd may have saved the buffer
