@@ -27,6 +27,11 @@ def whole_matrices(kind: BucketKind, shards: int) -> Rule:
     return WholeInShards(shards, 1, SHARD_MULTIPLE) if kind.is_hidden_matrix else in_order(kind, shards)
 
 
+def whole_parameters(kind: BucketKind, shards: int) -> Rule:
+    """Return the rule for filling buckets such that no shard cuts a parameter."""
+    return WholeInShards(shards, 1, SHARD_MULTIPLE)
+
+
 def make_buckets(
     units: Iterable[Sequence[tuple[str, nn.Parameter]]],
     stage: int,

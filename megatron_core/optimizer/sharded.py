@@ -194,7 +194,11 @@ class Optimizer:
             for shard in self.shards:
                 shard.bucket.grad_shard.mul_(factor).clamp_(-self.config.clip_grad_value, self.config.clip_grad_value)
             factor = 1.0
-        # Update each group of runs with its own rates.
+        self._update_all(lr, decoupled_lr, weight_decay, factor)
+        return False
+
+    def _update_all(self, lr: float, decoupled_lr: float | None, weight_decay: float | None, factor: float) -> None:
+        """Update each group of runs with its own rates; ``factor`` is the factor of the gradients."""
         for (group, _, _), runs in self._runs.items():
             if isinstance(group, int):
                 own = self.param_groups[group]
@@ -206,7 +210,6 @@ class Optimizer:
                 scale, eps_scale = self._width_factors(runs[0][0]) if by_width else (1.0, 1.0)
                 rates = Rates(self.steps_taken, own_lr * scale, decay, factor, self.config.adam_eps * eps_scale)
             self._update(runs, rates)
-        return False
 
     def _width_factors(self, shard: Shard) -> tuple[float, float]:
         return shard.kind.width_factors(self.width, hidden=shard.bucket.kind.is_hidden_matrix)

@@ -16,7 +16,7 @@ from megatron_core.config.validate import check
 from megatron_core.data_parallel import DataParallel, Initialise
 from megatron_core.data_parallel.buffer import Compressor
 from megatron_core.data_parallel.compression import OneBitAdam, PowerSGD
-from megatron_core.data_parallel.fill import in_order, whole_matrices
+from megatron_core.data_parallel.fill import in_order, whole_matrices, whole_parameters
 from megatron_core.data_parallel.placement import DiskPlacement, Placement
 from megatron_core.datasets import Dataset, Splits
 from megatron_core.datasets.loader import Batch, BatchLoader, packing_of
@@ -135,11 +135,13 @@ def data_parallel_of(
     initialise: Initialise | None = None,
     *,
     units: Mapping[int, list[list[nn.Module]]] | None = None,
+    keeps_parameters_whole: bool = False,
 ) -> DataParallel:
     """Build the gradient buckets of a rank's stages according to the configuration.
 
     Shards of whole matrices (Muon) are used only below ZeRO stage 2: buckets there join several units, and so contain
-    enough matrices to fill every shard.
+    enough matrices to fill every shard. ``keeps_parameters_whole``: shards consist of whole parameters, for
+    other optimizers.
     """
     for_matrices = optimizer.kind_of(hidden=True).scalar_optimizer is not None
     whole = for_matrices and optimizer.use_layer_wise_param_layout and parallel.dp_zero_stage == 1
@@ -157,7 +159,7 @@ def data_parallel_of(
         compressor=_compressor(parallel, optimizer),
         initialise=initialise,
         weights_away=_weights_away(parallel, device, groups.rank),
-        rule_of=whole_matrices if whole else in_order,
+        rule_of=whole_parameters if keeps_parameters_whole else whole_matrices if whole else in_order,
         units=units,
     )
 

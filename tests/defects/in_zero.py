@@ -98,7 +98,7 @@ IN_ZERO = (
     ),
     Defect(
         "embeddings follow the learning rate of the others",
-        "optimizer.sharded:Optimizer.step",
+        "optimizer.sharded:Optimizer._update_all",
         "lr if decoupled_lr is None or not group.embedding else decoupled_lr",
         "lr",
         "sgd, own rate of embeddings, clipped by value, dp2 pp2 zero3",

@@ -11,6 +11,7 @@ from megatron_core.checkpoint import Box, CheckpointReader, TensorBox
 from megatron_core.config import RunConfig
 from megatron_core.data_parallel import DataParallel
 from megatron_core.optimizer.sharded import Optimizer
+from megatron_core.optimizer.torch_optimizer import TorchOptimizer
 from megatron_core.training.saving import CheckpointSaver
 from megatron_core.training.state import TrainState, load_state, open_checkpoint
 
@@ -23,6 +24,8 @@ class EngineState(TrainState):
     """JSON values that the caller gave to ``save_checkpoint``."""
     scheduler: dict[str, Any] = field(default_factory=dict)
     """State of the caller's learning-rate scheduler."""
+    param_groups: list[dict[str, Any]] = field(default_factory=list)
+    """Settings of the groups of the caller's own optimizer."""
 
 
 class EngineCheckpoints:
@@ -38,8 +41,10 @@ class EngineCheckpoints:
         if name not in self._savers:
             config = replace(self._config, checkpoint=replace(self._config.checkpoint, save=name))
             self._savers[name] = CheckpointSaver(
-                config, self._data, self._optimizer, vocab_size=0, tokenizer=None, further=self._buffers
+                config, self._data, self._optimizer, vocab_size=0, tokenizer=None, further=self._further
             )
+        if isinstance(self._optimizer, TorchOptimizer):
+            state.param_groups = self._optimizer.group_settings()
         self._savers[name].save(state)
 
     def finish(self) -> None:
@@ -65,9 +70,16 @@ class EngineCheckpoints:
         self._data.finish_param_sync()
         with reader:
             reader.fill(self._buffers())
+            if load_optimizer and isinstance(self._optimizer, TorchOptimizer) and stored["optimizer_steps"]:
+                self._optimizer.load(reader, stored.get("param_groups", []))
             loaded = load_state(config, reader, self._data, self._optimizer)
         known = {name: stored[name] for name in ("client_state", "scheduler") if isinstance(stored.get(name), dict)}
         return EngineState(**{**asdict(loaded), **known})
+
+    def _further(self) -> Iterator[TensorBox]:
+        yield from self._buffers()
+        if isinstance(self._optimizer, TorchOptimizer) and not self._config.checkpoint.no_save_optim:
+            yield from self._optimizer.saved_boxes()
 
     def _buffers(self) -> Iterator[TensorBox]:
         """Persistent buffers, such as running statistics of batch norm; those of rank 0 are saved."""

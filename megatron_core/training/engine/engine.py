@@ -22,7 +22,6 @@ from megatron_core.config import RunConfig
 from megatron_core.data_parallel import DataParallel
 from megatron_core.errors import CheckpointError, ConfigError, MegatronError
 from megatron_core.optimizer.lr_schedule import LearningRateSchedule
-from megatron_core.optimizer.sharded import Optimizer, make_loss_scale
 from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.grid import WORLD
 from megatron_core.parallel.launch import World
@@ -40,7 +39,7 @@ from megatron_core.training.engine.module import (
     check_same_module,
     find_units,
 )
-from megatron_core.training.engine.optimizer import EngineOptimizer, groups_of
+from megatron_core.training.engine.optimizer import EngineOptimizer, groups_of, needs_whole_parameters, optimizer_on
 from megatron_core.training.engine.whole import WholeTensors
 from megatron_core.training.setup import data_parallel_of
 
@@ -77,6 +76,7 @@ class Engine(nn.Module):
         world: World,
         *,
         model_parameters: Iterable[Any] | None = None,
+        own_optimizer: torch.optim.Optimizer | None = None,
         unit_classes: UnitClasses | None = None,
         initialise: Initialise | None = None,
     ) -> None:
@@ -86,7 +86,7 @@ class Engine(nn.Module):
         # Make the model equal on all ranks, in the dtype of the run.
         check_same_module(module, world.device)
         model_parameters = None if model_parameters is None else list(model_parameters)
-        groups = groups_of(module, config.optimizer, model_parameters)
+        groups = groups_of(module, config.optimizer, model_parameters, keeps_all=own_optimizer is not None)
         cast(module, config, world.device)
         local = LocalInitialisation(module, config.training.seed, world.device, initialise)
         broadcast_from_first([*module.parameters(), *module.buffers()])
@@ -101,17 +101,11 @@ class Engine(nn.Module):
             world.device,
             local,
             units={0: units},
+            keeps_parameters_whole=needs_whole_parameters(own_optimizer, config.parallel, self.groups.size("dp")),
         )
         self.optimizer = EngineOptimizer(groups, self.step)
-        scale = make_loss_scale(config.optimizer, getattr(torch, config.training.compute_dtype))
-        self._sharded = Optimizer(
-            self.data_parallel,
-            config.optimizer,
-            self.groups,
-            scale,
-            config.model.kernel_backend,
-            config.training.seed,
-            param_groups=self.optimizer.param_groups,
+        self._sharded = optimizer_on(
+            self.data_parallel, config, self.groups, self.optimizer.param_groups, own_optimizer
         )
         self.whole = WholeTensors(self.data_parallel, self._sharded)
         """Reads and writes whole weights, gradients and optimizer state of parameters at every ZeRO stage."""
@@ -123,7 +117,7 @@ class Engine(nn.Module):
         self.lr_scheduler: Any = None
         total = config.training.train_iters or config.training.train_samples or 1
         self._schedule = LearningRateSchedule(config.optimizer, total, by_samples=config.schedules_by_samples)
-        self._base_rates = [group["lr"] for group in self.optimizer.param_groups]
+        self._base_rates = [group.get("lr") for group in self.optimizer.param_groups]
         self._losses = torch.zeros(2, dtype=torch.float64, device=world.device)
         self._weighted: bool | None = None
         self._backwards = 0
@@ -292,8 +286,8 @@ class Engine(nn.Module):
             position = self.state.consumed_samples if self._schedule.by_samples else self.state.iteration + 1
             share = self._schedule.lr(position) / self.config.optimizer.lr
             for group, base in zip(groups, self._base_rates, strict=True):
-                group["lr"] = base * share
-        return float(groups[0]["lr"])
+                group["lr"] = None if base is None else base * share
+        return float(groups[0]["lr"] or 0.0)
 
     # Whole steps.
 

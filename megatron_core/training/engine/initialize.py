@@ -16,7 +16,7 @@ from megatron_core.parallel.launch import World, start_world
 from megatron_core.training.engine.data import EngineLoader
 from megatron_core.training.engine.engine import Engine
 from megatron_core.training.engine.module import Initialise, UnitClasses, check_settings, read_settings
-from megatron_core.training.engine.optimizer import EngineOptimizer, settings_from
+from megatron_core.training.engine.optimizer import EngineOptimizer, settings_from, settings_of_class
 from megatron_core.training.setup import use_deterministic_kernels
 
 
@@ -32,7 +32,7 @@ class Initialized(NamedTuple):
 def initialize(
     model: nn.Module,
     config: Mapping[str, Any] | str | os.PathLike[str] | RunConfig | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None = None,
     training_data: Any = None,
     lr_scheduler: Any = None,
     *,
@@ -46,7 +46,8 @@ def initialize(
 
     ``config``: settings by name, a YAML or JSON file, or a ``RunConfig``; the names are those of the command line
     (``zero_stage``, ``bf16``, ``micro_batch_size``, ``global_batch_size``, ``lr``, ``clip_grad``, ``optimizer``, ...).
-    ``optimizer``: a torch AdamW, Adam or SGD whose rates and groups are taken over; by default ``config`` chooses.
+    ``optimizer``: a torch optimizer, or a function that makes one of a list of parameters; by default ``config``
+    chooses. AdamW, Adam and SGD run fused on shards; others run themselves, see ``needs_whole_parameters``.
     ``training_data``: a map-style data set; ``loader`` then yields this rank's micro-batches. ``lr_scheduler``: a torch
     scheduler of ``optimizer``, or a function that makes one of the engine's optimizer; each step calls its ``step()``.
     ``model_parameters``: parameter groups, if ``optimizer`` is not given. ``unit_classes``: see ``find_units``.
@@ -56,8 +57,14 @@ def initialize(
     Errors: ``ConfigError`` and ``LayoutError`` on all ranks before training begins.
     """
     settings = read_settings(config)
+    own_optimizer: torch.optim.Optimizer | None = None
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        trained = [p for p in model.parameters() if p.requires_grad] if model_parameters is None else model_parameters
+        optimizer, model_parameters = optimizer(trained), None
     if optimizer is not None:
-        settings = replace(settings, optimizer=settings_from(optimizer, settings.optimizer))
+        known = settings_from(optimizer, settings.optimizer)
+        own_optimizer = optimizer if known is None else None
+        settings = replace(settings, optimizer=known or settings_of_class(optimizer, settings.optimizer))
         if model_parameters is not None:
             raise ConfigError("give optimizer or model_parameters; the optimizer has its parameters already")
         model_parameters = optimizer.param_groups
@@ -68,7 +75,13 @@ def initialize(
     if settings.monitor.poison_buffers:
         poison.turn_on()
     engine = Engine(
-        model, settings, world, model_parameters=model_parameters, unit_classes=unit_classes, initialise=initialise
+        model,
+        settings,
+        world,
+        model_parameters=model_parameters,
+        own_optimizer=own_optimizer,
+        unit_classes=unit_classes,
+        initialise=initialise,
     )
     loader = None
     if training_data is not None:

@@ -1,5 +1,6 @@
 """The engine's optimizer as a ``torch.optim.Optimizer``, and its settings from one that the caller made."""
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -7,8 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_core.config import OptimizerConfig
+from megatron_core.config import OptimizerConfig, ParallelConfig, RunConfig
+from megatron_core.data_parallel import DataParallel
 from megatron_core.errors import ConfigError
+from megatron_core.optimizer.sharded import Optimizer, make_loss_scale
+from megatron_core.optimizer.torch_optimizer import TorchOptimizer, coupling_of, needs_closure, register_class
+from megatron_core.parallel import ParallelGroups
 
 PER_GROUP = ("lr", "weight_decay", "eps")
 """Settings that each parameter group may have."""
@@ -36,11 +41,14 @@ class EngineOptimizer(torch.optim.Optimizer):
         """Do nothing: the engine clears its gradients after each step."""
 
 
-def groups_of(module: nn.Module, config: OptimizerConfig, given: Iterable[Any] | None) -> Groups:
+def groups_of(
+    module: nn.Module, config: OptimizerConfig, given: Iterable[Any] | None, *, keeps_all: bool = False
+) -> Groups:
     """Return parameter groups of all trained parameters, each with ``lr``, ``weight_decay`` and ``eps``.
 
     ``given``: parameters, or dicts with ``params`` and settings, as for a torch optimizer; all of ``weight_decay``
-    then applies to each. By default matrices and tables have weight decay, and vectors have none.
+    then applies to each. By default matrices and tables have weight decay, and vectors have none. ``keeps_all``: keep
+    the settings of ``given``, and add none.
     """
     common: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay, "eps": config.adam_eps}
     trained = {p: name for name, p in module.named_parameters() if p.requires_grad}
@@ -54,10 +62,13 @@ def groups_of(module: nn.Module, config: OptimizerConfig, given: Iterable[Any] |
             if params
         ]
     listed: Groups = [dict(each) if isinstance(each, Mapping) else {"params": [each]} for each in given]
-    if not any("lr" in each or "weight_decay" in each for each in listed):
+    if not keeps_all and not any("lr" in each or "weight_decay" in each for each in listed):
         listed = [{"params": [p for each in listed for p in _parameters(each["params"])]}]
-    groups = []
+    groups: Groups = []
     for each in listed:
+        if keeps_all:
+            groups.append({**each, "params": [p for p in each["params"] if p.requires_grad]})
+            continue
         settings = {name: float(each[name]) for name in PER_GROUP if name in each}
         groups.append({**common, **settings, "params": [p for p in _parameters(each["params"]) if p.requires_grad]})
     _check_members(groups, trained)
@@ -88,38 +99,73 @@ def _check_members(groups: Groups, trained: Mapping[nn.Parameter, str]) -> None:
         )
 
 
-def settings_from(optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> OptimizerConfig:
+def settings_from(optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> OptimizerConfig | None:
     """Translate a torch optimizer into settings; its parameter groups keep their own rates.
 
-    Supported: AdamW, Adam without weight decay, SGD without dampening and Nesterov momentum. Errors: ``ConfigError``
-    for another class, another option, and betas or momenta that differ between groups.
+    Known: AdamW, Adam without weight decay, SGD without dampening and Nesterov momentum, each with equal betas or
+    momenta in all groups. Returns None for other options and classes, which keep their own ``step``.
     """
-    kind, defaults = type(optimizer).__name__, optimizer.defaults
-    if isinstance(optimizer, torch.optim.Adam):  # AdamW is a subclass since torch 2.8
+    defaults, groups = optimizer.defaults, optimizer.param_groups
+    if any(defaults.get(name) for name in ("amsgrad", "maximize", "dampening", "nesterov")):
+        return None
+    step = inspect.unwrap(type(optimizer).step)  # a subclass may have its own
+    if isinstance(optimizer, torch.optim.Adam) and step is inspect.unwrap(torch.optim.Adam.step):
+        # AdamW is a subclass since torch 2.8.
         decoupled = isinstance(optimizer, torch.optim.AdamW) or defaults.get("decoupled_weight_decay", False)
-        decays = any(group["weight_decay"] for group in optimizer.param_groups)
-        _refuse(kind, amsgrad=defaults["amsgrad"], maximize=defaults["maximize"])
-        if decays and not decoupled:
-            raise ConfigError("optimizer=Adam: its weight decay is a part of the gradient; use torch.optim.AdamW")
-        beta1, beta2 = _common(optimizer, "betas")
-        return replace(config, optimizer="adam", adam_beta1=float(beta1), adam_beta2=float(beta2))
-    if isinstance(optimizer, torch.optim.SGD):
-        _refuse(kind, dampening=defaults["dampening"], nesterov=defaults["nesterov"], maximize=defaults["maximize"])
-        return replace(config, optimizer="sgd", sgd_momentum=float(_common(optimizer, "momentum")))
+        betas = {tuple(map(float, group["betas"])) for group in groups}
+        if len(betas) > 1 or (not decoupled and any(group["weight_decay"] for group in groups)):
+            return None
+        ((beta1, beta2),) = betas
+        return replace(config, optimizer="adam", adam_beta1=beta1, adam_beta2=beta2)
+    if isinstance(optimizer, torch.optim.SGD) and step is inspect.unwrap(torch.optim.SGD.step):
+        momenta = {float(group["momentum"]) for group in groups}
+        return replace(config, optimizer="sgd", sgd_momentum=momenta.pop()) if len(momenta) == 1 else None
+    return None
+
+
+def settings_of_class(optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> OptimizerConfig:
+    """Return settings that name the class of the caller's own optimizer; ``ConfigError`` if it needs a closure."""
+    if needs_closure(optimizer):
+        raise ConfigError(
+            f"optimizer={type(optimizer).__name__} needs a closure, but an engine computes gradients once a step; use "
+            "an optimizer whose step() has no arguments"
+        )
+    return replace(config, optimizer=register_class(optimizer))
+
+
+def needs_whole_parameters(optimizer: torch.optim.Optimizer | None, parallel: ParallelConfig, ranks: int) -> bool:
+    """Whether shards must consist of whole parameters for the caller's ``optimizer`` on ``ranks`` ranks.
+
+    An optimizer that updates each element by itself (RMSprop, NAdam) runs at every ZeRO stage. One that updates each
+    parameter as a whole (Adafactor) runs up to stage 1, and one that reads the whole model at stage 0 only. Errors:
+    ``ConfigError`` for a higher stage.
+    """
+    stage = parallel.dp_zero_stage
+    if optimizer is None or stage == 0 or ranks == 1:
+        return False
+    coupling = coupling_of(optimizer)
+    if coupling == "none":
+        return False
+    if coupling == "parameter" and stage == 1:
+        return True
+    reads = "all elements of its parameter" if coupling == "parameter" else "more than its parameter, or random numbers"
     raise ConfigError(
-        f"optimizer={kind} cannot run on shards of flat parameters; use torch.optim.AdamW, Adam or SGD, or omit it and "
-        "choose one with config['optimizer']"
+        f"optimizer={type(optimizer).__name__} with zero_stage={stage}: the update of an element depends on {reads}, "
+        f"and shards cut {'parameters' if coupling == 'parameter' else 'the model'}; set zero_stage="
+        f"{'1 or 0' if coupling == 'parameter' else '0'}, or use an optimizer that updates each element by itself"
     )
 
 
-def _refuse(kind: str, **options: Any) -> None:
-    for name, value in options.items():
-        if value:
-            raise ConfigError(f"optimizer={kind}: {name}={value} is not supported; leave it out")
-
-
-def _common(optimizer: torch.optim.Optimizer, name: str) -> Any:
-    values = {group[name] for group in optimizer.param_groups}
-    if len(values) > 1:
-        raise ConfigError(f"optimizer={type(optimizer).__name__}: {name} differs between groups; use one value")
-    return values.pop()
+def optimizer_on(
+    data: DataParallel,
+    config: RunConfig,
+    groups: ParallelGroups,
+    param_groups: Groups,
+    own_optimizer: torch.optim.Optimizer | None,
+) -> Optimizer:
+    """Return the optimizer on this rank's shards: the configured one, or the caller's own."""
+    scale = make_loss_scale(config.optimizer, getattr(torch, config.training.compute_dtype))
+    settings = data, config.optimizer, groups, scale, config.model.kernel_backend, config.training.seed
+    if own_optimizer is None:
+        return Optimizer(*settings, param_groups=param_groups)
+    return TorchOptimizer(own_optimizer, *settings, param_groups=param_groups)
