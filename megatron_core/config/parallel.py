@@ -120,7 +120,7 @@ class ParallelConfig:
         "none", when=(c.TRAINING, c.SEVERAL_DATA_RANKS), resume=Resume.REPORTED
     )
     """Compression of gradients that are sent. bf16: rounded. powersgd (Vogels et al. 2019): low-rank products.
-    onebit-adam (Tang et al. 2021): signs of momenta. The last two have error feedback and need --zero-stage 0."""
+    onebit-adam (Tang et al. 2021): signs of momenta. The last two have error feedback."""
     grad_compression_warmup_iters: int = setting(1000, r.COUNT_FROM_0, when=c.LOSSY_COMPRESSION)
     """Steps before powersgd and onebit-adam begin to compress; for onebit-adam use 15 to 25 % of the training."""
     powersgd_rank: int = setting(4, r.SIZE, when=c.POWERSGD, resume=Resume.REPORTED)

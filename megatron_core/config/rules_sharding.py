@@ -36,22 +36,22 @@ def _stage_problems(config: RunConfig, world_size: int) -> Iterator[str]:
 
 
 def _compression_problems(config: RunConfig) -> Iterator[str]:
-    """powersgd and onebit-adam need unsharded gradients; onebit-adam also needs Adam without clipping."""
+    """powersgd and onebit-adam need one instance; onebit-adam also needs Adam with its state on the device."""
     parallel, optimizer, kind = config.parallel, config.optimizer, config.parallel.grad_compression
-    if kind in ("powersgd", "onebit-adam") and parallel.dp_zero_stage > 0:
+    instances = parallel.num_distributed_optimizer_instances
+    if kind in ("powersgd", "onebit-adam") and instances > 1:
         yield (
-            f"grad_compression={kind} sums whole gradients on every rank, but zero_stage={parallel.dp_zero_stage} "
-            "shards them; use --zero-stage 0, or --grad-compression bf16"
+            f"grad_compression={kind} stores the errors of one sum over all data-parallel ranks, but "
+            f"num_distributed_optimizer_instances={instances} adds a second sum; use "
+            "--num-distributed-optimizer-instances 1, or --grad-compression bf16"
         )
     if kind == "onebit-adam" and optimizer.optimizer != "adam":
         yield f"grad_compression=onebit-adam cannot be used with optimizer={optimizer.optimizer}; use --optimizer adam"
-    if kind == "onebit-adam" and (optimizer.clip_grad > 0 or optimizer.clip_grad_value > 0):
+    if kind == "onebit-adam" and optimizer.offloads_optimizer:
         yield (
-            f"grad_compression=onebit-adam sums momenta, which clipping (clip_grad={optimizer.clip_grad}, "
-            f"clip_grad_value={optimizer.clip_grad_value}) would scale; use --clip-grad 0 --clip-grad-value 0"
+            "grad_compression=onebit-adam reads the momentum in every backward, so the optimizer's state must be on "
+            "the device; remove --optimizer-cpu-offload and --optimizer-offload-dir, or use --grad-compression powersgd"
         )
-    if kind == "onebit-adam" and (optimizer.offloads_optimizer or config.training.fp16):
-        yield "grad_compression=onebit-adam cannot be used with an offloaded optimizer or a loss scale; use --bf16"
 
 
 def _offload_problems(config: RunConfig) -> Iterator[str]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from megatron_core.data_parallel.bucket_kind import BucketKind
 from megatron_core.data_parallel.bucket_layout import BucketLayout
 from megatron_core.data_parallel.fp8_gather import Arriving, start_narrow_gather
 from megatron_core.data_parallel.placement import Placement
@@ -20,62 +20,11 @@ from megatron_core.parallel.collectives import (
     reduce_scatter_flat_,
     reduce_scatter_wide_,
 )
-from megatron_core.parallel.groups import Group, LocalGroup, ParallelGroups
+from megatron_core.parallel.groups import Group, LocalGroup
 from megatron_core.parallel.poison import poison_outside
 from megatron_core.parallel.sharding import spec_of
 
 Initialise = Callable[[str, nn.Parameter], None]
-
-
-@dataclass(frozen=True)
-class BucketKind:
-    """Common properties of a bucket's parameters, equal on every rank with a shard or a copy of them."""
-
-    dtype: torch.dtype
-    decay: bool
-    """Whether weight decay applies: to matrices and tables; to biases and norms only if they are marked ``decays``."""
-    matrix: bool
-    """Whether the parameters are matrices or tables, or stacks of matrices."""
-    replica_axes: tuple[str, ...]
-    """Data axes over which gradients are summed."""
-    partial_axes: tuple[str, ...] = ()
-    """Model axes over which gradients are summed element by element first."""
-    shared_axes: tuple[str, ...] = ()
-    """Model axes over which gradients of shared ranges are summed first (keys and values of a fused QKV matrix)."""
-    embedding: bool = False
-    """Word embedding or output layer: not hidden matrices; they may have a separate learning rate."""
-    tied: bool = False
-    """Whether gradients are first summed over the first and the last pipeline stage."""
-
-    @classmethod
-    def of(cls, parameter: nn.Parameter, groups: ParallelGroups) -> BucketKind:
-        """Return the kind of bucket for a parameter."""
-        spec = spec_of(parameter)
-        shared = (split.axis for split in spec.splits if split.shared)
-        return cls(
-            dtype=parameter.dtype,
-            decay=len(spec.global_shape) > 1 or getattr(parameter, "decays", False),
-            matrix=len(spec.global_shape) > 1,
-            replica_axes=spec.replica_axes,
-            partial_axes=tuple(axis for axis in spec.partial_axes if groups.size(axis) > 1),
-            shared_axes=tuple(axis for axis in shared if groups.size(axis) > 1),
-            embedding=getattr(parameter, "is_embedding_or_output_parameter", False),
-            tied=spec.tied,
-            narrow=getattr(parameter, "fp8", None) is not None,
-        )
-
-    narrow: bool = False
-    """Whether weights are gathered in FP8."""
-
-    @property
-    def is_hidden_matrix(self) -> bool:
-        """Whether the parameters are matrices between two layers: no embedding, head, bias or norm."""
-        return self.matrix and not self.embedding
-
-    @property
-    def is_partial(self) -> bool:
-        """Whether gradients must be completed before they are summed over data-parallel ranks."""
-        return bool(self.partial_axes or self.shared_axes or self.tied)
 
 
 class Compressor(Protocol):
@@ -88,18 +37,35 @@ class Compressor(Protocol):
         """Whether the warm-up is over."""
         ...
 
-    def reduce_(self, bucket: Bucket) -> int:
-        """Replace ``bucket.grads`` by their sum; return the number of bytes that this rank sent."""
+    loss_scale: Callable[[], float]
+    """Returns the factor on the gradients of this step, which is not part of the stored errors."""
+
+    def reduce_(self, bucket: Bucket) -> Iterator[Handle]:
+        """Replace ``bucket.grads`` by their sum; yield the handle of each message after starting it.
+
+        The caller waits for the handle before it continues the generator. All ranks of the bucket must start and
+        continue their generators in the same order. The sum is not finite on every rank if a gradient of any rank is.
+        """
+        ...
+
+    def commit(self, factor: float, limit: float) -> None:
+        """Store the errors of this step. The optimizer multiplies the gradients by ``factor``, then with a ``limit``
+        above 0 clamps them to ``[-limit, limit]``.
+        """
+        ...
+
+    def discard(self) -> None:
+        """Drop the errors of this step, which is skipped; the stored errors do not change."""
+        ...
+
+    def forget(self) -> None:
+        """Drop everything that was derived from the optimizer's state, which has been loaded from a checkpoint."""
         ...
 
     def state(self, bucket: Bucket) -> Iterator[tuple[str, Tensor, bool]]:
         """Yield a bucket's state for checkpoints: name, tensor, and whether the tensor differs between data-parallel
         ranks.
         """
-        ...
-
-    def rescale(self, factor: float) -> None:
-        """Multiply the stored errors, which include the loss scale, by ``factor``; 0 resets them."""
         ...
 
 
@@ -178,6 +144,7 @@ class Bucket:
         self.gathered_bytes = 0
         """Total bytes of weights that this rank has sent."""
         self._reducing: Handle = Done()
+        self._compressing: Iterator[Handle] | None = None
         self._wire: Tensor | None = None
         self._partial: Tensor | None = None
         self._has_sum = False
@@ -219,6 +186,19 @@ class Bucket:
         return self.grads.untyped_storage().nbytes() > 0
 
     @property
+    def compresses(self) -> bool:
+        """Whether the gradients of this step are compressed.
+
+        At stages 2 and 3 they then keep their memory until the last micro-batch: one message is sent per step.
+        """
+        return self.compressor is not None and self.compressor.is_active() and self.dp_group.size() > 1
+
+    @property
+    def completes_shard(self) -> bool:
+        """Whether partial gradients are summed over model axes after the data-parallel sum, on the shard alone."""
+        return self.splits_grads and not self.compresses
+
+    @property
     def weight_shard(self) -> Tensor:
         """This rank's shard of the weights."""
         return self.weights[self.shard] if self._weight_shard is None else self._weight_shard
@@ -248,8 +228,10 @@ class Bucket:
         if self.dp_group.size() == 1:
             self._has_sum = True
             return
-        if self.compressor is not None and self.compressor.is_active():
-            self.wire_bytes += self.compressor.reduce_(self)
+        if self.compressor is not None and self.compresses:
+            self._wire, self._partial = self.grads, self.grads[self.shard] if self.is_sharded else None
+            self._compressing = self.compressor.reduce_(self)
+            self.continue_reduce()
             return
         wire = self._wire = self.grads.to(self.wire_dtype)
         self.wire_bytes += wire.nbytes
@@ -264,8 +246,19 @@ class Bucket:
         else:
             self._reducing = all_reduce_(wire, self.dp_group, async_op=True)
 
+    def continue_reduce(self) -> bool:
+        """Wait for the last message of a compressed sum and start the next one; return whether all have arrived."""
+        if self._compressing is not None:
+            self._reducing.wait()
+            started = next(self._compressing, None)
+            self._reducing = started or Done()
+            self._compressing = None if started is None else self._compressing
+        return self._compressing is None
+
     def finish_reduce(self) -> None:
         """Wait for the sums; if only a shard is kept, add to it and free the rest."""
+        while not self.continue_reduce():
+            pass
         self._reducing.wait()
         self._reducing = Done()
         if self._wire is not None:

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron_core.data_parallel.bucket_kind import BucketKind
 from megatron_core.data_parallel.bucket_layout import BucketLayout, InOrder, Packer, Rule, WholeInShards, matrix_work
-from megatron_core.data_parallel.buffer import Bucket, BucketKind, Initialise
+from megatron_core.data_parallel.buffer import Bucket, Initialise
 from megatron_core.data_parallel.placement import Placement
 from megatron_core.parallel.groups import Group, ParallelGroups
 from megatron_core.parallel.sharding import replicated, spec_of

@@ -166,10 +166,12 @@ class UnitSync:
 
     def _reduce(self, unit: Unit) -> None:
         """Reduce the gradients of the unit's backward; for a whole backward all buckets, so that ranks agree on the
-        list.
+        list. Compressed sums are started elsewhere, once per step.
         """
         self.finish_reduce()
         for bucket in unit.own:
+            if bucket.compresses:
+                continue
             if self._kind == "B" and bucket.splits_grads:
                 bucket.open_grads()
             if bucket.splits_grads and bucket.has_grads:

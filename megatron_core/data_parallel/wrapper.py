@@ -12,8 +12,9 @@ from functools import partial
 import torch
 from torch import nn
 
+from megatron_core.data_parallel.bucket_kind import BucketKind
 from megatron_core.data_parallel.bucket_layout import Rule
-from megatron_core.data_parallel.buffer import Bucket, BucketKind, Compressor, Initialise, materialise
+from megatron_core.data_parallel.buffer import Bucket, Compressor, Initialise, materialise
 from megatron_core.data_parallel.fill import global_parameters, in_order, make_buckets, modules_of, units_of
 from megatron_core.data_parallel.placement import Placement
 from megatron_core.data_parallel.unit_sync import UnitOptions, UnitSync
@@ -40,7 +41,8 @@ class DataParallel:
     ``finish_grad_sync``. With ``overlap_param_gather`` a unit waits for its own parameters just before its forward, and
     at stage 3 the next unit is gathered in the meantime; a parameter may be read only after the forward of a module of
     its unit has begun. ``wire_dtype`` is the dtype in which gradients are sent and summed (default: their own dtype);
-    with ``sums_wide`` shards are still summed in their own dtype. ``compressor`` sums gradients lossily.
+    with ``sums_wide`` shards are still summed in their own dtype. ``compressor`` sums gradients lossily, once per step;
+    its messages overlap as other sums do: when a bucket starts, every earlier bucket continues with its next message.
     ``keep_after_forward`` keeps the gathered weights of stage 3 until the end of the step. ``weights_away`` returns the
     placement of a bucket's weight shard at stage 3 in host memory or on disk. ``rule_of`` returns the rule that fills
     buckets (``make_buckets``). Parameters on the meta device get memory on ``device``, one bucket at a time,
@@ -156,7 +158,7 @@ class DataParallel:
         if self.overlap_grad_reduce:
             for bucket in self._early(stage):
                 if not bucket.reduced:
-                    bucket.start_reduce()
+                    self._start_early(bucket)
 
     def finish_grad_sync(self) -> None:
         """Complete and sum all gradients; afterwards each bucket's ``grad_shard`` is final."""
@@ -165,11 +167,12 @@ class DataParallel:
             sync.end()
             sync.finish_reduce()
         for bucket in self.buckets:
-            if bucket.has_grads if bucket.splits_grads else not bucket.reduced:
+            once = bucket.compresses or not bucket.splits_grads
+            if not bucket.reduced if once else bucket.has_grads:
                 self._start_reduce(bucket)
         for bucket in self.buckets:
             bucket.finish_reduce()
-            if bucket.splits_grads:
+            if bucket.completes_shard:
                 _complete_shard(bucket, self.groups)
             bucket.sum_over_instances()
 
@@ -253,7 +256,9 @@ class DataParallel:
 
     def _start_reduce(self, bucket: Bucket) -> None:
         """Start a bucket's reduction after the sums that must precede it."""
-        (_complete_shared if bucket.splits_grads else _complete_gradients)(bucket, self.groups)
+        if bucket.splits_grads:
+            bucket.open_grads()
+        (_complete_shared if bucket.completes_shard else _complete_gradients)(bucket, self.groups)
         bucket.start_reduce()
 
     def _opener(self, bucket: Bucket) -> Callable[[], None]:
@@ -265,7 +270,8 @@ class DataParallel:
 
     def _early(self, stage: int) -> list[Bucket]:
         """Buckets whose sums may start before all gradients of the step are complete."""
-        return [b for b in self.buckets if b.stage == stage and not b.kind.is_partial and not b.splits_grads]
+        own = (b for b in self.buckets if b.stage == stage and not b.kind.is_partial)
+        return [b for b in own if b.compresses or not b.splits_grads]
 
     def _accumulator(self, bucket: Bucket):
         def accumulate(parameter: nn.Parameter) -> None:
@@ -287,7 +293,18 @@ class DataParallel:
                 continue
             if self._waiting.get(bucket) != 0:
                 return
-            bucket.start_reduce()
+            self._start_early(bucket)
+
+    def _start_early(self, bucket: Bucket) -> None:
+        """Start a bucket's sum, and continue the compressed sums that started before it, each by one message."""
+        if bucket.splits_grads:
+            bucket.open_grads()
+        bucket.start_reduce()
+        for earlier in self._early(bucket.stage):
+            if earlier is bucket:
+                return
+            if earlier.continue_reduce() and earlier.splits_grads:
+                earlier.finish_reduce()
 
     def _wait_before_forward(self, stage: int, root: nn.Module) -> None:
         """Wait for a unit's weights when any of its modules is called first: the other modules may never be called."""

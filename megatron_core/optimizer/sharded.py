@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_core.config import OptimizerConfig
 from megatron_core.config.optimizers import OptimizerKind
 from megatron_core.data_parallel import Bucket, DataParallel
-from megatron_core.data_parallel.buffer import BucketKind
+from megatron_core.data_parallel.bucket_kind import BucketKind
 from megatron_core.data_parallel.compression import OneBitAdam
 from megatron_core.data_parallel.placement import DiskPlacement, Placement
 from megatron_core.errors import ConfigError
@@ -145,6 +145,8 @@ class Optimizer:
         for bucket, placement in zip(data_parallel.buckets, placements, strict=True):
             kind = config.kind_of(hidden=bucket.kind.is_hidden_matrix)
             self.shards.append(Shard.of(bucket, kind, algorithms[kind.name], placement, config))
+        if self.compressor is not None:
+            self.compressor.loss_scale = lambda: self.loss_scale.scale
         if isinstance(self.compressor, OneBitAdam):
             self.compressor.moments = {shard.bucket: shard.state for shard in self.shards}
             for algorithm in algorithms.values():
@@ -180,16 +182,16 @@ class Optimizer:
         # Update the loss scale and decide whether to skip the step.
         scale, finite = self.loss_scale.scale, math.isfinite(grad_norm)
         self.loss_scale.update(not finite)
-        skip = skip or not finite
-        if self.compressor is not None and (skip or self.loss_scale.scale != scale):
-            # Discard the compression errors of a skipped step; else they would be added to the next gradients.
-            self.compressor.rescale(0.0 if skip else self.loss_scale.scale / scale)
-        if skip:
+        if skip or not finite:
+            if self.compressor is not None:
+                self.compressor.discard()
             return True
         self.before_update()
         self.set_steps_taken(self.steps_taken + 1)
         # Clip by norm, through a factor, and by value, in place.
         factor = clip_factor(grad_norm, self.config.clip_grad) / scale
+        if self.compressor is not None:
+            self.compressor.commit(factor, self.config.clip_grad_value)
         if self.config.clip_grad_value > 0.0:
             for shard in self.shards:
                 shard.bucket.grad_shard.mul_(factor).clamp_(-self.config.clip_grad_value, self.config.clip_grad_value)

@@ -304,6 +304,7 @@ def _load_compression(reader: CheckpointReader, data: DataParallel) -> None:
     layout or the PowerSGD rank differs, factors are initialized again, on all ranks, because copies must be equal."""
     if data.compressor is None:
         return
+    data.compressor.forget()
     kinds: dict[bool, list[TensorBox]] = {True: [], False: []}
     for piece in compression_pieces(data):
         kinds[piece.name.startswith("compression.factor")].append(piece)

@@ -299,6 +299,16 @@ FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
         ("grad_compression=onebit-adam", "exp_avg_sq_dtype"),
     ),
     (
+        {"grad_compression": "onebit-adam", "optimizer_cpu_offload": True, "zero_stage": 1},
+        2,
+        ("grad_compression=onebit-adam", "--optimizer-cpu-offload"),
+    ),
+    (
+        {"grad_compression": "powersgd", "num_distributed_optimizer_instances": 2, "zero_stage": 1},
+        4,
+        ("grad_compression=powersgd", "num_distributed_optimizer_instances=2"),
+    ),
+    (
         {"zero3_param_offload_dir": "weights", "zero_stage": 2, "optimizer_cpu_offload": True},
         1,
         ("zero3_param_offload_dir=weights", "--zero-stage 3"),

@@ -281,14 +281,14 @@ IN_STEPS = (
     ),
     Defect(
         "norm weights decay where their gradients are partial",
-        "data_parallel.buffer:BucketKind.of",
+        "data_parallel.bucket_kind:BucketKind.of",
         "decay=len(spec.global_shape) > 1",
         "decay=len(spec.global_shape) > 1 or bool(spec.partial_axes)",
         "tp2 sp",
     ),
     Defect(
         "tied embedding does not decay on a pipeline",
-        "data_parallel.buffer:BucketKind.of",
+        "data_parallel.bucket_kind:BucketKind.of",
         "decay=len(spec.global_shape) > 1",
         "decay=len(spec.global_shape) > 1 and not spec.tied",
         "pp2",

@@ -40,7 +40,7 @@ IN_ZERO = (
     Defect(  # C19
         "gradients of shared keys and values are split before they are completed",
         "data_parallel.wrapper:DataParallel._start_reduce",
-        "(_complete_shared if bucket.splits_grads else _complete_gradients)(bucket, self.groups)",
+        "(_complete_shared if bucket.completes_shard else _complete_gradients)(bucket, self.groups)",
         "pass",
         "1 group, dp2 tp2 zero3",
         "C19",
