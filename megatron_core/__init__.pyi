@@ -1,2 +1,3 @@
 from .training.engine import Engine as Engine
 from .training.engine import initialize as initialize
+from .training.engine import parallelize as parallelize

@@ -23,7 +23,6 @@ from megatron_core.data_parallel import DataParallel
 from megatron_core.errors import CheckpointError, ConfigError, MegatronError
 from megatron_core.optimizer.lr_schedule import LearningRateSchedule
 from megatron_core.parallel.collectives import all_reduce_
-from megatron_core.parallel.grid import WORLD
 from megatron_core.parallel.launch import World
 from megatron_core.schedules.actions import Action
 from megatron_core.training.driver import finish_gradients, read_norm_and, update_weights
@@ -34,12 +33,12 @@ from megatron_core.training.engine.module import (
     Initialise,
     LocalInitialisation,
     UnitClasses,
-    broadcast_from_first,
     cast,
     check_same_module,
     find_units,
 )
 from megatron_core.training.engine.optimizer import EngineOptimizer, groups_of, needs_whole_parameters, optimizer_on
+from megatron_core.training.engine.tensor import equalize_and_split, whole_tensor
 from megatron_core.training.engine.whole import WholeTensors
 from megatron_core.training.setup import data_parallel_of
 
@@ -89,7 +88,7 @@ class Engine(nn.Module):
         groups = groups_of(module, config.optimizer, model_parameters, keeps_all=own_optimizer is not None)
         cast(module, config, world.device)
         local = LocalInitialisation(module, config.training.seed, world.device, initialise)
-        broadcast_from_first([*module.parameters(), *module.buffers()])
+        equalize_and_split(module, self.groups, config.training.seed)
         # Buckets and the optimizer on their shards.
         units = find_units(module, unit_classes)
         save_memory(module, [each for modules in units for each in modules], config.model)
@@ -121,13 +120,16 @@ class Engine(nn.Module):
         self._losses = torch.zeros(2, dtype=torch.float64, device=world.device)
         self._weighted: bool | None = None
         self._backwards = 0
+        self.before_update: Callable[[], None] = lambda: None
+        """Called after gradients are summed over all ranks and before they are clipped."""
         self._checkpoints = EngineCheckpoints(module, config, self.data_parallel, self._sharded)
 
     @property
     def layout(self) -> str:
-        """Short description of the layout, such as ``dp2 zero3``."""
-        stage = self.config.parallel.dp_zero_stage
-        return f"dp{self.groups.size('dp')}" + (f" zero{stage}" if stage else "")
+        """Short description of the layout, such as ``tp2 dp2 zero3``."""
+        stage, tensor = self.config.parallel.dp_zero_stage, self.groups.size("tp")
+        sizes = (f"tp{tensor} " if tensor > 1 else "") + f"dp{self.groups.size('dp')}"
+        return sizes + (f" zero{stage}" if stage else "")
 
     @property
     def gradient_accumulation_steps(self) -> int:
@@ -245,8 +247,9 @@ class Engine(nn.Module):
         """Sum the gradients over all ranks, clip, and update the weights."""
         data, sharded = self.data_parallel, self._sharded
         finish_gradients(data, None)
+        self.before_update()
         totals = self._losses
-        all_reduce_(totals, self.groups.group(WORLD))
+        all_reduce_(totals, self.groups.group("dp"))
         if self._weighted:
             for bucket in data.buckets:
                 bucket.grad_shard.div_(totals[1].clamp_min(1.0).to(bucket.grad_shard.dtype))
@@ -342,7 +345,7 @@ class Engine(nn.Module):
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return whole weights and buffers on the CPU, as ``module.state_dict()`` does; all ranks call it together."""
         names = {parameter: name for name, parameter in self.module.named_parameters(remove_duplicate=False)}
-        held = {p: p.detach().to("cpu", copy=True) for p in self.data_parallel.reading(names)}
+        held = {p: whole_tensor(p, self.groups.group("tp")) for p in self.data_parallel.reading(names)}
         found = self.module.state_dict(keep_vars=True)
         return {n: held[t] if t in held else t.detach().to("cpu", copy=True) for n, t in found.items()}
 

@@ -12,11 +12,21 @@ from torch import nn
 from megatron_core.config import RunConfig
 from megatron_core.errors import ConfigError
 from megatron_core.parallel import poison
+from megatron_core.parallel.current import make_groups
 from megatron_core.parallel.launch import World, start_world
 from megatron_core.training.engine.data import EngineLoader
 from megatron_core.training.engine.engine import Engine
-from megatron_core.training.engine.module import Initialise, UnitClasses, check_settings, read_settings
+from megatron_core.training.engine.module import (
+    Initialise,
+    UnitClasses,
+    broadcast_from_first,
+    check_same_module,
+    check_settings,
+    read_settings,
+)
 from megatron_core.training.engine.optimizer import EngineOptimizer, settings_from, settings_of_class
+from megatron_core.training.engine.tensor import split_model
+from megatron_core.training.engine.tensor_plan import Plan
 from megatron_core.training.setup import use_deterministic_kernels
 
 
@@ -88,6 +98,30 @@ def initialize(
         loader = engine.make_loader(training_data, collate_fn=collate_fn, shuffle=shuffle)
     engine.set_scheduler(lr_scheduler, replaced=optimizer)
     return Initialized(engine, engine.optimizer, loader, engine.lr_scheduler)
+
+
+def parallelize(model: nn.Module, tensor: int = 2, *, sequence: bool = False, plan: Plan | None = None) -> nn.Module:
+    """Split ``model`` over groups of ``tensor`` ranks in place; return it for ``initialize``.
+
+    ``plan``: styles by names of modules, with ``*`` for the indices of layers, such as ``{"layers.*.q_proj":
+    "colwise", "layers.*.o_proj": "rowwise"}`` (``tensor_plan.STYLES``); by default the plan of a transformers model,
+    else rules on the names of linear layers. Ranks begin with the weights of rank 0. ``initialize`` with
+    ``tensor_model_parallel_size`` splits a model that was not split before in the same way.
+
+    Errors: ``ConfigError`` and ``LayoutError`` on all ranks. ``verify.verify_module`` checks the result.
+    """
+    if sequence:
+        raise ConfigError("sequence=True: sequence parallelism is not supported for a model of your own; leave it out")
+    settings = RunConfig.from_flat({"tensor_model_parallel_size": tensor})
+    world = _join(settings)
+    groups = make_groups(settings.parallel, world, ends=(0, 0))
+    if getattr(model, "tensor_parallel_size", 1) > 1:
+        raise ConfigError("parallelize: the model is split already; call it once")
+    check_same_module(model, world.device)
+    broadcast_from_first([*model.parameters(), *model.buffers()])
+    if tensor > 1:
+        split_model(model, groups.group("tp"), plan=plan)
+    return model
 
 
 def _join(config: RunConfig) -> World:

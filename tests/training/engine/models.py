@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ import transformers
 from torch import Tensor, nn
 
 import megatron_core
+from megatron_core.verify.float64 import WithoutFloat32
 
 SAMPLES, STEPS, BATCH = 24, 3, 8
 LR, DECAY, CLIP = 1e-2, 0.1, 0.5
@@ -196,10 +198,12 @@ def train_with_engine(name: str, **settings: Any) -> Result:
 
 
 def call(model: nn.Module, batch: Any) -> Any:
-    """The model's output for a batch."""
-    if isinstance(batch, dict):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, list | tuple) else model(batch)
+    """The model's output for a batch, in float64 for models in float64."""
+    wide = next(model.parameters()).dtype == torch.float64
+    with WithoutFloat32() if wide else nullcontext():
+        if isinstance(batch, dict):
+            return model(**batch)
+        return model(*batch) if isinstance(batch, list | tuple) else model(batch)
 
 
 def loss_in(output: Any) -> Tensor:
