@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -169,8 +169,9 @@ def train_with_torch(name: str) -> Result:
         total = 0.0
         for sample in samples[step * BATCH : (step + 1) * BATCH]:
             batch = torch.utils.data.default_collate([sample])
-            loss = loss_in(call(model, batch)) / BATCH
-            loss.backward()
+            with throughout_float64(model):
+                loss = loss_in(call(model, batch)) / BATCH
+                loss.backward()
             total += loss.item()
         for parameter in trained:  # an unused parameter has a gradient of zero in flat buffers
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -189,7 +190,8 @@ def train_with_engine(name: str, **settings: Any) -> Result:
     )
     losses, norms = [], []
     for batch in loader:
-        engine.backward(loss_in(call(engine, batch)))
+        with throughout_float64(engine):
+            engine.backward(loss_in(call(engine, batch)))
         report = engine.step()
         if report is not None:
             losses.append(report.loss)
@@ -198,12 +200,15 @@ def train_with_engine(name: str, **settings: Any) -> Result:
 
 
 def call(model: nn.Module, batch: Any) -> Any:
-    """The model's output for a batch, in float64 for models in float64."""
-    wide = next(model.parameters()).dtype == torch.float64
-    with WithoutFloat32() if wide else nullcontext():
-        if isinstance(batch, dict):
-            return model(**batch)
-        return model(*batch) if isinstance(batch, list | tuple) else model(batch)
+    """The model's output for a batch."""
+    if isinstance(batch, dict):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, list | tuple) else model(batch)
+
+
+def throughout_float64(model: nn.Module) -> AbstractContextManager[Any]:
+    """Compute forward and backward (with recomputation) of a float64 model without its casts to float32."""
+    return WithoutFloat32() if next(model.parameters()).dtype == torch.float64 else nullcontext()
 
 
 def loss_in(output: Any) -> Tensor:
