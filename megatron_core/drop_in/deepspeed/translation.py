@@ -79,6 +79,8 @@ def read_json(config: Any) -> dict[str, Any]:
     try:
         text = Path(name).read_text(encoding="utf-8") if os.path.exists(name) else _decoded(name)
         found = json.loads(text, object_pairs_hook=_refuse_duplicates)
+    except ConfigError:
+        raise
     except OSError as error:
         raise ConfigError(f"{name}: cannot be read ({error.strerror}); give a JSON file") from error
     except (ValueError, RecursionError) as error:
@@ -141,9 +143,9 @@ class _Reader:
     def check_keys(self) -> None:
         """Sort all given keys by the table."""
         for path, value in _leaves(self.values):
-            key = _lookup(path)
+            key = find_key(path)
             if key is None:
-                near = get_close_matches(path, _names(), 1, 0.7)
+                near = get_close_matches(path, key_names(), 1, 0.7)
                 self.faults.append(f"{path} is not a key of DeepSpeed" + (f"; did you mean {near[0]}?" if near else ""))
             elif key.use == "refused":
                 if not self._neutral(path, value, key):
@@ -315,7 +317,8 @@ class _Reader:
         return None if name is None else Algorithm(str(name), dict(params))
 
 
-def _lookup(path: str) -> Key | None:
+def find_key(path: str) -> Key | None:
+    """Return the row of a dotted path, or of a section around it; None for an unknown key."""
     table = known_keys()
     parts = path.split(".")
     above = (f"{'.'.join(parts[:count])}.*" for count in range(len(parts), 0, -1))
@@ -323,11 +326,11 @@ def _lookup(path: str) -> Key | None:
 
 
 def _leaves(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """All dotted paths with their values; an absent section (null) has none, a section that is no object is one."""
+    """All dotted paths with their values, without sections that are null."""
     for name, value in values.items():
         path = f"{above}{name}"
         is_section = any(each.startswith(f"{path}.") for each in known_keys())
-        if isinstance(value, Mapping) and (is_section or f"{above}*" in known_keys() or _lookup(path)):
+        if isinstance(value, Mapping) and (is_section or f"{above}*" in known_keys() or find_key(path)):
             yield from _leaves(value, f"{path}.")
         elif not (is_section and value is None):
             yield path, value
@@ -338,7 +341,7 @@ def _enabled(value: Any) -> bool:
     return isinstance(value, Mapping) and (value.get("enabled") is True or any(map(_enabled, value.values())))
 
 
-def _names() -> list[str]:
+def key_names() -> list[str]:
     """All known dotted paths and their sections."""
     paths = [each.removesuffix(".*").split(".") for each in known_keys()]
     return sorted({".".join(parts[:count]) for parts in paths for count in range(1, len(parts) + 1)})

@@ -1,0 +1,56 @@
+"""``DeepSpeedConfig``: the JSON configuration after translation, under DeepSpeed's attribute names."""
+
+import argparse
+import os
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_core.drop_in.deepspeed.translation import read_json, translate
+from megatron_core.errors import ConfigError as DeepSpeedConfigError
+
+__all__ = ["DeepSpeedConfig", "DeepSpeedConfigError", "add_config_arguments"]
+
+
+class DeepSpeedConfig:
+    """Reads a JSON configuration, a dict or a file, and translates it for the ranks of the job.
+
+    ``mpu``: an object with ``get_data_parallel_world_size()``, if the job has model parallelism. ``translation``: the
+    result in settings of this project. Errors: ``DeepSpeedConfigError`` with all problems.
+    """
+
+    def __init__(self, config: Mapping[str, Any] | str | os.PathLike[str], mpu: Any = None) -> None:
+        self.world_size = _data_ranks(mpu)
+        self.translation = found = translate(config, self.world_size)
+        self._param_dict = read_json(config)
+        self.train_batch_size = found.train_batch_size
+        self.train_micro_batch_size_per_gpu = found.train_micro_batch_size_per_gpu
+        self.gradient_accumulation_steps = found.gradient_accumulation_steps
+        self.gradient_clipping = found.settings["clip_grad"]
+        self.zero_optimization_stage = found.settings["zero_stage"]
+        self.zero_enabled = self.zero_optimization_stage > 0
+        self.zero_config = SimpleNamespace(stage=self.zero_optimization_stage)
+        self.float16_config = SimpleNamespace(enabled=found.settings["fp16"])
+        self.bfloat16_config = SimpleNamespace(enabled=found.settings["bf16"])
+        self.optimizer_name = found.optimizer.name.lower() if found.optimizer else None
+        self.optimizer_params = found.optimizer.params if found.optimizer else None
+        self.scheduler_name = found.scheduler.name if found.scheduler else None
+        self.scheduler_params = found.scheduler.params if found.scheduler else None
+        self.steps_per_print = self._param_dict.get("steps_per_print")
+
+
+def _data_ranks(mpu: Any) -> int:
+    if mpu is not None:
+        return int(mpu.get_data_parallel_world_size())
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add ``--deepspeed`` and ``--deepspeed_config`` and their deprecated names to ``parser``."""
+    group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
+    for name, state in (("deepspeed", ""), ("deepscale", "deprecated: ")):
+        group.add_argument(f"--{name}", action="store_true", help=f"{state}use the engine; read by the program")
+        group.add_argument(f"--{name}_config", help=f"{state}file with the JSON configuration")
+    return parser

@@ -1,0 +1,87 @@
+"""Names of DeepSpeed's learning-rate schedules, and their arguments on the command line."""
+
+import argparse
+from typing import Any
+
+LR_RANGE_TEST, ONE_CYCLE, WARMUP_LR = "LRRangeTest", "OneCycle", "WarmupLR"
+WARMUP_DECAY_LR, WARMUP_COSINE_LR = "WarmupDecayLR", "WarmupCosineLR"
+VALID_LR_SCHEDULES = [LR_RANGE_TEST, ONE_CYCLE, WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR]
+WARMUP_LOG_RATE, WARMUP_LINEAR_RATE = "log", "linear"
+TOTAL_NUM_STEPS = "total_num_steps"
+WARMUP_MIN_LR, WARMUP_MAX_LR, WARMUP_NUM_STEPS = "warmup_min_lr", "warmup_max_lr", "warmup_num_steps"
+
+_TUNING: dict[str, dict[str, tuple[Any, str]]] = {
+    LR_RANGE_TEST: {
+        "lr_range_test_min_lr": (0.001, "initial learning rate"),
+        "lr_range_test_step_rate": (1.0, "increase per interval, as a share of the initial rate"),
+        "lr_range_test_step_size": (1000, "steps in an interval"),
+        "lr_range_test_staircase": (False, "change the rate only at the end of an interval"),
+    },
+    ONE_CYCLE: {
+        "cycle_first_step_size": (1000, "steps in the first half of the cycle"),
+        "cycle_first_stair_count": (-1, "stairs in the first half"),
+        "cycle_second_step_size": (-1, "steps in the second half of the cycle"),
+        "cycle_second_stair_count": (-1, "stairs in the second half"),
+        "decay_step_size": (1000, "steps in an interval of the decay after the cycle"),
+        "cycle_min_lr": (0.01, "lowest learning rate"),
+        "cycle_max_lr": (0.1, "highest learning rate"),
+        "decay_lr_rate": (0.0, "decay of the learning rate per interval"),
+        "cycle_momentum": (False, "also change the momentum"),
+        "cycle_min_mom": (0.8, "lowest momentum"),
+        "cycle_max_mom": (0.9, "highest momentum"),
+        "decay_mom_rate": (0.0, "decay of the momentum per interval"),
+    },
+    WARMUP_LR: {
+        WARMUP_MIN_LR: (0.0, "initial learning rate"),
+        WARMUP_MAX_LR: (0.001, "learning rate after warm-up"),
+        WARMUP_NUM_STEPS: (1000, "steps of warm-up"),
+        "warmup_type": (WARMUP_LOG_RATE, "log or linear"),
+    },
+    WARMUP_COSINE_LR: {
+        "warmup_min_ratio": (0.01, "initial learning rate, as a share of the optimizer's"),
+        "cos_min_ratio": (0.01, "final learning rate, as a share of the optimizer's"),
+    },
+}
+"""Default and help of the arguments of each schedule on the command line."""
+
+
+def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add ``--lr_schedule`` and the arguments of all schedules to ``parser``."""
+    group = parser.add_argument_group("Convergence Tuning", "Convergence tuning configurations")
+    group.add_argument("--lr_schedule", default=None, help="learning-rate schedule: one of the names in the JSON")
+    for kind, arguments in _TUNING.items():
+        for name, (default, text) in arguments.items():
+            text = f"{kind}: {text}"
+            if isinstance(default, bool):
+                group.add_argument(f"--{name}", action="store_true", help=text)
+            else:
+                group.add_argument(f"--{name}", type=type(default), default=default, help=text)
+    return parser
+
+
+def get_config_from_args(args: argparse.Namespace) -> tuple[dict[str, Any] | None, str | None]:
+    """Return the JSON section ``scheduler`` of the command line, or None and the reason."""
+    kind = getattr(args, "lr_schedule", None)
+    if kind is None:
+        return None, "--lr_schedule not specified on command line"
+    if kind not in VALID_LR_SCHEDULES:
+        return None, f"{kind} is not supported LR schedule"
+    names = [name for name in _TUNING.get(kind, _TUNING[WARMUP_LR]) if name != "cycle_momentum"]  # as in DeepSpeed
+    if kind == WARMUP_COSINE_LR:
+        names += [WARMUP_NUM_STEPS, "warmup_type"]
+    values = {name: getattr(args, name, None) for name in names}
+    return {"type": kind, "params": {name: value for name, value in values.items() if value is not None}}, None
+
+
+def get_lr_from_config(config: dict[str, Any]) -> tuple[float | None, str]:
+    """Return the highest learning rate of a JSON section ``scheduler``, or None and the reason."""
+    for name in ("type", "params"):
+        if name not in config:
+            return None, f"LR schedule {name} not defined in config"
+    kind = config["type"]
+    if kind not in VALID_LR_SCHEDULES:
+        return None, f"{kind} is not a valid LR schedule"
+    if kind == WARMUP_COSINE_LR:
+        return None, f"{kind} scales the optimizer learning rate by a ratio, so its params define no lr"
+    name = {LR_RANGE_TEST: "lr_range_test_min_lr", ONE_CYCLE: "cycle_max_lr"}.get(kind, WARMUP_MAX_LR)
+    return config["params"][name], ""

@@ -1,0 +1,51 @@
+"""Tests of megatron_core.drop_in.deepspeed.command.py: JSON to YAML and back, and the page of all keys."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megatron_core.drop_in.deepspeed.command import main, page
+from megatron_core.drop_in.deepspeed.reverse import to_deepspeed
+from megatron_core.drop_in.deepspeed.translation import translate
+from megatron_core.errors import ConfigError
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_the_page_is_current() -> None:
+    assert (ROOT / "docs/deepspeed_keys.md").read_text() == page(), "megatron_core.drop_in.deepspeed.command.py --page"
+
+
+@pytest.mark.parametrize(
+    "config",
+    (
+        {"bf16": {"enabled": True}, "communication_data_type": "bf16", "gradient_clipping": 0.5},
+        {"fp16": {"enabled": True, "initial_scale_power": 9}, "optimizer": {"type": "Lion", "params": {"lr": 0.1}}},
+        {"fp16": {"enabled": True, "loss_scale": 128}, "optimizer": {"type": "SGD", "params": {"momentum": 0.5}}},
+        {"optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 7, "betas": [0.8, 0.9]}}},
+        {
+            "zero_optimization": {"stage": 3, "overlap_comm": True, "reduce_bucket_size": 100}
+            | {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}
+            | {"offload_param": {"device": "nvme", "nvme_path": "weights"}},
+            "optimizer": {"type": "AdamW", "params": {"weight_decay": 0.1, "eps": 1e-6}},
+        },
+    ),
+)
+def test_the_round_trip_keeps_all_settings(config: dict[str, Any], tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, middle, last = (tmp_path / name for name in ("a.json", "b.yaml", "c.json"))
+    first.write_text(json.dumps({"train_batch_size": 8, "gradient_accumulation_steps": 2, **config}))
+    monkeypatch.setattr(sys, "argv", ["", "--from-json", str(first), "--world-size", "2", "--output", str(middle)])
+    main()
+    monkeypatch.setattr(sys, "argv", ["", "--from-yaml", str(middle), "--output", str(last)])
+    main()
+    assert translate(last, 2).settings == yaml.safe_load(middle.read_text()) == translate(first, 2).settings
+    assert translate(last, 2).gradient_accumulation_steps == 2
+
+
+def test_settings_without_a_key_are_refused() -> None:
+    with pytest.raises(ConfigError, match="seed=3 has no key"):
+        to_deepspeed({"micro_batch_size": 1, "seed": 3})
