@@ -1,9 +1,10 @@
 """Micro-batches of a map-style data set for any model: a function of seed, epoch and position only."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from megatron_core.errors import ConfigError
@@ -82,3 +83,15 @@ class EngineLoader:
     def __len__(self) -> int:
         """Number of micro-batches of this rank in a whole epoch."""
         return self.epoch_samples // (self.micro_batch_size * self.ranks)
+
+
+def loss_of(output: Any) -> Tensor:
+    """Return the loss in a module's output: a scalar tensor, the attribute or entry ``loss``, or the first entry."""
+    if isinstance(output, Tensor):
+        return output
+    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if found is None and isinstance(output, tuple | list) and output:
+        found = output[0]
+    if isinstance(found, Tensor):
+        return found
+    raise ConfigError(f"the model returns {type(output).__name__} without a loss; give loss_function(output, batch)")

@@ -24,11 +24,12 @@ from megatron_core.errors import CheckpointError, ConfigError, MegatronError
 from megatron_core.optimizer.lr_schedule import LearningRateSchedule
 from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.launch import World
+from megatron_core.parallel.meter import METER
 from megatron_core.schedules.actions import Action
 from megatron_core.training.driver import finish_gradients, read_norm_and, update_weights
 from megatron_core.training.engine.activations import save_memory
 from megatron_core.training.engine.checkpoints import EngineCheckpoints, EngineState, plain_state
-from megatron_core.training.engine.data import EngineLoader
+from megatron_core.training.engine.data import EngineLoader, loss_of
 from megatron_core.training.engine.module import (
     Initialise,
     LocalInitialisation,
@@ -37,6 +38,7 @@ from megatron_core.training.engine.module import (
     check_same_module,
     find_units,
 )
+from megatron_core.training.engine.monitoring import StepMonitor
 from megatron_core.training.engine.optimizer import EngineOptimizer, groups_of, needs_whole_parameters, optimizer_on
 from megatron_core.training.engine.tensor import equalize_and_split, whole_tensor
 from megatron_core.training.engine.whole import WholeTensors
@@ -110,6 +112,7 @@ class Engine(nn.Module):
         """Reads and writes whole weights, gradients and optimizer state of parameters at every ZeRO stage."""
         # Counters, and the schedule of the learning rate.
         self.state = EngineState(layout=self.layout)
+        self.monitor = StepMonitor(config, self.groups, world, self.layout)
         self.micro_step = 0
         """Number of micro-batches since the last optimizer step."""
         self.last_report: StepReport | None = None
@@ -183,9 +186,12 @@ class Engine(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module; floating-point tensors in the arguments are cast to the compute dtype."""
         action = Action(0, "F", self.micro_step)
+        self.monitor.begin(self.state.iteration)
+        before = METER.switch("forward")
         self.data_parallel.begin_action(action)
         output = self.module(*self._cast(args), **self._cast(kwargs))
         self.data_parallel.end_action(action)
+        METER.switch(before)
         return output
 
     def _cast(self, value: Any) -> Any:
@@ -221,9 +227,11 @@ class Engine(nn.Module):
         action = Action(0, "B", self.micro_step)
         if self.is_boundary:
             self.data_parallel.enable_grad_sync(0)
+        METER.switch("backward")
         self.data_parallel.begin_action(action)
         (loss * factor).backward(retain_graph=retain_graph)
         self.data_parallel.end_action(action)
+        METER.switch("other")
         terms = 1.0 if num_terms is None else num_terms
         self._losses[0] += loss.detach().double().reshape(())
         self._losses[1] += terms
@@ -246,8 +254,10 @@ class Engine(nn.Module):
     def _update(self) -> StepReport:
         """Sum the gradients over all ranks, clip, and update the weights."""
         data, sharded = self.data_parallel, self._sharded
+        METER.switch("gradients")
         finish_gradients(data, None)
         self.before_update()
+        METER.switch("optimizer")
         totals = self._losses
         all_reduce_(totals, self.groups.group("dp"))
         if self._weighted:
@@ -261,6 +271,7 @@ class Engine(nn.Module):
         rate = self._set_rates()
         skipped = update_weights(sharded, [data], norm, rate)
         data.zero_grad()
+        METER.switch("other")
         # Advance the counters.
         self._losses = torch.zeros_like(totals)
         self._weighted = None
@@ -272,6 +283,8 @@ class Engine(nn.Module):
         if self.world.watchdog is not None:
             self.world.watchdog.beat(self.state.iteration + 1)
         self.last_report = StepReport(self.state.iteration, loss, norm, rate, skipped)
+        scale = sharded.loss_scale.scale
+        self.monitor.after_step(self.state, loss, norm, rate, scale, self.global_batch_size, skipped=skipped)
         return self.last_report
 
     def _refuse_bad(self, loss: float, norm: float) -> None:
@@ -378,18 +391,6 @@ class Engine(nn.Module):
         if self.lr_scheduler is not None and self.state.scheduler:
             self.lr_scheduler.load_state_dict(self.state.scheduler)
         return dict(self.state.client_state)
-
-
-def loss_of(output: Any) -> Tensor:
-    """Return the loss in a module's output: a scalar tensor, the attribute or entry ``loss``, or the first entry."""
-    if isinstance(output, Tensor):
-        return output
-    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if found is None and isinstance(output, tuple | list) and output:
-        found = output[0]
-    if isinstance(found, Tensor):
-        return found
-    raise ConfigError(f"the model returns {type(output).__name__} without a loss; give loss_function(output, batch)")
 
 
 def _shown(value: Any) -> str:

@@ -29,6 +29,8 @@ READ = frozenset(
         *("async_save", "keep_last", "save_retain_interval", "no_save_optim", "verify_checkpoint", "kernel_backend"),
         *("zero3_param_cpu_offload", "recompute_granularity", "recompute_num_layers", "cpu_offloading"),
         *("cpu_offloading_num_layers", "poison_buffers", "tensor_model_parallel_size"),
+        *("metrics_file", "tensorboard_dir", "prometheus_file", "wandb_project", "wandb_exp_name", "wandb_entity"),
+        *("wandb_save_dir", "mlflow_experiment", "mlflow_run_name", "mlflow_tracking_uri", "record_times"),
     }
 ) - {"decoupled_lr", "decoupled_min_lr", "start_weight_decay", "end_weight_decay", "weight_decay_incr_style"}
 """Settings of a run that apply to a model of the caller; all others describe the GPT of ``pretrain_gpt.py``."""

@@ -1,0 +1,119 @@
+"""Metrics and times of an engine's steps, in the files of training runs, for ``tools/diagnose.py``."""
+
+import atexit
+import platform
+import time
+from pathlib import Path
+
+from megatron_core.config import RunConfig
+from megatron_core.monitor.build import build_sinks, metrics_path
+from megatron_core.monitor.console import ConsoleSink
+from megatron_core.monitor.device import current_memory_bytes, peak_memory_bytes, total_memory_bytes
+from megatron_core.monitor.events import Sink, StepEvent
+from megatron_core.monitor.goodput import Goodput
+from megatron_core.monitor.lenient import LenientSink
+from megatron_core.monitor.rank_records import RankWriter
+from megatron_core.parallel import ParallelGroups, World
+from megatron_core.parallel.meter import METER, PROCESS_BEGAN
+from megatron_core.training.state import TrainState
+
+DESTINATIONS = ("metrics_file", "tensorboard_dir", "wandb_project", "mlflow_experiment", "prometheus_file")
+
+
+class StepMonitor:
+    """Sends an event of each step to the sinks of rank 0, and writes the times of each rank next to ``metrics_file``.
+
+    It does nothing unless a destination is set. There is no console line, because its fields are those of a GPT.
+    ``tokens_per_second`` and ``model_flops_per_second`` are 0: tokens and FLOPs of any model are unknown; the event's
+    ``breakdown`` has ``samples per second``.
+    """
+
+    def __init__(self, config: RunConfig, groups: ParallelGroups, world: World, layout: str) -> None:
+        self._config, self._groups, self._world, self._layout = config, groups, world, layout
+        self.is_on = any(getattr(config.monitor, name) is not None for name in DESTINATIONS)
+        self._sinks: list[Sink] = []
+        self._writer: RankWriter | None = None
+        self._goodput = Goodput()
+        self._is_open, self._began = False, 0.0
+
+    def begin(self, iteration: int) -> None:
+        """Open the files before the first step; ``iteration``: number of steps so far."""
+        if not self.is_on or self._is_open:
+            return
+        settings, rank = self._config.monitor, self._world.rank
+        self._is_open = True
+        if rank == 0:
+            found = build_sinks(settings, start_iteration=iteration, settings=self._config.flat())
+            self._sinks = [LenientSink(sink) for sink in found if not isinstance(sink, ConsoleSink)]
+        about = {
+            "world_size": self._world.size,
+            "coordinates": dict(self._groups.coordinates),
+            "host": platform.node(),
+            "device": self._world.device.type,
+            "began": PROCESS_BEGAN,
+            "iteration": iteration,
+            "layout": self._layout,
+            "memory_total": total_memory_bytes(),
+            **({"config": self._config.flat()} if rank == 0 else {}),
+        }
+        path = metrics_path(settings, None)
+        if path is not None and settings.record_times:
+            self._writer = RankWriter(Path(path), rank, about)
+        self._goodput.add({"kind": "start", **about})
+        METER.start(self._groups, self._world.device)
+        self._began = time.perf_counter()
+        atexit.register(self.close)
+
+    def after_step(
+        self,
+        state: TrainState,
+        loss: float,
+        grad_norm: float,
+        rate: float,
+        scale: float,
+        samples: int,
+        *,
+        skipped: bool,
+    ) -> None:
+        """Write the times of a step of ``samples`` samples, and send its event; ``state``: counters after the step."""
+        if not self._is_open or not self.is_on:
+            return
+        now = time.perf_counter()
+        seconds, self._began = now - self._began, now
+        times, in_use, peak = METER.take(), current_memory_bytes(), peak_memory_bytes()
+        memory = {"current": in_use, "peak": peak, "activations and buffers": max(peak - in_use, 0)}
+        if self._writer is not None:
+            at = (state.iteration, state.iteration, time.time())
+            self._goodput.add(self._writer.write(*at, times, memory, int(skipped)))
+        event = StepEvent(
+            iteration=state.iteration,
+            total_iterations=self._config.training.train_iters or state.iteration,
+            consumed_samples=state.consumed_samples,
+            consumed_tokens=state.consumed_tokens,
+            loss=loss,
+            learning_rate=rate,
+            global_batch_size=samples,
+            loss_scale=scale,
+            grad_norm=grad_norm,
+            elapsed_ms=1000.0 * seconds,
+            tokens_per_second=0.0,
+            model_flops_per_second=0.0,
+            memory_bytes=peak,
+            breakdown={"samples per second": samples / seconds},
+            skipped=skipped,
+            phases=times.phases | {name: one.exposed for name, one in times.traffic.items() if one.exposed},
+            memory=memory,
+            goodput=self._goodput.share if self._writer is not None else None,
+            layout=self._layout,
+        )
+        for sink in self._sinks:
+            sink.on_step(event)
+
+    def close(self) -> None:
+        """Close the files."""
+        METER.stop()
+        for sink in self._sinks:
+            sink.close()
+        if self._writer is not None:
+            self._writer.close()
+        self._sinks, self._writer, self.is_on = [], None, False

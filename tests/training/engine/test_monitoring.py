@@ -1,0 +1,47 @@
+"""Metrics of an engine's steps and the diagnosis of their files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import megatron_core
+from megatron_core.monitor.diagnosis_rules import diagnose
+from megatron_core.monitor.rank_records import read_run
+from megatron_core.monitor.summary import Summary
+from megatron_core.verify.ranks import run_ranks
+
+
+def test_files_of_a_run(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    reports = run_ranks(2, _train, str(path))[0]
+    records = read_run(path)
+    assert records.notes == []
+    assert [(step["loss"], step["grad_norm"], step["learning_rate"]) for step in records.steps()] == reports
+    for number, step in enumerate(records.steps(), 1):
+        assert (step["iteration"], step["consumed_samples"]) == (number, 8 * number)
+        assert abs(step["samples per second"] * step["elapsed_ms"] / 1000.0 - 8.0) < 1e-6
+    for lines in records.ranks.values():
+        times = [line for line in lines if line["kind"] == "times"]
+        assert [line["last"] for line in times] == [1, 2, 3]
+        for line in times:
+            assert line["phases"].keys() >= {"forward", "backward", "optimizer"}
+            # 8 x 8 + 8 numbers of 4 bytes, padded; a ring sends half of them.
+            assert 144 <= line["traffic"]["dp reduce_scatter"]["bytes"] < 200
+            waited = sum(each["exposed"] for each in line["traffic"].values())
+            assert abs(sum(line["phases"].values()) + waited - line["seconds"]) < 1e-4
+    assert "of the time" in diagnose(Summary.of(records)).text()
+
+
+def _train(path: str) -> list[tuple[float, float, float]]:
+    config = {"global_batch_size": 8, "micro_batch_size": 2, "zero_stage": 1, "metrics_file": path}
+    engine = megatron_core.initialize(nn.Linear(8, 8), config).engine
+    found = []
+    while len(found) < 3:
+        engine.backward(engine(torch.randn(2, 8)).square().mean())
+        if (report := engine.step()) is not None:
+            found.append((report.loss, report.grad_norm, report.learning_rate))
+    engine.monitor.close()
+    return found
