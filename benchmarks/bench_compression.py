@@ -27,6 +27,15 @@ RUNS: dict[str, tuple[str, dict[str, object]]] = {
     "PowerSGD, rank 4": (WHOLE, {"grad_compression": "powersgd", "powersgd_rank": 4}),
     UNCLIPPED: (UNCLIPPED, {"clip_grad": 0.0}),
     "1-bit Adam": (UNCLIPPED, {"grad_compression": "onebit-adam", "clip_grad": 0.0}),
+    "1-bit Adam, ZeRO 1": (
+        UNCLIPPED,
+        {"grad_compression": "onebit-adam", "clip_grad": 0.0, "zero_stage": 1, "overlap_grad_reduce": True},
+    ),
+    "1-bit Adam, clipping": (WHOLE, {"grad_compression": "onebit-adam"}),
+    "PowerSGD, ZeRO 2": (
+        WHOLE,
+        {"grad_compression": "powersgd", "powersgd_rank": 4, "zero_stage": 2, "overlap_grad_reduce": True},
+    ),
 }
 """The reference run of each run."""
 WARM_UP = 0.2

@@ -28,8 +28,9 @@ class AlgorithmConfig:
 
     optimizer: str = setting("adam")
     """adam: AdamW (Loshchilov and Hutter 2019); sgd: with momentum; lion (Chen et al. 2023); muon: orthogonal updates
-    of the hidden matrices (Jordan et al. 2024), --muon-scalar-optimizer for the other parameters; or an optimizer that
-    a program registers (optimizer.register_optimizer)."""
+    of the hidden matrices (Jordan et al. 2024), --muon-scalar-optimizer for the other parameters; lamb: Adam with steps
+    in proportion to the norm of each tensor (You et al. 2019); or an optimizer that a program registers
+    (optimizer.register_optimizer)."""
     adam_beta1: float = setting(0.9, r.BELOW_1, when=_read("adam_beta1", "adam"))
     """Decay rate of the running mean of gradients."""
     adam_beta2: float = setting(0.999, r.BELOW_1, when=_read("adam_beta2", "adam"))
@@ -69,6 +70,10 @@ class AlgorithmConfig:
     if the GPU has it. highest: float32. With --fp64 always float64."""
     muon_scalar_optimizer: Literal["adam", "lion"] = setting("adam", when=_read("muon_scalar_optimizer", "muon"))
     """Optimizer of embeddings, output layer, norms and biases, for --optimizer muon."""
+    lamb_max_coeff: float = setting(10.0, r.POSITIVE, when=_read("lamb_max_coeff", "lamb"))
+    """Upper limit of |weights| / |update|, the factor of a tensor's update, for --optimizer lamb."""
+    lamb_min_coeff: float = setting(0.01, r.POSITIVE, when=_read("lamb_min_coeff", "lamb"))
+    """Lower limit of |weights| / |update|, for --optimizer lamb."""
     use_layer_wise_param_layout: bool = setting(True, when=c.MUON_ZERO_1, resume=Resume.FREE)
     """For --optimizer muon with ZeRO stage 1: shards consist of whole matrices, each updated by one rank;
     --no-use-layer-wise-param-layout: shards cut matrices, and ranks exchange the parts in every step."""
@@ -194,9 +199,22 @@ add_optimizer(
         hidden_lr_power=0,  # the size of Muon's updates does not depend on the width
     )
 )
+add_optimizer(
+    OptimizerKind(
+        name="lamb",
+        all_moments=(Moment("exp_avg", None), Moment("exp_avg_sq", None)),
+        settings=("adam_beta1", "adam_beta2", "adam_eps", "lamb_max_coeff", "lamb_min_coeff"),
+        hidden_lr_power=0,  # the size of updates is in proportion to the weights
+    )
+)
 
 
 def optimizer_problems(config: AlgorithmConfig) -> Iterator[str]:
-    """Check that the optimizer is registered."""
+    """Check that the optimizer is registered, and the settings of LAMB."""
     if config.optimizer not in OPTIMIZERS:
         yield f"optimizer={config.optimizer} is unknown; legal: {', '.join(OPTIMIZERS)}"
+    if config.optimizer == "lamb" and config.lamb_min_coeff > config.lamb_max_coeff:
+        yield (
+            f"lamb_min_coeff={config.lamb_min_coeff} is above lamb_max_coeff={config.lamb_max_coeff}; use a smaller "
+            "--lamb-min-coeff"
+        )

@@ -69,8 +69,14 @@ def _offload_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _storage_problems(config: RunConfig) -> Iterator[str]:
-    """bfloat16 moments with onebit-adam."""
+    """bfloat16 moments with onebit-adam; bfloat16 main weights and offloaded state with lamb."""
     optimizer = config.optimizer
+    if optimizer.optimizer == "lamb" and (optimizer.offloads_optimizer or optimizer.bf16_settings):
+        yield (
+            "optimizer=lamb needs norms of whole tensors before it updates a weight, so its main weights must be in "
+            "float32 on the device; remove --optimizer-cpu-offload, --optimizer-offload-dir and "
+            "--main-params-dtype bf16"
+        )
     if optimizer.bf16_settings and config.parallel.grad_compression == "onebit-adam":
         yield "grad_compression=onebit-adam sums moments in float32; use fp32 for exp_avg_dtype and exp_avg_sq_dtype"
 

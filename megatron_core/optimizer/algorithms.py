@@ -1,4 +1,4 @@
-"""Update rules of the optimizers in ``config.optimizers``: AdamW, SGD, Lion on any slice of a shard, Muon on matrices.
+"""Update rules of the optimizers in ``config.optimizers``: AdamW, SGD, Lion, LAMB on slices, Muon on matrices.
 
 To add an optimizer, add a row to ``config.optimizers`` and a class here, or call ``register_optimizer`` outside of this
 package.
@@ -150,6 +150,68 @@ class Lion(Algorithm):
             write_copy(part)
 
 
+class LAMB(Algorithm):
+    """You et al. 2019 (arXiv 1904.00962), algorithm 2.
+
+    r = m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + wd w;  w = w - lr c r, with c = |w| / |r| of the whole tensor,
+    limited to [lamb_min_coeff, lamb_max_coeff]; c = 1 if a norm is 0. A tensor of experts has one norm for all experts
+    of a layer.
+    """
+
+    def update(self, parts: Sequence[ShardSlice], rates: Rates) -> None:
+        """Update the moments and replace each gradient by r; ``scale_bucket`` updates the weights."""
+        beta1, beta2 = self.config.adam_beta1, self.config.adam_beta2
+        for part in parts:
+            momentum, variance = part.state["exp_avg"], part.state["exp_avg_sq"]
+            part.grad.mul_(rates.factor)
+            momentum.lerp_(part.grad, 1.0 - beta1)
+            variance.mul_(beta2).addcmul_(part.grad, part.grad, value=1.0 - beta2)
+            size = variance.div(1.0 - beta2**rates.step).sqrt_().add_(rates.epsilon)
+            torch.div(momentum, size, out=part.grad).div_(1.0 - beta1**rates.step)
+            part.grad.add_(part.main, alpha=rates.weight_decay)
+
+    def scale_bucket(self, bucket: Bucket, whole: ShardSlice, runs: Sequence[tuple[slice, float]]) -> None:
+        """Update the weights of the shard ``whole``, whose gradient is r.
+
+        ``runs``: slices of the shard with their learning rates. A collective call of all ranks that share the bucket's
+        tensors.
+        """
+        coefficients = self._coefficients(bucket, whole).to(whole.main.dtype)
+        number = {parameter: at for at, parameter in enumerate(bucket.parameters)}
+        for run, lr in runs:
+            whole.grad[run].mul_(lr)
+        for _, parameter, start, stop, at in bucket.pieces():
+            piece = slice(at, at + stop - start)
+            whole.main[piece].sub_(whole.grad[piece] * coefficients[number[parameter]])
+        write_copy(whole)
+
+    def _coefficients(self, bucket: Bucket, whole: ShardSlice) -> Tensor:
+        """Return c of each of the bucket's parameters, float64."""
+        assert self.groups is not None
+        squares = torch.zeros(2, len(bucket.parameters), dtype=torch.float64, device=whole.main.device)
+        number = {parameter: at for at, parameter in enumerate(bucket.parameters)}
+        axes = {"etp" if "edp" in bucket.kind.replica_axes else "tp"}
+        # Each element counts once: for replicated elements, on the lowest rank with a copy.
+        for parameter in bucket.parameters:
+            axes.update(spec_of(parameter).split_axes)
+        for _, parameter, start, stop, at in bucket.pieces():
+            for first, last in spec_of(parameter).owned_flat_ranges():
+                span = slice(max(first, start) - start + at, min(last, stop) - start + at)
+                if span.start < span.stop:
+                    for row, tensor in zip(squares, (whole.main, whole.grad), strict=True):
+                        row[number[parameter]] += tensor[span].double().square().sum()
+        if bucket.is_sharded:
+            all_reduce_(squares, bucket.dp_group)
+        for axis in sorted(axes):
+            all_reduce_(squares, self.groups.group(axis))
+        if bucket.kind.tied:
+            assert self.groups.embedding is not None, "tied weights are on the ranks of the first and the last stage"
+            all_reduce_(squares, self.groups.embedding)
+        weights, directions = squares.sqrt()
+        ratio = (weights / directions).clamp(self.config.lamb_min_coeff, self.config.lamb_max_coeff)
+        return torch.where((weights > 0) & (directions > 0), ratio, torch.ones_like(ratio))
+
+
 Coefficients = tuple[float, float, float]
 
 COEFFICIENTS: dict[str, tuple[Coefficients, ...]] = {
@@ -297,7 +359,7 @@ def _float32_products(precision: str) -> Iterator[None]:
 UpdateRule = Callable[[OptimizerConfig, Backend, ParallelGroups], Algorithm]
 """Constructor of an update rule: a subclass of ``Algorithm``, or a function that returns an instance of one."""
 
-UPDATE_RULES: dict[str, UpdateRule] = {"adam": AdamW, "sgd": SGD, "lion": Lion, "muon": Muon}
+UPDATE_RULES: dict[str, UpdateRule] = {"adam": AdamW, "sgd": SGD, "lion": Lion, "muon": Muon, "lamb": LAMB}
 """The update rule of each optimizer, by the names in ``config.optimizers.OPTIMIZERS``."""
 
 

@@ -22,6 +22,7 @@ from megatron_core.data_parallel.placement import DiskPlacement, Placement
 from megatron_core.errors import ConfigError
 from megatron_core.ops import Backend
 from megatron_core.optimizer.algorithms import (
+    LAMB,
     UPDATE_RULES,
     AdamW,
     Algorithm,
@@ -201,6 +202,7 @@ class Optimizer:
 
     def _update_all(self, lr: float, decoupled_lr: float | None, weight_decay: float | None, factor: float) -> None:
         """Update each group of runs with its own rates; ``factor`` is the factor of the gradients."""
+        scaled: dict[Shard, list[tuple[slice, float]]] = {s: [] for s in self.shards if isinstance(s.algorithm, LAMB)}
         for (group, _, _), runs in self._runs.items():
             if isinstance(group, int):
                 own = self.param_groups[group]
@@ -212,6 +214,13 @@ class Optimizer:
                 scale, eps_scale = self._width_factors(runs[0][0]) if by_width else (1.0, 1.0)
                 rates = Rates(self.steps_taken, own_lr * scale, decay, factor, self.config.adam_eps * eps_scale)
             self._update(runs, rates)
+            for shard, at in runs:
+                if shard in scaled:
+                    scaled[shard].append((at, rates.lr))
+        for shard, spans in scaled.items():
+            assert isinstance(shard.algorithm, LAMB)
+            whole = shard.part(slice(0, shard.main.numel()), shard.bucket.grad_shard)
+            shard.algorithm.scale_bucket(shard.bucket, whole, spans)
 
     def _width_factors(self, shard: Shard) -> tuple[float, float]:
         return shard.kind.width_factors(self.width, hidden=shard.bucket.kind.is_hidden_matrix)

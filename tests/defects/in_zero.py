@@ -90,6 +90,27 @@ IN_ZERO = (
         "muon, dp2 tp2 zero1",
     ),
     Defect(
+        "LAMB's norms are of one shard",
+        "optimizer.algorithms:LAMB._coefficients",
+        "all_reduce_(squares, bucket.dp_group)",
+        "pass",
+        "lamb, tied, dp2 pp2 zero1",
+    ),
+    Defect(
+        "LAMB's norms are of one tensor-parallel part",
+        "optimizer.algorithms:LAMB._coefficients",
+        "for axis in sorted(axes):",
+        "for axis in ():",
+        "lamb, 2 groups, dp2 tp2 sp zero2",
+    ),
+    Defect(
+        "LAMB's norm of a tied weight is that of the first stage",
+        "optimizer.algorithms:LAMB._coefficients",
+        "all_reduce_(squares, self.groups.embedding)",
+        "pass",
+        "lamb, tied, dp2 pp2 zero1",
+    ),
+    Defect(
         "learning rates of a wide model are those of its base where shards are",
         "optimizer.sharded:Optimizer._width_factors",
         "hidden=shard.bucket.kind.is_hidden_matrix",

@@ -50,6 +50,7 @@ STATES: dict[str, tuple[dict[str, Any], set[str]]] = {
     "sgd without momentum, bf16": ({"optimizer": "sgd", "sgd_momentum": 0.0, "bf16": True}, {"main"}),
     "lion": ({"optimizer": "lion"}, {"exp_avg"}),
     "muon": ({"optimizer": "muon"}, {"momentum_buffer", "exp_avg", "exp_avg_sq"}),
+    "lamb": ({"optimizer": "lamb"}, {"exp_avg", "exp_avg_sq"}),
     "muon, scalars by lion": ({"optimizer": "muon", "muon_scalar_optimizer": "lion"}, {"momentum_buffer", "exp_avg"}),
     "muon, bf16 moments": (
         {"optimizer": "muon"} | NARROW | {"num_experts": 4, "moe_router_topk": 2, "disable_bias_linear": True},
@@ -123,7 +124,7 @@ def test_resuming_without_momentum_ignores_its_state(tmp_path: Path) -> None:
 
 def test_an_unknown_optimizer_is_refused() -> None:
     assert list(problems(tiny_config(optimizer="adamz"), 1)) == [
-        "optimizer=adamz is unknown; legal: adam, sgd, lion, muon"
+        "optimizer=adamz is unknown; legal: adam, sgd, lion, muon, lamb"
     ]
     with pytest.raises(ConfigError, match="'adam' is already registered"):
         register_optimizer(OPTIMIZERS["adam"], UPDATE_RULES["adam"])

@@ -141,6 +141,8 @@ ROWS: dict[str, tuple[int, dict, dict]] = {
         TP4,
     ),
     "lion, modern, dp2 tp2 sp zero2": (4, MODERN | {"optimizer": "lion"}, TP2 | SP | ZERO2),
+    "lamb, 2 groups, dp2 tp2 sp zero2": (4, GQA2 | {"optimizer": "lamb"}, TP2 | SP | ZERO2),
+    "lamb, tied, dp2 pp2 zero1": (4, {"optimizer": "lamb"}, PP2 | ZERO | SMALL_BUCKETS),
     "sgd, own rate of embeddings, clipped by value, dp2 pp2 zero3": (
         4,
         {"optimizer": "sgd", "decoupled_lr": 2e-2, "clip_grad_value": 1e-2, "lr_warmup_iters": 2},
