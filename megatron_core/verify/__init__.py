@@ -7,3 +7,4 @@ from megatron_core.verify.parity import Experiment, ParityReport, Row, check_par
 from megatron_core.verify.ranks import RankFailure, run_ranks, this_world
 from megatron_core.verify.shrink import shrunk
 from megatron_core.verify.trace import RankTrace, Trace, assemble
+from megatron_core.verify.verify_module import ModuleReport, verify_module

@@ -49,7 +49,8 @@ class RankTrace:
         for piece in pieces:
             box = tuple(slice(a, b) for a, b in zip(piece.box.start, piece.box.stop, strict=True))
             values = piece.memory.detach().to("cpu", torch.float64, copy=True).numpy()
-            self.parts.append((f"{label}.{piece.name.removeprefix('model.')}", piece.global_shape, box, values))
+            name = piece.name.removeprefix("model.") if label == "weight" else piece.name  # that of parameter_pieces
+            self.parts.append((f"{label}.{name}", piece.global_shape, box, values))
 
 
 def _gradient_pieces(bucket: Bucket) -> Iterable[TensorBox]:

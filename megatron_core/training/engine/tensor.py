@@ -32,12 +32,13 @@ class ParallelLinear(nn.Module):
     once, after the sum.
     """
 
-    def __init__(self, linear: nn.Module, style: str, group: Group, *, transposed: bool) -> None:
+    def __init__(self, linear: Any, style: str, group: Group, *, transposed: bool) -> None:
         super().__init__()
-        self.weight, self.bias = linear.weight, linear.bias
+        self.weight: nn.Parameter = linear.weight
+        self.bias: nn.Parameter | None = linear.bias
         self.style, self.group, self.transposed = style, group, transposed
-        self.out_features, self.in_features = self.weight.shape[:: -1 if transposed else 1]
-        self.nf = self.out_features
+        out, into = (1, 0) if transposed else (0, 1)
+        self.out_features, self.in_features = self.weight.shape[out], self.weight.shape[into]
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in]`` -> ``[..., out]``."""
@@ -72,7 +73,8 @@ def split_model(model: nn.Module, group: Group, *, plan: Plan | None = None) -> 
     Errors: ``ConfigError`` for a plan that does not fit the model; ``LayoutError`` for sizes that do not divide.
     """
     _Splitting(model, group, plan).run()
-    model.tensor_parallel_size = group.size()
+    marked: Any = model
+    marked.tensor_parallel_size = group.size()
 
 
 def equalize_and_split(model: nn.Module, groups: ParallelGroups, seed: int) -> None:
@@ -142,10 +144,11 @@ class _Splitting:
             local = parameter.new_empty(spec.local_shape)
             with torch.no_grad():
                 spec.localise(parameter.detach(), local)
-            parameter.data, parameter.shard_spec = local, spec
+            parameter.data = local
         for parameter in self.model.parameters():
-            if parameter not in self.specs:
-                parameter.shard_spec = self._whole(parameter)
+            spec = self.specs[parameter][1] if parameter in self.specs else self._whole(parameter)
+            marked: Any = parameter
+            marked.shard_spec = spec
         for name, (style, module) in self.replacements.items():
             owner, _, own = name.rpartition(".")
             setattr(self.modules[owner], own, self._parallel(style, module))
@@ -164,7 +167,7 @@ class _Splitting:
         if known != spec:
             raise ConfigError(f"plan: {name} and {other} are one tied parameter; split both in the same dim")
 
-    def _split(self, name: str, parameter: nn.Parameter, dim: int, parts: int) -> None:
+    def _split(self, name: str, parameter: Any, dim: int, parts: int) -> None:
         extent = parameter.shape[dim]
         if extent % (parts * self.size):
             raise LayoutError(
@@ -187,8 +190,8 @@ class _Splitting:
         dim = parameter.dim() - (2 if style == "colwise" else 1)
         self._split(name, parameter, dim, parts)
 
-    def _embedding(self, name: str, module: nn.Module) -> None:
-        if not isinstance(module, nn.Embedding) or module.max_norm is not None or module.scale_grad_by_freq:
+    def _embedding(self, name: str, module: Any) -> None:
+        if type(module) is not nn.Embedding or module.max_norm is not None or module.scale_grad_by_freq:
             raise ConfigError(
                 f"plan: {name!r} has the style embedding_rowwise; it must be an nn.Embedding without max_norm and "
                 "scale_grad_by_freq; remove it from the plan"
@@ -197,10 +200,14 @@ class _Splitting:
             self._split(f"{name}.weight", module.weight, 0, 1)
             self.replacements[name] = "embedding_rowwise", module
 
-    def _linear(self, name: str, module: nn.Module, style: str, parts: int) -> None:
-        if not isinstance(module, (nn.Linear, *self.conv)):
-            raise ConfigError(f"plan: {name!r} ({type(module).__name__}) has the style {style!r} of linear layers")
-        out, into = (1, 0) if isinstance(module, self.conv) else (0, 1)
+    def _linear(self, name: str, module: Any, style: str, parts: int) -> None:
+        hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
+        if type(module) not in (nn.Linear, *self.conv) or hooks:
+            raise ConfigError(
+                f"plan: {name!r} ({type(module).__name__}) has the style {style!r}; it must be an nn.Linear without "
+                "hooks; remove it from the plan, or its hooks"
+            )
+        out, into = (1, 0) if type(module) in self.conv else (0, 1)
         weight, bias = module.weight, module.bias
         if style == "colwise_gather_output" and weight.shape[out] % self.size:
             return  # every rank computes all outputs
@@ -247,7 +254,7 @@ class _Splitting:
     def _parallel(self, style: str, module: nn.Module) -> nn.Module:
         if isinstance(module, nn.Embedding):
             return ParallelEmbedding(module, self.group)
-        return ParallelLinear(module, style, self.group, transposed=isinstance(module, self.conv))
+        return ParallelLinear(module, style, self.group, transposed=type(module) in self.conv)
 
     def _copy_inputs(self, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Sum the gradients of tokens and routing weights over the ranks, each of which has a part of them."""
