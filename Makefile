@@ -75,8 +75,8 @@ site: $(BIN)/python
 check: install-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy --exclude megatron_core/drop_in/megatron/
-	$(BIN)/mypy --package megatron.core --package megatron.training
+	$(BIN)/mypy --exclude 'megatron_core/drop_in/(megatron|deepspeed)/'
+	$(BIN)/mypy --package megatron.core --package megatron.training --package deepspeed
 
 cuda-check: install
 	$(BIN)/python tools/cuda_check.py

@@ -48,7 +48,7 @@ LEVELS = {
     "inference": 6,
     "training": 6,
     "verify": 7,
-    "drop_in": 7,  # ``megatron`` below it is a separate package
+    "drop_in": 7,  # ``megatron`` and ``deepspeed`` below it are separate packages
 }
 WITHIN_LEVEL_0 = {("command", "errors"), ("command", "terminal"), ("terminal", "errors"), ("config", "schedules")}
 WITHIN_LEVEL_0 |= {("output_file", "errors")}
@@ -59,9 +59,11 @@ NEVER = {"transformer": {"schedules"}}
 OUTSIDE = {0: {"tyro", "yaml"}, 1: set()}
 
 PROGRAMS = [ROOT / "pretrain_gpt.py", *sorted((ROOT / "tools").rglob("*.py"))]
-ADAPTERS = ROOT / PACKAGE / "drop_in" / "megatron"
-"""The packages that programs written for Megatron-LM import."""
-DROP_IN = sorted(ADAPTERS.rglob("*.py"))
+ADAPTERS = ROOT / PACKAGE / "drop_in"
+"""The packages that programs written for Megatron-LM and DeepSpeed import."""
+DROP_IN = sorted(path for name in ("megatron", "deepspeed") for path in (ADAPTERS / name).rglob("*.py"))
+TRANSLATOR = ROOT / "tools" / "deepspeed_config.py"
+"""The only program that imports ``drop_in``: it translates DeepSpeed's configuration."""
 LIBRARY = sorted(set((ROOT / PACKAGE).rglob("*.py")) - set(DROP_IN))
 SOURCES = LIBRARY + DROP_IN + PROGRAMS
 MAX_FILE, MAX_FUNCTION = 400, 80
@@ -226,13 +228,13 @@ def test_function_sizes() -> None:
 
 
 def test_nothing_imports_the_drop_in() -> None:
-    """The engine and the programs do not depend on ``drop_in`` or on ``megatron``."""
+    """The engine and the programs do not depend on ``drop_in``, ``megatron`` or ``deepspeed``."""
     found = [
         f"{relative(path)}: {name}"
         for path in [*LIBRARY, *PROGRAMS]
-        if ROOT / PACKAGE / "drop_in" not in path.parents
+        if ADAPTERS not in path.parents and path != TRANSLATOR
         for name in imports(path)
-        if name.split(".")[0] == "megatron" or name.startswith(f"{PACKAGE}.drop_in")
+        if name.split(".")[0] in ("megatron", "deepspeed") or name.startswith(f"{PACKAGE}.drop_in")
     ]
     assert found == []
 
@@ -275,7 +277,7 @@ def test_one_driver_runs_every_step() -> None:
 
 def dotted(path: Path) -> str:
     """``megatron.core.enums`` for drop_in/megatron/core/enums.py; a package's name for its ``__init__``."""
-    parts = path.relative_to(ADAPTERS.parent).with_suffix("").parts
+    parts = path.relative_to(ADAPTERS).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
@@ -295,7 +297,7 @@ def test_no_package_of_the_drop_in_imports_everything() -> None:
     """``import *`` from a package of the engine would bind its modules in place of the modules of the same names."""
     packages = [path for path in DROP_IN if path.name == "__init__.py"]
     assert [relative(path) for path in packages for name in imports(path) if name.endswith(".*")] == []
-    assert f"{PACKAGE}.parallel_state.*" in imports(ADAPTERS / "core" / "parallel_state.py")
+    assert f"{PACKAGE}.parallel_state.*" in imports(ADAPTERS / "megatron" / "core" / "parallel_state.py")
 
 
 def test_no_file_of_leftovers() -> None:
@@ -372,7 +374,7 @@ def test_packages_only_export_names() -> None:
     purpose."""
     found = []
     for path in LIBRARY + DROP_IN:
-        if path.name == "__init__.py" and path.parent != ADAPTERS.parent:
+        if path.name == "__init__.py" and path.parent != ADAPTERS:
             found += [f"{relative(path)}:{node.lineno}" for node in tree(path).body if not only_exports(node)]
     assert found == []
 

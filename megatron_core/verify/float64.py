@@ -20,6 +20,14 @@ class WithoutFloat32(TorchFunctionMode):
         named = {name: _widened(value) for name, value in (kwargs or {}).items()}
         if func is torch.Tensor.float:
             return torch.Tensor.double(*args, **named)
+        if func is torch.Tensor.backward and named.get("gradient") is None and not named.get("inputs"):
+            # torch suspends modes while it handles this call; activations that are recomputed in it need this one.
+            with self:
+                retain, create = bool(named.get("retain_graph")), bool(named.get("create_graph"))
+                run_backward = torch.autograd.Variable._execution_engine.run_backward
+                return run_backward(
+                    args, (torch.ones_like(args[0]),), retain, create, (), allow_unreachable=True, accumulate_grad=True
+                )
         return func(*map(_widened, args), **named)
 
 

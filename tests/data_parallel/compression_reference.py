@@ -16,6 +16,7 @@ from tests.training.engine.models import (
     loss_in,
     model_of,
     samples_of,
+    throughout_float64,
     weights_of,
 )
 
@@ -85,8 +86,9 @@ def train(name: str, ranks: int, layouts: list[Layout], method: str, *, warmup: 
         own = [torch.zeros(ranks, size, dtype=torch.float64) for size in sizes]
         total = 0.0
         for number, sample in enumerate(samples[(step - 1) * BATCH : step * BATCH]):
-            loss = loss_in(call(model, torch.utils.data.default_collate([sample]))) / BATCH
-            loss.backward()
+            with throughout_float64(model):
+                loss = loss_in(call(model, torch.utils.data.default_collate([sample]))) / BATCH
+                loss.backward()
             total += loss.item()
             for flats, layout in zip(own, layouts, strict=True):
                 for n, at in zip(layout.names, layout.offsets, strict=True):

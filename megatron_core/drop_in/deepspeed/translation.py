@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from megatron_core.drop_in.deepspeed.optimizers import optimizer_settings
+from deepspeed.optimizers import optimizer_settings
 from megatron_core.errors import ConfigError
 
 AUTO = "auto"

@@ -1,4 +1,4 @@
-"""Tests of megatron_core.drop_in.deepspeed.command.py: JSON to YAML and back, and the page of all keys."""
+"""Tests of tools/deepspeed_config.py: JSON to YAML and back, and the page of all keys."""
 
 import json
 import sys
@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron_core.drop_in.deepspeed.command import main, page
-from megatron_core.drop_in.deepspeed.reverse import to_deepspeed
-from megatron_core.drop_in.deepspeed.translation import translate
+from deepspeed.reverse import to_deepspeed
+from deepspeed.translation import translate
 from megatron_core.errors import ConfigError
+from tools.deepspeed_config import main, page
 
 ROOT = Path(__file__).parents[3]
 
 
 def test_the_page_is_current() -> None:
-    assert (ROOT / "docs/deepspeed_keys.md").read_text() == page(), "megatron_core.drop_in.deepspeed.command.py --page"
+    assert (ROOT / "docs/deepspeed_keys.md").read_text() == page(), "tools/deepspeed_config.py --page"
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_core.drop_in.deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
-from megatron_core.drop_in.deepspeed.translation import find_key, key_names
+from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
+from deepspeed.translation import find_key, key_names
 
 REFERENCE = Path(sys.prefix).resolve() / "reference"
 FIELDS = """

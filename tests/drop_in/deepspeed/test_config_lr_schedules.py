@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_core.drop_in.deepspeed.runtime import lr_schedules
+from deepspeed.runtime import lr_schedules
 
 REFERENCE = Path(sys.prefix).resolve() / "reference"
 CASES: list[tuple[str, dict[str, Any]]] = [

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from megatron_core.drop_in.deepspeed.translation import read_json, translate
+from deepspeed.translation import read_json, translate
 from megatron_core.errors import ConfigError
 from megatron_core.training.engine.module import check_settings, read_settings
 

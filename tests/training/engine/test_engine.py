@@ -334,7 +334,7 @@ def test_units() -> None:
         ({"num_layers": 3}, "num_layers has no effect on a model of your own"),
         ({"save": "x"}, "save has no effect on a model of your own"),
         ({"log_interval": 3, "end_weight_decay": 0.5}, "end_weight_decay, log_interval have no effect"),
-        ({"tensor_model_parallel_size": 2}, "tensor_model_parallel_size has no effect"),
+        ({"tensor_model_parallel_size": 2}, "world_size=1 is not a multiple of 2"),
         ({"lr": -1.0}, "lr=-1.0"),
         ({"global_batch_size": 3, "micro_batch_size": 2}, "global_batch_size=3"),
         ({"bf16": True, "fp16": True}, "fp16"),

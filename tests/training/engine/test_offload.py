@@ -18,6 +18,7 @@ from tests.training.engine.models import (
     loss_in,
     model_of,
     samples_of,
+    throughout_float64,
     train_with_engine,
     train_with_torch,
 )
@@ -71,7 +72,8 @@ def _with_activation_checkpointing(stage: int) -> Result:
     model.model.layers[0].mlp.register_forward_pre_hook(count)
     losses, norms = [], []
     for batch in loader:
-        engine.backward(loss_in(engine(**batch)))
+        with throughout_float64(engine):
+            engine.backward(loss_in(engine(**batch)))
         if (report := engine.step()) is not None:
             losses.append(report.loss)
             norms.append(report.grad_norm)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_core.drop_in.deepspeed.translation import read_json, translate
+from deepspeed.translation import read_json, translate
 from megatron_core.errors import ConfigError as DeepSpeedConfigError
 
 __all__ = ["DeepSpeedConfig", "DeepSpeedConfigError", "add_config_arguments"]

@@ -12,21 +12,21 @@ from typing import Any
 from torch import is_tensor
 from torch.optim import Optimizer
 
-from megatron_core.drop_in.deepspeed.runtime.lr_arguments import LR_RANGE_TEST as LR_RANGE_TEST
-from megatron_core.drop_in.deepspeed.runtime.lr_arguments import ONE_CYCLE as ONE_CYCLE
-from megatron_core.drop_in.deepspeed.runtime.lr_arguments import TOTAL_NUM_STEPS as TOTAL_NUM_STEPS
-from megatron_core.drop_in.deepspeed.runtime.lr_arguments import VALID_LR_SCHEDULES as VALID_LR_SCHEDULES
-from megatron_core.drop_in.deepspeed.runtime.lr_arguments import WARMUP_COSINE_LR as WARMUP_COSINE_LR
-from megatron_core.drop_in.deepspeed.runtime.lr_arguments import WARMUP_DECAY_LR as WARMUP_DECAY_LR
-from megatron_core.drop_in.deepspeed.runtime.lr_arguments import WARMUP_LINEAR_RATE as WARMUP_LINEAR_RATE
-from megatron_core.drop_in.deepspeed.runtime.lr_arguments import WARMUP_LOG_RATE as WARMUP_LOG_RATE
-from megatron_core.drop_in.deepspeed.runtime.lr_arguments import WARMUP_LR as WARMUP_LR
-from megatron_core.drop_in.deepspeed.runtime.lr_arguments import WARMUP_MAX_LR as WARMUP_MAX_LR
-from megatron_core.drop_in.deepspeed.runtime.lr_arguments import WARMUP_MIN_LR as WARMUP_MIN_LR
-from megatron_core.drop_in.deepspeed.runtime.lr_arguments import WARMUP_NUM_STEPS as WARMUP_NUM_STEPS
-from megatron_core.drop_in.deepspeed.runtime.lr_arguments import add_tuning_arguments as add_tuning_arguments
-from megatron_core.drop_in.deepspeed.runtime.lr_arguments import get_config_from_args as get_config_from_args
-from megatron_core.drop_in.deepspeed.runtime.lr_arguments import get_lr_from_config as get_lr_from_config
+from deepspeed.runtime.lr_arguments import LR_RANGE_TEST as LR_RANGE_TEST
+from deepspeed.runtime.lr_arguments import ONE_CYCLE as ONE_CYCLE
+from deepspeed.runtime.lr_arguments import TOTAL_NUM_STEPS as TOTAL_NUM_STEPS
+from deepspeed.runtime.lr_arguments import VALID_LR_SCHEDULES as VALID_LR_SCHEDULES
+from deepspeed.runtime.lr_arguments import WARMUP_COSINE_LR as WARMUP_COSINE_LR
+from deepspeed.runtime.lr_arguments import WARMUP_DECAY_LR as WARMUP_DECAY_LR
+from deepspeed.runtime.lr_arguments import WARMUP_LINEAR_RATE as WARMUP_LINEAR_RATE
+from deepspeed.runtime.lr_arguments import WARMUP_LOG_RATE as WARMUP_LOG_RATE
+from deepspeed.runtime.lr_arguments import WARMUP_LR as WARMUP_LR
+from deepspeed.runtime.lr_arguments import WARMUP_MAX_LR as WARMUP_MAX_LR
+from deepspeed.runtime.lr_arguments import WARMUP_MIN_LR as WARMUP_MIN_LR
+from deepspeed.runtime.lr_arguments import WARMUP_NUM_STEPS as WARMUP_NUM_STEPS
+from deepspeed.runtime.lr_arguments import add_tuning_arguments as add_tuning_arguments
+from deepspeed.runtime.lr_arguments import get_config_from_args as get_config_from_args
+from deepspeed.runtime.lr_arguments import get_lr_from_config as get_lr_from_config
 
 _BETA2 = 0.99
 """Second beta of OneCycle with a cycle of momentum, a constant in DeepSpeed."""

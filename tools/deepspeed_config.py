@@ -1,8 +1,8 @@
 """Translate a JSON configuration of DeepSpeed into a YAML file of settings, or back.
 
-python -m megatron_core.drop_in.deepspeed.command --from-json ds_config.json --world-size 8 --output settings.yaml
+python tools/deepspeed_config.py --from-json ds_config.json --world-size 8 --output settings.yaml
 
-python -m megatron_core.drop_in.deepspeed.command --from-yaml settings.yaml --output ds_config.json
+python tools/deepspeed_config.py --from-yaml settings.yaml --output ds_config.json
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from pathlib import Path
 
 import yaml
 
-from megatron_core.drop_in.deepspeed.reverse import to_deepspeed
-from megatron_core.drop_in.deepspeed.translation import known_keys, translate
+from deepspeed.reverse import to_deepspeed
+from deepspeed.translation import known_keys, translate
 from megatron_core.errors import ConfigError
 from megatron_core.terminal import parse_flags
 
 HEAD = """# Keys of DeepSpeed's JSON
 
 All keys of DeepSpeed 0.19.8's configuration are known by name; an unknown key is an error with the nearest known one.
-This page is printed by `python -m megatron_core.drop_in.deepspeed.command --page`. Check a configuration,
+This page is printed by `python tools/deepspeed_config.py --page`. Check a configuration,
 on any machine, by
 
-    python -m megatron_core.drop_in.deepspeed.command --from-json ds_config.json --world-size N
+    python tools/deepspeed_config.py --from-json ds_config.json --world-size N
 
 `section.*` means all keys of a section. transformers.Trainer and accelerate fill `"auto"`; a remaining one is an error.
 """
@@ -77,7 +77,7 @@ def from_json(settings: Settings) -> str:
     if found.scheduler is not None:
         print(
             f"scheduler {found.scheduler.name} is not a setting: construct it from "
-            "megatron_core.drop_in.deepspeed.runtime.lr_schedules and pass it as lr_scheduler",
+            "deepspeed.runtime.lr_schedules and pass it as lr_scheduler",
             file=sys.stderr,
         )
     return str(yaml.safe_dump(found.settings, sort_keys=False))
@@ -113,4 +113,4 @@ def page() -> str:
 
 
 if __name__ == "__main__":
-    run_tool("deepspeed.command", main)
+    run_tool("deepspeed_config", main)
