@@ -314,7 +314,8 @@ def test_a_deleted_folder_is_made_again(
     in_background: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save = tmp_path / "save"
-    deleting = DeleteAfter(3, lambda: shutil.rmtree(save))
+    # A folder with another name, because a save in the background writes while files are deleted one by one.
+    deleting = DeleteAfter(3, lambda: save.rename(tmp_path / "deleted"))
     job(deleting, save=str(save), save_interval=2, train_iters=6, async_save=in_background, **FAST)
     said = [line for line in capsys.readouterr().out.splitlines() if "was deleted" in line]
     assert said == [f"note: {save} was deleted or renamed during training; it was created again"]

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from threading import Event, current_thread, main_thread
 from typing import Any
 
 import numpy as np
 import pytest
 
 import megatron_core
+from megatron_core.checkpoint import writer
 from megatron_core.verify.ranks import run_ranks
+from tests.defects.plant import planted
 from tests.training.engine.models import (
     BATCH,
     COMMON,
     Result,
+    call,
     difference,
     loss_in,
     model_of,
@@ -106,3 +110,39 @@ def _loaded(folder: str) -> dict[str, np.ndarray]:
     engine.load_checkpoint(folder)
     assert engine.state.iteration == 2
     return {name: tensor.numpy() for name, tensor in engine.full_state_dict().items()}
+
+
+def _check_saved_buffers(folder: str) -> None:
+    """Save in the background with a copy that starts after the next forward, which changes running statistics."""
+    config = {**COMMON, "global_batch_size": 1, "async_save": True}
+    engine, _, loader, _ = megatron_core.initialize(
+        model_of("convolutions"), config, training_data=samples_of("convolutions")
+    )
+    begin, copy = Event(), writer._copy
+
+    def late(*pieces: object) -> None:
+        assert current_thread() is main_thread() or begin.wait(60)
+        copy(*pieces)
+
+    batches = iter(loader)
+    engine.backward(loss_in(call(engine, next(batches))))
+    engine.step()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(writer, "_copy", late)
+        engine.save_checkpoint(folder)
+        saved = {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
+        call(engine, next(batches))
+        begin.set()
+        engine.finish_saving()
+    changed = dict(engine.module.named_buffers())
+    assert any((saved[name] != changed[name]).any() for name in saved), "the forward changes running statistics"
+    engine.load_checkpoint(folder)
+    for name, buffer in engine.module.named_buffers():
+        np.testing.assert_array_equal(buffer, saved[name])
+
+
+def test_buffers_are_copied_before_save_returns(tmp_path: Path) -> None:
+    _check_saved_buffers(str(tmp_path / "right"))
+    late = planted("training.saving:CheckpointSaver.save", "take(updated, others)", "take(chain(updated, others))")
+    with late, pytest.raises(AssertionError, match="Arrays are not equal"):
+        _check_saved_buffers(str(tmp_path / "late"))
