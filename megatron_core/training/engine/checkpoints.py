@@ -12,6 +12,7 @@ from megatron_core.config import RunConfig
 from megatron_core.data_parallel import DataParallel
 from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.optimizer.torch_optimizer import TorchOptimizer
+from megatron_core.tensor_parallel.amax_history import AmaxHistories
 from megatron_core.training.saving import CheckpointSaver
 from megatron_core.training.state import TrainState, load_state, open_checkpoint
 
@@ -31,8 +32,15 @@ class EngineState(TrainState):
 class EngineCheckpoints:
     """Saves and loads the weights, buffers and optimizer state of an engine, and its counters."""
 
-    def __init__(self, module: nn.Module, config: RunConfig, data: DataParallel, optimizer: Optimizer) -> None:
-        self._module, self._config, self._data, self._optimizer = module, config, data, optimizer
+    def __init__(
+        self,
+        module: nn.Module,
+        config: RunConfig,
+        data: DataParallel,
+        optimizer: Optimizer,
+        fp8: AmaxHistories | None,
+    ) -> None:
+        self._module, self._config, self._data, self._optimizer, self._fp8 = module, config, data, optimizer, fp8
         self._savers: dict[str, CheckpointSaver] = {}
 
     def save(self, folder: str | os.PathLike[str], state: EngineState) -> None:
@@ -41,7 +49,13 @@ class EngineCheckpoints:
         if name not in self._savers:
             config = replace(self._config, checkpoint=replace(self._config.checkpoint, save=name))
             self._savers[name] = CheckpointSaver(
-                config, self._data, self._optimizer, vocab_size=0, tokenizer=None, further=self._further
+                config,
+                self._data,
+                self._optimizer,
+                vocab_size=0,
+                tokenizer=None,
+                further=self._further,
+                fp8=self._fp8,
             )
         if isinstance(self._optimizer, TorchOptimizer):
             state.param_groups = self._optimizer.group_settings()
@@ -72,7 +86,7 @@ class EngineCheckpoints:
             reader.fill(self._buffers())
             if load_optimizer and isinstance(self._optimizer, TorchOptimizer) and stored["optimizer_steps"]:
                 self._optimizer.load(reader, stored.get("param_groups", []))
-            loaded = load_state(config, reader, self._data, self._optimizer)
+            loaded = load_state(config, reader, self._data, self._optimizer, self._fp8)
         known = {name: stored[name] for name in ("client_state", "scheduler") if isinstance(stored.get(name), dict)}
         return EngineState(**{**asdict(loaded), **known})
 

@@ -30,6 +30,7 @@ from megatron_core.training.driver import finish_gradients, read_norm_and, updat
 from megatron_core.training.engine.activations import save_memory
 from megatron_core.training.engine.checkpoints import EngineCheckpoints, EngineState, plain_state
 from megatron_core.training.engine.data import EngineLoader, loss_of
+from megatron_core.training.engine.fp8 import multiply_in_fp8
 from megatron_core.training.engine.module import (
     Initialise,
     LocalInitialisation,
@@ -92,6 +93,7 @@ class Engine(nn.Module):
         local = LocalInitialisation(module, config.training.seed, world.device, initialise)
         equalize_and_split(module, self.groups, config.training.seed)
         # Buckets and the optimizer on their shards.
+        self.fp8 = multiply_in_fp8(module, find_units(module, unit_classes), config, self.groups, world.device)
         units = find_units(module, unit_classes)
         save_memory(module, [each for modules in units for each in modules], config.model)
         self.data_parallel: DataParallel = data_parallel_of(
@@ -125,7 +127,7 @@ class Engine(nn.Module):
         self._backwards = 0
         self.before_update: Callable[[], None] = lambda: None
         """Called after gradients are summed over all ranks and before they are clipped."""
-        self._checkpoints = EngineCheckpoints(module, config, self.data_parallel, self._sharded)
+        self._checkpoints = EngineCheckpoints(module, config, self.data_parallel, self._sharded, self.fp8)
 
     @property
     def layout(self) -> str:
@@ -255,7 +257,7 @@ class Engine(nn.Module):
         """Sum the gradients over all ranks, clip, and update the weights."""
         data, sharded = self.data_parallel, self._sharded
         METER.switch("gradients")
-        finish_gradients(data, None)
+        finish_gradients(data, self.fp8)
         self.before_update()
         METER.switch("optimizer")
         totals = self._losses

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_core.config import OptimizerConfig, RunConfig
+from megatron_core.config import OptimizerConfig, RunConfig, TrainingConfig
 from megatron_core.config.file import convert, field_types, read_config
+from megatron_core.config.fp8 import Recipe
 from megatron_core.config.validate import check, without_data
 from megatron_core.errors import ConfigError, LayoutError
 from megatron_core.parallel.texts import listed, tell_all
@@ -28,6 +29,7 @@ READ = frozenset(
         *("seed", "bf16", "fp16", "fp64", "deterministic_mode", "check_for_nan_in_loss_and_grad", "num_workers"),
         *("async_save", "keep_last", "save_retain_interval", "no_save_optim", "verify_checkpoint", "kernel_backend"),
         *("zero3_param_cpu_offload", "recompute_granularity", "recompute_num_layers", "cpu_offloading"),
+        *("fp8_format", "fp8_recipe", "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_wgrad"),
         *("cpu_offloading_num_layers", "poison_buffers", "tensor_model_parallel_size"),
         *("metrics_file", "tensorboard_dir", "prometheus_file", "wandb_project", "wandb_exp_name", "wandb_entity"),
         *("wandb_save_dir", "mlflow_experiment", "mlflow_run_name", "mlflow_tracking_uri", "record_times"),
@@ -91,12 +93,19 @@ def check_settings(config: RunConfig, world_size: int) -> RunConfig:
     gpt = replace(
         config,
         optimizer=optimizer,
+        training=_without_blocks(training),
         model=RunConfig().model,
         data=replace(config.data, mock_data=True, vocab_size=64),
         checkpoint=replace(config.checkpoint, save="checkpoints"),
     )
     check(without_data(gpt), world_size)  # settings of the GPT model have their defaults
     return replace(config, optimizer=optimizer)
+
+
+def _without_blocks(training: TrainingConfig) -> TrainingConfig:
+    """Replace an FP8 recipe with blocks, whose rules are about extents of the GPT, by one with the same conditions."""
+    same: dict[Recipe, Recipe] = {"blockwise": "tensorwise", "mxfp8": "rowwise"}
+    return replace(training, fp8_recipe=same.get(training.fp8_recipe, training.fp8_recipe))
 
 
 def cast(module: nn.Module, config: RunConfig, device: torch.device) -> None:

@@ -15,7 +15,9 @@ from megatron_core.errors import ConfigError, LayoutError
 from megatron_core.parallel.collectives import copy_to_region, gather_channels, reduce_from_region, scatter_channels
 from megatron_core.parallel.groups import Group, ParallelGroups
 from megatron_core.parallel.sharding import ShardSpec, Split, replicated, spec_of, split, split_fused
+from megatron_core.tensor_parallel.fp8 import FP8Products
 from megatron_core.tensor_parallel.layers import vocab_parallel_lookup
+from megatron_core.tensor_parallel.linear import parallel_linear
 from megatron_core.training.engine.module import broadcast_from_first
 from megatron_core.training.engine.tensor_plan import Plan, plan_of
 
@@ -39,16 +41,23 @@ class ParallelLinear(nn.Module):
         self.style, self.group, self.transposed = style, group, transposed
         out, into = (1, 0) if transposed else (0, 1)
         self.out_features, self.in_features = self.weight.shape[out], self.weight.shape[into]
+        self.fp8: FP8Products | None = None
+        """If given, computes the matrix products."""
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in]`` -> ``[..., out]``."""
         weight = self.weight.t() if self.transposed else self.weight
         if self.style.startswith("rowwise"):
             own = scatter_channels(x, self.group) if self.style == "rowwise_split_input" else x
-            whole = reduce_from_region(nn.functional.linear(own, weight), self.group)
+            whole = reduce_from_region(self._product(own, weight, None), self.group)
             return whole if self.bias is None else whole + self.bias
-        output = nn.functional.linear(copy_to_region(x, self.group), weight, self.bias)
+        output = self._product(copy_to_region(x, self.group), weight, self.bias)
         return gather_channels(output, self.group) if self.style == "colwise_gather_output" else output
+
+    def _product(self, x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
+        if self.fp8 is None:
+            return nn.functional.linear(x, weight, bias)
+        return parallel_linear(x, weight, bias, fp8=self.fp8)
 
 
 class ParallelEmbedding(nn.Module):
@@ -104,7 +113,7 @@ def whole_tensor(parameter: nn.Parameter, group: Group) -> Tensor:
     return reduce_from_region(whole, group).cpu()
 
 
-def _conv1d() -> tuple[type, ...]:
+def conv1d() -> tuple[type, ...]:
     """The Conv1D of transformers, if a model of this process can have one."""
     module = sys.modules.get("transformers.pytorch_utils")
     return (module.Conv1D,) if module is not None else ()
@@ -113,7 +122,7 @@ def _conv1d() -> tuple[type, ...]:
 class _Splitting:
     def __init__(self, model: nn.Module, group: Group, plan: Plan | None) -> None:
         self.model, self.group, self.size, self.index = model, group, group.size(), group.rank()
-        self.conv = _conv1d()
+        self.conv = conv1d()
         self.plan = plan_of(model, plan, (nn.Linear, *self.conv))
         self.modules = dict(model.named_modules(remove_duplicate=False))
         self.specs: dict[nn.Parameter, tuple[str, ShardSpec]] = {}

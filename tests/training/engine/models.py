@@ -155,9 +155,13 @@ def samples_of(name: str, count: int = SAMPLES) -> list[Any]:
 Result = dict[str, Any]
 
 
-def train_with_torch(name: str) -> Result:
-    """Losses, norms and weights of a loop in one process: torch's AdamW and clipping, micro-batches of one sample."""
+def train_with_torch(name: str, prepare: Callable[[Any], None] = lambda model: None) -> Result:
+    """Losses, norms and weights of a loop in one process: torch's AdamW and clipping, micro-batches of one sample.
+
+    ``prepare`` may change the model first.
+    """
     model, samples = model_of(name).double(), samples_of(name)
+    prepare(model)
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.dim() > 1]},
@@ -207,8 +211,12 @@ def call(model: nn.Module, batch: Any) -> Any:
 
 
 def throughout_float64(model: nn.Module) -> AbstractContextManager[Any]:
-    """Compute forward and backward (with recomputation) of a float64 model without its casts to float32."""
-    return WithoutFloat32() if next(model.parameters()).dtype == torch.float64 else nullcontext()
+    """Compute forward and backward (with recomputation) of a float64 model without its casts to float32.
+
+    Casts stay in models with FP8 products, whose scales are float32 by definition.
+    """
+    is_narrow = getattr(model, "fp8", None) is not None
+    return WithoutFloat32() if next(model.parameters()).dtype == torch.float64 and not is_narrow else nullcontext()
 
 
 def loss_in(output: Any) -> Tensor:
