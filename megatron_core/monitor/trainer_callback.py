@@ -1,0 +1,102 @@
+"""Metrics of ``transformers.Trainer`` in the files of this project's runs.
+
+trainer = transformers.Trainer(..., callbacks=[MetricsCallback(metrics_file="run/metrics.jsonl")])
+"""
+
+import time
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from megatron_core.config.monitor import MonitorConfig
+from megatron_core.monitor.build import build_sinks
+from megatron_core.monitor.console import ConsoleSink
+from megatron_core.monitor.device import peak_memory_bytes
+from megatron_core.monitor.events import Sink, StepEvent, ValidationEvent
+from megatron_core.monitor.lenient import LenientSink
+
+
+class MetricsCallback(TrainerCallback):
+    """Writes an event for each logged step and each evaluation, on the process that logs.
+
+    ``settings`` are fields of ``MonitorConfig``: ``metrics_file``, ``tensorboard_dir``, ``prometheus_file``,
+    ``wandb_project``, ``mlflow_experiment`` and others. Loss and time of a step are means over the steps since the last
+    log, so use ``logging_steps=1`` for each step. ``tools/plot_metrics.py`` and ``tools/report.py`` read the file;
+    tokens and FLOPs per second are 0, because they are unknown for a model of your own.
+    Errors: ``ConfigError`` for a destination that cannot be written; a later failed write is one warning.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        self._config = MonitorConfig(**settings)
+        self._sinks: list[Sink] = []
+        self._began, self._last = 0.0, 0
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Open the files."""
+        self._began, self._last = time.perf_counter(), state.global_step
+        if state.is_world_process_zero and not self._sinks:
+            found = build_sinks(self._config, start_iteration=state.global_step, settings=args.to_sanitized_dict())
+            self._sinks = [LenientSink(sink) for sink in found if not isinstance(sink, ConsoleSink)]
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **_: Any,
+    ) -> None:
+        """Write the step of a log with a loss."""
+        steps = state.global_step - self._last
+        if logs is None or "loss" not in logs or not steps:
+            return
+        now = time.perf_counter()
+        seconds, self._began, self._last = (now - self._began) / steps, now, state.global_step
+        samples = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        norm = logs.get("grad_norm")
+        event = StepEvent(
+            iteration=state.global_step,
+            total_iterations=state.max_steps,
+            consumed_samples=state.global_step * samples,
+            consumed_tokens=state.num_input_tokens_seen,
+            loss=float(logs["loss"]),
+            learning_rate=float(logs.get("learning_rate", 0.0)),
+            global_batch_size=samples,
+            grad_norm=None if norm is None else float(norm),
+            elapsed_ms=1000.0 * seconds,
+            tokens_per_second=0.0,
+            model_flops_per_second=0.0,
+            memory_bytes=peak_memory_bytes(),
+            breakdown={"samples per second": samples / seconds},
+        )
+        for sink in self._sinks:
+            sink.on_step(event)
+
+    def on_evaluate(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: dict[str, float] | None = None,
+        **_: Any,
+    ) -> None:
+        """Write an evaluation; with several evaluation sets, one for each."""
+        samples = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        for name, loss in (metrics or {}).items():
+            if name.startswith("eval_") and name.endswith("loss"):
+                split = name.removeprefix("eval_").removesuffix("loss").strip("_") or "validation"
+                event = ValidationEvent(
+                    iteration=state.global_step,
+                    loss=loss,
+                    consumed_samples=state.global_step * samples,
+                    consumed_tokens=state.num_input_tokens_seen,
+                    split=split,
+                )
+                for sink in self._sinks:
+                    sink.on_validation(event)
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Close the files."""
+        for sink in self._sinks:
+            sink.close()
+        self._sinks = []

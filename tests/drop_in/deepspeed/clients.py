@@ -1,0 +1,162 @@
+"""Training with the Trainer of transformers and with accelerate, under the package ``deepspeed`` of a folder."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+SIZES: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 32}
+SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 1}
+STEPS, BATCH, MICRO = 6, 8, 2
+"""Optimizer steps, samples of a step, and samples of a micro-batch."""
+Losses = list[float]
+
+
+def use_package(folder: Path | None) -> None:
+    """Let ``import deepspeed`` find the package in ``folder``, and describe the ranks of torch.distributed to it."""
+    if folder is not None:
+        sys.path.insert(0, str(folder))
+    rank, size = (str(dist.get_rank()), str(dist.get_world_size())) if dist.is_initialized() else ("0", "1")
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "DS_ACCELERATOR": "cpu"}
+    os.environ |= {"ACCELERATE_USE_CPU": "true", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def make_model() -> Any:
+    """A Llama of two layers."""
+    import transformers
+
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
+
+
+def make_samples(count: int = 64) -> list[dict[str, Tensor]]:
+    """Token ids and labels of the same length."""
+    draw = torch.Generator().manual_seed(1)
+    tokens = torch.randint(3, SIZES["vocab_size"], (count, 9), generator=draw)
+    return [{"input_ids": each, "labels": each.clone()} for each in tokens]
+
+
+def json_of(stage: int, **settings: Any) -> dict[str, Any]:
+    """DeepSpeed's JSON with the ``auto`` values that transformers and accelerate fill."""
+    auto = {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "zero_optimization": {
+            "stage": stage,
+            "overlap_comm": False,
+            "reduce_bucket_size": "auto",
+            "stage3_prefetch_bucket_size": "auto",
+            "stage3_param_persistence_threshold": "auto",
+        },
+        "zero_allow_untested_optimizer": True,
+        "bf16": {"enabled": "auto"},
+        "fp16": {"enabled": "auto"},
+    }
+    return {**auto, **settings}
+
+
+OPTIMIZER = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}}
+RATES = ("total_num_steps", "warmup_min_lr", "warmup_max_lr", "warmup_num_steps")
+SCHEDULER = {"type": "WarmupDecayLR", "params": dict.fromkeys(RATES, "auto")}
+
+
+def train_with_trainer(
+    folder: Path | None, output: str, config: dict[str, Any] | None, resume_from: int | None = None
+) -> dict[str, Any]:
+    """Losses, gradient norms, learning rates and evaluation losses of ``transformers.Trainer``; and whole weights."""
+    use_package(folder)
+    import transformers
+
+    ranks = int(os.environ["WORLD_SIZE"])
+    arguments = transformers.TrainingArguments(
+        output_dir=output,
+        max_steps=STEPS,
+        per_device_train_batch_size=MICRO,
+        per_device_eval_batch_size=MICRO,
+        gradient_accumulation_steps=BATCH // (MICRO * ranks),
+        learning_rate=1e-2,
+        weight_decay=0.1,
+        adam_epsilon=1e-6,
+        max_grad_norm=0.5,
+        lr_scheduler_type="linear",
+        warmup_steps=2,
+        logging_steps=1,
+        save_steps=STEPS // 2,
+        eval_strategy="steps",
+        eval_steps=STEPS // 2,
+        report_to=[],
+        use_cpu=True,
+        seed=5,
+        deepspeed=config,
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
+    samples = make_samples()
+    trainer = transformers.Trainer(make_model(), arguments, train_dataset=samples[:48], eval_dataset=samples[48:])
+    trainer.train(resume_from_checkpoint=None if resume_from is None else f"{output}/checkpoint-{resume_from}")
+    trainer.save_model(f"{output}/final")
+    logs = trainer.state.log_history
+    found: dict[str, Any] = {
+        name: [entry[key] for entry in logs if key in entry]
+        for name, key in (("losses", "loss"), ("norms", "grad_norm"), ("rates", "learning_rate"), ("eval", "eval_loss"))
+    }
+    if int(os.environ["RANK"]) == 0:
+        found["weights"] = _weights_in(Path(output, "final"))
+    return found
+
+
+def _weights_in(folder: Path) -> dict[str, np.ndarray]:
+    from safetensors.torch import load_file
+
+    return {name: tensor.float().numpy() for name, tensor in load_file(folder / "model.safetensors").items()}
+
+
+def train_with_accelerate(folder: Path | None, stage: int | None, output: str | None = None) -> dict[str, Any]:
+    """Losses of a loop with accelerate and its plugin for DeepSpeed, or without DeepSpeed; and gathered weights."""
+    use_package(folder)
+    import accelerate
+
+    ranks = int(os.environ["WORLD_SIZE"])
+    steps = BATCH // (MICRO * ranks)
+    plugin = None
+    if stage is not None:
+        plugin = accelerate.DeepSpeedPlugin(zero_stage=stage, gradient_accumulation_steps=steps, gradient_clipping=0.5)
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=steps, deepspeed_plugin=plugin)
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, eps=1e-6)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / ranks))
+    samples: Any = make_samples()
+    loader: Any = torch.utils.data.DataLoader(samples, batch_size=MICRO)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    losses: list[Losses] = []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        losses.append(accelerator.gather(loss.detach().reshape(1)).tolist())
+    if output is not None:
+        accelerator.save_state(output)
+        with torch.no_grad():
+            for parameter in accelerator.unwrap_model(model).parameters():
+                if parameter.numel():
+                    parameter.zero_()
+        accelerator.load_state(output)
+    state = accelerator.get_state_dict(model)
+    means = [float(np.mean(losses[at : at + steps])) for at in range(0, len(losses), steps)]
+    weights = {} if state is None else {name: tensor.float().cpu().numpy() for name, tensor in state.items()}
+    return {"losses": means, "weights": weights}

@@ -1,0 +1,62 @@
+"""The Trainer of transformers and accelerate over the drop-in, against the same programs without DeepSpeed."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_core.drop_in import FOLDER
+from megatron_core.verify.ranks import run_ranks
+from tests.drop_in.deepspeed import clients
+
+FLOAT32 = 2e-5
+"""Bound on relative differences of losses and norms and on differences of weights: 6 to 8 steps in float32."""
+
+
+def _check(found: dict[str, Any], expected: dict[str, Any], bound: float = FLOAT32) -> None:
+    for name in ("losses", "norms", "rates", "eval"):
+        np.testing.assert_allclose(found.get(name, []), expected.get(name, []), rtol=bound, atol=1e-7, err_msg=name)
+    assert found["weights"].keys() == expected["weights"].keys()
+    for name, weights in found["weights"].items():
+        np.testing.assert_allclose(weights, expected["weights"][name], atol=20 * bound, err_msg=name)
+
+
+@cache
+def _trainer_alone(folder: str) -> dict[str, Any]:
+    return run_ranks(1, clients.train_with_trainer, None, folder, None)[0]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The Trainer in one process, without DeepSpeed."""
+    return _trainer_alone(str(tmp_path_factory.mktemp("alone")))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stage", "is_named"),
+    [(1, 1, False), (2, 0, True), (2, 2, True), (2, 3, False)],
+    ids=["one-rank-zero1", "zero0-named", "zero2-named", "zero3"],
+)
+def test_trainer(ranks: int, stage: int, is_named: bool, alone: dict[str, Any], tmp_path: Path) -> None:
+    """``is_named``: the JSON names optimizer and scheduler with ``auto`` values; else the Trainer makes them."""
+    named = {"optimizer": clients.OPTIMIZER, "scheduler": clients.SCHEDULER} if is_named else {}
+    found = run_ranks(ranks, clients.train_with_trainer, FOLDER, str(tmp_path), clients.json_of(stage, **named))
+    _check(found[0], alone)
+    if stage == 3:  # resume in the middle
+        resumed = run_ranks(ranks, clients.train_with_trainer, FOLDER, str(tmp_path), clients.json_of(stage), 3)
+        _check(resumed[0], alone | {"eval": alone["eval"]})
+
+
+@cache
+def _accelerate_alone() -> dict[str, Any]:
+    return run_ranks(1, clients.train_with_accelerate, None, None)[0]
+
+
+@pytest.mark.parametrize(("ranks", "stage"), [(1, 2), (2, 1), (2, 3)])
+def test_accelerate(ranks: int, stage: int, tmp_path: Path) -> None:
+    found = run_ranks(ranks, clients.train_with_accelerate, FOLDER, stage, str(tmp_path / "state"))
+    _check(found[0], _accelerate_alone())
