@@ -36,10 +36,11 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return _trainer_alone(str(tmp_path_factory.mktemp("alone")))
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("ranks", "stage", "is_named"),
-    [(1, 1, False), (2, 0, True), (2, 2, True), (2, 3, False)],
-    ids=["one-rank-zero1", "zero0-named", "zero2-named", "zero3"],
+    [(2, 2, True), (1, 1, False), (2, 0, True), (2, 3, False)],
+    ids=["zero2-named", "one-rank-zero1", "zero0-named", "zero3"],
 )
 def test_trainer(ranks: int, stage: int, is_named: bool, alone: dict[str, Any], tmp_path: Path) -> None:
     """``is_named``: the JSON names optimizer and scheduler with ``auto`` values; else the Trainer makes them."""
@@ -56,7 +57,8 @@ def _accelerate_alone() -> dict[str, Any]:
     return run_ranks(1, clients.train_with_accelerate, None, None)[0]
 
 
-@pytest.mark.parametrize(("ranks", "stage"), [(1, 2), (2, 1), (2, 3)])
+@pytest.mark.drawn(1)
+@pytest.mark.parametrize(("ranks", "stage"), [(2, 3), (2, 1), (1, 2)])
 def test_accelerate(ranks: int, stage: int, tmp_path: Path) -> None:
     found = run_ranks(ranks, clients.train_with_accelerate, FOLDER, stage, str(tmp_path / "state"))
     _check(found[0], _accelerate_alone())
