@@ -1,0 +1,29 @@
+"""Both programs on docs/from_fsdp.md print the same losses."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+PAGE = Path(__file__).parents[2] / "docs" / "from_fsdp.md"
+TWO_RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+def test_both_programs_print_the_same_losses(tmp_path: Path) -> None:
+    programs = re.findall(r"```python\n(# (\S+\.py)\n.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
+    assert [name for _, name in programs] == ["train_fsdp.py", "train_engine.py"]
+    for program, name in programs:
+        assert len(program.splitlines()) < 40
+        (tmp_path / name).write_text(program, encoding="utf-8")
+    losses = []
+    for launcher, name in ((TWO_RANKS, "train_fsdp.py"), (TWO_RANKS, "train_engine.py"), ([], "train_engine.py")):
+        command = [sys.executable, *launcher, name]
+        result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
+        assert result.returncode == 0, result.stderr
+        losses.append([float(loss) for loss in re.findall(r"step \d+: loss (\S+)", result.stdout)])
+    assert [len(each) for each in losses] == [20, 20, 20]
+    for each in losses[1:]:
+        assert max(abs(a - b) for a, b in zip(each, losses[0], strict=True)) < 2e-3  # float32, printed with 4 digits
+    assert losses[0][-1] != losses[0][0]
