@@ -34,7 +34,11 @@ class Compressor(Protocol):
     """Number of optimizer steps so far."""
 
     def is_active(self) -> bool:
-        """Whether the warm-up is over."""
+        """Whether ``reduce_`` replaces the sum of the gradients of the next step."""
+        ...
+
+    def is_local(self) -> bool:
+        """Whether the gradients of the next step are not summed: each rank has its own estimate of the sum."""
         ...
 
     loss_scale: Callable[[], float]
@@ -340,10 +344,13 @@ class Bucket:
             if start < stop:
                 yield name, parameter, start, stop, offset + start - span.start
 
-    def owned_ranges(self) -> list[tuple[int, int]]:
-        """Ranges of the shard that count for this rank in a sum over all ranks; adjacent ranges are merged."""
+    def owned_ranges(self, *, every_copy: bool = False) -> list[tuple[int, int]]:
+        """Ranges of the shard that count for this rank in a sum over all ranks; adjacent ranges are merged.
+
+        ``every_copy``: each data-parallel rank counts its copy.
+        """
         ranges: list[tuple[int, int]] = []
-        for _, parameter, start, stop, at in self.pieces() if self.is_writer else ():
+        for _, parameter, start, stop, at in self.pieces() if self.is_writer or every_copy else ():
             for first, last in spec_of(parameter).owned_flat_ranges():
                 begin, end = max(first, start) - start + at, min(last, stop) - start + at
                 if begin < end:

@@ -1,8 +1,8 @@
-"""Compressed gradient sums with error feedback: PowerSGD, and the momentum of 1-bit Adam.
+"""Compressed gradient sums with error feedback: PowerSGD. ``onebit`` has the sums of signs.
 
-Both keep on each rank the compression error of its last message and add it to the next message, so that no contribution
-is lost, only delayed. Each rank compresses its own tensor-parallel part of a matrix, so results depend on the
-tensor-parallel size, as with all lossy compression; errors belong to a data-parallel rank.
+All of them keep on each rank the compression error of its last message and add it to the next message, so that no
+contribution is lost, only delayed. Each rank compresses its own tensor-parallel part of a matrix, so results depend on
+the tensor-parallel size, as with all lossy compression; errors belong to a data-parallel rank.
 
 A sum is a generator: it yields after starting each message, and continues after the message has arrived, so that the
 caller can compute in the meantime. Errors do not include the loss scale. A sum only prepares new errors; ``commit``
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_core.data_parallel.buffer import Bucket
-from megatron_core.parallel.collectives import Done, Handle, all_gather_flat_, all_reduce_, start_all_to_all_rows
+from megatron_core.parallel.collectives import Done, Handle, all_reduce_
 from megatron_core.parallel.groups import Group
 from megatron_core.parallel.initialization import name_seed
 
@@ -40,6 +40,10 @@ class PowerSGD:
     def is_active(self) -> bool:
         """Whether the warm-up is over."""
         return self.step >= self.warmup
+
+    def is_local(self) -> bool:
+        """False; see ``Compressor.is_local``."""
+        return False
 
     def reduce_(self, bucket: Bucket) -> Iterator[Handle]:
         """Replace ``bucket.grads`` by their approximate sum; see ``Compressor.reduce_``."""
@@ -120,153 +124,9 @@ class PowerSGD:
         return matrices, rest
 
 
-class OneBitAdam:
-    """Tang et al. 2021, algorithm 1: after a warm-up Adam's variance is frozen and the signs of momenta are summed.
-
-    c_i = b1 m / n + (1 - b1) g_i + e_i is sent as sign(c_i) |c_i| / sqrt(N). Each rank sums its share of all ranks'
-    messages, compresses the sum with a second error, and gathers the other ranks' shares: m'. Gradients become
-    (m' - b1 m) / (1 - b1), from which Adam computes the momentum m'.
-
-    Every rank needs the whole momentum. If the optimizer's state is sharded (ZeRO), the momenta and the signs of the
-    variances are gathered once, and each rank repeats the update of the momentum.
-    """
-
-    def __init__(self, beta1: float, warmup: int) -> None:
-        self.beta1, self.warmup, self.step = beta1, warmup, 0
-        self.loss_scale: Callable[[], float] = lambda: 1.0
-        self.moments: dict[Bucket, dict[str, Tensor]] = {}
-        """Adam's state by bucket, set by the optimizer."""
-        self._errors: dict[Bucket, tuple[Tensor, Tensor]] = {}
-        self._pending: dict[Bucket, tuple[Tensor, Tensor]] = {}
-        self._sums: dict[Bucket, Tensor] = {}
-        """Whole decompressed gradients of this step, for sharded buckets."""
-        self._gathered: dict[Bucket, tuple[Tensor, Tensor]] = {}
-
-    def is_active(self) -> bool:
-        """Whether the warm-up is over."""
-        return self.step >= self.warmup
-
-    def reduce_(self, bucket: Bucket) -> Iterator[Handle]:
-        """Replace ``bucket.grads`` by the gradient that leads to the summed momentum; see ``Compressor.reduce_``."""
-        is_first = bucket not in self._pending
-        own, share = self._errors_of(bucket) if is_first else self._pending[bucket]
-        group, size, loss_scale = bucket.dp_group, bucket.dp_group.size(), self.loss_scale()
-        momentum, trained = self._moments_of(bucket)
-        # Compress this rank's message and send each rank its share.
-        message = bucket.grads * ((1.0 - self.beta1) / loss_scale) + own
-        if is_first:
-            message.add_(momentum, alpha=self.beta1 / size)
-        bits, mean, handle = _start_compression(message, bucket.model_group)
-        if bucket.model_group.size() > 1:
-            yield handle
-        scale = mean.sqrt()
-        # Elements of variance 0, such as padding, have no sign and no error.
-        own = (message - _decompressed(bits, scale)).mul_(trained)
-        rows = torch.cat([bits.view(size, -1), _as_bytes(scale).expand(size, -1)], dim=1)
-        received, handle = start_all_to_all_rows(rows, [1] * size, [1] * size, group)
-        yield handle
-        # Sum this rank's share, compress it, and gather the shares of all ranks.
-        total = share.clone()
-        for row in received:
-            total += _decompressed(*_parts_of(row, scale.dtype))
-        bits, mean, handle = _start_compression(total, bucket.model_group)
-        if bucket.model_group.size() > 1:
-            yield handle
-        scale = mean.sqrt()
-        share = (total - _decompressed(bits, scale)).mul_(trained.view(size, -1)[group.rank()])
-        own_row = torch.cat([bits, _as_bytes(scale)])
-        gathered = own_row.new_empty(size * own_row.numel())
-        handle = all_gather_flat_(gathered, own_row, group, async_op=True)
-        bucket.wire_bytes += rows.nbytes + own_row.nbytes
-        yield handle
-        # Replace the gradients, and keep the errors until the step is taken.
-        summed = torch.cat([_decompressed(*_parts_of(row, scale.dtype)) for row in gathered.view(size, -1)])
-        summed.mul_(trained)
-        if is_first:
-            summed.sub_(momentum, alpha=self.beta1)
-        torch.mul(summed, loss_scale / (1.0 - self.beta1), out=bucket.grads)
-        self._pending[bucket] = own, share
-        if bucket.is_sharded:
-            self._sums[bucket] = bucket.grads.clone() if is_first else self._sums[bucket].add_(bucket.grads)
-
-    def commit(self, factor: float, limit: float) -> None:
-        """See ``Compressor.commit``; also update the gathered momenta, in the same way as Adam updates its shard."""
-        for bucket, pending in self._pending.items():
-            for stored, fresh in zip(self._errors_of(bucket), pending, strict=True):
-                stored.copy_(fresh)
-        for bucket, grads in self._sums.items():
-            grads.mul_(factor)
-            if limit > 0.0:
-                grads.clamp_(-limit, limit)
-            self._gathered[bucket][0].lerp_(grads, 1.0 - self.beta1)
-        self.discard()
-
-    def discard(self) -> None:
-        """See ``Compressor.discard``."""
-        self._pending.clear()
-        self._sums.clear()
-
-    def forget(self) -> None:
-        """See ``Compressor.forget``."""
-        self.discard()
-        self._gathered.clear()
-
-    def state(self, bucket: Bucket) -> Iterator[tuple[str, Tensor, bool]]:
-        """Yield the errors of this rank's messages and of its share of the sums."""
-        own, share = self._errors_of(bucket)
-        yield "error", own, True
-        yield "share_error", share, True
-
-    def _errors_of(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
-        if bucket not in self._errors:
-            own = torch.zeros(bucket.grads.shape, dtype=bucket.grads.dtype, device=bucket.grads.device)
-            self._errors[bucket] = own, own.new_zeros(own.numel() // bucket.dp_group.size())
-        return self._errors[bucket]
-
-    def _moments_of(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
-        """Return the whole momentum, and 1 for elements with a variance above 0, else 0."""
-        momentum, trained = self.moments[bucket]["exp_avg"], self.moments[bucket]["exp_avg_sq"] > 0
-        if not bucket.is_sharded:
-            return momentum, trained
-        if bucket not in self._gathered:
-            whole, flags = momentum.new_empty(bucket.weights.numel()), trained.new_empty(bucket.weights.numel())
-            all_gather_flat_(whole, momentum, bucket.dp_group)
-            all_gather_flat_(flags, trained, bucket.dp_group)
-            self._gathered[bucket] = whole, flags
-        return self._gathered[bucket]
-
-
 def _start_sum(tensors: list[Tensor], group: Group) -> tuple[list[Tensor], Handle]:
     """Start to sum all tensors over the group by one collective; the sums are valid after the handle's ``wait``."""
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors]) if tensors else torch.empty(0)
     handle = all_reduce_(flat, group, async_op=True) if tensors else Done()
     pieces = flat.split([tensor.numel() for tensor in tensors])
     return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)], handle
-
-
-def _start_compression(x: Tensor, group: Group) -> tuple[Tensor, Tensor, Handle]:
-    """Return the signs of ``x`` [8 n] as bits [n], and start the mean of its squares over the group's ranks.
-
-    The root of the mean is the scale, which preserves the norm. It is the same for the whole group because copies of
-    elements on several ranks must stay equal.
-    """
-    powers = 2 ** torch.arange(8, device=x.device)
-    bits = ((x.view(-1, 8) >= 0) * powers).sum(-1).to(torch.uint8)
-    mean = x.norm().square() / (x.numel() * group.size())
-    return bits, mean, all_reduce_(mean, group, async_op=True)
-
-
-def _decompressed(bits: Tensor, scale: Tensor) -> Tensor:
-    powers = torch.arange(8, device=bits.device)
-    signs = (bits.view(-1, 1).int() >> powers & 1).to(scale.dtype).mul_(2).sub_(1)
-    return signs.view(-1).mul_(scale)
-
-
-def _as_bytes(scale: Tensor) -> Tensor:
-    return scale.view(1).view(torch.uint8)
-
-
-def _parts_of(row: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Split a message into its bits and its scale."""
-    width = dtype.itemsize
-    return row[:-width], row[-width:].clone().view(dtype)[0]

@@ -1,3 +1,4 @@
 """Optimizers, loss scaling and learning-rate schedules."""
 
-from megatron_core.optimizer.algorithms import Algorithm, Rates, ShardSlice, register_optimizer, write_copy
+from megatron_core.optimizer.algorithms import register_optimizer
+from megatron_core.optimizer.rule import Algorithm, Rates, ShardSlice, write_copy

@@ -1,4 +1,6 @@
-"""Update rules of the optimizers in ``config.optimizers``: AdamW, SGD, Lion, LAMB on slices, Muon on matrices.
+"""Update rules of the optimizers in ``config.optimizers``: AdamW, SGD, Lion on slices, Muon on matrices.
+
+``lamb`` has LAMB, and ``rule`` the base classes.
 
 To add an optimizer, add a row to ``config.optimizers`` and a class here, or call ``register_optimizer`` outside of this
 package.
@@ -6,7 +8,6 @@ package.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import chain, cycle, islice, repeat
 
 import torch
@@ -17,69 +18,11 @@ from megatron_core.config import OptimizerConfig
 from megatron_core.config.optimizers import OptimizerKind, add_optimizer
 from megatron_core.data_parallel import Bucket
 from megatron_core.ops import Backend, adamw_
+from megatron_core.optimizer.lamb import LAMB
+from megatron_core.optimizer.rule import NEVER_CORRECTED, Algorithm, MatrixAlgorithm, Rates, ShardSlice, write_copy
 from megatron_core.parallel.collectives import all_gather_flat_, all_reduce_
 from megatron_core.parallel.groups import ParallelGroups
 from megatron_core.parallel.sharding import spec_of
-
-
-@dataclass(frozen=True, eq=False)
-class ShardSlice:
-    """A slice of a shard: flat tensors of equal length."""
-
-    grad: Tensor
-    main: Tensor
-    """The main weights, in float32 or wider (stored main weights may also be bfloat16, see ``rounding``)."""
-    copy: Tensor | None
-    """16-bit weights of the model, set to the rounded ``main``."""
-    state: dict[str, Tensor]
-
-
-@dataclass(frozen=True)
-class Rates:
-    """The settings shared by all parts of an update."""
-
-    step: int
-    """Counted from 1."""
-    lr: float
-    weight_decay: float
-    factor: float
-    """Factor on the gradients: clipping and the inverse loss scale."""
-    epsilon: float = 1e-8
-    """``adam_eps``, with the factor of ``--use-mup``."""
-    betas: tuple[float, float] | None = None
-    """Instead of ``adam_beta1`` and ``adam_beta2``."""
-
-
-class Algorithm:
-    """An update rule for any slice of a shard."""
-
-    def __init__(
-        self, config: OptimizerConfig, backend: Backend = "auto", groups: ParallelGroups | None = None
-    ) -> None:
-        """``groups``: all process groups of this rank, for rules that communicate."""
-        self.config, self.backend, self.groups = config, backend, groups
-
-    def update(self, parts: Sequence[ShardSlice], rates: Rates) -> None:
-        """Update the weights and the state of each part in place, and its ``copy`` (``write_copy``).
-
-        The gradient is ``part.grad * rates.factor``; ``part.grad`` may be overwritten. ``part.state`` has the moments
-        of the optimizer's row, with the dtype of ``part.main``.
-        """
-        raise NotImplementedError
-
-
-class MatrixAlgorithm(Algorithm):
-    """An update rule for whole hidden matrices, of an optimizer whose row has a ``scalar_optimizer``."""
-
-    def update_bucket(self, bucket: Bucket, part: ShardSlice, rates: Rates) -> None:
-        """Update the shard ``part`` of ``bucket``; a collective call of all ranks that share the bucket's tensors."""
-        raise NotImplementedError
-
-
-def write_copy(part: ShardSlice) -> None:
-    """Copy the main weights to the weights of the model, with rounding to their dtype."""
-    if part.copy is not None:
-        part.copy.copy_(part.main)
 
 
 class AdamW(Algorithm):
@@ -99,7 +42,7 @@ class AdamW(Algorithm):
             [part.state["exp_avg"] for part in parts],
             [part.state["exp_avg_sq"] for part in parts],
             [part.copy for part in parts if part.copy is not None],
-            step=rates.step,
+            step=rates.step if self.config.adam_bias_correction else NEVER_CORRECTED,
             lr=rates.lr,
             betas=rates.betas or (self.config.adam_beta1, self.config.adam_beta2),
             epsilon=rates.epsilon,
@@ -110,13 +53,14 @@ class AdamW(Algorithm):
 
     def _update_frozen(self, parts: Sequence[ShardSlice], rates: Rates, frozen: int) -> None:
         """m = b1 m + (1 - b1) g;  w = (1 - lr wd) w - lr m / (1 - b1^t) / (sqrt(v / (1 - b2^frozen)) + eps)."""
-        beta1, correction = self.config.adam_beta1, 1.0 - self.config.adam_beta2 ** max(frozen, 1)
+        step, frozen = (rates.step, max(frozen, 1)) if self.config.adam_bias_correction else (NEVER_CORRECTED,) * 2
+        beta1, correction = self.config.adam_beta1, 1.0 - self.config.adam_beta2**frozen
         for part in parts:
             momentum = part.state["exp_avg"]
             momentum.lerp_(part.grad.mul_(rates.factor).to(momentum.dtype), 1.0 - beta1)
             size = part.state["exp_avg_sq"].div(correction).sqrt_().add_(rates.epsilon)
             part.main.mul_(1.0 - rates.lr * rates.weight_decay)
-            part.main.addcdiv_(momentum, size, value=-rates.lr / (1.0 - beta1**rates.step))
+            part.main.addcdiv_(momentum, size, value=-rates.lr / (1.0 - beta1**step))
             write_copy(part)
 
 
@@ -150,68 +94,6 @@ class Lion(Algorithm):
             part.main.mul_(1.0 - rates.lr * rates.weight_decay).add_(direction, alpha=-rates.lr)
             momentum.lerp_(grad, 1.0 - beta2)
             write_copy(part)
-
-
-class LAMB(Algorithm):
-    """You et al. 2019 (arXiv 1904.00962), algorithm 2.
-
-    r = m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + wd w;  w = w - lr c r, with c = |w| / |r| of the whole tensor,
-    limited to [lamb_min_coeff, lamb_max_coeff]; c = 1 if a norm is 0. A tensor of experts has one norm for all experts
-    of a layer.
-    """
-
-    def update(self, parts: Sequence[ShardSlice], rates: Rates) -> None:
-        """Update the moments and replace each gradient by r; ``scale_bucket`` updates the weights."""
-        beta1, beta2 = rates.betas or (self.config.adam_beta1, self.config.adam_beta2)
-        for part in parts:
-            momentum, variance = part.state["exp_avg"], part.state["exp_avg_sq"]
-            part.grad.mul_(rates.factor)
-            momentum.lerp_(part.grad, 1.0 - beta1)
-            variance.mul_(beta2).addcmul_(part.grad, part.grad, value=1.0 - beta2)
-            size = variance.div(1.0 - beta2**rates.step).sqrt_().add_(rates.epsilon)
-            torch.div(momentum, size, out=part.grad).div_(1.0 - beta1**rates.step)
-            part.grad.add_(part.main, alpha=rates.weight_decay)
-
-    def scale_bucket(self, bucket: Bucket, whole: ShardSlice, runs: Sequence[tuple[slice, float]]) -> None:
-        """Update the weights of the shard ``whole``, whose gradient is r.
-
-        ``runs``: slices of the shard with their learning rates. A collective call of all ranks that share the bucket's
-        tensors.
-        """
-        coefficients = self._coefficients(bucket, whole).to(whole.main.dtype)
-        number = {parameter: at for at, parameter in enumerate(bucket.parameters)}
-        for run, lr in runs:
-            whole.grad[run].mul_(lr)
-        for _, parameter, start, stop, at in bucket.pieces():
-            piece = slice(at, at + stop - start)
-            whole.main[piece].sub_(whole.grad[piece] * coefficients[number[parameter]])
-        write_copy(whole)
-
-    def _coefficients(self, bucket: Bucket, whole: ShardSlice) -> Tensor:
-        """Return c of each of the bucket's parameters, float64."""
-        assert self.groups is not None
-        squares = torch.zeros(2, len(bucket.parameters), dtype=torch.float64, device=whole.main.device)
-        number = {parameter: at for at, parameter in enumerate(bucket.parameters)}
-        axes = {"etp" if "edp" in bucket.kind.replica_axes else "tp"}
-        # Each element counts once: for replicated elements, on the lowest rank with a copy.
-        for parameter in bucket.parameters:
-            axes.update(spec_of(parameter).split_axes)
-        for _, parameter, start, stop, at in bucket.pieces():
-            for first, last in spec_of(parameter).owned_flat_ranges():
-                span = slice(max(first, start) - start + at, min(last, stop) - start + at)
-                if span.start < span.stop:
-                    for row, tensor in zip(squares, (whole.main, whole.grad), strict=True):
-                        row[number[parameter]] += tensor[span].double().square().sum()
-        if bucket.is_sharded:
-            all_reduce_(squares, bucket.dp_group)
-        for axis in sorted(axes):
-            all_reduce_(squares, self.groups.group(axis))
-        if bucket.kind.tied:
-            assert self.groups.embedding is not None, "tied weights are on the ranks of the first and the last stage"
-            all_reduce_(squares, self.groups.embedding)
-        weights, directions = squares.sqrt()
-        ratio = (weights / directions).clamp(self.config.lamb_min_coeff, self.config.lamb_max_coeff)
-        return torch.where((weights > 0) & (directions > 0), ratio, torch.ones_like(ratio))
 
 
 Coefficients = tuple[float, float, float]

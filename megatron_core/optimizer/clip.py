@@ -27,13 +27,18 @@ class GradientNorm:
         buckets = data_parallel.buckets
         self.owned = [(bucket, bucket.owned_ranges()) for bucket in buckets]
         self.copies = [(bucket, _gaps(ranges, bucket.grad_shard.numel())) for bucket, ranges in self.owned]
-        self.device, self.backend = data_parallel.device, backend
+        self.everywhere = [(bucket, bucket.owned_ranges(every_copy=True)) for bucket in buckets]
+        self.compressor, self.device, self.backend = data_parallel.compressor, data_parallel.device, backend
         self.group = groups.group(WORLD)
 
     def compute(self) -> Tensor:
-        """Return the norm of the reduced gradients, a float64 scalar on the device; inf or nan if any gradient is."""
+        """Return the norm of the reduced gradients, a float64 scalar on the device; inf or nan if any gradient is.
+
+        In local steps of 0/1 Adam, it is the root mean square over the data-parallel ranks of their norms.
+        """
         # Copies owned by other ranks add 0, or nan if a copy is not finite, so that all ranks skip the step.
-        total = self._sum_of_squares(self.owned) + 0.0 * self._sum_of_squares(self.copies)
+        total = self._mean_of_ranks() if self._is_local() else self._sum_of_squares(self.owned)
+        total = total + 0.0 * self._sum_of_squares(self.copies)
         all_reduce_(total, self.group)
         return total.sqrt()
 
@@ -59,6 +64,14 @@ class GradientNorm:
         weights = [[bucket.weight_shard[start:stop] for bucket, (start, stop) in each] for each in spans]
         found = [squared_norm(each, backend=self.backend).to(self.device) for each in grads + weights]
         return torch.stack(found).view(2, -1)
+
+    def _is_local(self) -> bool:
+        return self.compressor is not None and self.compressor.is_local()
+
+    def _mean_of_ranks(self) -> Tensor:
+        """Return this rank's part of the mean over the data-parallel ranks of the squared norms of their gradients."""
+        parts = [self._sum_of_squares([part]) / part[0].dp_group.size() for part in self.everywhere]
+        return torch.stack(parts).sum() if parts else self._sum_of_squares([])
 
     def _sum_of_squares(self, parts: list[tuple[Bucket, list[Span]]]) -> Tensor:
         counted = [bucket.grad_shard[start:stop] for bucket, spans in parts for start, stop in spans]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_core.data_parallel import Bucket
-from megatron_core.optimizer.algorithms import Rates, ShardSlice
+from megatron_core.optimizer.rule import Rates, ShardSlice
 from megatron_core.parallel.initialization import name_seed
 from megatron_core.parallel.sharding import spec_of
 

@@ -17,22 +17,17 @@ from megatron_core.config import OptimizerConfig
 from megatron_core.config.optimizers import OptimizerKind
 from megatron_core.data_parallel import Bucket, DataParallel
 from megatron_core.data_parallel.bucket_kind import BucketKind
-from megatron_core.data_parallel.compression import OneBitAdam
+from megatron_core.data_parallel.buffer import Compressor
+from megatron_core.data_parallel.onebit import OneBitAdam, OneBitLAMB, SignSums, ZeroOneAdam
 from megatron_core.data_parallel.placement import DiskPlacement, Placement
 from megatron_core.errors import ConfigError
 from megatron_core.ops import Backend
-from megatron_core.optimizer.algorithms import (
-    LAMB,
-    UPDATE_RULES,
-    AdamW,
-    Algorithm,
-    MatrixAlgorithm,
-    Rates,
-    ShardSlice,
-)
+from megatron_core.optimizer.algorithms import UPDATE_RULES, AdamW
 from megatron_core.optimizer.clip import GradientNorm, clip_factor
 from megatron_core.optimizer.loss_scale import ConstantLossScale, DynamicLossScale
+from megatron_core.optimizer.onebit import FRESH, OneBitLAMBUpdate, ZeroOneAdamUpdate
 from megatron_core.optimizer.rounding import CHUNK, update_rounded
+from megatron_core.optimizer.rule import Algorithm, BucketAlgorithm, MatrixAlgorithm, Rates, ShardSlice
 from megatron_core.parallel.groups import ParallelGroups
 
 LossScale = ConstantLossScale | DynamicLossScale
@@ -105,6 +100,11 @@ class Shard:
         """Whether the state is on disk, or the weights are on disk or in host memory."""
         return isinstance(self.placement, DiskPlacement) or self.bucket.away is not None
 
+    @property
+    def whole(self) -> ShardSlice:
+        """The whole shard as a slice, with its gradient on the device of the weights."""
+        return self.part(slice(0, self.main.numel()), self.bucket.grad_shard)
+
     def part(self, at: slice, grad: Tensor) -> ShardSlice:
         """Return the slice ``at``; ``grad`` is the gradient of the shard, on the device of the state."""
         copy = self.bucket.weight_shard[at] if self.is_narrow and not self.is_away else None
@@ -139,20 +139,19 @@ class Optimizer:
         self.config, self.loss_scale, self.backend = config, loss_scale, backend
         self.norm = GradientNorm(data_parallel, groups, backend)
         self.compressor = data_parallel.compressor
-        algorithms = {kind.name: UPDATE_RULES[kind.name](config, backend, groups) for kind in config.kinds}
+        algorithms = _algorithms(self.compressor, config, backend, groups)
         # Allocate the state here, so that a checkpoint can be loaded before the first step.
         self.shards = []
         placements = _placements(data_parallel.buckets, config, groups.rank)
         for bucket, placement in zip(data_parallel.buckets, placements, strict=True):
             kind = config.kind_of(hidden=bucket.kind.is_hidden_matrix)
             self.shards.append(Shard.of(bucket, kind, algorithms[kind.name], placement, config))
+            if isinstance(self.compressor, OneBitLAMB):
+                self.shards[-1].state[FRESH] = torch.zeros_like(self.shards[-1].state["exp_avg_sq"])
         if self.compressor is not None:
             self.compressor.loss_scale = lambda: self.loss_scale.scale
-        if isinstance(self.compressor, OneBitAdam):
+        if isinstance(self.compressor, SignSums):
             self.compressor.moments = {shard.bucket: shard.state for shard in self.shards}
-            for algorithm in algorithms.values():
-                assert isinstance(algorithm, AdamW), "validated: 1-bit Adam is Adam's"
-                algorithm.frozen_after = self.compressor.warmup
         self.steps_taken = 0
         self.before_update: Callable[[], None] = lambda: None
         """Called before weights and state change, for example to finish an asynchronous copy."""
@@ -202,7 +201,8 @@ class Optimizer:
 
     def _update_all(self, lr: float, decoupled_lr: float | None, weight_decay: float | None, factor: float) -> None:
         """Update each group of runs with its own rates; ``factor`` is the factor of the gradients."""
-        scaled: dict[Shard, list[tuple[slice, float]]] = {s: [] for s in self.shards if isinstance(s.algorithm, LAMB)}
+        by_bucket = [shard for shard in self.shards if isinstance(shard.algorithm, BucketAlgorithm)]
+        scaled: dict[Shard, list[tuple[slice, Rates]]] = {shard: [] for shard in by_bucket}
         for (group, _, _), runs in self._runs.items():
             if isinstance(group, int):
                 own = self.param_groups[group]
@@ -217,11 +217,32 @@ class Optimizer:
             self._update(runs, rates)
             for shard, at in runs:
                 if shard in scaled:
-                    scaled[shard].append((at, rates.lr))
+                    scaled[shard].append((at, rates))
         for shard, spans in scaled.items():
-            assert isinstance(shard.algorithm, LAMB)
-            whole = shard.part(slice(0, shard.main.numel()), shard.bucket.grad_shard)
-            shard.algorithm.scale_bucket(shard.bucket, whole, spans)
+            assert isinstance(shard.algorithm, BucketAlgorithm)
+            shard.algorithm.finish_bucket(shard.bucket, shard.whole, spans)
+
+    @property
+    def has_local_changes(self) -> bool:
+        """Whether the weights of data-parallel ranks differ, because 0/1 Adam has not synchronized them."""
+        return any(isinstance(s.algorithm, ZeroOneAdamUpdate) and s.bucket in s.algorithm.pending for s in self.shards)
+
+    def synchronize(self) -> None:
+        """Synchronize the weights of data-parallel ranks after local steps of 0/1 Adam; a collective call.
+
+        Call this before weights or state are read or saved, because other functions expect equal replicas.
+        """
+        if self.has_local_changes:
+            self.before_update()
+        for shard in self.shards:
+            if isinstance(shard.algorithm, ZeroOneAdamUpdate):
+                shard.algorithm.synchronize(shard.bucket, shard.whole)
+
+    def forget_local_changes(self) -> None:
+        """Drop the local steps of 0/1 Adam: weights and state have been loaded from a checkpoint."""
+        for shard in self.shards:
+            if isinstance(shard.algorithm, ZeroOneAdamUpdate):
+                shard.algorithm.pending.clear()
 
     def _width_factors(self, shard: Shard) -> tuple[float, float]:
         return shard.kind.width_factors(self.width, hidden=shard.bucket.kind.is_hidden_matrix)
@@ -304,6 +325,22 @@ class Optimizer:
         self.steps_taken = steps
         if self.compressor is not None:
             self.compressor.step = steps
+
+
+def _algorithms(
+    compressor: Compressor | None, config: OptimizerConfig, backend: Backend, groups: ParallelGroups
+) -> dict[str, Algorithm]:
+    """Return the update rule of each optimizer of the run; the rules of compressed optimizers know the compressor."""
+    if isinstance(compressor, OneBitLAMB):
+        return {"lamb": OneBitLAMBUpdate(config, groups, compressor)}
+    if isinstance(compressor, ZeroOneAdam):
+        return {"adam": ZeroOneAdamUpdate(config, groups, compressor)}
+    algorithms = {kind.name: UPDATE_RULES[kind.name](config, backend, groups) for kind in config.kinds}
+    if isinstance(compressor, OneBitAdam):
+        adam = algorithms["adam"]
+        assert isinstance(adam, AdamW), "validated: 1-bit Adam is Adam's"
+        adam.frozen_after = compressor.warmup
+    return algorithms
 
 
 def _spans(shard: Shard, group_of: dict[int, int]) -> Iterator[tuple[int, int, int]]:

@@ -9,6 +9,7 @@ from functools import cached_property
 from megatron_core.config import RunConfig
 from megatron_core.planner.context import arriving_bytes
 from megatron_core.planner.memory import (
+    compression_bytes,
     layer_activations,
     number_size,
     offloaded_activations,
@@ -21,11 +22,12 @@ from megatron_core.schedules.actions import Plan
 from megatron_core.schedules.simulate import peak_activations
 
 MEMORY_KINDS = (
-    "weights", "gradients", "optimizer", "units whole", "activations", "keys", "temporary", "fragments",
+    "weights", "gradients", "optimizer", "compression", "units whole", "activations", "keys", "temporary", "fragments",
 )  # fmt: skip
-"""In the order of reports. ``units whole`` are unsharded weights and gradients during ZeRO's gathers and reductions,
-``keys`` are keys and values of other context-parallel ranks, ``temporary`` are tensors of the running operation and of
-recomputed layers, ``fragments`` is memory lost to fragmentation of the caching allocator."""
+"""In the order of reports. ``compression`` are errors and other state of compressed gradients, ``units whole`` are
+unsharded weights and gradients during ZeRO's gathers and reductions, ``keys`` are keys and values of other
+context-parallel ranks, ``temporary`` are tensors of the running operation and of recomputed layers, ``fragments`` is
+memory lost to fragmentation of the caching allocator."""
 FRAGMENTS = 0.05
 """Fragmentation as a share of activations and other temporary memory: the ratio of reserved to allocated memory in
 published runs (nanotron's benchmark logs) is 1.00 to 1.06."""
@@ -119,7 +121,7 @@ class Footprint:
         dtype = self.config.training.compute_dtype
         weight, wide = number_size(dtype), max(number_size(dtype), 4)
         away = optimizer.optimizer_offload_fraction if optimizer.offloads_optimizer else 0.0
-        found = dict.fromkeys(("weights", "gradients", "optimizer", "units whole"), 0.0)
+        found = dict.fromkeys(("weights", "gradients", "optimizer", "compression", "units whole"), 0.0)
         sizes = [max(size // instances, 1) for size in self.shard_sizes]
         for kind, bytes_ in self._state_by_kind(rank, sizes).items():
             found[kind] += bytes_ * ((1 - away) if kind == "optimizer" else 1)
@@ -131,6 +133,7 @@ class Footprint:
             for unit in self.units[rank]
         ]
         at_once = 2 if parallel.overlap_grad_reduce or parallel.overlap_param_gather else 1
+        found["compression"] = self._compression(rank, wide)
         found["units whole"] = max((sum(whole[i : i + at_once]) for i in range(len(whole))), default=0.0)
         return found
 
@@ -153,10 +156,19 @@ class Footprint:
                 zero_stage=config.parallel.dp_zero_stage,
                 optimizer=config.optimizer,
                 hidden=hidden,
+                compression=config.parallel.grad_compression,
             )
             for kind, bytes_ in each.items():
                 found[kind] += elements * bytes_
         return found | ({"weights": 0.0} if config.parallel.offloads_weights else {})
+
+    def _compression(self, rank: int, wide: int) -> float:
+        """Bytes of compressed gradients; see ``compression_bytes``."""
+        parallel, total = self.config.parallel, sum(self.units[rank], Parameters())
+        return sum(
+            elements * compression_bytes(parallel.grad_compression, wide, size, parallel.dp_zero_stage)
+            for elements, size in zip((total.dense, total.experts), self.shard_sizes, strict=True)
+        )
 
     @property
     def shard_sizes(self) -> tuple[int, int]:

@@ -58,8 +58,9 @@ class RunChecks(Callback):
         self.compare()
 
     def compare(self) -> None:
-        """Compare the replicas, unless they were compared since the last step."""
-        if self.interval is None or self._equal_at == self.run.state.iteration:
+        """Compare the replicas, unless they were compared since the last step, or local steps let them differ."""
+        done = self._equal_at == self.run.state.iteration
+        if self.interval is None or done or self.run.optimizer.has_local_changes:
             return
         now = self._compare()
         if self._initial is not None and self._used_lr:

@@ -98,6 +98,7 @@ def evaluate_split(run: Run, called: Callbacks, split: str) -> None:
     if dataset is None or run.config.training.eval_iters == 0:
         return
     with METER.phase("evaluation", whole=True):
+        run.optimizer.synchronize()
         loss = evaluate(run, dataset, run.config.training.eval_iters)
     if split == "validation":
         run.state.validation_loss = loss
@@ -131,6 +132,7 @@ def save(run: Run, called: Callbacks, *, may_fail: bool = False, temporary: bool
 
     Errors: ``CheckpointError`` on all ranks, unless it ``may_fail``.
     """
+    run.optimizer.synchronize()
     called.call("before_save", temporary)
     with METER.phase("checkpoint", whole=True):
         if may_fail:

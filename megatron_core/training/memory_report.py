@@ -44,6 +44,7 @@ def planned_bytes(run: Run) -> float:
                 zero_stage=config.parallel.dp_zero_stage,
                 optimizer=config.optimizer,
                 hidden=shard.bucket.kind.is_hidden_matrix,
+                compression=config.parallel.grad_compression,
             ).values()
         )
         for shard in run.optimizer.shards

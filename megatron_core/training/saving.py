@@ -201,6 +201,7 @@ class CheckpointSaver:
         self.open()
         fail_together(self.restore_folders(), self.data.device)
         self._try(self.finish)
+        self.optimizer.synchronize()
         self.data.finish_param_sync()
         settings, groups = self.config.checkpoint, self.data.groups
         save = Save(

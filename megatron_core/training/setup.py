@@ -15,8 +15,9 @@ from megatron_core.config.layout import Layout
 from megatron_core.config.validate import check
 from megatron_core.data_parallel import DataParallel, Initialise
 from megatron_core.data_parallel.buffer import Compressor
-from megatron_core.data_parallel.compression import OneBitAdam, PowerSGD
+from megatron_core.data_parallel.compression import PowerSGD
 from megatron_core.data_parallel.fill import in_order, whole_matrices, whole_parameters
+from megatron_core.data_parallel.onebit import OneBitAdam, OneBitLAMB, ZeroOneAdam, ZeroOnePolicy
 from megatron_core.data_parallel.placement import DiskPlacement, Placement
 from megatron_core.datasets import Dataset, Splits
 from megatron_core.datasets.loader import Batch, BatchLoader, packing_of
@@ -185,6 +186,16 @@ def _compressor(parallel: ParallelConfig, optimizer: OptimizerConfig) -> Compres
         return PowerSGD(parallel.powersgd_rank, parallel.grad_compression_warmup_iters)
     if parallel.grad_compression == "onebit-adam":
         return OneBitAdam(optimizer.adam_beta1, parallel.grad_compression_warmup_iters)
+    if parallel.grad_compression == "onebit-lamb":
+        return OneBitLAMB(optimizer.adam_beta1, parallel.grad_compression_warmup_iters)
+    if parallel.grad_compression == "zero-one-adam":
+        policy = ZeroOnePolicy(
+            optimizer.zero_one_var_freeze_step,
+            optimizer.zero_one_var_update_scaler,
+            optimizer.zero_one_local_step_scaler,
+            optimizer.zero_one_local_step_clipper,
+        )
+        return ZeroOneAdam(policy)
     return None
 
 

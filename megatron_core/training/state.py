@@ -14,6 +14,7 @@ from megatron_core.checkpoint.reader import note
 from megatron_core.checkpoint.restore import CopiesReader, open_copies
 from megatron_core.config import CheckpointConfig, RunConfig
 from megatron_core.data_parallel import Bucket, DataParallel
+from megatron_core.data_parallel.onebit import OneBitLAMB
 from megatron_core.errors import CheckpointError
 from megatron_core.models.hf import HuggingFaceReader
 from megatron_core.optimizer.sharded import Optimizer
@@ -82,6 +83,7 @@ def other_pieces(data: DataParallel, optimizer: Optimizer | None, fp8: AmaxHisto
     yield from parameter_pieces(data.frozen_on_first_copy())
     if optimizer is not None:
         yield from compression_pieces(data)
+        yield from coefficient_pieces(data)
         if fp8 is not None:
             yield from fp8_pieces(fp8, fp8.histories())
 
@@ -118,6 +120,18 @@ def compression_pieces(data: DataParallel) -> Iterator[TensorBox]:
                 # The last stage's copy of tied weights has equal factors: gradients are summed before compression.
                 owned = rank == 0 and not spec_of(bucket.parameters[0]).is_copy
                 yield TensorBox(name, shape, Box((0,) * len(shape), shape), tensor, owned)
+
+
+def coefficient_pieces(data: DataParallel) -> Iterator[TensorBox]:
+    """Pieces with the three coefficients of each parameter of 1-bit LAMB; all ranks with a part of it have them."""
+    if not isinstance(data.compressor, OneBitLAMB):
+        return
+    for bucket in data.buckets:
+        for number, (name, parameter) in enumerate(zip(bucket.names, bucket.parameters, strict=True)):
+            row = data.compressor.coefficients(bucket)[number]
+            has_first = any(part.owned and not any(part.whole.start) for part in spec_of(parameter).parts)
+            owned = bucket.dp_group.rank() == 0 and has_first
+            yield TensorBox(f"compression.lamb.{name}", (3,), Box((0,), (3,)), row, owned)
 
 
 def fp8_pieces(fp8: AmaxHistories, histories: Mapping[str, torch.Tensor]) -> Iterator[TensorBox]:
@@ -261,6 +275,7 @@ def _needed_pieces(data: DataParallel, optimizer: Optimizer | None, fp8: AmaxHis
     yield from _held_weights(data)
     yield from () if optimizer is None else optimizer_pieces(optimizer)
     yield from compression_pieces(data)
+    yield from coefficient_pieces(data)
     if fp8 is not None and fp8.is_delayed:
         yield from fp8_pieces(fp8, fp8.allocate())
 
@@ -289,6 +304,7 @@ def _check_names(reader: CheckpointReader, data: DataParallel, optimizer: Optimi
 
 def _load_optimizer(reader: CheckpointReader | HuggingFaceReader, optimizer: Optimizer, *, fresh: bool) -> None:
     pieces = list(optimizer_pieces(optimizer))
+    optimizer.forget_local_changes()
     if fresh:
         reader.fill(piece for piece in pieces if piece.name.startswith("optimizer.main."))
         return
@@ -298,13 +314,14 @@ def _load_optimizer(reader: CheckpointReader | HuggingFaceReader, optimizer: Opt
 
 
 def _load_compression(reader: CheckpointReader, data: DataParallel) -> None:
-    """Load compression errors and PowerSGD factors.
+    """Load compression errors, PowerSGD factors and the coefficients of 1-bit LAMB.
 
     Errors belong to data-parallel ranks: with another number of ranks they stay zero, and a note is printed. If the
     layout or the PowerSGD rank differs, factors are initialized again, on all ranks, because copies must be equal."""
     if data.compressor is None:
         return
     data.compressor.forget()
+    reader.fill(coefficient_pieces(data))
     kinds: dict[bool, list[TensorBox]] = {True: [], False: []}
     for piece in compression_pieces(data):
         kinds[piece.name.startswith("compression.factor")].append(piece)

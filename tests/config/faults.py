@@ -304,6 +304,27 @@ FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
         ("grad_compression=onebit-adam", "--optimizer-cpu-offload"),
     ),
     (
+        {"grad_compression": "zero-one-adam", "zero_stage": 2},
+        2,
+        ("grad_compression=zero-one-adam", "zero_stage=2", "--zero-stage 0"),
+    ),
+    (
+        {"grad_compression": "zero-one-adam", "context_parallel_size": 2},
+        4,
+        ("grad_compression=zero-one-adam", "context_parallel_size=2", "--context-parallel-size 1"),
+    ),
+    ({"grad_compression": "onebit-lamb"}, 2, ("grad_compression=onebit-lamb", "--optimizer lamb")),
+    (
+        {"grad_compression": "onebit-lamb", "optimizer": "lamb", "grad_compression_warmup_iters": 0},
+        2,
+        ("grad_compression_warmup_iters=0", "15 to 25 %"),
+    ),
+    (
+        {"onebit_lamb_factor_min": 5.0, "grad_compression": "onebit-lamb", "optimizer": "lamb"},
+        2,
+        ("onebit_lamb_factor_min=5.0", "onebit_lamb_factor_max=4.0"),
+    ),
+    (
         {"grad_compression": "powersgd", "num_distributed_optimizer_instances": 2, "zero_stage": 1},
         4,
         ("grad_compression=powersgd", "num_distributed_optimizer_instances=2"),

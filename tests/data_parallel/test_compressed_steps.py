@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import megatron_core
-from megatron_core.data_parallel import compression
+from megatron_core.data_parallel import compression, onebit
 from megatron_core.verify.ranks import run_ranks
 from tests.data_parallel.compression_reference import EPS, LR, Layout, train
 from tests.defects.plant import planted
@@ -71,22 +71,27 @@ def test_steps_equal_the_simulation(row: str, method: str) -> None:
 
 
 DEFECTS = {
-    "the error of messages is forgotten": ("OneBitAdam.reduce_", "/ loss_scale) + own", "/ loss_scale)", "onebit-adam"),
+    "the error of messages is forgotten": ("SignSums._sum", "message.add_(own)", "pass", "onebit-adam"),
     "the error of shares is dropped": (
-        "OneBitAdam.reduce_",
+        "SignSums._sum",
         "total = share.clone()",
         "total = share * 0",
         "onebit-adam",
     ),
     "each rank answers with the first share's error": (
-        *("OneBitAdam.reduce_", "trained.view(size, -1)[group.rank()]", "trained.view(size, -1)[group.rank()] * 0.5"),
+        *("SignSums._sum", "trained.view(size, -1)[group.rank()]", "trained.view(size, -1)[group.rank()] * 0.5"),
         "onebit-adam",
     ),
     "a scale of one rank for all": (
-        *("OneBitAdam.reduce_", "total += _decompressed(*_parts_of(row, scale.dtype))"),
+        *("SignSums._sum", "total += _decompressed(*_parts_of(row, scale.dtype))"),
         *("total += _decompressed(_parts_of(row, scale.dtype)[0], scale)", "onebit-adam"),
     ),
-    "the momentum of every rank counts": ("OneBitAdam.reduce_", "self.beta1 / size", "self.beta1", "onebit-adam"),
+    "the momentum of every rank counts": (
+        "OneBitAdam.reduce_",
+        "self.beta1 / bucket.dp_group.size()",
+        "self.beta1",
+        "onebit-adam",
+    ),
     "gathered momenta are not clipped": ("OneBitAdam.commit", "grads.mul_(factor)", "pass", "onebit-adam"),
     "errors are not divided by the ranks": ("PowerSGD.reduce_", "alpha=1.0 / group.size()", "alpha=1.0", "powersgd"),
     "errors are not stored": ("PowerSGD.commit", "stored.copy_(errors)", "pass", "powersgd"),
@@ -96,21 +101,28 @@ DEFECTS = {
 @pytest.mark.parametrize("name", DEFECTS)
 def test_the_simulation_finds_a_defect(name: str) -> None:
     function, old, new, method = DEFECTS[name]
-    with planted(f"data_parallel.compression:{function}", old, new):
+    module = "compression" if method == "powersgd" else "onebit"
+    with planted(f"data_parallel.{module}:{function}", old, new):
         assert _compare(2, method, {"zero_stage": 1}, 0.5) > 1e-4
+
+
+SENDS = [
+    *((compression, "all_reduce_"), (onebit, "all_reduce_")),
+    *((onebit, "start_all_to_all_rows"), (onebit, "all_gather_flat_")),
+]
 
 
 def _events(settings: dict[str, Any], overlap: bool) -> tuple[list[str], Result]:
     """The messages of compressed sums and the gradients of parameters, in their order in the last step."""
     events: list[str] = []
-    for name in ("all_reduce_", "start_all_to_all_rows", "all_gather_flat_"):
-        send = getattr(compression, name)
+    for module, name in SENDS:
+        send = getattr(module, name)
 
         def noted(*args: Any, send: Any = send, **kwargs: Any) -> Any:
             events.append("message")
             return send(*args, **kwargs)
 
-        setattr(compression, name, noted)
+        setattr(module, name, noted)
 
     def watch(engine: megatron_core.Engine) -> None:
         for parameter in engine.module.parameters():

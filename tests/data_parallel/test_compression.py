@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_core.data_parallel import DataParallel
-from megatron_core.data_parallel.compression import OneBitAdam, PowerSGD
+from megatron_core.data_parallel.compression import PowerSGD
+from megatron_core.data_parallel.onebit import OneBitAdam
 from megatron_core.parallel import ParallelGroups
 from megatron_core.parallel.grid import Grid
 from megatron_core.training.driver import StepHooks

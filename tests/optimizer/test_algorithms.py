@@ -10,8 +10,9 @@ from torch import nn
 
 from megatron_core.config import OptimizerConfig
 from megatron_core.data_parallel import DataParallel, placement
-from megatron_core.optimizer.algorithms import SGD, Lion, Rates, ShardSlice
+from megatron_core.optimizer.algorithms import SGD, Lion
 from megatron_core.optimizer.loss_scale import ConstantLossScale
+from megatron_core.optimizer.rule import Rates, ShardSlice
 from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.parallel import ParallelGroups
 from megatron_core.training.step import train_step

@@ -356,6 +356,7 @@ class Engine(nn.Module):
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return whole weights and buffers on the CPU, as ``module.state_dict()`` does; all ranks call it together."""
         names = {parameter: name for name, parameter in self.module.named_parameters(remove_duplicate=False)}
+        self._sharded.synchronize()
         held = {p: whole_tensor(p, self.groups.group("tp")) for p in self.data_parallel.reading(names)}
         found = self.module.state_dict(keep_vars=True)
         return {n: held[t] if t in held else t.detach().to("cpu", copy=True) for n, t in found.items()}

@@ -40,6 +40,7 @@ class WholeTensors:
         size = self._data.groups.size("dp")
         if not 0 <= source < size:
             raise ConfigError(f"source={source} must be a data-parallel rank from 0 to {size - 1}")
+        self._optimizer.synchronize()
         before, self.is_open = self.is_open, True
         try:
             with self._data.gathered(chosen):
@@ -74,6 +75,7 @@ class WholeTensors:
         """Return the main weights: float32 for 16-bit weights, else the weights."""
         bucket = self._trained(parameter)
         shard = self._shards[bucket]
+        self._optimizer.synchronize()
         return self._read(bucket, parameter, shard.main if shard.is_narrow else bucket.weight_shard)
 
     @torch.no_grad()
@@ -81,6 +83,7 @@ class WholeTensors:
         """Replace the main weights and the weights by ``value``."""
         bucket = self._trained(parameter)
         shard = self._shards[bucket]
+        self._optimizer.synchronize()
         self._data.finish_param_sync()
         if shard.is_narrow:
             self._write(bucket, parameter, value, shard.main)

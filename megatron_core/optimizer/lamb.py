@@ -1,0 +1,97 @@
+"""LAMB, and sums over whole tensors of which each rank has a part."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_core.data_parallel import Bucket
+from megatron_core.optimizer.rule import NEVER_CORRECTED, BucketAlgorithm, Rates, ShardSlice, write_copy
+from megatron_core.parallel.collectives import all_reduce_
+from megatron_core.parallel.groups import ParallelGroups
+from megatron_core.parallel.sharding import spec_of
+
+
+class LAMB(BucketAlgorithm):
+    """You et al. 2019 (arXiv 1904.00962), algorithm 2.
+
+    r = m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + wd w;  w = w - lr c r, with c = |w| / |r| of the whole tensor,
+    limited to [lamb_min_coeff, lamb_max_coeff]; c = 1 if a norm is 0. A tensor of experts has one norm for all experts
+    of a layer. ``lamb_bias_correction`` replaces the corrections 1 - b^t by 1, for ``rate`` with a factor of lr.
+    """
+
+    def update(self, parts: Sequence[ShardSlice], rates: Rates) -> None:
+        """Update the moments and replace each gradient by r; ``finish_bucket`` updates the weights."""
+        beta1, beta2 = rates.betas or (self.config.adam_beta1, self.config.adam_beta2)
+        step = rates.step if self.bias_correction == "moments" else NEVER_CORRECTED
+        for part in parts:
+            momentum, variance = part.state["exp_avg"], part.state["exp_avg_sq"]
+            part.grad.mul_(rates.factor)
+            momentum.lerp_(part.grad, 1.0 - beta1)
+            variance.mul_(beta2).addcmul_(part.grad, part.grad, value=1.0 - beta2)
+            size = variance.div(1.0 - beta2**step).sqrt_().add_(rates.epsilon)
+            torch.div(momentum, size, out=part.grad).div_(1.0 - beta1**step)
+            part.grad.add_(part.main, alpha=rates.weight_decay)
+
+    @property
+    def bias_correction(self) -> str:
+        """The value of ``lamb_bias_correction``."""
+        return self.config.lamb_bias_correction
+
+    def finish_bucket(self, bucket: Bucket, whole: ShardSlice, runs: Sequence[tuple[slice, Rates]]) -> None:
+        """See ``BucketAlgorithm``."""
+        self.move(bucket, whole, runs, self.coefficients(bucket, whole, runs))
+
+    def move(
+        self, bucket: Bucket, whole: ShardSlice, runs: Sequence[tuple[slice, Rates]], coefficients: Tensor
+    ) -> None:
+        """w = w - lr c r; ``coefficients``: c of each of the bucket's parameters."""
+        factors = coefficients.to(whole.main.dtype)
+        number = {parameter: at for at, parameter in enumerate(bucket.parameters)}
+        for run, rates in runs:
+            betas = rates.betas or (self.config.adam_beta1, self.config.adam_beta2)
+            first, second = (1.0 - beta**rates.step for beta in betas)
+            whole.grad[run].mul_(rates.lr * (second**0.5 / first if self.bias_correction == "rate" else 1.0))
+        for _, parameter, start, stop, at in bucket.pieces():
+            piece = slice(at, at + stop - start)
+            whole.main[piece].sub_(whole.grad[piece] * factors[number[parameter]])
+        write_copy(whole)
+
+    def coefficients(self, bucket: Bucket, whole: ShardSlice, runs: Sequence[tuple[slice, Rates]]) -> Tensor:
+        """Return c of each of the bucket's parameters, float64."""
+        assert self.groups is not None
+        weights, directions = tensor_squares(bucket, (whole.main, whole.grad), self.groups).sqrt()
+        ratio = (weights / directions).clamp(self.config.lamb_min_coeff, self.config.lamb_max_coeff)
+        return torch.where((weights > 0) & (directions > 0), ratio, torch.ones_like(ratio))
+
+
+def tensor_squares(bucket: Bucket, shards: Sequence[Tensor], groups: ParallelGroups) -> Tensor:
+    """Return the sums of squares over each whole tensor of ``bucket``, for each of ``shards``.
+
+    float64 ``[number of shards, number of tensors]``. A collective call of all ranks that share the bucket's tensors.
+    """
+    squares = torch.zeros(len(shards), len(bucket.parameters), dtype=torch.float64, device=bucket.weights.device)
+    number = {parameter: at for at, parameter in enumerate(bucket.parameters)}
+    # Each element counts once: for replicated elements, on the lowest rank with a copy.
+    for _, parameter, start, stop, at in bucket.pieces():
+        for first, last in spec_of(parameter).owned_flat_ranges():
+            span = slice(max(first, start) - start + at, min(last, stop) - start + at)
+            if span.start < span.stop:
+                for row, tensor in zip(squares, shards, strict=True):
+                    row[number[parameter]] += tensor[span].double().square().sum()
+    reduce_over_tensors(bucket, squares, groups)
+    return squares
+
+
+def reduce_over_tensors(bucket: Bucket, values: Tensor, groups: ParallelGroups, *, maximum: bool = False) -> None:
+    """Sum ``values``, or with ``maximum`` take their maxima, over all ranks with a part of the bucket's tensors."""
+    axes = {"etp" if "edp" in bucket.kind.replica_axes else "tp"}
+    for parameter in bucket.parameters:
+        axes.update(spec_of(parameter).split_axes)
+    if bucket.is_sharded:
+        all_reduce_(values, bucket.dp_group, maximum=maximum)
+    for axis in sorted(axes):
+        all_reduce_(values, groups.group(axis), maximum=maximum)
+    if bucket.kind.tied:
+        assert groups.embedding is not None, "tied weights are on the ranks of the first and the last stage"
+        all_reduce_(values, groups.embedding, maximum=maximum)

@@ -1,0 +1,173 @@
+"""Updates of weights with compressed sums: 1-bit LAMB and 0/1 Adam. ``data_parallel.onebit`` has their messages."""
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from megatron_core.config import OptimizerConfig
+from megatron_core.data_parallel import Bucket
+from megatron_core.data_parallel.onebit import OneBitLAMB, ZeroOneAdam
+from megatron_core.optimizer.lamb import LAMB, reduce_over_tensors, tensor_squares
+from megatron_core.optimizer.rule import BucketAlgorithm, Rates, ShardSlice, write_copy
+from megatron_core.parallel.groups import ParallelGroups
+from megatron_core.parallel.sharding import spec_of
+
+FRESH = "exp_avg_sq_fresh"
+"""State of 1-bit LAMB: the variance that is still updated, in ``Shard.state``."""
+
+
+class OneBitLAMBUpdate(LAMB):
+    """Li et al. 2021 (arXiv 2104.06069), algorithm 1: LAMB without bias correction whose variance v is frozen.
+
+    In the warm-up, the mean coefficient of each tensor is a = b a + (1 - b) c for every c other than 1. Afterwards
+    c = a f with f = max((sqrt(v) + eps) / (sqrt(v') + eps)), where v' is a variance that is still updated, from the
+    gradients of the summed momenta. With weight decay, f = f s + 1 - s, where s = |m / (sqrt(v) + eps)| / |r|, at most
+    1. f is limited to [factor_min, factor_max] and to a change by the share factor_threshold in a step.
+    """
+
+    def __init__(self, config: OptimizerConfig, groups: ParallelGroups, compressor: OneBitLAMB) -> None:
+        super().__init__(config, groups=groups)
+        self.compressor = compressor
+
+    @property
+    def bias_correction(self) -> str:
+        """None: the frozen variance belongs to one step."""
+        return "none"
+
+    def update(self, parts: Sequence[ShardSlice], rates: Rates) -> None:
+        """Update the moments and replace each gradient by r."""
+        if rates.step <= self.compressor.warmup:
+            super().update(parts, rates)
+            for part in parts if rates.step == self.compressor.warmup else ():
+                part.state[FRESH].copy_(part.state["exp_avg_sq"])
+            return
+        beta1, beta2 = self.config.adam_beta1, self.config.adam_beta2
+        for part in parts:
+            momentum, grad = part.state["exp_avg"], part.grad.mul_(rates.factor)
+            momentum.lerp_(grad, 1.0 - beta1)
+            part.state[FRESH].mul_(beta2).addcmul_(grad, grad, value=1.0 - beta2)
+            torch.div(momentum, part.state["exp_avg_sq"].sqrt().add_(rates.epsilon), out=part.grad)
+            part.grad.add_(part.main, alpha=rates.weight_decay)
+
+    def coefficients(self, bucket: Bucket, whole: ShardSlice, runs: Sequence[tuple[slice, Rates]]) -> Tensor:
+        """Return c of each of the bucket's parameters, float64; keep the means and factors."""
+        kept, step = self.compressor.coefficients(bucket), runs[0][1].step
+        if step > self.compressor.warmup:
+            factors = self._factors(bucket, whole, runs, kept[:, 1])
+            kept[:, 1] = factors
+            return kept[:, 0] * factors
+        found = super().coefficients(bucket, whole, runs)
+        beta = self.config.onebit_lamb_coeff_beta
+        kept[:, 0] = torch.where(found == 1.0, kept[:, 0], beta * kept[:, 0] + (1.0 - beta) * found)
+        if step == self.compressor.warmup:
+            kept[:, 2] = self._message_factors(bucket, whole)
+        return found
+
+    def _factors(self, bucket: Bucket, whole: ShardSlice, runs: Sequence[tuple[slice, Rates]], last: Tensor) -> Tensor:
+        """Return f of each parameter; ``last`` are those of the last step."""
+        assert self.groups is not None
+        config, ratio, plain = self.config, torch.ones_like(whole.main), whole.grad.clone()
+        for run, rates in runs:
+            frozen, fresh = (whole.state[name][run].sqrt().add_(rates.epsilon) for name in ("exp_avg_sq", FRESH))
+            ratio[run] = frozen / fresh
+            plain[run].sub_(whole.main[run], alpha=rates.weight_decay)
+        largest = torch.zeros_like(last)
+        number = {parameter: at for at, parameter in enumerate(bucket.parameters)}
+        for _, parameter, start, stop, at in bucket.pieces():
+            largest[number[parameter]] = ratio[at : at + stop - start].max()
+        reduce_over_tensors(bucket, largest, self.groups, maximum=True)
+        if any(rates.weight_decay for _, rates in runs):
+            undecayed, directions = tensor_squares(bucket, (plain, whole.grad), self.groups).sqrt()
+            share = torch.where(directions > 0, undecayed / directions, torch.ones_like(directions)).clamp(max=1.0)
+            largest = largest * share + 1.0 - share
+        limited = largest.clamp(config.onebit_lamb_factor_min, config.onebit_lamb_factor_max)
+        threshold = config.onebit_lamb_factor_threshold
+        return torch.maximum(torch.minimum(limited, last * (1.0 + threshold)), last * (1.0 - threshold))
+
+    def _message_factors(self, bucket: Bucket, whole: ShardSlice) -> Tensor:
+        """Return 1 / (root mean square of the momentum) of each parameter; 1 for a momentum of 0."""
+        assert self.groups is not None
+        (squares,) = tensor_squares(bucket, (whole.state["exp_avg"],), self.groups)
+        sizes = squares.new_tensor([prod(spec_of(parameter).global_shape) for parameter in bucket.parameters])
+        return torch.where(squares > 0, (squares / sizes).rsqrt(), torch.ones_like(squares))
+
+
+class LocalChange:
+    """The change of a bucket's weights on this rank since the ranks were equal."""
+
+    def __init__(self, whole: ShardSlice, runs: int) -> None:
+        self.origin = whole.main.clone()
+        """The weights when the ranks were equal."""
+        self.change = torch.zeros_like(whole.main)
+        self.rates = [0.0] * runs
+        """Sum of the learning rates of each run."""
+        self.runs: Sequence[tuple[slice, Rates]] = ()
+
+
+class ZeroOneAdamUpdate(BucketAlgorithm):
+    """Lu et al. 2022 (arXiv 2202.06009), algorithm 1: Adam without bias correction and with local steps.
+
+    r = m / (sqrt(v) + eps) + wd w; w = w - lr r. After the variance is frozen, each rank takes steps with its own m and
+    adds them to a change u of its weights. A synchronization sums u (sqrt(v) + eps) / n over the n ranks as signs, to
+    s; then w = w0 + s / (sqrt(v) + eps), where w0 are the weights of the synchronization before, m = -s / (sum of the
+    learning rates since then), and u = 0. Elements whose variance is 0 do not move after it is frozen.
+    """
+
+    def __init__(self, config: OptimizerConfig, groups: ParallelGroups, compressor: ZeroOneAdam) -> None:
+        super().__init__(config, groups=groups)
+        self.compressor = compressor
+        self.pending: dict[Bucket, LocalChange] = {}
+        """Changes that are not synchronized."""
+
+    def update(self, parts: Sequence[ShardSlice], rates: Rates) -> None:
+        """Update the moments and replace each gradient by r."""
+        beta1, beta2, policy = self.config.adam_beta1, self.config.adam_beta2, self.compressor.policy
+        for part in parts:
+            momentum, variance, grad = part.state["exp_avg"], part.state["exp_avg_sq"], part.grad.mul_(rates.factor)
+            if policy.updates_variance(rates.step):
+                variance.mul_(beta2).addcmul_(grad, grad, value=1.0 - beta2)
+            elif policy.is_local(rates.step):
+                grad.mul_(variance > 0)
+            momentum.lerp_(grad, 1.0 - beta1)
+            torch.div(momentum, variance.sqrt().add_(rates.epsilon), out=part.grad)
+            part.grad.add_(part.main, alpha=rates.weight_decay)
+
+    def finish_bucket(self, bucket: Bucket, whole: ShardSlice, runs: Sequence[tuple[slice, Rates]]) -> None:
+        """Move the weights; synchronize them if this step does."""
+        policy, step = self.compressor.policy, runs[0][1].step
+        if not policy.is_local(step):
+            for run, rates in runs:
+                whole.main[run].sub_(whole.grad[run], alpha=rates.lr)
+            write_copy(whole)
+            return
+        if bucket not in self.pending:
+            self.pending[bucket] = LocalChange(whole, len(runs))
+        local = self.pending[bucket]
+        local.runs = runs
+        for number, (run, rates) in enumerate(runs):
+            local.change[run].sub_(whole.grad[run], alpha=rates.lr)
+            local.rates[number] += rates.lr
+        torch.add(local.origin, local.change, out=whole.main)
+        write_copy(whole)
+        if policy.synchronizes(step):
+            self.synchronize(bucket, whole)
+
+    def synchronize(self, bucket: Bucket, whole: ShardSlice) -> None:
+        """Sum the changes of all ranks; afterwards their weights and momenta are equal. A collective call."""
+        local = self.pending.pop(bucket, None)
+        if local is None:
+            return
+        trained = (whole.state["exp_avg_sq"] > 0).to(local.change.dtype)
+        size = torch.ones_like(local.change)
+        for (run, rates), total in zip(local.runs, local.rates, strict=True):
+            size[run] = whole.state["exp_avg_sq"][run].sqrt().add_(rates.epsilon)
+            trained[run].mul_(total > 0.0)
+        message = (local.change * size).mul_(trained).div_(bucket.dp_group.size())
+        summed = self.compressor.sum_now(bucket, message, trained)
+        for (run, _), total in zip(local.runs, local.rates, strict=True):
+            # Without a learning rate nothing has moved, and the ranks' momenta are not known to each other.
+            torch.mul(summed[run], -1.0 / total if total > 0.0 else 0.0, out=whole.state["exp_avg"][run])
+        torch.addcdiv(local.origin, summed, size, out=whole.main)
+        write_copy(whole)

@@ -1,0 +1,85 @@
+"""Base classes of update rules, and the slices and rates of an update."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megatron_core.config import OptimizerConfig
+from megatron_core.data_parallel import Bucket
+from megatron_core.ops import Backend
+from megatron_core.parallel.groups import ParallelGroups
+
+NEVER_CORRECTED = 10**9
+"""A step at which the bias correction 1 - beta^step is 1 for every beta that a float32 can hold below 1."""
+
+
+@dataclass(frozen=True, eq=False)
+class ShardSlice:
+    """A slice of a shard: flat tensors of equal length."""
+
+    grad: Tensor
+    main: Tensor
+    """The main weights, in float32 or wider (stored main weights may also be bfloat16, see ``rounding``)."""
+    copy: Tensor | None
+    """16-bit weights of the model, set to the rounded ``main``."""
+    state: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Rates:
+    """The settings shared by all parts of an update."""
+
+    step: int
+    """Counted from 1."""
+    lr: float
+    weight_decay: float
+    factor: float
+    """Factor on the gradients: clipping and the inverse loss scale."""
+    epsilon: float = 1e-8
+    """``adam_eps``, with the factor of ``--use-mup``."""
+    betas: tuple[float, float] | None = None
+    """Instead of ``adam_beta1`` and ``adam_beta2``."""
+
+
+class Algorithm:
+    """An update rule for any slice of a shard."""
+
+    def __init__(
+        self, config: OptimizerConfig, backend: Backend = "auto", groups: ParallelGroups | None = None
+    ) -> None:
+        """``groups``: all process groups of this rank, for rules that communicate."""
+        self.config, self.backend, self.groups = config, backend, groups
+
+    def update(self, parts: Sequence[ShardSlice], rates: Rates) -> None:
+        """Update the weights and the state of each part in place, and its ``copy`` (``write_copy``).
+
+        The gradient is ``part.grad * rates.factor``; ``part.grad`` may be overwritten. ``part.state`` has the moments
+        of the optimizer's row, with the dtype of ``part.main``.
+        """
+        raise NotImplementedError
+
+
+class BucketAlgorithm(Algorithm):
+    """An update rule whose ``update`` replaces each gradient by a direction, along which buckets move afterwards."""
+
+    def finish_bucket(self, bucket: Bucket, whole: ShardSlice, runs: Sequence[tuple[slice, Rates]]) -> None:
+        """Update the weights of the shard ``whole``, whose gradient is the direction.
+
+        ``runs``: slices of the shard with their rates. A collective call of all ranks that share the bucket's tensors.
+        """
+        raise NotImplementedError
+
+
+class MatrixAlgorithm(Algorithm):
+    """An update rule for whole hidden matrices, of an optimizer whose row has a ``scalar_optimizer``."""
+
+    def update_bucket(self, bucket: Bucket, part: ShardSlice, rates: Rates) -> None:
+        """Update the shard ``part`` of ``bucket``; a collective call of all ranks that share the bucket's tensors."""
+        raise NotImplementedError
+
+
+def write_copy(part: ShardSlice) -> None:
+    """Copy the main weights to the weights of the model, with rounding to their dtype."""
+    if part.copy is not None:
+        part.copy.copy_(part.main)
