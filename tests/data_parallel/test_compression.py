@@ -25,6 +25,7 @@ from tests.runs import tiny_config, tiny_run
 
 ONEBIT = {"grad_compression": "onebit-adam", "clip_grad": 0.0}
 POWER = {"grad_compression": "powersgd", "powersgd_rank": 2}
+LAMB = {"grad_compression": "onebit-lamb", "optimizer": "lamb", "clip_grad": 0.0}
 
 
 def _data(compressor: PowerSGD | OneBitAdam) -> DataParallel:
@@ -209,6 +210,7 @@ METHODS = {
     "onebit": ONEBIT,
     "powersgd zero2 overlap": POWER | {"zero_stage": 2, "overlap_grad_reduce": True},
     "onebit zero1 fp16": ONEBIT | {"zero_stage": 1, "fp16": True, "initial_loss_scale": 64.0},
+    "onebit-lamb zero2 overlap": LAMB | {"zero_stage": 2, "overlap_grad_reduce": True},
 }
 
 
@@ -234,7 +236,9 @@ ONE_GROUP = {"group_query_attention": True, "num_query_groups": 1}
 
 
 @pytest.mark.parametrize(
-    "settings", [ONEBIT, ONEBIT | ONE_GROUP, POWER | ONE_GROUP], ids=["1bit", "1bit kv", "power kv"]
+    "settings",
+    [ONEBIT, ONEBIT | ONE_GROUP, POWER | ONE_GROUP, LAMB | ONE_GROUP],
+    ids=["1bit", "1bit kv", "power kv", "lamb kv"],
 )
 def test_copies_on_tensor_parallel_ranks_stay_equal(settings: dict) -> None:  # C11, C19
     """Norms and biases, and keys and values with fewer heads than ranks."""

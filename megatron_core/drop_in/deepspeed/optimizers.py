@@ -8,8 +8,12 @@ import torch
 from torch.optim import Optimizer
 
 Faults = list[str]
-REFUSED = ("OneBitLamb", "ZeroOneAdam", "Muon", "MuAdam", "MuAdamW", "MuSGD")
+REFUSED = ("Muon", "MuAdam", "MuAdamW", "MuSGD")
 """Names that DeepSpeed knows and that have no translation."""
+LAMB_FACTORS = {"coeff_beta": 0.9, "factor_max": 4.0, "factor_min": 0.5, "factor_threshold": 0.1}
+LOCAL_STEPS = {"var_update_scaler": 16, "local_step_scaler": 32_678, "local_step_clipper": 16}
+"""Parameters of OneBitLamb and ZeroOneAdam with DeepSpeed's defaults; settings have the prefixes ``onebit_lamb_`` and
+``zero_one_``."""
 CLASSES = {"adam": "Adam", "adamw": "AdamW", "sgd": "SGD", "adagrad": "Adagrad"}
 """Classes of torch.optim for the names that DeepSpeed reads in any case; other classes need their exact name."""
 
@@ -56,7 +60,9 @@ def _of_torch(name: str, params: dict[str, Any], faults: Faults) -> Chosen:
     kind = getattr(torch.optim, CLASSES.get(lower, name), None)
     is_known = lower not in map(str.lower, REFUSED) and isinstance(kind, type) and issubclass(kind, Optimizer)
     if not is_known or kind is None or kind is Optimizer:
-        known = ", ".join(("Adam", "AdamW", "Lion", "Lamb", "SGD", "Adagrad", "OneBitAdam"))
+        known = ", ".join(
+            ("Adam", "AdamW", "Lion", "Lamb", "SGD", "Adagrad", "OneBitAdam", "OneBitLamb", "ZeroOneAdam")
+        )
         why = "is not supported" if lower in map(str.lower, REFUSED) else "is not an optimizer of DeepSpeed"
         faults.append(f"optimizer.type={name!r} {why}: use one of {known}, or a class of torch.optim")
         return Chosen({})
@@ -116,7 +122,9 @@ class _Params:
         beta1, beta2 = self.betas(0.9, 0.999)
         eps = self.number("eps", 1e-8)
         self.only("amsgrad", False)
-        self.only("bias_correction", True)
+        corrects = self.values.pop("bias_correction", True)
+        if not isinstance(corrects, bool):
+            self.faults.append(f"optimizer.params.bias_correction={corrects!r} must be true or false")
         self.only("max_grad_norm", 0.0, "use gradient_clipping")
         return {
             "optimizer": "adam",
@@ -124,7 +132,13 @@ class _Params:
             "adam_beta1": beta1,
             "adam_beta2": beta2,
             "adam_eps": eps,
+            **({} if corrects else {"adam_bias_correction": False}),
         }
+
+    def onebit(self) -> dict[str, Any]:
+        """Parameters of all 1-bit optimizers, which do not correct the bias."""
+        self.ignore("cuda_aware", "comm_backend_name", "eps_inside_sqrt", "bias_correction")
+        return self.adam(decay=0.0)
 
 
 def _adam(params: _Params) -> dict[str, Any]:
@@ -140,9 +154,33 @@ def _adamw(params: _Params) -> dict[str, Any]:
 
 def _onebit_adam(params: _Params) -> dict[str, Any]:
     warmup = int(params.number("freeze_step", 100_000))
-    params.ignore("cuda_aware", "comm_backend_name", "eps_inside_sqrt")
-    found = params.adam(decay=0.0)
-    return {**found, "grad_compression": "onebit-adam", "grad_compression_warmup_iters": warmup}
+    compressed = {"grad_compression": "onebit-adam", "grad_compression_warmup_iters": warmup}
+    return params.onebit() | compressed | {"adam_bias_correction": False}
+
+
+def _onebit_lamb(params: _Params) -> dict[str, Any]:
+    warmup = int(params.number("freeze_step", 100_000))
+    limits = {f"onebit_lamb_{name}": params.number(name, default) for name, default in LAMB_FACTORS.items()}
+    compressed = {"grad_compression": "onebit-lamb", "grad_compression_warmup_iters": warmup}
+    return params.onebit() | _lamb_limits(params) | compressed | limits
+
+
+def _zero_one_adam(params: _Params) -> dict[str, Any]:
+    # DeepSpeed freezes the variance after the first step whose number is above var_freeze_step.
+    policy = {"zero_one_var_freeze_step": int(params.number("var_freeze_step", 100_000)) + 1}
+    policy |= {f"zero_one_{name}": int(params.number(name, default)) for name, default in LOCAL_STEPS.items()}
+    return params.onebit() | {"grad_compression": "zero-one-adam"} | policy
+
+
+def _lamb(params: _Params) -> dict[str, Any]:
+    params.only("eps_inside_sqrt", False)
+    found = params.adam(decay=0.0) | _lamb_limits(params)
+    return found | {"lamb_bias_correction": "rate" if found.pop("adam_bias_correction", True) else "none"}
+
+
+def _lamb_limits(params: _Params) -> dict[str, Any]:
+    least, most = params.number("min_coeff", 0.01), params.number("max_coeff", 10.0)
+    return {"optimizer": "lamb", "lamb_max_coeff": most, "lamb_min_coeff": least}
 
 
 def _lion(params: _Params) -> dict[str, Any]:
@@ -156,15 +194,6 @@ def _sgd(params: _Params) -> dict[str, Any]:
     return {"optimizer": "sgd", **params.common(), "sgd_momentum": params.number("momentum", 0.0)}
 
 
-def _lamb(params: _Params) -> dict[str, Any]:
-    params.only("eps_inside_sqrt", False)
-    found = params.adam(decay=0.0) | {"optimizer": "lamb"}
-    return found | {
-        "lamb_max_coeff": params.number("max_coeff", 10.0),
-        "lamb_min_coeff": params.number("min_coeff", 0.01),
-    }
-
-
 TRANSLATED: dict[str, Callable[[_Params], dict[str, Any]]] = {
     "adam": _adam,
     "adamw": _adamw,
@@ -172,4 +201,6 @@ TRANSLATED: dict[str, Callable[[_Params], dict[str, Any]]] = {
     "lamb": _lamb,
     "sgd": _sgd,
     "onebitadam": _onebit_adam,
+    "onebitlamb": _onebit_lamb,
+    "zerooneadam": _zero_one_adam,
 }

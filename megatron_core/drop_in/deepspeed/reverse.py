@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from deepspeed.optimizers import LAMB_FACTORS, LOCAL_STEPS
 from megatron_core.errors import ConfigError
 
 PATHS = {
@@ -25,9 +26,19 @@ PATHS = {
     "adam_eps": "optimizer.params.eps",
     "sgd_momentum": "optimizer.params.momentum",
     "grad_compression_warmup_iters": "optimizer.params.freeze_step",
+    "lamb_max_coeff": "optimizer.params.max_coeff",
+    "lamb_min_coeff": "optimizer.params.min_coeff",
+    **{f"onebit_lamb_{name}": f"optimizer.params.{name}" for name in LAMB_FACTORS},
+    **{f"zero_one_{name}": f"optimizer.params.{name}" for name in LOCAL_STEPS},
 }
 """Settings with the same value under another name."""
-TYPES = {"adam": "AdamW", "lion": "Lion", "sgd": "SGD"}
+TYPES = {"adam": "AdamW", "lion": "Lion", "sgd": "SGD", "lamb": "Lamb"}
+COMPRESSED = {
+    ("adam", "onebit-adam"): "OneBitAdam",
+    ("lamb", "onebit-lamb"): "OneBitLamb",
+    ("adam", "zero-one-adam"): "ZeroOneAdam",
+}
+"""Types by optimizer and compression."""
 FOLDERS = {"optimizer_offload_dir": "offload_optimizer", "zero3_param_offload_dir": "offload_param"}
 
 
@@ -66,15 +77,31 @@ def _optimizer(found: dict[str, Any], left: dict[str, Any], faults: list[str]) -
     compression = left.pop("grad_compression", "none")
     if kind is None:
         return
-    if kind not in TYPES or compression not in ("none", "onebit-adam"):
+    name = TYPES.get(kind) if compression == "none" else COMPRESSED.get((kind, compression))
+    if name is None:
         faults.append(f"optimizer={kind} with grad_compression={compression} has no name in DeepSpeed's JSON")
         return
-    _put(found, "optimizer.type", "OneBitAdam" if compression == "onebit-adam" else TYPES[kind])
+    _put(found, "optimizer.type", name)
+    _bias_correction(found, name, left, faults)
+    if "zero_one_var_freeze_step" in left:
+        _put(found, "optimizer.params.var_freeze_step", left.pop("zero_one_var_freeze_step") - 1)
+    kind = "adam" if kind == "lamb" else kind
     betas = [left.pop(f"{kind}_beta{each}", None) for each in (1, 2)]
     if None not in betas:
         _put(found, "optimizer.params.betas", betas)
     elif betas != [None, None]:
         faults.append(f"give both {kind}_beta1 and {kind}_beta2, or neither")
+
+
+def _bias_correction(found: dict[str, Any], name: str, left: dict[str, Any], faults: list[str]) -> None:
+    """Translate the bias correction; DeepSpeed's 1-bit optimizers have none."""
+    adam, lamb = left.pop("adam_bias_correction", True), left.pop("lamb_bias_correction", "moments")
+    if name == "Lamb" and lamb == "moments":
+        faults.append("lamb_bias_correction=moments has no key in DeepSpeed's JSON; use rate")
+    if name == "OneBitAdam" and adam:
+        faults.append("adam_bias_correction=True with onebit-adam has no key in DeepSpeed's JSON; use False")
+    if (name == "Lamb" and lamb == "none") or (name == "AdamW" and not adam):
+        _put(found, "optimizer.params.bias_correction", False)
 
 
 def _put(found: dict[str, Any], path: str, value: Any) -> None:

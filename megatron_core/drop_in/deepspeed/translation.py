@@ -130,6 +130,8 @@ def translate(config: Mapping[str, Any] | str | os.PathLike[str], world_size: in
     optimizer, scheduler = reader.algorithm("optimizer"), reader.algorithm("scheduler")
     chosen = Chosen({}) if optimizer is None else optimizer_settings(optimizer.name, optimizer.params, reader.faults)
     settings |= chosen.settings
+    if settings.get("grad_compression") == "zero-one-adam" and settings["zero_stage"]:
+        reader.faults.append("optimizer.type=ZeroOneAdam needs zero_optimization.stage 0; set it to 0")
     if reader.faults:
         raise ConfigError(f"DeepSpeed config: {'; '.join(dict.fromkeys(reader.faults))}")
     own = chosen.torch_class, chosen.torch_params

@@ -26,7 +26,23 @@ def test_the_page_is_current() -> None:
         {"bf16": {"enabled": True}, "communication_data_type": "bf16", "gradient_clipping": 0.5},
         {"fp16": {"enabled": True, "initial_scale_power": 9}, "optimizer": {"type": "Lion", "params": {"lr": 0.1}}},
         {"fp16": {"enabled": True, "loss_scale": 128}, "optimizer": {"type": "SGD", "params": {"momentum": 0.5}}},
-        {"optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 7, "betas": [0.8, 0.9]}}},
+        {
+            "zero_optimization": {"stage": 2},
+            "optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 7, "betas": [0.8, 0.9]}},
+        },
+        {"optimizer": {"type": "Adam", "params": {"bias_correction": False}}},
+        {"optimizer": {"type": "Lamb", "params": {"max_coeff": 0.3, "min_coeff": 0.02, "betas": [0.8, 0.9]}}},
+        {"optimizer": {"type": "Lamb", "params": {"bias_correction": False}}},
+        {
+            "zero_optimization": {"stage": 1},
+            "optimizer": {"type": "OneBitLamb", "params": {"freeze_step": 7, "coeff_beta": 0.8, "factor_max": 3.0}},
+        },
+        {
+            "optimizer": {
+                "type": "ZeroOneAdam",
+                "params": {"var_freeze_step": 7, "var_update_scaler": 3, "local_step_clipper": 8, "cuda_aware": True},
+            }
+        },
         {
             "zero_optimization": {"stage": 3, "overlap_comm": True, "reduce_bucket_size": 100}
             | {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}
@@ -44,6 +60,19 @@ def test_the_round_trip_keeps_all_settings(config: dict[str, Any], tmp_path, mon
     main()
     assert translate(last, 2).settings == yaml.safe_load(middle.read_text()) == translate(first, 2).settings
     assert translate(last, 2).gradient_accumulation_steps == 2
+
+
+def test_steps_of_compressed_optimizers_are_translated() -> None:
+    params = {"var_freeze_step": 7, "local_step_scaler": 50}
+    config: dict[str, Any] = {"train_batch_size": 4, "optimizer": {"type": "ZeroOneAdam", "params": params}}
+    settings = translate(config, 2).settings
+    assert (settings["zero_one_var_freeze_step"], settings["zero_one_local_step_scaler"]) == (8, 50)
+    with pytest.raises(ConfigError, match=r"ZeroOneAdam needs zero_optimization\.stage 0"):
+        translate({**config, "zero_optimization": {"stage": 1}}, 2)
+    config["optimizer"] = {"type": "OneBitLamb", "params": {"freeze_step": 5, "factor_threshold": 0.2}}
+    settings = translate(config, 2).settings
+    assert (settings["optimizer"], settings["grad_compression_warmup_iters"]) == ("lamb", 5)
+    assert settings["onebit_lamb_factor_threshold"] == 0.2
 
 
 def test_settings_without_a_key_are_refused() -> None:
