@@ -31,7 +31,8 @@ from megatron_core.verify.ranks import run_ranks
 REFERENCE = Path(sys.prefix).resolve() / "reference"
 """The folder into which ``make install-test`` installs DeepSpeed."""
 PACKAGES = {"DeepSpeed": REFERENCE, "drop-in": FOLDER}
-SHAPE: dict[str, Any] = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 6}
+SHAPE: dict[str, Any] = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 8}
+SHAPE |= {"num_attention_heads": 6}
 VOCABULARY, SAMPLES, LENGTH = 8192, 2, 256
 
 

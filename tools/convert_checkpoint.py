@@ -1,10 +1,12 @@
-"""Convert a checkpoint of Hugging Face, Megatron-LM or this project, on a CPU, one tensor in memory at a time.
+"""Convert a checkpoint of Hugging Face, Megatron-LM, DeepSpeed or this project, on a CPU, tensor by tensor.
 
 python tools/convert_checkpoint.py --from hf --to native --load SmolLM2-135M --save runs/smollm
 
 python tools/convert_checkpoint.py --from native --to hf --load runs/smollm --save smollm-continued
 
 python tools/convert_checkpoint.py --from megatron --to hf --load megatron-checkpoints --save continued
+
+python tools/convert_checkpoint.py --from deepspeed --to native --load deepspeed-checkpoints --save runs/continued
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ import tyro
 from megatron_core.errors import CheckpointError, ConfigError
 from megatron_core.terminal import parse_flags
 from megatron_core.training.conversion import export_hugging_face, import_hugging_face, import_megatron
+from megatron_core.training.deepspeed_conversion import export_deepspeed, import_deepspeed
 
 TARGETS = ("tensor-parallel-size", "pipeline-parallel-size", "expert-parallel-size", "expert-tensor-parallel-size")
 MEGATRON = {"--loader", "--saver", "--load-dir", "--save-dir", *(f"--target-{name}" for name in TARGETS)}
@@ -39,26 +42,32 @@ MEGATRON = {"--loader", "--saver", "--load-dir", "--save-dir", *(f"--target-{nam
 class Settings:
     """Convert a checkpoint, and compare the logits of both sides on fixed prompts."""
 
-    source: Annotated[Literal["hf", "megatron", "native"], tyro.conf.arg(name="from")]
+    source: Annotated[Literal["hf", "megatron", "deepspeed", "native"], tyro.conf.arg(name="from")]
     """Format of --load: a folder of Hugging Face, a --save folder of Megatron-LM (--ckpt-format torch or torch_dist),
-    or a --save folder of pretrain_gpt.py."""
+    a folder of DeepSpeed's save_checkpoint or its universal format, or a --save folder of pretrain_gpt.py."""
     to: Literal["hf", "native"]
-    """Format of --save."""
+    """Format of --save. From deepspeed, native is a checkpoint for Engine.load_checkpoint, and hf has the weights with
+    their own names and config.json."""
     load: str
     """Folder to read."""
     save: str
     """Folder to write; it must be empty, or for native have no checkpoint."""
     ckpt_step: int | None = None
     """From native and megatron: the iteration to read; default: the latest."""
+    tag: str | None = None
+    """From deepspeed: the folder in --load to read, such as global_step500; default: the latest."""
+    hf_config: str | None = None
+    """From deepspeed to hf: the model's config.json or its folder; default: the one in --load."""
     model_type: str | None = None
     """To hf: the architecture, such as llama; default: that of the imported model, or the first that fits."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Data type of the written weights; default: that of the stored ones."""
     optimizer: bool | None = None
-    """From megatron to native: read the optimizer's state, so that training continues at its iteration, or only the
-    weights; default: the state if it can be read."""
+    """From megatron and deepspeed to native: read the optimizer's state, so that training continues at its iteration,
+    or only the weights; default: the state if it can be read."""
     verify: bool = True
-    """Compare the logits of a Hugging Face folder with `transformers`; if they differ, nothing is written."""
+    """Compare the logits of a Hugging Face folder with `transformers`, from deepspeed names and shapes; if they differ,
+    nothing is written."""
 
 
 def convert(settings: Settings) -> str:
@@ -68,6 +77,10 @@ def convert(settings: Settings) -> str:
     if settings.source == settings.to:
         raise ConfigError(f"--from {settings.source} --to {settings.to}: nothing to convert; give two formats")
     difference: float | None = None
+    if settings.source == "deepspeed":
+        return f"{load} -> {save} ({settings.to}); {convert_deepspeed(settings, load, save, dtype)}"
+    if settings.tag is not None or settings.hf_config is not None:
+        raise ConfigError(f"--tag and --hf-config are for --from deepspeed; remove them with --from {settings.source}")
     if settings.source == "hf":
         difference = import_hugging_face(load, save, dtype=dtype, verify=settings.verify)
     elif settings.to == "native":
@@ -81,6 +94,19 @@ def convert(settings: Settings) -> str:
     compared = settings.verify and difference is not None
     checked = f"logits differ by {difference:.1e} of the largest" if compared else "not verified"
     return f"{load} -> {save} ({settings.to}); {checked}"
+
+
+def convert_deepspeed(settings: Settings, load: Path, save: Path, dtype: torch.dtype | None) -> str:
+    """Convert a checkpoint of DeepSpeed; returns a description."""
+    tag, config = settings.tag, settings.hf_config
+    if settings.ckpt_step is not None:
+        raise ConfigError("--ckpt-step is the iteration of other formats; with --from deepspeed give --tag")
+    if settings.to == "native":
+        if config is not None:
+            raise ConfigError("--hf-config belongs to --to hf; remove it, or convert to hf")
+        return import_deepspeed(load, save, tag=tag, dtype=dtype, optimizer=settings.optimizer)
+    folder = None if config is None else Path(config)
+    return export_deepspeed(load, save, tag=tag, dtype=dtype, hf_config=folder, verify=settings.verify)
 
 
 @contextmanager

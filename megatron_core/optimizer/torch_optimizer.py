@@ -2,15 +2,15 @@
 
 import inspect
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from megatron_core.checkpoint import Box, CheckpointReader, TensorBox, pieces_of
+from megatron_core.checkpoint import Box, TensorBox, pieces_of
 from megatron_core.config.optimizers import OPTIMIZERS, OptimizerKind
 from megatron_core.data_parallel import Bucket
 from megatron_core.errors import ConfigError
@@ -87,6 +87,13 @@ def _trial(optimizer: torch.optim.Optimizer, group: dict[str, Any], draws: list[
             parameter.grad = drawn[step].clone()
         type(optimizer).step(trial)
     return [parameter.detach() - weights for parameter, (weights, *_) in zip(params, draws, strict=True)]
+
+
+class FillsBoxes(Protocol):
+    """A reader of checkpoints."""
+
+    def fill(self, pieces: Iterable[TensorBox]) -> None:
+        """Copy the stored values into the memory of each piece."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,7 +200,7 @@ class TorchOptimizer(Optimizer):
             yield from self._boxes(bucket, name, flat, bucket.saved_span)
         yield from (box for _, _, box in self._other_boxes())
 
-    def load(self, reader: CheckpointReader, groups: Sequence[dict[str, Any]]) -> None:
+    def load(self, reader: FillsBoxes, groups: Sequence[dict[str, Any]]) -> None:
         """Fill the caller's state from a checkpoint; ``groups``: the result of ``group_settings`` there."""
         self.allocate_state()
         for group, stored in zip(self.param_groups, groups, strict=False):

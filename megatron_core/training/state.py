@@ -249,7 +249,7 @@ def load_state(
             _check_names(reader, data, None if fresh else optimizer)
         if isinstance(reader, CopiesReader):
             reader.fetch(_needed_pieces(data, optimizer, fp8))
-        reader.fill(_held_weights(data))
+        reader.fill(held_weights(data))
         if optimizer is not None:
             _load_optimizer(reader, optimizer, fresh=fresh)
         if not fresh and isinstance(reader, CheckpointReader):
@@ -262,7 +262,7 @@ def load_state(
         return TrainState(**{each.name: counted[each.name] for each in fields(TrainState)})
 
 
-def _held_weights(data: DataParallel) -> Iterator[TensorBox]:
+def held_weights(data: DataParallel) -> Iterator[TensorBox]:
     """All weights of this rank; for a bucket with split weights, this rank's shard."""
     yield from parameter_pieces(data.frozen)
     for bucket in data.all_buckets:
@@ -272,7 +272,7 @@ def _held_weights(data: DataParallel) -> Iterator[TensorBox]:
 
 def _needed_pieces(data: DataParallel, optimizer: Optimizer | None, fp8: AmaxHistories | None) -> Iterator[TensorBox]:
     """All pieces that this rank may load."""
-    yield from _held_weights(data)
+    yield from held_weights(data)
     yield from () if optimizer is None else optimizer_pieces(optimizer)
     yield from compression_pieces(data)
     yield from coefficient_pieces(data)

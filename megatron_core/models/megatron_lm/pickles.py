@@ -37,6 +37,11 @@ METADATA = {
     },
 }
 """Records that describe a folder of ``torch.distributed.checkpoint``."""
+DAMAGE = (
+    *(MemoryError, OverflowError, RuntimeError, SystemError, OSError, EOFError, ValueError, TypeError),
+    *(AttributeError, LookupError, AssertionError, pickle.UnpicklingError, zipfile.BadZipFile),
+)
+"""Errors that reading a damaged file may raise."""
 PLANS = {"torch.distributed.checkpoint.planner": {"SavePlan", "WriteItem", "WriteItemType", "TensorWriteData"}}
 """Records of the save operation in Megatron Core's metadata; they are not used."""
 
@@ -51,16 +56,17 @@ class Inert:
         self.arguments = state
 
 
-def load_tensors(source: Path | bytes) -> Any:
+def load_tensors(source: Path | bytes, inert: re.Pattern[str] = INERT) -> Any:
     """Load the output of ``torch.save``; tensors in a file are memory-mapped.
 
-    Errors: ``CheckpointError`` for a file that is damaged or names a Python object outside the lists above.
+    ``inert``: names that are replaced by ``Inert``. Errors: ``CheckpointError`` for a file that is damaged or names a
+    Python object outside of ``inert``.
     """
     shown = source if isinstance(source, Path) else "a stored object"
     try:
         file: Any = str(source) if isinstance(source, Path) else io.BytesIO(source)
         names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
-        refused = [name for name in names if not INERT.fullmatch(name)]
+        refused = [name for name in names if not inert.fullmatch(name)]
         if refused:
             raise CheckpointError(
                 f"{shown} names the Python object {refused[0]}, which is not allowed in a checkpoint; save the "
@@ -68,11 +74,12 @@ def load_tensors(source: Path | bytes) -> Any:
             )
         if not isinstance(source, Path):
             file.seek(0)
-        inert: list[Any] = [(type("Inert", (Inert,), {}), name) for name in names]
-        with torch.serialization.safe_globals(inert):
+        stand_ins: list[Any] = [(type("Inert", (Inert,), {}), name) for name in names]
+        with torch.serialization.safe_globals(stand_ins):
             return torch.load(file, map_location="cpu", weights_only=True, mmap=isinstance(source, Path))
-    except (OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
-        raise CheckpointError(f"{shown} cannot be read: {str(error).splitlines()[0]}") from None
+    except DAMAGE as error:
+        text = (str(error).splitlines() or [""])[0] or type(error).__name__
+        raise CheckpointError(f"{shown} cannot be read: {text}") from None
 
 
 def load_metadata(path: Path) -> Any:
@@ -85,20 +92,7 @@ def load_metadata(path: Path) -> Any:
         for index, info in found.storage_data.items():
             _ = [index.fqn, Path(info.relative_path), info.offset + info.length]
         return found
-    except (
-        MemoryError,
-        OverflowError,
-        RuntimeError,
-        SystemError,
-        OSError,
-        EOFError,
-        ValueError,
-        TypeError,
-        AttributeError,
-        IndexError,
-        KeyError,
-        pickle.UnpicklingError,
-    ) as error:
+    except DAMAGE as error:
         raise CheckpointError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
 
 

@@ -7,12 +7,14 @@ from typing import Any
 
 from torch import nn
 
-from megatron_core.checkpoint import Box, CheckpointReader, TensorBox
+from megatron_core.checkpoint import Box, CheckpointReader, TensorBox, find_checkpoint
 from megatron_core.config import RunConfig
 from megatron_core.data_parallel import DataParallel
+from megatron_core.models.deepspeed import is_deepspeed_folder
 from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.optimizer.torch_optimizer import TorchOptimizer
 from megatron_core.tensor_parallel.amax_history import AmaxHistories
+from megatron_core.training.engine.deepspeed import load_deepspeed, open_deepspeed
 from megatron_core.training.saving import CheckpointSaver
 from megatron_core.training.state import TrainState, load_state, open_checkpoint
 
@@ -26,7 +28,7 @@ class EngineState(TrainState):
     scheduler: dict[str, Any] = field(default_factory=dict)
     """State of the caller's learning-rate scheduler."""
     param_groups: list[dict[str, Any]] = field(default_factory=list)
-    """Settings of the groups of the caller's own optimizer."""
+    """Learning rates of the groups, and all settings of those of the caller's own optimizer."""
 
 
 class EngineCheckpoints:
@@ -57,6 +59,7 @@ class EngineCheckpoints:
                 further=self._further,
                 fp8=self._fp8,
             )
+        state.param_groups = [{"lr": group["lr"]} for group in self._optimizer.param_groups]
         if isinstance(self._optimizer, TorchOptimizer):
             state.param_groups = self._optimizer.group_settings()
         self._savers[name].save(state)
@@ -68,7 +71,11 @@ class EngineCheckpoints:
         self._savers.clear()
 
     def load(self, folder: str | os.PathLike[str], iteration: int | None, *, load_optimizer: bool) -> EngineState:
-        """Load the newest checkpoint of ``folder``, or that of ``iteration``."""
+        """Load the newest checkpoint of ``folder``, or that of ``iteration``; it may be one of DeepSpeed."""
+        if find_checkpoint(os.fspath(folder)) is None and is_deepspeed_folder(os.fspath(folder)):
+            return self.load_deepspeed(
+                folder, None if iteration is None else f"global_step{iteration}", load_optimizer=load_optimizer
+            )
         settings = replace(
             self._config.checkpoint,
             load=os.fspath(folder),
@@ -88,8 +95,33 @@ class EngineCheckpoints:
             if load_optimizer and isinstance(self._optimizer, TorchOptimizer) and stored["optimizer_steps"]:
                 self._optimizer.load(reader, stored.get("param_groups", []))
             loaded = load_state(config, reader, self._data, self._optimizer, self._fp8)
+        if load_optimizer and stored.get("scheduler"):
+            self._set_rates(stored.get("param_groups", []))
         known = {name: stored[name] for name in ("client_state", "scheduler") if isinstance(stored.get(name), dict)}
         return EngineState(**{**asdict(loaded), **known})
+
+    def load_deepspeed(
+        self, folder: str | os.PathLike[str], tag: str | None = None, *, load_optimizer: bool = True
+    ) -> EngineState:
+        """Load a checkpoint of DeepSpeed: ``tag`` in ``folder``, by default the latest; all ranks call this together.
+
+        Sets the learning rates of the parameter groups if the checkpoint has the same number of groups. Errors:
+        ``CheckpointError`` on all ranks.
+        """
+        self.finish()
+        found = open_deepspeed(folder, tag, self._data)
+        values = load_deepspeed(
+            found, self._module, self._data, self._optimizer, list(self._buffers()), load_optimizer=load_optimizer
+        )
+        if load_optimizer:
+            self._set_rates(found.param_groups)
+        return EngineState(**values)
+
+    def _set_rates(self, stored: list[dict[str, Any]]) -> None:
+        """Restore the learning rates of the next step, which a caller's scheduler set after the last one."""
+        if len(stored) == len(self._optimizer.param_groups):
+            for group, settings in zip(self._optimizer.param_groups, stored, strict=True):
+                group["lr"] = settings.get("lr", group["lr"])
 
     def _further(self) -> Iterator[TensorBox]:
         yield from self._buffers()

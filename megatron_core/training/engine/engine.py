@@ -384,6 +384,7 @@ class Engine(nn.Module):
         """Load the newest checkpoint of ``folder``, or that of ``iteration``; return its ``client_state``.
 
         The number of ranks and the ZeRO stage may differ from the run that saved it. All ranks call it together.
+        ``folder`` may also be one of DeepSpeed, see ``models.deepspeed``; ``iteration`` is then its global step.
         Errors: ``CheckpointError`` if there is none, it is damaged, or it belongs to another model.
         """
         self.state = self._checkpoints.load(folder, iteration, load_optimizer=load_optimizer)

@@ -1,0 +1,169 @@
+"""Loading a checkpoint of DeepSpeed into an engine, at any ZeRO stage and number of ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_core.checkpoint import TensorBox
+from megatron_core.data_parallel import DataParallel
+from megatron_core.errors import CheckpointError
+from megatron_core.models.deepspeed import DeepSpeedCheckpoint, read_deepspeed_checkpoint
+from megatron_core.optimizer.sharded import Optimizer
+from megatron_core.optimizer.torch_optimizer import TorchOptimizer
+from megatron_core.parallel.sharding import spec_of
+from megatron_core.parallel.texts import listed, tell_all
+from megatron_core.training.state import TrainState, held_weights, optimizer_pieces
+
+
+class DeepSpeedReader:
+    """Fills pieces of an engine's weights and optimizer state, as ``CheckpointReader`` does."""
+
+    def __init__(self, found: DeepSpeedCheckpoint) -> None:
+        self.found = found
+        self._last: tuple[str, Tensor] = ("", torch.empty(0))
+
+    @torch.no_grad()
+    def fill(self, pieces: Iterable[TensorBox]) -> None:
+        """Copy the stored values into the memory of each piece, converting dtypes."""
+        for piece in pieces:
+            whole = self._whole(piece.name)
+            if tuple(whole.shape) != piece.global_shape:
+                raise CheckpointError(
+                    f"{self.found.folder}: {piece.name} has the shape {list(whole.shape)}; this engine needs "
+                    f"{list(piece.global_shape)}"
+                )
+            piece.memory.copy_(whole[piece.box.index])
+
+    def _whole(self, name: str) -> Tensor:
+        """The tensor of a piece; the last one is kept, because pieces of a tensor follow each other."""
+        if self._last[0] != name:
+            kind, _, rest = name.partition(".")
+            state, _, parameter = rest.partition(".")
+            if kind == "model" or state == "main":
+                value = self.found.weight(rest if kind == "model" else parameter)
+            elif kind == "buffers":
+                value = self.found.buffers[rest] if rest in self.found.buffers else self.found.weight(rest)
+            elif state == "step" and parameter.startswith("of."):  # a torch optimizer counts for each parameter
+                value = torch.tensor(float(self.found.optimizer_steps))
+            else:
+                value = self.found.state(parameter, state)
+            self._last = (name, value)
+        return self._last[1]
+
+
+def open_deepspeed(folder: str | os.PathLike[str], tag: str | None, data: DataParallel) -> DeepSpeedCheckpoint:
+    """Open a checkpoint on all ranks; each rank verifies a part of the files. Errors: ``CheckpointError`` on all."""
+    found: DeepSpeedCheckpoint | None = None
+    fault = ""
+    try:
+        found = read_deepspeed_checkpoint(os.fspath(folder), tag, verify=False)
+        fault = next(iter(found.damaged(data.groups.rank, data.groups.grid.world_size)), "")
+    except CheckpointError as error:
+        fault = str(error)
+    _raise_together(fault, data)
+    assert found is not None
+    return found
+
+
+def _raise_together(fault: str, data: DataParallel) -> None:
+    """Raise ``CheckpointError`` on all ranks with the first fault of any rank."""
+    faults = [text for text in tell_all(fault, data.device) if text]
+    if faults:
+        raise CheckpointError(faults[0])
+
+
+def load_deepspeed(
+    found: DeepSpeedCheckpoint,
+    module: nn.Module,
+    data: DataParallel,
+    optimizer: Optimizer,
+    buffers: Iterable[TensorBox],
+    *,
+    load_optimizer: bool,
+) -> dict[str, Any]:
+    """Load weights, buffers and optimizer state; return the values of ``EngineState``. All ranks call it together.
+
+    Errors: ``CheckpointError`` on all ranks for another model or optimizer, or damaged files.
+    """
+    fault = ""
+    data.finish_param_sync()
+    try:
+        _check_names(found, module, {box.name for box in buffers})
+        _fill(found, module, data, optimizer, buffers, load_optimizer=load_optimizer)
+        state = _counters(found)
+    except CheckpointError as error:
+        fault = str(error)
+    _raise_together(fault, data)
+    return state
+
+
+def _fill(
+    found: DeepSpeedCheckpoint,
+    module: nn.Module,
+    data: DataParallel,
+    optimizer: Optimizer,
+    buffers: Iterable[TensorBox],
+    *,
+    load_optimizer: bool,
+) -> None:
+    if load_optimizer:
+        found.name_states(_orders(module, optimizer))
+        needed = {moment for shard in optimizer.shards for moment in shard.state}
+        absent = sorted(needed - found.states.keys())
+        if absent and found.optimizer_steps:
+            raise CheckpointError(
+                f"{found.folder} has no state of --optimizer {optimizer.config.optimizer} ({listed(absent)}), but "
+                f"{listed(sorted(found.states)) or 'none'}; use the optimizer of the checkpoint, or load only the "
+                "weights with load_optimizer=False"
+            )
+    reader = DeepSpeedReader(found)
+    reader.fill(held_weights(data))
+    reader.fill(buffers)
+    pieces = list(optimizer_pieces(optimizer))
+    mains = [piece for piece in pieces if piece.name.startswith("optimizer.main.")]
+    if not load_optimizer or not found.optimizer_steps:
+        reader.fill(mains)
+        return
+    reader.fill(pieces)
+    if isinstance(optimizer, TorchOptimizer):
+        optimizer.load(reader, [])
+    optimizer.set_steps_taken(found.optimizer_steps)
+    optimizer.loss_scale.load_state_dict(found.loss_scale)
+
+
+def _orders(module: nn.Module, optimizer: Optimizer) -> list[list[list[str]]]:
+    """Orders in which DeepSpeed's optimizer may have the parameters."""
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    groups = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
+    trained = [name for parameter, name in names.items() if parameter.requires_grad]
+    return [groups, [trained], [list(names.values())]]
+
+
+def _check_names(found: DeepSpeedCheckpoint, module: nn.Module, buffers: set[str]) -> None:
+    """Raise ``CheckpointError`` unless the checkpoint has the parameters of the module, by name and shape."""
+    needed = {name: tuple(spec_of(parameter).global_shape) for name, parameter in module.named_parameters()}
+    held = found.shapes
+    read = {found.shared.get(name, name) for name in (*needed, *(name.removeprefix("buffers.") for name in buffers))}
+    faults = {
+        "missing": [name for name in needed if name not in held],
+        "unexpected": [name for name in held if found.shared.get(name, name) not in read],
+        "of another shape": [name for name, shape in needed.items() if held.get(name, shape) != shape],
+    }
+    text = "; ".join(f"{len(names)} {what} ({listed(names)})" for what, names in faults.items() if names)
+    if text:
+        raise CheckpointError(f"{found.folder} does not have the parameters of this model: {text}")
+
+
+def _counters(found: DeepSpeedCheckpoint) -> dict[str, Any]:
+    """The values of ``EngineState``: counters, the caller's state, and that of the learning-rate scheduler."""
+    counts = found.counters
+    steps, samples, skipped = (counts[name] for name in ("global_steps", "global_samples", "skipped_steps"))
+    each = samples // steps if steps else 0
+    state = TrainState(steps, samples, skipped_iterations=skipped, skipped_samples=skipped * each)
+    return {**asdict(state), "client_state": dict(found.client_state), "scheduler": dict(found.lr_scheduler)}
