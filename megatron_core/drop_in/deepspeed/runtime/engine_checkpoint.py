@@ -13,14 +13,15 @@ from deepspeed.runtime.rates import ProgramRates
 from deepspeed.runtime.weights_file import write_weights
 from deepspeed.utils.logging import logger
 from megatron_core.errors import CheckpointError
+from megatron_core.models.deepspeed import is_deepspeed_folder
 from megatron_core.output_file import make_folder
 from megatron_core.parallel.texts import tell_all
 from megatron_core.training.engine import Engine
 
 LATEST = "latest"
 """File with the tag of the newest checkpoint."""
-MODEL_STATES = "*_model_states.pt"
-"""Files of a checkpoint that DeepSpeed itself wrote."""
+LATEST_UNIVERSAL = "latest_universal"
+"""The same for a checkpoint that DeepSpeed's ds_to_universal wrote."""
 
 
 class EngineCheckpoint(EngineSettings):
@@ -70,7 +71,8 @@ class EngineCheckpoint(EngineSettings):
         """Load ``load_dir/tag``, by default the tag in ``latest``; return (its folder, the program's state).
 
         Without ``latest`` and ``tag``: a warning and (None, None). The number of ranks and the ZeRO stage may differ
-        from the run that saved. ``load_module_only`` keeps optimizer, scheduler and counters of this engine. Errors:
+        from the run that saved. ``load_module_only`` keeps optimizer, scheduler and counters of this engine. Files that
+        DeepSpeed itself wrote are read too, in its universal format as well, without running pickled code. Errors:
         ``CheckpointError`` on all ranks.
         """
         if custom_load_fn is not None:
@@ -85,7 +87,8 @@ class EngineCheckpoint(EngineSettings):
             return None, None
         self._check_tag(name)
         folder = Path(load_dir, name)
-        self._refuse_foreign(folder)
+        self._refuse_absent(folder)
+        is_deepspeeds = is_deepspeed_folder(folder)
         before = self.core.state
         optimizer_too = load_optimizer_states and not load_module_only
         self._rates.loads_groups = optimizer_too
@@ -93,13 +96,14 @@ class EngineCheckpoint(EngineSettings):
         found = self.core.load_checkpoint(folder, load_optimizer=optimizer_too)
         if load_module_only:
             self.core.state = before
-        return str(folder), decode(found.get("state", {}))
+        return str(folder), found if is_deepspeeds else decode(found.get("state", {}))
 
     def _latest(self, folder: str | os.PathLike[str]) -> str | None:
         """Return the tag in ``latest``, which rank 0 reads; None with a warning if there is no such file."""
         text = ""
         if self.core.world.rank == 0:
             path = Path(folder, LATEST)
+            path = path if path.is_file() else Path(folder, LATEST_UNIVERSAL)
             try:
                 text = path.read_text(encoding="utf-8").strip() if path.is_file() else ""
             except (OSError, UnicodeDecodeError) as error:
@@ -121,16 +125,11 @@ class EngineCheckpoint(EngineSettings):
             problem = f"tag differs between ranks: {', '.join(map(repr, dict.fromkeys(told)))}; give the same tag"
         self._raise_together(problem)
 
-    def _refuse_foreign(self, folder: Path) -> None:
-        """Raise ``CheckpointError`` for a checkpoint that DeepSpeed itself wrote, and for an absent folder."""
+    def _refuse_absent(self, folder: Path) -> None:
+        """Raise ``CheckpointError`` for an absent folder."""
         problem = ""
         if self.core.world.rank == 0 and not folder.is_dir():
             problem = f"{folder}: no such checkpoint; give the folder and the tag of one"
-        elif self.core.world.rank == 0 and next(folder.glob(MODEL_STATES), None) is not None:
-            problem = (
-                f"{folder} was written by DeepSpeed itself, whose format this engine does not read; load its weights "
-                "into the model before initialize"
-            )
         self._raise_together(problem)
 
     def _raise_together(self, problem: str) -> None:

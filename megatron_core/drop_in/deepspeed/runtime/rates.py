@@ -36,7 +36,8 @@ class ProgramRates:
         return {"groups": settings, "scheduler": save() if callable(save) else {}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore them."""
+        """Restore them; a state without groups is that of the scheduler alone, from a checkpoint of DeepSpeed."""
+        state = state if "groups" in state else {"scheduler": state}
         for group, stored in zip(self.groups, state.get("groups", []), strict=False):
             for name, value in stored.items() if self.loads_groups else ():
                 group[name] = tuple(value) if isinstance(group.get(name), tuple) else value

@@ -14,7 +14,8 @@ def write_weights(state: Mapping[str, Tensor], path: Path) -> None:
     Copies, because a view would be written together with its whole buffer; tied weights are written once by torch.
     """
     if path.suffix == ".safetensors":
-        save_file({name: tensor.detach().cpu().clone().contiguous() for name, tensor in state.items()}, path)
+        copied = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in state.items()}
+        save_file(copied, path, metadata={"format": "pt"})  # transformers needs the entry
         return
     copies: dict[tuple[int, torch.Size], Tensor] = {}
     for tensor in state.values():

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from deepspeed.runtime.weights_file import write_weights
 from megatron_core.errors import CheckpointError, ConfigError
 from megatron_core.training.deepspeed_conversion import float32_weights
 
@@ -89,18 +89,11 @@ def convert_zero_checkpoint_to_state_dict(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for file, names in files.items():
-            _write({each: weights[each] for each in names}, folder / file, safe=safe_serialization)
+            write_weights({each: weights[each] for each in names}, folder / file)
         if index is not None:
             (folder / f"{name}.{suffix}.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be written: {error}; give another folder") from error
-
-
-def _write(weights: dict[str, Tensor], path: Path, *, safe: bool) -> None:
-    if safe:
-        save_file(weights, path, metadata={"format": "pt"})
-    else:
-        torch.save(weights, path)
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(
