@@ -156,10 +156,9 @@ def _damage(path: Path) -> str:
             for record in archive.infolist():
                 if record.compress_type != zipfile.ZIP_STORED:
                     return f"{record.filename} is compressed"
-                checksum = 0
-                with archive.open(record) as stream:
-                    while part := stream.read(PART_BYTES):
-                        checksum = zlib.crc32(part, checksum)
+                with archive.open(record) as stream:  # it compares the checksum at the end
+                    while stream.read(PART_BYTES):
+                        pass
     except (OSError, zipfile.BadZipFile, NotImplementedError, RuntimeError, ValueError, EOFError) as error:
         return " ".join(str(error).split()) or type(error).__name__
     except (IndexError, KeyError, OverflowError, UnicodeDecodeError, zlib.error) as error:

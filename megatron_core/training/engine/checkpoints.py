@@ -109,7 +109,7 @@ class EngineCheckpoints:
         ``CheckpointError`` on all ranks.
         """
         self.finish()
-        found = open_deepspeed(folder, tag, self._data)
+        found = open_deepspeed(folder, tag, self._data, verify=self._config.checkpoint.verify_checkpoint)
         values = load_deepspeed(
             found, self._module, self._data, self._optimizer, list(self._buffers()), load_optimizer=load_optimizer
         )

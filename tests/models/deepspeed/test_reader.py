@@ -16,7 +16,8 @@ import torch
 from megatron_core.errors import CheckpointError
 from megatron_core.models.deepspeed import is_deepspeed_folder, read_deepspeed_checkpoint
 from megatron_core.models.deepspeed.joining import Joiner, compiled
-from megatron_core.models.deepspeed.shards import Parts, Stored
+from megatron_core.models.deepspeed.plain_states import PlainStates
+from megatron_core.models.deepspeed.shards import Parts, Stored, read_partitions
 
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
 NAMES = sorted(path.name for path in CHECKPOINTS.iterdir())
@@ -124,6 +125,36 @@ def test_tensor_parallel_parts_are_joined_by_the_stored_rules() -> None:
     for pattern in ("(a+)+$", "a{9}", ".*" * 9, "[", 7, "a" * 400):
         with pytest.raises(CheckpointError, match="pattern"):
             compiled(pattern)
+
+
+def test_flat_tensors_of_a_fused_optimizer_without_zero() -> None:
+    module = {"a": torch.randn(2, 3).bfloat16(), "b": torch.randn(5).bfloat16(), "c": torch.randn(4).bfloat16()}
+    flat = [torch.cat([module[n].float().flatten() for n in names]) for names in ("ab", "c")]
+    state = {n: {"exp_avg": each * 2, "exp_avg_sq": each * 3} for n, each in enumerate(flat)}
+    groups = [{"params": [n], "lr": 0.1, "step": 6} for n in (0, 1)]
+    content = {"fp32_groups_flat": flat, "optimizer_state_dict": {"state": state, "param_groups": groups}}
+    found = PlainStates(content, module).named([[["a", "b", "c"]], [["b", "a"], ["c"]], [["a", "b"], ["c"]]])
+    assert found.steps == {6} and found.groups[0] == {"lr": 0.1}
+    for name, tensor in module.items():
+        assert torch.equal(found.main[name].read(), tensor.float())
+        assert torch.equal(found.states["exp_avg_sq"][name].read(), tensor.float() * 3)
+
+
+def test_elastic_state_and_paddings_between_parameters() -> None:
+    whole = torch.arange(12.0)  # a has 5 elements and a gap of 1, b has 4 and padding at the end
+    ranks = [
+        {
+            "single_partition_of_fp32_groups": [part],
+            "base_optimizer_state": [{"exp_avg": part * 2}],
+            "base_optimizer_state_step": 9,
+            "param_alignment_paddings": [[1, 0]],
+            "partition_count": [2],
+        }
+        for part in (whole[:6], whole[6:10])
+    ]
+    found = read_partitions(ranks, [{"a": (5,), "b": (2, 2)}])
+    assert found.main["a"].read().tolist() == [0, 1, 2, 3, 4] and found.steps == {9}
+    assert found.states["exp_avg"]["b"].read().tolist() == [[12, 14], [16, 18]]
 
 
 # Hostile files.
