@@ -6,6 +6,11 @@ import torch
 from torch import Tensor, nn
 
 BATCH, STEPS_BEFORE, STEPS_AFTER = 4, 3, 5
+LLAMA = {
+    **{"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4},
+    **{"num_key_value_heads": 2, "max_position_embeddings": 16, "tie_word_embeddings": False},
+}
+"""Settings of the transformers model of the checkpoint with tensor parallelism."""
 
 
 class Network(nn.Module):
@@ -50,3 +55,8 @@ def batch(step: int, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
     inputs = torch.randn(BATCH, 3, generator=generator)
     share = slice(rank * BATCH // ranks, (rank + 1) * BATCH // ranks)
     return inputs[share], inputs[share].sum(dim=1, keepdim=True)
+
+
+def tokens() -> Tensor:
+    """Return the token ids of each step of the transformers model."""
+    return torch.randint(32, (2, 8), generator=torch.Generator().manual_seed(3))

@@ -18,7 +18,8 @@ from megatron_core.errors import CheckpointError
 from megatron_core.models.deepspeed import read_deepspeed_checkpoint
 from megatron_core.training.engine import Engine
 from megatron_core.verify.ranks import RankFailure, run_ranks
-from tests.models.deepspeed.network import BATCH, STEPS_AFTER, STEPS_BEFORE, Network, batch, groups
+from tests.models.deepspeed.network import BATCH, LLAMA, STEPS_AFTER, STEPS_BEFORE, Network, batch, groups, tokens
+from tests.models.hf_models import transformers
 
 FOLDER = Path(__file__).parents[2] / "models" / "deepspeed"
 CHECKPOINTS = FOLDER / "checkpoints"
@@ -94,6 +95,40 @@ def test_the_next_losses_are_deepspeeds(name: str, ranks: int, stage: int) -> No
     wanted = expected_of(CHECKPOINTS / name.removesuffix("_universal"))
     for losses in run_ranks(ranks, continued, CHECKPOINTS / name, dtype, stage, ranks):
         assert losses == pytest.approx(wanted, rel=TOLERANCE[dtype])
+
+
+def test_a_pipeline_continues_in_one_process() -> None:
+    nn = torch.nn
+    network = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5), nn.Linear(5, 5))
+    network[4].weight = network[0].weight
+    optimizer = torch.optim.AdamW(network.parameters(), lr=0.02, betas=BETAS)
+    config = {"micro_batch_size": BATCH, "global_batch_size": BATCH, "clip_grad": 0.0}
+    engine = megatron_core.initialize(network, config, optimizer).engine
+    engine.load_checkpoint(CHECKPOINTS / "pipeline")
+    losses = []
+    for step in range(STEPS_BEFORE, STEPS_BEFORE + STEPS_AFTER):
+        generator = torch.Generator().manual_seed(100 + step)
+        inputs, targets = (torch.randn(BATCH, 5, generator=generator) for _ in range(2))
+        loss = nn.functional.mse_loss(engine(inputs), targets)
+        losses.append(loss.item())
+        engine.backward(loss)
+        engine.step()
+    assert losses == pytest.approx(expected_of(CHECKPOINTS / "pipeline"), rel=TOLERANCE["fp32"])
+
+
+def test_tensor_parallel_parts_continue_in_one_process() -> None:
+    network = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA))
+    optimizer = torch.optim.AdamW(network.parameters(), lr=0.01, betas=BETAS)
+    config = {"micro_batch_size": 2, "global_batch_size": 2, "clip_grad": 0.0}
+    engine = megatron_core.initialize(network, config, optimizer).engine
+    engine.load_checkpoint(CHECKPOINTS / "autotp")
+    losses = []
+    for _ in range(STEPS_AFTER):
+        loss = engine(input_ids=tokens(), labels=tokens()).loss
+        losses.append(loss.item())
+        engine.backward(loss)
+        engine.step()
+    assert losses == pytest.approx(expected_of(CHECKPOINTS / "autotp"), rel=2e-6)  # sums over ranks round otherwise
 
 
 def test_a_saved_copy_continues_the_same(tmp_path: Path) -> None:
