@@ -85,6 +85,17 @@ class EngineLoader:
         return self.epoch_samples // (self.micro_batch_size * self.ranks)
 
 
+def cast_floating(value: Any, dtype: torch.dtype) -> Any:
+    """Return ``value`` with its floating-point tensors in ``dtype``, inside of tuples, lists and dicts too."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if type(value) in (tuple, list):
+        return type(value)(cast_floating(each, dtype) for each in value)
+    if type(value) is dict:
+        return {name: cast_floating(each, dtype) for name, each in value.items()}
+    return value
+
+
 def loss_of(output: Any) -> Tensor:
     """Return the loss in a module's output: a scalar tensor, the attribute or entry ``loss``, or the first entry."""
     if isinstance(output, Tensor):

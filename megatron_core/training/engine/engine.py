@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from megatron_core.schedules.actions import Action
 from megatron_core.training.driver import finish_gradients, read_norm_and, update_weights
 from megatron_core.training.engine.activations import save_memory
 from megatron_core.training.engine.checkpoints import EngineCheckpoints, EngineState, plain_state
-from megatron_core.training.engine.data import EngineLoader, loss_of
+from megatron_core.training.engine.data import EngineLoader, cast_floating, loss_of
 from megatron_core.training.engine.module import (
     Initialise,
     LocalInitialisation,
@@ -38,28 +38,13 @@ from megatron_core.training.engine.module import (
     check_same_module,
     find_units,
 )
-from megatron_core.training.engine.monitoring import StepMonitor
+from megatron_core.training.engine.monitoring import StepMonitor, StepReport
 from megatron_core.training.engine.optimizer import EngineOptimizer, groups_of, needs_whole_parameters, optimizer_on
 from megatron_core.training.engine.tensor import equalize_and_split, whole_tensor
 from megatron_core.training.engine.whole import WholeTensors
 from megatron_core.training.setup import data_parallel_of
 
 LossFunction = Callable[..., Tensor]
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """The result of an optimizer step; equal on all ranks."""
-
-    iteration: int
-    loss: float
-    """Mean of the losses of all micro-batches, or (sum of losses) / (number of terms)."""
-    grad_norm: float
-    """Global gradient norm before clipping, without the loss scale."""
-    learning_rate: float
-    """Learning rate of the first parameter group."""
-    skipped: bool
-    """Whether the update was skipped because a gradient was not finite (fp16)."""
 
 
 class Engine(nn.Module):
@@ -115,6 +100,9 @@ class Engine(nn.Module):
         self.monitor = StepMonitor(config, self.groups, world, self.layout)
         self.micro_step = 0
         """Number of micro-batches since the last optimizer step."""
+        self.forced_boundary: bool | None = None
+        """Whether the current micro-batch ends its optimizer step, instead of the number of micro-batches."""
+        self.casts_inputs = True
         self.last_report: StepReport | None = None
         self.lr_scheduler: Any = None
         total = config.training.train_iters or config.training.train_samples or 1
@@ -123,6 +111,7 @@ class Engine(nn.Module):
         self._losses = torch.zeros(2, dtype=torch.float64, device=world.device)
         self._weighted: bool | None = None
         self._backwards = 0
+        self._sync_started = False
         self.before_update: Callable[[], None] = lambda: None
         """Called after gradients are summed over all ranks and before they are clipped."""
         self._checkpoints = EngineCheckpoints(module, config, self.data_parallel, self._sharded)
@@ -145,8 +134,21 @@ class Engine(nn.Module):
         return self.config.training.final_batch_size(self.groups.size("dp"))
 
     @property
+    def loss_scale(self) -> float:
+        """Factor of the losses of the next backward (fp16); 1 in other dtypes."""
+        return self._sharded.loss_scale.scale
+
+    def set_batch_size(self, micro_batch_size: int, gradient_accumulation_steps: int) -> None:
+        """Change the batch between two steps; a loader from ``make_loader`` keeps its own sizes."""
+        samples = micro_batch_size * gradient_accumulation_steps * self.groups.size("dp")
+        training = replace(self.config.training, micro_batch_size=micro_batch_size, global_batch_size=samples)
+        self.config = replace(self.config, training=training)
+
+    @property
     def is_boundary(self) -> bool:
         """Whether the current micro-batch is the last of its optimizer step."""
+        if self.forced_boundary is not None:
+            return self.forced_boundary
         return self.micro_step + 1 == self.gradient_accumulation_steps
 
     def make_loader(
@@ -184,25 +186,18 @@ class Engine(nn.Module):
     # A micro-batch.
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module; floating-point tensors in the arguments are cast to the compute dtype."""
+        """Run the module; with ``casts_inputs``, its floating-point arguments are cast to the compute dtype."""
         action = Action(0, "F", self.micro_step)
         self.monitor.begin(self.state.iteration)
         before = METER.switch("forward")
         self.data_parallel.begin_action(action)
-        output = self.module(*self._cast(args), **self._cast(kwargs))
+        dtype = getattr(torch, self.config.training.compute_dtype)
+        if self.casts_inputs and dtype != torch.float32:
+            args, kwargs = cast_floating(args, dtype), cast_floating(kwargs, dtype)
+        output = self.module(*args, **kwargs)
         self.data_parallel.end_action(action)
         METER.switch(before)
         return output
-
-    def _cast(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            dtype = getattr(torch, self.config.training.compute_dtype)
-            return value.to(dtype) if value.is_floating_point() and dtype != torch.float32 else value
-        if isinstance(value, tuple | list) and type(value) in (tuple, list):
-            return type(value)(self._cast(each) for each in value)
-        if type(value) is dict:
-            return {name: self._cast(each) for name, each in value.items()}
-        return value
 
     def backward(self, loss: Tensor, num_terms: Tensor | float | None = None, *, retain_graph: bool = False) -> Tensor:
         """Compute gradients of ``loss`` and add them up; return the detached loss.
@@ -215,17 +210,18 @@ class Engine(nn.Module):
         if self._weighted not in (None, num_terms is not None):
             raise ConfigError("num_terms is given in some micro-batches of a step only; give it in all or in none")
         self._weighted = num_terms is not None
-        if self._backwards and self.is_boundary and self.config.parallel.overlap_grad_reduce:
+        if self._sync_started and self.config.parallel.overlap_grad_reduce:
             raise ConfigError(
                 "overlap_grad_reduce=True: the last micro-batch of a step can have only one backward, because sums "
                 "start during it; add the losses, or set overlap_grad_reduce=False"
             )
         self._backwards += 1
-        factor = self._sharded.loss_scale.scale
+        factor = self.loss_scale
         if num_terms is None:
             factor /= self.gradient_accumulation_steps * self.groups.size("dp")
         action = Action(0, "B", self.micro_step)
         if self.is_boundary:
+            self._sync_started = True
             self.data_parallel.enable_grad_sync(0)
         METER.switch("backward")
         self.data_parallel.begin_action(action)
@@ -274,7 +270,7 @@ class Engine(nn.Module):
         METER.switch("other")
         # Advance the counters.
         self._losses = torch.zeros_like(totals)
-        self._weighted = None
+        self._weighted, self._sync_started = None, False
         self.state.iteration += 1
         self.state.skipped_iterations += skipped
         self.state.skipped_samples += skipped * self.global_batch_size
