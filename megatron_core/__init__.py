@@ -1,7 +1,7 @@
 """Megatron's parallelism on plain PyTorch.
 
 ``initialize`` trains any ``nn.Module``, and ``parallelize`` splits it over tensor-parallel ranks (imported on first
-use, because settings and tools need no torch); ``drop_in`` runs programs written for Megatron-LM.
+use, because settings and tools need no torch); ``drop_in`` runs programs written for Megatron-LM or DeepSpeed.
 """
 
 import lazy_loader

@@ -12,6 +12,9 @@ from deepspeed.runtime import lr_schedules
 from deepspeed.translation import Translation
 from megatron_core.errors import ConfigError
 
+LR = 1e-3
+"""Setting of the engine where the JSON has no rate, or 0 before a schedule; the rates of the groups count."""
+
 
 @dataclass
 class ChosenOptimizer:
@@ -39,6 +42,8 @@ class ChosenOptimizer:
                 for name, value in theirs.items():
                     group.setdefault(name, value)
             self.client.param_groups = own.param_groups
+        # Schedulers of torch warn if the optimizer's ``step`` was not called: the engine updates the weights itself.
+        vars(self.client)["_opt_called"] = True
         return self.client
 
 
@@ -62,12 +67,19 @@ def choose_optimizer(
     if client is not None:
         return ChosenOptimizer(optimizer=client, client=client)
     if found.optimizer is None:
-        return ChosenOptimizer({"optimizer": "sgd", "lr": 0.0}, None, parameters, trains=False)
+        return ChosenOptimizer({"optimizer": "sgd", "lr": LR}, None, parameters, trains=False)
     if found.optimizer_class is None:
-        return ChosenOptimizer(model_parameters=parameters)
+        return ChosenOptimizer({"lr": found.settings["lr"] or LR}, None, _with_rates(parameters, found.settings))
     trained = [p for p in parameters if isinstance(p, Mapping | tuple) or p.requires_grad]
     own = getattr(torch.optim, found.optimizer_class)(trained, **found.optimizer_params)
     return ChosenOptimizer(optimizer=own, client=own)
+
+
+def _with_rates(parameters: list[Any], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return parameter groups with the rates of the JSON, unless they have their own."""
+    rates = {name: settings[name] for name in ("lr", "weight_decay")}
+    groups = [each for each in parameters if isinstance(each, Mapping)]
+    return [{**rates, **each} for each in groups] if groups else [{**rates, "params": parameters}]
 
 
 def choose_scheduler(optimizer: torch.optim.Optimizer | None, client: Any, found: Translation) -> Any:

@@ -1,0 +1,383 @@
+"""Methods of ``DeepSpeedEngine``, its checkpoints, and ``zero.Init``."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import deepspeed
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.ops.lamb import FusedLamb
+from deepspeed.ops.lion import FusedLion
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
+from megatron_core.errors import CheckpointError, ConfigError, LayoutError
+from megatron_core.verify.ranks import RankFailure, run_ranks
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 1,
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+}
+
+
+def _model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)), nn.Linear(4, 1))
+
+
+def _batch(number: int) -> torch.Tensor:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return torch.randn(2, 4, generator=torch.Generator().manual_seed(10 * number + rank))
+
+
+def _engine(model: nn.Module | None = None, **changes: Any) -> deepspeed.DeepSpeedEngine:
+    given = {name: changes.pop(name) for name in ("optimizer", "lr_scheduler", "model_parameters") if name in changes}
+    config = {**CONFIG, **changes}
+    if "optimizer" in given:
+        config.pop("optimizer")
+    return deepspeed.initialize(model=model or _model(), config=config, **given)[0]
+
+
+def _step(engine: deepspeed.DeepSpeedEngine, number: int) -> float:
+    loss = engine(_batch(number)).square().mean()
+    engine.backward(loss)
+    engine.step()
+    return loss.item()
+
+
+def _weights(engine: deepspeed.DeepSpeedEngine) -> list[torch.Tensor]:
+    return [safe_get_full_fp32_param(p).clone() for p in engine.module.parameters()]  # type: ignore[union-attr]
+
+
+def _equal(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_accumulation_counts_and_scales() -> None:
+    engine = _engine(gradient_accumulation_steps=2)
+    loss = engine(_batch(0)).square().mean()
+    assert float(engine.backward(loss)) == pytest.approx(loss.item() / 2)
+    assert not engine.is_gradient_accumulation_boundary()
+    before = _weights(engine)
+    engine.step()
+    assert _equal(before, _weights(engine))
+    assert (engine.micro_steps, engine.global_steps, engine.get_global_grad_norm()) == (1, 0, None)
+    assert engine.is_gradient_accumulation_boundary()
+    _step(engine, 1)
+    assert engine.was_step_applied()
+    assert (engine.micro_steps, engine.global_steps, engine.global_samples) == (2, 1, 4)
+    assert not _equal(before, _weights(engine))
+    assert engine.get_batch_info() == (4, 2, 2)
+    assert engine.get_lr() == [0.01]
+    assert engine.get_mom() == [(0.9, 0.999)]
+    engine.set_train_batch_size(2)
+    assert engine.gradient_accumulation_steps() == 1
+    engine.set_train_micro_batch_size(3)
+    assert engine.get_batch_info() == (3, 3, 1)
+    with pytest.raises(ValueError, match="divisible"):
+        engine.set_train_batch_size(4)
+    assert engine.global_steps == 1 and engine.skipped_steps == 0
+    engine.module.custom = 7
+    assert engine.custom == 7
+
+
+def test_boundaries_of_the_program_equal_counted_ones() -> None:
+    counted = _engine(gradient_accumulation_steps=2)
+    for number in range(4):
+        _step(counted, number)
+    told, unmanaged = _engine(gradient_accumulation_steps=2), _engine(managed_gradient_accumulation=False)
+    without = _engine(gradient_accumulation_steps=1)
+    for number in range(4):
+        last = number % 2 == 1
+        told.set_gradient_accumulation_boundary(last)
+        told.backward(told(_batch(number)).square().mean())
+        unmanaged.backward(unmanaged(_batch(number)).square().mean() / 2)
+        if last:
+            told.step()
+            unmanaged.step()
+            without.backward(without(_batch(number)).square().mean() / 2, scale_wrt_gas=False)
+            without.step()
+        else:
+            with without.no_sync():
+                without.backward(without(_batch(number)).square().mean() / 2)
+                with pytest.raises(ConfigError, match="inside of no_sync"):
+                    without.step()
+    for other in (told, unmanaged, without):
+        torch.testing.assert_close(_weights(other), _weights(counted), rtol=1e-5, atol=1e-7)
+        assert other.global_steps == 2
+
+
+def test_scale_wrt_gas_false_keeps_the_loss() -> None:
+    first, second = _engine(gradient_accumulation_steps=2), _engine(gradient_accumulation_steps=2)
+    for number in range(2):
+        _step(first, number)
+        second.backward(second(_batch(number)).square().mean() / 2, scale_wrt_gas=False)
+        second.step()
+    torch.testing.assert_close(_weights(first), _weights(second), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", (FusedAdam, DeepSpeedCPUAdam, torch.optim.AdamW))
+def test_optimizers_and_schedulers_of_the_program(kind: type[torch.optim.Optimizer]) -> None:
+    model = _model()
+    optimizer = kind(model.parameters(), lr=0.01, weight_decay=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    engine = _engine(model, optimizer=optimizer, lr_scheduler=scheduler)
+    alone = _model()
+    plain = torch.optim.AdamW(alone.parameters(), lr=0.01, weight_decay=0.1)
+    halved = torch.optim.lr_scheduler.StepLR(plain, 1, gamma=0.5)
+    for number in range(3):
+        _step(engine, number)
+        alone(_batch(number)).square().mean().backward()
+        plain.step()
+        plain.zero_grad()
+        halved.step()
+    assert engine.get_lr() == pytest.approx([0.01 / 8])
+    torch.testing.assert_close(_weights(engine), [p.detach() for p in alone.parameters()], rtol=1e-5, atol=1e-6)
+
+
+def test_rates_that_the_program_sets_are_used() -> None:
+    engine = _engine()
+    assert engine.optimizer is not None
+    for group in engine.optimizer.param_groups:
+        group["lr"] = 0.0
+    before = _weights(engine)
+    _step(engine, 0)
+    assert _equal(before, _weights(engine))
+
+
+def test_one_cycle_changes_betas_of_the_update() -> None:
+    cycle = {"cycle_min_lr": 0.001, "cycle_max_lr": 0.01, "cycle_first_step_size": 2}
+    still = _engine(scheduler={"type": "OneCycle", "params": {**cycle, "cycle_momentum": False}})
+    moved = _engine(scheduler={"type": "OneCycle", "params": cycle})
+    for number in range(3):
+        _step(still, number)
+        _step(moved, number)
+    assert moved.get_mom() == [(pytest.approx(0.85), 0.99)]  # 3/4 of the cycle, between 0.8 and 0.9
+    assert still.get_lr() == moved.get_lr()
+    assert not torch.allclose(_weights(still)[0], _weights(moved)[0], rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "params"),
+    (
+        (FusedLamb, "Lamb", {"lr": 0.01, "max_coeff": 5.0}),
+        (FusedLion, "Lion", {"lr": 0.01, "weight_decay": 0.1}),
+        (torch.optim.RMSprop, "RMSprop", {"lr": 0.01}),
+        (torch.optim.Adagrad, "Adagrad", {"lr": 0.01}),
+    ),
+)
+def test_json_and_class_give_equal_steps(kind: Any, name: str, params: dict[str, Any]) -> None:
+    model = _model()
+    from_class = _engine(model, optimizer=kind(model.parameters(), **params))
+    config = {**CONFIG, "optimizer": {"type": name, "params": params}}
+    from_json = deepspeed.initialize(model=_model(), config=config)[0]
+    before = _weights(from_json)
+    for number in range(2):
+        _step(from_class, number)
+        _step(from_json, number)
+    assert _equal(_weights(from_class), _weights(from_json))
+    assert not _equal(before, _weights(from_json))
+
+
+def test_an_engine_without_optimizer_only_runs_forward() -> None:
+    config = {name: value for name, value in CONFIG.items() if name != "optimizer"}
+    engine, optimizer, _, _ = deepspeed.initialize(model=_model(), config=config)
+    assert optimizer is None and engine(_batch(0)).shape == (2, 1)
+    assert deepspeed.initialize(model=_model(), config={**CONFIG, "optimizer": {"type": "Adam", "params": {"lr": 0}}})[
+        0
+    ].get_lr() == [0.0]
+    with pytest.raises(ConfigError, match="without an optimizer"):
+        engine.backward(engine(_batch(0)).sum())
+
+
+# Checkpoints.
+
+
+def test_checkpoints_restore_everything(tmp_path: Path) -> None:
+    scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 8}}
+    first = _engine(scheduler=scheduler)
+    for number in range(2):
+        _step(first, number)
+    state = {"random": random.getstate(), "numpy": np.arange(3), "torch": torch.ones(2), 7: ("a", None, 1.5)}
+    assert first.save_checkpoint(tmp_path, client_state=state)
+    assert (tmp_path / "latest").read_text() == "global_step2"
+    second = _engine(scheduler=scheduler)
+    folder, found = second.load_checkpoint(tmp_path)
+    assert folder == str(tmp_path / "global_step2") and found is not None
+    assert found["random"] == random.getstate() or found["random"][1] == state["random"][1]  # type: ignore[index]
+    assert found[7] == ("a", None, 1.5) and found["numpy"].tolist() == [0, 1, 2] and found["torch"].tolist() == [1, 1]
+    assert (second.global_steps, second.global_samples, second.get_lr()) == (2, 4, first.get_lr())
+    for number in range(2, 4):
+        assert _step(first, number) == _step(second, number)
+    assert _equal(_weights(first), _weights(second))
+    first.save_checkpoint(tmp_path, tag="again", save_latest=False)
+    first.save_checkpoint(tmp_path, tag="again", save_latest=False)
+    assert (tmp_path / "latest").read_text() == "global_step2"
+    third = _engine(scheduler=scheduler)
+    third.load_checkpoint(tmp_path, tag="again", load_module_only=True)
+    assert third.global_steps == 0
+    assert _equal(_weights(first), _weights(third))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    (
+        ({"tag": "absent"}, "no such checkpoint"),
+        ({"tag": "a/b"}, "must be the name of a folder"),
+        ({"tag": "theirs"}, "was written by DeepSpeed itself"),
+        ({"load_module_strict": False}, "load_module_strict=False is not supported"),
+    ),
+)
+def test_bad_checkpoints_are_refused(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "mp_rank_00_model_states.pt").write_bytes(b"")
+    engine = _engine()
+    assert engine.load_checkpoint(tmp_path) == (None, None)
+    with pytest.raises(CheckpointError, match=message):
+        engine.load_checkpoint(tmp_path, **arguments)
+
+
+def test_a_client_state_without_a_format_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"client_state\['model'\] is a Linear"):
+        _engine().save_checkpoint(tmp_path, client_state={"model": nn.Linear(1, 1)})
+
+
+def test_weights_are_written_for_torch_and_safetensors(tmp_path: Path) -> None:
+    engine = _engine()
+    assert engine.save_16bit_model(tmp_path)
+    found = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
+    assert found.keys() == engine.module_state_dict().keys()
+    assert (tmp_path / "pytorch_model.bin").stat().st_size < 20_000
+    assert engine.save_16bit_model(tmp_path, "model.safetensors")
+    assert (tmp_path / "model.safetensors").is_file()
+
+
+# Several ranks and ZeRO 3.
+
+
+def _zero3(folder: str) -> dict[str, Any]:
+    with deepspeed.zero.Init(config_dict_or_path={"zero_optimization": {"stage": 3}}):
+        torch.manual_seed(dist.get_rank())
+        model = _model_without_seed()
+    constructed = [p.ds_status for p in model.parameters()]  # type: ignore[attr-defined]
+    with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=1):
+        if dist.get_rank() == 1:
+            nn.init.constant_(model[2].weight, 0.25)
+    broadcast = model[2].weight.detach().clone()
+    stage = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}
+    engine = _engine(model, zero_optimization=stage, gradient_clipping=0.1)
+    status = model[0][0].weight.ds_status
+    with deepspeed.zero.GatheredParameters(model[0][0].weight, modifier_rank=0):
+        inside = model[0][0].weight.ds_status
+        if dist.get_rank() == 0:
+            nn.init.ones_(model[0][0].weight)
+    after = safe_get_full_fp32_param(model[0][0].weight)
+    loss = engine(_batch(0)).square().mean()
+    engine.backward(loss)
+    gradient = safe_get_full_grad(model[2].bias)
+    engine.step()
+    engine.save_checkpoint(folder)
+    engine.save_16bit_model(folder)
+    state = engine._zero3_consolidated_16bit_state_dict()
+    return {
+        "constructed": constructed,
+        "broadcast": broadcast,
+        "status": (status, inside, model[0][0].weight.ds_status),
+        "after": after,
+        "gradient": gradient,
+        "norm": engine.get_global_grad_norm(),
+        "state": None if state is None else {name: tensor.clone() for name, tensor in state.items()},
+    }
+
+
+def _model_without_seed() -> nn.Sequential:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)), nn.Linear(4, 1))
+
+
+def test_zero_3_on_two_ranks(tmp_path: Path) -> None:
+    first, second = run_ranks(2, _zero3, str(tmp_path))
+    assert set(first["constructed"]) == {ZeroParamStatus.AVAILABLE}
+    for found in (first, second):
+        assert torch.equal(found["broadcast"], torch.full((1, 4), 0.25))
+    available, absent = ZeroParamStatus.AVAILABLE, ZeroParamStatus.NOT_AVAILABLE
+    assert first["status"] == second["status"] == (absent, available, absent)
+    assert torch.equal(first["after"], torch.ones(4, 4)) and torch.equal(second["after"], torch.ones(4, 4))
+    assert torch.equal(first["gradient"], second["gradient"]) and first["gradient"].abs().sum() > 0
+    assert first["norm"] == second["norm"]
+    assert second["state"] is None and first["state"].keys() == _model().state_dict().keys()
+    # One process continues with the checkpoint of two ranks.
+    engine = _engine()
+    engine.load_checkpoint(tmp_path)
+    assert _equal(list(engine.module_state_dict().values()), list(first["state"].values()))
+    assert torch.load(tmp_path / "pytorch_model.bin", weights_only=True).keys() == first["state"].keys()
+
+
+def _different() -> None:
+    _engine(nn.Linear(4, 1 + dist.get_rank()))
+
+
+def _tags(folder: str) -> None:
+    _engine().save_checkpoint(folder, tag=f"rank{dist.get_rank()}")
+
+
+def test_ranks_that_differ_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(RankFailure, match="the model differs between ranks"):
+        run_ranks(2, _different)
+    with pytest.raises(RankFailure, match="tag differs between ranks: 'rank0', 'rank1'"):
+        run_ranks(2, _tags, str(tmp_path))
+
+
+# Bad input.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    (
+        ({"config": None}, "no DeepSpeed configuration"),
+        ({"config": CONFIG, "model": None}, "must be a torch module"),
+        ({"config": {**CONFIG, "stage": 1}}, "stage is not a key of DeepSpeed"),
+        ({"config": {**CONFIG, "scheduler": {"type": "Absent"}}}, "'Absent' is not a scheduler"),
+        ({"config": {**CONFIG, "scheduler": {"type": "WarmupLR", "params": {"warm": 1}}}}, "warm"),
+        ({"config": {**CONFIG, "optimizer": {"type": "Absent"}}}, "'Absent' is not an optimizer"),
+        ({"config": {**CONFIG, "optimizer": {"type": "RMSprop", "params": {"rate": 1}}}}, "'?rate'?=1 is not a param"),
+        ({"config": CONFIG, "optimizer": 3}, "optimizer=int must be a torch optimizer"),
+        ({"config": CONFIG, "optimizer": torch.optim.SGD(_model().parameters(), lr=0.1)}, "do not belong to the model"),
+        ({"config": CONFIG, "config_params": None, "mesh_param": (1, 1)}, "sequence parallelism is not supported"),
+        ({"config": CONFIG, "training_data": 3}, "must be a torch Dataset"),
+    ),
+)
+def test_bad_input_is_one_sentence(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises((ConfigError, LayoutError, ValueError), match=message) as caught:
+        deepspeed.initialize(**{"model": _model(), **arguments})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ("moe", "moe.layer", "inference", "monitor.monitor", "runtime.sequence_parallel"))
+def test_absent_parts_say_what_to_use(name: str) -> None:
+    with pytest.raises(ImportError, match=r"is not available in megatron_core.drop_in: (use|set) "):
+        __import__(f"deepspeed.{name}")
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    (
+        (lambda engine: engine.train_batch(iter([])), "needs a PipelineModule"),
+        (lambda engine: engine.offload_states(), "offload_optimizer"),
+        (lambda engine: engine.scale(torch.ones(())), r"engine.backward\(loss\)"),
+        (lambda engine: engine.compile(schedule=[1]), "schedule of DeepCompile"),
+        (lambda engine: engine.step(), r"step\(\) without backward"),
+        (lambda engine: engine.backward(torch.ones(2)), "must be a tensor with one element"),
+        (lambda engine: engine.optimizer.state_dict(), "use engine.save_checkpoint"),
+    ),
+)
+def test_calls_that_cannot_work_are_one_sentence(call: Any, message: str) -> None:
+    with pytest.raises((ConfigError, CheckpointError), match=message):
+        call(_engine())
