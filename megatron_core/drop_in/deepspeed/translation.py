@@ -19,6 +19,9 @@ from megatron_core.errors import ConfigError
 AUTO = "auto"
 TRIPLE = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
+CLIPPING = 1.0
+"""``gradient_clipping`` without the key: ``GRADIENT_CLIPPING_DEFAULT`` of DeepSpeed 0.19.8."""
+
 
 class Algorithm(NamedTuple):
     """An optimizer or scheduler of the JSON."""
@@ -125,7 +128,7 @@ def translate(config: Mapping[str, Any] | str | os.PathLike[str], world_size: in
     reader.check_keys()
     triple = reader.batch(world_size)
     settings: dict[str, Any] = {"micro_batch_size": triple[1], "global_batch_size": triple[0]}
-    settings["clip_grad"] = reader.number("gradient_clipping", 0.0)
+    settings["clip_grad"] = reader.number("gradient_clipping", CLIPPING)
     settings |= reader.precision() | reader.zero(world_size)
     optimizer, scheduler = reader.algorithm("optimizer"), reader.algorithm("scheduler")
     chosen = Chosen({}) if optimizer is None else optimizer_settings(optimizer.name, optimizer.params, reader.faults)

@@ -44,7 +44,7 @@ class Job:
 
 @dataclass
 class Result:
-    """What rank 0 observed after each micro-batch."""
+    """Values on rank 0 after each micro-batch."""
 
     losses: list[float] = field(default_factory=list)
     returned: list[float] = field(default_factory=list)

@@ -17,7 +17,7 @@ def test_the_settings_of_every_stage_are_valid_for_the_engine(stage: int, ranks:
     settings = check_settings(read_settings(translate(config, ranks).settings), ranks)
     assert settings.parallel.dp_zero_stage == stage
     assert settings.optimizer.lr == 0.1
-    assert settings.optimizer.clip_grad == 0.0
+    assert settings.optimizer.clip_grad == 1.0
 
 
 @pytest.mark.parametrize(

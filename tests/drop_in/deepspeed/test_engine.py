@@ -24,6 +24,7 @@ from megatron_core.verify.ranks import RankFailure, run_ranks
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
     "gradient_accumulation_steps": 1,
+    "gradient_clipping": 0.0,
     "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
 }
 
