@@ -91,3 +91,22 @@ def test_without_arguments_the_usage_is_printed() -> None:
     found = python("-m", "megatron_core.drop_in")
     assert (found.returncode, found.stdout) == (2, "")
     assert found.stderr.startswith("usage: python -m megatron_core.drop_in PROGRAM")
+
+
+def test_transformers_and_accelerate_find_deepspeed(program: Path) -> None:
+    program.write_text(
+        "import importlib.metadata as found\nimport deepspeed\nprint(found.version('deepspeed'), deepspeed.__file__)"
+    )
+    found = python("-m", "megatron_core.drop_in", program)
+    assert found.stdout == f"0.19.8 {FOLDER / 'deepspeed' / '__init__.py'}\n", found.stderr
+
+
+def test_another_deepspeed_comes_second_or_is_an_error(program: Path) -> None:
+    (program.parent / "deepspeed").mkdir()
+    (program.parent / "deepspeed" / "__init__.py").write_text("")
+    found = python("-m", "megatron_core.drop_in", program)
+    assert f"not {program.parent / 'deepspeed'}" in found.stderr
+    program.write_text("import deepspeed\nimport megatron_core.drop_in\n")
+    found = python(program)
+    assert found.returncode == 1
+    assert "deepspeed is already imported" in found.stderr.splitlines()[-1]
