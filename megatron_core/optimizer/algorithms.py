@@ -205,8 +205,7 @@ class LAMB(Algorithm):
         for axis in sorted(axes):
             all_reduce_(squares, self.groups.group(axis))
         if bucket.kind.tied:
-            assert self.groups.embedding is not None, "tied weights are on the ranks of the first and the last stage"
-            all_reduce_(squares, self.groups.embedding)
+            all_reduce_(squares, self.groups.tied(bucket.kind.tied))
         weights, directions = squares.sqrt()
         ratio = (weights / directions).clamp(self.config.lamb_min_coeff, self.config.lamb_max_coeff)
         return torch.where((weights > 0) & (directions > 0), ratio, torch.ones_like(ratio))

@@ -217,7 +217,8 @@ class Optimizer:
             for shard, at in runs:
                 if shard in scaled:
                     scaled[shard].append((at, rates.lr))
-        for shard, spans in scaled.items():
+        # Ranks with common tied weights sum their norms in one order.
+        for shard, spans in sorted(scaled.items(), key=lambda each: each[0].bucket.names):
             assert isinstance(shard.algorithm, LAMB)
             whole = shard.part(slice(0, shard.main.numel()), shard.bucket.grad_shard)
             shard.algorithm.scale_bucket(shard.bucket, whole, spans)

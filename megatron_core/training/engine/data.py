@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from megatron_core.errors import ConfigError
@@ -83,6 +83,30 @@ class EngineLoader:
     def __len__(self) -> int:
         """Number of micro-batches of this rank in a whole epoch."""
         return self.epoch_samples // (self.micro_batch_size * self.ranks)
+
+
+def cast_floating(value: Any, dtype: torch.dtype) -> Any:
+    """Return ``value`` with its floating-point tensors in ``dtype``, inside of tuples, lists and dicts too."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if type(value) in (tuple, list):
+        return type(value)(cast_floating(each, dtype) for each in value)
+    if type(value) is dict:
+        return {name: cast_floating(each, dtype) for name, each in value.items()}
+    return value
+
+
+def call_with(model: Callable[..., Any], batch: Any) -> Any:
+    """Call ``model`` with the entries of a batch: a dict by name, a tuple in order, or one tensor.
+
+    An ``nn.Sequential`` gets only the first entry of a tuple, without the labels.
+    """
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    if not isinstance(batch, tuple | list):
+        return model(batch)
+    has_one_input = isinstance(getattr(model, "module", model), nn.Sequential)
+    return model(batch[0]) if has_one_input else model(*batch)
 
 
 def loss_of(output: Any) -> Tensor:

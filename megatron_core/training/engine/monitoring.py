@@ -3,6 +3,7 @@
 import atexit
 import platform
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_core.config import RunConfig
@@ -18,6 +19,21 @@ from megatron_core.parallel.meter import METER, PROCESS_BEGAN
 from megatron_core.training.state import TrainState
 
 DESTINATIONS = ("metrics_file", "tensorboard_dir", "wandb_project", "mlflow_experiment", "prometheus_file")
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """The result of an optimizer step; equal on all ranks."""
+
+    iteration: int
+    loss: float
+    """Mean of the losses of all micro-batches, or (sum of losses) / (number of terms)."""
+    grad_norm: float
+    """Global gradient norm before clipping, without the loss scale."""
+    learning_rate: float
+    """Learning rate of the first parameter group."""
+    skipped: bool
+    """Whether the update was skipped because a gradient was not finite (fp16)."""
 
 
 class StepMonitor:
