@@ -100,8 +100,9 @@ class Replicas:
             ends = ranks == self.groups.ends
             label = "embedding (first and last stage)" if ends else f"tied weights of pipeline ranks {listed(ranks)}"
             first = self.groups.ranks("pp")[ranks[0]]
-            names, positions = [name for name, _ in tied], [position for _, position in tied]
-            yield Axis(label, self.groups.tied(ranks), first, names, positions)
+            yield Axis(
+                label, self.groups.tied(ranks), first, [name for name, _ in tied], [position for _, position in tied]
+            )
 
     def _axis(self, axes: str, copies: list[tuple[str, int | None]]) -> Axis:
         names, positions = [name for name, _ in copies], [position for _, position in copies]

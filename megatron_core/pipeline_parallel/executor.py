@@ -1,7 +1,8 @@
 """One executor for every plan: it runs this rank's list of actions."""
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,8 +87,9 @@ class Executor:
     def run(self) -> dict[int, Tensor]:
         """Run all actions; return the last stage's outputs by micro-batch (empty on ranks without the last stage)."""
         results: dict[int, Tensor] = {}
-        with METER.phase("pipeline"), self._queue.attached(self._parameters):
+        with METER.phase("pipeline"), self._queue.attached(self._parameters), self._telling_failures() as remaining:
             for at, action in enumerate(self.actions):
+                remaining[:] = self.actions[at:]
                 if not self.message.posts_late:
                     for coming in self.actions[at : at + 1 + self._receive_lookahead]:
                         self._post_receives(coming)
@@ -99,6 +101,18 @@ class Executor:
                 self._release_sends(wait=not self.overlap)
             self._release_sends(wait=True)
         return results
+
+    @contextmanager
+    def _telling_failures(self) -> Iterator[list[Action]]:
+        """Tell a failure to the ranks that wait for outputs of the remaining actions, a list that the caller fills."""
+        remaining: list[Action] = []
+        try:
+            yield remaining
+        except Exception as error:
+            receivers = [self.plan.receiver(action) for action in remaining]
+            for receiver in {each for each in receivers if each is not None}:
+                self._sent += self.message.send_failure(self.p2p, error, receiver)
+            raise
 
     def _run_action(self, action: Action) -> Message | None:
         """Run ``action``; return the output for another stage, or on the last stage the loss."""

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_core.errors import LayoutError
+from megatron_core.errors import LayoutError, MegatronError
 from megatron_core.pipeline_parallel.p2p import PipelineP2P
 from megatron_core.schedules.actions import Action
 
@@ -54,6 +54,9 @@ class Messages(Protocol):
 
     def receive(self, p2p: PipelineP2P, source: Action, sender: int) -> Received:
         """Start to receive the output of ``source``."""
+
+    def send_failure(self, p2p: PipelineP2P, error: Exception, receiver: int) -> Sent:
+        """Start to send, instead of the next message to ``receiver``, the reason why there is none."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,10 @@ class MessageFormat:
         else:
             tensor, handle = p2p.receive(self.shape_of(source.micro), self.dtype, self.device, sender)
         return tensor, [handle]
+
+    def send_failure(self, p2p: PipelineP2P, error: Exception, receiver: int) -> Sent:
+        """Send nothing: these messages have no place for it."""
+        return []
 
 
 @dataclass(frozen=True)
@@ -182,21 +189,17 @@ class StructuredMessages:
     """Messages of several tensors, whose structures are known after the first step with each kind of micro-batch.
 
     ``kinds[micro]`` identifies everything on which structures depend (shapes of the batch), equal on all ranks of a
-    pipeline. In a step with a new kind each message begins with its structure. ``known`` and ``structures`` are kept
-    from step to step.
+    pipeline. In a step with new kinds on any rank of the job (``posts_late``) each message begins with a text: the
+    structure, or the reason of a failure, which the receiver raises. ``known`` and ``structures`` are kept from step to
+    step.
     """
 
     device: torch.device
     kinds: Sequence[Hashable]
-    known: set[Hashable]
-    """Kinds whose structures all stages know."""
+    posts_late: bool
+    """Whether messages begin with texts."""
     structures: dict[tuple[int, Hashable], Structure]
     """Structure of the output of each stage next to a stage of this rank, by (stage, kind)."""
-
-    @cached_property
-    def posts_late(self) -> bool:
-        """Whether a kind is new."""
-        return not self.known.issuperset(self.kinds)
 
     def with_lengths(self, lengths: Mapping[int, int]) -> StructuredMessages:
         """Return itself: lengths are part of structures."""
@@ -234,17 +237,17 @@ class StructuredMessages:
     def send(self, p2p: PipelineP2P, action: Action, message: Message, receiver: int) -> Sent:
         """Start to send the output of ``action``, with its structure if its kind is new."""
         tensors = [tensor.contiguous() for tensor in tensors_of(message)]
-        if action.kind == "F" and self.posts_late:
-            text = self.structure_of(action.stage, action.micro).text.encode()
-            header = torch.from_numpy(np.frombuffer(text, np.uint8).copy()).to(self.device)
-            tensors = [torch.tensor([len(text)], dtype=torch.int64, device=self.device), header, *tensors]
+        if self.posts_late:
+            text = self.structure_of(action.stage, action.micro).text if action.kind == "F" else ""
+            tensors = [*self._text(text), *tensors]
         return [(tensor, p2p.send(tensor, receiver)) for tensor in tensors if tensor.numel()]
 
     def receive(self, p2p: PipelineP2P, source: Action, sender: int) -> Received:
         """Start to receive the output of ``source``; wait for its structure if its kind is new."""
+        text = self._receive_text(p2p, sender) if self.posts_late else ""
         if source.kind == "F":
             if self.posts_late:
-                self.learn(source, Structure(self._receive_text(p2p, sender)))
+                self.learn(source, Structure(text))
             formats = self.structure_of(source.stage, source.micro).tensors
         else:  # gradients of the output of the stage before
             formats = [each for each in self.structure_of(source.stage - 1, source.micro).tensors if each[2]]
@@ -258,9 +261,28 @@ class StructuredMessages:
             tensors.append(tensor)
         return tuple(tensors), handles
 
+    def send_failure(self, p2p: PipelineP2P, error: Exception, receiver: int) -> Sent:
+        """Start to send the reason, if messages begin with texts."""
+        reason = str(error) if isinstance(error, MegatronError) else f"{type(error).__name__}: {error}"
+        tensors = self._text(reason, is_failure=True) if self.posts_late else []
+        return [(tensor, p2p.send(tensor, receiver)) for tensor in tensors]
+
+    def _text(self, text: str, *, is_failure: bool = False) -> list[Tensor]:
+        """Return the tensors of a text: twice its length, plus 1 for a failure, and its bytes."""
+        data = text.encode()
+        length = torch.tensor([2 * len(data) + is_failure], dtype=torch.int64, device=self.device)
+        return [length, torch.from_numpy(np.frombuffer(data, np.uint8).copy()).to(self.device)]
+
     def _receive_text(self, p2p: PipelineP2P, sender: int) -> str:
+        """Return the text before a message; ``MegatronError`` with the reason of a failure."""
         length, handle = p2p.receive((1,), torch.int64, self.device, sender)
         handle.wait()
-        data, handle = p2p.receive((int(length),), torch.uint8, self.device, sender)
+        size, is_failure = divmod(int(length), 2)
+        if size == 0:
+            return ""
+        data, handle = p2p.receive((size,), torch.uint8, self.device, sender)
         handle.wait()
-        return data.cpu().numpy().tobytes().decode()
+        text = data.cpu().numpy().tobytes().decode()
+        if is_failure:
+            raise MegatronError(text)
+        return text

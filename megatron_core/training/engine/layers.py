@@ -194,7 +194,7 @@ class PipelineModule(nn.Module):
         for number in (number for stage in mine for number in bounds[stage]):
             spec, own = self.specs[number], modules.get(names[number])
             forward_fn = spec.forward_fn if isinstance(spec, TiedLayerSpec) else None
-            self._calls[number] = spec if own is None else own if forward_fn is None else partial(forward_fn, own)
+            self._calls[number] = spec if own is None else own if forward_fn is None else _Use(own, forward_fn)
             if own is not None:
                 self._parts[number] = own
         self.specs = [spec if number in self._calls else None for number, spec in enumerate(self.specs)]
@@ -252,9 +252,14 @@ class PipelineModule(nn.Module):
         for stage in self._mine:
             named = [(place.name, p) for p, place in self.places.items() if stage in place.stages and p not in seen]
             seen |= {p for _, p in named}
-            parts = list(dict.fromkeys(self._parts[n] for n in self.bounds[stage] if n in self._parts))
+            uses: dict[nn.Module, list[nn.Module]] = {}
+            for number in self.bounds[stage]:
+                if number in self._parts:
+                    part, call = self._parts[number], self._calls[number]
+                    uses.setdefault(part, [part]).extend([call] if isinstance(call, _Use) else [])
+            parts = [module for modules in uses.values() for module in modules]
             stages[stage] = Stage(partial(_run_stage, self, stage), parts, named)
-            units[stage] = [[part] for part in parts if next(part.parameters(), None) is not None]
+            units[stage] = [modules for part, modules in uses.items() if next(part.parameters(), None) is not None]
         return stages, units
 
     def run(self, stage: int, x: Any) -> Any:
@@ -279,6 +284,18 @@ class PipelineModule(nn.Module):
         for stage in range(len(self.bounds)):
             x = self.run(stage, x)
         return x
+
+
+class _Use(nn.Module):
+    """A use of a tied module by a function: calling it gathers the weights as calling the module does."""
+
+    def __init__(self, module: nn.Module, forward_fn: Callable[[Any, Any], Any]) -> None:
+        super().__init__()
+        self.module, self._forward_fn = module, forward_fn
+
+    def forward(self, x: Any) -> Any:
+        """Apply the function to the module and ``x``."""
+        return self._forward_fn(self.module, x)
 
 
 def _run_stage(model: PipelineModule, stage: int, batch: Any, received: Any) -> Any:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from megatron_core import parallel_state
 from megatron_core.config import RunConfig
-from megatron_core.errors import ConfigError, DataError, LayoutError
+from megatron_core.errors import ConfigError, DataError, LayoutError, MegatronError
 from megatron_core.parallel.collectives import all_reduce_, broadcast_
 from megatron_core.parallel.grid import WORLD
 from megatron_core.parallel.launch import World
@@ -64,7 +65,8 @@ class PipelineEngine(Engine):
         parallel, device = config.parallel, world.device
         p2p = PipelineP2P(self.groups)
         p2p.warm_up(device, self.plans.stage_to_rank)
-        self._known: set[Any] = set()
+        self._known: set[str] = set()
+        """Kinds of micro-batches that any rank has had."""
         self._structures: dict[Any, Any] = {}
         self._trainable = Trainable(
             groups=self.groups,
@@ -72,7 +74,7 @@ class PipelineEngine(Engine):
             data_parallel=self.data_parallel,
             optimizer=self._sharded,
             p2p=p2p,
-            message=StructuredMessages(device, (), self._known, self._structures),
+            message=StructuredMessages(device, (), False, self._structures),
             deferrable=[*self.staged.places],
             overlap_p2p=parallel.overlap_p2p_communication,
         )
@@ -168,15 +170,15 @@ class PipelineEngine(Engine):
         count = self.gradient_accumulation_steps
         micros, pipeline = self._load(batches, count)
         rate = self._set_rates()
+        around = self._failing_together if pipeline.message.posts_late else nullcontext
         outcome = take_step(
             pipeline,
             self.plans.training(count),
             self._forward_step(micros, loss_function, pipeline.message),
             torch.tensor(float(count), dtype=torch.float64, device=self.world.device),
             rate,
-            hooks=StepHooks(before_update=self.before_update, is_bad=self._is_bad),
+            hooks=StepHooks(around_plan=around, before_update=self.before_update, is_bad=self._is_bad),
         )
-        self._learned(pipeline)
         return self._advance(outcome.loss, outcome.grad_norm, rate, skipped=outcome.skipped)
 
     def _is_bad(self, loss: float, norm: float) -> bool:
@@ -191,8 +193,9 @@ class PipelineEngine(Engine):
         count = self.gradient_accumulation_steps
         micros, pipeline = self._load(batches, count)
         forward = self._forward_step(micros, loss_function, pipeline.message)
-        total = sum_of(pipeline, run_plan(pipeline, self.plans.evaluation(count), forward))
-        self._learned(pipeline)
+        with self._failing_together(None) if pipeline.message.posts_late else nullcontext():
+            losses = run_plan(pipeline, self.plans.evaluation(count), forward)
+        total = sum_of(pipeline, losses)
         self.module.train(was_training)
         all_reduce_(total, self.groups.group(WORLD))
         return float(total) / (count * self.groups.size("dp"))
@@ -230,13 +233,25 @@ class PipelineEngine(Engine):
                 f"ranks {needed[0]} and {other} are stages of one pipeline, but their batches have different shapes; "
                 "give all stages the same micro-batches"
             )
-        message = StructuredMessages(self.world.device, kinds, self._known, self._structures)
-        overlap = self._trainable.overlap_p2p or message.posts_late
-        return micros, replace(self._trainable, message=message, overlap_p2p=overlap)
+        everything = {kind for kinds in told for kind in kinds or ()}
+        is_new = not self._known.issuperset(everything)
+        self._known |= everything
+        message = StructuredMessages(self.world.device, kinds, is_new, self._structures)
+        return micros, replace(self._trainable, message=message, overlap_p2p=self._trainable.overlap_p2p or is_new)
 
-    def _learned(self, pipeline: Trainable) -> None:
-        assert isinstance(pipeline.message, StructuredMessages)
-        self._known.update(pipeline.message.kinds)
+    @contextmanager
+    def _failing_together(self, listener: Any) -> Iterator[Any]:
+        """Raise an error of one rank in the context, the first step with new shapes, on all ranks."""
+        failure: Exception | None = None
+        try:
+            yield listener
+        except Exception as error:
+            failure = error
+        told = tell_all("" if failure is None else str(failure) or type(failure).__name__, self.world.device)
+        if failure is not None:
+            raise failure
+        if any(told):
+            raise MegatronError(next(text for text in told if text))
 
     def _forward_step(self, micros: list[Any], loss_function: LossFunction | None, message: Any) -> ForwardStep:
         """Return the forward function of a stage: its output is a message, or on the last stage the loss."""
