@@ -74,7 +74,11 @@ CUT_DEFECTS: dict[str, tuple[str, str, str]] = {
         "if number >= len(self.layers):",
     ),
     "the layer before a stage passes NaN on": (CUT + "pass_on", "passage.layers.start - 1", "passage.layers.start"),
-    "a tied weight belongs to the first stage alone": (CUT + "_find_places", "(parameter, set()).update(own)", "(parameter, own)"),
+    "a tied weight belongs to the first stage alone": (
+        CUT + "_find_places",
+        "(parameter, set()).update(own)",
+        "(parameter, own)",
+    ),
     "the head belongs to the first stage": (CUT + "_find_places", "last if is_head else 0", "0"),
     "parameters of another stage are used": (CUT + "_active", "if stage in self._users[module] else nothing", ""),
 }
