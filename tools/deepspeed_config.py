@@ -19,6 +19,7 @@ from pathlib import Path
 
 import yaml
 
+import megatron_core.drop_in  # noqa: F401 - puts the folder of the package deepspeed on sys.path
 from deepspeed.reverse import to_deepspeed
 from deepspeed.translation import known_keys, translate
 from megatron_core.errors import ConfigError
@@ -74,6 +75,12 @@ def from_json(settings: Settings) -> str:
     found = translate(str(settings.from_json), settings.world_size)
     for note in found.notes:
         print(note, file=sys.stderr)
+    if found.optimizer_class is not None:
+        print(
+            f"optimizer torch.optim.{found.optimizer_class} is not a setting: construct it with "
+            f"{found.optimizer_params} and pass it as optimizer",
+            file=sys.stderr,
+        )
     if found.scheduler is not None:
         print(
             f"scheduler {found.scheduler.name} is not a setting: construct it from "

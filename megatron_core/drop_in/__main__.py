@@ -1,4 +1,4 @@
-"""``python -m megatron_core.drop_in PROGRAM ARGS``: run a program written for Megatron-LM unchanged."""
+"""``python -m megatron_core.drop_in PROGRAM ARGS``: run a program written for Megatron-LM or DeepSpeed."""
 
 import os
 import runpy
@@ -11,7 +11,7 @@ USAGE = """usage: python -m megatron_core.drop_in PROGRAM [ARGS ...]
        python -m megatron_core.drop_in -m MODULE [ARGS ...]
        python -m megatron_core.drop_in --path
 
-Run a Python program whose imports of megatron.core and megatron.training find this package's modules.
+Run a Python program whose imports of megatron.core, megatron.training and deepspeed find this package's modules.
 Under torchrun: torchrun --nproc-per-node N -m megatron_core.drop_in PROGRAM [ARGS ...]
 --path prints the folder to put on PYTHONPATH instead."""
 

@@ -46,6 +46,8 @@ class Rates:
     """Factor on the gradients: clipping and the inverse loss scale."""
     epsilon: float = 1e-8
     """``adam_eps``, with the factor of ``--use-mup``."""
+    betas: tuple[float, float] | None = None
+    """Instead of ``adam_beta1`` and ``adam_beta2``."""
 
 
 class Algorithm:
@@ -99,7 +101,7 @@ class AdamW(Algorithm):
             [part.copy for part in parts if part.copy is not None],
             step=rates.step,
             lr=rates.lr,
-            betas=(self.config.adam_beta1, self.config.adam_beta2),
+            betas=rates.betas or (self.config.adam_beta1, self.config.adam_beta2),
             epsilon=rates.epsilon,
             weight_decay=rates.weight_decay,
             factor=rates.factor,
@@ -140,7 +142,7 @@ class Lion(Algorithm):
 
     def update(self, parts: Sequence[ShardSlice], rates: Rates) -> None:
         """Update each part."""
-        beta1, beta2 = self.config.lion_beta1, self.config.lion_beta2
+        beta1, beta2 = rates.betas or (self.config.lion_beta1, self.config.lion_beta2)
         for part in parts:
             momentum = part.state["exp_avg"]
             grad = part.grad.mul_(rates.factor).to(momentum.dtype)
@@ -160,7 +162,7 @@ class LAMB(Algorithm):
 
     def update(self, parts: Sequence[ShardSlice], rates: Rates) -> None:
         """Update the moments and replace each gradient by r; ``scale_bucket`` updates the weights."""
-        beta1, beta2 = self.config.adam_beta1, self.config.adam_beta2
+        beta1, beta2 = rates.betas or (self.config.adam_beta1, self.config.adam_beta2)
         for part in parts:
             momentum, variance = part.state["exp_avg"], part.state["exp_avg_sq"]
             part.grad.mul_(rates.factor)

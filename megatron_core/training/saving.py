@@ -248,6 +248,13 @@ class CheckpointSaver:
         if running is not None:
             running.finish()
 
+    def close(self) -> None:
+        """Complete the background save and release the locks of the folders; a later ``save`` takes them again."""
+        self.finish()
+        while self._locks:
+            self._locks.pop().release()
+        self._is_open = False
+
     def leave(self) -> None:
         """Wait for this rank's part of a background save after an error, possibly without the other ranks."""
         if self._running is not None:

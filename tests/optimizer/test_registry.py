@@ -60,7 +60,11 @@ STATES: dict[str, tuple[dict[str, Any], set[str]]] = {
 
 
 def test_every_optimizer_is_compared() -> None:
-    assert {settings.get("optimizer", "adam") for settings, _ in STATES.values()} == OPTIMIZERS.keys()
+    assert {settings.get("optimizer", "adam") for settings, _ in STATES.values()} == {
+        name
+        for name in OPTIMIZERS
+        if not name.startswith("torch ")  # other tests register classes of torch
+    }
     assert OPTIMIZERS.keys() == UPDATE_RULES.keys()
     named = {name for kind in OPTIMIZERS.values() for name in kind.settings}
     assert named <= tiny_config().flat().keys()

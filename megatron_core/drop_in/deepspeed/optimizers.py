@@ -1,27 +1,77 @@
 """Optimizers of DeepSpeed's JSON as settings."""
 
+import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim import Optimizer
 
 Faults = list[str]
-REFUSED = ("Lamb", "OneBitLamb", "ZeroOneAdam", "Adagrad", "Muon", "MuAdam", "MuAdamW", "MuSGD")
+REFUSED = ("OneBitLamb", "ZeroOneAdam", "Muon", "MuAdam", "MuAdamW", "MuSGD")
 """Names that DeepSpeed knows and that have no translation."""
+CLASSES = {"adam": "Adam", "adamw": "AdamW", "sgd": "SGD", "adagrad": "Adagrad"}
+"""Classes of torch.optim for the names that DeepSpeed reads in any case; other classes need their exact name."""
 
 
-def optimizer_settings(name: str, params: Mapping[str, Any], faults: Faults) -> dict[str, Any]:
-    """Return the settings of the optimizer ``name`` with DeepSpeed's defaults; append problems to ``faults``."""
-    translate = TRANSLATED.get(name.lower())
-    if translate is None:
-        known = ", ".join(("Adam", "AdamW", "Lion", "SGD", "OneBitAdam"))
-        why = "is not supported" if name.lower() in map(str.lower, REFUSED) else "is not an optimizer of DeepSpeed"
-        faults.append(f"optimizer.type={name!r} {why}: use one of {known}")
-        return {}
+class Chosen(NamedTuple):
+    """The result of ``optimizer_settings``."""
+
+    settings: dict[str, Any]
+    torch_class: str | None = None
+    """Class of torch.optim that updates the weights instead of an optimizer of this project."""
+    torch_params: dict[str, Any] = {}  # noqa: RUF012
+
+
+def optimizer_settings(name: str, params: Mapping[str, Any], faults: Faults) -> Chosen:
+    """Translate the optimizer ``name`` with DeepSpeed's defaults; append problems to ``faults``.
+
+    Any class of torch.optim is known by its exact name, as in DeepSpeed; it is constructed with ``params``.
+    """
     left = {key: value for key, value in params.items() if value != "auto"}  # "auto" is a fault already
+    translate = TRANSLATED.get(name.lower())
+    if translate is None or _needs_torch(name, left):
+        return _of_torch(name, left, faults)
     found = translate(_Params(left, faults))
     faults += [
         f"optimizer.params.{key}={value!r} is not a parameter of {name}; remove it" for key, value in left.items()
     ]
-    return found
+    return Chosen(found)
+
+
+def _needs_torch(name: str, params: Mapping[str, Any]) -> bool:
+    """Whether the fused optimizers lack an option: weight decay in the gradient, Nesterov momentum, AMSGrad."""
+    if name.lower() == "sgd":
+        return bool(params.get("weight_decay") and params.get("momentum")) or any(
+            params.get(each) for each in ("dampening", "nesterov", "maximize")
+        )
+    if name.lower() not in ("adam", "adamw"):
+        return False
+    added = name.lower() == "adam" and params.get("adam_w_mode") is False and bool(params.get("weight_decay"))
+    return added or bool(params.get("torch_adam") and params.get("amsgrad"))
+
+
+def _of_torch(name: str, params: dict[str, Any], faults: Faults) -> Chosen:
+    lower = name.lower()
+    kind = getattr(torch.optim, CLASSES.get(lower, name), None)
+    is_known = lower not in map(str.lower, REFUSED) and isinstance(kind, type) and issubclass(kind, Optimizer)
+    if not is_known or kind is None or kind is Optimizer:
+        known = ", ".join(("Adam", "AdamW", "Lion", "Lamb", "SGD", "Adagrad", "OneBitAdam"))
+        why = "is not supported" if lower in map(str.lower, REFUSED) else "is not an optimizer of DeepSpeed"
+        faults.append(f"optimizer.type={name!r} {why}: use one of {known}, or a class of torch.optim")
+        return Chosen({})
+    reader = _Params(params, faults)
+    if lower in ("adam", "adamw"):
+        reader.ignore("adam_w_mode", "torch_adam", "set_grad_none", "fp32_optimizer_states")
+        reader.only("bias_correction", True)
+    settings = {} if "lr" not in params else {"lr": _Params(dict(params), faults).number("lr", 1e-3)}
+    allowed = set(inspect.signature(kind).parameters) - {"params", "self"}
+    faults += [
+        f"optimizer.params.{key}={value!r} is not a parameter of torch.optim.{kind.__name__}; remove it"
+        for key, value in params.items()
+        if key not in allowed
+    ]
+    return Chosen(settings, kind.__name__, params)
 
 
 class _Params:
@@ -78,15 +128,8 @@ class _Params:
 
 
 def _adam(params: _Params) -> dict[str, Any]:
-    decoupled = params.values.pop("adam_w_mode", True)
-    params.ignore("torch_adam", "fused", "foreach", "set_grad_none", "fp32_optimizer_states")
-    found = params.adam(decay=0.0)
-    if not decoupled and found["weight_decay"]:
-        params.faults.append(
-            "optimizer.params.adam_w_mode=False adds weight_decay to the gradient, which is not supported: use "
-            "adam_w_mode=True or weight_decay=0"
-        )
-    return found
+    params.ignore("adam_w_mode", "torch_adam", "fused", "foreach", "set_grad_none", "fp32_optimizer_states")
+    return params.adam(decay=0.0)
 
 
 def _adamw(params: _Params) -> dict[str, Any]:
@@ -109,23 +152,24 @@ def _lion(params: _Params) -> dict[str, Any]:
 
 
 def _sgd(params: _Params) -> dict[str, Any]:
-    params.only("dampening", 0)
-    params.only("nesterov", False)
-    params.only("maximize", False)
-    params.ignore("foreach", "fused")
-    found = {"optimizer": "sgd", **params.common(), "sgd_momentum": params.number("momentum", 0.0)}
-    if found["weight_decay"] and found["sgd_momentum"]:
-        params.faults.append(
-            "optimizer.params.weight_decay with momentum is a part of the gradient in SGD, which is not supported: use "
-            "weight_decay=0 or momentum=0"
-        )
-    return found
+    params.ignore("foreach", "fused", "dampening", "nesterov", "maximize", "differentiable")
+    return {"optimizer": "sgd", **params.common(), "sgd_momentum": params.number("momentum", 0.0)}
+
+
+def _lamb(params: _Params) -> dict[str, Any]:
+    params.only("eps_inside_sqrt", False)
+    found = params.adam(decay=0.0) | {"optimizer": "lamb"}
+    return found | {
+        "lamb_max_coeff": params.number("max_coeff", 10.0),
+        "lamb_min_coeff": params.number("min_coeff", 0.01),
+    }
 
 
 TRANSLATED: dict[str, Callable[[_Params], dict[str, Any]]] = {
     "adam": _adam,
     "adamw": _adamw,
     "lion": _lion,
+    "lamb": _lamb,
     "sgd": _sgd,
     "onebitadam": _onebit_adam,
 }

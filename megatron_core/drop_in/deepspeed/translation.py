@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from deepspeed.optimizers import optimizer_settings
+from deepspeed.optimizers import Chosen, optimizer_settings
 from megatron_core.errors import ConfigError
 
 AUTO = "auto"
@@ -38,6 +38,10 @@ class Translation:
     train_batch_size: int
     train_micro_batch_size_per_gpu: int
     gradient_accumulation_steps: int
+    optimizer_class: str | None = None
+    """Class of torch.optim that updates the weights; None: the optimizer of ``settings``."""
+    optimizer_params: dict[str, Any] = field(default_factory=dict)
+    """Arguments of ``optimizer_class``."""
     notes: list[str] = field(default_factory=list)
     """One sentence for each reason for which given keys have no effect."""
 
@@ -124,13 +128,12 @@ def translate(config: Mapping[str, Any] | str | os.PathLike[str], world_size: in
     settings["clip_grad"] = reader.number("gradient_clipping", 0.0)
     settings |= reader.precision() | reader.zero(world_size)
     optimizer, scheduler = reader.algorithm("optimizer"), reader.algorithm("scheduler")
-    if optimizer is not None:
-        settings |= optimizer_settings(optimizer.name, optimizer.params, reader.faults)
-        if settings.get("grad_compression") == "onebit-adam" and settings["zero_stage"]:
-            reader.faults.append("optimizer.type=OneBitAdam needs zero_optimization.stage 0; set it to 0")
+    chosen = Chosen({}) if optimizer is None else optimizer_settings(optimizer.name, optimizer.params, reader.faults)
+    settings |= chosen.settings
     if reader.faults:
         raise ConfigError(f"DeepSpeed config: {'; '.join(dict.fromkeys(reader.faults))}")
-    return Translation(settings, optimizer, scheduler, *triple, notes=reader.notes())
+    own = chosen.torch_class, chosen.torch_params
+    return Translation(settings, optimizer, scheduler, *triple, *own, notes=reader.notes())
 
 
 class _Reader:
@@ -283,11 +286,7 @@ class _Reader:
         if stage != 3:
             self.faults.append(f"zero_optimization.offload_param needs zero_optimization.stage 3, not {stage}")
         if device == "cpu":
-            self.faults.append(
-                "zero_optimization.offload_param.device='cpu' is not supported: use 'nvme' with an nvme_path, for "
-                "example in /dev/shm"
-            )
-            return {}
+            return {"zero3_param_cpu_offload": True}
         return {"zero3_param_offload_dir": self._folder("offload_param")}
 
     def _device(self, section: str, *known: str) -> str:

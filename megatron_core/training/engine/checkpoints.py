@@ -57,9 +57,10 @@ class EngineCheckpoints:
         self._savers[name].save(state)
 
     def finish(self) -> None:
-        """Wait for the checkpoints that are written in the background."""
+        """Wait for the checkpoints that are written in the background, and release their folders."""
         for saver in self._savers.values():
-            saver.finish()
+            saver.close()
+        self._savers.clear()
 
     def load(self, folder: str | os.PathLike[str], iteration: int | None, *, load_optimizer: bool) -> EngineState:
         """Load the newest checkpoint of ``folder``, or that of ``iteration``."""

@@ -11,51 +11,32 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megatron_core import parallel_state
 from megatron_core.config import RunConfig
 from megatron_core.data_parallel import DataParallel
 from megatron_core.errors import CheckpointError, ConfigError, MegatronError
 from megatron_core.optimizer.lr_schedule import LearningRateSchedule
 from megatron_core.parallel.collectives import all_reduce_
-from megatron_core.parallel.groups import ParallelGroups
 from megatron_core.parallel.launch import World
 from megatron_core.parallel.meter import METER
 from megatron_core.schedules.actions import Action
 from megatron_core.training.driver import finish_gradients, read_norm_and, update_weights
-from megatron_core.training.engine.activations import save_memory
 from megatron_core.training.engine.checkpoints import EngineCheckpoints, EngineState, plain_state
 from megatron_core.training.engine.data import EngineLoader, call_with, cast_floating, loss_of
-from megatron_core.training.engine.module import (
-    Initialise,
-    LocalInitialisation,
-    UnitClasses,
-    cast,
-    check_same_module,
-    find_units,
-)
+from megatron_core.training.engine.module import Initialise, UnitClasses
 from megatron_core.training.engine.monitoring import StepMonitor, StepReport
-from megatron_core.training.engine.optimizer import EngineOptimizer, groups_of, needs_whole_parameters, optimizer_on
-from megatron_core.training.engine.tensor import equalize_and_split, whole_tensor
+from megatron_core.training.engine.optimizer import EngineOptimizer, needs_whole_parameters, optimizer_on
+from megatron_core.training.engine.prepare import Choices, Prepared, prepare_model
+from megatron_core.training.engine.tensor import whole_tensor
 from megatron_core.training.engine.whole import WholeTensors
 from megatron_core.training.setup import data_parallel_of
 
 LossFunction = Callable[..., Tensor]
-
-
-class Prepared(NamedTuple):
-    """A model on this rank, before its gradients get buckets."""
-
-    stages: dict[int, nn.Module]
-    """This rank's stages by number; without a pipeline the model is stage 0."""
-    units: dict[int, list[list[nn.Module]]]
-    """Modules of the units of data parallelism of each stage."""
-    param_groups: list[dict[str, Any]]
-    initialisation: LocalInitialisation
 
 
 class Engine(nn.Module):
@@ -79,9 +60,9 @@ class Engine(nn.Module):
     ) -> None:
         super().__init__()
         self.module, self.config, self.world = module, config, world
-        self.groups: ParallelGroups
-        model_parameters = None if model_parameters is None else list(model_parameters)
-        prepared = self._prepare(model_parameters, unit_classes, initialise, keeps_all=own_optimizer is not None)
+        given = None if model_parameters is None else list(model_parameters)
+        prepared = self._prepare(Choices(given, unit_classes, initialise, own_optimizer is not None))
+        self.groups = prepared.groups
         # Buckets and the optimizer on their shards.
         self.data_parallel: DataParallel = data_parallel_of(
             config.parallel,
@@ -104,6 +85,9 @@ class Engine(nn.Module):
         self.monitor = StepMonitor(config, self.groups, world, self.layout)
         self.micro_step = 0
         """Number of micro-batches since the last optimizer step."""
+        self.forced_boundary: bool | None = None
+        """Whether the current micro-batch ends its optimizer step, instead of the number of micro-batches."""
+        self.casts_inputs = True
         self.last_report: StepReport | None = None
         self.lr_scheduler: Any = None
         total = config.training.train_iters or config.training.train_samples or 1
@@ -112,29 +96,13 @@ class Engine(nn.Module):
         self._losses = torch.zeros(2, dtype=torch.float64, device=world.device)
         self._weighted: bool | None = None
         self._backwards = 0
+        self._sync_started = False
         self.before_update: Callable[[], None] = lambda: None
         """Called after gradients are summed over all ranks and before they are clipped."""
         self._checkpoints = EngineCheckpoints(module, config, self.data_parallel, self._sharded, self.owns_buffer)
 
-    def _prepare(
-        self,
-        model_parameters: list[Any] | None,
-        unit_classes: UnitClasses | None,
-        initialise: Initialise | None,
-        *,
-        keeps_all: bool,
-    ) -> Prepared:
-        """Create the groups, and make the model equal on all ranks, in the dtype of the run."""
-        module, config, device = self.module, self.config, self.world.device
-        self.groups = parallel_state.make_groups(config.parallel, self.world, ends=(0, 0))
-        check_same_module(module, device)
-        groups = groups_of(module, config.optimizer, model_parameters, keeps_all=keeps_all)
-        cast(module, config, device)
-        local = LocalInitialisation(module, config.training.seed, device, initialise)
-        equalize_and_split(module, self.groups, config.training.seed)
-        units = find_units(module, unit_classes)
-        save_memory(module, [each for modules in units for each in modules], config.model)
-        return Prepared({0: module}, {0: units}, groups, local)
+    def _prepare(self, choices: Choices) -> Prepared:
+        return prepare_model(self.module, self.config, self.world, choices)
 
     def owns_buffer(self, name: str) -> bool:
         """Whether this rank saves a buffer in checkpoints."""
@@ -158,8 +126,21 @@ class Engine(nn.Module):
         return self.config.training.final_batch_size(self.groups.size("dp"))
 
     @property
+    def loss_scale(self) -> float:
+        """Factor of the losses of the next backward (fp16); 1 in other dtypes."""
+        return self._sharded.loss_scale.scale
+
+    def set_batch_size(self, micro_batch_size: int, gradient_accumulation_steps: int) -> None:
+        """Change the batch between two steps; a loader from ``make_loader`` keeps its own sizes."""
+        samples = micro_batch_size * gradient_accumulation_steps * self.groups.size("dp")
+        training = replace(self.config.training, micro_batch_size=micro_batch_size, global_batch_size=samples)
+        self.config = replace(self.config, training=training)
+
+    @property
     def is_boundary(self) -> bool:
         """Whether the current micro-batch is the last of its optimizer step."""
+        if self.forced_boundary is not None:
+            return self.forced_boundary
         return self.micro_step + 1 == self.gradient_accumulation_steps
 
     def make_loader(
@@ -197,7 +178,7 @@ class Engine(nn.Module):
     # A micro-batch.
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module; floating-point tensors in the arguments are cast to the compute dtype."""
+        """Run the module; with ``casts_inputs``, its floating-point arguments are cast to the compute dtype."""
         action = Action(0, "F", self.micro_step)
         self.monitor.begin(self.state.iteration)
         before = METER.switch("forward")
@@ -209,7 +190,7 @@ class Engine(nn.Module):
 
     def _in_compute_dtype(self, value: Any) -> Any:
         dtype = getattr(torch, self.config.training.compute_dtype)
-        return value if dtype == torch.float32 else cast_floating(value, dtype)
+        return cast_floating(value, dtype) if self.casts_inputs and dtype != torch.float32 else value
 
     def backward(self, loss: Tensor, num_terms: Tensor | float | None = None, *, retain_graph: bool = False) -> Tensor:
         """Compute gradients of ``loss`` and add them up; return the detached loss.
@@ -222,17 +203,18 @@ class Engine(nn.Module):
         if self._weighted not in (None, num_terms is not None):
             raise ConfigError("num_terms is given in some micro-batches of a step only; give it in all or in none")
         self._weighted = num_terms is not None
-        if self._backwards and self.is_boundary and self.config.parallel.overlap_grad_reduce:
+        if self._sync_started and self.config.parallel.overlap_grad_reduce:
             raise ConfigError(
                 "overlap_grad_reduce=True: the last micro-batch of a step can have only one backward, because sums "
                 "start during it; add the losses, or set overlap_grad_reduce=False"
             )
         self._backwards += 1
-        factor = self._sharded.loss_scale.scale
+        factor = self.loss_scale
         if num_terms is None:
             factor /= self.gradient_accumulation_steps * self.groups.size("dp")
         action = Action(0, "B", self.micro_step)
         if self.is_boundary:
+            self._sync_started = True
             self.data_parallel.enable_grad_sync(0)
         METER.switch("backward")
         self.data_parallel.begin_action(action)
@@ -279,7 +261,7 @@ class Engine(nn.Module):
         data.zero_grad()
         METER.switch("other")
         self._losses = torch.zeros_like(totals)
-        self._weighted = None
+        self._weighted, self._sync_started = None, False
         return self._advance(loss, norm, rate, skipped=skipped)
 
     def _advance(self, loss: float, norm: float, rate: float, *, skipped: bool) -> StepReport:

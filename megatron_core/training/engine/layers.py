@@ -91,6 +91,8 @@ class PipelineModule(nn.Module):
                 f"PipelineModule: {len(self.specs)} layers, recompute_interval={recompute_interval}; legal: one layer "
                 "or more, an interval of 0 or more"
             )
+        self.class_names = list(map(_name_of, self.specs))
+        """Class of each layer, or name of the function."""
         self.bounds: list[range] = []
         self.places: dict[nn.Parameter, Place] = {}
         self.uses: set[tuple[int, ...]] = set()
@@ -113,18 +115,6 @@ class PipelineModule(nn.Module):
                 raise ConfigError(f"PipelineModule: layer {spec!r} must be a module, a LayerSpec or a function")
 
     # Description of the whole model.
-
-    @property
-    def class_names(self) -> list[str]:
-        """Class of each layer, or name of the function."""
-        return [
-            spec.typename.__name__
-            if isinstance(spec, LayerSpec)
-            else type(spec).__name__
-            if isinstance(spec, nn.Module)
-            else getattr(spec, "__name__", "")
-            for spec in self.specs
-        ]
 
     @cached_property
     def skeleton(self) -> list[nn.Module | None]:
@@ -305,6 +295,12 @@ def _run_stage(model: PipelineModule, stage: int, batch: Any, received: Any) -> 
 def inputs_of(batch: Any) -> Any:
     """Return the inputs of a batch (inputs, labels); a batch without labels is the inputs."""
     return batch[0] if isinstance(batch, tuple | list) else batch
+
+
+def _name_of(spec: Any) -> str:
+    if isinstance(spec, LayerSpec | nn.Module):
+        return (spec.typename if isinstance(spec, LayerSpec) else type(spec)).__name__
+    return getattr(spec, "__name__", "")
 
 
 def _without_memory(spec: LayerSpec) -> nn.Module:

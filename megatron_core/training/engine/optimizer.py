@@ -23,12 +23,13 @@ Groups = list[dict[str, Any]]
 class EngineOptimizer(torch.optim.Optimizer):
     """Parameter groups of an engine, for learning-rate schedulers and for reading.
 
-    Each step of the engine reads ``lr``, ``weight_decay`` and ``eps`` of each group. Weights and moments belong to the
-    engine's own optimizer, in shards.
+    Each step of the engine reads ``lr``, ``weight_decay``, ``eps`` and ``betas`` of each group. Weights and moments
+    belong to the engine's own optimizer, in shards.
     """
 
     def __init__(self, groups: Groups, take_step: Callable[[], object]) -> None:
-        super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0, "eps": 1e-8})
+        betas = {"betas": groups[0]["betas"]} if "betas" in groups[0] else {}
+        super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0, "eps": 1e-8, **betas})
         self._take_step = take_step
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -44,13 +45,15 @@ class EngineOptimizer(torch.optim.Optimizer):
 def groups_of(
     module: nn.Module, config: OptimizerConfig, given: Iterable[Any] | None, *, keeps_all: bool = False
 ) -> Groups:
-    """Return parameter groups of all trained parameters, each with ``lr``, ``weight_decay`` and ``eps``.
+    """Return parameter groups of all trained parameters, each with ``lr``, ``weight_decay``, ``eps`` (and ``betas``).
 
     ``given``: parameters, or dicts with ``params`` and settings, as for a torch optimizer; all of ``weight_decay``
     then applies to each. By default matrices and tables have weight decay, and vectors have none. ``keeps_all``: keep
     the settings of ``given``, and add none.
     """
     common: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay, "eps": config.adam_eps}
+    if config.optimizer == "adam":
+        common["betas"] = config.adam_beta1, config.adam_beta2
     trained = {p: name for name, p in module.named_parameters() if p.requires_grad}
     if not trained:
         raise ConfigError(f"model={type(module).__name__} has no parameter with requires_grad=True; nothing to train")

@@ -15,6 +15,7 @@ from megatron_core.config import RunConfig
 from megatron_core.errors import ConfigError, DataError, LayoutError, MegatronError
 from megatron_core.parallel.collectives import all_reduce_, broadcast_
 from megatron_core.parallel.grid import WORLD
+from megatron_core.parallel.groups import ParallelGroups
 from megatron_core.parallel.launch import World
 from megatron_core.parallel.micro_batch import SequenceSplit
 from megatron_core.parallel.texts import gather_texts, tell_all
@@ -26,18 +27,12 @@ from megatron_core.training.driver import StepHooks, Trainable, run_plan, sum_of
 from megatron_core.training.engine.activations import save_memory
 from megatron_core.training.engine.cut import ModelCut
 from megatron_core.training.engine.data import loss_of
-from megatron_core.training.engine.engine import Engine, LossFunction, Prepared
+from megatron_core.training.engine.engine import Engine, LossFunction
 from megatron_core.training.engine.layers import PipelineModule
-from megatron_core.training.engine.module import (
-    Initialise,
-    LocalInitialisation,
-    UnitClasses,
-    cast,
-    check_same_module,
-    find_units,
-)
+from megatron_core.training.engine.module import LocalInitialisation, cast, check_same_module, find_units
 from megatron_core.training.engine.monitoring import StepReport
-from megatron_core.training.engine.optimizer import groups_of
+from megatron_core.training.engine.optimizer import Groups, groups_of
+from megatron_core.training.engine.prepare import Choices, Prepared
 from megatron_core.training.engine.stages import Staged, equalize, mark_tied, tied_sets
 from megatron_core.training.engine.tensor import equalize_and_split, split_model
 from megatron_core.training.plans import Plans
@@ -79,45 +74,38 @@ class PipelineEngine(Engine):
             overlap_p2p=parallel.overlap_p2p_communication,
         )
 
-    def _prepare(
-        self,
-        model_parameters: list[Any] | None,
-        unit_classes: UnitClasses | None,
-        initialise: Initialise | None,
-        *,
-        keeps_all: bool,
-    ) -> Prepared:
+    def _prepare(self, choices: Choices) -> Prepared:
         config, module = self.config, self.module
-        if keeps_all:
+        if choices.keeps_all:
             raise ConfigError(
                 f"optimizer={config.optimizer.optimizer} of your own with pipeline stages: each rank updates its own "
                 "stages; use AdamW, Adam, SGD, or an optimizer of config"
             )
-        if config.parallel.zero_stage and isinstance(module, PipelineModule) and config.model.recompute_granularity:
+        if isinstance(module, PipelineModule) and config.model.recompute_granularity:
             raise ConfigError("recompute_granularity with a PipelineModule: use its recompute_interval")
         self.plans = Plans(config, config.parallel.data_parallel_size(self.world.size))
         where = self.plans.stage_to_rank
-        self.groups = parallel_state.make_groups(config.parallel, self.world, ends=(where[0], where[-1]))
+        self.groups = groups = parallel_state.make_groups(config.parallel, self.world, ends=(where[0], where[-1]))
         self.staged: Staged
         if isinstance(module, PipelineModule):
             self.staged = module
-            groups, local = self._place_layers(module, model_parameters, initialise)
+            param_groups, local = self._place_layers(module, groups, choices)
         else:
-            self.staged, groups, local = self._cut_model(module, model_parameters, initialise)
-        mark_tied(self.staged.places, where, self.groups)
+            self.staged, param_groups, local = self._cut_model(module, groups, choices)
+        mark_tied(self.staged.places, where, groups)
         self.stages, units = self.staged.make_stages()
-        if unit_classes is not None:
-            units = {number: find_units(stage, unit_classes) for number, stage in self.stages.items()}
+        if choices.unit_classes is not None:
+            units = {number: find_units(stage, choices.unit_classes) for number, stage in self.stages.items()}
         save_memory(module, [each for own in units.values() for modules in own for each in modules], config.model)
-        groups = [{**group, "params": [p for p in group["params"] if p in self.staged.places]} for group in groups]
-        return Prepared(dict(self.stages), units, groups, local)
+        own = [{**each, "params": [p for p in each["params"] if p in self.staged.places]} for each in param_groups]
+        return Prepared(groups, dict(self.stages), units, own, local)
 
     def _place_layers(
-        self, module: PipelineModule, model_parameters: list[Any] | None, initialise: Initialise | None
-    ) -> tuple[list[dict[str, Any]], LocalInitialisation]:
+        self, module: PipelineModule, groups: ParallelGroups, choices: Choices
+    ) -> tuple[Groups, LocalInitialisation]:
         """Construct this rank's layers of a ``PipelineModule``, equal on the ranks that share them."""
-        config, groups, where = self.config, self.groups, self.plans.stage_to_rank
-        bounds = module.divide(len(where))
+        config, where = self.config, self.plans.stage_to_rank
+        bounds = module.bounds or module.divide(len(where))  # DeepSpeed's constructor places the layers itself
         told = tell_all(json.dumps([module.class_names, [list(each) for each in bounds]]), self.world.device)
         if len(set(told)) > 1:
             other = next(rank for rank, text in enumerate(told) if text != told[0])
@@ -126,34 +114,39 @@ class PipelineEngine(Engine):
                 f"{other} has {told[other]}; construct the same on every rank"
             )
         plan = module.plan_of_names(groups.size("tp"))
-        module.place(bounds, [stage for stage, rank in enumerate(where) if rank == groups.index("pp")])
+        if not module.bounds:
+            module.place(bounds, [stage for stage, rank in enumerate(where) if rank == groups.index("pp")])
         groups.tie(tied_sets(module.uses, where))
         cast(module, config, self.world.device)
-        local = LocalInitialisation(module, config.training.seed, self.world.device, initialise)
+        local = LocalInitialisation(module, config.training.seed, self.world.device, choices.initialise)
         equalize(module.places, module.buffers(), where, groups)
         if plan is not None:
             here = dict(module.named_modules())
             split_model(module, groups.group("tp"), plan={name: each for name, each in plan.items() if name in here})
             torch.manual_seed(config.training.seed + groups.index("dp"))
-        return groups_of(module, config.optimizer, model_parameters), local
+        if not any(parameter.requires_grad for parameter in module.parameters()):  # a stage of functions alone
+            optimizer = config.optimizer
+            rates = {"lr": optimizer.lr, "weight_decay": optimizer.weight_decay, "eps": optimizer.adam_eps}
+            return [{**rates, "params": []}], local
+        return groups_of(module, config.optimizer, choices.model_parameters), local
 
     def _cut_model(
-        self, module: nn.Module, model_parameters: list[Any] | None, initialise: Initialise | None
-    ) -> tuple[ModelCut, list[dict[str, Any]], LocalInitialisation]:
+        self, module: nn.Module, groups: ParallelGroups, choices: Choices
+    ) -> tuple[ModelCut, Groups, LocalInitialisation]:
         """Cut a whole model into stages, and keep those of this rank."""
         config, device, where = self.config, self.world.device, self.plans.stage_to_rank
         check_same_module(module, device)
-        param_groups = groups_of(module, config.optimizer, model_parameters)
-        local = LocalInitialisation(module, config.training.seed, device, initialise)
-        if self.groups.size("tp") > 1:  # splits are chosen from the whole model
+        param_groups = groups_of(module, config.optimizer, choices.model_parameters)
+        local = LocalInitialisation(module, config.training.seed, device, choices.initialise)
+        if groups.size("tp") > 1:  # splits are chosen from the whole model
             cast(module, config, device)
-            equalize_and_split(module, self.groups, config.training.seed)
+            equalize_and_split(module, groups, config.training.seed)
         cut = ModelCut(module, where, self._partition_method, self._head_modules)
-        self.groups.tie(tied_sets({place.stages for place in cut.all_places.values()}, where))
-        cut.keep(self.groups.index("pp"), getattr(torch, config.training.compute_dtype), device)
-        if self.groups.size("tp") == 1:
+        groups.tie(tied_sets({place.stages for place in cut.all_places.values()}, where))
+        cut.keep(groups.index("pp"), getattr(torch, config.training.compute_dtype), device)
+        if groups.size("tp") == 1:
             cast(module, config, device)
-            equalize(cut.places, module.buffers(), where, self.groups)
+            equalize(cut.places, module.buffers(), where, groups)
         return cut, param_groups, local
 
     # Whole steps.

@@ -13,6 +13,9 @@ from megatron_core.errors import ConfigError as DeepSpeedConfigError
 
 __all__ = ["DeepSpeedConfig", "DeepSpeedConfigError", "add_config_arguments"]
 
+GATHER = ("stage3_gather_16bit_weights_on_model_save", "gather_16bit_weights_on_model_save")
+GATHER_FP16 = "stage3_gather_fp16_weights_on_model_save"
+
 
 class DeepSpeedConfig:
     """Reads a JSON configuration, a dict or a file, and translates it for the ranks of the job.
@@ -21,17 +24,18 @@ class DeepSpeedConfig:
     result in settings of this project. Errors: ``DeepSpeedConfigError`` with all problems.
     """
 
-    def __init__(self, config: Mapping[str, Any] | str | os.PathLike[str], mpu: Any = None) -> None:
+    def __init__(
+        self, config: Mapping[str, Any] | str | os.PathLike[str], mpu: Any = None, mesh_device: Any = None
+    ) -> None:
         self.world_size = _data_ranks(mpu)
-        self.translation = found = translate(config, self.world_size)
         self._param_dict = read_json(config)
+        self.translation = found = translate(self._param_dict, self.world_size)
         self.train_batch_size = found.train_batch_size
         self.train_micro_batch_size_per_gpu = found.train_micro_batch_size_per_gpu
         self.gradient_accumulation_steps = found.gradient_accumulation_steps
         self.gradient_clipping = found.settings["clip_grad"]
         self.zero_optimization_stage = found.settings["zero_stage"]
         self.zero_enabled = self.zero_optimization_stage > 0
-        self.zero_config = SimpleNamespace(stage=self.zero_optimization_stage)
         self.float16_config = SimpleNamespace(enabled=found.settings["fp16"])
         self.bfloat16_config = SimpleNamespace(enabled=found.settings["bf16"])
         self.optimizer_name = found.optimizer.name.lower() if found.optimizer else None
@@ -39,6 +43,25 @@ class DeepSpeedConfig:
         self.scheduler_name = found.scheduler.name if found.scheduler else None
         self.scheduler_params = found.scheduler.params if found.scheduler else None
         self.steps_per_print = self._param_dict.get("steps_per_print")
+        self.dataloader_drop_last = self._param_dict.get("dataloader_drop_last", False)
+        self.managed_gradient_accumulation = self._param_dict.get("managed_gradient_accumulation", True)
+        zero = self._param_dict.get("zero_optimization")
+        zero = zero if isinstance(zero, Mapping) else {}
+        offload = {name: zero[name] for name in ("offload_optimizer", "offload_param") if zero.get(name)}
+        self.zero_config = SimpleNamespace(
+            stage=self.zero_optimization_stage,
+            offload_optimizer=_section(offload.get("offload_optimizer")),
+            offload_param=_section(offload.get("offload_param")),
+            gather_16bit_weights_on_model_save=any(bool(zero.get(name)) for name in (*GATHER, GATHER_FP16)),
+        )
+        fp16 = self._param_dict.get("fp16")
+        self.fp16_auto_cast = self.float16_config.enabled and bool((fp16 or {}).get("auto_cast"))
+
+
+def _section(values: Any) -> SimpleNamespace | None:
+    if not isinstance(values, Mapping) or values.get("device") in (None, "none"):
+        return None
+    return SimpleNamespace(**values)
 
 
 def _data_ranks(mpu: Any) -> int:

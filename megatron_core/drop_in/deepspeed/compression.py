@@ -1,0 +1,5 @@
+"""Not available: compression of models."""
+
+from deepspeed.unavailable import refuse
+
+refuse("deepspeed.compression", "compress the model after training")

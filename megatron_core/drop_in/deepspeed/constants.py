@@ -1,0 +1,3 @@
+"""Constants of DeepSpeed's launcher."""
+
+TORCH_DISTRIBUTED_DEFAULT_PORT = 29500

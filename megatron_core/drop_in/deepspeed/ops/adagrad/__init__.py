@@ -1,0 +1,3 @@
+"""Adagrad under DeepSpeed's name."""
+
+from deepspeed.ops.adagrad.cpu_adagrad import DeepSpeedCPUAdagrad as DeepSpeedCPUAdagrad

@@ -1,0 +1,5 @@
+"""Not available: the FLOPs profiler."""
+
+from deepspeed.unavailable import refuse
+
+refuse("deepspeed.profiling", "use torch.profiler or tools/diagnose.py (docs/monitoring.md)")

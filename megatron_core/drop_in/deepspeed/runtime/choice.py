@@ -1,0 +1,97 @@
+"""The optimizer and the scheduler of an engine: those of the program, else those of the JSON."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.ops.settings import SettingsOptimizer
+from deepspeed.runtime import lr_schedules
+from deepspeed.translation import Translation
+from megatron_core.errors import ConfigError
+
+
+@dataclass
+class ChosenOptimizer:
+    """Arguments of ``megatron_core.initialize``."""
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    """In addition to those of the JSON."""
+    optimizer: torch.optim.Optimizer | None = None
+    model_parameters: list[Any] | None = None
+    trains: bool = True
+    """Whether there is an optimizer at all; an engine without one only runs forward."""
+    client: torch.optim.Optimizer | None = None
+    """The optimizer that the program sees."""
+
+    def share_groups(self, own: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Give the program's optimizer the parameter groups of the engine's; return the one that the program sees.
+
+        A scheduler of the program's optimizer then changes the engine's learning rates.
+        """
+        if self.client is None:
+            return own
+        kept = [group for group in self.client.param_groups if any(p.requires_grad for p in group["params"])]
+        if self.client.param_groups is not own.param_groups:
+            for group, theirs in zip(own.param_groups, kept, strict=True):
+                for name, value in theirs.items():
+                    group.setdefault(name, value)
+            self.client.param_groups = own.param_groups
+        return self.client
+
+
+def choose_optimizer(
+    model: nn.Module, client: Any, model_parameters: Iterable[Any] | None, found: Translation
+) -> ChosenOptimizer:
+    """Return the program's optimizer, or the one of the JSON on ``model_parameters`` (default: all).
+
+    ``client``: an optimizer, or a function that makes one of a list of parameters. Errors: ``ConfigError``.
+    """
+    parameters = list(model.parameters() if model_parameters is None else model_parameters)
+    if client is not None and not isinstance(client, torch.optim.Optimizer):
+        if not callable(client):
+            raise ConfigError(
+                f"optimizer={type(client).__name__} must be a torch optimizer, or a function that makes one of a list "
+                "of parameters"
+            )
+        client = client(parameters)
+    if isinstance(client, SettingsOptimizer):
+        return ChosenOptimizer(client.settings(), None, client.param_groups, client=client)
+    if client is not None:
+        return ChosenOptimizer(optimizer=client, client=client)
+    if found.optimizer is None:
+        return ChosenOptimizer({"optimizer": "sgd", "lr": 0.0}, None, parameters, trains=False)
+    if found.optimizer_class is None:
+        return ChosenOptimizer(model_parameters=parameters)
+    trained = [p for p in parameters if isinstance(p, Mapping | tuple) or p.requires_grad]
+    own = getattr(torch.optim, found.optimizer_class)(trained, **found.optimizer_params)
+    return ChosenOptimizer(optimizer=own, client=own)
+
+
+def choose_scheduler(optimizer: torch.optim.Optimizer | None, client: Any, found: Translation) -> Any:
+    """Return the program's scheduler, or the one of the JSON; None without both.
+
+    ``client``: a scheduler, or a function that makes one of an optimizer. Errors: ``ConfigError`` for an unknown name
+    or wrong arguments.
+    """
+    if client is not None:
+        return client(optimizer) if callable(client) else client
+    if found.scheduler is None or optimizer is None:
+        return None
+    name, params = found.scheduler
+    kind: Callable[..., Any] | None = None
+    if name in lr_schedules.VALID_LR_SCHEDULES:
+        kind = getattr(lr_schedules, name)
+    elif name.isidentifier() and not name.startswith("_"):
+        kind = getattr(torch.optim.lr_scheduler, name, None)
+    if not isinstance(kind, type):
+        raise ConfigError(
+            f"scheduler.type={name!r} is not a scheduler: use one of {', '.join(lr_schedules.VALID_LR_SCHEDULES)}, or "
+            "a class of torch.optim.lr_scheduler"
+        )
+    try:
+        return kind(optimizer, **params)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"scheduler.params={params!r} of {name}: {error}") from error

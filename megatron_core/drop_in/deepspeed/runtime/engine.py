@@ -1,0 +1,348 @@
+"""``DeepSpeedEngine``: DeepSpeed's engine over ``megatron_core.training.engine.Engine``."""
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer, ZeROOptimizer
+from deepspeed.runtime.choice import choose_optimizer, choose_scheduler
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.dataloader import DeepSpeedDataLoader
+from deepspeed.runtime.engine_checkpoint import EngineCheckpoint
+from deepspeed.runtime.engine_settings import EngineSettings
+from deepspeed.runtime.rates import ProgramRates
+from deepspeed.runtime.zero.partition_parameters import mark_parameters
+from deepspeed.utils import groups
+from deepspeed.utils.logging import log_dist
+from megatron_core.errors import ConfigError
+from megatron_core.training import engine as native
+
+Route = Literal["train", "eval", "predict"]
+ROUTE_TRAIN: Route = "train"
+ROUTE_EVAL: Route = "eval"
+ROUTE_PREDICT: Route = "predict"
+
+
+def _counter(name: str, text: str) -> Any:
+    """Return a property that reads and sets a counter of the engine."""
+    return property(
+        lambda self: getattr(self.core.state, name), lambda self, value: setattr(self.core.state, name, value), doc=text
+    )
+
+
+class DeepSpeedEngine(EngineCheckpoint, EngineSettings, nn.Module):
+    """Trains ``model`` as DeepSpeed's engine does: ``loss = engine(batch); engine.backward(loss); engine.step()``.
+
+    Attributes of the model that the engine does not have are read from the model. ``core`` is the engine that does the
+    work. Construct it with ``deepspeed.initialize``. Errors: ``ConfigError`` and ``LayoutError`` on all ranks.
+    """
+
+    def __init__(
+        self,
+        args: Any = None,
+        model: nn.Module | None = None,
+        optimizer: Any = None,
+        model_parameters: Iterable[Any] | None = None,
+        training_data: Any = None,
+        lr_scheduler: Any = None,
+        mpu: Any = None,
+        dist_init_required: bool | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        config: Mapping[str, Any] | None = None,
+        config_class: DeepSpeedConfig | None = None,
+        mesh_device: Any = None,
+        dont_change_device: bool = False,
+    ) -> None:
+        super().__init__()
+        if model is None or config is None:
+            raise ConfigError("DeepSpeedEngine needs model and config; use deepspeed.initialize")
+        self.args, self.mpu, self.collate_fn = args, mpu, collate_fn
+        self._config = DeepSpeedConfig(config, mpu) if config_class is None else config_class
+        self.config = self._config._param_dict
+        # The engine, with the optimizer of the program or of the JSON.
+        chosen = choose_optimizer(model, optimizer, model_parameters, self._config.translation)
+        settings = {**self._config.translation.settings, **chosen.settings, "check_for_nan_in_loss_and_grad": False}
+        settings["pipeline_model_parallel_size"] = getattr(model, "num_stages", 1)
+        core = native.initialize(
+            model, settings, optimizer=chosen.optimizer, model_parameters=chosen.model_parameters
+        ).engine
+        core.casts_inputs = self.fp16_auto_cast()
+        self.__dict__["core"] = core  # not a module of this one: its parameters are those of ``module``
+        self.module = core.module
+        self.basic_optimizer = self.client_optimizer = chosen.share_groups(core.optimizer)
+        self.client_lr_scheduler = lr_scheduler
+        self.param_names = {parameter: name for name, parameter in model.named_parameters()}
+        mark_parameters(core)
+        # Ranks.
+        self.global_rank, self.world_size = core.world.rank, core.world.size
+        self.local_rank, self.device = int(os.environ.get("LOCAL_RANK", "0")), core.world.device
+        self.dp_world_size, self.mp_world_size = core.groups.size("dp"), core.groups.size("tp")
+        # Counters, and what the program drives.
+        self.micro_steps = 0
+        """Calls of ``step``."""
+        self.has_moe_layers, self.enable_backward_allreduce = False, True
+        self._boundary: bool | None = None
+        self._in_no_sync = self._in_step = self._step_applied = False
+        self._rates = ProgramRates(core.optimizer.param_groups, self.train_batch_size)
+        core.lr_scheduler = self._rates
+        kind = ZeROOptimizer if self.zero_optimization() else DeepSpeedOptimizer
+        self.optimizer = kind(core, self.step) if chosen.trains else None
+        self.lr_scheduler = choose_scheduler(self.optimizer, lr_scheduler, self._config.translation)
+        self._rates.scheduler = self.lr_scheduler
+        self.training_dataloader = None if training_data is None else self.deepspeed_io(training_data)
+
+    core: native.Engine
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the engine, or of the model."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is None or not hasattr(module, name):
+                raise
+            return getattr(module, name)
+
+    # Counters.
+
+    global_steps = _counter("iteration", "Steps so far, with skipped ones.")
+    global_samples = _counter("consumed_samples", "Samples of all steps so far.")
+    skipped_steps = _counter("skipped_iterations", "Steps without an update, because a gradient was not finite (fp16).")
+
+    # A micro-batch.
+
+    def train(self, mode: bool = True) -> "DeepSpeedEngine":
+        """Put the model into training mode."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> "DeepSpeedEngine":
+        """Put the model into evaluation mode."""
+        return self.train(False)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the model."""
+        self.core.forced_boundary = self.is_gradient_accumulation_boundary()
+        return self.core.forward(*inputs, **kwargs)
+
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+        """Compute gradients of ``loss``, divided by the accumulation steps unless ``scale_wrt_gas`` is false.
+
+        Returns the divided loss. Gradients are averaged over the ranks.
+        """
+        self._require_optimizer("backward")
+        steps = self.gradient_accumulation_steps()
+        self.core.forced_boundary = self.is_gradient_accumulation_boundary() and not self._in_no_sync
+        given = loss if scale_wrt_gas or not isinstance(loss, Tensor) else loss * steps
+        found = self.core.backward(given, retain_graph=retain_graph)
+        return found / steps
+
+    def scale(self, loss: Tensor) -> NoReturn:
+        """Refer to ``backward``."""
+        raise ConfigError("engine.scale(loss) is not supported: call engine.backward(loss) instead of loss.backward()")
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the current micro-batch is the last of its step."""
+        if self._boundary is not None:
+            return self._boundary
+        if not self.managed_gradient_accumulation():
+            return self._in_step
+        return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Say whether the next forward, backward and step are the last of their step, instead of counting."""
+        if not self.managed_gradient_accumulation():
+            raise ConfigError(
+                "set_gradient_accumulation_boundary with managed_gradient_accumulation=false: each step() is a "
+                "boundary; remove the call or the key"
+            )
+        self._boundary = is_boundary
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Return a context whose backwards belong to a step that ends outside of it; for stages 0 and 1."""
+        if self.zero_optimization_partition_gradients():
+            raise ConfigError(
+                f"no_sync with zero_optimization.stage={self.zero_optimization_stage()}: gradients are in shards after "
+                "each backward; use stage 0 or 1, or gradient_accumulation_steps"
+            )
+        if self._in_no_sync:
+            raise ConfigError("no_sync inside of no_sync: leave out the inner one")
+        self._in_no_sync = True
+        try:
+            yield
+        finally:
+            self._in_no_sync = False
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """End a micro-batch; at a boundary clip the gradients, update the weights and call the scheduler.
+
+        ``lr_kwargs``: arguments of the scheduler's ``step``.
+        """
+        self._require_optimizer("step")
+        if self._in_no_sync:
+            raise ConfigError("step() inside of no_sync: end the context first")
+        self._in_step = True
+        self._rates.arguments = dict(lr_kwargs or {})
+        try:
+            self.core.forced_boundary = self.is_gradient_accumulation_boundary()
+            report = self.core.step()
+        finally:
+            self._in_step, self._rates.arguments = False, {}
+        self.micro_steps += 1
+        self._step_applied = report is not None and not report.skipped
+        every = self.steps_per_print()
+        if report is not None and every and self.global_steps % every == 0:
+            rates = f"lr={self.get_lr()}, mom={self.get_mom()}"
+            log_dist(f"step={self.global_steps}, skipped={self.skipped_steps}, {rates}", ranks=[0])
+
+    def was_step_applied(self) -> bool:
+        """Whether the last ``step()`` changed the weights."""
+        return self._step_applied
+
+    def zero_grad(self) -> None:  # type: ignore[override]
+        """Do nothing: the engine clears its gradients after each step."""
+
+    def allreduce_gradients(self, bucket_size: int = 500_000_000) -> None:
+        """Do nothing: ``step`` sums gradients that are not summed yet."""
+
+    def _require_optimizer(self, name: str) -> None:
+        if self.optimizer is None:
+            raise ConfigError(f"engine.{name}() without an optimizer; give one to deepspeed.initialize or in the JSON")
+
+    # Learning rates and norms.
+
+    def get_lr(self) -> list[Any]:
+        """Learning rate of each parameter group."""
+        return self._of_groups("lr")
+
+    def get_type(self) -> list[Any]:
+        """``type`` of each parameter group, 0.0 if it has none."""
+        return self._of_groups("type")
+
+    def get_mom(self) -> list[Any]:
+        """Betas of each parameter group, or momentum (SGD, RMSprop)."""
+        return self._of_groups("momentum" if self.optimizer_name() in ("sgd", "rmsprop") else "betas")
+
+    def _of_groups(self, name: str) -> list[Any]:
+        return [] if self.optimizer is None else [group.get(name, 0.0) for group in self.optimizer.param_groups]
+
+    def get_global_grad_norm(self) -> float | None:
+        """Norm of the gradient of the last step before clipping; None before the first step."""
+        report = self.core.last_report
+        return None if report is None else report.grad_norm
+
+    # Batch sizes and data.
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the number of micro-batches of a step; ``ValueError`` unless they are whole."""
+        together = self.train_micro_batch_size_per_gpu() * self.dp_world_size
+        if train_batch_size < 1 or train_batch_size % together:
+            raise ValueError(f"Train batch size must be divisible by micro-batch data parallelism ({together})")
+        self._config.train_batch_size = train_batch_size
+        self._config.gradient_accumulation_steps = train_batch_size // together
+        self._set_batch_size()
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Change the samples of a micro-batch; the accumulation steps stay."""
+        self._config.train_micro_batch_size_per_gpu = micro_batch_size
+        steps = self.gradient_accumulation_steps()
+        self._config.train_batch_size = micro_batch_size * steps * self.dp_world_size
+        self._set_batch_size()
+
+    def _set_batch_size(self) -> None:
+        self.core.set_batch_size(self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps())
+
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: Route = ROUTE_TRAIN,
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> DeepSpeedDataLoader:
+        """Return a loader of this rank's micro-batches: shuffled for training, else in order."""
+        is_map = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+        if not is_map and not isinstance(dataset, torch.utils.data.IterableDataset):
+            raise ValueError(f"Training data must be a torch Dataset, not {type(dataset).__name__}")
+        ranks, rank = self.dp_world_size, self.core.groups.index("dp")
+        if data_sampler is None and route in (ROUTE_PREDICT, ROUTE_EVAL):
+            data_sampler = torch.utils.data.DistributedSampler(dataset, ranks, rank, shuffle=False)
+        return DeepSpeedDataLoader(
+            dataset,
+            batch_size or self.train_micro_batch_size_per_gpu(),
+            pin_memory=pin_memory and self.device.type == "cuda",
+            collate_fn=collate_fn or self.collate_fn,
+            num_local_io_workers=num_local_io_workers,
+            data_sampler=data_sampler,
+            data_parallel_world_size=ranks,
+            data_parallel_rank=rank,
+            dataloader_drop_last=self.dataloader_drop_last(),
+        )
+
+    # Groups, memory and compilation.
+
+    def get_data_parallel_rank(self) -> int:
+        """Rank among the ranks with the same part of the model."""
+        return groups._get_data_parallel_rank()
+
+    def get_model_parallel_rank(self) -> int:
+        """Rank among the ranks that split the model."""
+        return groups.get_model_parallel_rank()
+
+    @property
+    def data_parallel_group(self) -> Any:
+        """Ranks with the same part of the model."""
+        return groups._get_data_parallel_group()
+
+    def empty_partition_cache(self) -> None:
+        """Return unused memory to the GPU; gathered weights are freed after each forward and backward in any case."""
+        get_accelerator().empty_cache()
+
+    def offload_states(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refer to the keys of offload."""
+        raise ConfigError(
+            "engine.offload_states is not supported: set zero_optimization.offload_optimizer and offload_param in the "
+            "JSON to keep state in host memory all the time"
+        )
+
+    reload_states = offload_states
+
+    def compile(
+        self, backend: Any = "inductor", compile_kwargs: Mapping[str, Any] | None = None, **others: Any
+    ) -> None:
+        """Compile the model in place, by torch; the forwards of ZeRO 3's units are compiled one by one."""
+        if unknown := sorted(name for name, value in others.items() if value):
+            raise ConfigError(f"engine.compile: {', '.join(unknown)} of DeepCompile is not supported; leave it out")
+        options = {**(compile_kwargs or {}), "backend": backend}
+        self.module.compile(**options)
+        self._is_compiled = True
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether ``compile`` was called."""
+        return self.__dict__.get("_is_compiled", False)
+
+    def destroy(self) -> None:
+        """Complete the checkpoints that are being written, and close the files of metrics."""
+        self.core.finish_saving()
+        self.core.monitor.close()
+
+    def train_batch(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refer to the engine of pipelines, which has this method."""
+        raise ConfigError(
+            "train_batch needs a PipelineModule; call engine(batch), engine.backward(loss) and engine.step()"
+        )
+
+    eval_batch = train_batch
+
+
+DeepSpeedOptimizerCallable = Callable[[list[Any]], torch.optim.Optimizer]
+DeepSpeedSchedulerCallable = Callable[[torch.optim.Optimizer], Any]

@@ -1,0 +1,219 @@
+"""Checkpoints of ``DeepSpeedEngine``: this project's format in DeepSpeed's folders, ``save_dir/tag`` and ``latest``."""
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from deepspeed.client_state import decode, encode
+from deepspeed.runtime.engine_settings import EngineSettings
+from deepspeed.runtime.rates import ProgramRates
+from deepspeed.runtime.weights_file import write_weights
+from deepspeed.utils.logging import logger
+from megatron_core.errors import CheckpointError
+from megatron_core.output_file import make_folder
+from megatron_core.parallel.texts import tell_all
+from megatron_core.training.engine import Engine
+
+LATEST = "latest"
+"""File with the tag of the newest checkpoint."""
+MODEL_STATES = "*_model_states.pt"
+"""Files of a checkpoint that DeepSpeed itself wrote."""
+
+
+class EngineCheckpoint(EngineSettings):
+    """Saving and loading of an engine; all ranks call each method together."""
+
+    core: Engine
+    module: nn.Module
+    _rates: ProgramRates
+    global_steps: int
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: Any = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write weights, optimizer state, scheduler and counters into ``save_dir/tag``; return True.
+
+        ``tag``: default ``global_stepN``. ``client_state``: values that ``load_checkpoint`` returns. Frozen parameters
+        are always written. Errors: ``CheckpointError`` on all ranks, also if tags differ.
+        """
+        name = str(f"global_step{self.global_steps}" if tag is None else tag)
+        self._check_tag(name)
+        self.core.save_checkpoint(Path(save_dir, name), {"state": encode(dict(client_state or {}))})
+        self.core.finish_saving()
+        problem = ""
+        if save_latest and self.core.world.rank == 0:
+            try:
+                Path(save_dir, LATEST).write_text(name, encoding="utf-8")
+            except OSError as error:
+                problem = f"save_dir={os.fspath(save_dir)!r} cannot be written: {error.strerror}; give another folder"
+        self._raise_together(problem)
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: Any = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Load ``load_dir/tag``, by default the tag in ``latest``; return (its folder, the program's state).
+
+        Without ``latest`` and ``tag``: a warning and (None, None). The number of ranks and the ZeRO stage may differ
+        from the run that saved. ``load_module_only`` keeps optimizer, scheduler and counters of this engine. Errors:
+        ``CheckpointError`` on all ranks.
+        """
+        if custom_load_fn is not None:
+            raise CheckpointError("custom_load_fn is not supported: load the weights into the model before initialize")
+        if not load_module_strict:
+            raise CheckpointError(
+                "load_module_strict=False is not supported: a checkpoint has exactly the parameters of its model; load "
+                "the weights into the model before initialize"
+            )
+        name = self._latest(load_dir) if tag is None else str(tag)
+        if name is None:
+            return None, None
+        self._check_tag(name)
+        folder = Path(load_dir, name)
+        self._refuse_foreign(folder)
+        before = self.core.state
+        optimizer_too = load_optimizer_states and not load_module_only
+        self._rates.loads_groups = optimizer_too
+        self._rates.loads_scheduler = load_lr_scheduler_states and not load_module_only
+        found = self.core.load_checkpoint(folder, load_optimizer=optimizer_too)
+        if load_module_only:
+            self.core.state = before
+        return str(folder), decode(found.get("state", {}))
+
+    def _latest(self, folder: str | os.PathLike[str]) -> str | None:
+        """Return the tag in ``latest``, which rank 0 reads; None with a warning if there is no such file."""
+        text = ""
+        if self.core.world.rank == 0:
+            path = Path(folder, LATEST)
+            try:
+                text = path.read_text(encoding="utf-8").strip() if path.is_file() else ""
+            except (OSError, UnicodeDecodeError) as error:
+                text = f"\n{path}: cannot be read ({error})"
+        text = tell_all(text, self.core.world.device)[0]
+        if text.startswith("\n"):
+            raise CheckpointError(text.strip())
+        if not text:
+            logger.warning("%s: no file 'latest', and no tag is given; nothing is loaded", Path(folder, LATEST))
+        return text or None
+
+    def _check_tag(self, name: str) -> None:
+        """Raise ``CheckpointError`` on all ranks unless ``name`` is the same on all ranks and the name of a folder."""
+        problem = ""
+        if not name or name in (".", "..") or Path(name).name != name:
+            problem = f"tag={name!r} must be the name of a folder, without {os.sep}"
+        told = tell_all(name, self.core.world.device)
+        if len(set(told)) > 1:
+            problem = f"tag differs between ranks: {', '.join(map(repr, dict.fromkeys(told)))}; give the same tag"
+        self._raise_together(problem)
+
+    def _refuse_foreign(self, folder: Path) -> None:
+        """Raise ``CheckpointError`` for a checkpoint that DeepSpeed itself wrote, and for an absent folder."""
+        problem = ""
+        if self.core.world.rank == 0 and not folder.is_dir():
+            problem = f"{folder}: no such checkpoint; give the folder and the tag of one"
+        elif self.core.world.rank == 0 and next(folder.glob(MODEL_STATES), None) is not None:
+            problem = (
+                f"{folder} was written by DeepSpeed itself, whose format this engine does not read; load its weights "
+                "into the model before initialize"
+            )
+        self._raise_together(problem)
+
+    def _raise_together(self, problem: str) -> None:
+        told = [text for text in tell_all(problem, self.core.world.device) if text]
+        if told:
+            raise CheckpointError(told[0])
+
+    # Weights alone.
+
+    def module_state_dict(
+        self,
+        destination: Any = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Tensor]:
+        """Return the weights and buffers of the model; at stage 3 ``CheckpointError``, because no rank has them all."""
+        if self.zero_optimization_partition_weights():
+            raise CheckpointError(
+                "module_state_dict at zero_optimization.stage=3: weights are in shards; call "
+                "engine._zero3_consolidated_16bit_state_dict() or save_16bit_model on all ranks"
+            )
+        self.core.data_parallel.finish_param_sync()
+        options = {} if destination is None else {"destination": destination}
+        found = self.module.state_dict(prefix=prefix, keep_vars=keep_vars, **options)
+        return self._without_frozen(found, prefix) if exclude_frozen_parameters else found
+
+    def load_module_state_dict(
+        self, state_dict: Mapping[str, Tensor], strict: bool = True, custom_load_fn: Any = None
+    ) -> None:
+        """Replace the weights of the model, which rank 0 passes, at every stage."""
+        if custom_load_fn is not None:
+            raise CheckpointError("custom_load_fn is not supported: pass state_dict itself")
+        with self.core.gathered(self.module.parameters(), modify=True):
+            self.module.load_state_dict(state_dict, strict=strict)
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
+        """Return whole weights and buffers on the CPU of rank 0, None on other ranks; ``ValueError`` below stage 3."""
+        if not self.zero_optimization_partition_weights():
+            raise ValueError("this function requires ZeRO-3 mode; below stage 3 use module_state_dict()")
+        found = self.core.full_state_dict()
+        if self.core.world.rank:
+            return None
+        return self._without_frozen(found) if exclude_frozen_parameters else found
+
+    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
+
+    def _without_frozen(self, state: dict[str, Tensor], prefix: str = "") -> dict[str, Tensor]:
+        named = self.module.named_parameters(remove_duplicate=False)
+        frozen = {f"{prefix}{name}" for name, parameter in named if not parameter.requires_grad}
+        return {name: tensor for name, tensor in state.items() if name not in frozen}
+
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write the weights in the dtype of the model, for ``torch.load``, or as ``*.safetensors``; return True.
+
+        At stage 3 without ``stage3_gather_16bit_weights_on_model_save`` nothing is written, and the result is False.
+        """
+        path = Path(save_dir, save_filename)
+        if not self.zero_optimization_partition_weights():
+            state: dict[str, Tensor] | None = self.module_state_dict(
+                exclude_frozen_parameters=exclude_frozen_parameters
+            )
+        elif self.zero_gather_16bit_weights_on_model_save():
+            state = self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
+        else:
+            logger.info("%s is not written: stage3_gather_16bit_weights_on_model_save is false", path)
+            return False
+        problem = ""
+        if self.core.world.rank == 0:
+            assert state is not None, "rank 0 has the weights"
+            try:
+                make_folder(path.parent)
+                write_weights(state, path)
+            except OSError as error:
+                problem = f"{path} cannot be written: {error}; give another folder"
+        self._raise_together(problem)
+        return True
+
+    def save_fp16_model(self, save_dir: str | os.PathLike[str], save_filename: str = "pytorch_model.bin") -> bool:
+        """As ``save_16bit_model``."""
+        return self.save_16bit_model(save_dir, save_filename)

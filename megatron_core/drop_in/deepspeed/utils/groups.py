@@ -1,0 +1,90 @@
+"""Process groups: data parallelism, and the tensor parallelism of ``tp_model_init``."""
+
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from megatron_core import parallel_state
+from megatron_core.errors import LayoutError
+from megatron_core.parallel import ParallelGroups
+from megatron_core.parallel.groups import Group, process_group
+
+
+def _groups() -> ParallelGroups | None:
+    return parallel_state.current() if parallel_state.is_initialized() else None
+
+
+def _group(axis: str) -> Group | None:
+    found = _groups()
+    return None if found is None else found.group(axis)
+
+
+def _get_data_parallel_group() -> ProcessGroup | None:
+    """Return the ranks with the same part of the model; all ranks before ``initialize``."""
+    found = _group("dp")
+    return dist.group.WORLD if found is None or found.size() == dist.get_world_size() else process_group(found)
+
+
+def _get_data_parallel_group_ranks() -> list[int]:
+    return dist.get_process_group_ranks(_get_data_parallel_group())
+
+
+def _get_data_parallel_world_size() -> int:
+    found = _group("dp")
+    return dist.get_world_size() if found is None else found.size()
+
+
+def _get_data_parallel_rank() -> int:
+    found = _group("dp")
+    return dist.get_rank() if found is None else found.rank()
+
+
+def _get_model_parallel_world_size() -> int:
+    found = _group("tp")
+    return 1 if found is None else found.size()
+
+
+def _get_tensor_rank() -> int:
+    found = _group("tp")
+    return 0 if found is None else found.rank()
+
+
+def _get_broadcast_src_rank() -> int:
+    return _get_data_parallel_group_ranks()[0]
+
+
+def _get_sequence_parallel_world_size() -> int:
+    return 1
+
+
+def _get_sequence_parallel_rank() -> int:
+    return 0
+
+
+def _get_sequence_parallel_group() -> Any:
+    raise LayoutError(
+        "deepspeed.utils.groups: sequence parallelism (Ulysses) is not available for a model of your own; use "
+        "--context-parallel-size with the GPT of pretrain_gpt.py"
+    )
+
+
+def initialize(ep_size: int = 1, mpu: Any = None) -> None:
+    """Accept ``ep_size=1``; ``LayoutError`` for expert parallelism."""
+    if ep_size > 1:
+        raise LayoutError(
+            f"ep_size={ep_size}: expert parallelism is not available for a model of your own; use "
+            "--expert-model-parallel-size with the GPT of pretrain_gpt.py"
+        )
+
+
+get_data_parallel_group = _get_data_parallel_group
+get_data_parallel_world_size = _get_data_parallel_world_size
+get_data_parallel_rank = _get_data_parallel_rank
+get_model_parallel_world_size = _get_model_parallel_world_size
+get_tensor_model_parallel_world_size = _get_model_parallel_world_size
+get_model_parallel_rank = _get_tensor_rank
+get_tensor_model_parallel_rank = _get_tensor_rank
+_get_sequence_data_parallel_group = _get_data_parallel_group
+_get_sequence_data_parallel_world_size = _get_data_parallel_world_size
+_get_sequence_data_parallel_rank = _get_data_parallel_rank

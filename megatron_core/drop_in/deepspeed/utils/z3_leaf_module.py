@@ -1,0 +1,47 @@
+"""Marks of modules that ZeRO 3 gathers as a whole; here whole layers are gathered in any case."""
+
+from collections.abc import Sequence
+
+from torch import nn
+
+
+def z3_leaf_module(model: nn.Module) -> bool:
+    """Whether ``model`` is marked."""
+    return getattr(model, "_z3_leaf", False)
+
+
+def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
+    """Set or remove the mark of one module."""
+    model._z3_leaf = flag  # type: ignore[assignment]
+
+
+def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
+    """Return the marked modules."""
+    return [module for module in model.modules() if z3_leaf_module(module)]
+
+
+def set_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Mark all modules of the given classes; ``ValueError`` if there is none."""
+    return _mark(model, leaf_module_classes, True, raise_if_not_found)
+
+
+def unset_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Remove the marks of all modules of the given classes; ``ValueError`` if there is none."""
+    return _mark(model, leaf_module_classes, False, raise_if_not_found)
+
+
+def _mark(model: nn.Module, classes: Sequence[type[nn.Module] | str], flag: bool, must_exist: bool) -> list[nn.Module]:
+    found = [
+        module
+        for module in model.modules()
+        if any(type(module).__name__ == each if isinstance(each, str) else isinstance(module, each) for each in classes)
+    ]
+    if not found and must_exist:
+        raise ValueError(f"leaf_module_classes={list(classes)}: the model has no such modules")
+    for module in found:
+        set_z3_leaf_module(module, flag)
+    return found
