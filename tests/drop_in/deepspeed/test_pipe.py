@@ -1,4 +1,4 @@
-"""``deepspeed.pipe``: training against torch in one process, partitions and topologies against DeepSpeed's own."""
+"""``deepspeed.pipe``: training against torch in one process, the rest against DeepSpeed's own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import deepspeed
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
-from deepspeed.runtime.pipe import topology
+from deepspeed.runtime.pipe import schedule, topology
 from deepspeed.runtime.pipe.module import PipelineError
 from megatron_core.errors import ConfigError
 from megatron_core.verify.ranks import run_ranks
@@ -128,8 +128,13 @@ import torch
 from torch import nn
 
 
-def trace(module, topology):
+def trace(module, topology, schedule):
     found = []
+    for kind in (schedule.TrainSchedule, schedule.InferenceSchedule, schedule.DataParallelSchedule):
+        for micros, stages in ((1, 1), (3, 1), (4, 2), (2, 3), (5, 4)):
+            for stage in range(stages):
+                one = kind(micro_batches=micros, stages=stages, stage_id=stage)
+                found.append([[one.num_pipe_buffers(), one.is_last_stage], [list(map(repr, step)) for step in one]])
     for name, sizes in (("PipeDataParallelTopology", (2, 3)), ("PipeModelDataParallelTopology", (2, 2, 2))):
         grid = getattr(topology, name)(*sizes)
         coordinates = [list(grid.get_coord(rank)) for rank in range(grid.world_size())]
@@ -158,8 +163,8 @@ def boundaries(module, layers, method, stages):
 
 
 sys.path.insert(0, sys.argv[1])
-from deepspeed.runtime.pipe import module, topology
-print("RESULT", json.dumps(trace(module, topology)))
+from deepspeed.runtime.pipe import module, schedule, topology
+print("RESULT", json.dumps(trace(module, topology, schedule)))
 """
 
 
@@ -169,7 +174,7 @@ def _boundaries(module: Any, layers: list[Any], method: str, stages: int) -> lis
 
 
 @pytest.mark.skipif(not REFERENCE.is_dir(), reason="DeepSpeed itself is not installed in .venv/reference")
-def test_partitions_and_topologies_are_those_of_deepspeed() -> None:
+def test_partitions_topologies_and_schedules_are_those_of_deepspeed() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     result = subprocess.run(
         [sys.executable, "-c", TRACE + OF_DEEPSPEED, str(REFERENCE)],
@@ -183,5 +188,5 @@ def test_partitions_and_topologies_are_those_of_deepspeed() -> None:
     expected = json.loads(result.stdout.split("RESULT")[1])
     own: dict[str, Any] = {"boundaries": _boundaries}
     exec(TRACE, own)
-    found = own["trace"](deepspeed.runtime.pipe.module, topology)
+    found = own["trace"](deepspeed.runtime.pipe.module, topology, schedule)
     assert json.loads(json.dumps(found)) == expected

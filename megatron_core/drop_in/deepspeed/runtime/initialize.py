@@ -62,7 +62,8 @@ def initialize(
     settings = DeepSpeedConfig(values, mpu)
     for sentence in settings.translation.notes:
         log_dist(sentence, ranks=[0])
-    engine = (PipelineEngine if is_pipeline else DeepSpeedEngine)(
+    kind: Any = PipelineEngine if is_pipeline else DeepSpeedEngine
+    engine: DeepSpeedEngine = kind(
         args=args,
         model=model,
         optimizer=optimizer,

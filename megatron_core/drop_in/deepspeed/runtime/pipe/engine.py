@@ -19,9 +19,9 @@ class PipelineEngine(DeepSpeedEngine):
     core: NativeEngine
     module: PipelineModule
 
-    def __init__(self, *args: Any, model: PipelineModule, **kwargs: Any) -> None:
+    def __init__(self, model: PipelineModule, **kwargs: Any) -> None:
         self.__dict__["grid"] = self.__dict__["_grid"] = model.mpu()
-        super().__init__(*args, model=model, **kwargs)
+        super().__init__(model=model, **kwargs)
         self.num_stages, self.stage_id = self.grid.pipe_parallel_size, self.grid.stage_id
         self.micro_batches, self.micro_batch_size = (
             self.gradient_accumulation_steps(),
@@ -111,4 +111,4 @@ class PipelineEngine(DeepSpeedEngine):
         """Raise ``PipelineError``."""
         raise PipelineError("Only train_batch() is accessible in pipeline mode.")
 
-    backward = step = forward  # type: ignore[assignment]
+    backward = step = forward

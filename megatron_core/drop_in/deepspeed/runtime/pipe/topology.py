@@ -11,12 +11,17 @@ from megatron_core import parallel_state
 from megatron_core.errors import LayoutError
 
 
+def _coordinates_of(axes: list[str]) -> Any:
+    make: Any = namedtuple
+    return make("ProcessCoord", axes)
+
+
 class ProcessTopology:
     """Ranks of a grid with the sizes ``dims`` on ``axes``; ``mapping`` has the rank of each coordinate."""
 
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
         self.axes, self.dims = list(axes), list(dims)
-        self.ProcessCoord: Any = namedtuple("ProcessCoord", self.axes)
+        self.ProcessCoord: Any = _coordinates_of(self.axes)
         coordinates = product(*(range(size) for size in self.dims))
         self.mapping = {self.ProcessCoord(*each): rank for rank, each in enumerate(coordinates)}
         self._coordinates = list(self.mapping)
