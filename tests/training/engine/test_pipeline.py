@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 
@@ -19,7 +20,17 @@ from megatron_core.errors import ConfigError, DataError, MegatronError
 from megatron_core.verify.ranks import run_ranks
 from tests.ops.checks import WHOLE_MATRIX
 from tests.training.engine.layered import loss_of_logits, module, samples, train_placed, train_whole
-from tests.training.engine.models import COMMON, Result, Tangled, difference, loss_in, model_of, samples_of
+from tests.training.engine.models import (
+    COMMON,
+    MODELS,
+    Result,
+    Tangled,
+    difference,
+    loss_in,
+    model_of,
+    samples_of,
+    throughout_float64,
+)
 
 PP2: dict[str, Any] = {"pipeline_model_parallel_size": 2}
 PP4: dict[str, Any] = {"pipeline_model_parallel_size": 4}
@@ -79,6 +90,77 @@ def _construct() -> tuple[int, list[tuple[int, ...]]]:
 
 def test_each_rank_constructs_its_own_layers() -> None:
     assert run_ranks(2, _construct) == [(3, [(4, 4), (4,)] * 3)] * 2
+
+
+def _unseeded(names: tuple[str, ...]) -> dict[str, np.ndarray]:
+    """This rank's weights before the first step, of models that differ between the ranks."""
+    found = {}
+    for name in names:
+        model_of(name)
+        torch.manual_seed(dist.get_rank())
+        model = MODELS[name][0]()
+        engine = megatron_core.initialize(model, {**COMMON, **PP2, "global_batch_size": 2})[0]
+        named = [(place.name, p.detach().numpy().copy()) for p, place in engine.staged.places.items()]
+        found |= {f"{name} {key}": value for key, value in named}
+    return found
+
+
+def test_copies_begin_equal_on_ranks_with_different_models() -> None:
+    """The table of GPT-2 is on all four ranks, and each layer on the two ranks of its stage."""
+    model_of("gpt2")
+    found = run_ranks(4, _unseeded, ("gpt2", "bert"))
+    holders: dict[str, list[np.ndarray]] = {}
+    for weights in found:
+        for name, value in weights.items():
+            holders.setdefault(name, []).append(value)
+    assert len(holders["gpt2 transformer.wte.weight"]) == 4
+    assert {len(copies) for copies in holders.values()} == {2, 4}
+    for name, copies in holders.items():
+        for other in copies[1:]:
+            np.testing.assert_array_equal(copies[0], other, err_msg=name)
+
+
+def _frozen_below() -> tuple[list[float], float]:
+    """Losses of GPT-2 whose first stage and table are frozen, so that no gradient is sent back."""
+    model = model_of("gpt2")
+    model.transformer.wte.requires_grad_(False)
+    model.transformer.wpe.requires_grad_(False)
+    for layer in list(model.transformer.h)[:-1]:
+        layer.requires_grad_(False)
+    settings = {**COMMON, "global_batch_size": 2}
+    if dist.is_initialized():
+        settings |= PP2 | {"zero_stage": 3}
+    options = {"partition_method": [2, 1]} if dist.is_initialized() else {}
+    engine, _, loader, _ = megatron_core.initialize(
+        model, settings, training_data=samples_of("gpt2"), shuffle=False, **options
+    )
+    with throughout_float64(engine):
+        batches = iter(loader)
+        reports = [engine.train_batch(batches, lambda output, batch: loss_in(output)) for _ in range(2)]
+    return [each.loss for each in reports], reports[-1].grad_norm
+
+
+def test_a_frozen_stage() -> None:
+    expected = _frozen_below()
+    for losses, norm in run_ranks(2, _frozen_below):
+        np.testing.assert_allclose([*losses, norm], [*expected[0], expected[1]], rtol=1e-9)
+
+
+def _on_meta(stages: int) -> dict[str, np.ndarray]:
+    with torch.device("meta"):
+        model = transformers.GPT2LMHeadModel(model_of("gpt2").config)
+    settings = {**COMMON, "global_batch_size": 2, "pipeline_model_parallel_size": stages}
+    engine = megatron_core.initialize(model, settings)[0]
+    names = {name for name, _ in model_of("gpt2").named_parameters()}
+    return {name: tensor.numpy() for name, tensor in engine.full_state_dict().items() if name in names}
+
+
+def test_meta_models_begin_with_the_same_weights_in_stages() -> None:
+    expected = _on_meta(1)
+    for weights in run_ranks(2, _on_meta, 2):
+        assert weights.keys() == expected.keys()
+        for name, tensor in expected.items():
+            np.testing.assert_array_equal(weights[name], tensor, err_msg=name)
 
 
 # Checkpoints.
