@@ -132,15 +132,16 @@ class ModelCut:
             raise ConfigError(f"head_modules={unknown}: {type(self.model).__name__} has no such modules")
         stages: dict[nn.Parameter, set[int]] = {}
         names: dict[nn.Parameter, str] = {}
-        number_of = {inner: number for number, layer in enumerate(self.layers) for inner in layer.modules()}
-        after = False
+        users: dict[nn.Module, set[int]] = {}
+        prefix, after = f"{self.path}.".lstrip("."), False
         self._first_stage: dict[str, int] = {}
         """First stage of each module, by name."""
-        for path, module in self.model.named_modules():
+        for path, module in self.model.named_modules(remove_duplicate=False):
             after = after or module is self.container
             around = module is self.model or module is self.container or self.path.startswith(f"{path}.")
-            number = number_of.get(module)
-            if number is not None:
+            key = path.removeprefix(prefix).partition(".")[0] if path.startswith(prefix) and path else ""
+            if key in self.keys:  # inside of a layer
+                number = self.keys.index(key)
                 own = {next(s for s, layers in enumerate(self.bounds) if number in layers)}
             elif around:
                 own = set(range(last + 1))
@@ -148,8 +149,9 @@ class ModelCut:
                 is_head = after or any(path == name or path.startswith(f"{name}.") for name in self.head_modules)
                 own = {last if is_head else 0}
             self._first_stage[path] = min(own)
-            if number is None and module._parameters:
-                self._users[module] = own
+            users.setdefault(module, set()).update(own)
+            if key not in self.keys and module._parameters:
+                self._users[module] = users[module]
             for name, parameter in module.named_parameters(prefix=path, recurse=False):
                 stages.setdefault(parameter, set()).update(own)
                 names.setdefault(parameter, name)

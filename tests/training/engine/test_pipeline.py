@@ -120,6 +120,37 @@ def test_copies_begin_equal_on_ranks_with_different_models() -> None:
             np.testing.assert_array_equal(copies[0], other, err_msg=name)
 
 
+class Sharing(nn.Module):
+    """A linear layer that two layers, the head and the root share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.core = nn.Linear(4, 4)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), self.core, nn.Tanh()) for _ in range(4))
+        self.head = nn.Sequential(self.core, nn.Linear(4, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The mean square of the head's outputs."""
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x).square().mean()
+
+
+def _sharing(settings: dict[str, Any]) -> list[tuple[float, float]]:
+    torch.manual_seed(0)
+    engine = megatron_core.initialize(Sharing(), {**COMMON, "global_batch_size": 2, **settings})[0]
+    data = iter(torch.randn(6, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
+    reports = [engine.train_batch(data) for _ in range(3)]
+    return [(each.loss, each.grad_norm) for each in reports]
+
+
+def test_a_module_in_layers_of_both_stages() -> None:
+    expected = _sharing({})
+    for settings in (PP2, PP2 | {"pipeline_schedule": "zb_v"}):
+        for reports in run_ranks(2, _sharing, settings):
+            np.testing.assert_allclose(reports, expected, rtol=1e-9)
+
+
 def _frozen_below() -> tuple[list[float], float]:
     """Losses of GPT-2 whose first stage and table are frozen, so that no gradient is sent back."""
     model = model_of("gpt2")
