@@ -28,8 +28,8 @@ class BucketKind:
     """Model axes over which gradients of shared ranges are summed first (keys and values of a fused QKV matrix)."""
     embedding: bool = False
     """Word embedding or output layer: not hidden matrices; they may have a separate learning rate."""
-    tied: bool = False
-    """Whether gradients are first summed over the first and the last pipeline stage."""
+    tied: tuple[int, ...] = ()
+    """Pipeline ranks over which gradients are summed first (weights of several stages)."""
 
     @classmethod
     def of(cls, parameter: nn.Parameter, groups: ParallelGroups) -> BucketKind:

@@ -51,8 +51,9 @@ def make_buckets(
     Backward finishes the last layers first, so the first buckets are complete first. ``units`` are the named parameters
     of the stage's units (embedding, each layer, head). From ``zero_stage`` 2 on a unit is reduced, gathered and freed
     as a whole, so no bucket contains parameters of two units. ``rule_of(kind, shards)`` returns the rule that fills
-    buckets; by default parameters are placed in order. From stage 1 on a parameter marked ``shared_embedding`` gets a
-    bucket of its own. With ``frozen``, return buckets of the matrices that are not trained.
+    buckets; by default parameters are placed in order. A tied parameter, and from stage 1 on one marked
+    ``shared_embedding``, gets a bucket of its own. With ``frozen``, return buckets of the matrices that are not
+    trained.
     """
     # Open packers by kind, and the ranks that share each kind.
     packers: dict[BucketKind, Packer[tuple[str, nn.Parameter]]] = {}
@@ -94,7 +95,7 @@ def make_buckets(
                 axes = "-".join(kind.replica_axes)
                 ranks[kind] = groups.shard_group(axes), groups.instance_group(axes)
                 packers[kind] = Packer(rule_of(kind, ranks[kind][0].size()), bucket_size)
-            alone = zero_stage > 0 and getattr(parameter, "shared_embedding", False)
+            alone = bool(kind.tied) or (zero_stage > 0 and getattr(parameter, "shared_embedding", False))
             cost = matrix_work(spec_of(parameter).global_shape)  # the same on every rank
             for full in packers[kind].add((name, parameter), parameter.numel(), cost, alone=alone):
                 make(kind, number, *full)

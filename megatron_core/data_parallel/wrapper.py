@@ -166,11 +166,14 @@ class DataParallel:
         for sync in self._sync.values():
             sync.end()
             sync.finish_reduce()
-        for bucket in self.buckets:
+        # Ranks with common tied weights sum them in one order, whatever other weights they have.
+        tied = sorted((bucket for bucket in self.buckets if bucket.kind.tied), key=lambda bucket: bucket.names)
+        in_order = tied + [bucket for bucket in self.buckets if not bucket.kind.tied]
+        for bucket in in_order:
             once = bucket.compresses or not bucket.splits_grads
             if not bucket.reduced if once else bucket.has_grads:
                 self._start_reduce(bucket)
-        for bucket in self.buckets:
+        for bucket in in_order:
             bucket.finish_reduce()
             if bucket.completes_shard:
                 _complete_shard(bucket, self.groups)
@@ -349,8 +352,7 @@ def _sum_over_model_axes(bucket: Bucket, grads: torch.Tensor, groups: ParallelGr
     for axis in bucket.kind.partial_axes:
         all_reduce_(grads, groups.group(axis))
     if bucket.kind.tied:
-        assert groups.embedding is not None, "tied weights are on the ranks of the first and the last stage"
-        all_reduce_(grads, groups.embedding)
+        all_reduce_(grads, groups.tied(bucket.kind.tied))
 
 
 def _sum_shared_ranges(parameter: nn.Parameter, split: Split, group: Group) -> None:

@@ -95,11 +95,14 @@ class Replicas:
             )
         for axis in dict.fromkeys(axis for spec in specs for axis, _ in spec.indices):
             yield self._axis(axis, list(self._copies_over(axis)))
-        tied = [(self.named[i][0], i) for i, spec in enumerate(specs) if spec.tied]
-        if tied:
-            label, group, ends = "embedding (first and last stage)", self.groups.embedding, self.groups.embedding_ranks
-            assert group is not None, "tied weights are on the ranks of the first and the last stage"
-            yield Axis(label, group, ends[0], [name for name, _ in tied], [position for _, position in tied])
+        for ranks in sorted({spec.tied for spec in specs if spec.tied}):
+            tied = [(self.named[i][0], i) for i, spec in enumerate(specs) if spec.tied == ranks]
+            ends = ranks == self.groups.ends
+            label = "embedding (first and last stage)" if ends else f"tied weights of pipeline ranks {listed(ranks)}"
+            first = self.groups.ranks("pp")[ranks[0]]
+            yield Axis(
+                label, self.groups.tied(ranks), first, [name for name, _ in tied], [position for _, position in tied]
+            )
 
     def _axis(self, axes: str, copies: list[tuple[str, int | None]]) -> Axis:
         names, positions = [name for name, _ in copies], [position for _, position in copies]

@@ -93,5 +93,4 @@ def reduce_over_tensors(bucket: Bucket, values: Tensor, groups: ParallelGroups, 
     for axis in sorted(axes):
         all_reduce_(values, groups.group(axis), maximum=maximum)
     if bucket.kind.tied:
-        assert groups.embedding is not None, "tied weights are on the ranks of the first and the last stage"
-        all_reduce_(values, groups.embedding, maximum=maximum)
+        all_reduce_(values, groups.tied(bucket.kind.tied), maximum=maximum)

@@ -218,7 +218,8 @@ class Optimizer:
             for shard, at in runs:
                 if shard in scaled:
                     scaled[shard].append((at, rates))
-        for shard, spans in scaled.items():
+        # Ranks with common tied weights sum their norms in one order.
+        for shard, spans in sorted(scaled.items(), key=lambda each: each[0].bucket.names):
             assert isinstance(shard.algorithm, BucketAlgorithm)
             shard.algorithm.finish_bucket(shard.bucket, shard.whole, spans)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import torch.distributed as dist
 
@@ -95,9 +96,13 @@ class ParallelGroups:
         self._timeout = timeout
         self._made: dict[tuple[int, ...], Group] = {}
         self._groups = {frozenset(axes.split("-")): self._whole_group(axes) for axes in COMBINATIONS}
-        tied = _ends(self.ranks("pp"), ends)
-        self.embedding_ranks = list(tied) if rank in tied else []
-        self.embedding = self._own_group("pp", lambda pipeline: [list(_ends(pipeline, ends))])
+        pipeline = range(len(self.ranks("pp")))
+        self.ends = tuple(sorted({pipeline[end] for end in ends}))
+        """Pipeline ranks of the first and the last stage."""
+        self._tied: dict[tuple[int, ...], Group | None] = {}
+        self.tie([self.ends])
+        self.embedding = self._tied[self.ends]
+        self.embedding_ranks = [self.ranks("pp")[end] for end in self.ends] if self.embedding is not None else []
         # State replicated over dp and cp is sharded over both together, so dp alone need not be divisible.
         sharding = ("dp-cp", "edp") if len(self.ranks("dp")) % instances else ("dp", "dp-cp", "edp")
         self._sharding = {axes: self._split_group(axes, instances) for axes in sharding}
@@ -147,6 +152,18 @@ class ParallelGroups:
     def ranks(self, axes: str) -> list[int]:
         """Global ranks of the group over ``axes``."""
         return self.grid.group_of(self.rank, axes)
+
+    def tie(self, sets: Iterable[tuple[int, ...]]) -> None:
+        """Create the groups of ``tied`` over sets of pipeline ranks; all ranks of the job call it with the same."""
+        for ranks in sets:
+            if ranks not in self._tied:
+                self._tied[ranks] = self._own_group("pp", partial(_members, indices=ranks))
+
+    def tied(self, ranks: tuple[int, ...]) -> Group:
+        """This rank's group over the pipeline ranks ``ranks``, which hold a tied weight."""
+        group = self._tied.get(ranks)
+        assert group is not None, f"tied weights are on the pipeline ranks {ranks}, and this rank is one of them"
+        return group
 
     @property
     def prefix(self) -> str:
@@ -199,6 +216,6 @@ class ParallelGroups:
         return inner, outer
 
 
-def _ends(pipeline: list[int], ends: tuple[int, int]) -> tuple[int, ...]:
-    """The ranks at the indices ``ends`` of a pipeline, without duplicates."""
-    return tuple(sorted({pipeline[end] for end in ends}))
+def _members(pipeline: list[int], indices: tuple[int, ...]) -> list[list[int]]:
+    """Return one group, of the ranks at ``indices`` of a pipeline."""
+    return [[pipeline[index] for index in indices]]

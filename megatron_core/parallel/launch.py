@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import hashlib
 import json
@@ -320,7 +321,9 @@ def _print_and_exit(status: int, world: World | None, message: str = "") -> NoRe
     if world is not None and world.watchdog is not None:
         world.watchdog.leave(message)
     if world is None or world.store is None:
-        sys.exit(status)
+        if not dist.is_initialized():
+            sys.exit(status)
+        atexit._run_exitfuncs()  # megatron_core.initialize has joined the ranks; its metrics are closed at exit
     if status == 0 and dist.is_initialized():
         dist.destroy_process_group()
     for stream in (sys.stdout, sys.stderr):

@@ -82,10 +82,10 @@ class ShardSpec:
     and key norms)."""
     replica_axes: tuple[str, ...] = DATA_AXES
     """Data axes over which the parameter is replicated and gradients are summed."""
-    tied: bool = False
-    """Whether the first and the last pipeline stage share this tensor, so that its gradient is summed over both."""
+    tied: tuple[int, ...] = ()
+    """Pipeline ranks that hold this tensor, if there are several: its gradient is summed over them."""
     is_copy: bool = False
-    """Whether this is the last stage's copy of a tied tensor: trained like the first, but never counted or saved."""
+    """Whether this is not the first copy of a tied tensor: trained like the first, but never counted or saved."""
     sections: tuple[int, ...] = ()
     """Row counts of the matrices interleaved along dim 0, repeated (queries, keys and values of each group); empty: one
     matrix."""

@@ -1,8 +1,10 @@
 """One executor for every plan: it runs this rank's list of actions."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,31 +13,15 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron_core.errors import LayoutError
 from megatron_core.parallel.meter import METER
+from megatron_core.pipeline_parallel.messages import Message, Messages, tensors_of
 from megatron_core.pipeline_parallel.p2p import PipelineP2P
 from megatron_core.pipeline_parallel.weight_grad import WeightGradQueue
 from megatron_core.schedules.actions import Action, Plan
 
-ForwardStep = Callable[[int, int, "Tensor | None"], Tensor]
+ForwardStep = Callable[[int, int, Any], Message]
 
 PHASES = {"F": "forward", "B": "backward", "I": "backward", "W": "weight gradients"}
 """Phase of the meter for the time of each kind of action; time between actions (waiting) counts as ``pipeline``."""
-
-
-@dataclass(frozen=True)
-class MessageFormat:
-    """Shape, dtype and device of the messages between stages."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    lengths: Mapping[int, int] = field(default_factory=dict)
-    """First dimension by micro-batch, where it differs from that of ``shape``."""
-    variable: bool = False
-    """Whether the receiver does not know shapes: each is sent before its message, and receives are not posted early."""
-
-    def shape_of(self, micro: int) -> tuple[int, ...]:
-        """Shape of a micro-batch's messages."""
-        return (self.lengths.get(micro, self.shape[0]), *self.shape[1:]) if self.shape else ()
 
 
 @dataclass(frozen=True)
@@ -55,19 +41,20 @@ class Listener:
 class Executor:
     """Runs one step of a plan on one pipeline rank; make one for each step.
 
-    ``forward(stage, micro, input)`` computes a stage; ``input`` is None on the first stage, and the last stage returns
-    a scalar, from which backward starts. Receives from a rank are posted in the order in which its plan sends,
-    independently of the order of use, so that messages cannot be confused. A stage's output is freed as soon as it
-    is sent; backward starts from its gradient edge in autograd's graph. ``parameters`` are the parameters of this
-    rank's stages: a split backward defers the gradients of parallel linear layers' weights from I to W. Without
-    ``overlap`` the executor waits for each send before the next action, with ``overlap`` at the end of the step.
+    ``forward(stage, micro, input)`` computes a stage; ``input`` is None on the first stage, else a tensor, or a tuple
+    of them for ``StructuredMessages``. The last stage returns a scalar, from which backward starts. Receives from a
+    rank are posted in the order in which its plan sends, independently of the order of use, so that messages cannot be
+    confused. A stage's output is freed as soon as it is sent; backward starts from its gradient edge in autograd's
+    graph. ``parameters`` are the parameters of this rank's stages: a split backward defers the gradients of parallel
+    linear layers' weights from I to W. Without ``overlap`` the executor waits for each send before the next action,
+    with ``overlap`` at the end of the step.
     """
 
     def __init__(
         self,
         plan: Plan,
         p2p: PipelineP2P,
-        message: MessageFormat,
+        message: Messages,
         forward: ForwardStep,
         *,
         parameters: Iterable[nn.Parameter] = (),
@@ -78,7 +65,7 @@ class Executor:
         self.overlap, self.listener = overlap, listener
         # With overlap any lookahead is safe; 1 overlaps a message with an action.
         self._receive_lookahead = 1 if overlap else plan.receive_lookahead
-        if message.variable and not overlap:
+        if message.posts_late and not overlap:
             raise LayoutError(
                 "overlap_p2p_communication=False waits for every send, and messages of variable length are received "
                 "only when they are needed: the ranks could deadlock. Turn it on, or give the lengths of "
@@ -91,30 +78,43 @@ class Executor:
         self._queue = WeightGradQueue()
         senders = set(plan.stage_to_rank) - {p2p.index}
         self._unposted = {sender: deque(plan.messages(sender, p2p.index)) for sender in senders}
-        self._arriving: dict[Action, tuple[Tensor, dist.Work]] = {}
-        self._here: dict[Action, Tensor] = {}
-        self._inputs: dict[Action, Tensor | None] = {}
-        self._outputs: dict[Action, GradientEdge | None] = {}
+        self._arriving: dict[Action, tuple[Message, list[dist.Work]]] = {}
+        self._here: dict[Action, Message] = {}
+        self._inputs: dict[Action, list[Tensor]] = {}
+        self._outputs: dict[Action, list[GradientEdge]] = {}
         self._sent: list[tuple[Tensor, dist.Work]] = []
 
     def run(self) -> dict[int, Tensor]:
         """Run all actions; return the last stage's outputs by micro-batch (empty on ranks without the last stage)."""
         results: dict[int, Tensor] = {}
-        with METER.phase("pipeline"), self._queue.attached(self._parameters):
+        with METER.phase("pipeline"), self._queue.attached(self._parameters), self._telling_failures() as remaining:
             for at, action in enumerate(self.actions):
-                if not self.message.variable:
+                remaining[:] = self.actions[at:]
+                if not self.message.posts_late:
                     for coming in self.actions[at : at + 1 + self._receive_lookahead]:
                         self._post_receives(coming)
                 output = self._run_action(action)
                 if output is not None and self.plan.consumer(action) is None:
-                    results[action.micro] = output
+                    (results[action.micro],) = tensors_of(output)
                 elif output is not None:
                     self._send_output(action, output)
                 self._release_sends(wait=not self.overlap)
             self._release_sends(wait=True)
         return results
 
-    def _run_action(self, action: Action) -> Tensor | None:
+    @contextmanager
+    def _telling_failures(self) -> Iterator[list[Action]]:
+        """Tell a failure to the ranks that wait for outputs of the remaining actions, a list that the caller fills."""
+        remaining: list[Action] = []
+        try:
+            yield remaining
+        except Exception as error:
+            receivers = [self.plan.receiver(action) for action in remaining]
+            for receiver in {each for each in receivers if each is not None}:
+                self._sent += self.message.send_failure(self.p2p, error, receiver)
+            raise
+
+    def _run_action(self, action: Action) -> Message | None:
         """Run ``action``; return the output for another stage, or on the last stage the loss."""
         received = self._take_input(action)
         output = None
@@ -130,17 +130,24 @@ class Executor:
         METER.switch("pipeline")
         return output
 
-    def _run_forward(self, action: Action, received: Tensor | None) -> Tensor:
-        if received is not None and self._keep_graph:
-            received.requires_grad_()
+    def _run_forward(self, action: Action, received: Message | None) -> Message:
+        source = self.plan.source(action)
+        inputs = [] if received is None or source is None else self.message.trained(source, received)
+        if self._keep_graph:
+            for tensor in inputs:
+                tensor.requires_grad_()
         with torch.set_grad_enabled(self._keep_graph):
             output = self.forward(action.stage, action.micro, received)
+        is_sent = self.plan.consumer(action) is not None
+        if is_sent:
+            self.message.check(action, output)
         if self._keep_graph:
-            self._inputs[action] = received
-            self._outputs[action] = get_gradient_edge(output) if output.requires_grad else None
-        return output.detach()
+            trained = self.message.trained(action, output) if is_sent else tensors_of(output)
+            self._inputs[action] = inputs
+            self._outputs[action] = [get_gradient_edge(tensor) for tensor in trained if tensor.requires_grad]
+        return output.detach() if isinstance(output, Tensor) else tuple(tensor.detach() for tensor in output)
 
-    def _run_backward(self, action: Action, gradient: Tensor | None) -> Tensor | None:
+    def _run_backward(self, action: Action, gradient: Message | None) -> Message | None:
         """Run a whole backward, or for an I only the gradient of the stage's input."""
         if action.kind == "I":
             with self._queue.collecting(action.stage, action.micro):
@@ -149,14 +156,16 @@ class Executor:
             self.listener.on_last_backward(action.stage)
         return self._backward(action, gradient)
 
-    def _backward(self, action: Action, gradient: Tensor | None) -> Tensor | None:
+    def _backward(self, action: Action, gradient: Message | None) -> Message | None:
         forward = Action(action.stage, "F", action.micro)
-        edge, received = self._outputs.pop(forward), self._inputs.pop(forward)
-        if edge is not None:  # None: the output does not require a gradient
-            torch.autograd.backward(edge, gradient)  # gradient is None on the last stage, whose loss is a scalar
-        if received is None:
+        edges, inputs = self._outputs.pop(forward), self._inputs.pop(forward)
+        if edges:  # empty: no output requires a gradient
+            # gradient is None on the last stage, whose loss is a scalar.
+            torch.autograd.backward(edges, None if gradient is None else tensors_of(gradient))
+        if self.plan.consumer(action) is None:
             return None
-        return received.grad if received.grad is not None else torch.zeros_like(received)
+        grads = tuple(each.grad if each.grad is not None else torch.zeros_like(each) for each in inputs)
+        return self.message.packed(grads)
 
     def _run_weights(self, action: Action) -> None:
         self._queue.run(action.stage, action.micro)
@@ -170,15 +179,9 @@ class Executor:
             return
         while source not in self._arriving and self._unposted[sender]:
             coming = self._unposted[sender].popleft()
-            self._arriving[coming] = self._receive(coming, sender)
+            self._arriving[coming] = self.message.receive(self.p2p, coming, sender)
 
-    def _receive(self, coming: Action, sender: int) -> tuple[Tensor, dist.Work]:
-        message = self.message
-        if message.variable:
-            return self.p2p.receive_with_shape(len(message.shape), message.dtype, message.device, sender)
-        return self.p2p.receive(message.shape_of(coming.micro), message.dtype, message.device, sender)
-
-    def _take_input(self, action: Action) -> Tensor | None:
+    def _take_input(self, action: Action) -> Message | None:
         """Return the input of ``action`` from another stage, on this or another rank; None if it has no such input."""
         source = self.plan.source(action)
         if source is None or source.stage == action.stage:
@@ -186,35 +189,21 @@ class Executor:
         if source in self._here:
             return self._here.pop(source)
         self._post_receives(action)  # variable messages have not been posted yet
-        tensor, handle = self._arriving.pop(source)
-        handle.wait()
-        return tensor
+        message, handles = self._arriving.pop(source)
+        for handle in handles:
+            handle.wait()
+        return message
 
-    def _send_output(self, action: Action, tensor: Tensor) -> None:
+    def _send_output(self, action: Action, message: Message) -> None:
         """Pass the output of ``action`` to the stage that consumes it."""
         receiver = self.plan.receiver(action)
         if receiver is None:
-            self._here[action] = tensor
-            return
-        self._check_format(action, tensor)
-        tensor = tensor.contiguous()
-        if self.message.variable:
-            self._sent += [(tensor, handle) for handle in self.p2p.send_with_shape(tensor, receiver)]
+            self._here[action] = message
         else:
-            self._sent.append((tensor, self.p2p.send(tensor, receiver)))
+            self._sent += self.message.send(self.p2p, action, message, receiver)
 
     def _release_sends(self, *, wait: bool) -> None:
         """Free the messages that have been sent; with ``wait`` first wait for all of them."""
         for _, handle in self._sent if wait else ():
             handle.wait()
         self._sent = [] if wait else [(tensor, handle) for tensor, handle in self._sent if not handle.is_completed()]
-
-    def _check_format(self, action: Action, tensor: Tensor) -> None:
-        """Check shape and dtype of a message: a shorter one would silently fill only part of the receiver's buffer."""
-        shape = tuple(tensor.shape) if self.message.variable else self.message.shape_of(action.micro)
-        if tuple(tensor.shape) != shape or tensor.dtype != self.message.dtype:
-            raise LayoutError(
-                f"{action} gives {list(tensor.shape)} in {tensor.dtype}, but its message to the next pipeline stage is "
-                f"{list(shape)} in {self.message.dtype}; give every micro-batch the same seq_length and "
-                "micro_batch_size, or give the lengths of those that differ"
-            )

@@ -8,7 +8,7 @@ to the host together.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,8 @@ from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.grid import WORLD
 from megatron_core.parallel.meter import METER
 from megatron_core.parallel.micro_batch import SequenceSplit
-from megatron_core.pipeline_parallel.executor import Executor, ForwardStep, Listener, MessageFormat
+from megatron_core.pipeline_parallel.executor import Executor, ForwardStep, Listener
+from megatron_core.pipeline_parallel.messages import Message, Messages
 from megatron_core.pipeline_parallel.p2p import PipelineP2P
 from megatron_core.schedules.actions import Plan
 from megatron_core.tensor_parallel.amax_history import AmaxHistories
@@ -32,8 +33,8 @@ class PipelineRank:
     """The objects needed to run a plan on this rank."""
 
     p2p: PipelineP2P
-    message: MessageFormat
-    """Shape, dtype and device of messages between stages; lengths that vary by micro-batch are passed separately."""
+    message: Messages
+    """Format of the messages between stages; lengths that vary by micro-batch are passed separately."""
     deferrable: Sequence[nn.Parameter] = ()
     """Parameters whose weight gradients may be deferred by a split backward."""
     overlap_p2p: bool = True
@@ -172,9 +173,9 @@ def forward_backward(
         auxiliary.counts = dict(zip(counts, others, strict=True))
     last = plan.num_stages - 1
 
-    def scaled(stage: int, micro: int, hidden: Tensor | None) -> Tensor:
+    def scaled(stage: int, micro: int, hidden: Message | None) -> Message:
         output = forward(stage, micro, hidden)
-        return output * factor.to(output.dtype) if stage == last else output
+        return output * factor.to(output.dtype) if stage == last and isinstance(output, Tensor) else output
 
     # Run the plan; the listener starts the reduction of gradients when they are complete.
     data = model.data_parallel
@@ -200,7 +201,7 @@ def run_plan(
     executor = Executor(
         plan,
         pipeline.p2p,
-        replace(pipeline.message, lengths=lengths or {}),
+        pipeline.message.with_lengths(lengths or {}),
         forward,
         parameters=pipeline.deferrable,
         overlap=pipeline.overlap_p2p,

@@ -30,7 +30,7 @@ from megatron_core.optimizer.sharded import Optimizer, make_loss_scale
 from megatron_core.parallel import ParallelGroups, World, poison
 from megatron_core.parallel.initialization import draw_by_name
 from megatron_core.parallel.micro_batch import MicroBatch, SequenceSplit
-from megatron_core.pipeline_parallel.executor import MessageFormat
+from megatron_core.pipeline_parallel.messages import MessageFormat
 from megatron_core.pipeline_parallel.p2p import PipelineP2P
 from megatron_core.schedules.trace import TraceWriter
 from megatron_core.tensor_parallel.amax_history import AmaxHistories

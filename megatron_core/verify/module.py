@@ -17,7 +17,7 @@ from megatron_core.optimizer.loss_scale import ConstantLossScale
 from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.parallel import ParallelGroups
 from megatron_core.parallel.micro_batch import SequenceSplit
-from megatron_core.pipeline_parallel.executor import MessageFormat
+from megatron_core.pipeline_parallel.messages import MessageFormat
 from megatron_core.pipeline_parallel.p2p import PipelineP2P
 from megatron_core.schedules import make_plan
 from megatron_core.schedules.actions import Plan

@@ -106,7 +106,7 @@ IN_ZERO = (
     Defect(
         "LAMB's norm of a tied weight is that of the first stage",
         "optimizer.algorithms:LAMB._coefficients",
-        "all_reduce_(squares, self.groups.embedding)",
+        "all_reduce_(squares, self.groups.tied(bucket.kind.tied))",
         "pass",
         "lamb, tied, dp2 pp2 zero1",
     ),

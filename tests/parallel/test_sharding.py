@@ -167,8 +167,8 @@ def test_parameter_carries_its_spec() -> None:
     parameter = allocate(spec, torch.float64, "cpu")
     assert spec_of(parameter) is spec
     assert (parameter.shape, parameter.dtype) == ((4, 2), torch.float64)
-    amend_spec(parameter, tied=True)
-    assert spec_of(parameter) == replace(spec, tied=True)
+    amend_spec(parameter, tied=(0, 1))
+    assert spec_of(parameter) == replace(spec, tied=(0, 1))
     assert spec_of(nn.Parameter(torch.zeros(2, 3))) == replicated((2, 3))
 
 

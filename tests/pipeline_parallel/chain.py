@@ -8,7 +8,8 @@ import time
 import torch
 from torch import Tensor, nn
 
-from megatron_core.pipeline_parallel.executor import Executor, Listener, MessageFormat
+from megatron_core.pipeline_parallel.executor import Executor, Listener
+from megatron_core.pipeline_parallel.messages import MessageFormat
 from megatron_core.pipeline_parallel.p2p import PipelineP2P
 from megatron_core.schedules.actions import Plan
 from megatron_core.tensor_parallel.linear import parallel_linear

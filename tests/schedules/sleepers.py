@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from megatron_core.parallel.grid import Grid
 from megatron_core.parallel.groups import ParallelGroups
-from megatron_core.pipeline_parallel.executor import Executor, Listener, MessageFormat
+from megatron_core.pipeline_parallel.executor import Executor, Listener
+from megatron_core.pipeline_parallel.messages import MessageFormat
 from megatron_core.pipeline_parallel.p2p import PipelineP2P
 from megatron_core.schedules.actions import Action, Plan
 from megatron_core.schedules.simulate import Timeline

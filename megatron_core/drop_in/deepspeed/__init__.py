@@ -2,6 +2,7 @@
 
 from deepspeed import comm as comm
 from deepspeed import ops as ops
+from deepspeed import pipe as pipe
 from deepspeed import utils as utils
 from deepspeed.accelerator import get_accelerator as get_accelerator
 from deepspeed.comm import comm as dist
@@ -24,6 +25,8 @@ from deepspeed.runtime.engine import DeepSpeedSchedulerCallable as DeepSpeedSche
 from deepspeed.runtime.initialize import init_inference as init_inference
 from deepspeed.runtime.initialize import initialize as initialize
 from deepspeed.runtime.initialize import tp_model_init as tp_model_init
+from deepspeed.runtime.pipe.engine import PipelineEngine as PipelineEngine
+from deepspeed.runtime.pipe.module import PipelineModule as PipelineModule
 from deepspeed.utils.init_on_device import OnDevice as OnDevice
 from deepspeed.utils.logging import log_dist as log_dist
 from deepspeed.utils.logging import logger as logger

@@ -155,7 +155,7 @@ class GPTModel(nn.Module):
         if config.last_stage_embeds and pre_process != post_process and tied_weight is None:
             shared = self._shared_weight()
             assert shared is not None, "a first or last stage has the weight"
-            amend_spec(shared, tied=True, is_copy=post_process)
+            amend_spec(shared, tied=groups.ends, is_copy=post_process)
         if parallel.perform_initialization:
             self.initialise(seed)
 

@@ -44,7 +44,7 @@ def save_memory(model: nn.Module, units: Sequence[nn.Module], config: ModelConfi
     for number, unit in enumerate(units):
         # torch.nn.Module.__call__ reads the attribute, and its hooks run outside of it.
         if number < recompute:
-            unit.forward = _recomputed(unit, unit.forward)
+            unit.forward = recomputed(unit, unit.forward)
         if number < _away(config):
             unit.forward = offloaded(unit.forward, [unit])
 
@@ -53,7 +53,9 @@ def _away(config: ModelConfig) -> int:
     return config.cpu_offloading_num_layers if config.cpu_offloading else 0
 
 
-def _recomputed(unit: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+def recomputed(unit: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``forward``, run again in backward; the buffers of ``unit`` change only once."""
+
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         return nullcontext(), _buffers_restored(unit)
 

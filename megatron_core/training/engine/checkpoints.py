@@ -1,7 +1,7 @@
 """Checkpoints of an engine, in the format of training runs."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -41,8 +41,11 @@ class EngineCheckpoints:
         data: DataParallel,
         optimizer: Optimizer,
         fp8: AmaxHistories | None,
+        owns_buffer: Callable[[str], bool],
     ) -> None:
+        """``owns_buffer(name)``: whether this rank saves a buffer."""
         self._module, self._config, self._data, self._optimizer, self._fp8 = module, config, data, optimizer, fp8
+        self._owns_buffer = owns_buffer
         self._savers: dict[str, CheckpointSaver] = {}
 
     def save(self, folder: str | os.PathLike[str], state: EngineState) -> None:
@@ -129,13 +132,13 @@ class EngineCheckpoints:
             yield from self._optimizer.saved_boxes()
 
     def _buffers(self) -> Iterator[TensorBox]:
-        """Persistent buffers, such as running statistics of batch norm; those of rank 0 are saved."""
+        """Persistent buffers, such as running statistics of batch norm; one rank saves each."""
         names = set(self._module.state_dict(keep_vars=True))
         for name, buffer in self._module.named_buffers():
             if name in names:
                 shape = tuple(buffer.shape)
                 box = Box((0,) * buffer.dim(), shape)
-                yield TensorBox(f"buffers.{name}", shape, box, buffer, owned=self._data.groups.rank == 0)
+                yield TensorBox(f"buffers.{name}", shape, box, buffer, owned=self._owns_buffer(name))
 
 
 def plain_state(scheduler: Any) -> dict[str, Any]:

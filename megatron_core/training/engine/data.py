@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from megatron_core.errors import ConfigError
@@ -94,6 +94,19 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     if type(value) is dict:
         return {name: cast_floating(each, dtype) for name, each in value.items()}
     return value
+
+
+def call_with(model: Callable[..., Any], batch: Any) -> Any:
+    """Call ``model`` with the entries of a batch: a dict by name, a tuple in order, or one tensor.
+
+    An ``nn.Sequential`` gets only the first entry of a tuple, without the labels.
+    """
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    if not isinstance(batch, tuple | list):
+        return model(batch)
+    has_one_input = isinstance(getattr(model, "module", model), nn.Sequential)
+    return model(batch[0]) if has_one_input else model(*batch)
 
 
 def loss_of(output: Any) -> Tensor:

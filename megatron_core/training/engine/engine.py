@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_core import parallel_state
 from megatron_core.config import RunConfig
 from megatron_core.data_parallel import DataParallel
 from megatron_core.errors import CheckpointError, ConfigError, MegatronError
@@ -27,21 +26,13 @@ from megatron_core.parallel.launch import World
 from megatron_core.parallel.meter import METER
 from megatron_core.schedules.actions import Action
 from megatron_core.training.driver import finish_gradients, read_norm_and, update_weights
-from megatron_core.training.engine.activations import save_memory
 from megatron_core.training.engine.checkpoints import EngineCheckpoints, EngineState, plain_state
-from megatron_core.training.engine.data import EngineLoader, cast_floating, loss_of
-from megatron_core.training.engine.fp8 import multiply_in_fp8
-from megatron_core.training.engine.module import (
-    Initialise,
-    LocalInitialisation,
-    UnitClasses,
-    cast,
-    check_same_module,
-    find_units,
-)
+from megatron_core.training.engine.data import EngineLoader, call_with, cast_floating, loss_of
+from megatron_core.training.engine.module import Initialise, UnitClasses
 from megatron_core.training.engine.monitoring import StepMonitor, StepReport
-from megatron_core.training.engine.optimizer import EngineOptimizer, groups_of, needs_whole_parameters, optimizer_on
-from megatron_core.training.engine.tensor import equalize_and_split, whole_tensor
+from megatron_core.training.engine.optimizer import EngineOptimizer, needs_whole_parameters, optimizer_on
+from megatron_core.training.engine.prepare import Choices, Prepared, prepare_model
+from megatron_core.training.engine.tensor import whole_tensor
 from megatron_core.training.engine.whole import WholeTensors
 from megatron_core.training.setup import data_parallel_of
 
@@ -69,29 +60,21 @@ class Engine(nn.Module):
     ) -> None:
         super().__init__()
         self.module, self.config, self.world = module, config, world
-        self.groups = parallel_state.make_groups(config.parallel, world, ends=(0, 0))
-        # Make the model equal on all ranks, in the dtype of the run.
-        check_same_module(module, world.device)
-        model_parameters = None if model_parameters is None else list(model_parameters)
-        groups = groups_of(module, config.optimizer, model_parameters, keeps_all=own_optimizer is not None)
-        cast(module, config, world.device)
-        local = LocalInitialisation(module, config.training.seed, world.device, initialise)
-        equalize_and_split(module, self.groups, config.training.seed)
+        given = None if model_parameters is None else list(model_parameters)
+        prepared = self._prepare(Choices(given, unit_classes, initialise, own_optimizer is not None))
+        self.groups, self.fp8 = prepared.groups, prepared.fp8
         # Buckets and the optimizer on their shards.
-        self.fp8 = multiply_in_fp8(module, find_units(module, unit_classes), config, self.groups, world.device)
-        units = find_units(module, unit_classes)
-        save_memory(module, [each for modules in units for each in modules], config.model)
         self.data_parallel: DataParallel = data_parallel_of(
             config.parallel,
             config.optimizer,
-            {0: module},
+            prepared.stages,
             self.groups,
             world.device,
-            local,
-            units={0: units},
+            prepared.initialisation,
+            units=prepared.units,
             keeps_parameters_whole=needs_whole_parameters(own_optimizer, config.parallel, self.groups.size("dp")),
         )
-        self.optimizer = EngineOptimizer(groups, self.step)
+        self.optimizer = EngineOptimizer(prepared.param_groups, self.step)
         self._sharded = optimizer_on(
             self.data_parallel, config, self.groups, self.optimizer.param_groups, own_optimizer
         )
@@ -116,14 +99,23 @@ class Engine(nn.Module):
         self._sync_started = False
         self.before_update: Callable[[], None] = lambda: None
         """Called after gradients are summed over all ranks and before they are clipped."""
-        self._checkpoints = EngineCheckpoints(module, config, self.data_parallel, self._sharded, self.fp8)
+        self._checkpoints = EngineCheckpoints(
+            module, config, self.data_parallel, self._sharded, self.fp8, self.owns_buffer
+        )
+
+    def _prepare(self, choices: Choices) -> Prepared:
+        return prepare_model(self.module, self.config, self.world, choices)
+
+    def owns_buffer(self, name: str) -> bool:
+        """Whether this rank saves a buffer in checkpoints."""
+        return self.groups.rank == 0
 
     @property
     def layout(self) -> str:
-        """Short description of the layout, such as ``tp2 dp2 zero3``."""
-        stage, tensor = self.config.parallel.dp_zero_stage, self.groups.size("tp")
-        sizes = (f"tp{tensor} " if tensor > 1 else "") + f"dp{self.groups.size('dp')}"
-        return sizes + (f" zero{stage}" if stage else "")
+        """Short description of the layout, such as ``tp2 pp2 dp2 zero3``."""
+        stage, groups = self.config.parallel.dp_zero_stage, self.groups
+        sizes = "".join(f"{axis}{groups.size(axis)} " for axis in ("tp", "pp") if groups.size(axis) > 1)
+        return f"{sizes}dp{groups.size('dp')}" + (f" zero{stage}" if stage else "")
 
     @property
     def gradient_accumulation_steps(self) -> int:
@@ -193,13 +185,14 @@ class Engine(nn.Module):
         self.monitor.begin(self.state.iteration)
         before = METER.switch("forward")
         self.data_parallel.begin_action(action)
-        dtype = getattr(torch, self.config.training.compute_dtype)
-        if self.casts_inputs and dtype != torch.float32:
-            args, kwargs = cast_floating(args, dtype), cast_floating(kwargs, dtype)
-        output = self.module(*args, **kwargs)
+        output = self.module(*self._in_compute_dtype(args), **self._in_compute_dtype(kwargs))
         self.data_parallel.end_action(action)
         METER.switch(before)
         return output
+
+    def _in_compute_dtype(self, value: Any) -> Any:
+        dtype = getattr(torch, self.config.training.compute_dtype)
+        return cast_floating(value, dtype) if self.casts_inputs and dtype != torch.float32 else value
 
     def backward(self, loss: Tensor, num_terms: Tensor | float | None = None, *, retain_graph: bool = False) -> Tensor:
         """Compute gradients of ``loss`` and add them up; return the detached loss.
@@ -265,15 +258,18 @@ class Engine(nn.Module):
         loss = total / max(terms, 1.0)
         self._refuse_bad(loss, norm)
         # Update with the learning rates of this step.
-        self.state.consumed_samples += self.global_batch_size
         rate = self._set_rates()
         skipped = update_weights(sharded, [data], norm, rate)
         data.zero_grad()
         METER.switch("other")
-        # Advance the counters.
         self._losses = torch.zeros_like(totals)
         self._weighted, self._sync_started = None, False
+        return self._advance(loss, norm, rate, skipped=skipped)
+
+    def _advance(self, loss: float, norm: float, rate: float, *, skipped: bool) -> StepReport:
+        """Advance the counters after a step, and return its report."""
         self.state.iteration += 1
+        self.state.consumed_samples += self.global_batch_size
         self.state.skipped_iterations += skipped
         self.state.skipped_samples += skipped * self.global_batch_size
         if self.lr_scheduler is not None and not skipped:
@@ -281,7 +277,7 @@ class Engine(nn.Module):
         if self.world.watchdog is not None:
             self.world.watchdog.beat(self.state.iteration + 1)
         self.last_report = StepReport(self.state.iteration, loss, norm, rate, skipped)
-        scale = sharded.loss_scale.scale
+        scale = self._sharded.loss_scale.scale
         self.monitor.after_step(self.state, loss, norm, rate, scale, self.global_batch_size, skipped=skipped)
         return self.last_report
 
@@ -297,7 +293,8 @@ class Engine(nn.Module):
         """Set the learning rate of each group according to the configured schedule; return that of the first group."""
         groups = self.optimizer.param_groups
         if self.lr_scheduler is None:
-            position = self.state.consumed_samples if self._schedule.by_samples else self.state.iteration + 1
+            after = self.state.consumed_samples + self.global_batch_size
+            position = after if self._schedule.by_samples else self.state.iteration + 1
             share = self._schedule.lr(position) / self.config.optimizer.lr
             for group, base in zip(groups, self._base_rates, strict=True):
                 group["lr"] = None if base is None else base * share
@@ -331,16 +328,8 @@ class Engine(nn.Module):
         return float(total) / (self.gradient_accumulation_steps * self.groups.size("dp"))
 
     def _loss(self, batch: Any, loss_function: LossFunction | None) -> Tensor:
-        output = (
-            self(**batch)
-            if isinstance(batch, Mapping)
-            else self(*batch)
-            if isinstance(batch, tuple | list)
-            else self(batch)
-        )
-        if loss_function is not None:
-            return loss_function(output, batch)
-        return loss_of(output)
+        output = call_with(self, batch)
+        return loss_of(output) if loss_function is None else loss_function(output, batch)
 
     # Weights and checkpoints.
 

@@ -1,7 +1,7 @@
 """``megatron_core.initialize``: an engine, its optimizer, loader and scheduler from a model and settings."""
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from megatron_core.parallel.current import make_groups
 from megatron_core.parallel.launch import World, start_world
 from megatron_core.training.engine.data import EngineLoader
 from megatron_core.training.engine.engine import Engine
+from megatron_core.training.engine.layers import PipelineModule
 from megatron_core.training.engine.module import (
     Initialise,
     UnitClasses,
@@ -25,6 +26,7 @@ from megatron_core.training.engine.module import (
     read_settings,
 )
 from megatron_core.training.engine.optimizer import EngineOptimizer, settings_from, settings_of_class
+from megatron_core.training.engine.pipeline import PipelineEngine
 from megatron_core.training.engine.tensor import split_model
 from megatron_core.training.engine.tensor_plan import Plan
 from megatron_core.training.setup import use_deterministic_kernels
@@ -51,6 +53,8 @@ def initialize(
     initialise: Initialise | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     shuffle: bool = True,
+    partition_method: str | Sequence[int] = "parameters",
+    head_modules: Sequence[str] = (),
 ) -> Initialized:
     """Prepare ``model`` for training on all ranks of the job; return (engine, optimizer, loader, scheduler).
 
@@ -61,8 +65,9 @@ def initialize(
     ``training_data``: a map-style data set; ``loader`` then yields this rank's micro-batches. ``lr_scheduler``: a torch
     scheduler of ``optimizer``, or a function that makes one of the engine's optimizer; each step calls its ``step()``.
     ``model_parameters``: parameter groups, if ``optimizer`` is not given. ``unit_classes``: see ``find_units``.
-    ``initialise(module)`` fills the parameters of one module of a model on the meta device. Without
-    torch.distributed, the processes of torchrun are joined; one process needs no launcher.
+    ``partition_method`` and ``head_modules``: how ``pipeline_model_parallel_size`` cuts a model into stages, see
+    ``ModelCut``; a ``PipelineModule`` has its own. ``initialise(module)`` fills the parameters of one module of a model
+    on the meta device. Without torch.distributed, the processes of torchrun are joined; one process needs no launcher.
 
     Errors: ``ConfigError`` and ``LayoutError`` on all ranks before training begins.
     """
@@ -84,15 +89,17 @@ def initialize(
         use_deterministic_kernels()
     if settings.monitor.poison_buffers:
         poison.turn_on()
-    engine = Engine(
-        model,
-        settings,
-        world,
-        model_parameters=model_parameters,
-        own_optimizer=own_optimizer,
-        unit_classes=unit_classes,
-        initialise=initialise,
-    )
+    options: dict[str, Any] = {
+        "model_parameters": model_parameters,
+        "own_optimizer": own_optimizer,
+        "unit_classes": unit_classes,
+        "initialise": initialise,
+    }
+    if settings.parallel.pipeline_model_parallel_size > 1 or isinstance(model, PipelineModule):
+        options |= {"partition_method": partition_method, "head_modules": head_modules}
+        engine: Engine = PipelineEngine(model, settings, world, **options)
+    else:
+        engine = Engine(model, settings, world, **options)
     loader = None
     if training_data is not None:
         loader = engine.make_loader(training_data, collate_fn=collate_fn, shuffle=shuffle)

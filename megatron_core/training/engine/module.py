@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_core.config import OptimizerConfig, RunConfig, TrainingConfig
+from megatron_core.config import OptimizerConfig, ParallelConfig, RunConfig, TrainingConfig
 from megatron_core.config.file import convert, field_types, read_config
 from megatron_core.config.fp8 import Recipe
 from megatron_core.config.validate import check, without_data
@@ -31,6 +31,8 @@ READ = frozenset(
         *("zero3_param_cpu_offload", "recompute_granularity", "recompute_num_layers", "cpu_offloading"),
         *("fp8_format", "fp8_recipe", "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_wgrad"),
         *("cpu_offloading_num_layers", "poison_buffers", "tensor_model_parallel_size"),
+        *("pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank", "pipeline_schedule", "pipeline_plan"),
+        *("overlap_p2p_communication",),
         *("metrics_file", "tensorboard_dir", "prometheus_file", "wandb_project", "wandb_exp_name", "wandb_entity"),
         *("wandb_save_dir", "mlflow_experiment", "mlflow_run_name", "mlflow_tracking_uri", "record_times"),
     }
@@ -94,7 +96,8 @@ def check_settings(config: RunConfig, world_size: int) -> RunConfig:
         config,
         optimizer=optimizer,
         training=_without_blocks(training),
-        model=RunConfig().model,
+        # Its layers are cut into stages elsewhere.
+        model=replace(RunConfig().model, num_layers=_layers_of(config.parallel)),
         data=replace(config.data, mock_data=True, vocab_size=64),
         checkpoint=replace(config.checkpoint, save="checkpoints"),
     )
@@ -106,6 +109,12 @@ def _without_blocks(training: TrainingConfig) -> TrainingConfig:
     """Replace an FP8 recipe with blocks, whose rules are about extents of the GPT, by one with the same conditions."""
     same: dict[Recipe, Recipe] = {"blockwise": "tensorwise", "mxfp8": "rowwise"}
     return replace(training, fp8_recipe=same.get(training.fp8_recipe, training.fp8_recipe))
+
+
+def _layers_of(parallel: ParallelConfig) -> int:
+    """Return a number of layers that the pipeline's settings accept: one for each stage, and the default without it."""
+    stages = parallel.pipeline_model_parallel_size * parallel.num_chunks(0)
+    return stages if parallel.pipeline_model_parallel_size > 1 else RunConfig().model.num_layers
 
 
 def cast(module: nn.Module, config: RunConfig, device: torch.device) -> None:
@@ -214,9 +223,10 @@ class LocalInitialisation:
         self.seed, self.device = seed, device
         self.initialise = initialise or getattr(module, "_init_weights", None)
         self.owners = {
-            name: (path, owner)
+            f"{path}.{own}".lstrip("."): (path, owner, dict(owner._parameters))
             for path, owner in module.named_modules()
-            for name in (f"{path}.{own}".lstrip(".") for own, _ in owner.named_parameters(recurse=False))
+            for own, parameter in owner.named_parameters(recurse=False)
+            if parameter.is_meta
         }
         missing = [name for name, buffer in module.named_buffers() if buffer.is_meta]
         if missing:
@@ -227,12 +237,12 @@ class LocalInitialisation:
 
     def __call__(self, name: str, parameter: nn.Parameter) -> None:
         """Fill ``parameter``, which has memory."""
-        path, owner = self.owners[name]
+        path, owner, parameters = self.owners[name]
         scratch = copy(owner)
         scratch._modules = {}
         scratch._parameters = {
             own: nn.Parameter(torch.empty(each.shape, dtype=each.dtype, device=parameter.device), each.requires_grad)
-            for own, each in owner._parameters.items()
+            for own, each in parameters.items()
             if each is not None
         }
         digest = hashlib.sha256(f"{self.seed} {path}".encode()).digest()

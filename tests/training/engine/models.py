@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import megatron_core
 from megatron_core.verify.float64 import WithoutFloat32
 
-SAMPLES, STEPS, BATCH = 24, 3, 8
+SAMPLES, STEPS, BATCH = 30, 3, 8
 LR, DECAY, CLIP = 1e-2, 0.1, 0.5
 COMMON = {"fp64": True, "micro_batch_size": 1, "lr": LR, "weight_decay": DECAY, "clip_grad": CLIP, "adam_eps": 1e-4}
 
@@ -90,8 +90,8 @@ VIT = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_
 VIT |= {"image_size": 8, "patch_size": 4, "num_channels": 2}
 
 
-def _gpt2() -> nn.Module:
-    sizes = {"n_positions": 16, "n_embd": 16, "n_layer": 3, "n_head": 2, "bos_token_id": 0, "eos_token_id": 1}
+def _gpt2(layers: int = 3) -> nn.Module:
+    sizes = {"n_positions": 16, "n_embd": 16, "n_layer": layers, "n_head": 2, "bos_token_id": 0, "eos_token_id": 1}
     rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=32, **sizes, **rates))
 
@@ -133,6 +133,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[torch.Generator], Any
     "tangled": (Tangled, _plain),
     "convolutions": (Convolutions, _pair),
     "gpt2": (_gpt2, _tokens),
+    "gpt2 of 4 layers": (partial(_gpt2, 4), _tokens),
     "llama": (partial(_causal, "Llama", **LLAMA), _tokens),
     "qwen3": (partial(_causal, "Qwen3", head_dim=4, **LLAMA), _tokens),
     "mixtral": (partial(_causal, "Mixtral", num_local_experts=4, **LLAMA), _tokens),
@@ -155,10 +156,12 @@ def samples_of(name: str, count: int = SAMPLES) -> list[Any]:
 Result = dict[str, Any]
 
 
-def train_with_torch(name: str, prepare: Callable[[Any], None] = lambda model: None) -> Result:
-    """Losses, norms and weights of a loop in one process: torch's AdamW and clipping, micro-batches of one sample.
+def train_with_torch(
+    name: str, batch_size: int = BATCH, steps: int = STEPS, prepare: Callable[[Any], None] = lambda model: None
+) -> Result:
+    """Losses, norms, gradients and weights of a loop in one process: torch's AdamW and clipping, one sample at a time.
 
-    ``prepare`` may change the model first.
+    Gradients are those of the last step. ``prepare`` may change the model first.
     """
     model, samples = model_of(name).double(), samples_of(name)
     prepare(model)
@@ -168,22 +171,24 @@ def train_with_torch(name: str, prepare: Callable[[Any], None] = lambda model: N
         {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=LR, weight_decay=DECAY, eps=1e-4)
-    losses, norms = [], []
-    for step in range(STEPS):
+    losses, norms, gradients = [], [], {}
+    for step in range(steps):
         total = 0.0
-        for sample in samples[step * BATCH : (step + 1) * BATCH]:
+        for sample in samples[step * batch_size : (step + 1) * batch_size]:
             batch = torch.utils.data.default_collate([sample])
             with throughout_float64(model):
-                loss = loss_in(call(model, batch)) / BATCH
+                loss = loss_in(call(model, batch)) / batch_size
                 loss.backward()
             total += loss.item()
         for parameter in trained:  # an unused parameter has a gradient of zero in flat buffers
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        gradients = {name: p.grad.numpy().copy() for name, p in model.named_parameters() if p.grad is not None}
         norms.append(float(torch.nn.utils.clip_grad_norm_(trained, CLIP)))
         losses.append(total)
         optimizer.step()
         optimizer.zero_grad()
-    return {"losses": losses, "norms": norms, "weights": weights_of(model.state_dict(), model)}
+    weights = weights_of(model.state_dict(), model)
+    return {"losses": losses, "norms": norms, "gradients": gradients, "weights": weights}
 
 
 def train_with_engine(name: str, **settings: Any) -> Result:
@@ -201,6 +206,31 @@ def train_with_engine(name: str, **settings: Any) -> Result:
             losses.append(report.loss)
             norms.append(report.grad_norm)
     return {"losses": losses, "norms": norms, "weights": weights_of(engine.full_state_dict(), engine.module)}
+
+
+def train_in_stages(name: str, steps: int, settings: dict[str, Any]) -> Result:
+    """The same in pipeline stages, with the gradients of this rank; one rank of a job."""
+    model = model_of(name)
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    engine, _, loader, _ = megatron_core.initialize(
+        model, {**COMMON, **settings}, training_data=samples_of(name), shuffle=False
+    )
+    batches, losses, norms, gradients = iter(loader), [], [], {}
+
+    def read_gradients() -> None:
+        for parameter, place in engine.staged.places.items():
+            if parameter.requires_grad:
+                gradients[place.name] = engine.whole.gradient(parameter).numpy().copy()
+
+    engine.before_update = read_gradients
+    for _ in range(steps):
+        with throughout_float64(engine):
+            report = engine.train_batch(batches, lambda output, batch: loss_in(output))
+        losses.append(report.loss)
+        norms.append(report.grad_norm)
+    weights = {name: tensor.numpy() for name, tensor in engine.full_state_dict().items() if name in names}
+    own = {} if engine.groups.size("tp") > 1 else {"gradients": gradients}  # with tp, parts of them
+    return {"losses": losses, "norms": norms, "weights": weights, **own}
 
 
 def call(model: nn.Module, batch: Any) -> Any:
@@ -231,10 +261,12 @@ def weights_of(state: dict[str, Tensor], model: nn.Module) -> dict[str, np.ndarr
 
 
 def difference(a: Result, b: Result) -> float:
-    """The largest difference of losses, norms and weights, relative to their size."""
+    """The largest difference of losses, norms, weights and the gradients in ``a``, relative to their size."""
     if len(a["losses"]) != len(b["losses"]):
         return float("inf")
     assert a["weights"].keys() == b["weights"].keys()
+    own = a.get("gradients", {})
     pairs = [(np.array(a[kind]), np.array(b[kind])) for kind in ("losses", "norms")]
+    pairs += [(gradient, b["gradients"][name]) for name, gradient in own.items()]
     pairs += [(a["weights"][name], b["weights"][name]) for name in a["weights"]]
     return max(float(np.abs(x - y).max() / max(np.abs(y).max(), 1e-3)) for x, y in pairs)

@@ -86,7 +86,7 @@ def _train(name: str, settings: dict[str, Any]) -> Result:
 )
 def test_equals_the_definition(name: str, ranks: int, settings: dict[str, Any]) -> None:
     found = run_ranks(ranks, _train, name, {**TENSORWISE, **settings})[0]
-    assert difference(found, train_with_torch(name, _round_products)) < 1e-9
+    assert difference(found, train_with_torch(name, prepare=_round_products)) < 1e-9
     assert difference(found, train_with_torch(name)) > 1e-4, "FP8 changes results"
 
 

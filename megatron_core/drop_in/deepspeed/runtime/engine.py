@@ -67,6 +67,7 @@ class DeepSpeedEngine(EngineCheckpoint, EngineSettings, nn.Module):
         # The engine, with the optimizer of the program or of the JSON.
         chosen = choose_optimizer(model, optimizer, model_parameters, self._config.translation)
         settings = {**self._config.translation.settings, **chosen.settings, "check_for_nan_in_loss_and_grad": False}
+        settings["pipeline_model_parallel_size"] = getattr(model, "num_stages", 1)
         core = native.initialize(
             model, settings, optimizer=chosen.optimizer, model_parameters=chosen.model_parameters
         ).engine

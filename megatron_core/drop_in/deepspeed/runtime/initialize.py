@@ -10,6 +10,8 @@ from deepspeed.comm.comm import init_distributed
 from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.translation import read_json
 from deepspeed.utils.logging import log_dist
 from megatron_core.errors import ConfigError
@@ -45,6 +47,11 @@ def initialize(
         raise ConfigError(f"deepspeed.initialize: model={model!r} must be a torch module")
     if mesh_param is not None:
         raise ConfigError(f"mesh_param={mesh_param!r}: sequence parallelism is not supported; leave it out")
+    is_pipeline = isinstance(model, PipelineModule)
+    if is_pipeline and mpu is not None:
+        raise ConfigError("mpu with a PipelineModule: the module has its own, model.mpu(); leave mpu out")
+    if isinstance(model, PipelineModule):
+        mpu = model.mpu()
     if mpu is not None and mpu.get_model_parallel_world_size() > 1:
         raise ConfigError(
             "mpu with model parallelism: the layers of Megatron-LM need its engine; run the program with "
@@ -55,7 +62,8 @@ def initialize(
     settings = DeepSpeedConfig(values, mpu)
     for sentence in settings.translation.notes:
         log_dist(sentence, ranks=[0])
-    engine = DeepSpeedEngine(
+    kind: Any = PipelineEngine if is_pipeline else DeepSpeedEngine
+    engine: DeepSpeedEngine = kind(
         args=args,
         model=model,
         optimizer=optimizer,

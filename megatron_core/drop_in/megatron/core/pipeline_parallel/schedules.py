@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from megatron_core import parallel_state
 from megatron_core.errors import ConfigError, LayoutError
 from megatron_core.parallel.micro_batch import SequenceSplit
-from megatron_core.pipeline_parallel.executor import Listener, MessageFormat
+from megatron_core.pipeline_parallel.executor import Listener
+from megatron_core.pipeline_parallel.messages import MessageFormat
 from megatron_core.pipeline_parallel.p2p import PipelineP2P
 from megatron_core.schedules import forward_only as forward_only_plan
 from megatron_core.schedules import interleaved

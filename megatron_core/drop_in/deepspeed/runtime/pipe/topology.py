@@ -1,0 +1,182 @@
+"""Ranks as coordinates on named axes, the last of which changes fastest."""
+
+from collections import namedtuple
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_core import parallel_state
+from megatron_core.errors import LayoutError
+
+
+def _coordinates_of(axes: list[str]) -> Any:
+    make: Any = namedtuple
+    return make("ProcessCoord", axes)
+
+
+class ProcessTopology:
+    """Ranks of a grid with the sizes ``dims`` on ``axes``; ``mapping`` has the rank of each coordinate."""
+
+    def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
+        self.axes, self.dims = list(axes), list(dims)
+        self.ProcessCoord: Any = _coordinates_of(self.axes)
+        coordinates = product(*(range(size) for size in self.dims))
+        self.mapping = {self.ProcessCoord(*each): rank for rank, each in enumerate(coordinates)}
+        self._coordinates = list(self.mapping)
+
+    def get_rank(self, **coord_kwargs: int) -> int:
+        """Return the rank at a coordinate, which all axes give. ``ValueError`` for a missing axis."""
+        if len(coord_kwargs) != len(self.axes):
+            raise ValueError("get_rank() needs the coordinate on every axis; use filter_match() for some of them")
+        return self.mapping[self.ProcessCoord(**coord_kwargs)]
+
+    def get_axis_names(self) -> list[str]:
+        """Return the names of the axes."""
+        return self.axes
+
+    def get_rank_repr(
+        self,
+        rank: int,
+        omit_axes: Sequence[str] = ("data", "pipe"),
+        inner_sep: str = "_",
+        outer_sep: str = "-",
+    ) -> str:
+        """Return a rank's coordinates as text such as ``model_00``, without ``omit_axes``."""
+        shown = [axis for axis in self.axes if axis not in frozenset(omit_axes)]
+        return outer_sep.join(f"{axis}{inner_sep}{getattr(self.get_coord(rank), axis):02d}" for axis in shown)
+
+    def get_dim(self, axis: str) -> int:
+        """Return the size of an axis; 0 if there is no such axis."""
+        return self.dims[self.axes.index(axis)] if axis in self.axes else 0
+
+    def get_coord(self, rank: int) -> Any:
+        """Return the coordinate of a rank. ``ValueError`` for a rank outside of the grid."""
+        if not 0 <= rank < len(self._coordinates):
+            raise ValueError(f"rank {rank} not found in topology.")
+        return self._coordinates[rank]
+
+    def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
+        """Return the groups of ranks that differ only on ``axis``; [] if there is no such axis."""
+        if axis not in self.axes:
+            return []
+        groups: dict[Any, list[int]] = {}
+        for coordinate, rank in self.mapping.items():
+            groups.setdefault(coordinate._replace(**{axis: 0}), []).append(rank)
+        return list(groups.values())
+
+    def filter_match(self, **filter_kwargs: int) -> list[int]:
+        """Return the ranks with these coordinates."""
+        return [
+            rank
+            for coordinate, rank in self.mapping.items()
+            if all(getattr(coordinate, axis) == value for axis, value in filter_kwargs.items())
+        ]
+
+    def get_axis_list(self, axis: str, idx: int) -> list[int]:
+        """Return the ranks at ``idx`` of ``axis``."""
+        return self.filter_match(**{axis: idx})
+
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return len(self.mapping)
+
+    def __str__(self) -> str:
+        return str(self.mapping)
+
+
+class PipeDataParallelTopology(ProcessTopology):
+    """Pipeline stages, each with neighbouring data-parallel ranks."""
+
+    def __init__(self, num_pp: int, num_dp: int) -> None:
+        super().__init__(["pipe", "data"], [num_pp, num_dp])
+
+
+class PipeModelDataParallelTopology(ProcessTopology):
+    """Pipeline stages of data-parallel groups of model-parallel ranks."""
+
+    def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
+        super().__init__(["pipe", "data", "model"], [num_pp, num_dp, num_mp])
+
+
+class PipelineParallelGrid:
+    """This rank in a topology, under the names of Megatron's ``mpu``; groups exist after ``deepspeed.initialize``."""
+
+    def __init__(self, topology: ProcessTopology | None = None, process_group: Any = None) -> None:
+        self.global_rank = dist.get_rank() if dist.is_initialized() else 0
+        self.world_size = dist.get_world_size() if dist.is_initialized() else 1
+        self._topo = PipeDataParallelTopology(1, self.world_size) if topology is None else topology
+        if self._topo.world_size() != self.world_size:
+            raise LayoutError(
+                f"the topology has {self._topo.world_size()} ranks, and the job has {self.world_size}; start "
+                f"{self._topo.world_size()} processes, or change the topology"
+            )
+        self.pipe_parallel_size = max(self._topo.get_dim("pipe"), 1)
+        self.data_parallel_size = max(self._topo.get_dim("data"), 1)
+        self.model_parallel_size = max(self._topo.get_dim("model"), 1)
+        self.stage_id, self.data_parallel_id = self._own("pipe"), self._own("data")
+        self.is_first_stage, self.is_last_stage = self.stage_id == 0, self.stage_id == self.pipe_parallel_size - 1
+
+    def _own(self, axis: str) -> int:
+        return int(getattr(self._topo.get_coord(self.global_rank), axis, 0))
+
+    def topology(self) -> ProcessTopology:
+        """Return the topology."""
+        return self._topo
+
+    def stage_to_global(self, stage_id: int, **kwargs: int) -> int:
+        """Return the rank of a stage that has this rank's other coordinates, or those given."""
+        own = self._topo.get_coord(self.global_rank)._asdict() | {"pipe": stage_id} | kwargs
+        return self._topo.get_rank(**own)
+
+    def get_global_rank(self) -> int:
+        """Rank in the job."""
+        return self.global_rank
+
+    def get_stage_id(self) -> int:
+        """Pipeline stage of this rank."""
+        return self.stage_id
+
+    def get_data_parallel_id(self) -> int:
+        """Index among the ranks with the same stage."""
+        return self.data_parallel_id
+
+    def get_pipe_parallel_world_size(self) -> int:
+        """Number of stages."""
+        return self.pipe_parallel_size
+
+    def get_data_parallel_world_size(self) -> int:
+        """Number of copies of the model."""
+        return self.data_parallel_size
+
+    def get_data_parallel_group_ranks(self) -> list[int]:
+        """Ranks with the same stage."""
+        return next(ranks for ranks in self._topo.get_axis_comm_lists("data") if self.global_rank in ranks)
+
+    def get_model_parallel_rank(self) -> int:
+        """Index among the ranks that split a stage's layers."""
+        return self._own("model")
+
+    def get_model_parallel_world_size(self) -> int:
+        """Number of ranks that split a stage's layers."""
+        return self.model_parallel_size
+
+    def get_pipe_parallel_group(self) -> Any:
+        """Ranks of a pipeline."""
+        return parallel_state.current().group("pp")
+
+    def get_data_parallel_group(self) -> Any:
+        """Ranks with the same stage."""
+        return parallel_state.current().group("dp")
+
+    def get_model_parallel_group(self) -> Any:
+        """Ranks that split a stage's layers."""
+        return parallel_state.current().group("tp")
+
+    get_pipe_parallel_rank = get_pipeline_model_parallel_rank = get_stage_id
+    get_pipeline_model_parallel_world_size = get_pipe_parallel_world_size
+    get_data_parallel_rank = get_data_parallel_id
+    get_slice_parallel_rank = get_tensor_model_parallel_rank = get_model_parallel_rank
+    get_slice_parallel_world_size = get_tensor_model_parallel_world_size = get_model_parallel_world_size
+    get_slice_parallel_group = get_model_parallel_group

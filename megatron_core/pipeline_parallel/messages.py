@@ -1,0 +1,288 @@
+"""Formats of the messages between stages: one tensor of a known shape, or tensors in tuples, lists and dicts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import prod
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_core.errors import LayoutError, MegatronError
+from megatron_core.pipeline_parallel.p2p import PipelineP2P
+from megatron_core.schedules.actions import Action
+
+Message = Tensor | tuple[Tensor, ...]
+Received = tuple[Message, list[dist.Work]]
+"""A message, which is valid when all handles are complete."""
+Sent = list[tuple[Tensor, dist.Work]]
+"""Tensors that must not change until their handles are complete."""
+
+
+def tensors_of(message: Message) -> tuple[Tensor, ...]:
+    """Return the tensors of a message."""
+    return (message,) if isinstance(message, Tensor) else message
+
+
+class Messages(Protocol):
+    """Format of the messages of one step; see ``MessageFormat`` and ``StructuredMessages``."""
+
+    @property
+    def posts_late(self) -> bool:
+        """Whether receives cannot be posted before their action, because shapes are not known yet."""
+
+    def with_lengths(self, lengths: Mapping[int, int]) -> Messages:
+        """Return the format with these lengths by micro-batch."""
+
+    def check(self, action: Action, output: Message) -> None:
+        """Check the output of a forward that another stage consumes: a shorter one would fill only part of a buffer."""
+
+    def trained(self, action: Action, message: Message) -> list[Tensor]:
+        """Return the tensors of a forward's output whose gradients are sent back."""
+
+    def packed(self, gradients: tuple[Tensor, ...]) -> Message:
+        """Return the message with ``gradients``."""
+
+    def send(self, p2p: PipelineP2P, action: Action, message: Message, receiver: int) -> Sent:
+        """Start to send the output of ``action``."""
+
+    def receive(self, p2p: PipelineP2P, source: Action, sender: int) -> Received:
+        """Start to receive the output of ``source``."""
+
+    def send_failure(self, p2p: PipelineP2P, error: Exception, receiver: int) -> Sent:
+        """Start to send, instead of the next message to ``receiver``, the reason why there is none."""
+
+
+@dataclass(frozen=True)
+class MessageFormat:
+    """Shape, dtype and device of messages that consist of one tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    lengths: Mapping[int, int] = field(default_factory=dict)
+    """First dimension by micro-batch, where it differs from that of ``shape``."""
+    variable: bool = False
+    """Whether the receiver does not know shapes: each is sent before its message, and receives are not posted early."""
+
+    @property
+    def posts_late(self) -> bool:
+        """Whether shapes are ``variable``."""
+        return self.variable
+
+    def with_lengths(self, lengths: Mapping[int, int]) -> MessageFormat:
+        """Return the format with these lengths by micro-batch."""
+        return replace(self, lengths=lengths)
+
+    def shape_of(self, micro: int) -> tuple[int, ...]:
+        """Shape of a micro-batch's messages."""
+        return (self.lengths.get(micro, self.shape[0]), *self.shape[1:]) if self.shape else ()
+
+    def check(self, action: Action, output: Message) -> None:
+        """Check shape and dtype of an output; ``send`` checks those of gradients, too."""
+        (tensor,) = tensors_of(output)
+        shape = tuple(tensor.shape) if self.variable else self.shape_of(action.micro)
+        if tuple(tensor.shape) != shape or tensor.dtype != self.dtype:
+            raise LayoutError(
+                f"{action} gives {list(tensor.shape)} in {tensor.dtype}, but its message to the next pipeline stage is "
+                f"{list(shape)} in {self.dtype}; give every micro-batch the same seq_length and "
+                "micro_batch_size, or give the lengths of those that differ"
+            )
+
+    def trained(self, action: Action, message: Message) -> list[Tensor]:
+        """Return the message: gradients of all outputs are sent back."""
+        return list(tensors_of(message))
+
+    def packed(self, gradients: tuple[Tensor, ...]) -> Message:
+        """Return the gradient of the only tensor."""
+        return gradients[0]
+
+    def send(self, p2p: PipelineP2P, action: Action, message: Message, receiver: int) -> Sent:
+        """Start to send the output of ``action``."""
+        self.check(action, message)
+        tensor = tensors_of(message)[0].contiguous()
+        if self.variable:
+            return [(tensor, handle) for handle in p2p.send_with_shape(tensor, receiver)]
+        return [(tensor, p2p.send(tensor, receiver))]
+
+    def receive(self, p2p: PipelineP2P, source: Action, sender: int) -> Received:
+        """Start to receive the output of ``source``."""
+        if self.variable:
+            tensor, handle = p2p.receive_with_shape(len(self.shape), self.dtype, self.device, sender)
+        else:
+            tensor, handle = p2p.receive(self.shape_of(source.micro), self.dtype, self.device, sender)
+        return tensor, [handle]
+
+    def send_failure(self, p2p: PipelineP2P, error: Exception, receiver: int) -> Sent:
+        """Send nothing: these messages have no place for it."""
+        return []
+
+
+@dataclass(frozen=True)
+class Structure:
+    """Nested tuples, lists and dicts with tensors, as JSON: ``["tensor", shape, dtype, gradient]`` in their places."""
+
+    text: str
+
+    @cached_property
+    def tensors(self) -> list[tuple[tuple[int, ...], torch.dtype, bool]]:
+        """Shape, dtype and whether a gradient is sent back, of each tensor."""
+        return [(tuple(shape), getattr(torch, dtype), grad) for _, shape, dtype, grad in _leaves(json.loads(self.text))]
+
+    def fill(self, tensors: Sequence[Tensor]) -> Any:
+        """Return the value with ``tensors`` in the places of its tensors."""
+        return _filled(json.loads(self.text), iter(tensors))
+
+
+def flatten(value: Any) -> tuple[Structure, tuple[Tensor, ...]]:
+    """Return the structure and the tensors of ``value``; ``LayoutError`` for other classes."""
+    tensors: list[Tensor] = []
+    tree = _tree(value, tensors)
+    return Structure(json.dumps(tree)), tuple(tensors)
+
+
+def _tree(value: Any, tensors: list[Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return ["tensor", list(value.shape), str(value.dtype).removeprefix("torch."), value.requires_grad]
+    if type(value) in (tuple, list):
+        return [type(value).__name__, [_tree(each, tensors) for each in value]]
+    if type(value) is dict and all(isinstance(name, str) for name in value):
+        return ["dict", [[name, _tree(each, tensors)] for name, each in value.items()]]
+    if value is None or isinstance(value, bool | int | float | str):
+        return ["value", value]
+    raise LayoutError(
+        f"the last layer of a pipeline stage returns {type(value).__name__}; return tensors, or tuples, lists and "
+        "dicts of tensors, numbers and text"
+    )
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    kind, content = tree[0], tree[1]
+    if kind == "tensor":
+        yield tree
+    elif kind != "value":
+        for each in content:
+            yield from _leaves(each[1] if kind == "dict" else each)
+
+
+def _filled(tree: Any, tensors: Iterator[Tensor]) -> Any:
+    kind, content = tree[0], tree[1]
+    if kind == "tensor":
+        return next(tensors)
+    if kind == "dict":
+        return {name: _filled(each, tensors) for name, each in content}
+    if kind in ("tuple", "list"):
+        filled = [_filled(each, tensors) for each in content]
+        return tuple(filled) if kind == "tuple" else filled
+    return content
+
+
+@dataclass(frozen=True)
+class StructuredMessages:
+    """Messages of several tensors, whose structures are known after the first step with each kind of micro-batch.
+
+    ``kinds[micro]`` identifies everything on which structures depend (shapes of the batch), equal on all ranks of a
+    pipeline. In a step with new kinds on any rank of the job (``posts_late``) each message begins with a text: the
+    structure, or the reason of a failure, which the receiver raises. ``known`` and ``structures`` are kept from step to
+    step.
+    """
+
+    device: torch.device
+    kinds: Sequence[Hashable]
+    posts_late: bool
+    """Whether messages begin with texts."""
+    structures: dict[tuple[int, Hashable], Structure]
+    """Structure of the output of each stage next to a stage of this rank, by (stage, kind)."""
+
+    def with_lengths(self, lengths: Mapping[int, int]) -> StructuredMessages:
+        """Return itself: lengths are part of structures."""
+        return self
+
+    def structure_of(self, stage: int, micro: int) -> Structure:
+        """Return the structure of a stage's output."""
+        return self.structures[stage, self.kinds[micro]]
+
+    def learn(self, action: Action, structure: Structure) -> None:
+        """Store the structure of a forward's output; ``LayoutError`` if it was another one before."""
+        known = self.structures.setdefault((action.stage, self.kinds[action.micro]), structure)
+        if known != structure:
+            raise LayoutError(
+                f"pipeline stage {action.stage} returns {structure.text} for micro-batch {action.micro}, but before it "
+                f"returned {known.text} for a batch of the same shapes; messages between stages must depend on the "
+                "shapes of the batch only"
+            )
+
+    def check(self, action: Action, output: Message) -> None:
+        """Compare shapes and dtypes with the structure, which ``learn`` has stored."""
+        found = [(tuple(each.shape), each.dtype) for each in tensors_of(output)]
+        expected = [(shape, dtype) for shape, dtype, _ in self.structure_of(action.stage, action.micro).tensors]
+        assert found == expected, "learn() stores the structure of this output"
+
+    def trained(self, action: Action, message: Message) -> list[Tensor]:
+        """Return the tensors that required a gradient where they were computed; integers never do."""
+        flags = [grad for _, _, grad in self.structure_of(action.stage, action.micro).tensors]
+        return [tensor for tensor, grad in zip(tensors_of(message), flags, strict=True) if grad]
+
+    def packed(self, gradients: tuple[Tensor, ...]) -> Message:
+        """Return ``gradients``."""
+        return gradients
+
+    def send(self, p2p: PipelineP2P, action: Action, message: Message, receiver: int) -> Sent:
+        """Start to send the output of ``action``, with its structure if its kind is new."""
+        tensors = [tensor.contiguous() for tensor in tensors_of(message)]
+        if self.posts_late:
+            text = self.structure_of(action.stage, action.micro).text if action.kind == "F" else ""
+            tensors = [*self._text(text), *tensors]
+        return [(tensor, p2p.send(tensor, receiver)) for tensor in tensors if tensor.numel()]
+
+    def receive(self, p2p: PipelineP2P, source: Action, sender: int) -> Received:
+        """Start to receive the output of ``source``; wait for its structure if its kind is new."""
+        text = self._receive_text(p2p, sender) if self.posts_late else ""
+        if source.kind == "F":
+            if self.posts_late:
+                self.learn(source, Structure(text))
+            formats = self.structure_of(source.stage, source.micro).tensors
+        else:  # gradients of the output of the stage before
+            formats = [each for each in self.structure_of(source.stage - 1, source.micro).tensors if each[2]]
+        tensors, handles = [], []
+        for shape, dtype, _ in formats:
+            if prod(shape):
+                tensor, handle = p2p.receive(shape, dtype, self.device, sender)
+                handles.append(handle)
+            else:
+                tensor = torch.empty(shape, dtype=dtype, device=self.device)
+            tensors.append(tensor)
+        return tuple(tensors), handles
+
+    def send_failure(self, p2p: PipelineP2P, error: Exception, receiver: int) -> Sent:
+        """Start to send the reason, if messages begin with texts."""
+        reason = str(error) if isinstance(error, MegatronError) else f"{type(error).__name__}: {error}"
+        tensors = self._text(reason, is_failure=True) if self.posts_late else []
+        return [(tensor, p2p.send(tensor, receiver)) for tensor in tensors]
+
+    def _text(self, text: str, *, is_failure: bool = False) -> list[Tensor]:
+        """Return the tensors of a text: twice its length, plus 1 for a failure, and its bytes."""
+        data = text.encode()
+        length = torch.tensor([2 * len(data) + is_failure], dtype=torch.int64, device=self.device)
+        return [length, torch.from_numpy(np.frombuffer(data, np.uint8).copy()).to(self.device)]
+
+    def _receive_text(self, p2p: PipelineP2P, sender: int) -> str:
+        """Return the text before a message; ``MegatronError`` with the reason of a failure."""
+        length, handle = p2p.receive((1,), torch.int64, self.device, sender)
+        handle.wait()
+        size, is_failure = divmod(int(length), 2)
+        if size == 0:
+            return ""
+        data, handle = p2p.receive((size,), torch.uint8, self.device, sender)
+        handle.wait()
+        text = data.cpu().numpy().tobytes().decode()
+        if is_failure:
+            raise MegatronError(text)
+        return text

@@ -1,0 +1,113 @@
+"""Division of a list of layers into pipeline stages: bounds[s] and bounds[s + 1] are the ends of stage s."""
+
+import re
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+
+from megatron_core.errors import ConfigError, LayoutError
+
+METHODS = "'uniform', 'parameters', 'flops', 'type:REGEX', or the number of layers of each stage"
+
+
+def uniform_bounds(count: int, stages: int) -> list[int]:
+    """Give each stage count // stages layers, and one more to each of the first count % stages."""
+    size, more = divmod(count, stages)
+    return [stage * size + min(stage, more) for stage in range(stages + 1)]
+
+
+def balanced_bounds(weights: Sequence[float], stages: int) -> list[int]:
+    """Divide layers of these weights so that the difference between heaviest and lightest stage is small.
+
+    spread(i, s) for the first i layers on s stages is the minimum over k of max(M(k, s - 1), W) - min(m(k, s - 1), W),
+    where W is the weight of layers k to i - 1, and M, m are the heaviest and the lightest stage of the chosen division
+    of the first k; of equal ones the largest k. It is the rule of DeepSpeed 0.19 for ``parameters`` and ``type:``.
+    """
+    count = len(weights)
+    if count <= stages:
+        return uniform_bounds(count, stages)
+    sums = [0.0, *accumulate(map(float, weights))]
+    nothing = float("inf")
+    best: dict[tuple[int, int], tuple[float, float, int]] = {(0, 0): (0.0, nothing, 0)}
+    for number in range(1, count + 1):
+        for stage in range(1, min(number, stages) + 1):
+            found = nothing
+            for start in range(stage - 1, number):
+                if (start, stage - 1) not in best:
+                    continue
+                most, least, _ = best[start, stage - 1]
+                own = sums[number] - sums[start]
+                most, least = max(most, own), min(least, own)
+                if most - least <= found:
+                    found, best[number, stage] = most - least, (most, least, start)
+    bounds = [count]
+    for stage in range(stages, 0, -1):
+        bounds.append(best[bounds[-1], stage][2])
+    return bounds[::-1]
+
+
+def fastest_bounds(costs: Sequence[float], stages: int) -> list[int]:
+    """Divide layers of these costs, at least one on each stage, so that the most expensive stage is cheapest."""
+    count = len(costs)
+    sums = [0.0, *accumulate(map(float, costs))]
+    best: dict[tuple[int, int], tuple[float, int]] = {(0, 0): (0.0, 0)}
+    for stage in range(1, stages + 1):
+        for number in range(stage, count - (stages - stage) + 1):
+            candidates = (start for start in range(stage - 1, number) if (start, stage - 1) in best)
+            best[number, stage] = min(
+                (max(best[start, stage - 1][0], sums[number] - sums[start]), start) for start in candidates
+            )
+    bounds = [count]
+    for stage in range(stages, 0, -1):
+        bounds.append(best[bounds[-1], stage][1])
+    return bounds[::-1]
+
+
+def stage_ranges(
+    method: str | Sequence[int],
+    names: Sequence[str],
+    stages: int,
+    *,
+    parameters: Callable[[], Sequence[float]],
+    flops: Callable[[], Sequence[float]] | None = None,
+) -> list[range]:
+    """Return the layers of each stage by ``partition_method``; ``names`` are the classes of all layers.
+
+    ``parameters()`` returns the number of trained parameters of each layer, ``flops()`` its FLOPs. Errors:
+    ``ConfigError`` for an unknown method; ``LayoutError`` if a stage has no layer.
+    """
+    count = len(names)
+    if count < stages:
+        raise LayoutError(
+            f"the model has {count} layers, fewer than its {stages} pipeline stages (ranks x chunks); use fewer stages"
+        )
+    if not isinstance(method, str):
+        bounds = [0, *accumulate(method)]
+        if len(method) != stages or bounds[-1] != count or min(method) < 1:
+            raise LayoutError(
+                f"partition_method={list(method)} must have one number >= 1 for each of {stages} stages, {count} in all"
+            )
+    elif method.lower() == "uniform":
+        bounds = uniform_bounds(count, stages)
+    elif method.lower() == "parameters":
+        bounds = balanced_bounds(parameters(), stages)
+    elif method.lower() == "flops" and flops is not None:
+        bounds = fastest_bounds(flops(), stages)
+    elif method.lower().startswith("type:"):
+        bounds = balanced_bounds(_matches(method, names), stages)
+    else:
+        reason = "needs example=, the inputs of a micro-batch" if method.lower() == "flops" else "is unknown"
+        raise ConfigError(f"partition_method={method!r} {reason}; legal: {METHODS}")
+    return [range(start, stop) for start, stop in pairwise(bounds)]
+
+
+def _matches(method: str, names: Sequence[str]) -> list[float]:
+    try:
+        expression = re.compile(method.partition(":")[2], re.IGNORECASE)
+    except re.error as error:
+        raise ConfigError(f"partition_method={method!r}: {error}; correct the regular expression") from None
+    found = [float(expression.search(name) is not None) for name in names]
+    if not any(found):
+        raise ConfigError(
+            f"partition_method={method!r} matches no layer; their classes are {', '.join(dict.fromkeys(names))}"
+        )
+    return found

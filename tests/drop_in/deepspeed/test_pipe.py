@@ -1,0 +1,192 @@
+"""``deepspeed.pipe``: training against torch in one process, the rest against DeepSpeed's own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import deepspeed
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.pipe import schedule, topology
+from deepspeed.runtime.pipe.module import PipelineError
+from megatron_core.errors import ConfigError
+from megatron_core.verify.ranks import run_ranks
+
+REFERENCE = Path(sys.prefix).resolve() / "reference"
+STEPS, MICROS = 4, 3
+CONFIG: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": MICROS,
+    "gradient_clipping": 0.5,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-4}},
+}
+
+
+def logits_of(table: nn.Embedding, hidden: Tensor) -> Tensor:
+    """The logits of the hidden states."""
+    return hidden @ table.weight.t()
+
+
+def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
+    """The mean loss."""
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def specs() -> list[Any]:
+    """A table at both ends, and linear layers."""
+    middle = [LayerSpec(nn.Linear, 8, 16), torch.tanh, LayerSpec(nn.Linear, 16, 8)]
+    table = {"tied_weight_attr": "weight"}
+    last = TiedLayerSpec("table", nn.Embedding, 12, 8, forward_fn=logits_of, **table)
+    return [TiedLayerSpec("table", nn.Embedding, 12, 8, **table), *middle, last]
+
+
+def batches(rank: int, ranks: int) -> list[tuple[Tensor, Tensor]]:
+    """Micro-batches of one data-parallel rank."""
+    tokens = torch.randint(12, (STEPS * MICROS * ranks, 2, 5), generator=torch.Generator().manual_seed(0))
+    return [(each, each.roll(1, 1)) for each in tokens[rank::ranks]]
+
+
+def _train(stage: int, folder: str) -> tuple[list[float], dict[str, np.ndarray], float]:
+    net = PipelineModule(layers=specs(), num_stages=2, loss_fn=loss_of, partition_method="uniform")
+    engine, _, _, _ = deepspeed.initialize(
+        model=net,
+        config={**CONFIG, "zero_optimization": {"stage": stage}},
+        model_parameters=[p for p in net.parameters() if p.requires_grad],
+    )
+    assert net.parts == [0, 3, 5] and net.stage_owner(3) == 1
+    grid = net.mpu()
+    data = iter(batches(grid.get_data_parallel_rank(), grid.get_data_parallel_world_size()))
+    losses = [float(engine.train_batch(data_iter=data if engine.reads_data() else None)) for _ in range(STEPS)]
+    again = iter(batches(grid.get_data_parallel_rank(), grid.get_data_parallel_world_size()))
+    evaluated = float(engine.eval_batch(again))
+    engine.save_checkpoint(folder)
+    assert engine.load_checkpoint(folder)[0] is not None and engine.global_steps == STEPS
+    with pytest.raises(PipelineError):
+        engine.step()
+    weights = {name: tensor.numpy() for name, tensor in engine.core.full_state_dict().items()}
+    return losses, weights, evaluated
+
+
+def _alone(ranks: int) -> tuple[list[float], dict[str, np.ndarray]]:
+    model = deepspeed.PipelineModule.__mro__[1](specs(), loss_fn=loss_of)
+    model.place([range(5)], [0])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, eps=1e-4)
+    data, losses, count = batches(0, 1) if ranks == 1 else [], [], MICROS * ranks
+    if ranks > 1:
+        tokens = torch.randint(12, (STEPS * count, 2, 5), generator=torch.Generator().manual_seed(0))
+        data = [(each, each.roll(1, 1)) for each in tokens]
+    for step in range(STEPS):
+        micros = data[step * count : (step + 1) * count]
+        found = [loss_of(model(inputs), labels) / count for inputs, labels in micros]
+        sum(found, torch.zeros(())).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(sum(each.item() for each in found))
+    return losses, {name: each.detach().numpy() for name, each in model.named_parameters()}
+
+
+@pytest.mark.parametrize(("ranks", "stage"), [(2, 0), (4, 1)])
+def test_training_equals_torch(ranks: int, stage: int, tmp_path: Path) -> None:
+    expected, weights = _alone(ranks // 2)
+    found = run_ranks(ranks, _train, stage, str(tmp_path))
+    assert len({evaluated for _, _, evaluated in found}) == 1
+    for losses, own, _ in found:
+        np.testing.assert_allclose(losses, expected, rtol=1e-5)
+        assert own.keys() == weights.keys()
+        for name, tensor in weights.items():
+            np.testing.assert_allclose(own[name], tensor, rtol=1e-3, atol=2e-6, err_msg=name)
+
+
+def _refusals() -> None:
+    with pytest.raises(RuntimeError, match="must provide num_stages or topology"):
+        PipelineModule(specs())
+    with pytest.raises(RuntimeError, match="must divide distributed world size"):
+        PipelineModule(specs(), num_stages=3)
+    with pytest.raises(ConfigError, match="only \\['pipe', 'data'\\] is supported"):
+        PipelineModule(specs(), topology=topology.PipeModelDataParallelTopology(1, 2, 1))
+    with pytest.raises(ConfigError, match="seed_fn"):
+        PipelineModule(specs(), num_stages=1, seed_fn=torch.manual_seed)
+
+
+def test_refusals() -> None:
+    run_ranks(2, _refusals)
+
+
+TRACE = """
+import json, sys, types
+import torch
+from torch import nn
+
+
+def trace(module, topology, schedule):
+    found = []
+    for kind in (schedule.TrainSchedule, schedule.InferenceSchedule, schedule.DataParallelSchedule):
+        for micros, stages in ((1, 1), (3, 1), (4, 2), (2, 3), (5, 4)):
+            for stage in range(stages):
+                one = kind(micro_batches=micros, stages=stages, stage_id=stage)
+                found.append([[one.num_pipe_buffers(), one.is_last_stage], [list(map(repr, step)) for step in one]])
+    for name, sizes in (("PipeDataParallelTopology", (2, 3)), ("PipeModelDataParallelTopology", (2, 2, 2))):
+        grid = getattr(topology, name)(*sizes)
+        coordinates = [list(grid.get_coord(rank)) for rank in range(grid.world_size())]
+        lists = [grid.get_axis_comm_lists(axis) for axis in (*grid.get_axis_names(), "other")]
+        texts = [grid.get_rank_repr(rank) for rank in range(grid.world_size())]
+        matches = [grid.filter_match(pipe=1, data=0), grid.get_axis_list("data", 1), grid.get_dim("pipe")]
+        found += [coordinates, lists, texts, matches]
+    kinds = {"A": lambda n: (nn.Linear, n, n), "B": lambda n: (nn.LayerNorm, n)}
+    generator = torch.Generator().manual_seed(0)
+    for case in range(6):
+        sizes = torch.randint(2, 30, (5 + case,), generator=generator).tolist()
+        layers = [module.LayerSpec(*kinds["AAB"[i % 3]](n)) for i, n in enumerate(sizes)]
+        for method in ("uniform", "parameters", "type:linear"):
+            for stages in (2, 3, 4):
+                found.append(boundaries(module, layers, method, stages))
+    return found
+"""
+OF_DEEPSPEED = """
+def boundaries(module, layers, method, stages):
+    model = module.PipelineModule.__new__(module.PipelineModule)
+    nn.Module.__init__(model)
+    model.num_stages, model._layer_specs, model.global_rank = stages, layers, 1
+    model._topo = types.SimpleNamespace(get_coord=lambda rank: types.SimpleNamespace(pipe=0))
+    model._partition_layers(method)
+    return [int(each) for each in model.parts]
+
+
+sys.path.insert(0, sys.argv[1])
+from deepspeed.runtime.pipe import module, schedule, topology
+print("RESULT", json.dumps(trace(module, topology, schedule)))
+"""
+
+
+def _boundaries(module: Any, layers: list[Any], method: str, stages: int) -> list[int]:
+    model = deepspeed.PipelineModule.__mro__[1](layers, partition_method=method)
+    return [0, *(each.stop for each in model.divide(stages))]
+
+
+@pytest.mark.skipif(not REFERENCE.is_dir(), reason="DeepSpeed itself is not installed in .venv/reference")
+def test_partitions_topologies_and_schedules_are_those_of_deepspeed() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    result = subprocess.run(
+        [sys.executable, "-c", TRACE + OF_DEEPSPEED, str(REFERENCE)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        env=environment,
+    )
+    assert "RESULT" in result.stdout, result.stdout + result.stderr
+    expected = json.loads(result.stdout.split("RESULT")[1])
+    own: dict[str, Any] = {"boundaries": _boundaries}
+    exec(TRACE, own)
+    found = own["trace"](deepspeed.runtime.pipe.module, topology, schedule)
+    assert json.loads(json.dumps(found)) == expected
