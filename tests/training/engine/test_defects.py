@@ -29,7 +29,7 @@ DEFECTS = {
         {},
     ),
     "gradients of the last step remain": (ENGINE + "_update", "data.zero_grad()", "pass", {}),
-    "gradients are not summed over the ranks": (ENGINE + "_update", "finish_gradients(data, None)", "pass", {}),
+    "gradients are not summed over the ranks": (ENGINE + "_update", "finish_gradients(data, self.fp8)", "pass", {}),
     "weights of other shards stay outdated": (
         "training.driver:update_weights",
         "data.start_param_sync()",
