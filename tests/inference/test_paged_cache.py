@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -181,9 +182,10 @@ def test_the_draws_find(name: str, record_property: Callable[[str, object], None
 
 
 def tokens_of_steps(generator: Generator) -> list[int]:
-    """The numbers of tokens that the model computes in its next steps."""
+    """The numbers of tokens that this rank's stage computes in its next steps."""
     tokens: list[int] = []
-    generator.stages[0].register_forward_pre_hook(lambda _, inputs: tokens.append(inputs[0].numel()))
+    (stage,) = generator.stages.values()
+    stage.register_forward_pre_hook(lambda _, inputs: tokens.append(inputs[0].numel()))
     return tokens
 
 
@@ -335,3 +337,28 @@ def test_the_least_recently_used_block_is_evicted() -> None:
     pool.release(first[1:])
     assert pool.unused == 2 and pool.find(bytes([second[0]])) is None
     assert [pool.find(bytes([block])) for block in first] == first
+
+
+SECONDS = 0.01
+"""Time of a stage for each token; that of the tiny model is small in comparison."""
+
+
+def _seconds_of_slow_stages(settings: dict[str, Any]) -> tuple[float, int]:
+    """Seconds to generate, and the number of tokens that each stage computed."""
+    generator = generator_of(settings)
+    (stage,) = generator.stages.values()
+    tokens = tokens_of_steps(generator)
+    stage.register_forward_pre_hook(lambda _, inputs: time.sleep(SECONDS * inputs[0].numel()))
+    engine = Engine(generator)
+    for first in range(8):
+        engine.submit(Request(prompt=(first, 5), max_new_tokens=12))
+    start = time.perf_counter()
+    finish(engine)
+    return time.perf_counter() - start, sum(tokens)
+
+
+def test_stages_work_at_the_same_time() -> None:
+    """Two stages that take the same time for a token need little more than the time of one of them."""
+    for seconds, tokens in run_ranks(2, _seconds_of_slow_stages, MODERN | PP2):
+        assert tokens == 8 * 13
+        assert seconds < 1.6 * SECONDS * tokens, "one after the other they need more than twice its time"
