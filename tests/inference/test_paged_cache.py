@@ -339,7 +339,7 @@ def test_the_least_recently_used_block_is_evicted() -> None:
     assert [pool.find(bytes([block])) for block in first] == first
 
 
-SECONDS = 0.01
+SECONDS = 0.03
 """Time of a stage for each token; that of the tiny model is small in comparison."""
 
 
@@ -351,7 +351,7 @@ def _seconds_of_slow_stages(settings: dict[str, Any]) -> tuple[float, int]:
     stage.register_forward_pre_hook(lambda _, inputs: time.sleep(SECONDS * inputs[0].numel()))
     engine = Engine(generator)
     for first in range(8):
-        engine.submit(Request(prompt=(first, 5), max_new_tokens=12))
+        engine.submit(Request(prompt=(first, 5), max_new_tokens=6))
     start = time.perf_counter()
     finish(engine)
     return time.perf_counter() - start, sum(tokens)
@@ -360,5 +360,5 @@ def _seconds_of_slow_stages(settings: dict[str, Any]) -> tuple[float, int]:
 def test_stages_work_at_the_same_time() -> None:
     """Two stages that take the same time for a token need little more than the time of one of them."""
     for seconds, tokens in run_ranks(2, _seconds_of_slow_stages, MODERN | PP2):
-        assert tokens == 8 * 13
-        assert seconds < 1.6 * SECONDS * tokens, "one after the other they need more than twice its time"
+        assert tokens == 8 * 7
+        assert seconds < 1.7 * SECONDS * tokens, "one after the other they need more than twice its time"
