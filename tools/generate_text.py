@@ -21,7 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_core.errors import ConfigError, DataError
+from megatron_core.config.inference import InferenceConfig
+from megatron_core.errors import CheckpointError, ConfigError, DataError
 from megatron_core.inference import Engine, Generator, Progress, Request, Sampling, TextStream
 from megatron_core.inference.generator import GenerationLayout, start_generator
 from megatron_core.output_file import json_lines, prepare_output
@@ -38,7 +39,7 @@ INTERACTIVE_TIMEOUT = 7 * 24 * 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(GenerationLayout):
+class Settings(InferenceConfig, GenerationLayout):
     """Continue prompts with a trained model, in any layout."""
 
     load: str
@@ -128,7 +129,7 @@ def continue_all(
     settings: Settings, prompts: Sequence[str], generator: Generator, tokenizer: Tokenizer, world: World
 ) -> list[Text]:
     """Continue ``prompts`` together; one is printed while it grows, several each when it and those before are done."""
-    engine = Engine(generator, max_batch_size=settings.max_batch_size)
+    engine = Engine(generator, max_batch_size=settings.max_batch_size, config=settings)
     texts = [Text(prompt, TextStream(tokenizer, settings.stop)) for prompt in prompts]
     ends = end_ids(tokenizer)
     sampling = Sampling(
@@ -151,6 +152,8 @@ def continue_all(
     while engine.busy:
         for progress in engine.step():
             text = texts[progress.number]
+            if progress.error is not None:
+                raise CheckpointError(f"{shortened(text.prompt)}: {progress.error}")
             new = text.add(progress)
             show(new if alone else "", world)
             if text.finished is not None:

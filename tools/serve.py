@@ -21,6 +21,7 @@ import socket
 import threading
 from dataclasses import dataclass
 
+from megatron_core.config.inference import InferenceConfig
 from megatron_core.errors import ConfigError
 from megatron_core.inference import Engine
 from megatron_core.inference.generator import GenerationLayout, start_generator
@@ -34,7 +35,7 @@ LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(GenerationLayout):
+class Settings(InferenceConfig, GenerationLayout):
     """Answer requests in OpenAI's format with a trained model, in any layout."""
 
     load: str
@@ -83,7 +84,7 @@ def serve(settings: Settings, world: World) -> None:
     if longest > trained.max_positions:
         raise ConfigError(f"max_length={longest} exceeds the model's positions; give at most {trained.max_positions}")
     generator, tokenizer = start_generator(reader, trained, settings, world)
-    engine = Engine(generator, max_batch_size=settings.max_batch_size, max_length=longest)
+    engine = Engine(generator, max_batch_size=settings.max_batch_size, max_length=longest, config=settings)
     service = GenerationService(engine, max_waiting=settings.max_waiting)
     if threading.current_thread() is threading.main_thread():
         # Rank 0 stops all ranks between two steps; uvicorn installs its own signal handlers, which call these
@@ -94,7 +95,7 @@ def serve(settings: Settings, world: World) -> None:
         service.run()
         return
     assert engine.max_length is not None
-    limits = Limits(engine.max_length, min(settings.max_waiting, 64))
+    limits = Limits(min(engine.max_length, engine.cache_positions), min(settings.max_waiting, 64))
     template = chat_template_of(tokenizer, settings.chat_template or trained.data.chat_template)
     name = settings.model_name or os.path.basename(os.path.realpath(settings.load))
     protocol = Protocol(tokenizer, template, limits, name, generator.vocab_size)

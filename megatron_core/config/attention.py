@@ -66,6 +66,10 @@ class AttentionKind:
         """Key and value heads of the core attention on a rank."""
         return max(self.model.query_groups // tp, 1)
 
+    def cached_elements(self, tp: int) -> int:
+        """Elements per token and layer in the key-value cache of a rank."""
+        return self.key_value_heads(tp) * (self.query_head_size + self.value_head_size)
+
     @property
     def has_rotary(self) -> bool:
         """Whether heads have rotary positions."""
@@ -168,6 +172,10 @@ class MultiLatent(AttentionKind):
     def rotary_head(self) -> tuple[int, str]:
         """The channels with rotary positions."""
         return self.model.qk_pos_emb_head_dim, "qk_pos_emb_head_dim"
+
+    def cached_elements(self, tp: int) -> int:
+        """The latent and the key channels with rotary positions, the same on every rank."""
+        return self.model.kv_lora_rank + self.model.qk_pos_emb_head_dim
 
     def projections(self, tp: int) -> list[Projection]:
         """Projections down to the latents, on every rank, and up to the heads."""

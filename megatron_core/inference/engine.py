@@ -1,75 +1,39 @@
 """Continuous batching: requests join and leave the batch between two tokens (Yu et al. 2022, Orca)."""
 
-from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate, count, islice
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from megatron_core.errors import ConfigError
-from megatron_core.inference.generator import Generator
-from megatron_core.inference.kv_cache import KVCache
-from megatron_core.inference.sampling import Sampling, choose, log_probabilities
-
-
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """A prompt and the settings of its continuation."""
-
-    prompt: tuple[int, ...]
-    max_new_tokens: int
-    """Largest number of new tokens; 0 only scores the prompt."""
-    sampling: Sampling = field(default_factory=Sampling)
-    ends: frozenset[int] = frozenset()
-    """Tokens that end the text."""
-    logprobs: int | None = None
-    """Report the log probability of each new token and of this number of most likely tokens; None: neither."""
-    score_prompt: bool = False
-    """Also report log probabilities of the prompt's tokens; requires ``logprobs``."""
+from megatron_core.config.inference import InferenceConfig
+from megatron_core.errors import CheckpointError, ConfigError
+from megatron_core.inference.blocks import BlockPool
+from megatron_core.inference.generator import Generator, Message
+from megatron_core.inference.kv_cache import KVCache, Span
+from megatron_core.inference.memory import cache_blocks
+from megatron_core.inference.requests import Progress, Request, TokenScore
+from megatron_core.inference.sampling import choose, fault_of, log_probabilities
+from megatron_core.inference.scheduler import Scheduler, Segment, Text
 
 
 @dataclass(frozen=True)
-class TokenScore:
-    """Log probability of a token, before temperature, and the most likely tokens with their log probabilities."""
+class _Flight:
+    """A step that this rank has computed and whose result may be under way."""
 
-    logprob: float
-    alternatives: tuple[tuple[int, float], ...] = ()
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Result of a step for one request."""
-
-    number: int
-    """Number of the request, as returned by ``submit``."""
-    token: int | None
-    """The new token; None for a request without new tokens."""
-    score: TokenScore | None = None
-    finished: Literal["stop", "length"] | None = None
-    """stop: ``token`` is one of ``ends``. length: it is the last requested token."""
-    prompt_scores: tuple[TokenScore, ...] = ()
-    """Scores of the prompt's tokens after the first, in the first progress of a request with ``score_prompt``."""
-
-
-@dataclass
-class _Running:
-    """A request in the batch."""
-
-    number: int
-    request: Request
-    random: torch.Generator
-    last: int = 0
-    written: int = 0
+    segments: Sequence[Segment]
+    table: Tensor | None
+    """A row for each row of logits; None if there are none."""
+    messages: Sequence[Message]
 
 
 class Engine:
     """Generates for all submitted requests, at most ``max_batch_size`` at a time; every rank calls the same methods.
 
-    A step computes the prompts of joining requests, with at most ``max_prompt_tokens`` tokens unless a single prompt is
-    longer, or otherwise one token for each request in the batch. Results do not depend on other requests in the batch.
+    With pipeline stages, as many groups of requests as ranks of the pipeline are computed alternately, so that all
+    stages work. Results do not depend on other requests.
     """
 
     def __init__(
@@ -78,45 +42,62 @@ class Engine:
         *,
         max_batch_size: int = 32,
         max_length: int | None = None,
-        max_prompt_tokens: int = 4096,
+        config: InferenceConfig | None = None,
     ) -> None:
         for name, value, least in (("max_batch_size", max_batch_size, 1), ("max_length", max_length, 2)):
             if value is not None and value < least:
                 raise ConfigError(f"{name}={value}: give {least} or more")
-        self.generator = generator
-        self.max_batch_size, self.max_prompt_tokens = max_batch_size, max_prompt_tokens
+        config = config or InferenceConfig()
+        self.generator, self.max_batch_size = generator, max_batch_size
         limits = [limit for limit in (max_length, generator.learned_positions) if limit is not None]
         self.max_length = min(limits, default=None)
         """Maximum number of tokens of a prompt and its continuation; None: unlimited."""
-        self._waiting: deque[_Running] = deque()
-        self._rows: list[_Running] = []
-        self._cache = KVCache(generator.device)
+        block_size, groups = config.inference_dynamic_batching_block_size, generator.groups.size("pp")
+        capacity = cache_blocks(config, generator)
+        self.scheduler = Scheduler(
+            BlockPool(capacity),
+            block_size,
+            groups=groups,
+            max_batch_size=max_batch_size,
+            max_tokens=config.inference_dynamic_batching_max_tokens,
+            chunked=config.enable_chunked_prefill,
+            sharing=config.inference_dynamic_batching_prefix_caching,
+        )
+        self.cache = KVCache(generator.device, block_size, capacity)
+        self._flights: list[_Flight | None] = [None] * groups
+        self._turn = 0
         self._numbers = count()
 
     @property
     def waiting(self) -> int:
         """Number of requests waiting to join the batch."""
-        return len(self._waiting)
+        return len(self.scheduler.waiting)
 
     @property
     def running(self) -> int:
         """Number of requests in the batch."""
-        return len(self._rows)
+        return self.scheduler.running
 
     @property
     def busy(self) -> bool:
         """Whether there are requests."""
-        return bool(self._rows or self._waiting)
+        return bool(self.running or self.waiting)
+
+    @property
+    def cache_positions(self) -> int:
+        """Largest number of positions in the key-value cache."""
+        return self.cache.capacity * self.cache.block_size
 
     def submit(self, request: Request) -> int:
         """Queue a request, with ``max_new_tokens`` limited to the model's positions; return its number.
 
-        ``ConfigError`` for a prompt that is empty, too long, or has tokens outside of the vocabulary.
+        ``ConfigError`` for a prompt that is empty, too long, or has tokens outside of the vocabulary, and for a request
+        that does not fit the key-value cache even alone.
         """
         request = self.checked(request)
         number = next(self._numbers)
         random = torch.Generator().manual_seed(request.sampling.seed)
-        self._waiting.append(_Running(number, request, random))
+        self.scheduler.add(Text(number, request, random, list(request.prompt)))
         return number
 
     def checked(self, request: Request) -> Request:
@@ -130,96 +111,140 @@ class Engine:
             raise ConfigError("score_prompt needs logprobs; give 0 or more")
         if request.max_new_tokens < 0:
             raise ConfigError(f"max_new_tokens={request.max_new_tokens} is negative; give 0 or more")
-        if limit is None:
-            return request
-        if length + min(request.max_new_tokens, 1) > limit:
+        if limit is not None and length + min(request.max_new_tokens, 1) > limit:
             raise ConfigError(
                 f"the prompt's {length} tokens leave no room in the {limit} positions of this model; "
                 "give a shorter prompt"
             )
-        return replace(request, max_new_tokens=min(request.max_new_tokens, limit - length))
+        if limit is not None:
+            request = replace(request, max_new_tokens=min(request.max_new_tokens, limit - length))
+        # The last new token is not computed.
+        needed = length + max(request.max_new_tokens - 1, 0)
+        if needed > self.cache_positions:
+            raise ConfigError(
+                f"the prompt's {length} tokens and max_new_tokens={request.max_new_tokens} need {needed} positions of "
+                f"the key-value cache, which has {self.cache_positions}; give a shorter prompt or fewer new tokens, or "
+                "start with a larger --inference-dynamic-batching-buffer-size-gb"
+            )
+        return request
 
     def cancel(self, number: int) -> None:
         """Remove a request; a finished request is ignored."""
-        self._waiting = deque(each for each in self._waiting if each.number != number)
-        for row, each in enumerate(self._rows):
-            if each.number == number:
-                self._remove(row)
-                return
+        text = self.scheduler.find(number)
+        if text is not None:
+            self._remove(text)
 
     def step(self) -> list[Progress]:
-        """Advance the joining requests, or all requests in the batch; return their progress."""
-        joining = self._joining()
-        first, rows = (len(self._rows), joining) if joining else (0, self._rows)
-        if not rows:
-            return []
-        self._rows = self._rows + joining
-        whole = any(each.request.score_prompt for each in joining)
-        if joining:
-            prompts = [each.request.prompt for each in joining]
-            logits = self.generator.start_sequences(prompts, self._cache, all_logits=whole)
-        else:
-            logits = self.generator.extend_sequences([each.last for each in rows], self._cache)
-        found = self._progress(rows, logits, whole)
-        for row, each in reversed(list(enumerate(found, first))):
-            if each.finished is not None:
-                self._remove(row)
-        return found
+        """Compute a step of each group in turn, until one has a result; return the progress of its requests.
 
-    def _joining(self) -> list[_Running]:
-        """Take the requests whose prompts are computed in this step from the queue."""
-        found: list[_Running] = []
-        tokens = 0
-        while self._waiting and len(self._rows) + len(found) < self.max_batch_size:
-            tokens += len(self._waiting[0].request.prompt)
-            if found and tokens > self.max_prompt_tokens:
-                break
-            found.append(self._waiting.popleft())
-        return found
-
-    def _remove(self, row: int) -> None:
-        self._cache.remove(row)
-        last = self._rows.pop()
-        if row < len(self._rows):
-            self._rows[row] = last
-
-    def _progress(self, rows: list[_Running], logits: Tensor | None, whole: bool) -> list[Progress]:
-        """Choose the next tokens on the last stage, and send them to the other ranks.
-
-        ``logits`` has a row for each request, or if ``whole`` for each token of their prompts, request by request.
+        While this rank waits for the result of a group, other stages compute steps of the others.
         """
-        counts = [len(each.request.prompt) if whole else 1 for each in rows]
-        most = max((each.request.logprobs for each in rows if each.request.logprobs is not None), default=None)
+        for _ in self._flights:
+            self._flights[self._turn] = self._launch(self._turn)
+            self._turn = (self._turn + 1) % len(self._flights)
+            flight, self._flights[self._turn] = self._flights[self._turn], None
+            if flight is not None:
+                return self._land(flight)
+        return []
+
+    def _launch(self, slot: int) -> _Flight | None:
+        """Compute the next step of a group on this rank's stages; on the last stage, choose the next tokens."""
+        segments = self.scheduler.plan(slot)
+        if not segments:
+            return None
+        self.cache.reserve(self.scheduler.pool.top)
+        # Texts with the same first blocks are adjacent, so that attention reads these once.
+        segments.sort(key=lambda each: (each.count > 1, each.first == 0, each.text.table))
+        spans = [Span(each.first, each.count, each.text.table) for each in segments]
+        ids = [token for each in segments for token in each.text.tokens[each.first : each.first + each.count]]
+        ends = accumulate(each.count for each in segments)
+        rows = [row for each, end in zip(segments, ends, strict=True) for row in range(end - each.rows, end)]
+        # Without a text whose next token is chosen, the logits of any row serve to finish the model's forward.
+        wanted = rows or [len(ids) - 1]
+        logits, messages = self.generator.run(ids, spans, self.cache, None if len(wanted) == len(ids) else wanted)
+        if not rows:
+            return _Flight(segments, None, messages)
+        chosen = [each for each in segments if each.rows]
+        most = max((each.text.request.logprobs or 0 for each in chosen if each.text.request.logprobs is not None),
+                   default=None)  # fmt: skip
         # For each row of logits: the next token, its log probability, the alternatives and their log probabilities.
         columns = 1 if most is None else 2 + 2 * most
-        table = torch.zeros(sum(counts), columns, dtype=torch.float64, device=self.generator.device)
+        table = torch.zeros(len(rows), columns, dtype=torch.float64, device=self.generator.device)
         if logits is not None:
-            ends = list(accumulate(counts))
-            last = logits[[end - 1 for end in ends]] if whole else logits
-            chosen = choose(last, [each.request.sampling for each in rows], [each.random for each in rows])
-            following = chosen
-            if whole:
-                following = [
-                    token for each, own in zip(rows, chosen, strict=True) for token in (*each.request.prompt[1:], own)
-                ]
-            table[:, 0] = torch.tensor(following, dtype=torch.float64)
-            if most is not None:
-                table[:, 1:] = log_probabilities(logits, torch.tensor(following, device=logits.device), most)
-        values = iter(self.generator.share_result(table).tolist())
-        return [self._advance(each, list(islice(values, length))) for each, length in zip(rows, counts, strict=True)]
+            _fill(table, logits, chosen, most)
+        return _Flight(segments, table, [*messages, *self.generator.start_result(table)])
 
-    def _advance(self, each: _Running, values: list[list[float]]) -> Progress:
-        """Record the last of ``values`` as the next token of a request."""
-        request, token = each.request, int(values[-1][0])
-        prompt = values[:-1] if request.score_prompt and not each.written else []
-        scores = tuple(_score(row, request.logprobs) for row in prompt)
-        if request.max_new_tokens == 0:
-            return Progress(each.number, None, None, "length", scores)
-        each.last = token
-        each.written += 1
-        finished: Literal["stop", "length"] | None = "length" if each.written == request.max_new_tokens else None
-        score = None if request.logprobs is None else _score(values[-1], request.logprobs)
-        return Progress(each.number, token, score, "stop" if token in request.ends else finished, scores)
+    def _land(self, flight: _Flight) -> list[Progress]:
+        """Wait for a step's result, and record it."""
+        for _, handle in flight.messages:
+            handle.wait()
+        values = iter([] if flight.table is None else flight.table.tolist())
+        found = []
+        for segment in flight.segments:
+            own = list(islice(values, segment.rows))
+            if segment.text.group is None or not own:  # cancelled in the meantime, or the middle of a prompt
+                continue
+            progress = _advance(segment, own)
+            if progress is None:
+                continue
+            if progress.finished is not None:
+                self._remove(segment.text, damaged=progress.error is not None)
+            if progress.error is not None and segment.text.has_shared:
+                # The text with which it shares may be the one that is not finite, after their common prefix: the
+                # attention of earlier tokens in the same chunk multiplies weights of 0 by values that are not finite.
+                segment.text.shares = False
+                self.scheduler.add(segment.text)
+            else:
+                found.append(progress)
+        return found
+
+    def _remove(self, text: Text, *, damaged: bool = False) -> None:
+        """Return a text's blocks; those of a ``damaged`` text may have numbers that are not finite."""
+        pool, blocks = self.scheduler.pool, text.table
+        if damaged:
+            pool.forget(blocks)
+        self.scheduler.remove(text)
+        if damaged:
+            self.cache.clear([block for block in blocks if pool.is_unused(block)])
+        if 2 * pool.held < self.cache.blocks:
+            self.cache.keep(self.scheduler.compact())
+
+
+def _fill(table: Tensor, logits: Tensor, segments: Sequence[Segment], most: int | None) -> None:
+    """Choose the next tokens of ``segments`` from their rows of logits, and score them and the tokens of prompts."""
+    ends = list(accumulate(each.rows for each in segments))
+    final = [end - 1 for end, each in zip(ends, segments, strict=True) if each.chooses]
+    texts = [each.text for each in segments if each.chooses]
+    chosen = iter(choose(logits[final], [text.request.sampling for text in texts], [text.random for text in texts]))
+    following: list[int] = []
+    for each in segments:
+        at = each.first + each.count - each.rows + 1
+        following += each.text.tokens[at : each.first + each.count + 1]
+        following += [next(chosen)] if each.chooses else []
+    table[:, 0] = torch.tensor(following, dtype=torch.float64)
+    if most is not None:
+        tokens = torch.tensor(following, device=logits.device).clamp_(min=0)
+        table[:, 1:] = log_probabilities(logits, tokens, most)
+
+
+def _advance(segment: Segment, values: list[list[float]]) -> Progress | None:
+    """Record the scores of a prompt's tokens, and a chosen token as the next one of the text."""
+    text, request = segment.text, segment.text.request
+    if text.is_scored:
+        prompt = values[:-1] if segment.chooses else values
+        text.prompt_scores += [_score(row, request.logprobs) for row in prompt]
+    if not segment.chooses:
+        return None
+    token, scores = int(values[-1][0]), () if text.written else tuple(text.prompt_scores)
+    if token < 0:
+        return Progress(text.number, None, finished="error", error=fault_of(token))
+    if request.max_new_tokens == 0:
+        return Progress(text.number, None, None, "length", scores)
+    text.tokens.append(token)
+    text.written += 1
+    finished: Literal["stop", "length"] | None = "length" if text.written == request.max_new_tokens else None
+    score = None if request.logprobs is None else _score(values[-1], request.logprobs)
+    return Progress(text.number, token, score, "stop" if token in request.ends else finished, scores)
 
 
 def _score(row: list[float], alternatives: int | None) -> TokenScore:
@@ -229,8 +254,15 @@ def _score(row: list[float], alternatives: int | None) -> TokenScore:
 
 
 def generate(generator: Generator, request: Request) -> Iterator[int]:
-    """Yield the new tokens of one request, the same on every rank."""
+    """Yield the new tokens of one request, the same on every rank.
+
+    Errors: ``CheckpointError`` if no next token can be chosen.
+    """
     engine = Engine(generator, max_batch_size=1)
     engine.submit(request)
     while engine.busy:
-        yield from (each.token for each in engine.step() if each.token is not None)
+        for each in engine.step():
+            if each.error is not None:
+                raise CheckpointError(each.error)
+            if each.token is not None:
+                yield each.token

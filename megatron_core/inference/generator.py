@@ -4,28 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_core import parallel_state
 from megatron_core.checkpoint import CheckpointReader, parameter_pieces
 from megatron_core.config import RunConfig
+from megatron_core.config.attention import attention_of
 from megatron_core.config.parallel import BALANCED_STAGES
 from megatron_core.config.rules_parallel import parallel_problems
 from megatron_core.errors import ConfigError
-from megatron_core.inference.kv_cache import KVCache
+from megatron_core.inference.kv_cache import KVCache, Span
 from megatron_core.models import GPTModel
 from megatron_core.models.build import build_stages
 from megatron_core.models.hf import HuggingFaceReader
 from megatron_core.ops.backend import validate_backend
 from megatron_core.parallel import ParallelGroups, World, start_world
-from megatron_core.parallel.collectives import broadcast_
 from megatron_core.pipeline_parallel.p2p import PipelineP2P
 from megatron_core.schedules.actions import round_robin_stages
 from megatron_core.tokenizers import Tokenizer, tokenizer_of
+
+Message = tuple[Tensor, dist.Work]
+"""A message under way; its tensor must neither change nor be freed."""
 
 
 @dataclass
@@ -69,70 +72,55 @@ class Generator:
         learned = self.config.model.position_embedding_type == "learned_absolute"
         return self.config.max_positions if learned else None
 
-    def start_sequences(
-        self, prompts: Sequence[Sequence[int]], cache: KVCache, *, all_logits: bool = False
-    ) -> Tensor | None:
-        """Run prompts through all stages and add them to ``cache`` as new sequences.
-
-        Returns logits after the last token of each prompt ``[prompts, vocabulary]``, or with ``all_logits`` after every
-        token of all prompts ``[tokens, vocabulary]``; None on ranks without the last stage.
-        """
-        counts = [len(prompt) for prompt in prompts]
-        positions = cache.begin_prompts(counts)
-        ids = torch.tensor([[token for prompt in prompts for token in prompt]], device=self.device)
-        last = torch.tensor([list(accumulate(counts))], device=self.device) - 1
-        logits = self._run(ids, positions, cache, [counts], None if all_logits else last)
-        return None if logits is None else logits[0]
-
-    def extend_sequences(self, tokens: Sequence[int], cache: KVCache) -> Tensor | None:
-        """Run one new token of each sequence of ``cache`` through all stages.
-
-        Returns logits after this token ``[sequences, vocabulary]``; None on ranks without the last stage.
-        """
-        positions = cache.begin_tokens()
-        logits = self._run(torch.tensor(tokens, device=self.device)[:, None], positions, cache, None, None)
-        return None if logits is None else logits[:, 0]
+    @property
+    def bytes_per_position(self) -> int:
+        """Memory of the keys and values of one position in the layers of this rank."""
+        elements = attention_of(self.config.model).cached_elements(self.groups.size("tp"))
+        layers = sum(len(stage.decoder.layers) for stage in self.stages.values())
+        return layers * elements * getattr(torch, self.config.training.compute_dtype).itemsize
 
     @torch.inference_mode()
-    def _run(
-        self,
-        ids: Tensor,
-        positions: Tensor,
-        cache: KVCache,
-        document_lengths: Sequence[Sequence[int]] | None,
-        logit_positions: Tensor | None,
-    ) -> Tensor | None:
-        """Run ``ids`` through this rank's stages; return logits, or None on ranks without the last stage."""
-        own, hidden, logits = self._p2p.index, None, None
+    def run(
+        self, ids: Sequence[int], spans: Sequence[Span], cache: KVCache, logit_rows: Sequence[int] | None
+    ) -> tuple[Tensor | None, list[Message]]:
+        """Run the tokens ``ids`` of ``spans`` through this rank's stages, and add them to ``cache``.
+
+        Returns logits ``[rows, vocabulary]`` after the tokens ``logit_rows`` (None: all), or None on ranks without the
+        last stage; and the messages that this rank has sent, whose tensors must be kept until they are complete.
+        """
+        positions = cache.begin(spans)
+        row = torch.tensor([ids], device=self.device)
+        logit_positions = None if logit_rows is None else torch.tensor([logit_rows], device=self.device)
+        own, hidden, logits, sent = self._p2p.index, None, None, []
         for stage, rank in enumerate(self._stage_to_rank):
             if rank != own:
                 continue
             if stage and self._stage_to_rank[stage - 1] != rank:
-                hidden = self._receive(ids, self._stage_to_rank[stage - 1])
+                hidden = self._receive(len(ids), self._stage_to_rank[stage - 1])
             output = self.stages[stage](
-                ids,
-                hidden_states=hidden,
-                cache=cache,
-                position_ids=positions,
-                document_lengths=document_lengths,
-                logit_positions=logit_positions,
+                row, hidden_states=hidden, cache=cache, position_ids=positions, logit_positions=logit_positions
             )
             if stage == self.num_stages - 1:
-                logits = output
+                logits = output[0]
             elif self._stage_to_rank[stage + 1] != rank:
-                self._p2p.send(output.contiguous(), self._stage_to_rank[stage + 1]).wait()
+                output = output.contiguous()
+                sent.append((output, self._p2p.send(output, self._stage_to_rank[stage + 1])))
             else:
                 hidden = output
-        cache.end()
-        return logits
+        return logits, sent
 
-    def share_result(self, result: Tensor) -> Tensor:
-        """Broadcast ``result`` from the rank with the last stage to all ranks of the pipeline."""
-        broadcast_(result, self.groups.ranks("pp")[self._stage_to_rank[-1]], self.groups.group("pp"))
-        return result
+    def start_result(self, result: Tensor) -> list[Message]:
+        """Start to send ``result`` from the rank with the last stage to all ranks of the pipeline.
 
-    def _receive(self, ids: Tensor, sender: int) -> Tensor:
-        shape = (ids.shape[1], ids.shape[0], self.config.model.hidden_size)
+        It is valid when the messages are complete.
+        """
+        own, last = self._p2p.index, self._stage_to_rank[-1]
+        if own != last:
+            return [self._p2p.receive_into(result, last)]
+        return [(result, self._p2p.send(result, rank)) for rank in range(self.groups.size("pp")) if rank != own]
+
+    def _receive(self, tokens: int, sender: int) -> Tensor:
+        shape = (tokens, 1, self.config.model.hidden_size)
         dtype = getattr(torch, self.config.training.compute_dtype)
         hidden, handle = self._p2p.receive(shape, dtype, self.device, sender)
         handle.wait()

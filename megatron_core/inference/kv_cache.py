@@ -1,113 +1,116 @@
-"""Cache of keys and values, for sequences of different lengths in one batch."""
+"""Memory of keys and values in blocks, which the texts of a step use through tables of block numbers."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-STEP = 256
-"""Minimum growth in positions, so that short sequences are never copied."""
+from megatron_core.transformer.paged_attention import Chunk, PagedStep
+
+
+@dataclass(frozen=True)
+class Span:
+    """Consecutive positions of a text that a step computes, and the blocks of all its positions."""
+
+    first: int
+    """First position; the earlier ones are in the cache."""
+    count: int
+    table: Sequence[int]
 
 
 class KVCache:
-    """Keys and values of each layer of this rank, ``[sequences, heads, positions, channels]``.
+    """Keys and values of each layer of this rank, ``[blocks, positions of a block, heads, channels]``.
 
-    ``lengths``: the number of stored positions of each sequence. A step adds either whole prompts as new sequences
-    (``begin_prompts``) or one token to every sequence (``begin_tokens``), followed by the model's forward and ``end``.
-    Full memory grows by half. Values after the end of a sequence are finite and masked.
+    A step is ``begin``, followed by the model's forward, which calls ``write`` in every layer before its attention.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.lengths: list[int] = []
+    def __init__(self, device: torch.device, block_size: int, capacity: int) -> None:
+        self.block_size, self.capacity = block_size, capacity
+        self.blocks = 0
+        """Number of blocks for which memory is allocated."""
+        self.step = PagedStep.of_nothing()
         self._device = device
-        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
-        self._hidden: dict[int | None, Tensor] = {}
-        self._biases: dict[tuple[int | None, torch.dtype], Tensor] = {}
+        self._layers: dict[int, tuple[Tensor, ...]] = {}
+
+    @property
+    def bytes(self) -> int:
+        """Allocated memory."""
+        return sum(memory.nbytes for layer in self._layers.values() for memory in layer)
+
+    def begin(self, spans: Sequence[Span]) -> Tensor:
+        """Begin a step of ``spans``, concatenated into one row; return their positions ``[1, sum of counts]``.
+
+        First come single tokens, then chunks with earlier positions, then chunks from position 0 on.
+        """
+        singles = [span for span in spans if span.count == 1]
+        chunks = [span for span in spans if span.count > 1 and span.first]
+        fresh = [span for span in spans if span.count > 1 and not span.first]
+        assert [*singles, *chunks, *fresh] == list(spans), "spans are in the order of the row"
+        size, device = self.block_size, self._device
+        # Indices come from the host: a mask would synchronize with the GPU in every layer.
+        positions = [torch.tensor([span.first for span in singles], dtype=torch.int64)]
+        positions += [torch.arange(span.first, span.first + span.count) for span in (*chunks, *fresh)]
+        slots = [torch.tensor([span.table[span.first // size] * size + span.first % size for span in singles],
+                              dtype=torch.int64)]  # fmt: skip
+        for span, own in zip((*chunks, *fresh), positions[1:], strict=True):
+            slots.append(torch.tensor(span.table)[own // size] * size + own % size)
+        # A table is padded with its last block: other texts' blocks may have numbers that are not finite.
+        used = [span.table[: span.first // size + 1] for span in singles]
+        longest = max(map(len, used), default=0)
+        tables = [[*table, *[table[-1]] * (longest - len(table))] for table in used]
+        parts, row = [], len(singles)
+        for span in chunks:
+            table = torch.tensor(span.table[: -(-(span.first + span.count) // size)], device=device)
+            parts.append(Chunk(row, span.count, table, span.first + span.count))
+            row += span.count
+        self.step = PagedStep(
+            slots=torch.cat(slots).to(device),
+            tables=torch.tensor(tables, dtype=torch.int64, device=device).reshape(len(singles), longest),
+            lengths=positions[0].to(device) + 1,
+            shortest=min((span.first + 1 for span in singles), default=0),
+            longest=max((span.first + 1 for span in singles), default=0),
+            chunks=parts,
+            fresh=[span.count for span in fresh],
+        )
+        return torch.cat(positions)[None].to(device)
+
+    def write(self, layer: int, *values: Tensor) -> tuple[Tensor, ...]:
+        """Store the step's ``values``, each ``[tokens, heads, channels]``; return the memory of the layer.
+
+        Only in this call a step writes to the cache, and only to the positions of its spans.
+        """
+        memory = self._layers.get(layer)
+        if memory is None:
+            shape = (self.blocks, self.block_size)
+            self._layers[layer] = memory = tuple(each.new_zeros(*shape, *each.shape[1:]) for each in values)
+        for stored, new in zip(memory, values, strict=True):
+            stored.view(-1, *stored.shape[2:]).index_copy_(0, self.step.slots, new)
+        return memory
 
     @torch.inference_mode()
-    def remove(self, sequence: int) -> None:
-        """Remove a sequence; the last sequence gets its number."""
-        last = len(self.lengths) - 1
-        for stored in (tensor for pair in self._layers.values() for tensor in pair if sequence != last):
-            positions = stored.movedim(-2, 1)[:, : self.lengths[last]]
-            positions[sequence] = positions[last]
-        self.lengths[sequence] = self.lengths[last]
-        self.lengths.pop()
+    def reserve(self, blocks: int) -> None:
+        """Allocate memory for ``blocks`` blocks; growth by half limits copying."""
+        if blocks > self.blocks:
+            room = min(max(blocks, self.blocks * 3 // 2), self.capacity)
+            self._replace(room, torch.arange(self.blocks))
 
-    def begin_prompts(self, counts: Sequence[int]) -> Tensor:
-        """Begin a step of new sequences with ``counts`` tokens, concatenated into one row.
+    @torch.inference_mode()
+    def keep(self, blocks: Sequence[int]) -> None:
+        """Keep only ``blocks``, with the numbers 0, 1, 2, ..., and return the other memory."""
+        self._replace(len(blocks), torch.tensor(blocks, dtype=torch.int64))
 
-        Returns their positions ``[1, sum of counts]``.
-        """
-        first, self._after = len(self.lengths), [*self.lengths, *counts]
-        self._packed, self._ragged = True, False
-        positions = torch.cat([torch.arange(count) for count in counts])
-        rows = torch.arange(first, first + len(counts)).repeat_interleave(torch.tensor(counts))
-        # Indices come from the host: a mask would synchronize with the GPU in every layer.
-        self._at = rows.to(self._device), positions.to(self._device)
-        return self._at[1][None]
+    @torch.inference_mode()
+    def clear(self, blocks: Sequence[int]) -> None:
+        """Set blocks to 0."""
+        for memory in (each for layer in self._layers.values() for each in layer):
+            memory[list(blocks)] = 0.0
 
-    def begin_tokens(self) -> Tensor:
-        """Begin a step of one token for every sequence; return their positions ``[sequences, 1]``."""
-        self._after = [length + 1 for length in self.lengths]
-        self._packed, self._ragged = False, len(set(self.lengths)) > 1
-        self._hidden.clear()
-        self._biases.clear()
-        own = torch.tensor(self.lengths, device=self._device)
-        self._at = torch.arange(len(self.lengths), device=self._device), own
-        return own[:, None]
-
-    def end(self) -> None:
-        """Add the step's tokens to the lengths, after all layers have stored them."""
-        self.lengths = self._after
-
-    def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Store keys and values ``[s, b, ...]`` of a layer; return all positions of the sequences ``[t, b, ...]``.
-
-        Prompts have no earlier positions: the same tensors are returned.
-        """
-        longest = max(self._after)
-        stored = self._layers.get(layer)
-        if stored is None or stored[0].shape[0] < len(self._after) or stored[0].shape[-2] < longest:
-            olds = (None, None) if stored is None else stored
-            self._layers[layer] = stored = (self._grown(olds[0], key), self._grown(olds[1], value))
-        found = []
-        for memory, new in zip(stored, (key, value), strict=True):
-            positions = memory.movedim(-2, 1)  # [sequences, positions, ...]
-            positions[self._at] = new.flatten(0, 1)
-            found.append(positions[: len(self._after), :longest].transpose(0, 1))
-        return (key, value) if self._packed else (found[0], found[1])
-
-    def masked(self, window: int | None) -> Tensor | None:
-        """Mask ``[b, 1, 1, positions]``, True for keys after the query or before its last ``window`` positions.
-
-        None for prompts, and if all sequences have the same length.
-        """
-        if not self._ragged:
-            return None
-        if window not in self._hidden:
-            keys, own = torch.arange(max(self._after), device=self._device), self._at[1][:, None, None, None]
-            hidden = keys > own
-            self._hidden[window] = hidden if window is None else hidden | (keys <= own - window)
-        return self._hidden[window]
-
-    def bias(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """``masked`` as an additive bias of the attention scores: -inf for masked keys, otherwise 0."""
-        hidden = self.masked(window)
-        if hidden is None:
-            return None
-        if (window, dtype) not in self._biases:
-            zeros = torch.zeros(hidden.shape, dtype=dtype, device=self._device)
-            self._biases[window, dtype] = zeros.masked_fill_(hidden, -torch.inf)
-        return self._biases[window, dtype]
-
-    def _grown(self, old: Tensor | None, like: Tensor) -> Tensor:
-        """Allocate memory for the step, and copy ``old`` into it."""
-        held = (0, 0) if old is None else (old.shape[0], old.shape[-2])
-        # Growing by half limits copying to a constant number of copies per token.
-        wanted = (len(self._after), -(-max(self._after) // STEP) * STEP)
-        room = [size if size >= need else max(need, size * 3 // 2) for size, need in zip(held, wanted, strict=True)]
-        memory = like.new_zeros(room[0], *like.shape[2:-1], room[1], like.shape[-1])
-        if old is not None:
-            memory[: held[0], ..., : held[1], :] = old
-        return memory
+    def _replace(self, room: int, kept: Tensor) -> None:
+        """Allocate ``room`` blocks, and copy the blocks ``kept`` to the first ones, layer by layer."""
+        self.blocks, kept = room, kept.to(self._device)
+        for layer, old in self._layers.items():
+            new = tuple(each.new_zeros(room, *each.shape[1:]) for each in old)
+            for target, source in zip(new, old, strict=True):
+                target[: len(kept)] = source[kept]
+            self._layers[layer] = new

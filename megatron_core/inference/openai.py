@@ -9,7 +9,6 @@ from itertools import accumulate
 from typing import Any
 
 from megatron_core.errors import DataError
-from megatron_core.inference.engine import Progress, Request, TokenScore
 from megatron_core.inference.openai_requests import (
     ChatRequest,
     CompletionRequest,
@@ -18,6 +17,7 @@ from megatron_core.inference.openai_requests import (
     read_request,
     shown,
 )
+from megatron_core.inference.requests import Progress, Request, TokenScore
 from megatron_core.inference.sampling import Sampling
 from megatron_core.inference.text import TextStream
 from megatron_core.tokenizers import Tokenizer, end_ids

@@ -7,12 +7,15 @@ from math import isfinite
 import torch
 from torch import Tensor
 
-from megatron_core.errors import CheckpointError, ConfigError
+from megatron_core.errors import ConfigError
 
 ORDERED = 1024
 """Number of most likely tokens that are sorted first; usually they suffice for ``top_p``."""
 ROWS = 256
 """Rows of logits that are converted to float64 at a time; a whole prompt would take several GiB."""
+
+FAULTS = {-1: "nan", -2: "inf", -3: "-inf"}
+"""Numbers in the place of a token, for largest logits that are not finite."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,19 +43,24 @@ class Sampling:
 def choose(logits: Tensor, samplings: Sequence[Sampling], generators: Sequence[torch.Generator]) -> list[int]:
     """Choose a token for each row of ``logits`` ``[n, vocabulary]``; a sampled row uses its own generator.
 
-    Errors: ``CheckpointError`` for a row whose largest logit is not finite (NaN counts as the largest).
+    A row whose largest logit is not finite (NaN counts as the largest) gets a negative number, for ``fault_of``.
     """
     tokens = argmax(logits)
-    for largest in logits[torch.arange(len(logits)), tokens].tolist():
-        if not isfinite(largest):
-            raise CheckpointError(
-                f"the largest logit of the next token is {largest}, so that no token can be chosen; the weights are "
-                "damaged, or overflow in their dtype: check the checkpoint, or convert it to a wider dtype"
-            )
+    largest = logits[torch.arange(len(logits)), tokens].tolist()
     for row, (sampling, generator) in enumerate(zip(samplings, generators, strict=True)):
-        if sampling.temperature > 0.0:
+        if not isfinite(largest[row]):
+            tokens[row] = next(number for number, value in FAULTS.items() if str(largest[row]) == value)
+        elif sampling.temperature > 0.0:
             tokens[row] = draw(candidates(logits[row].cpu().to(torch.float32), sampling).softmax(-1), generator)
     return tokens
+
+
+def fault_of(token: int) -> str:
+    """The reason for which a row has the negative ``token``."""
+    return (
+        f"the largest logit of the next token is {FAULTS[token]}, so that no token can be chosen; the weights are "
+        "damaged, or overflow in their dtype: check the checkpoint, or convert it to a wider dtype"
+    )
 
 
 def draw(probabilities: Tensor, generator: torch.Generator) -> int:

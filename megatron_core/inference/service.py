@@ -7,10 +7,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatron_core.errors import MegatronError
-from megatron_core.inference.engine import Engine, Progress, Request
+from megatron_core.inference.engine import Engine
+from megatron_core.inference.requests import Progress, Request
 from megatron_core.inference.sampling import Sampling
 from megatron_core.parallel.grid import WORLD
-from megatron_core.parallel.texts import gather_texts
+from megatron_core.parallel.texts import TextsOfOne
 
 HEARTBEAT = 1.0
 """Seconds between synchronizations of idle ranks, so that no collective waits long."""
@@ -43,7 +44,9 @@ class GenerationService:
         self.engine, self.max_waiting = engine, max_waiting
         self.failure: BaseException | None = None
         """The exception that ended ``run``."""
-        self._group = engine.generator.groups.group(WORLD)
+        # Rank 0 does not wait for the other ranks, so that the pipeline's stages work at the same time.
+        group, device = engine.generator.groups.group(WORLD), engine.generator.device
+        self._texts = TextsOfOne(group, device, ahead=2 * engine.generator.groups.size("pp"))
         self._changed = threading.Condition()
         self._commands: list[_Command] = []
         self._listeners: dict[int, Listener] = {}
@@ -129,16 +132,13 @@ class GenerationService:
     def _next_commands(self) -> list[_Command]:
         """Return rank 0's commands on all ranks; an idle rank 0 waits for commands."""
         mine: list[_Command] = []
-        if self._group.rank() == 0:
+        if self._texts.is_source:
             with self._changed:
                 if not self._commands and not self.engine.busy:
                     self._changed.wait(HEARTBEAT)
                 mine, self._commands = self._commands, []
-        return [_from_json(each) for each in json.loads(gather_texts(_as_json(mine), self._group, self._device)[0])]
-
-    @property
-    def _device(self) -> Any:
-        return self.engine.generator.device
+        text = self._texts.exchange(_as_json(mine) if mine else "")
+        return [_from_json(each) for each in json.loads(text)] if text else []
 
 
 def _as_json(commands: Sequence[_Command]) -> str:

@@ -18,9 +18,9 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from megatron_core.errors import ConfigError, DataError
-from megatron_core.inference.engine import Progress
 from megatron_core.inference.openai import Choice, Job, Json, Protocol
 from megatron_core.inference.openai_requests import RequestError
+from megatron_core.inference.requests import Progress
 from megatron_core.inference.service import GenerationService, Listener, QueueFullError
 
 PAGE = Path(__file__).with_name("page.html")
@@ -75,6 +75,8 @@ class Running:
                 raise HTTPException(500, "the model failed; the server is stopping")
             if choice.finished is not None:
                 continue  # computed by the engine before it received the cancellation
+            if progress.error is not None:
+                raise HTTPException(500, progress.error)
             before = len(choice.scores)
             text = choice.add(progress)
             if choice.finished is not None:

@@ -1,5 +1,6 @@
 """Exchange of texts between ranks as plain bytes, and lists of names for messages."""
 
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -7,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_core.parallel.collectives import all_gather_flat_, broadcast_
-from megatron_core.parallel.groups import Group
+from megatron_core.parallel.groups import Group, process_group
 
 
 def gather_texts(text: str, group: Group, device: torch.device) -> list[str]:
@@ -30,6 +31,43 @@ def gather_texts(text: str, group: Group, device: torch.device) -> list[str]:
     all_gather_flat_(full, mine, group)
     rows = full.view(-1, longest).cpu().numpy()
     return [row[:size].tobytes().decode() for row, size in zip(rows, sizes, strict=True)]
+
+
+class TextsOfOne:
+    """Texts from the first rank of ``group`` to the others; it is at most ``ahead`` texts ahead of them."""
+
+    def __init__(self, group: Group, device: torch.device, *, ahead: int) -> None:
+        self._group, self._device, self._ahead = group, device, ahead
+        self._sent: deque[list[tuple[torch.Tensor, dist.Work | None]]] = deque()
+
+    @property
+    def is_source(self) -> bool:
+        """Whether this rank is the one that sends."""
+        return self._group.rank() == 0
+
+    def exchange(self, text: str) -> str:
+        """Return the first rank's ``text`` on every rank; that of the others is ignored. Every rank calls this."""
+        if self._group.size() == 1:
+            return text
+        group = process_group(self._group)
+        if not self.is_source:
+            size = torch.zeros(1, dtype=torch.int64, device=self._device)
+            dist.recv(size, group=group, group_src=0)
+            data = torch.empty(int(size), dtype=torch.uint8, device=self._device)
+            if data.numel():
+                dist.recv(data, group=group, group_src=0)
+            return data.cpu().numpy().tobytes().decode()
+        data = _encoded(text, self._device)
+        size = torch.tensor([data.numel()], dtype=torch.int64, device=self._device)
+        messages = [size, data] if data.numel() else [size]
+        others = range(1, self._group.size())
+        # The tensors are kept until they have arrived.
+        self._sent.append([(each, dist.isend(each, group=group, group_dst=to)) for to in others for each in messages])
+        while len(self._sent) > self._ahead:
+            for _, handle in self._sent.popleft():
+                assert handle is not None, "this rank is in the group"
+                handle.wait()
+        return text
 
 
 def tell_all(text: str, device: torch.device) -> list[str]:

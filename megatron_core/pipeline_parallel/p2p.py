@@ -39,7 +39,10 @@ class PipelineP2P:
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, sender: int
     ) -> tuple[Tensor, dist.Work]:
         """Start a receive from pipeline rank ``sender``; the tensor is valid when the handle is complete."""
-        buffer = torch.empty(shape, dtype=dtype, device=device)
+        return self.receive_into(torch.empty(shape, dtype=dtype, device=device), sender)
+
+    def receive_into(self, buffer: Tensor, sender: int) -> tuple[Tensor, dist.Work]:
+        """As ``receive``, into ``buffer``."""
         group = process_group(self._up if sender < self.index else self._down)
         RECORDER.note_message(self._ranks[sender], self._ranks[self.index], buffer)
         handle = dist.irecv(buffer, src=self._ranks[sender], group=group)

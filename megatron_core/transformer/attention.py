@@ -4,12 +4,14 @@ import math
 from collections.abc import Callable
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from megatron_core.ops import rope
 from megatron_core.parallel.sharding import split_qkv
 from megatron_core.transformer.context import LayerContext, SequenceContext
 from megatron_core.transformer.core_attention import CoreAttention
+from megatron_core.transformer.paged_attention import KeyValueStore
 from megatron_core.transformer.recompute import recomputed
 
 
@@ -93,11 +95,23 @@ class SelfAttention(nn.Module):
             if self.training and not self.keeps_projection:
                 value = value.clone()  # a view would keep the unrotated queries and keys alive
         query = query.flatten(2, 3)
-        if context.cache is not None:
-            key, value = context.cache.extend(self.layer_number, key, value)
-        attend = recomputed(self.core_attention) if self.recompute_core and self.training else self.core_attention
-        attended = attend(query, key, value, context)
+        if context.cache is None:
+            attend = recomputed(self.core_attention) if self.recompute_core and self.training else self.core_attention
+            attended = attend(query, key, value, context)
+        else:
+            attended = self._attend_with_cache(query[:, 0], key[:, 0], value[:, 0], context.cache)[:, None]
         return attended * gate.flatten(2).sigmoid() if self.gated else attended
+
+    def _attend_with_cache(self, query: Tensor, key: Tensor, value: Tensor, cache: KeyValueStore) -> Tensor:
+        """Store the keys and values of a step's tokens ``[tokens, heads, d]``; return their attention."""
+        keys, values = cache.write(self.layer_number, key, value)
+        step, core, parts = cache.step, self.core_attention, []
+        assert isinstance(core, CoreAttention), "validated: generation does not split sequences over ranks"
+        if step.cached:
+            parts.append(core.attend_cached(query[: step.cached], keys, values, step))
+        if step.fresh:
+            parts.append(core.attend_fresh(query[step.cached :], key[step.cached :], value[step.cached :], step))
+        return torch.cat(parts)
 
     def _query_key_value(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return query, gate, key and value as views of one tensor.

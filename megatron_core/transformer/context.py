@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from megatron_core.parallel.initialization import Normal
 from megatron_core.parallel.micro_batch import SequenceSplit
 from megatron_core.tensor_parallel import ColumnParallelLinear, KeyedDropout, ModelParallelConfig, RowParallelLinear
 from megatron_core.transformer.auxiliary_loss import MicroBatchAuxiliaryLosses, Unit
+from megatron_core.transformer.paged_attention import KeyValueStore
 
 
 @dataclass(frozen=True)
@@ -92,28 +93,6 @@ class LayerContext:
     def dropout(self, p: float, name: str) -> KeyedDropout:
         """Construct the dropout for a named point of the model."""
         return KeyedDropout(p, self.seed, name, self.config.kernel_backend)
-
-
-class KeyValueStore(Protocol):
-    """Keys and values of earlier positions, for generation."""
-
-    def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Store key and value ``[s, b, ...]`` of the new positions and return those of all positions so far.
-
-        For new sequences packed into one row, return the given tensors.
-        """
-        ...
-
-    def masked(self, window: int | None) -> Tensor | None:
-        """Return ``[b, 1, s, t]``, True where a query must not attend to a key, including the window.
-
-        None: in every sequence the last query and the last key have the same position.
-        """
-        ...
-
-    def bias(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """Return ``masked`` as a term to add to the scores: -inf where it is True, else 0."""
-        ...
 
 
 @dataclass(frozen=True)

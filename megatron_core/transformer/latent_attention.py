@@ -14,6 +14,7 @@ from megatron_core.parallel.sharding import allocate, replicated
 from megatron_core.tensor_parallel.linear import parallel_linear
 from megatron_core.transformer.context import LayerContext, SequenceContext
 from megatron_core.transformer.core_attention import CoreAttention
+from megatron_core.transformer.paged_attention import KeyValueStore, PagedStep
 from megatron_core.transformer.recompute import outputs_dropped, recomputed
 from megatron_core.transformer.rotary import yarn_mscale
 
@@ -102,9 +103,7 @@ class LatentAttention(nn.Module):
         latent, shared_key = self._latent(hidden, rotate)
         if context.cache is not None:
             query = self._query(query_latent, rotate)
-            latent, shared_key = context.cache.extend(self.layer_number, latent, shared_key)
-            if len(latent) > len(query):
-                return self.linear_proj(self._attend_to_latents(query, latent, shared_key, context))
+            return self.linear_proj(self._attend_with_cache(query, latent, shared_key, context.cache))
 
         def project_up() -> tuple[Tensor, Tensor, Tensor]:
             return self._query(query_latent, rotate), *self._key_and_value(latent, shared_key)
@@ -139,7 +138,19 @@ class LatentAttention(nn.Module):
         shared = shared_key.unsqueeze(2).expand(-1, -1, self.heads, -1)
         return torch.cat([plain, shared], dim=-1), value
 
-    def _attend_to_latents(self, query: Tensor, latent: Tensor, shared_key: Tensor, context: SequenceContext) -> Tensor:
+    def _attend_with_cache(self, query: Tensor, latent: Tensor, shared_key: Tensor, cache: KeyValueStore) -> Tensor:
+        """Store the latents of a step's tokens; return their attention ``[tokens, 1, heads * v]``."""
+        (memory,) = cache.write(self.layer_number, torch.cat([latent, shared_key], dim=-1))
+        step, core, parts = cache.step, self.core_attention, []
+        assert isinstance(core, CoreAttention), "validated: generation does not split sequences over ranks"
+        if step.cached:
+            parts.append(self._attend_to_latents(core, query[: step.cached, 0], memory, step))
+        if step.fresh:
+            key, value = self._key_and_value(latent[step.cached :], shared_key[step.cached :])
+            parts.append(core.attend_fresh(query[step.cached :, 0], key[:, 0], value[:, 0], step))
+        return torch.cat(parts)[:, None]
+
+    def _attend_to_latents(self, core: CoreAttention, query: Tensor, memory: Tensor, step: PagedStep) -> Tensor:
         """Compute the same attention without expanding the cached latents to keys and values.
 
         q (W_uk c) = (W_uk^T q) c, and W_uv is applied to the weighted sum of latents. Source: DeepSeek-AI 2024,
@@ -149,8 +160,7 @@ class LatentAttention(nn.Module):
         assert weight is not None, "the layer owns its weight"
         up_key, up_value = weight.unflatten(0, (self.heads, -1)).split([self.plain, self.value], dim=1)
         plain, turned = query.split([self.plain, self.turned], dim=-1)
-        query = torch.cat([torch.einsum("sbad,adc->sbac", plain, up_key), turned], dim=-1)
+        query = torch.cat([torch.einsum("sad,adc->sac", plain, up_key), turned], dim=-1)
         query = query * math.sqrt((self.rank + self.turned) / (self.plain + self.turned))
-        key = torch.cat([latent, shared_key], dim=-1)
-        out = self.core_attention(query, key.unsqueeze(2), latent.unsqueeze(2), context)
-        return torch.einsum("sbac,avc->sbav", out.unflatten(-1, (self.heads, -1)), up_value).flatten(2)
+        out = core.attend_cached(query, memory, memory[..., : self.rank], step)
+        return torch.einsum("sac,avc->sav", out.unflatten(-1, (self.heads, -1)), up_value).flatten(1)

@@ -5,18 +5,18 @@ from __future__ import annotations
 import time
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import torch
 
+from megatron_core.config.inference import InferenceConfig
 from megatron_core.errors import ConfigError
-from megatron_core.inference import Engine, Generator, Progress, Request, Sampling, TextStream, generate, until_stop
-from megatron_core.inference.kv_cache import KVCache
+from megatron_core.inference import Engine, Progress, Request, Sampling, TextStream, generate, until_stop
 from megatron_core.inference.sampling import candidates, choose, draw
-from megatron_core.models.build import build_stages
 from megatron_core.tokenizers import ByteLevelTokenizer, SentencePieceTokenizer, Tokenizer
 from megatron_core.verify.ranks import run_ranks
-from tests.runs import tiny_run
+from tests.inference.fuzz import generator_of
 from tests.tokenizers.corpus import write_sentence_piece
 
 PROMPT, NEW = [5, 11, 17, 23], 8
@@ -30,26 +30,16 @@ MODERN = {
 }
 
 
-def _generator(settings: dict) -> Generator:
-    run = tiny_run(fp64=True, num_layers=4, init_method_std=0.3, **settings)
-    stages = run.stages
-    if run.split.cp_size > 1:  # as ``Generator.load``
-        stages = build_stages(run.config, run.groups, run.vocab_size, run.world.device, context_parallel=False)[1]
-    for stage in stages.values():
-        stage.eval()
-    return Generator(run.config, run.groups, stages, len(run.layers), run.vocab_size, run.world.device)
-
-
 def _request(prompt: list[int] = PROMPT, new: int = NEW, **settings: object) -> Request:
     return Request(prompt=tuple(prompt), max_new_tokens=new, **settings)
 
 
 def _generate(settings: dict, sampling: Sampling) -> list[int]:
-    return list(generate(_generator(settings), _request(sampling=sampling)))
+    return list(generate(generator_of(settings), _request(sampling=sampling)))
 
 
 def _without_cache(settings: dict) -> list[int]:
-    model = _generator(settings).stages[0]
+    model = generator_of(settings).stages[0]
     tokens = list(PROMPT)
     with torch.no_grad():
         for _ in range(NEW):
@@ -107,9 +97,9 @@ def test_layout_changes_nothing(world_size: int, layout: dict) -> None:
 PROMPTS = [PROMPT, [3], [7, 9, 60, 2, 2, 41, 8], [30, 31], [1, 2, 3, 4, 5]]
 
 
-def _batch(settings: dict, **engine: int) -> list[list[Progress]]:
+def _batch(settings: dict, **engine: Any) -> list[list[Progress]]:
     """The progress of requests for ``PROMPTS``, some of them sampled; one is cancelled, two are added later."""
-    running = Engine(_generator(settings), **engine)
+    running = Engine(generator_of(settings), **engine)
     sampled = {"sampling": Sampling(temperature=0.7, top_k=30, seed=5)}
     requests = [
         _request(prompt, 3 + 2 * i, logprobs=i % 3, **(sampled if i % 2 else {})) for i, prompt in enumerate(PROMPTS)
@@ -132,7 +122,7 @@ def _batch(settings: dict, **engine: int) -> list[list[Progress]]:
 
 def _scored_alone(settings: dict, prompt: list[int], progress: list[Progress]) -> None:
     """Every token's probability is that of the model without a cache."""
-    model = _generator(settings).stages[0]
+    model = generator_of(settings).stages[0]
     tokens = prompt + [each.token for each in progress]
     with torch.no_grad():
         scores = model(torch.tensor([tokens]))[0].log_softmax(-1)
@@ -142,13 +132,12 @@ def _scored_alone(settings: dict, prompt: list[int], progress: list[Progress]) -
             assert value == pytest.approx(scores[at - 1, token].item(), abs=1e-11)
 
 
+SHORT_STEPS = InferenceConfig(inference_dynamic_batching_block_size=2, inference_dynamic_batching_max_tokens=3)
 LONG_WINDOW = WINDOW | {"window_size": (4, 0), "attn_logit_softcapping": 5.0}
 
 
 @pytest.mark.drawn(5)
-@pytest.mark.parametrize(
-    "engine", [{"max_batch_size": 3}, {"max_prompt_tokens": 8}], ids=["3 at a time", "short steps"]
-)
+@pytest.mark.parametrize("engine", [{"max_batch_size": 3}, {"config": SHORT_STEPS}], ids=["3 at a time", "short steps"])
 @pytest.mark.parametrize(
     "model", [{}, WINDOW, LONG_WINDOW, EXPERTS, LATENT], ids=["gpt2", "window", "capped", "experts", "latent"]
 )
@@ -161,7 +150,7 @@ def test_what_else_is_in_the_batch_changes_nothing(model: dict, engine: dict) ->
         assert all(len(each.score.alternatives) == i % 3 for each in progress)
         _scored_alone(model, prompt, progress)
         if i % 2 == 0:
-            alone = list(generate(_generator(model), _request(prompt, 3 + 2 * i)))
+            alone = list(generate(generator_of(model), _request(prompt, 3 + 2 * i)))
             assert [each.token for each in progress] == alone
 
 
@@ -184,7 +173,7 @@ def _batch_of_three(settings: dict) -> list[list[Progress]]:
 
 def test_prompts_are_computed_without_padding_and_tokens_together() -> None:
     """Prompts are concatenated in one row, then one token of every sequence is computed at once."""
-    generator, shapes = _generator(MODERN), []
+    generator, shapes = generator_of(MODERN), []
     generator.stages[0].register_forward_pre_hook(lambda _, inputs: shapes.append(tuple(inputs[0].shape)))
     logits = []
     generator.stages[0].register_forward_hook(lambda _, inputs, output: logits.append(tuple(output.shape[:2])))
@@ -194,21 +183,8 @@ def test_prompts_are_computed_without_padding_and_tokens_together() -> None:
     while engine.busy:
         engine.step()
     total, count = sum(map(len, PROMPTS)), len(PROMPTS)
-    assert shapes == [(1, total), (count, 1), (count, 1)]
-    assert logits == [(1, count), (count, 1), (count, 1)], "only those that tokens are chosen from"
-
-
-def test_the_cache_is_written_in_place() -> None:
-    """Memory is allocated once for texts of up to 256 positions, and earlier values are not moved."""
-    generator = _generator(MODERN)
-    cache = KVCache(generator.device)
-    generator.start_sequences([PROMPT, [3]], cache)
-    before = [tensor.data_ptr() for pair in cache._layers.values() for tensor in pair]
-    first = cache._layers[0][0][:, :, :4].clone()
-    for token in range(200):
-        generator.extend_sequences([token % 61, 5], cache)
-    assert [tensor.data_ptr() for pair in cache._layers.values() for tensor in pair] == before
-    assert cache.lengths == [204, 201] and torch.equal(cache._layers[0][0][0, :, :4], first[0])
+    assert shapes == [(1, total), (1, count), (1, count)]
+    assert logits == [(1, count)] * 3, "only those that tokens are chosen from"
 
 
 def test_greedy_rows_beside_sampled_ones() -> None:
@@ -223,14 +199,14 @@ def test_greedy_rows_beside_sampled_ones() -> None:
 
 @pytest.mark.parametrize("new", [0, 2])
 def test_the_prompt_is_scored(new: int) -> None:
-    engine = Engine(_generator(WINDOW))
+    engine = Engine(generator_of(WINDOW))
     engine.submit(_request(PROMPTS[2], new, logprobs=1, score_prompt=True))
     engine.submit(_request(PROMPT, 0, logprobs=2, score_prompt=True))
     first, second = engine.step()
     assert (first.token is None, second.token, second.finished) == (new == 0, None, "length")
     assert engine.busy == (new > 0)
     with torch.no_grad():
-        scores = _generator(WINDOW).stages[0](torch.tensor([PROMPTS[2]]))[0].log_softmax(-1)
+        scores = generator_of(WINDOW).stages[0](torch.tensor([PROMPTS[2]]))[0].log_softmax(-1)
     assert len(first.prompt_scores) == len(PROMPTS[2]) - 1 and len(second.prompt_scores) == len(PROMPT) - 1
     for at, score in enumerate(first.prompt_scores):
         assert score.logprob == pytest.approx(scores[at, PROMPTS[2][at + 1]].item(), abs=1e-11)
@@ -245,7 +221,7 @@ def test_a_rank_without_a_token_of_its_own(layout: dict) -> None:
 
 
 def test_end_token_ends() -> None:
-    generator = _generator(MODERN)
+    generator = generator_of(MODERN)
     tokens = list(generate(generator, _request()))
     end = tokens[2]
     assert list(generate(generator, _request(ends=frozenset({end})))) == tokens[: tokens.index(end) + 1]
@@ -293,14 +269,14 @@ def test_wrong_sampling_names_the_setting(wrong: dict) -> None:
 @pytest.mark.parametrize("wrong", [{"max_batch_size": 0}, {"max_length": -5}, {"max_length": 1}])
 def test_wrong_bounds_name_the_setting(wrong: dict) -> None:
     with pytest.raises(ConfigError, match=f"{next(iter(wrong))}={next(iter(wrong.values()))}: give"):
-        Engine(_generator({}), **wrong)
+        Engine(generator_of({}), **wrong)
 
 
 def test_learned_positions_end_the_text() -> None:
     """Sixteen positions: four of the prompt and twelve more; a longer prompt is refused."""
-    assert len(list(generate(_generator({}), _request(new=50)))) == 12
+    assert len(list(generate(generator_of({}), _request(new=50)))) == 12
     with pytest.raises(ConfigError, match="prompt's 16 tokens leave no room in the 16 positions"):
-        list(generate(_generator({}), _request(PROMPT * 4, 1)))
+        list(generate(generator_of({}), _request(PROMPT * 4, 1)))
 
 
 @pytest.mark.parametrize(
@@ -314,7 +290,7 @@ def test_learned_positions_end_the_text() -> None:
 )
 def test_wrong_requests_are_one_sentence(request_: Request, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Engine(_generator({})).submit(request_)
+        Engine(generator_of({})).submit(request_)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
@@ -13,9 +14,11 @@ from typing import Any
 
 import pytest
 import uvicorn
+from starlette.exceptions import HTTPException
 
 from megatron_core.inference.openai_requests import RequestError
-from megatron_core.inference.web import Server
+from megatron_core.inference.requests import Progress
+from megatron_core.inference.web import Running, Server
 
 
 class Protocol:
@@ -68,3 +71,23 @@ def test_a_request_that_takes_long_to_read_delays_no_other(port: int) -> None:
 def test_a_fault_of_the_server_is_an_error_of_openai(port: int) -> None:
     status, found = answer(port, "/v1/chat/completions", "{}")
     assert status == 500 and found["error"]["type"] == "server_error" and "KeyError" in found["error"]["message"]
+
+
+def test_a_request_without_a_next_token_is_one_error() -> None:
+    """Logits that are not finite end the request with the reason; the engine continues with the others."""
+
+    def submit(requests: list[Any], listeners: list[Any]) -> list[int]:
+        listeners[0](Progress(0, None, finished="error", error="the largest logit is nan"))
+        return [7]
+
+    service: Any = SimpleNamespace(submit=submit)
+    job: Any = SimpleNamespace(choices=[SimpleNamespace(request=None, finished=None)])
+
+    async def read() -> None:
+        running = Running(job, service)
+        async for _ in running.pieces():
+            pass
+
+    with pytest.raises(HTTPException) as raised:
+        asyncio.run(asyncio.wait_for(read(), 10))
+    assert (raised.value.status_code, raised.value.detail) == (500, "the largest logit is nan")

@@ -16,7 +16,6 @@ from megatron_core.config.rules_stages import stage_problems
 from megatron_core.errors import MegatronError
 from megatron_core.inference import Generator
 from megatron_core.inference.generator import GenerationLayout
-from megatron_core.inference.kv_cache import KVCache
 from megatron_core.parallel import World
 from megatron_core.tokenizers import Tokenizer, tokenizer_of
 from megatron_core.training.compatibility import stored_config
@@ -57,14 +56,13 @@ def scripted(monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer) -> None:
     """Every prompt is continued in this way."""
     tokens = [*tokenizer.tokenize("the hat and"), 1, *tokenizer.tokenize(" more")]
 
-    def run(self: Generator, ids: torch.Tensor, positions: torch.Tensor, cache: KVCache, *_: object) -> torch.Tensor:
-        cache.end()
-        written = 0 if ids.numel() > 1 else tokens.index(int(ids)) + 1
-        logits = torch.zeros(1, 1, self.vocab_size)
-        logits[0, 0, tokens[written]] = 9.0
-        return logits
+    def run(self: Generator, ids: list[int], *_: object) -> tuple[torch.Tensor, list]:
+        written = 0 if len(ids) > 1 else tokens.index(ids[0]) + 1
+        logits = torch.zeros(1, self.vocab_size)
+        logits[0, tokens[written]] = 9.0
+        return logits, []
 
-    monkeypatch.setattr(Generator, "_run", run)
+    monkeypatch.setattr(Generator, "run", run)
 
 
 @pytest.mark.parametrize(

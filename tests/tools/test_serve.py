@@ -106,7 +106,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Client]:
-    client = Client(folder, "--max-batch-size", "3", "--max-waiting", "6", "--max-request-bytes", "50000")
+    small_steps = ["--inference-dynamic-batching-block-size", "4", "--inference-dynamic-batching-max-tokens", "8"]
+    limits = ["--max-batch-size", "3", "--max-waiting", "6", "--max-request-bytes", "50000"]
+    client = Client(folder, *limits, *small_steps)
     yield client
     client.end()
 
@@ -147,6 +149,14 @@ def test_completions_are_those_of_transformers(server: Client, reference: Refere
     with ThreadPoolExecutor(4) as clients:
         found = list(clients.map(lambda prompt: server.complete(prompt)["choices"][0]["text"], PROMPTS))
     assert found == expected
+
+
+def test_texts_with_a_common_prefix_are_those_of_transformers(server: Client, reference: Reference) -> None:
+    """Together, and again when the prefix is in the cache; it is much longer than a step."""
+    prompts = [PROMPTS[3] * 8 + " " + prompt for prompt in PROMPTS]
+    expected = [reference.greedy(prompt) for prompt in prompts]
+    for _ in range(2):
+        assert [choice["text"] for choice in server.complete(prompts)["choices"]] == expected
 
 
 def test_chats_are_those_of_transformers(server: Client, reference: Reference) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron_core.config import ModelConfig
 from megatron_core.errors import DataError
-from megatron_core.inference.kv_cache import KVCache
+from megatron_core.inference.kv_cache import KVCache, Span
 from megatron_core.models import GPTModel
 from megatron_core.parallel.groups import LocalGroup
 from megatron_core.tensor_parallel import ModelParallelConfig
@@ -237,13 +237,21 @@ def test_lengths_that_do_not_fill_the_sequences(lengths: list[list[int]], words:
 def test_documents_with_a_cache_are_new_sequences_in_it(path: str) -> None:
     """Their logits, and those of one more token each, equal those of passes without a cache."""
     model, tokens, more = model_of(**PATHS[path]).eval(), tokens_of(1)[:1], [5, 9, 14]
-    cache = KVCache(tokens.device)
-    positions = cache.begin_prompts(LENGTHS[0])
-    together = model(tokens, position_ids=positions, document_lengths=LENGTHS[:1], cache=cache)[0]
-    cache.end()
-    positions = cache.begin_tokens()
-    following = model(torch.tensor(more)[:, None], position_ids=positions, cache=cache)[:, 0]
-    for (_, first, end), token, found in zip(PLACES, more, following, strict=False):
+    cache = KVCache(tokens.device, 4, 64)
+    cache.reserve(64)
+    tables = [list(range(n, 60, 3)) for n in range(3)]
+    # A document of one token comes first in the row; the others are chunks from position 0 on.
+    order = sorted(range(3), key=lambda n: LENGTHS[0][n] > 1)
+    row = torch.cat([tokens[:, first:end] for _, first, end in (PLACES[n] for n in order)], dim=1)
+    positions = cache.begin([Span(0, LENGTHS[0][n], tables[n]) for n in order])
+    together = dict(
+        zip(
+            order, model(row, position_ids=positions, cache=cache)[0].split([LENGTHS[0][n] for n in order]), strict=True
+        )
+    )
+    positions = cache.begin([Span(LENGTHS[0][n], 1, tables[n]) for n in range(3)])
+    following = model(torch.tensor([more]), position_ids=positions, cache=cache)[0]
+    for n, ((_, first, end), token, found) in enumerate(zip(PLACES, more, following, strict=False)):
         alone = model(torch.cat([tokens[:, first:end], torch.tensor([[token]])], dim=1))[0]
-        torch.testing.assert_close(together[first:end], alone[:-1], atol=1e-11, rtol=0.0)
+        torch.testing.assert_close(together[n], alone[:-1], atol=1e-11, rtol=0.0)
         torch.testing.assert_close(found, alone[-1], atol=1e-11, rtol=0.0)

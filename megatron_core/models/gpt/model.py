@@ -25,9 +25,10 @@ from megatron_core.tensor_parallel import (
 from megatron_core.tensor_parallel.layers import vocabulary_per_rank
 from megatron_core.transformer import SequenceContext, TransformerBlock, layer_spec
 from megatron_core.transformer.auxiliary_loss import MicroBatchAuxiliaryLosses
-from megatron_core.transformer.context import KeyValueStore, LayerContext, PackedDocuments, RouterReplay
+from megatron_core.transformer.context import LayerContext, PackedDocuments, RouterReplay
 from megatron_core.transformer.layer_spec import LayerSpecs, mtp_loss_names
 from megatron_core.transformer.multi_token import MultiTokenPredictionBlock
+from megatron_core.transformer.paged_attention import KeyValueStore
 from megatron_core.transformer.rotary import plain_frequencies, rotary_table, scaled_frequencies
 
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -245,7 +246,7 @@ class GPTModel(nn.Module):
             hidden_states: output of the previous stage.
             sample_index: ``[b]``, keys of dropout.
             document_lengths: lengths of the documents of each whole sequence; no document attends to another.
-            cache: keys and values of earlier positions; with ``document_lengths`` each document is a sequence in it.
+            cache: keys and values of the texts in ``input_ids`` ``[1, s]``, in the order of ``cache.step``.
             positions: ``[s]``, indices of the tokens in their sequences; by default 0, 1, 2, ..., or this rank's part.
             logit_positions: ``[b, k]``, indices into ``input_ids`` of the logits ``[b, k, vocabulary]`` to compute; by
                 default all.

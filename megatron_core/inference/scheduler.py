@@ -1,0 +1,255 @@
+"""Choice of the tokens of a step: one of each running text, and chunks of long prompts."""
+
+from bisect import insort
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from megatron_core.inference.blocks import BlockPool, block_key
+from megatron_core.inference.requests import Request, TokenScore
+
+
+@dataclass(eq=False)
+class Text:
+    """A request and its continuation."""
+
+    number: int
+    request: Request
+    random: torch.Generator
+    """Generator of the text's samples; only the last stage draws from it."""
+    tokens: list[int]
+    """Prompt and new tokens."""
+    written: int = 0
+    """Number of new tokens."""
+    computed: int = 0
+    """Number of positions in the cache, including those of a step in flight."""
+    table: list[int] = field(default_factory=list)
+    """The text's blocks, in the order of positions; empty for a waiting text."""
+    keys: list[bytes] = field(default_factory=list)
+    """Hashes of the text's first blocks."""
+    prompt_scores: list[TokenScore] = field(default_factory=list)
+    """Scores of the prompt's tokens in the chunks computed so far."""
+    shares: bool = True
+    """Whether it uses blocks that other texts have computed."""
+    has_shared: bool = False
+    """Whether it has used such blocks."""
+    group: int | None = None
+    """The group of texts that are computed together; None: waiting, finished or cancelled."""
+
+    @property
+    def remaining(self) -> int:
+        """Number of tokens to compute before the next one can be chosen; 0: a step is in flight."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether the next steps report scores of the prompt's tokens."""
+        return self.request.score_prompt and not self.written
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive tokens of a text that a step computes."""
+
+    text: Text
+    first: int
+    """Position of the first token."""
+    count: int
+    chooses: bool
+    """Whether the text's next token is chosen after the segment."""
+    rows: int
+    """Number of the segment's last positions whose logits are needed."""
+
+
+class Scheduler:
+    """Texts in ``groups`` that are computed alternately, and a queue of waiting texts.
+
+    A step computes one token of each running text of a group, then chunks of prompts with up to ``max_tokens`` tokens
+    in all, but at least one block; without ``chunked`` prompts are not divided. When no block is available, the
+    group's text that came last returns its blocks and waits; it is computed again later. ``sharing``: texts share full
+    blocks of a common prefix.
+    """
+
+    def __init__(
+        self, pool: BlockPool, block_size: int, *, groups: int, max_batch_size: int, max_tokens: int, chunked: bool,
+        sharing: bool,
+    ) -> None:  # fmt: skip
+        self.pool, self.block_size = pool, block_size
+        self.max_batch_size, self.max_tokens, self.chunked, self.sharing = max_batch_size, max_tokens, chunked, sharing
+        self.waiting: list[Text] = []
+        self.groups: list[list[Text]] = [[] for _ in range(groups)]
+        self.preempted = 0
+        """Number of times that a text returned its blocks."""
+        self.reused = 0
+        """Number of positions whose keys and values were computed for another text."""
+
+    @property
+    def running(self) -> int:
+        """Number of texts with blocks."""
+        return sum(map(len, self.groups))
+
+    def add(self, text: Text) -> None:
+        """Add a text to the queue, from the beginning of its computation."""
+        text.prompt_scores.clear()
+        insort(self.waiting, text, key=_number)
+
+    def remove(self, text: Text) -> None:
+        """Remove a text, and return its blocks."""
+        if text.group is None:
+            self.waiting = [each for each in self.waiting if each is not text]
+            return
+        self.groups[text.group].remove(text)
+        self.pool.release(text.table)
+        text.table, text.computed, text.group = [], 0, None
+
+    def find(self, number: int) -> Text | None:
+        """Return the waiting or running text with this number."""
+        texts = (each for group in (*self.groups, self.waiting) for each in group)
+        return next((each for each in texts if each.number == number), None)
+
+    def compact(self) -> list[int]:
+        """Renumber the held blocks from 0 on; return the old number of each."""
+        numbers = self.pool.compact()
+        for text in (each for group in self.groups for each in group):
+            text.table = [numbers[block] for block in text.table]
+        return list(numbers)
+
+    def plan(self, slot: int) -> list[Segment]:
+        """Return the segments of a group's next step, no segment of which is in flight, and count them as computed."""
+        texts, found = self.groups[slot], []
+        for text in [each for each in texts if each.remaining == 1]:
+            if text.group is not None and self._has_room(text):
+                found.append(self._segment(text, 1))
+        budget, tokens = max(self.max_tokens - len(found), self.block_size), 0
+        for text in [each for each in texts if each.remaining > 1]:
+            self._adopt(text)
+            count = self._chunk(text.remaining, text.computed, budget, tokens)
+            if count:
+                found.append(self._segment(text, count))
+                tokens += count
+        while self.waiting and len(texts) < self._places(slot):
+            text = self.waiting[0]
+            shared = self._shared_blocks(text)
+            first = len(shared) * self.block_size
+            count = self._chunk(len(text.tokens) - first, first, budget, tokens)
+            if not count or not self._fits(text, shared):
+                break
+            self._admit(text, slot, shared)
+            found.append(self._segment(text, count))
+            tokens += count
+        return found
+
+    def _chunk(self, remaining: int, first: int, budget: int, tokens: int) -> int:
+        """Number of tokens of a prompt in a step that has ``tokens`` of other prompts.
+
+        All ``remaining`` tokens if possible, otherwise those up to the end of a block.
+        """
+        if remaining <= budget - tokens:
+            return remaining
+        if self.chunked:
+            return max((first + budget - tokens) // self.block_size * self.block_size - first, 0)
+        return 0 if tokens else remaining
+
+    def _segment(self, text: Text, count: int) -> Segment:
+        """Count the next tokens as computed, and register the blocks that they fill."""
+        chooses = count == text.remaining
+        rows = count if text.is_scored else int(chooses)
+        found = Segment(text, text.computed, count, chooses, rows)
+        full = range(text.computed // self.block_size, (text.computed + count) // self.block_size)
+        text.computed += count
+        for index in full if self.sharing and text.shares else ():
+            self.pool.register(text.table[index], self._key(text, index))
+        return found
+
+    def _key(self, text: Text, index: int) -> bytes:
+        """Hash of the text up to the end of a block."""
+        for at in range(len(text.keys), index + 1):
+            parent = text.keys[at - 1] if at else b""
+            text.keys.append(block_key(parent, text.tokens[at * self.block_size : (at + 1) * self.block_size]))
+        return text.keys[index]
+
+    def _may_share(self, text: Text) -> bool:
+        """Whether the text may use blocks that others have computed: not to score all tokens of its prompt."""
+        return self.sharing and text.shares and not text.is_scored
+
+    def _shared_blocks(self, text: Text) -> list[int]:
+        """The registered blocks with the text's first tokens; at least one token is left to compute."""
+        found: list[int] = []
+        if not self._may_share(text):
+            return found
+        for index in range((len(text.tokens) - 1) // self.block_size):
+            block = self.pool.find(self._key(text, index))
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def _adopt(self, text: Text) -> None:
+        """Use blocks that other texts have computed since the text's last chunk."""
+        if not self._may_share(text) or text.computed % self.block_size:
+            return
+        for index in range(text.computed // self.block_size, (len(text.tokens) - 1) // self.block_size):
+            block = self.pool.find(self._key(text, index))
+            if block is None:
+                return
+            self.pool.share(block)
+            self.pool.release([text.table[index]])
+            text.table[index] = block
+            text.computed += self.block_size
+            text.has_shared = True
+            self.reused += self.block_size
+
+    def _places(self, slot: int) -> int:
+        """Largest number of texts in a group, so that all groups get as many."""
+        total, count = self.running + len(self.waiting), len(self.groups)
+        return min(_part(total, count, slot), _part(self.max_batch_size, count, slot))
+
+    def _fits(self, text: Text, shared: Sequence[int]) -> bool:
+        """Whether there are blocks for the text, and one more for each running text."""
+        revived = sum(map(self.pool.is_unused, shared))
+        needed = self._blocks(len(text.tokens)) - len(shared) + revived
+        return needed + self.running <= self.pool.available
+
+    def _admit(self, text: Text, slot: int, shared: list[int]) -> None:
+        """Move the first waiting text to a group, with all blocks of its tokens."""
+        self.waiting.pop(0)
+        for block in shared:
+            self.pool.share(block)
+        own = self._blocks(len(text.tokens)) - len(shared)
+        text.table = shared + [self.pool.allocate() for _ in range(own)]
+        text.computed, text.group = len(shared) * self.block_size, slot
+        text.has_shared = bool(shared)
+        self.reused += text.computed
+        insort(self.groups[slot], text, key=_number)
+
+    def _has_room(self, text: Text) -> bool:
+        """Allocate the block of the text's next token, if necessary from texts of the group that came later."""
+        while len(text.table) < self._blocks(text.computed + 1):
+            if self.pool.available:
+                text.table.append(self.pool.allocate())
+                continue
+            assert text.group is not None, "a running text"
+            last = self.groups[text.group][-1]
+            self._preempt(last)
+            if last is text:
+                return False
+        return True
+
+    def _preempt(self, text: Text) -> None:
+        """Return a running text to the queue without its blocks."""
+        self.remove(text)
+        self.add(text)
+        self.preempted += 1
+
+    def _blocks(self, positions: int) -> int:
+        return -(-positions // self.block_size)
+
+
+def _number(text: Text) -> int:
+    return text.number
+
+
+def _part(total: int, parts: int, index: int) -> int:
+    """Size of part ``index`` of ``total`` items divided as equally as possible."""
+    return total // parts + (index < total % parts)
