@@ -191,9 +191,9 @@ IN_LAYERS = (
     Defect(  # C42
         "queries, keys and values are cut as three matrices, used group by group",
         "parallel.sharding:split_qkv",
-        "return replace(split(shape, 0, index, size), sections=sections)",
+        "return replace(split(shape, 0, index, size), fused=fused)",
         "return replace(split_fused(shape, (heads * head_size, groups * head_size, groups * head_size), index, size), "
-        "sections=sections)",
+        "fused=fused)",
         "tp2",
         "C42",
     ),
