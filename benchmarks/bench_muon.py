@@ -1,4 +1,4 @@
-"""Measure training steps with Muon: seconds, bytes sent by a rank, and FLOPs of its matrix products in the update.
+"""Measure training steps with Muon: seconds, processor seconds of a rank, bytes it sends, FLOPs of its updates.
 
 With ``--before CHECKOUT``, steps of another version of this repository alternate with those of this one, in processes
 of their own; ``ratio`` in benchmarks/results.csv is then the time relative to that version. One thread per rank.
@@ -79,7 +79,7 @@ class Settings:
     """Number of rounds."""
     steps: int = 3
     """Timed steps per round, after one warm-up step."""
-    samples: int = 8
+    samples: int = 4
     """Samples per step."""
     keep: bool = True
     """Append to benchmarks/results.csv."""
@@ -92,11 +92,12 @@ def one_rank(flags: dict[str, object], settings: Settings) -> dict[str, Any]:
     world = World(dist.get_rank(), dist.get_world_size(), 0, torch.device("cpu"))
     run = set_up(RunConfig.from_flat(SHAPE | {"global_batch_size": settings.samples} | flags), world)
     train_step(run)
-    seconds = []
+    seconds, processor = [], []
     for _ in range(settings.steps):
-        began = time.perf_counter()
+        began, began_processor = time.perf_counter(), time.process_time()
         train_step(run)
         seconds.append(time.perf_counter() - began)
+        processor.append(time.process_time() - began_processor)
     update, flops, sent = run.optimizer.step, FlopCounterMode(display=False), [0.0, 0.0]
 
     def measured(*args: Any, **options: Any) -> bool:
@@ -111,7 +112,8 @@ def one_rank(flags: dict[str, object], settings: Settings) -> dict[str, Any]:
     train_step(run)
     sent[0] += _bytes()
     METER.stop()
-    return {"seconds": seconds, "bytes": sum(sent), "update bytes": sent[1], "flops": flops.get_total_flops()}
+    totals = {"bytes": sum(sent), "update bytes": sent[1], "flops": flops.get_total_flops()}
+    return {"seconds": seconds, "processor": processor, **totals}
 
 
 def _bytes() -> float:
@@ -134,6 +136,11 @@ def measure(name: str, checkout: Path, settings: Settings) -> list[dict[str, Any
     return found
 
 
+def slowest(rounds: list[list[dict[str, Any]]], kind: str) -> float:
+    """Return the median step, each of its slowest rank."""
+    return statistics.median(max(step) for ranks in rounds for step in zip(*(r[kind] for r in ranks), strict=True))
+
+
 def main(settings: Settings) -> None:
     """Measure all contenders in turn and print the table."""
     if settings.worker is not None:
@@ -147,21 +154,17 @@ def main(settings: Settings) -> None:
             for suffix, checkout in versions.items():
                 found.setdefault(name + suffix, []).append(measure(name, checkout, settings))
                 print(f"{name + suffix}: {min(found[name + suffix][-1][0]['seconds']):.3f} s", flush=True)
-    # The slowest rank determines the duration of a step.
-    times = {
-        name: statistics.median(
-            max(step) for ranks in rounds for step in zip(*(r["seconds"] for r in ranks), strict=True)
-        )
-        for name, rounds in found.items()
-    }
     rows = []
-    print(f"{'':24} {'s per step':>10} {'ratio':>6} {'MB sent':>9} {'in update':>9} {'GFLOP in update':>16}")
+    print(f"{'':20} {'s':>7} {'ratio':>6} {'cpu s':>7} {'ratio':>6} {'MB sent':>9} {'in update':>9} {'GFLOP':>9}")
     for name, rounds in found.items():
-        ratio = times[name] / times[f"{name} before"] if f"{name} before" in times else None
+        peer, kinds = found.get(f"{name} before"), ("seconds", "processor")
+        times = [slowest(rounds, kind) for kind in kinds]
+        ratios = [None if peer is None else own / slowest(peer, kind) for own, kind in zip(times, kinds, strict=True)]
         sent, update, flops = (max(rank[key] for rank in rounds[-1]) for key in ("bytes", "update bytes", "flops"))
-        cells = f"{times[name]:10.3f} {ratio or 1.0:6.3f} {sent / 1e6:9.2f} {update / 1e6:9.2f} {flops / 1e9:16.2f}"
-        print(f"{name:24} {cells}", flush=True)
-        rows.append(Row(f"muon {name}", times[name], "s", ratio=ratio))
+        cells = " ".join(f"{own:7.3f} {ratio or 1.0:6.3f}" for own, ratio in zip(times, ratios, strict=True))
+        print(f"{name:20} {cells} {sent / 1e6:9.2f} {update / 1e6:9.2f} {flops / 1e9:9.2f}", flush=True)
+        rows.append(Row(f"muon {name}", times[0], "s", ratio=ratios[0]))
+        rows.append(Row(f"muon {name}, processor time of a rank", times[1], "s", ratio=ratios[1]))
         rows.append(Row(f"muon {name}, sent by a rank", sent / 1e6, "MB"))
         rows.append(Row(f"muon {name}, update of a rank", flops / 1e9, "GFLOP"))
     if settings.keep:
