@@ -192,7 +192,10 @@ def tasks_of(buckets: Sequence[Bucket]) -> list[MatrixTask]:
         for number, parameter in enumerate(bucket.parameters):
             spec = spec_of(parameter)
             shape, inner = spec.global_shape, spec.global_shape[1:]
-            count = max(1, STACK // prod(inner)) if len(shape) > 2 else shape[0]
+            count = shape[0]
+            if len(shape) > 2:  # a divisor, so that few stacks contain experts of several ranks
+                most = max(1, STACK // prod(inner))
+                count = max(n for n in range(1, shape[0] + 1) if n <= most and shape[0] % n == 0)
             for first in range(0, shape[0], count):
                 box = Box((first, *(0 for _ in inner)), (min(first + count, shape[0]), *inner))
                 found.append(MatrixTask(bucket, number, spec, box))
@@ -202,8 +205,8 @@ def tasks_of(buckets: Sequence[Bucket]) -> list[MatrixTask]:
 def assign(tasks: Sequence[MatrixTask], holdings: Sequence[Sequence[Holding]], ranks: int) -> list[int]:
     """Return the owner of each task: the longest first, to the rank with the least work (Graham 1969).
 
-    A task that some ranks hold as a whole goes to one of them, because it then needs no message; a task in parts to the
-    rank with most of it among the ranks that stay below 1.05 times the mean work.
+    Without cut parameters, a task that some ranks hold as a whole goes to one of them, because it then needs no
+    message. Any other task goes to the rank with most of it among the ranks that stay below 1.05 times the mean work.
     """
     costs = [task.cost for task in tasks]
     work, owners = [0] * ranks, [0] * len(tasks)
@@ -213,7 +216,8 @@ def assign(tasks: Sequence[MatrixTask], holdings: Sequence[Sequence[Holding]], r
         for holding in holdings[number]:
             for rank in holding.ranks:
                 held[rank] += sum(piece.numel for piece in holding.owned)
-        whole = [rank for rank in range(ranks) if held[rank] == tasks[number].box.numel]
+        uncut = not tasks[number].bucket.cuts_parameters
+        whole = [rank for rank in range(ranks) if uncut and held[rank] == tasks[number].box.numel]
         light = [rank for rank in range(ranks) if work[rank] + costs[number] <= limit]
         order = [(-held[rank], work[rank], rank) for rank in whole or light]
         owner = min(order)[-1] if order else work.index(min(work))
