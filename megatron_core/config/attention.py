@@ -227,6 +227,21 @@ def attention_of(model: ModelConfig) -> AttentionKind:
     return ATTENTION_KINDS.get(next(flagged, model.attention_kind), GroupedQuery)(model)
 
 
+QUERY_BLOCK = 256
+"""Queries whose attention weights are in memory together if dropout or bounded scores exclude the fused path."""
+
+
+def computed_weights(model: ModelConfig, length: int) -> int:
+    """Attention weights per head that are computed for a sequence if attention is not fused.
+
+    The reference computes all of them; blocks of queries only those of the keys up to the last query of the block.
+    """
+    if model.attention_backend == "unfused":
+        return length**2
+    starts = range(0, length, QUERY_BLOCK)
+    return sum(min(QUERY_BLOCK, length - start) * min(start + QUERY_BLOCK, length) for start in starts)
+
+
 def attention_problems(model: ModelConfig) -> Iterator[str]:
     """Check the choice of the kind, and the settings that it refuses."""
     legal = [kind.name for kind in ATTENTION_KINDS.values() if kind.flag is None]

@@ -111,6 +111,7 @@ MUON_ZERO_1 = Condition(
     "--optimizer muon and --zero-stage 1",
     lambda run: run.optimizer.optimizer == "muon" and run.parallel.dp_zero_stage == 1,
 )
+MUON_SPLIT_QKV = given("muon_split_qkv")
 PRECISION_AWARE = given("use_precision_aware_optimizer")
 BF16 = given("bf16")
 BF16_STATE = Condition(

@@ -53,6 +53,11 @@ class AlgorithmConfig:
     muon_split_qkv: bool = setting(True, when=_read("muon_split_qkv", "muon"))
     """Orthogonalize queries, keys and values separately, for --optimizer muon; --no-muon-split-qkv: the whole fused
     matrix."""
+    muon_split_heads: bool = setting(False, when=(_read("muon_split_heads", "muon"), c.MUON_SPLIT_QKV))
+    """Orthogonalize the queries, keys and values of each attention head separately, for --optimizer muon."""
+    muon_split_gate_up: bool = setting(False, when=_read("muon_split_gate_up", "muon"))
+    """Orthogonalize the gate and the up projection of gated MLPs and experts separately, for --optimizer muon. Off, as
+    in Megatron-LM: both as one matrix."""
     muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = setting(
         "spectral", when=_read("muon_scale_mode", "muon")
     )
@@ -218,8 +223,9 @@ add_optimizer(
         name="muon",
         all_moments=(Moment("momentum_buffer"),),
         settings=(
-            *("muon_momentum", "muon_nesterov", "muon_split_qkv", "muon_scale_mode", "muon_extra_scale_factor"),
-            *("muon_num_ns_steps", "muon_coefficient_type", "muon_fp32_matmul_prec", "muon_scalar_optimizer"),
+            *("muon_momentum", "muon_nesterov", "muon_split_qkv", "muon_split_heads", "muon_split_gate_up"),
+            *("muon_scale_mode", "muon_extra_scale_factor", "muon_num_ns_steps"),
+            *("muon_coefficient_type", "muon_fp32_matmul_prec", "muon_scalar_optimizer"),
         ),
         scalar_optimizer="muon_scalar_optimizer",
         hidden_lr_power=0,  # the size of Muon's updates does not depend on the width

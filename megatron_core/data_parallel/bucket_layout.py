@@ -66,10 +66,13 @@ class InOrder:
 
 
 def matrix_work(shape: Sequence[int]) -> int:
-    """Return the cost of an update: m n min(m, n) per matrix of ``[..., m, n]`` (orthogonalisation), else the
-    elements.
+    """Return the relative cost of an update: s^2 (2 l + s) per matrix of ``[..., m, n]``, with s = min(m, n) and
+    l = max(m, n) (multiplications of a Newton-Schulz iteration), else the elements.
     """
-    return math.prod(shape) * (min(shape[-2:]) if len(shape) > 1 else 1)
+    if len(shape) < 2:
+        return math.prod(shape)
+    short, long = sorted(shape[-2:])
+    return math.prod(shape[:-2]) * short**2 * (2 * long + short)
 
 
 class WholeInShards:

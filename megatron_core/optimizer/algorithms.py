@@ -11,18 +11,16 @@ from contextlib import contextmanager
 from itertools import chain, cycle, islice, repeat
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import normalize
 
 from megatron_core.config import OptimizerConfig
 from megatron_core.config.optimizers import OptimizerKind, add_optimizer
-from megatron_core.data_parallel import Bucket
 from megatron_core.ops import Backend, adamw_
 from megatron_core.optimizer.lamb import LAMB
 from megatron_core.optimizer.rule import NEVER_CORRECTED, Algorithm, MatrixAlgorithm, Rates, ShardSlice, write_copy
-from megatron_core.parallel.collectives import all_gather_flat_, all_reduce_
 from megatron_core.parallel.groups import ParallelGroups
-from megatron_core.parallel.sharding import spec_of
+from megatron_core.parallel.sharding import Fused
 
 
 class AdamW(Algorithm):
@@ -127,73 +125,45 @@ class Muon(MatrixAlgorithm):
     """m = mu m + g; u = m, with Nesterov g + mu m; w = (1 - lr wd) w - lr scale orthogonal(u).
 
     Muon updates hidden matrices; another optimizer updates the other parameters. ``newton_schulz`` orthogonalizes each
-    stored matrix as a whole (each expert separately; gate and up projection together). With ``muon_split_qkv`` it
-    orthogonalizes the queries, keys and values (and gates) of a fused QKV matrix separately. The scale is
-    ``muon_extra_scale_factor`` times sqrt(max(rows, columns)) (spectral), sqrt(rows / columns) (unit_rms_norm) or
-    sqrt(max(1, rows / columns)) (shape_scaling) of the orthogonalized matrix. Megatron-LM's m is a mean, (1 - mu) times
-    this m, so the directions are equal. Each data-parallel rank orthogonalizes part of a bucket's matrices: the ones in
-    its shard if no matrix is cut (``fill.whole_matrices``), else every nth matrix, with a gather before and an
-    all-reduce after it.
+    matrix as a whole (each expert separately). Of a fused matrix it orthogonalizes the queries, keys and values (and
+    gates) of all heads separately with ``muon_split_qkv``, those of each head with ``muon_split_heads``, and gate and
+    up projection with ``muon_split_gate_up``. The scale is ``muon_extra_scale_factor`` times sqrt(max(rows, columns))
+    (spectral), sqrt(rows / columns) (unit_rms_norm) or sqrt(max(1, rows / columns)) (shape_scaling) of the
+    orthogonalized matrix. Megatron-LM's m is a mean, (1 - mu) times this m, so the directions are equal.
 
     Source: Jordan et al. 2024 (kellerjordan.github.io/posts/muon) for the iteration, Liu et al. 2025 (arXiv
     2502.16982), section 2.2, for the spectral scale. Defaults, the split of QKV and the constants are from Megatron-LM
     and Emerging-Optimizers.
     """
 
-    def update_bucket(self, bucket: Bucket, part: ShardSlice, rates: Rates) -> None:
-        """Update the shard; see ``MatrixAlgorithm``."""
+    def direction(self, part: ShardSlice, rates: Rates) -> Tensor:
+        """Add the gradient to the momentum; see ``MatrixAlgorithm``."""
         momentum = part.state["momentum_buffer"]
         grad = part.grad.mul_(rates.factor).to(momentum.dtype)
         momentum.mul_(self.config.muon_momentum).add_(grad)
         nesterov = self.config.muon_nesterov
-        direction = grad.add(momentum, alpha=self.config.muon_momentum) if nesterov else momentum
-        orthogonal = self._orthogonalized(bucket, direction)
-        part.main.mul_(1.0 - rates.lr * rates.weight_decay).add_(orthogonal, alpha=-rates.lr)
+        return grad.add(momentum, alpha=self.config.muon_momentum) if nesterov else momentum
+
+    def apply(self, part: ShardSlice, update: Tensor, rates: Rates) -> None:
+        """Decay the weights and subtract the update; see ``MatrixAlgorithm``."""
+        part.main.mul_(1.0 - rates.lr * rates.weight_decay).add_(update, alpha=-rates.lr)
         write_copy(part)
 
-    def _orthogonalized(self, bucket: Bucket, direction: Tensor) -> Tensor:
-        """Return the scaled orthogonal directions of this rank's shard."""
-        size, rank = bucket.dp_group.size(), bucket.dp_group.rank()
-        whole = direction
-        if bucket.is_sharded and not bucket.cuts_parameters:  # this shard has only whole parameters
-            result = torch.zeros_like(direction)
-            for _, parameter, _, numel, at in bucket.pieces():
-                flat = slice(at, at + numel)
-                result[flat] = self._of_parameter(parameter, direction[flat].view(parameter.shape)).view(-1)
-            return result
-        if bucket.is_sharded and size > 1:
-            whole = direction.new_empty(bucket.weights.numel())
-            all_gather_flat_(whole, direction, bucket.dp_group).wait()
-        result = torch.zeros_like(whole)
-        for number, (parameter, at) in enumerate(zip(bucket.parameters, bucket.offsets, strict=True)):
-            if number % size == rank:
-                flat = slice(at, at + parameter.numel())
-                result[flat] = self._of_parameter(parameter, whole[flat].view(parameter.shape)).view(-1)
-        all_reduce_(result, bucket.dp_group)
-        return result[bucket.shard] if bucket.is_sharded and size > 1 else result
-
-    def _of_parameter(self, parameter: nn.Parameter, local: Tensor) -> Tensor:
-        """Assemble the global matrix, orthogonalize it, and return this rank's part."""
-        spec = spec_of(parameter)
-        full = local.new_zeros(spec.global_shape)
-        for box in spec.parts:
-            if box.owned or not spec.splits:
-                full[box.whole.index] = local[box.local.index]
-        assert self.groups is not None
-        for axis in spec.split_axes:
-            all_reduce_(full, self.groups.group(axis))
-        part = torch.empty_like(local)
-        spec.localise(self._of_sections(full, spec.sections if self.config.muon_split_qkv else ()), part)
-        return part
-
-    def _of_sections(self, full: Tensor, sections: tuple[int, ...]) -> Tensor:
-        """Return the scaled orthogonal directions of a matrix, or of each of its row ``sections`` separately."""
-        if not sections:
-            return self._scaled(full)
-        columns = full.shape[-1]
-        parts = full.view(-1, sum(sections), columns).split(sections, dim=1)
-        scaled = (self._scaled(part.reshape(-1, columns)).view(part.shape) for part in parts)
-        return torch.cat(list(scaled), dim=1).view(full.shape)
+    def transform(self, direction: Tensor, fused: Fused | None) -> Tensor:
+        """Return the scaled orthogonal matrix, or those of the matrices of a fused one; see ``MatrixAlgorithm``."""
+        has_heads = fused is not None and fused.head_size > 0
+        if fused is None or not (self.config.muon_split_qkv if has_heads else self.config.muon_split_gate_up):
+            return self._scaled(direction)
+        blocks = direction.unflatten(-2, (-1, sum(fused.rows)))
+        parts = []
+        for block in blocks.split(fused.rows, dim=-2):
+            each = block.flatten(-3, -2)
+            if has_heads and self.config.muon_split_heads:
+                scaled = self._scaled(each.unflatten(-2, (-1, fused.head_size))).flatten(-3, -2)
+            else:
+                scaled = self._scaled(each)
+            parts.append(scaled.view(block.shape))
+        return torch.cat(parts, dim=-2).view(direction.shape)
 
     def _scaled(self, matrix: Tensor) -> Tensor:
         config, (rows, columns) = self.config, matrix.shape[-2:]

@@ -9,6 +9,7 @@ from megatron_core.config import OptimizerConfig
 from megatron_core.data_parallel import Bucket
 from megatron_core.ops import Backend
 from megatron_core.parallel.groups import ParallelGroups
+from megatron_core.parallel.sharding import Fused
 
 NEVER_CORRECTED = 10**9
 """A step at which the bias correction 1 - beta^step is 1 for every beta that a float32 can hold below 1."""
@@ -72,10 +73,28 @@ class BucketAlgorithm(Algorithm):
 
 
 class MatrixAlgorithm(Algorithm):
-    """An update rule for whole hidden matrices, of an optimizer whose row has a ``scalar_optimizer``."""
+    """An update rule for whole hidden matrices, of an optimizer whose row has a ``scalar_optimizer``.
 
-    def update_bucket(self, bucket: Bucket, part: ShardSlice, rates: Rates) -> None:
-        """Update the shard ``part`` of ``bucket``; a collective call of all ranks that share the bucket's tensors."""
+    ``direction`` and ``apply`` see slices of shards; ``transform`` is called once for each matrix, by one rank.
+    """
+
+    def direction(self, part: ShardSlice, rates: Rates) -> Tensor:
+        """Update the state of ``part``, without its weights, and return the flat direction of its matrices.
+
+        The result may be a tensor of the state.
+        """
+        raise NotImplementedError
+
+    def transform(self, direction: Tensor, fused: Fused | None) -> Tensor:
+        """Return the update of a whole matrix, or of each matrix of a stack ``[..., rows, columns]``.
+
+        ``fused`` describes the matrices that are stored as one. The result depends only on the arguments, so that it
+        does not depend on the layout.
+        """
+        raise NotImplementedError
+
+    def apply(self, part: ShardSlice, update: Tensor, rates: Rates) -> None:
+        """Update the weights of ``part``, which has no state, and its ``copy``, with its slice of the results."""
         raise NotImplementedError
 
 

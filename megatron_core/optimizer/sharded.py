@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,6 @@ import torch
 from torch import Tensor
 
 from megatron_core.config import OptimizerConfig
-from megatron_core.config.optimizers import OptimizerKind
 from megatron_core.data_parallel import Bucket, DataParallel
 from megatron_core.data_parallel.bucket_kind import BucketKind
 from megatron_core.data_parallel.buffer import Compressor
@@ -25,90 +22,14 @@ from megatron_core.ops import Backend
 from megatron_core.optimizer.algorithms import UPDATE_RULES, AdamW
 from megatron_core.optimizer.clip import GradientNorm, clip_factor
 from megatron_core.optimizer.loss_scale import ConstantLossScale, DynamicLossScale
+from megatron_core.optimizer.matrix_updates import MatrixUpdates
 from megatron_core.optimizer.onebit import FRESH, OneBitLAMBUpdate, ZeroOneAdamUpdate
-from megatron_core.optimizer.rounding import CHUNK, update_rounded
+from megatron_core.optimizer.rounding import update_rounded
 from megatron_core.optimizer.rule import Algorithm, BucketAlgorithm, MatrixAlgorithm, Rates, ShardSlice
+from megatron_core.optimizer.shard import Shard
 from megatron_core.parallel.groups import ParallelGroups
 
 LossScale = ConstantLossScale | DynamicLossScale
-
-
-@dataclass(frozen=True, eq=False)
-class Shard:
-    """The optimizer's state for this rank's shard of a bucket: flat tensors of the shard's length."""
-
-    bucket: Bucket
-    kind: OptimizerKind
-    algorithm: Algorithm
-    placement: Placement
-    main: Tensor
-    """Main weights: the bucket's own tensor if it has the main dtype (and the state's device), else a copy."""
-    state: dict[str, Tensor]
-    """The moments by name, initially zero."""
-
-    @classmethod
-    def of(
-        cls,
-        bucket: Bucket,
-        kind: OptimizerKind,
-        algorithm: Algorithm,
-        placement: Placement,
-        config: OptimizerConfig,
-    ) -> Shard:
-        """Construct the shard from the bucket's weights."""
-        main = bucket.weight_shard
-        wide = main.dtype if config.main_params_dtype == "bf16" else torch.promote_types(main.dtype, torch.float32)
-        if main.dtype != wide or (main.device != placement.device and not main.is_meta):
-            main = placement.tensor("main", main.numel(), wide).copy_(main)
-        wide = torch.promote_types(main.dtype, torch.float32)
-        state = {
-            moment.name: placement.tensor(moment.name, main.numel(), torch.bfloat16 if moment.is_bf16(config) else wide)
-            for moment in kind.moments(config)
-        }
-        return cls(bucket, kind, algorithm, placement, main, state)
-
-    @property
-    def is_narrow(self) -> bool:
-        """Whether the model's weights are 16-bit copies of ``main``."""
-        return self.main.dtype != self.bucket.weights.dtype
-
-    @property
-    def is_away(self) -> bool:
-        """Whether the state is on another device than the shard of the weights."""
-        return self.main.device != self.bucket.weight_shard.device
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the state, and of main weights separate from the model's weights."""
-        return sum(tensor.nbytes for tensor in (*self.state.values(), *([self.main] if self.is_narrow else ())))
-
-    @property
-    def is_rounded(self) -> bool:
-        """Whether main weights or state are stored in bfloat16."""
-        return any(tensor.dtype == torch.bfloat16 for tensor in (self.main, *self.state.values()))
-
-    def chunks(self, run: slice) -> Iterator[slice]:
-        """Yield the slices in which ``run`` is updated."""
-        for at in self.placement.chunks(self.main.numel()):
-            first, last = max(at.start, run.start), min(at.stop, run.stop)
-            step = CHUNK if self.is_rounded else max(last - first, 1)
-            for start in range(first, last, step):
-                yield slice(start, min(start + step, last))
-
-    @property
-    def is_stored_away(self) -> bool:
-        """Whether the state is on disk, or the weights are on disk or in host memory."""
-        return isinstance(self.placement, DiskPlacement) or self.bucket.away is not None
-
-    @property
-    def whole(self) -> ShardSlice:
-        """The whole shard as a slice, with its gradient on the device of the weights."""
-        return self.part(slice(0, self.main.numel()), self.bucket.grad_shard)
-
-    def part(self, at: slice, grad: Tensor) -> ShardSlice:
-        """Return the slice ``at``; ``grad`` is the gradient of the shard, on the device of the state."""
-        copy = self.bucket.weight_shard[at] if self.is_narrow and not self.is_away else None
-        return ShardSlice(grad[at], self.main[at], copy, {name: tensor[at] for name, tensor in self.state.items()})
 
 
 class Optimizer:
@@ -152,6 +73,8 @@ class Optimizer:
             self.compressor.loss_scale = lambda: self.loss_scale.scale
         if isinstance(self.compressor, SignSums):
             self.compressor.moments = {shard.bucket: shard.state for shard in self.shards}
+        of_matrices = [shard for shard in self.shards if isinstance(shard.algorithm, MatrixAlgorithm)]
+        self._matrices = MatrixUpdates(of_matrices, groups, seed)
         self.steps_taken = 0
         self.before_update: Callable[[], None] = lambda: None
         """Called before weights and state change, for example to finish an asynchronous copy."""
@@ -203,6 +126,8 @@ class Optimizer:
         """Update each group of runs with its own rates; ``factor`` is the factor of the gradients."""
         by_bucket = [shard for shard in self.shards if isinstance(shard.algorithm, BucketAlgorithm)]
         scaled: dict[Shard, list[tuple[slice, Rates]]] = {shard: [] for shard in by_bucket}
+        by_element: list[tuple[list[tuple[Shard, slice]], Rates]] = []
+        of_matrices: dict[Bucket, Rates] = {}
         for (group, _, _), runs in self._runs.items():
             if isinstance(group, int):
                 own = self.param_groups[group]
@@ -214,10 +139,19 @@ class Optimizer:
                 by_width = self.width != 1.0 and not (group.embedding and decoupled_lr is not None)
                 scale, eps_scale = self._width_factors(runs[0][0]) if by_width else (1.0, 1.0)
                 rates = Rates(self.steps_taken, own_lr * scale, decay, factor, self.config.adam_eps * eps_scale)
-            self._update(runs, rates)
+            if isinstance(runs[0][0].algorithm, MatrixAlgorithm):
+                of_matrices.update({shard.bucket: rates for shard, _ in runs})
+            else:
+                by_element.append((runs, rates))
             for shard, at in runs:
                 if shard in scaled:
                     scaled[shard].append((at, rates))
+
+        def update_by_element() -> None:
+            for runs, rates in by_element:
+                self._update(runs, rates)
+
+        self._matrices.step(of_matrices, update_by_element)
         # Ranks with common tied weights sum their norms in one order.
         for shard, spans in sorted(scaled.items(), key=lambda each: each[0].bucket.names):
             assert isinstance(shard.algorithm, BucketAlgorithm)
@@ -263,10 +197,6 @@ class Optimizer:
     def _update(self, runs: list[tuple[Shard, slice]], rates: Rates) -> None:
         """Update runs: shards on the device of their weights together; offloaded and rounded shards in sequence."""
         algorithm = runs[0][0].algorithm
-        if isinstance(algorithm, MatrixAlgorithm):
-            for shard, _ in runs:
-                self._update_matrices(shard, algorithm, rates)
-            return
         here = [run for run in runs if not (run[0].is_away or run[0].is_stored_away or run[0].is_rounded)]
         if here:
             algorithm.update([shard.part(at, shard.bucket.grad_shard) for shard, at in here], rates)
@@ -283,25 +213,6 @@ class Optimizer:
             if shard.is_away:
                 shard.bucket.weight_shard.copy_(shard.main, non_blocking=True)
             shard.bucket.evict_weights()
-
-    def _update_matrices(self, shard: Shard, algorithm: MatrixAlgorithm, rates: Rates) -> None:
-        """Update whole matrices, whose weights and state must be on one device: copy them there and back."""
-        bucket, here = shard.bucket, shard
-        own, device = shard.main if shard.is_narrow else bucket.weight_shard, bucket.weights.device
-        if {own.device, shard.main.device} != {device}:
-            state = {name: tensor.to(device) for name, tensor in shard.state.items()}
-            here = replace(shard, main=own.to(device), state=state)
-        update = partial(algorithm.update_bucket, bucket, rates=rates)
-        self._update_part(here, slice(0, own.numel()), bucket.grad_shard, rates, update)
-        if here is not shard:
-            own.copy_(here.main)
-            for name, tensor in here.state.items():
-                shard.state[name].copy_(tensor)
-        if here.is_away and shard.is_narrow:
-            bucket.weight_shard.copy_(here.main)
-        if isinstance(shard.placement, DiskPlacement):
-            shard.placement.evict()
-        bucket.evict_weights()
 
     def _update_part(
         self, shard: Shard, at: slice, grad: Tensor, rates: Rates, update: Callable[[ShardSlice], None]

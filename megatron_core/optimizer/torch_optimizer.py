@@ -16,7 +16,8 @@ from megatron_core.data_parallel import Bucket
 from megatron_core.errors import ConfigError
 from megatron_core.optimizer.algorithms import register_optimizer
 from megatron_core.optimizer.rule import Algorithm
-from megatron_core.optimizer.sharded import Optimizer, Shard
+from megatron_core.optimizer.shard import Shard
+from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.parallel.sharding import spec_of
 
 Coupling = Literal["none", "parameter", "model"]

@@ -66,6 +66,19 @@ class LocalPart:
 
 
 @dataclass(frozen=True)
+class Fused:
+    """Matrices stored in one parameter, interleaved along its rows (the dim before the last).
+
+    ``rows``: number of rows of each matrix in a block, and blocks repeat: queries, keys and values of each group, or
+    one block of gate and up projection.
+    """
+
+    rows: tuple[int, ...]
+    head_size: int = 0
+    """Rows of each attention head; 0: the matrices have no heads."""
+
+
+@dataclass(frozen=True)
 class ShardSpec:
     """The part of a global tensor that this rank holds, and how the other ranks hold the rest.
 
@@ -86,9 +99,8 @@ class ShardSpec:
     """Pipeline ranks that hold this tensor, if there are several: its gradient is summed over them."""
     is_copy: bool = False
     """Whether this is not the first copy of a tied tensor: trained like the first, but never counted or saved."""
-    sections: tuple[int, ...] = ()
-    """Row counts of the matrices interleaved along dim 0, repeated (queries, keys and values of each group); empty: one
-    matrix."""
+    fused: Fused | None = None
+    """The matrices of which the tensor consists; None: one matrix, or a stack of matrices."""
 
     def __post_init__(self) -> None:
         known = dict(self.indices)
@@ -239,7 +251,8 @@ def split_fused(
         tuple((start + i * (n // size), start + (i + 1) * (n // size)) for start, n in zip(starts, pieces, strict=True))
         for i in range(size)
     )
-    return ShardSpec(tuple(shape), (Split(dim, axis, ranges),), ((axis, index),))
+    fused = Fused(pieces) if len(pieces) > 1 and dim == len(shape) - 2 else None
+    return ShardSpec(tuple(shape), (Split(dim, axis, ranges),), ((axis, index),), fused=fused)
 
 
 def split_qkv(shape: tuple[int, ...], heads: int, groups: int, head_size: int, index: int, size: int) -> ShardSpec:
@@ -251,9 +264,9 @@ def split_qkv(shape: tuple[int, ...], heads: int, groups: int, head_size: int, i
     """
     queries = heads // groups * head_size
     gates = shape[0] // groups - queries - 2 * head_size
-    sections = (queries, *([gates] if gates else []), head_size, head_size)
+    fused = Fused((queries, *([gates] if gates else []), head_size, head_size), head_size)
     if groups >= size:
-        return replace(split(shape, 0, index, size), sections=sections)
+        return replace(split(shape, 0, index, size), fused=fused)
     sharers = size // groups
     group_rows, own_query = queries + 2 * head_size, heads // size * head_size
     ranges = []
@@ -262,7 +275,7 @@ def split_qkv(shape: tuple[int, ...], heads: int, groups: int, head_size: int, i
         query = base + i % sharers * own_query
         key = base + group_rows - 2 * head_size
         ranges.append(((query, query + own_query), (key, key + 2 * head_size)))
-    return ShardSpec(tuple(shape), (Split(0, "tp", tuple(ranges)),), (("tp", index),), sections=sections)
+    return ShardSpec(tuple(shape), (Split(0, "tp", tuple(ranges)),), (("tp", index),), fused=fused)
 
 
 def split_over(*specs: ShardSpec, replica_axes: tuple[str, ...] = DATA_AXES) -> ShardSpec:
@@ -276,6 +289,7 @@ def split_over(*specs: ShardSpec, replica_axes: tuple[str, ...] = DATA_AXES) -> 
         tuple(dict(index for spec in specs for index in spec.indices).items()),
         tuple(dict.fromkeys(axis for spec in specs for axis in spec.partial_axes)),
         replica_axes,
+        fused=next((spec.fused for spec in specs if spec.fused is not None), None),
     )
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron_core.config import RunConfig
-from megatron_core.config.attention import attention_of
+from megatron_core.config.attention import attention_of, computed_weights
 from megatron_core.planner.context import layer_pairs, layer_traffic
 from megatron_core.planner.hardware import Hardware, Rings
 from megatron_core.planner.memory import layer_activations
@@ -198,7 +198,9 @@ class LayerClock:
             scores = self.product(own, self.attention_kind.query_head_size, length, count=count)
             values = self.product(own, length, self.attention_kind.value_head_size, count=count)
             drops = model.attention_dropout > 0
-            size = count * own * length
+            # Blocks of queries leave out the keys after them; tiles of context parallelism do not.
+            share = computed_weights(model, length) / length**2 if own == length else 1.0
+            scores, values, size = share * scores, share * values, share * count * own * length
             kinds = [
                 {"attention": scores + values, "elements": self.elements(size * self.bytes * (4 if drops else 2))},
                 {

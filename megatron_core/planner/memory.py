@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from megatron_core.config import OptimizerConfig, RunConfig
-from megatron_core.config.attention import attention_of
+from megatron_core.config.attention import attention_of, computed_weights
 
 ADAM = OptimizerConfig()
 
@@ -75,7 +75,8 @@ def layer_activations(config: RunConfig, layer_number: int = 0) -> float:
         + n (2 a + 2 g) d / t                               queries, keys, values, and outputs of attention; other
                                                             kinds: ``AttentionKind.saved``
         + n 2 f / t  (gated: 3 f)                           before and after the activation
-        + a s (2 n + 1) / t                                 attention weights and their dropout, unless fused
+        + a s (2 n + 1) / t                                 attention weights and their dropout, unless fused; for
+                                                            more than 256 tokens only those of a block's keys
 
     Selective recomputation removes the terms of its modules.
     In a layer with experts ``_expert_bytes`` is added, and f is the width of the shared expert (0 without one).
@@ -124,7 +125,8 @@ def _score_bytes(config: RunConfig) -> int:
     shared = config.parallel.context_parallel_size > 1 and set(config.parallel.cp_comm_type) != {"a2a"}
     if shared or (model.attention_backend == "auto" and not model.attention_dropout):
         return 4 * model.num_attention_heads
-    return model.num_attention_heads * config.data.seq_length * (2 * n + 1 if model.attention_dropout else n)
+    keys = computed_weights(model, config.data.seq_length) / config.data.seq_length
+    return round(model.num_attention_heads * keys * (2 * n + 1 if model.attention_dropout else n))
 
 
 def stage_activations(

@@ -76,7 +76,7 @@ class ContextParallelAttention(CoreAttention):
 
     def _products(self, query: Tensor, length: int, context: SequenceContext) -> Products:
         mask = None if context.attention_mask is None else self._mask(context.attention_mask, length)
-        if not (self.unfused or self.dropout.active):
+        if not (self.by_formula or self.dropout.active):
             return fused_products(query.device, query.dtype, mask)
         if not self.dropout.active:
             return Unfused(softcap=self.softcap, mask=mask)

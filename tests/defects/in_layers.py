@@ -191,9 +191,9 @@ IN_LAYERS = (
     Defect(  # C42
         "queries, keys and values are cut as three matrices, used group by group",
         "parallel.sharding:split_qkv",
-        "return replace(split(shape, 0, index, size), sections=sections)",
+        "return replace(split(shape, 0, index, size), fused=fused)",
         "return replace(split_fused(shape, (heads * head_size, groups * head_size, groups * head_size), index, size), "
-        "sections=sections)",
+        "fused=fused)",
         "tp2",
         "C42",
     ),
@@ -272,11 +272,19 @@ IN_LAYERS = (
     ),
     Defect(  # C45
         "attention sees the documents before, with dropout",
-        "transformer.core_attention:_masked",
-        "return documents\n",
-        "return None\n",
+        "transformer.core_attention:_attention_by_documents",
+        "documents.lengths, strict",
+        "[[sum(own)] for own in documents.lengths], strict",
         "packed, tp2 sp",
         "C45",
+    ),
+    Defect(  # C27
+        "every document has the attention dropout masks of the first positions",
+        "transformer.core_attention:CoreAttention._by_blocks",
+        "key, value = self._of_every_head(query, key, value)",
+        "at, (key, value) = replace(at, start=0), self._of_every_head(query, key, value)",
+        "packed, tp2 sp",
+        "C27",
     ),
     Defect(  # C45
         "every sequence of a micro-batch is cut where the first one is",

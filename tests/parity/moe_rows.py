@@ -55,6 +55,11 @@ MOE_ROWS: dict[str, tuple[int, dict, dict]] = {
     "experts, tp2 sp ep2 etp1": (2, MIXTRAL, TP2 | SP | EP2 | ETP1),
     "experts, etp2, allgather": (2, MIXTRAL, ETP2 | ALL_GATHER),
     "experts, dp2 tp2 ep2 zero1": (4, MIXTRAL, TP2 | EP2 | ZERO),
+    "experts, muon, gate and up apart, dp2 tp2 ep2 etp1 zero1": (
+        4,
+        MIXTRAL | {"optimizer": "muon", "muon_split_gate_up": True},
+        TP2 | EP2 | ETP1 | ZERO,
+    ),
     "experts, dp4 ep2 zero1, overlap": (4, MIXTRAL, EP2 | ZERO | OVERLAP),
     "experts, dp4 ep2 zero3, overlap": (4, MIXTRAL, EP2 | {"zero_stage": 3} | OVERLAP),
     "bias and groups, dp2 pp2 ep2 zb_v zero3": (

@@ -140,6 +140,11 @@ ROWS: dict[str, tuple[int, dict, dict]] = {
         GQA2 | {"optimizer": "muon", "muon_split_qkv": False, "muon_nesterov": True},
         TP4,
     ),
+    "muon by heads, gate and up apart, 2 groups, dp2 tp2 zero2": (
+        4,
+        GQA2 | {"optimizer": "muon", "muon_split_heads": True, "muon_split_gate_up": True, "swiglu": True},
+        TP2 | ZERO2,
+    ),
     "lion, modern, dp2 tp2 sp zero2": (4, MODERN | {"optimizer": "lion"}, TP2 | SP | ZERO2),
     "lamb, 2 groups, dp2 tp2 sp zero2": (4, GQA2 | {"optimizer": "lamb"}, TP2 | SP | ZERO2),
     "lamb, tied, dp2 pp2 zero1": (4, {"optimizer": "lamb"}, PP2 | ZERO | SMALL_BUCKETS),

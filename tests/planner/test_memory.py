@@ -51,6 +51,7 @@ def _config(name: str, **settings: Any) -> RunConfig:
         "micro_batch_size": micro,
         "seq_length": 2048,
         "bf16": True,
+        "attention_backend": "unfused",  # the paper's has the weights of all queries and keys
     }
     return RunConfig.from_flat(sizes | settings)
 

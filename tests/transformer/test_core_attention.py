@@ -1,4 +1,4 @@
-"""The unfused path of attention: input of its softmax, and its accuracy in low precision."""
+"""The unfused paths of attention: input of the softmax, accuracy in low precision, blocks of queries."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from megatron_core.config import ModelConfig
 from megatron_core.parallel.groups import LocalGroup
 from megatron_core.tensor_parallel import ModelParallelConfig
+from megatron_core.transformer import core_attention
 from megatron_core.transformer.context import LayerContext, PackedDocuments, SequenceContext
 from megatron_core.transformer.core_attention import CoreAttention
+from tests.defects.plant import planted
 from tests.runs import tiny_run
 
 HEADS, SIZE, BATCH = 4, 8, 2
@@ -34,7 +36,7 @@ def core(backend: str, p: float = 0.0) -> CoreAttention:
 def attended(module: CoreAttention, tensors: list[Tensor], **context: object) -> list[Tensor]:
     """Output, and the gradients of query, key and value."""
     leaves = [x.detach().requires_grad_() for x in tensors]
-    output = module(*leaves, SequenceContext(sample_index=torch.arange(BATCH), **context))
+    output = module(*leaves, SequenceContext(**{"sample_index": torch.arange(BATCH)} | context))
     weights = torch.arange(output.numel(), dtype=torch.float64).reshape(output.shape).cos()
     return [output, *torch.autograd.grad(output, leaves, weights.to(output.dtype))]
 
@@ -170,3 +172,63 @@ def test_scaling_by_the_layers_number_is_the_same_function_and_overflows_later()
     large = [torch.full_like(x, 100.0, dtype=torch.float16) for x in tensors]  # 8 x 100 x 100 = 80,000
     assert not attended(CoreAttention(context, 6), large)[0].isfinite().all()
     assert attended(CoreAttention(scaled, 6), large)[0].isfinite().all()
+
+
+def with_formula(window: int | None, **settings: object) -> CoreAttention:
+    config = ModelConfig(hidden_size=HEADS * SIZE, num_attention_heads=HEADS, **settings)
+    context = LayerContext(config, ModelParallelConfig(), LocalGroup(), seed=1)
+    return CoreAttention(context, 2, window_size=None if window is None else (window - 1, 0))
+
+
+FORMULAS = {
+    "dropout": {"attention_dropout": 0.4},
+    "bounded scores": {"attention_dropout": 0.0, "attn_logit_softcapping": 1.5},
+    "both": {"attention_dropout": 0.4, "attn_logit_softcapping": 1.5, "apply_query_key_layer_scaling": True},
+}
+PLACES = {
+    "plain": {},
+    "documents": {"documents": PackedDocuments.of([[11, 1, 12], [24]], BATCH, 24, torch.device("cpu"))},
+    "other positions": {"positions": torch.arange(24).roll(7)},
+}
+
+
+def differences_from_reference(place: str, window: int | None, formula: str) -> list[float]:
+    """Of output and gradients, for queries with the heads of all groups; sequences have other numbers than rows."""
+    tensors = [x if i == 0 else x[:, :, :2] for i, x in enumerate(drawn(24, 24, torch.float64))]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(core_attention, "QUERY_BLOCK", 5)
+        given = {"sample_index": torch.tensor([9, 4]), **PLACES[place]}
+        found, expected = (
+            attended(with_formula(window, attention_backend=backend, **FORMULAS[formula]), tensors, **given)
+            for backend in ("auto", "unfused")
+        )
+    return [(mine - right).abs().max().item() for mine, right in zip(found, expected, strict=True)]
+
+
+@pytest.mark.parametrize("window", [None, 1, 7, 30])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("formula", FORMULAS)
+def test_blocks_of_queries_are_the_reference(formula: str, place: str, window: int | None) -> None:
+    assert max(differences_from_reference(place, window, formula)) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("target", "old", "new", "place"),
+    [
+        ("CoreAttention._by_blocks", "start + 1 - self.window", "start + 2 - self.window", "plain"),
+        (
+            "CoreAttention._by_blocks",
+            "at.start + first, at.start + stop",
+            "first, stop",
+            "documents",
+        ),
+        ("CoreAttention._by_blocks", "samples[at.sample : at.sample + 1]", "samples[:1]", "documents"),
+        ("CoreAttention._by_blocks", "value[:, :, first:stop]", "value[:, :, : stop - first]", "plain"),
+        ("_attention_by_documents", "documents.lengths, strict", "[[10, 2, 12], [24]], strict", "documents"),
+        ("_positions", "context.positions[start:stop]", "context.positions[: stop - start]", "other positions"),
+    ],
+    ids=["window", "keys of a document", "sample", "values of a window", "boundary", "positions"],
+)
+def test_a_defect_changes_the_result(target: str, old: str, new: str, place: str) -> None:
+    with planted(f"transformer.core_attention:{target}", old, new):
+        assert max(differences_from_reference(place, 7, "both")) > 1e-3

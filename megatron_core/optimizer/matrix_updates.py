@@ -1,0 +1,166 @@
+"""Update matrices that are split over ranks: one rank transforms each matrix and sends the parts of the result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from megatron_core.data_parallel import Bucket
+from megatron_core.data_parallel.placement import DiskPlacement
+from megatron_core.optimizer.matrix_plan import Item, MatrixTask, Messages, Round, plan_rounds
+from megatron_core.optimizer.rounding import update_rounded
+from megatron_core.optimizer.rule import MatrixAlgorithm, Rates, ShardSlice
+from megatron_core.optimizer.shard import Shard
+from megatron_core.parallel.collectives import Done, Handle, start_all_to_all_rows
+from megatron_core.parallel.groups import ParallelGroups
+
+Arriving = tuple[Tensor, Handle]
+
+
+class MatrixUpdates:
+    """Updates the shards of hidden matrices of a rank, for a ``MatrixAlgorithm``.
+
+    Each step: every rank computes the direction of its shards, element by element; the parts of each matrix are sent to
+    its owner; the owner transforms the whole matrix; the parts of the result are sent back, and every rank updates its
+    shards. The messages of a round are in flight while the ranks transform the matrices of another round.
+    """
+
+    def __init__(self, shards: Sequence[Shard], groups: ParallelGroups, seed: int) -> None:
+        """``seed``: seed of stochastic rounding."""
+        self.groups, self.seed = groups, seed
+        self._shards = {shard.bucket: shard for shard in shards}
+        self._directions: dict[Bucket, Tensor] = {}
+        self._updates: dict[Bucket, Tensor] = {}
+
+    @cached_property
+    def rounds(self) -> list[Round]:
+        """The plan of every step."""
+        return plan_rounds(list(self._shards), self.groups)
+
+    def step(self, rates: Mapping[Bucket, Rates], meanwhile: Callable[[], None]) -> None:
+        """Update all shards, each with its own rates; call ``meanwhile`` while the first messages are in flight.
+
+        A collective call of all ranks of the pipeline stage.
+        """
+        rounds = self.rounds
+        arriving = self._start_gather(rounds[0], rates) if rounds else None
+        meanwhile()
+        returning: Arriving | None = None
+        for number, now in enumerate(rounds):
+            following = self._start_gather(rounds[number + 1], rates) if number + 1 < len(rounds) else None
+            assert arriving is not None, "every round starts with its messages"
+            results = self._transformed(now, arriving)
+            if returning is not None:
+                self._finish_scatter(rounds[number - 1], returning, rates)
+            returning, arriving = self._start_scatter(now, results), following
+        if returning is not None:
+            self._finish_scatter(rounds[-1], returning, rates)
+
+    def _start_gather(self, now: Round, rates: Mapping[Bucket, Rates]) -> Arriving:
+        """Compute the directions of the buckets that begin in a round, and start to send them to the owners."""
+        for bucket in now.begins:
+            self._directions[bucket] = self._direction(self._shards[bucket], rates[bucket])
+            self._updates[bucket] = torch.zeros_like(self._directions[bucket])
+        return self._start(now, now.gather, self._in_direction)
+
+    def _transformed(self, now: Round, arriving: Arriving) -> dict[MatrixTask, Tensor]:
+        """Return the results of this rank's tasks of a round."""
+        directions = self._directions
+        whole = {task: directions[task.bucket].new_empty(task.box.shape) for task in now.tasks}
+        for item in now.gather.kept:
+            whole[item[0]][item[1].whole] = self._in_direction(item)
+        self._receive(now.gather, arriving, lambda item: whole[item[0]][item[1].whole])
+        for bucket in now.ends:
+            del directions[bucket]
+        return {task: self._algorithm(task.bucket).transform(tensor, task.spec.fused) for task, tensor in whole.items()}
+
+    def _start_scatter(self, now: Round, results: dict[MatrixTask, Tensor]) -> Arriving:
+        """Start to send the results of a round to the shards; store the parts that stay on this rank."""
+        for item in now.scatter.kept:
+            self._in_update(item).copy_(results[item[0]][item[1].whole])
+        return self._start(now, now.scatter, lambda item: results[item[0]][item[1].whole])
+
+    def _finish_scatter(self, now: Round, returning: Arriving, rates: Mapping[Bucket, Rates]) -> None:
+        """Receive results, and update the buckets that are complete."""
+        self._receive(now.scatter, returning, self._in_update)
+        for bucket in now.ends:
+            self._apply(self._shards[bucket], self._updates.pop(bucket), rates[bucket])
+
+    # Messages.
+
+    def _start(self, now: Round, messages: Messages, read: Callable[[Item], Tensor]) -> Arriving:
+        """Start to send parts of matrices, which ``read`` returns."""
+        empty = self._updates[now.buckets[0]].new_empty(0)
+        if messages.is_empty:
+            return empty, Done()
+        parts = [read(item).reshape(-1) for items in messages.send for item in items]
+        send, receive = ([sum(piece.numel for _, piece in items) for items in part] for part in messages.by_rank)
+        return start_all_to_all_rows(torch.cat(parts or [empty]), send, receive, self.groups.group("tp-dp-cp"))
+
+    def _receive(self, messages: Messages, arriving: Arriving, place: Callable[[Item], Tensor]) -> None:
+        """Wait for the parts, and copy each to the tensor that ``place`` returns."""
+        received, handle = arriving
+        handle.wait()
+        at = 0
+        for items in messages.receive:
+            for item in items:
+                part = place(item)
+                part.copy_(received[at : at + part.numel()].view(part.shape))
+                at += part.numel()
+
+    def _in_direction(self, item: Item) -> Tensor:
+        return _in_shard(self._directions[item[0].bucket], item)
+
+    def _in_update(self, item: Item) -> Tensor:
+        return _in_shard(self._updates[item[0].bucket], item)
+
+    # Shards, whose state may be on another device or in bfloat16.
+
+    def _algorithm(self, bucket: Bucket) -> MatrixAlgorithm:
+        algorithm = self._shards[bucket].algorithm
+        assert isinstance(algorithm, MatrixAlgorithm), "only such shards are given to the constructor"
+        return algorithm
+
+    def _direction(self, shard: Shard, rates: Rates) -> Tensor:
+        """Update the state of a shard, and return its direction on the device of the weights."""
+        bucket, found = shard.bucket, []
+        state = {name: tensor.to(bucket.weights.device) for name, tensor in shard.state.items()}
+        update = self._algorithm(bucket).direction
+        part = ShardSlice(bucket.grad_shard, bucket.grad_shard, None, state)
+        self._run(shard, part, rates, lambda part: found.append(update(part, rates)))
+        for name, tensor in state.items():
+            if tensor is not shard.state[name]:
+                shard.state[name].copy_(tensor)
+        if isinstance(shard.placement, DiskPlacement):
+            shard.placement.evict()
+        return found[0]
+
+    def _apply(self, shard: Shard, update: Tensor, rates: Rates) -> None:
+        """Update the weights of a shard on the device of the model's weights."""
+        bucket = shard.bucket
+        own = shard.main if shard.is_narrow else bucket.weight_shard
+        main = own.to(bucket.weights.device)
+        copies_here = shard.is_narrow and main.device == bucket.weight_shard.device
+        part = ShardSlice(bucket.grad_shard, main, bucket.weight_shard if copies_here else None, {})
+        self._run(shard, part, rates, lambda part: self._algorithm(bucket).apply(part, update, rates))
+        if main is not own:
+            own.copy_(main)
+        if shard.is_narrow and not copies_here:
+            bucket.weight_shard.copy_(main)
+        if isinstance(shard.placement, DiskPlacement):
+            shard.placement.evict()
+        bucket.evict_weights()
+
+    def _run(self, shard: Shard, part: ShardSlice, rates: Rates, update: Callable[[ShardSlice], None]) -> None:
+        if shard.is_rounded:
+            update_rounded(shard.bucket, slice(0, part.main.numel()), part, rates, self.seed, update)
+        else:
+            update(part)
+
+
+def _in_shard(shard: Tensor, item: Item) -> Tensor:
+    piece = item[1]
+    return shard[piece.flat].view(piece.shape)[piece.inner]
