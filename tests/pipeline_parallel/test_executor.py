@@ -131,7 +131,15 @@ def test_executor_computes_what_one_process_computes(num_ranks: int) -> None:  #
     run_ranks(num_ranks, _check_plans, num_ranks)
 
 
-@pytest.mark.parametrize("plan", [interleaved(1, 3, 3), make_plan("zb_v", 1, 2, 3), make_plan("zb_h1", 1, 1, 2), make_plan("1f1b", 1, 1, 3, paired=True)])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        interleaved(1, 3, 3),
+        make_plan("zb_v", 1, 2, 3),
+        make_plan("zb_h1", 1, 1, 2),
+        make_plan("1f1b", 1, 1, 3, paired=True),
+    ],
+)
 def test_one_rank_with_several_chunks(plan: Plan) -> None:
     """Outputs are passed between stages without messages."""
     _run(plan, PipelineP2P(ParallelGroups.single()), seed=1)
