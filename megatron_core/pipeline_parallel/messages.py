@@ -34,6 +34,10 @@ class Messages(Protocol):
     """Format of the messages of one step; see ``MessageFormat`` and ``StructuredMessages``."""
 
     @property
+    def device(self) -> torch.device:
+        """Device of the messages."""
+
+    @property
     def posts_late(self) -> bool:
         """Whether receives cannot be posted before their action, because shapes are not known yet."""
 

@@ -127,6 +127,9 @@ class Stream:
         event.record(self)
         return event
 
+    def wait_stream(self, stream: Stream) -> None:
+        assert isinstance(stream, Stream)
+
     def wait_event(self, event: Event) -> None:
         assert event.at, "the event has not been recorded"
 
