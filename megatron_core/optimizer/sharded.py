@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import torch
 from torch import Tensor
 
 from megatron_core.config import OptimizerConfig
-from megatron_core.config.optimizers import OptimizerKind
 from megatron_core.data_parallel import Bucket, DataParallel
 from megatron_core.data_parallel.bucket_kind import BucketKind
 from megatron_core.data_parallel.compression import OneBitAdam
@@ -29,86 +27,16 @@ from megatron_core.optimizer.algorithms import (
     MatrixAlgorithm,
     Rates,
     ShardSlice,
+    write_copy,
 )
 from megatron_core.optimizer.clip import GradientNorm, clip_factor
 from megatron_core.optimizer.loss_scale import ConstantLossScale, DynamicLossScale
-from megatron_core.optimizer.rounding import CHUNK, update_rounded
+from megatron_core.optimizer.pipeline import Job, UpdatePipeline
+from megatron_core.optimizer.rounding import update_rounded
+from megatron_core.optimizer.shard import Shard
 from megatron_core.parallel.groups import ParallelGroups
 
 LossScale = ConstantLossScale | DynamicLossScale
-
-
-@dataclass(frozen=True, eq=False)
-class Shard:
-    """The optimizer's state for this rank's shard of a bucket: flat tensors of the shard's length."""
-
-    bucket: Bucket
-    kind: OptimizerKind
-    algorithm: Algorithm
-    placement: Placement
-    main: Tensor
-    """Main weights: the bucket's own tensor if it has the main dtype (and the state's device), else a copy."""
-    state: dict[str, Tensor]
-    """The moments by name, initially zero."""
-
-    @classmethod
-    def of(
-        cls,
-        bucket: Bucket,
-        kind: OptimizerKind,
-        algorithm: Algorithm,
-        placement: Placement,
-        config: OptimizerConfig,
-    ) -> Shard:
-        """Construct the shard from the bucket's weights."""
-        main = bucket.weight_shard
-        wide = main.dtype if config.main_params_dtype == "bf16" else torch.promote_types(main.dtype, torch.float32)
-        if main.dtype != wide or (main.device != placement.device and not main.is_meta):
-            main = placement.tensor("main", main.numel(), wide).copy_(main)
-        wide = torch.promote_types(main.dtype, torch.float32)
-        state = {
-            moment.name: placement.tensor(moment.name, main.numel(), torch.bfloat16 if moment.is_bf16(config) else wide)
-            for moment in kind.moments(config)
-        }
-        return cls(bucket, kind, algorithm, placement, main, state)
-
-    @property
-    def is_narrow(self) -> bool:
-        """Whether the model's weights are 16-bit copies of ``main``."""
-        return self.main.dtype != self.bucket.weights.dtype
-
-    @property
-    def is_away(self) -> bool:
-        """Whether the state is on another device than the shard of the weights."""
-        return self.main.device != self.bucket.weight_shard.device
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the state, and of main weights separate from the model's weights."""
-        return sum(tensor.nbytes for tensor in (*self.state.values(), *([self.main] if self.is_narrow else ())))
-
-    @property
-    def is_rounded(self) -> bool:
-        """Whether main weights or state are stored in bfloat16."""
-        return any(tensor.dtype == torch.bfloat16 for tensor in (self.main, *self.state.values()))
-
-    def chunks(self, run: slice) -> Iterator[slice]:
-        """Yield the slices in which ``run`` is updated."""
-        for at in self.placement.chunks(self.main.numel()):
-            first, last = max(at.start, run.start), min(at.stop, run.stop)
-            step = CHUNK if self.is_rounded else max(last - first, 1)
-            for start in range(first, last, step):
-                yield slice(start, min(start + step, last))
-
-    @property
-    def is_stored_away(self) -> bool:
-        """Whether the state is on disk, or the weights are on disk or in host memory."""
-        return isinstance(self.placement, DiskPlacement) or self.bucket.away is not None
-
-    def part(self, at: slice, grad: Tensor) -> ShardSlice:
-        """Return the slice ``at``; ``grad`` is the gradient of the shard, on the device of the state."""
-        copy = self.bucket.weight_shard[at] if self.is_narrow and not self.is_away else None
-        return ShardSlice(grad[at], self.main[at], copy, {name: tensor[at] for name, tensor in self.state.items()})
 
 
 class Optimizer:
@@ -117,6 +45,9 @@ class Optimizer:
     16-bit weights have float32 main weights; wider weights are updated directly. The state is on the device of the
     weights, in host memory, or on disk (see ``_placements``).
     """
+
+    updates_on_host = True
+    """Whether the update of state in host memory runs there, so that gradients can be sent before it."""
 
     def __init__(
         self,
@@ -157,6 +88,10 @@ class Optimizer:
         self.before_update: Callable[[], None] = lambda: None
         """Called before weights and state change, for example to finish an asynchronous copy."""
         self._runs = self._runs_by_group()
+        self._pipeline = UpdatePipeline()
+        sending = {shard.bucket: shard for shard in self.shards if shard.sends_gradient}
+        if sending and self.updates_on_host:
+            data_parallel.on_final = lambda bucket: self._pipeline.send(sending[bucket]) if bucket in sending else None
 
     def gradient_norm(self) -> Tensor:
         """Return the global norm of the reduced gradients, without the loss scale, a float64 scalar on the device.
@@ -186,6 +121,7 @@ class Optimizer:
         if skip or not finite:
             if self.compressor is not None:
                 self.compressor.discard()
+            self._pipeline.settle()
             return True
         self.before_update()
         self.set_steps_taken(self.steps_taken + 1)
@@ -194,6 +130,7 @@ class Optimizer:
         if self.compressor is not None:
             self.compressor.commit(factor, self.config.clip_grad_value)
         if self.config.clip_grad_value > 0.0:
+            self._pipeline.settle()
             for shard in self.shards:
                 shard.bucket.grad_shard.mul_(factor).clamp_(-self.config.clip_grad_value, self.config.clip_grad_value)
             factor = 1.0
@@ -201,7 +138,11 @@ class Optimizer:
         return False
 
     def _update_all(self, lr: float, decoupled_lr: float | None, weight_decay: float | None, factor: float) -> None:
-        """Update each group of runs with its own rates; ``factor`` is the factor of the gradients."""
+        """Update each group of runs with its own rates; ``factor`` is the factor of the gradients.
+
+        Shards on the device of their weights are updated together, then all others in sequence.
+        """
+        jobs: list[Job] = []
         scaled: dict[Shard, list[tuple[slice, float]]] = {s: [] for s in self.shards if isinstance(s.algorithm, LAMB)}
         for (group, _, _), runs in self._runs.items():
             if isinstance(group, int):
@@ -213,14 +154,18 @@ class Optimizer:
                 by_width = self.width != 1.0 and not (group.embedding and decoupled_lr is not None)
                 scale, eps_scale = self._width_factors(runs[0][0]) if by_width else (1.0, 1.0)
                 rates = Rates(self.steps_taken, own_lr * scale, decay, factor, self.config.adam_eps * eps_scale)
-            self._update(runs, rates)
+            here = [run for run in runs if run[0].is_here]
+            if here:
+                runs[0][0].algorithm.update([shard.part(at) for shard, at in here], rates)
+            jobs += [Job(shard, at, rates) for shard, run in runs if not shard.is_here for at in shard.chunks(run)]
             for shard, at in runs:
                 if shard in scaled:
                     scaled[shard].append((at, rates.lr))
         for shard, spans in scaled.items():
             assert isinstance(shard.algorithm, LAMB)
-            whole = shard.part(slice(0, shard.main.numel()), shard.bucket.grad_shard)
-            shard.algorithm.scale_bucket(shard.bucket, whole, spans)
+            shard.algorithm.scale_bucket(shard.bucket, shard.part(slice(0, shard.main.numel())), spans)
+        order = {shard: number for number, shard in enumerate(self.shards)}
+        self._pipeline.run(sorted(jobs, key=lambda job: order[job.shard]), self._update_part)
 
     def _width_factors(self, shard: Shard) -> tuple[float, float]:
         return shard.kind.width_factors(self.width, hidden=shard.bucket.kind.is_hidden_matrix)
@@ -237,55 +182,15 @@ class Optimizer:
                 found[group, shard.bucket.weights.dtype, id(shard.algorithm)].append((shard, slice(start, stop)))
         return found
 
-    def _update(self, runs: list[tuple[Shard, slice]], rates: Rates) -> None:
-        """Update runs: shards on the device of their weights together; offloaded and rounded shards in sequence."""
-        algorithm = runs[0][0].algorithm
+    def _update_part(self, job: Job, part: ShardSlice) -> None:
+        """Update a slice of a shard that is not updated together with others."""
+        algorithm = job.shard.algorithm
         if isinstance(algorithm, MatrixAlgorithm):
-            for shard, _ in runs:
-                self._update_matrices(shard, algorithm, rates)
-            return
-        here = [run for run in runs if not (run[0].is_away or run[0].is_stored_away or run[0].is_rounded)]
-        if here:
-            algorithm.update([shard.part(at, shard.bucket.grad_shard) for shard, at in here], rates)
-        away = [run for run in runs if run not in here]
-        # Start the copies of all gradients together.
-        grads = [shard.bucket.grad_shard.to(shard.main.device, non_blocking=True) for shard, _ in away]
-        if any(shard.bucket.grad_shard.is_cuda and not shard.main.is_cuda for shard, _ in away):
-            torch.cuda.current_stream().synchronize()
-        for (shard, run), grad in zip(away, grads, strict=True):
-            if shard.is_away and not shard.is_narrow:
-                shard.main.copy_(shard.bucket.weight_shard)
-            for at in shard.chunks(run):
-                self._update_part(shard, at, grad, rates, lambda part: algorithm.update([part], rates))
-            if shard.is_away:
-                shard.bucket.weight_shard.copy_(shard.main, non_blocking=True)
-            shard.bucket.evict_weights()
-
-    def _update_matrices(self, shard: Shard, algorithm: MatrixAlgorithm, rates: Rates) -> None:
-        """Update whole matrices, whose weights and state must be on one device: copy them there and back."""
-        bucket, here = shard.bucket, shard
-        own, device = shard.main if shard.is_narrow else bucket.weight_shard, bucket.weights.device
-        if {own.device, shard.main.device} != {device}:
-            state = {name: tensor.to(device) for name, tensor in shard.state.items()}
-            here = replace(shard, main=own.to(device), state=state)
-        update = partial(algorithm.update_bucket, bucket, rates=rates)
-        self._update_part(here, slice(0, own.numel()), bucket.grad_shard, rates, update)
-        if here is not shard:
-            own.copy_(here.main)
-            for name, tensor in here.state.items():
-                shard.state[name].copy_(tensor)
-        if here.is_away and shard.is_narrow:
-            bucket.weight_shard.copy_(here.main)
-        if isinstance(shard.placement, DiskPlacement):
-            shard.placement.evict()
-        bucket.evict_weights()
-
-    def _update_part(
-        self, shard: Shard, at: slice, grad: Tensor, rates: Rates, update: Callable[[ShardSlice], None]
-    ) -> None:
-        part = shard.part(at, grad)
-        if shard.is_rounded:
-            update_rounded(shard.bucket, at, part, rates, self.seed, update)
+            update = partial(_update_matrices, algorithm, job)
+        else:
+            update = partial(_update_elements, algorithm, job)
+        if job.shard.is_rounded:
+            update_rounded(job.shard.bucket, job.at, part, job.rates, self.seed, update)
         else:
             update(part)
 
@@ -303,6 +208,23 @@ class Optimizer:
         self.steps_taken = steps
         if self.compressor is not None:
             self.compressor.step = steps
+
+
+def _update_elements(algorithm: Algorithm, job: Job, part: ShardSlice) -> None:
+    algorithm.update([part], job.rates)
+
+
+def _update_matrices(algorithm: MatrixAlgorithm, job: Job, part: ShardSlice) -> None:
+    """Update whole matrices on the device of the gradients; copy main weights and state there and back."""
+    device = part.grad.device
+    state = {name: held.to(device) for name, held in part.state.items()}
+    there = ShardSlice(part.grad, part.main.to(device), None, state)
+    algorithm.update_bucket(job.shard.bucket, there, job.rates)
+    if there.main is not part.main:
+        part.main.copy_(there.main)
+        for name, held in state.items():
+            part.state[name].copy_(held)
+    write_copy(part)
 
 
 def _spans(shard: Shard, group_of: dict[int, int]) -> Iterator[tuple[int, int, int]]:

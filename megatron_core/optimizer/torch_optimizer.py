@@ -15,7 +15,8 @@ from megatron_core.config.optimizers import OPTIMIZERS, OptimizerKind
 from megatron_core.data_parallel import Bucket
 from megatron_core.errors import ConfigError
 from megatron_core.optimizer.algorithms import Algorithm, register_optimizer
-from megatron_core.optimizer.sharded import Optimizer, Shard
+from megatron_core.optimizer.shard import Shard
+from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.parallel.sharding import spec_of
 
 Coupling = Literal["none", "parameter", "model"]
@@ -112,6 +113,8 @@ class TorchOptimizer(Optimizer):
     Gradients are clipped and without the loss scale. The groups of ``caller`` and ``param_groups`` are the same
     objects. Optimizers whose ``coupling_of`` is not ``none`` need whole parameters in shards.
     """
+
+    updates_on_host = False
 
     def __init__(self, caller: torch.optim.Optimizer, *args: Any, param_groups: Sequence[dict[str, Any]]) -> None:
         super().__init__(*args, param_groups=param_groups)

@@ -1,0 +1,110 @@
+"""The optimizer's state for a shard of a bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_core.config import OptimizerConfig
+from megatron_core.config.optimizers import OptimizerKind
+from megatron_core.data_parallel import Bucket
+from megatron_core.data_parallel.placement import DiskPlacement, Placement
+from megatron_core.optimizer.algorithms import Algorithm, MatrixAlgorithm, ShardSlice
+from megatron_core.optimizer.rounding import CHUNK
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """The optimizer's state for this rank's shard of a bucket: flat tensors of the shard's length."""
+
+    bucket: Bucket
+    kind: OptimizerKind
+    algorithm: Algorithm
+    placement: Placement
+    main: Tensor
+    """Main weights: the bucket's own tensor if it has the main dtype (and the state's device), else a copy."""
+    state: dict[str, Tensor]
+    """The moments by name, initially zero."""
+
+    @classmethod
+    def of(
+        cls,
+        bucket: Bucket,
+        kind: OptimizerKind,
+        algorithm: Algorithm,
+        placement: Placement,
+        config: OptimizerConfig,
+    ) -> Shard:
+        """Construct the shard from the bucket's weights."""
+        main = bucket.weight_shard
+        wide = main.dtype if config.main_params_dtype == "bf16" else torch.promote_types(main.dtype, torch.float32)
+        if main.dtype != wide or (main.device != placement.device and not main.is_meta):
+            main = placement.tensor("main", main.numel(), wide).copy_(main)
+        wide = torch.promote_types(main.dtype, torch.float32)
+        state = {
+            moment.name: placement.tensor(moment.name, main.numel(), torch.bfloat16 if moment.is_bf16(config) else wide)
+            for moment in kind.moments(config)
+        }
+        return cls(bucket, kind, algorithm, placement, main, state)
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether the model's weights are 16-bit copies of ``main``."""
+        return self.main.dtype != self.bucket.weights.dtype
+
+    @property
+    def is_away(self) -> bool:
+        """Whether the state is on another device than the shard of the weights."""
+        return self.main.device != self.bucket.weight_shard.device
+
+    @property
+    def sends_gradient(self) -> bool:
+        """Whether the update reads the gradient on another device; matrices are updated on the device."""
+        return self.main.device != self.bucket.grads.device and not isinstance(self.algorithm, MatrixAlgorithm)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the state, and of main weights separate from the model's weights."""
+        return sum(tensor.nbytes for tensor in (*self.state.values(), *([self.main] if self.is_narrow else ())))
+
+    @property
+    def is_stored_away(self) -> bool:
+        """Whether the state is on disk, or the weights are on disk or in host memory."""
+        return isinstance(self.placement, DiskPlacement) or self.bucket.away is not None
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether main weights or state are stored in bfloat16."""
+        return any(tensor.dtype == torch.bfloat16 for tensor in (self.main, *self.state.values()))
+
+    def chunks(self, run: slice) -> Iterator[slice]:
+        """Yield the slices in which ``run`` is updated; matrices are updated as a whole."""
+        if isinstance(self.algorithm, MatrixAlgorithm):
+            yield run
+            return
+        for at in self.placement.chunks(self.main.numel()):
+            first, last = max(at.start, run.start), min(at.stop, run.stop)
+            step = CHUNK if self.is_rounded else max(last - first, 1)
+            for start in range(first, last, step):
+                yield slice(start, min(start + step, last))
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the shard is updated on the device of its weights, together with others, in place."""
+        apart = self.is_away or self.is_stored_away or self.is_rounded
+        return not (apart or isinstance(self.algorithm, MatrixAlgorithm))
+
+    @property
+    def main_placement(self) -> Placement:
+        """The placement of ``main``."""
+        is_own = self.main.data_ptr() == self.bucket.weight_shard.data_ptr()
+        return (self.bucket.away or Placement(self.main.device)) if is_own else self.placement
+
+    def part(self, at: slice) -> ShardSlice:
+        """Return the slice ``at`` of a shard that is whole on the device."""
+        copy = self.bucket.weight_shard[at] if self.is_narrow else None
+        state = {name: tensor[at] for name, tensor in self.state.items()}
+        return ShardSlice(self.bucket.grad_shard[at], self.main[at], copy, state)
