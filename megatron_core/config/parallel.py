@@ -85,6 +85,10 @@ class ParallelConfig:
     overlap_p2p_communication: bool = setting(True, when=c.PIPELINE)
     """Post receives early and wait for sends at the end of a step; --no-overlap-p2p-communication: wait for each send
     immediately."""
+    overlap_moe_expert_parallel_comm: bool = setting(False, when=c.SEVERAL_EXPERT_RANKS)
+    """Send tokens to and from experts while another micro-batch is computed: after the first forwards, each forward
+    runs together with the backward of an earlier micro-batch. For --pipeline-schedule 1f1b and interleaved, which then
+    hold activations of more micro-batches, and dualpipe_v."""
     sequence_parallel: bool = setting(False, when=c.TENSOR_PARALLEL)
     """Split activations outside the matrix products along the sequence over the TP ranks (Korthikanti et al. 2022,
     section 4.2.2)."""

@@ -128,7 +128,8 @@ def plan_of(config: RunConfig, num_microbatches: int) -> Plan:
     parallel, layers = config.parallel, config.model.num_layers
     sizes = (parallel.pipeline_model_parallel_size, parallel.num_chunks(layers), num_microbatches)
     if parallel.pipeline_plan is None:
-        return check(make_plan(parallel.schedule(layers), *sizes), num_microbatches)
+        paired = parallel.overlap_moe_expert_parallel_comm
+        return check(make_plan(parallel.schedule(layers), *sizes, paired=paired), num_microbatches)
     plan = read_plan(parallel.pipeline_plan)
     found = (len(plan.ranks), plan.num_chunks, plan.num_microbatches)
     settings = ("pipeline_model_parallel_size", CHUNKS, "micro-batches of a rank")

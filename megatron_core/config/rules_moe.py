@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from megatron_core.config.rules_parallel import divisors, uneven
 from megatron_core.config.run import RunConfig
+from megatron_core.schedules.table import PAIRED
 
 
 def moe_problems(config: RunConfig) -> Iterator[str]:
@@ -23,6 +24,7 @@ def moe_problems(config: RunConfig) -> Iterator[str]:
     yield from _balance_problems(config)
     yield from _capacity_problems(config)
     yield from _split_problems(config)
+    yield from _overlap_problems(config)
 
 
 def _layer_problems(config: RunConfig) -> Iterator[str]:
@@ -128,3 +130,32 @@ def _split_problems(config: RunConfig) -> Iterator[str]:
     ):
         default = " (the default is tensor_model_parallel_size)" * (name != "num_experts")
         yield from uneven(name, extent, over, size, default)
+
+
+def _overlap_problems(config: RunConfig) -> Iterator[str]:
+    """Layouts in which a forward and a backward cannot run together."""
+    parallel, kind = config.parallel, config.model.moe_token_dispatcher_type
+    if not parallel.overlap_moe_expert_parallel_comm or config.model.num_layers < 1:
+        return
+    schedule = parallel.schedule(config.model.num_layers)
+    if parallel.pipeline_plan is not None:
+        yield (
+            f"overlap_moe_expert_parallel_comm=True chooses the pairs of a schedule, and pipeline_plan="
+            f"{parallel.pipeline_plan} has its own; remove one of them and write pairs as 0F1&0B0"
+        )
+    elif schedule not in PAIRED:
+        yield (
+            f"overlap_moe_expert_parallel_comm=True runs forwards together with backwards, which pipeline_schedule="
+            f"{schedule} has in no pairs; legal: {', '.join(PAIRED)}"
+        )
+    if kind != "alltoall":
+        yield (
+            f"overlap_moe_expert_parallel_comm=True overlaps moe_token_dispatcher_type=alltoall, not {kind}; choose "
+            "alltoall or remove --overlap-moe-expert-parallel-comm"
+        )
+    if parallel.dp_zero_stage == 3 and schedule != "dualpipe_v":
+        yield (
+            "overlap_moe_expert_parallel_comm=True uses the weights of two layers of a stage at the same time, and "
+            "zero_stage=3 frees those of all but one; legal: 0, 1, 2, or pipeline_schedule=dualpipe_v, whose pairs are "
+            "of different stages"
+        )

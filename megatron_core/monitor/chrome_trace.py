@@ -1,7 +1,8 @@
 """Traces of all ranks as one file for Perfetto (ui.perfetto.dev) or chrome://tracing, in Chrome's trace event format.
 
-Each rank is a process with a track of pipeline actions, collectives and phases. Below it are the events of
-torch.profiler with its threads and streams. Times are in microseconds of the hosts' clocks.
+Each rank is a process with a track of computation and of waiting for collectives, by phase and pipeline action, and
+with tracks of the collectives in flight: where these are below computation, they are hidden. Below them are the events
+of torch.profiler with its threads and streams. Times are in microseconds of the hosts' clocks.
 """
 
 import json
@@ -17,12 +18,27 @@ PIDS = 1000
 """Number of process identifiers reserved for each rank."""
 
 
-def events_of(spans: Iterable[Span], rank: int, began: float) -> list[Event]:
-    """Return complete events for the spans of a step that started at the Unix time ``began``."""
+def tracks(flights: Iterable[Span]) -> list[list[Span]]:
+    """Divide collectives that overlap in time among as few tracks as possible, in the order of their starts."""
+    found: list[list[Span]] = []
+    for span in sorted(flights, key=lambda span: span.start):
+        track = next((track for track in found if track[-1].end <= span.start), None)
+        if track is None:
+            found.append([span])
+        else:
+            track.append(span)
+    return found
+
+
+def events_of(spans: Iterable[Span], rank: int, began: float, *, track: int = 0) -> list[Event]:
+    """Return complete events for the spans of a step that started at the Unix time ``began``.
+
+    Track 0 is the rank's time, and later ones are its collectives in flight.
+    """
     return [
         {
-            "ph": "X", "pid": rank * PIDS, "tid": 0, "cat": "step", "ts": 1e6 * (began + span.start),
-            "dur": 1e6 * (span.end - span.start), "name": span.phase,
+            "ph": "X", "pid": rank * PIDS, "tid": track, "cat": "in flight" if track else "step",
+            "ts": 1e6 * (began + span.start), "dur": 1e6 * (span.end - span.start), "name": span.phase,
             "args": {} if span.detail is None else {"action": str(span.detail)},
         }
         for span in spans

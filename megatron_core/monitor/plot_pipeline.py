@@ -58,7 +58,7 @@ def _draw_boxes(axes: Axes, timeline: Timeline, longest: float) -> None:
     size = _number_size(timeline, points)
     for rank, actions in enumerate(plan.ranks):
         axes.broken_barh([(0, timeline.makespan)], (rank - _HEIGHT / 2, _HEIGHT), facecolors=_IDLE)
-        boxes = [(timeline.start[action] - first, timeline.end[action] - timeline.start[action]) for action in actions]
+        boxes = [(start - first, end - start) for start, end in (timeline.boxes[action] for action in actions)]
         colours = [shade(COLOURS[action.kind], plan.chunks[action.stage], plan.num_chunks) for action in actions]
         axes.broken_barh(boxes, (rank - _HEIGHT / 2, _HEIGHT), facecolors=colours, edgecolors="white", linewidths=0.5)
         for action, (start, time) in zip(actions, boxes, strict=True):
@@ -69,7 +69,7 @@ def _draw_boxes(axes: Axes, timeline: Timeline, longest: float) -> None:
 def _number_size(timeline: Timeline, points: float) -> float:
     """Font size of all numbers in a panel: the largest number fits the shortest box in which it is legible."""
     digits = len(str(max(timeline.plan.num_microbatches - 1, 0)))
-    times = sorted(timeline.end[action] - timeline.start[action] for action in timeline.end)
+    times = sorted(end - start for start, end in timeline.boxes.values())
     fitting = (0.85 * time * points / digits / _DIGIT for time in times)  # the rest is a margin
     return min(next((size for size in fitting if size >= _SMALLEST), _SMALLEST), _LARGEST)
 

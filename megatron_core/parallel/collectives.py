@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron_core.errors import LayoutError
 from megatron_core.parallel.flight_recorder import RECORDER
 from megatron_core.parallel.groups import Group, process_group
+from megatron_core.parallel.interleave import hand_over
 from megatron_core.parallel.meter import METER, Waited
 
 # torch renamed both; older releases have only the second name.
@@ -303,71 +304,68 @@ def reduce_scatter_to_sequence(x: Tensor, group: Group) -> Tensor:
     return _paired(x, group, _reduce_scatter_first, _gather_first)
 
 
-class _ExchangeRows(torch.autograd.Function):
-    """All-to-all of rows; backward sends the gradients the opposite way."""
-
-    @staticmethod
-    def forward(ctx, x, send, receive, group):
-        ctx.back = receive, send, group
-        return all_to_all_rows(x, send, receive, group)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return all_to_all_rows(grad, *ctx.back), None, None, None
-
-
 def exchange_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Tensor:
     """``all_to_all_rows``; backward returns each row's gradient to the rank that sent the row."""
-    return _ExchangeRows.apply(x, send, receive, group)
+    (received,) = RowExchange([x], send, receive, group).wait()
+    return received
 
 
 class RowExchange:
-    """``exchange_rows`` in two halves, so that computation between them overlaps with it, in forward and in
-    backward."""
+    """``exchange_rows`` of several tensors in two halves, so that computation between them overlaps with it.
 
-    def __init__(self, x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> None:
-        """Start sending ``x``."""
+    In forward and in backward it hands over to the other function of ``interleave`` between the halves.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], send: Sequence[int], receive: Sequence[int], group: Group) -> None:
+        """Start sending ``tensors``, each with the same number of rows."""
         self._there, self._back, self._group = (send, receive), (receive, send), group
-        self._handle: Handle = Done()
-        self._result: Tensor | None = None
-        self._arriving = _BeginRows.apply(x, self)
+        self._handles: list[Handle] = []
+        self._results: list[Tensor] = []
+        self._arriving: tuple[Tensor, ...] = _BeginRows.apply(self, *tensors)
 
-    def wait(self) -> Tensor:
-        """Return the received rows."""
-        return _FinishRows.apply(self._arriving, self)
+    def wait(self) -> tuple[Tensor, ...]:
+        """Return the received rows of each tensor."""
+        arriving, self._arriving = self._arriving, ()  # autograd refers to this object: no cycle of references
+        return _FinishRows.apply(self, *arriving)
 
-    def begin(self, x: Tensor, *, back: bool = False) -> Tensor:
-        """Start sending values, or with ``back`` their gradients; the returned tensor is valid after ``finish``."""
-        self._result, self._handle = start_all_to_all_rows(x, *(self._back if back else self._there), self._group)
-        return self._result
+    def begin(self, tensors: Sequence[Tensor], *, back: bool = False) -> list[Tensor]:
+        """Start sending values, or with ``back`` their gradients; the returned tensors are valid after ``finish``."""
+        for x in tensors:
+            result, handle = start_all_to_all_rows(x, *(self._back if back else self._there), self._group)
+            self._results.append(result)
+            self._handles.append(handle)
+        return self._results
 
-    def finish(self) -> Tensor | None:
+    def finish(self) -> list[Tensor]:
         """Wait for the rows and return them."""
-        self._handle.wait()
-        result, self._handle, self._result = self._result, Done(), None
-        return result
+        if self._group.size() > 1:
+            hand_over()
+        for handle in self._handles:
+            handle.wait()
+        results, self._handles, self._results = self._results, [], []
+        return results
 
 
 class _BeginRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, exchange):
+    def forward(ctx, exchange, *tensors):
         ctx.exchange = exchange
-        arriving = exchange.begin(x)
-        return arriving if arriving is not x else x.view_as(x)
+        arriving = exchange.begin(tensors)
+        return tuple(there.view_as(there) if there is x else there for there, x in zip(arriving, tensors, strict=True))
 
     @staticmethod
-    def backward(ctx, grad):
-        return ctx.exchange.finish(), None  # ``grad`` is only a placeholder with the shape that autograd expects
+    def backward(ctx, *grads):
+        return None, *ctx.exchange.finish()  # ``grads`` are only placeholders with the shapes that autograd expects
 
 
 class _FinishRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, arriving, exchange):
+    def forward(ctx, exchange, *arriving):
         ctx.exchange = exchange
         exchange.finish()
-        return arriving.view_as(arriving)
+        return tuple(rows.view_as(rows) for rows in arriving)
 
     @staticmethod
-    def backward(ctx, grad):
-        ctx.exchange.begin(grad, back=True)
-        return grad, None
+    def backward(ctx, *grads):
+        ctx.exchange.begin(grads, back=True)
+        return None, *grads

@@ -66,6 +66,8 @@ class _Transfer:
     bytes: float
     began: int
     ended: int | None = None
+    detail: Any = None
+    """Detail of the phase that started it."""
     flown: float = 0.0
     """Seconds in flight before the current interval."""
 
@@ -88,9 +90,10 @@ class Waited:
 
     def wait(self) -> None:
         """Wait for the collective."""
-        before = self._meter.switch(self._transfer.name)
+        before = self._meter.charged
+        self._meter.switch(self._transfer.name, before[1])
         self._work.wait()
-        self._meter.switch(before)
+        self._meter.switch(*before)
         self._transfer.ended = self._meter.last_mark
 
 
@@ -99,7 +102,8 @@ class Meter:
 
     def __init__(self) -> None:
         self.on = False
-        self._phase = OTHER
+        self.charged: tuple[str, Any] = (OTHER, None)
+        """The phase to which time is charged now, and its detail."""
         self._marks: list[tuple[str, Any, Any]] = []
         self._transfers: list[_Transfer] = []
         self._kinds: set[str] = set()
@@ -109,11 +113,13 @@ class Meter:
         self.keep_spans = False
         """Whether ``take`` stores the step's intervals in ``spans``."""
         self.spans: list[Span] = []
+        self.flights: list[Span] = []
+        """The collectives of ``spans``, each from its call to the end of its wait."""
 
     def start(self, groups: ParallelGroups, device: torch.device) -> None:
         """Start charging; collectives are named after the axes of ``groups``."""
         self._names = _names_of(groups)
-        self._device, self.on, self._phase = device, True, OTHER
+        self._device, self.on, self.charged = device, True, (OTHER, None)
         self._transfers.clear()
         self._marks = [(OTHER, self._now(), None)]
 
@@ -130,20 +136,21 @@ class Meter:
         """Charge time to ``phase`` from now on; returns the previous phase. ``detail`` is shown in a trace."""
         if not self.on:
             return phase
-        before, self._phase = self._phase, phase
+        before, self.charged = self.charged[0], (phase, detail)
         self._marks.append((phase, self._now(), detail))
         return before
 
     @contextmanager
     def phase(self, name: str, *, whole: bool = False) -> Iterator[None]:
         """Charge the enclosed code to ``name``; with ``whole``, including its collectives and inner phases."""
-        before, was_on = self.switch(name), self.on
+        before, was_on = self.charged, self.on
+        self.switch(name, before[1])
         self.on = was_on and not whole
         try:
             yield
         finally:
             self.on = was_on
-            self.switch(before)
+            self.switch(*before)
 
     def run(self, kind: str, group: Any, sent: float, call: Callable[[], Any]) -> Any:
         """Call a collective that sends ``sent`` bytes from this rank; returns its handle, or None if it is complete.
@@ -153,14 +160,15 @@ class Meter:
         if not self.on:
             return call()
         name = f"{group if isinstance(group, str) else self._names.get(group, OTHER)} {kind}"
-        transfer = _Transfer(name, sent, len(self._marks))
+        transfer = _Transfer(name, sent, len(self._marks), detail=self.charged[1])
         self._transfers.append(transfer)
         self._kinds.add(transfer.name)
-        before = self.switch(transfer.name)
+        before = self.charged
+        self.switch(transfer.name, before[1])
         try:
             work = call()
         finally:
-            self.switch(before)
+            self.switch(*before)
         if work is None:
             transfer.ended = self.last_mark
             return None
@@ -173,7 +181,7 @@ class Meter:
 
     def take(self) -> StepTimes:
         """Return the times since ``start`` or the last ``take``; on a GPU this synchronizes."""
-        self._marks.append((self._phase, self._now(), None))
+        self._marks.append((self.charged[0], self._now(), None))
         moments = self._seconds()
         found = StepTimes(seconds=moments[-1])
         for transfer in self._transfers:
@@ -190,6 +198,11 @@ class Meter:
         if self.keep_spans:
             bounds = zip(self._marks, moments, moments[1:], strict=False)
             self.spans = [Span(phase, detail, start, end) for (phase, _, detail), start, end in bounds]
+            self.flights = [
+                Span(transfer.name, transfer.detail, moments[transfer.began], moments[transfer.ended])
+                for transfer in self._transfers
+                if transfer.ended
+            ]
         self._marks = [self._marks[-1]]
         # A transfer still in flight is counted after its wait.
         self._transfers = [transfer for transfer in self._transfers if transfer.ended is None]

@@ -1,8 +1,9 @@
 """One executor for every plan: it runs this rank's list of actions."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron_core.errors import LayoutError
+from megatron_core.parallel.interleave import Interleaver
 from megatron_core.parallel.meter import METER
 from megatron_core.pipeline_parallel.p2p import PipelineP2P
 from megatron_core.pipeline_parallel.weight_grad import WeightGradQueue
@@ -60,7 +62,8 @@ class Executor:
     independently of the order of use, so that messages cannot be confused. A stage's output is freed as soon as it
     is sent; backward starts from its gradient edge in autograd's graph. ``parameters`` are the parameters of this
     rank's stages: a split backward defers the gradients of parallel linear layers' weights from I to W. Without
-    ``overlap`` the executor waits for each send before the next action, with ``overlap`` at the end of the step.
+    ``overlap`` the executor waits for each send before the next action, with ``overlap`` at the end of the step. The
+    forward and the backward of a pair run together (``interleave``), and their outputs are sent after both.
     """
 
     def __init__(
@@ -84,6 +87,7 @@ class Executor:
                 "only when they are needed: the ranks could deadlock. Turn it on, or give the lengths of "
                 "all micro-batches"
             )
+        self.turns = plan.turns[p2p.index]
         self.actions = plan.ranks[p2p.index]
         self._last_gradients = {a.stage: a for a in self.actions if a.kind in "BW"}
         self._keep_graph = bool(self._last_gradients)
@@ -100,35 +104,42 @@ class Executor:
     def run(self) -> dict[int, Tensor]:
         """Run all actions; return the last stage's outputs by micro-batch (empty on ranks without the last stage)."""
         results: dict[int, Tensor] = {}
-        with METER.phase("pipeline"), self._queue.attached(self._parameters):
-            for at, action in enumerate(self.actions):
+        interleaver = Interleaver(self.message.device)
+        with METER.phase("pipeline"), self._queue.attached(self._parameters), interleaver:
+            for at, turn in enumerate(self.turns):
                 if not self.message.variable:
-                    for coming in self.actions[at : at + 1 + self._receive_lookahead]:
-                        self._post_receives(coming)
-                output = self._run_action(action)
-                if output is not None and self.plan.consumer(action) is None:
-                    results[action.micro] = output
-                elif output is not None:
-                    self._send_output(action, output)
+                    for coming in self.turns[at : at + 1 + self._receive_lookahead]:
+                        self._post_receives(*coming)
+                for action, output in zip(turn, self._run_turn(turn, interleaver), strict=True):
+                    if output is not None and self.plan.consumer(action) is None:
+                        results[action.micro] = output
+                    elif output is not None:
+                        self._send_output(action, output)
                 self._release_sends(wait=not self.overlap)
             self._release_sends(wait=True)
         return results
 
-    def _run_action(self, action: Action) -> Tensor | None:
-        """Run ``action``; return the output for another stage, or on the last stage the loss."""
-        received = self._take_input(action)
-        output = None
-        METER.switch(PHASES[action.kind], action)
-        self.listener.on_begin(action)
-        if action.kind == "F":
-            output = self._run_forward(action, received)
-        elif action.kind == "W":
-            self._run_weights(action)
-        else:
-            output = self._run_backward(action, received)
-        self.listener.on_end(action)
+    def _run_turn(self, turn: tuple[Action, ...], interleaver: Interleaver) -> Sequence[Tensor | None]:
+        """Run an action, or a pair together; return each one's output for another stage, or on the last the loss."""
+        received = [self._take_input(action) for action in turn]
+        METER.switch(PHASES[turn[0].kind], turn[0])
+        for action in turn:
+            self.listener.on_begin(action)
+        actions = [partial(self._run_action, *each) for each in zip(turn, received, strict=True)]
+        outputs = interleaver.run(*actions) if len(actions) == 2 else (actions[0](),)
+        for action in turn:
+            self.listener.on_end(action)
         METER.switch("pipeline")
-        return output
+        return outputs
+
+    def _run_action(self, action: Action, received: Tensor | None) -> Tensor | None:
+        METER.switch(PHASES[action.kind], action)
+        if action.kind == "F":
+            return self._run_forward(action, received)
+        if action.kind != "W":
+            return self._run_backward(action, received)
+        self._run_weights(action)
+        return None
 
     def _run_forward(self, action: Action, received: Tensor | None) -> Tensor:
         if received is not None and self._keep_graph:
@@ -163,14 +174,13 @@ class Executor:
         if self._last_gradients[action.stage] == action:
             self.listener.on_last_weights(action.stage)
 
-    def _post_receives(self, action: Action) -> None:
-        """Post the receive for ``action`` and those of all earlier messages of its sender, in the sender's order."""
-        source, sender = self.plan.source(action), self.plan.sender(action)
-        if source is None or sender is None:
-            return
-        while source not in self._arriving and self._unposted[sender]:
-            coming = self._unposted[sender].popleft()
-            self._arriving[coming] = self._receive(coming, sender)
+    def _post_receives(self, *actions: Action) -> None:
+        """Post the receives for ``actions`` and for all earlier messages of their senders, in the senders' order."""
+        for action in actions:
+            source, sender = self.plan.source(action), self.plan.sender(action)
+            while source is not None and sender is not None and source not in self._arriving and self._unposted[sender]:
+                coming = self._unposted[sender].popleft()
+                self._arriving[coming] = self._receive(coming, sender)
 
     def _receive(self, coming: Action, sender: int) -> tuple[Tensor, dist.Work]:
         message = self.message

@@ -60,7 +60,8 @@ def _plan(config: RunConfig, micros: int) -> Plan:
     parallel, layers = config.parallel, config.model.num_layers
     if parallel.pipeline_plan is not None:
         return plan_of(config, micros)
-    return _made(parallel.schedule(layers), parallel.pipeline_model_parallel_size, parallel.num_chunks(layers), micros)
+    sizes = (parallel.pipeline_model_parallel_size, parallel.num_chunks(layers), micros)
+    return _made(parallel.schedule(layers), *sizes, paired=parallel.overlap_moe_expert_parallel_comm)
 
 
 _made = lru_cache(maxsize=512)(make_plan)

@@ -2,14 +2,15 @@
 
 F is a stage's forward of a micro-batch, B its backward. A backward may be split: I computes the gradient of the
 stage's input, which the previous stage needs; W computes the gradients of the weights, which no other rank needs.
-Source of the split: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 1, where I is called B.
+Source of the split: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 1, where I is called B. A forward and
+a B of different micro-batches may run together, as a pair.
 """
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
@@ -51,6 +52,12 @@ class Plan:
     ranks: tuple[tuple[Action, ...], ...]
     stage_to_rank: tuple[int, ...]
     """``stage_to_rank[stage]`` is the pipeline rank of the stage. Neighbouring stages may be on the same rank."""
+    paired: frozenset[Action] = frozenset()
+    """Forwards that run together with the next action of their rank, the B of another micro-batch.
+
+    Both start when the inputs of both have arrived; the computation of one hides the communication of the other.
+    Source: DeepSeek-AI 2024 (arXiv 2412.19437), section 3.2.1.
+    """
 
     @property
     def num_stages(self) -> int:
@@ -71,6 +78,11 @@ class Plan:
     def chunks(self) -> tuple[int, ...]:
         """``chunks[stage]`` is the stage's index among the stages of its rank, from 0."""
         return tuple(self.stage_to_rank[:stage].count(rank) for stage, rank in enumerate(self.stage_to_rank))
+
+    @cached_property
+    def turns(self) -> tuple[tuple[tuple[Action, ...], ...], ...]:
+        """Each rank's actions in the order in which they run: a turn is one action, or a forward and its B."""
+        return tuple(tuple(_turns(actions, self.paired)) for actions in self.ranks)
 
     @cached_property
     def _split(self) -> frozenset[tuple[int, int]]:
@@ -133,6 +145,8 @@ class Plan:
     def receive_lookahead(self) -> int:
         """Smallest lookahead of receives, in actions, at which blocking sends cannot deadlock.
 
+        The actions of a pair count as one action in the following rules.
+
         Each ordered pair of ranks has one link, which delivers messages in the order of sending. A rank runs its list
         in order. Before action i it posts the receives of all messages that actions i to i + a need, and of all earlier
         messages from the same senders (``messages``); a is the lookahead. An action runs when its messages have
@@ -144,12 +158,12 @@ class Plan:
         return next(lookahead for lookahead in count() if _runs_with_blocking_sends(self, lookahead))
 
     @cached_property
-    def steps(self) -> tuple[tuple[int, Action, tuple[tuple[Action, bool], ...]], ...]:
-        """``walk``, and for each action its dependencies with a flag: whether the dependency is on the same rank."""
+    def steps(self) -> tuple[tuple[int, tuple[Action, ...], tuple[tuple[Action, bool], ...]], ...]:
+        """The turns in the order of ``walk``, and for each its dependencies with a flag: whether it is on that rank."""
         where = self.stage_to_rank
         return tuple(
-            (rank, action, tuple((need, where[need.stage] == rank) for need in self.needs(action)))
-            for rank, action in self.walk()
+            (rank, turn, tuple((need, where[need.stage] == rank) for need in self._needs_of(turn)))
+            for rank, turn in self._walk()
         )
 
     def walk(self) -> Iterator[tuple[int, Action]]:
@@ -157,23 +171,43 @@ class Plan:
 
         In a deadlock the iterator ends before all actions have been yielded.
         """
+        return ((rank, action) for rank, turn in self._walk() for action in turn)
+
+    def missing(self, turn: Iterable[Action], done: Collection[Action]) -> Action | None:
+        """The first dependency of ``turn`` that is not in ``done``; None if the turn can run."""
+        return next((need for need in self._needs_of(turn) if need not in done), None)
+
+    def _needs_of(self, turn: Iterable[Action]) -> tuple[Action, ...]:
+        return tuple(need for action in turn for need in self.needs(action))
+
+    def _walk(self) -> Iterator[tuple[int, tuple[Action, ...]]]:
         done: set[Action] = set()
         waiting: dict[Action, list[int]] = {}
         position = [0] * len(self.ranks)
         ready = deque(range(len(self.ranks)))
         while ready:
             rank = ready.popleft()
-            actions = self.ranks[rank]
-            while position[rank] < len(actions):
-                action = actions[position[rank]]
-                missing = next((need for need in self.needs(action) if need not in done), None)
+            turns = self.turns[rank]
+            while position[rank] < len(turns):
+                turn = turns[position[rank]]
+                missing = self.missing(turn, done)
                 if missing is not None:
                     waiting.setdefault(missing, []).append(rank)
                     break
-                done.add(action)
+                done.update(turn)
                 position[rank] += 1
-                ready.extend(waiting.pop(action, ()))
-                yield rank, action
+                for action in turn:
+                    ready.extend(waiting.pop(action, ()))
+                yield rank, turn
+
+
+def _turns(actions: tuple[Action, ...], paired: frozenset[Action]) -> Iterator[tuple[Action, ...]]:
+    """Yield the turns of one rank; a forward that is the last action of its rank has no partner."""
+    at = 0
+    while at < len(actions):
+        length = 2 if actions[at] in paired else 1
+        yield actions[at : at + length]
+        at += length
 
 
 def _runs_with_blocking_sends(plan: Plan, lookahead: int) -> bool:
@@ -187,24 +221,24 @@ def _runs_with_blocking_sends(plan: Plan, lookahead: int) -> bool:
     progress = True
     while progress:
         progress = False
-        for rank, actions in enumerate(plan.ranks):
-            while position[rank] < len(actions):
-                at, action = position[rank], actions[position[rank]]
-                for early in actions[at : at + 1 + lookahead]:
+        for rank, turns in enumerate(plan.turns):
+            while position[rank] < len(turns):
+                at, turn = position[rank], turns[position[rank]]
+                for early in (action for coming in turns[at : at + 1 + lookahead] for action in coming):
                     source, sender = plan.source(early), plan.sender(early)
                     if source is not None and sender is not None:
                         posted[sender, rank] = max(posted[sender, rank], number[source] + 1)
-                if action not in done:
-                    if not done.issuperset(plan.needs(action)):
+                if turn[0] not in done:
+                    if plan.missing(turn, done) is not None:
                         break
-                    done.add(action)
+                    done.update(turn)
                     progress = True
-                receiver = plan.receiver(action)
-                if receiver is not None and posted[rank, receiver] <= number[action]:
+                receivers = ((action, plan.receiver(action)) for action in turn)
+                if any(to is not None and posted[rank, to] <= number[action] for action, to in receivers):
                     break
                 position[rank] += 1
                 progress = True
-    return all(at == len(actions) for at, actions in zip(position, plan.ranks, strict=True))
+    return all(at == len(turns) for at, turns in zip(position, plan.turns, strict=True))
 
 
 def round_robin_stages(num_ranks: int, num_chunks: int) -> tuple[int, ...]:
@@ -220,6 +254,26 @@ def v_shaped_stages(num_ranks: int) -> tuple[int, ...]:
     return (*range(num_ranks), *range(num_ranks - 1, -1, -1))
 
 
+def parse_turn(word: str) -> tuple[Action, ...]:
+    """Parse one word of a rank's list: an action, or a pair such as ``0F3&0B1``."""
+    turn = tuple(Action.parse(part) for part in word.split("&"))
+    if len(turn) > 1 and "".join(action.kind for action in turn) != "FB":
+        raise LayoutError(f"{word!r} is not a pair; write a forward, &, then a backward (B) of another micro-batch")
+    return turn
+
+
+def plan_of_turns(ranks: Iterable[Iterable[tuple[Action, ...]]], stage_to_rank: tuple[int, ...]) -> Plan:
+    """Make a plan of each rank's turns."""
+    turns = [list(mine) for mine in ranks]
+    paired = frozenset(turn[0] for mine in turns for turn in mine if len(turn) > 1)
+    return Plan(tuple(tuple(action for turn in mine for action in turn) for mine in turns), stage_to_rank, paired)
+
+
 def parse_plan(lines: Iterable[str], stage_to_rank: tuple[int, ...]) -> Plan:
-    """Parse a plan from one line of actions for each rank (``0F0 0F1 0B0 0B1``)."""
-    return Plan(tuple(tuple(Action.parse(word) for word in line.split()) for line in lines), stage_to_rank)
+    """Parse a plan from one line for each rank (``0F0 0F1&0B0 0B1``)."""
+    return plan_of_turns(([parse_turn(word) for word in line.split()] for line in lines), stage_to_rank)
+
+
+def format_turn(turn: tuple[Action, ...]) -> str:
+    """The inverse of ``parse_turn``."""
+    return "&".join(map(str, turn))

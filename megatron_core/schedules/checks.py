@@ -4,17 +4,18 @@ from collections import Counter
 from collections.abc import Iterator
 
 from megatron_core.errors import LayoutError
-from megatron_core.schedules.actions import Action, Plan
+from megatron_core.schedules.actions import Action, Plan, format_turn
 
 
 def problems(plan: Plan, num_microbatches: int, *, forward_only: bool = False) -> Iterator[str]:
     """Yield every problem of a plan as a sentence; nothing if the plan is valid.
 
     A valid plan has each F exactly once, and for every stage and micro-batch either one B or one I and one W. Each
-    action is on the rank of its stage. No rank waits forever for a dependency. Messages between two stages are received
-    in the order of sending. Such a plan runs with blocking and with overlapped sends: see ``Plan.receive_lookahead``.
+    action is on the rank of its stage. A pair is a forward and a B. No rank waits forever for a dependency. Messages
+    between two stages are received in the order of sending. Such a plan runs with blocking and with overlapped sends:
+    see ``Plan.receive_lookahead``.
     """
-    found = [*_contents(plan, num_microbatches, forward_only), *_misplaced(plan)]
+    found = [*_contents(plan, num_microbatches, forward_only), *_misplaced(plan), *_bad_pairs(plan)]
     yield from found
     yield from _stuck(plan)
     if not found:  # senders and receivers of messages are defined only for a complete plan
@@ -67,15 +68,19 @@ def _misplaced(plan: Plan) -> Iterator[str]:
 def _stuck(plan: Plan) -> Iterator[str]:
     """Walk through the plan; in a deadlock yield the action each rank waits for."""
     done: set[Action] = set()
-    position = [0] * len(plan.ranks)
-    for rank, action in plan.walk():
+    for _, action in plan.walk():
         done.add(action)
-        position[rank] += 1
-    for rank, actions in enumerate(plan.ranks):
-        if position[rank] < len(actions):
-            action = actions[position[rank]]
-            missing = next(need for need in plan.needs(action) if need not in done)
-            yield f"rank {rank} waits forever before {action}, which needs {missing}"
+    for rank, turns in enumerate(plan.turns):
+        turn = next((turn for turn in turns if turn[0] not in done), None)
+        if turn is not None:
+            yield f"rank {rank} waits forever before {format_turn(turn)}, which needs {plan.missing(turn, done)}"
+
+
+def _bad_pairs(plan: Plan) -> Iterator[str]:
+    for turns in plan.turns:
+        for turn in turns:
+            if turn[0] in plan.paired and "".join(action.kind for action in turn) != "FB":
+                yield f"{format_turn(turn)} cannot run together; a pair is a forward, then a backward (B)"
 
 
 def order_problems(plan: Plan) -> Iterator[str]:

@@ -65,7 +65,7 @@ def _columns(timeline: Timeline, room: int, longest: float | None) -> int:
     """Columns of the whole timeline: its share of the room, or an integer for the shortest action if possible."""
     if longest:
         return max(round(room * timeline.makespan / longest), 1)
-    times = (timeline.end[action] - timeline.start[action] for action in timeline.end)
+    times = (end - start for start, end in timeline.boxes.values())
     shortest = min((time for time in times if time > 0), default=timeline.makespan)
     if not shortest:
         return room
@@ -75,13 +75,14 @@ def _columns(timeline: Timeline, room: int, longest: float | None) -> int:
 
 
 def _row(timeline: Timeline, rank: int, columns: int, colour: bool) -> str:
-    """Draw a rank's boxes, with idle time between them."""
+    """Draw a rank's boxes, with idle time between them; those of a pair are side by side."""
     first = min(timeline.start.values())
     scale = columns / timeline.makespan if timeline.makespan else 0.0
     text, at = "", 0
     for action in timeline.plan.ranks[rank]:
-        begin = max(round((timeline.start[action] - first) * scale), at)
-        end = max(round((timeline.end[action] - first) * scale), begin)
+        start, stop = timeline.boxes[action]
+        begin = max(round((start - first) * scale), at)
+        end = max(round((stop - first) * scale), begin)
         text += (" " if colour else ".") * (begin - at) + _box(timeline.plan, action, end - begin, colour)
         at = end
     return text + (" " if colour else ".") * (columns - at)
@@ -132,7 +133,7 @@ def chrome_trace(
         name, number = {"name": f"{label}pipeline rank {rank}"}, first + rank
         events.append({"name": "thread_name", "ph": "M", "pid": number, "tid": number, "args": name})
         for action in actions:
-            start, end = timeline.start[action], timeline.end[action]
+            start, end = timeline.boxes[action]
             events.append(
                 {
                     "name": str(action),

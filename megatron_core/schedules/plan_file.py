@@ -2,18 +2,27 @@
 
     # two ranks, two micro-batches; a # starts a comment
     stage_to_rank: round_robin
-    0F0 0F1 0B0 0B1
+    0F0 0F1&0B0 0B1
     1F0 1B0 1F1 1B1
 
-The line ``stage_to_rank:`` is optional and precedes the ranks. Its value is ``round_robin`` (the default), ``v`` (rank
-r holds stages r and 2p - 1 - r) or the rank of each stage in order, as in ``stage_to_rank: 0 1 1 0``.
+``0F1&0B0`` is a forward and a backward that run together. The line ``stage_to_rank:`` is optional and precedes the
+ranks. Its value is ``round_robin`` (the default), ``v`` (rank r holds stages r and 2p - 1 - r) or the rank of each
+stage in order, as in ``stage_to_rank: 0 1 1 0``.
 """
 
 from collections.abc import Iterable
 from pathlib import Path
 
 from megatron_core.errors import LayoutError
-from megatron_core.schedules.actions import Action, Plan, round_robin_stages, v_shaped_stages
+from megatron_core.schedules.actions import (
+    Action,
+    Plan,
+    format_turn,
+    parse_turn,
+    plan_of_turns,
+    round_robin_stages,
+    v_shaped_stages,
+)
 from megatron_core.text_file import read_text
 
 
@@ -28,7 +37,7 @@ def read_plan(path: str | Path) -> Plan:
 
 def plan_from_text(lines: Iterable[str], name: str = "plan") -> Plan:
     """Parse a plan from lines of text; ``name`` is its name in error messages."""
-    ranks: list[tuple[Action, ...]] = []
+    ranks: list[list[tuple[Action, ...]]] = []
     header = "round_robin"
     for number, line in enumerate(lines, 1):
         text = line.split("#", 1)[0].strip()
@@ -38,12 +47,13 @@ def plan_from_text(lines: Iterable[str], name: str = "plan") -> Plan:
                     raise LayoutError("stage_to_rank: belongs before the first rank's line")
                 header = text.removeprefix("stage_to_rank:").strip()
             elif text:
-                ranks.append(tuple(map(Action.parse, text.split())))
+                ranks.append(list(map(parse_turn, text.split())))
         except LayoutError as error:
             raise LayoutError(f"{name}:{number}: {error}") from error
     if not ranks:
         raise LayoutError(f"{name} has no actions; write one line for each pipeline rank, such as 0F0 0F1 0B0 0B1")
-    return Plan(tuple(ranks), _stage_to_rank(header, ranks, name))
+    actions = [[action for turn in turns for action in turn] for turns in ranks]
+    return plan_of_turns(ranks, _stage_to_rank(header, actions, name))
 
 
 def format_plan(plan: Plan) -> str:
@@ -54,10 +64,10 @@ def format_plan(plan: Plan) -> str:
         header = "round_robin"
     elif plan.stage_to_rank == v_shaped_stages(size):
         header = "v"
-    return "\n".join([f"stage_to_rank: {header}", *(" ".join(map(str, actions)) for actions in plan.ranks)]) + "\n"
+    return "\n".join([f"stage_to_rank: {header}", *(" ".join(map(format_turn, turns)) for turns in plan.turns)]) + "\n"
 
 
-def _stage_to_rank(header: str, ranks: list[tuple[Action, ...]], name: str) -> tuple[int, ...]:
+def _stage_to_rank(header: str, ranks: list[list[Action]], name: str) -> tuple[int, ...]:
     """Return the rank of each stage, from the value of the line ``stage_to_rank:``."""
     size, stages = len(ranks), 1 + max(action.stage for actions in ranks for action in actions)
     actions = sum(map(len, ranks))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from megatron_core.errors import ConfigError
@@ -22,34 +22,45 @@ class Costs:
     weight_grad: float = 1.0
     comm: float = 0.0
     """Time from the end of an action until its output has arrived on another rank; the sender does not wait."""
+    exchange: float = 0.0
+    """Share of ``forward``, and of ``input_grad``, in which the rank only waits for messages between experts. A pair of
+    a forward and a backward hides them behind the computation of both."""
 
     def __post_init__(self) -> None:
         """``ConfigError`` if a time is negative or not finite, or if F, I and W are all 0."""
         times = (self.forward, self.input_grad, self.weight_grad)
         if not all(0 <= time < float("inf") for time in (*times, self.comm)) or not any(times):
             raise ConfigError(f"costs={self.text} must be finite and >= 0, with F, I or W > 0")
+        if not 0 <= self.exchange <= min(self.forward, self.input_grad):
+            raise ConfigError(f"costs={self.text}: the exchange between experts is part of F and of I: 0 to min(F, I)")
 
     @classmethod
     def parse(cls, text: str) -> Costs:
-        """Parse costs from ``F,I,W,COMM``; COMM is optional."""
+        """Parse costs from ``F,I,W,COMM,EXCHANGE``; the last two are optional."""
         try:
             numbers = [float(word) for word in text.split(",")]
         except ValueError:
             numbers = []
-        if len(numbers) not in (3, 4):
-            raise ConfigError(f"costs={text!r} must be F,I,W,COMM: three or four numbers, such as 1,1,1,0")
+        if not 3 <= len(numbers) <= 5:
+            raise ConfigError(f"costs={text!r} must be F,I,W,COMM,EXCHANGE: three to five numbers, such as 1,1,1,0")
         return cls(*numbers)
 
     @property
     def text(self) -> str:
         """The costs in the format of ``parse``."""
-        return ",".join(f"{time:g}" for time in (self.forward, self.input_grad, self.weight_grad, self.comm))
+        times = [self.forward, self.input_grad, self.weight_grad, self.comm, *[self.exchange] * (self.exchange > 0)]
+        return ",".join(f"{time:g}" for time in times)
 
     def time(self, plan: Plan, action: Action) -> float:
         """Time of an action: 1/v of the time of its kind."""
         whole = self.input_grad + self.weight_grad
         kinds = {"F": self.forward, "I": self.input_grad, "W": self.weight_grad, "B": whole}
         return kinds[action.kind] / plan.num_chunks
+
+    def pair_time(self, plan: Plan, forward: Action, backward: Action) -> float:
+        """Time of a pair: max(F + B - 2 EXCHANGE, 2 EXCHANGE, F, B), as computations and messages each run in turn."""
+        whole, hidden = self.input_grad + self.weight_grad, 2 * self.exchange
+        return max(self.forward + whole - hidden, hidden, self.forward, whole) / plan.num_chunks
 
 
 @dataclass(frozen=True)
@@ -60,21 +71,29 @@ class StageCosts:
     """Times by stage and kind of action, not divided by the number of chunks."""
     comm: float = 0.0
     """Time of a message between ranks, as in ``Costs``."""
+    pairs: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    """Times of pairs by the stages of forward and backward; of the others, the sum of the times of both."""
 
     @property
     def text(self) -> str:
-        """A list of all times: ``0F 12.3, 1W 4.5, COMM 0.2``."""
+        """A list of all times: ``0F 12.3, 1W 4.5, 0F&1B 20, COMM 0.2``."""
         words = [f"{stage}{kind} {time:.4g}" for (stage, kind), time in sorted(self.times.items())]
+        words += [f"{first}F&{second}B {time:.4g}" for (first, second), time in sorted(self.pairs.items())]
         return ", ".join([*words, f"COMM {self.comm:.4g}"])
 
     def time(self, plan: Plan, action: Action) -> float:
         """Time of an action."""
         return self.times[action.stage, action.kind]
 
+    def pair_time(self, plan: Plan, forward: Action, backward: Action) -> float:
+        """Time of a pair."""
+        found = self.pairs.get((forward.stage, backward.stage))
+        return self.time(plan, forward) + self.time(plan, backward) if found is None else found
+
 
 @dataclass(frozen=True)
 class Timeline:
-    """Start and end of each action of a plan, simulated or measured."""
+    """Start and end of each action of a plan, simulated or measured; those of the actions of a pair are equal."""
 
     plan: Plan
     start: dict[Action, float]
@@ -87,8 +106,19 @@ class Timeline:
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """Each rank's total time in actions."""
-        return tuple(sum(self.end[a] - self.start[a] for a in actions) for actions in self.plan.ranks)
+        """Each rank's total time in actions; a pair counts once."""
+        return tuple(sum(self.end[turn[0]] - self.start[turn[0]] for turn in turns) for turns in self.plan.turns)
+
+    @cached_property
+    def boxes(self) -> dict[Action, tuple[float, float]]:
+        """Start and end of each action in a drawing: the time of a pair is divided equally between its actions."""
+        found = {}
+        for turns in self.plan.turns:
+            for turn in turns:
+                for at, action in enumerate(turn):
+                    each = (self.end[action] - self.start[action]) / len(turn)
+                    found[action] = self.start[action] + at * each, self.start[action] + (at + 1) * each
+        return found
 
     @cached_property
     def spans(self) -> tuple[float, ...]:
@@ -117,8 +147,9 @@ class Timeline:
 
 
 def simulate(plan: Plan, costs: Costs | StageCosts) -> Timeline:
-    """Simulate a valid plan: an action starts when its rank is free and its dependencies have arrived.
+    """Simulate a valid plan: a turn starts when its rank is free and its dependencies have arrived.
 
+    For an action a that is a turn, and for both actions of a pair:
     start(a) = max(end of the rank's previous action, end(n) + COMM [n is on another rank] for n in needs(a)),
     end(a) = start(a) + time(a).
 
@@ -129,18 +160,19 @@ def simulate(plan: Plan, costs: Costs | StageCosts) -> Timeline:
     start: dict[Action, float] = {}
     end: dict[Action, float] = {}
     free = [0.0] * len(plan.ranks)
-    times: dict[tuple[int, str], float] = {}
-    for rank, action, needs in plan.steps:
+    times: dict[tuple[tuple[int, str], ...], float] = {}
+    for rank, turn, needs in plan.steps:
         begin = free[rank]
         for need, is_here in needs:
             there = end[need] if is_here else end[need] + costs.comm
             if there > begin:
                 begin = there
-        kind = action.stage, action.kind
+        kind = tuple((action.stage, action.kind) for action in turn)
         if kind not in times:
-            times[kind] = costs.time(plan, action)
-        start[action] = begin
-        end[action] = free[rank] = begin + times[kind]
+            times[kind] = costs.time(plan, *turn) if len(turn) == 1 else costs.pair_time(plan, *turn)
+        free[rank] = begin + times[kind]
+        for action in turn:
+            start[action], end[action] = begin, free[rank]
     return Timeline(plan, start, end)
 
 

@@ -5,11 +5,17 @@ backward, input gradient and weight gradient.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from megatron_core.errors import ConfigError
-from megatron_core.schedules.actions import Action, Plan, round_robin_stages, v_shaped_stages
+from megatron_core.schedules.actions import (
+    Action,
+    Plan,
+    plan_of_turns,
+    round_robin_stages,
+    v_shaped_stages,
+)
 
 
 def gpipe(num_ranks: int, num_microbatches: int) -> Plan:
@@ -38,17 +44,48 @@ def interleaved(num_ranks: int, num_chunks: int, num_microbatches: int) -> Plan:
     Bubble (p - 1) / (v m + p - 1) if p divides m. Otherwise the plan is made for the next multiple of p, and the
     surplus micro-batches are removed; removing micro-batches does not violate dependencies.
     """
+    return _interleaved(num_ranks, num_chunks, num_microbatches, paired=False)
+
+
+def paired_one_f_one_b(num_ranks: int, num_microbatches: int) -> Plan:
+    """1F1B in pairs: rank r runs 2 (p - r) - 1 forwards ahead, then pairs of a forward and a B of another micro-batch.
+
+    It stores activations of at most 2 (p - r) micro-batches: a pair needs the messages of both neighbours at once,
+    which takes a second forward ahead for each later rank, and the pair itself one more.
+    """
+    return paired_interleaved(num_ranks, 1, num_microbatches)
+
+
+def paired_interleaved(num_ranks: int, num_chunks: int, num_microbatches: int) -> Plan:
+    """Interleaved 1F1B in pairs, with one more forward ahead than ``interleaved``.
+
+    Source: Megatron-LM's schedule with --overlap-moe-expert-parallel-comm.
+    """
+    return _interleaved(num_ranks, num_chunks, num_microbatches, paired=True)
+
+
+def _interleaved(num_ranks: int, num_chunks: int, num_microbatches: int, *, paired: bool) -> Plan:
     full = -(-num_microbatches // num_ranks) * num_ranks if num_chunks > 1 else num_microbatches
     ranks = []
     for rank in range(num_ranks):
         forwards = _chunk_order(rank, num_ranks, num_chunks, full, "F")
         backwards = _chunk_order(rank, num_ranks, num_chunks, full, "B")
         ahead = num_ranks - rank - 1
-        if num_chunks > 1:
-            ahead = 2 * ahead + (num_chunks - 1) * num_ranks
-        actions = _alternate(forwards, backwards, ahead)
-        ranks.append(tuple(action for action in actions if action.micro < num_microbatches))
-    return Plan(tuple(ranks), round_robin_stages(num_ranks, num_chunks))
+        if num_chunks > 1 or paired:
+            ahead = 2 * ahead + (num_chunks - 1) * num_ranks + paired
+        turns = _alternate(forwards, backwards, ahead)
+        ranks.append(_without_surplus(turns if paired else _one_by_one(turns), num_microbatches))
+    return plan_of_turns(ranks, round_robin_stages(num_ranks, num_chunks))
+
+
+def _one_by_one(turns: Iterable[tuple[Action, ...]]) -> Iterator[tuple[Action, ...]]:
+    return ((action,) for turn in turns for action in turn)
+
+
+def _without_surplus(turns: Iterable[tuple[Action, ...]], num_microbatches: int) -> list[tuple[Action, ...]]:
+    """Remove the actions of surplus micro-batches; the other action of a pair remains."""
+    left = (tuple(action for action in turn if action.micro < num_microbatches) for turn in turns)
+    return [turn for turn in left if turn]
 
 
 def forward_only(
@@ -84,12 +121,12 @@ def _chunk_order(rank: int, num_ranks: int, num_chunks: int, num_microbatches: i
     ]
 
 
-def _alternate(forwards: list[Action], backwards: list[Action], ahead: int) -> list[Action]:
-    """Order actions: ``ahead`` forwards, then forward and backward alternately, then the remaining backwards."""
+def _alternate(forwards: list[Action], backwards: list[Action], ahead: int) -> list[tuple[Action, ...]]:
+    """``ahead`` forwards, then pairs of a forward and a backward, then the remaining backwards."""
     ahead = min(ahead, len(forwards))
     steady = len(forwards) - ahead
     pairs = zip(forwards[ahead:], backwards[:steady], strict=True)
-    return [*forwards[:ahead], *(action for pair in pairs for action in pair), *backwards[steady:]]
+    return [*((action,) for action in forwards[:ahead]), *pairs, *((action,) for action in backwards[steady:])]
 
 
 # ZB-H1 and ZB-H2: 1F1B with split backwards, whose weight gradients fill the bubble. Source: Qi et al. 2023, "Zero
@@ -132,7 +169,7 @@ def _late_weights(num_ranks: int, num_microbatches: int, factor: int) -> Plan:
 Turn = tuple[str, int]
 """Kind and chunk (0: first half of the V, ranks 0 to p - 1; 1: second half, ranks p - 1 to 0) of an action.
 
-Its micro-batch is the next one of that kind and chunk.
+Its micro-batch is the next one of that kind and chunk. ``F&`` is a forward that is paired with the following B.
 """
 
 
@@ -145,16 +182,23 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Plan:
     return _v_plan([_zb_v_turns(num_ranks, rank, full) for rank in range(num_ranks)], num_microbatches)
 
 
-def dualpipe_v(num_ranks: int, num_microbatches: int) -> Plan:
+def dualpipe_v(num_ranks: int, num_microbatches: int, *, paired: bool = False) -> Plan:
     """DualPipeV: pairs of a forward of one chunk and a backward of the other; the first and last backwards are split.
 
-    A rank stores activations of at most 2p + 1 micro-batches of one chunk, that is p + 1/2 of all its layers. The
-    forward and the backward of a pair run one after the other here, not overlapped; if F = I = W the bubble takes
-    (p - 1) F / 2. Source: DeepSeek-V3 technical report (arXiv 2412.19437), section 3.2.1, and DualPipe's README;
+    A rank stores activations of at most 2p + 1 micro-batches of one chunk, that is p + 1/2 of all its layers. With
+    ``paired``, the bubble takes (p - 1) (F&B + B - 3W) if F = I, where F&B is the time of a pair, and all are times of
+    one chunk. Otherwise the actions of a pair run one after the other; if F = I = W the bubble then takes (p - 1) F.
+    Source: DeepSeek-V3 technical report (arXiv 2412.19437), section 3.2.1 and table 2, and DualPipe's README;
     the V by Sea AI Lab (huggingface.co/blog/ufotalent/cut-in-half).
     """
     full = max(num_microbatches, 2 * num_ranks)
-    return _v_plan([_dualpipe_v_turns(num_ranks, rank, full) for rank in range(num_ranks)], num_microbatches)
+    turns = [_dualpipe_v_turns(num_ranks, rank, full) for rank in range(num_ranks)]
+    return _v_plan(turns, num_microbatches, paired=paired)
+
+
+def paired_dualpipe_v(num_ranks: int, num_microbatches: int) -> Plan:
+    """``dualpipe_v`` in pairs."""
+    return dualpipe_v(num_ranks, num_microbatches, paired=True)
 
 
 def _zb_v_turns(num_ranks: int, rank: int, micros: int) -> Iterator[Turn]:
@@ -173,13 +217,17 @@ def _zb_v_turns(num_ranks: int, rank: int, micros: int) -> Iterator[Turn]:
 
 
 def _dualpipe_v_turns(num_ranks: int, rank: int, micros: int) -> Iterator[Turn]:
-    """The eight steps of DualPipeV; ``inner`` is the number of ranks between this one and the middle of the V."""
+    """The eight steps of DualPipeV; ``inner`` is the number of ranks between this one and the middle of the V.
+
+    The first pair of the rank in the middle is not overlapped, so that its forward need not wait for the backward.
+    """
     inner, split = num_ranks - rank - 1, rank + 1
     yield from [("F", 0)] * (2 * inner)
     yield from [("F", 0), ("F", 1)] * (rank + 1)
     yield from [("I", 1), ("W", 1), ("F", 1)] * inner
-    yield from [("F", 0), ("B", 1), ("F", 1), ("B", 0)] * (micros - 2 * num_ranks + rank + 1)
-    yield from [("B", 1), ("F", 1), ("B", 0)] * inner
+    for turn in range(micros - 2 * num_ranks + rank + 1):
+        yield from [("F&" if inner or turn else "F", 0), ("B", 1), ("F&", 1), ("B", 0)]
+    yield from [("B", 1), ("F&", 1), ("B", 0)] * inner
     last = [1, 0] * (rank + 1)  # chunks of the backwards without a paired forward; the second half is split
     yield from [("B", chunk) for chunk in last[:split]]
     yield from [("I", chunk) for chunk in last[split:]]
@@ -189,7 +237,7 @@ def _dualpipe_v_turns(num_ranks: int, rank: int, micros: int) -> Iterator[Turn]:
     yield from [("W", chunk) for chunk in late[inner:]]
 
 
-def _v_plan(turns: list[Iterator[Turn]], num_microbatches: int) -> Plan:
+def _v_plan(turns: list[Iterator[Turn]], num_microbatches: int, *, paired: bool = False) -> Plan:
     """Make a plan of turns: number the micro-batches of each kind and chunk, and remove the surplus ones."""
     stage_to_rank = v_shaped_stages(len(turns))
     ranks = []
@@ -197,19 +245,25 @@ def _v_plan(turns: list[Iterator[Turn]], num_microbatches: int) -> Plan:
         stages = (rank, len(stage_to_rank) - 1 - rank)
         seen: Counter[Turn] = Counter()
         split: dict[int, list[int]] = {0: [], 1: []}
-        actions = []
+        found: list[tuple[Action, ...]] = []
+        joins = False
         for kind, chunk in mine:
             if kind == "W":
                 micro = split[chunk].pop(0)
             else:
-                side = ("F" if kind == "F" else "B", chunk)
+                side = ("F" if kind[0] == "F" else "B", chunk)
                 micro = seen[side]
                 seen[side] += 1
                 if kind == "I":
                     split[chunk].append(micro)
-            actions.append(Action(stages[chunk], kind, micro))
-        ranks.append(tuple(action for action in actions if action.micro < num_microbatches))
-    return Plan(tuple(ranks), stage_to_rank)
+            action = Action(stages[chunk], kind[0], micro)
+            if joins:
+                found[-1] += (action,)
+            else:
+                found.append((action,))
+            joins = paired and kind == "F&"
+        ranks.append(_without_surplus(found, num_microbatches))
+    return plan_of_turns(ranks, stage_to_rank)
 
 
 @dataclass(frozen=True)
@@ -224,16 +278,22 @@ class Schedule:
     """Whether some backwards are split into I and W."""
     source: str
     """Publication."""
+    make_paired: Callable[..., Plan] | None = None
+    """As ``make``, with pairs of a forward and a backward whose communication overlaps; None: there are none."""
 
 
 SCHEDULES: dict[str, Schedule] = {
     "gpipe": Schedule(gpipe, 1, False, "Huang et al. 2019, GPipe"),
-    "1f1b": Schedule(one_f_one_b, 1, False, "Narayanan et al. 2019, PipeDream; 2021, PipeDream-2BW"),
-    "interleaved": Schedule(interleaved, None, False, "Narayanan et al. 2021, arXiv 2104.04473"),
+    "1f1b": Schedule(
+        one_f_one_b, 1, False, "Narayanan et al. 2019, PipeDream; 2021, PipeDream-2BW", paired_one_f_one_b
+    ),
+    "interleaved": Schedule(interleaved, None, False, "Narayanan et al. 2021, arXiv 2104.04473", paired_interleaved),
     "zb_h1": Schedule(zb_h1, 1, True, "Qi et al. 2023, arXiv 2401.10241"),
     "zb_h2": Schedule(zb_h2, 1, True, "Qi et al. 2023, arXiv 2401.10241"),
     "zb_v": Schedule(zb_v, 2, True, "Qi et al. 2024, arXiv 2405.15362"),
-    "dualpipe_v": Schedule(dualpipe_v, 2, True, "DeepSeek-AI 2024, arXiv 2412.19437; DualPipe's README"),
+    "dualpipe_v": Schedule(
+        dualpipe_v, 2, True, "DeepSeek-AI 2024, arXiv 2412.19437; DualPipe's README", paired_dualpipe_v
+    ),
     "forward_only": Schedule(forward_only, None, False, "evaluation and generation"),
 }
 
@@ -242,10 +302,16 @@ TRAINING = tuple(name for name in SCHEDULES if name != "forward_only")
 """Names of the schedules for training."""
 
 
-def make_plan(name: str, num_ranks: int, num_chunks: int, num_microbatches: int) -> Plan:
+PAIRED = tuple(name for name, schedule in SCHEDULES.items() if schedule.make_paired is not None)
+"""Names of the schedules that can run in pairs."""
+
+
+def make_plan(name: str, num_ranks: int, num_chunks: int, num_microbatches: int, *, paired: bool = False) -> Plan:
     """Make the plan of the schedule ``name`` for p ranks with v chunks each and m micro-batches.
 
-    ``ConfigError`` for an unknown name, a number of chunks the schedule does not support, or a size below 1.
+    ``paired``: forwards run together with backwards of other micro-batches, so that communication overlaps.
+    ``ConfigError`` for an unknown name, a number of chunks the schedule does not support, a size below 1, or a schedule
+    without pairs.
     """
     if name not in SCHEDULES:
         raise ConfigError(f"pipeline_schedule={name!r} is not a schedule; legal: {', '.join(SCHEDULES)}")
@@ -254,12 +320,15 @@ def make_plan(name: str, num_ranks: int, num_chunks: int, num_microbatches: int)
         if size < 1:
             raise ConfigError(f"pipeline_schedule={name}: {what} = {size}; legal: 1 or more")
     schedule = SCHEDULES[name]
+    make = schedule.make_paired if paired else schedule.make
+    if make is None:
+        raise ConfigError(f"pipeline_schedule={name} has no pairs of forward and backward; legal: {', '.join(PAIRED)}")
     if schedule.chunks is None:
-        return schedule.make(num_ranks, num_chunks, num_microbatches)
+        return make(num_ranks, num_chunks, num_microbatches)
     if num_chunks != schedule.chunks:
         fitting = [other for other, row in SCHEDULES.items() if row.chunks in (None, num_chunks)]
         raise ConfigError(
             f"pipeline_schedule={name} cannot have {num_chunks} chunks on each rank; legal: {schedule.chunks}. "
             f"With {num_chunks}: {', '.join(fitting)}"
         )
-    return schedule.make(num_ranks, num_microbatches)
+    return make(num_ranks, num_microbatches)

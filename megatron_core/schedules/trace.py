@@ -6,7 +6,8 @@ step:
     {"rank": 3, "pipeline": [1, 3], "schedule": "1f1b", "stage_to_rank": [0, 1], "host": "node0"}
     {"step": 1, "began": 81.25, "actions": [["1F0", 0.012, 0.023], ["1B0", 0.023, 0.045]]}
 
-An action starts when its input has arrived and ends when its result is computed, so that waiting time is excluded.
+An action starts when its input has arrived and ends when its result is computed, so that waiting time is excluded. A
+forward and a backward that ran together are one entry, ``0F1&0B0``.
 Both times are in seconds after ``began``, the host's monotonic clock when this rank left a barrier of all ranks at the
 beginning of the step. Ranks on one host share that clock, so their times are comparable to the microsecond. Ranks on
 different hosts are assumed to leave the barrier at the same moment, which is accurate to the latency of the network.
@@ -26,7 +27,7 @@ from typing import Any
 
 from megatron_core.errors import ConfigError, MegatronError
 from megatron_core.output_file import json_lines, make_folder, no_follow, refuse_other_file
-from megatron_core.schedules.actions import Action, Plan
+from megatron_core.schedules.actions import Action, format_turn, parse_turn, plan_of_turns
 from megatron_core.schedules.checks import check
 from megatron_core.schedules.simulate import StageCosts, Timeline
 from megatron_core.schema import items, real, text, whole, wrong
@@ -41,17 +42,24 @@ class Recording:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self.began = self._begun = clock()
-        self.actions: list[tuple[Action, float, float]] = []
-        """(action, start, end) in the order of execution."""
+        self.began = clock()
+        self._begun: list[Action] = []
+        self._left = 0
+        self._start = self.began
+        self.turns: list[tuple[tuple[Action, ...], float, float]] = []
+        """(actions that ran together, start, end) in the order of execution."""
 
     def begin(self, action: Action) -> None:
-        """Record the start of ``action``; call it when the input has arrived."""
-        self._begun = self._clock()
+        """Record the start of ``action``; call it when the input has arrived, for a pair twice."""
+        self._start, self._begun = self._clock(), [*self._begun, action]
+        self._left += 1
 
     def end(self, action: Action) -> None:
         """Record the end of ``action``; call it when the result is computed."""
-        self.actions.append((action, self._begun, self._clock()))
+        self._left -= 1
+        if not self._left:
+            self.turns.append((tuple(self._begun), self._start, self._clock()))
+            self._begun = []
 
 
 class TraceWriter:
@@ -81,7 +89,9 @@ class TraceWriter:
     def write(self, step: int, recording: Recording) -> None:
         """Append a step."""
         began = recording.began
-        actions = [[str(a), round(start - began, 6), round(end - began, 6)] for a, start, end in recording.actions]
+        actions = [
+            [format_turn(turn), round(start - began, 6), round(end - began, 6)] for turn, start, end in recording.turns
+        ]
         self._write("a", {"step": step, "began": round(began, 6), "actions": actions})
         self._left -= 1
 
@@ -142,9 +152,15 @@ def read_trace(folder: str | Path, rank: int = 0) -> Measured:
 def measured_costs(timeline: Timeline) -> StageCosts:
     """Return the mean time of a step's actions by stage and kind, and the median time of the messages waited for."""
     times: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
-    for action, end in timeline.end.items():
-        times[action.stage, action.kind].append(end - timeline.start[action])
-    return StageCosts({key: fmean(found) for key, found in times.items()}, median(_messages(timeline) or [0.0]))
+    pairs: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
+    for turn in (turn for turns in timeline.plan.turns for turn in turns):
+        time = timeline.end[turn[0]] - timeline.start[turn[0]]
+        if len(turn) > 1:
+            pairs[turn[0].stage, turn[1].stage].append(time)
+        else:
+            times[turn[0].stage, turn[0].kind].append(time)
+    message, together = median(_messages(timeline) or [0.0]), {key: fmean(found) for key, found in pairs.items()}
+    return StageCosts({key: fmean(found) for key, found in times.items()}, message, together)
 
 
 def _messages(timeline: Timeline) -> list[float]:
@@ -153,12 +169,12 @@ def _messages(timeline: Timeline) -> list[float]:
     Only messages for which the receiver waited are measured: its previous action had ended before the sender's did.
     """
     plan, found = timeline.plan, []
-    for actions in plan.ranks:
-        for before, action in pairwise(actions):
-            source = plan.source(action)
-            if source is None or plan.sender(action) is None or timeline.end[before] > timeline.end[source]:
-                continue
-            found.append(max(timeline.start[action] - timeline.end[source], 0.0))
+    for turns in plan.turns:
+        for (before, *_), turn in pairwise(turns):
+            sources = [plan.source(action) for action in turn if plan.sender(action) is not None]
+            latest = max((timeline.end[source] for source in sources if source is not None), default=None)
+            if latest is not None and timeline.end[before] <= latest:
+                found.append(max(timeline.start[turn[0]] - latest, 0.0))
     return found
 
 
@@ -188,9 +204,10 @@ def _timeline(entries: list[dict[str, Any]], stage_to_rank: tuple[int, ...], one
     ranks, start, end = [], {}, {}
     for entry in entries:
         later = entry["began"] - first if one_host else 0.0
-        actions = [Action.parse(name) for name, _, _ in entry["actions"]]
-        for action, (_, begin, stop) in zip(actions, entry["actions"], strict=True):
-            start[action], end[action] = (begin + later) * _MILLISECONDS, (stop + later) * _MILLISECONDS
-        ranks.append(tuple(actions))
-    plan = Plan(tuple(ranks), stage_to_rank)
+        turns = [parse_turn(name) for name, _, _ in entry["actions"]]
+        for turn, (_, begin, stop) in zip(turns, entry["actions"], strict=True):
+            for action in turn:
+                start[action], end[action] = (begin + later) * _MILLISECONDS, (stop + later) * _MILLISECONDS
+        ranks.append(turns)
+    plan = plan_of_turns(ranks, stage_to_rank)
     return Timeline(check(plan, plan.num_microbatches), start, end)

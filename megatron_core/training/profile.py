@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron_core.monitor.chrome_trace import events_of, merge, profiler_events, rank_trace, write_events
+from megatron_core.monitor.chrome_trace import events_of, merge, profiler_events, rank_trace, tracks, write_events
 from megatron_core.output_file import TRACE, refuse_other_file
 from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.grid import WORLD
@@ -36,7 +36,10 @@ class Profile:
         """Collect events of the last step; write all after the final one. ``times``: the result of ``METER.take``."""
         iteration = self.run.state.iteration
         if METER.keep_spans:
-            self._events += events_of(METER.spans, self.run.world.rank, time.time() - times.seconds)
+            rank, began = self.run.world.rank, time.time() - times.seconds
+            self._events += events_of(METER.spans, rank, began)
+            for track, flights in enumerate(tracks(METER.flights), start=1):
+                self._events += events_of(flights, rank, began, track=track)
         if self._wanted and iteration >= self.settings.profile_step_end:
             self.finish()
         self._begin_at(iteration)

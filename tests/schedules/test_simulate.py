@@ -205,7 +205,7 @@ def test_costs_have_a_text() -> None:
     assert Costs.parse(Costs(1.5, 2, 3, 0.25).text) == Costs(1.5, 2, 3, 0.25)
 
 
-@pytest.mark.parametrize("text", ["", "1", "1,2", "1,2,3,4,5", "a,b,c", "1;1;1"])
+@pytest.mark.parametrize("text", ["", "1", "1,2", "1,2,3,4,5,6", "a,b,c", "1;1;1"])
 def test_costs_that_cannot_be_read(text: str) -> None:
     with pytest.raises(ConfigError, match="must be F,I,W,COMM"):
         Costs.parse(text)

@@ -11,7 +11,7 @@ Shapes: T tokens of this rank, k choices per token, R input rows for this rank's
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,12 +19,12 @@ from torch import Tensor
 from megatron_core.parallel.collectives import (
     RowExchange,
     all_reduce_,
-    all_to_all_rows,
     exchange_rows,
     gather_from_sequence,
     reduce_scatter_to_sequence,
 )
 from megatron_core.parallel.groups import ParallelGroups
+from megatron_core.transformer.moe.counts import ArrivingCounts
 from megatron_core.transformer.moe.router import Routing
 
 
@@ -98,6 +98,7 @@ class Dispatcher:
         members = [groups.grid.coordinates(rank)["ep"] for rank in groups.ranks("etp-ep")]
         self.holders = [[i for i, at in enumerate(members) if at == part] for part in range(groups.size("ep"))]
         """For each part of the experts, the indices in the group of the ranks with this part."""
+        self._holders: Tensor | None = None
 
 
 class AllToAll(Dispatcher):
@@ -108,22 +109,24 @@ class AllToAll(Dispatcher):
     ) -> Dispatched:
         """See ``Dispatcher``; one all-to-all to the experts, one all-to-all back."""
         keys = self._destinations(routing, x.device)
-        slots = Slots.of(keys, self.size * self.local_experts, routing.capacity if padded else None)
+        capacity = routing.capacity if padded else None
+        slots = Slots.of(keys, self.size * self.local_experts, capacity, drops=routing.kept is not None)
+        arriving = None
+        if capacity is None:
+            arriving = ArrivingCounts(slots.counts.view(self.size, self.local_experts), self.group)
         tokens, copies = slots.owners(keys.shape[1]), len(self.holders[0])
         rows = _Take.apply(x, tokens, slots.places, slots.holes)
         places = slots.places.view(-1, copies)
         probs = _Take.apply(routing.probs.flatten(), slots.owners(copies), places, slots.holes)
-        each = self.local_experts
-        send = [slots.counts[at : at + each] for at in range(0, len(slots.counts), each)]
-        receive = send if padded else self._counts_of_others(send, x.device)
+        send, receive = self._padded_counts(capacity) if arriving is None else arriving.wait()
         sent, received = ([sum(counts) for counts in table] for table in (send, receive))
-        if meanwhile is None:
-            rows, probs = (exchange_rows(part, sent, received, self.group) for part in (rows, probs))
-        else:
-            under_way = [RowExchange(part, sent, received, self.group) for part in (rows, probs)]
+        if slots.holes and capacity is None:  # dropped choices are the last rows
+            rows, probs, tokens = (each[: sum(sent)] for each in (rows, probs, tokens))
+        exchange = RowExchange([rows, probs], sent, received, self.group)
+        if meanwhile is not None:
             meanwhile()
-            rows, probs = (exchange.wait() for exchange in under_way)
-        order, inverse = self._by_expert(receive, x.device)
+        rows, probs = exchange.wait()
+        order, inverse = self._by_expert(arriving, capacity, sum(received), x.device)
         if order is not None:
             rows, probs = _Take.apply(rows, order, inverse[:, None], False), probs.index_select(0, order)
 
@@ -141,27 +144,37 @@ class AllToAll(Dispatcher):
 
         The shape is ``[T, k etp]``; dropped choices have the value group size * local_experts.
         """
-        holders = torch.tensor(self.holders, device=device)  # [ep, etp]
+        holders = self._holders_on(device)  # [ep, etp]
         ranks, local = holders[routing.experts // self.local_experts], routing.experts % self.local_experts
         keys = ranks * self.local_experts + local[..., None]
         if routing.kept is not None:
             keys = keys.masked_fill(~routing.kept[..., None], self.size * self.local_experts)
         return keys.flatten(1)
 
-    def _counts_of_others(self, send: list[list[int]], device: torch.device) -> list[list[int]]:
-        """Return the number of rows that each rank of the group sends for each local expert."""
-        if self.size == 1:
-            return send
-        ones = [1] * self.size
-        return all_to_all_rows(torch.tensor(send, device=device), ones, ones, self.group).tolist()
+    def _padded_counts(self, capacity: int | None) -> tuple[list[list[int]], list[list[int]]]:
+        """Return the rows sent to each rank for each expert, and those received, if all are ``capacity``."""
+        assert capacity is not None
+        table = [[capacity] * self.local_experts] * self.size
+        return table, table
 
-    def _by_expert(self, receive: list[list[int]], device: torch.device) -> tuple[Tensor | None, Tensor]:
-        """Return the permutation from rows ordered by sender to rows ordered by expert, and its inverse."""
+    def _holders_on(self, device: torch.device) -> Tensor:
+        """``holders`` on the device; copied once, because the host waits for this copy."""
+        if self._holders is None or self._holders.device != device:
+            self._holders = torch.tensor(self.holders, device=device)
+        return self._holders
+
+    def _by_expert(
+        self, arrived: ArrivingCounts | None, capacity: int | None, rows: int, device: torch.device
+    ) -> tuple[Tensor | None, Tensor]:
+        """Return the permutation from rows ordered by sender to rows ordered by expert, and its inverse.
+
+        ``arrived`` has the numbers of the ``rows`` received, or all are ``capacity``.
+        """
         if self.size == 1 or self.local_experts == 1:
             return None, torch.empty(0)
-        counts = torch.tensor(receive, device=device)
         expert = torch.arange(self.local_experts, device=device).repeat(self.size)
-        order = expert.repeat_interleave(counts.flatten()).argsort(stable=True)
+        each = torch.full_like(expert, capacity or 0) if arrived is None else arrived.theirs.flatten()
+        order = expert.repeat_interleave(each, output_size=rows).argsort(stable=True)
         return order, _inverse(order)
 
 
@@ -187,7 +200,10 @@ class AllGatherDispatcher(Dispatcher):
         keys = experts - self.own_part * self.local_experts
         keys = keys.masked_fill((experts < 0) | (keys < 0) | (keys >= self.local_experts), self.local_experts)
         capacity = routing.capacity * self.size if padded and routing.capacity is not None else None
-        slots = Slots.of(keys, self.local_experts, capacity)
+        slots = Slots.of(keys, self.local_experts, capacity, drops=True)
+        counts = slots.counts.tolist()  # waits for the device
+        if capacity is None:
+            slots = replace(slots, rows=slots.rows[: sum(counts)])
         tokens = slots.owners(keys.shape[1])
         rows = _Take.apply(gathered(x), tokens, slots.places, True)
         probs = _Take.apply(gathered(routing.probs).flatten(), slots.rows, slots.places.view(-1, 1), True)
@@ -196,7 +212,7 @@ class AllGatherDispatcher(Dispatcher):
             total = _SumTaken.apply(outputs, slots.places, tokens, True)
             return reduce_scatter_to_sequence(total, self.group)[:own]
 
-        return Dispatched(rows, probs, slots.counts, combine)
+        return Dispatched(rows, probs, counts, combine)
 
 
 @dataclass(frozen=True)
@@ -204,36 +220,37 @@ class Slots:
     """The m slots of each token, one per choice and rank of its expert, sorted by destination."""
 
     rows: Tensor
-    """``[R]``, the slot index of each row, in the flat ``[T, m]`` order; -1 for padding."""
+    """``[R]``, the slot index of each row, in the flat ``[T, m]`` order; -1 for padding. Without padding all T m slots,
+    the dropped ones last."""
     places: Tensor
     """``[T, m]``, the row of each slot; -1 for dropped choices."""
-    counts: list[int]
-    """Number of rows of each destination."""
+    counts: Tensor
+    """Number of rows of each destination, int64 on the device."""
     holes: bool
     """Whether ``rows`` or ``places`` may contain -1."""
 
     @classmethod
-    def of(cls, keys: Tensor, destinations: int, capacity: int | None) -> Slots:
+    def of(cls, keys: Tensor, destinations: int, capacity: int | None, *, drops: bool) -> Slots:
         """Sort slots by their destinations ``keys`` ``[T, m]``, stably; the key ``destinations`` means dropped.
 
-        With ``capacity``, each destination has exactly ``capacity`` rows, with padding at the end.
+        With ``capacity``, each destination has exactly ``capacity`` rows, with padding at the end. ``drops``: whether
+        slots may be dropped. The host does not wait for the device.
         """
         flat = keys.flatten()
         order = flat.argsort(stable=True)
         counts = flat.new_zeros(destinations + 1).scatter_add_(0, flat, torch.ones_like(flat))  # bincount waits on GPUs
         if capacity is None:
-            numbers = counts[:destinations].tolist()  # waits for the device: the host needs message sizes
-            total = sum(numbers)
-            rows, places = order[:total], torch.full_like(flat, -1)
-            places[rows] = torch.arange(total, device=flat.device)
-            return cls(rows, places.view_as(keys), numbers, total < flat.numel())
+            places = _inverse(order)
+            if drops:
+                places = places.masked_fill(flat == destinations, -1)
+            return cls(order, places.view_as(keys), counts[:destinations], drops)
         first = counts.cumsum(0) - counts
         key = flat[order]
         place = key * capacity + torch.arange(flat.numel(), device=flat.device) - first[key]
         place = place.masked_fill(key == destinations, destinations * capacity)
         rows = flat.new_full((destinations * capacity + 1,), -1).scatter_(0, place, order)[:-1]
         places = torch.empty_like(flat).scatter_(0, order, place.masked_fill(key == destinations, -1))
-        return cls(rows, places.view_as(keys), [capacity] * destinations, True)
+        return cls(rows, places.view_as(keys), torch.full_like(counts[:destinations], capacity), True)
 
     def owners(self, each: int) -> Tensor:
         """Return slot index // ``each`` of each row, for example its token (``each`` = m), ``[R]``; -1 for padding."""

@@ -1,0 +1,195 @@
+"""Measure for each switch that overlaps communication how much of it is hidden behind computation.
+
+Trains a small model with the switch off and on, in turn, on CPU ranks of one machine. A line of the table has the time
+of a step in which a rank only waits with the switch off (the time that could be hidden), the part of it that is hidden
+with the switch on, and the times of both steps. Data moves between CPU ranks by copies, which no overlap hides;
+therefore the collectives of a switch arrive over a simulated link (``slow_link``), whose bandwidth is that of the row.
+Prints a table and appends it to benchmarks/results.csv; ``ratio`` there is the hidden part.
+
+python -m benchmarks.bench_overlap
+
+To add a switch, append a ``Switch`` to ``SWITCHES``. Time that is not a collective's counts if the engine charges it to
+a phase of its own, with ``METER.phase("waiting for ...")``; then ``waits`` has the name of that phase. A transfer that
+is not a collective needs no link if it is slow itself; ``link=None`` simulates none.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import tyro
+
+from benchmarks.results import Row, append
+from benchmarks.slow_link import SlowLink
+from megatron_core.config import RunConfig
+from megatron_core.parallel import World
+from megatron_core.parallel.meter import METER, StepTimes
+from megatron_core.training.setup import Run, set_up
+from megatron_core.training.step import train_step
+from megatron_core.verify.ranks import run_ranks
+
+Flags = dict[str, Any]
+
+SHAPE: Flags = {
+    "num_layers": 4,
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "seq_length": 256,
+    "vocab_size": 1024,
+    "micro_batch_size": 1,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "untie_embeddings_and_output_weights": True,
+    "mock_data": True,
+    "train_iters": 1000,
+    "lr_decay_style": "constant",
+}
+EXPERTS: Flags = {
+    "num_experts": 8,
+    "moe_ffn_hidden_size": 256,
+    "swiglu": True,
+    "disable_bias_linear": True,
+    "expert_model_parallel_size": 2,
+    "moe_router_force_load_balancing": True,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Switch:
+    """A switch that overlaps communication."""
+
+    name: str
+    flags: Flags
+    """Settings that turn it on."""
+    base: Flags = field(default_factory=dict)
+    """Settings of both runs, besides ``SHAPE``."""
+    off: Flags = field(default_factory=dict)
+    """Settings that turn it off, where that is not the default."""
+    waits: tuple[str, ...]
+    """Patterns of the collectives (``all_to_all``) and of the meter's phases in which a rank only waits for it."""
+    ranks: int = 2
+    micro_batches: int = 4
+    """Micro-batches of each rank."""
+    link: float | None = 5e8
+    """Bytes per second of the simulated link for the collectives of ``waits``."""
+
+
+SWITCHES = [
+    Switch(
+        name="gradient reduction",
+        flags={"overlap_grad_reduce": True},
+        base={"ddp_bucket_size": 500_000},
+        waits=("all_reduce",),
+        micro_batches=2,
+    ),
+    Switch(
+        name="ZeRO-3 gathers",
+        flags={"overlap_param_gather": True, "overlap_grad_reduce": True},
+        base={"zero_stage": 3},
+        waits=("all_gather",),
+        micro_batches=1,
+    ),
+    Switch(
+        name="expert all-to-all",
+        flags={"overlap_moe_expert_parallel_comm": True},
+        base=EXPERTS,
+        waits=("all_to_all",),
+        micro_batches=8,
+        link=1e8,
+    ),
+    Switch(
+        name="expert all-to-all, dualpipe_v",
+        flags={"overlap_moe_expert_parallel_comm": True},
+        base=EXPERTS | {"pipeline_model_parallel_size": 2, "pipeline_schedule": "dualpipe_v"},
+        waits=("all_to_all",),
+        ranks=4,
+        micro_batches=8,
+        link=1e8,
+    ),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Measure the hidden part of communication."""
+
+    only: str = ""
+    """Measure only switches whose name contains this."""
+    rounds: int = 2
+    """Number of rounds; in each the switch is off, then on."""
+    steps: int = 3
+    """Timed steps of each round, after one warm-up step."""
+
+
+Measured = tuple[list[float], list[float]]
+"""Seconds of each step, and of its waiting."""
+
+
+def waiting(times: StepTimes, patterns: tuple[str, ...]) -> float:
+    """Seconds of a step in which the rank only waited for the collectives, or phases, of ``patterns``."""
+    found = {name.rpartition(" ")[2]: 0.0 for name in times.traffic} | times.phases
+    for name, traffic in times.traffic.items():
+        found[name.rpartition(" ")[2]] += traffic.exposed
+    return sum(seconds for name, seconds in found.items() if any(fnmatch(name, each) for each in patterns))
+
+
+@contextmanager
+def metered(run: Run, switch: Switch) -> Iterator[None]:
+    """Charge times to the meter, and delay the collectives of the switch."""
+    METER.start(run.groups, run.world.device)
+    with SlowLink(switch.waits, switch.link).installed() if switch.link else nullcontext():
+        yield
+    METER.stop()
+
+
+def measure(switch: Switch, flags: Flags, steps: int) -> Measured:
+    """One rank of a run."""
+    pipeline = int((switch.base | flags).get("pipeline_model_parallel_size", 1))
+    batch = switch.micro_batches * SHAPE["micro_batch_size"] * switch.ranks // pipeline
+    world = World(dist.get_rank(), dist.get_world_size(), 0, torch.device("cpu"))
+    run = set_up(RunConfig.from_flat(SHAPE | switch.base | {"global_batch_size": batch} | flags), world)
+    seconds, waits = [], []
+    with metered(run, switch):
+        train_step(run)
+        METER.take()
+        for _ in range(steps):
+            began = time.perf_counter()
+            train_step(run)
+            seconds.append(time.perf_counter() - began)
+            waits.append(waiting(METER.take(), switch.waits))
+    return seconds, waits
+
+
+def compare(switch: Switch, settings: Settings) -> Row:
+    """Run with the switch off and on in turn; print its line, and return its row."""
+    found: dict[bool, Measured] = {False: ([], []), True: ([], [])}
+    for _ in range(settings.rounds):
+        for on in (False, True):
+            flags = switch.flags if on else switch.off
+            for seconds, waits in run_ranks(switch.ranks, measure, switch, flags, settings.steps, timeout=300.0):
+                found[on][0].extend(seconds)
+                found[on][1].extend(waits)
+    (off_step, off), (on_step, on_waits) = ([statistics.median(each) for each in found[on]] for on in (False, True))
+    hidden = 1.0 - on_waits / off if off else 0.0
+    cells = (1000 * off, 100 * hidden, 1000 * off_step, 1000 * on_step)
+    print(f"{switch.name:32} {cells[0]:10.1f} {cells[1]:8.0f} % {cells[2]:10.1f} {cells[3]:10.1f}", flush=True)
+    return Row(switch.name, on_step, "s", ratio=hidden)
+
+
+def main(settings: Settings) -> None:
+    """Measure all switches."""
+    torch.set_num_threads(1)
+    print(f"{'switch':32} {'could, ms':>10} {'hidden':>10} {'off, ms':>10} {'on, ms':>10}")
+    append("overlap", [compare(switch, settings) for switch in SWITCHES if settings.only in switch.name])
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Settings))

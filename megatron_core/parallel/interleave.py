@@ -1,0 +1,130 @@
+"""Run two functions together, so that the messages of one are on their way while the other computes.
+
+Only one of both runs at any time: after it has started a message, it hands over to the other, and it continues when the
+other hands over, too, or ends. The order of all operations therefore depends neither on time nor on the rank, so that
+ranks call their collectives in the same order, and results have the same bits as if both ran one after the other.
+
+The second function has a thread of its own, because a backward pass cannot return to its caller in the middle. On a GPU
+both use the stream of the caller: the collectives have streams of their own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+
+from megatron_core.parallel.meter import METER
+
+A = TypeVar("A")
+B = TypeVar("B")
+
+
+class _AbandonedError(Exception):
+    """The other function of the pair has failed."""
+
+
+class _Pair:
+    """Whose turn it is: 0 or 1."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._turn = 0
+        self._ended = [False, False]
+        self.error: BaseException | None = None
+
+    def hand_over(self) -> None:
+        """Let the other function run until it hands over or ends."""
+        own = self._turn
+        if self._ended[1 - own]:
+            return
+        charged = METER.charged
+        self._give(1 - own)
+        self._take(own)
+        METER.switch(*charged)
+
+    def run(self, own: int, function: Callable[[], A]) -> A | None:
+        """Run a function in its turns; an error is stored in ``error``."""
+        result = None
+        try:
+            self._take(own)
+            result = function()
+        except _AbandonedError:
+            pass
+        except BaseException as error:  # raised again by ``Interleaver.run``, in the caller's thread
+            with self._changed:
+                self.error = self.error or error
+        self._ended[own] = True
+        self._give(1 - own)
+        return result
+
+    def _give(self, to: int) -> None:
+        with self._changed:
+            self._turn = to
+            self._changed.notify_all()
+
+    def _take(self, own: int) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._turn == own or self.error is not None)
+        if self.error is not None:
+            raise _AbandonedError
+
+
+_RUNNING: list[_Pair] = []
+"""The pair that runs in this process, if there is one."""
+
+
+def hand_over() -> None:
+    """Let the other function of ``Interleaver.run`` compute; call it between the start of a message and its wait.
+
+    Without such a function it does nothing. All ranks of the message's group must call it.
+    """
+    if _RUNNING:
+        _RUNNING[0].hand_over()
+
+
+class Interleaver:
+    """Runs pairs of functions; a context manager, which ends its thread."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = ThreadPoolExecutor(1, "interleaved")
+
+    def __enter__(self) -> Interleaver:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._pool.shutdown()
+
+    def run(self, first: Callable[[], A], second: Callable[[], B]) -> tuple[A, B]:
+        """Run both functions, beginning with ``first``; return their results, or raise the first error of either."""
+        pair, stream = _Pair(), self._stream()
+
+        def on_thread() -> B | None:
+            with stream:
+                return pair.run(1, second)
+
+        _RUNNING.append(pair)
+        other = self._pool.submit(on_thread)
+        try:
+            mine: Any = pair.run(0, first)
+            wait([other])
+        finally:
+            _RUNNING.remove(pair)
+        if pair.error is not None:
+            raise pair.error
+        theirs: Any = other.result()
+        return mine, theirs
+
+    def _stream(self) -> AbstractContextManager[Any]:
+        """The device and the stream of the calling thread; a new thread has the defaults."""
+        if self._device.type != "cuda":
+            return nullcontext()
+        return torch.cuda.stream(torch.cuda.current_stream(self._device))
