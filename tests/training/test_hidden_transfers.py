@@ -1,0 +1,250 @@
+"""Communication and offloading are hidden behind computation, measured by the time in which a rank only waits.
+
+Computation is slow: each layer pauses in forward and in backward, and each update. Transfers arrive over a simulated
+link of known speed (``SlowLink``), so that the time that could be hidden is known. Noise of the machine only adds
+waiting; therefore the least of several steps and ranks counts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.slow_link import SlowLink
+from megatron_core.optimizer.shard import Shard
+from megatron_core.optimizer.sharded import Optimizer
+from megatron_core.parallel.collectives import Done
+from megatron_core.parallel.meter import METER
+from megatron_core.parallel.transfer import Lane
+from megatron_core.training.step import train_step
+from megatron_core.transformer import offload
+from megatron_core.transformer.block import TransformerLayer
+from megatron_core.verify.ranks import run_ranks
+from tests.defects.plant import planted
+from tests.runs import tiny_run
+
+PAUSE = 0.02
+"""Seconds of a layer's forward, of its backward, and of the update of a part of the optimizer's state."""
+SHARE = 0.6
+"""Part of a transfer of one layer in the pause."""
+MODEL = {"num_layers": 6, "micro_batch_size": 1, "global_batch_size": 2, "hidden_size": 32, "ddp_bucket_size": 10_000}
+ZERO1 = {"use_distributed_optimizer": True}
+OVERLAP = {"overlap_grad_reduce": True}
+
+
+class Pause(torch.autograd.Function):
+    """The identity, which takes ``PAUSE`` in forward and in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(PAUSE)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        time.sleep(PAUSE)
+        return grad
+
+
+@contextmanager
+def slow_computation() -> Iterator[None]:
+    """Make layers and updates slow."""
+    forward, update = TransformerLayer.forward, Optimizer._update_part
+
+    def slow_update(*args: Any) -> None:
+        time.sleep(PAUSE)
+        update(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TransformerLayer, "forward", lambda *args: Pause.apply(forward(*args)))
+        patch.setattr(Optimizer, "_update_part", slow_update)
+        yield
+
+
+@contextmanager
+def on_a_device() -> Iterator[None]:
+    """Weights, activations and gradients count as a device's, and state in host memory as away."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(offload, "is_on_host", lambda tensor: False)
+        patch.setattr(Shard, "is_away", property(lambda shard: shard.placement.is_offloaded))
+        patch.setattr(Shard, "sends_gradient", property(lambda shard: shard.placement.is_offloaded))
+        yield
+
+
+@contextmanager
+def synchronous() -> Iterator[None]:
+    """Wait for each transfer of offloading when it starts: the reference without overlap."""
+    start = Lane.start
+
+    def start_and_wait(*args: Any, **settings: Any) -> Done:
+        start(*args, **settings).wait()
+        return Done()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Lane, "start", start_and_wait)
+        yield
+
+
+def hidden(settings: dict[str, Any], kinds: tuple[str, ...], context: Callable[[], Any], steps: int) -> Any:
+    """The hidden part of the transfers of each kind, and losses and norms of at most ``steps`` steps.
+
+    It stops after the first step in which at least 60 % of all kinds are hidden.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(context())
+        run = tiny_run(**MODEL | settings)
+        stack.enter_context(slow_computation())
+        METER.start(run.groups, torch.device("cpu"))
+        found = [train_step(run)]
+        # The bandwidth: all transfers of a step take SHARE of the pauses of all layers in forward or in backward.
+        links = [SlowLink((kind,), float("inf")) for kind in kinds]
+        traffic = METER.take().traffic
+        for link in links:
+            sent = sum(one.bytes for name, one in traffic.items() if name.split()[1] == link.patterns[0])
+            link.bandwidth = sent / (SHARE * PAUSE * MODEL["num_layers"])
+            stack.enter_context(link.installed())
+        most = torch.full([len(kinds)], -torch.inf)
+        while len(found) <= steps and most.min() < 0.6:
+            before = [link.delayed for link in links]
+            found.append(train_step(run))
+            traffic, parts = METER.take().traffic, []
+            for link, start in zip(links, before, strict=True):
+                exposed = sum(one.exposed for name, one in traffic.items() if name.split()[1] == link.patterns[0])
+                parts.append(1.0 - exposed / (link.delayed - start))
+            most = torch.maximum(most, torch.tensor(parts))
+            torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
+        METER.stop()
+    return most.tolist(), [(step.loss, step.grad_norm) for step in found]
+
+
+def compare(
+    off: dict[str, Any],
+    on: dict[str, Any],
+    kinds: tuple[str, ...],
+    plain: Any = nullcontext,
+    overlapped: Any = nullcontext,
+) -> None:
+    """About nothing is hidden without overlap, and at least 60 % with it; results are equal to the bit."""
+    (without, expected), (with_overlap, found) = hidden(off, kinds, plain, 1), hidden(on, kinds, overlapped, 8)
+    assert found[:2] == expected
+    assert all(part < 0.1 for part in without), without
+    assert all(part >= 0.6 for part in with_overlap), with_overlap
+
+
+@pytest.mark.parametrize(
+    ("base", "switch", "kinds"),
+    [
+        (ZERO1, OVERLAP, ("reduce_scatter",)),
+        ({"zero_stage": 3}, OVERLAP, ("reduce_scatter",)),
+        ({"zero_stage": 3}, {"overlap_param_gather": True, **OVERLAP}, ("all_gather",)),
+    ],
+    ids=["gradients", "gradients of zero 3", "gathers of zero 3"],
+)
+def test_collectives_are_hidden(base: dict[str, Any], switch: dict[str, Any], kinds: tuple[str, ...]) -> None:
+    run_ranks(2, compare, base, base | switch, kinds)
+
+
+@contextmanager
+def synchronous_on_a_device() -> Iterator[None]:
+    with on_a_device(), synchronous():
+        yield
+
+
+ACTIVATIONS = {"cpu_offloading": True, "cpu_offloading_num_layers": 5}
+OPTIMIZER = {"optimizer_cpu_offload": True, "bf16": True}
+COPIES = ("copy_out", "copy_in")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [ACTIVATIONS, ZERO1 | OVERLAP | OPTIMIZER, {"zero_stage": 3} | OVERLAP | OPTIMIZER],
+    ids=["activations", "optimizer", "optimizer, zero 3"],
+)
+def test_copies_to_host_memory_and_back_are_hidden(settings: dict[str, Any]) -> None:
+    run_ranks(2, compare, settings, settings, COPIES, synchronous_on_a_device, on_a_device)
+
+
+@pytest.mark.parametrize(
+    ("settings", "kinds"),
+    [
+        (ZERO1 | {"optimizer_offload_dir": "state"}, ("read", "write")),
+        ({"zero_stage": 3, "zero3_param_offload_dir": "weights", "optimizer_offload_dir": "state"}, ("read",)),
+    ],
+    ids=["state", "state and weights"],
+)
+def test_the_disk_is_hidden(settings: dict[str, Any], kinds: tuple[str, ...], tmp_path: Path) -> None:
+    folders = {name: str(tmp_path / value) if name.endswith("dir") else value for name, value in settings.items()}
+    run_ranks(2, compare, folders, folders, kinds, synchronous)
+
+
+def starts_in_backward(settings: dict[str, Any]) -> tuple[int, int]:
+    """Number of gradients that leave before the last backward ends, and of all gradients that leave."""
+    with on_a_device(), slow_computation():
+        run = tiny_run(**MODEL | settings)
+        METER.start(run.groups, torch.device("cpu"))
+        METER.keep_spans = True
+        train_step(run)
+        METER.take()
+    end = max(span.end for span in METER.spans if span.phase == "backward")
+    starts = [flight.start for flight in METER.flights if flight.phase == "host copy_out"]
+    return sum(start < end for start in starts), len(starts)
+
+
+@pytest.mark.parametrize("settings", [{}, ZERO1, {"zero_stage": 2}], ids=["one rank", "zero 1", "zero 2"])
+def test_gradients_leave_in_the_backward_pass(settings: dict[str, Any]) -> None:
+    """All except the last bucket or unit, and on one rank all."""
+    for early, count in run_ranks(
+        2 if settings else 1, starts_in_backward, OPTIMIZER | settings | (OVERLAP if settings else {})
+    ):
+        assert count >= 6
+        assert early >= count - 2 if settings else early == count
+
+
+@pytest.mark.parametrize(
+    ("place", "old", "new", "settings", "kind"),
+    [
+        (
+            "transformer.offload:ActivationOffload._begin_backward",
+            "[unit.before]",
+            "[unit]",
+            ACTIVATIONS,
+            "copy_in",
+        ),
+        (
+            "transformer.offload:_Saved.__init__",
+            ".copy(self._host, self._here)",
+            ".copy(self._host, self._here); self._transfer.wait()",
+            ACTIVATIONS,
+            "copy_out",
+        ),
+        (
+            "optimizer.pipeline:UpdatePipeline.run",
+            "_Loaded(following, self._sent) if following is not None else None",
+            "None",
+            ZERO1 | {"optimizer_offload_dir": "state"},
+            "read",
+        ),
+        (
+            "optimizer.pipeline:UpdatePipeline.run",
+            "behind = loaded.store()",
+            "_wait(loaded.store())",
+            ZERO1 | OVERLAP | OPTIMIZER,
+            "copy_in",
+        ),
+    ],
+    ids=["wrong unit", "waits at once", "not ahead", "not behind"],
+)
+def test_finds_transfers_that_are_not_hidden(
+    place: str, old: str, new: str, settings: dict[str, Any], kind: str, tmp_path: Path
+) -> None:
+    folders = {name: str(tmp_path) if name.endswith("dir") else value for name, value in settings.items()}
+    context = nullcontext if kind == "read" else on_a_device
+    with planted(place, old, new):
+        for (part,), _ in run_ranks(2, hidden, folders, (kind,), context, 1):
+            assert part < 0.6
