@@ -8,6 +8,8 @@ Prints a table and appends it to benchmarks/results.csv; ``ratio`` there is the 
 
 python -m benchmarks.bench_overlap
 
+Transfers of offloading overlap always; without overlap, each is waited for when it starts (``offloading``).
+
 To add a switch, append a ``Switch`` to ``SWITCHES``. Time that is not a collective's counts if the engine charges it to
 a phase of its own, with ``METER.phase("waiting for ...")``; then ``waits`` has the name of that phase. A transfer that
 is not a collective needs no link if it is slow itself; ``link=None`` simulates none.
@@ -18,15 +20,18 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
+from functools import partial
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import tyro
 
+from benchmarks.offloading import on_a_device, synchronous
 from benchmarks.results import Row, append
 from benchmarks.slow_link import SlowLink
 from megatron_core.config import RunConfig
@@ -60,6 +65,10 @@ EXPERTS: Flags = {
     "expert_model_parallel_size": 2,
     "moe_router_force_load_balancing": True,
 }
+ACTIVATIONS: Flags = {"cpu_offloading": True, "cpu_offloading_num_layers": 4, "bf16": False}
+UPDATES: Flags = {"hidden_size": 512, "seq_length": 64, "vocab_size": 4096, "ddp_bucket_size": 2_000_000}
+OPTIMIZER: Flags = {"optimizer_cpu_offload": True, "overlap_grad_reduce": True} | UPDATES
+ON_DISK: Flags = {"zero_stage": 3, "zero3_param_offload_dir": "", "optimizer_offload_dir": ""}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +89,8 @@ class Switch:
     """Micro-batches of each rank."""
     link: float | None = 5e8
     """Bytes per second of the simulated link for the collectives of ``waits``."""
+    offloads: bool = False
+    """Whether the switch is the overlap of offloading, on ranks whose memory counts as a device's."""
 
 
 SWITCHES = [
@@ -113,6 +124,25 @@ SWITCHES = [
         ranks=4,
         micro_batches=8,
         link=1e8,
+    ),
+    *(
+        Switch(
+            name=name,
+            flags={},
+            base={"bf16": True, "ddp_bucket_size": 500_000, "use_distributed_optimizer": True} | base,
+            waits=waits,
+            micro_batches=1,
+            link=link,
+            offloads=True,
+        )
+        for name, base, waits, link in [
+            ("activations to host memory", ACTIVATIONS, ("copy_out",), 2e8),
+            ("activations from host memory", ACTIVATIONS, ("copy_in",), 2e8),
+            ("gradients to host memory", OPTIMIZER, ("copy_out",), 5e8),
+            ("weights from host memory", OPTIMIZER, ("copy_in",), 2e9),
+            ("reads of weights on disk", ON_DISK, ("read",), 2e8),
+            ("optimizer state on disk", {"optimizer_offload_dir": ""} | UPDATES, ("read", "write"), None),
+        ]
     ),
 ]
 
@@ -150,14 +180,23 @@ def metered(run: Run, switch: Switch) -> Iterator[None]:
     METER.stop()
 
 
-def measure(switch: Switch, flags: Flags, steps: int) -> Measured:
+def measure(switch: Switch, steps: int, *, on: bool) -> Measured:
     """One rank of a run."""
+    flags = switch.flags if on else switch.off
     pipeline = int((switch.base | flags).get("pipeline_model_parallel_size", 1))
     batch = switch.micro_batches * SHAPE["micro_batch_size"] * switch.ranks // pipeline
     world = World(dist.get_rank(), dist.get_world_size(), 0, torch.device("cpu"))
-    run = set_up(RunConfig.from_flat(SHAPE | switch.base | {"global_batch_size": batch} | flags), world)
+    settings = SHAPE | switch.base | {"global_batch_size": batch} | flags
     seconds, waits = [], []
-    with metered(run, switch):
+    with ExitStack() as stack:
+        if switch.offloads:
+            stack.enter_context(on_a_device())
+            stack.enter_context(nullcontext() if on else synchronous())
+        if "optimizer_offload_dir" in settings:
+            folder = stack.enter_context(TemporaryDirectory())
+            settings |= {name: folder for name in settings if name.endswith("offload_dir")}
+        run = set_up(RunConfig.from_flat(settings), world)
+        stack.enter_context(metered(run, switch))
         train_step(run)
         METER.take()
         for _ in range(steps):
@@ -173,8 +212,8 @@ def compare(switch: Switch, settings: Settings) -> Row:
     found: dict[bool, Measured] = {False: ([], []), True: ([], [])}
     for _ in range(settings.rounds):
         for on in (False, True):
-            flags = switch.flags if on else switch.off
-            for seconds, waits in run_ranks(switch.ranks, measure, switch, flags, settings.steps, timeout=300.0):
+            one = partial(measure, on=on)
+            for seconds, waits in run_ranks(switch.ranks, one, switch, settings.steps, timeout=300.0):
                 found[on][0].extend(seconds)
                 found[on][1].extend(waits)
     (off_step, off), (on_step, on_waits) = ([statistics.median(each) for each in found[on]] for on in (False, True))

@@ -16,14 +16,11 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.offloading import on_a_device, synchronous
 from benchmarks.slow_link import SlowLink
-from megatron_core.optimizer.shard import Shard
 from megatron_core.optimizer.sharded import Optimizer
-from megatron_core.parallel.collectives import Done
 from megatron_core.parallel.meter import METER
-from megatron_core.parallel.transfer import Lane
 from megatron_core.training.step import train_step
-from megatron_core.transformer import offload
 from megatron_core.transformer.block import TransformerLayer
 from megatron_core.verify.ranks import run_ranks
 from tests.defects.plant import planted
@@ -64,30 +61,6 @@ def slow_computation() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TransformerLayer, "forward", lambda *args: Pause.apply(forward(*args)))
         patch.setattr(Optimizer, "_update_part", slow_update)
-        yield
-
-
-@contextmanager
-def on_a_device() -> Iterator[None]:
-    """Weights, activations and gradients count as a device's, and state in host memory as away."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(offload, "is_on_host", lambda tensor: False)
-        patch.setattr(Shard, "is_away", property(lambda shard: shard.placement.is_offloaded))
-        patch.setattr(Shard, "sends_gradient", property(lambda shard: shard.placement.is_offloaded))
-        yield
-
-
-@contextmanager
-def synchronous() -> Iterator[None]:
-    """Wait for each transfer of offloading when it starts: the reference without overlap."""
-    start = Lane.start
-
-    def start_and_wait(*args: Any, **settings: Any) -> Done:
-        start(*args, **settings).wait()
-        return Done()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Lane, "start", start_and_wait)
         yield
 
 
