@@ -131,17 +131,18 @@ SWITCHES = [
             flags={},
             base={"bf16": True, "ddp_bucket_size": 500_000, "use_distributed_optimizer": True} | base,
             waits=waits,
+            ranks=ranks,
             micro_batches=1,
             link=link,
             offloads=True,
         )
-        for name, base, waits, link in [
-            ("activations to host memory", ACTIVATIONS, ("copy_out",), 2e8),
-            ("activations from host memory", ACTIVATIONS, ("copy_in",), 2e8),
-            ("gradients to host memory", OPTIMIZER, ("copy_out",), 5e8),
-            ("weights from host memory", OPTIMIZER, ("copy_in",), 2e9),
-            ("reads of weights on disk", ON_DISK, ("read",), 2e8),
-            ("optimizer state on disk", {"optimizer_offload_dir": ""} | UPDATES, ("read", "write"), None),
+        for name, ranks, base, waits, link in [
+            ("activations to host memory", 2, ACTIVATIONS, ("copy_out",), 2e8),
+            ("activations from host memory", 2, ACTIVATIONS, ("copy_in",), 2e8),
+            ("gradients to host memory", 2, OPTIMIZER, ("copy_out",), 5e8),
+            ("weights from host memory", 1, UPDATES | {"optimizer_cpu_offload": True}, ("copy_in",), 1e9),
+            ("reads of weights on disk", 2, ON_DISK, ("read",), 2e8),
+            ("optimizer state on disk", 1, {"optimizer_offload_dir": ""} | UPDATES, ("read", "write"), None),
         ]
     ),
 ]

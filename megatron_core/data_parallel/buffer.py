@@ -190,6 +190,11 @@ class Bucket:
         return self.grads.untyped_storage().nbytes() > 0
 
     @property
+    def is_reducing(self) -> bool:
+        """Whether a sum has started and is not finished."""
+        return self._wire is not None
+
+    @property
     def compresses(self) -> bool:
         """Whether the gradients of this step are compressed.
 
@@ -314,21 +319,17 @@ class Bucket:
         self.gathered_bytes += sent
 
     def finish_gather(self) -> None:
-        """Wait for the gathered weights."""
+        """Wait for the gathered weights, and free the memory of a shard that was read."""
         self.gathering.wait()
         self.gathering = Done()
-        self.drop_prefetched()
+        if self._fetched is not None:
+            self._fetched[1].wait()
+            self._fetched = None
 
     def prefetch_weights(self) -> None:
         """Start to read a shard that is on disk, or to copy a shard in host memory to the device."""
         if self.away is not None and self._fetched is None:
             self._fetched = self.away.fetch(self.weight_shard, self.weights.device)
-
-    def drop_prefetched(self) -> None:
-        """Free the memory of a shard that was read: it has been gathered, or is not needed before the next update."""
-        if self._fetched is not None:
-            self._fetched[1].wait()
-            self._fetched = None
 
     def release_weights(self) -> None:
         """Free the weights of stage 3 except the shard."""

@@ -146,9 +146,9 @@ class UnitSync:
         self._forward = self._backward = self._weights = self._passed = None
         self._kind = "B"
         self._hold()
-        for unit in self.units:
-            for bucket in unit.own:
-                bucket.drop_prefetched()
+        if self._splits_weights:
+            for bucket in (bucket for unit in self.units for bucket in unit.own):
+                bucket.finish_gather()  # frees shards that were read for a unit that did not run
 
     def _enter_backward(self, unit: Unit) -> None:
         before, self._backward = self._backward, unit

@@ -313,7 +313,8 @@ class DataParallel:
         for earlier in self._early(bucket.stage):
             if earlier is bucket:
                 break
-            if earlier.continue_reduce() and (earlier.splits_grads or self.on_final is not None):
+            needed = earlier.is_reducing and (earlier.splits_grads or self.on_final is not None)
+            if earlier.continue_reduce() and needed:
                 earlier.finish_reduce()
                 self._announce(earlier)
         if self._needs_no_sum(bucket):

@@ -66,7 +66,8 @@ class UpdatePipeline:
 
         At most three slices of shards on disk are in memory.
         """
-        for shard in dict.fromkeys(job.shard for job in jobs):
+        shards = list(dict.fromkeys(job.shard for job in jobs))
+        for shard in shards:
             if shard.sends_gradient:
                 self.send(shard)
         ahead: _Loaded | None = None
@@ -80,6 +81,9 @@ class UpdatePipeline:
             behind = loaded.store()
         _wait(behind)
         self._sent.clear()
+        for shard in shards:  # what checkpoints have mapped
+            for placement in (shard.placement, shard.bucket.away or shard.placement):
+                placement.evict()
 
 
 class _Loaded:
