@@ -6,10 +6,11 @@ reductions overlap with the backward of one micro-batch, and weight gathers with
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import chain
 
 from megatron_core.config import RunConfig
 from megatron_core.config.flops import flops_per_token
@@ -116,7 +117,27 @@ class Pipeline:
             times[stage, "F"] = f + forward + waits
             times[stage, "B"] = i + w + backward + waits
             times[stage, "I"], times[stage, "W"] = i + hidden + backward + waits, w
-        return StageCosts(times, 0.0 if waits else message)
+        return StageCosts(times, 0.0 if waits else message, self._pairs(times))
+
+    def _pairs(self, times: Mapping[tuple[int, str], float]) -> dict[tuple[int, int], float]:
+        """Seconds of the pairs of forward and backward, whose messages between experts overlap with computation."""
+        found = {}
+        for first, second in {tuple(a.stage for a in turn) for turn in chain(*self.plan.turns) if len(turn) > 1}:
+            exchange = self.passes[first].forward.get("ep", 0.0) + self.passes[second].input_grad.get("ep", 0.0)
+            both = times[first, "F"] + times[second, "B"]
+            found[first, second] = both - exchange + self.clock.exposed(exchange, both - exchange)
+        return found
+
+    def hidden_exchange(self, rank: int) -> float:
+        """Seconds per step of a rank's messages between experts that overlap with computation."""
+        costs = self.stage_costs
+
+        def hidden(plan: Plan) -> float:
+            pairs = [turn for turn in plan.turns[rank] if len(turn) > 1]
+            apart = sum(costs.time(plan, action) for turn in pairs for action in turn)
+            return apart - sum(costs.pair_time(plan, *turn) for turn in pairs)
+
+        return self._of_all_micros(hidden)
 
     @cached_property
     def zero_traffic(self) -> list[tuple[float, float]]:
@@ -180,12 +201,16 @@ class Pipeline:
     @cached_property
     def makespan(self) -> float:
         """Seconds of all micro-batches."""
-        left = self.micros - self.plan.num_microbatches
+        return self._of_all_micros(
+            lambda plan: (self.timeline if plan is self.plan else simulate(plan, self.stage_costs)).makespan
+        )
+
+    def _of_all_micros(self, seconds: Callable[[Plan], float]) -> float:
+        """Extrapolate ``seconds`` of the simulated plan to all micro-batches: each p more of them add the same."""
+        found, left, ranks = seconds(self.plan), self.micros - self.plan.num_microbatches, len(self.plan.ranks)
         if not left:
-            return self.timeline.makespan
-        ranks = len(self.plan.ranks)
-        longer = simulate(_plan(self.config, self.plan.num_microbatches + ranks), self.stage_costs)
-        return self.timeline.makespan + left / ranks * (longer.makespan - self.timeline.makespan)
+            return found
+        return found + left / ranks * (seconds(_plan(self.config, self.plan.num_microbatches + ranks)) - found)
 
     def rank_times(self, rank: int) -> tuple[Seconds, float, float]:
         """Return a rank's seconds for one micro-batch by kind, and its total forward and backward time."""
@@ -323,6 +348,8 @@ def cost_of(pipeline: Pipeline) -> StepCost:
     updates = [pipeline.optimizer(rank) for rank in range(len(times))]
     worst = max(range(len(times)), key=lambda rank: sum(times[rank][0].values()))
     by_kind = {kind: seconds * pipeline.micros for kind, seconds in times[worst][0].items()}
+    if pipeline.plan.paired:
+        by_kind["ep"] = by_kind.get("ep", 0.0) - pipeline.hidden_exchange(worst)
     busy = sum(by_kind.values())
     ends = max(gradients) + max(updates)
     by_kind |= {"bubble": max(pipeline.makespan - busy, 0.0), "optimizer": max(updates), "other": hardware.step_seconds}

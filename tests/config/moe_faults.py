@@ -8,6 +8,7 @@ MOE = {"num_experts": 4, "disable_bias_linear": True}
 SIGMOID = {"moe_router_score_function": "sigmoid"}
 CAPACITY = {"moe_expert_capacity_factor": 1.0}
 SINKHORN = {"moe_router_load_balancing_type": "sinkhorn"}
+PAIRS = {"overlap_moe_expert_parallel_comm": True, "expert_model_parallel_size": 2}
 
 
 def groups(num_groups: int | None, topk: int | None) -> dict[str, Any]:
@@ -79,6 +80,22 @@ MOE_FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
         MOE | {"moe_pad_expert_input_to_capacity": True},
         1,
         ("moe_pad_expert_input_to_capacity=True", "--moe-expert-capacity-factor"),
+    ),
+    (
+        MOE | PAIRS | {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zb_h1"},
+        4,
+        ("overlap_moe_expert_parallel_comm=True", "pipeline_schedule=zb_h1", "legal: 1f1b, interleaved, dualpipe_v"),
+    ),
+    (
+        MOE | PAIRS | {"moe_token_dispatcher_type": "allgather"},
+        2,
+        ("overlap_moe_expert_parallel_comm=True", "not allgather"),
+    ),
+    (MOE | PAIRS | {"zero_stage": 3}, 2, ("overlap_moe_expert_parallel_comm=True", "zero_stage=3", "legal: 0, 1, 2")),
+    (
+        MOE | PAIRS | {"pipeline_model_parallel_size": 2, "pipeline_plan": "my_plan.txt"},
+        4,
+        ("overlap_moe_expert_parallel_comm=True", "pipeline_plan=my_plan.txt", "0F1&0B0"),
     ),
     (MOE | {"expert_model_parallel_size": 3}, 3, ("num_experts=4", "expert_model_parallel_size=3", "1, 2, 4")),
     (

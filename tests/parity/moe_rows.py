@@ -47,6 +47,8 @@ ZERO = {"use_distributed_optimizer": True}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 3000}
 ALL_GATHER = {"moe_token_dispatcher_type": "allgather"}
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}
+PAIRS, DUALPIPE_V = {"overlap_moe_expert_parallel_comm": True}, {"pipeline_schedule": "dualpipe_v"}
+IN_FOUR = DEEPSEEK | {"num_layers": 4, "moe_layer_freq": (2,), "global_batch_size": 8}
 ZB_H1, ZB_V = {"pipeline_schedule": "zb_h1"}, {"pipeline_schedule": "zb_v"}
 
 MOE_ROWS: dict[str, tuple[int, dict, dict]] = {
@@ -71,6 +73,23 @@ MOE_ROWS: dict[str, tuple[int, dict, dict]] = {
     ),  # C41
     "bias and groups, dp2 pp2 ep2 zb_v": (4, DEEPSEEK | {"num_layers": 4, "moe_layer_freq": (2,)}, PP2 | EP2 | ZB_V),
     "shared experts while tokens travel, ep2": (2, DEEPSEEK, EP2 | {"moe_shared_expert_overlap": True}),
+    "experts, ep2, in pairs": (2, MIXTRAL, EP2 | PAIRS),
+    "capacity and shared experts, ep2 zero2, recompute, in pairs": (
+        2,
+        DEEPSEEK | DROP,
+        EP2 | PAIRS | RECOMPUTE | {"zero_stage": 2, "moe_shared_expert_overlap": True},
+    ),
+    "bias and groups, dp2 pp2 ep2 dualpipe_v in pairs": (4, IN_FOUR, PP2 | EP2 | DUALPIPE_V | PAIRS),
+    "bias and groups, dp2 pp2 ep2 dualpipe_v in pairs, zero3": (
+        4,
+        IN_FOUR,
+        PP2 | EP2 | DUALPIPE_V | PAIRS | {"zero_stage": 3},
+    ),
+    "experts, dp2 pp2 ep2, interleaved in pairs": (
+        4,
+        MIXTRAL | {"num_layers": 4, "global_batch_size": 8},
+        PP2 | EP2 | PAIRS | {"num_virtual_stages_per_pipeline_rank": 2},
+    ),
     "experts, cp2 ep2": (2, MIXTRAL, CP2 | EP2),
     "capacity, tp2 ep2 etp1": (2, MIXTRAL | DROP, TP2 | EP2 | ETP1),
     "capacity with padding, tp2 sp": (2, MIXTRAL | PADDED, TP2 | SP),

@@ -8,6 +8,7 @@ import time
 import torch
 from torch import Tensor, nn
 
+from megatron_core.parallel.interleave import hand_over
 from megatron_core.pipeline_parallel.executor import Executor, Listener, MessageFormat
 from megatron_core.pipeline_parallel.p2p import PipelineP2P
 from megatron_core.schedules.actions import Plan
@@ -30,6 +31,20 @@ def ragged(num_microbatches: int) -> MessageFormat:
 
 def _random(name: int, number: int, *shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1000 * name + number))
+
+
+class _HandOver(torch.autograd.Function):
+    """The identity; hands over to the other action of a pair in forward and in backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        hand_over()
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        hand_over()
+        return grad
 
 
 class Chain:
@@ -55,7 +70,7 @@ class Chain:
         if self.shake is not None:  # so that ranks are not synchronous
             time.sleep(self.shake.random() * 1e-3)
         x = _random(1, micro, rows(micro), WIDTH) if x is None else x
-        once = parallel_linear(x, self.weights[stage], None)
+        once = _HandOver.apply(parallel_linear(x, self.weights[stage], None))
         y = torch.tanh(parallel_linear(once, self.weights[stage], None) + self.biases[stage])
         last = stage == self.plan.num_stages - 1
         return (y * _random(2, micro, rows(micro), WIDTH)).sum() if last else y

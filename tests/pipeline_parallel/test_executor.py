@@ -20,6 +20,7 @@ from megatron_core.pipeline_parallel.p2p import PipelineP2P
 from megatron_core.schedules import SCHEDULES, forward_only, interleaved, make_plan
 from megatron_core.schedules.actions import Action, Plan, round_robin_stages
 from megatron_core.schedules.checks import check
+from megatron_core.schedules.table import PAIRED
 from megatron_core.verify.ranks import run_ranks
 from tests.pipeline_parallel.chain import MESSAGE, WIDTH, Chain, ragged, run_chain
 
@@ -63,6 +64,9 @@ def _plans(num_ranks: int) -> Iterator[Plan]:
             continue
         for chunks in (2, 3, 4) if schedule.chunks is None else (schedule.chunks,):
             yield from (make_plan(name, num_ranks, chunks, micros) for micros in (1, 2, 3, 5, 2 * num_ranks + 1))
+    for name in PAIRED:
+        chunks = SCHEDULES[name].chunks or 2
+        yield from (make_plan(name, num_ranks, chunks, micros, paired=True) for micros in (3, 2 * num_ranks + 1))
     yield from (check(random_plan(num_ranks, 2, 4, seed), 4) for seed in range(4))
 
 
@@ -127,7 +131,15 @@ def test_executor_computes_what_one_process_computes(num_ranks: int) -> None:  #
     run_ranks(num_ranks, _check_plans, num_ranks)
 
 
-@pytest.mark.parametrize("plan", [interleaved(1, 3, 3), make_plan("zb_v", 1, 2, 3), make_plan("zb_h1", 1, 1, 2)])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        interleaved(1, 3, 3),
+        make_plan("zb_v", 1, 2, 3),
+        make_plan("zb_h1", 1, 1, 2),
+        make_plan("1f1b", 1, 1, 3, paired=True),
+    ],
+)
 def test_one_rank_with_several_chunks(plan: Plan) -> None:
     """Outputs are passed between stages without messages."""
     _run(plan, PipelineP2P(ParallelGroups.single()), seed=1)

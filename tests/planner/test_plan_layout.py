@@ -153,3 +153,15 @@ def test_bad_input_is_one_sentence(flags: list[str], message: str, capsys: pytes
     assert main([*GIVEN, *flags]) == 1
     error = capsys.readouterr().err.strip()
     assert message in error and error.count("\n") == 0
+
+
+def test_messages_between_experts_that_another_micro_batch_hides() -> None:
+    """Only the messages of the first forwards and of the last backwards remain, and they make up the difference."""
+    experts = {"num_experts": 8, "expert_model_parallel_size": 8, "disable_bias_linear": True, "global_batch_size": 128}
+    alone, paired = (
+        step_cost(_config(**experts, overlap_moe_expert_parallel_comm=on), 8, read_hardware("h100"), 32000)
+        for on in (False, True)
+    )
+    assert paired.by_kind["ep"] == pytest.approx(alone.by_kind["ep"] / 16, rel=0.2)
+    hidden = alone.by_kind["ep"] - paired.by_kind["ep"]
+    assert alone.seconds - paired.seconds == pytest.approx(hidden, rel=1e-6) and hidden > 0.02 * alone.seconds

@@ -2,8 +2,8 @@
 
 The host needs them for the sizes of messages and products. The exchange between the ranks and the copy to the host
 start as soon as the experts are chosen, and ``wait`` returns when they have arrived; between both the rank gathers the
-rows to send. On a GPU they use a stream of their own, so that neither the host nor the computation waits for work that was
-queued later.
+rows to send. On a GPU they use a stream of their own, so that neither the host nor the computation waits for work that
+was queued later.
 """
 
 from __future__ import annotations
