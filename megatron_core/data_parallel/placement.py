@@ -41,19 +41,26 @@ class Placement:
         """Yield the slices in which a shard is updated."""
         yield slice(0, numel)
 
-    def memory_for(self, part: Tensor) -> Tensor:
-        """Return memory for the values of a part of one of the tensors: the part itself unless it is on disk."""
+    def memory_for(self, part: Tensor, spare: Tensor | None = None) -> Tensor:
+        """Return memory for the values of a part of one of the tensors: the part itself unless it is on disk.
+
+        ``spare`` is memory from an earlier call to use again.
+        """
         return part
 
-    def fetch(self, part: Tensor, device: torch.device | None = None) -> tuple[Tensor, Transfer]:
+    def read(self, part: Tensor, memory: Tensor) -> Transfer:
+        """Start to read ``part`` into ``memory``, the result of ``memory_for``."""
+        return Done()
+
+    def fetch(self, part: Tensor, device: torch.device) -> tuple[Tensor, Transfer]:
         """Return memory that has the values of ``part`` after the handle's ``wait``, if possible on ``device``."""
-        if device in (None, part.device):
+        if device == part.device:
             return part, Done()
         there = torch.empty_like(part, device=device)
         return there, lane("host copy_in", device).copy(there, part)
 
     def store(self, part: Tensor, values: Tensor) -> Transfer:
-        """Start to write ``values``, which are in memory of ``fetch`` or ``memory_for``."""
+        """Start to write ``values``, which are in memory of ``memory_for``."""
         return Done()
 
     def evict(self) -> None:
@@ -98,15 +105,21 @@ class DiskPlacement(Placement):
         for start in range(0, numel, CHUNK):
             yield slice(start, min(start + CHUNK, numel))
 
-    def memory_for(self, part: Tensor) -> Tensor:
-        """Return new memory."""
+    def memory_for(self, part: Tensor, spare: Tensor | None = None) -> Tensor:
+        """Return ``spare`` if it is large enough, else new memory: its first use costs as much as reading the file."""
+        if spare is not None and spare.dtype == part.dtype and spare.numel() >= part.numel():
+            return spare[: part.numel()]
         return torch.empty_like(part)
 
-    def fetch(self, part: Tensor, device: torch.device | None = None) -> tuple[Tensor, Transfer]:
-        """Start to read ``part`` into host memory in a helper thread; the memory is pinned for a GPU as ``device``."""
-        memory = torch.empty_like(part, pin_memory=device is not None and device.type == "cuda")
+    def read(self, part: Tensor, memory: Tensor) -> Transfer:
+        """Start to read ``part`` in a helper thread."""
         call = partial(self._transfer, "reading", os.preadv, part, memory)
-        return memory, lane("disk read").start(call, part.nbytes)
+        return lane("disk read").start(call, part.nbytes)
+
+    def fetch(self, part: Tensor, device: torch.device) -> tuple[Tensor, Transfer]:
+        """Start to read ``part`` into host memory, which is pinned if ``device`` is a GPU."""
+        memory = torch.empty_like(part, pin_memory=device.type == "cuda")
+        return memory, self.read(part, memory)
 
     def store(self, part: Tensor, values: Tensor) -> Transfer:
         """Start to write ``values`` in a helper thread."""

@@ -14,6 +14,7 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
+from megatron_core.data_parallel.placement import Placement
 from megatron_core.optimizer.algorithms import Rates, ShardSlice
 from megatron_core.optimizer.shard import Shard
 from megatron_core.parallel.transfer import Transfer, empty_on_host, lane
@@ -72,9 +73,10 @@ class UpdatePipeline:
                 self.send(shard)
         ahead: _Loaded | None = None
         behind: list[Transfer] = []
-        for job, following in zip_longest(jobs, jobs[1:]):
-            loaded = ahead or _Loaded(job, self._sent)
-            ahead = _Loaded(following, self._sent) if following is not None else None
+        spare = [_Spare() for _ in range(3)]
+        for number, (job, following) in enumerate(zip_longest(jobs, jobs[1:])):
+            loaded = ahead or _Loaded(job, self._sent, spare[number % 3])
+            ahead = None if following is None else _Loaded(following, self._sent, spare[(number + 1) % 3])
             loaded.wait()
             update(job, loaded.part)
             _wait(behind)
@@ -86,11 +88,15 @@ class UpdatePipeline:
                 placement.evict()
 
 
+_Spare = dict[str, Tensor]
+"""Memory for parts on disk that an earlier job has used, by the name of its tensor."""
+
+
 class _Loaded:
     """The tensors of a job, on the device of the shard's state and in memory after ``wait``."""
 
-    def __init__(self, job: Job, sent: dict[Shard, _Sent]) -> None:
-        self._shard, self._at = job.shard, job.at
+    def __init__(self, job: Job, sent: dict[Shard, _Sent], spare: _Spare) -> None:
+        self._shard, self._at, self._spare = job.shard, job.at, spare
         shard, at, self._waits = job.shard, job.at, list[Transfer]()
         weights = shard.bucket.weight_shard[at]
         # The gradient.
@@ -100,23 +106,32 @@ class _Loaded:
             self._waits.append(sent[shard].transfer)
         # The main weights; if they have the dtype of weights on another device, these may have been changed.
         if shard.is_away and not shard.is_narrow:
-            main = shard.main_placement.memory_for(shard.main[at])
+            main = self._memory("main", shard.main_placement, shard.main[at])
             self._waits.append(_copy(main, weights, to_host=shard.placement.is_offloaded))
         else:
-            main = self._fetched(shard.main_placement.fetch(shard.main[at]))
+            main = self._fetched("main", shard.main_placement, shard.main[at])
         # The 16-bit weights, and the moments.
         copy = None
         if shard.is_narrow and shard.is_away:
             on_host = shard.placement.is_offloaded
             copy = empty_on_host(weights) if on_host else torch.empty_like(weights, device=main.device)
         elif shard.is_narrow:
-            copy = weights if shard.bucket.away is None else shard.bucket.away.memory_for(weights)
-        state = {name: self._fetched(shard.placement.fetch(tensor[at])) for name, tensor in shard.state.items()}
+            copy = weights if shard.bucket.away is None else self._memory("copy", shard.bucket.away, weights)
+        state = {name: self._fetched(name, shard.placement, tensor[at]) for name, tensor in shard.state.items()}
         self.part = ShardSlice(grad[at], main, copy, state)
 
-    def _fetched(self, fetched: tuple[Tensor, Transfer]) -> Tensor:
-        self._waits.append(fetched[1])
-        return fetched[0]
+    def _memory(self, name: str, placement: Placement, stored: Tensor) -> Tensor:
+        """Return memory for a stored part, the part itself unless it is on disk."""
+        memory = placement.memory_for(stored, self._spare.get(name))
+        if memory is not stored and memory.numel() >= self._spare.get(name, memory).numel():
+            self._spare[name] = memory
+        return memory
+
+    def _fetched(self, name: str, placement: Placement, stored: Tensor) -> Tensor:
+        """Start to read a stored part into memory."""
+        memory = self._memory(name, placement, stored)
+        self._waits.append(placement.read(stored, memory))
+        return memory
 
     def wait(self) -> None:
         """Wait for all tensors."""

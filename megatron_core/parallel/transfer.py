@@ -1,4 +1,4 @@
-"""Transfers beside the computation: copies between a GPU and host memory, and reads and writes of files.
+"""Transfers that overlap with computation: copies between a GPU and host memory, and reads and writes of files.
 
 A ``Lane`` runs transfers of one direction in order. Copies of a GPU run in a stream of the lane; events order them with
 the computation, so the host waits only where it reads the result. All other transfers run in a helper thread.
@@ -50,7 +50,7 @@ Direction = Literal["host copy_out", "host copy_in", "disk read", "disk write"]
 
 
 class Lane:
-    """Runs transfers of one direction in the order of their start, beside the computation."""
+    """Runs transfers of one direction in the order of their start, while the computation continues."""
 
     def __init__(self, name: Direction, device: torch.device) -> None:
         """``device``: the device of the copies; the CPU for files."""

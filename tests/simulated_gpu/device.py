@@ -74,6 +74,8 @@ class Log:
     """Host memory and its contents after the next synchronization."""
     leaving: list[tuple[Tensor, Tensor, str]] = field(default_factory=list)
     """Host memory that is read until then, its contents, and the line."""
+    streams: list[Any] = field(default_factory=list)
+    """The streams other than that of the computation."""
     clock: int = 0
     """Number of results of the computation."""
     written: dict[int, int] = field(default_factory=dict)

@@ -28,7 +28,7 @@ from tests.simulated_gpu.device import (
     on_host,
     set_hooks,
 )
-from tests.simulated_gpu.streams import Event, Stream, index
+from tests.simulated_gpu.streams import Event, Stream, index, synchronize
 
 NOT_IN_NCCL = (torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.complex32)
 COLLECTIVES = (
@@ -81,6 +81,8 @@ class Late:
         for memory, values in self._arriving:
             memory.copy_(values)
             LOG.mark(memory)
+        if FRAME.stream is not None:
+            FRAME.stream.known = LOG.clock  # only the current stream waits
         self._busy, self._arriving = [], []
 
 
@@ -106,7 +108,7 @@ def _doubles() -> dict[str, Callable]:
         "device": lambda device: nullcontext(),
         "stream": lambda stream: stream,
         "current_stream": Stream.current,
-        "synchronize": lambda device=None: LOG.stall("device"),
+        "synchronize": synchronize,
         "get_device_properties": lambda device=None: PROPERTIES,
         "get_device_capability": lambda device=None: (9, 0),
         "get_device_name": lambda device=None: "simulated",

@@ -96,6 +96,7 @@ class Stream:
         """The moment of the computation for which this stream has waited."""
         self.copies: list[Copy] = []
         self.started = 0
+        LOG.streams.append(self)
 
     @classmethod
     def current(cls, device: Any = None) -> Stream:
@@ -104,6 +105,7 @@ class Stream:
             return FRAME.stream
         stream = cls(device)
         stream.of_computation = True
+        LOG.streams.remove(stream)
         return stream
 
     def __enter__(self) -> None:
@@ -160,6 +162,7 @@ class Stream:
         if self.of_computation:
             LOG.stall("stream")
         else:
+            LOG.stalls[f"{line_of_project()} stream"] += 1
             self.complete(self.started, for_host=True)
 
 
@@ -181,6 +184,7 @@ class Event:
         if self.stream is None:
             LOG.stall("event")
         else:
+            LOG.stalls[f"{line_of_project()} event"] += 1
             self.stream.complete(self.number, for_host=True)
 
     def query(self) -> bool:
@@ -189,6 +193,13 @@ class Event:
     def elapsed_time(self, end_event: Event) -> float:
         assert self.timed and end_event.timed and self.at and end_event.at, "both must have timing and be recorded"
         return (end_event.at - self.at) * 1e3
+
+
+def synchronize(device: Any = None) -> None:
+    """torch.cuda.synchronize."""
+    LOG.stall("device")
+    for stream in LOG.streams:
+        stream.complete(stream.started, for_host=True)
 
 
 def index(device: Any) -> int:

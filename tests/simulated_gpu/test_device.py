@@ -70,6 +70,10 @@ def test_copies_in_another_stream_arrive_with_its_events() -> None:
         with torch.cuda.stream(stream):
             device.copy_(host, non_blocking=True)
         assert on_host(device).isnan().all()
+        torch.cuda.synchronize()
+        assert on_host(device).tolist() == [1.0] * 4
+        with torch.cuda.stream(stream):
+            device.copy_(host, non_blocking=True)
         device.zero_()
         with pytest.raises(RuntimeError, match="memory was changed before the copy in another stream ended"):
             current.wait_event(stream.record_event())
