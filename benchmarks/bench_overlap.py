@@ -4,22 +4,23 @@ Trains a small model with the switch off and on, in turn, on CPU ranks of one ma
 of a step in which a rank only waits with the switch off (the time that could be hidden), the part of it that is hidden
 with the switch on, and the times of both steps. Data moves between CPU ranks by copies, which no overlap hides;
 therefore the collectives of a switch arrive over a simulated link (``slow_link``), whose bandwidth is that of the row.
-Prints a table and appends it to benchmarks/results.csv; ``ratio`` there is the hidden part.
+Only waiting for this link counts, not for a rank that is late because other processes use its core. Prints a table and
+appends it to benchmarks/results.csv; ``ratio`` there is the hidden part.
 
 python -m benchmarks.bench_overlap
 
 Transfers of offloading overlap always; without overlap, each is waited for when it starts (``offloading``).
 
-To add a switch, append a ``Switch`` to ``SWITCHES``. Time that is not a collective's counts if the engine charges it to
-a phase of its own, with ``METER.phase("waiting for ...")``; then ``waits`` has the name of that phase. A transfer that
-is not a collective needs no link if it is slow itself; ``link=None`` simulates none.
+To add a switch, append a ``Switch`` to ``SWITCHES``. For transfers that are not collectives, such as copies between
+devices or files, use ``link=None``: then all time counts that the meter charges to the phases named in ``waits``, which
+the engine marks with ``METER.phase("waiting for ...")``.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
@@ -83,12 +84,13 @@ class Switch:
     off: Flags = field(default_factory=dict)
     """Settings that turn it off, where that is not the default."""
     waits: tuple[str, ...]
-    """Patterns of the collectives (``all_to_all``) and of the meter's phases in which a rank only waits for it."""
+    """Patterns of the collectives (``all_to_all``), or without a link of the meter's phases and collectives, in which a
+    rank only waits for it."""
     ranks: int = 2
     micro_batches: int = 4
     """Micro-batches of each rank."""
     link: float | None = 5e8
-    """Bytes per second of the simulated link for the collectives of ``waits``."""
+    """Bytes per second of the simulated link for the collectives of ``waits``; None: no link."""
     offloads: bool = False
     """Whether the switch is the overlap of offloading, on ranks whose memory counts as a device's."""
 
@@ -100,6 +102,7 @@ SWITCHES = [
         base={"ddp_bucket_size": 500_000},
         waits=("all_reduce",),
         micro_batches=2,
+        link=2e8,
     ),
     Switch(
         name="ZeRO-3 gathers",
@@ -107,6 +110,7 @@ SWITCHES = [
         base={"zero_stage": 3},
         waits=("all_gather",),
         micro_batches=1,
+        link=2e8,
     ),
     Switch(
         name="expert all-to-all",
@@ -173,11 +177,20 @@ def waiting(times: StepTimes, patterns: tuple[str, ...]) -> float:
 
 
 @contextmanager
-def metered(run: Run, switch: Switch) -> Iterator[None]:
-    """Charge times to the meter, and delay the collectives of the switch."""
+def metered(run: Run, switch: Switch) -> Iterator[Callable[[], float]]:
+    """Charge times to the meter, and delay the switch's collectives; yield the time waited since the last call."""
     METER.start(run.groups, run.world.device)
-    with SlowLink(switch.waits, switch.link).installed() if switch.link else nullcontext():
-        yield
+    link = SlowLink(switch.waits, switch.link or float("inf"))
+    counted = 0.0
+
+    def waited() -> float:
+        nonlocal counted
+        times, before = METER.take(), counted
+        counted = link.exposed
+        return link.exposed - before if switch.link else waiting(times, switch.waits)
+
+    with link.installed() if switch.link else nullcontext():
+        yield waited
     METER.stop()
 
 
@@ -197,14 +210,14 @@ def measure(switch: Switch, steps: int, *, on: bool) -> Measured:
             folder = stack.enter_context(TemporaryDirectory())
             settings |= {name: folder for name in settings if name.endswith("offload_dir")}
         run = set_up(RunConfig.from_flat(settings), world)
-        stack.enter_context(metered(run, switch))
+        waited = stack.enter_context(metered(run, switch))
         train_step(run)
-        METER.take()
+        waited()
         for _ in range(steps):
             began = time.perf_counter()
             train_step(run)
             seconds.append(time.perf_counter() - began)
-            waits.append(waiting(METER.take(), switch.waits))
+            waits.append(waited())
     return seconds, waits
 
 

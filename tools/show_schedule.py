@@ -31,6 +31,7 @@ from megatron_core.schedules.checks import check
 from megatron_core.schedules.draw import chrome_trace, picture
 from megatron_core.schedules.plan_file import read_plan
 from megatron_core.schedules.simulate import Costs, StageCosts, Timeline, peak_activations, simulate
+from megatron_core.schedules.table import PAIRED
 from megatron_core.schedules.trace import measured_costs, read_trace
 from megatron_core.terminal import colours, parse_flags
 
@@ -51,9 +52,13 @@ class Settings:
     """Number of micro-batches in a step."""
     chunks: int | None = None
     """Chunks of layers per rank; default: as the schedule requires, 2 for interleaved."""
+    paired: bool = False
+    """Run forwards together with backwards, as --overlap-moe-expert-parallel-comm; schedules without pairs are drawn
+    unchanged by --compare."""
     costs: str = "1,1,1,0"
-    """F,I,W,COMM: times of forward, input gradient and weight gradient of a micro-batch in all layers of a rank, and of
-    a message between ranks."""
+    """F,I,W,COMM,EXCHANGE: times of forward, input gradient and weight gradient of a micro-batch in all layers of a
+    rank, and of a message between ranks; EXCHANGE, the part of F and of I that waits for messages between experts,
+    which a pair hides."""
     measured: str | None = None
     """Folder of --trace-pipeline: instead of --schedule, draw a measured step in ms, and above it the same plan
     simulated with the measured times."""
@@ -82,7 +87,8 @@ class Shown:
         """Name and sizes."""
         plan = self.timeline.plan
         chunks = f", {plan.num_chunks} chunks" if plan.num_chunks > 1 else ""
-        return f"{self.name}: {len(plan.ranks)} ranks{chunks}, {plan.num_microbatches} micro-batches"
+        pairs = ", in pairs" if plan.paired else ""
+        return f"{self.name}: {len(plan.ranks)} ranks{chunks}, {plan.num_microbatches} micro-batches{pairs}"
 
 
 def show_schedule(settings: Settings) -> None:
@@ -167,7 +173,8 @@ def schedule_plan(name: str, settings: Settings) -> Plan:
     if chunks is None or (settings.compare and name in SCHEDULES and SCHEDULES[name].chunks is not None):
         default = 2 if name == "interleaved" else 1
         chunks = default if name not in SCHEDULES else SCHEDULES[name].chunks or default
-    plan = make_plan(name, settings.pipeline_size, chunks, settings.microbatches)
+    paired = settings.paired and not (settings.compare and name in SCHEDULES and name not in PAIRED)
+    plan = make_plan(name, settings.pipeline_size, chunks, settings.microbatches, paired=paired)
     return check(plan, settings.microbatches, forward_only=name == "forward_only")
 
 
@@ -186,7 +193,7 @@ def figures(shown: Shown) -> dict[str, Any]:
         "longest_span": max(timeline.spans),
         "peak_activations": peak_activations(plan),
         "receive_lookahead": plan.receive_lookahead,
-    }
+    } | ({"shares": timeline.shares} if timeline.shares else {})
 
 
 def write(path: str, text: str) -> None:

@@ -1,6 +1,7 @@
 """Matrix products: grouped ones for the experts of a rank, and weight gradients accumulated in float32."""
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ def grouped_product(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
     """
     if is_grouped(x, weight):
         assert _grouped_mm is not None
-        ends = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32, pin_memory=x.device.type == "cuda")
         return _grouped_mm(x.contiguous(), weight, offs=ends.to(x.device, non_blocking=True))
     y = x.new_empty(x.shape[0], weight.shape[2])
     for run, matrix in zip(runs(counts), weight, strict=True):

@@ -179,6 +179,15 @@ class Meter:
         if self.on:
             self._transfers.append(_Transfer(kind, size, 0, 0))
 
+    def waited(self) -> float:
+        """Return the seconds since ``start`` or the last ``take`` in which this rank only waited for collectives.
+
+        On a GPU this synchronizes.
+        """
+        moments = self._seconds()
+        spans = zip(self._marks, moments, moments[1:], strict=False)
+        return sum(end - start for (phase, _, _), start, end in spans if phase in self._kinds)
+
     def take(self) -> StepTimes:
         """Return the times since ``start`` or the last ``take``; on a GPU this synchronizes."""
         self._marks.append((self.charged[0], self._now(), None))

@@ -58,7 +58,12 @@ def picture(
     lines = [title, " " * (margin + columns) + " peak"]
     for rank, label in enumerate(labels):
         lines.append(label.ljust(margin) + _row(timeline, rank, columns, colour) + ends[rank])
-    return "\n".join([*lines, _legend(plan, colour), summary(timeline)])
+    shares = (
+        f"{label}computation {share['computation']:.1%}, waiting for collectives {share['collectives']:.1%}, "
+        f"idle {share['idle']:.1%}"
+        for label, share in zip(labels, timeline.shares, strict=False)  # only if measured
+    )
+    return "\n".join([*lines, _legend(plan, colour), *shares, summary(timeline)])
 
 
 def _columns(timeline: Timeline, room: int, longest: float | None) -> int:

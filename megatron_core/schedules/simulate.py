@@ -98,6 +98,8 @@ class Timeline:
     plan: Plan
     start: dict[Action, float]
     end: dict[Action, float]
+    waited: dict[Action, float] = field(default_factory=dict)
+    """Time of each turn, by its first action, in which the rank only waited for collectives; only if measured."""
 
     @property
     def makespan(self) -> float:
@@ -119,6 +121,21 @@ class Timeline:
                     each = (self.end[action] - self.start[action]) / len(turn)
                     found[action] = self.start[action] + at * each, self.start[action] + (at + 1) * each
         return found
+
+    @cached_property
+    def shares(self) -> tuple[dict[str, float], ...]:
+        """Each rank's shares of the makespan: computation, waiting for collectives, idle; () if not measured."""
+        if not self.waited or not self.makespan:
+            return ()
+        waits = [sum(self.waited[turn[0]] for turn in turns) for turns in self.plan.turns]
+        return tuple(
+            {
+                "computation": (busy - wait) / self.makespan,
+                "collectives": wait / self.makespan,
+                "idle": 1 - busy / self.makespan,
+            }
+            for busy, wait in zip(self.busy, waits, strict=True)
+        )
 
     @cached_property
     def spans(self) -> tuple[float, ...]:

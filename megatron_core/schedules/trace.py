@@ -4,13 +4,14 @@ The folder has a file for each rank, ``rank00003.jsonl``. Its first line identif
 step:
 
     {"rank": 3, "pipeline": [1, 3], "schedule": "1f1b", "stage_to_rank": [0, 1], "host": "node0"}
-    {"step": 1, "began": 81.25, "actions": [["1F0", 0.012, 0.023], ["1B0", 0.023, 0.045]]}
+    {"step": 1, "began": 81.25, "actions": [["1F0", 0.012, 0.023, 0.004], ["1B0", 0.023, 0.045, 0.001]]}
 
-An action starts when its input has arrived and ends when its result is computed, so that waiting time is excluded. A
-forward and a backward that ran together are one entry, ``0F1&0B0``.
-Both times are in seconds after ``began``, the host's monotonic clock when this rank left a barrier of all ranks at the
-beginning of the step. Ranks on one host share that clock, so their times are comparable to the microsecond. Ranks on
-different hosts are assumed to leave the barrier at the same moment, which is accurate to the latency of the network.
+An action starts when its input has arrived and ends when its result is computed, so that waiting for the input is
+excluded. The last number is the time between both in which the rank only waited for collectives. A forward and a
+backward that ran together are one entry, ``0F1&0B0``. All times are in seconds; start and end are after ``began``, the
+host's monotonic clock when this rank left a barrier of all ranks at the beginning of the step. Ranks on one host share
+that clock, so their times are comparable to the microsecond. Ranks on different hosts are assumed to leave the barrier
+at the same moment, which is accurate to the latency of the network.
 
 Only the first ``MOST_STEPS`` steps are recorded: files stay small, and later steps have no overhead.
 """
@@ -38,27 +39,31 @@ _MILLISECONDS = 1000.0
 
 
 class Recording:
-    """Times of one step of one rank, by ``clock`` in seconds; an executor's listener calls ``begin`` and ``end``."""
+    """Times of one step of one rank, by ``clock`` in seconds; an executor's listener calls ``begin`` and ``end``.
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
+    ``waited`` is the time so far in which the rank only waited for collectives.
+    """
+
+    def __init__(self, clock: Callable[[], float], waited: Callable[[], float] = lambda: 0.0) -> None:
+        self._clock, self._waited = clock, waited
         self.began = clock()
         self._begun: list[Action] = []
         self._left = 0
-        self._start = self.began
-        self.turns: list[tuple[tuple[Action, ...], float, float]] = []
-        """(actions that ran together, start, end) in the order of execution."""
+        self._start, self._before = self.began, 0.0
+        self.turns: list[tuple[tuple[Action, ...], float, float, float]] = []
+        """(actions that ran together, start, end, time of waiting for collectives) in the order of execution."""
 
     def begin(self, action: Action) -> None:
         """Record the start of ``action``; call it when the input has arrived, for a pair twice."""
         self._start, self._begun = self._clock(), [*self._begun, action]
+        self._before = self._waited()
         self._left += 1
 
     def end(self, action: Action) -> None:
         """Record the end of ``action``; call it when the result is computed."""
         self._left -= 1
         if not self._left:
-            self.turns.append((tuple(self._begun), self._start, self._clock()))
+            self.turns.append((tuple(self._begun), self._start, self._clock(), self._waited() - self._before))
             self._begun = []
 
 
@@ -90,7 +95,8 @@ class TraceWriter:
         """Append a step."""
         began = recording.began
         actions = [
-            [format_turn(turn), round(start - began, 6), round(end - began, 6)] for turn, start, end in recording.turns
+            [format_turn(turn), round(start - began, 6), round(end - began, 6), round(waited, 6)]
+            for turn, start, end, waited in recording.turns
         ]
         self._write("a", {"step": step, "began": round(began, 6), "actions": actions})
         self._left -= 1
@@ -101,8 +107,8 @@ class TraceWriter:
 
 
 def _is_action(value: Any) -> bool:
-    """Whether ``value`` is a list of an action's name, start and end."""
-    return isinstance(value, list) and len(value) == 3 and text(value[0]) and all(map(real(-1e12, 1e12), value[1:]))
+    """Whether ``value`` is a list of a turn's name, start, end and time of waiting."""
+    return isinstance(value, list) and len(value) == 4 and text(value[0]) and all(map(real(-1e12, 1e12), value[1:]))
 
 
 _HEADER = {
@@ -201,13 +207,14 @@ def _read(folder: str | Path, rank: int) -> tuple[dict[str, Any], dict[int, dict
 def _timeline(entries: list[dict[str, Any]], stage_to_rank: tuple[int, ...], one_host: bool) -> Timeline:
     """Return the timeline of one step from its entries in all ranks' files; its recorded plan must be complete."""
     first = min(entry["began"] for entry in entries)
-    ranks, start, end = [], {}, {}
+    ranks, start, end, waited = [], {}, {}, {}
     for entry in entries:
         later = entry["began"] - first if one_host else 0.0
-        turns = [parse_turn(name) for name, _, _ in entry["actions"]]
-        for turn, (_, begin, stop) in zip(turns, entry["actions"], strict=True):
+        turns = [parse_turn(name) for name, *_ in entry["actions"]]
+        for turn, (_, begin, stop, wait) in zip(turns, entry["actions"], strict=True):
             for action in turn:
                 start[action], end[action] = (begin + later) * _MILLISECONDS, (stop + later) * _MILLISECONDS
+            waited[turn[0]] = wait * _MILLISECONDS
         ranks.append(turns)
     plan = plan_of_turns(ranks, stage_to_rank)
-    return Timeline(check(plan, plan.num_microbatches), start, end)
+    return Timeline(check(plan, plan.num_microbatches), start, end, waited)

@@ -12,6 +12,7 @@ from megatron_core.config import RunConfig
 from megatron_core.parallel import ParallelGroups
 from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.grid import WORLD
+from megatron_core.parallel.meter import METER
 from megatron_core.pipeline_parallel.executor import Listener
 from megatron_core.schedules.actions import Action
 from megatron_core.schedules.trace import Recording, TraceWriter
@@ -38,7 +39,7 @@ def traced(
         yield listener
         return
     all_reduce_(torch.zeros(1, device=device), groups.group(WORLD))
-    recording = Recording(clock_of(device))
+    recording = Recording(clock_of(device), METER.waited if METER.on else lambda: 0.0)
 
     def begin(action: Action) -> None:
         recording.begin(action)

@@ -22,6 +22,7 @@ from megatron_core.schedules import SCHEDULES, make_plan
 from megatron_core.schedules.checks import check
 from megatron_core.schedules.plan_file import plan_from_text
 from megatron_core.schedules.simulate import Costs, peak_activations, simulate
+from megatron_core.schedules.table import PAIRED
 from megatron_core.verify.ranks import run_ranks
 from tests.pipeline_parallel.chain import Chain, run_chain
 from tools.show_schedule import main
@@ -74,7 +75,7 @@ def test_outputs_are_the_tools(
 ) -> None:
     monkeypatch.setenv("COLUMNS", COLUMNS)
     blocks = re.findall(r"```console\n\$ python tools/show_schedule.py (.*?)\n(.*?)```", PAGE, flags=re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     for flags, output in blocks:
         assert main(shlex.split(flags)) == 0
         assert capsys.readouterr().out == output
@@ -82,10 +83,12 @@ def test_outputs_are_the_tools(
 
 def test_table_of_schedules() -> None:
     """Every schedule has its row; the last two cells are numbers for p = 4, m = 8."""
-    rows = {name: cells for name, cells in re.findall(r"^\| `(\w+)` \|(.*)\|$", PAGE, flags=re.MULTILINE)}
-    assert set(rows) == set(SCHEDULES) - {"forward_only"}
-    for name, cells in rows.items():
-        plan = make_plan(name, 4, SCHEDULES[name].chunks or 2, 8)
+    found = re.findall(r"^\| `(\w+)`( in pairs)? \|(.*)\|$", PAGE, flags=re.MULTILINE)
+    rows = {(name, bool(paired)): cells for name, paired, cells in found}
+    every = {(name, False) for name in SCHEDULES if name != "forward_only"}
+    assert set(rows) == every | {(name, True) for name in PAIRED}
+    for (name, paired), cells in rows.items():
+        plan = make_plan(name, 4, SCHEDULES[name].chunks or 2, 8, paired=paired)
         *_, bubble, peak = (cell.strip() for cell in cells.split("|"))
         assert bubble == f"{100 * simulate(plan, Costs()).bubble:.1f} %"
         assert peak == f"{max(peak_activations(plan)):g}"

@@ -118,7 +118,7 @@ def test_schedules_without_pairs() -> None:
 
 def test_a_trace_of_pairs(tmp_path: Path) -> None:
     plan, now = make_plan("1f1b", 1, 1, 3, paired=True), [0.0]
-    recording = Recording(lambda: now[0])
+    recording = Recording(lambda: now[0], lambda: 0.2 * now[0])
     for turn in plan.turns[0]:
         for action in turn:
             recording.begin(action)
@@ -130,6 +130,8 @@ def test_a_trace_of_pairs(tmp_path: Path) -> None:
     timeline = read_trace(tmp_path).timelines[1]
     assert timeline.plan == plan
     assert timeline.busy == pytest.approx((10.0,)) and timeline.makespan == pytest.approx(13.0)
+    (share,) = timeline.shares
+    assert share == pytest.approx({"computation": 8 / 13, "collectives": 2 / 13, "idle": 3 / 13})
     costs = measured_costs(timeline)
     assert costs.pairs == pytest.approx({(0, 0): 3.0}) and costs.times == pytest.approx({(0, "F"): 2.0, (0, "B"): 2.0})
     assert simulate(plan, costs).makespan == pytest.approx(10.0)

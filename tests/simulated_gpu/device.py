@@ -166,7 +166,7 @@ class OnGPU(Tensor):
         if name == "copy_" and not (isinstance(args[0], cls) and isinstance(args[1], cls)):
             return _copy(*args, *kwargs.values())
         found = _tensors([*args, *kwargs.values()])
-        _check(func, name, found, args)
+        _check(func, name, found, args, kwargs)
         plain = {id(each): on_host(each) for each in found if isinstance(each, cls)}
         known = {
             id(plain.get(id(each), each)): each for each in found
@@ -267,7 +267,7 @@ def _traits(func: Any, name: str) -> tuple[list[bool], bool]:
     return changes, torch.Tag.pointwise in func.tags or name in BY_ELEMENT
 
 
-def _check(func: Any, name: str, found: list[Tensor], args: Any) -> None:
+def _check(func: Any, name: str, found: list[Tensor], args: Any, kwargs: Any) -> None:
     """RuntimeError for operations that a GPU refuses; count waits of the host."""
     indices = args[1] if name in ("index", "index_put", "index_put_", "_index_put_impl_") else ()
     for index in indices:
@@ -283,7 +283,8 @@ def _check(func: Any, name: str, found: list[Tensor], args: Any) -> None:
             raise RuntimeError(f"{name}: Expected all tensors to be on the same device, but found {where}")
     if name in PRODUCTS and not args[0].is_floating_point():
         raise RuntimeError(f'"{name}_cuda" not implemented for {args[0].dtype}')
-    if name in READS and func._overloadname != "self_int":  # repeat_interleave of a number
+    of_known_size = func._overloadname == "self_int" or kwargs.get("output_size") is not None  # repeat_interleave
+    if name in READS and not of_known_size:
         LOG.stall(name)
 
 

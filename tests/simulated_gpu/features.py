@@ -6,7 +6,7 @@ from tests.parity import rows
 from tests.parity.context_rows import CP2, GATHER, HEADS
 from tests.parity.fp8_rows import DELAYED
 from tests.parity.latent_rows import ALL_PARTS, DEEPSEEK_V3, LATENT, LATER
-from tests.parity.moe_rows import ALL_GATHER, DEEPSEEK, DROP, EP2, MIXTRAL, PADDED, SINKHORN
+from tests.parity.moe_rows import ALL_GATHER, DEEPSEEK, DROP, EP2, MIXTRAL, PADDED, PAIRS, SINKHORN
 from tests.parity.rows import GQA2, MODERN, PACKED, PP2, SDPA, SP, TP2, ZERO, ZERO2, ZERO3
 
 BASE = rows.BASE | {
@@ -48,6 +48,7 @@ TWO_RANKS: dict[str, dict[str, object]] = {
     "pp2 dualpipe_v": PP2 | rows.DUALPIPE_V | {"num_layers": 4},
     "dp2 zero3": ZERO3 | OVERLAP | BF16,
     "cp2 ring, experts over 2 ranks": CP2 | EP2 | MIXTRAL,
+    "dp2 ep2 in pairs, recomputed": EP2 | MIXTRAL | PAIRS | BF16 | rows.FULL_UNIFORM,
     "cp2 ring, flash attention": CP2 | BF16 | SDPA | GQA2,
     "cp2 gathered": CP2 | GATHER | {"position_embedding_type": "rope"},
     "cp2 heads, latent": CP2 | HEADS | LATENT | SDPA,

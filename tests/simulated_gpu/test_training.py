@@ -21,7 +21,7 @@ from megatron_core.verify.ranks import RankFailure, run_ranks
 from tests.defects.plant import planted
 from tests.ops import libraries
 from tests.ops.checks import WHOLE_MATRIX
-from tests.parity.moe_rows import MIXTRAL
+from tests.parity.moe_rows import DROP, EP2, MIXTRAL
 from tests.parity.rows import GQA2, MODERN, PACKED, PP2, SP, TP2, ZERO, ZERO2
 from tests.simulated_gpu.device import LOG
 from tests.simulated_gpu.features import BASE, BF16, OFFLOAD, ON_DISK, ONE_RANK, OVERLAP, TWO_RANKS
@@ -103,6 +103,12 @@ def waits(settings: dict) -> int:
 def test_a_step_waits_once() -> None:
     """For loss and norm. Each additional wait would stall a whole pipeline of launched kernels."""
     assert run_ranks(1, waits, {}) == [2]
+
+
+def test_experts_wait_once_for_the_numbers_of_their_rows() -> None:
+    """Of 2 layers with one micro-batch in each of 2 steps, besides the wait of each step."""
+    for settings in (MIXTRAL, MIXTRAL | DROP):
+        assert run_ranks(2, waits, EP2 | settings) == [2 * 2 + 2] * 2
 
 
 def job(folder: str) -> None:

@@ -117,7 +117,9 @@ def test_measured_beside_planned(traced: Path, tmp_path: Path, capsys: pytest.Ca
     assert main(["--measured", str(traced), "--png", str(paths["png"]), "--trace", str(paths["trace"])]) == 0
     _, first, second = capsys.readouterr().out.split("zb_h1, step 2, ")
     rows = [[line for line in text.splitlines() if line.startswith("rank")] for text in (first, second)]
-    assert rows[0] == rows[1] and len(rows[0]) == 2
+    assert rows[0] == rows[1][:2] and len(rows[0]) == 2
+    shares = "computation 90.0%, waiting for collectives 0.0%, idle 10.0%"
+    assert rows[1][2:] == [f"rank 0 {shares}", f"rank 1 {shares}"]
     assert paths["png"].read_bytes().startswith(b"\x89PNG")
     events = json.loads(paths["trace"].read_text())["traceEvents"]
     names = {event["pid"]: event["args"]["name"] for event in events if event["ph"] == "M"}

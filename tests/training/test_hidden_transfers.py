@@ -1,8 +1,7 @@
 """Communication and offloading are hidden behind computation, measured by the time in which a rank only waits.
 
 Computation is slow: each layer pauses in forward and in backward, and each update. Transfers arrive over a simulated
-link of known speed (``SlowLink``), so that the time that could be hidden is known. Noise of the machine only adds
-waiting; therefore the least of several steps and ranks counts.
+link of known speed (``SlowLink``), so that the time that could be hidden is known; only waiting for the link counts.
 """
 
 from __future__ import annotations
@@ -76,20 +75,17 @@ def hidden(settings: dict[str, Any], kinds: tuple[str, ...], context: Callable[[
         METER.start(run.groups, torch.device("cpu"))
         found = [train_step(run)]
         # The bandwidth: all transfers of a step take SHARE of the pauses of all layers in forward or in backward.
-        links = [SlowLink((kind,), float("inf")) for kind in kinds]
-        traffic = METER.take().traffic
-        for link in links:
-            sent = sum(one.bytes for name, one in traffic.items() if name.split()[1] == link.patterns[0])
-            link.bandwidth = sent / (SHARE * PAUSE * MODEL["num_layers"])
-            stack.enter_context(link.installed())
+        traffic, links = METER.take().traffic, []
+        for kind in kinds:
+            sent = sum(one.bytes for name, one in traffic.items() if name.split()[1] == kind)
+            links.append(SlowLink((kind,), sent / (SHARE * PAUSE * MODEL["num_layers"])))
+            stack.enter_context(links[-1].installed())
         most = torch.full([len(kinds)], -torch.inf)
         while len(found) <= steps and most.min() < 0.6:
-            before = [link.delayed for link in links]
+            before = [(link.delayed, link.exposed) for link in links]
             found.append(train_step(run))
-            traffic, parts = METER.take().traffic, []
-            for link, start in zip(links, before, strict=True):
-                exposed = sum(one.exposed for name, one in traffic.items() if name.split()[1] == link.patterns[0])
-                parts.append(1.0 - exposed / (link.delayed - start))
+            pairs = zip(links, before, strict=True)
+            parts = [1.0 - (link.exposed - slept) / (link.delayed - delayed) for link, (delayed, slept) in pairs]
             most = torch.maximum(most, torch.tensor(parts))
             torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
         METER.stop()
@@ -104,9 +100,10 @@ def compare(
     overlapped: Any = nullcontext,
 ) -> None:
     """About nothing is hidden without overlap, and at least 60 % with it; results are equal to the bit."""
-    (without, expected), (with_overlap, found) = hidden(off, kinds, plain, 1), hidden(on, kinds, overlapped, 8)
+    (without, expected), (with_overlap, found) = hidden(off, kinds, plain, 1), hidden(on, kinds, overlapped, 4)
     assert found[:2] == expected
-    assert all(part < 0.1 for part in without), without
+    # Not 0: the link transfers while the call itself runs, up to a sixth of the 2 ms of a gather.
+    assert all(part < 0.3 for part in without), without
     assert all(part >= 0.6 for part in with_overlap), with_overlap
 
 
@@ -198,7 +195,7 @@ def test_gradients_leave_in_the_backward_pass(settings: dict[str, Any]) -> None:
         ),
         (
             "optimizer.pipeline:UpdatePipeline.run",
-            "_Loaded(following, self._sent) if following is not None else None",
+            "None if following is None else _Loaded(following, self._sent, spare[(number + 1) % 3])",
             "None",
             ZERO1 | {"optimizer_offload_dir": "state"},
             "read",

@@ -136,11 +136,12 @@ class TopKRouter(nn.Module):
         rows = torch.cat([tokens.positions[:, None].to(x.dtype), x.flatten(1)], dim=-1)
         mine = x.new_full((tokens.most, rows.shape[1]), torch.inf)  # the position inf sorts padding to the end
         mine[:n] = rows
-        full = mine
+        full, length = mine, n
         if group.size() > 1:
             full = x.new_empty(group.size() * mine.shape[0], mine.shape[1])
             all_gather_flat_(full.view(-1), mine.view(-1), group)
-        order = full[:, 0].argsort(stable=True)[: int(full[:, 0].isfinite().sum())]
+            length = int(full[:, 0].isfinite().sum())  # waits for the device
+        order = full[:, 0].argsort(stable=True)[:length]
         full = full[order]
         own = torch.searchsorted(full[:, 0].contiguous(), tokens.positions.to(x.dtype))
         return full[:, 1:].unflatten(1, x.shape[1:]), own
