@@ -69,7 +69,7 @@ EXPERTS: Flags = {
 ACTIVATIONS: Flags = {"cpu_offloading": True, "cpu_offloading_num_layers": 4, "bf16": False}
 UPDATES: Flags = {"hidden_size": 512, "seq_length": 64, "vocab_size": 4096, "ddp_bucket_size": 2_000_000}
 OPTIMIZER: Flags = {"optimizer_cpu_offload": True, "overlap_grad_reduce": True} | UPDATES
-ON_DISK: Flags = {"zero_stage": 3, "zero3_param_offload_dir": "", "optimizer_offload_dir": ""}
+ON_DISK: Flags = {"zero_stage": 3, "zero3_param_offload_dir": "", "optimizer_cpu_offload": True}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +144,7 @@ SWITCHES = [
             ("activations to host memory", 2, ACTIVATIONS, ("copy_out",), 2e8),
             ("activations from host memory", 2, ACTIVATIONS, ("copy_in",), 2e8),
             ("gradients to host memory", 2, OPTIMIZER, ("copy_out",), 5e8),
-            ("weights from host memory", 1, UPDATES | {"optimizer_cpu_offload": True}, ("copy_in",), 1e9),
+            ("weights from host memory", 1, UPDATES | {"optimizer_cpu_offload": True}, ("copy_in",), 2e9),
             ("reads of weights on disk", 2, ON_DISK, ("read",), 2e8),
             ("optimizer state on disk", 1, {"optimizer_offload_dir": ""} | UPDATES, ("read", "write"), None),
         ]
@@ -206,9 +206,8 @@ def measure(switch: Switch, steps: int, *, on: bool) -> Measured:
         if switch.offloads:
             stack.enter_context(on_a_device())
             stack.enter_context(nullcontext() if on else synchronous())
-        if "optimizer_offload_dir" in settings:
-            folder = stack.enter_context(TemporaryDirectory())
-            settings |= {name: folder for name in settings if name.endswith("offload_dir")}
+        for name in [name for name in settings if name.endswith("offload_dir")]:
+            settings[name] = stack.enter_context(TemporaryDirectory())
         run = set_up(RunConfig.from_flat(settings), world)
         waited = stack.enter_context(metered(run, switch))
         train_step(run)

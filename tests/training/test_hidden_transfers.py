@@ -64,10 +64,7 @@ def slow_computation() -> Iterator[None]:
 
 
 def hidden(settings: dict[str, Any], kinds: tuple[str, ...], context: Callable[[], Any], steps: int) -> Any:
-    """The hidden part of the transfers of each kind, and losses and norms of at most ``steps`` steps.
-
-    It stops after the first step in which at least 60 % of all kinds are hidden.
-    """
+    """The least and the largest hidden part of the transfers of each kind, and losses and norms of the steps."""
     with ExitStack() as stack:
         stack.enter_context(context())
         run = tiny_run(**MODEL | settings)
@@ -80,16 +77,16 @@ def hidden(settings: dict[str, Any], kinds: tuple[str, ...], context: Callable[[
             sent = sum(one.bytes for name, one in traffic.items() if name.split()[1] == kind)
             links.append(SlowLink((kind,), sent / (SHARE * PAUSE * MODEL["num_layers"])))
             stack.enter_context(links[-1].installed())
-        most = torch.full([len(kinds)], -torch.inf)
-        while len(found) <= steps and most.min() < 0.6:
+        every = []
+        for _ in range(steps):
             before = [(link.delayed, link.exposed) for link in links]
             found.append(train_step(run))
             pairs = zip(links, before, strict=True)
             parts = [1.0 - (link.exposed - slept) / (link.delayed - delayed) for link, (delayed, slept) in pairs]
-            most = torch.maximum(most, torch.tensor(parts))
-            torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
+            every.append(parts)
         METER.stop()
-    return most.tolist(), [(step.loss, step.grad_norm) for step in found]
+    ordered = [sorted(parts) for parts in zip(*every, strict=True)]
+    return [(own[0], own[-1]) for own in ordered], [(step.loss, step.grad_norm) for step in found]
 
 
 def compare(
@@ -99,12 +96,15 @@ def compare(
     plain: Any = nullcontext,
     overlapped: Any = nullcontext,
 ) -> None:
-    """About nothing is hidden without overlap, and at least 60 % with it; results are equal to the bit."""
-    (without, expected), (with_overlap, found) = hidden(off, kinds, plain, 1), hidden(on, kinds, overlapped, 4)
-    assert found[:2] == expected
-    # Not 0: the link transfers while the call itself runs, up to a sixth of the 2 ms of a gather.
-    assert all(part < 0.3 for part in without), without
-    assert all(part >= 0.6 for part in with_overlap), with_overlap
+    """About nothing is hidden without overlap, and at least 60 % with it; results are equal to the bit.
+
+    Noise of the machine hides more without overlap, because the link transfers while a call itself runs, and less with
+    it: one of three steps counts.
+    """
+    (without, expected), (with_overlap, found) = hidden(off, kinds, plain, 3), hidden(on, kinds, overlapped, 3)
+    assert found == expected
+    assert all(least < 0.2 for least, _ in without), without
+    assert all(most >= 0.6 for _, most in with_overlap), with_overlap
 
 
 @pytest.mark.parametrize(
@@ -216,5 +216,5 @@ def test_finds_transfers_that_are_not_hidden(
     folders = {name: str(tmp_path) if name.endswith("dir") else value for name, value in settings.items()}
     context = nullcontext if kind == "read" else on_a_device
     with planted(place, old, new):
-        for (part,), _ in run_ranks(2, hidden, folders, (kind,), context, 1):
-            assert part < 0.6
+        for ((least, _),), _ in run_ranks(2, hidden, folders, (kind,), context, 2):
+            assert least < 0.6
