@@ -9,6 +9,8 @@ appends it to benchmarks/results.csv; ``ratio`` there is the hidden part.
 
 python -m benchmarks.bench_overlap
 
+Transfers of offloading overlap always; without overlap, each is waited for when it starts (``offloading``).
+
 To add a switch, append a ``Switch`` to ``SWITCHES``. For transfers that are not collectives, such as copies between
 devices or files, use ``link=None``: then all time counts that the meter charges to the phases named in ``waits``, which
 the engine marks with ``METER.phase("waiting for ...")``.
@@ -19,15 +21,18 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
+from functools import partial
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import tyro
 
+from benchmarks.offloading import on_a_device, synchronous
 from benchmarks.results import Row, append
 from benchmarks.slow_link import SlowLink
 from megatron_core.config import RunConfig
@@ -61,6 +66,10 @@ EXPERTS: Flags = {
     "expert_model_parallel_size": 2,
     "moe_router_force_load_balancing": True,
 }
+ACTIVATIONS: Flags = {"cpu_offloading": True, "cpu_offloading_num_layers": 4, "bf16": False}
+UPDATES: Flags = {"hidden_size": 512, "seq_length": 64, "vocab_size": 4096, "ddp_bucket_size": 2_000_000}
+OPTIMIZER: Flags = {"optimizer_cpu_offload": True, "overlap_grad_reduce": True} | UPDATES
+ON_DISK: Flags = {"zero_stage": 3, "zero3_param_offload_dir": "", "optimizer_cpu_offload": True}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +91,8 @@ class Switch:
     """Micro-batches of each rank."""
     link: float | None = 5e8
     """Bytes per second of the simulated link for the collectives of ``waits``; None: no link."""
+    offloads: bool = False
+    """Whether the switch is the overlap of offloading, on ranks whose memory counts as a device's."""
 
 
 SWITCHES = [
@@ -117,6 +128,26 @@ SWITCHES = [
         ranks=4,
         micro_batches=8,
         link=1e8,
+    ),
+    *(
+        Switch(
+            name=name,
+            flags={},
+            base={"bf16": True, "ddp_bucket_size": 500_000, "use_distributed_optimizer": True} | base,
+            waits=waits,
+            ranks=ranks,
+            micro_batches=1,
+            link=link,
+            offloads=True,
+        )
+        for name, ranks, base, waits, link in [
+            ("activations to host memory", 2, ACTIVATIONS, ("copy_out",), 2e8),
+            ("activations from host memory", 2, ACTIVATIONS, ("copy_in",), 2e8),
+            ("gradients to host memory", 2, OPTIMIZER, ("copy_out",), 5e8),
+            ("weights from host memory", 1, UPDATES | {"optimizer_cpu_offload": True}, ("copy_in",), 2e9),
+            ("reads of weights on disk", 2, ON_DISK, ("read",), 2e8),
+            ("optimizer state on disk", 1, {"optimizer_offload_dir": ""} | UPDATES, ("read", "write"), None),
+        ]
     ),
 ]
 
@@ -163,14 +194,22 @@ def metered(run: Run, switch: Switch) -> Iterator[Callable[[], float]]:
     METER.stop()
 
 
-def measure(switch: Switch, flags: Flags, steps: int) -> Measured:
+def measure(switch: Switch, steps: int, *, on: bool) -> Measured:
     """One rank of a run."""
+    flags = switch.flags if on else switch.off
     pipeline = int((switch.base | flags).get("pipeline_model_parallel_size", 1))
     batch = switch.micro_batches * SHAPE["micro_batch_size"] * switch.ranks // pipeline
     world = World(dist.get_rank(), dist.get_world_size(), 0, torch.device("cpu"))
-    run = set_up(RunConfig.from_flat(SHAPE | switch.base | {"global_batch_size": batch} | flags), world)
+    settings = SHAPE | switch.base | {"global_batch_size": batch} | flags
     seconds, waits = [], []
-    with metered(run, switch) as waited:
+    with ExitStack() as stack:
+        if switch.offloads:
+            stack.enter_context(on_a_device())
+            stack.enter_context(nullcontext() if on else synchronous())
+        for name in [name for name in settings if name.endswith("offload_dir")]:
+            settings[name] = stack.enter_context(TemporaryDirectory())
+        run = set_up(RunConfig.from_flat(settings), world)
+        waited = stack.enter_context(metered(run, switch))
         train_step(run)
         waited()
         for _ in range(steps):
@@ -186,8 +225,8 @@ def compare(switch: Switch, settings: Settings) -> Row:
     found: dict[bool, Measured] = {False: ([], []), True: ([], [])}
     for _ in range(settings.rounds):
         for on in (False, True):
-            flags = switch.flags if on else switch.off
-            for seconds, waits in run_ranks(switch.ranks, measure, switch, flags, settings.steps, timeout=300.0):
+            one = partial(measure, on=on)
+            for seconds, waits in run_ranks(switch.ranks, one, switch, settings.steps, timeout=300.0):
                 found[on][0].extend(seconds)
                 found[on][1].extend(waits)
     (off_step, off), (on_step, on_waits) = ([statistics.median(each) for each in found[on]] for on in (False, True))

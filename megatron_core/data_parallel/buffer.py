@@ -23,6 +23,7 @@ from megatron_core.parallel.collectives import (
 from megatron_core.parallel.groups import Group, LocalGroup
 from megatron_core.parallel.poison import poison_outside
 from megatron_core.parallel.sharding import spec_of
+from megatron_core.parallel.transfer import Transfer
 
 Initialise = Callable[[str, nn.Parameter], None]
 
@@ -131,7 +132,8 @@ class Bucket:
             own = self.weights[self.shard]
             self._weight_shard = away.tensor("weights", part, own.dtype).copy_(own) if away else own.clone()
             _release(self.weights)
-            self.evict_weights()
+            if away is not None:
+                away.evict()
         self._grad_shard = self.grads.new_zeros(part) if self.splits_grads else None
         if self.splits_grads:
             _release(self.grads)
@@ -153,6 +155,8 @@ class Bucket:
         self._partial: Tensor | None = None
         self._has_sum = False
         self.gathering: Handle | Arriving = Done()
+        self._fetched: tuple[Tensor, Transfer] | None = None
+        """This rank's weights on their way from ``away``, until they have been gathered."""
         self.reduced = False
 
     def _adopt(self, name: str, parameter: nn.Parameter, at: int, initialise: Initialise | None) -> None:
@@ -188,6 +192,11 @@ class Bucket:
     def has_grads(self) -> bool:
         """Whether the unreduced gradients have memory."""
         return self.grads.untyped_storage().nbytes() > 0
+
+    @property
+    def is_reducing(self) -> bool:
+        """Whether a sum has started and is not finished."""
+        return self._wire is not None
 
     @property
     def compresses(self) -> bool:
@@ -287,13 +296,21 @@ class Bucket:
             if not self.is_whole:
                 _acquire(self.weights)
                 poison_outside(self.weights, slice(0, 0))
-                own = self.weight_shard.to(self.weights.device)
+                own = self._own_weights()
                 if self.dp_group.size() == 1:
                     self.weights.copy_(own)
                 self._gather(own)
         elif self.is_sharded:
             poison_outside(self.weights, self.shard)
             self._gather(self.weight_shard)
+
+    def _own_weights(self) -> Tensor:
+        """Return this rank's shard on the device."""
+        self.prefetch_weights()
+        if self._fetched is None:
+            return self.weight_shard
+        self._fetched[1].wait()
+        return self._fetched[0].to(self.weights.device, non_blocking=True)
 
     def _gather(self, own: Tensor) -> None:
         if self.dp_group.size() == 1:
@@ -306,20 +323,17 @@ class Bucket:
         self.gathered_bytes += sent
 
     def finish_gather(self) -> None:
-        """Wait for the gathered weights."""
+        """Wait for the gathered weights, and free the memory of a shard that was read."""
         self.gathering.wait()
         self.gathering = Done()
-        self.evict_weights()
+        if self._fetched is not None:
+            self._fetched[1].wait()
+            self._fetched = None
 
     def prefetch_weights(self) -> None:
-        """Start to read a shard that is stored on disk."""
-        if self.away is not None:
-            self.away.prefetch()
-
-    def evict_weights(self) -> None:
-        """Remove a shard on disk from memory."""
-        if self.away is not None:
-            self.away.evict()
+        """Start to read a shard that is on disk, or to copy a shard in host memory to the device."""
+        if self.away is not None and self._fetched is None:
+            self._fetched = self.away.fetch(self.weight_shard, self.weights.device)
 
     def release_weights(self) -> None:
         """Free the weights of stage 3 except the shard."""

@@ -1,14 +1,16 @@
-"""Placement of shards: on the device, in host memory, or in memory-mapped files.
+"""Placement of shards: on the device, in host memory, or in files.
 
-Optimizers update element by element, so state on disk is updated in chunks: the kernel reads the next chunk during the
-computation of one (``MADV_WILLNEED``), and a finished chunk is removed from memory (``MADV_DONTNEED``; the file keeps
-it). Source: Rajbhandari et al. 2021 (ZeRO-Infinity), section 5.
+Tensors in files are mapped for checkpoints. Training copies the parts that it needs: ``fetch`` and ``store`` read and
+write them in helper threads, so that computation continues; the caller bounds the memory by the number of parts that it
+has at a time. Optimizers update element by element, so state on disk is updated in chunks. Source: Rajbhandari et al.
+2021 (ZeRO-Infinity), section 5.
 """
 
 import mmap
 import os
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from io import BufferedRandom
 from pathlib import Path
 
 import torch
@@ -16,6 +18,8 @@ from torch import Tensor
 
 from megatron_core.errors import ConfigError
 from megatron_core.output_file import make_folder, no_follow_new
+from megatron_core.parallel.collectives import Done
+from megatron_core.parallel.transfer import Transfer, lane
 
 CHUNK = 2**22
 """Elements per chunk: 16 MiB of each float32 tensor."""
@@ -37,8 +41,27 @@ class Placement:
         """Yield the slices in which a shard is updated."""
         yield slice(0, numel)
 
-    def prefetch(self) -> None:
-        """Start to read the tensors into memory, if they are on disk."""
+    def memory_for(self, part: Tensor, spare: Tensor | None = None) -> Tensor:
+        """Return memory for the values of a part of one of the tensors: the part itself unless it is on disk.
+
+        ``spare`` is memory from an earlier call to use again.
+        """
+        return part
+
+    def read(self, part: Tensor, memory: Tensor) -> Transfer:
+        """Start to read ``part`` into ``memory``, the result of ``memory_for``."""
+        return Done()
+
+    def fetch(self, part: Tensor, device: torch.device) -> tuple[Tensor, Transfer]:
+        """Return memory that has the values of ``part`` after the handle's ``wait``, if possible on ``device``."""
+        if device == part.device:
+            return part, Done()
+        there = torch.empty_like(part, device=device)
+        return there, lane("host copy_in", device).copy(there, part)
+
+    def store(self, part: Tensor, values: Tensor) -> Transfer:
+        """Start to write ``values``, which are in memory of ``memory_for``."""
+        return Done()
 
     def evict(self) -> None:
         """Remove the tensors from memory, if they are on disk."""
@@ -50,7 +73,10 @@ class DiskPlacement(Placement):
     def __init__(self, folder: Path, rank: int, setting: str) -> None:
         """Create ``folder``; ``setting`` is the name of its option, for error messages."""
         super().__init__(torch.device("cpu"))
-        self.folder, self.rank, self.setting, self._maps = folder, rank, setting, list[tuple[mmap.mmap, int]]()
+        self.is_offloaded = True
+        self.folder, self.rank, self.setting = folder, rank, setting
+        self._files: dict[int, tuple[BufferedRandom, mmap.mmap]] = {}
+        """By the address of the mapped memory."""
         try:
             make_folder(folder)
         except OSError as error:
@@ -58,40 +84,65 @@ class DiskPlacement(Placement):
 
     def tensor(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
         """Return a tensor of zeros in a memory-mapped file."""
-        path = self.folder / f"rank{self.rank:05d}_{os.getpid()}_{len(self._maps)}_{name}"
+        path = self.folder / f"rank{self.rank:05d}_{os.getpid()}_{len(self._files)}_{name}"
         size = numel * dtype.itemsize
         try:
-            with open(path, "w+b", opener=no_follow_new) as file:
-                path.unlink()
-                os.posix_fallocate(file.fileno(), 0, size)  # report a full disk now, not as SIGBUS in a step
-                mapped = mmap.mmap(file.fileno(), size)
+            file = open(path, "w+b", opener=no_follow_new)  # noqa: SIM115 (open as long as this object exists)
+            path.unlink()
+            os.posix_fallocate(file.fileno(), 0, size)  # report a full disk now, not in a step
+            mapped = mmap.mmap(file.fileno(), size)
         except OSError as error:
             raise ConfigError(
                 f"{self.setting}={str(self.folder)!r} has no room for {size:,} bytes: {error}; give another folder, or "
                 "offload less (--optimizer-offload-fraction)"
             ) from None
-        self._maps.append((mapped, dtype.itemsize))
-        return torch.frombuffer(mapped, dtype=dtype)
+        found = torch.frombuffer(mapped, dtype=dtype)
+        self._files[found.data_ptr()] = file, mapped
+        return found
 
     def chunks(self, numel: int) -> Iterator[slice]:
-        """Yield slices of ``CHUNK`` elements for a shard of ``numel`` elements; prefetch the next and evict the
-        finished slice.
-        """
+        """Yield slices of ``CHUNK`` elements for a shard of ``numel`` elements."""
         for start in range(0, numel, CHUNK):
-            self._advise(mmap.MADV_WILLNEED, start + CHUNK, start + 2 * CHUNK)
             yield slice(start, min(start + CHUNK, numel))
-            self._advise(mmap.MADV_DONTNEED, start, start + CHUNK)
 
-    def prefetch(self) -> None:
-        """Ask the kernel to read all files."""
-        self._advise(mmap.MADV_WILLNEED, 0, sys.maxsize)
+    def memory_for(self, part: Tensor, spare: Tensor | None = None) -> Tensor:
+        """Return ``spare`` if it is large enough, else new memory: its first use costs as much as reading the file."""
+        if spare is not None and spare.dtype == part.dtype and spare.numel() >= part.numel():
+            return spare[: part.numel()]
+        return torch.empty_like(part)
+
+    def read(self, part: Tensor, memory: Tensor) -> Transfer:
+        """Start to read ``part`` in a helper thread."""
+        call = partial(self._transfer, "reading", os.preadv, part, memory)
+        return lane("disk read").start(call, part.nbytes)
+
+    def fetch(self, part: Tensor, device: torch.device) -> tuple[Tensor, Transfer]:
+        """Start to read ``part`` into host memory, which is pinned if ``device`` is a GPU."""
+        memory = torch.empty_like(part, pin_memory=device.type == "cuda")
+        return memory, self.read(part, memory)
+
+    def store(self, part: Tensor, values: Tensor) -> Transfer:
+        """Start to write ``values`` in a helper thread."""
+        call = partial(self._transfer, "writing", os.pwritev, part, values)
+        return lane("disk write").start(call, part.nbytes)
 
     def evict(self) -> None:
         """Remove all files from this process's memory."""
-        self._advise(mmap.MADV_DONTNEED, 0, sys.maxsize)
+        for _, mapped in self._files.values():
+            mapped.madvise(mmap.MADV_DONTNEED)
 
-    def _advise(self, advice: int, start: int, stop: int) -> None:
-        for mapped, itemsize in self._maps:
-            first, last = min(start * itemsize, len(mapped)), min(stop * itemsize, len(mapped))
-            if first < last:  # the start of a chunk is aligned to a page
-                mapped.madvise(advice, first, last - first)
+    def _transfer(self, what: str, call: Callable[..., int], part: Tensor, memory: Tensor) -> None:
+        """Read the file of ``part`` into ``memory``, or write it; errors reach the thread that waits."""
+        address, bytes_ = part.untyped_storage().data_ptr(), memory.view(torch.uint8).numpy().data
+        file, at = self._files[address][0], part.data_ptr() - address
+        try:
+            while bytes_:
+                moved = call(file.fileno(), [bytes_], at)
+                if moved == 0:
+                    raise OSError("the file ends early")
+                bytes_, at = bytes_[moved:], at + moved
+        except OSError as error:
+            raise ConfigError(
+                f"{self.setting}={str(self.folder)!r}: {what} {part.nbytes:,} bytes failed: {error}; give a folder on "
+                "another disk, and load the last checkpoint"
+            ) from None

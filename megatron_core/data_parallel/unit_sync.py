@@ -81,6 +81,8 @@ class UnitSync:
         self._whole: list[Bucket] = []
         self._pinned: list[Bucket] = []
         self._reducing: list[Bucket] = []
+        self.on_reduced: Callable[[Bucket], None] | None = None
+        """Called in the last backward of a step when the gradients of a bucket have been reduced."""
         self._attach(root, modules)
 
     def _attach(self, root: nn.Module, modules: Sequence[Sequence[nn.Module]]) -> None:
@@ -144,6 +146,9 @@ class UnitSync:
         self._forward = self._backward = self._weights = self._passed = None
         self._kind = "B"
         self._hold()
+        if self._splits_weights:
+            for bucket in (bucket for unit in self.units for bucket in unit.own):
+                bucket.finish_gather()  # frees shards that were read for a unit that did not run
 
     def _enter_backward(self, unit: Unit) -> None:
         before, self._backward = self._backward, unit
@@ -183,7 +188,10 @@ class UnitSync:
     def finish_reduce(self) -> None:
         """Wait for the pending reductions."""
         while self._reducing:
-            self._reducing.pop(0).finish_reduce()
+            bucket = self._reducing.pop(0)
+            bucket.finish_reduce()
+            if self.on_reduced is not None:
+                self.on_reduced(bucket)
 
     # Weights.
 

@@ -111,6 +111,8 @@ class DataParallel:
         # Ranks without parameters also need a device, for collectives over all ranks.
         self.device = device or next((bucket.weights.device for bucket in self.buckets), torch.device("cpu"))
         # Register the hooks for gathering, accumulation and reduction.
+        self.on_final: Callable[[Bucket], object] | None = None
+        """Called when a bucket's ``grad_shard`` is complete, in the backward pass if its sum runs there."""
         self._waiting: dict[Bucket, int] = {}
         self._sync: dict[int, UnitSync] = {}
         if any(bucket.splits_grads or bucket.splits_weights for bucket in self.all_buckets):
@@ -147,8 +149,10 @@ class DataParallel:
 
     def enable_grad_sync(self, stage: int) -> None:
         """Announce that the next backward of ``stage`` is its last in this step."""
-        if self.overlap_grad_reduce:
-            self._waiting.update({b: len(b.parameters) for b in self._early(stage)})
+        early = [b for b in self._early(stage) if self.overlap_grad_reduce or self._needs_no_sum(b)]
+        self._waiting.update({b: len(b.parameters) for b in early})
+        if stage in self._sync:
+            self._sync[stage].on_reduced = self._announce
 
     def start_grad_sync(self, stage: int) -> None:
         """Start to reduce the complete gradients of ``stage``.
@@ -166,6 +170,7 @@ class DataParallel:
         for sync in self._sync.values():
             sync.end()
             sync.finish_reduce()
+            sync.on_reduced = None
         # Ranks with common tied weights sum them in one order, whatever other weights they have.
         tied = sorted((bucket for bucket in self.buckets if bucket.kind.tied), key=lambda bucket: bucket.names)
         in_order = tied + [bucket for bucket in self.buckets if not bucket.kind.tied]
@@ -178,6 +183,8 @@ class DataParallel:
             if bucket.completes_shard:
                 _complete_shard(bucket, self.groups)
             bucket.sum_over_instances()
+            if self.on_final is not None:
+                self.on_final(bucket)
 
     def start_param_sync(self) -> None:
         """Start to gather the weights that other ranks have updated; with overlap, wait for them only before their use.
@@ -299,15 +306,31 @@ class DataParallel:
             self._start_early(bucket)
 
     def _start_early(self, bucket: Bucket) -> None:
-        """Start a bucket's sum, and continue the compressed sums that started before it, each by one message."""
+        """Start a bucket's sum, and continue the compressed sums that started before it, each by one message.
+
+        Sums that have been sent completely are finished if their memory or their result is needed.
+        """
         if bucket.splits_grads:
             bucket.open_grads()
         bucket.start_reduce()
         for earlier in self._early(bucket.stage):
             if earlier is bucket:
-                return
-            if earlier.continue_reduce() and earlier.splits_grads:
+                break
+            needed = earlier.is_reducing and (earlier.splits_grads or self.on_final is not None)
+            if earlier.continue_reduce() and needed:
                 earlier.finish_reduce()
+                self._announce(earlier)
+        if self._needs_no_sum(bucket):
+            self._announce(bucket)
+
+    def _needs_no_sum(self, bucket: Bucket) -> bool:
+        """Whether a bucket's gradients are final after the last backward, and something waits for them."""
+        return self.on_final is not None and bucket.dp_group.size() == 1
+
+    def _announce(self, bucket: Bucket) -> None:
+        """Announce gradients whose sum over the data-parallel ranks is complete, unless others follow."""
+        if self.on_final is not None and not bucket.kind.is_partial and bucket.instances.size() == 1:
+            self.on_final(bucket)
 
     def _wait_before_forward(self, stage: int, root: nn.Module) -> None:
         """Wait for a unit's weights when any of its modules is called first: the other modules may never be called."""

@@ -112,7 +112,10 @@ class Summary:
         return f"rank {rank} [{axes}] on {header.get('host', 'an unknown host')}"
 
     def groups(self, traffic: str) -> Iterator[list[int]]:
-        """Yield the recorded ranks of each group with collectives of a kind such as ``tp all_reduce``."""
+        """Yield the recorded ranks of each group with collectives of a kind such as ``tp all_reduce``.
+
+        Each rank is a group of its own for transfers to host memory and files, such as ``disk read``.
+        """
         axes = set(traffic.split(" ")[0].split("-"))
         found: dict[tuple[int, ...], list[int]] = {}
         for rank, times in self.ranks.items():
@@ -121,6 +124,7 @@ class Summary:
                 view = ("etp", "ep", "edp", "pp") if axes & {"etp", "ep", "edp"} else ("tp", "cp", "dp", "pp")
                 known = axes <= set(view)
                 at = tuple(own.get(axis, 0) for axis in view if known and axis not in axes)
+                at = (rank,) if axes & {"host", "disk"} else at
                 found.setdefault(at, []).append(rank)
         yield from found.values()
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from megatron_core.data_parallel import Bucket
-from megatron_core.data_parallel.placement import DiskPlacement
 from megatron_core.optimizer.matrix_plan import Item, MatrixTask, Messages, Round, plan_rounds
 from megatron_core.optimizer.rounding import update_rounded
 from megatron_core.optimizer.rule import MatrixAlgorithm, Rates, ShardSlice
@@ -134,8 +133,7 @@ class MatrixUpdates:
         for name, tensor in state.items():
             if tensor is not shard.state[name]:
                 shard.state[name].copy_(tensor)
-        if isinstance(shard.placement, DiskPlacement):
-            shard.placement.evict()
+        shard.placement.evict()
         return found[0]
 
     def _apply(self, shard: Shard, update: Tensor, rates: Rates) -> None:
@@ -150,9 +148,8 @@ class MatrixUpdates:
             own.copy_(main)
         if shard.is_narrow and not copies_here:
             bucket.weight_shard.copy_(main)
-        if isinstance(shard.placement, DiskPlacement):
-            shard.placement.evict()
-        bucket.evict_weights()
+        for placement in (shard.placement, bucket.away or shard.placement):
+            placement.evict()
 
     def _run(self, shard: Shard, part: ShardSlice, rates: Rates, update: Callable[[ShardSlice], None]) -> None:
         if shard.is_rounded:

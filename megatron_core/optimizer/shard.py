@@ -13,7 +13,7 @@ from megatron_core.config.optimizers import OptimizerKind
 from megatron_core.data_parallel import Bucket
 from megatron_core.data_parallel.placement import DiskPlacement, Placement
 from megatron_core.optimizer.rounding import CHUNK
-from megatron_core.optimizer.rule import Algorithm, ShardSlice
+from megatron_core.optimizer.rule import Algorithm, MatrixAlgorithm, ShardSlice
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +61,11 @@ class Shard:
         return self.main.device != self.bucket.weight_shard.device
 
     @property
+    def sends_gradient(self) -> bool:
+        """Whether the update reads the gradient on another device; matrices are updated on the device."""
+        return self.main.device != self.bucket.grads.device and not isinstance(self.algorithm, MatrixAlgorithm)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the state, and of main weights separate from the model's weights."""
         return sum(tensor.nbytes for tensor in (*self.state.values(), *([self.main] if self.is_narrow else ())))
@@ -84,11 +89,23 @@ class Shard:
         return isinstance(self.placement, DiskPlacement) or self.bucket.away is not None
 
     @property
+    def is_here(self) -> bool:
+        """Whether the shard is updated on the device of its weights, together with others, in place."""
+        return not (self.is_away or self.is_stored_away or self.is_rounded)
+
+    @property
+    def main_placement(self) -> Placement:
+        """The placement of ``main``."""
+        is_own = self.main.data_ptr() == self.bucket.weight_shard.data_ptr()
+        return (self.bucket.away or Placement(self.main.device)) if is_own else self.placement
+
+    @property
     def whole(self) -> ShardSlice:
         """The whole shard as a slice, with its gradient on the device of the weights."""
-        return self.part(slice(0, self.main.numel()), self.bucket.grad_shard)
+        return self.part(slice(0, self.main.numel()))
 
-    def part(self, at: slice, grad: Tensor) -> ShardSlice:
-        """Return the slice ``at``; ``grad`` is the gradient of the shard, on the device of the state."""
+    def part(self, at: slice) -> ShardSlice:
+        """Return the slice ``at``, with its gradient on the device of the weights."""
         copy = self.bucket.weight_shard[at] if self.is_narrow and not self.is_away else None
-        return ShardSlice(grad[at], self.main[at], copy, {name: tensor[at] for name, tensor in self.state.items()})
+        state = {name: tensor[at] for name, tensor in self.state.items()}
+        return ShardSlice(self.bucket.grad_shard[at], self.main[at], copy, state)

@@ -24,6 +24,7 @@ from megatron_core.optimizer.clip import GradientNorm, clip_factor
 from megatron_core.optimizer.loss_scale import ConstantLossScale, DynamicLossScale
 from megatron_core.optimizer.matrix_updates import MatrixUpdates
 from megatron_core.optimizer.onebit import FRESH, OneBitLAMBUpdate, ZeroOneAdamUpdate
+from megatron_core.optimizer.pipeline import Job, UpdatePipeline
 from megatron_core.optimizer.rounding import update_rounded
 from megatron_core.optimizer.rule import Algorithm, BucketAlgorithm, MatrixAlgorithm, Rates, ShardSlice
 from megatron_core.optimizer.shard import Shard
@@ -38,6 +39,9 @@ class Optimizer:
     16-bit weights have float32 main weights; wider weights are updated directly. The state is on the device of the
     weights, in host memory, or on disk (see ``_placements``).
     """
+
+    updates_on_host = True
+    """Whether the update of state in host memory runs there, so that gradients can be sent before it."""
 
     def __init__(
         self,
@@ -79,6 +83,10 @@ class Optimizer:
         self.before_update: Callable[[], None] = lambda: None
         """Called before weights and state change, for example to finish an asynchronous copy."""
         self._runs = self._runs_by_group()
+        self._pipeline = UpdatePipeline()
+        sending = {shard.bucket: shard for shard in self.shards if shard.sends_gradient}
+        if sending and self.updates_on_host:
+            data_parallel.on_final = lambda bucket: self._pipeline.send(sending[bucket]) if bucket in sending else None
 
     def gradient_norm(self) -> Tensor:
         """Return the global norm of the reduced gradients, without the loss scale, a float64 scalar on the device.
@@ -108,6 +116,7 @@ class Optimizer:
         if skip or not finite:
             if self.compressor is not None:
                 self.compressor.discard()
+            self._pipeline.settle()
             return True
         self.before_update()
         self.set_steps_taken(self.steps_taken + 1)
@@ -116,6 +125,7 @@ class Optimizer:
         if self.compressor is not None:
             self.compressor.commit(factor, self.config.clip_grad_value)
         if self.config.clip_grad_value > 0.0:
+            self._pipeline.settle()
             for shard in self.shards:
                 shard.bucket.grad_shard.mul_(factor).clamp_(-self.config.clip_grad_value, self.config.clip_grad_value)
             factor = 1.0
@@ -123,7 +133,10 @@ class Optimizer:
         return False
 
     def _update_all(self, lr: float, decoupled_lr: float | None, weight_decay: float | None, factor: float) -> None:
-        """Update each group of runs with its own rates; ``factor`` is the factor of the gradients."""
+        """Update each group of runs with its own rates; ``factor`` is the factor of the gradients.
+
+        Shards on the device of their weights are updated together, then all others in sequence.
+        """
         by_bucket = [shard for shard in self.shards if isinstance(shard.algorithm, BucketAlgorithm)]
         scaled: dict[Shard, list[tuple[slice, Rates]]] = {shard: [] for shard in by_bucket}
         by_element: list[tuple[list[tuple[Shard, slice]], Rates]] = []
@@ -148,8 +161,13 @@ class Optimizer:
                     scaled[shard].append((at, rates))
 
         def update_by_element() -> None:
+            jobs: list[Job] = []
             for runs, rates in by_element:
-                self._update(runs, rates)
+                if here := [shard.part(at) for shard, at in runs if shard.is_here]:
+                    runs[0][0].algorithm.update(here, rates)
+                jobs += [Job(shard, at, rates) for shard, run in runs if not shard.is_here for at in shard.chunks(run)]
+            order = {shard: number for number, shard in enumerate(self.shards)}
+            self._pipeline.run(sorted(jobs, key=lambda job: order[job.shard]), self._update_part)
 
         self._matrices.step(of_matrices, update_by_element)
         # Ranks with common tied weights sum their norms in one order.
@@ -194,32 +212,14 @@ class Optimizer:
                 found[group, shard.bucket.weights.dtype, id(shard.algorithm)].append((shard, slice(start, stop)))
         return found
 
-    def _update(self, runs: list[tuple[Shard, slice]], rates: Rates) -> None:
-        """Update runs: shards on the device of their weights together; offloaded and rounded shards in sequence."""
-        algorithm = runs[0][0].algorithm
-        here = [run for run in runs if not (run[0].is_away or run[0].is_stored_away or run[0].is_rounded)]
-        if here:
-            algorithm.update([shard.part(at, shard.bucket.grad_shard) for shard, at in here], rates)
-        away = [run for run in runs if run not in here]
-        # Start the copies of all gradients together.
-        grads = [shard.bucket.grad_shard.to(shard.main.device, non_blocking=True) for shard, _ in away]
-        if any(shard.bucket.grad_shard.is_cuda and not shard.main.is_cuda for shard, _ in away):
-            torch.cuda.current_stream().synchronize()
-        for (shard, run), grad in zip(away, grads, strict=True):
-            if shard.is_away and not shard.is_narrow:
-                shard.main.copy_(shard.bucket.weight_shard)
-            for at in shard.chunks(run):
-                self._update_part(shard, at, grad, rates, lambda part: algorithm.update([part], rates))
-            if shard.is_away:
-                shard.bucket.weight_shard.copy_(shard.main, non_blocking=True)
-            shard.bucket.evict_weights()
+    def _update_part(self, job: Job, part: ShardSlice) -> None:
+        """Update a slice of a shard that is not updated together with others."""
 
-    def _update_part(
-        self, shard: Shard, at: slice, grad: Tensor, rates: Rates, update: Callable[[ShardSlice], None]
-    ) -> None:
-        part = shard.part(at, grad)
-        if shard.is_rounded:
-            update_rounded(shard.bucket, at, part, rates, self.seed, update)
+        def update(part: ShardSlice) -> None:
+            job.shard.algorithm.update([part], job.rates)
+
+        if job.shard.is_rounded:
+            update_rounded(job.shard.bucket, job.at, part, job.rates, self.seed, update)
         else:
             update(part)
 

@@ -122,6 +122,8 @@ class TorchOptimizer(Optimizer):
     objects. Optimizers whose ``coupling_of`` is not ``none`` need whole parameters in shards.
     """
 
+    updates_on_host = False
+
     def __init__(self, caller: torch.optim.Optimizer, *args: Any, param_groups: Sequence[dict[str, Any]]) -> None:
         super().__init__(*args, param_groups=param_groups)
         self.caller = caller

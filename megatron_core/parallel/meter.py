@@ -1,8 +1,9 @@
-"""Splits a rank's time into phases that add up to the total, and counts bytes sent by collectives.
+"""Splits a rank's time into phases that add up to the total, and counts bytes of collectives and offloading.
 
 Exactly one phase is charged at any time, so that the phases of a step sum to its duration. A collective is charged only
 while this rank waits for it; the transfer that overlaps with computation is charged to the computation and reported as
-the collective's time in flight. On a GPU, times are CUDA events on the compute stream, read after they have completed.
+the collective's time in flight. The same holds for transfers to host memory and files (``transfer.Lane``). On a GPU,
+times are CUDA events on the compute stream, read after they have completed.
 
 Bytes are those that a rank sends in a ring algorithm: of n ranks 2 (n-1)/n x for an all-reduce of x bytes, (n-1)/n x
 for an all-gather or reduce-scatter of x bytes in total, and for an all-to-all of x bytes. Divided by time, they compare
@@ -45,7 +46,7 @@ class StepTimes:
     phases: dict[str, float] = field(default_factory=dict)
     """By phase, without collectives; the sum of these and of all ``exposed`` is ``seconds``."""
     traffic: dict[str, Traffic] = field(default_factory=dict)
-    """By group and kind, such as ``tp all_reduce``."""
+    """By group and kind, such as ``tp all_reduce``; ``host`` and ``disk`` are transfers of offloading."""
     seconds: float = 0.0
 
     def add(self, other: StepTimes) -> None:
@@ -152,10 +153,13 @@ class Meter:
             self.switch(*before)
 
     def run(self, kind: str, group: Any, sent: float, call: Callable[[], Any]) -> Any:
-        """Call a collective that sends ``sent`` bytes from this rank; returns its handle, or None if it is complete."""
+        """Call a collective that sends ``sent`` bytes from this rank; returns its handle, or None if it is complete.
+
+        A transfer of this rank alone has a name such as ``host`` or ``disk`` as ``group``.
+        """
         if not self.on:
             return call()
-        name = f"{self._names.get(group, OTHER)} {kind}"
+        name = f"{group if isinstance(group, str) else self._names.get(group, OTHER)} {kind}"
         transfer = _Transfer(name, sent, len(self._marks), detail=self.charged[1])
         self._transfers.append(transfer)
         self._kinds.add(transfer.name)

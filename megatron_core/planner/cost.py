@@ -265,9 +265,10 @@ class Pipeline:
         return (parameters.dense / dense + parameters.experts / experts) * instances
 
     def optimizer(self, rank: int) -> float:
-        """Seconds of gradient norm, update and zeroing of gradients, and of transfers if the state is offloaded.
+        """Seconds of gradient norm, update and zeroing of gradients.
 
-        With an optimizer for hidden matrices all parameters count as such; its matrix products are not counted.
+        Of offloaded state, gradients leave during backward, and weights return during the update. With an optimizer for
+        hidden matrices all parameters count as such; its matrix products are not counted.
         """
         config, hardware, clock = self.config.optimizer, self.clock.hardware, self.clock
         elements, wide = self.shard(rank), max(clock.bytes, 4)
@@ -278,7 +279,7 @@ class Pipeline:
         found = elements * (1 - away) * moved / hardware.memory_bandwidth
         on_disk = config.optimizer_offload_dir is not None
         place = hardware.disk_bandwidth if on_disk else hardware.host_memory_bandwidth
-        found += away * elements * (moved / place + (wide + clock.bytes) / hardware.host_link)
+        found += away * elements * max(moved / place, clock.bytes / hardware.host_link)
         whole = sum(self.units[rank], Parameters()).total
         zeroed = whole if self.config.parallel.dp_zero_stage < 2 else elements
         return found + wide * (elements + zeroed) / hardware.memory_bandwidth

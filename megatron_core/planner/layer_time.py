@@ -358,9 +358,10 @@ class LayerClock:
         return Passes(found.forward, total([found.input_grad, found.forward]), found.weight_grad, found.hidden)
 
     def offloaded(self, number: int) -> Passes:
-        """Additional time of a layer whose activations are offloaded to the host and fetched back, without overlap."""
+        """Additional time of a layer whose activations move to the host and back while a layer like it runs."""
         seconds = layer_activations(self.config, number) / self.hardware.host_link
-        return Passes({"host": seconds}, {"host": seconds}, {})
+        forward, *backward = self.layer(number).sums
+        return Passes({"host": max(seconds - forward, 0.0)}, {"host": max(seconds - sum(backward), 0.0)}, {})
 
     def embedding(self) -> Passes:
         """The embedding, its reduction over tensor-parallel ranks, positions and dropout."""

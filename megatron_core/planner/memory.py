@@ -187,12 +187,12 @@ def offloaded_activations(config: RunConfig, layers: range) -> float:
 
 
 def transient_activations(config: RunConfig, layers: Sequence[range], each: Mapping[int, float] | None = None) -> float:
-    """Bytes of temporary activations: of a recomputed group of layers, or of an offloaded layer."""
+    """Bytes of temporary activations: of a recomputed group of layers, or of two offloaded layers."""
     longest, model = 0, config.model
     if model.recompute_granularity == "full":
         longest = model.recompute_num_layers or 1 if model.recompute_method == "uniform" else 1
     elif model.cpu_offloading:
-        longest = 1
+        longest = min(model.cpu_offloading_num_layers, 2)  # one runs while the other leaves or returns
     if not longest:
         return 0.0
     sizes = (layer_activations(config, layer) if each is None else each[layer] for run in layers for layer in run)

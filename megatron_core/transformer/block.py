@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,7 +13,8 @@ from megatron_core.tensor_parallel import KeyedDropout
 from megatron_core.transformer.context import LayerContext, SequenceContext
 from megatron_core.transformer.layer_spec import LayerSpec, LayerSpecs, layer_spec
 from megatron_core.transformer.norm import Norm
-from megatron_core.transformer.recompute import offloaded, outputs_dropped, recompute_runs, recomputed
+from megatron_core.transformer.offload import ActivationOffload
+from megatron_core.transformer.recompute import outputs_dropped, recompute_runs, recomputed
 
 
 class Layers(nn.ModuleDict):
@@ -45,6 +47,7 @@ class TransformerBlock(nn.Module):
                 for layer in layers
             }
         )
+        self._offload = ActivationOffload(context.config.cpu_offloading_num_layers)
         self.final_layernorm = None
         if final_norm:
             size = context.config.hidden_size
@@ -63,9 +66,10 @@ class TransformerBlock(nn.Module):
                 return x
 
             run_layers = recomputed(forward_run) if recompute and self.training else forward_run
-            if self.training and run.start < self.model_config.cpu_offloading_num_layers:
-                run_layers = offloaded(run_layers, [layers[i] for i in run])
-            hidden = run_layers(hidden)
+            if self.training:
+                hidden = self._offload.run(run.start, partial(run_layers, hidden), [layers[i] for i in run])
+            else:
+                hidden = run_layers(hidden)
         return hidden if self.final_layernorm is None else self.final_layernorm(hidden)
 
 

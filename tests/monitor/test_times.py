@@ -243,9 +243,12 @@ def test_profile_merges_the_traces_of_all_ranks(tmp_path: Path) -> None:
 
 
 def test_a_profile_of_some_ranks(tmp_path: Path) -> None:
-    run_ranks(2, _profiled, str(tmp_path), {"train_iters": 2, "eval_iters": 0, "profile_ranks": (1,)})
+    settings = {"train_iters": 2, "eval_iters": 0, "profile_ranks": (1,), "optimizer_offload_dir": str(tmp_path)}
+    run_ranks(2, _profiled, str(tmp_path), settings)
     events = json.loads((tmp_path / "profile" / "trace.json").read_text())["traceEvents"]
     assert {event["pid"] for event in events} == {1000}, "a run that ends before the last step writes what there is"
+    in_flight = {event["name"] for event in events if event.get("cat") == "in flight"}
+    assert in_flight >= {"disk read", "disk write"}, "transfers of offloading have tracks"
 
 
 def test_settings_that_leave_nothing_to_trace() -> None:

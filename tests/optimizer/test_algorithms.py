@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import re
 from pathlib import Path
 from typing import Literal
 
@@ -11,8 +14,10 @@ from torch import nn
 
 from megatron_core.config import OptimizerConfig
 from megatron_core.data_parallel import DataParallel, placement
+from megatron_core.errors import ConfigError
 from megatron_core.optimizer.algorithms import SGD, Lion
 from megatron_core.optimizer.loss_scale import ConstantLossScale
+from megatron_core.optimizer.pipeline import Job
 from megatron_core.optimizer.rule import Rates, ShardSlice
 from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.parallel import ParallelGroups
@@ -175,6 +180,43 @@ def test_state_on_disk_changes_no_bit(settings: dict, stage: int, tmp_path: Path
         for overlap in (False, True):
             both = {"overlap_grad_reduce": overlap, "overlap_param_gather": overlap}
             assert run_ranks(2, _losses, shared | folders | both) == plain
+
+
+def _fail(place: str, folder: str) -> str:
+    """The error of a step in which reading or writing fails on this rank."""
+    run = tiny_run(optimizer_offload_dir=folder, **({"zero_stage": 3, "zero3_param_offload_dir": folder}))
+    train_step(run)
+    if torch.distributed.get_rank() == 1:
+        return ""  # the error must not need the other rank
+    if place == "write":
+        placement.os.pwritev = _refuse
+    else:
+        shard = run.optimizer.shards[0] if place == "read state" else None
+        held = run.data_parallel.buckets[0].away if shard is None else shard.placement
+        for file, _ in held._files.values():
+            os.ftruncate(file.fileno(), 0)
+    shards, rates = run.optimizer.shards, Rates(2, 0.1, 0.0, 1.0)
+    jobs = [Job(shard, at, rates) for shard in shards for at in shard.chunks(slice(0, shard.main.numel()))]
+    with pytest.raises(ConfigError) as caught:
+        run.optimizer._pipeline.run(jobs, run.optimizer._update_part)
+    return str(caught.value)
+
+
+def _refuse(*args: object) -> int:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize(
+    ("place", "expected"),
+    [
+        ("read state", r"^optimizer_offload_dir=.*: reading [\d,]+ bytes failed: the file ends early; give a folder"),
+        ("read weights", r"^zero3_param_offload_dir=.*: reading [\d,]+ bytes failed: the file ends early; give"),
+        ("write", r"_dir=.*: writing [\d,]+ bytes failed: .*No space left on device; give a folder on another disk"),
+    ],
+)
+def test_errors_of_the_disk_reach_the_main_thread(place: str, expected: str, tmp_path: Path) -> None:
+    message = run_ranks(2, _fail, place, str(tmp_path))[0]
+    assert re.search(expected, message) and "\n" not in message
 
 
 @needs_proc

@@ -9,11 +9,12 @@ CPU memory and torch's CPU operators. Errors and asynchronous effects of a real 
 - ``copy_(..., non_blocking=True)`` to pinned memory completes at the next synchronization: until then the CPU reads
   NaN there; changing a source in pinned memory before that is an error;
 - outputs of an asynchronous collective are NaN until it is waited for; changing or freeing its memory is an error;
+- copies in other streams: see ``streams``;
 - functions of ``torch.cuda`` take the arguments of the real ones.
 
-Each wait of the host for the device is counted in ``Log.stalls`` with its line. Not simulated: streams other than the
-current one, the RNG's values, memory, speed and CUDA kernels. Operators inside a Python function of ``torch`` itself
-count as the device's, except tensors that it creates with ``device=``.
+Each wait of the host for the device is counted in ``Log.stalls`` with its line. Not simulated: computation in streams
+other than the current one, the RNG's values, memory, speed and CUDA kernels. Operators inside a Python function of
+``torch`` itself count as the device's, except tensors that it creates with ``device=``.
 """
 
 from __future__ import annotations
@@ -73,6 +74,17 @@ class Log:
     """Host memory and its contents after the next synchronization."""
     leaving: list[tuple[Tensor, Tensor, str]] = field(default_factory=list)
     """Host memory that is read until then, its contents, and the line."""
+    streams: list[Any] = field(default_factory=list)
+    """The streams other than that of the computation."""
+    clock: int = 0
+    """Number of results of the computation."""
+    written: dict[int, int] = field(default_factory=dict)
+    """When the computation allocated or wrote memory of the device last, by address."""
+
+    def mark(self, tensor: Tensor) -> None:
+        """The computation writes or allocates ``tensor``."""
+        self.clock += 1
+        self.written[tensor.untyped_storage().data_ptr()] = self.clock
 
     def stall(self, what: str) -> None:
         self.stalls[f"{line_of_project()} {what}"] += 1
@@ -82,7 +94,7 @@ class Log:
         for memory, values in self.arriving:
             memory.copy_(values)
         for memory, values, line in self.leaving:
-            if not torch.equal(memory.view(-1).view(torch.uint8), values.view(-1).view(torch.uint8)):
+            if not torch.equal(bytes_of(memory), bytes_of(values)):
                 raise RuntimeError(f"{line}: pinned memory was changed before it had been copied to the GPU")
         self.arriving.clear()
         self.leaving.clear()
@@ -94,9 +106,17 @@ class Log:
 class _Frame(threading.local):
     inner = True
     """Whether C++ creates new tensors without ``device`` on the device, also in autograd's engine."""
+    device = 0
+    stream: Any = None
+    """The current stream if it is not that of the computation."""
 
 
 LOG, FRAME = Log(), _Frame()
+
+
+def bytes_of(x: Tensor) -> Tensor:
+    """The bytes of a tensor, also of NaN."""
+    return x.contiguous().view(-1).view(torch.uint8)
 
 
 def line_of_project() -> str:
@@ -154,6 +174,10 @@ class OnGPU(Tensor):
         memory = lambda each: plain.get(id(each), each)  # noqa: E731
         func = ONLY_CUDA.get(str(func), func)
         result = func(*mapped(memory, args), **mapped(memory, kwargs))
+        old = {each.untyped_storage().data_ptr() for each in plain.values()}
+        for out in _tensors([result]):
+            if id(out) in known or out.untyped_storage().data_ptr() not in old:  # changed in place, or new: no view
+                LOG.mark(out)
         return mapped(lambda out: known[id(out)] if id(out) in known else cls.of(out), result)
 
 
@@ -266,6 +290,11 @@ def _check(func: Any, name: str, found: list[Tensor], args: Any, kwargs: Any) ->
 
 def _copy(to: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     """``copy_`` between the devices."""
+    if FRAME.stream is not None and non_blocking and LOG.is_pinned(source if isinstance(to, OnGPU) else to):
+        FRAME.stream.copy(to, source)
+        return to
+    if isinstance(to, OnGPU):
+        LOG.mark(to)
     if isinstance(to, OnGPU):
         for memory, values in LOG.arriving:  # the device works in order: earlier copies are complete
             if memory.untyped_storage().data_ptr() == source.untyped_storage().data_ptr():
@@ -332,12 +361,16 @@ class Factories(TorchFunctionMode):
             result = func(*args, **kwargs)
         finally:
             FRAME.inner = outer
+        if isinstance(result, OnGPU) and device is not None and not _is_gpu(device):
+            result = on_host(result)
         if pinned and isinstance(result, Tensor):
             if _is_gpu(device) or isinstance(result, OnGPU):
                 raise RuntimeError("Only dense CPU tensors can be pinned")
             LOG.pinned[result.untyped_storage().data_ptr()] = result
         if device is None or not isinstance(result, Tensor) or _is_gpu(device) == isinstance(result, OnGPU):
             return result
+        if _is_gpu(device):
+            LOG.mark(result)
         return OnGPU.of(result) if _is_gpu(device) else on_host(result)
 
     def _moved(self, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Tensor:

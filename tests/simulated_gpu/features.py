@@ -33,7 +33,9 @@ ONE_RANK: dict[str, list[dict[str, object]]] = {
     "fp8": [
         {"fp8_format": "hybrid", "fp8_recipe": recipe} for recipe in ("tensorwise", "rowwise", "blockwise", "mxfp8")
     ],
-    "activations offloaded": [{"cpu_offloading": True, "cpu_offloading_num_layers": 1}],
+    "activations offloaded": [
+        {"cpu_offloading": True, "cpu_offloading_num_layers": layers, "num_layers": 3} for layers in (1, 2, 3)
+    ],
 }
 """Each compared with the CPU in one process."""
 

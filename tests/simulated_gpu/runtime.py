@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -16,7 +15,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from tests.simulated_gpu.device import LOG, Factories, Inner, Log, OnGPU, line_of_project, mapped, on_host, set_hooks
+from tests.simulated_gpu.device import (
+    FRAME,
+    LOG,
+    Factories,
+    Inner,
+    Log,
+    OnGPU,
+    bytes_of,
+    line_of_project,
+    mapped,
+    on_host,
+    set_hooks,
+)
+from tests.simulated_gpu.streams import Event, Stream, index, synchronize
 
 NOT_IN_NCCL = (torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.complex32)
 COLLECTIVES = (
@@ -64,77 +76,14 @@ class Late:
 
     def _finish(self) -> None:
         for memory, size, values in self._busy:
-            if memory.untyped_storage().nbytes() != size or not torch.equal(_bytes(memory), _bytes(values)):
+            if memory.untyped_storage().nbytes() != size or not torch.equal(bytes_of(memory), bytes_of(values)):
                 raise RuntimeError(f"{self._line}: memory was changed or freed before the collective was waited for")
         for memory, values in self._arriving:
             memory.copy_(values)
+            LOG.mark(memory)
+        if FRAME.stream is not None:
+            FRAME.stream.known = LOG.clock  # only the current stream waits
         self._busy, self._arriving = [], []
-
-
-def _bytes(x: Tensor) -> Tensor:
-    return x.contiguous().view(-1).view(torch.uint8)
-
-
-class Event:
-    """torch.cuda.Event, on the host's clock."""
-
-    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
-        self.timed, self.at = enable_timing, 0.0
-
-    def record(self, stream: Stream | None = None) -> None:
-        assert stream is None or isinstance(stream, Stream)
-        self.at = time.perf_counter()
-
-    def synchronize(self) -> None:
-        LOG.stall("event")
-
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, end_event: Event) -> float:
-        assert self.timed and end_event.timed and self.at and end_event.at, "both must have timing and be recorded"
-        return (end_event.at - self.at) * 1e3
-
-
-class _Thread(threading.local):
-    device = 0
-    """The current stream, the default of each thread."""
-
-
-THREAD = _Thread()
-
-
-class Stream:
-    """torch.cuda.Stream; all streams are one, which executes in order."""
-
-    cuda_stream = 0
-
-    def __init__(self, device: Any = None, priority: int = 0) -> None:
-        self.device = THREAD.device if device is None else _index(device)
-
-    def __enter__(self) -> None:
-        """``torch.cuda.stream``, which resets the thread's device at its end; this creates a context there."""
-        if self.device != THREAD.device:
-            raise RuntimeError(
-                f"a stream of GPU {self.device} in a thread of GPU {THREAD.device}, whose memory it takes"
-            )
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-    def record_event(self, event: Event | None = None) -> Event:
-        event = event or Event()
-        event.record(self)
-        return event
-
-    def wait_stream(self, stream: Stream) -> None:
-        assert isinstance(stream, Stream)
-
-    def wait_event(self, event: Event) -> None:
-        assert event.at, "the event has not been recorded"
-
-    def synchronize(self) -> None:
-        LOG.stall("stream")
 
 
 PROPERTIES = SimpleNamespace(
@@ -142,12 +91,8 @@ PROPERTIES = SimpleNamespace(
 )
 
 
-def _index(device: Any) -> int:
-    return device if isinstance(device, int) else torch.device(device).index or 0
-
-
 def _set_device(device: Any) -> None:
-    LOG.index = THREAD.device = _index(device)
+    LOG.index = FRAME.device = index(device)
 
 
 def _doubles() -> dict[str, Callable]:
@@ -158,12 +103,12 @@ def _doubles() -> dict[str, Callable]:
         "is_initialized": lambda: True,
         "_lazy_init": lambda: None,
         "device_count": lambda: 8,
-        "current_device": lambda: THREAD.device,
+        "current_device": lambda: FRAME.device,
         "set_device": _set_device,
         "device": lambda device: nullcontext(),
         "stream": lambda stream: stream,
-        "current_stream": lambda device=None: Stream(),
-        "synchronize": lambda device=None: LOG.stall("device"),
+        "current_stream": Stream.current,
+        "synchronize": synchronize,
         "get_device_properties": lambda device=None: PROPERTIES,
         "get_device_capability": lambda device=None: (9, 0),
         "get_device_name": lambda device=None: "simulated",
@@ -214,7 +159,7 @@ def _run_thread(self: threading.Thread, run: Callable = threading.Thread.run) ->
 def simulated_gpu() -> Iterator[Log]:
     """Simulate a GPU in this process; groups of torch.distributed pretend to be NCCL and refuse CPU tensors."""
     LOG.__init__()  # type: ignore[misc]
-    THREAD.device = 0
+    FRAME.device, FRAME.stream = 0, None
     patches = [
         mock.patch.object(torch.cuda, name, _as_real(getattr(torch.cuda, name), double))
         for name, double in _doubles().items()

@@ -12,7 +12,7 @@ from megatron_core.context_parallel.tiles import Tile
 from megatron_core.ops.fp8 import COLUMNS, E4M3, E5M2, ROWS, WHOLE, Blocks, quantise
 from megatron_core.ops.fp8_product import dequantised_product, product, unavailable_reason
 from megatron_core.verify.ranks import run_ranks
-from tests.simulated_gpu.device import LOG
+from tests.simulated_gpu.device import LOG, on_host
 from tests.simulated_gpu.runtime import simulated_gpu
 
 REFUSED: dict[str, tuple[Callable[[torch.Tensor], object], str]] = {
@@ -52,6 +52,40 @@ def test_copies_arrive_with_a_synchronization() -> None:
         with pytest.raises(RuntimeError, match="before it had been copied"):
             there.tolist()
         LOG.leaving.clear()
+
+
+def test_copies_in_another_stream_arrive_with_its_events() -> None:
+    with simulated_gpu():
+        device, host = torch.ones(4, device="cuda"), torch.zeros(4, pin_memory=True)
+        current, stream = torch.cuda.current_stream(), torch.cuda.Stream()
+        with torch.cuda.stream(stream), pytest.raises(RuntimeError, match="does not wait for the computation"):
+            host.copy_(device, non_blocking=True)
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            host.copy_(device, non_blocking=True)
+        left = stream.record_event()
+        assert host.isnan().all()
+        left.synchronize()
+        assert host.tolist() == [1.0] * 4
+        with torch.cuda.stream(stream):
+            device.copy_(host, non_blocking=True)
+        assert on_host(device).isnan().all()
+        torch.cuda.synchronize()
+        assert on_host(device).tolist() == [1.0] * 4
+        with torch.cuda.stream(stream):
+            device.copy_(host, non_blocking=True)
+        device.zero_()
+        with pytest.raises(RuntimeError, match="memory was changed before the copy in another stream ended"):
+            current.wait_event(stream.record_event())
+        other = torch.cuda.Stream()
+        other.wait_stream(current)
+        target = torch.zeros(4, device="cuda")
+        other.wait_stream(current)
+        with torch.cuda.stream(other):
+            target.copy_(host, non_blocking=True)
+        del target
+        with pytest.raises(RuntimeError, match="memory was freed before the copy in another stream ended"):
+            current.wait_event(other.record_event())
 
 
 @pytest.mark.parametrize(

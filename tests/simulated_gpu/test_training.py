@@ -140,10 +140,43 @@ def test_finds_a_mask_on_the_cpu() -> None:
         run_ranks(1, train_planted, *place, settings)
 
 
-def test_finds_gradients_that_are_read_too_early() -> None:
-    place = "optimizer.sharded:Optimizer._update", "torch.cuda.current_stream().synchronize()", "pass"
-    [found] = run_ranks(1, train_planted, *place, BF16 | OFFLOAD)
-    assert not all(value == value for value in found), "the CPU has read what the GPU was about to send"
+ACTIVATIONS = {"cpu_offloading": True, "cpu_offloading_num_layers": 2, "num_layers": 4}
+
+
+@pytest.mark.parametrize(
+    ("place", "old", "new", "settings"),
+    [
+        ("optimizer.pipeline:_Loaded.wait", "_wait(self._waits)", "pass", BF16 | OFFLOAD),
+        (
+            "optimizer.pipeline:UpdatePipeline.run",
+            "_wait(behind)\n    self._sent.clear()",
+            "self._sent.clear()",
+            BF16 | OFFLOAD,
+        ),
+        (
+            "optimizer.sharded:Optimizer.step",
+            "self._pipeline.settle()\n        return True",
+            "return True",
+            {"fp16": True, "initial_loss_scale": 2.0**40} | OFFLOAD,
+        ),
+        (
+            "parallel.transfer:Lane._started",
+            "self._stream.wait_stream(torch.cuda.current_stream(self._device))",
+            "pass",
+            ACTIVATIONS,
+        ),
+        ("transformer.offload:_Saved.settle", "self._transfer.wait()", "pass", ACTIVATIONS),
+        ("transformer.offload:_Saved.take", "self.settle()", "pass", ACTIVATIONS),
+    ],
+    ids=["gradients", "weights", "skipped step", "stream", "freed early", "read early"],
+)
+def test_finds_transfers_that_are_not_waited_for(place: str, old: str, new: str, settings: dict) -> None:
+    try:
+        [found] = run_ranks(1, train_planted, place, old, new, settings)
+    except RankFailure as failure:
+        assert "before the copy in another stream ended" in str(failure) or "does not wait" in str(failure)
+    else:
+        assert not all(value == value for value in found), "memory was read before the transfer had ended"
 
 
 CHANGED = "async_op=True)\n        wire.zero_()\n    else"

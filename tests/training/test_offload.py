@@ -9,7 +9,7 @@ import torch
 
 from megatron_core.errors import CheckpointError
 from megatron_core.training.step import train_step
-from megatron_core.transformer import recompute
+from megatron_core.transformer import offload
 from megatron_core.verify.ranks import run_ranks
 from tests.runs import tiny_run
 
@@ -20,13 +20,13 @@ PP2 = {"pipeline_model_parallel_size": 2, "num_layers": 4}
 def _losses(settings: dict) -> tuple[list[float], int]:
     """Losses, and bytes copied to the host: here every tensor counts as a device's."""
     moved = []
-    recompute.is_on_host = lambda tensor: False
+    offload.is_on_host = lambda tensor: False
 
-    def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    def empty_on_host(tensor: torch.Tensor) -> torch.Tensor:
         moved.append(tensor.nbytes)
-        return tensor.clone()
+        return torch.empty_like(tensor)
 
-    recompute.to_host = to_host
+    offload.empty_on_host = empty_on_host
     run = tiny_run(hidden_dropout=0.1, **settings)
     return [train_step(run).loss for _ in range(2)], sum(moved)
 

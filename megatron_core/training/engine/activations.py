@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_core.config import ModelConfig
 from megatron_core.errors import ConfigError
-from megatron_core.transformer.recompute import offloaded
+from megatron_core.transformer.offload import ActivationOffload
 
 
 def save_memory(model: nn.Module, units: Sequence[nn.Module], config: ModelConfig) -> None:
@@ -41,12 +41,13 @@ def save_memory(model: nn.Module, units: Sequence[nn.Module], config: ModelConfi
     settings: Any = getattr(model, "config", None)
     if recompute and getattr(settings, "use_cache", False):
         settings.use_cache = False  # a recomputed forward would append to the key-value cache again
+    offload = ActivationOffload(_away(config))
     for number, unit in enumerate(units):
         # torch.nn.Module.__call__ reads the attribute, and its hooks run outside of it.
         if number < recompute:
             unit.forward = recomputed(unit, unit.forward)
-        if number < _away(config):
-            unit.forward = offloaded(unit.forward, [unit])
+        if number <= _away(config) > 0:
+            unit.forward = _offloaded(offload, number, unit, unit.forward)
 
 
 def _away(config: ModelConfig) -> int:
@@ -64,6 +65,12 @@ def recomputed(unit: nn.Module, forward: Callable[..., Any]) -> Callable[..., An
         return checkpoint(partial(forward, **kwargs), *args, use_reentrant=False, context_fn=contexts)
 
     return run
+
+
+def _offloaded(
+    offload: ActivationOffload, number: int, unit: nn.Module, forward: Callable[..., Any]
+) -> Callable[..., Any]:
+    return lambda *args, **kwargs: offload.run(number, partial(forward, *args, **kwargs), [unit])
 
 
 @contextmanager

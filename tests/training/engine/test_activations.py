@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import megatron_core
 from megatron_core.errors import ConfigError
-from megatron_core.transformer import recompute
+from megatron_core.transformer import offload
 from megatron_core.verify.ranks import run_ranks
 from tests.training.engine.models import difference, train_with_engine, train_with_torch
 
@@ -90,8 +90,8 @@ def test_random_numbers_and_buffers_of_recomputed_units() -> None:
 def test_offloaded_units_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     losses, state, _ = _steps()
     moved: list[Tensor] = []
-    monkeypatch.setattr(recompute, "is_on_host", lambda tensor: False)
-    monkeypatch.setattr(recompute, "to_host", lambda tensor: moved.append(tensor) or tensor.clone())
+    monkeypatch.setattr(offload, "is_on_host", lambda tensor: False)
+    monkeypatch.setattr(offload, "empty_on_host", lambda tensor: moved.append(tensor) or torch.empty_like(tensor))
     again, other, _ = _steps(cpu_offloading=True, cpu_offloading_num_layers=2)
     two = len(moved)
     assert two > 0
