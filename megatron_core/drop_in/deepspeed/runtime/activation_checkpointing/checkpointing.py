@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from deepspeed.accelerator import get_accelerator
 from deepspeed.translation import read_json
 from megatron_core.errors import ConfigError
-from megatron_core.transformer.recompute import is_on_host, to_host
+from megatron_core.parallel.transfer import empty_on_host, is_on_host
 
 
 @dataclass
@@ -95,7 +95,8 @@ def _host_memory(args: tuple[Any, ...]) -> AbstractContextManager[Any]:
         return nullcontext()
 
     def pack(tensor: torch.Tensor) -> tuple[torch.device, torch.Tensor]:
-        return tensor.device, to_host(tensor) if id(tensor) in inputs else tensor
+        kept = empty_on_host(tensor).copy_(tensor, non_blocking=True) if id(tensor) in inputs else tensor
+        return tensor.device, kept
 
     return torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed[1].to(packed[0], non_blocking=True))
 
