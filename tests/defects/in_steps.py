@@ -274,7 +274,7 @@ IN_STEPS = (
     Defect(  # C37
         "unsharded gradients count once for each data-parallel rank in the norm",
         "data_parallel.buffer:Bucket.owned_ranges",
-        "if self.is_writer else ()",
+        "if self.is_writer or every_copy else ()",
         "",
         "dp2",
         "C37",

@@ -135,6 +135,7 @@ def train_planted(place: str, old: str, new: str, settings: dict) -> list[float]
 
 def test_finds_a_mask_on_the_cpu() -> None:
     settings = {"tokenizer_type": "NullTokenizer", "reset_position_ids": True, "reset_attention_mask": True}
+    settings["attention_backend"] = "unfused"
     place = "transformer.context:PackedDocuments.masked", ".to(self.device, non_blocking=True)", ""
     with pytest.raises(RankFailure, match="on cpu"):
         run_ranks(1, train_planted, *place, settings)
