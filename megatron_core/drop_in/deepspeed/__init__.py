@@ -9,6 +9,9 @@ from deepspeed.comm import comm as dist
 from deepspeed.comm.comm import init_distributed as init_distributed
 from deepspeed.git_version_info import git_branch as __git_branch__
 from deepspeed.git_version_info import git_hash as __git_hash__
+from deepspeed.git_version_info import major as __version_major__
+from deepspeed.git_version_info import minor as __version_minor__
+from deepspeed.git_version_info import patch as __version_patch__
 from deepspeed.git_version_info import version as __version__
 from deepspeed.git_version_info import version as version
 from deepspeed.runtime import lr_schedules as lr_schedules

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer, ZeROOptimizer
+from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer, HalfPrecisionOptimizer, ZeROOptimizer
 from deepspeed.runtime.choice import choose_optimizer, choose_scheduler
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.dataloader import DeepSpeedDataLoader
@@ -90,7 +90,9 @@ class DeepSpeedEngine(EngineCheckpoint, EngineSettings, nn.Module):
         self._in_no_sync = self._in_step = self._step_applied = False
         self._rates = ProgramRates(core.optimizer.param_groups, self.train_batch_size)
         core.lr_scheduler = self._rates
-        kind = ZeROOptimizer if self.zero_optimization() else DeepSpeedOptimizer
+        is_half = self.fp16_enabled() or self.bfloat16_enabled()
+        at_stage_0 = HalfPrecisionOptimizer if is_half else DeepSpeedOptimizer
+        kind = ZeROOptimizer if self.zero_optimization() else at_stage_0
         self.optimizer = kind(core, self.step) if chosen.trains else None
         self.lr_scheduler = choose_scheduler(self.optimizer, lr_scheduler, self._config.translation)
         self._rates.scheduler = self.lr_scheduler
