@@ -1,8 +1,10 @@
 """DeepSpeed's interface over ``megatron_core.training.engine``; see docs/from_deepspeed.md."""
 
 from deepspeed import comm as comm
+from deepspeed import moe as moe
 from deepspeed import ops as ops
 from deepspeed import pipe as pipe
+from deepspeed import runtime as runtime
 from deepspeed import utils as utils
 from deepspeed.accelerator import get_accelerator as get_accelerator
 from deepspeed.comm import comm as dist

@@ -11,6 +11,7 @@ import deepspeed
 from deepspeed.git_version_info import torch_info
 from deepspeed.moe.utils import has_moe_layers, split_params_into_different_moe_groups_for_optimizer
 from deepspeed.ops.op_builder import CPUAdamBuilder, QuantizerBuilder
+from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.precision_config import DeepSpeedFP16Config, get_bfloat16_config
 from deepspeed.runtime.utils import call_to_str, partition_balanced, partition_uniform, prefix_sum_inc
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -107,3 +108,16 @@ def test_a_range_in_a_trace_keeps_the_function() -> None:
         return 2 * value
 
     assert twice(4) == 8 and twice.__name__ == "twice"
+
+
+@pytest.mark.parametrize(
+    ("stage", "old", "new"), ((2, "cpu_offload", "offload_optimizer"), (3, "cpu_offload_param", "offload_param"))
+)
+def test_old_names_of_offload(stage: int, old: str, new: str) -> None:
+    found = [
+        DeepSpeedConfig({"train_batch_size": 2, "zero_optimization": {"stage": stage, **section}})
+        for section in ({old: True}, {new: {"device": "cpu"}})
+    ]
+    assert found[0].translation.settings == found[1].translation.settings
+    assert getattr(found[0].zero_config, new).device == "cpu"
+    assert getattr(DeepSpeedConfig({"train_batch_size": 2}).zero_config, new) is None

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from deepspeed.runtime.precision_config import get_bfloat16_config, get_float16_config
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-from deepspeed.translation import CLIPPING, read_json, translate
+from deepspeed.translation import CLIPPING, read_json, translate, with_new_names
 from megatron_core.errors import ConfigError as DeepSpeedConfigError
 
 __all__ = ["DeepSpeedConfig", "DeepSpeedConfigError", "add_config_arguments", "get_gradient_clipping"]
@@ -50,7 +50,7 @@ class DeepSpeedConfig:
         self.steps_per_print = self._param_dict.get("steps_per_print")
         self.dataloader_drop_last = self._param_dict.get("dataloader_drop_last", False)
         self.managed_gradient_accumulation = self._param_dict.get("managed_gradient_accumulation", True)
-        zero = self._param_dict.get("zero_optimization")
+        zero = with_new_names(self._param_dict).get("zero_optimization")
         zero = zero if isinstance(zero, Mapping) else {}
         offload = {name: zero[name] for name in ("offload_optimizer", "offload_param") if zero.get(name)}
         self.zero_config = SimpleNamespace(

@@ -86,6 +86,7 @@ class DeepSpeedEngine(EngineCheckpoint, EngineSettings, nn.Module):
         self.micro_steps = 0
         """Calls of ``step``."""
         self.has_moe_layers, self.enable_backward_allreduce = False, True
+        self.sparse_tensor_module_names: set[str] = set()  # sparse gradients are refused
         self._boundary: bool | None = None
         self._in_no_sync = self._in_step = self._step_applied = False
         self._rates = ProgramRates(core.optimizer.param_groups, self.train_batch_size)
@@ -170,11 +171,11 @@ class DeepSpeedEngine(EngineCheckpoint, EngineSettings, nn.Module):
         """Return a context whose backwards belong to a step that ends outside of it; for stages 0 and 1."""
         if self.zero_optimization_partition_gradients():
             raise ConfigError(
-                f"no_sync with zero_optimization.stage={self.zero_optimization_stage()}: gradients are in shards after "
-                "each backward; use stage 0 or 1, or gradient_accumulation_steps"
+                f"no_sync context manager is incompatible with zero_optimization.stage={self.zero_optimization_stage()}"
+                ": gradients are in shards after each backward; use stage 0 or 1, or gradient_accumulation_steps"
             )
         if self._in_no_sync:
-            raise ConfigError("no_sync inside of no_sync: leave out the inner one")
+            raise ConfigError("no_sync context manager reentry is unsupported: leave out the inner one")
         self._in_no_sync = True
         try:
             yield
@@ -188,7 +189,9 @@ class DeepSpeedEngine(EngineCheckpoint, EngineSettings, nn.Module):
         """
         self._require_optimizer("step")
         if self._in_no_sync:
-            raise ConfigError("step() inside of no_sync: end the context first")
+            raise ConfigError(
+                "It is illegal to call Engine.step() inside no_sync context manager: end the context first"
+            )
         self._in_step = True
         self._rates.arguments = dict(lr_kwargs or {})
         try:
@@ -208,7 +211,9 @@ class DeepSpeedEngine(EngineCheckpoint, EngineSettings, nn.Module):
         return self._step_applied
 
     def zero_grad(self) -> None:  # type: ignore[override]
-        """Do nothing: the engine clears its gradients after each step."""
+        """Discard the gradients of the current step, at stages 0 and 1; in shards of stages 2 and 3 they stay."""
+        if not self.zero_optimization_partition_gradients():
+            self.core.discard_gradients()
 
     def allreduce_gradients(self, bucket_size: int = 500_000_000) -> None:
         """Do nothing: ``step`` sums gradients that are not summed yet."""
