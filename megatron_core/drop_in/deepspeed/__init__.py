@@ -1,14 +1,19 @@
 """DeepSpeed's interface over ``megatron_core.training.engine``; see docs/from_deepspeed.md."""
 
 from deepspeed import comm as comm
+from deepspeed import moe as moe
 from deepspeed import ops as ops
 from deepspeed import pipe as pipe
+from deepspeed import runtime as runtime
 from deepspeed import utils as utils
 from deepspeed.accelerator import get_accelerator as get_accelerator
 from deepspeed.comm import comm as dist
 from deepspeed.comm.comm import init_distributed as init_distributed
 from deepspeed.git_version_info import git_branch as __git_branch__
 from deepspeed.git_version_info import git_hash as __git_hash__
+from deepspeed.git_version_info import major as __version_major__
+from deepspeed.git_version_info import minor as __version_minor__
+from deepspeed.git_version_info import patch as __version_patch__
 from deepspeed.git_version_info import version as __version__
 from deepspeed.git_version_info import version as version
 from deepspeed.runtime import lr_schedules as lr_schedules

@@ -19,6 +19,9 @@ from megatron_core.errors import ConfigError
 AUTO = "auto"
 TRIPLE = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
+OLD_OFFLOAD = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
+"""Sections with device cpu by the old names of ``zero_optimization``."""
+
 CLIPPING = 1.0
 """``gradient_clipping`` without the key: ``GRADIENT_CLIPPING_DEFAULT`` of DeepSpeed 0.19.8."""
 
@@ -112,6 +115,20 @@ def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
+def with_new_names(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the configuration with the section ``zero_optimization`` in its present form, from old forms."""
+    zero = values.get("zero_optimization")
+    if isinstance(zero, bool):
+        zero = {"stage": int(zero)}
+    if not isinstance(zero, Mapping):
+        return values
+    found = dict(zero)
+    for old, new in OLD_OFFLOAD.items():
+        if zero.get(old) is True and not found.get(new):
+            found[new] = {"device": "cpu"}
+    return {**values, "zero_optimization": found}
+
+
 def translate(config: Mapping[str, Any] | str | os.PathLike[str], world_size: int) -> Translation:
     """Translate DeepSpeed's configuration for ``world_size`` data-parallel ranks.
 
@@ -121,9 +138,7 @@ def translate(config: Mapping[str, Any] | str | os.PathLike[str], world_size: in
     Errors: ``ConfigError`` with all problems: unknown and refused keys, ``"auto"`` values that nobody filled,
     contradictory keys and values of the wrong type.
     """
-    values = read_json(config)
-    if isinstance(values.get("zero_optimization"), bool):
-        values["zero_optimization"] = {"stage": int(values["zero_optimization"])}
+    values = with_new_names(read_json(config))
     reader = _Reader(values)
     reader.check_keys()
     triple = reader.batch(world_size)

@@ -241,6 +241,12 @@ class Engine(nn.Module):
         self.micro_step = 0
         return self._update()
 
+    def discard_gradients(self) -> None:
+        """Set the gradients and losses of the current step to zero; its micro-batches count on."""
+        self.data_parallel.zero_grad()
+        self._losses = torch.zeros_like(self._losses)
+        self._weighted, self._sync_started = None, False
+
     @torch.no_grad()
     def _update(self) -> StepReport:
         """Sum the gradients over all ranks, clip, and update the weights."""
@@ -260,10 +266,8 @@ class Engine(nn.Module):
         # Update with the learning rates of this step.
         rate = self._set_rates()
         skipped = update_weights(sharded, [data], norm, rate)
-        data.zero_grad()
+        self.discard_gradients()
         METER.switch("other")
-        self._losses = torch.zeros_like(totals)
-        self._weighted, self._sync_started = None, False
         return self._advance(loss, norm, rate, skipped=skipped)
 
     def _advance(self, loss: float, norm: float, rate: float, *, skipped: bool) -> StepReport:

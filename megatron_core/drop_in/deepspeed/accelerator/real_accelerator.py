@@ -43,8 +43,9 @@ class Accelerator:
             torch.cuda.set_device(device_index)
 
     def device_count(self) -> int:
-        """Return the number of GPUs, or on CPUs the number of ranks of this host."""
-        return torch.cuda.device_count() if self._name == "cuda" else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        """Return the number of GPUs, or on CPUs the number of ranks of this host, which the launcher sets."""
+        ranks = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1"
+        return torch.cuda.device_count() if self._name == "cuda" else int(ranks)
 
     def is_available(self) -> bool:
         """Return True."""

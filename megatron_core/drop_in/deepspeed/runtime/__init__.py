@@ -1,0 +1,3 @@
+"""Parts of the engine."""
+
+from deepspeed.runtime import utils as utils

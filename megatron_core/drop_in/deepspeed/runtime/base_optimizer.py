@@ -65,3 +65,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
 
 class ZeROOptimizer(DeepSpeedOptimizer):
     """The same with ZeRO 1, 2 or 3."""
+
+
+class HalfPrecisionOptimizer(DeepSpeedOptimizer):
+    """The same at stage 0 with weights in 16 bits; DeepSpeed has three classes for them, which are this one here."""

@@ -8,10 +8,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from deepspeed.translation import read_json, translate
+from deepspeed.runtime.precision_config import get_bfloat16_config, get_float16_config
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from deepspeed.translation import CLIPPING, read_json, translate, with_new_names
 from megatron_core.errors import ConfigError as DeepSpeedConfigError
 
-__all__ = ["DeepSpeedConfig", "DeepSpeedConfigError", "add_config_arguments"]
+__all__ = ["DeepSpeedConfig", "DeepSpeedConfigError", "add_config_arguments", "get_gradient_clipping"]
+
+ADAGRAD_OPTIMIZER, ADAM_OPTIMIZER, ADAMW_OPTIMIZER = "adagrad", "adam", "adamw"
+LAMB_OPTIMIZER, LION_OPTIMIZER, MUON_OPTIMIZER = "lamb", "lion", "muon"
 
 GATHER = ("stage3_gather_16bit_weights_on_model_save", "gather_16bit_weights_on_model_save")
 GATHER_FP16 = "stage3_gather_fp16_weights_on_model_save"
@@ -45,7 +50,7 @@ class DeepSpeedConfig:
         self.steps_per_print = self._param_dict.get("steps_per_print")
         self.dataloader_drop_last = self._param_dict.get("dataloader_drop_last", False)
         self.managed_gradient_accumulation = self._param_dict.get("managed_gradient_accumulation", True)
-        zero = self._param_dict.get("zero_optimization")
+        zero = with_new_names(self._param_dict).get("zero_optimization")
         zero = zero if isinstance(zero, Mapping) else {}
         offload = {name: zero[name] for name in ("offload_optimizer", "offload_param") if zero.get(name)}
         self.zero_config = SimpleNamespace(
@@ -68,6 +73,11 @@ def _data_ranks(mpu: Any) -> int:
     if mpu is not None:
         return int(mpu.get_data_parallel_world_size())
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def get_gradient_clipping(param_dict: Mapping[str, Any]) -> float:
+    """Return the value of ``gradient_clipping``, or its default."""
+    return float(param_dict.get("gradient_clipping", CLIPPING))
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer, ZeROOptimizer
+from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer, HalfPrecisionOptimizer, ZeROOptimizer
 from deepspeed.runtime.choice import choose_optimizer, choose_scheduler
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.dataloader import DeepSpeedDataLoader
@@ -86,11 +86,14 @@ class DeepSpeedEngine(EngineCheckpoint, EngineSettings, nn.Module):
         self.micro_steps = 0
         """Calls of ``step``."""
         self.has_moe_layers, self.enable_backward_allreduce = False, True
+        self.sparse_tensor_module_names: set[str] = set()  # sparse gradients are refused
         self._boundary: bool | None = None
         self._in_no_sync = self._in_step = self._step_applied = False
         self._rates = ProgramRates(core.optimizer.param_groups, self.train_batch_size)
         core.lr_scheduler = self._rates
-        kind = ZeROOptimizer if self.zero_optimization() else DeepSpeedOptimizer
+        is_half = self.fp16_enabled() or self.bfloat16_enabled()
+        at_stage_0 = HalfPrecisionOptimizer if is_half else DeepSpeedOptimizer
+        kind = ZeROOptimizer if self.zero_optimization() else at_stage_0
         self.optimizer = kind(core, self.step) if chosen.trains else None
         self.lr_scheduler = choose_scheduler(self.optimizer, lr_scheduler, self._config.translation)
         self._rates.scheduler = self.lr_scheduler
@@ -168,11 +171,11 @@ class DeepSpeedEngine(EngineCheckpoint, EngineSettings, nn.Module):
         """Return a context whose backwards belong to a step that ends outside of it; for stages 0 and 1."""
         if self.zero_optimization_partition_gradients():
             raise ConfigError(
-                f"no_sync with zero_optimization.stage={self.zero_optimization_stage()}: gradients are in shards after "
-                "each backward; use stage 0 or 1, or gradient_accumulation_steps"
+                f"no_sync context manager is incompatible with zero_optimization.stage={self.zero_optimization_stage()}"
+                ": gradients are in shards after each backward; use stage 0 or 1, or gradient_accumulation_steps"
             )
         if self._in_no_sync:
-            raise ConfigError("no_sync inside of no_sync: leave out the inner one")
+            raise ConfigError("no_sync context manager reentry is unsupported: leave out the inner one")
         self._in_no_sync = True
         try:
             yield
@@ -186,7 +189,9 @@ class DeepSpeedEngine(EngineCheckpoint, EngineSettings, nn.Module):
         """
         self._require_optimizer("step")
         if self._in_no_sync:
-            raise ConfigError("step() inside of no_sync: end the context first")
+            raise ConfigError(
+                "It is illegal to call Engine.step() inside no_sync context manager: end the context first"
+            )
         self._in_step = True
         self._rates.arguments = dict(lr_kwargs or {})
         try:
@@ -206,7 +211,9 @@ class DeepSpeedEngine(EngineCheckpoint, EngineSettings, nn.Module):
         return self._step_applied
 
     def zero_grad(self) -> None:  # type: ignore[override]
-        """Do nothing: the engine clears its gradients after each step."""
+        """Discard the gradients of the current step, at stages 0 and 1; in shards of stages 2 and 3 they stay."""
+        if not self.zero_optimization_partition_gradients():
+            self.core.discard_gradients()
 
     def allreduce_gradients(self, bucket_size: int = 500_000_000) -> None:
         """Do nothing: ``step`` sums gradients that are not summed yet."""

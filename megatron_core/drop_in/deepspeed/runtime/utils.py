@@ -1,6 +1,7 @@
 """Norms, clipping and a line about memory, as programs import them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils.logging import log_dist
+from megatron_core.training.engine.partition import balanced_bounds, uniform_bounds
 
 GIB = 2**30
 
@@ -86,3 +88,23 @@ def get_ma_status() -> int:
     """Bytes in use on rank 0, 0 on others."""
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     return get_accelerator().memory_allocated() if is_first else 0
+
+
+def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
+    """Return a call as text, such as ``name(1, key=2)``."""
+    return f"{base}({', '.join([*map(repr, args), *(f'{key}={value!r}' for key, value in kwargs.items())])})"
+
+
+def prefix_sum_inc(weights: Iterable[float]) -> list[float]:
+    """Return the sums of the first 1, 2, ... weights."""
+    return list(accumulate(weights))
+
+
+def partition_uniform(num_items: int, num_parts: int) -> list[int]:
+    """Return the bounds of ``num_parts`` parts whose sizes differ by one at most."""
+    return uniform_bounds(num_items, num_parts)
+
+
+def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
+    """Return the bounds of ``num_parts`` parts of similar weight, as ``PipelineModule`` divides layers."""
+    return balanced_bounds(weights, num_parts)

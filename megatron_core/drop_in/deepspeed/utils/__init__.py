@@ -25,5 +25,7 @@ from deepspeed.utils.timer import ThroughputTimer as ThroughputTimer
 from deepspeed.utils.z3_leaf_module import get_z3_leaf_modules as get_z3_leaf_modules
 from deepspeed.utils.z3_leaf_module import set_z3_leaf_module as set_z3_leaf_module
 from deepspeed.utils.z3_leaf_module import set_z3_leaf_modules as set_z3_leaf_modules
+from deepspeed.utils.z3_leaf_module import set_z3_leaf_modules_by_name as set_z3_leaf_modules_by_name
+from deepspeed.utils.z3_leaf_module import set_z3_leaf_modules_by_suffix as set_z3_leaf_modules_by_suffix
 from deepspeed.utils.z3_leaf_module import unset_z3_leaf_modules as unset_z3_leaf_modules
 from deepspeed.utils.z3_leaf_module import z3_leaf_module as z3_leaf_module

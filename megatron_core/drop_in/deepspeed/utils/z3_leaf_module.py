@@ -34,6 +34,34 @@ def unset_z3_leaf_modules(
     return _mark(model, leaf_module_classes, False, raise_if_not_found)
 
 
+def set_z3_leaf_modules_by_name(
+    model: nn.Module, module_names: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    """Mark the modules of these names; return (modules, names that no module has), ``ValueError`` for such names."""
+    named = dict(model.named_modules())
+    missing = [name for name in module_names if name not in named]
+    if missing and raise_if_not_found:
+        raise ValueError(f"module_names={missing}: the model has no such modules")
+    return _set_all([named[name] for name in module_names if name in named], flag), missing
+
+
+def set_z3_leaf_modules_by_suffix(
+    model: nn.Module, module_name_suffixes: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    """Mark modules whose names end so; return (modules, ends that no name has), ``ValueError`` for such ends."""
+    found = {end: [m for name, m in model.named_modules() if name.endswith(end)] for end in module_name_suffixes}
+    missing = [end for end, modules in found.items() if not modules]
+    if missing and raise_if_not_found:
+        raise ValueError(f"module_name_suffixes={missing}: no names of modules end so")
+    return _set_all(list(dict.fromkeys(module for modules in found.values() for module in modules)), flag), missing
+
+
+def _set_all(modules: list[nn.Module], flag: bool) -> list[nn.Module]:
+    for module in modules:
+        set_z3_leaf_module(module, flag)
+    return modules
+
+
 def _mark(model: nn.Module, classes: Sequence[type[nn.Module] | str], flag: bool, must_exist: bool) -> list[nn.Module]:
     found = [
         module
@@ -42,6 +70,4 @@ def _mark(model: nn.Module, classes: Sequence[type[nn.Module] | str], flag: bool
     ]
     if not found and must_exist:
         raise ValueError(f"leaf_module_classes={list(classes)}: the model has no such modules")
-    for module in found:
-        set_z3_leaf_module(module, flag)
-    return found
+    return _set_all(found, flag)

@@ -1,6 +1,8 @@
-"""Devices of offload in the JSON."""
+"""Offload in the JSON."""
 
 from enum import Enum
+
+from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 
 
 class OffloadDeviceEnum(str, Enum):
@@ -19,3 +21,34 @@ class OffloadStateTypeEnum(str, Enum):
     lp_params = "lp_params"
     lp_grads = "lp_grads"
     contiguous_grad_buffer = "contiguous_grad_buffer"
+
+
+class DeepSpeedZeroOffloadParamConfig(DeepSpeedConfigModel):
+    """The section ``offload_param``."""
+
+    device: str = "none"
+    nvme_path: str | None = None
+    buffer_count: int = 5
+    buffer_size: int = 100_000_000
+    max_in_cpu: int = 1_000_000_000
+    pin_memory: bool = True
+
+
+class DeepSpeedZeroOffloadOptimizerConfig(DeepSpeedConfigModel):
+    """The section ``offload_optimizer``."""
+
+    device: str = "none"
+    nvme_path: str | None = None
+    buffer_count: int = 4
+    pin_memory: bool = True
+    pipeline_read: bool = False
+    pipeline_write: bool = False
+    fast_init: bool = False
+    ratio: float = 1.0
+    super_offload: bool = False
+    cpuadam_cores_perc: float = 0.8
+
+    @property
+    def pipeline(self) -> bool:
+        """Whether one of the two pipelines is asked for."""
+        return self.pipeline_read or self.pipeline_write

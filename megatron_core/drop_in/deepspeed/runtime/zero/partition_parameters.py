@@ -15,6 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from deepspeed.comm.comm import init_distributed
 from deepspeed.translation import read_json
+from deepspeed.unavailable import refused
 from megatron_core.errors import ConfigError
 from megatron_core.training.engine import Engine
 
@@ -223,3 +224,21 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
     """Remove the mark; ``RuntimeError`` if there is none."""
     if vars(module).get("_external_params", {}).pop(id(parameter), None) is None:
         raise RuntimeError("unregister_external_parameter: the parameter is not registered")
+
+
+@contextmanager
+def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
+    """Return a context in which the weights of an engine's model are whole; it yields ``model``."""
+    with GatheredParameters(model.parameters()):
+        yield model
+
+
+INTERNAL = "it is internal to DeepSpeed; use GatheredParameters, and the functions safe_get_* of deepspeed.utils"
+MultipleAllGatherHandles = refused("deepspeed.runtime.zero.partition_parameters.MultipleAllGatherHandles", INTERNAL)
+InsertPostInitMethodToModuleSubClasses = refused(
+    "deepspeed.runtime.zero.partition_parameters.InsertPostInitMethodToModuleSubClasses", INTERNAL
+)
+CUDAQuantizer = refused("deepspeed.runtime.zero.partition_parameters.CUDAQuantizer", INTERNAL)
+zero3_linear_wrap = nn.functional.linear
+partitioned_param_data_shape = [0]
+"""Shape of the tensor of a parameter that ZeRO 3 keeps in shards."""

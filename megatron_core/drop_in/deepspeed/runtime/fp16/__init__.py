@@ -1,0 +1,1 @@
+"""Optimizers of weights in 16 bits."""

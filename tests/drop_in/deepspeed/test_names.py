@@ -1,0 +1,123 @@
+"""Names that programs import from DeepSpeed, other than the engine."""
+
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import deepspeed
+from deepspeed.git_version_info import torch_info
+from deepspeed.moe.utils import has_moe_layers, split_params_into_different_moe_groups_for_optimizer
+from deepspeed.ops.op_builder import CPUAdamBuilder, QuantizerBuilder
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.precision_config import DeepSpeedFP16Config, get_bfloat16_config
+from deepspeed.runtime.utils import call_to_str, partition_balanced, partition_uniform, prefix_sum_inc
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from deepspeed.utils import get_z3_leaf_modules, set_z3_leaf_modules_by_name, set_z3_leaf_modules_by_suffix
+from deepspeed.utils.nvtx import instrument_w_nvtx
+from megatron_core.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    "path",
+    (
+        "moe.layer.MoE",
+        "runtime.fp16.onebit.lamb.OnebitLamb",
+        "runtime.zero.TiledLinear",
+        "runtime.zero.partition_parameters.MultipleAllGatherHandles",
+    ),
+)
+def test_refused_classes_say_what_to_use(path: str) -> None:
+    module, _, name = path.rpartition(".")
+    kind = getattr(import_module(f"deepspeed.{module}"), name)
+    with pytest.raises(ConfigError, match=rf"{name} is not available in megatron_core.drop_in: .*(use|set) "):
+        kind(3, hidden_size=4)
+
+
+def test_builders_say_what_is_available() -> None:
+    assert deepspeed.ops.__compatible_ops__[CPUAdamBuilder.NAME]
+    assert not deepspeed.ops.__compatible_ops__[QuantizerBuilder.NAME]
+    with pytest.raises(ConfigError, match="use the optimizers of"):
+        CPUAdamBuilder().load()
+    assert torch.__version__.startswith(torch_info["version"])
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "value"),
+    (
+        ({}, "overlap_comm", False),
+        ({"stage": 3}, "overlap_comm", True),
+        ({"stage3_prefetch_bucket_size": 7}, "prefetch_bucket_size", 7),
+        ({"stage3_gather_fp16_weights_on_model_save": True}, "gather_16bit_weights_on_model_save", True),
+    ),
+)
+def test_section_of_zero(given: dict[str, Any], name: str, value: Any) -> None:
+    assert getattr(DeepSpeedZeroConfig(**given), name) == value
+
+
+def test_sections_inside_of_sections() -> None:
+    found = DeepSpeedZeroConfig(offload_optimizer={"pipeline_read": True}, cpu_offload_param=True)
+    assert found.offload_optimizer is not None and found.offload_optimizer.pipeline
+    assert found.offload_param is not None and found.offload_param.device == "cpu"
+    assert get_bfloat16_config({"bfloat16": {"enabled": True}}).enabled
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    (
+        (lambda: DeepSpeedZeroConfig(stage=4), "must be 0, 1, 2 or 3"),
+        (lambda: DeepSpeedZeroConfig(stages=1), "stages=1 is not a key"),
+        (lambda: DeepSpeedFP16Config(loss_scale=float("nan")), "must be a finite number"),
+        (lambda: DeepSpeedFP16Config(enabled=True, loss_scale_window=0), "must be an integer >= 1"),
+    ),
+)
+def test_wrong_sections(make: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+def test_parts_of_lists() -> None:
+    assert partition_uniform(10, 4) == [0, 3, 6, 8, 10]
+    assert partition_balanced([1, 1, 1, 3], 2) == [0, 3, 4]
+    assert prefix_sum_inc([3, 4, 5]) == [3, 7, 12]
+    assert call_to_str("step", 1, rate="high") == "step(1, rate='high')"
+
+
+def test_leaf_modules_by_name() -> None:
+    model = nn.ModuleDict({"first": nn.Linear(2, 2), "second": nn.Sequential(nn.Linear(2, 2))})
+    assert set_z3_leaf_modules_by_name(model, ["first"]) == ([model["first"]], [])
+    assert set_z3_leaf_modules_by_suffix(model, [".0", "third"], raise_if_not_found=False)[1] == ["third"]
+    assert get_z3_leaf_modules(model) == [model["first"], model["second"][0]]
+    with pytest.raises(ValueError, match="third"):
+        set_z3_leaf_modules_by_name(model, ["third"])
+
+
+def test_a_model_without_experts() -> None:
+    model = nn.Linear(2, 2)
+    group = {"params": list(model.parameters())}
+    assert has_moe_layers(model) == (False, 0)
+    assert split_params_into_different_moe_groups_for_optimizer(group) == [group]
+
+
+def test_a_range_in_a_trace_keeps_the_function() -> None:
+    @instrument_w_nvtx
+    def twice(value: int) -> int:
+        """Return 2 * value."""
+        return 2 * value
+
+    assert twice(4) == 8 and twice.__name__ == "twice"
+
+
+@pytest.mark.parametrize(
+    ("stage", "old", "new"), ((2, "cpu_offload", "offload_optimizer"), (3, "cpu_offload_param", "offload_param"))
+)
+def test_old_names_of_offload(stage: int, old: str, new: str) -> None:
+    found = [
+        DeepSpeedConfig({"train_batch_size": 2, "zero_optimization": {"stage": stage, **section}})
+        for section in ({old: True}, {new: {"device": "cpu"}})
+    ]
+    assert found[0].translation.settings == found[1].translation.settings
+    assert getattr(found[0].zero_config, new).device == "cpu"
+    assert getattr(DeepSpeedConfig({"train_batch_size": 2}).zero_config, new) is None
