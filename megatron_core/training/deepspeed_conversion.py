@@ -269,4 +269,5 @@ def float32_weights(folder: Path, tag: str | None = None, *, frozen: bool = True
             elif kind == "model" and (frozen or rest in trained or not trained):
                 main = f"optimizer.main.{rest}"
                 weights[rest] = reader.read(main if main in tensors else name).float()
-        return weights
+        shared = reader.state.get("shared", {})
+        return weights | {further: weights[name] for further, name in shared.items() if name in weights}

@@ -29,6 +29,8 @@ class EngineState(TrainState):
     """State of the caller's learning-rate scheduler."""
     param_groups: list[dict[str, Any]] = field(default_factory=list)
     """Learning rates of the groups, and all settings of those of the caller's own optimizer."""
+    shared: dict[str, str] = field(default_factory=dict)
+    """Further names of tied parameters, with the names under which they are stored."""
 
 
 class EngineCheckpoints:
@@ -65,6 +67,9 @@ class EngineCheckpoints:
         state.param_groups = [{"lr": group["lr"]} for group in self._optimizer.param_groups]
         if isinstance(self._optimizer, TorchOptimizer):
             state.param_groups = self._optimizer.group_settings()
+        first = {parameter: name for name, parameter in self._module.named_parameters()}
+        every = self._module.named_parameters(remove_duplicate=False)
+        state.shared = {further: first[parameter] for further, parameter in every if first[parameter] != further}
         self._savers[name].save(state)
 
     def finish(self) -> None:

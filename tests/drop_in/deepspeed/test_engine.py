@@ -170,6 +170,7 @@ def test_one_cycle_changes_betas_of_the_update() -> None:
     ("kind", "name", "params"),
     (
         (FusedLamb, "Lamb", {"lr": 0.01, "max_coeff": 5.0}),
+        (FusedLamb, "Lamb", {"lr": 0.01, "bias_correction": False}),
         (FusedLion, "Lion", {"lr": 0.01, "weight_decay": 0.1}),
         (torch.optim.RMSprop, "RMSprop", {"lr": 0.01}),
         (torch.optim.Adagrad, "Adagrad", {"lr": 0.01}),
@@ -233,7 +234,7 @@ def test_checkpoints_restore_everything(tmp_path: Path) -> None:
     (
         ({"tag": "absent"}, "no such checkpoint"),
         ({"tag": "a/b"}, "must be the name of a folder"),
-        ({"tag": "theirs"}, "was written by DeepSpeed itself"),
+        ({"tag": "theirs"}, "theirs.mp_rank_00_model_states.pt cannot be read"),
         ({"load_module_strict": False}, "load_module_strict=False is not supported"),
     ),
 )
@@ -395,5 +396,4 @@ def test_zero_grad_discards_the_open_step_without_shards() -> None:
             continue
         plain.step()
         other.step()
-    assert _equal(_weights(plain), _weights(other))
-    assert plain.global_steps == other.global_steps == 1
+    assert _equal(_weights(plain), _weights(other)) and plain.global_steps == other.global_steps == 1

@@ -15,7 +15,12 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.precision_config import DeepSpeedFP16Config, get_bfloat16_config
 from deepspeed.runtime.utils import call_to_str, partition_balanced, partition_uniform, prefix_sum_inc
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-from deepspeed.utils import get_z3_leaf_modules, set_z3_leaf_modules_by_name, set_z3_leaf_modules_by_suffix
+from deepspeed.utils import (
+    get_z3_leaf_modules,
+    set_z3_leaf_modules,
+    set_z3_leaf_modules_by_name,
+    set_z3_leaf_modules_by_suffix,
+)
 from deepspeed.utils.nvtx import instrument_w_nvtx
 from megatron_core.errors import ConfigError
 
@@ -90,6 +95,7 @@ def test_leaf_modules_by_name() -> None:
     assert set_z3_leaf_modules_by_name(model, ["first"]) == ([model["first"]], [])
     assert set_z3_leaf_modules_by_suffix(model, [".0", "third"], raise_if_not_found=False)[1] == ["third"]
     assert get_z3_leaf_modules(model) == [model["first"], model["second"][0]]
+    assert len(set_z3_leaf_modules(model, ["torch.nn.modules.linear.Linear"])) == 2
     with pytest.raises(ValueError, match="third"):
         set_z3_leaf_modules_by_name(model, ["third"])
 

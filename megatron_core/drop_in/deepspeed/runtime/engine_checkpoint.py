@@ -43,8 +43,10 @@ class EngineCheckpoint(EngineSettings):
         """Write weights, optimizer state, scheduler and counters into ``save_dir/tag``; return True.
 
         ``tag``: default ``global_stepN``. ``client_state``: values that ``load_checkpoint`` returns. Frozen parameters
-        are always written. Errors: ``CheckpointError`` on all ranks, also if tags differ.
+        are always written. Errors: ``CheckpointError`` on all ranks, also if tags differ; ``ValueError`` if no folder.
         """
+        if not save_dir:
+            raise ValueError(f"save_dir={save_dir!r} must be a folder")
         name = str(f"global_step{self.global_steps}" if tag is None else tag)
         self._check_tag(name)
         self.core.save_checkpoint(Path(save_dir, name), {"state": encode(dict(client_state or {}))})

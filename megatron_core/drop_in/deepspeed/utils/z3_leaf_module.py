@@ -66,8 +66,14 @@ def _mark(model: nn.Module, classes: Sequence[type[nn.Module] | str], flag: bool
     found = [
         module
         for module in model.modules()
-        if any(type(module).__name__ == each if isinstance(each, str) else isinstance(module, each) for each in classes)
+        if any(each in _names(module) if isinstance(each, str) else isinstance(module, each) for each in classes)
     ]
     if not found and must_exist:
         raise ValueError(f"leaf_module_classes={list(classes)}: the model has no such modules")
     return _set_all(found, flag)
+
+
+def _names(module: nn.Module) -> tuple[str, str]:
+    """Return the name of a module's class, without and with the module of the class."""
+    kind = type(module)
+    return kind.__name__, f"{kind.__module__}.{kind.__qualname__}"

@@ -24,11 +24,11 @@ class FusedLamb(SettingsOptimizer):
         min_coeff: float = 0.01,
         amsgrad: bool = False,
     ) -> None:
-        others = {"bias_correction": not bias_correction, "eps_inside_sqrt": eps_inside_sqrt, "amsgrad": amsgrad}
+        others = {"eps_inside_sqrt": eps_inside_sqrt, "amsgrad": amsgrad}
         if given := [name for name, value in {**others, "max_grad_norm": max_grad_norm}.items() if value]:
             raise ConfigError(f"FusedLamb: {', '.join(given)} is not supported; leave it out")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        self.coefficients = max_coeff, min_coeff
+        self.coefficients, self.bias_correction = (max_coeff, min_coeff), bias_correction
 
     def settings(self) -> dict[str, Any]:
         """Return settings of ``megatron_core.initialize``."""
@@ -42,4 +42,5 @@ class FusedLamb(SettingsOptimizer):
             "adam_eps": given["eps"],
             "lamb_max_coeff": self.coefficients[0],
             "lamb_min_coeff": self.coefficients[1],
+            "lamb_bias_correction": "rate" if self.bias_correction else "none",
         }
