@@ -4,7 +4,7 @@
     python -m benchmarks.gpu --only train   # the stages whose name begins with a text
     python -m benchmarks.gpu --device cpu   # the same program with tiny models, on a machine without a GPU
 
-Each stage is a process with a time limit; one that fails, hangs or is killed is reported, and the others go on. Needs
+Each stage is a process with a time limit; one that fails, hangs or is killed is reported, and the others run. Needs
 no network. The exit status is 1 if a stage failed.
 """
 
@@ -128,9 +128,9 @@ class Record:
         """Replace the file, so that it is whole at every moment."""
         seconds = round(self.seconds, 2)
         content = {**self._head, "finished": finished, "seconds": seconds, "stages": self.stages}
-        beside = self.path.with_suffix(".new")
-        beside.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        beside.replace(self.path)
+        replacement = self.path.with_suffix(".new")
+        replacement.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        replacement.replace(self.path)
 
 
 def run_all(stages: Sequence[Stage], record: Record, budget: float) -> None:
@@ -163,7 +163,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: tiny models, to test this")
     parser.add_argument("--minutes", type=float, default=25.0, help="time budget; later stages are left out (25)")
     parser.add_argument("--only", nargs="+", metavar="STAGE", help="stages whose names begin with one of these texts")
-    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu.json", help="record; the page is beside it")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "runs" / "gpu.json", help="record; the page has the same name"
+    )
     parser.add_argument("--list", action="store_true", help="print the stages and end")
     given = parser.parse_args(arguments)
     stages = all_stages(given.device)
@@ -179,7 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def check(stages: Sequence[Stage], out: Path, device: str, budget: float) -> int:
-    """Run ``stages``, write the record ``out`` and the page beside it; the exit status."""
+    """Run ``stages``, write the record ``out`` and its page with the same name; return the exit status."""
     out.parent.mkdir(parents=True, exist_ok=True)
     record, html = Record(out, device, budget), out.with_suffix(".html")
     try:

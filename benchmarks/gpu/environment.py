@@ -1,4 +1,4 @@
-"""What a check of a GPU needs on this machine; what is missing, and what to do about it."""
+"""Requirements of the check of a GPU on this machine: versions, what is missing, and what to do about it."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ BF16 = {"bf16": True}
 class Mode:
     """Settings that the training on the device has in addition, and the bound of its losses' relative difference.
 
-    Each bound is some five times what the same mode differs by on a CPU, because a GPU sums in another order; a model
+    Each bound is three to ten times what the same mode differs by on a CPU, because a GPU sums in another order; a model
     of the shape ``TINY`` differs by less, and its losses fall by less.
     """
 
@@ -179,7 +179,7 @@ def any_model(stage: int, device: str) -> dict[str, Any]:
 
 
 def resumed(device: str, shape: dict[str, Any]) -> dict[str, Any]:
-    """A training that saved a checkpoint and went on from it, against one that was not interrupted."""
+    """A training resumed from its checkpoint, against one that was not interrupted."""
     # The rate is given, because measuring it takes time, and it is printed only.
     settings = shape | BF16 | {"lr_decay_iters": STEPS, "log_interval": 1, "peak_tflops": 1.0}
     with tempfile.TemporaryDirectory() as folder:
