@@ -20,6 +20,8 @@ OPTIONAL = {
     "pytest_timeout": "the stage kernels",
     "transformers": "the stages of any model",
 }
+ANSWER = 20
+"""Seconds in which a program has to print its version."""
 OLDEST = (8, 0)
 """Compute capability of the oldest GPU that the kernels are compiled for."""
 
@@ -29,7 +31,10 @@ def version_of(program: str, *flags: str) -> str | None:
     path = shutil.which(program)
     if path is None:
         return None
-    result = subprocess.run([path, *flags], capture_output=True, text=True, timeout=60)
+    try:
+        result = subprocess.run([path, *flags], capture_output=True, text=True, timeout=ANSWER)
+    except subprocess.TimeoutExpired:
+        return f"did not answer within {ANSWER} s"
     lines = result.stdout.strip().splitlines()
     return lines[-1] if lines and result.returncode == 0 else None
 
@@ -56,7 +61,7 @@ def gpu() -> tuple[dict[str, object], list[str]]:
     }
     torch.ones(8, 8, device="cuda").mm(torch.ones(8, 8, device="cuda")).sum().item()  # a kernel starts and ends
     if (device.major, device.minor) < OLDEST:
-        return seen, [f"the kernels need compute capability 8.0 or later, and {device.name} has {seen['capability']}"]
+        seen["note"] = f"the native kernels need compute capability 8.0, and {device.name} has {seen['capability']}"
     return seen, []
 
 

@@ -25,6 +25,7 @@ from megatron_core.config.flops import flops_per_token
 from megatron_core.config.rules_fp8 import block_size
 from megatron_core.monitor.device import measure_product_rate, peak_memory_bytes
 from megatron_core.ops.fp8_product import unavailable_reason
+from megatron_core.parallel.launch import allocation_that_failed
 from megatron_core.planner.hardware import known_hardware, read_hardware
 from megatron_core.training.setup import Run, set_up
 from megatron_core.training.step import train_step
@@ -106,8 +107,8 @@ def largest_that_fits(name: str, device: str) -> tuple[Run, list[float], list[in
                 torch.cuda.reset_peak_memory_stats()
             run = set_up(RunConfig.from_flat(settings_of(name, device, size)), world_on(device))
             return run, step_seconds(run, device), refused
-        except torch.OutOfMemoryError:
-            if size == 1:
+        except Exception as error:
+            if size == 1 or allocation_that_failed(error) is None:
                 raise
         # Outside of the handler, whose traceback keeps the tensors of the step.
         run = None  # type: ignore[assignment]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,17 +54,19 @@ def all_stages(device: str) -> list[Stage]:
     trainings = [_own(f"train {mode}", "training", 180.0, mode, "--device", device) for mode in MODES]
     speeds = [_own(f"speed {shape}", "speed", 240.0, shape, "--device", device) for shape in SHAPES]
     benchmarks = BENCHMARKS if device == "cuda" else TINY_BENCHMARKS
-    return [
+    stages = [
         _own("environment", "environment", 120.0, "--device", device),
         _build(device),
         *_kernels(device),
         *trainings,
         *speeds,
         *(
-            Stage(f"benchmark {name}", (sys.executable, "-m", *command, "--no-keep"), 240.0)
+            Stage(f"benchmark {name}", (sys.executable, "-m", *command, "--no-keep"), 420.0)
             for name, command in benchmarks.items()
         ),
     ]
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
+    return [replace(stage, environment=stage.environment | hidden) for stage in stages]
 
 
 def _own(name: str, module: str, limit: float, *arguments: str) -> Stage:
@@ -92,7 +94,7 @@ def _kernels(device: str) -> list[Stage]:
     """The tests of the operations against float64, and compute-sanitizer."""
     tests = ("tests/ops",) if device == "cuda" else ("tests/ops/test_softmax.py", "-k", "gradcheck")
     whole = {"WHOLE_MATRIX": "1"} if device == "cuda" else {}
-    found = [Stage("kernels", (sys.executable, "-m", "pytest", "-q", *tests), 420.0, environment=whole)]
+    found = [Stage("kernels", (sys.executable, "-m", "pytest", "-q", *tests), 480.0, environment=whole)]
     sanitizer = shutil.which("compute-sanitizer")
     obstacle = "compute-sanitizer was not found; it is part of the CUDA toolkit" if sanitizer is None else None
     if device == "cpu":

@@ -55,8 +55,8 @@ BF16 = {"bf16": True}
 class Mode:
     """Settings that the training on the device has in addition, and the bound of its losses' relative difference.
 
-    Each bound is three to ten times what the same mode differs by on a CPU, because a GPU sums in another order; a model
-    of the shape ``TINY`` differs by less, and its losses fall by less.
+    Each bound is three to thirty times what the same mode differs by on a CPU, because a GPU sums in another order. A
+    model of the shape ``TINY`` differs by less, and its losses fall by less.
     """
 
     own: dict[str, Any]
