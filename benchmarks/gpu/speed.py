@@ -122,10 +122,10 @@ def largest_that_fits(name: str, device: str) -> tuple[Run, list[float], list[in
 def rates(device: str) -> dict[str, float | None]:
     """FLOP/s to compare with, by the name of the figure; None if unknown."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    machine = machine_of(torch.cuda.get_device_name()) if device == "cuda" else None
-    is_module = machine is not None and "PCIe" not in torch.cuda.get_device_name()
+    name = torch.cuda.get_device_name() if device == "cuda" else ""
+    machine, is_card = machine_of(name), any(kind in name.lower() for kind in ("pcie", "nvl"))
     return {
-        "mfu": SHEET.get(machine or "") if is_module else None,
+        "mfu": None if machine is None or is_card else SHEET.get(machine),
         "of_products": measure_product_rate(torch.device(device), dtype),
         "of_planner": read_hardware(machine).flops("bfloat16") if machine else None,
     }

@@ -37,7 +37,7 @@ def read(path: Path) -> dict[str, Any]:
 
 def test_what_goes_wrong_is_reported_and_the_others_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     left = tmp_path / "left"
-    child = f"import time; time.sleep(3); open({str(left)!r}, 'w')"
+    child = f"import time; time.sleep(2.5); open({str(left)!r}, 'w')"
     hang = f"import subprocess, sys, time; print('still here', flush=True); subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(60)"  # noqa: E501
     stages = [
         python("raises", "raise ValueError('the 7th number')"),
@@ -66,7 +66,7 @@ def test_what_goes_wrong_is_reported_and_the_others_run(tmp_path: Path, capsys: 
     assert last.startswith("1 ok, 1 skipped, 5 failed (raises, hangs, killed, writes nothing, absent; output in ")
     html = (tmp_path / "gpu.html").read_text()
     assert "the 7th number" in html and "there is no such device" in html
-    time.sleep(max(0.0, began + 6.0 - time.monotonic()))
+    time.sleep(max(0.0, began + 4.5 - time.monotonic()))
     assert not left.exists(), "the child of the stage that hung was killed, too"
 
 
