@@ -9,7 +9,8 @@
 # site:       the documentation as a web site, in build/site
 # check:      style and types
 # cuda-check: compile the CUDA kernels and list registers and spills; fails if registers spill
-# gpu:        needs a GPU: every fused operation against float64, compute-sanitizer, and bandwidth
+# gpu:        needs a GPU and torch with CUDA, in .venv or PYTHON, and no network: builds the kernels, tests them and a training
+#             in each mode, measures speed; writes runs/gpu.json and runs/gpu.html. GPU_FLAGS="--only train" for a part
 # wheel:      dist/*.whl, with the native libraries in it
 # doctor:     what is installed and works on this machine, and what else to install
 # bench:      speed compared with transformers and torch's DDP
@@ -81,14 +82,11 @@ check: install-test
 cuda-check: install
 	$(BIN)/python tools/cuda_check.py
 
-gpu: install-test
-	$(BIN)/python -c "import torch; assert torch.cuda.is_available(), 'make gpu: torch sees no GPU'"
-	WHOLE_MATRIX=1 $(BIN)/python -m pytest tests/ops
-	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 $(BIN)/python -m tests.ops.run_all
-	compute-sanitizer --tool racecheck --error-exitcode 1 $(BIN)/python -m tests.ops.run_all
-	$(BIN)/python -m benchmarks.bench_ops_gpu
-	$(BIN)/python -m benchmarks.bench_fp8_gpu
-	$(BIN)/python -m benchmarks.bench_optimizer --device cuda --parameters 500000000
+gpu:
+	@for python in $(BIN)/python $(PYTHON); do \
+	  if $$python -c "import torch, sys; sys.exit(not torch.cuda.is_available())" 2>/dev/null; then \
+	    exec $$python -m benchmarks.gpu $(GPU_FLAGS); fi; done; \
+	  exec $(PYTHON) -m benchmarks.gpu $(GPU_FLAGS)
 
 wheel: $(BIN)/python
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .

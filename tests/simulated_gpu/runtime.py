@@ -117,6 +117,7 @@ def _doubles() -> dict[str, Callable]:
         "set_rng_state": lambda new_state, device="cuda": None,
         "mem_get_info": lambda device=None: (2**30, 2**31),
         **{name: lambda device=None: 2**20 for name in ("memory_allocated", "max_memory_allocated", "memory_reserved")},
+        "mem_get_info": lambda device=None: (2**30, PROPERTIES.total_memory),
         "reset_peak_memory_stats": lambda device=None: None,
         "empty_cache": lambda: None,
     }

@@ -1,0 +1,96 @@
+"""Requirements of the check of a GPU on this machine: versions, what is missing, and what to do about it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+
+from benchmarks.gpu.figures import arguments, write_figures
+
+REQUIRED = ("torch", "numpy", "lazy_loader", "tyro", "yaml", "jinja2", "safetensors", "xxhash", "tokenizers")
+"""Modules without which no training starts."""
+OPTIONAL = {
+    "pytest": "the stage kernels",
+    "hypothesis": "the stage kernels",
+    "pytest_timeout": "the stage kernels",
+    "transformers": "the stages of any model",
+}
+ANSWER = 20
+"""Seconds in which a program has to print its version."""
+OLDEST = (8, 0)
+"""Compute capability of the oldest GPU that the kernels are compiled for."""
+
+
+def version_of(program: str, *flags: str) -> str | None:
+    """The last line that a program prints; None if there is no such program or it fails."""
+    path = shutil.which(program)
+    if path is None:
+        return None
+    try:
+        result = subprocess.run([path, *flags], capture_output=True, text=True, timeout=ANSWER)
+    except subprocess.TimeoutExpired:
+        return f"did not answer within {ANSWER} s"
+    lines = result.stdout.strip().splitlines()
+    return lines[-1] if lines and result.returncode == 0 else None
+
+
+def gpu() -> tuple[dict[str, object], list[str]]:
+    """The GPU as torch sees it, and what is wrong."""
+    import torch
+
+    seen: dict[str, object] = {"torch": torch.__version__, "torch_cuda": torch.version.cuda or "none"}
+    if torch.version.cuda is None:
+        return seen, ["this torch was built without CUDA; install torch with CUDA, or set PYTHON to a Python with it"]
+    if not torch.cuda.is_available():
+        return seen, [
+            f"torch, built with CUDA {torch.version.cuda}, sees no GPU; check that nvidia-smi lists it, that its "
+            "driver supports this CUDA version, and that CUDA_VISIBLE_DEVICES does not hide it"
+        ]
+    device = torch.cuda.get_device_properties(0)
+    seen |= {
+        "gpu": device.name,
+        "capability": f"{device.major}.{device.minor}",
+        "memory_gib": device.total_memory / 2**30,
+        "gpus": torch.cuda.device_count(),
+        "bf16": torch.cuda.is_bf16_supported(),
+    }
+    torch.ones(8, 8, device="cuda").mm(torch.ones(8, 8, device="cuda")).sum().item()  # a kernel starts and ends
+    if (device.major, device.minor) < OLDEST:
+        seen["note"] = f"the native kernels need compute capability 8.0, and {device.name} has {seen['capability']}"
+    return seen, []
+
+
+def main() -> int:
+    """Print and write what was found; exit with 1 if trainings cannot start."""
+    given = arguments()
+    nvcc = os.environ.get("CUDACXX") or "nvcc"
+    query = "--query-gpu=name,driver_version,memory.total"
+    seen: dict[str, object] = {
+        "python": platform.python_version(),
+        "nvidia_smi": version_of("nvidia-smi", query, "--format=csv,noheader") or "none",
+        "nvcc": version_of(nvcc, "--version") or "none",
+        "cmake": version_of("cmake", "--version") or "none",
+        "compute_sanitizer": shutil.which("compute-sanitizer") or "none",
+    }
+    missing = [
+        f"{name} is not installed; install this project's dependencies: pip install -e . (once, with a network)"
+        for name in REQUIRED
+        if importlib.util.find_spec(name) is None
+    ]
+    seen["without"] = [f"{name}: {stage}" for name, stage in OPTIONAL.items() if importlib.util.find_spec(name) is None]
+    if given.device == "cuda" and importlib.util.find_spec("torch") is not None:
+        found, wrong = gpu()
+        seen, missing = seen | found, missing + wrong
+    elif given.device == "cpu" and not missing:
+        seen["torch"] = importlib.metadata.version("torch")
+    write_figures(given.out, seen | {"missing": missing})
+    return 1 if missing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

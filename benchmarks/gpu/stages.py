@@ -1,0 +1,105 @@
+"""The stages of the check of a GPU: their commands, and how long each may take. Needs no torch."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+MODES = (
+    "float32", "bf16", "fp16", "fp8 delayed", "fp8 tensorwise", "fp8 rowwise", "fp8 blockwise", "fp8 mxfp8",
+    "recompute", "activation offload", "optimizer offload", "muon", "attention dropout", "packed documents", "experts",
+    "latent attention", "fused loss", "zero 1", "zero 3", "any model, zero 1", "any model, zero 3", "checkpoint",
+    "generation",
+)  # fmt: skip
+"""Trainings that ``training.py`` compares with the CPU."""
+SHAPES = (
+    "gpt 1b", "gpt 1b fp8", "llama 8b, 8 layers", "llama 8b, 8 layers, fp8", "mixtral, 2 layers", "latent attention",
+    "latent attention fp8",
+)  # fmt: skip
+"""Models that ``speed.py`` measures."""
+BENCHMARKS: dict[str, tuple[str, ...]] = {
+    "operations": ("benchmarks.bench_ops_gpu",),
+    "fp8": ("benchmarks.bench_fp8_gpu",),
+    "optimizer": ("benchmarks.bench_optimizer", "--device", "cuda", "--parameters", "500000000"),
+}
+TINY_BENCHMARKS: dict[str, tuple[str, ...]] = {
+    "optimizer": (
+        "benchmarks.bench_optimizer", "--parameters", "4000", "--rounds", "1", "--calls", "1", "--threads", "1",
+    ),
+}  # fmt: skip
+"""Of ``--device cpu``: the other two need kernels or shapes of a GPU."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A command in a process of its own."""
+
+    name: str
+    command: tuple[str, ...]
+    limit: float
+    """Seconds until the process and its children are killed."""
+    has_figures: bool = False
+    """Whether the command takes ``--out FILE`` and writes its figures there."""
+    environment: dict[str, str] = field(default_factory=dict)
+    obstacle: str | None = None
+    """Why this machine cannot run it."""
+
+
+def all_stages(device: str) -> list[Stage]:
+    """Every stage for ``cuda`` or ``cpu``, in order."""
+    trainings = [_own(f"train {mode}", "training", 180.0, mode, "--device", device) for mode in MODES]
+    speeds = [_own(f"speed {shape}", "speed", 240.0, shape, "--device", device) for shape in SHAPES]
+    benchmarks = BENCHMARKS if device == "cuda" else TINY_BENCHMARKS
+    stages = [
+        _own("environment", "environment", 120.0, "--device", device),
+        _build(device),
+        *_kernels(device),
+        *trainings,
+        *speeds,
+        *(
+            Stage(f"benchmark {name}", (sys.executable, "-m", *command, "--no-keep"), 420.0)
+            for name, command in benchmarks.items()
+        ),
+    ]
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
+    return [replace(stage, environment=stage.environment | hidden) for stage in stages]
+
+
+def _own(name: str, module: str, limit: float, *arguments: str) -> Stage:
+    command = (sys.executable, "-m", f"benchmarks.gpu.{module}", *arguments)
+    return Stage(name, command, limit, has_figures=True)
+
+
+def _build(device: str) -> Stage:
+    """Compile the native libraries into ``megatron_core/ops/lib`` without pip, which would need the network."""
+    obstacle = None
+    nvcc = os.environ.get("CUDACXX") or "nvcc"
+    if device == "cpu":
+        obstacle = "--device cpu uses the libraries that are installed"
+    elif shutil.which("cmake") is None:
+        obstacle = "cmake was not found; install it (pip install cmake), or use libraries that are built already"
+    elif shutil.which(nvcc) is None:
+        obstacle = (
+            f"{nvcc} was not found, so operations use a library built before or their references in PyTorch; install "
+            "the CUDA toolkit, and add nvcc to the PATH or set CUDACXX to it"
+        )
+    return _own("build", "build", 600.0) if obstacle is None else Stage("build", ("cmake",), 600.0, obstacle=obstacle)
+
+
+def _kernels(device: str) -> list[Stage]:
+    """The tests of the operations against float64, and compute-sanitizer."""
+    tests = ("tests/ops",) if device == "cuda" else ("tests/ops/test_softmax.py", "-k", "gradcheck")
+    whole = {"WHOLE_MATRIX": "1"} if device == "cuda" else {}
+    found = [Stage("kernels", (sys.executable, "-m", "pytest", "-q", *tests), 480.0, environment=whole)]
+    sanitizer = shutil.which("compute-sanitizer")
+    obstacle = "compute-sanitizer was not found; it is part of the CUDA toolkit" if sanitizer is None else None
+    if device == "cpu":
+        obstacle = "compute-sanitizer needs a GPU"
+    for tool, settings in {"memcheck": {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, "racecheck": {}}.items():
+        command = (sanitizer or "compute-sanitizer", "--tool", tool, "--error-exitcode", "1", sys.executable)
+        found.append(Stage(tool, (*command, "-m", "tests.ops.run_all"), 180.0, environment=settings, obstacle=obstacle))
+    return found
