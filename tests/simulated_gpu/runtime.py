@@ -115,7 +115,6 @@ def _doubles() -> dict[str, Callable]:
         "manual_seed": lambda seed: None,
         "get_rng_state": lambda device="cuda": seed.clone(),
         "set_rng_state": lambda new_state, device="cuda": None,
-        "mem_get_info": lambda device=None: (2**30, 2**31),
         **{name: lambda device=None: 2**20 for name in ("memory_allocated", "max_memory_allocated", "memory_reserved")},
         "mem_get_info": lambda device=None: (2**30, PROPERTIES.total_memory),
         "reset_peak_memory_stats": lambda device=None: None,
