@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from pathlib import Path
@@ -26,7 +27,19 @@ def use_package(folder: Path | None) -> None:
     rank, size = (str(dist.get_rank()), str(dist.get_world_size())) if dist.is_initialized() else ("0", "1")
     os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "DS_ACCELERATOR": "cpu"}
-    os.environ |= {"ACCELERATE_USE_CPU": "true", "TOKENIZERS_PARALLELISM": "false"}
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    if int(size) > 1:
+        # With DeepSpeed, accelerate has a backend for GPUs only; without one it takes each rank for a whole job.
+        from accelerate.state import PartialState
+        from accelerate.utils import DistributedType
+
+        PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.NO)
+
+
+def check_package(model: Any, folder: Path | None) -> None:
+    """Raise unless ``model`` is an engine of the package in ``folder``: accelerate trains without it on request."""
+    used = Path(sys.modules[type(model).__module__].__file__ or "")
+    assert folder is None or folder in used.parents, f"{type(model)} of {used}"
 
 
 def make_model() -> Any:
@@ -57,6 +70,7 @@ def json_of(stage: int, **settings: Any) -> dict[str, Any]:
             "reduce_bucket_size": "auto",
             "stage3_prefetch_bucket_size": "auto",
             "stage3_param_persistence_threshold": "auto",
+            "stage3_gather_16bit_weights_on_model_save": True,  # else save_model writes no weights at stage 3
         },
         "zero_allow_untested_optimizer": True,
         "bf16": {"enabled": "auto"},
@@ -70,10 +84,27 @@ RATES = ("total_num_steps", "warmup_min_lr", "warmup_max_lr", "warmup_num_steps"
 SCHEDULER = {"type": "WarmupDecayLR", "params": dict.fromkeys(RATES, "auto")}
 
 
+def warmup_decay_share(step: int) -> float:
+    """Share of the learning rate that DeepSpeed's WarmupDecayLR gives after ``step`` steps, from 2 warm-up steps.
+
+    Its warm-up is logarithmic, log(i + 1) / log(2), and its counter i starts at -1, so the first two steps have rate 0.
+    """
+    at = max(step - 1, 0)
+    return math.log(at + 1) / math.log(2) if at < 2 else (STEPS - at) / (STEPS - 2)
+
+
 def train_with_trainer(
-    folder: Path | None, output: str, config: dict[str, Any] | None, resume_from: int | None = None
+    folder: Path | None,
+    output: str,
+    config: dict[str, Any] | None,
+    resume_from: int | None = None,
+    is_named: bool = False,
 ) -> dict[str, Any]:
-    """Losses, gradient norms, learning rates and evaluation losses of ``transformers.Trainer``; and whole weights."""
+    """Losses, gradient norms, learning rates and evaluation losses of ``transformers.Trainer``; and whole weights.
+
+    ``is_named`` without DeepSpeed does what the JSON's optimizer and scheduler do under the Trainer: weight decay of
+    all parameters (for a named optimizer it passes no groups), and the rates of WarmupDecayLR.
+    """
     use_package(folder)
     import transformers
 
@@ -95,7 +126,6 @@ def train_with_trainer(
         eval_strategy="steps",
         eval_steps=STEPS // 2,
         report_to=[],
-        use_cpu=True,
         seed=5,
         deepspeed=config,
         disable_tqdm=True,
@@ -103,7 +133,14 @@ def train_with_trainer(
     )
     samples = make_samples()
     trainer = transformers.Trainer(make_model(), arguments, train_dataset=samples[:48], eval_dataset=samples[48:])
+    if is_named:
+        optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=1e-2, weight_decay=0.1, eps=1e-6)
+        trainer.optimizer, trainer.lr_scheduler = (
+            optimizer,
+            torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_decay_share),
+        )
     trainer.train(resume_from_checkpoint=None if resume_from is None else f"{output}/checkpoint-{resume_from}")
+    check_package(trainer.model_wrapped, folder)
     trainer.save_model(f"{output}/final")
     logs = trainer.state.log_history
     found: dict[str, Any] = {
@@ -131,13 +168,16 @@ def train_with_accelerate(folder: Path | None, stage: int | None, output: str | 
     plugin = None
     if stage is not None:
         plugin = accelerate.DeepSpeedPlugin(zero_stage=stage, gradient_accumulation_steps=steps, gradient_clipping=0.5)
-    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=steps, deepspeed_plugin=plugin)
+        # get_state_dict needs it at stage 3; as the environment variable ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL
+        plugin.deepspeed_config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+    accelerator = accelerate.Accelerator(gradient_accumulation_steps=steps, deepspeed_plugin=plugin)
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, eps=1e-6)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / ranks))
     samples: Any = make_samples()
     loader: Any = torch.utils.data.DataLoader(samples, batch_size=MICRO)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    check_package(model, folder)
     losses: list[Losses] = []
     for batch in loader:
         with accelerator.accumulate(model):
@@ -151,12 +191,21 @@ def train_with_accelerate(folder: Path | None, stage: int | None, output: str | 
         losses.append(accelerator.gather(loss.detach().reshape(1)).tolist())
     if output is not None:
         accelerator.save_state(output)
-        with torch.no_grad():
-            for parameter in accelerator.unwrap_model(model).parameters():
-                if parameter.numel():
-                    parameter.zero_()
+        _destroy_weights(accelerator, model)
         accelerator.load_state(output)
     state = accelerator.get_state_dict(model)
     means = [float(np.mean(losses[at : at + steps])) for at in range(0, len(losses), steps)]
     weights = {} if state is None else {name: tensor.float().cpu().numpy() for name, tensor in state.items()}
     return {"losses": means, "weights": weights}
+
+
+def _destroy_weights(accelerator: Any, model: Any) -> None:
+    """Set all weights to zero, those split over ranks too, and check it."""
+    import deepspeed
+
+    parameters = list(accelerator.unwrap_model(model).parameters())
+    with deepspeed.zero.GatheredParameters(parameters, modifier_rank=0), torch.no_grad():
+        for parameter in parameters:
+            parameter.zero_()
+    state = accelerator.get_state_dict(model)
+    assert state is None or not any(tensor.any() for tensor in state.values()), "the weights are not destroyed"
