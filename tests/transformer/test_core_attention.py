@@ -224,7 +224,12 @@ def test_blocks_of_queries_are_the_reference(formula: str, place: str, window: i
         ),
         ("CoreAttention._by_blocks", "samples[at.sample : at.sample + 1]", "samples[:1]", "documents"),
         ("CoreAttention._by_blocks", "value[:, :, first:stop]", "value[:, :, : stop - first]", "plain"),
-        ("_attention_by_documents", "documents.lengths, strict", "[[10, 2, 12], [24]], strict", "documents"),
+        (
+            "_attention_by_documents",
+            "value.split(1), lengths, strict",
+            "value.split(1), [[10, 2, 12], [24]], strict",
+            "documents",
+        ),
         ("_positions", "context.positions[start:stop]", "context.positions[: stop - start]", "other positions"),
     ],
     ids=["window", "keys of a document", "sample", "values of a window", "boundary", "positions"],

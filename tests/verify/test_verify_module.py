@@ -50,7 +50,7 @@ def test_wrong_style_is_a_fault() -> None:
     ("target", "old", "new", "expected"),
     [
         ("ParallelLinear.forward", "copy_to_region(x, self.group)", "x", "grad0.transformer.h.0.ln_1.weight"),
-        ("ParallelLinear.forward", "reduce_from_region(nn", "(lambda y, _: y)(nn", "loss0"),
+        ("ParallelLinear.forward", "reduce_from_region(self", "(lambda y, _: y)(self", "loss0"),
         ("_Splitting._whole", "partial_grad=partial", "partial_grad=True", "is 2 times the right value"),
         ("_Splitting._split", "parts > 1:", "parts > 9:", "loss0"),
     ],

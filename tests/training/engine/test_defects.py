@@ -28,7 +28,7 @@ DEFECTS = {
         "1 + self.micro_step",
         {},
     ),
-    "gradients of the last step remain": (ENGINE + "_update", "data.zero_grad()", "pass", {}),
+    "gradients of the last step remain": (ENGINE + "discard_gradients", "self.data_parallel.zero_grad()", "pass", {}),
     "gradients are not summed over the ranks": (ENGINE + "_update", "finish_gradients(data, self.fp8)", "pass", {}),
     "weights of other shards stay outdated": (
         "training.driver:update_weights",
