@@ -100,10 +100,10 @@ def main(folder: Path, name: str) -> None:
 
 def pipeline(folder: Path) -> None:
     """Train a pipeline of two stages with a tied layer."""
-    from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
     from torch import nn
 
     import deepspeed
+    from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
     torch.manual_seed(3)
     layers = [
