@@ -32,6 +32,13 @@ from megatron_core.verify.table import HEADING, TerminalTable, page, summary
 
 MOST_RANKS = 4096
 """Maximum number of ranks."""
+NOT_IN_NAMES = (
+    "overlap_grad_reduce",
+    "overlap_param_gather",
+    "num_distributed_optimizer_instances",
+    "zero3_keep_after_forward",
+)
+"""Settings of a layout that its name does not have."""
 MOST_PROCESSES = 8
 """Maximum number of ranks that are processes without --device cpu."""
 
@@ -198,7 +205,7 @@ def described(config: RunConfig, options: Options) -> Task:
     if "pipeline_plan" in own and not options.full_size:
         raise ConfigError("pipeline_plan needs the full-size number of micro-batches; add --full-size to check it")
     # A layout's name has one ``overlap`` for two settings, and chunks only for balanced stages.
-    settings = own | {name: getattr(config.parallel, name) for name in ("overlap_grad_reduce", "overlap_param_gather")}
+    settings = own | {name: getattr(config.parallel, name) for name in NOT_IN_NAMES}
     if own:
         settings["num_virtual_stages_per_pipeline_rank"] = layout.chunks if layout.chunks > 1 else None
     fewer = None if options.full_size or not own else shrunk_stages(config, layout)

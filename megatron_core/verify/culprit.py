@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_core.parallel.flight_recorder import RECORDER
 from megatron_core.training.setup import Run
+from megatron_core.transformer.block import TransformerBlock
 from megatron_core.transformer.context import SequenceContext
 from megatron_core.verify.compare import FLOAT64_BOUND, Errors
 
@@ -66,15 +67,13 @@ class _Watch:
         self._width = run.config.model.hidden_size
         for stage in run.stages.values():
             for name, module in stage.named_modules():
-                self._attach(name, module)
+                module.register_forward_pre_hook(lambda _, args: self._enter(args))
+                if not isinstance(module, TransformerBlock):  # its layers depend on the stage
+                    module.register_forward_hook(lambda _, args, output, name=name: self._leave(name, output))
 
     def take(self, key: Key, positions: Tensor, values: Tensor) -> None:
         """Receive the rows ``values`` ``[n, h]`` at ``positions`` ``[n]`` of a tensor."""
         raise NotImplementedError
-
-    def _attach(self, name: str, module: nn.Module) -> None:
-        module.register_forward_pre_hook(lambda _, args: self._enter(args))
-        module.register_forward_hook(lambda _, args, output: self._leave(name, output))
 
     def _enter(self, args: Sequence[Any]) -> None:
         for each in args:

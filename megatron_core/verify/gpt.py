@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 
@@ -120,10 +121,15 @@ class RaggedDataset:
 
     def __getitem__(self, index: int) -> Sample:
         """Sample ``index`` >= 0 of an infinite sequence."""
-        length = self.sequence_length
-        text = np.array([mix64(7, index, i) % self.vocab_size for i in range(length + 1)], dtype=np.int64)
-        if self.eod is not None:
-            text[[mix64(9, index, i) % 6 == 0 for i in range(length + 1)]] = self.eod
-        counted = 0 if index % 7 == 3 else 1 + mix64(8, index) % length
-        mask = (np.arange(length) < counted).astype(np.float32)
-        return Sample(tokens=text[:-1], labels=text[1:], loss_mask=mask)
+        return _ragged(self.vocab_size, self.sequence_length, self.eod, index)
+
+
+@lru_cache(maxsize=4096)
+def _ragged(vocab_size: int, length: int, eod: int | None, index: int) -> Sample:
+    """The sample of ``RaggedDataset``, which the ranks of a simulated world share."""
+    text = np.array([mix64(7, index, i) % vocab_size for i in range(length + 1)], dtype=np.int64)
+    if eod is not None:
+        text[[mix64(9, index, i) % 6 == 0 for i in range(length + 1)]] = eod
+    counted = 0 if index % 7 == 3 else 1 + mix64(8, index) % length
+    mask = (np.arange(length) < counted).astype(np.float32)
+    return Sample(tokens=text[:-1], labels=text[1:], loss_mask=mask)
