@@ -113,6 +113,8 @@ class DataParallel:
         # Register the hooks for gathering, accumulation and reduction.
         self.on_final: Callable[[Bucket], object] | None = None
         """Called when a bucket's ``grad_shard`` is complete, in the backward pass if its sum runs there."""
+        self.grad_factor = 1.0
+        """Factor on the gradients that autograd computes; layers that add to ``main_grad`` themselves ignore it."""
         self._waiting: dict[Bucket, int] = {}
         self._sync: dict[int, UnitSync] = {}
         if any(bucket.splits_grads or bucket.splits_weights for bucket in self.all_buckets):
@@ -288,7 +290,7 @@ class DataParallel:
             # Linear layers add to main_grad themselves and leave grad None; the hook still runs.
             if parameter.grad is not None:
                 bucket.open_grads()
-                parameter.main_grad.add_(parameter.grad)
+                parameter.main_grad.add_(parameter.grad, alpha=self.grad_factor)
                 parameter.grad = None
             if bucket in self._waiting:
                 self._waiting[bucket] -= 1

@@ -59,6 +59,11 @@ def read_settings(config: Mapping[str, Any] | str | os.PathLike[str] | RunConfig
     else:
         raise ConfigError(f"config={config!r} must be a dict, the path of a YAML or JSON file, or a RunConfig")
     values, defaults = settings.flat(), RunConfig().flat()
+    if settings.training.fp8_param_gather:
+        raise ConfigError(
+            "fp8_param_gather=True on a model of your own: gathered weights would be rounded to FP8 for all their "
+            "readers (code outside of the FP8 products, engine.gathered, full_state_dict); remove it"
+        )
     foreign = [name for name in values if values[name] != defaults[name] and name not in READ]
     if foreign:
         raise ConfigError(
@@ -232,7 +237,7 @@ class LocalInitialisation:
         if missing:
             raise ConfigError(
                 f"model: {listed(missing)} {'is a buffer' if len(missing) == 1 else 'are buffers'} on the meta device, "
-                "whose values cannot be computed again; construct the model with real buffers (megatron_core.meta_init)"
+                "whose values cannot be computed again; construct the model in megatron_core.meta_init()"
             )
 
     def __call__(self, name: str, parameter: nn.Parameter) -> None:
@@ -241,16 +246,17 @@ class LocalInitialisation:
         scratch = copy(owner)
         scratch._modules = {}
         scratch._parameters = {
-            own: nn.Parameter(torch.empty(each.shape, dtype=each.dtype, device=parameter.device), each.requires_grad)
+            own: None
+            if each is None
+            else nn.Parameter(torch.empty(each.shape, dtype=each.dtype, device=parameter.device), each.requires_grad)
             for own, each in parameters.items()
-            if each is not None
         }
         digest = hashlib.sha256(f"{self.seed} {path}".encode()).digest()
         devices = [parameter.device] if parameter.device.type == "cuda" else []
         with torch.no_grad(), torch.random.fork_rng(devices):
             torch.manual_seed(int.from_bytes(digest[:8], "little"))
             self._initialise(scratch, path)
-            parameter.copy_(scratch._parameters[name.rpartition(".")[2]])
+            parameter.copy_(getattr(scratch, name.rpartition(".")[2]))
 
     def _initialise(self, scratch: nn.Module, path: str) -> None:
         if self.initialise is not None:

@@ -11,7 +11,7 @@ from megatron_core.parallel.groups import ParallelGroups
 from megatron_core.parallel.launch import World
 from megatron_core.tensor_parallel.amax_history import AmaxHistories
 from megatron_core.training.engine.activations import save_memory
-from megatron_core.training.engine.fp8 import multiply_in_fp8
+from megatron_core.training.engine.fp8 import histories_of, multiply_in_fp8
 from megatron_core.training.engine.module import (
     Initialise,
     LocalInitialisation,
@@ -58,7 +58,9 @@ def prepare_model(module: nn.Module, config: RunConfig, world: World, choices: C
     cast(module, config, world.device)
     local = LocalInitialisation(module, config.training.seed, world.device, choices.initialise)
     equalize_and_split(module, groups, config.training.seed)
-    fp8 = multiply_in_fp8(module, find_units(module, choices.unit_classes), config, groups, world.device)
+    multiply_in_fp8(module, find_units(module, choices.unit_classes), config, groups, world.device)
     units = find_units(module, choices.unit_classes)
     save_memory(module, [each for modules in units for each in modules], config.model)
-    return Prepared(groups, {0: module}, {0: units}, param_groups, local, fp8)
+    return Prepared(
+        groups, {0: module}, {0: units}, param_groups, local, histories_of(module, config, groups, world.device)
+    )

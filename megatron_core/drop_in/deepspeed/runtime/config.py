@@ -50,6 +50,7 @@ class DeepSpeedConfig:
         self.steps_per_print = self._param_dict.get("steps_per_print")
         self.dataloader_drop_last = self._param_dict.get("dataloader_drop_last", False)
         self.managed_gradient_accumulation = self._param_dict.get("managed_gradient_accumulation", True)
+        self.tag_validation = found.tag_validation
         zero = with_new_names(self._param_dict).get("zero_optimization")
         zero = zero if isinstance(zero, Mapping) else {}
         offload = {name: zero[name] for name in ("offload_optimizer", "offload_param") if zero.get(name)}

@@ -130,7 +130,7 @@ class DeepSpeedEngine(EngineCheckpoint, EngineSettings, nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the model."""
-        self.core.forced_boundary = self.is_gradient_accumulation_boundary()
+        self.core.forced_boundary = self.is_gradient_accumulation_boundary() and not self._in_no_sync
         return self.core.forward(*inputs, **kwargs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
@@ -145,9 +145,12 @@ class DeepSpeedEngine(EngineCheckpoint, EngineSettings, nn.Module):
         found = self.core.backward(given, retain_graph=retain_graph)
         return found / steps
 
-    def scale(self, loss: Tensor) -> NoReturn:
-        """Refer to ``backward``."""
-        raise ConfigError("engine.scale(loss) is not supported: call engine.backward(loss) instead of loss.backward()")
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return ``loss`` times the loss scale (fp16), for ``engine.scale(loss).backward()``."""
+        self._require_optimizer("scale")
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.grad_fn is None:
+            raise ConfigError("engine.scale(loss): loss must be a tensor with one element that requires gradients")
+        return self.core.scale(loss)
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the current micro-batch is the last of its step."""
