@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
@@ -27,7 +28,8 @@ def meta_init() -> Iterator[None]:
         found: nn.Parameter = moved[parameter]
         return found
 
-    handle = register_module_parameter_registration_hook(move)
+    hook: Any = move  # torch's type says that hooks return nothing
+    handle = register_module_parameter_registration_hook(hook)
     try:
         yield
     finally:

@@ -1,6 +1,7 @@
 """Prepare any ``nn.Module`` for data parallelism: settings, dtype, equal weights on all ranks, units of ZeRO."""
 
 import hashlib
+import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
@@ -38,6 +39,8 @@ READ = frozenset(
     }
 ) - {"decoupled_lr", "decoupled_min_lr", "start_weight_decay", "end_weight_decay", "weight_decay_incr_style"}
 """Settings of a run that apply to a model of the caller; all others describe the GPT of ``pretrain_gpt.py``."""
+LOCAL = ("_dir", "_file", "_uri")
+"""Ends of the names of settings that may differ between ranks."""
 FIRST_MODULES = 8
 """Number of names that an error message lists."""
 
@@ -108,6 +111,23 @@ def check_settings(config: RunConfig, world_size: int) -> RunConfig:
     )
     check(without_data(gpt), world_size)  # settings of the GPT model have their defaults
     return replace(config, optimizer=optimizer)
+
+
+def check_same_settings(config: RunConfig, device: torch.device) -> None:
+    """Compare all settings but names of files and folders between the ranks.
+
+    Errors: ``LayoutError`` on all ranks with the first difference.
+    """
+    values = {name: value for name, value in config.flat().items() if not name.endswith(LOCAL)}
+    told = tell_all(json.dumps(values, default=str), device)
+    other = next((rank for rank, text in enumerate(told) if text != told[0]), None)
+    if other is not None:
+        first, second = json.loads(told[0]), json.loads(told[other])
+        name = next(name for name in values if first[name] != second[name])
+        raise LayoutError(
+            f"the settings differ between ranks: rank 0 has {name}={first[name]!r}, and rank {other} has "
+            f"{second[name]!r}; give the same config and optimizer on every rank"
+        )
 
 
 def _without_blocks(training: TrainingConfig) -> TrainingConfig:

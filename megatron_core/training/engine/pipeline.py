@@ -18,7 +18,7 @@ from megatron_core.parallel.grid import WORLD
 from megatron_core.parallel.groups import ParallelGroups
 from megatron_core.parallel.launch import World
 from megatron_core.parallel.micro_batch import SequenceSplit
-from megatron_core.parallel.texts import gather_texts, tell_all
+from megatron_core.parallel.texts import failing_together, gather_texts, tell_all
 from megatron_core.pipeline_parallel.executor import ForwardStep
 from megatron_core.pipeline_parallel.messages import Message, StructuredMessages, flatten, tensors_of
 from megatron_core.pipeline_parallel.p2p import PipelineP2P
@@ -141,7 +141,8 @@ class PipelineEngine(Engine):
         """Cut a whole model into stages, and keep those of this rank."""
         config, device, where = self.config, self.world.device, self.plans.stage_to_rank
         check_same_module(module, device)
-        param_groups = groups_of(module, config.optimizer, choices.model_parameters)
+        with failing_together(device):
+            param_groups = groups_of(module, config.optimizer, choices.model_parameters)
         local = LocalInitialisation(module, config.training.seed, device, choices.initialise)
         if groups.size("tp") > 1:  # splits are chosen from the whole model
             cast(module, config, device)

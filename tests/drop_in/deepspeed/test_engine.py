@@ -487,3 +487,40 @@ def _save_with_own_tag(mode: str, folder: str) -> str | None:
         assert isinstance(error, CheckpointError) and "tag differs between ranks: 'tag-0', 'tag-1'" in str(error)
         return None
     return Path(folder, "latest").read_text()
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    (
+        ("stage", "the settings differ between ranks: rank 0 has zero_stage=0, and rank 1 has 2; give the same config"),
+        ("key", "foo is not a key of DeepSpeed"),
+        ("file", "no such file; give the path of a JSON file"),
+        ("optimizer", "2 of its 2 parameters do not belong to the model"),
+    ),
+)
+def test_a_fault_of_one_rank_is_an_error_on_all(fault: str, message: str) -> None:
+    for text in run_ranks(2, _fault_of_rank_1, fault):
+        assert message in text
+
+
+def _fault_of_rank_1(fault: str) -> str:
+    config: Any = dict(CONFIG)
+    given: dict[str, Any] = {}
+    if dist.get_rank() == 1:
+        if fault == "stage":
+            config["zero_optimization"] = {"stage": 2}
+        elif fault == "key":
+            config["foo"] = 1
+        elif fault == "file":
+            config = "absent.json"
+        else:
+            given["optimizer"] = torch.optim.AdamW(nn.Linear(1, 1).parameters(), lr=0.01)
+    model = _model()
+    if fault == "optimizer":
+        del config["optimizer"]
+        given.setdefault("optimizer", torch.optim.AdamW(model.parameters(), lr=0.01))
+    try:
+        deepspeed.initialize(model=model, config=config, **given)
+    except (ConfigError, LayoutError) as error:
+        return str(error)
+    return ""
