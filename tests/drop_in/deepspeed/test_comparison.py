@@ -103,6 +103,15 @@ def test_twenty_steps_are_equal(job: Job) -> None:
     np.testing.assert_allclose(ours.momenta, theirs.momenta, rtol=1e-12)
     assert ours.scales == theirs.scales
     if job.name != "zero0":  # DeepSpeed has no norm at stage 0 in float32
-        assert ours.norms == pytest.approx(theirs.norms, rel=5 * bound)
+        assert ours.norms == pytest.approx(_norms_of(job, theirs), rel=5 * bound)
     assert theirs.losses[-1] < theirs.losses[0]
     assert (theirs.counters[-1][3] > 0) == bool(job.overflows)
+
+
+def _norms_of(job: Job, theirs: Result) -> list[float]:
+    """DeepSpeed's norms: at stage 3 it divides them by the loss scale after the step, which may have grown."""
+    if job.config["zero_optimization"]["stage"] < 3:
+        return theirs.norms
+    updates = [at - 1 if at % 2 == 0 else at for at in range(len(theirs.norms))]  # two micro-batches in a step
+    growth = [max(theirs.scales[at] / theirs.scales[at - 1], 1.0) if at > 0 else 1.0 for at in updates]
+    return [norm * factor for norm, factor in zip(theirs.norms, growth, strict=True)]
