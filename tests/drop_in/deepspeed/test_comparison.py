@@ -33,9 +33,9 @@ CYCLE = {
     | {"decay_lr_rate": 0.1, "decay_mom_rate": 0.1},
 }
 CPU = {"device": "cpu"}
-SUMS = {"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"}
+SUMS: dict[str, Any] = {"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"}
 """Gradients of bfloat16 weights are summed in float32, as here in any case."""
-BF16 = {"bf16": {"enabled": True}, **SUMS}
+BF16: dict[str, Any] = {"bf16": {"enabled": True}, **SUMS}
 ONE_ROUNDING = {"memory_efficient_linear": False}
 """DeepSpeed's own linear function of ZeRO 3 rounds the product and its sum with the bias."""
 DYNAMIC = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 3, "hysteresis": 2}
