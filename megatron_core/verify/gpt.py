@@ -35,7 +35,7 @@ class GPTExperiment:
         config = configured(self.config, layout, dtype, self.own_settings if layout.world_size > 1 else {})
         if self.few_micro_batches and layout.pp == 1:
             each = config.training.final_batch_size(layout.dp) // layout.dp
-            size = next((size for size in range(each // 2, 0, -1) if each % size == 0), 1)
+            size = next((size for size in range(min(each // 2, 64), 0, -1) if each % size == 0), 1)
             config = RunConfig.from_flat(config.flat() | {"micro_batch_size": size})
         return train_traced(config, self.steps)
 

@@ -101,9 +101,10 @@ class _Received(_Work):
 
         def describe() -> str:
             buffer = self._receive.buffer
-            return f"a message of {_form(buffer)} from rank {ranks[self._sender]}"
+            return f"for a message of {_form(buffer)} from rank {ranks[self._sender]}"
 
-        self._receive.waiting = Waiting(ranks[self._group.rank()], describe)
+        own, sender = ranks[self._group.rank()], ranks[self._sender]
+        self._receive.waiting = Waiting(own, "message", describe, lambda: [sender])
         self._group.channel.scheduler.wait(self._receive.waiting)
 
     def _finish(self) -> None:
@@ -131,11 +132,15 @@ class _Collective(_Work):
     def _sleep(self) -> None:
         meeting, ranks = self._meeting, self._group.channel.ranks
 
-        def describe() -> str:
-            missing = [ranks[rank] for rank in meeting.missing()]
-            return f"{meeting.signature}, call {meeting.number} over ranks {in_short(ranks)}, for {in_short(missing)}"
+        def missing() -> list[int]:
+            return [ranks[rank] for rank in meeting.missing()]
 
-        waiting = Waiting(ranks[self._group.rank()], describe)
+        def describe() -> str:
+            call = f"{meeting.signature}, call {meeting.number} over ranks {in_short(ranks)}"
+            others = missing()
+            return f"in {call}, for rank{'s' * (len(others) > 1)} {in_short(others)}"
+
+        waiting = Waiting(ranks[self._group.rank()], meeting.signature.kind, describe, missing)
         meeting.waiting.append(waiting)
         self._group.channel.scheduler.wait(waiting)
 

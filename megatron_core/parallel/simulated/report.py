@@ -18,6 +18,8 @@ from megatron_core.parallel.watchdog import LIBRARIES
 
 SHOWN = 12
 """Number of different places that a report lists."""
+EXAMPLES = 3
+"""Number of ranks of each place whose operation is given."""
 
 
 def name_of(rank: int, context: Context) -> str:
@@ -30,23 +32,38 @@ def name_of(rank: int, context: Context) -> str:
 def deadlock(waiting: Sequence[Waiting], contexts: Mapping[int, Context], ended: int) -> str:
     """Which ranks wait for what, and where; ``ended`` ranks have returned. The last line is the reason in one line."""
     frames = sys._current_frames()
-    places: dict[str, list[Waiting]] = {}
+    places: dict[tuple[str, str], list[Waiting]] = {}
     for each in waiting:
-        places.setdefault(f"{each.describe()}, {place_of(frames[each.thread])}", []).append(each)
+        places.setdefault((each.kind, place_of(frames[each.thread])), []).append(each)
     lines = []
-    for text, there in list(places.items())[:SHOWN]:
-        named = ", ".join(name_of(each.rank, contexts[each.rank]) for each in there[:2])
-        others = f" and {len(there) - 2} more ({in_short([each.rank for each in there])})" if len(there) > 2 else ""
-        lines.append(f"  {named}{others}: in {text}")
+    for (_, place), there in list(places.items())[:SHOWN]:
+        lines.append(f"  {len(there)} rank{'s' * (len(there) > 1)} in {place or 'the interpreter'}:")
+        lines += [f"    {_said(each, contexts)}" for each in there[:EXAMPLES]]
+        if len(there) > EXAMPLES:
+            lines.append(f"    and {in_short([each.rank for each in there[EXAMPLES:]])}")
     if len(places) > SHOWN:
         lines.append(f"  and {len(places) - SHOWN} other places")
     some_ended = f", and {ended} have ended" if ended else ""
-    first = waiting[0]
-    lines.append(
-        f"deadlock: {len(waiting)} ranks wait for each other{some_ended}; "
-        f"{name_of(first.rank, contexts[first.rank])} waits in {first.describe()}, {place_of(frames[first.thread])}"
-    )
+    cause = " and ".join(f"{_said(each, contexts)}, {place_of(frames[each.thread])}" for each in _circle(waiting)[:2])
+    lines.append(f"deadlock: {len(waiting)} ranks wait for each other{some_ended}; {cause}")
     return "\n".join(lines)
+
+
+def _circle(waiting: Sequence[Waiting]) -> list[Waiting]:
+    """Ranks of which each waits for the next, and the last for the first; or one that waits for a rank that ended."""
+    of_rank = {each.rank: each for each in waiting}
+    chain = [waiting[0]]
+    while True:
+        following = next((of_rank[rank] for rank in chain[-1].others() if rank in of_rank), None)
+        if following is None:
+            return chain[-1:]
+        if following in chain:
+            return chain[chain.index(following) :]
+        chain.append(following)
+
+
+def _said(waiting: Waiting, contexts: Mapping[int, Context]) -> str:
+    return f"{name_of(waiting.rank, contexts[waiting.rank])} waits {waiting.describe()}"
 
 
 def failure(rank: int, error: BaseException, context: Context) -> str:

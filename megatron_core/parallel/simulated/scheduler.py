@@ -13,12 +13,14 @@ from collections.abc import Callable
 
 
 class Waiting:
-    """A thread that waits for other ranks; ``describe`` says for what."""
+    """A thread that waits in an operation of a ``kind`` for the ranks ``others()``; ``describe`` says for what."""
 
-    __slots__ = ("describe", "lock", "rank", "thread")
+    __slots__ = ("describe", "kind", "lock", "others", "rank", "thread")
 
-    def __init__(self, rank: int, describe: Callable[[], str]) -> None:
-        self.rank, self.describe = rank, describe
+    def __init__(
+        self, rank: int, kind: str, describe: Callable[[], str], others: Callable[[], list[int]] = list
+    ) -> None:
+        self.rank, self.kind, self.describe, self.others = rank, kind, describe, others
         self.thread = threading.get_ident()
         self.lock = threading.Lock()
         self.lock.acquire()
