@@ -12,8 +12,9 @@ from megatron_core.datasets.base import Sample
 from megatron_core.datasets.keyed_dataset import mix64
 from megatron_core.datasets.loader import packing_of
 from megatron_core.training.driver import StepHooks
-from megatron_core.training.setup import set_up
+from megatron_core.training.setup import Run, set_up
 from megatron_core.training.step import StepResult, train_step
+from megatron_core.verify.culprit import Comparer, Difference, Recorder, Reference
 from megatron_core.verify.ranks import run_ranks, this_world
 from megatron_core.verify.trace import RankTrace, Trace, assemble
 
@@ -32,12 +33,29 @@ class GPTExperiment:
 
     def __call__(self, layout: Layout, dtype: str) -> RankTrace:
         """Train and return this rank's trace; called in every rank of a world of ``layout.world_size``."""
+        return train_traced(self._configured(layout, dtype), self.steps)
+
+    def record(self) -> Reference:
+        """The tensors of a step in one process, in float64."""
+        run = prepared(self._configured(Layout(), "float64"))
+        recorder = Recorder(run)
+        train_step(run)
+        return recorder.reference
+
+    def compare(self, layout: Layout, reference: Reference) -> dict[tuple[str, str], Difference]:
+        """This rank's tensors of the step that differ from those of one process, in float64."""
+        run = prepared(self._configured(layout, "float64"))
+        comparer = Comparer(run, reference)
+        train_step(run)
+        return comparer.found
+
+    def _configured(self, layout: Layout, dtype: str) -> RunConfig:
         config = configured(self.config, layout, dtype, self.own_settings if layout.world_size > 1 else {})
         if self.few_micro_batches and layout.pp == 1:
             each = config.training.final_batch_size(layout.dp) // layout.dp
             size = next((size for size in range(min(each // 2, 64), 0, -1) if each % size == 0), 1)
             config = RunConfig.from_flat(config.flat() | {"micro_batch_size": size})
-        return train_traced(config, self.steps)
+        return config
 
 
 def fitting_layouts(config: RunConfig, world_size: int) -> list[Layout]:
@@ -54,12 +72,18 @@ def configured(
     return RunConfig.from_flat(config.flat() | layout.settings() | precision | dict(own_settings or {}))
 
 
-def train_traced(config: RunConfig, steps: int) -> RankTrace:
-    """Train ``steps`` steps as ``pretrain_gpt.py`` does, in this rank's world."""
+def prepared(config: RunConfig) -> Run:
+    """Set up a run as ``pretrain_gpt.py`` does, in this rank's world, on synthetic ragged batches."""
     run = set_up(config, this_world())
     packing = packing_of(config.data, run.tokenizer)
     eod = None if packing is None else packing.eod
     run.train_loader = run.loader(RaggedDataset(run.vocab_size, config.data.seq_length, eod))
+    return run
+
+
+def train_traced(config: RunConfig, steps: int) -> RankTrace:
+    """Train ``steps`` steps as ``pretrain_gpt.py`` does, in this rank's world."""
+    run = prepared(config)
     trace = RankTrace()
     hooks = StepHooks(before_update=lambda: trace.add_gradients(run.data_parallel, run.state.iteration))
     for _ in range(steps):

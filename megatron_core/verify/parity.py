@@ -1,9 +1,9 @@
 """Parity check: compare an experiment under many layouts with the same experiment in one process."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from megatron_core.errors import ConfigError
 from megatron_core.parallel.shared_memory import backend as shared_memory
 from megatron_core.parallel.texts import listed
 from megatron_core.verify.compare import EPSILON, FLOAT64_BOUND, NOISE_FACTOR, Bounds, Errors, beyond, relative_errors
+from megatron_core.verify.culprit import Difference, Reference, describe
 from megatron_core.verify.noise import REORDERED_RUNS, rounding_noise
 from megatron_core.verify.ranks import RankFailure, run_ranks, run_simulated
 from megatron_core.verify.trace import RankTrace, Trace, assemble
@@ -25,6 +26,19 @@ class Experiment(Protocol):
 
         Weights, batches and random numbers must be functions of names and indices that do not depend on the layout.
         """
+        ...
+
+
+@runtime_checkable
+class Locating(Protocol):
+    """An experiment that can find the first wrong tensor of a layout; its functions are called on every rank."""
+
+    def record(self) -> Reference:
+        """The tensors of a step in one process."""
+        ...
+
+    def compare(self, layout: Layout, reference: Reference) -> Mapping[tuple[str, str], Difference]:
+        """This rank's wrong tensors."""
         ...
 
 
@@ -53,6 +67,8 @@ class Row:
     """Largest memory of a simulated world, in GB."""
     faults: tuple[str, ...] = ()
     """Reasons why the layout fails; empty if it passes."""
+    culprit: str = ""
+    """The first wrong tensor of a layout that fails, if the experiment can find it."""
 
     @property
     def holds(self) -> bool:
@@ -170,7 +186,30 @@ class _Runner:
             lines = str(failure).strip().splitlines()
             return Row(str(layout), layout.world_size, time.perf_counter() - began, faults=(f"fails: {lines[-1]}",))
         errors = relative_errors(found, baseline)
-        return replace(_row(layout, began, errors, (*found.faults, *beyond(errors, bounds))), **used)
+        row = replace(_row(layout, began, errors, (*found.faults, *beyond(errors, bounds))), **used)
+        if row.holds or dtype != "float64" or not isinstance(self.experiment, Locating):
+            return row
+        wrong = {name: error for name, error in errors.items() if not error <= bounds.of(name)}
+        return replace(row, culprit=self._culprit(self.experiment, layout, wrong))
+
+    def _culprit(self, experiment: Locating, layout: Layout, wrong: Errors) -> str:
+        """The sentence about the first wrong tensor."""
+        try:
+            (reference,) = self._results(Layout(), experiment.record)
+            found = self._results(layout, experiment.compare, layout, reference)
+        except RankFailure as failure:
+            return f"the first wrong tensor was not found: {str(failure).strip().splitlines()[-1]}"
+        return describe(reference, found, wrong)
+
+    def _results(self, layout: Layout, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Call ``function(*args)`` on the ranks of a layout."""
+        if self.device == "simulated" and layout.world_size > 1:
+            results: list[Any] = run_simulated(layout.world_size, function, *args).result
+            return results
+        device = "cuda" if self.device == "cuda" else "cpu"
+        return run_ranks(
+            layout.world_size, function, *args, timeout=10 * self.timeout, device=device, backend=self.backend
+        )
 
 
 def _refuse_trivial(baseline: Trace) -> None:

@@ -34,6 +34,8 @@ class TerminalTable:
             yield f"    {textwrap.shorten(fault, _LONGEST_FAULT, placeholder=' ...')}"
         if len(row.faults) > _MOST_FAULTS:
             yield f"    ... and {len(row.faults) - _MOST_FAULTS} more"
+        if row.culprit:
+            yield f"    {row.culprit}"
 
     def _line(self, texts: tuple[str, ...]) -> str:
         padded = (
