@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megatron_core.ops import accumulate_weight_grad_
+from megatron_core.ops import accumulate_weight_grad_, input_grad, linear
 from megatron_core.parallel.collectives import (
     Done,
     Handle,
@@ -53,7 +53,7 @@ def parallel_linear(
     """
     training = torch.is_grad_enabled()
     if fp8 is None and not training:
-        return nn.functional.linear(gather_input(x, comm), weight, bias)
+        return linear(gather_input(x, comm), weight, bias)
     return _ParallelLinear.apply(x, weight, bias, comm, fp8, training)
 
 
@@ -64,7 +64,7 @@ class _ParallelLinear(torch.autograd.Function):
         # After recomputation the saved weight is another tensor without main_grad and grad_queue, so keep this one.
         ctx.weight, ctx.comm, ctx.has_bias, ctx.fp8 = weight, comm, bias is not None, fp8
         if fp8 is None:
-            return nn.functional.linear(gather_input(x, comm), weight, bias)
+            return linear(gather_input(x, comm), weight, bias)
         if comm.gather_sequence and fp8.per_tensor:
             y, ctx.scales = fp8.output(x, weight, record=training, gather=comm.group)
         else:
@@ -95,7 +95,7 @@ class Gradients:
 
     def of_input(self) -> Tensor:
         """dL/dx = dL/dy W, not yet summed over ranks."""
-        return self.grad_y.matmul(self.weight) if self.narrow is None else self.narrow.of_input()
+        return input_grad(self.grad_y, self.weight) if self.narrow is None else self.narrow.of_input()
 
     def start_gather(self, x: Tensor, comm: LinearComm) -> tuple[Tensor, Handle]:
         """Start gathering the input along the sequence, for ``of_weight``; in FP8 if that product is in FP8."""
