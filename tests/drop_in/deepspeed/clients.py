@@ -149,8 +149,9 @@ def train_with_trainer(
         dataloader_pin_memory=False,
     )
     samples = make_samples()
-    trainer = transformers.Trainer(load_model(model), arguments, train_dataset=samples[:48], eval_dataset=samples[48:])
-    recomputed = count_calls(trainer.model.model.layers[0].mlp)
+    loaded = load_model(model)
+    recomputed = count_calls(loaded.model.layers[0].mlp)
+    trainer = transformers.Trainer(loaded, arguments, train_dataset=samples[:48], eval_dataset=samples[48:])
     trainer.train(resume_from_checkpoint=None if resume_from is None else f"{output}/checkpoint-{resume_from}")
     check_package(trainer.model_wrapped, folder)
     trainer.save_model(f"{output}/final")

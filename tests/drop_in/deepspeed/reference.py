@@ -65,7 +65,8 @@ def _process() -> tuple[subprocess.Popen[str], Any]:
         command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=environment, pass_fds=(writes,)
     )
     os.close(writes)
-    atexit.register(process.kill)
+    atexit.register(process.wait)
+    atexit.register(process.kill)  # called first
     return process, os.fdopen(reads)
 
 

@@ -33,9 +33,9 @@ CYCLE = {
     | {"decay_lr_rate": 0.1, "decay_mom_rate": 0.1},
 }
 CPU = {"device": "cpu"}
-SUMS = {"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"}
+SUMS: dict[str, Any] = {"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"}
 """Gradients of bfloat16 weights are summed in float32, as here in any case."""
-BF16 = {"bf16": {"enabled": True}, **SUMS}
+BF16: dict[str, Any] = {"bf16": {"enabled": True}, **SUMS}
 ONE_ROUNDING = {"memory_efficient_linear": False}
 """DeepSpeed's own linear function of ZeRO 3 rounds the product and its sum with the bias."""
 DYNAMIC = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 3, "hysteresis": 2}
@@ -89,7 +89,7 @@ ROWS = [
 
 
 @pytest.mark.skipif(not REFERENCE.exists(), reason="needs DeepSpeed")
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("job", ROWS, ids=[job.name for job in ROWS])
 def test_twenty_steps_are_equal(job: Job) -> None:
     ours = Result(**run_ranks(job.ranks, train, asdict(job))[0])
@@ -103,6 +103,15 @@ def test_twenty_steps_are_equal(job: Job) -> None:
     np.testing.assert_allclose(ours.momenta, theirs.momenta, rtol=1e-12)
     assert ours.scales == theirs.scales
     if job.name != "zero0":  # DeepSpeed has no norm at stage 0 in float32
-        assert ours.norms == pytest.approx(theirs.norms, rel=5 * bound)
+        assert ours.norms == pytest.approx(_norms_of(job, theirs), rel=5 * bound)
     assert theirs.losses[-1] < theirs.losses[0]
     assert (theirs.counters[-1][3] > 0) == bool(job.overflows)
+
+
+def _norms_of(job: Job, theirs: Result) -> list[float]:
+    """DeepSpeed's norms: at stage 3 it divides them by the loss scale after the step, which may have grown."""
+    if job.config["zero_optimization"]["stage"] < 3:
+        return theirs.norms
+    updates = [at - 1 if at % 2 == 0 else at for at in range(len(theirs.norms))]  # two micro-batches in a step
+    growth = [max(theirs.scales[at] / theirs.scales[at - 1], 1.0) if at > 0 else 1.0 for at in updates]
+    return [norm * factor for norm, factor in zip(theirs.norms, growth, strict=True)]
