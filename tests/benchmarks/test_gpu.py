@@ -96,7 +96,9 @@ def test_without_a_gpu_the_rest_is_left_out(tmp_path: Path) -> None:
 
 def test_only_names_stages(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--list", "--only", "speed gpt", "train muon"]) == 0
-    assert capsys.readouterr().out.split("\n")[:-1] == ["train muon", "speed gpt 1b", "speed gpt 1b fp8"]
+    assert capsys.readouterr().out.split("\n")[:-1] == [
+        *("train muon", "speed gpt 1b", "speed gpt 1b fp8", "speed gpt 1b compiled")
+    ]
     with pytest.raises(SystemExit):
         main(["--only", "sped"])
     assert "names no stage" in capsys.readouterr().err
@@ -132,7 +134,9 @@ def modes_on_a_simulated_gpu(names: list[str]) -> list[dict[str, Any]]:
     return found
 
 
-SIMULATED = [name for name in training.PLAIN if name not in ("fp8 delayed", "fp8 tensorwise", "fp8 rowwise")]
+SIMULATED = [
+    name for name in training.PLAIN if name not in ("fp8 delayed", "fp8 tensorwise", "fp8 rowwise", "compiled")
+]
 
 
 @pytest.mark.drawn(5)
