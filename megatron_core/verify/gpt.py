@@ -11,8 +11,10 @@ from megatron_core.config.validate import problems
 from megatron_core.datasets.base import Sample
 from megatron_core.datasets.keyed_dataset import mix64
 from megatron_core.datasets.loader import packing_of
+from megatron_core.monitor.hash_records import HashRecord
 from megatron_core.training.driver import StepHooks
-from megatron_core.training.setup import set_up
+from megatron_core.training.setup import Run, set_up
+from megatron_core.training.state_hashes import HashedSteps, StateHashes
 from megatron_core.training.step import StepResult, train_step
 from megatron_core.verify.ranks import run_ranks, this_world
 from megatron_core.verify.trace import RankTrace, Trace, assemble
@@ -31,11 +33,18 @@ class GPTExperiment:
 
     def __call__(self, layout: Layout, dtype: str) -> RankTrace:
         """Train and return this rank's trace; called in every rank of a world of ``layout.world_size``."""
+        return train_traced(self._config(layout, dtype), self.steps)
+
+    def hashes(self, layout: Layout, dtype: str) -> list[HashRecord]:
+        """Train and return the records of the initial state and of each step, equal on all ranks."""
+        return train_hashed(self._config(layout, dtype), self.steps)
+
+    def _config(self, layout: Layout, dtype: str) -> RunConfig:
         config = configured(self.config, layout, dtype, self.own_settings if layout.world_size > 1 else {})
         if self.few_micro_batches and layout.pp == 1:
             each = config.training.final_batch_size(layout.dp) // layout.dp
             config = RunConfig.from_flat(config.flat() | {"micro_batch_size": max(each // 2, 1)})
-        return train_traced(config, self.steps)
+        return config
 
 
 def fitting_layouts(config: RunConfig, world_size: int) -> list[Layout]:
@@ -54,10 +63,7 @@ def configured(
 
 def train_traced(config: RunConfig, steps: int) -> RankTrace:
     """Train ``steps`` steps as ``pretrain_gpt.py`` does, in this rank's world."""
-    run = set_up(config, this_world())
-    packing = packing_of(config.data, run.tokenizer)
-    eod = None if packing is None else packing.eod
-    run.train_loader = run.loader(RaggedDataset(run.vocab_size, config.data.seq_length, eod))
+    run = _run_on_ragged_data(config)
     trace = RankTrace()
     hooks = StepHooks(before_update=lambda: trace.add_gradients(run.data_parallel, run.state.iteration))
     for _ in range(steps):
@@ -67,6 +73,28 @@ def train_traced(config: RunConfig, steps: int) -> RankTrace:
         trace.add_reports(run.state.iteration - 1, _reports(result))
     trace.add_weights(run.data_parallel, run.stages.values())
     return trace
+
+
+def train_hashed(config: RunConfig, steps: int) -> list[HashRecord]:
+    """Train ``steps`` steps as ``train_traced`` does; return the record of the initial state and of each step."""
+    run = _run_on_ragged_data(config)
+    state = StateHashes(run.stages, run.data_parallel, run.optimizer, run.groups)
+    hashed = HashedSteps(state, by_tensor=True)
+    records = [hashed.initial(run.state.iteration)]
+    hooks = StepHooks(before_update=lambda: hashed.before_update(run.state.iteration + 1))
+    for _ in range(steps):
+        result = train_step(run, hooks=hooks)
+        records.append(hashed.after_step(result.loss, result.grad_norm))
+    return records
+
+
+def _run_on_ragged_data(config: RunConfig) -> Run:
+    """Set up a run in this rank's world that reads a ``RaggedDataset``."""
+    run = set_up(config, this_world())
+    packing = packing_of(config.data, run.tokenizer)
+    eod = None if packing is None else packing.eod
+    run.train_loader = run.loader(RaggedDataset(run.vocab_size, config.data.seq_length, eod))
+    return run
 
 
 def _reports(result: StepResult) -> dict[str, Sequence[float]]:
