@@ -55,3 +55,16 @@ def test_a_changed_run_is_found(tmp_path: Path) -> None:
     run(tmp_path / "other", train_iters=2, weight_decay=0.02)
     found = first_difference(read_hashes(tmp_path / "one"), read_hashes(tmp_path / "other"))
     assert found is not None and (found.iteration, found.quantity) == (1, "weights")
+
+
+def test_a_change_of_the_layout_leaves_no_trace(tmp_path: Path) -> None:
+    """Six steps in one process, and three there and three after a resume with two pipeline stages."""
+    run(tmp_path / "whole", train_iters=6)
+    run_ranks(1, partial(run, tmp_path / "parts", train_iters=6, exit_interval=3))
+    run_ranks(2, partial(run, tmp_path / "parts", train_iters=6, load=str(tmp_path / "parts"), **{PP: 2}))
+    whole, parts = read_hashes(tmp_path / "whole"), read_hashes(tmp_path / "parts")
+    assert [record.iteration for record in parts] == list(range(7))
+    assert [(r.gradients, r.weights, r.optimizer) for r in whole] == [
+        (r.gradients, r.weights, r.optimizer) for r in parts
+    ]
+    assert hash_of(tmp_path / "whole") == hash_of(tmp_path / "parts")
