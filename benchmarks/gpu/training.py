@@ -88,6 +88,7 @@ PLAIN: dict[str, Mode] = {
     "fused loss": Mode(BF16 | {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "linear"}, 5e-3),
     "zero 1": Mode(BF16 | {"zero_stage": 1}, 5e-3),
     "zero 3": Mode(BF16 | {"zero_stage": 3}, 5e-3),
+    "compiled": Mode(BF16 | {"compile": True}, 5e-3),
 }
 
 

@@ -99,6 +99,7 @@ POWERSGD = Condition("--grad-compression powersgd", lambda run: run.parallel.gra
 
 # FP8.
 FP8 = given("fp8_format", "hybrid")
+NO_FP8 = unless("--fp8-format", lambda run: run.training.fp8_format is not None)
 DELAYED = Condition("--fp8-recipe delayed", lambda run: run.training.fp8_recipe == "delayed")
 LARGEST_AMAX = Condition("--fp8-amax-compute-algo max", lambda run: run.training.fp8_amax_compute_algo == "max")
 AMAX_HISTORY = Condition("--fp8-amax-history-len 2 or more", lambda run: run.training.fp8_amax_history_len > 1)

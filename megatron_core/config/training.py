@@ -55,6 +55,12 @@ class TrainingConfig(FP8Config):
     deterministic_mode: bool = setting(False, when=ALWAYS)
     """Use only deterministic kernels of torch; an operation without one is an error. Data order, initial weights and
     dropout always depend only on the seed, and on CPUs all results do."""
+    compile: bool = setting(False, needs=c.NO_FP8, when=c.TRAINING)
+    """Compile each layer with torch.compile. Attention of packed documents or over CP ranks, and experts, stay eager
+    between the graphs of a layer."""
+    compile_backend: Literal["inductor", "aot_eager", "eager"] = setting("inductor", needs=given("compile"))
+    """inductor: generate code. aot_eager, eager: run the operators of the graphs, to find the cause of a fault: with
+    and without graphs of the backward."""
     check_for_nan_in_loss_and_grad: bool = setting(True, when=ALWAYS)
     """Stop with an error if the loss or the gradient norm is not finite (with --fp16: skip the step);
     --no-check-for-nan-in-loss-and-grad: continue."""

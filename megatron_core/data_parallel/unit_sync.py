@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron_core.data_parallel.buffer import Bucket
+from megatron_core.parallel.compiled import is_compiled
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +93,7 @@ class UnitSync:
         seen = {root}
         for unit, listed in zip(self.units[len(self.units) - len(modules) :], modules, strict=True):
             for module in listed:
-                for inner in module.modules():
+                for inner in _hooked(module):
                     owns = inner is module or next(inner.parameters(recurse=False), None) is not None
                     if owns and inner not in seen:
                         seen.add(inner)
@@ -260,6 +261,13 @@ class UnitSync:
             passed = len(self.units) if backward else first - 1
         number = passed + (-distance if backward else distance)
         return list(self.units[number].reads) if first <= number < len(self.units) else []
+
+
+def _hooked(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield ``module`` and its submodules, without those inside of a compiled module: hooks are not part of graphs."""
+    yield module
+    for child in () if is_compiled(module) else module.children():
+        yield from _hooked(child)
 
 
 def _buckets_of(

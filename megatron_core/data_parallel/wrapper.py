@@ -19,9 +19,11 @@ from megatron_core.data_parallel.fill import global_parameters, in_order, make_b
 from megatron_core.data_parallel.placement import Placement
 from megatron_core.data_parallel.unit_sync import UnitOptions, UnitSync
 from megatron_core.parallel.collectives import all_reduce_
+from megatron_core.parallel.compiled import is_compiled
 from megatron_core.parallel.groups import Group, ParallelGroups
 from megatron_core.parallel.sharding import Split, spec_of
 from megatron_core.schedules.actions import Action
+from megatron_core.tensor_parallel.linear import number_weights
 
 
 class DataParallel:
@@ -123,6 +125,8 @@ class DataParallel:
                 parameter.register_post_accumulate_grad_hook(self._accumulator(bucket))
                 if bucket.splits_grads:
                     parameter.open_grad = self._opener(bucket)
+        for module in (module for stage in stages.values() for module in stage.modules() if is_compiled(module)):
+            number_weights(p for p in module.parameters() if p.requires_grad)
         if overlap_param_gather and zero_stage < 3:
             for stage in stages:
                 self._wait_before_forward(stage, stages[stage])

@@ -148,7 +148,7 @@ class CoreAttention(nn.Module):
         samples = context.sample_index
         if samples is not None and at.sample is not None:
             samples = samples[at.sample : at.sample + 1]
-        outputs, stop = [], 0
+        outputs, stop = [], key.shape[2] - query.shape[2]
         for block in query.split(QUERY_BLOCK, dim=2):
             start, stop = stop, stop + block.shape[2]
             first = 0 if self.window is None else max(start + 1 - self.window, 0)

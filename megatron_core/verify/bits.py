@@ -12,7 +12,7 @@ from megatron_core.monitor.hash_records import Difference, HashRecord, first_dif
 from megatron_core.parallel.shared_memory import backend as shared_memory
 from megatron_core.parallel.texts import listed
 from megatron_core.verify.compare import EPSILON
-from megatron_core.verify.ranks import RankFailure, run_ranks
+from megatron_core.verify.ranks import RankFailure, run_ranks, run_simulated
 
 
 class HashedExperiment(Protocol):
@@ -92,46 +92,46 @@ def check_bits(
         raise ConfigError(f"dtype={dtype} cannot be compared; legal: {', '.join(EPSILON)}")
     wanted = [Layout.parse(layout) if isinstance(layout, str) else layout for layout in layouts]
 
-    def records(layout: Layout) -> list[list[HashRecord]]:
-        return run_ranks(
-            layout.world_size, experiment.hashes, layout, dtype, timeout=timeout, device=device, backend=backend
+    def results(layout: Layout) -> tuple[list[HashRecord], list[str]]:
+        if device == "simulated" and layout.world_size > 1:
+            return run_simulated(layout.world_size, experiment.hashes, layout, dtype, finish=_joined).result
+        return _joined(
+            run_ranks(
+                layout.world_size, experiment.hashes, layout, dtype, timeout=timeout, device=device, backend=backend
+            )
         )
 
-    (baseline,) = records(Layout())
+    baseline, _ = results(Layout())
     losses = [record.loss for record in baseline if record.loss is not None]
     if not losses or not all(map(isfinite, losses)):
         raise ConfigError(f"in one process the losses are {losses}, which are not finite and cannot be compared")
-    report = BitsReport(dtype, shared_memory.expected(backend) if device == "cpu" else "nccl", len(losses))
+    names = {"cpu": shared_memory.expected(backend), "cuda": "nccl", "simulated": "simulated ranks"}
+    report = BitsReport(dtype, names[device], len(losses))
     for layout in wanted:
-        began = time.perf_counter()
+        began, difference = time.perf_counter(), None
         try:
-            found = records(layout)
+            found, faults = results(layout)
         except RankFailure as failure:
-            lines = str(failure).strip().splitlines()
-            row = BitsRow(str(layout), layout.world_size, time.perf_counter() - began, faults=(f"fails: {lines[-1]}",))
+            faults = [f"fails: {str(failure).strip().splitlines()[-1]}"]
         else:
-            row = BitsRow(
-                str(layout),
-                layout.world_size,
-                time.perf_counter() - began,
-                first_difference(baseline, found[0]),
-                tuple(_faults(baseline, found)),
-            )
+            difference = first_difference(baseline, found)
+            ours, theirs = ([record.iteration for record in each] for each in (found, baseline))
+            if ours != theirs:
+                faults.append(f"has records of the iterations {listed(ours)} instead of {listed(theirs)}")
+        row = BitsRow(str(layout), layout.world_size, time.perf_counter() - began, difference, tuple(faults))
         report.rows.append(row)
         on_row(row)
     return report
 
 
-def _faults(baseline: Sequence[HashRecord], found: Sequence[Sequence[HashRecord]]) -> Iterable[str]:
-    """Yield missing steps and inconsistencies between ranks."""
-    if [record.iteration for record in found[0]] != [record.iteration for record in baseline]:
-        ours, theirs = ([record.iteration for record in each] for each in (found[0], baseline))
-        yield f"has records of the iterations {listed(ours)} instead of {listed(theirs)}"
+def _joined(found: Sequence[list[HashRecord]]) -> tuple[list[HashRecord], list[str]]:
+    """The records of all ranks -> those of rank 0, and inconsistencies between ranks."""
+    first, faults = found[0], []
     for rank, records in enumerate(found):
-        if (differs := first_difference(found[0], records)) is not None:
-            yield f"rank {rank} and rank 0 report different results ({differs})"
-    for record in found[0]:
+        if (differs := first_difference(first, records)) is not None:
+            faults.append(f"rank {rank} and rank 0 report different results ({differs})")
+    for record in first:
         if record.differing_copies:
             names = listed(record.differing_copies, 4)
-            yield f"iteration {record.iteration}: copies on several ranks differ: {names}"
-            return
+            return first, [*faults, f"iteration {record.iteration}: copies on several ranks differ: {names}"]
+    return first, faults

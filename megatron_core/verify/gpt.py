@@ -27,7 +27,8 @@ class GPTExperiment:
     config: RunConfig
     steps: int = 3
     few_micro_batches: bool = False
-    """Without a pipeline use two micro-batches for any number of samples, which suffices for gradient accumulation."""
+    """Without a pipeline use two micro-batches (of an odd number of samples, a few more), which suffices for gradient
+    accumulation."""
     own_settings: Mapping[str, object] = field(default_factory=dict)
     """Settings that a layout's words cannot express, for every layout except one process."""
 
@@ -43,7 +44,8 @@ class GPTExperiment:
         config = configured(self.config, layout, dtype, self.own_settings if layout.world_size > 1 else {})
         if self.few_micro_batches and layout.pp == 1:
             each = config.training.final_batch_size(layout.dp) // layout.dp
-            config = RunConfig.from_flat(config.flat() | {"micro_batch_size": max(each // 2, 1)})
+            size = next((size for size in range(min(each // 2, 64), 0, -1) if each % size == 0), 1)
+            config = RunConfig.from_flat(config.flat() | {"micro_batch_size": size})
         return config
 
 

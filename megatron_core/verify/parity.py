@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,7 +13,7 @@ from megatron_core.parallel.shared_memory import backend as shared_memory
 from megatron_core.parallel.texts import listed
 from megatron_core.verify.compare import EPSILON, FLOAT64_BOUND, NOISE_FACTOR, Bounds, Errors, beyond, relative_errors
 from megatron_core.verify.noise import REORDERED_RUNS, rounding_noise
-from megatron_core.verify.ranks import RankFailure, run_ranks
+from megatron_core.verify.ranks import RankFailure, run_ranks, run_simulated
 from megatron_core.verify.trace import RankTrace, Trace, assemble
 
 
@@ -47,6 +47,10 @@ class Row:
     gradient: Worst | None = None
     norm: Worst | None = None
     weight: Worst | None = None
+    processor_seconds: float | None = None
+    """Processor time of a simulated world."""
+    memory: float | None = None
+    """Largest memory of a simulated world, in GB."""
     faults: tuple[str, ...] = ()
     """Reasons why the layout fails; empty if it passes."""
 
@@ -103,8 +107,9 @@ def check_parity(
 ) -> ParityReport:
     """Run ``experiment`` in one process and under each of ``layouts``, and compare.
 
-    ``dtype`` is float64, float32 or bfloat16; ``device`` is cpu or cuda (NCCL, one GPU per rank); ``backend`` is auto
-    or, on the CPU, gloo. ``on_row`` is called with each row. A layout that fails to run gives a row with faults.
+    ``dtype`` is float64, float32 or bfloat16; ``device`` is cpu, cuda (NCCL, one GPU per rank) or simulated (all ranks
+    in one process, for large worlds); ``backend`` is auto or, on the CPU, gloo. ``timeout`` is that of a layout whose
+    ranks are processes. ``on_row`` is called with each row. A layout that fails to run gives a row with faults.
     Errors: ``RankFailure`` if the experiment fails in one process; ``ConfigError`` if its results are unsuitable for a
     comparison: a loss that is not finite, or a parameter whose gradients are all 0.
     """
@@ -112,13 +117,15 @@ def check_parity(
         raise ConfigError(f"dtype={dtype} cannot be compared; legal: {', '.join(EPSILON)}")
     wanted = [Layout.parse(layout) if isinstance(layout, str) else layout for layout in layouts]
     runner = _Runner(experiment, device, backend, timeout)
-    report = ParityReport(dtype, shared_memory.expected(backend) if device == "cpu" else "nccl")
-    baseline = runner.trace(Layout(), "float64")
+    names = {"cpu": shared_memory.expected(backend), "cuda": "nccl", "simulated": "simulated ranks"}
+    report = ParityReport(dtype, names[device])
+    baseline, _ = runner.trace(Layout(), "float64")
     _refuse_trivial(baseline)
     noise: Errors | None = None
     if dtype != "float64":
         began = time.perf_counter()
-        errors, noise = rounding_noise(experiment, Layout(), dtype, baseline=baseline, device=device, timeout=timeout)
+        alone = "cuda" if device == "cuda" else "cpu"
+        errors, noise = rounding_noise(experiment, Layout(), dtype, baseline=baseline, device=alone, timeout=timeout)
         report.rows.append(_row(Layout(), began, errors, ()))
         on_row(report.rows[-1])
     bounds = Bounds(dtype, noise)
@@ -138,29 +145,32 @@ class _Runner:
     backend: str
     timeout: float
 
-    def trace(self, layout: Layout, dtype: str) -> Trace:
-        """Run the experiment under a layout and return its trace."""
+    def trace(self, layout: Layout, dtype: str) -> tuple[Trace, dict[str, Any]]:
+        """Run the experiment under a layout and return its trace, and of a simulated world what it took."""
+        if self.device == "simulated" and layout.world_size > 1:
+            found = run_simulated(layout.world_size, self.experiment, layout, dtype, finish=assemble)
+            return found.result, {"processor_seconds": found.processor_seconds, "memory": found.bytes / 1e9}
         traces = run_ranks(
             layout.world_size,
             self.experiment,
             layout,
             dtype,
-            timeout=self.timeout,
-            device=self.device,
+            timeout=self.timeout if self.device != "simulated" else 10 * self.timeout,
+            device="cuda" if self.device == "cuda" else "cpu",
             backend=self.backend,
         )
-        return assemble(traces)
+        return assemble(traces), {}
 
     def row(self, layout: Layout, dtype: str, baseline: Trace, bounds: Bounds) -> Row:
         """Run a layout and compare it with the baseline."""
         began = time.perf_counter()
         try:
-            found = self.trace(layout, dtype)
+            found, used = self.trace(layout, dtype)
         except RankFailure as failure:
             lines = str(failure).strip().splitlines()
             return Row(str(layout), layout.world_size, time.perf_counter() - began, faults=(f"fails: {lines[-1]}",))
         errors = relative_errors(found, baseline)
-        return _row(layout, began, errors, (*found.faults, *beyond(errors, bounds)))
+        return replace(_row(layout, began, errors, (*found.faults, *beyond(errors, bounds))), **used)
 
 
 def _refuse_trivial(baseline: Trace) -> None:

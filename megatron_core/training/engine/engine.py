@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from megatron_core.config import RunConfig
 from megatron_core.data_parallel import DataParallel
 from megatron_core.errors import CheckpointError, ConfigError, MegatronError
+from megatron_core.optimizer.loss_scale import DynamicLossScale
 from megatron_core.optimizer.lr_schedule import LearningRateSchedule
 from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.launch import World
@@ -131,6 +132,11 @@ class Engine(nn.Module):
     def loss_scale(self) -> float:
         """Factor of the losses of the next backward (fp16); 1 in other dtypes."""
         return self._sharded.loss_scale.scale
+
+    def delay_growth_of_loss_scale(self, steps: int) -> None:
+        """Do not count the first ``steps`` good steps for a dynamic loss scale, now and after each overflow."""
+        if isinstance(self._sharded.loss_scale, DynamicLossScale):
+            self._sharded.loss_scale.delay_growth(steps)
 
     def set_batch_size(self, micro_batch_size: int, gradient_accumulation_steps: int) -> None:
         """Change the batch between two steps; a loader from ``make_loader`` keeps its own sizes."""

@@ -32,7 +32,7 @@ READ = frozenset(
         *("fp8_format", "fp8_recipe", "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_wgrad"),
         *("cpu_offloading_num_layers", "poison_buffers", "tensor_model_parallel_size"),
         *("pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank", "pipeline_schedule", "pipeline_plan"),
-        *("overlap_p2p_communication",),
+        *("overlap_p2p_communication", "compile", "compile_backend"),
         *("metrics_file", "tensorboard_dir", "prometheus_file", "wandb_project", "wandb_exp_name", "wandb_entity"),
         *("wandb_save_dir", "mlflow_experiment", "mlflow_run_name", "mlflow_tracking_uri", "record_times"),
     }

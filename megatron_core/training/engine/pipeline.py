@@ -32,7 +32,7 @@ from megatron_core.training.engine.layers import PipelineModule
 from megatron_core.training.engine.module import LocalInitialisation, cast, check_same_module, find_units
 from megatron_core.training.engine.monitoring import StepReport
 from megatron_core.training.engine.optimizer import Groups, groups_of
-from megatron_core.training.engine.prepare import Choices, Prepared
+from megatron_core.training.engine.prepare import Choices, Prepared, compile_units
 from megatron_core.training.engine.stages import Staged, equalize, mark_tied, tied_sets
 from megatron_core.training.engine.tensor import equalize_and_split, split_model
 from megatron_core.training.plans import Plans
@@ -101,6 +101,7 @@ class PipelineEngine(Engine):
         self.stages, units = self.staged.make_stages()
         if choices.unit_classes is not None:
             units = {number: find_units(stage, choices.unit_classes) for number, stage in self.stages.items()}
+        compile_units((modules for own in units.values() for modules in own), config.training)
         save_memory(module, [each for own in units.values() for modules in own for each in modules], config.model)
         own = [{**each, "params": [p for p in each["params"] if p in self.staged.places]} for each in param_groups]
         return Prepared(groups, dict(self.stages), units, own, local)

@@ -101,7 +101,7 @@ class EngineCheckpoint(EngineSettings):
         return str(folder), found if is_deepspeeds else decode(found.get("state", {}))
 
     def _latest(self, folder: str | os.PathLike[str]) -> str | None:
-        """Return the tag in ``latest``, which rank 0 reads; None with a warning if there is no such file."""
+        """Return the tag in ``latest``, which rank 0 reads; None with a warning if the file does not exist."""
         text = ""
         if self.core.world.rank == 0:
             path = Path(folder, LATEST)
