@@ -26,8 +26,8 @@ DEFECTS = [
         "the gradient of a reduce-scatter is too small",
         (
             "parallel.collectives:reduce_scatter_to_sequence",
-            "_gather_first)",
-            "lambda g, group: _gather_first(g, group) / 2)",
+            '_paired(x, group, "reduce_scatter_first", "gather_first")',
+            "_Pair.apply(x, group, _reduce_scatter_first, lambda grad, group: _gather_first(grad, group) / 2)",
         ),
         "tp2 sp",
         r"gradient of the output of .*pre_mlp_layernorm, in backward, on rank 0 .*; right before it: decoder\.layers",
