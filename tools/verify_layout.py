@@ -10,7 +10,7 @@ if __name__ == "__main__":
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -27,11 +27,20 @@ from megatron_core.terminal import parse_flags
 from megatron_core.verify import GPTExperiment, Layout, RankFailure, check_parity, fitting_layouts, shrunk
 from megatron_core.verify.gpt import configured
 from megatron_core.verify.pairwise import pairwise
-from megatron_core.verify.shrink import at_full_size, small_run
+from megatron_core.verify.shrink import at_full_size, changes, shrunk_stages, small_run
 from megatron_core.verify.table import HEADING, TerminalTable, page, summary
 
 MOST_RANKS = 4096
-"""Maximum number of processes on this machine."""
+"""Maximum number of ranks."""
+NOT_IN_NAMES = (
+    "overlap_grad_reduce",
+    "overlap_param_gather",
+    "num_distributed_optimizer_instances",
+    "zero3_keep_after_forward",
+)
+"""Settings of a layout that its name does not have."""
+MOST_PROCESSES = 8
+"""Maximum number of ranks that are processes without --device cpu."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,14 +62,16 @@ class Options:
     """With --all: check only a sample of the layouts of each world size that contains every pair of sizes and
     switches."""
     world_size: tuple[int, ...] = ()
-    """With --all: numbers of ranks, such as 2 4 8. Without --all and --layouts: ranks of the layout of the flags."""
+    """With --all: numbers of ranks, such as 2 4 8. With --layouts: the number of ranks, which determines dp where a
+    layout does not give it. Otherwise: ranks of the layout of the flags."""
     steps: int = 3
     """Optimizer steps."""
     dtype: Literal["float64", "float32", "bfloat16"] = "float64"
     """Dtype of all computations. float64 shows every defect; in a narrower dtype the bounds are those of rounding."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """cpu: over shared memory, or --distributed-backend gloo. cuda: NCCL, a GPU for each rank. auto: cuda if there are
-    enough GPUs."""
+    device: Literal["auto", "cpu", "cuda", "simulated"] = "auto"
+    """cpu: a process for each rank, over shared memory, or --distributed-backend gloo. cuda: NCCL, a GPU for each rank.
+    simulated: all ranks in one process, for large worlds. auto: cuda if there are enough GPUs, else cpu up to 8 ranks,
+    else simulated."""
     full_size: bool = False
     """Do not reduce the size of the model and its batches."""
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
@@ -78,6 +89,8 @@ class Task:
     own_settings: dict[str, object] = field(default_factory=dict)
     """Settings of the model's flags that the name of a layout does not include."""
     notes: tuple[str, ...] = ()
+    shrunk: str = ""
+    """The sizes that are smaller than those of the flags."""
 
 
 def main(options: Options, flags: list[str]) -> int:
@@ -86,7 +99,8 @@ def main(options: Options, flags: list[str]) -> int:
     device = options.device if options.device != "auto" else available_device(task.layouts)
     table = TerminalTable([str(layout) for layout in task.layouts], options.dtype)
     what = describe(task.config, options, device)
-    print(*(f"note: {note}" for note in task.notes), what, table.head(), sep="\n", flush=True)
+    shrunk_from = [f"shrunk: {task.shrunk}"] if task.shrunk else []
+    print(*(f"note: {note}" for note in task.notes), what, *shrunk_from, table.head(), sep="\n", flush=True)
     report = check_parity(
         GPTExperiment(task.config, options.steps, not options.full_size, task.own_settings),
         task.layouts,
@@ -108,7 +122,7 @@ def task_of(config: RunConfig, options: Options) -> Task:
     if options.all:
         task = all_layouts(config, options)
     elif options.layouts:
-        layouts = [Layout.parse(text) for text in options.layouts]
+        layouts = [layout_of(text, options.world_size) for text in options.layouts]
         task = Task(sized(config, layouts, options), layouts, notes=tuple(notes(config, layouts, options)))
     else:
         task = described(config, options)
@@ -116,7 +130,20 @@ def task_of(config: RunConfig, options: Options) -> Task:
         found = list(problems(configured(task.config, layout, options.dtype, task.own_settings), layout.world_size))
         if found:
             raise ConfigError(f"layout {str(layout)!r} cannot be trained: {'; '.join(found)}")
-    return task
+    return task if options.full_size else replace(task, shrunk=changes(config, task.config))
+
+
+def layout_of(text: str, world_size: tuple[int, ...]) -> Layout:
+    """A layout of --layouts; --world-size determines dp if ``text`` does not."""
+    layout = Layout.parse(text)
+    if not world_size or layout.world_size == world_size[0]:
+        return layout
+    if layout.dp > 1 or world_size[0] % layout.world_size:
+        raise ConfigError(
+            f"layout {text!r} has {layout.world_size} ranks, but --world-size is {world_size[0]}; remove --world-size, "
+            "or give a multiple and no dp"
+        )
+    return replace(layout, dp=world_size[0] // layout.world_size)
 
 
 def sized(config: RunConfig, layouts: list[Layout], options: Options, *, keep_layers: bool = False) -> RunConfig:
@@ -178,9 +205,15 @@ def described(config: RunConfig, options: Options) -> Task:
     if "pipeline_plan" in own and not options.full_size:
         raise ConfigError("pipeline_plan needs the full-size number of micro-batches; add --full-size to check it")
     # A layout's name has one ``overlap`` for two settings, and chunks only for balanced stages.
-    exact = ("overlap_grad_reduce", "overlap_param_gather", "num_virtual_stages_per_pipeline_rank")
-    settings = own | {name: getattr(config.parallel, name) for name in exact if own or name.startswith("overlap")}
-    return Task(sized(config, [layout], options, keep_layers=bool(own)), [layout], settings)
+    settings = own | {name: getattr(config.parallel, name) for name in NOT_IN_NAMES}
+    if own:
+        settings["num_virtual_stages_per_pipeline_rank"] = layout.chunks if layout.chunks > 1 else None
+    fewer = None if options.full_size or not own else shrunk_stages(config, layout)
+    if fewer is None:
+        return Task(sized(config, [layout], options, keep_layers=bool(own)), [layout], settings)
+    settings |= {name: value for name, value in fewer.items() if name in own}
+    small = sized(RunConfig.from_flat(config.flat() | fewer), [layout], options, keep_layers=True)
+    return Task(small, [layout], settings)
 
 
 def refuse_contradictions(options: Options, flags: list[str]) -> None:
@@ -191,8 +224,6 @@ def refuse_contradictions(options: Options, flags: list[str]) -> None:
         raise ConfigError("--all needs --world-size, for example --all --world-size 2 4 8")
     if options.pairwise and not options.all:
         raise ConfigError("--pairwise samples the layouts of --all; add --all, or remove it")
-    if options.layouts and options.world_size:
-        raise ConfigError("--layouts determine the number of ranks; remove --world-size")
     if len(options.world_size) > 1 and not options.all:
         raise ConfigError("several values of --world-size need --all; add it, or give --layouts")
     if any(not 1 <= size <= MOST_RANKS for size in options.world_size):
@@ -209,9 +240,9 @@ def refuse_contradictions(options: Options, flags: list[str]) -> None:
 
 
 def available_device(layouts: list[Layout]) -> str:
-    """cuda if there is a GPU for every rank of every layout, else cpu."""
+    """cuda if there is a GPU for every rank of every layout, else cpu for small worlds and simulated for large ones."""
     most = max(layout.world_size for layout in layouts)
-    return "cuda" if torch.cuda.device_count() >= most else "cpu"
+    return "cuda" if torch.cuda.device_count() >= most else "cpu" if most <= MOST_PROCESSES else "simulated"
 
 
 def describe(config: RunConfig, options: Options, device: str) -> str:

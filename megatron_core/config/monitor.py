@@ -15,6 +15,11 @@ class MonitorConfig:
 
     log_interval: int = setting(10, r.COUNT, when=ALWAYS)
     """Steps between console lines."""
+    log_format: Literal["short", "megatron"] = setting("short", when=ALWAYS)
+    """Console lines. short: at most 120 columns, and a table at the end. megatron: Megatron-LM's lines, which have
+    all values."""
+    quiet: bool = setting(False, when=ALWAYS)
+    """Print no lines of steps, no progress bar and no table at the end; evaluations and warnings remain."""
     metrics_file: str | None = setting(None, r.FILE, when=ALWAYS)
     """JSON Lines file of metrics, one line for each step; default: metrics.jsonl in the --save folder."""
     tensorboard_dir: str | None = setting(None, r.FOLDER, when=ALWAYS)

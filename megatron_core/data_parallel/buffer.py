@@ -12,6 +12,7 @@ from megatron_core.data_parallel.bucket_kind import BucketKind
 from megatron_core.data_parallel.bucket_layout import BucketLayout
 from megatron_core.data_parallel.fp8_gather import Arriving, start_narrow_gather
 from megatron_core.data_parallel.placement import Placement
+from megatron_core.data_parallel.split_parameter import FreedWeights, acquire, release
 from megatron_core.parallel.collectives import (
     Done,
     Handle,
@@ -131,12 +132,13 @@ class Bucket:
         if self.splits_weights:
             own = self.weights[self.shard]
             self._weight_shard = away.tensor("weights", part, own.dtype).copy_(own) if away else own.clone()
-            _release(self.weights)
+            self._freed = FreedWeights(self.weights, self.parameters, self.names, dp_group.size())
+            self._freed.release()
             if away is not None:
                 away.evict()
         self._grad_shard = self.grads.new_zeros(part) if self.splits_grads else None
         if self.splits_grads:
-            _release(self.grads)
+            release(self.grads)
         # Options and state of the communication.
         self.wire_dtype = grad_dtype
         """Dtype in which gradients are sent and summed over the ranks."""
@@ -232,7 +234,7 @@ class Bucket:
         if self._wire is not None and self.splits_grads:
             self.finish_reduce()
         if not self.has_grads:
-            _acquire(self.grads)
+            acquire(self.grads)
             self.grads.zero_()
 
     def start_reduce(self) -> None:
@@ -282,7 +284,7 @@ class Bucket:
                 self.grad_shard.copy_(total)
             self._wire, self._partial, self._has_sum = None, None, True
             if self.splits_grads:
-                _release(self.grads)
+                release(self.grads)
         if not self.splits_grads:
             poison_outside(self.grads, self.shard)
 
@@ -294,7 +296,7 @@ class Bucket:
         """Start to gather the other ranks' weights unless they are already in memory."""
         if self.splits_weights:
             if not self.is_whole:
-                _acquire(self.weights)
+                self._freed.acquire()
                 poison_outside(self.weights, slice(0, 0))
                 own = self._own_weights()
                 if self.dp_group.size() == 1:
@@ -338,8 +340,12 @@ class Bucket:
     def release_weights(self) -> None:
         """Free the weights of stage 3 except the shard."""
         self.finish_gather()
-        if self.splits_weights:
-            _release(self.weights)
+        if self.splits_weights and self.is_whole:
+            self.weights = self._freed.release()
+
+    def keep_for_users(self) -> None:
+        """Keep the memory of the whole weights, when they are freed, for tensors that are made of it from now on."""
+        self._freed.count_users()
 
     def zero_grad(self) -> None:
         """Set the gradients to zero."""
@@ -383,13 +389,3 @@ def materialise(parameter: nn.Parameter, memory: Tensor, name: str, initialise: 
     parameter.data = memory
     if initialise is not None:
         initialise(name, parameter)
-
-
-def _release(flat: Tensor) -> None:
-    """Free the memory of ``flat`` and of all its views; the tensor objects remain."""
-    flat.untyped_storage().resize_(0)
-
-
-def _acquire(flat: Tensor) -> None:
-    """Reallocate the memory of ``flat`` and its views."""
-    flat.untyped_storage().resize_(flat.numel() * flat.element_size())

@@ -128,7 +128,7 @@ class UnitSync:
 
     def _watch(self, output: Any, unit: Unit) -> None:
         """Enter the unit's backward when the gradient of one of its outputs is known."""
-        for tensor in _tensors(output):
+        for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
                 tensor.register_hook(lambda _, unit=unit: self._enter_backward(unit))
 
@@ -228,6 +228,8 @@ class UnitSync:
         self._whole += added
         for bucket in buckets:
             bucket.finish_gather()
+        for bucket in added:
+            bucket.keep_for_users()  # a caller may keep tensors of the whole weights
         return added
 
     def unpin(self, buckets: Sequence[Bucket], added: Sequence[Bucket]) -> None:
@@ -272,14 +274,14 @@ def _buckets_of(
     return own, list(dict.fromkeys(own + read))
 
 
-def _tensors(output: Any) -> Iterator[Tensor]:
+def tensors_in(output: Any) -> Iterator[Tensor]:
     """Yield the tensors in a module's output."""
     if isinstance(output, Tensor):
         yield output
     elif isinstance(output, Mapping):
-        yield from _tensors(list(output.values()))
+        yield from tensors_in(list(output.values()))
     elif isinstance(output, Iterable) and not isinstance(output, str):
         for each in output:
-            yield from _tensors(each)
+            yield from tensors_in(each)
     elif is_dataclass(output) and not isinstance(output, type):
-        yield from _tensors(list(vars(output).values()))
+        yield from tensors_in(list(vars(output).values()))

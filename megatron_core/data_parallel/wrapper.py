@@ -104,7 +104,6 @@ class DataParallel:
         for name, parameter in self.frozen:
             if parameter.is_meta and device is not None and device.type != "meta":
                 materialise(parameter, torch.zeros_like(parameter, device=device), name, initialise)
-        # Set the communication options of the buckets.
         self.compressor = compressor
         for bucket in self.buckets:
             bucket.wire_dtype, bucket.compressor = wire_dtype or bucket.wire_dtype, compressor
@@ -115,6 +114,7 @@ class DataParallel:
         # Register the hooks for gathering, accumulation and reduction.
         self.on_final: Callable[[Bucket], object] | None = None
         """Called when a bucket's ``grad_shard`` is complete, in the backward pass if its sum runs there."""
+        self.grad_factor = 1.0  # of gradients from autograd; layers that add to main_grad themselves ignore it
         self._waiting: dict[Bucket, int] = {}
         self._sync: dict[int, UnitSync] = {}
         if any(bucket.splits_grads or bucket.splits_weights for bucket in self.all_buckets):
@@ -292,7 +292,7 @@ class DataParallel:
             # Linear layers add to main_grad themselves and leave grad None; the hook still runs.
             if parameter.grad is not None:
                 bucket.open_grads()
-                parameter.main_grad.add_(parameter.grad)
+                parameter.main_grad.add_(parameter.grad, alpha=self.grad_factor)
                 parameter.grad = None
             if bucket in self._waiting:
                 self._waiting[bucket] -= 1

@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from megatron_core.ops import accumulate_weight_grad_
+from megatron_core.ops import accumulate_weight_grad_, input_grad, linear
 from megatron_core.ops.operator import define
 from megatron_core.parallel.collectives import (
     Done,
@@ -62,7 +62,7 @@ def parallel_linear(
         return _compiled_linear(x, weight, bias, comm)
     training = torch.is_grad_enabled()
     if fp8 is None and not training:
-        return nn.functional.linear(gather_input(x, comm), weight, bias)
+        return linear(gather_input(x, comm), weight, bias)
     return _ParallelLinear.apply(x, weight, bias, comm, fp8, training)
 
 
@@ -73,7 +73,7 @@ class _ParallelLinear(torch.autograd.Function):
         # After recomputation the saved weight is another tensor without main_grad and grad_queue, so keep this one.
         ctx.weight, ctx.comm, ctx.has_bias, ctx.fp8 = weight, comm, bias is not None, fp8
         if fp8 is None:
-            return nn.functional.linear(gather_input(x, comm), weight, bias)
+            return linear(gather_input(x, comm), weight, bias)
         if comm.gather_sequence and fp8.per_tensor:
             y, ctx.scales = fp8.output(x, weight, record=training, gather=comm.group)
         else:
@@ -136,7 +136,7 @@ def _linear(
     reduce: bool,
     overlap: bool,
 ) -> Tensor:
-    return nn.functional.linear(gather_input(x, _comm_of(group, gather, reduce, overlap)), weight, bias)
+    return linear(gather_input(x, _comm_of(group, gather, reduce, overlap)), weight, bias)
 
 
 @define("parallel_linear_backward")
@@ -201,7 +201,7 @@ class Gradients:
 
     def of_input(self) -> Tensor:
         """dL/dx = dL/dy W, not yet summed over ranks."""
-        return self.grad_y.matmul(self.weight) if self.narrow is None else self.narrow.of_input()
+        return input_grad(self.grad_y, self.weight) if self.narrow is None else self.narrow.of_input()
 
     def start_gather(self, x: Tensor, comm: LinearComm) -> tuple[Tensor, Handle]:
         """Start gathering the input along the sequence, for ``of_weight``; in FP8 if that product is in FP8."""

@@ -45,7 +45,7 @@ def test_what_goes_wrong_is_reported_and_the_others_run(tmp_path: Path, capsys: 
         python("killed", "import os; os.kill(os.getpid(), 9)"),
         python("writes nothing", "", has_figures=True),
         Stage("absent", ("/no/such/program",), 10.0),
-        python("impossible", "", obstacle="there is no such device"),
+        python("impossible", "", obstacle="the device does not exist"),
         python("good", WRITES, has_figures=True),
     ]
     began = time.monotonic()
@@ -60,12 +60,12 @@ def test_what_goes_wrong_is_reported_and_the_others_run(tmp_path: Path, capsys: 
     assert found["killed"]["reason"] == "ended by SIGKILL"
     assert found["writes nothing"]["reason"] == "wrote no figures"
     assert "cannot be started" in found["absent"]["reason"]
-    assert found["impossible"]["reason"] == "there is no such device"
+    assert found["impossible"]["reason"] == "the device does not exist"
     assert found["good"]["figures"] == {"speed": 1.5}
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith("1 ok, 1 skipped, 5 failed (raises, hangs, killed, writes nothing, absent; output in ")
     html = (tmp_path / "gpu.html").read_text()
-    assert "the 7th number" in html and "there is no such device" in html
+    assert "the 7th number" in html and "the device does not exist" in html
     time.sleep(max(0.0, began + 4.5 - time.monotonic()))
     assert not left.exists(), "the child of the stage that hung was killed, too"
 
