@@ -262,7 +262,8 @@ COLLECTIVES: dict[str, Collective] = {
 
 def _collective_of(x: Tensor, group_name: str, name: str, adjoint: str, ranks: int) -> Tensor:
     y = COLLECTIVES[name](x, group_named(group_name))
-    return y.clone() if name == "identity" else y  # the output of an operator is not a view of its input
+    shared = y.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()  # as that of identity and split_first
+    return y.clone() if shared else y  # the output of an operator must not be a view of its input
 
 
 _operator = CollectiveOperator(_collective_of)

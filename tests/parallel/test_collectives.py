@@ -155,3 +155,18 @@ def test_group_of_one_returns_its_input(name: str) -> None:
     assert torch.equal(y, x)
     assert y.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
     _check_pair(name, LocalGroup(), strided=True)
+
+
+def _shares_memory(name: str) -> bool:
+    x = torch.ones(1, 1, 4) if name.endswith("_last") else torch.ones(4, 2)
+    y = torch.ops.megatron_core.collective(x, dist.group.WORLD.group_name, name, "identity", 2)
+    return bool(y.untyped_storage().data_ptr() == x.untyped_storage().data_ptr())
+
+
+def _shared() -> list[str]:
+    return [name for name in collectives.COLLECTIVES if _shares_memory(name)]
+
+
+def test_results_in_graphs_have_memory_of_their_own() -> None:
+    """A compiler may reuse the memory of an input of an operator that declares no view."""
+    assert run_ranks(2, _shared) == [[], []]
