@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import threading
+import weakref
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from megatron_core.parallel.grid import WORLD
 from megatron_core.parallel.interleave import Interleaver, hand_over
 from megatron_core.parallel.meter import METER
 from megatron_core.parallel.rank_local import RankLocal
+from megatron_core.parallel.simulated.meeting import Meeting
 from megatron_core.verify.ranks import RankFailure, run_ranks, run_simulated, this_world
 
 
@@ -107,6 +110,27 @@ def early_read() -> tuple[float, float]:
 def test_results_arrive_in_wait() -> None:
     """A read before ``wait`` is a defect, and must not work by chance."""
     assert run_simulated(3, early_read).result == [(1.0, 3.0)] * 3
+
+
+def left_in_memory() -> tuple[bool, int]:
+    """Whether the buffer of a receive, and how many collectives, are kept without a garbage collection."""
+    gc.collect()
+    gc.disable()
+    buffer, kept = torch.ones(4), None
+    if dist.get_rank() == 0:
+        dist.recv(buffer, 1)
+        kept = weakref.ref(buffer)
+    else:
+        dist.send(buffer, 0)
+    del buffer
+    dist.all_reduce(torch.ones(4))
+    return kept is not None and kept() is not None, sum(type(each) is Meeting for each in gc.get_objects())
+
+
+def test_handles_keep_no_memory() -> None:
+    buffers, collectives = zip(*run_simulated(2, left_in_memory).result, strict=True)
+    assert not any(buffers)
+    assert min(collectives) == 0, "on the rank that ends last"
 
 
 COUNTER: RankLocal[list[int]] = RankLocal(list)

@@ -106,6 +106,7 @@ class _Received(_Work):
         own, sender = ranks[self._group.rank()], ranks[self._sender]
         self._receive.waiting = Waiting(own, "message", describe, lambda: [sender])
         self._group.channel.scheduler.wait(self._receive.waiting)
+        self._receive.waiting = None  # it refers to this handle, and would keep the buffer until a garbage collection
 
     def _finish(self) -> None:
         message, buffer = self._receive.message, self._receive.buffer

@@ -143,6 +143,7 @@ class Channel:
             meeting.complete(parts)
             for each in meeting.waiting:
                 self.scheduler.resume(each)
+            meeting.waiting = []  # they refer to the meeting, and would keep its results until a garbage collection
         return meeting
 
     def send(self, key: tuple[int, int, int], message: Tensor) -> None:
