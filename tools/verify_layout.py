@@ -107,6 +107,11 @@ def main(options: Options, flags: list[str]) -> int:
     """Compare and print; return 0 if all layouts agree."""
     task = task_of(parse_run_config(flags, prog="verify_layout.py"), options)
     device = options.device if options.device != "auto" else available_device(task.layouts)
+    if device == "simulated" and task.config.training.compile:
+        raise ConfigError(
+            "compile=True cannot be checked with simulated ranks, whose groups graphs cannot name; give --device cpu, "
+            "or remove --compile"
+        )
     what = describe(task.config, options, device)
     shrunk_from = [f"shrunk: {task.shrunk}"] if task.shrunk else []
     print(*(f"note: {note}" for note in task.notes), what, *shrunk_from, sep="\n", flush=True)

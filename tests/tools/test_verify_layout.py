@@ -210,3 +210,10 @@ def test_published_layouts_are_kept(example: str, ranks: int, layers: int, layou
     assert (small.num_layers, " ".join(sorted(str(found).split()))) == (layers, " ".join(sorted(layout.split())))
     assert small.num_experts is None or (small.num_experts > found.ep) == ((large.num_experts or 0) > found.ep)
     assert (large.num_query_groups or 8) % found.tp or (small.num_query_groups or 8) % found.tp == 0
+
+
+def test_graphs_of_simulated_ranks_are_refused(verify: Verify) -> None:
+    result = verify(*SMALL, "--compile", "--layouts", "tp2", "--device", "simulated")
+    assert result.status == 2
+    assert "compile=True cannot be checked with simulated ranks" in result.stderr
+    assert "--device cpu" in result.stderr
