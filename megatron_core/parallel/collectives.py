@@ -176,7 +176,8 @@ def start_all_reduce(x: Tensor, group: Group) -> tuple[Tensor, Handle]:
     return x, all_reduce_(x, group, async_op=True)
 
 
-def _identity(x: Tensor, group: Group) -> Tensor:
+def identity(x: Tensor, group: Group) -> Tensor:
+    """``x``, for a pair whose forward or backward communicates nothing."""
     return x.view_as(x)
 
 
@@ -188,7 +189,8 @@ def _sum(x: Tensor, group: Group) -> Tensor:
     return x
 
 
-def _gather_first(x: Tensor, group: Group) -> Tensor:
+def gather_first(x: Tensor, group: Group) -> Tensor:
+    """Gather dim 0."""
     full, handle = start_gather_sequence(x, group)
     handle.wait()
     return full
@@ -218,7 +220,7 @@ def _on_last(op: Collective) -> Collective:
     return lambda x, group: op(x.movedim(-1, 0), group).movedim(0, -1).contiguous()
 
 
-_split_last, _gather_last, _reduce_scatter_last = map(_on_last, (_split_first, _gather_first, _reduce_scatter_first))
+_split_last, _gather_last, _reduce_scatter_last = map(_on_last, (_split_first, gather_first, _reduce_scatter_first))
 
 
 def _all_to_all(x: Tensor, group: Group) -> Tensor:
@@ -245,7 +247,7 @@ class _Pair(torch.autograd.Function):
         return ctx.backward_op(grad, ctx.group), None, None, None
 
 
-def _paired(x: Tensor, group: Group, forward_op: Collective, backward_op: Collective) -> Tensor:
+def paired(x: Tensor, group: Group, forward_op: Collective, backward_op: Collective) -> Tensor:
     """Apply ``forward_op``; if gradients are enabled, autograd records ``backward_op`` as its backward."""
     if not torch.is_grad_enabled():
         return forward_op(x, group)
@@ -255,53 +257,53 @@ def _paired(x: Tensor, group: Group, forward_op: Collective, backward_op: Collec
 
 def copy_to_region(x: Tensor, group: Group) -> Tensor:
     """Identity; backward sums the gradient over the group."""
-    return _paired(x, group, _identity, _sum)
+    return paired(x, group, identity, _sum)
 
 
 def reduce_from_region(x: Tensor, group: Group) -> Tensor:
     """Sum over the group; backward is the identity."""
-    return _paired(x, group, _sum, _identity)
+    return paired(x, group, _sum, identity)
 
 
 def scatter_channels(x: Tensor, group: Group) -> Tensor:
     """Take this rank's part of the last dim; backward gathers."""
-    return _paired(x, group, _split_last, _gather_last)
+    return paired(x, group, _split_last, _gather_last)
 
 
 def gather_channels(x: Tensor, group: Group) -> Tensor:
     """Gather the last dim; backward takes this rank's part."""
-    return _paired(x, group, _gather_last, _split_last)
+    return paired(x, group, _gather_last, _split_last)
 
 
 def gather_partial_channels(x: Tensor, group: Group) -> Tensor:
     """Gather the last dim; backward reduce-scatters, for gradients that are partial sums."""
-    return _paired(x, group, _gather_last, _reduce_scatter_last)
+    return paired(x, group, _gather_last, _reduce_scatter_last)
 
 
 def reduce_scatter_to_channels(x: Tensor, group: Group) -> Tensor:
     """Sum over the group and split the last dim; backward gathers."""
-    return _paired(x, group, _reduce_scatter_last, _gather_last)
+    return paired(x, group, _reduce_scatter_last, _gather_last)
 
 
 def scatter_to_sequence(x: Tensor, group: Group) -> Tensor:
     """Take this rank's part of dim 0; backward gathers."""
-    return _paired(x, group, _split_first, _gather_first)
+    return paired(x, group, _split_first, gather_first)
 
 
 def gather_from_sequence(x: Tensor, group: Group, *, partial_grad: bool = True) -> Tensor:
     """Gather dim 0; backward reduce-scatters partial gradients, or takes this rank's part of a complete gradient."""
-    return _paired(x, group, _gather_first, _reduce_scatter_first if partial_grad else _split_first)
+    return paired(x, group, gather_first, _reduce_scatter_first if partial_grad else _split_first)
 
 
 def exchange_parts(x: Tensor, group: Group) -> Tensor:
     """All-to-all of equal parts of ``[size, ...]``: part i goes to rank i and arrives from rank i; backward is the
     same."""
-    return _paired(x, group, _all_to_all, _all_to_all)
+    return paired(x, group, _all_to_all, _all_to_all)
 
 
 def reduce_scatter_to_sequence(x: Tensor, group: Group) -> Tensor:
     """Sum over the group and split dim 0; backward gathers."""
-    return _paired(x, group, _reduce_scatter_first, _gather_first)
+    return paired(x, group, _reduce_scatter_first, gather_first)
 
 
 def exchange_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Tensor:
