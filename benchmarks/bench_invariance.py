@@ -37,7 +37,7 @@ SHAPE: dict[str, object] = {
     "vocab_size": 8192,
     "seq_length": 512,
     "micro_batch_size": 2,
-    "global_batch_size": 8,
+    "global_batch_size": 4,
     "hidden_dropout": 0.0,
     "attention_dropout": 0.0,
     "mock_data": True,

@@ -40,9 +40,9 @@ class CoreAttention(nn.Module):
     which the heads of a tensor-parallel rank are split further.
     The fused path is torch's ``scaled_dot_product_attention``; in float32 on a CPU ``ops.causal_attention``, which
     takes half of its time; for packed documents on a GPU torch's variable-length flash attention. With bounded scores
-    (``attn_logit_softcapping``) and with attention dropout, whose mask must depend on the global head index and not on a generator, the formula is
-    evaluated for blocks of queries over the keys that they can see. The reference, ``attention_backend='unfused'``,
-    evaluates it for all queries and keys.
+    (``attn_logit_softcapping``) and with attention dropout, whose mask must depend on the global head index and not on
+    a generator, the formula is evaluated for blocks of queries over the keys that they can see. The reference,
+    ``attention_backend='unfused'``, evaluates it for all queries and keys.
     Source: Vaswani et al. 2017, section 3.2.1; Ainslie et al. 2023 for groups; Beltagy et al. 2020, section 3.1, for
     the window.
     """

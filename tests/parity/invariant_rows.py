@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 
 import numpy as np
@@ -33,11 +34,13 @@ def refusal(row: str) -> str | None:
 SUPPORTED = [row for row in (*ROWS, *CONTEXT_ROWS, *MOE_ROWS) if refusal(row) is None]
 
 
-def differences(row: str, dtype: dict) -> list[str]:
-    """The quantities that differ in a bit between the row's layout and one process."""
+def differences(row: str, dtype: dict, change: AbstractContextManager[object] | None = None) -> list[str]:
+    """The quantities that differ in a bit between the row's layout, with ``change``, and one process without it."""
     world_size, model, layout = EVERY_ROW[row]
-    found = trace_training(config_of(model, layout, dtype), world_size, STEPS)
-    return differing(found, _alone(tuple(sorted(model.items())), dtype["bf16"]))
+    expected = _alone(tuple(sorted(model.items())), dtype["bf16"])
+    with change or nullcontext():
+        found = trace_training(config_of(model, layout, dtype), world_size, STEPS)
+    return differing(found, expected)
 
 
 def differing(found: Trace, expected: Trace) -> list[str]:
