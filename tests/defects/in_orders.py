@@ -39,21 +39,21 @@ IN_ORDERS = (
         f"{LINEAR}:_sum_over_outputs",
         "return tree_sum(of_parts, Tensor.add_)",
         "return reduce(Tensor.add_, of_parts)",
-        "tp2",
+        "micro-batches of 2",
     ),
     Defect(
         "outputs are a running sum over parts",
         f"{LINEAR}:_sum_over_inputs",
         "partial(tree_sum, add=Tensor.add_)",
         "partial(reduce, Tensor.add_)",
-        "tp2",
+        "micro-batches of 2",
     ),
     Defect(
         "a part moves to the next place",
         f"{LINEAR}:WeightParts.even",
         "for i in range(count))",
         "for i in (*range(1, count), 0))",
-        "tp2",
+        "micro-batches of 2",
     ),
     Defect(
         "a weight's gradient is one product for a sequence",
@@ -111,7 +111,7 @@ IN_ORDERS = (
         f"{PRODUCTS}:product_of_parts",
         "filled(x[start : start + rows], rows, _up(x.shape[1]))",
         "filled(x[start : start + rows], min(rows, len(x) - start), _up(x.shape[1]))",
-        "micro-batches of 2",
+        "experts, ep2",
     ),
     Defect(
         "narrow products are not filled", f"{PRODUCTS}:_up", "-(-size // MULTIPLE) * MULTIPLE", "size", "experts, ep2"
