@@ -29,10 +29,14 @@ def exact(x: Tensor, terms: int, unit: float = UNIT) -> Tensor:
 
     An addend above 2^53 units / ``terms``, or above 2^51 units, becomes nan.
     """
-    wide = x.to(torch.float64)
     shift, limit = 1.5 * 2.0**52 * unit, min(2.0**53 / terms, 2.0**51) * unit
     # Numbers near the shift have a distance of ``unit``, so that adding it rounds.
-    return (wide + shift).sub_(shift).masked_fill_(~(wide.abs() <= limit), torch.nan)
+    rounded = x.to(torch.float64, copy=True).add_(shift).sub_(shift)
+    if x.is_cpu and x.numel():  # one pass over the addends instead of three over wider ones
+        lowest, highest = x.aminmax()
+        if -limit <= float(lowest) and float(highest) <= limit:
+            return rounded
+    return rounded.masked_fill_(~(x.abs() <= limit), torch.nan)
 
 
 def add_exactly_(total: Tensor, x: Tensor, terms: int) -> None:

@@ -107,13 +107,6 @@ IN_ORDERS = (
         "tp2 sp",
     ),
     Defect(
-        "the last block of rows is not filled",
-        f"{PRODUCTS}:product_of_parts",
-        "filled(x[start : start + rows], rows, _up(x.shape[1]))",
-        "filled(x[start : start + rows], min(rows, len(x) - start), _up(x.shape[1]))",
-        "experts, ep2",
-    ),
-    Defect(
         "narrow products are not filled", f"{PRODUCTS}:_up", "-(-size // MULTIPLE) * MULTIPLE", "size", "experts, ep2"
     ),
     Defect(
