@@ -88,4 +88,7 @@ def test_order_is_that_of_the_program() -> None:
     assert "the loss that is reported" in describe(reference, [{}], {"loss0": 1.0})
     first = describe(reference, [{}], {"grad0.a.weight": 1.0, "grad0.b.weight": 1.0, "grad1.b.weight": 1.0})
     assert first.startswith("first wrong: gradient of b.weight and 1 more; ")
-    assert "the optimizer, a gather of weights" in describe(reference, [{}], {"weight.a.weight": 1.0})
+    assert "updated weight a.weight; " in describe(
+        reference, [{}], {"weight.b.x": 1.0, "weight.a.weight": 1.0}
+    ).replace(" and 1 more", "")
+    assert "report0.load of layer 1;" in describe(reference, [{}], {"report0.load of layer 1": 1.0})
