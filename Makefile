@@ -95,7 +95,7 @@ doctor: install
 	$(BIN)/python tools/doctor.py
 
 bench: install-test
-	$(BIN)/python -m benchmarks.bench_step
+	$(BIN)/python -m benchmarks.bench_peers
 	$(BIN)/python -m benchmarks.bench_context
 
 bench-ops: install-test

@@ -9,13 +9,14 @@ python -m benchmarks.bench_backends
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 import tyro
 
-from benchmarks.bench_step import SHAPE, Measured, time_steps
 from benchmarks.results import Row, append
+from benchmarks.steps import SHAPE, Measured, Turn, time_steps
 from megatron_core.config import RunConfig
 from megatron_core.parallel import World
 from megatron_core.training.setup import set_up
@@ -44,21 +45,23 @@ BACKENDS = ("native", "reference")
 GLOBAL_BATCH_SIZE = 8
 
 
-def steps_of(flags: dict[str, object], steps: int) -> tuple[list[float], int]:
-    """Seconds of each step of a run, and its peak memory."""
+def steps_of(flags: dict[str, object], steps: int) -> Turn:
+    """Time the steps of a run."""
     world = World(dist.get_rank(), dist.get_world_size(), 0, torch.device("cpu"))
-    run = set_up(RunConfig.from_flat(SHAPE | {"global_batch_size": GLOBAL_BATCH_SIZE} | flags), world)
-    return time_steps(lambda: train_step(run), steps)
+
+    def make() -> Callable[[], object]:
+        run = set_up(RunConfig.from_flat(SHAPE | {"global_batch_size": GLOBAL_BATCH_SIZE} | flags), world)
+        return lambda: train_step(run)
+
+    return time_steps(make, steps)
 
 
 def compare(flags: dict[str, object], rounds: int, steps: int) -> dict[str, Measured]:
     """Both backends, alternately."""
-    found = {name: Measured(1, GLOBAL_BATCH_SIZE * int(str(SHAPE["seq_length"]))) for name in BACKENDS}
+    found = {name: Measured(1, GLOBAL_BATCH_SIZE * SHAPE["seq_length"]) for name in BACKENDS}
     for _ in range(rounds):
         for name, entry in found.items():
-            seconds, memory = run_ranks(1, steps_of, flags | {"kernel_backend": name}, steps, timeout=600.0)[0]
-            entry.seconds += seconds
-            entry.memory = max(entry.memory, memory)
+            entry.add(run_ranks(1, steps_of, flags | {"kernel_backend": name}, steps, timeout=600.0))
     return found
 
 

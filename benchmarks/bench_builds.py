@@ -22,8 +22,8 @@ import torch.distributed as dist
 import tyro
 
 from benchmarks.bench_backends import DTYPES, MODELS
-from benchmarks.bench_step import SHAPE
 from benchmarks.results import Row, append
+from benchmarks.steps import SHAPE
 from megatron_core.config import RunConfig
 from megatron_core.ops import native
 from megatron_core.parallel import World

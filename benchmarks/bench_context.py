@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 import tyro
 
-from benchmarks.bench_step import Measured, time_steps
 from benchmarks.results import Row, append
+from benchmarks.steps import Measured, Turn, time_steps
 from megatron_core.config import RunConfig
 from megatron_core.parallel import World
 from megatron_core.training.setup import set_up
@@ -67,14 +67,13 @@ class Settings:
     """Length of the sequence whose memory is measured; 0: none."""
 
 
-def train(layout: dict[str, object], length: int, threads: int, steps: int) -> tuple[list[float], int, int]:
-    """One rank: seconds of its steps, its peak memory, and its memory before the first step."""
+def train(layout: dict[str, object], length: int, threads: int, steps: int) -> tuple[Turn, int]:
+    """One rank: its steps, and its memory before the first step."""
     torch.set_num_threads(threads)
     world = World(dist.get_rank(), dist.get_world_size(), 0, torch.device("cpu"))
     run = set_up(RunConfig.from_flat(SHAPE | {"seq_length": length} | layout), world)
     before = resident_bytes()
-    seconds, peak = time_steps(lambda: train_step(run), steps)
-    return seconds, peak, before
+    return time_steps(lambda: lambda: train_step(run), steps), before
 
 
 def resident_bytes() -> int:
@@ -89,9 +88,7 @@ def measure(settings: Settings) -> dict[str, Measured]:
     for _ in range(settings.rounds):
         for name, (ranks, threads, layout) in CONTENDERS.items():
             results = run_ranks(ranks, train, layout, settings.length, threads, settings.steps, timeout=600.0)
-            entry = found.setdefault(name, Measured(ranks, settings.length))
-            entry.seconds += map(max, zip(*(seconds for seconds, _, _ in results), strict=True))
-            entry.memory = max(entry.memory, *(peak for _, peak, _ in results))
+            found.setdefault(name, Measured(ranks, settings.length)).add([turn for turn, _ in results])
     return found
 
 
@@ -110,7 +107,8 @@ def main() -> int:
         print(f"{settings.memory_length} tokens{'':9}{'MiB a rank':>12}{'of them in a step':>19}")
         for name, (ranks, layout) in IN_MEMORY.items():
             results = run_ranks(ranks, train, layout, settings.memory_length, 1, 0, timeout=600.0)
-            peak, step = max(peak for _, peak, _ in results), max(peak - before for _, peak, before in results)
+            peak = max(turn.memory for turn, _ in results)
+            step = max(turn.memory - before for turn, before in results)
             print(f"{name:22}{peak / 2**20:12.0f}{step / 2**20:19.0f}")
             rows.append(Row(f"{name}, {settings.memory_length} tokens", step / 2**20, "MiB in a step", None, peak))
     append("bench_context", rows)

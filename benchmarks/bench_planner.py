@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 import tyro
 
-from benchmarks.bench_step import time_steps
 from benchmarks.results import Row, append
+from benchmarks.steps import time_steps
 from megatron_core.config import RunConfig
 from megatron_core.config.layout import Layout
 from megatron_core.errors import ConfigError
@@ -269,7 +269,7 @@ def fit(name: str) -> Hardware:
 def _rank(config: RunConfig, steps: int) -> list[float]:
     torch.set_num_threads(1)
     run = set_up(config, World(dist.get_rank(), dist.get_world_size(), local_rank=0, device=torch.device("cpu")))
-    return time_steps(lambda: train_step(run), steps)[0]
+    return time_steps(lambda: lambda: train_step(run), steps).seconds
 
 
 def on_this_machine(settings: Settings) -> list[Row]:

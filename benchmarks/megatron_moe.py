@@ -6,72 +6,24 @@ needs Transformer Engine and a GPU.
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
-import sys
-import typing
-from contextlib import nullcontext
-from importlib import import_module
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from unittest.mock import MagicMock
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_core.errors import ConfigError
+from benchmarks.megatron_peer import import_megatron, megatron_version
 from megatron_core.transformer.moe import MoELayer
-
-
-class _Triton(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Triton kernels that are imported but not run."""
-
-    def find_spec(self, name: str, path: object, target: object = None) -> importlib.machinery.ModuleSpec | None:
-        is_triton = name.split(".")[0] == "triton"
-        return importlib.machinery.ModuleSpec(name, self, is_package=True) if is_triton else None
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        return _Anything(spec.name)
-
-    def exec_module(self, module: ModuleType) -> None:
-        pass
-
-
-class _Anything(ModuleType):
-    __version__ = "3.5.0"
-    __path__: typing.ClassVar[list[str]] = []
-
-    def __getattr__(self, name: str) -> object:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return MagicMock()
-
-
-def _use_cpu() -> None:
-    """Replace streams by no-ops and the device by the CPU."""
-    event = SimpleNamespace(synchronize=lambda: None)
-    stream = SimpleNamespace(record_event=lambda: event, wait_stream=lambda other: None)
-    torch.cuda.Stream = lambda *args, **kwargs: stream  # type: ignore[assignment, misc]
-    torch.cuda.current_stream = lambda *args: stream  # type: ignore[assignment]
-    torch.cuda.stream = lambda stream: nullcontext()  # type: ignore[assignment]
-    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
 
 
 def megatron_layer(checkout: Path, ours: MoELayer, dtype: torch.dtype) -> tuple[nn.Module, str]:
     """Megatron Core's layer with the weights of ``ours``, and its version; ``checkout`` is a folder of Megatron-LM."""
-    if not (checkout / "megatron" / "core").is_dir():
-        raise ConfigError(f"--megatron {checkout} has no folder megatron/core; give a checkout of NVIDIA/Megatron-LM")
-    import_module("torch._inductor.compile_fx")  # needs the real triton
-    sys.path.insert(0, str(checkout))
-    sys.meta_path.insert(0, _Triton())
+    import_megatron(checkout)
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 
-    import megatron.core
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    _use_cpu()
     model = ours.router.config
     config = TransformerConfig(
         num_layers=1,
@@ -103,4 +55,4 @@ def megatron_layer(checkout: Path, ours: MoELayer, dtype: torch.dtype) -> tuple[
         for number, expert in enumerate(layer.experts.local_experts):
             expert.linear_fc1.weight.copy_(ours.experts.linear_fc1.weight[number])
             expert.linear_fc2.weight.copy_(ours.experts.linear_fc2.weight[number])
-    return layer, f"Megatron Core {megatron.core.__version__}"
+    return layer, megatron_version(checkout)

@@ -7,12 +7,11 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from types import TracebackType
-from typing import NoReturn, TextIO
+from typing import NoReturn
 
 from megatron_core.errors import MegatronError, visible
-from megatron_core.terminal import protect_terminal
+from megatron_core.terminal import discard, protect_terminal
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, if there was nothing to save or on the second Ctrl-C."""
@@ -75,12 +74,3 @@ def run_tool(name: str, tool: Callable[[], int | None], *, interrupted: str = ""
             discard(sys.stdout)
         sys.exit(1 if isinstance(error, BrokenPipeError) else visible(f"{name}: {error}"))
     sys.exit(status)
-
-
-def discard(stream: TextIO) -> None:
-    """Discard buffered and future output to ``stream``."""
-    with suppress(OSError, ValueError):  # a stream in memory has no descriptor
-        if stream.fileno() in (1, 2):  # output to another file must not be lost
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, stream.fileno())
-            os.close(nowhere)

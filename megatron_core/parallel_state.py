@@ -120,7 +120,7 @@ def destroy_model_parallel() -> None:
     """Clear the current layout."""
     set_current(None)
     _virtual.update(rank=None, size=None)
-    assumed.clear()
+    assumed().clear()
 
 
 (
@@ -276,7 +276,7 @@ def get_data_parallel_world_size(with_context_parallel: bool = False, partial_da
 def get_data_parallel_rank(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> int:
     """This rank's index in the data parallel group."""
     group = get_data_parallel_group(with_context_parallel, partial_data_parallel=partial_data_parallel)
-    return assumed.get(("dp", "index"), group.rank())
+    return assumed().get(("dp", "index"), group.rank())
 
 
 def set_data_parallel_rank(rank: int | None) -> None:

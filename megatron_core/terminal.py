@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
 from megatron_core.errors import CONTROL, escaped, visible
@@ -44,6 +45,15 @@ def protect_terminal() -> None:
             stream.reconfigure(errors="backslashreplace")
             if stream.isatty():
                 setattr(sys, name, Terminal(stream))
+
+
+def discard(stream: TextIO) -> None:
+    """Discard buffered and future output to ``stream``."""
+    with suppress(OSError, ValueError):  # a stream in memory has no descriptor
+        if stream.fileno() in (1, 2):  # output to another file must not be lost
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)
 
 
 def exact(stream: TextIO) -> TextIO:

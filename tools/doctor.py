@@ -1,8 +1,9 @@
-"""Print versions, devices, the backend of each operation, and whether ranks can communicate on this machine.
+"""Print whether devices, kernels and communication between ranks work on this machine, and what to install.
 
 python tools/doctor.py
 
-The last lines recommend what to install. The exit status is 1 if the collectives do not work.
+--verbose prints all versions, the backend of each operation and the optional libraries. The exit status is 1 if the
+collectives do not work.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import importlib.metadata
 import platform
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,6 +46,8 @@ class Settings:
 
     collectives: bool = True
     """Start two processes and test the collectives between them."""
+    verbose: bool = False
+    """Print all versions, the backend of each operation, optional libraries, and each collective backend."""
 
 
 def version_of(package: str) -> str | None:
@@ -192,6 +196,33 @@ def advice() -> Iterator[str]:
             yield f"{package}: {use}"
 
 
+def brief(results: Sequence[tuple[bool, str]]) -> Iterator[str]:
+    """Yield five lines: versions, devices, kernels, the ``results`` of collectives, and what to install."""
+    cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
+    yield f"versions:     python {platform.python_version()}, torch {torch.__version__} ({cuda})"
+    gpus = Counter(torch.cuda.get_device_properties(index).name for index in range(torch.cuda.device_count()))
+    listed = ", ".join(f"{count} x {name}" for name, count in gpus.items()) or "no GPU"
+    yield f"devices:      {torch.get_num_threads()} CPU threads ({torch.backends.cpu.get_cpu_capability()}), {listed}"
+    yield f"kernels:      {', '.join(native_share(device) for device in ('cpu', *(['cuda'] if gpus else [])))}"
+    failures = [message for good, message in results if not good]
+    working = ", ".join(message.partition(",")[0].partition(":")[0] for good, message in results if good)
+    yield f"collectives:  {'; '.join(failures) or (f'{working} work with {RANKS} ranks' if working else 'not tested')}"
+    yield f"recommended:  {'; '.join(advice()) or 'nothing to install'}"
+
+
+def native_share(device_type: str) -> str:
+    """Return how many operations have a native kernel in float32 and bfloat16, and the first obstacle of the others."""
+    obstacles = [
+        reason
+        for op in OPS
+        for dtype in (torch.float32, torch.bfloat16)
+        if (reason := native.unavailable_reason(op, device_type, dtype)) is not None
+    ]
+    total = 2 * len(OPS)
+    text = f"{device_type}: {total - len(obstacles)} of {total} operations and dtypes native"
+    return f"{text} ({obstacles[0]})" if obstacles else text
+
+
 def show(title: str, lines: Iterator[str] | list[str]) -> None:
     """Print a heading and indented lines."""
     print(title)
@@ -200,19 +231,20 @@ def show(title: str, lines: Iterator[str] | list[str]) -> None:
 
 
 def main(settings: Settings) -> int:
-    """Print everything; return 1 if the collectives do not work."""
-    show("versions", versions())
-    show("devices", devices())
-    show("operations with --kernel-backend auto", kernels())
-    show("optional libraries", other_libraries())
-    working = True
-    if settings.collectives:
-        kinds = ["gloo", "shm", *(["nccl"] if torch.cuda.device_count() >= RANKS else [])]
-        results = [collectives(kind) for kind in kinds]
-        working = all(good for good, _ in results)
-        show("collectives", [sentence for _, sentence in results])
-    show("recommended to install", list(advice()) or ["nothing: all is installed"])
-    return 0 if working else 1
+    """Print everything that ``settings`` select; return 1 if the collectives do not work."""
+    kinds = ["gloo", "shm", *(["nccl"] if torch.cuda.device_count() >= RANKS else [])] if settings.collectives else []
+    results = [collectives(kind) for kind in kinds]
+    if settings.verbose:
+        show("versions", versions())
+        show("devices", devices())
+        show("operations with --kernel-backend auto", kernels())
+        show("optional libraries", other_libraries())
+        if results:
+            show("collectives", [sentence for _, sentence in results])
+        show("recommended to install", list(advice()) or ["nothing: all is installed"])
+    else:
+        print("\n".join(brief(results)))
+    return 0 if all(good for good, _ in results) else 1
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ OLDEST = (8, 0)
 
 
 def version_of(program: str, *flags: str) -> str | None:
-    """The last line that a program prints; None if there is no such program or it fails."""
+    """Return the last line of a program's output; None if the program is missing or fails."""
     path = shutil.which(program)
     if path is None:
         return None

@@ -88,6 +88,8 @@ PLAIN: dict[str, Mode] = {
     "fused loss": Mode(BF16 | {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "linear"}, 5e-3),
     "zero 1": Mode(BF16 | {"zero_stage": 1}, 5e-3),
     "zero 3": Mode(BF16 | {"zero_stage": 3}, 5e-3),
+    "compiled": Mode(BF16 | {"compile": True}, 5e-3),
+    "cuda graphs": Mode(BF16 | {"cuda_graph_impl": "local"}, 5e-3),
 }
 
 

@@ -1,22 +1,25 @@
 """Parses the command line into a ``RunConfig``: flags (by tyro), ``--config`` files, Megatron-LM's spellings."""
 
+import io
 import os
 import sys
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, NoReturn, TypeVar, get_type_hints
 
 import tyro
 
 from megatron_core.config.file import read_config
 from megatron_core.config.file import write_config as write_config
+from megatron_core.config.help import WITHOUT_BOXES, requested_topic, shown
 from megatron_core.config.presets import preset
 from megatron_core.config.rules_single import unread_settings
 from megatron_core.config.run import RunConfig, field_types
 from megatron_core.config.translate import Translation, grouped, plain
 from megatron_core.config.validate import check, numbered, problems, without_data
 from megatron_core.errors import ConfigError
-from megatron_core.terminal import parse_flags
+from megatron_core.terminal import discard, parse_flags
 
 _FLAT = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
 # Both --x and --no-x are accepted; the help shows only the one that changes the default.
@@ -63,7 +66,7 @@ def parse_run_config(
     """Read the command line, or ``args`` if given, into a ``RunConfig``.
 
     Flags are Megatron-LM's, with hyphens or underscores: ``--tensor-model-parallel-size 2 --bf16``.
-    ``--config FILE`` overrides ``defaults``, and flags override both. ``--help`` prints every setting and exits with 0.
+    ``--config FILE`` overrides ``defaults``, and flags override both. ``--help`` prints the help and exits with 0.
 
     Errors: one ``ConfigError`` for a bad ``--config`` file, unknown flags (with similar names), values of the wrong
     type and flags of Megatron-LM that are not supported.
@@ -101,8 +104,10 @@ def _parse(
 ) -> tuple[Parsed, list[str]]:
     """The settings, and a message for each flag that was left out because it cannot be used."""
     given = list(sys.argv[1:] if args is None else args)
-    wants_help = "--help" in given or "-h" in given
-    found = Translation.of([] if wants_help else given, _types(kind))
+    topic = requested_topic(given)
+    if topic is not None:
+        _print_help(kind, topic, prog, defaults or RunConfig())
+    found = Translation.of(given, _types(kind))
     path, model = (_last_value(found.flags, flag) for flag in ("--config", "--model-preset"))
     defaults = defaults or RunConfig()
     defaults = defaults if model is None else RunConfig.from_flat(defaults.flat() | preset(model))
@@ -110,15 +115,34 @@ def _parse(
     parsed = parse_flags(
         kind,
         prog=prog,
-        description=_description(prog),
-        args=["--help"] if wants_help else found.flags,
+        args=found.flags,
         default=kind(**defaults.sections()),
-        config=_FLAT + (_SHORT_HELP if wants_help else ()),
+        config=_FLAT,
         console_outputs=_is_first_rank(),
     )
     if not found.faults:
         _note(found.ignored)
     return parsed, found.faults
+
+
+def _print_help(kind: type[_CommandLine], topic: str, prog: str, defaults: RunConfig) -> NoReturn:
+    """Print the help about ``topic`` on the first rank and exit with 0, also if nobody reads it to the end."""
+    complete = io.TextIOWrapper(io.BytesIO(), "utf-8")  # tyro draws boxes for this encoding
+    with redirect_stdout(complete), suppress(SystemExit):
+        default, description = kind(**defaults.sections()), _description(prog)
+        parse_flags(
+            kind, prog=prog, description=description, args=["--help"], default=default, config=_FLAT + _SHORT_HELP
+        )
+    complete.seek(0)
+    text = shown(complete.read(), topic)
+    if "utf" not in (sys.stdout.encoding or "").lower():
+        text = text.translate(WITHOUT_BOXES)
+    try:
+        if _is_first_rank():
+            print(text, flush=True)
+    except BrokenPipeError:
+        discard(sys.stdout)
+    sys.exit(0)
 
 
 def note_unread_flags(config: RunConfig, args: list[str] | None = None) -> None:

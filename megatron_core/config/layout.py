@@ -12,6 +12,8 @@ from megatron_core.errors import LayoutError
 from megatron_core.schedules import SCHEDULES, TRAINING
 
 _SIZES = {"tp": "tp", "cp": "cp", "pp": "pp", "v": "chunks", "dp": "dp", "ep": "ep", "etp": "etp"}
+_OTHER_NAMES = {"x": "v"}
+"""Words that are read as others: ``x2`` as ``v2``."""
 _SWITCHES = {
     "sp": ("sequence_parallel", True),
     **{f"zero{stage}": ("zero_stage", stage) for stage in (1, 2, 3)},
@@ -125,9 +127,10 @@ def _field_of(word: str, text: str) -> tuple[str, int | bool | str]:
     if word in TRAINING:
         return "schedule", word
     match = re.fullmatch(r"([a-z]+)([1-9]\d*)", word)
-    if match is None or match[1] not in _SIZES:
+    axis = None if match is None else _OTHER_NAMES.get(match[1], match[1])
+    if match is None or axis not in _SIZES:
         raise LayoutError(f"layout {text!r} has the word {word!r}; legal: {_WORDS} (for example 'tp2 pp2 v2 sp')")
-    return _SIZES[match[1]], int(match[2])
+    return _SIZES[axis], int(match[2])
 
 
 def every_layout(world_size: int, max_stages: int, *, experts: bool = False) -> Iterator[Layout]:

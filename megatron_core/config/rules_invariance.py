@@ -9,6 +9,7 @@ REFUSED = {
     "fp16": "its loss scale moves gradients out of the range of exact sums; use --bf16",
     "fp8_format": "scales are those of a rank's block; remove --fp8-format",
     "multi_latent_attention": "its projections have no canonical parts; use --group-query-attention",
+    "compile": "a graph has its own order of sums; remove --compile",
     "mtp_num_layers": "its losses have no canonical order; remove --mtp-num-layers",
     "qk_layernorm_over_heads": "it is a sum over the heads of all ranks; remove it",
     "grad_reduce_in_bf16": "gradients are summed in float64; remove --grad-reduce-in-bf16",

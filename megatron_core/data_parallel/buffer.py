@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from megatron_core.data_parallel.bucket_kind import BucketKind
 from megatron_core.data_parallel.bucket_layout import BucketLayout
 from megatron_core.data_parallel.fp8_gather import Arriving, start_narrow_gather
-from megatron_core.data_parallel.memory import Initialise, acquire, materialise, release
+from megatron_core.data_parallel.memory import Initialise, materialise
 from megatron_core.data_parallel.placement import Placement
+from megatron_core.data_parallel.split_parameter import FreedWeights, acquire, release
 from megatron_core.parallel.collectives import (
     Done,
     Handle,
@@ -132,7 +133,8 @@ class Bucket:
         if self.splits_weights:
             own = self.weights[self.shard]
             self._weight_shard = away.tensor("weights", part, own.dtype).copy_(own) if away else own.clone()
-            release(self.weights)
+            self._freed = FreedWeights(self.weights, self.parameters, self.names, dp_group.size())
+            self._freed.release()
             if away is not None:
                 away.evict()
         self._grad_shard = self.grads.new_zeros(part) if self.splits_grads else None
@@ -312,7 +314,7 @@ class Bucket:
         """Start to gather the other ranks' weights unless they are already in memory."""
         if self.splits_weights:
             if not self.is_whole:
-                acquire(self.weights)
+                self._freed.acquire()
                 poison_outside(self.weights, slice(0, 0))
                 own = self._own_weights()
                 if self.dp_group.size() == 1:
@@ -356,8 +358,12 @@ class Bucket:
     def release_weights(self) -> None:
         """Free the weights of stage 3 except the shard."""
         self.finish_gather()
-        if self.splits_weights:
-            release(self.weights)
+        if self.splits_weights and self.is_whole:
+            self.weights = self._freed.release()
+
+    def keep_for_users(self) -> None:
+        """Keep the memory of the whole weights, when they are freed, for tensors that are made of it from now on."""
+        self._freed.count_users()
 
     def zero_grad(self) -> None:
         """Set the gradients to zero."""

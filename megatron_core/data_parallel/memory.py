@@ -1,4 +1,4 @@
-"""Memory of parameters and of flat buffers."""
+"""Move parameters into flat buffers."""
 
 from collections.abc import Callable
 
@@ -18,13 +18,3 @@ def materialise(parameter: nn.Parameter, memory: Tensor, name: str, initialise: 
     parameter.data = memory
     if initialise is not None:
         initialise(name, parameter)
-
-
-def release(flat: Tensor) -> None:
-    """Free the memory of ``flat`` and of all its views; the tensor objects remain."""
-    flat.untyped_storage().resize_(0)
-
-
-def acquire(flat: Tensor) -> None:
-    """Reallocate the memory of ``flat`` and its views."""
-    flat.untyped_storage().resize_(flat.numel() * flat.element_size())

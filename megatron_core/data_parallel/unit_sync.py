@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron_core.data_parallel.buffer import Bucket
+from megatron_core.parallel.compiled import outside_of_graphs
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,14 +93,14 @@ class UnitSync:
         seen = {root}
         for unit, listed in zip(self.units[len(self.units) - len(modules) :], modules, strict=True):
             for module in listed:
-                for inner in module.modules():
+                for inner in outside_of_graphs(module):
                     owns = inner is module or next(inner.parameters(recurse=False), None) is not None
                     if owns and inner not in seen:
                         seen.add(inner)
                         self._attach_module(inner, unit)
         if self._rest is not None:
             root.register_forward_pre_hook(lambda *_: self._enter_forward(self._rest))
-            for inner in root.modules():
+            for inner in outside_of_graphs(root):
                 if inner not in seen and next(inner.parameters(recurse=False), None) is not None:
                     self._attach_module(inner, self._rest)
         root.register_forward_hook(lambda _, args, output: self._leave_forward(output))
@@ -127,7 +128,7 @@ class UnitSync:
 
     def _watch(self, output: Any, unit: Unit) -> None:
         """Enter the unit's backward when the gradient of one of its outputs is known."""
-        for tensor in _tensors(output):
+        for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
                 tensor.register_hook(lambda _, unit=unit: self._enter_backward(unit))
 
@@ -227,6 +228,8 @@ class UnitSync:
         self._whole += added
         for bucket in buckets:
             bucket.finish_gather()
+        for bucket in added:
+            bucket.keep_for_users()  # a caller may keep tensors of the whole weights
         return added
 
     def unpin(self, buckets: Sequence[Bucket], added: Sequence[Bucket]) -> None:
@@ -271,14 +274,14 @@ def _buckets_of(
     return own, list(dict.fromkeys(own + read))
 
 
-def _tensors(output: Any) -> Iterator[Tensor]:
+def tensors_in(output: Any) -> Iterator[Tensor]:
     """Yield the tensors in a module's output."""
     if isinstance(output, Tensor):
         yield output
     elif isinstance(output, Mapping):
-        yield from _tensors(list(output.values()))
+        yield from tensors_in(list(output.values()))
     elif isinstance(output, Iterable) and not isinstance(output, str):
         for each in output:
-            yield from _tensors(each)
+            yield from tensors_in(each)
     elif is_dataclass(output) and not isinstance(output, type):
-        yield from _tensors(list(vars(output).values()))
+        yield from tensors_in(list(vars(output).values()))

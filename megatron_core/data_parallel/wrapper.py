@@ -21,9 +21,11 @@ from megatron_core.data_parallel.memory import Initialise, materialise
 from megatron_core.data_parallel.placement import Placement
 from megatron_core.data_parallel.unit_sync import UnitOptions, UnitSync
 from megatron_core.errors import LayoutError
+from megatron_core.parallel.compiled import outside_of_graphs, runs_graphs
 from megatron_core.parallel.groups import ParallelGroups
 from megatron_core.parallel.sharding import spec_of
 from megatron_core.schedules.actions import Action
+from megatron_core.tensor_parallel.linear import number_weights
 
 
 class DataParallel:
@@ -73,8 +75,7 @@ class DataParallel:
         units: Mapping[int, list[list[nn.Module]]] | None = None,
         exact_sums: bool = False,
     ) -> None:
-        self.exact_sums = exact_sums
-        self.groups, self.zero_stage = groups, zero_stage
+        self.groups, self.zero_stage, self.exact_sums = groups, zero_stage, exact_sums
         self._units = {stage: modules_of(module) for stage, module in stages.items()} if units is None else units
         self._has_rest = units is not None
         self.overlap_grad_reduce, self.overlap_param_gather = overlap_grad_reduce, overlap_param_gather
@@ -108,7 +109,6 @@ class DataParallel:
         for name, parameter in self.frozen:
             if parameter.is_meta and device is not None and device.type != "meta":
                 materialise(parameter, torch.zeros_like(parameter, device=device), name, initialise)
-        # Set the communication options of the buckets.
         self.compressor = compressor
         for bucket in self.buckets:
             bucket.wire_dtype, bucket.compressor = wire_dtype or bucket.wire_dtype, compressor
@@ -119,6 +119,7 @@ class DataParallel:
         # Register the hooks for gathering, accumulation and reduction.
         self.on_final: Callable[[Bucket], object] | None = None
         """Called when a bucket's ``grad_shard`` is complete, in the backward pass if its sum runs there."""
+        self.grad_factor = 1.0  # of gradients from autograd; layers that add to main_grad themselves ignore it
         self._waiting: dict[Bucket, int] = {}
         self._sync: dict[int, UnitSync] = {}
         if any(bucket.splits_grads or bucket.splits_weights for bucket in self.all_buckets):
@@ -129,6 +130,8 @@ class DataParallel:
                 parameter.register_post_accumulate_grad_hook(self._accumulator(bucket))
                 if bucket.splits_grads:
                     parameter.open_grad = self._opener(bucket)
+        for module in (module for stage in stages.values() for module in stage.modules() if runs_graphs(module)):
+            number_weights(p for p in module.parameters() if p.requires_grad)
         if overlap_param_gather and zero_stage < 3:
             for stage in stages:
                 self._wait_before_forward(stage, stages[stage])
@@ -300,7 +303,7 @@ class DataParallel:
                         "remove --layout-invariant, or compute it with the functions of parallel.invariance"
                     )
                 bucket.open_grads()
-                parameter.main_grad.add_(parameter.grad)
+                parameter.main_grad.add_(parameter.grad, alpha=self.grad_factor)
                 parameter.grad = None
             if bucket in self._waiting:
                 self._waiting[bucket] -= 1
@@ -352,7 +355,7 @@ class DataParallel:
             root.register_forward_pre_hook(_waiter(own))
         for modules in self._units[stage]:
             read = [self._bucket_of[p] for module in modules for p in module.parameters() if p in self._bucket_of]
-            for module in dict.fromkeys(inner for each in modules for inner in each.modules()):
+            for module in dict.fromkeys(inner for each in modules for inner in outside_of_graphs(each)):
                 if module in modules or next(module.parameters(recurse=False), None) is not None:
                     module.register_forward_pre_hook(_waiter(list(dict.fromkeys(read))))
 

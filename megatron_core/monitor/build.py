@@ -24,7 +24,14 @@ def build_sinks(
     Call it on the reporting rank. ``start_iteration``: the iteration from which the run continues. ``settings``: the
     settings of the run, for Weights & Biases and MLflow.
     """
-    sinks: list[Sink] = [ConsoleSink(config.log_interval, progress=config.progress)]
+    sinks: list[Sink] = [
+        ConsoleSink(
+            config.log_interval,
+            megatron=config.log_format == "megatron",
+            progress=config.progress,
+            quiet=config.quiet,
+        )
+    ]
     path = metrics_path(config, save_dir)
     if path is not None:
         sinks.append(JsonLinesSink(path))

@@ -1,19 +1,51 @@
-"""Log lines in Megatron-LM's format on standard output, and a progress bar on standard error."""
+"""Log lines on standard output, short or in Megatron-LM's format, and a progress bar on standard error."""
 
 import math
+import re
 import shutil
 import sys
 from collections.abc import Sequence
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import TextIO
 
 from tqdm import tqdm
 
 from megatron_core.monitor.events import StepEvent, ValidationEvent
-from megatron_core.terminal import exact
+from megatron_core.terminal import colours, exact
 
 LARGEST_SHARES = 4
 """Maximum number of phases in a line."""
+WIDTH = 120
+"""Maximum columns of a short line."""
+_BOLD, _RED, _RESET = "\x1b[1m", "\x1b[31m", "\x1b[0m"
+
+
+def short_line(events: Sequence[StepEvent], now: datetime) -> str:
+    """Return a line of at most ``WIDTH`` columns for the steps since the last line.
+
+    Means and counts are those of ``step_line``. Values for which there is no space, the last ones first, are in the
+    metrics file.
+    """
+    last = events[-1]
+    skipped, nan = sum(event.skipped for event in events), sum(event.is_nan for event in events)
+    fields = [
+        f" {now:%H:%M:%S} iteration {last.iteration}/{last.total_iterations}",
+        f"lm loss: {_plain(_mean_loss(events))}",
+        *([f"skipped: {skipped}"] if skipped else []),
+        *([f"nan: {nan}"] if nan else []),
+        *([] if last.grad_norm is None else [f"grad norm: {last.grad_norm:.3f}"]),
+        f"lr: {last.learning_rate:.2E}",
+        f"{_mean([event.elapsed_ms for event in events]):.1f} ms",
+        f"{_mean([event.tokens_per_second for event in events]):,.0f} tokens/s",
+        *([] if (rate := _utilisation(events)) is None else [f"util {rate:.0%}"]),
+        *(f"{name}: {_plain(value)}" for name, value in last.auxiliary_losses.items()),
+        *([] if last.params_norm is None else [f"params norm: {last.params_norm:.3f}"]),
+    ]
+    line = fields[0]
+    for text in fields[1:]:
+        if len(line) + len(" | ") + len(text) + len(" |") <= WIDTH:
+            line += f" | {text}"
+    return f"{line} |"
 
 
 def step_line(events: Sequence[StepEvent], now: datetime) -> str:
@@ -24,7 +56,6 @@ def step_line(events: Sequence[StepEvent], now: datetime) -> str:
     tokens per second, and throughput below 1 TFLOP/s in GFLOP/s.
     """
     last = events[-1]
-    losses = [event.loss for event in events if not event.skipped] or [event.loss for event in events]
     fields = [
         f" [{now.strftime('%Y-%m-%d %H:%M:%S.%f')}] iteration {last.iteration:8d}/{last.total_iterations:8d}",
         f"consumed samples: {last.consumed_samples:12d}",
@@ -34,7 +65,7 @@ def step_line(events: Sequence[StepEvent], now: datetime) -> str:
         *_shares(events),
         f"learning rate: {last.learning_rate:.6E}",
         f"global batch size: {last.global_batch_size:5d}",
-        f"lm loss: {_scientific(_mean(losses))}",
+        f"lm loss: {_scientific(_mean_loss(events))}",
         *(f"{name}: {_scientific(value)}" for name, value in last.auxiliary_losses.items()),
         f"loss scale: {last.loss_scale:.1f}",
         *([] if last.grad_norm is None else [f"grad norm: {last.grad_norm:.3f}"]),
@@ -46,16 +77,60 @@ def step_line(events: Sequence[StepEvent], now: datetime) -> str:
     return " | ".join(fields) + " |"
 
 
-def validation_block(event: ValidationEvent) -> str:
-    """Megatron-LM's three lines for an evaluation."""
+def validation_line(event: ValidationEvent) -> str:
+    """Return the line for an evaluation."""
     where = "" if event.split == "validation" else f" on {event.split} set"
-    line = (
+    return (
         f" validation loss at iteration {event.iteration}{where} | "
         f"lm loss value: {_scientific(event.loss)} | "
         f"lm loss PPL: {_scientific(event.perplexity)} | "
     )
+
+
+def validation_block(event: ValidationEvent) -> str:
+    """Megatron-LM's three lines for an evaluation."""
+    line = validation_line(event)
     rule = "-" * (len(line) + 1)
     return f"{rule}\n{line}\n{rule}"
+
+
+class Summary:
+    """The table at the end of a run."""
+
+    def __init__(self) -> None:
+        self.steps = self.skipped = 0
+        self.evaluated: dict[str, float] = {}
+        """The last loss of each evaluated split."""
+        self._milliseconds = self._tokens = 0.0
+        self._first: StepEvent | None = None
+        self._last: StepEvent | None = None
+
+    def add(self, event: StepEvent) -> None:
+        """Count a step."""
+        self.steps, self.skipped = self.steps + 1, self.skipped + event.skipped
+        self._milliseconds += event.elapsed_ms
+        self._tokens += event.tokens_per_second * event.elapsed_ms / 1e3
+        self._first, self._last = self._first or event, event
+
+    def table(self) -> list[str]:
+        """Return the lines of the table; time and speed are those of the steps, without evaluations and saves."""
+        first, last = self._first, self._last
+        assert first is not None and last is not None, "there was a step"
+        seconds = self._milliseconds / 1e3
+        rows = {
+            "steps": f"{self.steps:,}, to iteration {last.iteration:,} of {last.total_iterations:,}",
+            "skipped steps": str(self.skipped) if self.skipped else "",
+            "loss": f"{first.loss:.4f} in the first step, {last.loss:.4f} in the last",
+            **{f"{split} loss": f"{loss:.4f}" for split, loss in self.evaluated.items()},
+            "tokens": f"{self._tokens:,.0f} in these steps, {last.consumed_tokens:,} in all",
+            "time of steps": f"{timedelta(seconds=round(seconds))}, {self._milliseconds / self.steps:,.1f} ms each",
+            "speed": f"{self._tokens / max(seconds, 1e-9):,.0f} tokens/s",
+            "goodput": "" if last.goodput is None else f"{last.goodput:.1%}",
+            "peak memory": f"{last.memory_bytes / 2**30:.2f} GiB on this rank" if last.memory_bytes else "",
+        }
+        shown = {name: value for name, value in rows.items() if value}
+        width = max(map(len, shown))
+        return [f"  {name:<{width}}  {value}" for name, value in shown.items()]
 
 
 class ConsoleSink:
@@ -67,37 +142,60 @@ class ConsoleSink:
     setting = "standard output"
 
     def __init__(
-        self, log_interval: int, *, progress: bool = True, out: TextIO | None = None, err: TextIO | None = None
+        self,
+        log_interval: int,
+        *,
+        megatron: bool = False,
+        progress: bool = True,
+        quiet: bool = False,
+        out: TextIO | None = None,
+        err: TextIO | None = None,
     ) -> None:
-        """``out`` and ``err``: streams of lines and bar, by default those of the process."""
-        self._interval = log_interval
+        """``megatron``: lines in Megatron-LM's format, without a table at the end. ``quiet``: only evaluations.
+
+        ``out`` and ``err``: streams of lines and bar, by default those of the process.
+        """
+        self._interval, self._quiet = log_interval, quiet
+        self._line, self._evaluation = (step_line, validation_block) if megatron else (short_line, validation_line)
         self._out = out or sys.stdout
         self._err = err or sys.stderr
-        self._shows_bar = progress and self._err.isatty()
+        self._shows_bar = progress and not quiet and self._err.isatty()
         self._bar: tqdm | None = None
         self._pending: list[StepEvent] = []
+        self._summary = None if megatron or quiet else Summary()
 
     def on_step(self, event: StepEvent) -> None:
         """Advance the bar, and print a line if it is due."""
-        self._pending.append(event)
+        if self._summary is not None:
+            self._summary.add(event)
+        if not self._quiet:
+            self._pending.append(event)
         if self._shows_bar:
             self._advance_bar(event)
         if event.iteration % self._interval == 0 or event.iteration in (1, event.total_iterations):
             self._print_pending()
 
     def on_validation(self, event: ValidationEvent) -> None:
-        """Print the evaluation's block."""
-        self._print(validation_block(event))
+        """Print the evaluation."""
+        if self._summary is not None:
+            self._summary.evaluated[event.split] = event.loss
+        self._print(self._evaluation(event))
 
     def close(self) -> None:
-        """Print the steps without a line, and stop the bar."""
+        """Print the steps without a line and the table, and stop the bar."""
         self._print_pending()
+        if self._summary is not None and self._summary.steps:
+            self._print("\n".join(self._summary.table()))
         if self._bar is not None:
             self._bar.close()
 
     def _print_pending(self) -> None:
         if self._pending:
-            self._print(step_line(self._pending, datetime.now()))
+            line = self._line(self._pending, datetime.now())
+            if self._out.isatty():
+                line = _coloured(line, alarming=any(event.skipped or event.is_nan for event in self._pending))
+            with colours():
+                self._print(line)
             self._pending = []
 
     def _print(self, text: str) -> None:
@@ -125,11 +223,32 @@ class ConsoleSink:
         self._bar.update()
 
 
+def _coloured(line: str, *, alarming: bool) -> str:
+    """Return a line with a bold loss, or in red if a step was skipped or its loss is not finite."""
+    if alarming:
+        return f"{_RED}{line}{_RESET}"
+    return re.sub(r"lm loss: \S+", lambda found: f"{_BOLD}{found[0]}{_RESET}", line)
+
+
+def _plain(value: float) -> str:
+    """Return a loss with four decimals, or in scientific notation if it is very small or large."""
+    return f"{value:.4f}" if 1e-2 <= abs(value) < 1e5 else _scientific(value)
+
+
+def _mean_loss(events: Sequence[StepEvent]) -> float:
+    """Return the mean loss of the steps that were not skipped, or of all steps if all were."""
+    return _mean([event.loss for event in events if not event.skipped] or [event.loss for event in events])
+
+
+def _utilisation(events: Sequence[StepEvent]) -> float | None:
+    rate = events[-1].product_rate
+    return _mean([event.model_flops_per_second for event in events]) / rate if rate else None
+
+
 def _shares(events: Sequence[StepEvent]) -> list[str]:
     """Utilisation, goodput, and the largest shares of the reporting rank's time, if known."""
     last, fields = events[-1], []
-    if last.product_rate:
-        rate = _mean([event.model_flops_per_second for event in events]) / last.product_rate
+    if (rate := _utilisation(events)) is not None:
         fields.append(f"utilisation: {rate:.1%}")
     if last.goodput is not None:
         fields.append(f"goodput: {last.goodput:.1%}")

@@ -1,6 +1,7 @@
 """Addition of a bias, dropout and addition of the residual in one pass; native kernels as torch operators."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from megatron_core.errors import ConfigError
 from megatron_core.ops import native, reference
 from megatron_core.ops.backend import Backend, select_backend
-from megatron_core.ops.operator import operator
+from megatron_core.ops.operator import define, operator
 from megatron_core.ops.reference import dropout_scale, dropout_threshold
 from megatron_core.ops.rows import check, contiguous_last_dim, new_like, partials
 
@@ -44,7 +45,8 @@ def bias_dropout_add(
     given = (x, bias, residual, p, key, sample_index, position_ids, key_positions, first_head)
     if select_backend("dropout", backend, x.device.type, x.dtype) == "reference":
         _check(x, bias, residual, p, sample_index, position_ids, key_positions)
-        return reference.bias_dropout_add(*given)
+        draw = _keep if torch.compiler.is_compiling() else reference.keep
+        return reference.bias_dropout_add(*given, draw=draw)
     return _bias_dropout_add(*given)[0]
 
 
@@ -73,6 +75,21 @@ def _check_numbers(name: str, given: Tensor, x: Tensor, shape: tuple[int, ...]) 
             f"dropout: {name} is {list(given.shape)} of {given.dtype} on {given.device}; "
             f"for x {list(x.shape)} on {x.device} it must be {list(shape)} of torch.int64 there"
         )
+
+
+@define("dropout_keep")
+def _keep(
+    shape: Sequence[int],
+    p: float,
+    key: int,
+    sample_index: Tensor,
+    position_ids: Tensor | None,
+    key_positions: Tensor | None,
+    first_head: int,
+) -> Tensor:
+    """``reference.keep`` in graphs of torch.compile, whose C++ for operations on bits of integers does not compile if
+    the key is a symbol (torch 2.13)."""
+    return reference.keep(tuple(shape), p, key, sample_index, position_ids, key_positions, first_head)
 
 
 @operator("bias_dropout_add")
@@ -184,6 +201,10 @@ def _backward(ctx: Any, dy: Tensor, _: Tensor | None) -> tuple[Tensor | None, ..
     return dx, dbias, dy if of_residual else None, *[None] * 6
 
 
+torch.library.register_fake(
+    "megatron_core::dropout_keep",
+    lambda shape, p, key, sample_index, *_: sample_index.new_empty(shape, dtype=torch.bool),
+)
 _bias_dropout_add.register_fake(lambda x, bias, residual, p, *_: (new_like(x), _room_for_kept(x, p)))
 _bias_dropout_add.register_autograd(_backward, _save)
 _bias_dropout_add_backward.register_fake(lambda dy, *given: (new_like(dy), _sums_of(dy, given[-1])))

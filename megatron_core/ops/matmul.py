@@ -1,4 +1,4 @@
-"""Matrix products: grouped ones for the experts of a rank, and weight gradients accumulated in float32."""
+"""Matrix products: of linear layers, grouped ones for the experts of a rank, and weight gradients in float32."""
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
@@ -11,6 +11,37 @@ ALIGNMENT = 16
 """torch's grouped product requires rows whose size is a multiple of this number of bytes."""
 # Public since torch 2.10; earlier there was a private function with other requirements.
 _grouped_mm = getattr(torch.nn.functional, "grouped_mm", None)
+
+
+MIN_MULTIPLICATIONS = 2**23
+"""Size of a product from which oneDNN is faster than MKL: each of its calls takes 13 us longer to start."""
+# Not torch.ops.mkldnn._linear_pointwise.default: builds of torch without oneDNN do not have it.
+_onednn_linear = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch.backends.mkldnn.is_available() else None
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """y = x W^T + b as ``torch.nn.functional.linear``, without autograd: ``x`` ``[..., I]``, ``weight`` ``[O, I]``.
+
+    Calls oneDNN where torch calls MKL but oneDNN is faster: float32 on CPUs with AVX-512. Products of 512 x 256 x 1024
+    on one thread (AMD, 32 flops per cycle): 99 GFLOP/s with MKL, 109 with oneDNN; a training step takes 4.5 % less.
+    """
+    if _is_onednn_faster(x, weight):
+        assert _onednn_linear is not None
+        return _onednn_linear(x, weight, bias, "none", [], "")
+    return torch.nn.functional.linear(x, weight, bias)
+
+
+def input_grad(grad_y: Tensor, weight: Tensor) -> Tensor:
+    """dL/dx = dL/dy W: ``grad_y`` ``[..., O]``, ``weight`` ``[O, I]`` -> ``[..., I]``; by the library of ``linear``."""
+    return linear(grad_y, weight.t()) if _is_onednn_faster(grad_y, weight.t()) else grad_y.matmul(weight)
+
+
+def _is_onednn_faster(x: Tensor, weight: Tensor) -> bool:
+    if x.numel() * weight.shape[0] < MIN_MULTIPLICATIONS or not (x.dtype == weight.dtype == torch.float32 and x.is_cpu):
+        return False
+    if _onednn_linear is None or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return False
+    return torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
 def runs(counts: Sequence[int]) -> Iterator[slice]:

@@ -285,11 +285,14 @@ def bias_dropout_add(
     position_ids: Tensor | None,
     key_positions: Tensor | None,
     first_head: int,
+    *,
+    draw: Callable[..., Tensor] = keep,
 ) -> Tensor:
-    """y = residual + keep scale (x + bias); None is not added; shapes as in ``ops.bias_dropout_add``."""
+    """y = residual + keep scale (x + bias); None is not added; shapes as in ``ops.bias_dropout_add``. ``draw`` computes
+    the mask."""
     x = x if bias is None else x + bias
     if dropout_threshold(p):
         assert sample_index is not None, "masks are functions of the samples' numbers"
-        kept = keep(x.shape, p, key, sample_index, position_ids, key_positions, first_head)
+        kept = draw(x.shape, p, key, sample_index, position_ids, key_positions, first_head)
         x = torch.where(kept, x * dropout_scale(p), 0)
     return x if residual is None else residual + x

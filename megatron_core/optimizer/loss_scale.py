@@ -57,12 +57,16 @@ class DynamicLossScale:
         _require(self.window >= 1, f"loss_scale_window={self.window} is out of range; legal: 1, 2, 3, ...")
         _require(self.hysteresis >= 1, f"hysteresis={self.hysteresis} is out of range; legal: 1, 2, 3, ...")
         self.scale, self.minimum = float(self.initial), float(minimum)
-        self._good_steps, self._chances = 0, self.hysteresis
+        self._good_steps, self._chances, self._delay = 0, self.hysteresis, 0
+
+    def delay_growth(self, steps: int) -> None:
+        """Do not count the first ``steps`` good steps, now and after each overflow; DeepSpeed skips one."""
+        self._delay, self._good_steps = steps, -steps
 
     def update(self, found_inf: bool) -> None:
         """Update the scale after a step; ``found_inf``: whether a gradient on any rank was not finite."""
         if found_inf:
-            self._good_steps = 0
+            self._good_steps = -self._delay
             self._chances -= 1
             if self._chances <= 0:
                 self.scale = max(self.scale * self.backoff_factor, self.minimum)

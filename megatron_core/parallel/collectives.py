@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_core.errors import LayoutError
+from megatron_core.parallel.compiled import CollectiveOperator, group_named
 from megatron_core.parallel.flight_recorder import RECORDER
 from megatron_core.parallel.groups import Group, process_group
 from megatron_core.parallel.interleave import hand_over
@@ -176,8 +177,7 @@ def start_all_reduce(x: Tensor, group: Group) -> tuple[Tensor, Handle]:
     return x, all_reduce_(x, group, async_op=True)
 
 
-def identity(x: Tensor, group: Group) -> Tensor:
-    """``x``, for a pair whose forward or backward communicates nothing."""
+def _identity(x: Tensor, group: Group) -> Tensor:
     return x.view_as(x)
 
 
@@ -189,8 +189,7 @@ def _sum(x: Tensor, group: Group) -> Tensor:
     return x
 
 
-def gather_first(x: Tensor, group: Group) -> Tensor:
-    """Gather dim 0."""
+def _gather_first(x: Tensor, group: Group) -> Tensor:
     full, handle = start_gather_sequence(x, group)
     handle.wait()
     return full
@@ -220,7 +219,7 @@ def _on_last(op: Collective) -> Collective:
     return lambda x, group: op(x.movedim(-1, 0), group).movedim(0, -1).contiguous()
 
 
-_split_last, _gather_last, _reduce_scatter_last = map(_on_last, (_split_first, gather_first, _reduce_scatter_first))
+_split_last, _gather_last, _reduce_scatter_last = map(_on_last, (_split_first, _gather_first, _reduce_scatter_first))
 
 
 def _all_to_all(x: Tensor, group: Group) -> Tensor:
@@ -247,63 +246,87 @@ class _Pair(torch.autograd.Function):
         return ctx.backward_op(grad, ctx.group), None, None, None
 
 
-def paired(x: Tensor, group: Group, forward_op: Collective, backward_op: Collective) -> Tensor:
-    """Apply ``forward_op``; if gradients are enabled, autograd records ``backward_op`` as its backward."""
+COLLECTIVES: dict[str, Collective] = {
+    "all_to_all": _all_to_all,
+    "gather_first": _gather_first,
+    "gather_last": _gather_last,
+    "identity": _identity,
+    "reduce_scatter_first": _reduce_scatter_first,
+    "reduce_scatter_last": _reduce_scatter_last,
+    "split_first": _split_first,
+    "split_last": _split_last,
+    "sum": _sum,
+}
+"""The collectives with an adjoint among them, by name."""
+
+
+def _collective_of(x: Tensor, group_name: str, name: str, adjoint: str, ranks: int) -> Tensor:
+    y = COLLECTIVES[name](x, group_named(group_name))
+    return y.clone() if name == "identity" else y  # the output of an operator is not a view of its input
+
+
+_operator = CollectiveOperator(_collective_of)
+
+
+def paired(x: Tensor, group: Group, name: str, adjoint: str) -> Tensor:
+    """Apply the collective ``name``; if gradients are enabled, autograd records ``adjoint`` as its backward."""
+    if torch.compiler.is_compiling():
+        return x if group.size() == 1 else _operator(x, process_group(group), name, adjoint)
     if not torch.is_grad_enabled():
-        return forward_op(x, group)
-    result: Tensor = _Pair.apply(x, group, forward_op, backward_op)
+        return COLLECTIVES[name](x, group)
+    result: Tensor = _Pair.apply(x, group, COLLECTIVES[name], COLLECTIVES[adjoint])
     return result
 
 
 def copy_to_region(x: Tensor, group: Group) -> Tensor:
     """Identity; backward sums the gradient over the group."""
-    return paired(x, group, identity, _sum)
+    return paired(x, group, "identity", "sum")
 
 
 def reduce_from_region(x: Tensor, group: Group) -> Tensor:
     """Sum over the group; backward is the identity."""
-    return paired(x, group, _sum, identity)
+    return paired(x, group, "sum", "identity")
 
 
 def scatter_channels(x: Tensor, group: Group) -> Tensor:
     """Take this rank's part of the last dim; backward gathers."""
-    return paired(x, group, _split_last, _gather_last)
+    return paired(x, group, "split_last", "gather_last")
 
 
 def gather_channels(x: Tensor, group: Group) -> Tensor:
     """Gather the last dim; backward takes this rank's part."""
-    return paired(x, group, _gather_last, _split_last)
+    return paired(x, group, "gather_last", "split_last")
 
 
 def gather_partial_channels(x: Tensor, group: Group) -> Tensor:
     """Gather the last dim; backward reduce-scatters, for gradients that are partial sums."""
-    return paired(x, group, _gather_last, _reduce_scatter_last)
+    return paired(x, group, "gather_last", "reduce_scatter_last")
 
 
 def reduce_scatter_to_channels(x: Tensor, group: Group) -> Tensor:
     """Sum over the group and split the last dim; backward gathers."""
-    return paired(x, group, _reduce_scatter_last, _gather_last)
+    return paired(x, group, "reduce_scatter_last", "gather_last")
 
 
 def scatter_to_sequence(x: Tensor, group: Group) -> Tensor:
     """Take this rank's part of dim 0; backward gathers."""
-    return paired(x, group, _split_first, gather_first)
+    return paired(x, group, "split_first", "gather_first")
 
 
 def gather_from_sequence(x: Tensor, group: Group, *, partial_grad: bool = True) -> Tensor:
     """Gather dim 0; backward reduce-scatters partial gradients, or takes this rank's part of a complete gradient."""
-    return paired(x, group, gather_first, _reduce_scatter_first if partial_grad else _split_first)
+    return paired(x, group, "gather_first", "reduce_scatter_first" if partial_grad else "split_first")
 
 
 def exchange_parts(x: Tensor, group: Group) -> Tensor:
     """All-to-all of equal parts of ``[size, ...]``: part i goes to rank i and arrives from rank i; backward is the
     same."""
-    return paired(x, group, _all_to_all, _all_to_all)
+    return paired(x, group, "all_to_all", "all_to_all")
 
 
 def reduce_scatter_to_sequence(x: Tensor, group: Group) -> Tensor:
     """Sum over the group and split dim 0; backward gathers."""
-    return paired(x, group, _reduce_scatter_first, gather_first)
+    return paired(x, group, "reduce_scatter_first", "gather_first")
 
 
 def exchange_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Tensor:

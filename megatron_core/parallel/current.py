@@ -1,4 +1,4 @@
-"""The current groups of this process, read by Megatron Core's getters (``parallel_state``) and default arguments."""
+"""The current groups of this rank, read by Megatron Core's getters (``parallel_state``) and default arguments."""
 
 from datetime import timedelta
 
@@ -9,27 +9,29 @@ from megatron_core.errors import LayoutError
 from megatron_core.parallel.grid import Grid
 from megatron_core.parallel.groups import Group, ParallelGroups
 from megatron_core.parallel.launch import World
+from megatron_core.parallel.rank_local import RankLocal
 
-_current: list[ParallelGroups] = []
+_current: RankLocal[ParallelGroups | None] = RankLocal(lambda: None)
 
 
 def set_current(groups: ParallelGroups | None) -> None:
-    """Make ``groups`` the layout of this process; None clears it."""
-    _current[:] = [] if groups is None else [groups]
+    """Make ``groups`` the layout of this rank; None clears it."""
+    _current.set(groups)
 
 
 def has_current() -> bool:
     """Whether a layout is set."""
-    return bool(_current)
+    return _current() is not None
 
 
 def current() -> ParallelGroups:
-    """The layout of this process; a single rank without torch.distributed. ``LayoutError`` if none is set yet."""
-    if not _current:
+    """The layout of this rank; a single rank without torch.distributed. ``LayoutError`` if none is set yet."""
+    groups = _current()
+    if groups is None:
         if dist.is_initialized():
             raise LayoutError("no model parallel groups yet; call parallel_state.initialize_model_parallel first")
         return ParallelGroups.single()
-    return _current[0]
+    return groups
 
 
 def tensor_parallel_group(group: Group | None = None) -> Group:

@@ -6,10 +6,12 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch import Tensor
+
+from megatron_core.parallel.rank_local import Forwarding, RankLocal
 
 KEPT = 64
 """Number of calls that are kept; if ranks differ by more, only their counts are compared."""
@@ -81,8 +83,8 @@ class FlightRecorder:
         return {"counts": dict(self._counts), "ranks": {k: list(v) for k, v in self._ranks.items()}, "calls": calls}
 
 
-RECORDER = FlightRecorder()
-"""The recorder of this process."""
+RECORDER: FlightRecorder = cast(FlightRecorder, Forwarding(RankLocal(FlightRecorder)))
+"""The recorder of this rank."""
 
 
 def first_difference(found: Mapping[int, Mapping[str, Any]]) -> str | None:

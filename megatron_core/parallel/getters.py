@@ -7,8 +7,9 @@ import torch.distributed as dist
 
 from megatron_core.parallel.current import current, has_current
 from megatron_core.parallel.groups import Group
+from megatron_core.parallel.rank_local import RankLocal
 
-assumed: dict[tuple[str, str], int] = {}
+assumed: RankLocal[dict[tuple[str, str], int]] = RankLocal(dict)
 """Sizes and indices set by ``set_*`` functions, by axes; getters return them instead of the group's."""
 
 
@@ -27,10 +28,10 @@ def getters(axes: str, ranks: str) -> tuple[Callable[..., Any], ...]:
     and index without creating groups (None restores those of the group)."""
 
     def world_size() -> int:
-        return assumed[axes, "size"] if (axes, "size") in assumed else current().group(axes).size()
+        return assumed()[axes, "size"] if (axes, "size") in assumed() else current().group(axes).size()
 
     def rank() -> int:
-        return assumed[axes, "index"] if (axes, "index") in assumed else current().group(axes).rank()
+        return assumed()[axes, "index"] if (axes, "index") in assumed() else current().group(axes).rank()
 
     def set_world_size(world_size: int | None) -> None:
         assume((axes, "size"), world_size)
@@ -47,9 +48,9 @@ def getters(axes: str, ranks: str) -> tuple[Callable[..., Any], ...]:
 
 def assume(key: tuple[str, str], value: int | None) -> None:
     """Store a size or an index; None removes it."""
-    assumed.pop(key, None)
+    assumed().pop(key, None)
     if value is not None:
-        assumed[key] = value
+        assumed()[key] = value
 
 
 def rank_getter(axes: str, index: int, which: str) -> Callable[[], int]:

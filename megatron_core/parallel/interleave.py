@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import torch
 
 from megatron_core.parallel.meter import METER
+from megatron_core.parallel.rank_local import RankLocal, in_this_rank
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -75,8 +76,8 @@ class _Pair:
             raise _AbandonedError
 
 
-_RUNNING: list[_Pair] = []
-"""The pair that runs in this process, if there is one."""
+_RUNNING: RankLocal[list[_Pair]] = RankLocal(list)
+"""The pair that this rank runs, if there is one."""
 
 
 def hand_over() -> None:
@@ -84,8 +85,8 @@ def hand_over() -> None:
 
     Without such a function it does nothing. All ranks of the message's group must call it.
     """
-    if _RUNNING:
-        _RUNNING[0].hand_over()
+    if running := _RUNNING():
+        running[0].hand_over()
 
 
 class Interleaver:
@@ -111,13 +112,13 @@ class Interleaver:
             with stream:
                 return pair.run(1, second)
 
-        _RUNNING.append(pair)
-        other = self._pool.submit(on_thread)
+        _RUNNING().append(pair)
+        other = self._pool.submit(in_this_rank(on_thread))
         try:
             mine: Any = pair.run(0, first)
             wait([other])
         finally:
-            _RUNNING.remove(pair)
+            _RUNNING().remove(pair)
         if pair.error is not None:
             raise pair.error
         theirs: Any = other.result()

@@ -24,11 +24,10 @@ from torch import Tensor
 from megatron_core.config.invariance import smallest_factor
 from megatron_core.errors import LayoutError
 from megatron_core.parallel.collectives import (
+    COLLECTIVES,
     all_gather_flat_,
     all_reduce_,
     all_to_all_rows,
-    gather_first,
-    identity,
     paired,
     reduce_scatter_flat_,
 )
@@ -130,16 +129,14 @@ def _own_sum(by_rank: Tensor, group: Group) -> Tensor:
     return tree_sum(all_to_all_rows(by_rank.contiguous(), ones, ones, group).split(1), Tensor.add_)
 
 
+COLLECTIVES.update(sum_in_tree=all_reduce_in_tree, reduce_scatter_first_in_tree=reduce_scatter_in_tree)
+
+
 def invariant_reduce_from_region(x: Tensor, group: Group) -> Tensor:
     """``collectives.reduce_from_region`` in the order of the tree."""
-    return paired(x, group, all_reduce_in_tree, identity)
+    return paired(x, group, "sum_in_tree", "identity")
 
 
 def invariant_reduce_scatter_to_sequence(x: Tensor, group: Group) -> Tensor:
     """``collectives.reduce_scatter_to_sequence`` in the order of the tree."""
-    return paired(x, group, reduce_scatter_in_tree, gather_first)
-
-
-def invariant_copy_to_region(x: Tensor, group: Group) -> Tensor:
-    """``collectives.copy_to_region`` with a gradient that is summed in the order of the tree."""
-    return paired(x, group, identity, all_reduce_in_tree)
+    return paired(x, group, "reduce_scatter_first_in_tree", "gather_first")

@@ -21,11 +21,12 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from megatron_core.command import INTERRUPTED, begin_program, discard
+from megatron_core.command import INTERRUPTED, begin_program
 from megatron_core.errors import LayoutError, MegatronError, visible
 from megatron_core.parallel.shared_memory import backend as shared_memory
 from megatron_core.parallel.shared_memory.work import LostRankError
 from megatron_core.parallel.watchdog import Watchdog, within
+from megatron_core.terminal import discard
 
 FAILED = 1
 """Exit status: a restart would fail again (wrong settings or data, the same failure twice at one step)."""

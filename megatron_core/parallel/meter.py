@@ -16,11 +16,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from megatron_core.parallel.groups import COMBINATIONS, ParallelGroups
+from megatron_core.parallel.rank_local import Forwarding, RankLocal
 
 PROCESS_BEGAN = time.time()
 """Unix time when this module was loaded; time between it and the first step is counted as lost to training."""
@@ -248,5 +249,5 @@ def _names_of(groups: ParallelGroups) -> dict[Any, str]:
     return names
 
 
-METER = Meter()
-"""The meter of this process, which collectives and the pipeline executor report to."""
+METER: Meter = cast(Meter, Forwarding(RankLocal(Meter)))
+"""The meter of this rank, which collectives and the pipeline executor report to."""

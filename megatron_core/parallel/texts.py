@@ -1,12 +1,14 @@
 """Exchange of texts between ranks as plain bytes, and lists of names for messages."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_core.errors import ConfigError, MegatronError
 from megatron_core.parallel.collectives import all_gather_flat_, broadcast_
 from megatron_core.parallel.groups import Group, process_group
 
@@ -31,6 +33,22 @@ def gather_texts(text: str, group: Group, device: torch.device) -> list[str]:
     all_gather_flat_(full, mine, group)
     rows = full.view(-1, longest).cpu().numpy()
     return [row[:size].tobytes().decode() for row, size in zip(rows, sizes, strict=True)]
+
+
+@contextmanager
+def failing_together(device: torch.device) -> Iterator[None]:
+    """Return a context whose errors on one rank are raised on all ranks; it must not contain collectives."""
+    failure: MegatronError | None = None
+    try:
+        yield
+    except MegatronError as error:
+        failure = error
+    told = tell_all("" if failure is None else str(failure), device)
+    if failure is not None:
+        raise failure
+    rank = next((rank for rank, text in enumerate(told) if text), None)
+    if rank is not None:
+        raise ConfigError(f"rank {rank}: {told[rank]}")
 
 
 class TextsOfOne:

@@ -4,12 +4,17 @@ Shapes: S sequence, B batch, I input, O output features of this rank: x_SBI, wei
 Source: Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.2 for the sequence-parallel form.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import count
+from typing import Any, cast
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 
-from megatron_core.ops import accumulate_weight_grad_
+from megatron_core.ops import accumulate_weight_grad_, input_grad, linear
+from megatron_core.ops.operator import define
 from megatron_core.parallel.collectives import (
     Done,
     Handle,
@@ -17,7 +22,8 @@ from megatron_core.parallel.collectives import (
     start_gather_sequence,
     start_reduce_scatter_sequence,
 )
-from megatron_core.parallel.groups import Group, LocalGroup
+from megatron_core.parallel.compiled import group_named
+from megatron_core.parallel.groups import Group, LocalGroup, process_group
 from megatron_core.tensor_parallel.fp8 import FP8Gradients, FP8Products
 
 
@@ -51,9 +57,12 @@ def parallel_linear(
     ``grad_queue`` (``pipeline_parallel.weight_grad``), its gradient is computed when the queue runs. ``fp8``, if
     given, computes the matrix products.
     """
+    if torch.compiler.is_compiling():
+        assert fp8 is None, "validated: no FP8 with torch.compile"
+        return _compiled_linear(x, weight, bias, comm)
     training = torch.is_grad_enabled()
     if fp8 is None and not training:
-        return nn.functional.linear(gather_input(x, comm), weight, bias)
+        return linear(gather_input(x, comm), weight, bias)
     return _ParallelLinear.apply(x, weight, bias, comm, fp8, training)
 
 
@@ -64,7 +73,7 @@ class _ParallelLinear(torch.autograd.Function):
         # After recomputation the saved weight is another tensor without main_grad and grad_queue, so keep this one.
         ctx.weight, ctx.comm, ctx.has_bias, ctx.fp8 = weight, comm, bias is not None, fp8
         if fp8 is None:
-            return nn.functional.linear(gather_input(x, comm), weight, bias)
+            return linear(gather_input(x, comm), weight, bias)
         if comm.gather_sequence and fp8.per_tensor:
             y, ctx.scales = fp8.output(x, weight, record=training, gather=comm.group)
         else:
@@ -74,15 +83,112 @@ class _ParallelLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_y):
         x, _ = ctx.saved_tensors
-        weight, comm = ctx.weight, ctx.comm
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        grad_bias = grad_y.reshape(-1, grad_y.shape[-1]).sum(0) if ctx.has_bias and needs_bias else None
-        narrow = None if ctx.fp8 is None else FP8Gradients(ctx.fp8, weight, grad_y, ctx.scales)
-        gradients = Gradients(weight, grad_y, narrow)
-        if needs_weight and _is_deferred(gradients, x, comm):
-            needs_weight = False
-        grad_x, grad_weight = _input_and_weight_grads(gradients, x, comm, needs_x, needs_weight)
-        return grad_x, grad_weight, grad_bias, None, None, None
+        narrow = None if ctx.fp8 is None else FP8Gradients(ctx.fp8, ctx.weight, grad_y, ctx.scales)
+        gradients = Gradients(ctx.weight, grad_y, narrow)
+        grad_x, grad_weight = _input_and_weight_grads(gradients, x, ctx.comm, needs_x, needs_weight)
+        return grad_x, grad_weight, _bias_grad(grad_y) if ctx.has_bias and needs_bias else None, None, None, None
+
+
+def _bias_grad(grad_y: Tensor) -> Tensor:
+    return grad_y.reshape(-1, grad_y.shape[-1]).sum(0)
+
+
+# torch.compile.
+
+
+_numbered: WeakValueDictionary[int, nn.Parameter] = WeakValueDictionary()
+"""Parameters with a ``main_grad`` that compiled layers read, by number."""
+_numbers = count()
+
+
+def number_weights(parameters: Iterable[nn.Parameter]) -> None:
+    """Let compiled layers find these parameters, to add their gradients to ``main_grad`` or to a ``grad_queue``.
+
+    A graph does not have the parameter object, only its ``number``: a tensor, so that equal layers share a graph.
+    """
+    for parameter in parameters:
+        number, marked = next(_numbers), cast(Any, parameter)
+        _numbered[number], marked.number = parameter, torch.tensor(number)
+
+
+def _compiled_linear(x: Tensor, weight: nn.Parameter, bias: Tensor | None, comm: LinearComm) -> Tensor:
+    """``parallel_linear`` in a graph: one operator without a visible body for the forward, and one for the backward."""
+    ranks = comm.group.size()
+    group = process_group(comm.group).group_name if ranks > 1 else ""
+    flags = comm.gather_sequence and ranks > 1, comm.reduce_input_grad and ranks > 1, comm.overlap
+    return _linear(x, weight, bias, getattr(weight, "number", None), group, ranks, *flags)
+
+
+def _comm_of(group: str, gather: bool, reduce: bool, overlap: bool) -> LinearComm:
+    return LinearComm(group_named(group), gather, reduce, overlap) if group else NO_COMM
+
+
+@define("parallel_linear")
+def _linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    number: Tensor | None,
+    group: str,
+    ranks: int,
+    gather: bool,
+    reduce: bool,
+    overlap: bool,
+) -> Tensor:
+    return linear(gather_input(x, _comm_of(group, gather, reduce, overlap)), weight, bias)
+
+
+@define("parallel_linear_backward")
+def _linear_backward(
+    grad_y: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    number: Tensor | None,
+    group: str,
+    gather: bool,
+    reduce: bool,
+    overlap: bool,
+    needs_x: bool,
+    needs_weight: bool,
+) -> tuple[Tensor, Tensor]:
+    """-> (dL/dx, dL/dW); each is empty if it is not needed, dL/dW also if it is added to ``main_grad``."""
+    owner = nn.Parameter(weight) if number is None else _numbered[int(number)]
+    comm = _comm_of(group, gather, reduce, overlap)
+    grads = _input_and_weight_grads(Gradients(owner, grad_y, None), x, comm, needs_x, needs_weight)
+    grad_x, grad_weight = (grad_y.new_empty(0) if grad is None else grad for grad in grads)
+    return grad_x, grad_weight
+
+
+def _fake_linear(x: Tensor, weight: Tensor, *given: Any) -> Tensor:
+    _, _, _, ranks, gather, *_ = given
+    return x.new_empty((x.shape[0] * (ranks if gather else 1), *x.shape[1:-1], weight.shape[0]))
+
+
+def _fake_linear_backward(grad_y: Tensor, x: Tensor, weight: Tensor, number: Tensor | None, *given: Any) -> Any:
+    *_, needs_x, needs_weight = given
+    returned = needs_weight and number is None
+    return x.new_empty(x.shape if needs_x else 0), weight.new_empty(weight.shape if returned else 0)
+
+
+def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, bias, number, group, _, *flags = inputs
+    ctx.has_bias, ctx.comm = bias is not None, (group, *flags)
+    ctx.save_for_backward(x, weight, number)
+
+
+def _backward_of_linear(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
+    x, weight, number = ctx.saved_tensors
+    of_x, of_weight, of_bias, *_ = ctx.needs_input_grad
+    grad_x, grad_weight = _linear_backward(grad_y, x, weight, number, *ctx.comm, of_x, of_weight)
+    given = grad_x if of_x else None, grad_weight if of_weight and number is None else None
+    return *given, _bias_grad(grad_y) if ctx.has_bias and of_bias else None, *[None] * 6
+
+
+torch.library.register_fake("megatron_core::parallel_linear", _fake_linear)
+torch.library.register_fake("megatron_core::parallel_linear_backward", _fake_linear_backward)
+torch.library.register_autograd("megatron_core::parallel_linear", _backward_of_linear, setup_context=_save_linear)
+torch.fx.node.has_side_effect(_linear_backward)  # it may only add to main_grad
 
 
 @dataclass(frozen=True)
@@ -95,7 +201,7 @@ class Gradients:
 
     def of_input(self) -> Tensor:
         """dL/dx = dL/dy W, not yet summed over ranks."""
-        return self.grad_y.matmul(self.weight) if self.narrow is None else self.narrow.of_input()
+        return input_grad(self.grad_y, self.weight) if self.narrow is None else self.narrow.of_input()
 
     def start_gather(self, x: Tensor, comm: LinearComm) -> tuple[Tensor, Handle]:
         """Start gathering the input along the sequence, for ``of_weight``; in FP8 if that product is in FP8."""
@@ -117,7 +223,9 @@ class Gradients:
 def _input_and_weight_grads(
     gradients: Gradients, x: Tensor, comm: LinearComm, needs_x: bool, needs_weight: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Both gradients; the communication of each overlaps with the computation of the other."""
+    """Both gradients, without that of the weight if it is deferred; the communication of each overlaps with the
+    computation of the other."""
+    needs_weight = needs_weight and not _is_deferred(gradients, x, comm)
     x, gathering = gradients.start_gather(x, comm) if needs_weight else (x, Done())
     grad_x, reducing = start_input_grad_reduction(gradients.of_input(), comm) if needs_x else (None, Done())
     gathering.wait()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_core.errors import LayoutError
-from megatron_core.ops import Backend
+from megatron_core.ops import Backend, input_grad, linear
 from megatron_core.tensor_parallel.cross_entropy import VocabularyLoss
 from megatron_core.tensor_parallel.linear import (
     NO_COMM,
@@ -62,8 +62,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx, hidden, weight, target, loss, comm, tokens):
         x = gather_input(hidden, comm)
         parts = [
-            loss.parts(nn.functional.linear(x_piece, weight), ids)
-            for x_piece, ids in _pieces(tokens, _flat(x), target.reshape(-1))
+            loss.parts(linear(x_piece, weight), ids) for x_piece, ids in _pieces(tokens, _flat(x), target.reshape(-1))
         ]
         losses, statistics = loss.joined(torch.cat(parts, -1))
         ctx.save_for_backward(hidden, weight, target, statistics)
@@ -80,10 +79,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_x, grad_weight = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_x else None, None
         given = (_flat(x), target.reshape(-1), statistics.t(), grad_losses.reshape(-1))
         for number, (x_piece, ids, of_piece, grad) in enumerate(_pieces(ctx.tokens, *given)):
-            logits = nn.functional.linear(x_piece, weight)
+            logits = linear(x_piece, weight)
             grad_y = ctx.loss.gradient(grad, logits, ids, of_piece.t(), overwrite=True)
             if needs_x:
-                torch.mm(grad_y, weight, out=_flat(grad_x)[number * ctx.tokens :][: len(ids)])
+                _flat(grad_x)[number * ctx.tokens :][: len(ids)] = input_grad(grad_y, weight)
             if needs_weight:
                 grad_weight = _sum(grad_weight, weight_grad(weight, x_piece, grad_y))
         if needs_x:

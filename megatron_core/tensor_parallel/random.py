@@ -10,7 +10,7 @@ needs a different generator state on each rank, which ``CudaRNGStatesTracker.for
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.utils.checkpoint
@@ -20,6 +20,7 @@ from megatron_core.errors import ConfigError
 from megatron_core.ops import Backend, bias_dropout_add
 from megatron_core.parallel.current import current
 from megatron_core.parallel.initialization import name_seed
+from megatron_core.parallel.rank_local import Forwarding, RankLocal
 
 MODEL_PARALLEL = "model-parallel-rng"
 DATA_PARALLEL = "data-parallel-rng"
@@ -152,13 +153,13 @@ class CudaRNGStatesTracker:
             _set_state(self._states.get(self.forks[-1], outside) if self.forks else outside)
 
 
-_TRACKER = CudaRNGStatesTracker()
+_TRACKER: CudaRNGStatesTracker = cast(CudaRNGStatesTracker, Forwarding(RankLocal(CudaRNGStatesTracker)))
 
 
 def get_cuda_rng_tracker(
     use_te_rng_tracker: bool = False, inference_rng_tracker: bool = False, use_cudagraphable_rng: bool = False
 ) -> CudaRNGStatesTracker:
-    """The tracker of this process; the arguments have no effect."""
+    """The tracker of this rank; the arguments have no effect."""
     return _TRACKER
 
 

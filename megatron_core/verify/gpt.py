@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 
@@ -11,9 +12,12 @@ from megatron_core.config.validate import problems
 from megatron_core.datasets.base import Sample
 from megatron_core.datasets.keyed_dataset import mix64
 from megatron_core.datasets.loader import packing_of
+from megatron_core.monitor.hash_records import HashRecord
 from megatron_core.training.driver import StepHooks
-from megatron_core.training.setup import set_up
+from megatron_core.training.setup import Run, set_up
+from megatron_core.training.state_hashes import HashedSteps, StateHashes
 from megatron_core.training.step import StepResult, train_step
+from megatron_core.verify.culprit import Comparer, Difference, Recorder, Reference
 from megatron_core.verify.ranks import run_ranks, this_world
 from megatron_core.verify.trace import RankTrace, Trace, assemble
 
@@ -25,17 +29,40 @@ class GPTExperiment:
     config: RunConfig
     steps: int = 3
     few_micro_batches: bool = False
-    """Without a pipeline use two micro-batches for any number of samples, which suffices for gradient accumulation."""
+    """Without a pipeline use two micro-batches (of an odd number of samples, a few more), which suffices for gradient
+    accumulation."""
     own_settings: Mapping[str, object] = field(default_factory=dict)
     """Settings that a layout's words cannot express, for every layout except one process."""
 
     def __call__(self, layout: Layout, dtype: str) -> RankTrace:
         """Train and return this rank's trace; called in every rank of a world of ``layout.world_size``."""
+        return train_traced(self._configured(layout, dtype), self.steps)
+
+    def hashes(self, layout: Layout, dtype: str) -> list[HashRecord]:
+        """Train and return the records of the initial state and of each step, equal on all ranks."""
+        return train_hashed(self._configured(layout, dtype), self.steps)
+
+    def record(self) -> Reference:
+        """The tensors of a step in one process, in float64."""
+        run = prepared(self._configured(Layout(), "float64"))
+        recorder = Recorder(run)
+        train_step(run)
+        return recorder.reference
+
+    def compare(self, layout: Layout, reference: Reference) -> dict[tuple[str, str], Difference]:
+        """This rank's tensors of the step that differ from those of one process, in float64."""
+        run = prepared(self._configured(layout, "float64"))
+        comparer = Comparer(run, reference)
+        train_step(run)
+        return comparer.found
+
+    def _configured(self, layout: Layout, dtype: str) -> RunConfig:
         config = configured(self.config, layout, dtype, self.own_settings if layout.world_size > 1 else {})
         if self.few_micro_batches and layout.pp == 1:
             each = config.training.final_batch_size(layout.dp) // layout.dp
-            config = RunConfig.from_flat(config.flat() | {"micro_batch_size": max(each // 2, 1)})
-        return train_traced(config, self.steps)
+            size = next((size for size in range(min(each // 2, 64), 0, -1) if each % size == 0), 1)
+            config = RunConfig.from_flat(config.flat() | {"micro_batch_size": size})
+        return config
 
 
 def fitting_layouts(config: RunConfig, world_size: int) -> list[Layout]:
@@ -52,12 +79,18 @@ def configured(
     return RunConfig.from_flat(config.flat() | layout.settings() | precision | dict(own_settings or {}))
 
 
-def train_traced(config: RunConfig, steps: int) -> RankTrace:
-    """Train ``steps`` steps as ``pretrain_gpt.py`` does, in this rank's world."""
+def prepared(config: RunConfig) -> Run:
+    """Set up a run as ``pretrain_gpt.py`` does, in this rank's world, on synthetic ragged batches."""
     run = set_up(config, this_world())
     packing = packing_of(config.data, run.tokenizer)
     eod = None if packing is None else packing.eod
     run.train_loader = run.loader(RaggedDataset(run.vocab_size, config.data.seq_length, eod))
+    return run
+
+
+def train_traced(config: RunConfig, steps: int) -> RankTrace:
+    """Train ``steps`` steps as ``pretrain_gpt.py`` does, in this rank's world."""
+    run = prepared(config)
     trace = RankTrace()
     hooks = StepHooks(before_update=lambda: trace.add_gradients(run.data_parallel, run.state.iteration))
     for _ in range(steps):
@@ -67,6 +100,19 @@ def train_traced(config: RunConfig, steps: int) -> RankTrace:
         trace.add_reports(run.state.iteration - 1, _reports(result))
     trace.add_weights(run.data_parallel, run.stages.values())
     return trace
+
+
+def train_hashed(config: RunConfig, steps: int) -> list[HashRecord]:
+    """Train ``steps`` steps as ``train_traced`` does; return the record of the initial state and of each step."""
+    run = prepared(config)
+    state = StateHashes(run.stages, run.data_parallel, run.optimizer, run.groups)
+    hashed = HashedSteps(state, by_tensor=True)
+    records = [hashed.initial(run.state.iteration)]
+    hooks = StepHooks(before_update=lambda: hashed.before_update(run.state.iteration + 1))
+    for _ in range(steps):
+        result = train_step(run, hooks=hooks)
+        records.append(hashed.after_step(result.loss, result.grad_norm))
+    return records
 
 
 def _reports(result: StepResult) -> dict[str, Sequence[float]]:
@@ -94,10 +140,15 @@ class RaggedDataset:
 
     def __getitem__(self, index: int) -> Sample:
         """Sample ``index`` >= 0 of an infinite sequence."""
-        length = self.sequence_length
-        text = np.array([mix64(7, index, i) % self.vocab_size for i in range(length + 1)], dtype=np.int64)
-        if self.eod is not None:
-            text[[mix64(9, index, i) % 6 == 0 for i in range(length + 1)]] = self.eod
-        counted = 0 if index % 7 == 3 else 1 + mix64(8, index) % length
-        mask = (np.arange(length) < counted).astype(np.float32)
-        return Sample(tokens=text[:-1], labels=text[1:], loss_mask=mask)
+        return _ragged(self.vocab_size, self.sequence_length, self.eod, index)
+
+
+@lru_cache(maxsize=4096)
+def _ragged(vocab_size: int, length: int, eod: int | None, index: int) -> Sample:
+    """The sample of ``RaggedDataset``, which the ranks of a simulated world share."""
+    text = np.array([mix64(7, index, i) % vocab_size for i in range(length + 1)], dtype=np.int64)
+    if eod is not None:
+        text[[mix64(9, index, i) % 6 == 0 for i in range(length + 1)]] = eod
+    counted = 0 if index % 7 == 3 else 1 + mix64(8, index) % length
+    mask = (np.arange(length) < counted).astype(np.float32)
+    return Sample(tokens=text[:-1], labels=text[1:], loss_mask=mask)

@@ -1,9 +1,9 @@
 """Parity check: compare an experiment under many layouts with the same experiment in one process."""
 
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -12,8 +12,9 @@ from megatron_core.errors import ConfigError
 from megatron_core.parallel.shared_memory import backend as shared_memory
 from megatron_core.parallel.texts import listed
 from megatron_core.verify.compare import EPSILON, FLOAT64_BOUND, NOISE_FACTOR, Bounds, Errors, beyond, relative_errors
+from megatron_core.verify.culprit import Difference, Reference, describe
 from megatron_core.verify.noise import REORDERED_RUNS, rounding_noise
-from megatron_core.verify.ranks import RankFailure, run_ranks
+from megatron_core.verify.ranks import RankFailure, run_ranks, run_simulated
 from megatron_core.verify.trace import RankTrace, Trace, assemble
 
 
@@ -25,6 +26,19 @@ class Experiment(Protocol):
 
         Weights, batches and random numbers must be functions of names and indices that do not depend on the layout.
         """
+        ...
+
+
+@runtime_checkable
+class Locating(Protocol):
+    """An experiment that can find the first wrong tensor of a layout; its functions are called on every rank."""
+
+    def record(self) -> Reference:
+        """The tensors of a step in one process."""
+        ...
+
+    def compare(self, layout: Layout, reference: Reference) -> Mapping[tuple[str, str], Difference]:
+        """This rank's wrong tensors."""
         ...
 
 
@@ -47,8 +61,14 @@ class Row:
     gradient: Worst | None = None
     norm: Worst | None = None
     weight: Worst | None = None
+    processor_seconds: float | None = None
+    """Processor time of a simulated world."""
+    memory: float | None = None
+    """Largest memory of a simulated world, in GB."""
     faults: tuple[str, ...] = ()
     """Reasons why the layout fails; empty if it passes."""
+    culprit: str = ""
+    """The first wrong tensor of a layout that fails, if the experiment can find it."""
 
     @property
     def holds(self) -> bool:
@@ -103,8 +123,9 @@ def check_parity(
 ) -> ParityReport:
     """Run ``experiment`` in one process and under each of ``layouts``, and compare.
 
-    ``dtype`` is float64, float32 or bfloat16; ``device`` is cpu or cuda (NCCL, one GPU per rank); ``backend`` is auto
-    or, on the CPU, gloo. ``on_row`` is called with each row. A layout that fails to run gives a row with faults.
+    ``dtype`` is float64, float32 or bfloat16; ``device`` is cpu, cuda (NCCL, one GPU per rank) or simulated (all ranks
+    in one process, for large worlds); ``backend`` is auto or, on the CPU, gloo. ``timeout`` is that of a layout whose
+    ranks are processes. ``on_row`` is called with each row. A layout that fails to run gives a row with faults.
     Errors: ``RankFailure`` if the experiment fails in one process; ``ConfigError`` if its results are unsuitable for a
     comparison: a loss that is not finite, or a parameter whose gradients are all 0.
     """
@@ -112,13 +133,15 @@ def check_parity(
         raise ConfigError(f"dtype={dtype} cannot be compared; legal: {', '.join(EPSILON)}")
     wanted = [Layout.parse(layout) if isinstance(layout, str) else layout for layout in layouts]
     runner = _Runner(experiment, device, backend, timeout)
-    report = ParityReport(dtype, shared_memory.expected(backend) if device == "cpu" else "nccl")
-    baseline = runner.trace(Layout(), "float64")
+    names = {"cpu": shared_memory.expected(backend), "cuda": "nccl", "simulated": "simulated ranks"}
+    report = ParityReport(dtype, names[device])
+    baseline, _ = runner.trace(Layout(), "float64")
     _refuse_trivial(baseline)
     noise: Errors | None = None
     if dtype != "float64":
         began = time.perf_counter()
-        errors, noise = rounding_noise(experiment, Layout(), dtype, baseline=baseline, device=device, timeout=timeout)
+        alone = "cuda" if device == "cuda" else "cpu"
+        errors, noise = rounding_noise(experiment, Layout(), dtype, baseline=baseline, device=alone, timeout=timeout)
         report.rows.append(_row(Layout(), began, errors, ()))
         on_row(report.rows[-1])
     bounds = Bounds(dtype, noise)
@@ -138,29 +161,55 @@ class _Runner:
     backend: str
     timeout: float
 
-    def trace(self, layout: Layout, dtype: str) -> Trace:
-        """Run the experiment under a layout and return its trace."""
+    def trace(self, layout: Layout, dtype: str) -> tuple[Trace, dict[str, Any]]:
+        """Run the experiment under a layout and return its trace, and of a simulated world what it took."""
+        if self.device == "simulated" and layout.world_size > 1:
+            found = run_simulated(layout.world_size, self.experiment, layout, dtype, finish=assemble)
+            return found.result, {"processor_seconds": found.processor_seconds, "memory": found.bytes / 1e9}
         traces = run_ranks(
             layout.world_size,
             self.experiment,
             layout,
             dtype,
-            timeout=self.timeout,
-            device=self.device,
+            timeout=self.timeout if self.device != "simulated" else 10 * self.timeout,
+            device="cuda" if self.device == "cuda" else "cpu",
             backend=self.backend,
         )
-        return assemble(traces)
+        return assemble(traces), {}
 
     def row(self, layout: Layout, dtype: str, baseline: Trace, bounds: Bounds) -> Row:
         """Run a layout and compare it with the baseline."""
         began = time.perf_counter()
         try:
-            found = self.trace(layout, dtype)
+            found, used = self.trace(layout, dtype)
         except RankFailure as failure:
             lines = str(failure).strip().splitlines()
             return Row(str(layout), layout.world_size, time.perf_counter() - began, faults=(f"fails: {lines[-1]}",))
         errors = relative_errors(found, baseline)
-        return _row(layout, began, errors, (*found.faults, *beyond(errors, bounds)))
+        row = replace(_row(layout, began, errors, (*found.faults, *beyond(errors, bounds))), **used)
+        if row.holds or dtype != "float64" or not isinstance(self.experiment, Locating):
+            return row
+        wrong = {name: error for name, error in errors.items() if not error <= bounds.of(name)}
+        return replace(row, culprit=self._culprit(self.experiment, layout, wrong))
+
+    def _culprit(self, experiment: Locating, layout: Layout, wrong: Errors) -> str:
+        """The sentence about the first wrong tensor."""
+        try:
+            (reference,) = self._results(Layout(), experiment.record)
+            found = self._results(layout, experiment.compare, layout, reference)
+        except RankFailure as failure:
+            return f"the first wrong tensor was not found: {str(failure).strip().splitlines()[-1]}"
+        return describe(reference, found, wrong)
+
+    def _results(self, layout: Layout, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Call ``function(*args)`` on the ranks of a layout."""
+        if self.device == "simulated" and layout.world_size > 1:
+            results: list[Any] = run_simulated(layout.world_size, function, *args).result
+            return results
+        device = "cuda" if self.device == "cuda" else "cpu"
+        return run_ranks(
+            layout.world_size, function, *args, timeout=10 * self.timeout, device=device, backend=self.backend
+        )
 
 
 def _refuse_trivial(baseline: Trace) -> None:

@@ -2,12 +2,14 @@
 
 import multiprocessing as mp
 import os
+import resource
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -19,6 +21,7 @@ from megatron_core import parallel_state
 from megatron_core.errors import MegatronError
 from megatron_core.parallel import World
 from megatron_core.parallel.launch import join
+from megatron_core.parallel.simulated.world import SimulatedWorld
 
 
 class RankFailure(MegatronError):
@@ -83,6 +86,65 @@ def run_ranks(
                     process.join()
 
 
+@dataclass(frozen=True)
+class Simulated:
+    """The result of a simulated world, and what it took."""
+
+    result: Any
+    processor_seconds: float
+    bytes: int
+    """Largest memory of the process."""
+
+
+def run_simulated(
+    world_size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    finish: Callable[[list[Any]], Any] = list,
+    timeout: float | None = None,
+) -> Simulated:
+    """Call ``function(*args)`` on ``world_size`` simulated ranks in one forked process; return ``finish(results)``.
+
+    Ranks that wait for each other are found without a time limit; ``timeout`` seconds end ranks that compute forever.
+    Errors: ``RankFailure`` with the first rank that fails, or with what each rank waits for if all do.
+    """
+    context: Any = mp.get_context("fork")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_run_world, args=(world_size, theirs, ours, function, args, finish, timeout))
+    process.start()
+    theirs.close()
+    try:
+        (found,) = _collect([ours], None)
+        return found
+    finally:
+        ours.close()
+        process.kill()  # its ranks' threads may sleep forever
+        process.join()
+
+
+def _run_world(
+    world_size: int,
+    pipe: Connection,
+    inherited: Connection,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    finish: Callable[[list[Any]], Any],
+    timeout: float | None,
+) -> None:
+    inherited.close()
+    try:
+        result = finish(SimulatedWorld(world_size).run(partial(function, *args), timeout))
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        pipe.send((True, Simulated(result, used.ru_utime + used.ru_stime, used.ru_maxrss * 1024)))
+    except MegatronError as error:
+        pipe.send((False, str(error)))
+    except BaseException:  # the parent reports any exception
+        pipe.send((False, f"in the process of the simulated world:\n{traceback.format_exc()}"))
+    finally:
+        pipe.close()
+        os._exit(0)  # do not run the parent's exit handlers
+
+
 def this_world() -> World:
     """The ``World`` of a rank started by ``run_ranks``."""
     rank = dist.get_rank()
@@ -122,12 +184,12 @@ def _run_rank(
         os._exit(0)  # do not run the parent's exit handlers
 
 
-def _collect(pipes: list[Connection], timeout: float) -> list[Any]:
-    deadline = time.monotonic() + timeout
+def _collect(pipes: list[Connection], timeout: float | None) -> list[Any]:
+    deadline = None if timeout is None else time.monotonic() + timeout
     results: dict[int, Any] = {}
     while len(results) < len(pipes):
         pending = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in results}
-        ready = wait(list(pending), timeout=max(deadline - time.monotonic(), 0.0))
+        ready = wait(list(pending), timeout=None if deadline is None else max(deadline - time.monotonic(), 0.0))
         if not ready:
             raise RankFailure(f"ranks {sorted(pending.values())} did not finish within {timeout:.0f} s")
         for pipe, rank in pending.items():

@@ -13,16 +13,24 @@ from megatron_core.training.data import vocabulary_size
 MOST_LAYERS = MOST_HEADS = MOST_EXPERTS = 8
 HEAD_SIZE = 8
 SEQUENCE = 16
+FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
+SIZES = """
+    num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels num_query_groups seq_length num_experts
+    moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_router_topk moe_router_num_groups moe_router_group_topk
+    q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim window_size moe_layer_freq recompute_num_layers
+    micro_batch_size global_batch_size vocab_size"""
+"""Settings that ``changes`` reports."""
 VOCABULARY = 101  # a prime: some rank always has padding in its part of the vocabulary
 # Compressed reductions depend on the layout, optimizer files on the machine; FP8 gathers round the weights.
 OFF = """
-    train_samples lr_decay_iters lr_warmup_fraction lr_wsd_decay_iters eval_interval exit_interval
-    exit_duration_in_mins data_path data_args_path per_split_data_args_path data_phases data_order data_cache_path
-    dataloader_type rampup_batch_size step_batch_size_schedule eval_global_batch_size seq_length_warmup train_data_path
-    valid_data_path test_data_path split eod_mask_loss sft chat_template fim_data fim_split_sample fim_fragment_rate
-    fim_no_prefix fim_eod_token tokenizer_model vocab_file merge_file save save_interval load ckpt_step finetune
-    no_load_optim grad_compression fp8_param_gather grad_reduce_in_bf16 optimizer_offload_dir zero3_param_offload_dir
-    optimizer_cpu_offload optimizer_offload_fraction metrics_file tensorboard_dir trace_pipeline"""
+    train_samples lr_decay_iters lr_decay_samples lr_warmup_samples lr_warmup_fraction lr_wsd_decay_iters
+    lr_wsd_decay_samples eval_interval exit_interval exit_duration_in_mins data_path data_args_path
+    per_split_data_args_path data_phases data_order data_cache_path dataloader_type rampup_batch_size
+    step_batch_size_schedule eval_global_batch_size seq_length_warmup train_data_path valid_data_path test_data_path
+    split eod_mask_loss sft chat_template fim_data fim_split_sample fim_fragment_rate fim_no_prefix fim_eod_token
+    tokenizer_model vocab_file merge_file save save_interval load ckpt_step finetune no_load_optim grad_compression
+    fp8_param_gather grad_reduce_in_bf16 optimizer_offload_dir zero3_param_offload_dir optimizer_cpu_offload
+    optimizer_offload_fraction metrics_file tensorboard_dir trace_pipeline"""
 """Settings that ``small_run`` resets to their defaults."""
 
 
@@ -32,7 +40,9 @@ def shrunk(config: RunConfig, layouts: Sequence[Layout], *, keep_layers: bool = 
     ``keep_layers`` keeps the number of layers, for settings that assign layers to stages.
 
     The features of the model are kept: norms, activations, positions, biases, the share of query groups, tying,
-    dropout, recomputation, optimizer. Data and checkpoints are removed.
+    dropout, recomputation, optimizer. Whether stages have equally many layers, and whether a rank has whole key-value
+    groups and several experts, remains as it is, because ranks compute differently then. Data and checkpoints are
+    removed.
     """
     tp, cp = (lcm(*(getattr(layout, axis) for layout in layouts)) for axis in ("tp", "cp"))
     stages = max(layout.num_stages for layout in layouts)
@@ -40,14 +50,47 @@ def shrunk(config: RunConfig, layouts: Sequence[Layout], *, keep_layers: bool = 
     return RunConfig.from_flat(small | ({"num_layers": config.model.num_layers} if keep_layers else {}))
 
 
+def shrunk_stages(config: RunConfig, layout: Layout) -> dict[str, Any] | None:
+    """``num_layers`` and the settings that assign layers to stages with fewer layers, and the same differences between
+    the stages; None if there is no smaller number, or for a ``pipeline_model_parallel_layout``.
+    """
+    parallel, layers = config.parallel, config.model.num_layers
+    if parallel.pipeline_model_parallel_layout is not None or layout.pp == 1:
+        return None
+    if parallel.accounted_layers:
+        each, rest = divmod(layers + parallel.accounted_layers, layout.num_stages)
+        fewer = layout.num_stages * min(each, 2) + rest - parallel.accounted_layers
+        return {"num_layers": fewer} if fewer < layers else None
+    ends = {name: getattr(parallel, name) for name in (FIRST, LAST) if getattr(parallel, name) is not None}
+    others = layout.pp - len(ends)
+    if not ends or others == 0:
+        return None
+    usual = (layers - sum(ends.values())) // others
+    more = {name: count - usual for name, count in ends.items()}
+    least = max(layout.chunks, *(layout.chunks - number for number in more.values()))
+    small = {name: least + number for name, number in more.items()}
+    fewer = least * others + sum(small.values())
+    return {"num_layers": fewer, **small} if fewer < layers else None
+
+
+def changes(config: RunConfig, small: RunConfig) -> str:
+    """The sizes in which ``small`` differs from ``config``, as text."""
+    pairs = [(name, value, small.flat()[name]) for name, value in config.flat().items() if name in SIZES.split()]
+    return ", ".join(f"{name} {_word(a)} -> {_word(b)}" for name, a, b in pairs if a != b and a is not None)
+
+
+def _word(value: object) -> str:
+    return f"of {len(value)} layers" if isinstance(value, tuple) and len(value) > 4 else str(value)
+
+
 def _model(config: RunConfig, tp: int, cp: int, stages: int, layouts: Sequence[Layout]) -> dict[str, Any]:
     # Heads, layers, hidden size and sequence length.
     model = config.model
-    heads = model.num_attention_heads
     head_ranks = tp if set(config.parallel.cp_comm_type) <= {"p2p", "all_gather"} else tp * cp  # a2a exchanges heads
-    if heads > MOST_HEADS or heads % head_ranks:
-        heads = lcm(MOST_HEADS, head_ranks)
+    heads, groups = _heads(model, tp, head_ranks)
     layers = max(min(model.num_layers, MOST_LAYERS), stages)
+    if model.num_layers > layers:
+        layers += (model.num_layers - layers) % stages  # stages remain as uneven as they are
     hidden = heads * HEAD_SIZE
     unit = lcm(tp * cp, 2 * cp) if cp > 1 else tp
     sizes: dict[str, Any] = {
@@ -68,7 +111,7 @@ def _model(config: RunConfig, tp: int, cp: int, stages: int, layouts: Sequence[L
     if model.num_experts is not None:
         sizes |= _experts(model, layouts, layers, hidden)
     if model.num_query_groups is not None:
-        sizes["num_query_groups"] = _groups(model.num_query_groups, model.num_attention_heads, heads, tp)
+        sizes["num_query_groups"] = groups
     if model.multi_latent_attention:
         rank = None if model.q_lora_rank is None else 12
         sizes |= {"q_lora_rank": rank, "kv_lora_rank": 8, "qk_head_dim": 6, "qk_pos_emb_head_dim": 8, "v_head_dim": 10}
@@ -84,6 +127,20 @@ def _model(config: RunConfig, tp: int, cp: int, stages: int, layouts: Sequence[L
     if model.recompute_num_layers is not None:
         sizes["recompute_num_layers"] = min(model.recompute_num_layers, max(layers // stages, 1))
     return sizes
+
+
+def _heads(model: ModelConfig, tp: int, head_ranks: int) -> tuple[int, int]:
+    """Numbers of heads and of key-value groups; a rank that has whole groups keeps one."""
+    old = heads = model.num_attention_heads
+    if heads > MOST_HEADS or heads % head_ranks:
+        heads = lcm(MOST_HEADS, head_ranks)
+    if model.num_query_groups is None:
+        return heads, heads
+    groups = _groups(model.num_query_groups, old, heads, tp)
+    if model.num_query_groups % tp == 0 and groups % tp:
+        groups = tp
+        heads = lcm(heads, groups * min(max(old // model.num_query_groups, 1), 2))
+    return heads, groups
 
 
 def _groups(groups: int, old_heads: int, heads: int, tp: int) -> int:
@@ -103,7 +160,8 @@ def _experts(model: ModelConfig, layouts: Sequence[Layout], layers: int, hidden:
         if groups is not None and share is not None:
             groups, share = (2, 1) if share < groups else (2, 2)
             sizes |= {"moe_router_num_groups": groups, "moe_router_group_topk": share}
-        experts = lcm(MOST_EXPERTS, ep)
+        several = 2 * ep if experts >= 2 * ep else ep  # a rank with several experts sorts its rows
+        experts = lcm(MOST_EXPERTS, several)
         sizes |= {"num_experts": experts, "moe_router_topk": min(k, 2)}
     for name in ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"):
         if (size := getattr(model, name)) is not None:
@@ -119,9 +177,11 @@ def _experts(model: ModelConfig, layouts: Sequence[Layout], layers: int, hidden:
 
 def _training(layouts: Sequence[Layout]) -> dict[str, Any]:
     copies = lcm(*(layout.dp for layout in layouts))
+    # Enough micro-batches to fill the pipeline.
+    each = max(-(-8 // copies), *(-(-layout.pp * layout.dp // copies) for layout in layouts))
     return {
         "micro_batch_size": 1,
-        "global_batch_size": copies * -(-8 // copies),
+        "global_batch_size": copies * each,
         "lr": 1e-3,
         "min_lr": 0.0,
         # Adam divides by the magnitude of the gradients, which hides a constant factor and magnifies the rounding of
@@ -142,6 +202,7 @@ def small_run() -> dict[str, Any]:
         "lr_warmup_iters": 0,  # the first step must change the weights
         "lr_decay_style": "constant",
         "eval_iters": 0,
+        "num_workers": 0,  # the data is in memory
         "mock_data": True,
         "tokenizer_type": "NullTokenizer",  # its last id is the end-of-document id, for packed documents
         "vocab_size": VOCABULARY,

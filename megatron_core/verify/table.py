@@ -27,10 +27,15 @@ class TerminalTable:
     def lines(self, row: Row) -> Iterator[str]:
         """Yield the lines of a row and of its faults."""
         yield self._line(cells(row, self.epsilon))
+        if row.memory is not None and row.processor_seconds is not None:
+            took = f"{row.processor_seconds:.0f} s of processor time, {row.memory:.1f} GB"
+            yield f"    {row.ranks} simulated ranks: {took}"
         for fault in row.faults[:_MOST_FAULTS]:
             yield f"    {textwrap.shorten(fault, _LONGEST_FAULT, placeholder=' ...')}"
         if len(row.faults) > _MOST_FAULTS:
             yield f"    ... and {len(row.faults) - _MOST_FAULTS} more"
+        if row.culprit:
+            yield f"    {row.culprit}"
 
     def _line(self, texts: tuple[str, ...]) -> str:
         padded = (

@@ -45,7 +45,7 @@ def test_what_goes_wrong_is_reported_and_the_others_run(tmp_path: Path, capsys: 
         python("killed", "import os; os.kill(os.getpid(), 9)"),
         python("writes nothing", "", has_figures=True),
         Stage("absent", ("/no/such/program",), 10.0),
-        python("impossible", "", obstacle="there is no such device"),
+        python("impossible", "", obstacle="the device does not exist"),
         python("good", WRITES, has_figures=True),
     ]
     began = time.monotonic()
@@ -60,12 +60,12 @@ def test_what_goes_wrong_is_reported_and_the_others_run(tmp_path: Path, capsys: 
     assert found["killed"]["reason"] == "ended by SIGKILL"
     assert found["writes nothing"]["reason"] == "wrote no figures"
     assert "cannot be started" in found["absent"]["reason"]
-    assert found["impossible"]["reason"] == "there is no such device"
+    assert found["impossible"]["reason"] == "the device does not exist"
     assert found["good"]["figures"] == {"speed": 1.5}
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith("1 ok, 1 skipped, 5 failed (raises, hangs, killed, writes nothing, absent; output in ")
     html = (tmp_path / "gpu.html").read_text()
-    assert "the 7th number" in html and "there is no such device" in html
+    assert "the 7th number" in html and "the device does not exist" in html
     time.sleep(max(0.0, began + 4.5 - time.monotonic()))
     assert not left.exists(), "the child of the stage that hung was killed, too"
 
@@ -96,7 +96,9 @@ def test_without_a_gpu_the_rest_is_left_out(tmp_path: Path) -> None:
 
 def test_only_names_stages(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--list", "--only", "speed gpt", "train muon"]) == 0
-    assert capsys.readouterr().out.split("\n")[:-1] == ["train muon", "speed gpt 1b", "speed gpt 1b fp8"]
+    assert capsys.readouterr().out.split("\n")[:-1] == [
+        *("train muon", "speed gpt 1b", "speed gpt 1b fp8", "speed gpt 1b compiled", "speed gpt 1b, cuda graphs")
+    ]
     with pytest.raises(SystemExit):
         main(["--only", "sped"])
     assert "names no stage" in capsys.readouterr().err
@@ -132,7 +134,9 @@ def modes_on_a_simulated_gpu(names: list[str]) -> list[dict[str, Any]]:
     return found
 
 
-SIMULATED = [name for name in training.PLAIN if name not in ("fp8 delayed", "fp8 tensorwise", "fp8 rowwise")]
+SIMULATED = [
+    name for name in training.PLAIN if name not in ("fp8 delayed", "fp8 tensorwise", "fp8 rowwise", "compiled")
+]
 
 
 @pytest.mark.drawn(5)

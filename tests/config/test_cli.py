@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 
 from megatron_core.config import RunConfig, megatron_flags
 from megatron_core.config.cli import parse_command_line, parse_run_config
+from megatron_core.config.help import MOST_USED
 from megatron_core.config.run import field_types
 from megatron_core.config.translate import Translation
 from megatron_core.errors import ConfigError
@@ -58,7 +60,7 @@ def test_command_line_needs_no_torch():
 
 def test_help_is_grouped_and_shows_one_spelling(capsys):
     with pytest.raises(SystemExit) as exit_:
-        parse("--help")
+        parse("--help all")
     text = capsys.readouterr().out
     assert exit_.value.code == 0
     for part in dataclasses.fields(RunConfig):
@@ -66,6 +68,39 @@ def test_help_is_grouped_and_shows_one_spelling(capsys):
     for name in field_types():
         assert "--" + name.replace("_", "-") in text or "--no-" + name.replace("_", "-") in text
     assert "--no-no-" not in text and "--no-bf16" not in text and "{None}" not in text
+
+
+def help_about(topic, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        parse_command_line(["--help", *topic.split()])
+    assert exit_.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_first_screen_of_the_help_has_40_lines_and_the_most_used_flags(capsys):
+    lines = help_about("", capsys).splitlines()
+    assert len(lines) <= 40 and max(map(len, lines)) <= 100
+    group = {name: name for name in MOST_USED} | {"": "files of settings"}
+    for name, used in MOST_USED.items():
+        start = next(at for at, line in enumerate(lines) if line.startswith(f"{group[name]}:"))
+        flags = " ".join(itertools.takewhile(lambda line: line.startswith("  "), lines[start + 1 :])).split()
+        assert flags == ["--" + each.replace("_", "-") for each in used]
+
+
+def test_help_about_a_group_and_a_word(capsys):
+    parallel = help_about("parallel", capsys)
+    assert parallel.startswith("╭─ parallel options") and "--zero-stage" in parallel and "--hidden-size" not in parallel
+    found = help_about("spike_factor", capsys)
+    assert "--spike-factor FLOAT" in found and "--max-bad-steps INT" not in found and found.count("╭") == 1
+    assert "similar: tensor-model-parallel-size" in help_about("tensor-modl-parallel-size", capsys)
+
+
+@pytest.mark.parametrize("topic", ["", "all"])
+def test_help_into_a_closed_pipe_ends_silently(topic):
+    command = [sys.executable, "pretrain_gpt.py", "--help", *topic.split()]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT) as program:
+        program.stdout.close()
+        assert program.stderr.read() == b"" and program.wait() == 0
 
 
 def test_unknown_flag_names_the_nearest():
@@ -187,7 +222,7 @@ def test_a_flag_that_belongs_to_a_refused_one_is_not_reported_itself():
     with pytest.raises(ConfigError) as error:
         parse("--fp4-format e2m1 --fp4-recipe nvfp4")
     assert "--fp4-recipe" not in str(error.value)
-    assert parse("--fp4-recipe nvfp4") == parse("--cuda-graph-impl none --cuda-graph-warmup-steps 1") == RunConfig()
+    assert parse("--fp4-recipe nvfp4") == parse("--cuda-graph-impl none") == RunConfig()
 
 
 @pytest.mark.parametrize(

@@ -203,7 +203,7 @@ def test_any_module_with_frozen_parameters(stage: int) -> None:
     [
         ("data_parallel.wrapper:DataParallel.__init__", "if zero_stage == 3 else []", "if zero_stage == 4 else []"),
         ("data_parallel.buffer:Bucket.__init__", "* first.requires_grad, dtype", ", dtype"),
-        ("data_parallel.buffer:Bucket.release_weights", "if self.splits_weights:", "if self.grads.numel():"),
+        ("data_parallel.buffer:Bucket.release_weights", "if self.splits_weights and", "if self.grads.numel() and"),
         ("data_parallel.buffer:Bucket._gather", "if self.dp_group.size() == 1:", "if not self.grads.numel():"),
     ],
     ids=["not sharded", "with gradients", "never freed", "never gathered"],

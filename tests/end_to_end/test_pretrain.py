@@ -109,7 +109,7 @@ def test_sigterm_saves_and_exits(tmp_path: Path) -> None:
     flags = [*TINY, "--train-iters", "100000", "--save", tmp_path, "--log-interval", "1"]
     process = subprocess.Popen(_command(0, *flags), cwd=ROOT, stdout=subprocess.PIPE, text=True)
     for line in process.stdout:
-        if "iteration        3/" in line:
+        if "iteration 3/" in line:
             process.send_signal(signal.SIGTERM)
             break
     process.stdout.read()
@@ -125,7 +125,7 @@ def test_ctrl_c_saves_too(tmp_path: Path) -> None:
     flags = [*TINY, "--train-iters", "100000", "--save", tmp_path, "--log-interval", "1"]
     process = subprocess.Popen(_command(0, *flags), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     for line in process.stdout:
-        if "iteration        3/" in line:
+        if "iteration 3/" in line:
             process.send_signal(signal.SIGINT)
             break
     output, errors = process.communicate(timeout=300)

@@ -9,7 +9,7 @@ from datetime import datetime
 
 import pytest
 
-from megatron_core.monitor.console import ConsoleSink, step_line, validation_block
+from megatron_core.monitor.console import WIDTH, ConsoleSink, short_line, step_line, validation_block
 from tests.monitor.examples import step, validation
 
 NOW = datetime(2026, 11, 21, 2, 45, 32, 107490)
@@ -29,6 +29,55 @@ def test_the_line_is_megatron_lms():
         "learning rate: 5.500000E-04 | global batch size:     4 | lm loss: 4.809311E+00 | loss scale: 1.0 | "
         "grad norm: 1.257 | number of skipped iterations:   0 | number of nan iterations:   0 |"
     )
+
+
+def test_the_short_line_has_the_values_that_users_watch():
+    assert short_line([step(2)], NOW) == (
+        " 02:45:32 iteration 2/4 | lm loss: 4.8093 | grad norm: 1.257 | lr: 5.50E-04 | 41.0 ms | 1,560 tokens/s |"
+    )
+    many = {"auxiliary_losses": {"load_balancing_loss": 0.5, "z_loss": 0.25}, "params_norm": 3.0, "product_rate": 5e12}
+    large = {"iteration": 250_000, "total_iterations": 500_000, "elapsed_ms": 43_210.5, "tokens_per_second": 9.9e6}
+    line = short_line([step(1, loss=2.0), step(**large | many | {"loss": math.nan, "skipped": True})], NOW)
+    assert len(line) <= WIDTH and "lm loss: 2.0" in line and "skipped: 1 | nan: 1 |" in line and line.endswith(" |")
+    assert "| util 50% |" in short_line([step(1, **many)], NOW)
+    assert short_line([step(1, **many | {"grad_norm": None})], NOW).endswith("| util 50% | z_loss: 0.2500 |"), "fits"
+
+
+def end_of_run(**settings: object) -> list[str]:
+    out = io.StringIO()
+    sink = ConsoleSink(1, out=out, err=Terminal(), **settings)
+    for event in (step(3, loss=5.0, elapsed_ms=10.0), step(4, loss=3.0, elapsed_ms=30.0, skipped=True)):
+        sink.on_step(event)
+    sink.on_validation(validation(4))
+    sink.close()
+    return out.getvalue().splitlines()
+
+
+def test_the_table_at_the_end_sums_up_the_run():
+    assert end_of_run()[-7:] == [
+        "  steps            2, to iteration 4 of 4",
+        "  skipped steps    1",
+        "  loss             5.0000 in the first step, 3.0000 in the last",
+        "  validation loss  4.6346",
+        "  tokens           62 in these steps, 256 in all",
+        "  time of steps    0:00:00, 20.0 ms each",
+        "  speed            1,560 tokens/s",
+    ]
+
+
+def test_formats_and_quiet():
+    assert end_of_run(quiet=True) == [validation_block(validation(4)).splitlines()[1]]
+    assert end_of_run(megatron=True)[-3:] == validation_block(validation(4)).splitlines()
+    assert "consumed samples" in end_of_run(megatron=True)[0]
+
+
+def test_colours_on_terminals_only():
+    shown = Terminal()
+    sink = ConsoleSink(1, out=shown, err=io.StringIO())
+    sink.on_step(step(1))
+    sink.on_step(step(2, loss=math.nan))
+    normal, alarming = shown.getvalue().splitlines()
+    assert "\x1b[1mlm loss: 4.8093\x1b[0m" in normal and alarming.startswith("\x1b[31m")
 
 
 @pytest.mark.parametrize(
@@ -90,7 +139,7 @@ def test_lines_come_at_the_interval_at_both_ends_and_at_a_break():
 
 def test_the_bar_goes_to_a_terminal_on_standard_error_alone():
     out, err = io.StringIO(), Terminal()
-    sink = ConsoleSink(2, out=out, err=err)
+    sink = ConsoleSink(2, megatron=True, out=out, err=err)
     for iteration in (3, 4):
         sink.on_step(step(iteration))
     sink.on_validation(validation(4))

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_the_doctor_as_users_start_it() -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "tools/doctor.py"]
+    command = [sys.executable, "tools/doctor.py", "--verbose"]
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert f"torch {torch.__version__}" in result.stdout
@@ -33,6 +33,18 @@ def test_the_doctor_as_users_start_it() -> None:
         assert f"{op} on cpu" in result.stdout
     for name, library in LIBRARIES.items():
         assert f"--kernel-backend {name}, for {', '.join(library.OPS)} on cuda: " in result.stdout
+
+
+def test_five_lines_say_what_works(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(doctor, "run_ranks", lambda *args, **kwargs: [[], []])
+    libraries.use(libraries.cpu, monkeypatch)
+    assert doctor.main(doctor.Settings()) == 0
+    lines = capsys.readouterr().out.splitlines()
+    names = ["versions:", "devices:", "kernels:", "collectives:", "recommended:"]
+    assert [line.split()[0] for line in lines] == names
+    assert (
+        torch.__version__ in lines[0] and " of " in lines[2] and "gloo" in lines[3] and "work with 2 ranks" in lines[3]
+    )
 
 
 def test_what_is_absent_is_named_with_the_way_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -45,6 +45,21 @@ def verify(capfd: pytest.CaptureFixture[str]) -> Verify:
     return call
 
 
+def test_bits_name_the_first_difference(verify: Verify, tmp_path: Path) -> None:
+    """Sums over data-parallel ranks have another order than those of one process."""
+    result = verify(*SMALL, "--bits", "--layouts", "dp2", "tp2", "--json", str(tmp_path / "report.json"))
+    assert result.status == 1, result.stderr
+    assert "1 step in float32 on cpu; all bits are compared" in result.stdout
+    assert "dp2  iteration 1: " in result.stdout
+    assert (
+        "tp2  iteration 1: the gradient of decoder.final_layernorm.bias differs first, in the module" in result.stdout
+    )
+    assert "0 of 2 layouts have the bits of one process in float32" in result.stdout
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["holds"] is False and report["rows"][1]["difference"]["quantity"] == "gradients"
+    assert verify(*SMALL, "--bits", "--layouts", "dp2", "--markdown", str(tmp_path / "x.md")).status == 2
+
+
 def test_layouts_in_words(verify: Verify, tmp_path: Path) -> None:
     result = verify(*SMALL, "--layouts", "tp2 sp", "pp2", "--json", str(tmp_path / "report.json"))
     assert result.status == 0, result.stderr
@@ -62,7 +77,7 @@ def test_every_layout_of_a_world(verify: Verify) -> None:
     result = verify(*SMALL, "--all", "--world-size", "2", "--dtype", "float32")
     assert result.status == 0, result.stderr + result.stdout
     assert "14 of 14 layouts hold in float32" in result.stdout  # tp2, tp2 sp, pp2; dp2 and cp2 with ZeRO, overlap
-    assert result.stdout.splitlines()[2].startswith("1 process")
+    assert result.stdout.splitlines()[3].startswith("1 process")
 
 
 def test_a_sample_has_every_pair_of_sizes_and_switches() -> None:
@@ -140,7 +155,8 @@ def test_a_model_that_one_process_cannot_train(verify: Verify, monkeypatch: pyte
         (("--layouts", "tp2", "--all"), "--all and --layouts exclude each other"),
         (("--all",), "--all needs --world-size"),
         (("--all", "--world-size", "1"), "no layout of --world-size 1 fits"),
-        (("--layouts", "tp2", "--world-size", "2"), "remove --world-size"),
+        (("--layouts", "tp2 dp2", "--world-size", "8"), "'tp2 dp2' has 4 ranks, but --world-size is 8"),
+        (("--layouts", "tp2", "pp2", "--world-size", "2", "4"), "several values of --world-size need --all"),
         (("--layouts", "v2"), "layout 'v2' cannot be trained"),
         (("--layouts", "tp2", "--json", "/nowhere/report.json"), "/nowhere/report.json cannot be written"),
         (("--layouts", "tp2", "--pairwise"), "--pairwise samples the layouts of --all"),
@@ -163,3 +179,34 @@ def test_help_names_every_option_and_the_words() -> None:
     shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for word in ("--layouts", "--all", "--world-size", "--dtype", "--json", "--full-size", "zero1", "pretrain_gpt.py"):
         assert word in shown
+
+
+def test_a_large_world_is_simulated(verify: Verify) -> None:
+    """The number of ranks gives dp; x2 is another name of v2; 9 samples are not two equal micro-batches."""
+    flags = ("--num-layers", "9", "--num-attention-heads", "64", "--hidden-size", "512", "--steps", "1")
+    result = verify(*flags, "--layouts", "tp2 pp2 x2 sp zero1", "--world-size", "12")
+    assert result.status == 0, result.stderr + result.stdout
+    assert "\ntp2 pp2 v2 dp3 sp zero1     12 " in result.stdout
+    assert "12 simulated ranks: " in result.stdout and "over simulated ranks" in result.stdout
+    assert "shrunk: hidden_size 512 -> 64, num_attention_heads 64 -> 8, seq_length 64 -> 16" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("example", "ranks", "layers", "layout"),
+    [
+        ("deepseek_v3", 1024, 61, "pp16 dp64 ep64 zb_v zero1 overlap"),
+        ("gpt3_175b", 1024, 48, "tp8 pp16 v3 dp8 sp zero1 overlap"),
+        ("llama3_405b", 1024, 126, "tp8 pp16 v8 dp8 sp zero2 overlap"),
+        ("mixtral_8x22b", 128, 8, "tp2 pp8 dp8 ep8 etp1 sp zero1 overlap"),
+        ("qwen3_235b_a22b", 128, 14, "tp2 pp8 dp8 ep8 etp1 sp zero1 overlap"),
+    ],
+)
+def test_published_layouts_are_kept(example: str, ranks: int, layers: int, layout: str) -> None:
+    """Stages, experts on a rank and key-value groups on a rank remain as (un)equal as they are."""
+    config = parse_run_config(["--config", str(ROOT / "examples" / f"{example}.yaml")])
+    task = task_of(config, Options(world_size=(ranks,)))
+    (found,) = task.layouts
+    small, large = task.config.model, config.model
+    assert (small.num_layers, " ".join(sorted(str(found).split()))) == (layers, " ".join(sorted(layout.split())))
+    assert small.num_experts is None or (small.num_experts > found.ep) == ((large.num_experts or 0) > found.ep)
+    assert (large.num_query_groups or 8) % found.tp or (small.num_query_groups or 8) % found.tp == 0

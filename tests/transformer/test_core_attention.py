@@ -212,6 +212,21 @@ def test_blocks_of_queries_are_the_reference(formula: str, place: str, window: i
     assert max(differences_from_reference(place, window, formula)) < 1e-12
 
 
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("queries", [1, 9])
+def test_blocks_of_fewer_queries_than_keys_are_the_reference(
+    queries: int, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(core_attention, "QUERY_BLOCK", 5)
+    tensors = drawn(queries, 24, torch.float64)
+    found, expected = (
+        attended(with_formula(window, attention_backend=backend, **FORMULAS["bounded scores"]), tensors)
+        for backend in ("auto", "unfused")
+    )
+    for mine, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, right, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize(
     ("target", "old", "new", "place"),
     [

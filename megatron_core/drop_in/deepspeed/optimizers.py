@@ -204,3 +204,15 @@ TRANSLATED: dict[str, Callable[[_Params], dict[str, Any]]] = {
     "onebitlamb": _onebit_lamb,
     "zerooneadam": _zero_one_adam,
 }
+OWN_OPTIMIZERS = {*TRANSLATED, "adagrad"} - {"sgd"}
+"""Names of DeepSpeed's own optimizers, in lower case."""
+
+
+def momenta_of(settings: Mapping[str, Any]) -> Any:
+    """Momentum or betas of the optimizer of ``settings``, which its parameter groups do not have."""
+    kind = settings.get("optimizer")
+    if kind == "sgd":
+        return settings.get("sgd_momentum", 0.0)
+    prefix = "lion" if kind == "lion" else "adam"
+    names = [f"{prefix}_beta1", f"{prefix}_beta2"]
+    return tuple(settings[name] for name in names) if names[0] in settings else 0.0

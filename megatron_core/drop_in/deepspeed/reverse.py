@@ -62,6 +62,8 @@ def to_deepspeed(settings: Mapping[str, Any]) -> dict[str, Any]:
         found["communication_data_type"] = "bf16"
     if left.pop("optimizer_cpu_offload", False):
         _put(found, "zero_optimization.offload_optimizer.device", "cpu")
+    if left.pop("zero3_param_cpu_offload", False):
+        _put(found, "zero_optimization.offload_param.device", "cpu")
     for name, section in FOLDERS.items():
         if name in left:
             _put(found, f"zero_optimization.{section}", {"device": "nvme", "nvme_path": left.pop(name)})

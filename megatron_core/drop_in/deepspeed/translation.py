@@ -22,6 +22,8 @@ TRIPLE = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumu
 OLD_OFFLOAD = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
 """Sections with device cpu by the old names of ``zero_optimization``."""
 
+TAG_VALIDATIONS = ("IGNORE", "WARN", "FAIL")
+
 CLIPPING = 1.0
 """``gradient_clipping`` without the key: ``GRADIENT_CLIPPING_DEFAULT`` of DeepSpeed 0.19.8."""
 
@@ -48,6 +50,8 @@ class Translation:
     """Class of torch.optim that updates the weights; None: the optimizer of ``settings``."""
     optimizer_params: dict[str, Any] = field(default_factory=dict)
     """Arguments of ``optimizer_class``."""
+    tag_validation: str = "FAIL"
+    """IGNORE, WARN or FAIL: the result of tags of a checkpoint that differ between ranks."""
     notes: list[str] = field(default_factory=list)
     """One sentence for each reason for which given keys have no effect."""
 
@@ -148,12 +152,15 @@ def translate(config: Mapping[str, Any] | str | os.PathLike[str], world_size: in
     optimizer, scheduler = reader.algorithm("optimizer"), reader.algorithm("scheduler")
     chosen = Chosen({}) if optimizer is None else optimizer_settings(optimizer.name, optimizer.params, reader.faults)
     settings |= chosen.settings
+    tags = str(reader.get("checkpoint.tag_validation", "FAIL")).upper()
+    if tags not in TAG_VALIDATIONS:
+        reader.faults.append(f"checkpoint.tag_validation={tags!r} must be one of {', '.join(TAG_VALIDATIONS)}")
     if settings.get("grad_compression") == "zero-one-adam" and settings["zero_stage"]:
         reader.faults.append("optimizer.type=ZeroOneAdam needs zero_optimization.stage 0; set it to 0")
     if reader.faults:
         raise ConfigError(f"DeepSpeed config: {'; '.join(dict.fromkeys(reader.faults))}")
     own = chosen.torch_class, chosen.torch_params
-    return Translation(settings, optimizer, scheduler, *triple, *own, notes=reader.notes())
+    return Translation(settings, optimizer, scheduler, *triple, *own, tags, notes=reader.notes())
 
 
 class _Reader:

@@ -275,4 +275,6 @@ class DeepSpeedCheckpoint:
         at, last = values.get("cur_iter", 0), values.get("last_overflow_iter", -1)
         good = at - last - 1 if isinstance(at, int) and isinstance(last, int) else 0
         chances = whole_number(values.get("cur_hysteresis")) or 1
-        return {"scale": float(scale), "growth_tracker": max(good, 0) % window, "hysteresis_tracker": chances}
+        # DeepSpeed does not count the first good step: its scale grows in the step after ``window`` good steps.
+        tracker = (good - 1) % window if good > 0 else -1
+        return {"scale": float(scale), "growth_tracker": tracker, "hysteresis_tracker": chances}

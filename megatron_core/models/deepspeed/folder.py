@@ -45,7 +45,7 @@ def _has_files(path: Path) -> bool:
 
 
 def latest_tag(folder: Path) -> str | None:
-    """The tag in the file ``latest``; None if there is no such file. Errors: ``CheckpointError``."""
+    """Return the tag in the file ``latest``; None if the file does not exist. Errors: ``CheckpointError``."""
     path = next((folder / name for name in LATEST if (folder / name).is_file()), None)
     if path is None:
         return None

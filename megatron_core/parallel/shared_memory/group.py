@@ -71,6 +71,11 @@ class SharedMemoryGroup(_ProcessGroup):
         self._pending: deque[Pending] = deque()
         self._lazy_gloo: Any = None
 
+    @property
+    def group_name(self) -> str:
+        """The name by which torch finds the group; torch's own attribute needs a backend in C++."""
+        return str(dist.distributed_c10d._get_process_group_name(self))
+
     def getBackendName(self) -> str:
         """The backend's name in torch.distributed."""
         return "shm"

@@ -1,11 +1,11 @@
 """Recompute the activations of units of any module in backward, or keep them in host memory."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial, wraps
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_core.config import ModelConfig
@@ -58,7 +58,7 @@ def recomputed(unit: nn.Module, forward: Callable[..., Any]) -> Callable[..., An
     """Return ``forward``, run again in backward; the buffers of ``unit`` change only once."""
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), _buffers_restored(unit)
+        return nullcontext(), _RestoredBuffers(unit)
 
     @wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -73,12 +73,20 @@ def _offloaded(
     return lambda *args, **kwargs: offload.run(number, partial(forward, *args, **kwargs), [unit])
 
 
-@contextmanager
-def _buffers_restored(module: nn.Module) -> Iterator[None]:
-    """Undo changes of buffers, such as running statistics of batch norm, which the first forward has made already."""
-    before = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-    try:
-        yield
-    finally:
-        for buffer, value in before:
+class _RestoredBuffers:
+    """Context that undoes changes of buffers, such as running statistics of batch norm.
+
+    The first forward has made them already; each backward through the unit enters it once more.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._before: list[tuple[Tensor, Tensor]] = []
+
+    def __enter__(self) -> None:
+        self._before = [(buffer, buffer.detach().clone()) for buffer in self._module.buffers()]
+
+    def __exit__(self, *exception: Any) -> None:
+        for buffer, value in self._before:
             buffer.data.copy_(value)  # without a new version: autograd may have saved the buffer
+        self._before = []

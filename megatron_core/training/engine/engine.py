@@ -20,14 +20,18 @@ from torch import Tensor, nn
 from megatron_core.config import RunConfig
 from megatron_core.data_parallel import DataParallel
 from megatron_core.errors import CheckpointError, ConfigError, MegatronError
+from megatron_core.optimizer.loss_scale import DynamicLossScale
 from megatron_core.optimizer.lr_schedule import LearningRateSchedule
+from megatron_core.optimizer.sharded import LossScale
 from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.launch import World
 from megatron_core.parallel.meter import METER
 from megatron_core.schedules.actions import Action
 from megatron_core.training.driver import finish_gradients, read_norm_and, update_weights
+from megatron_core.training.engine.backward import EngineBackward
 from megatron_core.training.engine.checkpoints import EngineCheckpoints, EngineState, plain_state
 from megatron_core.training.engine.data import EngineLoader, call_with, cast_floating, loss_of
+from megatron_core.training.engine.direct import DirectBackward
 from megatron_core.training.engine.module import Initialise, UnitClasses
 from megatron_core.training.engine.monitoring import StepMonitor, StepReport
 from megatron_core.training.engine.optimizer import EngineOptimizer, needs_whole_parameters, optimizer_on
@@ -39,7 +43,7 @@ from megatron_core.training.setup import data_parallel_of
 LossFunction = Callable[..., Tensor]
 
 
-class Engine(nn.Module):
+class Engine(EngineBackward, nn.Module):
     """Trains ``module`` with data parallelism, gradient accumulation and mixed precision.
 
     The loss of a step is the mean of the losses given to ``backward`` over all micro-batches of all ranks, or, if the
@@ -94,9 +98,8 @@ class Engine(nn.Module):
         self._schedule = LearningRateSchedule(config.optimizer, total, by_samples=config.schedules_by_samples)
         self._base_rates = [group.get("lr") for group in self.optimizer.param_groups]
         self._losses = torch.zeros(2, dtype=torch.float64, device=world.device)
-        self._weighted: bool | None = None
-        self._backwards = 0
-        self._sync_started = False
+        trained = (parameter for parameter in module.parameters() if parameter.requires_grad)
+        self._direct = DirectBackward(trained, self._begin_direct, self._end_direct)
         self.before_update: Callable[[], None] = lambda: None
         """Called after gradients are summed over all ranks and before they are clipped."""
         self._checkpoints = EngineCheckpoints(
@@ -130,7 +133,17 @@ class Engine(nn.Module):
     @property
     def loss_scale(self) -> float:
         """Factor of the losses of the next backward (fp16); 1 in other dtypes."""
-        return self._sharded.loss_scale.scale
+        return self.loss_scaler.scale
+
+    @property
+    def loss_scaler(self) -> LossScale:
+        """The rule of the loss scale."""
+        return self._sharded.loss_scale
+
+    def delay_growth_of_loss_scale(self, steps: int) -> None:
+        """Do not count the first ``steps`` good steps for a dynamic loss scale, now and after each overflow."""
+        if isinstance(self._sharded.loss_scale, DynamicLossScale):
+            self._sharded.loss_scale.delay_growth(steps)
 
     def set_batch_size(self, micro_batch_size: int, gradient_accumulation_steps: int) -> None:
         """Change the batch between two steps; a loader from ``make_loader`` keeps its own sizes."""
@@ -183,50 +196,19 @@ class Engine(nn.Module):
         """Run the module; with ``casts_inputs``, its floating-point arguments are cast to the compute dtype."""
         action = Action(0, "F", self.micro_step)
         self.monitor.begin(self.state.iteration)
+        self._direct.is_running, self.data_parallel.grad_factor = False, 1.0  # a backward may have failed
         before = METER.switch("forward")
         self.data_parallel.begin_action(action)
         output = self.module(*self._in_compute_dtype(args), **self._in_compute_dtype(kwargs))
         self.data_parallel.end_action(action)
+        if torch.is_grad_enabled():
+            self._direct.watch(output)
         METER.switch(before)
         return output
 
     def _in_compute_dtype(self, value: Any) -> Any:
         dtype = getattr(torch, self.config.training.compute_dtype)
         return cast_floating(value, dtype) if self.casts_inputs and dtype != torch.float32 else value
-
-    def backward(self, loss: Tensor, num_terms: Tensor | float | None = None, *, retain_graph: bool = False) -> Tensor:
-        """Compute gradients of ``loss`` and add them up; return the detached loss.
-
-        Without ``num_terms``, ``loss`` is the mean of a micro-batch, and all micro-batches have equal weight. With
-        ``num_terms``, ``loss`` is the sum of that number of terms; give it in all micro-batches or in none.
-        """
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise ConfigError(f"loss={_shown(loss)} must be a tensor with one element; pass the model's loss")
-        if self._weighted not in (None, num_terms is not None):
-            raise ConfigError("num_terms is given in some micro-batches of a step only; give it in all or in none")
-        self._weighted = num_terms is not None
-        if self._sync_started and self.config.parallel.overlap_grad_reduce:
-            raise ConfigError(
-                "overlap_grad_reduce=True: the last micro-batch of a step can have only one backward, because sums "
-                "start during it; add the losses, or set overlap_grad_reduce=False"
-            )
-        self._backwards += 1
-        factor = self.loss_scale
-        if num_terms is None:
-            factor /= self.gradient_accumulation_steps * self.groups.size("dp")
-        action = Action(0, "B", self.micro_step)
-        if self.is_boundary:
-            self._sync_started = True
-            self.data_parallel.enable_grad_sync(0)
-        METER.switch("backward")
-        self.data_parallel.begin_action(action)
-        (loss * factor).backward(retain_graph=retain_graph)
-        self.data_parallel.end_action(action)
-        METER.switch("other")
-        terms = 1.0 if num_terms is None else num_terms
-        self._losses[0] += loss.detach().double().reshape(())
-        self._losses[1] += terms
-        return loss.detach()
 
     def step(self) -> StepReport | None:
         """End a micro-batch; the last one of a step updates the weights and returns a report, others return None."""
@@ -245,7 +227,7 @@ class Engine(nn.Module):
         """Set the gradients and losses of the current step to zero; its micro-batches count on."""
         self.data_parallel.zero_grad()
         self._losses = torch.zeros_like(self._losses)
-        self._weighted, self._sync_started = None, False
+        self._weighted, self._sync_started, self._knows_loss = None, False, True
 
     @torch.no_grad()
     def _update(self) -> StepReport:
@@ -286,8 +268,8 @@ class Engine(nn.Module):
         return self.last_report
 
     def _refuse_bad(self, loss: float, norm: float) -> None:
-        training = self.config.training
-        if training.check_for_nan_in_loss_and_grad and not training.fp16 and not math.isfinite(loss + norm):
+        training, known = self.config.training, norm + loss if self._knows_loss else norm
+        if training.check_for_nan_in_loss_and_grad and not training.fp16 and not math.isfinite(known):
             raise MegatronError(
                 f"iteration {self.state.iteration + 1}: loss={loss} and gradient norm={norm} must be finite; lower the "
                 "learning rate, inspect the data, or set check_for_nan_in_loss_and_grad=False to continue"
@@ -384,7 +366,3 @@ class Engine(nn.Module):
         if self.lr_scheduler is not None and self.state.scheduler:
             self.lr_scheduler.load_state_dict(self.state.scheduler)
         return dict(self.state.client_state)
-
-
-def _shown(value: Any) -> str:
-    return f"tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)

@@ -12,6 +12,7 @@ from megatron_core.config.rules_fp8 import block_size
 from megatron_core.errors import ConfigError
 from megatron_core.parallel.groups import ALONE, ParallelGroups
 from megatron_core.parallel.sharding import spec_of
+from megatron_core.parallel.texts import tell_all
 from megatron_core.tensor_parallel.amax_history import AmaxHistories
 from megatron_core.tensor_parallel.fp8 import FP8Products
 from megatron_core.training.engine.tensor import ParallelLinear, conv1d
@@ -26,16 +27,17 @@ def multiply_in_fp8(
     config: RunConfig,
     groups: ParallelGroups,
     device: torch.device,
-) -> AmaxHistories | None:
-    """Let the linear layers inside of ``units`` multiply in FP8; return their amax histories, or None without FP8.
+) -> None:
+    """Let the linear layers inside of ``units`` multiply in FP8, if ``fp8_format`` is set.
 
     Layers outside of units (embeddings, the head), layers with hooks and layers with other extents than multiples of
     16 keep the compute dtype. A ``ParallelLinear`` with the same parameters replaces each ``nn.Linear``, so find the
-    units again afterwards. Errors: ``ConfigError`` if no layer is left, or blocks would depend on the layout.
+    units again afterwards. ``module`` may have only this rank's pipeline stages. Errors: ``ConfigError`` on all ranks
+    if no layer of any rank is left; on this rank if blocks would depend on the layout.
     """
     settings = config.training
     if settings.fp8_format is None:
-        return None
+        return
     inside = {each for unit in units for root in unit for each in root.modules()}
     replaced: dict[nn.Module, ParallelLinear] = {}
     kept = 0
@@ -47,7 +49,7 @@ def multiply_in_fp8(
             replaced[linear] = _in_fp8(path, linear, settings, config)
         owner, _, name = path.rpartition(".")
         setattr(module.get_submodule(owner), name, replaced[linear])
-    if not replaced:
+    if not any(count != "0" for count in tell_all(str(len(replaced)), device)):
         raise ConfigError(
             f"fp8_format={settings.fp8_format}: no linear layer inside of a unit has extents that are multiples of "
             f"{STEP}; name their modules in unit_classes, or remove fp8_format"
@@ -55,7 +57,15 @@ def multiply_in_fp8(
     if groups.rank == 0:
         others = f"; {kept} others in {settings.compute_dtype}" if kept else ""
         print(f"fp8: {settings.fp8_format}, {settings.fp8_recipe}: {len(replaced)} linear layers{others}", flush=True)
-    return AmaxHistories([module], settings, groups.group("tp-dp-cp"), device)
+
+
+def histories_of(
+    module: nn.Module, config: RunConfig, groups: ParallelGroups, device: torch.device
+) -> AmaxHistories | None:
+    """Return the amax histories of the FP8 layers of ``module``, None without FP8."""
+    if config.training.fp8_format is None:
+        return None
+    return AmaxHistories([module], config.training, groups.group("tp-dp-cp"), device)
 
 
 def _linear_layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

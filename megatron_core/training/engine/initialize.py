@@ -22,6 +22,7 @@ from megatron_core.training.engine.module import (
     UnitClasses,
     broadcast_from_first,
     check_same_module,
+    check_same_settings,
     check_settings,
     read_settings,
 )
@@ -84,6 +85,7 @@ def initialize(
             raise ConfigError("give optimizer or model_parameters; the optimizer has its parameters already")
         model_parameters = optimizer.param_groups
     world = _join(settings)
+    check_same_settings(settings, world.device)
     settings = check_settings(settings, world.size)
     if settings.training.deterministic_mode:
         use_deterministic_kernels()

@@ -252,6 +252,10 @@ class PipelineModule(nn.Module):
             units[stage] = [modules for part, modules in uses.items() if next(part.parameters(), None) is not None]
         return stages, units
 
+    def layers_here(self) -> list[nn.Module]:
+        """Return this rank's modules of layers, each once."""
+        return list(dict.fromkeys(self._parts.values()))
+
     def run(self, stage: int, x: Any) -> Any:
         """Run the layers of ``stage``."""
         layers = self.bounds[stage]

@@ -1,6 +1,7 @@
 """Prepare any ``nn.Module`` for data parallelism: settings, dtype, equal weights on all ranks, units of ZeRO."""
 
 import hashlib
+import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
@@ -32,12 +33,14 @@ READ = frozenset(
         *("fp8_format", "fp8_recipe", "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_wgrad"),
         *("cpu_offloading_num_layers", "poison_buffers", "tensor_model_parallel_size"),
         *("pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank", "pipeline_schedule", "pipeline_plan"),
-        *("overlap_p2p_communication",),
+        *("overlap_p2p_communication", "compile", "compile_backend"),
         *("metrics_file", "tensorboard_dir", "prometheus_file", "wandb_project", "wandb_exp_name", "wandb_entity"),
         *("wandb_save_dir", "mlflow_experiment", "mlflow_run_name", "mlflow_tracking_uri", "record_times"),
     }
 ) - {"decoupled_lr", "decoupled_min_lr", "start_weight_decay", "end_weight_decay", "weight_decay_incr_style"}
 """Settings of a run that apply to a model of the caller; all others describe the GPT of ``pretrain_gpt.py``."""
+LOCAL = ("_dir", "_file", "_uri")
+"""Ends of the names of settings that may differ between ranks."""
 FIRST_MODULES = 8
 """Number of names that an error message lists."""
 
@@ -59,6 +62,11 @@ def read_settings(config: Mapping[str, Any] | str | os.PathLike[str] | RunConfig
     else:
         raise ConfigError(f"config={config!r} must be a dict, the path of a YAML or JSON file, or a RunConfig")
     values, defaults = settings.flat(), RunConfig().flat()
+    if settings.training.fp8_param_gather:
+        raise ConfigError(
+            "fp8_param_gather=True on a model of your own: gathered weights would be rounded to FP8 for all their "
+            "readers (code outside of the FP8 products, engine.gathered, full_state_dict); remove it"
+        )
     foreign = [name for name in values if values[name] != defaults[name] and name not in READ]
     if foreign:
         raise ConfigError(
@@ -103,6 +111,23 @@ def check_settings(config: RunConfig, world_size: int) -> RunConfig:
     )
     check(without_data(gpt), world_size)  # settings of the GPT model have their defaults
     return replace(config, optimizer=optimizer)
+
+
+def check_same_settings(config: RunConfig, device: torch.device) -> None:
+    """Compare all settings but names of files and folders between the ranks.
+
+    Errors: ``LayoutError`` on all ranks with the first difference.
+    """
+    values = {name: value for name, value in config.flat().items() if not name.endswith(LOCAL)}
+    told = tell_all(json.dumps(values, default=str), device)
+    other = next((rank for rank, text in enumerate(told) if text != told[0]), None)
+    if other is not None:
+        first, second = json.loads(told[0]), json.loads(told[other])
+        name = next(name for name in values if first[name] != second[name])
+        raise LayoutError(
+            f"the settings differ between ranks: rank 0 has {name}={first[name]!r}, and rank {other} has "
+            f"{second[name]!r}; give the same config and optimizer on every rank"
+        )
 
 
 def _without_blocks(training: TrainingConfig) -> TrainingConfig:
@@ -232,7 +257,7 @@ class LocalInitialisation:
         if missing:
             raise ConfigError(
                 f"model: {listed(missing)} {'is a buffer' if len(missing) == 1 else 'are buffers'} on the meta device, "
-                "whose values cannot be computed again; construct the model with real buffers (megatron_core.meta_init)"
+                "whose values cannot be computed again; construct the model in megatron_core.meta_init()"
             )
 
     def __call__(self, name: str, parameter: nn.Parameter) -> None:
@@ -241,16 +266,17 @@ class LocalInitialisation:
         scratch = copy(owner)
         scratch._modules = {}
         scratch._parameters = {
-            own: nn.Parameter(torch.empty(each.shape, dtype=each.dtype, device=parameter.device), each.requires_grad)
+            own: None
+            if each is None
+            else nn.Parameter(torch.empty(each.shape, dtype=each.dtype, device=parameter.device), each.requires_grad)
             for own, each in parameters.items()
-            if each is not None
         }
         digest = hashlib.sha256(f"{self.seed} {path}".encode()).digest()
         devices = [parameter.device] if parameter.device.type == "cuda" else []
         with torch.no_grad(), torch.random.fork_rng(devices):
             torch.manual_seed(int.from_bytes(digest[:8], "little"))
             self._initialise(scratch, path)
-            parameter.copy_(scratch._parameters[name.rpartition(".")[2]])
+            parameter.copy_(getattr(scratch, name.rpartition(".")[2]))
 
     def _initialise(self, scratch: nn.Module, path: str) -> None:
         if self.initialise is not None:

@@ -18,7 +18,7 @@ from megatron_core.parallel.grid import WORLD
 from megatron_core.parallel.groups import ParallelGroups
 from megatron_core.parallel.launch import World
 from megatron_core.parallel.micro_batch import SequenceSplit
-from megatron_core.parallel.texts import gather_texts, tell_all
+from megatron_core.parallel.texts import failing_together, gather_texts, tell_all
 from megatron_core.pipeline_parallel.executor import ForwardStep
 from megatron_core.pipeline_parallel.messages import Message, StructuredMessages, flatten, tensors_of
 from megatron_core.pipeline_parallel.p2p import PipelineP2P
@@ -28,11 +28,12 @@ from megatron_core.training.engine.activations import save_memory
 from megatron_core.training.engine.cut import ModelCut
 from megatron_core.training.engine.data import loss_of
 from megatron_core.training.engine.engine import Engine, LossFunction
+from megatron_core.training.engine.fp8 import histories_of, multiply_in_fp8
 from megatron_core.training.engine.layers import PipelineModule
 from megatron_core.training.engine.module import LocalInitialisation, cast, check_same_module, find_units
 from megatron_core.training.engine.monitoring import StepReport
 from megatron_core.training.engine.optimizer import Groups, groups_of
-from megatron_core.training.engine.prepare import Choices, Prepared
+from megatron_core.training.engine.prepare import Choices, Prepared, compile_units
 from megatron_core.training.engine.stages import Staged, equalize, mark_tied, tied_sets
 from megatron_core.training.engine.tensor import equalize_and_split, split_model
 from megatron_core.training.plans import Plans
@@ -68,6 +69,7 @@ class PipelineEngine(Engine):
             split=SequenceSplit.of(self.groups, sequence_parallel=False),
             data_parallel=self.data_parallel,
             optimizer=self._sharded,
+            fp8=self.fp8,
             p2p=p2p,
             message=StructuredMessages(device, (), False, self._structures),
             deferrable=[*self.staged.places],
@@ -83,11 +85,6 @@ class PipelineEngine(Engine):
             )
         if isinstance(module, PipelineModule) and config.model.recompute_granularity:
             raise ConfigError("recompute_granularity with a PipelineModule: use its recompute_interval")
-        if config.training.fp8_format is not None:
-            raise ConfigError(
-                f"fp8_format={config.training.fp8_format} with pipeline stages of your own model is not supported: "
-                "remove fp8_format, or set pipeline_model_parallel_size=1"
-            )
         self.plans = Plans(config, config.parallel.data_parallel_size(self.world.size))
         where = self.plans.stage_to_rank
         self.groups = groups = parallel_state.make_groups(config.parallel, self.world, ends=(where[0], where[-1]))
@@ -101,9 +98,11 @@ class PipelineEngine(Engine):
         self.stages, units = self.staged.make_stages()
         if choices.unit_classes is not None:
             units = {number: find_units(stage, choices.unit_classes) for number, stage in self.stages.items()}
+        compile_units((modules for own in units.values() for modules in own), config.training)
         save_memory(module, [each for own in units.values() for modules in own for each in modules], config.model)
         own = [{**each, "params": [p for p in each["params"] if p in self.staged.places]} for each in param_groups]
-        return Prepared(groups, dict(self.stages), units, own, local)
+        fp8 = histories_of(module, config, groups, self.world.device)
+        return Prepared(groups, dict(self.stages), units, own, local, fp8)
 
     def _place_layers(
         self, module: PipelineModule, groups: ParallelGroups, choices: Choices
@@ -129,6 +128,8 @@ class PipelineEngine(Engine):
             here = dict(module.named_modules())
             split_model(module, groups.group("tp"), plan={name: each for name, each in plan.items() if name in here})
             torch.manual_seed(config.training.seed + groups.index("dp"))
+        inside = [[each] for layer in module.layers_here() for each in layer.children()]
+        multiply_in_fp8(module, inside, config, groups, self.world.device)
         if not any(parameter.requires_grad for parameter in module.parameters()):  # a stage of functions alone
             optimizer = config.optimizer
             rates = {"lr": optimizer.lr, "weight_decay": optimizer.weight_decay, "eps": optimizer.adam_eps}
@@ -141,11 +142,13 @@ class PipelineEngine(Engine):
         """Cut a whole model into stages, and keep those of this rank."""
         config, device, where = self.config, self.world.device, self.plans.stage_to_rank
         check_same_module(module, device)
-        param_groups = groups_of(module, config.optimizer, choices.model_parameters)
+        with failing_together(device):
+            param_groups = groups_of(module, config.optimizer, choices.model_parameters)
         local = LocalInitialisation(module, config.training.seed, device, choices.initialise)
         if groups.size("tp") > 1:  # splits are chosen from the whole model
             cast(module, config, device)
             equalize_and_split(module, groups, config.training.seed)
+        multiply_in_fp8(module, find_units(module, choices.unit_classes), config, groups, device)
         cut = ModelCut(module, where, self._partition_method, self._head_modules)
         groups.tie(tied_sets({place.stages for place in cut.all_places.values()}, where))
         cut.keep(groups.index("pp"), getattr(torch, config.training.compute_dtype), device)

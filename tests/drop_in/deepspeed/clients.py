@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 from pathlib import Path
@@ -13,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.drop_in.deepspeed.compare import describe_ranks
+
 SIZES: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 32}
 SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 1}
 STEPS, BATCH, MICRO = 6, 8, 2
@@ -20,15 +21,21 @@ STEPS, BATCH, MICRO = 6, 8, 2
 Losses = list[float]
 
 
-def use_package(folder: Path | None) -> None:
+def load() -> None:
+    """Import the libraries, before ranks are forked: it takes seconds."""
+    import accelerate.utils.deepspeed  # noqa: F401
+    import transformers.integrations.deepspeed
+    import transformers.models.llama.modeling_llama
+    import transformers.trainer  # noqa: F401
+
+
+def use_package(folder: str | None) -> None:
     """Let ``import deepspeed`` find the package in ``folder``, and describe the ranks of torch.distributed to it."""
     if folder is not None:
-        sys.path.insert(0, str(folder))
-    rank, size = (str(dist.get_rank()), str(dist.get_world_size())) if dist.is_initialized() else ("0", "1")
-    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "DS_ACCELERATOR": "cpu"}
+        sys.path.insert(0, folder)
+    describe_ranks()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    if int(size) > 1:
+    if dist.get_world_size() > 1:
         # With DeepSpeed, accelerate has a backend for GPUs only; without one it takes each rank for a whole job.
         from accelerate.state import PartialState
         from accelerate.utils import DistributedType
@@ -36,18 +43,25 @@ def use_package(folder: Path | None) -> None:
         PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.NO)
 
 
-def check_package(model: Any, folder: Path | None) -> None:
+def check_package(model: Any, folder: str | None) -> None:
     """Raise unless ``model`` is an engine of the package in ``folder``: accelerate trains without it on request."""
     used = Path(sys.modules[type(model).__module__].__file__ or "")
-    assert folder is None or folder in used.parents, f"{type(model)} of {used}"
+    assert folder is None or Path(folder) in used.parents, f"{type(model)} of {used}"
 
 
-def make_model() -> Any:
-    """A Llama of two layers."""
+def save_model(folder: str) -> None:
+    """Save a Llama of two layers, whose weights all programs load: at stage 3 in another way."""
     import transformers
 
     torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).save_pretrained(folder)
+
+
+def load_model(folder: str) -> Any:
+    """Load it in float32, whatever the JSON says."""
+    import transformers
+
+    return transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
 def make_samples(count: int = 64) -> list[dict[str, Tensor]]:
@@ -79,42 +93,45 @@ def json_of(stage: int, **settings: Any) -> dict[str, Any]:
     return {**auto, **settings}
 
 
-OPTIMIZER = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}}
+OPTIMIZER = {
+    "type": "AdamW",
+    "params": {"torch_adam": True, **dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")},
+}
 RATES = ("total_num_steps", "warmup_min_lr", "warmup_max_lr", "warmup_num_steps")
 SCHEDULER = {"type": "WarmupDecayLR", "params": dict.fromkeys(RATES, "auto")}
-
-
-def warmup_decay_share(step: int) -> float:
-    """Share of the learning rate that DeepSpeed's WarmupDecayLR gives after ``step`` steps, from 2 warm-up steps.
-
-    Its warm-up is logarithmic, log(i + 1) / log(2), and its counter i starts at -1, so the first two steps have rate 0.
-    """
-    at = max(step - 1, 0)
-    return math.log(at + 1) / math.log(2) if at < 2 else (STEPS - at) / (STEPS - 2)
+NAMED: dict[str, Any] = {"optimizer": OPTIMIZER, "scheduler": SCHEDULER, "zero_force_ds_cpu_optimizer": False}
+"""The JSON's own optimizer, which gets no parameter groups, and its own rates."""
+BF16: dict[str, Any] = {
+    "bf16": {"enabled": True},
+    "data_types": {"grad_accum_dtype": "fp32"},
+    "communication_data_type": "fp32",
+}
+"""bfloat16 with gradients that are summed in float32, as the drop-in sums them in any case."""
 
 
 def train_with_trainer(
-    folder: Path | None,
+    folder: str | None,
+    model: str,
     output: str,
     config: dict[str, Any] | None,
     resume_from: int | None = None,
-    is_named: bool = False,
+    recomputes: bool = False,
 ) -> dict[str, Any]:
-    """Losses, gradient norms, learning rates and evaluation losses of ``transformers.Trainer``; and whole weights.
-
-    ``is_named`` without DeepSpeed does what the JSON's optimizer and scheduler do under the Trainer: weight decay of
-    all parameters (for a named optimizer it passes no groups), and the rates of WarmupDecayLR.
-    """
+    """Losses, gradient norms, learning rates and evaluation losses of ``transformers.Trainer``; and whole weights."""
     use_package(folder)
     import transformers
 
     ranks = int(os.environ["WORLD_SIZE"])
+    is_bf16 = config is not None and config["bf16"]["enabled"] is True
+    transformers.training_args.is_torch_bf16_gpu_available = lambda: is_bf16  # it asks for GPUs only
     arguments = transformers.TrainingArguments(
+        bf16=is_bf16,
         output_dir=output,
         max_steps=STEPS,
         per_device_train_batch_size=MICRO,
         per_device_eval_batch_size=MICRO,
         gradient_accumulation_steps=BATCH // (MICRO * ranks),
+        gradient_checkpointing=recomputes,
         learning_rate=1e-2,
         weight_decay=0.1,
         adam_epsilon=1e-6,
@@ -132,13 +149,9 @@ def train_with_trainer(
         dataloader_pin_memory=False,
     )
     samples = make_samples()
-    trainer = transformers.Trainer(make_model(), arguments, train_dataset=samples[:48], eval_dataset=samples[48:])
-    if is_named:
-        optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=1e-2, weight_decay=0.1, eps=1e-6)
-        trainer.optimizer, trainer.lr_scheduler = (
-            optimizer,
-            torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_decay_share),
-        )
+    loaded = load_model(model)
+    recomputed = count_calls(loaded.model.layers[0].mlp)
+    trainer = transformers.Trainer(loaded, arguments, train_dataset=samples[:48], eval_dataset=samples[48:])
     trainer.train(resume_from_checkpoint=None if resume_from is None else f"{output}/checkpoint-{resume_from}")
     check_package(trainer.model_wrapped, folder)
     trainer.save_model(f"{output}/final")
@@ -147,8 +160,20 @@ def train_with_trainer(
         name: [entry[key] for entry in logs if key in entry]
         for name, key in (("losses", "loss"), ("norms", "grad_norm"), ("rates", "learning_rate"), ("eval", "eval_loss"))
     }
+    found["recomputed"] = recomputed[0]
     if int(os.environ["RANK"]) == 0:
         found["weights"] = _weights_in(Path(output, "final"))
+    return found
+
+
+def count_calls(module: Any) -> list[int]:
+    """The number of forwards of ``module`` during backward, in a list that grows with them."""
+    found = [0]
+
+    def count(*_: Any) -> None:
+        found[0] += torch._C._current_graph_task_id() != -1
+
+    module.register_forward_pre_hook(count)
     return found
 
 
@@ -158,26 +183,35 @@ def _weights_in(folder: Path) -> dict[str, np.ndarray]:
     return {name: tensor.float().numpy() for name, tensor in load_file(folder / "model.safetensors").items()}
 
 
-def train_with_accelerate(folder: Path | None, stage: int | None, output: str | None = None) -> dict[str, Any]:
-    """Losses of a loop with accelerate and its plugin for DeepSpeed, or without DeepSpeed; and gathered weights."""
+def train_with_accelerate(
+    folder: str | None, saved: str, stage: int | str | None, output: str | None = None
+) -> dict[str, Any]:
+    """Losses of a loop with accelerate, and gathered weights.
+
+    ``stage``: of its plugin for DeepSpeed; ``"fsdp2"``: its plugin for FSDP; None: neither.
+    """
     use_package(folder)
     import accelerate
 
     ranks = int(os.environ["WORLD_SIZE"])
     steps = BATCH // (MICRO * ranks)
-    plugin = None
-    if stage is not None:
+    plugins: dict[str, Any] = {}
+    if isinstance(stage, int):
         plugin = accelerate.DeepSpeedPlugin(zero_stage=stage, gradient_accumulation_steps=steps, gradient_clipping=0.5)
         # get_state_dict needs it at stage 3; as the environment variable ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL
         plugin.deepspeed_config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
-    accelerator = accelerate.Accelerator(gradient_accumulation_steps=steps, deepspeed_plugin=plugin)
-    model = make_model()
+        plugins["deepspeed_plugin"] = plugin
+    if stage == "fsdp2":
+        plugins["fsdp_plugin"] = _fsdp_plugin()
+    accelerator = accelerate.Accelerator(gradient_accumulation_steps=steps, **plugins)
+    model = load_model(saved)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, eps=1e-6)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / ranks))
     samples: Any = make_samples()
     loader: Any = torch.utils.data.DataLoader(samples, batch_size=MICRO)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
-    check_package(model, folder)
+    if isinstance(stage, int):
+        check_package(model, folder)
     losses: list[Losses] = []
     for batch in loader:
         with accelerator.accumulate(model):
@@ -197,6 +231,22 @@ def train_with_accelerate(folder: Path | None, stage: int | None, output: str | 
     means = [float(np.mean(losses[at : at + steps])) for at in range(0, len(losses), steps)]
     weights = {} if state is None else {name: tensor.float().cpu().numpy() for name, tensor in state.items()}
     return {"losses": means, "weights": weights}
+
+
+def _fsdp_plugin() -> Any:
+    """The plugin for FSDP2, on CPU ranks that accelerate takes for GPUs: it has FSDP for these only."""
+    import accelerate
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
+    PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_GPU)
+    return accelerate.FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        cpu_ram_efficient_loading=False,
+    )
 
 
 def _destroy_weights(accelerator: Any, model: Any) -> None:

@@ -49,6 +49,7 @@ def test_the_page_is_current() -> None:
             | {"offload_param": {"device": "nvme", "nvme_path": "weights"}},
             "optimizer": {"type": "AdamW", "params": {"weight_decay": 0.1, "eps": 1e-6}},
         },
+        {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
     ),
 )
 def test_the_round_trip_keeps_all_settings(config: dict[str, Any], tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:

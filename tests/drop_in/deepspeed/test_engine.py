@@ -373,7 +373,6 @@ def test_absent_parts_say_what_to_use(name: str) -> None:
     (
         (lambda engine: engine.train_batch(iter([])), "needs a PipelineModule"),
         (lambda engine: engine.offload_states(), "offload_optimizer"),
-        (lambda engine: engine.scale(torch.ones(())), r"engine.backward\(loss\)"),
         (lambda engine: engine.compile(schedule=[1]), "schedule of DeepCompile"),
         (lambda engine: engine.step(), r"step\(\) without backward"),
         (lambda engine: engine.backward(torch.ones(2)), "must be a tensor with one element"),
@@ -397,3 +396,131 @@ def test_zero_grad_discards_the_open_step_without_shards() -> None:
         plain.step()
         other.step()
     assert _equal(_weights(plain), _weights(other)) and plain.global_steps == other.global_steps == 1
+
+
+def test_loss_backward_and_scale_equal_the_engines_backward() -> None:
+    for stage in (0, 2, 3):
+        direct, reference = run_ranks(2, _train_directly, stage)[0]
+        assert _equal(direct, reference)
+    engine = _engine(fp16={"enabled": True, "initial_scale_power": 10, "auto_cast": True})
+    with pytest.raises(ConfigError, match=r"without the loss scale 1024 .*engine\.scale\(loss\)\.backward\(\)"):
+        engine(_batch(0)).square().mean().backward()
+    engine.scale(engine(_batch(0)).square().mean()).backward()
+    engine.step()
+    assert engine.was_step_applied()
+
+
+def _train_directly(stage: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    found = []
+    for is_direct in (True, False):
+        engine = _engine(zero_optimization={"stage": stage}, gradient_accumulation_steps=2)
+        for number in range(4):
+            loss = engine(_batch(number)).square().mean()
+            if is_direct:
+                loss.backward()
+            else:
+                engine.backward(loss)
+            engine.step()
+        assert engine.global_steps == 2
+        found.append(_weights(engine))
+    return found[0], found[1]
+
+
+def test_adam_without_bias_correction() -> None:
+    model = _model()
+    optimizer = FusedAdam(model.parameters(), lr=0.01, bias_correction=False)
+    with pytest.raises(ConfigError, match=r"FusedAdam\(bias_correction=False\)\.step\(\)"):
+        optimizer.step()
+    engine = _engine(model, optimizer=optimizer)
+    params = {"lr": 0.01, "bias_correction": False}
+    other = deepspeed.initialize(model=_model(), config={**CONFIG, "optimizer": {"type": "Adam", "params": params}})[0]
+    for number in range(3):
+        assert _step(engine, number) == _step(other, number)
+    assert _equal(_weights(engine), _weights(other))
+    assert not _equal(_weights(engine), _weights(_trained_plainly()))
+
+
+def _trained_plainly() -> deepspeed.DeepSpeedEngine:
+    engine = _engine()
+    for number in range(3):
+        _step(engine, number)
+    return engine
+
+
+def test_loss_scale_and_steps_of_the_optimizer() -> None:
+    engine = _engine(fp16={"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2, "auto_cast": True})
+    scale = engine.optimizer.loss_scale_config
+    assert (scale.dynamic_loss_scale, scale.cur_scale, scale.scale_window, scale.cur_iter) == (True, 256.0, 2, 0)
+    weight = engine.module[0][0].weight
+    assert weight not in dict(engine.optimizer.state)
+    for number in range(2):
+        _step(engine, number)
+    scale = engine.optimizer.loss_scale_config
+    assert (scale.cur_scale, scale.cur_iter) == (512.0, 2)
+    assert engine.optimizer.state[weight]["step"] == 2
+    with pytest.raises(ConfigError, match=r"safe_get_full_optimizer_state\(parameter, 'exp_avg'\)"):
+        engine.optimizer.state[weight]["exp_avg"]
+
+
+def test_warm_up_keeps_a_learning_rate_in_a_tensor() -> None:
+    rate = torch.tensor(0.1, dtype=torch.float64)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=rate)
+    scheduler = deepspeed.runtime.lr_schedules.WarmupLR(optimizer, warmup_num_steps=4, warmup_type="linear")
+    assert float(rate) == 0.0
+    scheduler.step(2)
+    assert optimizer.param_groups[0]["lr"] is rate and float(rate) == pytest.approx(0.05)
+
+
+def test_tags_that_differ_between_ranks(tmp_path: Path) -> None:
+    for mode, expected in (("FAIL", None), ("WARN", "tag-0"), ("ignore", "tag-0")):
+        assert run_ranks(2, _save_with_own_tag, mode, str(tmp_path / mode)) == [expected, expected]
+    with pytest.raises(deepspeed.DeepSpeedConfigError, match=r"tag_validation='FOO' must be one of IGNORE, WARN, FAIL"):
+        _engine(checkpoint={"tag_validation": "foo"})
+
+
+def _save_with_own_tag(mode: str, folder: str) -> str | None:
+    engine = _engine(checkpoint={"tag_validation": mode})
+    _step(engine, 0)
+    try:
+        engine.save_checkpoint(folder, tag=f"tag-{dist.get_rank()}")
+    except AssertionError as error:
+        assert isinstance(error, CheckpointError) and "tag differs between ranks: 'tag-0', 'tag-1'" in str(error)
+        return None
+    return Path(folder, "latest").read_text()
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    (
+        ("stage", "the settings differ between ranks: rank 0 has zero_stage=0, and rank 1 has 2; give the same config"),
+        ("key", "foo is not a key of DeepSpeed"),
+        ("file", "no such file; give the path of a JSON file"),
+        ("optimizer", "2 of its 2 parameters do not belong to the model"),
+    ),
+)
+def test_a_fault_of_one_rank_is_an_error_on_all(fault: str, message: str) -> None:
+    for text in run_ranks(2, _fault_of_rank_1, fault):
+        assert message in text
+
+
+def _fault_of_rank_1(fault: str) -> str:
+    config: Any = dict(CONFIG)
+    given: dict[str, Any] = {}
+    if dist.get_rank() == 1:
+        if fault == "stage":
+            config["zero_optimization"] = {"stage": 2}
+        elif fault == "key":
+            config["foo"] = 1
+        elif fault == "file":
+            config = "absent.json"
+        else:
+            given["optimizer"] = torch.optim.AdamW(nn.Linear(1, 1).parameters(), lr=0.01)
+    model = _model()
+    if fault == "optimizer":
+        del config["optimizer"]
+        given.setdefault("optimizer", torch.optim.AdamW(model.parameters(), lr=0.01))
+    try:
+        deepspeed.initialize(model=model, config=config, **given)
+    except (ConfigError, LayoutError) as error:
+        return str(error)
+    return ""

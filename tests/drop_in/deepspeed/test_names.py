@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import deepspeed
+from deepspeed.compression.helper import recursive_getattr, recursive_setattr
 from deepspeed.git_version_info import torch_info
 from deepspeed.moe.utils import has_moe_layers, split_params_into_different_moe_groups_for_optimizer
 from deepspeed.ops.op_builder import CPUAdamBuilder, QuantizerBuilder
@@ -15,6 +16,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.precision_config import DeepSpeedFP16Config, get_bfloat16_config
 from deepspeed.runtime.utils import call_to_str, partition_balanced, partition_uniform, prefix_sum_inc
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from deepspeed.runtime.zero.partition_parameters import zero_wrapper_for_fp_tensor_constructor
 from deepspeed.utils import (
     get_z3_leaf_modules,
     set_z3_leaf_modules,
@@ -22,12 +24,14 @@ from deepspeed.utils import (
     set_z3_leaf_modules_by_suffix,
 )
 from deepspeed.utils.nvtx import instrument_w_nvtx
+from deepspeed.utils.timer import ThroughputTimer
 from megatron_core.errors import ConfigError
 
 
 @pytest.mark.parametrize(
     "path",
     (
+        "compression.init_compression",
         "moe.layer.MoE",
         "runtime.fp16.onebit.lamb.OnebitLamb",
         "runtime.zero.TiledLinear",
@@ -127,3 +131,43 @@ def test_old_names_of_offload(stage: int, old: str, new: str) -> None:
     assert found[0].translation.settings == found[1].translation.settings
     assert getattr(found[0].zero_config, new).device == "cpu"
     assert getattr(DeepSpeedConfig({"train_batch_size": 2}).zero_config, new) is None
+
+
+def test_attributes_of_nested_modules() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 3)), nn.Tanh())
+    assert recursive_getattr(model, "0.0.weight") is model[0][0].weight
+    for name in ("0.0", "1"):
+        recursive_setattr(model, name, nn.ReLU())
+    assert isinstance(model[0][0], nn.ReLU) and isinstance(model[1], nn.ReLU)
+
+
+def test_constructors_with_a_dtype_and_a_device() -> None:
+    arange = zero_wrapper_for_fp_tensor_constructor(torch.arange, torch.bfloat16, torch.device("meta"))
+    assert arange(3.0).dtype == torch.bfloat16 and arange(3.0).is_meta
+    assert arange(3, device="cpu").tolist() == [0, 1, 2]
+
+
+def test_a_timer_counts_epochs_and_samples() -> None:
+    timer = ThroughputTimer(batch_size=4, start_step=1, synchronizes=False)
+    assert timer.avg_samples_per_sec() == float("-inf")
+    for _ in range(3):
+        timer.start()
+        timer.stop(global_step=True)
+    timer.update_epoch_count()
+    assert timer.epoch_count == 1 and timer.avg_samples_per_sec() > 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "momenta"),
+    (
+        ("SGD", {"momentum": 0.9}, 0.9),
+        ("Lion", {"betas": (0.8, 0.9)}, (0.8, 0.9)),
+        ("Lamb", {}, (0.9, 0.999)),
+        ("Adagrad", {}, 0.0),
+    ),
+)
+def test_names_and_momenta_of_optimizers(kind: str, params: dict[str, Any], momenta: Any) -> None:
+    config = {"train_batch_size": 2, "optimizer": {"type": kind, "params": {"lr": 0.1, **params}}}
+    engine = deepspeed.initialize(model=nn.Linear(2, 2), config=config)[0]
+    assert engine.get_mom() == [momenta]
+    assert engine.optimizer_name() == (kind if kind == "SGD" else kind.lower())

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +13,13 @@ from torch import Tensor, nn
 
 import deepspeed
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
-from deepspeed.runtime.pipe import schedule, topology
+from deepspeed.runtime.pipe import topology
 from deepspeed.runtime.pipe.module import PipelineError
 from megatron_core.errors import ConfigError
 from megatron_core.verify.ranks import run_ranks
+from tests.drop_in.deepspeed import traces
+from tests.drop_in.deepspeed.reference import REFERENCE, Task, ask
 
-REFERENCE = Path(sys.prefix).resolve() / "reference"
 STEPS, MICROS = 4, 3
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,
@@ -122,71 +120,7 @@ def test_refusals() -> None:
     run_ranks(2, _refusals)
 
 
-TRACE = """
-import json, sys, types
-import torch
-from torch import nn
-
-
-def trace(module, topology, schedule):
-    found = []
-    for kind in (schedule.TrainSchedule, schedule.InferenceSchedule, schedule.DataParallelSchedule):
-        for micros, stages in ((1, 1), (3, 1), (4, 2), (2, 3), (5, 4)):
-            for stage in range(stages):
-                one = kind(micro_batches=micros, stages=stages, stage_id=stage)
-                found.append([[one.num_pipe_buffers(), one.is_last_stage], [list(map(repr, step)) for step in one]])
-    for name, sizes in (("PipeDataParallelTopology", (2, 3)), ("PipeModelDataParallelTopology", (2, 2, 2))):
-        grid = getattr(topology, name)(*sizes)
-        coordinates = [list(grid.get_coord(rank)) for rank in range(grid.world_size())]
-        lists = [grid.get_axis_comm_lists(axis) for axis in (*grid.get_axis_names(), "other")]
-        texts = [grid.get_rank_repr(rank) for rank in range(grid.world_size())]
-        matches = [grid.filter_match(pipe=1, data=0), grid.get_axis_list("data", 1), grid.get_dim("pipe")]
-        found += [coordinates, lists, texts, matches]
-    kinds = {"A": lambda n: (nn.Linear, n, n), "B": lambda n: (nn.LayerNorm, n)}
-    generator = torch.Generator().manual_seed(0)
-    for case in range(6):
-        sizes = torch.randint(2, 30, (5 + case,), generator=generator).tolist()
-        layers = [module.LayerSpec(*kinds["AAB"[i % 3]](n)) for i, n in enumerate(sizes)]
-        for method in ("uniform", "parameters", "type:linear"):
-            for stages in (2, 3, 4):
-                found.append(boundaries(module, layers, method, stages))
-    return found
-"""
-OF_DEEPSPEED = """
-def boundaries(module, layers, method, stages):
-    model = module.PipelineModule.__new__(module.PipelineModule)
-    nn.Module.__init__(model)
-    model.num_stages, model._layer_specs, model.global_rank = stages, layers, 1
-    model._topo = types.SimpleNamespace(get_coord=lambda rank: types.SimpleNamespace(pipe=0))
-    model._partition_layers(method)
-    return [int(each) for each in model.parts]
-
-
-sys.path.insert(0, sys.argv[1])
-from deepspeed.runtime.pipe import module, schedule, topology
-print("RESULT", json.dumps(trace(module, topology, schedule)))
-"""
-
-
-def _boundaries(module: Any, layers: list[Any], method: str, stages: int) -> list[int]:
-    model = deepspeed.PipelineModule.__mro__[1](layers, partition_method=method)
-    return [0, *(each.stop for each in model.divide(stages))]
-
-
-@pytest.mark.skipif(not REFERENCE.is_dir(), reason="DeepSpeed itself is not installed in .venv/reference")
+@pytest.mark.skipif(not REFERENCE.exists(), reason="needs DeepSpeed")
 def test_partitions_topologies_and_schedules_are_those_of_deepspeed() -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    result = subprocess.run(
-        [sys.executable, "-c", TRACE + OF_DEEPSPEED, str(REFERENCE)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-        env=environment,
-    )
-    assert "RESULT" in result.stdout, result.stdout + result.stderr
-    expected = json.loads(result.stdout.split("RESULT")[1])
-    own: dict[str, Any] = {"boundaries": _boundaries}
-    exec(TRACE, own)
-    found = own["trace"](deepspeed.runtime.pipe.module, topology, schedule)
-    assert json.loads(json.dumps(found)) == expected
+    expected = ask(Task("tests.drop_in.deepspeed.traces:pipelines", (False,)))
+    assert json.loads(json.dumps(traces.pipelines(True))) == expected

@@ -68,7 +68,7 @@ def test_counters_schedule_and_client_state(name: str) -> None:
     assert found.client_state == {"epoch": 7, "names": ["a", "b"]}
     assert found.lr_scheduler == {"last_batch_iteration": 2}
     assert [group["weight_decay"] for group in found.param_groups] == [0.1, 0.0]
-    scale = {"scale": 256.0, "growth_tracker": 3, "hysteresis_tracker": 2}
+    scale = {"scale": 256.0, "growth_tracker": 2, "hysteresis_tracker": 2}
     assert found.loss_scale == (scale if "fp16" in name else {})
 
 

@@ -1,4 +1,4 @@
-"""Recomputed and offloaded activations of units: equal losses, gradients, weights and buffers."""
+"""Recomputed, offloaded and compiled forwards of units: equal losses, gradients, weights and buffers."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from megatron_core.verify.ranks import run_ranks
 from tests.training.engine.models import difference, train_with_engine, train_with_torch
 
 FULL = {"recompute_granularity": "full"}
+COMPILE = {"compile": True, "compile_backend": "aot_eager"}
 
 
 @pytest.mark.parametrize(
@@ -23,6 +24,8 @@ FULL = {"recompute_granularity": "full"}
         ("tangled", {**FULL, "zero_stage": 3}),
         ("llama", {**FULL, "zero_stage": 3, "overlap_param_gather": True, "overlap_grad_reduce": True}),
         ("convolutions", {**FULL, "recompute_num_layers": 2, "zero_stage": 2}),
+        ("gpt2", {**FULL, **COMPILE, "zero_stage": 3, "overlap_param_gather": True}),
+        ("llama", {**COMPILE, "tensor_model_parallel_size": 2}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

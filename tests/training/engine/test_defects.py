@@ -18,10 +18,10 @@ OVERLAP: dict[str, Any] = {"zero_stage": 1, "overlap_grad_reduce": True, "ddp_bu
 GATHER: dict[str, Any] = {"zero_stage": 1, "overlap_param_gather": True, "ddp_bucket_size": 100}
 DEFECTS = {
     "losses are not divided by the micro-batches": (
-        *(ENGINE + "backward", "self.gradient_accumulation_steps * self.groups", "1.0 * self.groups"),
+        *(ENGINE + "_micro_batches", "self.gradient_accumulation_steps * self.groups", "1 * self.groups"),
         {},
     ),
-    "losses are not divided by the ranks": (ENGINE + "backward", 'self.groups.size("dp")', "1", {}),
+    "losses are not divided by the ranks": (ENGINE + "_micro_batches", 'self.groups.size("dp")', "1", {}),
     "each micro-batch ends a step": (
         ENGINE + "is_boundary",
         "self.gradient_accumulation_steps",
@@ -49,7 +49,7 @@ DEFECTS = {
         "self.state.iteration",
         {"lr_warmup_iters": 1},
     ),
-    "sums start at every micro-batch": (ENGINE + "backward", "if self.is_boundary:", "if True:", OVERLAP),
+    "sums start at every micro-batch": (ENGINE + "_begin_backward", "if self.is_boundary:", "if True:", OVERLAP),
     "micro-batches of a rank are neighbours": (
         *(DATA + "_Positions.__iter__", "first + loader.rank * size, loader.epoch_samples, together"),
         "first + loader.rank * loader.epoch_samples // 2, loader.epoch_samples * (1 + loader.rank) // 2, size",
@@ -75,7 +75,7 @@ DEFECTS = {
     ),
     "tied weights are gathered by one unit only": (SYNC + "_buckets_of", "dict.fromkeys(own + read)", "own", ZERO3),
     "outputs other than tuples are not watched": (
-        *(SYNC + "UnitSync._watch", "in _tensors(output)", "in (output if isinstance(output, tuple) else ())"),
+        *(SYNC + "UnitSync._watch", "in tensors_in(output)", "in (output if isinstance(output, tuple) else ())"),
         ZERO3,
     ),
     "a unit used twice in a forward is freed after its first use": (

@@ -290,6 +290,29 @@ def _meta(stage: int) -> dict[str, np.ndarray]:
     return weights_of(engine.full_state_dict(), engine.module)
 
 
+class _WithTable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 8), nn.Linear(8, 4, bias=False)])
+        self.again = nn.Linear(8, 4, bias=False)
+        self.again.weight = self.layers[1].weight
+        self.register_buffer("table", torch.arange(3.0))
+
+
+def test_meta_init_leaves_buffers_and_ties() -> None:
+    with megatron_core.meta_init():
+        model = _WithTable()
+    assert all(parameter.is_meta for parameter in model.parameters()) and len(list(model.parameters())) == 3
+    assert nn.Linear(1, 1).weight.device.type == "cpu"
+    megatron_core.initialize(model, PLAIN)
+    assert model.again.weight is model.layers[1].weight and model.again.weight.abs().sum() > 0
+    assert model.table.tolist() == [0.0, 1.0, 2.0]
+    with torch.device("meta"):
+        model = _WithTable()
+    with pytest.raises(ConfigError, match=r"table is a buffer on the meta device.*megatron_core\.meta_init\(\)"):
+        megatron_core.initialize(model, PLAIN)
+
+
 def test_ranks_begin_with_the_weights_of_rank_0() -> None:
     first, second = run_ranks(2, _drawn_by_rank)
     assert all((first[name] == second[name]).all() for name in first)

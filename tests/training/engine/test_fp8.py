@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from tests.defects.plant import planted
 from tests.training.engine.models import (
     BATCH,
     COMMON,
+    STEPS,
     Result,
     call,
     difference,
@@ -23,6 +25,7 @@ from tests.training.engine.models import (
     model_of,
     samples_of,
     throughout_float64,
+    train_in_stages,
     train_with_engine,
     train_with_torch,
 )
@@ -110,6 +113,49 @@ def test_ranks_and_stages_change_nothing(recipe: str) -> None:
     assert difference(run_ranks(2, _train, "gpt2", {**settings, "zero_stage": 2})[0], alone) < 1e-9
 
 
+PP2 = {"pipeline_model_parallel_size": 2, "global_batch_size": BATCH}
+
+
+def test_stages_equal_the_definition() -> None:
+    settings = {**TENSORWISE, **PP2, "num_virtual_stages_per_pipeline_rank": 2}
+    found = run_ranks(2, train_in_stages, "gpt2 of 4 layers", STEPS, settings)[0]
+    assert difference(found, train_with_torch("gpt2 of 4 layers", prepare=_round_products)) < 1e-9
+    settings = {"fp8_format": "hybrid", "fp8_recipe": "delayed"}
+    found = run_ranks(4, train_in_stages, "llama", STEPS, {**settings, **PP2, "zero_stage": 3})[0]
+    del found["gradients"]  # of this rank's stage
+    assert difference(found, train_with_engine("llama", **settings)) < 1e-9
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).tanh())
+
+
+def _in_stages(stages: int, settings: dict[str, Any]) -> list[tuple[float, float]]:
+    layers = [megatron_core.LayerSpec(nn.Linear, 16, 16), *[megatron_core.LayerSpec(_Block) for _ in range(3)]]
+    model = megatron_core.PipelineModule([*layers, nn.Tanh()], loss_fn=nn.functional.mse_loss)
+    config = {**COMMON, "global_batch_size": 2, "pipeline_model_parallel_size": stages}
+    engine = megatron_core.initialize(model, {**config, **settings}).engine
+    assert len(engine.fp8.layers) == 6 if stages == 1 else len(engine.fp8.layers) in (2, 4)
+    x = torch.randn(8, 16, 16, generator=torch.Generator().manual_seed(0)).double()
+    batches, found = ((each, each.roll(1)) for each in x), []
+    for _ in range(3):
+        report = engine.train_batch(batches)
+        found.append((report.loss, report.grad_norm))
+    return found
+
+
+def test_layers_of_a_pipeline_module() -> None:
+    settings = {"fp8_format": "e4m3", "fp8_recipe": "delayed"}
+    (expected,) = run_ranks(1, _in_stages, 1, settings)
+    for found in run_ranks(2, _in_stages, 2, {**settings, "pipeline_schedule": "zb_h1"}):
+        np.testing.assert_allclose(found, expected, rtol=1e-9)
+
+
 def _losses(loader: Any, engine: Any, steps: int) -> list[float]:
     found, batches = [], iter(loader)
     while len(found) < steps:
@@ -141,6 +187,11 @@ def test_a_resumed_run_has_the_amax_histories(tmp_path: Any) -> None:
 def test_a_model_without_suitable_layers_is_an_error() -> None:
     with pytest.raises(ConfigError, match="no linear layer inside of a unit has extents that are multiples of 16"):
         megatron_core.initialize(model_of("convolutions"), {**COMMON, "global_batch_size": BATCH, **TENSORWISE})
+
+
+def test_narrow_gathers_are_an_error() -> None:
+    with pytest.raises(ConfigError, match="fp8_param_gather=True on a model of your own: gathered weights would be"):
+        megatron_core.initialize(model_of("gpt2"), {**TENSORWISE, "zero_stage": 1, "fp8_param_gather": True})
 
 
 def test_split_blocks_are_an_error() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import io
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -127,3 +130,63 @@ def test_bad_use() -> None:
         engine.gathered([], source=1),
     ):
         pass
+
+
+OPERATIONS: dict[str, Callable[[nn.Module, nn.Parameter], object]] = {
+    "data.fill_": lambda _, p: p.data.fill_(1.0),
+    "add_": lambda _, p: p.add_(1.0),
+    "data.norm": lambda _, p: p.data.norm(),
+    "state_dict": lambda model, _: model.state_dict(),
+    "save": lambda _, p: torch.save(p, io.BytesIO()),
+    "deepcopy": lambda model, _: copy.deepcopy(model),
+    "init": lambda _, p: nn.init.normal_(p),
+    "other dtype": lambda _, p: p.to(torch.bfloat16),
+    "product": lambda _, p: nn.functional.linear(torch.ones(2, 5), p),
+    "index": lambda _, p: p[0],
+    "numpy": lambda _, p: p.detach().numpy(),
+    "assign": lambda _, p: setattr(p, "data", torch.ones(5, 5)),
+    "vector": lambda model, _: nn.utils.parameters_to_vector(model.parameters()),
+}
+"""Functions that need the elements of a parameter in shards."""
+
+
+def test_parameter_in_shards_is_an_error_without_a_crash() -> None:
+    for texts, description, kept, losses in run_ranks(2, _use_split_parameter):
+        for name, text in texts.items():
+            first = "0" if name in ("state_dict", "deepcopy", "vector") else "2"
+            assert text.startswith(f"{first}.weight of shape (5, {3 if first == '0' else 5})"), (name, text)
+            assert "is split over 2 ranks by ZeRO 3" in text and "engine.gathered(" in text
+        assert "2.weight" in description and "(5, 5)" in description
+        # Tensors of a context keep its values after it.
+        torch.testing.assert_close(kept["2.weight"], _mlp()[2].weight.detach().double())
+        assert losses[0] == losses[1]
+
+
+def _use_split_parameter() -> tuple[dict[str, str], str, dict[str, Tensor], list[float]]:
+    engine = _engine(zero_stage=3, fp64=True)
+    model, parameter = engine.module, engine.module[2].weight
+    texts = {}
+    for name, call in OPERATIONS.items():
+        with pytest.raises(ConfigError) as error, torch.no_grad():
+            call(model, parameter)
+        texts[name] = str(error.value)
+    # What describes the parameter works, and functions of C++ that ignore the class read NaN instead of freed memory.
+    assert parameter.shape == (5, 5) and parameter.numel() == 25 and isinstance(parameter, nn.Parameter)
+    assert torch.zeros_like(parameter).sum() == 0 and parameter.to("cpu", torch.float64) is parameter
+    model.to("cpu")
+    with pytest.warns(UserWarning, match="copy construct"):
+        assert torch.tensor(parameter).isnan().all()
+    with pytest.raises(ConfigError, match=r"2\.weight"):
+        torch.optim.Adam(model.parameters()).param_groups[0]["params"][2].mul_(2.0)
+    torch.optim.SGD(model.parameters(), 1.0).step()
+    with engine.gathered(model.parameters()):
+        assert type(parameter) is nn.Parameter
+        kept = model.state_dict()
+    losses = []
+    for each in (engine, _engine(zero_stage=3, fp64=True)):
+        for _ in range(2):
+            _backward(each)
+            report = each.step()
+        assert report is not None
+        losses.append(report.loss)
+    return texts, f"{parameter}", {name: each.clone() for name, each in kept.items()}, losses

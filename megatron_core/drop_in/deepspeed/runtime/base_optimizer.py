@@ -1,12 +1,43 @@
 """The optimizer that ``deepspeed.initialize`` returns."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
+from torch import nn
 
-from megatron_core.errors import CheckpointError
+from megatron_core.errors import CheckpointError, ConfigError
+from megatron_core.optimizer.loss_scale import DynamicLossScale
 from megatron_core.training.engine import Engine
+
+
+class StepStates(Mapping[nn.Parameter, Mapping[str, Any]]):
+    """``state[parameter]["step"]``: the number of updates; moments are in shards."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __getitem__(self, parameter: nn.Parameter) -> Mapping[str, Any]:
+        if not any(each is parameter for each in self):
+            raise KeyError("the parameter is not trained by this engine, or was not updated yet")
+        return _State(step=self._engine.state.iteration - self._engine.state.skipped_iterations)
+
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        groups = self._engine.optimizer.param_groups
+        updates = self._engine.state.iteration - self._engine.state.skipped_iterations
+        return (parameter for group in groups for parameter in group["params"] if updates)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+class _State(dict[str, Any]):
+    def __missing__(self, name: str) -> NoReturn:
+        raise ConfigError(
+            f"optimizer.state[parameter][{name!r}] is in shards of all ranks; call "
+            f"deepspeed.utils.safe_get_full_optimizer_state(parameter, {name!r}) on all ranks"
+        )
 
 
 class DeepSpeedOptimizer(torch.optim.Optimizer):
@@ -20,7 +51,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         self._engine, self._inner, self._take_step = engine, engine.optimizer, step
 
     param_groups = property(lambda self: self._inner.param_groups)
-    state = property(lambda self: self._inner.state)
+    state = property(lambda self: StepStates(self._engine))
     defaults = property(lambda self: self._inner.defaults)
 
     @property
@@ -38,6 +69,17 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
     def cur_scale(self) -> float:
         """As ``loss_scale``."""
         return self._engine.loss_scale
+
+    @property
+    def loss_scale_config(self) -> SimpleNamespace:
+        """The loss scale and its rule; ``cur_iter`` counts steps, with skipped ones."""
+        scale, steps = self._engine.loss_scaler, self._engine.state.iteration
+        found = SimpleNamespace(cur_scale=scale.scale, cur_iter=steps, dynamic_loss_scale=False)
+        found.use_grad_scaling = self._engine.config.training.fp16
+        if isinstance(scale, DynamicLossScale):
+            vars(found).update(dynamic_loss_scale=True, scale_factor=scale.growth_factor, scale_window=scale.window)
+            found.min_loss_scale = scale.minimum
+        return found
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed.ops.adam.adam import FusedAdam
 from deepspeed.ops.settings import SettingsOptimizer
 from deepspeed.runtime import lr_schedules
 from deepspeed.translation import Translation
@@ -65,7 +66,7 @@ def choose_optimizer(
     if isinstance(client, SettingsOptimizer):
         return ChosenOptimizer(client.settings(), None, client.param_groups, client=client)
     if client is not None:
-        return ChosenOptimizer(optimizer=client, client=client)
+        return ChosenOptimizer(client.settings() if isinstance(client, FusedAdam) else {}, client, client=client)
     if found.optimizer is None:
         return ChosenOptimizer({"optimizer": "sgd", "lr": LR}, None, parameters, trains=False)
     if found.optimizer_class is None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from deepspeed.optimizers import OWN_OPTIMIZERS
 from deepspeed.runtime.precision_config import get_bfloat16_config, get_float16_config
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.translation import CLIPPING, read_json, translate, with_new_names
@@ -20,6 +21,11 @@ LAMB_OPTIMIZER, LION_OPTIMIZER, MUON_OPTIMIZER = "lamb", "lion", "muon"
 
 GATHER = ("stage3_gather_16bit_weights_on_model_save", "gather_16bit_weights_on_model_save")
 GATHER_FP16 = "stage3_gather_fp16_weights_on_model_save"
+
+
+def _own_case(name: str) -> str:
+    """Return DeepSpeed's own optimizers in lower case, classes of torch.optim as they are."""
+    return name.lower() if name.lower() in OWN_OPTIMIZERS else name
 
 
 class DeepSpeedConfig:
@@ -43,13 +49,14 @@ class DeepSpeedConfig:
         self.zero_enabled = self.zero_optimization_stage > 0
         self.float16_config = SimpleNamespace(enabled=found.settings["fp16"])
         self.bfloat16_config = SimpleNamespace(enabled=found.settings["bf16"])
-        self.optimizer_name = found.optimizer.name.lower() if found.optimizer else None
+        self.optimizer_name = _own_case(found.optimizer.name) if found.optimizer else None
         self.optimizer_params = found.optimizer.params if found.optimizer else None
         self.scheduler_name = found.scheduler.name if found.scheduler else None
         self.scheduler_params = found.scheduler.params if found.scheduler else None
         self.steps_per_print = self._param_dict.get("steps_per_print")
         self.dataloader_drop_last = self._param_dict.get("dataloader_drop_last", False)
         self.managed_gradient_accumulation = self._param_dict.get("managed_gradient_accumulation", True)
+        self.tag_validation = found.tag_validation
         zero = with_new_names(self._param_dict).get("zero_optimization")
         zero = zero if isinstance(zero, Mapping) else {}
         offload = {name: zero[name] for name in ("offload_optimizer", "offload_param") if zero.get(name)}

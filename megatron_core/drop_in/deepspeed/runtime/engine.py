@@ -1,5 +1,6 @@
 """``DeepSpeedEngine``: DeepSpeed's engine over ``megatron_core.training.engine.Engine``."""
 
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.optimizers import momenta_of
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer, HalfPrecisionOptimizer, ZeROOptimizer
 from deepspeed.runtime.choice import choose_optimizer, choose_scheduler
 from deepspeed.runtime.config import DeepSpeedConfig
@@ -19,6 +21,7 @@ from deepspeed.runtime.rates import ProgramRates
 from deepspeed.runtime.zero.partition_parameters import mark_parameters
 from deepspeed.utils import groups
 from deepspeed.utils.logging import log_dist
+from deepspeed.utils.timer import ThroughputTimer
 from megatron_core.errors import ConfigError
 from megatron_core.training import engine as native
 
@@ -72,6 +75,7 @@ class DeepSpeedEngine(EngineCheckpoint, EngineSettings, nn.Module):
             model, settings, optimizer=chosen.optimizer, model_parameters=chosen.model_parameters
         ).engine
         core.casts_inputs = self.fp16_auto_cast()
+        core.delay_growth_of_loss_scale(1)  # so that it grows in the same steps as DeepSpeed's
         self.__dict__["core"] = core  # not a module of this one: its parameters are those of ``module``
         self.module = core.module
         self.basic_optimizer = self.client_optimizer = chosen.share_groups(core.optimizer)
@@ -85,6 +89,7 @@ class DeepSpeedEngine(EngineCheckpoint, EngineSettings, nn.Module):
         # Counters, and what the program drives.
         self.micro_steps = 0
         """Calls of ``step``."""
+        self.tput_timer = ThroughputTimer(batch_size=self.train_batch_size(), synchronizes=False)
         self.has_moe_layers, self.enable_backward_allreduce = False, True
         self.sparse_tensor_module_names: set[str] = set()  # sparse gradients are refused
         self._boundary: bool | None = None
@@ -130,7 +135,8 @@ class DeepSpeedEngine(EngineCheckpoint, EngineSettings, nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the model."""
-        self.core.forced_boundary = self.is_gradient_accumulation_boundary()
+        self.tput_timer.start()
+        self.core.forced_boundary = self.is_gradient_accumulation_boundary() and not self._in_no_sync
         return self.core.forward(*inputs, **kwargs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
@@ -145,9 +151,12 @@ class DeepSpeedEngine(EngineCheckpoint, EngineSettings, nn.Module):
         found = self.core.backward(given, retain_graph=retain_graph)
         return found / steps
 
-    def scale(self, loss: Tensor) -> NoReturn:
-        """Refer to ``backward``."""
-        raise ConfigError("engine.scale(loss) is not supported: call engine.backward(loss) instead of loss.backward()")
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return ``loss`` times the loss scale (fp16), for ``engine.scale(loss).backward()``."""
+        self._require_optimizer("scale")
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.grad_fn is None:
+            raise ConfigError("engine.scale(loss): loss must be a tensor with one element that requires gradients")
+        return self.core.scale(loss)
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the current micro-batch is the last of its step."""
@@ -201,6 +210,7 @@ class DeepSpeedEngine(EngineCheckpoint, EngineSettings, nn.Module):
             self._in_step, self._rates.arguments = False, {}
         self.micro_steps += 1
         self._step_applied = report is not None and not report.skipped
+        self.tput_timer.stop(global_step=report is not None, report_speed=False)
         every = self.steps_per_print()
         if report is not None and every and self.global_steps % every == 0:
             rates = f"lr={self.get_lr()}, mom={self.get_mom()}"
@@ -234,15 +244,17 @@ class DeepSpeedEngine(EngineCheckpoint, EngineSettings, nn.Module):
 
     def get_mom(self) -> list[Any]:
         """Betas of each parameter group, or momentum (SGD, RMSprop)."""
-        return self._of_groups("momentum" if self.optimizer_name() in ("sgd", "rmsprop") else "betas")
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        of_all = momenta_of(self._config.translation.settings)
+        return [group.get("momentum", group.get("betas", of_all)) for group in groups]
 
     def _of_groups(self, name: str) -> list[Any]:
         return [] if self.optimizer is None else [group.get(name, 0.0) for group in self.optimizer.param_groups]
 
     def get_global_grad_norm(self) -> float | None:
-        """Norm of the gradient of the last step before clipping; None before the first step."""
+        """Norm of the gradient of the last step before clipping; None before the first step, infinite if skipped."""
         report = self.core.last_report
-        return None if report is None else report.grad_norm
+        return None if report is None else math.inf if report.skipped else report.grad_norm
 
     # Batch sizes and data.
 

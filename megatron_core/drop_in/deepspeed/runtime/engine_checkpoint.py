@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from deepspeed.client_state import decode, encode
+from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine_settings import EngineSettings
 from deepspeed.runtime.rates import ProgramRates
 from deepspeed.runtime.weights_file import write_weights
@@ -24,12 +25,17 @@ LATEST_UNIVERSAL = "latest_universal"
 """The same for a checkpoint that DeepSpeed's ds_to_universal wrote."""
 
 
+class DifferentTags(CheckpointError, AssertionError):
+    """The tag of a checkpoint differs between ranks; an ``AssertionError`` in DeepSpeed."""
+
+
 class EngineCheckpoint(EngineSettings):
     """Saving and loading of an engine; all ranks call each method together."""
 
     core: Engine
     module: nn.Module
     _rates: ProgramRates
+    _config: DeepSpeedConfig
     global_steps: int
 
     def save_checkpoint(
@@ -47,8 +53,7 @@ class EngineCheckpoint(EngineSettings):
         """
         if not save_dir:
             raise ValueError(f"save_dir={save_dir!r} must be a folder")
-        name = str(f"global_step{self.global_steps}" if tag is None else tag)
-        self._check_tag(name)
+        name = self._check_tag(str(f"global_step{self.global_steps}" if tag is None else tag))
         self.core.save_checkpoint(Path(save_dir, name), {"state": encode(dict(client_state or {}))})
         self.core.finish_saving()
         problem = ""
@@ -87,7 +92,7 @@ class EngineCheckpoint(EngineSettings):
         name = self._latest(load_dir) if tag is None else str(tag)
         if name is None:
             return None, None
-        self._check_tag(name)
+        name = self._check_tag(name)
         folder = Path(load_dir, name)
         self._refuse_absent(folder)
         is_deepspeeds = is_deepspeed_folder(folder)
@@ -101,7 +106,7 @@ class EngineCheckpoint(EngineSettings):
         return str(folder), found if is_deepspeeds else decode(found.get("state", {}))
 
     def _latest(self, folder: str | os.PathLike[str]) -> str | None:
-        """Return the tag in ``latest``, which rank 0 reads; None with a warning if there is no such file."""
+        """Return the tag in ``latest``, which rank 0 reads; None with a warning if the file does not exist."""
         text = ""
         if self.core.world.rank == 0:
             path = Path(folder, LATEST)
@@ -117,15 +122,23 @@ class EngineCheckpoint(EngineSettings):
             logger.warning("%s: no file 'latest', and no tag is given; nothing is loaded", Path(folder, LATEST))
         return text or None
 
-    def _check_tag(self, name: str) -> None:
-        """Raise ``CheckpointError`` on all ranks unless ``name`` is the same on all ranks and the name of a folder."""
+    def _check_tag(self, name: str) -> str:
+        """Return the tag of rank 0; raise ``CheckpointError`` on all ranks unless it is the name of a folder.
+
+        Tags that differ between ranks are an error, or with ``checkpoint.tag_validation`` WARN a warning.
+        """
         problem = ""
         if not name or name in (".", "..") or Path(name).name != name:
             problem = f"tag={name!r} must be the name of a folder, without {os.sep}"
+        self._raise_together(problem)
         told = tell_all(name, self.core.world.device)
         if len(set(told)) > 1:
-            problem = f"tag differs between ranks: {', '.join(map(repr, dict.fromkeys(told)))}; give the same tag"
-        self._raise_together(problem)
+            texts = ", ".join(map(repr, dict.fromkeys(told)))
+            if self._config.tag_validation == "FAIL":
+                raise DifferentTags(f"tag differs between ranks: {texts}; give the same tag")
+            if self._config.tag_validation == "WARN":
+                logger.warning("tag differs between ranks: %s; that of rank 0 is used", texts)
+        return told[0]
 
     def _refuse_absent(self, folder: Path) -> None:
         """Raise ``CheckpointError`` for an absent folder."""

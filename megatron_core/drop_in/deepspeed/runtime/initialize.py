@@ -6,6 +6,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.comm import init_distributed
 from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
 from deepspeed.runtime.config import DeepSpeedConfig
@@ -15,6 +16,7 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.translation import read_json
 from deepspeed.utils.logging import log_dist
 from megatron_core.errors import ConfigError
+from megatron_core.parallel.texts import failing_together
 
 Initialized = tuple[DeepSpeedEngine, Any, Any, Any]
 
@@ -58,8 +60,9 @@ def initialize(
             "megatron.core of this drop-in, or split the model with megatron_core.parallelize"
         )
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
-    values = read_json(_chosen(args, config, config_params))
-    settings = DeepSpeedConfig(values, mpu)
+    with failing_together(torch.device(get_accelerator().current_device_name())):
+        values = read_json(_chosen(args, config, config_params))
+        settings = DeepSpeedConfig(values, mpu)
     for sentence in settings.translation.notes:
         log_dist(sentence, ranks=[0])
     kind: Any = PipelineEngine if is_pipeline else DeepSpeedEngine

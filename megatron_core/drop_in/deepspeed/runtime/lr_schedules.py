@@ -256,7 +256,7 @@ class WarmupLR(_Schedule):
         self.warmup_num_steps = max(2, _positive("warmup_num_steps", warmup_num_steps))
         self.warmup_type = _warmup_type(warmup_type)
         if warmup_max_lr is None:
-            warmup_max_lr = [group["lr"] for group in self.optimizer.param_groups]
+            warmup_max_lr = _own_rates(self.optimizer)
         self.min_lrs = self._per_group(warmup_min_lr, "min_lr")
         self.max_lrs = self._per_group(warmup_max_lr, "max_lr")
         if last_batch_iteration == -1:
@@ -318,8 +318,7 @@ class WarmupCosineLR(_Schedule):
         self.total_num_steps = total_num_steps
         self.warmup_min_ratio, self.cos_min_ratio = warmup_min_ratio, cos_min_ratio
         _warn_of_short_training(total_num_steps, self.warmup_num_steps)
-        rates = [group["lr"] for group in self.optimizer.param_groups]
-        self.org_lrs = [each.clone() if is_tensor(each) else each for each in rates]
+        self.org_lrs = _own_rates(self.optimizer)
         if last_batch_iteration == -1:
             self._set(self.get_lr())
 
@@ -337,6 +336,12 @@ class WarmupCosineLR(_Schedule):
             return self.warmup_min_ratio + (1 - self.warmup_min_ratio) * _warmup(at, warmup, self.warmup_type)
         progress = min(1.0, (at - warmup + 1) / max(1, self.total_num_steps - warmup))
         return max(0.0, self.cos_min_ratio + (1 - self.cos_min_ratio) * (1 + math.cos(math.pi * progress)) / 2)
+
+
+def _own_rates(optimizer: Optimizer) -> list[Any]:
+    """Return the rates of the groups; tensors are copied, because ``step`` fills them in place."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    return [each.clone() if is_tensor(each) else each for each in rates]
 
 
 def _warmup(at: int, steps: int, kind: str) -> float:

@@ -74,7 +74,10 @@ class SynchronizedWallClockTimer:
 
 
 class ThroughputTimer:
-    """Samples per second of ``batch_size`` samples a step, after ``start_step`` steps."""
+    """Samples per second of ``batch_size`` samples a step, after ``start_step`` steps.
+
+    ``synchronizes``: wait for the GPU before each reading of the clock.
+    """
 
     def __init__(
         self,
@@ -84,18 +87,29 @@ class ThroughputTimer:
         steps_per_output: int | None = None,
         monitor_memory: bool = False,
         logging_fn: object = None,
+        *,
+        synchronizes: bool = True,
     ) -> None:
         self.batch_size, self.start_step, self.steps_per_output = max(batch_size, 1), start_step, steps_per_output
+        self.synchronizes, self.epoch_count = synchronizes, 0
         self.global_step_count, self.total_elapsed_time, self._began = 0, 0.0, 0.0
+
+    def _synchronize(self) -> None:
+        if self.synchronizes:
+            get_accelerator().synchronize()
+
+    def update_epoch_count(self) -> None:
+        """Count an epoch."""
+        self.epoch_count += 1
 
     def start(self) -> None:
         """Begin a micro-batch."""
-        get_accelerator().synchronize()
+        self._synchronize()
         self._began = time.perf_counter()
 
     def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
         """End a micro-batch; ``global_step``: it is the last of its step."""
-        get_accelerator().synchronize()
+        self._synchronize()
         self.global_step_count += global_step
         if self.global_step_count > self.start_step:
             self.total_elapsed_time += time.perf_counter() - self._began

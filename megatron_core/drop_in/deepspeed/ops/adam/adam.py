@@ -1,7 +1,8 @@
 """``FusedAdam`` and ``DeepSpeedCPUAdam`` as ``torch.optim.Adam``; an engine runs them as its fused AdamW."""
 
 from collections.abc import Iterable
-from typing import Any
+from types import MethodType
+from typing import Any, NoReturn
 
 import torch
 
@@ -23,9 +24,21 @@ class FusedAdam(torch.optim.Adam):
         amsgrad: bool = False,
         set_grad_none: bool = True,
     ) -> None:
-        if not bias_correction:
-            raise ConfigError(f"{type(self).__name__}: bias_correction=False is not supported; leave it out")
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, decoupled_weight_decay=adam_w_mode)
+        self.bias_correction = bias_correction
+        if not bias_correction:
+            self.step = MethodType(_refuse_step, self)  # type: ignore[method-assign]
+
+    def settings(self) -> dict[str, Any]:
+        """Return settings of ``megatron_core.initialize`` besides those of the class in torch."""
+        return {} if self.bias_correction else {"adam_bias_correction": False}
+
+
+def _refuse_step(optimizer: FusedAdam, closure: Any = None) -> NoReturn:
+    raise ConfigError(
+        f"{type(optimizer).__name__}(bias_correction=False).step(): torch's Adam corrects the bias; give the optimizer "
+        "to deepspeed.initialize and call engine.step()"
+    )
 
 
 class DeepSpeedCPUAdam(FusedAdam):

@@ -48,7 +48,7 @@ class ProcessTopology:
         return outer_sep.join(f"{axis}{inner_sep}{getattr(self.get_coord(rank), axis):02d}" for axis in shown)
 
     def get_dim(self, axis: str) -> int:
-        """Return the size of an axis; 0 if there is no such axis."""
+        """Return the size of an axis; 0 if the axis does not exist."""
         return self.dims[self.axes.index(axis)] if axis in self.axes else 0
 
     def get_coord(self, rank: int) -> Any:
@@ -58,7 +58,7 @@ class ProcessTopology:
         return self._coordinates[rank]
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
-        """Return the groups of ranks that differ only on ``axis``; [] if there is no such axis."""
+        """Return the groups of ranks that differ only on ``axis``; [] if the axis does not exist."""
         if axis not in self.axes:
             return []
         groups: dict[Any, list[int]] = {}

@@ -1,7 +1,7 @@
 """``zero.Init`` and ``GatheredParameters``: whole weights of parameters that ZeRO 3 keeps in shards."""
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from enum import Enum
 from itertools import count
@@ -207,6 +207,28 @@ def _kept(parameters: list[nn.Parameter], source: int | None) -> Iterator[None]:
                 whole = parameter.data.contiguous()
                 dist.broadcast(whole, source)
                 parameter.data.copy_(whole)
+
+
+def zero_wrapper_for_fp_tensor_constructor(
+    fn: Callable[..., torch.Tensor], target_fp_dtype: torch.dtype | None, target_device: torch.device | None
+) -> Callable[..., torch.Tensor]:
+    """Return ``fn`` with a default device, and with the dtype of its floating-point results.
+
+    transformers replaces this function while a model is constructed in ``zero.Init``, which does not call it: here
+    ``Init`` sets torch's default dtype, and constructors with a dtype of their own keep it.
+    """
+
+    def constructor(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if kwargs.get("device") is None and target_device is not None:
+            kwargs["device"] = target_device
+        made = fn(*args, **kwargs)
+        return made.to(target_fp_dtype) if target_fp_dtype is not None and made.is_floating_point() else made
+
+    return constructor
+
+
+_orig_torch_arange = torch.arange
+"""As transformers reads it."""
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:

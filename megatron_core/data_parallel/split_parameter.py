@@ -1,0 +1,166 @@
+"""Parameters whose memory is freed while ZeRO 3 keeps them in shards: reading or writing one is an error.
+
+The tensor object keeps its shape, dtype and attributes. Its class changes when its memory is freed and when it is
+gathered, so that whole parameters cost nothing, and every operation of torch on a freed one raises ``ConfigError``
+instead of reading freed memory.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_core.errors import ConfigError
+
+READS_DATA = frozenset({"data", "T", "mT", "H", "mH", "real", "imag", "_data"})
+"""Properties of a tensor that give access to its elements; all others describe it."""
+DESCRIBES = frozenset(
+    {
+        *("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset", "dim_order"),
+        *("is_contiguous", "is_floating_point", "is_complex", "is_signed", "is_conj", "is_neg", "is_inference"),
+        *("get_device", "__len__", "is_same_size", "data_ptr", "untyped_storage", "_typed_storage", "is_shared"),
+        *("register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad", "is_pinned"),
+        *("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like"),
+        *("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "new_empty_strided", "has_names"),
+        "_has_compatible_shallow_copy_type",
+    }
+)
+"""Functions that read no elements."""
+CONVERSIONS = frozenset({"to", "cpu", "cuda", "float", "double", "half", "bfloat16", "type", "contiguous"})
+"""Methods that return the tensor itself if nothing changes."""
+
+
+class SplitParameter:
+    """Mixin for the class of a parameter whose weights are freed; see ``FreedWeights``."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run a function that reads no elements; else raise ``ConfigError`` with the name of the parameter."""
+        name, options = func.__name__, dict(kwargs or {})
+        first = args[0] if args else None
+        if name in ("__get__", "__set__") and isinstance(first, SplitParameter):  # a property
+            of = func.__self__.__name__
+            allowed = of not in READS_DATA or (name == "__set__" and len(args) > 1 and args[1] is first)
+            name = f"Tensor.{of}"
+        else:
+            allowed = name in DESCRIBES
+        if allowed:
+            return torch._C._disabled_torch_function_impl(func, types, args, options)
+        if name in CONVERSIONS and isinstance(first, Tensor) and (same := _converted(func, types, args, options)):
+            return same[0]
+        found = next((each for each in _flat((args, options)) if isinstance(each, SplitParameter)), None)
+        raise ConfigError(f"{_text(found)}; {name} needs its elements: {FIX}")
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({_text(self)})"
+
+    def __format__(self, spec: str) -> str:
+        return format(repr(self), spec)
+
+
+FIX = (
+    "gather it with `with engine.gathered(parameter, modify=True):` (deepspeed.zero.GatheredParameters), or read all "
+    "weights with engine.full_state_dict()"
+)
+
+
+def release(flat: Tensor) -> None:
+    """Free the memory of ``flat`` and of all its views; the tensor objects remain."""
+    flat.untyped_storage().resize_(0)
+
+
+def acquire(flat: Tensor) -> None:
+    """Reallocate the memory of ``flat`` and its views."""
+    flat.untyped_storage().resize_(flat.numel() * flat.element_size())
+
+
+def users_of(flat: Tensor) -> int:
+    """Return the number of references to the memory of ``flat``, such as its views."""
+    found: int = torch._C._storage_Use_Count(flat.untyped_storage()._cdata)
+    return found
+
+
+class FreedWeights:
+    """The whole weights of the parameters of a flat buffer, which are freed and gathered again.
+
+    While they are freed, ``parameter.data`` is one NaN in the shape of the parameter: functions that ignore the class
+    (``torch.tensor(parameter)``) read it instead of freed memory.
+    """
+
+    def __init__(self, flat: Tensor, parameters: Sequence[nn.Parameter], names: Sequence[str], ranks: int) -> None:
+        """``parameters`` are views of ``flat``; ``ranks`` keep shards of them."""
+        self.flat, self._parameters = flat, parameters
+        self._views = [parameter.data for parameter in parameters]
+        self._freed = [parameter.data.new_full((), math.nan).expand(parameter.shape) for parameter in parameters]
+        self._users: int | None = None
+        for parameter, name in zip(parameters, names, strict=True):
+            vars(parameter)["split_as"] = (name, ranks)
+
+    def release(self) -> Tensor:
+        """Free the weights and return the flat buffer: another one if it has new users since ``count_users``."""
+        if self._users is not None and users_of(self.flat) > self._users:
+            offsets = [view.storage_offset() for view in self._views]
+            self.flat = torch.empty_like(self.flat)
+            self._views = [
+                self.flat[at : at + v.numel()].view_as(v) for at, v in zip(offsets, self._views, strict=True)
+            ]
+        self._users = None
+        release(self.flat)
+        for parameter, freed in zip(self._parameters, self._freed, strict=True):
+            parameter.data = freed
+            parameter.__class__ = _class_for(type(parameter))
+        return self.flat
+
+    def acquire(self) -> None:
+        """Reallocate the weights, whose values are undefined."""
+        acquire(self.flat)
+        for parameter, view in zip(self._parameters, self._views, strict=True):
+            parameter.__class__ = type(parameter).__mro__[2]
+            parameter.data = view
+
+    def count_users(self) -> None:
+        """Keep the memory of the weights, when they are freed, for tensors that are made of it from now on."""
+        self._users = users_of(self.flat)
+
+
+@cache
+def _class_for(kind: type[nn.Parameter]) -> Any:
+    """Return the subclass of ``kind`` with the mixin."""
+    if issubclass(kind, SplitParameter):
+        return kind
+    meta: Any = type(kind)
+    return meta("SplitParameter", (SplitParameter, kind), {"__module__": __name__})
+
+
+def _text(parameter: Any) -> str:
+    name, ranks = vars(parameter)["split_as"]
+    where = f"split over {ranks} ranks" if ranks > 1 else "offloaded"
+    return f"{name} of shape {tuple(parameter.shape)} and {parameter.dtype} is {where} by ZeRO 3"
+
+
+def _converted(func: Any, types: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any] | None:
+    """Return the result of a conversion of ``args[0]`` that changes nothing, such as ``to`` its own device."""
+    first, *rest = args
+    with torch._C.DisableTorchFunctionSubclass():
+        empty = torch.empty(0, dtype=first.dtype, device=first.device)
+        if not isinstance(first, SplitParameter) or any(isinstance(each, SplitParameter) for each in rest):
+            return None
+        result = func(empty, *rest, **options)
+    if not isinstance(result, Tensor):
+        return (result,)
+    return (first,) if result is empty else None
+
+
+def _flat(value: Any) -> Iterable[Any]:
+    if isinstance(value, tuple | list):
+        for each in value:
+            yield from _flat(each)
+    elif isinstance(value, Mapping):
+        yield from _flat(list(value.values()))
+    else:
+        yield value

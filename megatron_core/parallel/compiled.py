@@ -1,0 +1,96 @@
+"""Support for torch.compile: the collectives of a graph, and the modules whose forward is compiled.
+
+A graph contains the collectives as operators without a visible body, so that ``parallel.meter`` and the flight recorder
+also see them, and the ranks start them in one order. All ranks of a group compile the same graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+GRAPHS = 64
+"""Graphs of a forward before torch.compile gives up, for windows, shapes and evaluation. torch's default of 8 is meant
+for one module, but all layers have the same code."""
+
+
+def group_named(name: str) -> dist.ProcessGroup:
+    """The group with this ``group_name``."""
+    return _resolve_process_group(cast(Any, name))
+
+
+class CollectiveOperator:
+    """``torch.ops.megatron_core.collective``, implemented by ``run(x, group_name, name, adjoint, ranks)``.
+
+    ``name`` is a key of ``collectives.COLLECTIVES``; the backward is the collective ``adjoint``, whose own backward is
+    ``name``.
+    """
+
+    def __init__(self, run: Callable[[Tensor, str, str, str, int], Tensor]) -> None:
+        full = "megatron_core::collective"
+        torch.library.define(full, "(Tensor x, str group, str name, str adjoint, int ranks) -> Tensor")
+        torch.library.impl(full, "CompositeExplicitAutograd", run)
+        torch.library.register_fake(full, _fake)
+        torch.library.register_autograd(full, self._backward, setup_context=_save)
+        self._operator = torch.ops.megatron_core.collective.default
+
+    def __call__(self, x: Tensor, group: dist.ProcessGroup, name: str, adjoint: str) -> Tensor:
+        """Apply the collective ``name`` over ``group``, which has more than one rank."""
+        result: Tensor = self._operator(x, group.group_name, name, adjoint, group.size())
+        return result
+
+    def _backward(self, ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        group, name, adjoint, ranks = ctx.of
+        dx = dy if adjoint == "identity" else self._operator(dy, group, adjoint, name, ranks)
+        return dx, None, None, None, None
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, *ctx.of = inputs
+
+
+def _fake(x: Tensor, group: str, name: str, adjoint: str, ranks: int) -> Tensor:
+    shape, dim = list(x.shape), -1 if name.endswith("_last") else 0
+    if name.startswith("gather"):
+        shape[dim] *= ranks
+    elif name.startswith(("split", "reduce_scatter")):
+        shape[dim] //= ranks
+    return x.new_empty(shape)
+
+
+def compile_forward(
+    module: nn.Module, *, fullgraph: bool, backend: str = "inductor", eager_if: Callable[..., bool] | None = None
+) -> None:
+    """Compile ``module.forward`` at its first call; hooks of the module run outside of the graph.
+
+    ``fullgraph``: an operation that cannot be part of the graph is an error. Otherwise it divides the graph.
+    ``eager_if`` gets the arguments of a call and returns whether it runs without a graph.
+    Call this before ``DataParallel``, which does not attach hooks inside of the module then.
+    """
+    config: Any = torch._dynamo.config
+    config.allow_unspec_int_on_nn_module = True  # numbers that differ between layers, as the key of dropout
+    config.recompile_limit = max(config.recompile_limit, GRAPHS)
+    eager, marked = module.forward, cast(Any, module)
+    compiled = torch.compile(eager, fullgraph=fullgraph, backend=backend)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return (eager if eager_if is not None and eager_if(*args, **kwargs) else compiled)(*args, **kwargs)
+
+    marked.forward, marked.has_graphs = forward, True
+
+
+def runs_graphs(module: nn.Module) -> bool:
+    """Whether the module's forward is compiled, or runs by CUDA graphs."""
+    return getattr(module, "has_graphs", False)
+
+
+def outside_of_graphs(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield ``module`` and its submodules, without those inside of a module with graphs: these run no hooks."""
+    yield module
+    for child in () if runs_graphs(module) else module.children():
+        yield from outside_of_graphs(child)

@@ -1,0 +1,61 @@
+"""Turns: of all threads of a simulated world one runs at a time, until it waits for other ranks or ends.
+
+A thousand threads that compete for the interpreter's lock would spend their time on it; here all but one sleep. The
+order of turns depends only on the program, so that every run is the same. If all threads wait, there is a deadlock,
+which is found at once and not by a time limit.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+
+
+class Waiting:
+    """A thread that waits in an operation of a ``kind`` for the ranks ``others()``; ``describe`` says for what."""
+
+    __slots__ = ("describe", "kind", "lock", "others", "rank", "thread")
+
+    def __init__(
+        self, rank: int, kind: str, describe: Callable[[], str], others: Callable[[], list[int]] = list
+    ) -> None:
+        self.rank, self.kind, self.describe, self.others = rank, kind, describe, others
+        self.thread = threading.get_ident()
+        self.lock = threading.Lock()
+        self.lock.acquire()
+
+
+class Scheduler:
+    """Gives turns to the threads of a world, in the order in which they became ready."""
+
+    def __init__(self, on_deadlock: Callable[[list[Waiting]], None]) -> None:
+        """``on_deadlock`` is called, by the thread that waits last, with all threads that wait."""
+        self._ready: deque[threading.Lock] = deque()
+        self._waiting: dict[Waiting, None] = {}
+        self._on_deadlock = on_deadlock
+
+    def add(self) -> threading.Lock:
+        """Queue a thread that has not started; it must acquire the returned lock before it runs."""
+        lock = threading.Lock()
+        lock.acquire()
+        self._ready.append(lock)
+        return lock
+
+    def wait(self, waiting: Waiting) -> None:
+        """Give the turn to the next thread and sleep until ``resume`` and the turn of ``waiting``."""
+        self._waiting[waiting] = None
+        self.pass_on()
+        waiting.lock.acquire()
+
+    def resume(self, waiting: Waiting) -> None:
+        """Queue a thread for its next turn."""
+        del self._waiting[waiting]
+        self._ready.append(waiting.lock)
+
+    def pass_on(self) -> None:
+        """Give the turn to the next thread, because this one ends or waits."""
+        if self._ready:
+            self._ready.popleft().release()
+        elif self._waiting:
+            self._on_deadlock(list(self._waiting))

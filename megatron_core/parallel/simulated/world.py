@@ -1,0 +1,148 @@
+"""The threads of a simulated world, and what torch.distributed knows of each of its ranks."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from contextvars import Context
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from megatron_core.errors import MegatronError
+from megatron_core.parallel.rank_local import Forwarding, RankLocal, new_rank
+from megatron_core.parallel.simulated import report
+from megatron_core.parallel.simulated.group import SimulatedGroup
+from megatron_core.parallel.simulated.meeting import Channel
+from megatron_core.parallel.simulated.scheduler import Scheduler, Waiting
+
+BACKEND = "simulated"
+STACK = 1 << 20
+"""Bytes of each thread's stack, of which only the pages in use take memory."""
+
+
+class WorldError(MegatronError):
+    """A rank failed, or all ranks wait for each other; the last line of the message is the reason."""
+
+
+class TorchWorld:
+    """The groups of one rank, as torch.distributed's functions read them (``distributed_c10d._World``)."""
+
+    def __init__(self) -> None:
+        self.default_pg: Any = None
+        self.pg_map: dict[Any, tuple[str, None]] = {}
+        self.pg_names: dict[Any, str] = {}
+        self.pg_group_ranks: dict[Any, dict[int, int]] = {}
+        self.pg_backend_config: dict[Any, str] = {}
+        self.pg_coalesce_state: dict[Any, list[Any]] = {}
+        self.tags_to_pg: dict[str, list[Any]] = {}
+        self.pg_to_tag: dict[Any, str] = {}
+        self.group_count = 0
+        self.comms: list[Any] = []
+
+    def add(self, group: SimulatedGroup) -> None:
+        """Make a group known."""
+        self.pg_map[group], self.pg_backend_config[group] = (BACKEND, None), BACKEND
+        self.pg_names[group] = f"simulated {self.group_count}"
+        self.pg_group_ranks[group] = {rank: index for index, rank in enumerate(group.channel.ranks)}
+        self.group_count += 1
+
+
+_OF_THE_PROCESS = distributed_c10d._world, dist.new_group
+_TORCH_WORLD: RankLocal[Any] = RankLocal(lambda: _OF_THE_PROCESS[0])
+_NEW_GROUP: RankLocal[Callable[..., Any]] = RankLocal(lambda: _OF_THE_PROCESS[1])
+
+
+class SimulatedWorld:
+    """Runs a function on every rank of a world of threads in this process; make one for each run."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._scheduler = Scheduler(self._end_with_deadlock)
+        self._channels: dict[tuple[tuple[int, ...], int], Channel] = {}
+        self._contexts: dict[int, Context] = {}
+        self._results: dict[int, Any] = {}
+        self._ended = threading.Event()
+        self._failure = ""
+
+    def run(self, function: Callable[[], Any], timeout: float | None) -> list[Any]:
+        """Call ``function()`` on every rank and return the results by rank.
+
+        The process must end afterwards if this raises, because the other ranks' threads sleep forever. Errors:
+        ``WorldError`` for the first rank that raises, for a deadlock, and after ``timeout`` seconds.
+        """
+        _divide_torch()
+        torch.set_num_threads(1)
+        before = threading.stack_size(STACK)
+        try:
+            for rank in range(self.size):
+                turn, self._contexts[rank] = self._scheduler.add(), new_rank()
+                arguments = (self._contexts[rank].run, self._run_rank, rank, turn, function)
+                threading.Thread(target=lambda call, *given: call(*given), args=arguments, daemon=True).start()
+        finally:
+            threading.stack_size(before)
+        self._scheduler.pass_on()
+        if not self._ended.wait(timeout):
+            left = self.size - len(self._results)
+            raise WorldError(f"{left} of {self.size} ranks did not finish within {timeout} s")
+        if self._failure:
+            raise WorldError(self._failure)
+        return [self._results[rank] for rank in range(self.size)]
+
+    def _run_rank(self, rank: int, turn: threading.Lock, function: Callable[[], Any]) -> None:
+        turn.acquire()
+        try:
+            self._join(rank)
+            self._results[rank] = function()
+        except BaseException as error:  # reported to the caller of ``run``
+            self._end(report.failure(rank, error, self._contexts[rank]))
+            return
+        if len(self._results) == self.size:
+            self._ended.set()
+        self._scheduler.pass_on()
+
+    def _join(self, rank: int) -> None:
+        """Make this thread a rank."""
+        world = TorchWorld()
+        _TORCH_WORLD.set(world)
+        numbers: dict[tuple[int, ...], int] = defaultdict(int)
+
+        def new_group(ranks: list[int] | None = None, **_: Any) -> Any:
+            members = tuple(sorted(ranks)) if ranks else tuple(range(self.size))
+            if rank not in members:
+                return dist.GroupMember.NON_GROUP_MEMBER
+            key = members, numbers[members]
+            numbers[members] += 1
+            group = SimulatedGroup(self._channel(key), members.index(rank))
+            world.add(group)
+            return group
+
+        _NEW_GROUP.set(new_group)
+        world.default_pg = new_group()
+
+    def _channel(self, key: tuple[tuple[int, ...], int]) -> Channel:
+        if key not in self._channels:
+            self._channels[key] = Channel(key[0], self._scheduler)
+        return self._channels[key]
+
+    def _end_with_deadlock(self, waiting: list[Waiting]) -> None:
+        self._end(report.deadlock(waiting, self._contexts, len(self._results)))
+
+    def _end(self, failure: str) -> None:
+        self._failure = failure
+        self._ended.set()
+
+
+def _divide_torch() -> None:
+    """Give every rank groups of its own in torch.distributed; the rest of the process keeps those that it has."""
+    distributed_c10d._world = cast(Any, Forwarding(_TORCH_WORLD))  # torch's extension point for this purpose
+    dist.new_group = lambda *args, **named: _NEW_GROUP()(*args, **named)  # torch's own needs a store and all ranks
+    if BACKEND not in dist.Backend.backend_list:
+        dist.Backend.register_backend(BACKEND, _refuse, devices=["cpu"])
+
+
+def _refuse(*_: Any) -> Any:
+    raise WorldError("the backend simulated is that of parallel.simulated.world; it cannot be chosen by its name")

@@ -1,0 +1,139 @@
+"""Defects that only worlds of 64 or more ranks show: arithmetic that is right for up to eight ranks on an axis."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class WorldDefect:
+    """A changed fragment of a function, a large layout that must fail with it, and a small one that holds."""
+
+    name: str
+    """Title of the defect."""
+    target: str
+    """The function, ``module:Qualname`` inside the package."""
+    old: str
+    """A fragment that its source contains exactly once."""
+    new: str
+    large: str
+    """A layout of 64 or more ranks."""
+    small: str
+    """A layout of at most eight ranks on the same axes."""
+    flags: dict[str, object] = field(default_factory=dict)
+    """Further settings of the model."""
+
+
+EXPERTS = {
+    "num_experts": 16,
+    "moe_ffn_hidden_size": 16,
+    "swiglu": True,
+    "disable_bias_linear": True,
+    "moe_aux_loss_coeff": 0.01,
+}
+IN_WORLDS = (
+    # Groups.
+    WorldDefect(
+        "copies of experts are neighbours at most eight ranks apart",
+        "parallel.grid:Grid._strides",
+        "self._strides_of(_VIEWS[1])",
+        "{axis: min(stride, 8) if axis == 'edp' else stride for axis, stride in self._strides_of(_VIEWS[1]).items()}",
+        "dp32 ep16 pp2 zero1",
+        "dp4 ep2 pp2 zero1",
+        EXPERTS,
+    ),
+    WorldDefect(
+        "ranks of a group are sorted as texts",
+        "parallel.grid:Grid._offsets",
+        "sorted(map(sum, product(*steps)))",
+        "sorted(map(sum, product(*steps)), key=str)",
+        "tp8 pp8",
+        "tp2 pp4",
+    ),
+    WorldDefect(
+        "the embedding group of more than four stages ends one stage early",
+        "parallel.groups:ParallelGroups.__init__",
+        "pipeline[end] for end in ends",
+        "pipeline[end] - (len(pipeline) > 4 and end != 0) for end in ends",
+        "tp8 pp8",
+        "tp2 pp4",
+    ),
+    WorldDefect(
+        "instances of more than eight ranks are joined to others",
+        "parallel.groups:ParallelGroups._levels",
+        "ranks[i::part] for i in range(part)",
+        "ranks[i :: min(part, 8)] for i in range(part)",
+        "dp64 zero1",
+        "dp8 zero1",
+        {"num_distributed_optimizer_instances": 4},
+    ),
+    # Parts of tensors and sequences.
+    WorldDefect(
+        "the second part of a sequence is right on the first eight ranks alone",
+        "parallel.micro_batch:zigzag",
+        "(rank, 2 * size - 1 - rank)",
+        "(rank, 2 * size - 1 - min(rank, 7))",
+        "cp16 dp4",
+        "cp8",
+    ),
+    WorldDefect(
+        "dropout repeats after eight parts of a sequence",
+        "parallel.micro_batch:SequenceSplit.residual",
+        "self.tp_rank * length, length) if",
+        "self.tp_rank * length if local.dim() > 1 else self.tp_rank % 8 * length, length) if",
+        "tp16 pp4 sp",
+        "tp8 sp",
+        {"hidden_dropout": 0.1},
+    ),
+    WorldDefect(
+        "the vocabulary of ranks after the eighth begins too early",
+        "tensor_parallel.cross_entropy:VocabularyLoss.of",
+        "first = group.rank() * columns",
+        "first = min(group.rank(), 8) * columns",
+        "tp16 pp4",
+        "tp8",
+    ),
+    WorldDefect(
+        "each part of the experts is held by the ranks of another one, too",
+        "transformer.moe.dispatch:Dispatcher.__init__",
+        "if at == part]",
+        "if at % 8 == part % 8]",
+        "dp16 ep16 pp4",
+        "dp8 ep8",
+        EXPERTS,
+    ),
+    # Copies and shards.
+    WorldDefect(
+        "copies after the sixteenth read the samples of the first ones",
+        "datasets.loader:BatchLoader._micro_batch",
+        "self.data_parallel_rank) * size",
+        "self.data_parallel_rank % 16) * size",
+        "dp64 zero1",
+        "dp8 zero1",
+    ),
+    WorldDefect(
+        "every thirty-second copy counts in the norm",
+        "data_parallel.buffer:Bucket.is_writer",
+        "self.dp_group.rank() == 0)",
+        "self.dp_group.rank() % 32 == 0)",
+        "dp64",
+        "dp8",
+    ),
+    WorldDefect(
+        "buckets are padded for at most 32 shards",
+        "data_parallel.bucket_layout:InOrder.place",
+        "round_up(end, self.end_multiple)",
+        "round_up(end, self.end_multiple if self.end_multiple <= 32 else 32)",
+        "tp2 dp36 zero1",
+        "tp2 dp4 zero1",
+    ),
+    # Pipelines.
+    WorldDefect(
+        "stages after the eighth send up and down over one communicator",
+        "pipeline_parallel.p2p:PipelineP2P.send",
+        "self._up if receiver > self.index else",
+        "self._up if receiver > min(self.index, 8) else",
+        "pp16 v2 tp4 sp",
+        "pp8",
+    ),
+)

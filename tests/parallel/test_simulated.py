@@ -1,0 +1,225 @@
+"""Simulated ranks: collectives, messages, handles, state of a rank, failures and deadlocks."""
+
+from __future__ import annotations
+
+import re
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_core.config import ParallelConfig
+from megatron_core.parallel import current
+from megatron_core.parallel.collectives import all_reduce_, all_to_all_rows, start_ring_shift
+from megatron_core.parallel.grid import WORLD
+from megatron_core.parallel.interleave import Interleaver, hand_over
+from megatron_core.parallel.meter import METER
+from megatron_core.parallel.rank_local import RankLocal
+from megatron_core.verify.ranks import RankFailure, run_ranks, run_simulated, this_world
+
+
+def simulate(*args: object) -> list[object]:
+    """As ``run_ranks``."""
+    return run_simulated(*args).result
+
+
+BOTH = [run_ranks, simulate]
+
+
+def every_collective() -> list[object]:
+    """Results that differ between ranks, groups and orders of calls."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    some = dist.new_group([2, 0])
+    found: list[object] = [rank, size, dist.is_initialized()]
+    for group in (dist.group.WORLD, some) if rank in (0, 2) else (dist.group.WORLD,):
+        index, members = dist.get_rank(group), dist.get_world_size(group)
+        found.append(dist.get_process_group_ranks(group))
+        for dtype in (torch.float64, torch.bfloat16, torch.int64):
+            x = (torch.arange(members * 6) * (rank + 1)).to(dtype).view(-1, 2)
+            for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN):
+                total = x.clone()
+                dist.all_reduce(total, op=op, group=group)
+                found.append(total.tolist())
+            part, full = x.new_empty(3, 2), x.new_empty(len(x) * members, 2)
+            late = dist.reduce_scatter_tensor(part, x, group=group, async_op=True)
+            dist.all_gather_into_tensor(full, x, group=group)
+            late.wait()
+            found += [part.tolist(), full.tolist()]
+            parts = [torch.empty_like(x) for _ in range(members)]
+            dist.all_gather(parts, x, group=group)
+            dist.broadcast(x, group=group, group_src=members - 1)
+            found += [torch.stack(parts).tolist(), x.tolist()]
+            exchanged = torch.empty_like(x)
+            dist.all_to_all_single(exchanged, x, group=group)
+            send = [(index + 2 * to) % 3 for to in range(members)]
+            receive = [(source + 2 * index) % 3 for source in range(members)]
+            rows = torch.full((sum(send), 3), rank, dtype=dtype)
+            found += [exchanged.tolist(), all_to_all_rows(rows, send, receive, group).tolist()]
+            arriving, handle = start_ring_shift(torch.full((2,), rank, dtype=dtype), group)
+            handle.wait()
+            found.append(arriving.tolist())
+    dist.barrier()
+    return found
+
+
+def test_collectives_are_those_of_processes() -> None:
+    assert run_simulated(3, every_collective).result == run_ranks(3, every_collective)
+
+
+def messages() -> list[float]:
+    """Messages to all ranks before any receive, in two tags; received in another order."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for to in range(size):
+        if to != rank:
+            for number in range(3):
+                x = torch.tensor([100.0 * rank + 10 * to + number])
+                dist.isend(x, to, tag=number % 2).wait()
+                x.zero_()  # the sender may reuse a buffer after the wait
+    found = []
+    for source in reversed(range(size)):
+        if source != rank:
+            for tag in (1, 0, 0):
+                buffer = torch.zeros(1)
+                handle = dist.irecv(buffer, source, tag=tag)
+                handle.wait()
+                assert handle.is_completed()
+                found.append(buffer.item())
+    return found
+
+
+@pytest.mark.parametrize("run", BOTH)
+def test_messages_of_a_tag_arrive_in_order(run) -> None:
+    result = run(3, messages)
+    assert result[1] == [100.0 * source + 10 + number for source in (2, 0) for number in (1, 0, 2)]
+
+
+def early_read() -> tuple[float, float]:
+    x = torch.ones(1)
+    handle = dist.all_reduce(x, async_op=True)
+    dist.barrier()
+    before = x.item()
+    handle.wait()
+    return before, x.item()
+
+
+def test_results_arrive_in_wait() -> None:
+    """A read before ``wait`` is a defect, and must not work by chance."""
+    assert run_simulated(3, early_read).result == [(1.0, 3.0)] * 3
+
+
+COUNTER: RankLocal[list[int]] = RankLocal(list)
+
+
+def own_state() -> tuple[object, ...]:
+    """Values of this rank, of a thread that belongs to it, and of its backward."""
+    rank = dist.get_rank()
+    groups = current.make_groups(ParallelConfig(tensor_model_parallel_size=2), this_world())
+    METER.start(groups, torch.device("cpu"))
+    COUNTER().append(rank)
+    dist.barrier()
+    seen: list[int] = []
+
+    def inner(number: int) -> int:
+        COUNTER().append(number)
+        total = torch.tensor([float(number)])
+        handle = all_reduce_(total, groups.group(WORLD), async_op=True)
+        hand_over()
+        handle.wait()
+        seen.append(current.current().index("tp"))
+        return int(total.item())
+
+    with Interleaver(torch.device("cpu")) as interleaver:
+        sums = interleaver.run(lambda: inner(10), lambda: inner(20))
+    x = torch.ones(1, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda _: seen.append(current.current().rank))
+    y.backward()
+    unrelated: list[int] = []
+    thread = threading.Thread(target=lambda: unrelated.extend(COUNTER()))
+    thread.start()
+    thread.join()
+    calls = METER.take().traffic
+    return rank, COUNTER(), seen, sums, unrelated, groups.coordinates["dp"], sum(each.calls for each in calls.values())
+
+
+def test_state_belongs_to_a_rank() -> None:
+    result = run_simulated(4, own_state).result
+    for rank, (own, counter, seen, sums, unrelated, dp, calls) in enumerate(result):
+        assert (own, counter, seen) == (rank, [rank, 10, 20], [rank % 2, rank % 2, rank])
+        assert (sums, unrelated, dp, calls) == ((40, 80), [], rank // 2, 2)
+
+
+class Layer(nn.Module):
+    """A layer that fails, waits forever, or calls another collective on one rank."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        group = current.current().group("tp")
+        if current.current().rank == 5:
+            if self.kind == "raise":
+                raise ValueError("a bad day")
+            if self.kind == "leave out":
+                return x
+            if self.kind == "another":
+                dist.all_gather_into_tensor(x.new_empty(2 * len(x)), x, group=group)
+            if self.kind == "message":
+                dist.recv(x, 1)
+        dist.all_reduce(x, group=group)
+        return x
+
+
+def faulty(kind: str) -> None:
+    current.make_groups(ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2), this_world())
+    model = nn.Sequential(nn.Identity(), nn.ModuleDict({"mlp": Layer(kind)})["mlp"])
+    model(torch.ones(3))
+    dist.barrier()
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("raise", r"rank 5 \[pp1 dp0 tp1\] failed, module 1 \(Layer\), .*in forward: ValueError: a bad day"),
+        (
+            "leave out",
+            r"deadlock: 8 ranks wait for each other; rank 4 \[pp1 dp0 tp0\] waits in all-reduce \(3 x float32, sum\), "
+            r"call 1 over ranks 4, 5, for rank 5, module 1 \(Layer\), .* and rank 5 \[pp1 dp0 tp1\] waits in barrier",
+        ),
+        (
+            "another",
+            r"LayoutError: call 1 over ranks 4, 5 is all-.*\(3 x float32.*on rank [45] and all-.* on rank [45]",
+        ),
+        ("message", r"deadlock: 8 ranks wait.*; rank 1 .*waits in barrier.*for rank"),
+    ],
+)
+def test_one_message_names_rank_module_and_collective(kind: str, message: str) -> None:
+    with pytest.raises(RankFailure) as caught:
+        run_simulated(8, faulty, kind)
+    last = str(caught.value).splitlines()[-1]
+    assert re.search(message, last), str(caught.value)
+
+
+def leave(rank: int) -> None:
+    if dist.get_rank() != rank:
+        dist.barrier()
+
+
+def test_a_rank_that_ends_early_is_a_deadlock() -> None:
+    with pytest.raises(
+        RankFailure, match=r"deadlock: 2 ranks wait for each other, and 1 have ended; rank 0 waits in bar"
+    ):
+        run_simulated(3, leave, 2)
+
+
+def run_forever() -> None:
+    while dist.get_rank() == 1:
+        pass
+
+
+def test_endless_computation_is_ended() -> None:
+    with pytest.raises(RankFailure, match="of 2 ranks did not finish within 1 s"):
+        run_simulated(2, run_forever, timeout=1)

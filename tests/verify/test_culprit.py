@@ -1,0 +1,91 @@
+"""The first wrong tensor of a layout that fails."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+from megatron_core.config import RunConfig
+from megatron_core.config.layout import Layout
+from megatron_core.verify import GPTExperiment, check_parity, shrunk
+from megatron_core.verify.culprit import BACKWARD, FORWARD, Difference, Key, Reference, describe
+from megatron_core.verify.table import TerminalTable
+from tests.defects.plant import planted
+
+MODEL = {"num_layers": 2, "num_attention_heads": 2, "hidden_size": 16}
+DEFECTS = [
+    (
+        "the sum of a row-parallel linear layer is missing",
+        ("tensor_parallel.layers:RowParallelLinear.forward", "reduce_from_region", "(lambda y, group: y)"),
+        "tp2",
+        r"output of decoder\.layers\.0\.self_attention\.\w+, in forward, on rank 0 \[pp0 dp0 tp0\] and 1 more rank",
+    ),
+    (
+        "the gradient of a reduce-scatter is too small",
+        (
+            "parallel.collectives:reduce_scatter_to_sequence",
+            'paired(x, group, "reduce_scatter_first", "gather_first")',
+            "_Pair.apply(x, group, _reduce_scatter_first, lambda grad, group: _gather_first(grad, group) / 2)",
+        ),
+        "tp2 sp",
+        r"gradient of the output of .*pre_mlp_layernorm, in backward, on rank 0 .*; right before it: decoder\.layers",
+    ),
+    (
+        "gradients of norms are not summed",
+        (
+            "transformer.block:TransformerLayer.__init__",
+            "self.input_layernorm = spec.input_layernorm(context, size, partial_grad=partial_grad)",
+            "self.input_layernorm = spec.input_layernorm(context, size, partial_grad=False)",
+        ),
+        "tp2 sp",
+        r"gradient of decoder\.layers\.1\.input_layernorm\.\w+ and 3 more; outputs of modules .* are right",
+    ),
+    (
+        "the norm counts every copy",
+        ("data_parallel.buffer:Bucket.is_writer", "self.dp_group.rank() == 0)", "True)"),
+        "dp2",
+        "the gradient norm of the first step; all gradients are right",
+    ),
+]
+
+
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize(("name", "change", "layout", "message"), DEFECTS, ids=[each[0] for each in DEFECTS])
+def test_the_first_wrong_tensor_is_named(name: str, change: tuple[str, str, str], layout: str, message: str) -> None:
+    config = shrunk(RunConfig.from_flat(MODEL), [Layout.parse(layout)])
+    with planted(*change):
+        # One process calls none of the changed code: its groups have one rank.
+        report = check_parity(GPTExperiment(config, 1, True), [layout], device="simulated")
+    (row,) = report.rows
+    assert not row.holds
+    assert row.culprit.startswith("first wrong: ")
+    assert re.search(message, row.culprit), row.culprit
+    assert row.culprit in "\n".join(TerminalTable([layout], "float64").lines(row))
+
+
+def test_order_is_that_of_the_program() -> None:
+    """All forwards come before all backwards; ranks and samples do not matter."""
+    values = np.ones((2, 3))
+    keys = [
+        Key(FORWARD, "a", 0),
+        Key(FORWARD, "b", 0),
+        Key(BACKWARD, "b", 0),
+        Key(BACKWARD, "a", 0),
+        Key(FORWARD, "a", 1),
+    ]
+    reference = Reference(dict.fromkeys(keys, values))
+    assert reference.order() == [(FORWARD, "a"), (FORWARD, "b"), (BACKWARD, "b"), (BACKWARD, "a")]
+    wrong = {
+        (direction, module): Difference(direction, module, f"rank {rank}", 0.1, "")
+        for rank, (direction, module) in enumerate(reference.order()[2:])
+    }
+    text = (
+        "first wrong: gradient of the output of b, in backward, on rank 0 (off by 1.0e-01); the loss is wrong before it"
+    )
+    assert describe(reference, [{}, wrong], {"loss0": 1.0}) == text
+    assert "the loss that is reported" in describe(reference, [{}], {"loss0": 1.0})
+    first = describe(reference, [{}], {"grad0.a.weight": 1.0, "grad0.b.weight": 1.0, "grad1.b.weight": 1.0})
+    assert first.startswith("first wrong: gradient of b.weight and 1 more; ")
+    assert "the optimizer, a gather of weights" in describe(reference, [{}], {"weight.a.weight": 1.0})
