@@ -100,7 +100,7 @@ class _InvariantLinear(torch.autograd.Function):
         if bias is not None:
             for rows, columns in parts.columns:
                 y[:, slice(*columns)] += bias[slice(*rows)]
-        return y.view(*x.shape[:-1], -1)
+        return y.view(*x.shape[:-1], y.shape[-1])  # -1 would be ambiguous without rows
 
     @staticmethod
     def backward(ctx, grad_y):

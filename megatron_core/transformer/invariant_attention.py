@@ -24,6 +24,7 @@ from megatron_core.parallel.invariance import Invariance, reduce_scatter_in_tree
 from megatron_core.parallel.micro_batch import Range, zigzag
 from megatron_core.transformer.context import LayerContext, SequenceContext
 from megatron_core.transformer.core_attention import CoreAttention
+from megatron_core.transformer.paged_attention import PagedStep, gathered
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,50 @@ class InvariantAttention(CoreAttention):
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         out = _ChunkedAttention.apply(query, key, value, sequence)
         return out.permute(2, 0, 1, 3).flatten(2)
+
+    def attend_cached(self, query: Tensor, keys: Tensor, values: Tensor, step: PagedStep) -> Tensor:
+        """As ``CoreAttention``, with the bits of ``forward``; each token takes the products of its whole chunk."""
+        parts = []
+        for row, (table, length) in enumerate(zip(step.tables, step.lengths.tolist(), strict=True)):
+            parts.append(self._attend_last(query[row : row + 1], *(gathered(x, table, length) for x in (keys, values))))
+        for chunk in step.chunks:
+            own = query[chunk.row : chunk.row + chunk.count]
+            parts.append(self._attend_last(own, *(gathered(x, chunk.table, chunk.length) for x in (keys, values))))
+        return torch.cat(parts)
+
+    def attend_fresh(self, query: Tensor, key: Tensor, value: Tensor, step: PagedStep) -> Tensor:
+        """As ``CoreAttention``, with the bits of ``forward``."""
+        texts = zip(*(x.split(list(step.fresh)) for x in (query, key, value)), strict=True)
+        return torch.cat([self._attend_last(*text) for text in texts])
+
+    def _attend_last(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attention of the last n of t positions: ``[n, heads, d]`` and ``[t, groups, d]`` -> ``[n, heads * d]``.
+
+        A chunk of queries and its keys are filled with zeros, so that each product has the shape that it has in a
+        whole sequence; within such a product no row depends on the others.
+        """
+        size, length = self.invariance.sequence_length // self.invariance.chunks, len(key)
+        first, channels = length - len(query), query.shape[-1]
+        # Products may depend on strides, so these are the strides of ``forward``.
+        whole = key.new_zeros(1, key.shape[1], -(-length // size) * size, channels + value.shape[-1])
+        whole[0, :, :length] = torch.cat((key, value), dim=-1).transpose(0, 1)
+        keys, values = whole.tensor_split([channels], dim=-1)
+        products, parts = self._products(query, SequenceContext()), []
+        for start in range(first // size * size, length, size):
+            begin, end = max(first, start), min(length, start + size)
+            inside = slice(begin - start, end - start)
+            queries = query.new_zeros(size, 1, *query.shape[1:])
+            queries[inside, 0] = query[begin - first : end - first]
+            queries = queries.permute(1, 2, 0, 3)
+            # Parts of larger tensors, as in ``forward``: torch computes the logaddexp of ``merge_`` in vectors or one
+            # by one, with other bits, depending on whether heads are adjacent in memory.
+            room = queries.new_zeros(1, query.shape[1], 2 * size, value.shape[-1], dtype=wide(query.dtype))
+            out, lse = room[:, :, :size], room.new_full(room.shape[:3], -torch.inf)[:, :, :size]
+            for tile in _tiles_of((start, start + size), None, self.window):
+                at, of = _indices(tile.queries[0], slice(0, tile.queries[1] - tile.queries[0]), tile)
+                merge_(out[at], lse[at], *products.forward(queries[at], keys[of], values[of], tile, 0))
+            parts.append(out[0, :, inside].to(query.dtype).transpose(0, 1).flatten(1))
+        return torch.cat(parts)
 
     def _sequence(self, query: Tensor, context: SequenceContext, invariance: Invariance) -> ChunkedSequence:
         length, chunks = query.shape[0] * self.exchange.group.size(), invariance.chunks

@@ -104,6 +104,8 @@ class MoELayer(nn.Module):
 
     def _numbers(self, tokens: Tokens, context: SequenceContext, invariance: Invariance) -> TokenNumbers:
         """Return the numbers of this rank's tokens, by sequence and position."""
+        if context.cache is not None:  # generation has no gradients, whose order the numbers determine
+            return TokenNumbers(torch.arange(tokens.positions.numel(), device=tokens.positions.device), 1)
         assert context.sample_index is not None, "tokens are numbered by sequence"
         length = tokens.positions.shape[0] * invariance.context_ranks
         numbers = context.sample_index * length + tokens.positions[:, None]
