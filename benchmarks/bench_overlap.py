@@ -21,7 +21,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from functools import partial
@@ -36,7 +36,9 @@ from benchmarks.offloading import on_a_device, synchronous
 from benchmarks.results import Row, append
 from benchmarks.slow_link import SlowLink
 from megatron_core.config import RunConfig
+from megatron_core.optimizer import matrix_updates
 from megatron_core.parallel import World
+from megatron_core.parallel.collectives import Done
 from megatron_core.parallel.meter import METER, StepTimes
 from megatron_core.training.setup import Run, set_up
 from megatron_core.training.step import train_step
@@ -72,6 +74,23 @@ OPTIMIZER: Flags = {"optimizer_cpu_offload": True, "overlap_grad_reduce": True} 
 ON_DISK: Flags = {"zero_stage": 3, "zero3_param_offload_dir": "", "optimizer_cpu_offload": True}
 
 
+@contextmanager
+def matrices_in_turn() -> Iterator[None]:
+    """Let the updates of matrices wait for each of their messages when it starts."""
+    start = matrix_updates.start_all_to_all_rows
+
+    def wait_at_once(*arguments: Any) -> tuple[torch.Tensor, Done]:
+        received, handle = start(*arguments)
+        handle.wait()
+        return received, Done()
+
+    matrix_updates.start_all_to_all_rows = wait_at_once
+    try:
+        yield
+    finally:
+        matrix_updates.start_all_to_all_rows = start
+
+
 @dataclass(frozen=True, kw_only=True)
 class Switch:
     """A switch that overlaps communication."""
@@ -91,6 +110,8 @@ class Switch:
     """Micro-batches of each rank."""
     link: float | None = 5e8
     """Bytes per second of the simulated link for the collectives of ``waits``; None: no link."""
+    in_turn: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Turns the overlap off where no setting does: a context around the run."""
     offloads: bool = False
     """Whether the switch is the overlap of offloading, on ranks whose memory counts as a device's."""
 
@@ -128,6 +149,15 @@ SWITCHES = [
         ranks=4,
         micro_batches=8,
         link=1e8,
+    ),
+    Switch(
+        name="matrices of Muon, tp2",
+        flags={},
+        base={"optimizer": "muon", "tensor_model_parallel_size": 2},
+        waits=("all_to_all",),
+        in_turn=matrices_in_turn,
+        micro_batches=1,
+        link=2e8,
     ),
     *(
         Switch(
@@ -198,11 +228,14 @@ def measure(switch: Switch, steps: int, *, on: bool) -> Measured:
     """One rank of a run."""
     flags = switch.flags if on else switch.off
     pipeline = int((switch.base | flags).get("pipeline_model_parallel_size", 1))
-    batch = switch.micro_batches * SHAPE["micro_batch_size"] * switch.ranks // pipeline
+    tensor = int(switch.base.get("tensor_model_parallel_size", 1))
+    batch = switch.micro_batches * SHAPE["micro_batch_size"] * switch.ranks // pipeline // tensor
     world = World(dist.get_rank(), dist.get_world_size(), 0, torch.device("cpu"))
     settings = SHAPE | switch.base | {"global_batch_size": batch} | flags
     seconds, waits = [], []
     with ExitStack() as stack:
+        if not on:
+            stack.enter_context(switch.in_turn())
         if switch.offloads:
             stack.enter_context(on_a_device())
             stack.enter_context(nullcontext() if on else synchronous())

@@ -4,6 +4,8 @@ python tools/inspect_checkpoint.py checkpoints
 
 python tools/inspect_checkpoint.py checkpoints/iter_0001000 --verify --tensors
 
+python tools/inspect_checkpoint.py checkpoints --hash
+
 python tools/inspect_checkpoint.py checkpoints --ckpt-step 1000 --diff other_checkpoints
 """
 
@@ -25,7 +27,9 @@ from torch import Tensor
 
 from megatron_core.checkpoint import CheckpointReader, find_checkpoint
 from megatron_core.checkpoint.manifest import TORCH_DTYPES, StoredTensor
+from megatron_core.checkpoint.tensor_hashes import checkpoint_hashes
 from megatron_core.errors import CheckpointError
+from megatron_core.parallel.tensor_hash import combined
 from megatron_core.terminal import parse_flags
 
 MOST_LINES = 50
@@ -45,6 +49,10 @@ class Settings:
     this."""
     tensors: bool = False
     """List every tensor, with its shape, dtype and files; with --diff, every difference."""
+    hash: bool = False
+    """Print hashes of the tensors that do not depend on the layout in which the checkpoint was saved: one of all, one
+    of each kind, and with --tensors one of each tensor. Those of weights and optimizer state are the hashes of
+    --record-hashes."""
     diff: str | None = None
     """Compare with the checkpoint in this folder, in any layout: settings, names, shapes, dtypes and every bit; exit
     with status 1 if a tensor differs."""
@@ -64,6 +72,9 @@ def inspect_checkpoint(settings: Settings) -> bool:
         if settings.diff is None:
             if settings.verify:
                 print(verified(reader), end="\n\n")
+            if settings.hash:
+                print("\n".join(hash_lines(reader, by_tensor=settings.tensors)))
+                return True
             print("\n".join(contents(reader)))
             if settings.tensors:
                 print("\n" + "\n".join(tensor_lines(reader)))
@@ -123,6 +134,20 @@ def by_kind(tensors: Any) -> dict[str, list[StoredTensor]]:
         first, second, *_ = [*name.split("."), ""]
         found.setdefault(first if first == "model" else f"{first}.{second}", []).append(tensor)
     return found
+
+
+def hash_lines(reader: CheckpointReader, *, by_tensor: bool) -> Iterator[str]:
+    """The hash of all tensors, of each part of the checkpoint, and with ``by_tensor`` of each tensor."""
+    found = checkpoint_hashes(reader)
+    parts: dict[str, dict[str, str]] = {}
+    for name, value in found.items():
+        part, _, rest = name.partition(".")
+        parts.setdefault(part, {})[rest] = value
+    names = {"model": "weights"}
+    yield f"{combined(found.items())}  {reader.folder}, iteration {reader.manifest.iteration:,}"
+    yield from (f"{combined(own.items())}    {names.get(part, part)}" for part, own in sorted(parts.items()))
+    if by_tensor:
+        yield from (f"{value}      {name}" for name, value in found.items())
 
 
 def tensor_lines(reader: CheckpointReader) -> Iterator[str]:

@@ -24,7 +24,7 @@ from megatron_core.config.validate import check, problems
 from megatron_core.errors import ConfigError, MegatronError
 from megatron_core.output_file import json_with, prepare_output, starting_with
 from megatron_core.terminal import parse_flags
-from megatron_core.verify import GPTExperiment, Layout, RankFailure, check_parity, fitting_layouts, shrunk
+from megatron_core.verify import GPTExperiment, Layout, RankFailure, check_bits, check_parity, fitting_layouts, shrunk
 from megatron_core.verify.gpt import configured
 from megatron_core.verify.pairwise import pairwise
 from megatron_core.verify.shrink import at_full_size, changes, shrunk_stages, small_run
@@ -32,6 +32,13 @@ from megatron_core.verify.table import HEADING, TerminalTable, page, summary
 
 MOST_RANKS = 4096
 """Maximum number of ranks."""
+NOT_IN_NAMES = (
+    "overlap_grad_reduce",
+    "overlap_param_gather",
+    "num_distributed_optimizer_instances",
+    "zero3_keep_after_forward",
+)
+"""Settings of a layout that its name does not have."""
 MOST_PROCESSES = 8
 """Maximum number of ranks that are processes without --device cpu."""
 
@@ -39,7 +46,7 @@ MOST_PROCESSES = 8
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """Train a model for a few steps in one process and under each layout, with the same weights and global batches, and
-    compare loss, gradients, gradient norm and weights.
+    compare loss, gradients, gradient norm and weights; with --bits their hashes.
 
     All flags of pretrain_gpt.py (see its --help), and --config FILE, describe the model; it is reduced in size without
     --full-size. Exit status: 0 if all layouts agree, 1 if one does not, 2 for a wrong command line, 130 if interrupted.
@@ -59,8 +66,13 @@ class Options:
     layout does not give it. Otherwise: ranks of the layout of the flags."""
     steps: int = 3
     """Optimizer steps."""
-    dtype: Literal["float64", "float32", "bfloat16"] = "float64"
-    """Dtype of all computations. float64 shows every defect; in a narrower dtype the bounds are those of rounding."""
+    bits: bool = False
+    """Compare hashes instead of values: every bit of losses, gradients, norms, weights and optimizer state must be that
+    of one process. A layout fails with the first step, module and tensor that differ. Add --layout-invariant, without
+    which most layouts differ."""
+    dtype: Literal["float64", "float32", "bfloat16"] | None = None
+    """Dtype of all computations; default: float64, which shows every defect, and with --bits float32. In a narrower
+    dtype than float64 the bounds are those of rounding."""
     device: Literal["auto", "cpu", "cuda", "simulated"] = "auto"
     """cpu: a process for each rank, over shared memory, or --distributed-backend gloo. cuda: NCCL, a GPU for each rank.
     simulated: all ranks in one process, for large worlds. auto: cuda if there are enough GPUs, else cpu up to 8 ranks,
@@ -71,6 +83,11 @@ class Options:
     """Also write the table as JSON."""
     markdown: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Also write the table as a page of Markdown."""
+
+    @property
+    def compared_dtype(self) -> str:
+        """``dtype`` or its default."""
+        return self.dtype or ("float32" if self.bits else "float64")
 
 
 @dataclass(frozen=True)
@@ -90,14 +107,21 @@ def main(options: Options, flags: list[str]) -> int:
     """Compare and print; return 0 if all layouts agree."""
     task = task_of(parse_run_config(flags, prog="verify_layout.py"), options)
     device = options.device if options.device != "auto" else available_device(task.layouts)
-    table = TerminalTable([str(layout) for layout in task.layouts], options.dtype)
     what = describe(task.config, options, device)
     shrunk_from = [f"shrunk: {task.shrunk}"] if task.shrunk else []
-    print(*(f"note: {note}" for note in task.notes), what, *shrunk_from, table.head(), sep="\n", flush=True)
+    print(*(f"note: {note}" for note in task.notes), what, *shrunk_from, sep="\n", flush=True)
+    experiment = GPTExperiment(task.config, options.steps, not options.full_size, task.own_settings)
+    return (compare_bits if options.bits else compare_values)(experiment, task, options, device, what)
+
+
+def compare_values(experiment: GPTExperiment, task: Task, options: Options, device: str, what: str) -> int:
+    """Compare within the bounds of rounding."""
+    table = TerminalTable([str(layout) for layout in task.layouts], options.compared_dtype)
+    print(table.head(), flush=True)
     report = check_parity(
-        GPTExperiment(task.config, options.steps, not options.full_size, task.own_settings),
+        experiment,
         task.layouts,
-        dtype=options.dtype,
+        dtype=options.compared_dtype,
         device=device,
         backend=task.config.parallel.distributed_backend,
         on_row=lambda row: print(*table.lines(row), sep="\n", flush=True),
@@ -107,6 +131,23 @@ def main(options: Options, flags: list[str]) -> int:
         options.json.write_text(json.dumps(report.as_dict(), indent=1) + "\n")
     if options.markdown is not None:
         options.markdown.write_text("\n".join(page(report, what)) + "\n")
+    return 0 if report.holds else 1
+
+
+def compare_bits(experiment: GPTExperiment, task: Task, options: Options, device: str, what: str) -> int:
+    """Compare hashes."""
+    width = max(len(str(layout)) for layout in task.layouts)
+    report = check_bits(
+        experiment,
+        task.layouts,
+        dtype=options.compared_dtype,
+        device=device,
+        backend=task.config.parallel.distributed_backend,
+        on_row=lambda row: print(f"{row.layout:<{width}}  {row.verdict}", flush=True),
+    )
+    print(report.summary)
+    if options.json is not None:
+        options.json.write_text(json.dumps(report.as_dict() | {"model": what}, indent=1) + "\n")
     return 0 if report.holds else 1
 
 
@@ -120,7 +161,9 @@ def task_of(config: RunConfig, options: Options) -> Task:
     else:
         task = described(config, options)
     for layout in task.layouts:
-        found = list(problems(configured(task.config, layout, options.dtype, task.own_settings), layout.world_size))
+        found = list(
+            problems(configured(task.config, layout, options.compared_dtype, task.own_settings), layout.world_size)
+        )
         if found:
             raise ConfigError(f"layout {str(layout)!r} cannot be trained: {'; '.join(found)}")
     return task if options.full_size else replace(task, shrunk=changes(config, task.config))
@@ -169,7 +212,7 @@ def notes(config: RunConfig, layouts: list[Layout], options: Options) -> Iterato
         said = ", ".join(f"{name}={value}" for name, value in own.items())
         yield f"--layouts determine the stages, so {said} is ignored; to check it, remove --layouts"
     if config.training.fp16:
-        yield f"fp16 is ignored: the dtype is --dtype {options.dtype}"
+        yield f"fp16 is ignored: the dtype is --dtype {options.compared_dtype}"
     for layout in layouts if not options.full_size else ():
         as_given = RunConfig.from_flat(config.flat() | small_run() | layout.settings())
         found = next(problems(as_given, layout.world_size), None)
@@ -198,7 +241,7 @@ def described(config: RunConfig, options: Options) -> Task:
     if "pipeline_plan" in own and not options.full_size:
         raise ConfigError("pipeline_plan needs the full-size number of micro-batches; add --full-size to check it")
     # A layout's name has one ``overlap`` for two settings, and chunks only for balanced stages.
-    settings = own | {name: getattr(config.parallel, name) for name in ("overlap_grad_reduce", "overlap_param_gather")}
+    settings = own | {name: getattr(config.parallel, name) for name in NOT_IN_NAMES}
     if own:
         settings["num_virtual_stages_per_pipeline_rank"] = layout.chunks if layout.chunks > 1 else None
     fewer = None if options.full_size or not own else shrunk_stages(config, layout)
@@ -221,13 +264,15 @@ def refuse_contradictions(options: Options, flags: list[str]) -> None:
         raise ConfigError("several values of --world-size need --all; add it, or give --layouts")
     if any(not 1 <= size <= MOST_RANKS for size in options.world_size):
         raise ConfigError(f"--world-size {' '.join(map(str, options.world_size))}: legal are 1 to {MOST_RANKS}")
+    if options.bits and options.markdown is not None:
+        raise ConfigError("--markdown writes the table of errors, which --bits does not compute; use --json FILE")
     if options.steps < 1:
         raise ConfigError(f"--steps {options.steps} is too small; give 1 or more")
     for path in (options.json, options.markdown):
         if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
             raise ConfigError(f"{path} cannot be written; give a file in an existing folder")
     if options.json is not None:
-        prepare_output(options, "json", json_with("table of this tool", "dtype", "epsilon", "rows"), flags)
+        prepare_output(options, "json", json_with("table of this tool", "dtype", "backend", "rows"), flags)
     if options.markdown is not None:
         prepare_output(options, "markdown", starting_with("page of this tool", HEADING.encode()), flags)
 
@@ -245,8 +290,8 @@ def describe(config: RunConfig, options: Options, device: str) -> str:
     steps = f"{options.steps} steps" if options.steps > 1 else "1 step"
     return (
         f"model ({size}): {model.num_layers} layers, hidden size {model.hidden_size}, {model.num_attention_heads} heads"
-        f", sequences of {config.data.seq_length}; {steps} in {options.dtype} on {device}; errors are relative, and in "
-        "epsilons of the dtype"
+        f", sequences of {config.data.seq_length}; {steps} in {options.compared_dtype} on {device}; "
+        + ("all bits are compared" if options.bits else "errors are relative, and in epsilons of the dtype")
         + ("; of all layouts a sample, in which every pair of sizes and switches occurs" if options.pairwise else "")
     )
 

@@ -68,6 +68,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "latent attention fp8": MLA | FP8,
     "gpt 1b compiled": GPT | {"compile": True},
     "llama 8b, 8 layers, compiled": LLAMA | {"compile": True},
+    "gpt 1b, cuda graphs": GPT | {"cuda_graph_impl": "local"},
+    "llama 8b, 8 layers, cuda graphs": LLAMA | {"cuda_graph_impl": "local"},
 }
 
 

@@ -12,13 +12,14 @@ ROOT = Path(__file__).resolve().parents[2]
 MODES = (
     "float32", "bf16", "fp16", "fp8 delayed", "fp8 tensorwise", "fp8 rowwise", "fp8 blockwise", "fp8 mxfp8",
     "recompute", "activation offload", "optimizer offload", "muon", "attention dropout", "packed documents", "experts",
-    "latent attention", "fused loss", "zero 1", "zero 3", "compiled", "any model, zero 1", "any model, zero 3",
-    "checkpoint", "generation",
+    "latent attention", "fused loss", "zero 1", "zero 3", "compiled", "cuda graphs", "any model, zero 1",
+    "any model, zero 3", "checkpoint", "generation",
 )  # fmt: skip
 """Trainings that ``training.py`` compares with the CPU."""
 SHAPES = (
     "gpt 1b", "gpt 1b fp8", "llama 8b, 8 layers", "llama 8b, 8 layers, fp8", "mixtral, 2 layers", "latent attention",
     "latent attention fp8", "gpt 1b compiled", "llama 8b, 8 layers, compiled",
+    "gpt 1b, cuda graphs", "llama 8b, 8 layers, cuda graphs",
 )  # fmt: skip
 """Models that ``speed.py`` measures."""
 BENCHMARKS: dict[str, tuple[str, ...]] = {
@@ -71,7 +72,9 @@ def all_stages(device: str) -> list[Stage]:
 
 def _own(name: str, module: str, limit: float, *arguments: str) -> Stage:
     command = (sys.executable, "-m", f"benchmarks.gpu.{module}", *arguments)
-    return Stage(name, command, limit, has_figures=True)
+    needs_gpu = "cuda graphs" in name and arguments[-1] == "cpu"
+    obstacle = "CUDA graphs need a GPU" if needs_gpu else None
+    return Stage(name, command, limit, has_figures=True, obstacle=obstacle)
 
 
 def _build(device: str) -> Stage:

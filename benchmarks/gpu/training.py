@@ -89,6 +89,7 @@ PLAIN: dict[str, Mode] = {
     "zero 1": Mode(BF16 | {"zero_stage": 1}, 5e-3),
     "zero 3": Mode(BF16 | {"zero_stage": 3}, 5e-3),
     "compiled": Mode(BF16 | {"compile": True}, 5e-3),
+    "cuda graphs": Mode(BF16 | {"cuda_graph_impl": "local"}, 5e-3),
 }
 
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -53,9 +53,15 @@ class CheckpointReader:
         tensor = self.manifest.tensors[name]
         whole = torch.empty(tensor.shape, dtype=TORCH_DTYPES[tensor.dtype])
         origin = Box((0,) * len(tensor.shape), tensor.shape)
-        for stored in tensor.boxes:
-            whole[stored.box.within(origin)] = self._slice(tensor, stored)[stored.box.within(stored.box)]
+        for box, values in self.boxes(name):
+            whole[box.within(origin)] = values
         return whole
+
+    def boxes(self, name: str) -> Iterator[tuple[Box, Tensor]]:
+        """Read the stored boxes of the tensor ``name`` one at a time; yield each with its values."""
+        tensor = self.manifest.tensors[name]
+        for stored in tensor.boxes:
+            yield stored.box, self._slice(tensor, stored)[stored.box.within(stored.box)]
 
     def check_names(self, needed: Mapping[str, tuple[int, ...]]) -> None:
         """Compare the stored tensors with the global shapes that all ranks of a run need.

@@ -97,6 +97,10 @@ ZERO_ONE_ADAM = Condition(
 )
 POWERSGD = Condition("--grad-compression powersgd", lambda run: run.parallel.grad_compression == "powersgd")
 
+# Graphs of layers.
+NO_COMPILE = unless("--compile", lambda run: run.training.compile)
+CUDA_GRAPHS = Condition("--cuda-graph-impl local", lambda run: run.training.cuda_graph_impl == "local")
+
 # FP8.
 FP8 = given("fp8_format", "hybrid")
 NO_FP8 = unless("--fp8-format", lambda run: run.training.fp8_format is not None)

@@ -34,8 +34,10 @@ def _fast_restart_problems(checkpoint: CheckpointConfig) -> Iterator[str]:
 
 
 def monitor_problems(config: RunConfig, world_size: int) -> Iterator[str]:
-    """A profile without steps, or of ranks that do not exist."""
+    """Records of hashes without a file, and a profile without steps or of ranks that do not exist."""
     monitor = config.monitor
+    if monitor.record_hashes and not (monitor.metrics_file or config.checkpoint.save):
+        yield "record_hashes=True has no file to write to; give --metrics-file FILE or --save FOLDER"
     if not monitor.profile:
         return
     start, end = monitor.profile_step_start, monitor.profile_step_end

@@ -232,3 +232,27 @@ def _fit_problems(name: str, ramp: Ramp, end_name: str, divisor: int, divisor_sh
         )
     elif uneven:
         yield f"{name}={ramp}: {' and '.join(uneven)} must be a multiple of {divisor_shown}"
+
+
+def graph_problems(config: RunConfig) -> Iterator[str]:
+    """Settings that a CUDA graph, which repeats the same kernels on the same memory, excludes."""
+    training, parallel, model = config.training, config.parallel, config.model
+    if training.cuda_graph_impl == "none":
+        return
+    splits = ("zb_h1", "zb_h2", "zb_v", "dualpipe_v")
+    schedule = parallel.schedule(model.num_layers)
+    excluded = {
+        f"fp8_format={training.fp8_format}": training.fp8_format is not None,
+        f"zero_stage={parallel.dp_zero_stage}": parallel.dp_zero_stage >= 2,
+        f"tensor_model_parallel_size={parallel.tensor_model_parallel_size}": parallel.tensor_model_parallel_size > 1,
+        f"context_parallel_size={parallel.context_parallel_size}": parallel.context_parallel_size > 1,
+        f"pipeline_schedule={schedule}": schedule in splits or parallel.overlap_moe_expert_parallel_comm,
+        "reset_attention_mask=True": config.data.reset_attention_mask,
+        "recompute_granularity=full": model.recompute_granularity == "full",
+        f"recompute_modules={' '.join(model.recompute_modules)}": any(
+            map(model.recomputes, ("layernorm", "mla_up_proj"))
+        ),
+        "cpu_offloading=True": model.cpu_offloading,
+    }
+    for other in (assigned for assigned, is_so in excluded.items() if is_so):
+        yield f"cuda_graph_impl=local cannot be used with {other}; remove one of them"

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron_core.data_parallel.buffer import Bucket
-from megatron_core.parallel.compiled import is_compiled
+from megatron_core.parallel.compiled import outside_of_graphs
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,14 +93,14 @@ class UnitSync:
         seen = {root}
         for unit, listed in zip(self.units[len(self.units) - len(modules) :], modules, strict=True):
             for module in listed:
-                for inner in _hooked(module):
+                for inner in outside_of_graphs(module):
                     owns = inner is module or next(inner.parameters(recurse=False), None) is not None
                     if owns and inner not in seen:
                         seen.add(inner)
                         self._attach_module(inner, unit)
         if self._rest is not None:
             root.register_forward_pre_hook(lambda *_: self._enter_forward(self._rest))
-            for inner in root.modules():
+            for inner in outside_of_graphs(root):
                 if inner not in seen and next(inner.parameters(recurse=False), None) is not None:
                     self._attach_module(inner, self._rest)
         root.register_forward_hook(lambda _, args, output: self._leave_forward(output))
@@ -263,13 +263,6 @@ class UnitSync:
             passed = len(self.units) if backward else first - 1
         number = passed + (-distance if backward else distance)
         return list(self.units[number].reads) if first <= number < len(self.units) else []
-
-
-def _hooked(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield ``module`` and its submodules, without those inside of a compiled module: hooks are not part of graphs."""
-    yield module
-    for child in () if is_compiled(module) else module.children():
-        yield from _hooked(child)
 
 
 def _buckets_of(

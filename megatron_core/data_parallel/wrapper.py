@@ -19,7 +19,7 @@ from megatron_core.data_parallel.fill import global_parameters, in_order, make_b
 from megatron_core.data_parallel.placement import Placement
 from megatron_core.data_parallel.unit_sync import UnitOptions, UnitSync
 from megatron_core.parallel.collectives import all_reduce_
-from megatron_core.parallel.compiled import is_compiled
+from megatron_core.parallel.compiled import outside_of_graphs, runs_graphs
 from megatron_core.parallel.groups import Group, ParallelGroups
 from megatron_core.parallel.sharding import Split, spec_of
 from megatron_core.schedules.actions import Action
@@ -125,7 +125,7 @@ class DataParallel:
                 parameter.register_post_accumulate_grad_hook(self._accumulator(bucket))
                 if bucket.splits_grads:
                     parameter.open_grad = self._opener(bucket)
-        for module in (module for stage in stages.values() for module in stage.modules() if is_compiled(module)):
+        for module in (module for stage in stages.values() for module in stage.modules() if runs_graphs(module)):
             number_weights(p for p in module.parameters() if p.requires_grad)
         if overlap_param_gather and zero_stage < 3:
             for stage in stages:
@@ -343,7 +343,7 @@ class DataParallel:
             root.register_forward_pre_hook(_waiter(own))
         for modules in self._units[stage]:
             read = [self._bucket_of[p] for module in modules for p in module.parameters() if p in self._bucket_of]
-            for module in dict.fromkeys(inner for each in modules for inner in each.modules()):
+            for module in dict.fromkeys(inner for each in modules for inner in outside_of_graphs(each)):
                 if module in modules or next(module.parameters(recurse=False), None) is not None:
                     module.register_forward_pre_hook(_waiter(list(dict.fromkeys(read))))
 

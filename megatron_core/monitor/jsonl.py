@@ -49,7 +49,7 @@ class JsonLinesSink:
         self._file.close()
 
     def _write(self, record: dict[str, Any]) -> None:
-        self._file.write(json.dumps(_as_json(record), allow_nan=False))
+        self._file.write(json.dumps(as_json(record), allow_nan=False))
 
 
 class LineFile:
@@ -147,7 +147,7 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
             continue  # cut off in the middle of a write
         if isinstance(record, dict) and record.get("kind") in ("step", "validation"):
             try:
-                record = _from_json(record)
+                record = from_json(record)
                 names = wrong_metrics(record)
             except (ValueError, TypeError, AttributeError):
                 names = ["non_finite"]
@@ -157,7 +157,7 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
             yield record
 
 
-def _as_json(record: dict[str, Any]) -> dict[str, Any]:
+def as_json(record: dict[str, Any]) -> dict[str, Any]:
     """Replace values that are not finite by ``null``, and add ``non_finite``."""
     odd = {name: str(v) for name, v in record.items() if isinstance(v, float) and not math.isfinite(v)}
     if not odd:
@@ -165,8 +165,8 @@ def _as_json(record: dict[str, Any]) -> dict[str, Any]:
     return {**record, **dict.fromkeys(odd), "non_finite": odd}
 
 
-def _from_json(record: dict[str, Any]) -> dict[str, Any]:
-    """The inverse of ``_as_json``."""
+def from_json(record: dict[str, Any]) -> dict[str, Any]:
+    """The inverse of ``as_json``."""
     odd = record.pop("non_finite", {})
     return {**record, **{name: float(text) for name, text in odd.items()}}
 

@@ -6,7 +6,7 @@ also see them, and the ranks start them in one order. All ranks of a group compi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
@@ -81,9 +81,16 @@ def compile_forward(
     def forward(*args: Any, **kwargs: Any) -> Any:
         return (eager if eager_if is not None and eager_if(*args, **kwargs) else compiled)(*args, **kwargs)
 
-    marked.forward, marked.has_compiled_forward = forward, True
+    marked.forward, marked.has_graphs = forward, True
 
 
-def is_compiled(module: nn.Module) -> bool:
-    """Whether ``compile_forward`` compiled the module's forward."""
-    return getattr(module, "has_compiled_forward", False)
+def runs_graphs(module: nn.Module) -> bool:
+    """Whether the module's forward is compiled, or runs by CUDA graphs."""
+    return getattr(module, "has_graphs", False)
+
+
+def outside_of_graphs(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield ``module`` and its submodules, without those inside of a module with graphs: these run no hooks."""
+    yield module
+    for child in () if runs_graphs(module) else module.children():
+        yield from outside_of_graphs(child)

@@ -42,6 +42,7 @@ from megatron_core.training.plans import Plans, StepSize
 from megatron_core.training.saving import CheckpointSaver
 from megatron_core.training.state import TrainState, load_state, open_checkpoint
 from megatron_core.transformer.compiled import compile_layers
+from megatron_core.transformer.cuda_graphs import graph_layers
 from megatron_core.transformer.layer_spec import LayerSpecs, auxiliary_loss_names, layer_spec
 
 
@@ -241,20 +242,29 @@ def _p2p_of(groups: ParallelGroups, device: torch.device, plans: Plans) -> Pipel
     return p2p
 
 
-def _freeze_or_compile(config: RunConfig, stages: Mapping[int, GPTModel], world: World) -> None:
-    """Freeze the stages of a run that does not train, so that it allocates no gradients and moments; else compile their
-    layers, if configured. Rank 0 prints which parts of layers stay eager."""
+def _freeze_or_graph(config: RunConfig, stages: Mapping[int, GPTModel], world: World) -> None:
+    """Freeze the stages of a run that does not train, so that it allocates no gradients and moments; else compile or
+    capture their layers, if configured. Rank 0 prints which parts of layers stay eager."""
     if config.training.skip_train:
         for stage in stages.values():
             stage.requires_grad_(False)
-    if config.training.skip_train or not config.training.compile:
         return
-    layers = [layer for stage in stages.values() for layer in stage.decoder.layers]
-    eager = compile_layers(
-        layers, backend=config.training.compile_backend, packs_documents=config.data.reset_attention_mask
-    )
-    if eager and world.rank == 0:
-        print(f"compile=True: {eager}", flush=True)
+    training, eager = config.training, []
+    if training.cuda_graph_impl != "none" and world.device.type != "cuda":
+        raise ConfigError(
+            f"cuda_graph_impl={training.cuda_graph_impl} needs a GPU, and this run is on {world.device.type}; remove "
+            "--cuda-graph-impl"
+        )
+    for stage in stages.values():
+        layers = list(stage.decoder.layers)
+        if training.compile:
+            packs = config.data.reset_attention_mask
+            eager.append(compile_layers(layers, backend=training.compile_backend, packs_documents=packs))
+        if training.cuda_graph_impl == "local":
+            eager.append(graph_layers(layers, training.cuda_graph_modules, training.cuda_graph_warmup_steps))
+    if any(eager) and world.rank == 0:
+        name = "compile=True" if training.compile else "cuda_graph_impl=local"
+        print(f"{name}: {'; '.join(dict.fromkeys(filter(None, eager)))}", flush=True)
 
 
 def _set_process_switches(config: RunConfig) -> None:
@@ -303,7 +313,7 @@ def set_up(
         deferred=deferred,
         layer_specs=layer_specs,
     )
-    _freeze_or_compile(config, stages, world)
+    _freeze_or_graph(config, stages, world)
     draw = partial(draw_by_name, seed=config.training.seed) if deferred and checkpoint is None else None
     data_parallel = data_parallel_of(parallel, config.optimizer, stages, groups, world.device, draw)
     optimizer = _optimizer_of(config, data_parallel, groups)

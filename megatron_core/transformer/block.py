@@ -98,12 +98,19 @@ class TransformerLayer(nn.Module):
 
     def forward(self, hidden: Tensor, context: SequenceContext) -> Tensor:
         """``[s, b, h]`` (``[s/tp, b, h]`` with sequence parallelism) -> the same shape."""
+        attended = self.attend(hidden, context)
+        return self.feed_forward(attended, hidden if self.parallel_residual else attended, context)
+
+    def attend(self, hidden: Tensor, context: SequenceContext) -> Tensor:
+        """Return ``hidden`` + drop(attention(norm(hidden)))."""
         normed = self.input_layernorm(hidden)
         with self._dropped(normed, self.input_layernorm, hidden):
             output, bias = self.self_attention(normed, context)
         output, bias = _normed(self.post_self_attn_layernorm, output, bias)
-        attended = self._add(hidden, output, bias, self.attention_dropout, context)
-        mlp_input = hidden if self.parallel_residual else attended
+        return self._add(hidden, output, bias, self.attention_dropout, context)
+
+    def feed_forward(self, attended: Tensor, mlp_input: Tensor, context: SequenceContext) -> Tensor:
+        """Return ``attended`` + drop(mlp(norm(mlp_input)))."""
         normed = self.pre_mlp_layernorm(mlp_input)
         mlp = recomputed(self.mlp) if self.recompute_mlp and self.training else self.mlp
         with self._dropped(normed, self.pre_mlp_layernorm, mlp_input):

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -116,6 +117,22 @@ class PackedDocuments:
             if sum(own) != length or min(own, default=0) < 1:
                 raise DataError(f"document_lengths[{number}]={list(own)} must be above 0 and add up to {length} tokens")
         return cls(tuple(tuple(own) for own in lengths), device)
+
+    @cached_property
+    def starts(self) -> Tensor:
+        """``[documents + 1]`` int32: the first token of each document in all sequences, one after another, and the end.
+
+        Computed at the first use, as ``masked``.
+        """
+        lengths = [length for own in self.lengths for length in own]
+        starts = torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32)
+        on_host = starts.pin_memory() if self.device.type == "cuda" else starts
+        return on_host.to(self.device, non_blocking=True)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest document."""
+        return max(length for own in self.lengths for length in own)
 
     @cached_property
     def masked(self) -> Tensor:

@@ -1,6 +1,7 @@
 """Check that a model gives the same results in every layout as in one process."""
 
 from megatron_core.config.layout import Layout, every_layout
+from megatron_core.verify.bits import BitsReport, BitsRow, HashedExperiment, check_bits
 from megatron_core.verify.gpt import GPTExperiment, fitting_layouts, trace_training
 from megatron_core.verify.module import ModelUnderTest, ModuleExperiment
 from megatron_core.verify.parity import Experiment, ParityReport, Row, check_parity

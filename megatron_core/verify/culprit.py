@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_core.parallel.flight_recorder import RECORDER
 from megatron_core.training.setup import Run
+from megatron_core.transformer.block import TransformerBlock
 from megatron_core.transformer.context import SequenceContext
 from megatron_core.verify.compare import FLOAT64_BOUND, Errors
 
@@ -66,15 +67,13 @@ class _Watch:
         self._width = run.config.model.hidden_size
         for stage in run.stages.values():
             for name, module in stage.named_modules():
-                self._attach(name, module)
+                module.register_forward_pre_hook(lambda _, args: self._enter(args))
+                if not isinstance(module, TransformerBlock):  # its layers depend on the stage
+                    module.register_forward_hook(lambda _, args, output, name=name: self._leave(name, output))
 
     def take(self, key: Key, positions: Tensor, values: Tensor) -> None:
         """Receive the rows ``values`` ``[n, h]`` at ``positions`` ``[n]`` of a tensor."""
         raise NotImplementedError
-
-    def _attach(self, name: str, module: nn.Module) -> None:
-        module.register_forward_pre_hook(lambda _, args: self._enter(args))
-        module.register_forward_hook(lambda _, args, output: self._leave(name, output))
 
     def _enter(self, args: Sequence[Any]) -> None:
         for each in args:
@@ -154,19 +153,28 @@ def describe(reference: Reference, found: Iterable[Mapping[tuple[str, str], Diff
             return _of_tensor(place, wrong[place], before) + also
     gradients = _parameters(errors, "grad0.", [module for direction, module in order if direction == BACKWARD])
     if gradients:
-        more = f" and {len(gradients) - 1} more" if len(gradients) > 1 else ""
         return (
-            f"first wrong: gradient of {gradients[0]}{more}; outputs of modules and their gradients are right, so that "
+            f"first wrong: gradient of {_first(gradients)}; outputs of modules and their gradients are right, so that "
             "its own product or a sum of parameter gradients over ranks is wrong"
         )
     if "loss0" in errors:
         return "first wrong: the loss that is reported; outputs of modules and all gradients are right"
     if "norm0" in errors:
         return "first wrong: the gradient norm of the first step; all gradients are right"
+    weights = _parameters(errors, "weight.", [module for direction, module in order if direction == FORWARD])
+    if weights:
+        return (
+            f"first wrong: updated weight {_first(weights)}; losses, gradients and norm of the first step are right, "
+            "so that the optimizer or a gather of weights is wrong"
+        )
+    reports = [name for name in errors if name.startswith("report")]
     return (
-        "first wrong: weights or reports after the first step; its losses, gradients and norm are right, so that the "
-        "optimizer, a gather of weights or the sum of a report is wrong"
+        f"first wrong: {_first(reports or sorted(errors) or ['copies of a value'])}; the first step is right otherwise"
     )
+
+
+def _first(names: Sequence[str]) -> str:
+    return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
 
 
 def _of_tensor(place: tuple[str, str], there: Sequence[Difference], before: tuple[str, str] | None) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 
@@ -11,8 +12,10 @@ from megatron_core.config.validate import problems
 from megatron_core.datasets.base import Sample
 from megatron_core.datasets.keyed_dataset import mix64
 from megatron_core.datasets.loader import packing_of
+from megatron_core.monitor.hash_records import HashRecord
 from megatron_core.training.driver import StepHooks
 from megatron_core.training.setup import Run, set_up
+from megatron_core.training.state_hashes import HashedSteps, StateHashes
 from megatron_core.training.step import StepResult, train_step
 from megatron_core.verify.culprit import Comparer, Difference, Recorder, Reference
 from megatron_core.verify.ranks import run_ranks, this_world
@@ -34,6 +37,10 @@ class GPTExperiment:
     def __call__(self, layout: Layout, dtype: str) -> RankTrace:
         """Train and return this rank's trace; called in every rank of a world of ``layout.world_size``."""
         return train_traced(self._configured(layout, dtype), self.steps)
+
+    def hashes(self, layout: Layout, dtype: str) -> list[HashRecord]:
+        """Train and return the records of the initial state and of each step, equal on all ranks."""
+        return train_hashed(self._configured(layout, dtype), self.steps)
 
     def record(self) -> Reference:
         """The tensors of a step in one process, in float64."""
@@ -95,6 +102,19 @@ def train_traced(config: RunConfig, steps: int) -> RankTrace:
     return trace
 
 
+def train_hashed(config: RunConfig, steps: int) -> list[HashRecord]:
+    """Train ``steps`` steps as ``train_traced`` does; return the record of the initial state and of each step."""
+    run = prepared(config)
+    state = StateHashes(run.stages, run.data_parallel, run.optimizer, run.groups)
+    hashed = HashedSteps(state, by_tensor=True)
+    records = [hashed.initial(run.state.iteration)]
+    hooks = StepHooks(before_update=lambda: hashed.before_update(run.state.iteration + 1))
+    for _ in range(steps):
+        result = train_step(run, hooks=hooks)
+        records.append(hashed.after_step(result.loss, result.grad_norm))
+    return records
+
+
 def _reports(result: StepResult) -> dict[str, Sequence[float]]:
     """The auxiliary losses of layers, and the load of their experts."""
     added = {name: [value] for name, value in result.auxiliary_losses.items()}
@@ -120,10 +140,15 @@ class RaggedDataset:
 
     def __getitem__(self, index: int) -> Sample:
         """Sample ``index`` >= 0 of an infinite sequence."""
-        length = self.sequence_length
-        text = np.array([mix64(7, index, i) % self.vocab_size for i in range(length + 1)], dtype=np.int64)
-        if self.eod is not None:
-            text[[mix64(9, index, i) % 6 == 0 for i in range(length + 1)]] = self.eod
-        counted = 0 if index % 7 == 3 else 1 + mix64(8, index) % length
-        mask = (np.arange(length) < counted).astype(np.float32)
-        return Sample(tokens=text[:-1], labels=text[1:], loss_mask=mask)
+        return _ragged(self.vocab_size, self.sequence_length, self.eod, index)
+
+
+@lru_cache(maxsize=4096)
+def _ragged(vocab_size: int, length: int, eod: int | None, index: int) -> Sample:
+    """The sample of ``RaggedDataset``, which the ranks of a simulated world share."""
+    text = np.array([mix64(7, index, i) % vocab_size for i in range(length + 1)], dtype=np.int64)
+    if eod is not None:
+        text[[mix64(9, index, i) % 6 == 0 for i in range(length + 1)]] = eod
+    counted = 0 if index % 7 == 3 else 1 + mix64(8, index) % length
+    mask = (np.arange(length) < counted).astype(np.float32)
+    return Sample(tokens=text[:-1], labels=text[1:], loss_mask=mask)

@@ -1,7 +1,7 @@
 """Test a custom model: any modules built from the parallel layers."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,6 +13,7 @@ from megatron_core.config import OptimizerConfig, RunConfig
 from megatron_core.config.layout import Layout
 from megatron_core.data_parallel import DataParallel
 from megatron_core.errors import LayoutError
+from megatron_core.monitor.hash_records import HashRecord
 from megatron_core.optimizer.loss_scale import ConstantLossScale
 from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.parallel import ParallelGroups
@@ -23,7 +24,8 @@ from megatron_core.schedules import make_plan
 from megatron_core.schedules.actions import Plan
 from megatron_core.schedules.checks import check
 from megatron_core.tensor_parallel import ModelParallelConfig
-from megatron_core.training.driver import StepHooks, Trainable, take_step
+from megatron_core.training.driver import StepHooks, StepOutcome, Trainable, take_step
+from megatron_core.training.state_hashes import HashedSteps, StateHashes
 from megatron_core.verify.ranks import this_world
 from megatron_core.verify.trace import RankTrace
 
@@ -83,6 +85,10 @@ class ModuleExperiment:
     def __call__(self, layout: Layout, dtype: str) -> RankTrace:
         """Train and return this rank's trace; called in every rank of a world of ``layout.world_size``."""
         return _Training(self, layout, dtype).run()
+
+    def hashes(self, layout: Layout, dtype: str) -> list[HashRecord]:
+        """Train and return the records of the initial state and of each step, equal on all ranks."""
+        return _Training(self, layout, dtype).hashed()
 
 
 OPTIMIZER = OptimizerConfig(lr=1e-3, adam_eps=1e-3, clip_grad=0.5)
@@ -151,16 +157,27 @@ class _Training:
         """Run all steps and return the trace."""
         trace, data = RankTrace(), self.trainable.data_parallel
         for step in range(self.experiment.steps):
-            batches = self._batches(step)
-            terms = torch.tensor(sum(map(self.model.count, batches)), dtype=torch.float64, device=self.device)
-            hooks = StepHooks(before_update=partial(trace.add_gradients, data, step))
-            outcome = take_step(
-                self.trainable, self.plan, partial(self._forward, batches), terms, OPTIMIZER.lr, hooks=hooks
-            )
+            outcome = self._step(step, partial(trace.add_gradients, data, step))
             trace.losses.append(outcome.loss)
             trace.norms.append(outcome.grad_norm)
         trace.add_weights(data, self.stages.values())
         return trace
+
+    def hashed(self) -> list[HashRecord]:
+        """Run all steps and return their records."""
+        trainable = self.trainable
+        state = StateHashes(self.stages, trainable.data_parallel, trainable.optimizer, trainable.groups)
+        hashed = HashedSteps(state, by_tensor=True)
+        records = [hashed.initial(0)]
+        for step in range(self.experiment.steps):
+            outcome = self._step(step, partial(hashed.before_update, step + 1))
+            records.append(hashed.after_step(outcome.loss, outcome.grad_norm))
+        return records
+
+    def _step(self, step: int, before_update: Callable[[], None]) -> StepOutcome:
+        batches, hooks = self._batches(step), StepHooks(before_update=before_update)
+        terms = torch.tensor(sum(map(self.model.count, batches)), dtype=torch.float64, device=self.device)
+        return take_step(self.trainable, self.plan, partial(self._forward, batches), terms, OPTIMIZER.lr, hooks=hooks)
 
     def _batches(self, step: int) -> list[Batch]:
         size, groups = self.experiment.micro_batch_size, self.trainable.groups

@@ -202,6 +202,7 @@ def small_run() -> dict[str, Any]:
         "lr_warmup_iters": 0,  # the first step must change the weights
         "lr_decay_style": "constant",
         "eval_iters": 0,
+        "num_workers": 0,  # the data is in memory
         "mock_data": True,
         "tokenizer_type": "NullTokenizer",  # its last id is the end-of-document id, for packed documents
         "vocab_size": VOCABULARY,

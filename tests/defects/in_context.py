@@ -178,8 +178,8 @@ IN_CONTEXT = (
     Defect(
         "gradients of exchanged heads are not exchanged back",
         "parallel.collectives:exchange_parts",
-        "_all_to_all, _all_to_all",
-        "_all_to_all, _identity",
+        '"all_to_all", "all_to_all"',
+        '"all_to_all", "identity"',
         "cp2 a2a",
         "C22",
     ),

@@ -74,22 +74,22 @@ IN_LAYERS = (
     Defect(
         "backward of the all-reduce is another all-reduce",
         "parallel.collectives:reduce_from_region",
-        "_sum, _identity",
-        "_sum, _sum",
+        '"sum", "identity"',
+        '"sum", "sum"',
         "tp2",
     ),
     Defect(
         "backward of the reduce-scatter repeats the rank's own part",
         "parallel.collectives:reduce_scatter_to_sequence",
-        "_gather_first",
-        "lambda grad, group: grad.repeat(group.size(), 1, 1)",
+        '_paired(x, group, "reduce_scatter_first", "gather_first")',
+        "_Pair.apply(x, group, _reduce_scatter_first, lambda grad, group: grad.repeat(group.size(), 1, 1))",
         "tp2 sp",
     ),
     Defect(
         "backward of the reduce-scatter is divided by the ranks",
         "parallel.collectives:reduce_scatter_to_sequence",
-        "_gather_first",
-        "lambda grad, group: _gather_first(grad, group) / group.size()",
+        '_paired(x, group, "reduce_scatter_first", "gather_first")',
+        "_Pair.apply(x, group, _reduce_scatter_first, lambda grad, group: _gather_first(grad, group) / group.size())",
         "tp2 sp",
     ),
     Defect(

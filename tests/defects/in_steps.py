@@ -135,8 +135,8 @@ IN_STEPS = (
     Defect(  # C2
         "accumulated gradients become a moving average",
         "data_parallel.wrapper:DataParallel._accumulator",
-        "parameter.main_grad.add_(parameter.grad)",
-        "parameter.main_grad.mul_(0.5).add_(parameter.grad)",
+        "parameter.main_grad.add_(parameter.grad,",
+        "parameter.main_grad.mul_(0.5).add_(parameter.grad,",
         "pp2",
         "C2",
     ),

@@ -81,12 +81,23 @@ class Log:
     written: dict[int, int] = field(default_factory=dict)
     """When the computation allocated or wrote memory of the device last, by address."""
 
+    capture: Any = None
+    """The CUDA graph that records, if any (``graphs``)."""
+    graphs: list[Any] = field(default_factory=list)
+    """All CUDA graphs."""
+    varlen_calls: int = 0
+    """Number of calls of torch's variable-length attention."""
+    replays: int = 0
+    """Number of replays of CUDA graphs."""
+
     def mark(self, tensor: Tensor) -> None:
         """The computation writes or allocates ``tensor``."""
         self.clock += 1
         self.written[tensor.untyped_storage().data_ptr()] = self.clock
 
     def stall(self, what: str) -> None:
+        if self.capture is not None:
+            raise RuntimeError(f"{line_of_project()}: {what} is not permitted when the stream is capturing")
         self.stalls[f"{line_of_project()} {what}"] += 1
         self.synchronize()
 
@@ -172,8 +183,15 @@ class OnGPU(Tensor):
             id(plain.get(id(each), each)): each for each in found
         }  # tensors changed in place are returned unchanged
         memory = lambda each: plain.get(id(each), each)  # noqa: E731
-        func = ONLY_CUDA.get(str(func), func)
-        result = func(*mapped(memory, args), **mapped(memory, kwargs))
+        changed, func = _traits(func, name)[0], ONLY_CUDA.get(str(func), func)
+        host_args, host_kwargs = mapped(memory, args), mapped(memory, kwargs)
+        if LOG.capture is not None:
+            written = [each for each, is_changed in zip(host_args, changed, strict=False) if is_changed]
+            for each in _tensors([*written, host_kwargs.get("out")]):
+                LOG.capture.changes(each)
+        result = func(*host_args, **host_kwargs)
+        if LOG.capture is not None:
+            LOG.capture.note(func, host_args, host_kwargs, result)
         old = {each.untyped_storage().data_ptr() for each in plain.values()}
         for out in _tensors([result]):
             if id(out) in known or out.untyped_storage().data_ptr() not in old:  # changed in place, or new: no view
@@ -229,7 +247,50 @@ def _scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *rest: An
     return ((a.float() * scale_a) @ (b.float() * scale_b)).to(out_dtype)
 
 
+def _by_document(starts: Tensor, window: list[int], *tokens: Tensor) -> list[Tensor]:
+    """Attention of queries, keys and values ``[tokens, heads, d]`` in float32, one document after another; with the
+    gradient of the output as fourth, the three gradients."""
+    parts: list[list[Tensor]] = []
+    for start, stop in zip(starts.tolist(), starts.tolist()[1:], strict=False):
+        q, k, v, *grads = (x[start:stop].float().transpose(0, 1) for x in tokens)
+        many, scale = len(q) // len(k), q.shape[-1] ** -0.5
+        k, v = (x.repeat_interleave(many, dim=0) for x in (k, v))
+        seen = torch.ones(stop - start, stop - start, dtype=torch.bool).tril(window[1])
+        seen = seen if window[0] < 0 else seen.triu(-window[0])
+        probs = (q @ k.mT * scale).masked_fill(~seen, -torch.inf).softmax(-1)
+        found = [probs @ v]
+        for grad in grads:
+            of_probs = grad @ v.mT
+            of_scores = scale * probs * (of_probs - (of_probs * probs).sum(-1, keepdim=True))
+            of_keys, of_values = (x.unflatten(0, (-1, many)).sum(1) for x in (of_scores.mT @ q, probs.mT @ grad))
+            found = [of_scores @ k, of_keys, of_values]
+        parts.append([x.transpose(0, 1) for x in found])
+    return [torch.cat(each).to(tokens[0].dtype) for each in zip(*parts, strict=True)]
+
+
+def _varlen(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, same: Tensor, most: int, *rest: Any) -> Any:
+    """torch's variable-length attention, with the restrictions of its flash kernel (``flash_api.cpp``)."""
+    most_keys, _, scale, window = rest[0], *rest[1:4]
+    lengths = starts.diff()
+    if starts.dtype != torch.int32 or not torch.equal(starts, same) or starts[-1] != len(query) or scale is not None:
+        raise RuntimeError("cu_seqlens_q must have dtype int32, and end with the number of tokens")
+    if not most == most_keys == int(lengths.max()):
+        raise RuntimeError("max_q is the length of the longest sequence")
+    _check_flash(query, key, value)
+    LOG.varlen_calls += 1
+    (out,) = _by_document(starts, window, query, key, value)
+    return out, torch.zeros(query.shape[1], len(query)), torch.zeros(2, dtype=torch.uint64)
+
+
+def _varlen_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Any:
+    _, _, starts, _, _, _, _, _, _, window = rest
+    _check_flash(query, key, value, grad)
+    return tuple(_by_document(starts, window, query, key, value, grad))
+
+
 ONLY_CUDA = {
+    "torch_attn._varlen_attn.default": _varlen,
+    "torch_attn._varlen_attn_backward.default": _varlen_backward,
     "aten._scaled_mm.default": _scaled_mm,
     "aten.addmm.dtype_out": _addmm,
     "aten.mm.dtype": lambda a, b, out_dtype: a.to(out_dtype) @ b.to(out_dtype),
@@ -290,6 +351,8 @@ def _check(func: Any, name: str, found: list[Tensor], args: Any, kwargs: Any) ->
 
 def _copy(to: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     """``copy_`` between the devices."""
+    if LOG.capture is not None:
+        raise RuntimeError(f"{line_of_project()}: a copy between host and device while the stream is capturing")
     if FRAME.stream is not None and non_blocking and LOG.is_pinned(source if isinstance(to, OnGPU) else to):
         FRAME.stream.copy(to, source)
         return to
@@ -403,6 +466,8 @@ class Inner(TorchDispatchMode):
             kwargs["device"] = "cpu"
         with torch._C.DisableTorchFunction():  # C++ operators are not Python calls
             result = func(*args, **kwargs)
+        if LOG.capture is not None and not any(isinstance(each, OnGPU) for each in _tensors(args)):
+            LOG.capture.note(func, args, kwargs, result)
         if not (FRAME.inner or is_there) or not isinstance(result, Tensor) or isinstance(result, OnGPU):
             return result
         return result if any(isinstance(each, Tensor) for each in args) else OnGPU.of(result)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from tests.simulated_gpu import graphs
 from tests.simulated_gpu.device import (
     FRAME,
     LOG,
@@ -30,6 +31,7 @@ from tests.simulated_gpu.device import (
 )
 from tests.simulated_gpu.streams import Event, Stream, index, synchronize
 
+GRAPHS = ("CUDAGraph", "graph", "graph_pool_handle")
 NOT_IN_NCCL = (torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.complex32)
 COLLECTIVES = (
     *("all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "scatter"),
@@ -169,6 +171,7 @@ def simulated_gpu() -> Iterator[Log]:
         over_gpu = _over_gpu(getattr(dist, name))
         patches += [mock.patch.object(module, name, over_gpu) for module in (dist, dist.distributed_c10d)]
     patches += [mock.patch.object(torch.cuda, "Event", Event), mock.patch.object(torch.cuda, "Stream", Stream)]
+    patches += [mock.patch.object(torch.cuda, name, getattr(graphs, name)) for name in GRAPHS]
     patches += [mock.patch.object(saved_tensors_hooks, "__init__", set_hooks)]
     patches += [mock.patch.object(torch.cuda.nccl, "version", lambda: (2, 27, 3))]
     patches += [mock.patch.object(threading.Thread, "run", _run_thread)]

@@ -45,6 +45,21 @@ def verify(capfd: pytest.CaptureFixture[str]) -> Verify:
     return call
 
 
+def test_bits_name_the_first_difference(verify: Verify, tmp_path: Path) -> None:
+    """Sums over data-parallel ranks have another order than those of one process."""
+    result = verify(*SMALL, "--bits", "--layouts", "dp2", "tp2", "--json", str(tmp_path / "report.json"))
+    assert result.status == 1, result.stderr
+    assert "1 step in float32 on cpu; all bits are compared" in result.stdout
+    assert "dp2  iteration 1: " in result.stdout
+    assert (
+        "tp2  iteration 1: the gradient of decoder.final_layernorm.bias differs first, in the module" in result.stdout
+    )
+    assert "0 of 2 layouts have the bits of one process in float32" in result.stdout
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["holds"] is False and report["rows"][1]["difference"]["quantity"] == "gradients"
+    assert verify(*SMALL, "--bits", "--layouts", "dp2", "--markdown", str(tmp_path / "x.md")).status == 2
+
+
 def test_layouts_in_words(verify: Verify, tmp_path: Path) -> None:
     result = verify(*SMALL, "--layouts", "tp2 sp", "pp2", "--json", str(tmp_path / "report.json"))
     assert result.status == 0, result.stderr

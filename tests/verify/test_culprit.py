@@ -26,8 +26,8 @@ DEFECTS = [
         "the gradient of a reduce-scatter is too small",
         (
             "parallel.collectives:reduce_scatter_to_sequence",
-            "_gather_first)",
-            "lambda g, group: _gather_first(g, group) / 2)",
+            '_paired(x, group, "reduce_scatter_first", "gather_first")',
+            "_Pair.apply(x, group, _reduce_scatter_first, lambda grad, group: _gather_first(grad, group) / 2)",
         ),
         "tp2 sp",
         r"gradient of the output of .*pre_mlp_layernorm, in backward, on rank 0 .*; right before it: decoder\.layers",
@@ -88,4 +88,7 @@ def test_order_is_that_of_the_program() -> None:
     assert "the loss that is reported" in describe(reference, [{}], {"loss0": 1.0})
     first = describe(reference, [{}], {"grad0.a.weight": 1.0, "grad0.b.weight": 1.0, "grad1.b.weight": 1.0})
     assert first.startswith("first wrong: gradient of b.weight and 1 more; ")
-    assert "the optimizer, a gather of weights" in describe(reference, [{}], {"weight.a.weight": 1.0})
+    assert "updated weight a.weight; " in describe(
+        reference, [{}], {"weight.b.x": 1.0, "weight.a.weight": 1.0}
+    ).replace(" and 1 more", "")
+    assert "report0.load of layer 1;" in describe(reference, [{}], {"report0.load of layer 1": 1.0})

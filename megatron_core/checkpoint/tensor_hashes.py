@@ -1,0 +1,155 @@
+"""Hashes of global tensors from the boxes that all ranks hold, and of the tensors of a checkpoint.
+
+Ranks add integers; no tensor is gathered. Every element counts once, on the rank that owns it. In addition all copies
+are summed: if every element is held k times, the sum of all copies must be k times the sum of the owned elements
+modulo 2^64, otherwise copies differ.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from megatron_core.checkpoint.boxes import TensorBox
+from megatron_core.checkpoint.manifest import TORCH_DTYPES
+from megatron_core.checkpoint.reader import CheckpointReader
+from megatron_core.errors import MegatronError
+from megatron_core.parallel.collectives import all_reduce_
+from megatron_core.parallel.groups import Group
+from megatron_core.parallel.tensor_hash import box_sum, combined, finished
+from megatron_core.parallel.texts import gather_texts
+
+
+@dataclass(frozen=True)
+class Hashes:
+    """Hashes of tensors by name, in the order of the model's computation."""
+
+    by_tensor: Mapping[str, str]
+    differing: tuple[str, ...] = ()
+    """Tensors whose copies on several ranks differ."""
+
+    @property
+    def total(self) -> str:
+        """One hash of all tensors."""
+        return combined(self.by_tensor.items())
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """A global tensor: its place in the order, shape and dtype, and on how many ranks its elements are."""
+
+    order: int | None
+    shape: tuple[int, ...]
+    dtype: str
+    owned: int
+    held: int
+
+    def line(self, name: str) -> str:
+        """The tensor as a line of text."""
+        shape = ",".join(map(str, self.shape))
+        return f"{'' if self.order is None else self.order}\t{name}\t{self.dtype}\t{shape}\t{self.owned}\t{self.held}"
+
+
+@dataclass
+class _Sums:
+    """Sums of this rank's boxes of one tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    owned: list[Tensor] = field(default_factory=list)
+    copies: list[Tensor] = field(default_factory=list)
+    numel_owned: int = 0
+    numel: int = 0
+
+    def add(self, piece: TensorBox) -> None:
+        """Add a box."""
+        (self.owned if piece.owned else self.copies).append(box_sum(piece.memory, piece.box, piece.global_shape))
+        self.numel += piece.box.numel
+        self.numel_owned += piece.box.numel * piece.owned
+
+
+class GlobalHashes:
+    """Hashes one set of tensors, such as the gradients, repeatedly; all ranks of ``group`` call it together.
+
+    ``order``: for names on this rank their place in the model's computation; ranks with a copy may lack the name. The
+    first call exchanges names and shapes, so that later ones consist of one sum over the ranks.
+    """
+
+    def __init__(self, group: Group, device: torch.device, order: Mapping[str, int]) -> None:
+        self._group, self._device, self._order = group, device, order
+        self._tensors: dict[str, _Tensor] = {}
+        self._own: list[str] = []
+
+    @torch.no_grad()
+    def __call__(self, pieces: Iterable[TensorBox]) -> Hashes:
+        """Return the hashes of all ranks' tensors from this rank's ``pieces``, copies included.
+
+        Each element must be ``owned`` in the pieces of exactly one rank. The result is equal on all ranks.
+        """
+        sums: dict[str, _Sums] = {}
+        for piece in pieces:
+            own = sums.setdefault(piece.name, _Sums(piece.global_shape, piece.memory.dtype))
+            own.add(piece)
+        if not self._tensors:
+            self._exchange(sums)
+        if sorted(sums) != self._own:
+            raise MegatronError("the tensors to hash differ from those of the first call; use another GlobalHashes")
+        place = {name: number for number, name in enumerate(self._tensors)}
+        table = torch.zeros(2, len(place), dtype=torch.int64, device=self._device)
+        for name, own in sums.items():
+            owned = _added(own.owned, self._device)
+            table[0, place[name]] = owned
+            table[1, place[name]] = owned + _added(own.copies, self._device)
+        all_reduce_(table, self._group)
+        return self._read(*table.tolist())
+
+    def _read(self, owned: list[int], held: list[int]) -> Hashes:
+        found, differing = {}, []
+        for (name, tensor), own, every in zip(self._tensors.items(), owned, held, strict=True):
+            found[name] = finished(own, tensor.shape, getattr(torch, tensor.dtype))
+            copies, rest = divmod(tensor.held, max(tensor.owned, 1))
+            if not rest and (every - copies * own) % 2**64:
+                differing.append(name)
+        return Hashes(found, tuple(differing))
+
+    def _exchange(self, sums: Mapping[str, _Sums]) -> None:
+        """Find the tensors of all ranks and the numbers of their owned elements and copies."""
+        self._own = sorted(sums)
+        lines = [
+            _Tensor(self._order.get(n), s.shape, str(s.dtype).removeprefix("torch."), s.numel_owned, s.numel).line(n)
+            for n, s in sums.items()
+        ]
+        found: dict[str, _Tensor] = {}
+        for text in gather_texts("\n".join(lines), self._group, self._device):
+            for name, tensor in _parsed(text):
+                known = found.get(name)
+                owned, held = (known.owned, known.held) if known else (0, 0)
+                order = known.order if known and tensor.order is None else tensor.order
+                found[name] = _Tensor(order, tensor.shape, tensor.dtype, owned + tensor.owned, held + tensor.held)
+        self._tensors = dict(sorted(found.items(), key=lambda each: (each[1].order or 0, each[0])))
+
+
+def _added(sums: list[Tensor], device: torch.device) -> Tensor:
+    if not sums:
+        return torch.zeros((), dtype=torch.int64, device=device)
+    return torch.stack([each.to(device) for each in sums]).sum()
+
+
+def _parsed(text: str) -> Iterator[tuple[str, _Tensor]]:
+    for line in text.splitlines():
+        order, name, dtype, shape, owned, held = line.split("\t")
+        sizes = tuple(int(size) for size in shape.split(",") if size)
+        yield name, _Tensor(int(order) if order else None, sizes, dtype, int(owned), int(held))
+
+
+def checkpoint_hashes(reader: CheckpointReader) -> dict[str, str]:
+    """The hash of every tensor of a checkpoint by name; it does not depend on the layout in which it was saved.
+
+    Memory of the largest stored box is needed. Errors: ``CheckpointError``.
+    """
+    found = {}
+    for name, tensor in sorted(reader.manifest.tensors.items()):
+        total = sum(int(box_sum(values, box, tensor.shape)) for box, values in reader.boxes(name))
+        found[name] = finished(total, tensor.shape, TORCH_DTYPES[tensor.dtype])
+    return found

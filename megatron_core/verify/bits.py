@@ -1,0 +1,137 @@
+"""Compare the bits of layouts: each must give the hashes of one process in the same dtype."""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from math import isfinite
+from typing import Any, Protocol
+
+from megatron_core.config.layout import Layout
+from megatron_core.errors import ConfigError
+from megatron_core.monitor.hash_records import Difference, HashRecord, first_difference
+from megatron_core.parallel.shared_memory import backend as shared_memory
+from megatron_core.parallel.texts import listed
+from megatron_core.verify.compare import EPSILON
+from megatron_core.verify.ranks import RankFailure, run_ranks, run_simulated
+
+
+class HashedExperiment(Protocol):
+    """A training whose steps can be hashed under any layout."""
+
+    def hashes(self, layout: Layout, dtype: str) -> list[HashRecord]:
+        """Train as one rank of a world of ``layout.world_size`` ranks; return the records of all steps, by tensor."""
+        ...
+
+
+@dataclass(frozen=True)
+class BitsRow:
+    """Result of one layout."""
+
+    layout: str
+    ranks: int
+    seconds: float
+    difference: Difference | None = None
+    """The first difference from one process."""
+    faults: tuple[str, ...] = ()
+    """Further reasons why the layout fails: an error of a rank, or copies that differ."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether all bits are those of one process."""
+        return self.difference is None and not self.faults
+
+    @property
+    def verdict(self) -> str:
+        """The result as a sentence."""
+        reasons = [*(() if self.difference is None else (str(self.difference),)), *self.faults]
+        return "equal bits" if self.holds else "; ".join(reasons)
+
+
+@dataclass(frozen=True)
+class BitsReport:
+    """Results of all layouts."""
+
+    dtype: str
+    backend: str
+    steps: int
+    rows: list[BitsRow] = field(default_factory=list)
+
+    @property
+    def holds(self) -> bool:
+        """Whether all layouts have the bits of one process; False without rows."""
+        return bool(self.rows) and all(row.holds for row in self.rows)
+
+    @property
+    def summary(self) -> str:
+        """One line with the number of layouts that have the bits of one process."""
+        held = sum(row.holds for row in self.rows)
+        return f"{held} of {len(self.rows)} layouts have the bits of one process in {self.dtype} over {self.backend}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as a dict for JSON."""
+        rows = [asdict(row) | {"holds": row.holds, "verdict": row.verdict} for row in self.rows]
+        return {**asdict(self), "holds": self.holds, "rows": rows}
+
+
+def check_bits(
+    experiment: HashedExperiment,
+    layouts: Iterable[Layout | str],
+    *,
+    dtype: str = "float32",
+    device: str = "cpu",
+    backend: str = "auto",
+    on_row: Callable[[BitsRow], None] = lambda row: None,
+    timeout: float = 300.0,
+) -> BitsReport:
+    """Run ``experiment`` in one process and under each of ``layouts``, and compare losses, norms and hashes.
+
+    The arguments are those of ``check_parity``. A layout that fails to run gives a row with faults.
+    Errors: ``RankFailure`` if the experiment fails in one process; ``ConfigError`` if a loss there is not finite.
+    """
+    if dtype not in EPSILON:
+        raise ConfigError(f"dtype={dtype} cannot be compared; legal: {', '.join(EPSILON)}")
+    wanted = [Layout.parse(layout) if isinstance(layout, str) else layout for layout in layouts]
+
+    def results(layout: Layout) -> tuple[list[HashRecord], list[str]]:
+        if device == "simulated" and layout.world_size > 1:
+            return run_simulated(layout.world_size, experiment.hashes, layout, dtype, finish=_joined).result
+        return _joined(
+            run_ranks(
+                layout.world_size, experiment.hashes, layout, dtype, timeout=timeout, device=device, backend=backend
+            )
+        )
+
+    baseline, _ = results(Layout())
+    losses = [record.loss for record in baseline if record.loss is not None]
+    if not losses or not all(map(isfinite, losses)):
+        raise ConfigError(f"in one process the losses are {losses}, which are not finite and cannot be compared")
+    names = {"cpu": shared_memory.expected(backend), "cuda": "nccl", "simulated": "simulated ranks"}
+    report = BitsReport(dtype, names[device], len(losses))
+    for layout in wanted:
+        began, difference = time.perf_counter(), None
+        try:
+            found, faults = results(layout)
+        except RankFailure as failure:
+            faults = [f"fails: {str(failure).strip().splitlines()[-1]}"]
+        else:
+            difference = first_difference(baseline, found)
+            ours, theirs = ([record.iteration for record in each] for each in (found, baseline))
+            if ours != theirs:
+                faults.append(f"has records of the iterations {listed(ours)} instead of {listed(theirs)}")
+        row = BitsRow(str(layout), layout.world_size, time.perf_counter() - began, difference, tuple(faults))
+        report.rows.append(row)
+        on_row(row)
+    return report
+
+
+def _joined(found: Sequence[list[HashRecord]]) -> tuple[list[HashRecord], list[str]]:
+    """The records of all ranks -> those of rank 0, and inconsistencies between ranks."""
+    first, faults = found[0], []
+    for rank, records in enumerate(found):
+        if (differs := first_difference(first, records)) is not None:
+            faults.append(f"rank {rank} and rank 0 report different results ({differs})")
+    for record in first:
+        if record.differing_copies:
+            names = listed(record.differing_copies, 4)
+            return first, [*faults, f"iteration {record.iteration}: copies on several ranks differ: {names}"]
+    return first, faults

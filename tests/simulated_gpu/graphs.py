@@ -1,0 +1,107 @@
+"""CUDA graphs of the simulated GPU: a capture records operators, and a replay runs them on the same memory.
+
+As on a GPU, a capture computes nothing: memory that existed before keeps its values, and new memory is NaN until the
+first replay. Memory that only the graph refers to may be reused between replays: it is NaN after each. Waits of the
+host and copies between host and device during a capture are errors.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.simulated_gpu.device import LOG, _tensors
+from tests.simulated_gpu.streams import Plain
+
+
+class CUDAGraph:
+    """torch.cuda.CUDAGraph."""
+
+    def __init__(self, keep_graph: bool = False) -> None:
+        self._entries: list[tuple[Any, Any, Any, list[tuple[int, Tensor]]]] = []
+        self._new: dict[int, Tensor] = {}
+        """Memory that the capture allocated, by address."""
+        self._before: dict[int, tuple[Tensor, Tensor]] = {}
+        """Memory of others that it would change, and its values."""
+        self._own: dict[int, Tensor] = {}
+        """All tensors of the record, by their ids."""
+        LOG.graphs.append(self)
+
+    def changes(self, memory: Tensor) -> None:
+        """The capture is about to change ``memory``, a tensor of the CPU."""
+        address = memory.untyped_storage().data_ptr()
+        if address not in self._new and address not in self._before:
+            whole = torch.empty(0, dtype=torch.uint8).set_(memory.untyped_storage())
+            self._before[address] = whole, whole.clone()
+
+    def note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Record an operator on tensors of the CPU."""
+        found = _tensors([*args, *kwargs.values()])
+        given = {each.untyped_storage().data_ptr() for each in found}
+        outputs = []
+        for at, each in enumerate(_tensors([result])):
+            address = each.untyped_storage().data_ptr()
+            if address not in given:
+                self._new[address] = each
+                outputs.append((at, each))
+            self._own[id(each)] = each
+        self._own |= {id(each): each for each in found}
+        self._entries.append((func, args, kwargs, outputs))
+
+    def end(self) -> None:
+        """Undo what the capture has computed."""
+        for whole, values in self._before.values():
+            whole.copy_(values)
+        self._before.clear()
+        for memory in self._new.values():
+            _forget(memory)
+
+    def replay(self) -> None:
+        """Run the recorded operators."""
+        assert LOG.capture is None, "a replay inside of a capture"
+        LOG.replays += 1
+        with Plain(), torch.no_grad():
+            for func, args, kwargs, outputs in self._entries:
+                results = _tensors([func(*args, **kwargs)])
+                for at, memory in outputs:
+                    if results[at] is not memory:
+                        memory.copy_(results[at])
+            counts: dict[int, int] = {}
+            for each in {number: own for graph in LOG.graphs for number, own in graph._own.items()}.values():
+                address = each.untyped_storage().data_ptr()
+                counts[address] = counts.get(address, 0) + 1
+            for address, memory in self._new.items():
+                storage = memory.untyped_storage()
+                if torch._C._storage_Use_Count(storage._cdata) <= counts[address] + 1:  # and ``storage``
+                    _forget(memory)
+
+
+def _forget(memory: Tensor) -> None:
+    if memory.is_floating_point():
+        memory.fill_(torch.nan)
+
+
+class graph:
+    """torch.cuda.graph."""
+
+    def __init__(
+        self, cuda_graph: CUDAGraph, pool: Any = None, stream: Any = None, capture_error_mode: str = "global"
+    ) -> None:
+        assert capture_error_mode in ("global", "thread_local", "relaxed") and stream is None
+        self._graph = cuda_graph
+
+    def __enter__(self) -> None:
+        assert LOG.capture is None, "a capture inside of a capture"
+        LOG.capture = self._graph
+
+    def __exit__(self, *error: object) -> None:
+        LOG.capture = None
+        with Plain(), torch.no_grad():
+            self._graph.end()
+
+
+def graph_pool_handle() -> tuple[int, int]:
+    """torch.cuda.graph_pool_handle."""
+    return (0, 1)

@@ -1,0 +1,134 @@
+"""CUDA graphs of layers on the simulated GPU: losses, norms and weights of the CPU; reuse of slots and memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron_core.config.validate import problems
+from megatron_core.errors import ConfigError
+from megatron_core.transformer import cuda_graphs
+from megatron_core.verify.ranks import RankFailure, run_ranks
+from tests.defects.plant import planted
+from tests.parity import rows
+from tests.parity.moe_rows import EP2, MIXTRAL
+from tests.parity.rows import GQA2, MODERN, PP2, SDPA, V2, ZERO
+from tests.runs import tiny_config, tiny_run
+from tests.simulated_gpu.device import LOG
+from tests.simulated_gpu.features import BF16, OVERLAP
+from tests.simulated_gpu.runtime import simulated_gpu
+from tests.simulated_gpu.test_training import train
+
+GRAPHS: dict[str, Any] = {"cuda_graph_impl": "local", "cuda_graph_warmup_steps": 1}
+ATTENTION, HALVES = {"cuda_graph_modules": ("attn",)}, {"cuda_graph_modules": ("attn", "mlp")}
+FOUR = {"global_batch_size": 8, "num_layers": 4}
+SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "mlp")}
+
+
+def captured(settings: dict[str, Any], graphs: dict[str, Any]) -> tuple[float, list[int]]:
+    """The largest relative difference from the CPU, the captured pairs of graphs by layer, and the replays."""
+    expected, counts = train(settings), []
+
+    def counted(*given: Any, real: Any = cuda_graphs.CallGraph.__init__) -> None:
+        counts.append(1)
+        real(*given)
+
+    with simulated_gpu(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda_graphs.CallGraph, "__init__", counted)
+        found = train(settings | graphs)
+        replays = LOG.replays
+    bound = max(abs(a - b) / max(abs(b), 1e-3) for a, b in zip(found, expected, strict=True))
+    return bound if bound == bound else float("inf"), [len(counts), replays]
+
+
+ONE_RANK: dict[str, tuple[dict[str, Any], dict[str, Any], list[int]]] = {
+    # 2 layers; of 4 micro-batches the first is the warm-up, and the others replay forward and backward.
+    "dense": ({}, GRAPHS, [2, 2 * 3 * 2]),
+    "halves": (MODERN | GQA2 | BF16 | SDPA, GRAPHS | HALVES, [4, 4 * 3 * 2]),
+    "recomputed": (SELECTIVE | MODERN | {"parallel_residual": True}, GRAPHS | HALVES, [4, 4 * 3 * 2]),
+    "experts": (MIXTRAL, GRAPHS | ATTENTION, [2, 2 * 3 * 2]),
+}
+
+
+@pytest.mark.drawn(3)
+@pytest.mark.parametrize("name", ONE_RANK)
+def test_graphs_compute_what_the_cpu_computes(name: str) -> None:
+    model, graphs, counts = ONE_RANK[name]
+    [(difference, found)] = run_ranks(1, captured, model, graphs)
+    assert difference < 1e-4
+    assert found == counts
+
+
+TWO_RANKS: dict[str, tuple[dict[str, Any], list[list[int]]]] = {
+    # Micro-batches in flight: 2 on the first rank, 1 on the second; 2 layers each.
+    "pp2": (PP2 | FOUR, [[4, 2 * 7 * 2], [2, 2 * 7 * 2]]),
+    "dp2 zero1, overlap": (ZERO | OVERLAP, [[2, 2 * 1 * 2], [2, 2 * 1 * 2]]),
+    "pp2, 2 chunks": (PP2 | V2 | FOUR | rows.OVERLAP, [[4 + 2, 2 * 7 * 2], [2 + 2, 2 * 7 * 2]]),
+    "dp2 ep2": (EP2 | MIXTRAL, [[2, 2 * 1 * 2], [2, 2 * 1 * 2]]),
+}
+
+
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize("name", TWO_RANKS)
+def test_graphs_in_layouts(name: str) -> None:
+    layout, counts = TWO_RANKS[name]
+    graphs = GRAPHS | (ATTENTION if "num_experts" in layout else {})
+    found = run_ranks(2, captured, layout, graphs)
+    assert max(difference for difference, _ in found) < 1e-4
+    assert [count for _, count in found] == counts
+
+
+def planted_difference(place: str, old: str, new: str, settings: dict[str, Any], graphs: dict[str, Any]) -> float:
+    with planted(place, old, new):
+        return captured(settings, graphs)[0]
+
+
+@pytest.mark.drawn(3)
+@pytest.mark.parametrize(
+    ("place", "old", "new"),
+    [
+        ("transformer.cuda_graphs:CallGraph._capture_backward", "retain_graph=True", "retain_graph=False"),
+        ("transformer.cuda_graphs:CallGraph._capture_backward", "total.add_(grad)", "total.copy_(grad)"),
+        ("transformer.cuda_graphs:CallGraph.run_forward", "_load(mine, theirs)", "pass"),
+        ("transformer.cuda_graphs:Slot.load", "mine.copy_(theirs)", "pass"),
+        ("transformer.cuda_graphs:StageGraphs.slot_of", "if self._free:", "if self._slots:"),
+        ("transformer.context:SequenceContext.add_auxiliary_loss", "is not None", "is None"),
+    ],
+    ids=["freed early", "overwritten gradients", "old input", "old samples", "slot in use", "none"],
+)
+def test_finds(place: str, old: str, new: str) -> None:
+    """Dropout depends on the numbers of the samples; two ranks have two micro-batches in flight."""
+    healthy = place.startswith("transformer.context")
+    try:
+        found = run_ranks(2, planted_difference, place, old, new, PP2 | FOUR, GRAPHS)
+    except RankFailure as failure:
+        assert not healthy and ("IndexError" in str(failure) or "inplace" in str(failure)), failure
+    else:
+        assert (max(found) < 1e-4) == healthy
+
+
+def test_a_wait_of_the_host_cannot_be_captured() -> None:
+    place, old = "transformer.block:TransformerLayer.attend", "normed = self.input_layernorm(hidden)"
+    with pytest.raises(RankFailure, match="not permitted when the stream is capturing"):
+        run_ranks(1, planted_difference, place, old, f"{old}; normed.sum().item()", {}, GRAPHS)
+
+
+def test_refused_on_a_cpu() -> None:
+    with pytest.raises(ConfigError, match="cuda_graph_impl=local needs a GPU, and this run is on cpu; remove"):
+        tiny_run(cuda_graph_impl="local")
+
+
+@pytest.mark.parametrize(
+    ("settings", "fault"),
+    [
+        ({"zero_stage": 2}, "zero_stage=2"),
+        ({"pipeline_model_parallel_size": 2, "pipeline_schedule": "zb_h1"}, "pipeline_schedule=zb_h1"),
+        ({"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}, "recompute_gran"),
+        ({"compile": True}, "--compile"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_be_captured_is_refused(settings: dict[str, Any], fault: str) -> None:
+    found = list(problems(tiny_config(cuda_graph_impl="local", **settings), 2))
+    assert any("cuda_graph_impl=local cannot be used with" in each and fault in each for each in found), found
