@@ -38,12 +38,11 @@ class CoreAttention(nn.Module):
     key have the same position. ``window_size`` is Megatron's (left, right): a query attends to its own key and at most
     ``left`` keys before it (-1: all), and to no key after it, regardless of ``right``. ``heads_over`` is the group over
     which the heads of a tensor-parallel rank are split further.
-    The fused path is torch's ``scaled_dot_product_attention``; in float32 on a CPU ``ops.causal_attention``, which takes
-    half of its time; for packed documents on a GPU torch's variable-length flash attention. With bounded scores
-    (``attn_logit_softcapping``) and
-    with attention dropout, whose mask must depend on the global head index and not on a generator, the formula is
-    evaluated for blocks of queries over the keys that they can see. The reference, ``attention_backend='unfused'``,
-    evaluates it for all queries and keys.
+    The fused path is torch's ``scaled_dot_product_attention``; in float32 on a CPU ``ops.causal_attention``, which
+    takes half of its time; for packed documents on a GPU torch's variable-length flash attention. With bounded scores
+    (``attn_logit_softcapping``) and with attention dropout, whose mask must depend on the global head index and not on
+    a generator, the formula is evaluated for blocks of queries over the keys that they can see. The reference,
+    ``attention_backend='unfused'``, evaluates it for all queries and keys.
     Source: Vaswani et al. 2017, section 3.2.1; Ainslie et al. 2023 for groups; Beltagy et al. 2020, section 3.1, for
     the window.
     """

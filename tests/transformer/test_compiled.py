@@ -33,21 +33,29 @@ SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ("core_a
 
 def layer_and_inputs(**settings: Any) -> tuple[TransformerLayer, torch.Tensor, SequenceContext]:
     run = tiny_run(**{"fp64": True, **settings})
-    table = torch.rand(16, 1, 4, dtype=torch.float64) if "position_embedding_type" in settings else None
+    dtype = torch.float64 if settings.get("fp64", True) else torch.float32
+    table = torch.rand(16, 1, 4, dtype=dtype) if "position_embedding_type" in settings else None
     context = SequenceContext(
         rotary=None if table is None else (table.cos(), table.sin()),
         sample_index=torch.arange(2),
         positions=torch.arange(16),
         residual_positions=torch.arange(16),
     )
-    hidden = torch.randn(16, 2, 32, dtype=torch.float64, requires_grad=True)
+    hidden = torch.randn(16, 2, 32, dtype=dtype, requires_grad=True)
     return run.stages[0].decoder.layers[0], hidden, context
 
 
 @pytest.mark.parametrize(
     "settings",
-    [DROPOUT, LLAMA, DROPOUT | WINDOW, LLAMA | SELECTIVE, DROPOUT | {"kernel_backend": "reference"}],
-    ids=["gpt", "llama", "window", "selective recompute", "reference"],
+    [
+        DROPOUT,
+        LLAMA,
+        LLAMA | {"fp64": False},
+        DROPOUT | WINDOW,
+        LLAMA | SELECTIVE,
+        DROPOUT | {"kernel_backend": "reference"},
+    ],
+    ids=["gpt", "llama", "float32", "window", "selective recompute", "reference"],
 )
 def test_a_dense_layer_is_one_graph(settings: dict[str, Any]) -> None:
     layer, hidden, context = layer_and_inputs(**settings)
