@@ -77,8 +77,17 @@ def import_megatron(folder: Path) -> None:
     torch.cuda.synchronize = lambda *args: None
     for name in ("zeros", "ones", "empty", "tensor"):
         setattr(torch, name, partial(_on_cpu, getattr(torch, name)))
+    dist.all_to_all_single = partial(_with_numbers, dist.all_to_all_single)
     moe_utils: Any = import_module("megatron.core.transformer.moe.moe_utils")
     vars(moe_utils).setdefault("te_general_gemm", None)  # undefined without Transformer Engine
+
+
+def _with_numbers(exchange: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call with the sizes of parts as numbers; Megatron converts only those on a GPU."""
+    given = {
+        key: each.tolist() if isinstance(each, Tensor) and "sizes" in key else each for key, each in kwargs.items()
+    }
+    return exchange(*args, **given)
 
 
 def _on_cpu(make: Any, *args: Any, **kwargs: Any) -> Tensor:
