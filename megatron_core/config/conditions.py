@@ -74,6 +74,7 @@ NO_SINKHORN = unless(
 ROUTED_BY_SCORE = unless("--moe-router-force-load-balancing", lambda run: run.model.moe_router_force_load_balancing)
 
 # The layout.
+LAYOUT_INVARIANT = given("layout_invariant")
 ZERO = Condition("--zero-stage 1, 2 or 3", lambda run: run.parallel.dp_zero_stage)
 ZERO_3 = Condition("--zero-stage 3", lambda run: run.parallel.dp_zero_stage == 3)
 TENSOR_PARALLEL = Condition("--tensor-model-parallel-size N", lambda run: run.parallel.tensor_model_parallel_size > 1)

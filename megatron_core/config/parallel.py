@@ -138,6 +138,14 @@ class ParallelConfig:
     weights while a layer runs."""
     ddp_bucket_size: int = setting(40_000_000, r.COUNT, when=c.SEVERAL_DATA_RANKS)
     """Number of elements in a gradient bucket; each bucket is reduced by one collective."""
+    layout_invariant: bool = setting(False, when=c.TRAINING, resume=Resume.REPORTED)
+    """Compute losses, gradients and weights whose bits do not depend on the layout, the micro-batch size or the
+    schedule, in float32 and bfloat16; steps take up to twice as long (docs/equal_bits.md)."""
+    layout_invariant_parts: int | None = setting(None, r.SMALL_COUNT, needs=c.LAYOUT_INVARIANT, resume=Resume.REPORTED)
+    """With --layout-invariant: parts of each layer's features, of which each tensor-parallel rank has as many. Default:
+    the largest of 8, 4 and 2 that divides the attention heads, else their smallest factor."""
+    layout_invariant_chunks: int = setting(8, r.SMALL_COUNT, needs=c.LAYOUT_INVARIANT, resume=Resume.REPORTED)
+    """With --layout-invariant: chunks of each sequence; a multiple of twice the context-parallel size."""
     rank_order: str = setting("tp-cp-ep-dp-pp", when=c.SEVERAL_RANKS)
     """Order of the parallel axes in the rank number, fastest-varying first."""
     distributed_backend: Literal["auto", "nccl", "gloo", "shm"] = setting("auto", when=c.SEVERAL_RANKS)

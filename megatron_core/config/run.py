@@ -9,6 +9,7 @@ from typing import Any, get_type_hints
 from megatron_core.config.attention import AttentionKind, attention_of
 from megatron_core.config.checkpoint import CheckpointConfig
 from megatron_core.config.data import DataConfig
+from megatron_core.config.invariance import default_parts
 from megatron_core.config.model import ModelConfig
 from megatron_core.config.monitor import MonitorConfig
 from megatron_core.config.parallel import ParallelConfig
@@ -49,6 +50,11 @@ class RunConfig:
         steps."""
         by_samples = self.training.train_samples is not None and not self.optimizer.counts_iterations
         return by_samples or self.optimizer.counts_samples
+
+    @property
+    def invariant_parts(self) -> int:
+        """Canonical parts of features with --layout-invariant, after defaults."""
+        return self.parallel.layout_invariant_parts or default_parts(self.model.num_attention_heads)
 
     def sections(self) -> dict[str, Any]:
         """The sections by name."""

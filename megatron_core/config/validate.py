@@ -7,6 +7,7 @@ from megatron_core.config.optimizers import optimizer_problems
 from megatron_core.config.rules_attention import model_problems
 from megatron_core.config.rules_data import SOURCES, data_problems, tokenizer_problems
 from megatron_core.config.rules_fp8 import fp8_problems
+from megatron_core.config.rules_invariance import invariance_problems
 from megatron_core.config.rules_moe import moe_problems
 from megatron_core.config.rules_parallel import context_problems, parallel_problems, recompute_problems
 from megatron_core.config.rules_run import checkpoint_problems, monitor_problems, resilience_problems
@@ -53,6 +54,7 @@ def problems(config: RunConfig, world_size: int) -> Iterator[str]:
     yield from precision_problems(config)
     yield from graph_problems(config)
     yield from fp8_problems(config)
+    yield from invariance_problems(config)
     yield from data_problems(config)
     yield from tokenizer_problems(config)
     yield from checkpoint_problems(config)

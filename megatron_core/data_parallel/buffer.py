@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from megatron_core.data_parallel.bucket_kind import BucketKind
 from megatron_core.data_parallel.bucket_layout import BucketLayout
 from megatron_core.data_parallel.fp8_gather import Arriving, start_narrow_gather
+from megatron_core.data_parallel.memory import Initialise, materialise
 from megatron_core.data_parallel.placement import Placement
 from megatron_core.data_parallel.split_parameter import FreedWeights, acquire, release
 from megatron_core.parallel.collectives import (
@@ -25,8 +26,6 @@ from megatron_core.parallel.groups import Group, LocalGroup
 from megatron_core.parallel.poison import poison_outside
 from megatron_core.parallel.sharding import spec_of
 from megatron_core.parallel.transfer import Transfer
-
-Initialise = Callable[[str, nn.Parameter], None]
 
 
 class Compressor(Protocol):
@@ -84,7 +83,7 @@ class Bucket:
     stage 2 on ``grads`` has memory only between ``open_grads`` and the end of a reduction, which adds to
     ``grad_shard``; at stage 3 ``weights`` has memory only between ``start_gather`` and ``release_weights``. The tensor
     objects remain; their storage is resized. ``away`` is the placement of the shard of stage 3 in host memory or on
-    disk.
+    disk. With ``exact_sums`` gradients are summed in float64, and ``round_sum`` rounds the sum once.
 
     The bucket is sharded over the ranks of ``dp_group``; ``instances`` are the ranks with the same shard in other
     copies of the model (hybrid sharding). Parameters on the meta device get memory on ``device``, initialised by
@@ -105,6 +104,7 @@ class Bucket:
         instances: Group | None = None,
         initialise: Initialise | None = None,
         away: Placement | None = None,
+        exact_sums: bool = False,
     ) -> None:
         self.names, self.parameters = [n for n, _ in named], [p for _, p in named]
         self.kind, self.stage, self.unit = kind, stage, unit
@@ -120,7 +120,8 @@ class Bucket:
         self.shard = (
             slice(dp_group.rank() * part, (dp_group.rank() + 1) * part) if self.is_sharded else slice(0, padded)
         )
-        grad_dtype = torch.promote_types(first.dtype, torch.float32)
+        final_dtype = torch.promote_types(first.dtype, torch.float32)
+        grad_dtype = torch.float64 if exact_sums else final_dtype
         self.weights = torch.zeros(padded, dtype=first.dtype, device=device or first.device)
         make = torch.empty if self.splits_grads else torch.zeros
         self.grads = make(padded * first.requires_grad, dtype=grad_dtype, device=device or first.device)
@@ -139,6 +140,9 @@ class Bucket:
         self._grad_shard = self.grads.new_zeros(part) if self.splits_grads else None
         if self.splits_grads:
             release(self.grads)
+        self._final_shard: Tensor | None = None
+        if exact_sums and first.requires_grad:
+            self._final_shard = self.grads.new_empty(self.sum_shard.shape, dtype=final_dtype)
         # Options and state of the communication.
         self.wire_dtype = grad_dtype
         """Dtype in which gradients are sent and summed over the ranks."""
@@ -170,6 +174,10 @@ class Bucket:
             parameter.data = view
         if parameter.requires_grad:
             parameter.main_grad = self.grads[at : at + parameter.numel()].view_as(parameter)
+
+    def name_of(self, parameter: nn.Parameter) -> str:
+        """The name of one of the bucket's parameters."""
+        return next(name for name, own in zip(self.names, self.parameters, strict=True) if own is parameter)
 
     @property
     def is_writer(self) -> bool:
@@ -219,9 +227,19 @@ class Bucket:
         return self.weights[self.shard] if self._weight_shard is None else self._weight_shard
 
     @property
-    def grad_shard(self) -> Tensor:
-        """This rank's shard of the gradients; complete after the reduction."""
+    def sum_shard(self) -> Tensor:
+        """This rank's shard of the sums of gradients; complete after the reduction."""
         return self.grads[self.shard] if self._grad_shard is None else self._grad_shard
+
+    @property
+    def grad_shard(self) -> Tensor:
+        """This rank's shard of the gradients: ``sum_shard`` itself, or with exact sums the result of ``round_sum``."""
+        return self.sum_shard if self._final_shard is None else self._final_shard
+
+    def round_sum(self) -> None:
+        """Round complete exact sums to the dtype of the gradients."""
+        if self._final_shard is not None:
+            self._final_shard.copy_(self.sum_shard)
 
     @property
     def cuts_parameters(self) -> bool:
@@ -252,8 +270,8 @@ class Bucket:
         self.wire_bytes += wire.nbytes
         if self.is_sharded:
             direct = wire is self.grads and not self._has_sum
-            like = self.grad_shard if self.sums_wide else wire
-            self._partial = self.grad_shard if direct else like.new_empty(self.grad_shard.numel())
+            like = self.sum_shard if self.sums_wide else wire
+            self._partial = self.sum_shard if direct else like.new_empty(self.sum_shard.numel())
             if self.sums_wide and wire is not self.grads:
                 self._reducing = reduce_scatter_wide_(self._partial, wire, self.dp_group)
             else:
@@ -279,9 +297,9 @@ class Bucket:
         if self._wire is not None:
             total = self._wire if self._partial is None else self._partial
             if self._has_sum and self.splits_grads:
-                self.grad_shard.add_(total)
-            elif total.data_ptr() != self.grad_shard.data_ptr():
-                self.grad_shard.copy_(total)
+                self.sum_shard.add_(total)
+            elif total.data_ptr() != self.sum_shard.data_ptr():
+                self.sum_shard.copy_(total)
             self._wire, self._partial, self._has_sum = None, None, True
             if self.splits_grads:
                 release(self.grads)
@@ -290,7 +308,7 @@ class Bucket:
 
     def sum_over_instances(self) -> None:
         """Sum the shard of this instance over the instances of hybrid sharding."""
-        all_reduce_(self.grad_shard, self.instances)
+        all_reduce_(self.sum_shard, self.instances)
 
     def start_gather(self) -> None:
         """Start to gather the other ranks' weights unless they are already in memory."""
@@ -377,15 +395,3 @@ class Bucket:
                     joined = ranges.pop()[0] if ranges and ranges[-1][1] == begin else begin
                     ranges.append((joined, end))
         return ranges
-
-
-@torch.no_grad()
-def materialise(parameter: nn.Parameter, memory: Tensor, name: str, initialise: Initialise | None) -> None:
-    """Move a parameter from the meta device into ``memory``; object identity and attributes are preserved."""
-    real = nn.Parameter(memory.new_empty(0), requires_grad=parameter.requires_grad)
-    vars(real).update(vars(parameter))
-    torch.utils.swap_tensors(parameter, real)
-    # assign .data, as for other parameters, so that autograd does not regard gathers as modifications
-    parameter.data = memory
-    if initialise is not None:
-        initialise(name, parameter)

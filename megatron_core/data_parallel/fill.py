@@ -45,6 +45,7 @@ def make_buckets(
     away: Callable[[], Placement] | None = None,
     rule_of: Callable[[BucketKind, int], Rule] = in_order,
     frozen: bool = False,
+    exact_sums: bool = False,
 ) -> list[Bucket]:
     """Fill buckets of about ``bucket_size`` elements with parameters of the same kind, the last registered first.
 
@@ -75,6 +76,7 @@ def make_buckets(
                 instances=instances,
                 initialise=initialise,
                 away=away() if away is not None else None,
+                exact_sums=exact_sums,
             )
         )
 

@@ -14,14 +14,16 @@ from torch import nn
 
 from megatron_core.data_parallel.bucket_kind import BucketKind
 from megatron_core.data_parallel.bucket_layout import Rule
-from megatron_core.data_parallel.buffer import Bucket, Compressor, Initialise, materialise
+from megatron_core.data_parallel.buffer import Bucket, Compressor
+from megatron_core.data_parallel.completion import complete_gradients, complete_shard, complete_shared
 from megatron_core.data_parallel.fill import global_parameters, in_order, make_buckets, modules_of, units_of
+from megatron_core.data_parallel.memory import Initialise, materialise
 from megatron_core.data_parallel.placement import Placement
 from megatron_core.data_parallel.unit_sync import UnitOptions, UnitSync
-from megatron_core.parallel.collectives import all_reduce_
+from megatron_core.errors import LayoutError
 from megatron_core.parallel.compiled import outside_of_graphs, runs_graphs
-from megatron_core.parallel.groups import Group, ParallelGroups
-from megatron_core.parallel.sharding import Split, spec_of
+from megatron_core.parallel.groups import ParallelGroups
+from megatron_core.parallel.sharding import spec_of
 from megatron_core.schedules.actions import Action
 from megatron_core.tensor_parallel.linear import number_weights
 
@@ -48,7 +50,8 @@ class DataParallel:
     ``keep_after_forward`` keeps the gathered weights of stage 3 until the end of the step. ``weights_away`` returns the
     placement of a bucket's weight shard at stage 3 in host memory or on disk. ``rule_of`` returns the rule that fills
     buckets (``make_buckets``). Parameters on the meta device get memory on ``device``, one bucket at a time,
-    initialised by ``initialise``. ``units`` are the modules of each stage's units (default: ``modules_of``); all other
+    initialised by ``initialise``. With ``exact_sums`` gradients are sums in float64 of addends from ``ops.exact_sum``.
+    ``units`` are the modules of each stage's units (default: ``modules_of``); all other
     parameters then form a unit that stays in memory from the beginning to the end of a forward or backward.
     """
 
@@ -70,8 +73,9 @@ class DataParallel:
         weights_away: Callable[[], Placement] | None = None,
         rule_of: Callable[[BucketKind, int], Rule] = in_order,
         units: Mapping[int, list[list[nn.Module]]] | None = None,
+        exact_sums: bool = False,
     ) -> None:
-        self.groups, self.zero_stage = groups, zero_stage
+        self.groups, self.zero_stage, self.exact_sums = groups, zero_stage, exact_sums
         self._units = {stage: modules_of(module) for stage, module in stages.items()} if units is None else units
         self._has_rest = units is not None
         self.overlap_grad_reduce, self.overlap_param_gather = overlap_grad_reduce, overlap_param_gather
@@ -92,6 +96,7 @@ class DataParallel:
                 initialise=initialise,
                 away=None if is_meta else weights_away,
                 rule_of=rule_of,
+                exact_sums=exact_sums,
             )
             self.buckets += make()
             self.frozen_buckets += make(frozen=True) if zero_stage == 3 else []
@@ -185,8 +190,9 @@ class DataParallel:
         for bucket in in_order:
             bucket.finish_reduce()
             if bucket.completes_shard:
-                _complete_shard(bucket, self.groups)
+                complete_shard(bucket, self.groups)
             bucket.sum_over_instances()
+            bucket.round_sum()
             if self.on_final is not None:
                 self.on_final(bucket)
 
@@ -272,7 +278,7 @@ class DataParallel:
         """Start a bucket's reduction after the sums that must precede it."""
         if bucket.splits_grads:
             bucket.open_grads()
-        (_complete_shared if bucket.completes_shard else _complete_gradients)(bucket, self.groups)
+        (complete_shared if bucket.completes_shard else complete_gradients)(bucket, self.groups)
         bucket.start_reduce()
 
     def _opener(self, bucket: Bucket) -> Callable[[], None]:
@@ -291,6 +297,11 @@ class DataParallel:
         def accumulate(parameter: nn.Parameter) -> None:
             # Linear layers add to main_grad themselves and leave grad None; the hook still runs.
             if parameter.grad is not None:
+                if self.exact_sums:
+                    raise LayoutError(
+                        f"layout_invariant=True: the gradient of {bucket.name_of(parameter)} is not an exact sum; "
+                        "remove --layout-invariant, or compute it with the functions of parallel.invariance"
+                    )
                 bucket.open_grads()
                 parameter.main_grad.add_(parameter.grad, alpha=self.grad_factor)
                 parameter.grad = None
@@ -334,6 +345,7 @@ class DataParallel:
     def _announce(self, bucket: Bucket) -> None:
         """Announce gradients whose sum over the data-parallel ranks is complete, unless others follow."""
         if self.on_final is not None and not bucket.kind.is_partial and bucket.instances.size() == 1:
+            bucket.round_sum()
             self.on_final(bucket)
 
     def _wait_before_forward(self, stage: int, root: nn.Module) -> None:
@@ -354,46 +366,3 @@ def _waiter(buckets: list[Bucket]):
             bucket.finish_gather()
 
     return wait
-
-
-def _complete_gradients(bucket: Bucket, groups: ParallelGroups) -> None:
-    """Sum a bucket's partial gradients over the axes of its kind."""
-    _sum_over_model_axes(bucket, bucket.grads, groups)
-    _complete_shared(bucket, groups)
-
-
-def _complete_shard(bucket: Bucket, groups: ParallelGroups) -> None:
-    """Sum element by element over the model axes on the shard alone: ranks with the same bucket shard it equally."""
-    _sum_over_model_axes(bucket, bucket.grad_shard, groups)
-
-
-def _complete_shared(bucket: Bucket, groups: ParallelGroups) -> None:
-    """Sum the ranges that several ranks hold at different offsets; requires whole gradients."""
-    for parameter in bucket.parameters:
-        for split in spec_of(parameter).splits:
-            if split.axis in bucket.kind.shared_axes and split.shared:
-                _sum_shared_ranges(parameter, split, groups.group(split.axis))
-
-
-def _sum_over_model_axes(bucket: Bucket, grads: torch.Tensor, groups: ParallelGroups) -> None:
-    for axis in bucket.kind.partial_axes:
-        all_reduce_(grads, groups.group(axis))
-    if bucket.kind.tied:
-        all_reduce_(grads, groups.tied(bucket.kind.tied))
-
-
-def _sum_shared_ranges(parameter: nn.Parameter, split: Split, group: Group) -> None:
-    """Sum the ranges of the gradient that several ranks of ``group`` hold (keys and values) over these ranks."""
-    spec, grad, extent, start_of = spec_of(parameter), parameter.main_grad, 0, {}
-    for start, stop in spec.all_shared_ranges(split):
-        start_of[start, stop], extent = extent, extent + stop - start
-    total = grad.new_zeros((*grad.shape[: split.dim], extent, *grad.shape[split.dim + 1 :]))
-    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for (first, last), whole in spec.shared_ranges(split):
-        size = last - first
-        pairs.append((grad.narrow(split.dim, first, size), total.narrow(split.dim, start_of[whole], size)))
-    for own, sum_ in pairs:
-        sum_.copy_(own)
-    all_reduce_(total, group)
-    for own, sum_ in pairs:
-        own.copy_(sum_)

@@ -15,7 +15,7 @@ from megatron_core.inference.generator import Generator, Message
 from megatron_core.inference.kv_cache import KVCache, Span
 from megatron_core.inference.memory import cache_blocks
 from megatron_core.inference.requests import Progress, Request, TokenScore
-from megatron_core.inference.sampling import choose, fault_of, log_probabilities
+from megatron_core.inference.sampling import Losses, choose, fault_of, log_probabilities
 from megatron_core.inference.scheduler import Scheduler, Segment, Text
 
 
@@ -171,7 +171,7 @@ class Engine:
         columns = 1 if most is None else 2 + 2 * most
         table = torch.zeros(len(rows), columns, dtype=torch.float64, device=self.generator.device)
         if logits is not None:
-            _fill(table, logits, chosen, most)
+            _fill(table, logits, chosen, most, self.generator.losses)
         return _Flight(segments, table, [*messages, *self.generator.start_result(table)])
 
     def _land(self, flight: _Flight) -> list[Progress]:
@@ -210,7 +210,7 @@ class Engine:
             self.cache.keep(self.scheduler.compact())
 
 
-def _fill(table: Tensor, logits: Tensor, segments: Sequence[Segment], most: int | None) -> None:
+def _fill(table: Tensor, logits: Tensor, segments: Sequence[Segment], most: int | None, losses: Losses | None) -> None:
     """Choose the next tokens of ``segments`` from their rows of logits, and score them and the tokens of prompts."""
     ends = list(accumulate(each.rows for each in segments))
     final = [end - 1 for end, each in zip(ends, segments, strict=True) if each.chooses]
@@ -224,7 +224,7 @@ def _fill(table: Tensor, logits: Tensor, segments: Sequence[Segment], most: int 
     table[:, 0] = torch.tensor(following, dtype=torch.float64)
     if most is not None:
         tokens = torch.tensor(following, device=logits.device).clamp_(min=0)
-        table[:, 1:] = log_probabilities(logits, tokens, most)
+        table[:, 1:] = log_probabilities(logits, tokens, most, losses)
 
 
 def _advance(segment: Segment, values: list[list[float]]) -> Progress | None:

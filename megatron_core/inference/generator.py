@@ -8,23 +8,28 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_core import parallel_state
 from megatron_core.checkpoint import CheckpointReader, parameter_pieces
 from megatron_core.config import RunConfig
 from megatron_core.config.attention import attention_of
 from megatron_core.config.parallel import BALANCED_STAGES
+from megatron_core.config.rules_invariance import invariance_problems
 from megatron_core.config.rules_parallel import parallel_problems
 from megatron_core.errors import ConfigError
 from megatron_core.inference.kv_cache import KVCache, Span
+from megatron_core.inference.sampling import Losses
 from megatron_core.models import GPTModel
 from megatron_core.models.build import build_stages
 from megatron_core.models.hf import HuggingFaceReader
 from megatron_core.ops.backend import validate_backend
 from megatron_core.parallel import ParallelGroups, World, start_world
+from megatron_core.parallel.groups import ALONE
 from megatron_core.pipeline_parallel.p2p import PipelineP2P
 from megatron_core.schedules.actions import round_robin_stages
+from megatron_core.tensor_parallel import vocab_parallel_cross_entropy
+from megatron_core.tensor_parallel.layers import vocabulary_per_rank
 from megatron_core.tokenizers import Tokenizer, tokenizer_of
 
 Message = tuple[Tensor, dist.Work]
@@ -75,9 +80,29 @@ class Generator:
     @property
     def bytes_per_position(self) -> int:
         """Memory of the keys and values of one position in the layers of this rank."""
-        elements = attention_of(self.config.model).cached_elements(self.groups.size("tp"))
+        tp = self.groups.size("tp")
+        # With --layout-invariant, each canonical part of the heads has its own copy of its keys and values.
+        parts = max(self.config.invariant_parts, tp) if self.config.parallel.layout_invariant else tp
+        elements = attention_of(self.config.model).cached_elements(parts) * (parts // tp)
         layers = sum(len(stage.decoder.layers) for stage in self.stages.values())
         return layers * elements * getattr(torch, self.config.training.compute_dtype).itemsize
+
+    @property
+    def losses(self) -> Losses | None:
+        """The loss of training of rows of logits, with its bits; None without ``layout_invariant``."""
+        return self._losses if self.config.parallel.layout_invariant else None
+
+    def _losses(self, logits: Tensor, tokens: Tensor) -> Tensor:
+        model, parts = self.config.model, self.config.invariant_parts
+        padded = vocabulary_per_rank(self.vocab_size, model.make_vocab_size_divisible_by * parts, 1)
+        return vocab_parallel_cross_entropy(
+            nn.functional.pad(logits, (0, padded - self.vocab_size)),
+            tokens,
+            tp_group=ALONE,
+            vocab_size=self.vocab_size,
+            backend=model.kernel_backend,
+            parts=parts,
+        )
 
     @torch.inference_mode()
     def run(
@@ -135,6 +160,9 @@ class GenerationLayout:
     """Number of ranks over which the matrices of each layer are split."""
     pipeline_model_parallel_size: int = 1
     """Number of ranks over which the layers are split."""
+    layout_invariant: bool = False
+    """Compute logits and log probabilities with the bits of a training with --layout-invariant, in every layout and
+    independent of the other texts of a step. Each step takes longer, because its products have fixed shapes."""
 
     def applied(self, config: RunConfig) -> RunConfig:
         """Return the configuration of the training run with this layout."""
@@ -149,6 +177,7 @@ class GenerationLayout:
             context_parallel_size=1,
             expert_model_parallel_size=1,
             expert_tensor_parallel_size=None,
+            layout_invariant=self.layout_invariant,
             sequence_parallel=False,  # a single new position cannot be split
         )
         return replace(config, parallel=parallel)
@@ -174,7 +203,7 @@ def start_generator(
                 f"{reader.folder} has no tokenizer, which is required for prompts; train with --tokenizer-type, or add "
                 "the tokenizer.json of the Hugging Face model"
             )
-        found = list(parallel_problems(config, world.size))
+        found = [*parallel_problems(config, world.size), *invariance_problems(config)]
         if found:
             raise ConfigError("\n".join(found))
         start_world(world, timeout_minutes=timeout_minutes)

@@ -1,6 +1,6 @@
 """Sampling of the next token from its logits."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import isfinite
 
@@ -14,6 +14,8 @@ ORDERED = 1024
 ROWS = 256
 """Rows of logits that are converted to float64 at a time; a whole prompt would take several GiB."""
 
+Losses = Callable[[Tensor, Tensor], Tensor]
+"""Function of logits ``[n, vocabulary]`` and tokens ``[n]`` that returns the loss of each row, ``[n]``."""
 FAULTS = {-1: "nan", -2: "inf", -3: "-inf"}
 """Numbers in the place of a token, for largest logits that are not finite."""
 
@@ -100,18 +102,25 @@ def candidates(logits: Tensor, sampling: Sampling) -> Tensor:
     return logits
 
 
-def log_probabilities(logits: Tensor, tokens: Tensor, most: int) -> Tensor:
+def log_probabilities(logits: Tensor, tokens: Tensor, most: int, losses: Losses | None = None) -> Tensor:
     """Log probabilities of ``tokens`` ``[n]`` from logits ``[n, vocabulary]``, and the ``most`` most likely tokens.
 
+    ``losses``: the loss of training, whose negative is the log probability; None: log softmax in float64.
     Returns ``[n, 1 + 2 most]`` in float64: log probability of the token, most likely tokens, their log probabilities.
     """
     parts = zip(logits.split(ROWS), tokens.split(ROWS), strict=True)
-    return torch.cat([_log_probabilities(rows, own, most) for rows, own in parts])
+    return torch.cat([_log_probabilities(rows, own, most, losses) for rows, own in parts])
 
 
-def _log_probabilities(logits: Tensor, tokens: Tensor, most: int) -> Tensor:
-    scores = logits.to(torch.float64).log_softmax(-1)
-    top = scores.topk(min(most, scores.shape[-1]))
-    padding = scores.new_full((len(scores), most - top.values.shape[-1]), -torch.inf)
-    own = scores.gather(-1, tokens[:, None])
-    return torch.cat([own, top.indices.to(scores), torch.zeros_like(padding), top.values, padding], dim=-1)
+def _log_probabilities(logits: Tensor, tokens: Tensor, most: int, losses: Losses | None) -> Tensor:
+    count = min(most, logits.shape[-1])
+    if losses is None:
+        scores = logits.to(torch.float64).log_softmax(-1)
+        top, own = scores.topk(count), scores.gather(-1, tokens[:, None])
+        values, indices = top.values, top.indices
+    else:
+        indices = logits.topk(count).indices
+        columns = [-losses(logits, each).to(torch.float64) for each in (tokens, *indices.unbind(-1))]
+        own, values = columns[0][:, None], torch.stack(columns, dim=-1)[:, 1:]
+    padding = values.new_full((len(values), most - count), -torch.inf)
+    return torch.cat([own, indices.to(values), torch.zeros_like(padding), values, padding], dim=-1)

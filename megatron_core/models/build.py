@@ -11,6 +11,7 @@ from megatron_core.errors import LayoutError
 from megatron_core.models.gpt.model import GPTModel
 from megatron_core.parallel import ParallelGroups
 from megatron_core.parallel.groups import WHOLE_SEQUENCES, LocalGroup
+from megatron_core.parallel.invariance import Invariance
 from megatron_core.parallel.sharding import spec_of
 from megatron_core.parallel.texts import gather_texts, listed
 from megatron_core.schedules.actions import round_robin_stages
@@ -64,6 +65,7 @@ def build_stages(
         kernel_backend=config.model.kernel_backend,
         fp8_precision=FP8Precision(config.training, fp8_layers, sequence.whole) if fp8_layers else None,
         device=torch.device("meta") if deferred else device,
+        invariance=invariance_of(config, sequence.whole.size(), groups.size("dp")),
     )
 
     # This rank's stages.
@@ -88,6 +90,19 @@ def build_stages(
         )
     check_complete(stages, config.model.num_layers, groups, device)
     return layers, stages
+
+
+def invariance_of(config: RunConfig, context_ranks: int, data_ranks: int) -> Invariance | None:
+    """The canonical parts with ``--layout-invariant``; ``context_ranks``: ranks with parts of each sequence."""
+    if not config.parallel.layout_invariant:
+        return None
+    return Invariance(
+        parts=config.invariant_parts,
+        chunks=config.parallel.layout_invariant_chunks,
+        sequences=config.training.final_batch_size(data_ranks),
+        sequence_length=config.data.seq_length,
+        context_ranks=context_ranks,
+    )
 
 
 def _tied_weight(config: RunConfig, stages: Mapping[int, GPTModel]) -> nn.Parameter | None:

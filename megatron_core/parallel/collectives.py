@@ -268,7 +268,7 @@ def _collective_of(x: Tensor, group_name: str, name: str, adjoint: str, ranks: i
 _operator = CollectiveOperator(_collective_of)
 
 
-def _paired(x: Tensor, group: Group, name: str, adjoint: str) -> Tensor:
+def paired(x: Tensor, group: Group, name: str, adjoint: str) -> Tensor:
     """Apply the collective ``name``; if gradients are enabled, autograd records ``adjoint`` as its backward."""
     if torch.compiler.is_compiling():
         return x if group.size() == 1 else _operator(x, process_group(group), name, adjoint)
@@ -280,53 +280,53 @@ def _paired(x: Tensor, group: Group, name: str, adjoint: str) -> Tensor:
 
 def copy_to_region(x: Tensor, group: Group) -> Tensor:
     """Identity; backward sums the gradient over the group."""
-    return _paired(x, group, "identity", "sum")
+    return paired(x, group, "identity", "sum")
 
 
 def reduce_from_region(x: Tensor, group: Group) -> Tensor:
     """Sum over the group; backward is the identity."""
-    return _paired(x, group, "sum", "identity")
+    return paired(x, group, "sum", "identity")
 
 
 def scatter_channels(x: Tensor, group: Group) -> Tensor:
     """Take this rank's part of the last dim; backward gathers."""
-    return _paired(x, group, "split_last", "gather_last")
+    return paired(x, group, "split_last", "gather_last")
 
 
 def gather_channels(x: Tensor, group: Group) -> Tensor:
     """Gather the last dim; backward takes this rank's part."""
-    return _paired(x, group, "gather_last", "split_last")
+    return paired(x, group, "gather_last", "split_last")
 
 
 def gather_partial_channels(x: Tensor, group: Group) -> Tensor:
     """Gather the last dim; backward reduce-scatters, for gradients that are partial sums."""
-    return _paired(x, group, "gather_last", "reduce_scatter_last")
+    return paired(x, group, "gather_last", "reduce_scatter_last")
 
 
 def reduce_scatter_to_channels(x: Tensor, group: Group) -> Tensor:
     """Sum over the group and split the last dim; backward gathers."""
-    return _paired(x, group, "reduce_scatter_last", "gather_last")
+    return paired(x, group, "reduce_scatter_last", "gather_last")
 
 
 def scatter_to_sequence(x: Tensor, group: Group) -> Tensor:
     """Take this rank's part of dim 0; backward gathers."""
-    return _paired(x, group, "split_first", "gather_first")
+    return paired(x, group, "split_first", "gather_first")
 
 
 def gather_from_sequence(x: Tensor, group: Group, *, partial_grad: bool = True) -> Tensor:
     """Gather dim 0; backward reduce-scatters partial gradients, or takes this rank's part of a complete gradient."""
-    return _paired(x, group, "gather_first", "reduce_scatter_first" if partial_grad else "split_first")
+    return paired(x, group, "gather_first", "reduce_scatter_first" if partial_grad else "split_first")
 
 
 def exchange_parts(x: Tensor, group: Group) -> Tensor:
     """All-to-all of equal parts of ``[size, ...]``: part i goes to rank i and arrives from rank i; backward is the
     same."""
-    return _paired(x, group, "all_to_all", "all_to_all")
+    return paired(x, group, "all_to_all", "all_to_all")
 
 
 def reduce_scatter_to_sequence(x: Tensor, group: Group) -> Tensor:
     """Sum over the group and split dim 0; backward gathers."""
-    return _paired(x, group, "reduce_scatter_first", "gather_first")
+    return paired(x, group, "reduce_scatter_first", "gather_first")
 
 
 def exchange_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Tensor:

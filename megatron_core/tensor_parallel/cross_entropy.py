@@ -15,6 +15,7 @@ from megatron_core.ops import Backend, cross_entropy_backward, cross_entropy_par
 from megatron_core.parallel.collectives import start_gather_sequence
 from megatron_core.parallel.current import tensor_parallel_group
 from megatron_core.parallel.groups import Group
+from megatron_core.parallel.invariance import tree_sum
 
 INSTEAD = "gather the logits and take torch.nn.functional.cross_entropy"
 
@@ -28,6 +29,7 @@ def vocab_parallel_cross_entropy(
     vocab_size: int | None = None,
     overwrite_logits: bool = False,
     backend: Backend = "auto",
+    parts: int = 1,
 ) -> Tensor:
     """Logits ``[..., v/tp]`` and targets ``[...]`` (global ids) -> losses ``[...]``, float32 or wider.
 
@@ -35,14 +37,16 @@ def vocab_parallel_cross_entropy(
     target distribution is (1 - e) at the target plus e / V everywhere (Szegedy et al. 2016, section 7).
     Backward keeps the logits, in their own dtype. With ``overwrite_logits`` it writes the gradient into their memory,
     the largest tensor of a model; the caller must not read them again, and a second backward is an error.
-    ``backend`` selects the backend of both operations. ``LayoutError`` if the shapes do not match.
+    ``backend`` selects the backend of both operations. The logits of a rank are ``parts`` parts of the vocabulary with
+    a sum of exponentials each, which are added in the order of ``parallel.invariance``. ``LayoutError`` if the shapes
+    do not match.
     """
     if vocab_parallel_logits.shape[:-1] != target.shape:
         raise LayoutError(
             f"logits {list(vocab_parallel_logits.shape)} and target {list(target.shape)} do not match; logits are "
             "[s, b, v/tp], targets [s, b], of the whole sequence (with sequence parallel the output layer gathers it)"
         )
-    vocabulary = vocab_size, label_smoothing, tensor_parallel_group(tp_group), backend
+    vocabulary = vocab_size, label_smoothing, tensor_parallel_group(tp_group), backend, parts
     function = _VocabParallelCrossEntropy if torch.compiler.is_compiling() else _WithoutForwardMode
     return function.apply(vocab_parallel_logits, target, vocabulary, overwrite_logits)[0]
 
@@ -60,29 +64,42 @@ class VocabularyLoss:
     vocab_size: int
     label_smoothing: float
     backend: Backend
+    num_parts: int = 1
+    """Number of parts of this rank's columns with a sum of exponentials each."""
 
     @classmethod
     def of(
-        cls, columns: int, vocab_size: int | None, label_smoothing: float, tp_group: Group | None, backend: Backend
+        cls,
+        columns: int,
+        vocab_size: int | None,
+        label_smoothing: float,
+        tp_group: Group | None,
+        backend: Backend,
+        parts: int = 1,
     ) -> VocabularyLoss:
         """For logits with ``columns`` columns on each rank; no padding if ``vocab_size`` is None."""
         group = tensor_parallel_group(tp_group)
         first = group.rank() * columns
         total = group.size() * columns if vocab_size is None else vocab_size
-        return cls(group, first, min(max(total - first, 0), columns), total, label_smoothing, backend)
+        return cls(group, first, min(max(total - first, 0), columns), total, label_smoothing, backend, parts)
 
     def parts(self, logits: Tensor, target: Tensor) -> Tensor:
-        """This rank's part of each loss, ``[4, ...]``."""
-        return cross_entropy_parts(logits, target, self.first, self.valid, backend=self.backend)
+        """This rank's part of each loss, ``[num_parts, 4, ...]``."""
+        found, size = [], logits.shape[-1] // self.num_parts
+        for at in range(0, size * self.num_parts, size):
+            valid = min(max(self.valid - at, 0), size)
+            own = logits[..., at : at + size] if self.num_parts > 1 else logits
+            found.append(cross_entropy_parts(own, target, self.first + at, valid, backend=self.backend))
+        return torch.stack(found)
 
     def joined(self, parts: Tensor) -> tuple[Tensor, Tensor]:
         """Combine the parts of all ranks in one collective -> losses ``[...]``, and the statistics for ``gradient``,
         ``[2, ...]``: the largest logit of the vocabulary and the sum of exponentials relative to it."""
-        gathered, handle = start_gather_sequence(parts.unsqueeze(0), self.group)
+        gathered, handle = start_gather_sequence(parts, self.group)
         handle.wait()
         maximum, exp_sum, z_target, z_sum = gathered.unbind(1)
         largest = maximum.amax(0)
-        exp_sum = (exp_sum * (maximum - largest).exp()).sum(0)
+        exp_sum = tree_sum((exp_sum * (maximum - largest).exp()).unbind())
         losses = exp_sum.log() + (1.0 - self.label_smoothing) * (largest - z_target.sum(0))
         if self.label_smoothing:
             losses += self.label_smoothing * (largest - z_sum.sum(0) / self.vocab_size)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,9 +19,15 @@ from megatron_core.parallel.collectives import (
 from megatron_core.parallel.current import tensor_parallel_group
 from megatron_core.parallel.groups import ALONE, Group
 from megatron_core.parallel.initialization import InitMethod, Normal, initialise
+from megatron_core.parallel.invariance import (
+    Invariance,
+    invariant_reduce_from_region,
+    invariant_reduce_scatter_to_sequence,
+)
 from megatron_core.parallel.sharding import ShardSpec, allocate, replicated, split
 from megatron_core.tensor_parallel.fp8 import FP8Precision, FP8Products
-from megatron_core.tensor_parallel.linear import LinearComm, parallel_linear
+from megatron_core.tensor_parallel.invariant_linear import WeightParts, add_bias, invariant_linear, invariant_lookup
+from megatron_core.tensor_parallel.linear import NO_COMM, LinearComm, parallel_linear
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +50,8 @@ class ModelParallelConfig:
     """FP8 settings of linear layers; None: no FP8."""
     device: torch.device | str = "cpu"
     """Device of the weights."""
+    invariance: Invariance | None = None
+    """Canonical parts of sums, for equal bits in every layout; None: sums in the order of the ranks."""
 
 
 def _divide(name: str, extent: int, size: int) -> int:
@@ -128,8 +137,8 @@ class ColumnParallelLinear(_ParallelLayer):
 
     Input ``[s, b, input_size]``, replicated (``[s/tp, b, input_size]`` with sequence parallel); output ``[s, b,
     output_size/tp]``, or ``[s, b, output_size]`` with ``gather_output``. ``forward`` returns ``(output, bias)``, where
-    bias is None unless ``skip_bias_add``. ``spec`` replaces the even split of the rows (fused matrices). Weight
-    ``[output_size/tp, input_size]``, bias ``[output_size/tp]``.
+    bias is None unless ``skip_bias_add``. ``spec(shape, index=, size=)`` replaces the even split of the rows over
+    ``size`` ranks (fused matrices). Weight ``[output_size/tp, input_size]``, bias ``[output_size/tp]``.
     Source: Shoeybi et al. 2019, section 3.
     """
 
@@ -145,13 +154,14 @@ class ColumnParallelLinear(_ParallelLayer):
         skip_bias_add: bool = False,
         skip_weight_param_allocation: bool = False,
         tp_group: Group | None = None,
-        spec: Callable[[tuple[int, ...]], ShardSpec] | None = None,
+        spec: Callable[..., ShardSpec] | None = None,
         **megatron: Any,
     ) -> None:
         super().__init__(config, init_method, tp_group, megatron)
         if spec is None:
             _divide("output_size", output_size, self.tp_size)
-        spec = spec or (lambda shape: split(shape, 0, self.tp_index, self.tp_size))
+        spec_of_part = spec or (lambda shape, index, size: split(shape, 0, index, size))
+        spec = partial(spec_of_part, index=self.tp_index, size=self.tp_size)
         self.input_size, self.output_size = input_size, output_size
         self.gather_output, self.skip_bias_add = gather_output, skip_bias_add
         weight_spec = spec((output_size, input_size))
@@ -165,12 +175,18 @@ class ColumnParallelLinear(_ParallelLayer):
             overlap=self.config.tp_comm_overlap,
         )
         self.fp8 = self._fp8(splits_output=True)
+        self.parts = None
+        if (invariance := self.config.invariance) is not None:
+            whole = spec_of_part((output_size, input_size), index=0, size=invariance.parts)
+            self.parts = WeightParts.of_output(invariance, weight_spec, whole)
 
     def forward(self, input_: Tensor, weight: nn.Parameter | None = None) -> tuple[Tensor, Tensor | None]:
         """Multiply by the layer's weight, or by ``weight`` if given (a tied embedding)."""
         weight = self.weight if weight is None else weight
         if weight is None:
             raise LayoutError("skip_weight_param_allocation=True: the layer has no weight; pass forward(x, weight=...)")
+        if self.parts is not None:
+            return invariant_linear(input_, weight, self.bias, self.comm, self.parts), None
         bias = None if self.skip_bias_add else self.bias
         output = parallel_linear(input_, weight, bias, self.comm, fp8=self.fp8)
         if self.gather_output:
@@ -213,17 +229,30 @@ class RowParallelLinear(_ParallelLayer):
         bias_spec = replicated((output_size,), self.tp_index, partial_grad=self.config.sequence_parallel)
         self.bias = self._bias(bias_spec) if bias else None
         self.fp8 = self._fp8(splits_output=False)
+        self.parts = None
+        if (invariance := self.config.invariance) is not None:
+            count = invariance.local_parts(self.tp_group)
+            self.parts = WeightParts.even(invariance, self.weight.shape[1], count, splits_output=False)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         """Multiply this rank's part and sum over ranks."""
         if not self.input_is_parallel:
             input_ = scatter_channels(input_, self.tp_group)
+        if self.parts is not None:
+            return self._invariant_output(input_, self.parts), None
         output = parallel_linear(input_, self.weight, None, fp8=self.fp8)
         combine = reduce_scatter_to_sequence if self.config.sequence_parallel else reduce_from_region
         output = combine(output, self.tp_group)
         if self.bias is None or self.skip_bias_add:
             return output, self.bias
         return output + self.bias, None
+
+    def _invariant_output(self, input_: Tensor, parts: WeightParts) -> Tensor:
+        output = invariant_linear(input_, self.weight, None, NO_COMM, parts)
+        sequence_parallel = self.config.sequence_parallel
+        combine = invariant_reduce_scatter_to_sequence if sequence_parallel else invariant_reduce_from_region
+        output = combine(output, self.tp_group)
+        return output if self.bias is None else add_bias(output, self.bias, parts.invariance)
 
 
 class VocabParallelEmbedding(_ParallelLayer):
@@ -262,7 +291,10 @@ class VocabParallelEmbedding(_ParallelLayer):
         """
         if input_.is_cpu and not torch.compiler.is_compiling():
             _check_ids(input_, self.num_embeddings)
-        embedded = vocab_parallel_lookup(input_, self.weight, self.vocab_start_index, self.tp_size)
+        if (invariance := self.config.invariance) is not None:
+            embedded = invariant_lookup(input_, self.weight, self.vocab_start_index, invariance)
+        else:
+            embedded = vocab_parallel_lookup(input_, self.weight, self.vocab_start_index, self.tp_size)
         if self.reduce_scatter_embeddings:
             return reduce_scatter_to_sequence(embedded.transpose(0, 1), self.tp_group)
         return reduce_from_region(embedded, self.tp_group)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_core.data_parallel import DataParallel
+from megatron_core.ops.exact_sum import scale_gradient
 from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.parallel import ParallelGroups
 from megatron_core.parallel.collectives import all_reduce_
@@ -115,10 +116,9 @@ def take_step(
     """
     # Forward and backward of all micro-batches, and the sums of gradients over the ranks.
     data, optimizer = model.data_parallel, model.optimizer
-    scale = optimizer.loss_scale.scale
     METER.switch("gradients")
     data.zero_grad()
-    losses = forward_backward(model, plan, forward, terms, lengths=lengths, auxiliary=auxiliary, hooks=hooks)
+    losses, divisor = forward_backward(model, plan, forward, terms, lengths=lengths, auxiliary=auxiliary, hooks=hooks)
     finish_gradients(data, model.fp8)
     hooks.before_update()
     METER.switch("optimizer")
@@ -126,12 +126,13 @@ def take_step(
     auxiliary = auxiliary or AuxiliaryLosses((), 0)
     added = auxiliary.totals(terms.device, owns_loss=model.split.owns_loss)
     load = auxiliary.expert_load(terms.device)
-    own = torch.stack([sum_of(model, losses) / scale, torch.full_like(terms, float(stop))])
+    own = torch.stack([sum_of(model, losses), torch.full_like(terms, float(stop))])
     further = own.new_zeros(0) if hooks.statistics is None else hooks.statistics()
     report = torch.cat([own, added, further, load.flatten()])
     all_reduce_(report, model.groups.group(WORLD))
-    found = read_norm_and(report, optimizer)
+    found = read_norm_and(torch.cat([report, divisor.view(1)]), optimizer)
     norm, loss, stops, *means = found[: 3 + len(added)]
+    loss /= found.pop()
     at = 3 + len(added) + len(further)
     # Update the weights, unless the step is skipped.
     skipped = update_weights(optimizer, [data], norm, lr, decoupled_lr, weight_decay, skip=hooks.is_bad(loss, norm))
@@ -141,7 +142,7 @@ def take_step(
         norm,
         skipped,
         stops > 0.0,
-        dict(zip(auxiliary.names, means, strict=True)),
+        auxiliary.means(means),
         found[3 + len(added) : at],
         dict(zip(auxiliary.expert_layers, _in_rows(found[at:], load.shape[1]), strict=True)),
     )
@@ -156,10 +157,11 @@ def forward_backward(
     lengths: Mapping[int, int] | None = None,
     auxiliary: AuxiliaryLosses | None = None,
     hooks: StepHooks = NO_HOOKS,
-) -> list[Tensor]:
-    """Run forward and backward of all micro-batches; return losses * loss scale / number of terms in the global batch.
+) -> tuple[list[Tensor], Tensor]:
+    """Run forward and backward of all micro-batches; return sums of losses, and the divisor of their sum over ranks.
 
-    The number of terms is summed before backward, so that averages are never averaged; it stays on the device.
+    The divisor is a float64 scalar. The mean over the terms of the global batch is minimised. The
+    number of terms is summed before backward, so that averages are never averaged; it stays on the device.
     """
     # Global number of loss terms, and the factor of the losses.
     counts = {} if auxiliary is None else auxiliary.counts
@@ -171,11 +173,13 @@ def forward_backward(
     if auxiliary is not None:
         auxiliary.tokens, auxiliary.loss_scale = total, scale
         auxiliary.counts = dict(zip(counts, others, strict=True))
-    last = plan.num_stages - 1
+    last, exact = plan.num_stages - 1, model.data_parallel.exact_sums
 
     def scaled(stage: int, micro: int, hidden: Message | None) -> Message:
         output = forward(stage, micro, hidden)
-        return output * factor.to(output.dtype) if stage == last and isinstance(output, Tensor) else output
+        if stage < last or not isinstance(output, Tensor):
+            return output
+        return scale_gradient(output, factor) if exact else output * factor.to(output.dtype)
 
     # Run the plan; the listener starts the reduction of gradients when they are complete.
     data = model.data_parallel
@@ -186,7 +190,8 @@ def forward_backward(
         on_end=data.end_action,
     )
     with hooks.around_plan(listener) as listener:
-        return run_plan(model, plan, scaled, lengths=lengths, listener=listener)
+        losses = run_plan(model, plan, scaled, lengths=lengths, listener=listener)
+    return losses, total if exact else torch.full_like(total, scale)
 
 
 def run_plan(

@@ -164,6 +164,7 @@ def data_parallel_of(
         weights_away=_weights_away(parallel, device, groups.rank),
         rule_of=whole_parameters if keeps_parameters_whole else whole_matrices if whole else in_order,
         units=units,
+        exact_sums=parallel.layout_invariant,
     )
 
 

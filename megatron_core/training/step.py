@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_core.datasets import Dataset
 from megatron_core.datasets.base import sources_of
+from megatron_core.ops.exact_sum import exact_loss_sum
 from megatron_core.optimizer.clip import part_names
 from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.grid import WORLD
@@ -163,6 +164,9 @@ def forward_step(
 ) -> ForwardStep:
     """Return the forward function of a stage: its output is hidden states, or on the last stage the sum of losses."""
     last = len(run.layers) - 1
+    tokens: int | None = None
+    if run.config.parallel.layout_invariant:
+        tokens = run.config.data.seq_length * run.config.training.final_batch_size(run.groups.size("dp"))
 
     def forward(stage: int, micro: int, hidden: Tensor | None) -> Tensor:
         batch = batches[micro]
@@ -183,7 +187,7 @@ def forward_step(
         losses = output * batch.loss_mask
         if statistics is not None:
             statistics.add_losses(losses, batch)
-        return losses.sum()
+        return losses.sum() if tokens is None else exact_loss_sum(losses, tokens)
 
     return forward
 

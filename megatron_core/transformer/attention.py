@@ -34,12 +34,15 @@ class SelfAttention(nn.Module):
         qk_layernorm: Callable[..., nn.Module] | None = None,
     ) -> None:
         super().__init__()
-        config, size, index = context.config, context.tp_group.size(), context.tp_group.rank()
+        config, size = context.config, context.tp_group.size()
         d = config.head_size
         # Heads and groups of this rank.
         self.layer_number = layer_number
         self.heads = config.num_attention_heads // size
         self.groups = max(config.query_groups // size, 1)
+        if (invariance := context.parallel.invariance) is not None:
+            # The projection repeats keys and values for each canonical part, whose gradients are separate addends.
+            self.groups = max(self.groups, invariance.local_parts(context.tp_group))
         self.head_size, self.gated = d, config.attention_output_gate
         # The fused projection to queries, gates, keys and values.
         self.linear_qkv = context.column_linear(
@@ -51,8 +54,6 @@ class SelfAttention(nn.Module):
                 heads=config.num_attention_heads,
                 groups=config.query_groups,
                 head_size=d,
-                index=index,
-                size=size,
             ),
         )
         # Each rank normalizes only its own heads, so these gradients are partial with and without sequence parallelism.

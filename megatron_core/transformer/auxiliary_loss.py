@@ -45,8 +45,8 @@ class AuxiliaryLosses:
     """Global numbers of all layers with experts in the whole model."""
     num_experts: int = 0
     """Number of experts in each of these layers."""
-    _values: dict[tuple[str, int, int], tuple[Tensor, bool]] = field(default_factory=dict)
-    """By name, layer and micro-batch: (value / denominator, whether it is partial).
+    _values: dict[tuple[str, int, int], tuple[Tensor, Tensor | int, bool]] = field(default_factory=dict)
+    """By name, layer and micro-batch: (value, denominator, whether it is partial).
 
     A layer recomputed in backward stores the same value again.
     """
@@ -69,15 +69,27 @@ class AuxiliaryLosses:
         return self.tokens
 
     def totals(self, device: torch.device, *, owns_loss: bool) -> Tensor:
-        """Return this rank's part of each loss, float64 ``[names]``; the sum over all ranks is the loss.
+        """Return this rank's part of each loss, float64 ``[3 names]``, to be summed over all ranks for ``means``.
 
-        ``owns_loss``: whether this rank counts the values that are equal on all tensor-parallel ranks.
+        For each name the sum of the values, the sum of their denominators, and the number of values: denominators are
+        equal, and dividing after the sum over ranks keeps exact sums exact. ``owns_loss``: whether this rank counts the
+        values that are equal on all tensor-parallel ranks.
         """
-        total = torch.zeros(len(self.names), dtype=torch.float64, device=device)
-        for (name, _, _), (value, partial) in self._values.items():
+        total = torch.zeros(3, len(self.names), dtype=torch.float64, device=device)
+        for (name, _, _), (value, denominator, partial) in self._values.items():
             if partial or owns_loss:
-                total[self.names.index(name)] += value
-        return total
+                at = self.names.index(name)
+                total[0, at] += value
+                total[1, at] += denominator
+                total[2, at] += 1.0
+        return total.flatten()
+
+    def means(self, totals: Sequence[float]) -> dict[str, float]:
+        """Return each loss by name from the sums over all ranks of ``totals``."""
+        count = len(self.names)
+        sums, denominators, values = (totals[at : at + count] for at in (0, count, 2 * count))
+        numbers = zip(self.names, sums, denominators, values, strict=True)
+        return {name: value / (denominator / n) if n else 0.0 for name, value, denominator, n in numbers}
 
     def expert_load(self, device: torch.device) -> Tensor:
         """Return this rank's part of each layer's load, float64 ``[expert_layers, num_experts + 1]``.
@@ -102,7 +114,7 @@ class AuxiliaryLosses:
     def store(
         self, name: str, layer_number: int, micro: int, value: Tensor, denominator: Tensor | int, *, partial: bool
     ) -> None:
-        """Store ``value / denominator`` for ``totals``."""
+        """Store ``value`` and its denominator for ``totals``."""
         if name not in self.names:
             raise LayoutError(
                 f"layer {layer_number} adds the auxiliary loss {name!r}, but the layers' specs name "
@@ -113,7 +125,7 @@ class AuxiliaryLosses:
                 f"auxiliary loss {name!r} of layer {layer_number} is {list(value.shape)} of {value.dtype}; it has to "
                 "be a scalar of torch.float32 or wider, in which the loss scale does not overflow"
             )
-        self._values[name, layer_number, micro] = value.detach() / denominator, partial
+        self._values[name, layer_number, micro] = value.detach(), denominator, partial
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ class MLP(nn.Module):
     def __init__(self, context: LayerContext, layer_number: int) -> None:
         super().__init__()
         config, ffn = context.config, context.config.ffn_size
-        size, index = context.tp_group.size(), context.tp_group.rank()
         pieces = (ffn, ffn) if config.gated_linear_unit else (ffn,)
         self.activation, self.backend = activation_kind(config), config.kernel_backend
         self.linear_fc1 = context.column_linear(
@@ -27,7 +26,7 @@ class MLP(nn.Module):
             sum(pieces),
             bias=config.add_bias_linear,
             skip_bias_add=True,
-            spec=partial(split_fused, pieces=pieces, index=index, size=size),
+            spec=partial(split_fused, pieces=pieces),
         )
         self.linear_fc2 = context.output_linear(ffn)
 

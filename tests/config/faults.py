@@ -12,6 +12,7 @@ from typing import Any
 from tests.config.moe_faults import MOE, MOE_FAULTS
 from tests.config.stage_faults import STAGE_FAULTS
 
+EQUAL = {"layout_invariant": True}
 FULL = {"recompute_granularity": "full"}
 CP2 = {"context_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
@@ -52,6 +53,21 @@ FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
     ({"clip_grad_value": 1e300}, 1, ("clip_grad_value=1e+300", "<= 3e+38")),
     ({"save": "a\0b"}, 1, ("save='a\\x00b'", "remove it")),
     ({"tokenizer_model": "\ud800"}, 1, ("tokenizer_model='\\ud800'", "remove it")),
+    # equal bits in every layout
+    ({"layout_invariant_parts": 4}, 1, ("layout_invariant_parts=4", "--layout-invariant")),
+    (EQUAL | {"fp16": True}, 1, ("fp16=True", "--bf16")),
+    (EQUAL | {"fp8_format": "e4m3", "bf16": True}, 1, ("fp8_format=e4m3", "remove --fp8-format")),
+    (EQUAL | {"grad_compression": "bf16"}, 2, ("grad_compression=bf16", "remove --grad-compression")),
+    (EQUAL | {"optimizer": "lamb"}, 1, ("optimizer=lamb", "use adam")),
+    (EQUAL | {"layout_invariant_parts": 5}, 1, ("num_attention_heads=12", "layout_invariant_parts=5", "a multiple")),
+    (EQUAL | {"tensor_model_parallel_size": 3}, 3, ("tensor_model_parallel_size=3", "legal: 1, 2, 4", "multiple of 3")),
+    (EQUAL | {"context_parallel_size": 8}, 8, ("layout_invariant_chunks=8", "--layout-invariant-chunks 16")),
+    (EQUAL | {"seq_length": 60}, 1, ("seq_length=60", "layout_invariant_chunks=8", "a multiple")),
+    (
+        EQUAL | {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "linear"},
+        1,
+        ("cross_entropy_fusion_impl=linear", "use native"),
+    ),
     # the model
     ({"hidden_size": 100}, 1, ("hidden_size=100", "num_attention_heads=12", "1, 2, 4, 5, 10", "kv_channels")),
     (

@@ -110,8 +110,8 @@ IN_EXPERTS = (
     Defect(  # C42
         "gate and value of an expert are cut as one matrix",
         "transformer.moe.experts:Experts.__init__",
-        "split_fused(first, pieces,",
-        "split_fused(first, (sum(pieces),),",
+        "split_fused(first, pieces, *etp,",
+        "split_fused(first, (sum(pieces),), *etp,",
         "experts, tp2",
         "C42",
     ),

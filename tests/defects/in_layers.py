@@ -16,7 +16,7 @@ IN_LAYERS = (
     ),
     Defect(  # C17
         "sequence-parallel norm gradients are averaged over tp",
-        "data_parallel.wrapper:_sum_over_model_axes",
+        "data_parallel.completion:_sum_over_model_axes",
         "all_reduce_(grads, groups.group(axis))",
         "all_reduce_(grads.div_(groups.size(axis)), groups.group(axis))",
         "tp2 sp",
@@ -48,7 +48,7 @@ IN_LAYERS = (
     ),
     Defect(  # C19
         "gradients of shared keys and values are not summed over their holders",
-        "data_parallel.wrapper:_sum_shared_ranges",
+        "data_parallel.completion:_sum_shared_ranges",
         "all_reduce_(total, group)",
         "pass",
         "1 group, dp2 tp2 zero1",
@@ -81,14 +81,14 @@ IN_LAYERS = (
     Defect(
         "backward of the reduce-scatter repeats the rank's own part",
         "parallel.collectives:reduce_scatter_to_sequence",
-        '_paired(x, group, "reduce_scatter_first", "gather_first")',
+        'paired(x, group, "reduce_scatter_first", "gather_first")',
         "_Pair.apply(x, group, _reduce_scatter_first, lambda grad, group: grad.repeat(group.size(), 1, 1))",
         "tp2 sp",
     ),
     Defect(
         "backward of the reduce-scatter is divided by the ranks",
         "parallel.collectives:reduce_scatter_to_sequence",
-        '_paired(x, group, "reduce_scatter_first", "gather_first")',
+        'paired(x, group, "reduce_scatter_first", "gather_first")',
         "_Pair.apply(x, group, _reduce_scatter_first, lambda grad, group: _gather_first(grad, group) / group.size())",
         "tp2 sp",
     ),
@@ -151,8 +151,8 @@ IN_LAYERS = (
     Defect(  # C20
         "sum of exponentials is each rank's own",
         "tensor_parallel.cross_entropy:VocabularyLoss.joined",
-        "(maximum - largest).exp()).sum(0)",
-        "(maximum - largest).exp())[self.group.rank()]",
+        "tree_sum((exp_sum * (maximum - largest).exp()).unbind())",
+        "(exp_sum * (maximum - largest).exp())[self.group.rank()]",
         "tp2",
         "C20",
     ),

@@ -8,7 +8,7 @@ IN_STEPS = (
     # Pipeline.
     Defect(  # C10
         "tied gradient is not summed over both ends of the pipeline",
-        "data_parallel.wrapper:_sum_over_model_axes",
+        "data_parallel.completion:_sum_over_model_axes",
         "all_reduce_(grads, groups.tied(bucket.kind.tied))",
         "pass",
         "pp2",

@@ -8,8 +8,8 @@ IN_ZERO = (
     Defect(  # C35
         "a shard is added to its sum twice",
         "data_parallel.buffer:Bucket.finish_reduce",
-        "self.grad_shard.add_(total)",
-        "self.grad_shard.add_(total).add_(total)",
+        "self.sum_shard.add_(total)",
+        "self.sum_shard.add_(total).add_(total)",
         "dp2 zero2",
         "C35",
     ),
@@ -32,7 +32,7 @@ IN_ZERO = (
     Defect(  # C17
         "shards of partial gradients are never completed",
         "data_parallel.wrapper:DataParallel.finish_grad_sync",
-        "_complete_shard(bucket, self.groups)",
+        "complete_shard(bucket, self.groups)",
         "pass",
         "dp2 tp2 sp zero3, overlap",
         "C17",
@@ -40,7 +40,7 @@ IN_ZERO = (
     Defect(  # C19
         "gradients of shared keys and values are split before they are completed",
         "data_parallel.wrapper:DataParallel._start_reduce",
-        "(_complete_shared if bucket.completes_shard else _complete_gradients)(bucket, self.groups)",
+        "(complete_shared if bucket.completes_shard else complete_gradients)(bucket, self.groups)",
         "pass",
         "1 group, dp2 tp2 zero3",
         "C19",

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megatron_core.checkpoint import find_checkpoint
+from megatron_core.config import RunConfig
 from megatron_core.config.rules_parallel import parallel_problems
 from megatron_core.config.rules_stages import stage_problems
 from megatron_core.errors import MegatronError
@@ -19,6 +20,7 @@ from megatron_core.inference.generator import GenerationLayout
 from megatron_core.parallel import World
 from megatron_core.tokenizers import Tokenizer, tokenizer_of
 from megatron_core.training.compatibility import stored_config
+from megatron_core.training.setup import set_up
 from tests.checkpoint.runs import save_run
 from tests.runs import tiny_config, tiny_run
 from tests.tokenizers.corpus import write_tokenizer_json
@@ -39,14 +41,14 @@ def test_how_layers_were_split_in_training_does_not_matter() -> None:
     assert [*stage_problems(config), *parallel_problems(config, 2)] == []
 
 
-def saved_model(folder: Path) -> Path:
+def saved_model(folder: Path, **settings: object) -> Path:
     """A checkpoint whose original tokenizer files no longer exist."""
     files, saved = folder / "tokenizer files", folder / "saved"
     files.mkdir()
     write_tokenizer_json(files, ("<|endoftext|>", "<turn>"))
     (files / "generation_config.json").write_text(json.dumps({"eos_token_id": [1]}))
     tokenizer = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(files), "vocab_size": None}
-    run = tiny_run(save=str(saved), init_method_std=0.4, **tokenizer)
+    run = tiny_run(save=str(saved), init_method_std=0.4, **tokenizer, **settings)
     save_run(run)
     shutil.rmtree(files)
     return saved
@@ -104,6 +106,37 @@ def test_a_file_of_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         likely = [pairs[0] for pairs in each["alternatives"]]
         assert likely == [list(pair) for pair in zip(each["tokens"], each["logprobs"], strict=True)], "greedy"
     assert f"{found[0]['logprobs'][0]:.4f}" in printed
+
+
+@pytest.mark.parametrize("invariant", [True, False])
+def test_log_probabilities_of_training(invariant: bool, tmp_path: Path) -> None:
+    """With --layout-invariant they are those of the model in training, to the bit; without, to rounding errors."""
+    saved, output = saved_model(tmp_path), tmp_path / "o.jsonl"
+    settings = Settings(
+        load=str(saved), prompt=("the cat", "a hat"), output=str(output), max_new_tokens=5, logprobs=0,
+        layout_invariant=invariant,
+    )  # fmt: skip
+    generate_text(settings, WORLD_OF_ONE)
+    trained = stored_config(find_checkpoint(str(saved)))
+    changed = {"load": str(saved), "save": None, "layout_invariant": True}
+    run = set_up(RunConfig.from_flat(trained.flat() | changed), WORLD_OF_ONE)
+    tokenizer, equal = tokenizer_of(run.config.data), []
+    assert tokenizer is not None
+    for each in map(json.loads, output.read_text().splitlines()):
+        tokens = tokenizer.tokenize(each["prompt"]) + each["tokens"]
+        row = torch.tensor([tokens + [0] * (16 - len(tokens))])
+        with torch.no_grad():
+            losses = run.stages[0].eval()(row, labels=row.roll(-1, 1), sample_index=torch.zeros(1, dtype=torch.int64))
+        expected = (-losses[0, len(tokens) - len(each["tokens"]) - 1 : len(tokens) - 1]).tolist()
+        assert each["logprobs"] == pytest.approx(expected, abs=1e-5)
+        equal.append(each["logprobs"] == expected)
+    assert all(equal) if invariant else not any(equal)
+
+
+def test_models_that_cannot_have_the_bits_of_training_are_refused(tmp_path: Path) -> None:
+    saved = saved_model(tmp_path, fp8_format="e4m3")
+    with pytest.raises(MegatronError, match="fp8_format=e4m3 cannot be used with layout_invariant=True"):
+        generate_text(Settings(load=str(saved), prompt=("a",), layout_invariant=True), WORLD_OF_ONE)
 
 
 def test_prompts_from_standard_input(

@@ -60,6 +60,12 @@ def test_bits_name_the_first_difference(verify: Verify, tmp_path: Path) -> None:
     assert verify(*SMALL, "--bits", "--layouts", "dp2", "--markdown", str(tmp_path / "x.md")).status == 2
 
 
+def test_layout_invariant_training_has_equal_bits(verify: Verify) -> None:
+    result = verify(*SMALL, "--bits", "--dtype", "bfloat16", "--layout-invariant", "--layouts", "dp2 zero3", "tp2 sp")
+    assert result.status == 0, result.stdout + result.stderr
+    assert "2 of 2 layouts have the bits of one process in bfloat16" in result.stdout
+
+
 def test_layouts_in_words(verify: Verify, tmp_path: Path) -> None:
     result = verify(*SMALL, "--layouts", "tp2 sp", "pp2", "--json", str(tmp_path / "report.json"))
     assert result.status == 0, result.stderr

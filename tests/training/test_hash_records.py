@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
+import pytest
+
 from megatron_core.monitor.hash_records import first_difference, read_hashes
 from megatron_core.training.loop import train
 from megatron_core.verify.ranks import run_ranks
@@ -18,7 +20,7 @@ inspect = partial(run_program, "tools/inspect_checkpoint.py")
 
 
 def run(folder: Path, **settings: object) -> None:
-    train(tiny_run(**{**SETTINGS, **UNTIED, "save": str(folder)} | settings), [])
+    train(tiny_run(**{**SETTINGS, "save": str(folder)} | settings), [])
 
 
 def hash_of(folder: Path) -> list[str]:
@@ -30,8 +32,8 @@ def hash_of(folder: Path) -> list[str]:
 
 def test_two_layouts_record_the_same_hashes(tmp_path: Path) -> None:
     """Pipeline stages change no sum except the norm, which without clipping changes no weight."""
-    run(tmp_path / "one", train_iters=3)
-    run_ranks(2, partial(run, tmp_path / "pp2", train_iters=3, **{PP: 2}))
+    run(tmp_path / "one", train_iters=3, **UNTIED)
+    run_ranks(2, partial(run, tmp_path / "pp2", train_iters=3, **UNTIED, **{PP: 2}))
     one, two = read_hashes(tmp_path / "one"), read_hashes(tmp_path / "pp2")
     assert [record.iteration for record in one] == [record.iteration for record in two] == [0, 1, 2, 3]
     assert [(r.gradients, r.weights, r.optimizer) for r in one] == [(r.gradients, r.weights, r.optimizer) for r in two]
@@ -57,14 +59,37 @@ def test_a_changed_run_is_found(tmp_path: Path) -> None:
     assert found is not None and (found.iteration, found.quantity) == (1, "weights")
 
 
-def test_a_change_of_the_layout_leaves_no_trace(tmp_path: Path) -> None:
-    """Six steps in one process, and three there and three after a resume with two pipeline stages."""
-    run(tmp_path / "whole", train_iters=6)
-    run_ranks(1, partial(run, tmp_path / "parts", train_iters=6, exit_interval=3))
-    run_ranks(2, partial(run, tmp_path / "parts", train_iters=6, load=str(tmp_path / "parts"), **{PP: 2}))
+INVARIANT = {"layout_invariant": True, "hidden_dropout": 0.1, "attention_dropout": 0.1}
+ZERO1, TP, MICRO_BATCHES = (
+    {"use_distributed_optimizer": True},
+    {"tensor_model_parallel_size": 2},
+    {"micro_batch_size": 1},
+)
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "first", "then"),
+    [
+        pytest.param(UNTIED, 1, {}, {PP: 2}, id="pp2"),
+        pytest.param(INVARIANT, 2, ZERO1, TP, id="dp2 zero1, tp2, invariant"),
+        pytest.param(
+            INVARIANT | {"bf16": True}, 1, MICRO_BATCHES, ZERO1, id="micro-batches, dp2 zero1, invariant bfloat16"
+        ),
+    ],
+)
+def test_a_change_of_the_layout_leaves_no_trace(
+    model: dict, ranks: int, first: dict, then: dict, tmp_path: Path
+) -> None:
+    """Six steps in one process, and three in one layout and three in another one after a resume."""
+    train_in = partial(run, tmp_path / "parts", train_iters=6, **model)
+    run_ranks(1, partial(run, tmp_path / "whole", train_iters=6, **model))
+    run_ranks(ranks, partial(train_in, exit_interval=3, **first))
+    run_ranks(2, partial(train_in, load=str(tmp_path / "parts"), **then))
     whole, parts = read_hashes(tmp_path / "whole"), read_hashes(tmp_path / "parts")
     assert [record.iteration for record in parts] == list(range(7))
     assert [(r.gradients, r.weights, r.optimizer) for r in whole] == [
         (r.gradients, r.weights, r.optimizer) for r in parts
     ]
     assert hash_of(tmp_path / "whole") == hash_of(tmp_path / "parts")
+    if "layout_invariant" in model:
+        assert first_difference(whole, parts) is None  # losses and norms, too

@@ -26,7 +26,7 @@ DEFECTS = [
         "the gradient of a reduce-scatter is too small",
         (
             "parallel.collectives:reduce_scatter_to_sequence",
-            '_paired(x, group, "reduce_scatter_first", "gather_first")',
+            'paired(x, group, "reduce_scatter_first", "gather_first")',
             "_Pair.apply(x, group, _reduce_scatter_first, lambda grad, group: _gather_first(grad, group) / 2)",
         ),
         "tp2 sp",

@@ -22,6 +22,7 @@ from megatron_core.tensor_parallel import (
     linear_cross_entropy,
     vocab_parallel_cross_entropy,
 )
+from megatron_core.tensor_parallel.invariant_linear import invariant_lookup
 from megatron_core.tensor_parallel.layers import vocabulary_per_rank
 from megatron_core.transformer import SequenceContext, TransformerBlock, layer_spec
 from megatron_core.transformer.auxiliary_loss import MicroBatchAuxiliaryLosses
@@ -45,9 +46,12 @@ class PositionEmbedding(nn.Module):
         spec = replicated(shape, context.tp_group.rank(), partial_grad=context.sequence_parallel)
         self.weight = allocate(spec, context.parallel.params_dtype, context.parallel.device)
         self.weight.init_method = context.embedding_init_method
+        self.invariance = context.parallel.invariance
 
-    def forward(self, position_ids: Tensor) -> Tensor:
-        """``[...]`` -> ``[..., h]``."""
+    def forward(self, position_ids: Tensor, batch: int) -> Tensor:
+        """``[s, b]``, or ``[s, 1]`` for all ``batch`` sequences -> ``[s, b, h]`` or ``[s, 1, h]``."""
+        if self.invariance is not None:  # a row for each sequence, because the gradients of all rows are added exactly
+            return invariant_lookup(position_ids.expand(-1, batch), self.weight, 0, self.invariance)
         return nn.functional.embedding(position_ids, self.weight)
 
 
@@ -58,7 +62,7 @@ class LanguageModelEmbedding(nn.Module):
         super().__init__()
         config, parallel, tp_group = context.config, context.parallel, context.tp_group
         self.sequence_parallel = context.sequence_parallel
-        per_rank = vocabulary_per_rank(vocab_size, config.make_vocab_size_divisible_by, tp_group.size())
+        per_rank = _vocabulary_per_rank(context, vocab_size)
         self.word_embeddings = VocabParallelEmbedding(
             vocab_size,
             config.hidden_size,
@@ -85,7 +89,7 @@ class LanguageModelEmbedding(nn.Module):
         if not self.sequence_parallel:
             hidden = hidden.transpose(0, 1)
         if self.position_embeddings is not None:
-            hidden = hidden + self.position_embeddings(position_ids.transpose(0, 1))
+            hidden = hidden + self.position_embeddings(position_ids.transpose(0, 1), hidden.shape[1])
         if self.factor != 1.0:
             hidden = hidden * self.factor
         if not self.dropout.active:
@@ -164,8 +168,8 @@ class GPTModel(nn.Module):
         """Build the output layer; tied to an embedding on the same rank, it has no weight of its own."""
         tied = self.model_config.share_embeddings_and_output_weights
         tied_here = tied and (self.embedding is not None or self._weights_of_others != ())
-        size, index = self.tp_group.size(), self.tp_group.rank()
-        per_rank = vocabulary_per_rank(self.vocab_size, self.model_config.make_vocab_size_divisible_by, size)
+        size = self.tp_group.size()
+        per_rank = _vocabulary_per_rank(context, self.vocab_size)
         return ColumnParallelLinear(
             self.model_config.hidden_size,
             per_rank * size,
@@ -174,7 +178,7 @@ class GPTModel(nn.Module):
             bias=False,
             skip_weight_param_allocation=tied_here,
             tp_group=self.tp_group,
-            spec=lambda shape: split((self.vocab_size, *shape[1:]), 0, index, size, padded=shape[0]),
+            spec=lambda shape, index, size: split((self.vocab_size, *shape[1:]), 0, index, size, padded=shape[0]),
         )
 
     def _mark_embedding_and_output(self) -> None:
@@ -335,6 +339,7 @@ class GPTModel(nn.Module):
             comm = self.output_layer.comm
             return linear_cross_entropy(hidden_states, weight, target, comm, vocab_size=size, backend=backend)
         logits, _ = self.output_layer(hidden_states, weight=tied)
+        invariance = self.parallel.invariance
         return vocab_parallel_cross_entropy(
             self._capped(logits),
             target,
@@ -342,6 +347,7 @@ class GPTModel(nn.Module):
             vocab_size=size,
             overwrite_logits=True,
             backend=backend,
+            parts=1 if invariance is None else invariance.local_parts(self.tp_group),
         )
 
     def _scaled(self, hidden: Tensor) -> Tensor:
@@ -379,3 +385,11 @@ class GPTModel(nn.Module):
             return None
         batch, length = input_ids.shape
         return PackedDocuments.of(lengths, batch, length * self.split.cp_size, input_ids.device)
+
+
+def _vocabulary_per_rank(context: LayerContext, vocab_size: int) -> int:
+    """Rows of the padded vocabulary per rank; with canonical parts the padding is that of as many ranks as parts."""
+    size, parts = context.tp_group.size(), 1
+    if (invariance := context.parallel.invariance) is not None:
+        parts = invariance.local_parts(context.tp_group)
+    return vocabulary_per_rank(vocab_size, context.config.make_vocab_size_divisible_by * parts, size)

@@ -4,6 +4,8 @@ Shapes: n tokens of a sequence on this rank, b sequences, E experts, k choices p
 1 for a token that counts in losses and 0 for padding.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -13,6 +15,7 @@ from megatron_core.parallel.groups import Group
 from megatron_core.transformer.context import SequenceContext
 from megatron_core.transformer.moe.choice import log_scores
 
+Total = Callable[[Tensor], Tensor]
 BALANCING, Z_LOSS = "load_balancing_loss", "z_loss"
 
 
@@ -31,6 +34,7 @@ def balancing_loss(
     batch_group: Group,
     context: SequenceContext,
     layer_number: int,
+    total: Total = torch.sum,
 ) -> Tensor:
     """Return this rank's part of the load balancing loss, a scalar; the loss is the sum over all ranks.
 
@@ -42,14 +46,12 @@ def balancing_loss(
     ``aux_loss`` treats the b sequences of the micro-batch as one sequence and multiplies its loss by b, because the
     mean is over sequences. ``global_aux_loss`` is a sum over tokens and computes n_e / T over the ranks of
     ``batch_group`` and the micro-batches so far. All of them ignore expert bias and groups in n_e. ``sequence_group``
-    contains the ranks with parts of the same sequences. Source: Fedus et al. 2021, equation 4; Megatron Core's
-    ``switch_load_balancing_loss_func``.
+    contains the ranks with parts of the same sequences; ``total`` adds the terms of the tokens.
+    Source: Fedus et al. 2021, equation 4; Megatron Core's ``switch_load_balancing_loss_func``.
     """
-    # Sum of the scores of each expert over this rank's tokens of each sequence.
+    # Scores, and numbers of choices and of tokens, summed over sequences and ranks as the kind of loss requires.
     experts, k = config.num_experts or 1, config.moe_router_topk
     scores = log_scores(logits, config).softmax(-1)
-    mass = (scores * counted.unsqueeze(-1)).sum(0)  # [b, E]
-    # Numbers of choices and of tokens, summed over sequences and ranks as the kind of loss requires.
     with torch.no_grad():
         counts = count_choices(scores.topk(k).indices, counted, experts)
         both = torch.cat([counts, counted.sum(0).unsqueeze(-1)], dim=-1)  # [b, E + 1]
@@ -63,15 +65,14 @@ def balancing_loss(
         else:
             all_reduce_(both, sequence_group)
         counts, tokens = both[..., :-1], both[..., -1].clamp_min(1.0)
-    # The loss for each kind.
-    if kind == "seq_aux_loss":
-        return experts / k * ((mass * counts).sum(-1) / tokens.square()).sum()
-    mass = mass.sum(0)
+    # The terms of the tokens ``[n, b]``, and their sum for each kind.
+    terms = (scores * counts).sum(-1) * counted
     if kind == "global_aux_loss":
-        return experts / k * (mass * counts).sum() / tokens
-    return experts / k * (mass * counts).sum() / tokens.square() * logits.shape[1]
+        return experts / k * total(terms / tokens)
+    factor = 1 if kind == "seq_aux_loss" else logits.shape[1]
+    return experts / k * total(terms / tokens.square()) * factor
 
 
-def z_loss(logits: Tensor, counted: Tensor) -> Tensor:
+def z_loss(logits: Tensor, counted: Tensor, total: Total = torch.sum) -> Tensor:
     """Return the sum of squared log-sum-exp over counted tokens, a scalar (Zoph et al. 2022, equation 5)."""
-    return (logits.logsumexp(-1).square() * counted).sum()
+    return total(logits.logsumexp(-1).square() * counted)

@@ -10,20 +10,25 @@ Shapes: T tokens of this rank, k choices per token, R input rows for this rank's
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial, reduce
 
 import torch
 from torch import Tensor
 
+from megatron_core.ops.matmul import runs
 from megatron_core.parallel.collectives import (
     RowExchange,
     all_reduce_,
+    all_to_all_rows,
     exchange_rows,
     gather_from_sequence,
     reduce_scatter_to_sequence,
 )
 from megatron_core.parallel.groups import ParallelGroups
+from megatron_core.parallel.invariance import tree_sum
+from megatron_core.tensor_parallel.invariant_linear import Chunks
 from megatron_core.transformer.moe.counts import ArrivingCounts
 from megatron_core.transformer.moe.router import Routing
 
@@ -41,40 +46,61 @@ class Dispatched:
     combine: Callable[[Tensor], Tensor]
     """Function from the experts' outputs ``[R, h]``, already multiplied by ``probs``, to the outputs of this rank's
     tokens ``[T, h]``."""
+    chunks: Chunks | None = None
+    """The rows of each expert by chunks of sequences, if tokens have ``TokenNumbers``."""
+
+
+@dataclass(frozen=True)
+class TokenNumbers:
+    """Numbers of this rank's tokens that give the rows of an expert one order in every layout."""
+
+    of_tokens: Tensor
+    """``[T]`` int64: sequence x its length + position."""
+    chunk: int
+    """Tokens in a chunk of a sequence."""
 
 
 class _Take(torch.autograd.Function):
     """Select rows of ``x`` by ``index``; -1 selects a row of zeros.
 
     For each row of ``x``, backward sums the gradients at ``places`` ``[rows of x, m]`` in this fixed order (-1: zeros);
-    an index_add would sum in any order.
+    an index_add would sum in any order. ``total`` computes the sums, ``[rows of x, m, ...]`` -> ``[rows of x, ...]``.
     """
 
     @staticmethod
-    def forward(ctx, x, index, places, holes):
+    def forward(ctx, x, index, places, holes, total):
         ctx.save_for_backward(index, places)
-        ctx.holes = holes
+        ctx.holes, ctx.total = holes, total
         return _rows(x, index, holes)
 
     @staticmethod
     def backward(ctx, grad):
         index, places = ctx.saved_tensors
-        return _SumTaken.apply(grad, places, index, ctx.holes), None, None, None
+        return _SumTaken.apply(grad, places, index, ctx.holes, ctx.total), None, None, None, None
 
 
 class _SumTaken(torch.autograd.Function):
     """The adjoint of ``_Take``."""
 
     @staticmethod
-    def forward(ctx, rows, places, index, holes):
+    def forward(ctx, rows, places, index, holes, total):
         ctx.save_for_backward(index, places)
-        ctx.holes = holes
-        return _rows(rows, places.flatten(), holes).unflatten(0, places.shape).sum(1)
+        ctx.holes, ctx.total = holes, total
+        return total(_rows(rows, places.flatten(), holes).unflatten(0, places.shape))
 
     @staticmethod
     def backward(ctx, grad):
         index, places = ctx.saved_tensors
-        return _Take.apply(grad, index, places, ctx.holes), None, None, None
+        return _Take.apply(grad, index, places, ctx.holes, ctx.total), None, None, None, None
+
+
+def _plain_total(slots: Tensor) -> Tensor:
+    return slots.sum(1)
+
+
+def _total_of_choices(slots: Tensor, copies: int) -> Tensor:
+    """The sum of ``[T, m, ...]``: the tree over the ``copies`` ranks of each choice, then the choices in order."""
+    return reduce(torch.add, (tree_sum(choice.unbind(1)) for choice in slots.split(copies, 1)))
 
 
 def _rows(x: Tensor, index: Tensor, holes: bool) -> Tensor:
@@ -105,7 +131,13 @@ class AllToAll(Dispatcher):
     """Send each token only to the ranks of its experts."""
 
     def dispatch(
-        self, x: Tensor, routing: Routing, *, padded: bool = False, meanwhile: Callable[[], None] | None = None
+        self,
+        x: Tensor,
+        routing: Routing,
+        *,
+        padded: bool = False,
+        meanwhile: Callable[[], None] | None = None,
+        numbers: TokenNumbers | None = None,
     ) -> Dispatched:
         """See ``Dispatcher``; one all-to-all to the experts, one all-to-all back."""
         keys = self._destinations(routing, x.device)
@@ -115,9 +147,10 @@ class AllToAll(Dispatcher):
         if capacity is None:
             arriving = ArrivingCounts(slots.counts.view(self.size, self.local_experts), self.group)
         tokens, copies = slots.owners(keys.shape[1]), len(self.holders[0])
-        rows = _Take.apply(x, tokens, slots.places, slots.holes)
+        total = _plain_total if numbers is None else partial(_total_of_choices, copies=copies)
+        rows = _Take.apply(x, tokens, slots.places, slots.holes, total)
         places = slots.places.view(-1, copies)
-        probs = _Take.apply(routing.probs.flatten(), slots.owners(copies), places, slots.holes)
+        probs = _Take.apply(routing.probs.flatten(), slots.owners(copies), places, slots.holes, total)
         send, receive = self._padded_counts(capacity) if arriving is None else arriving.wait()
         sent, received = ([sum(counts) for counts in table] for table in (send, receive))
         if slots.holes and capacity is None:  # dropped choices are the last rows
@@ -126,18 +159,22 @@ class AllToAll(Dispatcher):
         if meanwhile is not None:
             meanwhile()
         rows, probs = exchange.wait()
+        counts, chunks = [sum(column) for column in zip(*receive, strict=True)], None
         order, inverse = self._by_expert(arriving, capacity, sum(received), x.device)
+        if numbers is not None:
+            own = torch.where(tokens < 0, -1, numbers.of_tokens[tokens])  # -1 is padding
+            order, chunks = _by_number(all_to_all_rows(own, sent, received, self.group), order, counts, numbers.chunk)
+            inverse = _inverse(order)
         if order is not None:
-            rows, probs = _Take.apply(rows, order, inverse[:, None], False), probs.index_select(0, order)
+            rows, probs = _Take.apply(rows, order, inverse[:, None], False, _plain_total), probs.index_select(0, order)
 
         def combine(outputs: Tensor) -> Tensor:
             if order is not None:
-                outputs = _Take.apply(outputs, inverse, order[:, None], False)
+                outputs = _Take.apply(outputs, inverse, order[:, None], False, _plain_total)
             outputs = exchange_rows(outputs, received, sent, self.group)
-            return _SumTaken.apply(outputs, slots.places, tokens, slots.holes)
+            return _SumTaken.apply(outputs, slots.places, tokens, slots.holes, total)
 
-        counts = [sum(column) for column in zip(*receive, strict=True)]
-        return Dispatched(rows, probs, counts, combine)
+        return Dispatched(rows, probs, counts, combine, chunks)
 
     def _destinations(self, routing: Routing, device: torch.device) -> Tensor:
         """Return the destination rank * local_experts + local expert of each choice and each rank of its expert.
@@ -182,10 +219,17 @@ class AllGatherDispatcher(Dispatcher):
     """Gather all tokens on all ranks of the group, and reduce-scatter the partial sums over experts."""
 
     def dispatch(
-        self, x: Tensor, routing: Routing, *, padded: bool = False, meanwhile: Callable[[], None] | None = None
+        self,
+        x: Tensor,
+        routing: Routing,
+        *,
+        padded: bool = False,
+        meanwhile: Callable[[], None] | None = None,
+        numbers: TokenNumbers | None = None,
     ) -> Dispatched:
         """See ``Dispatcher``; all-gather, then reduce-scatter; ``meanwhile`` must be None."""
         assert meanwhile is None, "validation refuses moe_shared_expert_overlap with allgather"
+        assert numbers is None, "validation refuses layout_invariant with allgather"
         own, longest = x.shape[0], torch.tensor(x.shape[0], device=x.device)
         all_reduce_(longest, self.group, maximum=True)
         missing = int(longest) - own
@@ -205,11 +249,11 @@ class AllGatherDispatcher(Dispatcher):
         if capacity is None:
             slots = replace(slots, rows=slots.rows[: sum(counts)])
         tokens = slots.owners(keys.shape[1])
-        rows = _Take.apply(gathered(x), tokens, slots.places, True)
-        probs = _Take.apply(gathered(routing.probs).flatten(), slots.rows, slots.places.view(-1, 1), True)
+        rows = _Take.apply(gathered(x), tokens, slots.places, True, _plain_total)
+        probs = _Take.apply(gathered(routing.probs).flatten(), slots.rows, slots.places.view(-1, 1), True, _plain_total)
 
         def combine(outputs: Tensor) -> Tensor:
-            total = _SumTaken.apply(outputs, slots.places, tokens, True)
+            total = _SumTaken.apply(outputs, slots.places, tokens, True, _plain_total)
             return reduce_scatter_to_sequence(total, self.group)[:own]
 
         return Dispatched(rows, probs, counts, combine)
@@ -259,3 +303,23 @@ class Slots:
 
 def _inverse(order: Tensor) -> Tensor:
     return torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
+
+
+def _by_number(numbers: Tensor, order: Tensor | None, counts: Sequence[int], chunk: int) -> tuple[Tensor, Chunks]:
+    """Return the permutation from received rows to rows ordered by expert, then by number, and their chunks.
+
+    ``numbers`` ``[R]`` are those of the received rows; ``order`` is the permutation to rows ordered by expert.
+    """
+    numbers = numbers if order is None else numbers[order]
+    found, experts, of_expert = [], [], []
+    for run in runs(counts):
+        own, place = numbers[run].sort(stable=True)
+        found.append(place + run.start)
+        experts.append(run)
+        padding = int((own < 0).sum())
+        sizes = torch.unique_consecutive(own[padding:] // chunk, return_counts=True)[1].tolist()
+        of_expert.append(
+            tuple(slice(run.start + padding + part.start, run.start + padding + part.stop) for part in runs(sizes))
+        )
+    by_number = torch.cat(found)
+    return by_number if order is None else order[by_number], Chunks(tuple(experts), tuple(of_expert))

@@ -1,31 +1,45 @@
 """The experts of a rank: two grouped matrix products and the activation between them."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+import torch
 from torch import Tensor, nn
 
 from megatron_core.ops.activation import bias_activation
 from megatron_core.parallel.groups import ALONE
 from megatron_core.parallel.initialization import Normal
+from megatron_core.parallel.invariance import tree_sum
 from megatron_core.parallel.sharding import ShardSpec, allocate, split, split_fused, split_over
 from megatron_core.tensor_parallel.fp8 import FP8Products
 from megatron_core.tensor_parallel.grouped_linear import grouped_linear
+from megatron_core.tensor_parallel.invariant_linear import Chunks, WeightParts, invariant_grouped_linear
 from megatron_core.transformer.context import LayerContext
 from megatron_core.transformer.mlp import activation_kind
 from megatron_core.transformer.recompute import outputs_dropped, recomputed
+
+ROWS_OF_EXPERTS = 32
+"""Rows of a product of an expert with canonical parts: the last of them is filled with zeros."""
 
 
 class GroupedLinear(nn.Module):
     """One matrix per expert; ``weight`` is this rank's part of ``[E, out, in]``."""
 
     def __init__(
-        self, context: LayerContext, spec: ShardSpec, init_method: Normal, *, splits_output: bool = False
+        self,
+        context: LayerContext,
+        spec: ShardSpec,
+        init_method: Normal,
+        *,
+        splits_output: bool = False,
+        parts: WeightParts | None = None,
     ) -> None:
-        """``splits_output``: output features are split over etp; otherwise input features."""
+        """``splits_output``: output features are split over etp; otherwise input features. ``parts`` are canonical."""
         super().__init__()
         self.weight = allocate(spec, context.parallel.params_dtype, context.parallel.device)
         self.weight.init_method = init_method
         self.fp8: FP8Products | None = None
+        self.parts = parts
         if (precision := context.parallel.fp8_precision) is not None:
             etp = context.groups.group("etp")
             of_input, of_output = (ALONE, etp) if splits_output else (etp, ALONE)
@@ -34,8 +48,11 @@ class GroupedLinear(nn.Module):
             if precision.settings.fp8_param_gather:
                 self.weight.fp8 = self.fp8  # read by data parallelism
 
-    def forward(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+    def forward(self, rows: Tensor, counts: Sequence[int], chunks: Chunks | None = None) -> Tensor:
         """``[R, in]`` -> ``[R, out]``; rows are ordered by expert, with ``counts`` rows each."""
+        if self.parts is not None:
+            assert chunks is not None, "tokens have numbers if weights have canonical parts"
+            return invariant_grouped_linear(rows, self.weight, chunks, self.parts)
         return grouped_linear(rows, self.weight, counts, fp8=self.fp8)
 
 
@@ -62,19 +79,48 @@ class Experts(nn.Module):
         ]
         self.activation, self.backend = kind, config.kernel_backend
         self.recompute_activation = config.recomputes("moe_act")
-        self.linear_fc1 = GroupedLinear(context, specs[0], context.init_method, splits_output=True)
-        self.linear_fc2 = GroupedLinear(context, specs[1], context.output_layer_init_method)
+        parts_of_output, parts_of_input = None, None
+        self.parts_here = 1
+        if (invariance := context.parallel.invariance) is not None:
+            self.parts_here = invariance.parts // etp[1]
+            whole = split_fused(first, pieces, 0, invariance.parts, dim=1, axis="etp")
+            parts_of_output = replace(WeightParts.of_output(invariance, inner, whole), rows=ROWS_OF_EXPERTS)
+            even = WeightParts.even(invariance, ffn // etp[1], self.parts_here, splits_output=False)
+            parts_of_input = replace(even, rows=ROWS_OF_EXPERTS)
+        self.linear_fc1 = GroupedLinear(
+            context, specs[0], context.init_method, splits_output=True, parts=parts_of_output
+        )
+        self.linear_fc2 = GroupedLinear(context, specs[1], context.output_layer_init_method, parts=parts_of_input)
 
-    def forward(self, rows: Tensor, probs: Tensor, counts: Sequence[int]) -> Tensor:
-        """``rows`` ``[R, h]``, ``probs`` ``[R]`` -> ``[R, h]``.
+    def forward(self, rows: Tensor, probs: Tensor, counts: Sequence[int], chunks: Chunks | None = None) -> Tensor:
+        """``rows`` ``[R, h]``, ``probs`` ``[R]`` -> ``[R, h]``; ``chunks``: see ``Dispatched``.
 
         The probability is applied before W_2, with which it commutes, so backward does not need the output of W_2.
         """
-        inner, recompute = self.linear_fc1(rows, counts), self.recompute_activation and self.training
+        inner, recompute = self.linear_fc1(rows, counts, chunks), self.recompute_activation and self.training
         weighted = (recomputed(self._weighted) if recompute else self._weighted)(inner, probs)
         with outputs_dropped([weighted], lambda: [self._weighted(inner, probs)], active=recompute):
-            return self.linear_fc2(weighted, counts)
+            return self.linear_fc2(weighted, counts, chunks)
 
     def _weighted(self, inner: Tensor, probs: Tensor) -> Tensor:
         activated = bias_activation(inner, None, self.activation, backend=self.backend)
+        if self.linear_fc2.parts is not None:
+            return _Weighted.apply(activated, probs, self.parts_here)
         return (activated * probs.unsqueeze(-1)).to(activated.dtype)
+
+
+class _Weighted(torch.autograd.Function):
+    """Rows times their probabilities, whose gradients are sums over canonical parts of the features in their tree."""
+
+    @staticmethod
+    def forward(ctx, activated, probs, parts):
+        ctx.save_for_backward(activated, probs)
+        ctx.parts = parts
+        return (activated * probs.unsqueeze(-1)).to(activated.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        activated, probs = ctx.saved_tensors
+        products = grad.to(probs.dtype) * activated
+        sums = [part.contiguous().sum(-1) for part in products.chunk(ctx.parts, -1)]
+        return (grad * probs.unsqueeze(-1)).to(activated.dtype), tree_sum(sums), None

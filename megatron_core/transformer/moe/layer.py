@@ -7,11 +7,14 @@ from torch import Tensor, nn
 
 from megatron_core.config import ModelConfig
 from megatron_core.parallel.collectives import copy_to_region, reduce_from_region
+from megatron_core.parallel.invariance import Invariance
 from megatron_core.parallel.sharding import allocate, replicated
+from megatron_core.tensor_parallel.invariant_linear import WeightParts, invariant_linear
+from megatron_core.tensor_parallel.linear import NO_COMM
 from megatron_core.transformer.context import LayerContext, SequenceContext
 from megatron_core.transformer.mlp import MLP
 from megatron_core.transformer.moe.balance import BALANCING, Z_LOSS
-from megatron_core.transformer.moe.dispatch import AllGatherDispatcher, AllToAll
+from megatron_core.transformer.moe.dispatch import AllGatherDispatcher, AllToAll, TokenNumbers
 from megatron_core.transformer.moe.experts import Experts
 from megatron_core.transformer.moe.router import Tokens, TopKRouter
 from megatron_core.transformer.recompute import recomputed
@@ -44,6 +47,8 @@ class MoELayer(nn.Module):
         self.overlaps = config.moe_shared_expert_overlap and self.shared_experts is not None
         self.recompute_shared = config.recomputes("shared_experts")
         self.padded = config.moe_pad_expert_input_to_capacity
+        invariance = context.parallel.invariance
+        self.invariance = None if invariance is None else invariance.over(context.tp_group.size())
         self.tp_group, self.sequence_parallel = context.tp_group, context.sequence_parallel
 
     def forward(self, hidden: Tensor, context: SequenceContext) -> tuple[Tensor, None]:
@@ -54,18 +59,22 @@ class MoELayer(nn.Module):
             if self.shared_experts is not None:
                 recompute = self.recompute_shared and self.training
                 experts = recomputed(self.shared_experts) if recompute else self.shared_experts
-                shared.append(experts(hidden, context))
+                shared.append(experts(hidden.view_as(hidden), context))
 
         own = self._own_rows(hidden.shape[0])
-        x = hidden
+        x = hidden.view_as(hidden)  # a node of the graph: its gradient is complete before the shared experts' is added
         if self._divides:
             x = copy_to_region(hidden, self.tp_group)[own]
-        routing = self.router(x, self._tokens(hidden, own, context), context)
         meanwhile = share if self.overlaps else None
-        given = self.dispatcher.dispatch(x.flatten(0, 1), routing, padded=self.padded, meanwhile=meanwhile)
+        tokens = self._tokens(hidden, own, context)
+        routing = self.router(x, tokens, context)
+        numbers = None if self.invariance is None else self._numbers(tokens, context, self.invariance)
+        given = self.dispatcher.dispatch(
+            x.flatten(0, 1), routing, padded=self.padded, meanwhile=meanwhile, numbers=numbers
+        )
         if not self.overlaps:
             share()  # here, so that gradients of ``hidden`` are summed in the same order with and without overlap
-        output = given.combine(self.experts(given.rows, given.probs, given.counts)).view_as(x)
+        output = given.combine(self.experts(given.rows, given.probs, given.counts, given.chunks)).view_as(x)
         if self._divides:
             whole = output.new_zeros(hidden.shape)
             whole[own] = output
@@ -93,6 +102,15 @@ class MoELayer(nn.Module):
         most = -(-length // self.tp_group.size()) if self._divides else length
         return Tokens(counted[own], positions[own], most)
 
+    def _numbers(self, tokens: Tokens, context: SequenceContext, invariance: Invariance) -> TokenNumbers:
+        """Return the numbers of this rank's tokens, by sequence and position."""
+        if context.cache is not None:  # generation has no gradients, whose order the numbers determine
+            return TokenNumbers(torch.arange(tokens.positions.numel(), device=tokens.positions.device), 1)
+        assert context.sample_index is not None, "tokens are numbered by sequence"
+        length = tokens.positions.shape[0] * invariance.context_ranks
+        numbers = context.sample_index * length + tokens.positions[:, None]
+        return TokenNumbers(numbers.flatten(), length // invariance.chunks)
+
 
 class SharedExperts(MLP):
     """The shared experts, applied to every token, as one MLP; with a gate, its output times sigmoid(w x).
@@ -104,16 +122,24 @@ class SharedExperts(MLP):
         config = context.config
         wide = replace(config, ffn_hidden_size=config.moe_shared_expert_intermediate_size)
         super().__init__(replace(context, config=wide), layer_number)
-        self.gate_weight = None
+        self.gate_weight, self.gate_parts = None, None
         if config.moe_shared_expert_gate:
             # With sequence parallelism the gradient of each rank covers only its part of the sequence.
             spec = replicated((1, config.hidden_size), context.tp_group.rank(), partial_grad=context.sequence_parallel)
             self.gate_weight = allocate(spec, context.parallel.params_dtype, context.parallel.device)
             self.gate_weight.init_method = context.init_method
+            if (invariance := context.parallel.invariance) is not None:
+                of_tokens = invariance.over(context.tp_group.size() if context.sequence_parallel else 1)
+                self.gate_parts = WeightParts.even(of_tokens, 1, 1, splits_output=True)
 
     def forward(self, hidden: Tensor, context: SequenceContext) -> Tensor:  # type: ignore[override]
         """``[s, b, h]`` -> the same shape."""
         output, _ = super().forward(hidden, context)
         if self.gate_weight is None:
             return output
+        if self.gate_parts is not None:
+            return (
+                output
+                * invariant_linear(hidden.view_as(hidden), self.gate_weight, None, NO_COMM, self.gate_parts).sigmoid()
+            )
         return output * nn.functional.linear(hidden, self.gate_weight).sigmoid()

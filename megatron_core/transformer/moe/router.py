@@ -3,17 +3,21 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from megatron_core.ops.exact_sum import BALANCING_UNIT, LOSS_UNIT, exact_loss_sum
 from megatron_core.ops.reference import uniform
 from megatron_core.ops.rows import wide
 from megatron_core.parallel.collectives import all_gather_flat_
 from megatron_core.parallel.initialization import name_seed
 from megatron_core.parallel.sharding import allocate, replicated
+from megatron_core.tensor_parallel.invariant_linear import WeightParts, invariant_linear
+from megatron_core.tensor_parallel.linear import NO_COMM
 from megatron_core.transformer.context import LayerContext, SequenceContext
-from megatron_core.transformer.moe.balance import BALANCING, Z_LOSS, balancing_loss, count_choices, z_loss
+from megatron_core.transformer.moe.balance import BALANCING, Z_LOSS, Total, balancing_loss, count_choices, z_loss
 from megatron_core.transformer.moe.choice import (
     choose,
     probabilities,
@@ -71,12 +75,26 @@ class TopKRouter(nn.Module):
             self.expert_bias = allocate(replicated(shape[:1], tp_rank), torch.float32, parallel.device)
             self.expert_bias.init_method = nn.init.zeros_
             self.expert_bias.requires_grad_(False)
+        self.parts = None
+        self.totals: tuple[Total, Total] = torch.sum, torch.sum
+        """Sums over tokens of balancing loss and z loss."""
+        if (invariance := parallel.invariance) is not None:
+            of_tokens = invariance.over(context.tp_group.size())
+            self.parts = WeightParts.even(of_tokens, shape[0], 1, splits_output=True)
+            tokens = invariance.tokens
+            by_sequence = config.moe_router_load_balancing_type != "global_aux_loss"
+            unit = BALANCING_UNIT if by_sequence else LOSS_UNIT
+            self.totals = partial(exact_loss_sum, tokens=tokens, unit=unit), partial(exact_loss_sum, tokens=tokens)
         self.jitter_key = name_seed(context.seed, f"jitter:layers.{layer_number}.router")
 
     def forward(self, x: Tensor, tokens: Tokens, context: SequenceContext) -> Routing:
         """``x`` ``[n, b, h]`` -> the routing of the T = n b tokens, ordered by position."""
         dtype = torch.float64 if self.config.moe_router_dtype == "fp64" else wide(x.dtype)
-        logits = nn.functional.linear(self._jittered(x.to(dtype), tokens, context), self.weight.to(dtype))
+        x = self._jittered(x.to(dtype), tokens, context)
+        if self.parts is None:
+            logits = nn.functional.linear(x, self.weight.to(dtype))
+        else:
+            logits = invariant_linear(x, self.weight, None, NO_COMM, self.parts)
         experts = self._choose(logits.detach(), tokens)
         if context.router_replay is not None:
             experts = context.router_replay.experts(self.layer_number, experts)
@@ -151,7 +169,8 @@ class TopKRouter(nn.Module):
         config, counted = self.config, tokens.counted.to(logits.dtype)
         if config.balancing_loss:
             value = balancing_loss(
-                logits, counted, config, self.sequence_group, self.batch_group, context, self.layer_number
+                *(logits, counted, config, self.sequence_group, self.batch_group, context, self.layer_number),
+                total=self.totals[0],
             )
             probs = context.add_auxiliary_loss(
                 probs,
@@ -166,7 +185,7 @@ class TopKRouter(nn.Module):
             probs = context.add_auxiliary_loss(
                 probs,
                 Z_LOSS,
-                z_loss(logits, counted),
+                z_loss(logits, counted, self.totals[1]),
                 layer_number=self.layer_number,
                 coefficient=config.moe_z_loss_coeff,
                 partial=True,

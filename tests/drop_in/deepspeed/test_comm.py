@@ -9,6 +9,9 @@ from torch import nn
 
 import deepspeed
 from deepspeed import comm
+from deepspeed.runtime.comm.coalesced_collectives import reduce_scatter_coalesced
+from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipelineParallelGrid
+from deepspeed.runtime.utils import PartitionedTensor
 from deepspeed.utils import groups
 from megatron_core.errors import LayoutError
 from megatron_core.verify.ranks import run_ranks
@@ -26,6 +29,8 @@ def _collectives() -> dict[str, object]:
     comm.reduce_scatter_fn(half, one)
     listed: list[object] = [None, None]
     comm.all_gather_object(listed, rank)
+    scalars = torch.zeros(2)
+    comm.all_gather_into_tensor(scalars, torch.tensor(float(rank)))
     comm.barrier()
     return {
         "summed": summed.tolist(),
@@ -33,6 +38,7 @@ def _collectives() -> dict[str, object]:
         "each": [tensor.tolist() for tensor in each],
         "half": half.tolist(),
         "listed": listed,
+        "scalars": scalars.tolist(),
         "ranks": (comm.get_world_size(), comm.get_all_ranks_from_group(), groups._get_data_parallel_world_size()),
     }
 
@@ -41,7 +47,37 @@ def test_collectives_on_two_ranks() -> None:
     for rank, found in enumerate(run_ranks(2, _collectives)):
         assert found["summed"] == [3.0, 3.0] and found["gathered"] == [1.0, 1.0, 2.0, 2.0]
         assert found["each"] == [[3.0, 3.0], [6.0, 6.0]] and found["half"] == [3.0]
-        assert found["listed"] == [0, 1] and found["ranks"] == (2, [0, 1], 2), rank
+        assert found["listed"] == [0, 1] and found["scalars"] == [0.0, 1.0]
+        assert found["ranks"] == (2, [0, 1], 2), rank
+
+
+def _parts() -> dict[str, object]:
+    rank, whole = comm.get_rank(), torch.arange(9.0).view(3, 3)
+    part = PartitionedTensor(whole, dist.group.WORLD)
+    again = PartitionedTensor.from_meta(part.to_meta(), part.data(), dist.group.WORLD)
+    inputs = [torch.arange(3.0) * rank, torch.ones(1, dtype=torch.float64), torch.full((2, 2), float(rank))]
+    grids = {"pipe": PipelineParallelGrid(), "data": PipelineParallelGrid(PipeDataParallelTopology(1, 2))}
+    totals = {}
+    for name, grid in grids.items():
+        sums = [torch.tensor([rank + 1.0]) for _ in range(3)]
+        groups_of = (grid.get_pipe_parallel_group, grid.get_data_parallel_group, grid.get_model_parallel_group)
+        for total, group in zip(sums, groups_of, strict=True):
+            dist.all_reduce(total, group=group())
+        totals[name] = [total.item() for total in sums]
+    return {
+        "sizes": (list(part.local_size()), part.full_size()),
+        "equal": torch.equal(part.full(), whole) and torch.equal(again.full(), whole),
+        "means": [each.tolist() for each in reduce_scatter_coalesced(inputs)],
+        "totals": totals,
+    }
+
+
+def test_parts_of_tensors_and_groups_of_a_topology() -> None:
+    for rank, found in enumerate(run_ranks(2, _parts)):
+        assert found["sizes"] == ([5 - rank], [3, 3]) and found["equal"]
+        assert found["means"] == ([[0.0, 0.5], [1.0], [0.5, 0.5]] if rank == 0 else [[1.0], [], [0.5, 0.5]])
+        own = rank + 1.0
+        assert found["totals"] == {"pipe": [3.0, own, own], "data": [own, 3.0, own]}
 
 
 def test_one_process_is_initialized_without_a_launcher() -> None:

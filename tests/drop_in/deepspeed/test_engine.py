@@ -453,11 +453,14 @@ def test_loss_scale_and_steps_of_the_optimizer() -> None:
     assert (scale.dynamic_loss_scale, scale.cur_scale, scale.scale_window, scale.cur_iter) == (True, 256.0, 2, 0)
     weight = engine.module[0][0].weight
     assert weight not in dict(engine.optimizer.state)
-    for number in range(2):
+    for number in range(3):  # the first good step is not counted, as in DeepSpeed
         _step(engine, number)
     scale = engine.optimizer.loss_scale_config
-    assert (scale.cur_scale, scale.cur_iter) == (512.0, 2)
-    assert engine.optimizer.state[weight]["step"] == 2
+    assert (scale.cur_scale, scale.cur_iter) == (512.0, 3)
+    scaler = engine.optimizer.loss_scaler
+    assert (scaler.loss_scale, scaler.cur_scale, scaler.dynamic) == (512.0, 512.0, True)
+    assert engine.optimizer.dynamic_loss_scale
+    assert engine.optimizer.state[weight]["step"] == 3
     with pytest.raises(ConfigError, match=r"safe_get_full_optimizer_state\(parameter, 'exp_avg'\)"):
         engine.optimizer.state[weight]["exp_avg"]
 

@@ -1,6 +1,7 @@
 """Names that programs import from DeepSpeed, other than the engine."""
 
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,19 +14,22 @@ from deepspeed.git_version_info import torch_info
 from deepspeed.moe.utils import has_moe_layers, split_params_into_different_moe_groups_for_optimizer
 from deepspeed.ops.op_builder import CPUAdamBuilder, QuantizerBuilder
 from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.pipe.topology import _prime_factors
 from deepspeed.runtime.precision_config import DeepSpeedFP16Config, get_bfloat16_config
 from deepspeed.runtime.utils import call_to_str, partition_balanced, partition_uniform, prefix_sum_inc
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.partition_parameters import zero_wrapper_for_fp_tensor_constructor
 from deepspeed.utils import (
     get_z3_leaf_modules,
+    groups,
     set_z3_leaf_modules,
     set_z3_leaf_modules_by_name,
     set_z3_leaf_modules_by_suffix,
 )
 from deepspeed.utils.nvtx import instrument_w_nvtx
 from deepspeed.utils.timer import ThroughputTimer
-from megatron_core.errors import ConfigError
+from deepspeed.utils.zero_to_fp32 import get_optim_files
+from megatron_core.errors import CheckpointError, ConfigError
 
 
 @pytest.mark.parametrize(
@@ -33,6 +37,8 @@ from megatron_core.errors import ConfigError
     (
         "compression.init_compression",
         "moe.layer.MoE",
+        "runtime.checkpoint_engine.torch_checkpoint_engine.TorchCheckpointEngine",
+        "runtime.comm.coalesced_collectives.all_to_all_quant_reduce",
         "runtime.fp16.onebit.lamb.OnebitLamb",
         "runtime.zero.TiledLinear",
         "runtime.zero.partition_parameters.MultipleAllGatherHandles",
@@ -48,6 +54,7 @@ def test_refused_classes_say_what_to_use(path: str) -> None:
 def test_builders_say_what_is_available() -> None:
     assert deepspeed.ops.__compatible_ops__[CPUAdamBuilder.NAME]
     assert not deepspeed.ops.__compatible_ops__[QuantizerBuilder.NAME]
+    assert (CPUAdamBuilder.installed_rocm_version() == [0, 0]) == (torch.version.hip is None)
     with pytest.raises(ConfigError, match="use the optimizers of"):
         CPUAdamBuilder().load()
     assert torch.__version__.startswith(torch_info["version"])
@@ -92,6 +99,23 @@ def test_parts_of_lists() -> None:
     assert partition_balanced([1, 1, 1, 3], 2) == [0, 3, 4]
     assert prefix_sum_inc([3, 4, 5]) == [3, 7, 12]
     assert call_to_str("step", 1, rate="high") == "step(1, rate='high')"
+
+
+def test_factors_and_ranks_of_experts() -> None:
+    assert [_prime_factors(number) for number in (1, 7, 12)] == [[], [7], [2, 2, 3]]
+    with pytest.raises(ValueError, match="N=0"):
+        _prime_factors(0)
+    sharing, copies = groups._get_expert_parallel_ranks(8, tensor_parallel_size_=2, expert_parallel_size_=2)
+    assert sharing == [[0, 2], [4, 6], [1, 3], [5, 7]] and copies == [[0, 4], [2, 6], [1, 5], [3, 7]]
+
+
+def test_files_of_optimizers_are_in_the_order_of_ranks(tmp_path: Path) -> None:
+    names = [f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (0, 2, 10)]
+    for name in (*reversed(names), "mp_rank_00_model_states.pt"):
+        (tmp_path / name).touch()
+    assert get_optim_files(tmp_path) == [str(tmp_path / name) for name in names]
+    with pytest.raises(CheckpointError, match="optim_states"):
+        get_optim_files(tmp_path / "other")
 
 
 def test_leaf_modules_by_name() -> None:

@@ -10,7 +10,6 @@ from torch.distributed import Store as Store
 from torch.distributed import TCPStore as TCPStore
 from torch.distributed import Work as Work
 from torch.distributed import all_gather as all_gather
-from torch.distributed import all_gather_into_tensor as all_gather_into_tensor
 from torch.distributed import all_gather_object as all_gather_object
 from torch.distributed import all_reduce as all_reduce
 from torch.distributed import all_to_all as all_to_all
@@ -45,6 +44,7 @@ from torch.distributed import send as send
 
 from deepspeed.comm import comm as comm
 from deepspeed.comm.comm import all_gather_coalesced as all_gather_coalesced
+from deepspeed.comm.comm import all_gather_into_tensor as all_gather_into_tensor
 from deepspeed.comm.comm import all_reduce_coalesced as all_reduce_coalesced
 from deepspeed.comm.comm import allgather_fn as allgather_fn
 from deepspeed.comm.comm import configure as configure

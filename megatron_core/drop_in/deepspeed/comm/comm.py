@@ -107,9 +107,16 @@ def all_gather_coalesced(
         dist.all_gather_into_tensor(output, part, group=group)
 
 
+def all_gather_into_tensor(
+    output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup | None = None, async_op: bool = False
+) -> Any:
+    """As ``torch.distributed.all_gather_into_tensor``; gloo too takes an ``input_tensor`` without dimensions."""
+    return dist.all_gather_into_tensor(output_tensor, torch.atleast_1d(input_tensor), group=group, async_op=async_op)
+
+
 def allgather_fn(output: Tensor, tensor: Tensor, group: ProcessGroup | None = None, async_op: bool = False) -> Any:
-    """As ``torch.distributed.all_gather_into_tensor``."""
-    return dist.all_gather_into_tensor(output, tensor, group=group, async_op=async_op)
+    """As ``all_gather_into_tensor``."""
+    return all_gather_into_tensor(output, tensor, group=group, async_op=async_op)
 
 
 def reduce_scatter_fn(

@@ -2,6 +2,8 @@
 
 from typing import Any, NoReturn
 
+import torch
+
 from megatron_core.errors import ConfigError
 
 
@@ -11,6 +13,12 @@ class OpBuilder:
     NAME = "op"
     available = False
     """Whether this project has an optimizer or a feature for which programs ask for the operation."""
+
+    @staticmethod
+    def installed_rocm_version() -> list[int]:
+        """Return the major and minor version of ROCm that torch was built for; [0, 0] without ROCm."""
+        version = torch.version.hip
+        return [0, 0] if version is None else [int(part) for part in version.split(".")[:2]]
 
     def is_compatible(self, verbose: bool = False) -> bool:
         """Whether the optimizer or the feature works on this machine."""

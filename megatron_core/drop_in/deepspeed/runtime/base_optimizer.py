@@ -71,6 +71,17 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         return self._engine.loss_scale
 
     @property
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale changes with overflows."""
+        return isinstance(self._engine.loss_scaler, DynamicLossScale)
+
+    @property
+    def loss_scaler(self) -> SimpleNamespace:
+        """The values of the loss scale: ``loss_scale``, also as ``cur_scale``, and ``dynamic``."""
+        scale = self._engine.loss_scale
+        return SimpleNamespace(loss_scale=scale, cur_scale=scale, dynamic=self.dynamic_loss_scale)
+
+    @property
     def loss_scale_config(self) -> SimpleNamespace:
         """The loss scale and its rule; ``cur_iter`` counts steps, with skipped ones."""
         scale, steps = self._engine.loss_scaler, self._engine.state.iteration

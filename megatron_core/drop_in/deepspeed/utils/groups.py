@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
@@ -67,6 +68,19 @@ def _get_sequence_parallel_group() -> Any:
         "deepspeed.utils.groups: sequence parallelism (Ulysses) is not available for a model of your own; use "
         "--context-parallel-size with the GPT of pretrain_gpt.py"
     )
+
+
+def _get_expert_parallel_ranks(
+    world_size: int, tensor_parallel_size_: int, expert_parallel_size_: int
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Return the ranks that share out the experts, and the ranks with the same experts, of a job of this size.
+
+    Neighbouring ranks split layers; among the others, neighbours share out the experts.
+    """
+    copies = world_size // (tensor_parallel_size_ * expert_parallel_size_)
+    grid = torch.arange(copies * expert_parallel_size_ * tensor_parallel_size_)
+    grid = grid.view(copies, expert_parallel_size_, tensor_parallel_size_).permute(2, 0, 1)
+    return grid.flatten(0, 1).tolist(), grid.transpose(1, 2).flatten(0, 1).tolist()
 
 
 def initialize(ep_size: int = 1, mpu: Any = None) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from re import split
 from typing import Any
 
 import torch
@@ -35,6 +36,17 @@ def get_fp32_state_dict_from_zero_checkpoint(
     ``CheckpointError``.
     """
     return float32_weights(Path(checkpoint_dir), tag, frozen=not exclude_frozen_parameters)
+
+
+def get_optim_files(checkpoint_dir: str | os.PathLike[str]) -> list[str]:
+    """Return the paths of DeepSpeed's files of optimizers in a folder, rank 2 before rank 10.
+
+    ``CheckpointError`` if there is none.
+    """
+    found = [str(path) for path in Path(checkpoint_dir).glob("*_optim_states.pt")]
+    if not found:
+        raise CheckpointError(f"{checkpoint_dir} has no file *_optim_states.pt; give the folder of a tag")
+    return sorted(found, key=lambda path: [int(part) if part.isdigit() else part for part in split(r"(\d+)", path)])
 
 
 def to_torch_tensor(

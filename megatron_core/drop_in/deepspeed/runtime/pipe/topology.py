@@ -3,12 +3,33 @@
 from collections import namedtuple
 from collections.abc import Sequence
 from itertools import product
+from math import prod
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from megatron_core import parallel_state
 from megatron_core.errors import LayoutError
+from megatron_core.parallel.groups import LocalGroup
+
+
+def _prime_factors(N: int) -> list[int]:
+    """Return the prime factors of ``N`` in rising order; ``ValueError`` below 1."""
+    if N <= 0:
+        raise ValueError(f"N={N} must be positive")
+    found, factor = [], 2
+    while N > 1:
+        while N % factor == 0:
+            found.append(factor)
+            N //= factor
+        factor += 1
+    return found
+
+
+def _default_topology(ranks: int) -> "PipeDataParallelTopology":
+    factors = _prime_factors(ranks)
+    return PipeDataParallelTopology(prod(factors[::2]), prod(factors[1::2]))
 
 
 def _coordinates_of(axes: list[str]) -> Any:
@@ -101,13 +122,17 @@ class PipeModelDataParallelTopology(ProcessTopology):
 
 
 class PipelineParallelGrid:
-    """This rank in a topology, under the names of Megatron's ``mpu``; groups exist after ``deepspeed.initialize``."""
+    """This rank in a topology, under the names of Megatron's ``mpu``.
+
+    Without a topology, the number of ranks is divided into stages and copies: every other prime factor each. A group is
+    ``initialize``'s; before, the first call of its ranks makes it.
+    """
 
     def __init__(self, topology: ProcessTopology | None = None, process_group: Any = None) -> None:
         self.global_rank = dist.get_rank() if dist.is_initialized() else 0
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
-        self._topo = PipeDataParallelTopology(1, self.world_size) if topology is None else topology
-        if self._topo.world_size() != self.world_size:
+        self._topo = _default_topology(self.world_size) if topology is None else topology
+        if not self._is_grid_valid():
             raise LayoutError(
                 f"the topology has {self._topo.world_size()} ranks, and the job has {self.world_size}; start "
                 f"{self._topo.world_size()} processes, or change the topology"
@@ -117,6 +142,25 @@ class PipelineParallelGrid:
         self.model_parallel_size = max(self._topo.get_dim("model"), 1)
         self.stage_id, self.data_parallel_id = self._own("pipe"), self._own("data")
         self.is_first_stage, self.is_last_stage = self.stage_id == 0, self.stage_id == self.pipe_parallel_size - 1
+
+        self.dp_group, self.pp_group = self._ranks("data"), self._ranks("pipe")
+        self._made: dict[str, ProcessGroup] = {}
+
+    def _is_grid_valid(self) -> bool:
+        return self._topo.world_size() == self.world_size
+
+    def _ranks(self, axis: str) -> list[int]:
+        lists = self._topo.get_axis_comm_lists(axis)
+        return next((ranks for ranks in lists if self.global_rank in ranks), [self.global_rank])
+
+    def _group(self, axis: str, name: str) -> ProcessGroup:
+        if parallel_state.is_initialized():
+            found = parallel_state.current().group(name)
+            if not isinstance(found, LocalGroup) and dist.get_process_group_ranks(found) == self._ranks(axis):
+                return found
+        if axis not in self._made:
+            self._made[axis] = dist.new_group(self._ranks(axis), use_local_synchronization=True)
+        return self._made[axis]
 
     def _own(self, axis: str) -> int:
         return int(getattr(self._topo.get_coord(self.global_rank), axis, 0))
@@ -152,7 +196,7 @@ class PipelineParallelGrid:
 
     def get_data_parallel_group_ranks(self) -> list[int]:
         """Ranks with the same stage."""
-        return next(ranks for ranks in self._topo.get_axis_comm_lists("data") if self.global_rank in ranks)
+        return self.dp_group
 
     def get_model_parallel_rank(self) -> int:
         """Index among the ranks that split a stage's layers."""
@@ -162,17 +206,17 @@ class PipelineParallelGrid:
         """Number of ranks that split a stage's layers."""
         return self.model_parallel_size
 
-    def get_pipe_parallel_group(self) -> Any:
+    def get_pipe_parallel_group(self) -> ProcessGroup:
         """Ranks of a pipeline."""
-        return parallel_state.current().group("pp")
+        return self._group("pipe", "pp")
 
-    def get_data_parallel_group(self) -> Any:
+    def get_data_parallel_group(self) -> ProcessGroup:
         """Ranks with the same stage."""
-        return parallel_state.current().group("dp")
+        return self._group("data", "dp")
 
-    def get_model_parallel_group(self) -> Any:
+    def get_model_parallel_group(self) -> ProcessGroup:
         """Ranks that split a stage's layers."""
-        return parallel_state.current().group("tp")
+        return self._group("model", "tp")
 
     get_pipe_parallel_rank = get_pipeline_model_parallel_rank = get_stage_id
     get_pipeline_model_parallel_world_size = get_pipe_parallel_world_size

@@ -1,0 +1,19 @@
+"""The tree of sums with --layout-invariant, as integers (``parallel.invariance`` computes it)."""
+
+
+def smallest_factor(number: int) -> int:
+    """The smallest prime factor of an integer above 1."""
+    return next(factor for factor in range(2, number + 1) if number % factor == 0)
+
+
+def subtree_sizes(parts: int) -> list[int]:
+    """The numbers of neighbouring parts that the tree joins to one partial sum, from 1 to ``parts``."""
+    sizes = [1]
+    while sizes[-1] < parts:
+        sizes.append(sizes[-1] * smallest_factor(parts // sizes[-1]))
+    return sizes
+
+
+def default_parts(heads: int) -> int:
+    """The largest of 8, 4 and 2 that divides the attention heads, else their smallest factor."""
+    return next((factor for factor in (8, 4, *range(2, heads + 1)) if heads % factor == 0), 1)

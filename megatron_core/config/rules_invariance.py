@@ -1,0 +1,128 @@
+"""Rules for --layout-invariant: sizes that have canonical parts, and settings whose sums depend on the layout."""
+
+from collections.abc import Iterator
+
+from megatron_core.config.invariance import subtree_sizes
+from megatron_core.config.run import RunConfig
+
+REFUSED = {
+    "fp16": "its loss scale moves gradients out of the range of exact sums; use --bf16",
+    "fp8_format": "scales are those of a rank's block; remove --fp8-format",
+    "multi_latent_attention": "its projections have no canonical parts; use --group-query-attention",
+    "compile": "a graph has its own order of sums; remove --compile",
+    "mtp_num_layers": "its losses have no canonical order; remove --mtp-num-layers",
+    "qk_layernorm_over_heads": "it is a sum over the heads of all ranks; remove it",
+    "grad_reduce_in_bf16": "gradients are summed in float64; remove --grad-reduce-in-bf16",
+}
+"""Settings that cannot be used, with the reason and the remedy."""
+REFUSED_WORDS = {
+    ("grad_compression", "none"): "a compressed gradient depends on the ranks; remove --grad-compression",
+    ("moe_token_dispatcher_type", "alltoall"): "it adds the experts of a rank first; use alltoall",
+    ("attention_kind", "grouped_query"): "its projections have no canonical parts; remove --attention-kind",
+}
+"""(setting, the only value that can be used): the reason and the remedy."""
+
+
+def invariance_problems(config: RunConfig) -> Iterator[str]:
+    """Settings under which --layout-invariant could not hold."""
+    if not config.parallel.layout_invariant:
+        return
+    flat = config.flat()
+    for name, reason in REFUSED.items():
+        if flat[name]:
+            yield f"{name}={flat[name]} cannot be used with layout_invariant=True: {reason}"
+    for (name, only), reason in REFUSED_WORDS.items():
+        if name in flat and flat[name] not in (only, None):
+            yield f"{name}={flat[name]} cannot be used with layout_invariant=True: {reason}"
+    if config.model.fuses_output_layer_with_loss:
+        yield (
+            "cross_entropy_fusion_impl=linear cannot be used with layout_invariant=True: it cuts tokens by memory; "
+            "use native"
+        )
+    if config.optimizer.optimizer == "lamb":
+        yield "optimizer=lamb cannot be used with layout_invariant=True: its trust ratios are sums over ranks; use adam"
+    yield from _part_problems(config)
+    yield from _chunk_problems(config)
+
+
+def _part_problems(config: RunConfig) -> Iterator[str]:
+    """Parts of features: of all ranks the same number, and neighbouring ones."""
+    model, parallel, parts = config.model, config.parallel, config.invariant_parts
+    sizes = {"num_attention_heads": model.num_attention_heads}
+    if len(model.expert_layers) < model.num_layers:
+        sizes["ffn_hidden_size"] = model.ffn_size
+    if model.num_experts is not None:
+        sizes["moe_ffn_hidden_size"] = model.expert_ffn_size
+        sizes["moe_shared_expert_intermediate_size"] = model.moe_shared_expert_intermediate_size or parts
+    for name, size in sizes.items():
+        if size % parts:
+            yield (
+                f"{name}={size} is not a multiple of layout_invariant_parts={parts}; choose a multiple, or another "
+                "--layout-invariant-parts, the same in all layouts"
+            )
+    groups = model.query_groups
+    if model.num_attention_heads % parts == 0 and groups % parts and parts % groups:
+        yield (
+            f"num_query_groups={groups} and layout_invariant_parts={parts} do not divide each other; choose another "
+            "--layout-invariant-parts"
+        )
+    if model.attention_output_gate and groups < parts:
+        yield (
+            f"attention_output_gate=True with num_query_groups={groups} needs --layout-invariant-parts of at most "
+            f"{groups}"
+        )
+    legal = [parts // size for size in reversed(subtree_sizes(parts))]
+    tensor = {"tensor_model_parallel_size": parallel.tensor_model_parallel_size}
+    if model.num_experts is not None:
+        tensor["expert_tensor_parallel_size"] = parallel.expert_tensor_size
+    for name, size in tensor.items():
+        if size not in legal:
+            yield (
+                f"{name}={size} cannot be used with layout_invariant_parts={parts}; legal: "
+                f"{', '.join(map(str, legal))}, or set --layout-invariant-parts to a multiple of {size}, the same in "
+                "all layouts"
+            )
+    if config.parallel.context_parallel_size > 1:
+        yield from _head_problems(config)
+
+
+def _head_problems(config: RunConfig) -> Iterator[str]:
+    """Keys and values that an all-to-all would replicate."""
+    parallel, parts = config.parallel, config.invariant_parts
+    heads = parallel.context_parallel_size if "a2a" in parallel.cp_comm_type else 1
+    heads = max(heads, parallel.a2a_size if "a2a+p2p" in parallel.cp_comm_type else 1)
+    groups = max(config.model.query_groups, parts) // parallel.tensor_model_parallel_size
+    if groups % heads:
+        yield (
+            f"cp_comm_type={' '.join(parallel.cp_comm_type)} with layout_invariant=True cannot split {groups} "
+            f"key-value heads over {heads} ranks; use --cp-comm-type p2p, or larger --layout-invariant-parts"
+        )
+
+
+def _chunk_problems(config: RunConfig) -> Iterator[str]:
+    """Chunks of sequences: whole ones on every rank."""
+    parallel, data = config.parallel, config.data
+    chunks, cp = parallel.layout_invariant_chunks, parallel.context_parallel_size
+    needed = 2 * cp
+    if config.model.num_experts is not None:
+        needed = max(needed, cp * parallel.tensor_model_parallel_size)
+    if chunks % needed:
+        yield (
+            f"layout_invariant_chunks={chunks} is not a multiple of {needed}, which context_parallel_size={cp} needs"
+            f"{' with these experts' if needed > 2 * cp else ''}; use --layout-invariant-chunks "
+            f"{_up(chunks, needed)}, the same in all layouts"
+        )
+    lengths = {"seq_length": data.seq_length}
+    if data.seq_length_warmup is not None:
+        lengths["seq_length_warmup"] = data.seq_length_warmup[0]
+        lengths["the increment of seq_length_warmup"] = data.seq_length_warmup[1]
+    for name, length in lengths.items():
+        if length % chunks:
+            yield (
+                f"{name}={length} is not a multiple of layout_invariant_chunks={chunks}; choose a multiple, or fewer "
+                "--layout-invariant-chunks, the same in all layouts"
+            )
+
+
+def _up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

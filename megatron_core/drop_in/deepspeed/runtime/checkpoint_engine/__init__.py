@@ -1,0 +1,1 @@
+"""Writers of checkpoint files; checkpoints have one format here (docs/checkpoints.md)."""

@@ -1,0 +1,231 @@
+"""Core attention with the same bits in every layout (``parallel.invariance``).
+
+Each chunk of queries attends to all keys before it and to its own, in separate products. Every rank computes its own
+chunks of queries over the keys of the whole sequence, which it gathers. The gradients of keys and values are sums over
+chunks of queries: chunks c and C - 1 - c first, which are on one rank in every zig-zag, then the tree over these pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from megatron_core.context_parallel import Exchange, Products, Tile, Unfused, fused_products, tiles
+from megatron_core.context_parallel.products import finite, merge_
+from megatron_core.context_parallel.tiles import Documents
+from megatron_core.errors import LayoutError
+from megatron_core.ops.rows import wide
+from megatron_core.parallel.groups import ALONE, Group
+from megatron_core.parallel.invariance import Invariance, reduce_scatter_in_tree, tree_sum
+from megatron_core.parallel.micro_batch import Range, zigzag
+from megatron_core.transformer.context import LayerContext, SequenceContext
+from megatron_core.transformer.core_attention import CoreAttention
+from megatron_core.transformer.paged_attention import PagedStep, gathered
+
+
+@dataclass(frozen=True)
+class ChunkedSequence:
+    """A sequence of ``length`` tokens in ``chunks`` chunks, split in a zig-zag over the ranks of ``exchange.group``."""
+
+    length: int
+    chunks: int
+    exchange: Exchange
+    products: Products
+    documents: Documents | None
+    window: int | None
+
+    @property
+    def group(self) -> Group:
+        """The ranks with parts of the sequence."""
+        return self.exchange.group
+
+    def own_chunks(self) -> Iterator[tuple[int, Range]]:
+        """The local start and the positions of each chunk on this rank, in ascending order."""
+        size, at = self.length // self.chunks, 0
+        for first, last in zigzag(self.length, self.group.rank(), self.group.size()):
+            for start in range(first, last, size):
+                yield at, (start, start + size)
+                at += size
+
+    def tiles(self, chunk: Range) -> Iterator[tuple[slice, Tile]]:
+        """The tiles of a chunk of queries: the queries within the chunk, and the tile in positions of the sequence."""
+        for tile in _tiles_of(chunk, self.documents, self.window):
+            first, last = tile.queries
+            yield slice(first, last), replace(tile, queries=(first + chunk[0], last + chunk[0]))
+
+    def gathered(self, own: Tensor) -> Tensor:
+        """Keys and values ``[b, groups, n, e]`` of this rank -> those of the whole sequence, in ascending order."""
+        size = self.group.size()
+        if size == 1:
+            return own
+        whole = own.new_empty((*own.shape[:2], self.length, own.shape[3]))
+        for rank, block in self.exchange.forward(own.contiguous()):
+            at = 0
+            for start, stop in zigzag(self.length, rank, size):
+                whole[:, :, start:stop] = block[:, :, at : at + stop - start]
+                at += stop - start
+        return whole
+
+    def own_sum(self, total: Tensor) -> Tensor:
+        """Gradients of the whole sequence from this rank's queries -> sums over ranks for this rank's tokens."""
+        size = self.group.size()
+        if size == 1:
+            return total
+        parts = [[total[:, :, slice(*run)] for run in zigzag(self.length, rank, size)] for rank in range(size)]
+        return reduce_scatter_in_tree(torch.stack([torch.cat(runs, dim=2) for runs in parts]), self.group)[0]
+
+
+@lru_cache(maxsize=1024)
+def _tiles_of(chunk: Range, documents: Documents | None, window: int | None) -> tuple[Tile, ...]:
+    before = ((0, chunk[0]),) if chunk[0] else ()
+    return tiles((chunk,), (*before, chunk), documents, window)
+
+
+class InvariantAttention(CoreAttention):
+    """``CoreAttention`` by chunks of queries, over the keys of all ranks of ``exchange``."""
+
+    def __init__(
+        self,
+        context: LayerContext,
+        layer_number: int,
+        *,
+        exchange: Exchange,
+        window_size: tuple[int, int] | None = None,
+        heads_over: Group = ALONE,
+    ) -> None:
+        super().__init__(context, layer_number, window_size=window_size, heads_over=heads_over)
+        assert context.parallel.invariance is not None
+        self.exchange, self.invariance = exchange, context.parallel.invariance
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, context: SequenceContext) -> Tensor:
+        """Query ``[n, b, heads, d]``, key, value ``[n, b, groups, d]`` -> ``[n, b, heads * d]``; n local tokens."""
+        sequence = self._sequence(query, context, self.invariance)
+        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        out = _ChunkedAttention.apply(query, key, value, sequence)
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+    def attend_cached(self, query: Tensor, keys: Tensor, values: Tensor, step: PagedStep) -> Tensor:
+        """As ``CoreAttention``, with the bits of ``forward``; each token takes the products of its whole chunk."""
+        parts = []
+        for row, (table, length) in enumerate(zip(step.tables, step.lengths.tolist(), strict=True)):
+            parts.append(self._attend_last(query[row : row + 1], *(gathered(x, table, length) for x in (keys, values))))
+        for chunk in step.chunks:
+            own = query[chunk.row : chunk.row + chunk.count]
+            parts.append(self._attend_last(own, *(gathered(x, chunk.table, chunk.length) for x in (keys, values))))
+        return torch.cat(parts)
+
+    def attend_fresh(self, query: Tensor, key: Tensor, value: Tensor, step: PagedStep) -> Tensor:
+        """As ``CoreAttention``, with the bits of ``forward``."""
+        texts = zip(*(x.split(list(step.fresh)) for x in (query, key, value)), strict=True)
+        return torch.cat([self._attend_last(*text) for text in texts])
+
+    def _attend_last(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attention of the last n of t positions: ``[n, heads, d]`` and ``[t, groups, d]`` -> ``[n, heads * d]``.
+
+        A chunk of queries and its keys are filled with zeros, so that each product has the shape that it has in a
+        whole sequence; within such a product no row depends on the others.
+        """
+        size, length = self.invariance.sequence_length // self.invariance.chunks, len(key)
+        first, channels = length - len(query), query.shape[-1]
+        # Products may depend on strides, so these are the strides of ``forward``.
+        whole = key.new_zeros(1, key.shape[1], -(-length // size) * size, channels + value.shape[-1])
+        whole[0, :, :length] = torch.cat((key, value), dim=-1).transpose(0, 1)
+        keys, values = whole.tensor_split([channels], dim=-1)
+        products, parts = self._products(query, SequenceContext()), []
+        for start in range(first // size * size, length, size):
+            begin, end = max(first, start), min(length, start + size)
+            inside = slice(begin - start, end - start)
+            queries = query.new_zeros(size, 1, *query.shape[1:])
+            queries[inside, 0] = query[begin - first : end - first]
+            queries = queries.permute(1, 2, 0, 3)
+            # Parts of larger tensors, as in ``forward``: torch computes the logaddexp of ``merge_`` in vectors or one
+            # by one, with other bits, depending on whether heads are adjacent in memory.
+            room = queries.new_zeros(1, query.shape[1], 2 * size, value.shape[-1], dtype=wide(query.dtype))
+            out, lse = room[:, :, :size], room.new_full(room.shape[:3], -torch.inf)[:, :, :size]
+            for tile in _tiles_of((start, start + size), None, self.window):
+                at, of = _indices(tile.queries[0], slice(0, tile.queries[1] - tile.queries[0]), tile)
+                merge_(out[at], lse[at], *products.forward(queries[at], keys[of], values[of], tile, 0))
+            parts.append(out[0, :, inside].to(query.dtype).transpose(0, 1).flatten(1))
+        return torch.cat(parts)
+
+    def _sequence(self, query: Tensor, context: SequenceContext, invariance: Invariance) -> ChunkedSequence:
+        length, chunks = query.shape[0] * self.exchange.group.size(), invariance.chunks
+        if context.attention_mask is not None and context.documents is None:
+            raise LayoutError("layout_invariant=True: attention_mask is not supported; give document_lengths instead")
+        if length % chunks:
+            raise LayoutError(
+                f"layout_invariant=True: a sequence of {length} tokens cannot be cut into layout_invariant_chunks="
+                f"{chunks} chunks; choose a length that is a multiple of them"
+            )
+        documents = None if context.documents is None else context.documents.lengths
+        return ChunkedSequence(length, chunks, self.exchange, self._products(query, context), documents, self.window)
+
+    def _products(self, query: Tensor, context: SequenceContext) -> Products:
+        if not (self.by_formula or self.dropout.active):
+            return fused_products(query.device, query.dtype)
+        if not self.dropout.active:
+            return Unfused(softcap=self.softcap)
+        samples, device = context.sample_index, query.device
+        assert samples is not None, "dropout is keyed by positions and samples"
+
+        def drop(weights: Tensor, tile: Tile, owner: int) -> Tensor:
+            return self.dropout(
+                weights,
+                samples[tile.rows],
+                position_ids=torch.arange(*tile.queries, device=device),
+                key_positions=torch.arange(*tile.keys, device=device),
+                first_head=self.first_head,
+            )
+
+        return Unfused(drop, self.softcap)
+
+
+class _ChunkedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, query, key, value, sequence):
+        own = torch.cat((key, value), dim=-1)
+        keys, values = sequence.gathered(own).tensor_split([query.shape[-1]], dim=-1)
+        out = query.new_zeros((*query.shape[:-1], value.shape[-1]), dtype=wide(query.dtype))
+        lse = out.new_full(query.shape[:-1], -torch.inf)
+        for start, chunk in sequence.own_chunks():
+            for inside, tile in sequence.tiles(chunk):
+                at, of = _indices(start, inside, tile)
+                merge_(out[at], lse[at], *sequence.products.forward(query[at], keys[of], values[of], tile, 0))
+        out = out.to(query.dtype)
+        ctx.save_for_backward(query, own, out, finite(lse))
+        ctx.sequence = sequence
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        query, own, out, lse = ctx.saved_tensors
+        sequence, channels = ctx.sequence, query.shape[-1]
+        whole = sequence.gathered(own)
+        keys, values = whole.tensor_split([channels], dim=-1)
+        grad_query = torch.zeros_like(query, dtype=lse.dtype)
+        by_chunk = []
+        for start, chunk in sequence.own_chunks():
+            total = torch.zeros(whole.shape, dtype=lse.dtype, device=whole.device)
+            grads = total.tensor_split([channels], dim=-1)
+            for inside, tile in sequence.tiles(chunk):
+                at, of = _indices(start, inside, tile)
+                given = grad[at], query[at], keys[of], values[of], out[at], lse[at]
+                sums = grad_query[at], grads[0][of], grads[1][of]
+                for sum_, part in zip(sums, sequence.products.backward(*given, tile, 0), strict=True):
+                    sum_ += part
+            by_chunk.append(total)
+        half = len(by_chunk) // 2
+        pairs = [first.add_(last) for first, last in zip(by_chunk[:half], reversed(by_chunk[half:]), strict=True)]
+        total = sequence.own_sum(tree_sum(pairs, Tensor.add_)).to(query.dtype)
+        grad_key, grad_value = total.tensor_split([channels], dim=-1)
+        return grad_query.to(query.dtype), grad_key, grad_value, None
+
+
+def _indices(start: int, inside: slice, tile: Tile) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+    """The queries and the keys of a tile in ``[b, heads, n, ...]``."""
+    heads = slice(None)
+    return (tile.rows, heads, slice(start + inside.start, start + inside.stop)), (tile.rows, heads, slice(*tile.keys))

@@ -1,0 +1,182 @@
+"""Changes of the order or grouping of a sum, which ``--layout-invariant`` must not let pass.
+
+Each is correct in exact arithmetic.
+"""
+
+from __future__ import annotations
+
+from tests.defects.defect import Defect
+
+LINEAR, ATTENTION = "tensor_parallel.invariant_linear", "transformer.invariant_attention"
+TREE, PRODUCTS, MIXTURE = "parallel.invariance", "ops.fixed_products", "transformer.moe"
+LEVEL = "[reduce(add, values[at : at + width]) for at in range(0, len(values), width)]"
+
+IN_ORDERS = (
+    Defect(
+        "four ranks are added in the order of the transport",
+        f"{TREE}:all_reduce_in_tree",
+        "if size == 2:",
+        "if True:",
+        "tp4",
+    ),
+    Defect(
+        "four ranks are reduce-scattered by the transport",
+        f"{TREE}:reduce_scatter_in_tree",
+        "if size > 2:",
+        "if False:",
+        "tp4 sp",
+    ),
+    Defect("parts are added one after the other", f"{TREE}:tree_sum", LEVEL, "[reduce(add, values)]", "tp2"),
+    Defect(
+        "distant parts are added first",
+        f"{TREE}:tree_sum",
+        LEVEL,
+        "[reduce(add, values[at :: len(values) // width]) for at in range(len(values) // width)]",
+        "tp2",
+    ),
+    Defect(
+        "input gradients are a running sum over parts",
+        f"{LINEAR}:_sum_over_outputs",
+        "return tree_sum(of_parts, Tensor.add_)",
+        "return reduce(Tensor.add_, of_parts)",
+        "micro-batches of 2",
+    ),
+    Defect(
+        "outputs are a running sum over parts",
+        f"{LINEAR}:_sum_over_inputs",
+        "partial(tree_sum, add=Tensor.add_)",
+        "partial(reduce, Tensor.add_)",
+        "micro-batches of 2",
+    ),
+    Defect(
+        "a part moves to the next place",
+        f"{LINEAR}:WeightParts.even",
+        "for i in range(count))",
+        "for i in (*range(1, count), 0))",
+        "micro-batches of 2",
+    ),
+    Defect(
+        "a weight's gradient is one product for a sequence",
+        f"{LINEAR}:_add_weight_grad",
+        "in invariance.chunks_of(x.shape[0]):",
+        "in [slice(None)]:",
+        "cp2 p2p",
+    ),
+    Defect(
+        "a weight's gradient is one product for a micro-batch",
+        f"{LINEAR}:_add_weight_grad",
+        "add_chunk_grads_(total, grad_y[chunk, sample], x[chunk, sample], parts)",
+        "sample or add_chunk_grads_(total, grad_y[chunk].flatten(0, 1), x[chunk].flatten(0, 1), parts)",
+        "micro-batches of 2",
+    ),
+    Defect(
+        "a bias is summed in float32",
+        f"{LINEAR}:_add_bias_grad",
+        "add_rows_exactly_(total[slice(*rows)], grad_y[:, slice(*columns)], terms)",
+        "total[slice(*rows)].add_(grad_y[:, slice(*columns)].sum(0))",
+        "dp2",
+    ),
+    Defect(
+        "a row-parallel bias is summed in float32",
+        f"{LINEAR}:_AddBias.backward",
+        "add_rows_exactly_(exact_grad_of(ctx.bias), grad, ctx.invariance.tokens)",
+        "exact_grad_of(ctx.bias).add_(grad.flatten(0, -2).sum(0))",
+        "tp2 sp",
+    ),
+    Defect(
+        "tokens of a table's row are summed in float32",
+        f"{LINEAR}:_Lookup.backward",
+        "exact_grad_of(ctx.weight).index_add_(0, local.flatten(), addends.flatten(0, -2))",
+        "table = torch.zeros_like(ctx.weight)\n"
+        "        table.index_add_(0, local.flatten(), addends.flatten(0, -2).to(table.dtype))\n"
+        "        exact_grad_of(ctx.weight).add_(table)",
+        "micro-batches of 2",
+    ),
+    Defect(
+        "sequences of a micro-batch share a row of positions",
+        "models.gpt.model:PositionEmbedding.forward",
+        "position_ids.expand(-1, batch)",
+        "position_ids",
+        "micro-batches of 2",
+    ),
+    Defect(
+        "a norm's gradient is summed in float32",
+        "transformer.norm:_InvariantNorm.backward",
+        "add_rows_exactly_(exact_grad_of(norm.weight), scaled.mul_(grad), terms)",
+        "exact_grad_of(norm.weight).add_(scaled.mul_(grad).flatten(0, -2).sum(0))",
+        "tp2 sp",
+    ),
+    Defect(
+        "narrow products are not filled", f"{PRODUCTS}:_up", "-(-size // MULTIPLE) * MULTIPLE", "size", "experts, ep2"
+    ),
+    Defect(
+        "chunks are paired with their neighbours' partners",
+        f"{ATTENTION}:_ChunkedAttention.backward",
+        "reversed(by_chunk[half:])",
+        "by_chunk[half:]",
+        "cp2 p2p",
+    ),
+    Defect(
+        "pairs of chunks are added one after the other",
+        f"{ATTENTION}:_ChunkedAttention.backward",
+        "tree_sum(pairs, Tensor.add_)",
+        "sum(pairs)",
+        "micro-batches of 2",
+    ),
+    Defect(
+        "exponentials are summed by torch",
+        "tensor_parallel.cross_entropy:VocabularyLoss.joined",
+        "tree_sum((exp_sum * (maximum - largest).exp()).unbind())",
+        "(exp_sum * (maximum - largest).exp()).flip(0).cumsum(0)[-1]",
+        "tp2",
+    ),
+    Defect(
+        "losses are summed in float32",
+        "training.step:forward_step",
+        "exact_loss_sum(losses, tokens)",
+        "losses.sum().double()",
+        "dp2",
+    ),
+    Defect(
+        "the norm is a sum of the shards' sums",
+        "optimizer.clip:GradientNorm.compute",
+        "if self.exact:",
+        "if False:",
+        "dp2 zero1",
+    ),
+    Defect(
+        "buckets are summed in float32",
+        "data_parallel.buffer:Bucket.start_reduce",
+        "self.grads.to(self.wire_dtype)",
+        "self.grads.float()",
+        "dp4",
+    ),
+    Defect(
+        "choices are summed by torch",
+        f"{MIXTURE}.dispatch:_total_of_choices",
+        "reduce(torch.add, (tree_sum(choice.unbind(1)) for choice in slots.split(copies, 1)))",
+        "slots.flip(1).cumsum(1)[:, -1]",
+        "experts, dp2 etp2 ep2",
+    ),
+    Defect(
+        "an expert's gradient is one product for a sequence",
+        f"{MIXTURE}.dispatch:_by_number",
+        "own[padding:] // chunk",
+        "own[padding:] // (8 * chunk)",
+        "experts, ep2",
+    ),
+    Defect(
+        "probabilities' gradients are summed whole",
+        f"{MIXTURE}.experts:_Weighted.backward",
+        "tree_sum(sums)",
+        "products.sum(-1)",
+        "experts, ep2",
+    ),
+    Defect(
+        "routed tokens have finer chunks",
+        f"{TREE}:Invariance.over",
+        "self.context_ranks * ranks",
+        "self.context_ranks",
+        "experts, tp2 sp ep2 etp1",
+    ),
+)
