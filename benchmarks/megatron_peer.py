@@ -14,6 +14,7 @@ import re
 import sys
 import typing
 from contextlib import nullcontext
+from copy import copy
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -77,9 +78,21 @@ def import_megatron(folder: Path) -> None:
     torch.cuda.synchronize = lambda *args: None
     for name in ("zeros", "ones", "empty", "tensor"):
         setattr(torch, name, partial(_on_cpu, getattr(torch, name)))
+    norms: Any = import_module("megatron.core.transformer.torch_norm").WrappedTorchNorm
+    norms.__new__ = partial(_norm, norms.__new__)
     dist.all_to_all_single = partial(_with_numbers, dist.all_to_all_single)
     moe_utils: Any = import_module("megatron.core.transformer.moe.moe_utils")
     vars(moe_utils).setdefault("te_general_gemm", None)  # undefined without Transformer Engine
+
+
+def _norm(make: Any, cls: type, config: Any, *args: Any, **kwargs: Any) -> nn.Module:
+    """Make torch's norm with sequence parallelism too, for which Megatron sums the marked parameters' gradients."""
+    own = copy(config)
+    own.sequence_parallel = False
+    norm: nn.Module = make(cls, own, *args, **kwargs)
+    for parameter in norm.parameters():
+        vars(parameter)["sequence_parallel"] = config.sequence_parallel
+    return norm
 
 
 def _with_numbers(exchange: Any, *args: Any, **kwargs: Any) -> Any:
