@@ -38,12 +38,13 @@ def gather_texts(text: str, group: Group, device: torch.device) -> list[str]:
 @contextmanager
 def failing_together(device: torch.device) -> Iterator[None]:
     """Return a context whose errors on one rank are raised on all ranks; it must not contain collectives."""
-    failure: MegatronError | None = None
+    failure: Exception | None = None
+    message = ""
     try:
         yield
-    except MegatronError as error:
-        failure = error
-    told = tell_all("" if failure is None else str(failure), device)
+    except Exception as error:
+        failure, message = error, str(error) if isinstance(error, MegatronError) else f"{type(error).__name__}: {error}"
+    told = tell_all(message, device)
     if failure is not None:
         raise failure
     rank = next((rank for rank, text in enumerate(told) if text), None)

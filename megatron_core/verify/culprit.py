@@ -109,7 +109,7 @@ class Recorder(_Watch):
 
     def take(self, key: Key, positions: Tensor, values: Tensor) -> None:
         """Store a tensor, which is whole."""
-        self.reference.values[key] = values.double().numpy().copy()
+        self.reference.values[key] = values.double().cpu().numpy().copy()
 
 
 class Comparer(_Watch):
@@ -127,7 +127,8 @@ class Comparer(_Watch):
         if expected is None or (key.direction, key.module) in self.found:
             return
         scale = max(float(np.abs(expected).max(initial=0.0)), 1e-12)
-        error = float(np.abs(values.double().numpy() - expected[positions.numpy()]).max(initial=0.0)) / scale
+        found = values.double().cpu().numpy()
+        error = float(np.abs(found - expected[positions.cpu().numpy()]).max(initial=0.0)) / scale
         if not error <= self._bound:
             calls = RECORDER.content()["calls"]
             latest = f"{calls[-1]['what']} over {_ranks(calls[-1]['ranks'])}" if calls else ""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_core.errors import ConfigError
 from megatron_core.parallel.groups import LocalGroup
-from megatron_core.parallel.texts import gather_texts, listed
+from megatron_core.parallel.texts import failing_together, gather_texts, listed
 from megatron_core.verify.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -20,6 +22,18 @@ def _gathered() -> list[list[str]]:
 
 def test_every_rank_has_every_text_in_the_order_of_ranks() -> None:
     assert run_ranks(3, _gathered) == [[TEXTS, ["", "", ""]]] * 3
+
+
+def _failing(error: Exception) -> str:
+    with pytest.raises(Exception, match="shape 3") as found, failing_together(CPU):
+        if dist.get_rank() == 1:
+            raise error
+    return f"{found.type.__name__}: {found.value}"
+
+
+@pytest.mark.parametrize(("error", "told"), [(ConfigError("shape 3"), ""), (ValueError("shape 3"), "ValueError: ")])
+def test_an_error_of_one_rank_is_raised_on_all(error: Exception, told: str) -> None:
+    assert run_ranks(2, _failing, error) == [f"ConfigError: rank 1: {told}shape 3", f"{type(error).__name__}: shape 3"]
 
 
 def test_a_rank_alone_has_its_own() -> None:

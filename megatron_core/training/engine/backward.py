@@ -91,6 +91,7 @@ class EngineBackward:
     def _end_backward(self, loss: Tensor, terms: Tensor | float) -> None:
         self.data_parallel.end_action(Action(0, "B", self.micro_step))
         METER.switch("other")
+        self._is_scaled = False
         self._losses[0] += loss.double().reshape(())
         self._losses[1] += terms
 
@@ -118,7 +119,7 @@ class EngineBackward:
         self.data_parallel.grad_factor = 1 / self._micro_batches
 
     def _end_direct(self, loss: Tensor | None) -> None:
-        self.data_parallel.grad_factor, self._is_scaled = 1.0, False
+        self.data_parallel.grad_factor = 1.0
         self._knows_loss &= loss is not None
         self._end_backward(torch.tensor(torch.nan) if loss is None else loss, 1.0)
 
