@@ -2,8 +2,9 @@
 //
 // `shape` has batch, heads, groups, length, channels. Query heads are divided equally among the `groups` of key and value
 // heads. `strides` has the distances between positions, samples and heads, in this order, of the tensors named below;
-// channels are contiguous, and their number is a multiple of 8. `statistics` [batch, heads, length] is the logarithm of
-// the sum of the exponentials of each query's scores.
+// channels are contiguous, and their number is a multiple of 8. `statistics` [batch, heads, 2, length] has each query's
+// largest score m, and 1 / the sum of exp(score - m). The logarithm of the sum of exp(score), in one number, would lose
+// the second part for large scores.
 #pragma once
 #include "common/interface.h"
 

@@ -110,10 +110,11 @@ float top_of(const float* row, int64_t seen) {
   return max_row<float>(seen, [&](int64_t i, auto n) { return load(row + i, n); });
 }
 
-// row = exp(scale * row - shift) in its first `seen` numbers, 0 up to `until`; returns their sum.
+// row = exp(scale * row - shift) in its first `seen` numbers, 0 up to `until`; returns their sum. `shift` is at least
+// scale * row: a positive difference, from the rounding of a large `shift`, counts as 0.
 float exponentials(float* row, int64_t seen, int64_t until, float scale, float shift) {
   auto sums = sum_row<float, 1>(seen, [&](int64_t i, auto n, FloatVec* sum) {
-    FloatVec e = only(vec_exp_negative(load(row + i, n) * scale - shift), n);
+    FloatVec e = only(vec_exp_negative(vec_at_most(load(row + i, n) * scale - shift, 0.0f)), n);
     store(row + i, e, n);
     sum[0] += e;
   });
@@ -176,7 +177,8 @@ void forward_head(const Attention& of, Rows query, const float* keys, const floa
       for_row<float>(d, [&](int64_t i, auto n) {
         store(out + r * out_stride + i, load(result + at * d + i, n) * factor, n);
       });
-      statistics[r] = top[at] + std::log(sum[at]);
+      statistics[r] = top[at];
+      statistics[of.length + r] = factor;
     }
   }
 }
@@ -201,9 +203,11 @@ void backward_head(const Attention& of, const float* query, const float* keys, c
         const int64_t at = r - first, seen = seen_by(r, key), until = seen_by(last - 1, key);
         float *row = scores + at * kKeys, *drow = dscores + at * kKeys;
         exponentials(row, seen, until, of.scale, statistics[r]);
-        const float dot = dots[at], scale = of.scale;
+        const float dot = dots[at], scale = of.scale, factor = statistics[of.length + r];
         for_row<float>(seen, [&](int64_t i, auto n) {
-          store(drow + i, load(row + i, n) * (load(drow + i, n) - dot) * scale, n);
+          FloatVec weight = load(row + i, n) * factor;
+          store(row + i, weight, n);
+          store(drow + i, weight * (load(drow + i, n) - dot) * scale, n);
         });
         for (int64_t i = seen; i < until; ++i) drow[i] = 0;
       }
@@ -258,7 +262,7 @@ const char* megatron_causal_attention(int64_t dtype, const void* shape, const vo
     for (int64_t h = group * queries; h < (group + 1) * queries; ++h) {
       forward_head(of, {at<float>(query, stride[0].of(b, h)), stride[0].position}, keys, values,
                    at<float>(out, stride[3].of(b, h)), stride[3].position,
-                   at<float>(statistics, (b * of.heads + h) * of.length));
+                   at<float>(statistics, (b * of.heads + h) * 2 * of.length));
     }
   });
   return nullptr;
@@ -292,7 +296,7 @@ const char* megatron_causal_attention_backward(int64_t dtype, const void* shape,
       copy({at<float>(dout, stride[4].of(b, h)), stride[4].position}, of.length, d, douts);
       backward_head(of, queries, keys, transposed_keys, transposed_values,
                     {at<float>(out, stride[3].of(b, h)), stride[3].position}, douts,
-                    at<float>(statistics, (b * of.heads + h) * of.length), dq, dk, dv);
+                    at<float>(statistics, (b * of.heads + h) * 2 * of.length), dq, dk, dv);
       unpack(dq, of.length, d, at<float>(dquery, stride[5].of(b, h)), stride[5].position);
     }
     unpack(dk, of.length, d, at<float>(dkey, stride[6].of(b, group)), stride[6].position);

@@ -29,16 +29,16 @@ def short_line(events: Sequence[StepEvent], now: datetime) -> str:
     last = events[-1]
     skipped, nan = sum(event.skipped for event in events), sum(event.is_nan for event in events)
     fields = [
-        f" {now:%H:%M:%S} iteration {last.iteration}/{last.total_iterations}",
-        f"lm loss: {_plain(_mean_loss(events))}",
+        f" {now:%H:%M} iteration {last.iteration}/{last.total_iterations}",
+        f"lm loss: {_scientific(_mean_loss(events))}",
         *([f"skipped: {skipped}"] if skipped else []),
         *([f"nan: {nan}"] if nan else []),
         *([] if last.grad_norm is None else [f"grad norm: {last.grad_norm:.3f}"]),
         f"lr: {last.learning_rate:.2E}",
         f"{_mean([event.elapsed_ms for event in events]):.1f} ms",
-        f"{_mean([event.tokens_per_second for event in events]):,.0f} tokens/s",
+        f"{_mean([event.tokens_per_second for event in events]):,.0f} tok/s",
         *([] if (rate := _utilisation(events)) is None else [f"util {rate:.0%}"]),
-        *(f"{name}: {_plain(value)}" for name, value in last.auxiliary_losses.items()),
+        *(f"{name}: {_scientific(value)}" for name, value in last.auxiliary_losses.items()),
         *([] if last.params_norm is None else [f"params norm: {last.params_norm:.3f}"]),
     ]
     line = fields[0]
@@ -228,11 +228,6 @@ def _coloured(line: str, *, alarming: bool) -> str:
     if alarming:
         return f"{_RED}{line}{_RESET}"
     return re.sub(r"lm loss: \S+", lambda found: f"{_BOLD}{found[0]}{_RESET}", line)
-
-
-def _plain(value: float) -> str:
-    """Return a loss with four decimals, or in scientific notation if it is very small or large."""
-    return f"{value:.4f}" if 1e-2 <= abs(value) < 1e5 else _scientific(value)
 
 
 def _mean_loss(events: Sequence[StepEvent]) -> float:

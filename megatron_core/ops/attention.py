@@ -26,7 +26,7 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """softmax(q K^T / sqrt(d)) V over the keys up to each query's position: ``query`` ``[s, b, heads, d]``, ``key`` and
     ``value`` ``[s, b, groups, d]`` with any strides of the first three dims -> ``[s, b, heads * d]``.
 
-    Requires ``has_native_attention``. Backward computes the scores again from the logarithm of each row's sum.
+    Requires ``has_native_attention``. Backward computes the weights again from each row's maximum and sum.
     Source: Dao et al. 2022, algorithms 1 and 4; Ainslie et al. 2023 for groups.
     """
     return _causal_attention(query, key, value)[0]
@@ -34,7 +34,7 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 @operator("causal_attention")
 def _causal_attention(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """-> (output, logarithms of the sums of exponentials ``[b, heads, s]``)."""
+    """-> (output, maximum of the scores and 1 / sum of exponentials ``[b, heads, 2, s]``)."""
     given = [_with_contiguous_channels(each) for each in (query, key, value)]
     out, statistics = _like_output(query), _statistics_of(query)
     numbers = _numbers(key, *given, out.view(query.shape))
@@ -75,7 +75,7 @@ def _like_output(query: Tensor) -> Tensor:
 
 
 def _statistics_of(query: Tensor) -> Tensor:
-    return query.new_empty((query.shape[1], query.shape[2], query.shape[0]))
+    return query.new_empty((query.shape[1], query.shape[2], 2, query.shape[0]))
 
 
 def _gradients(*of: Tensor) -> tuple[Tensor, Tensor, Tensor]:

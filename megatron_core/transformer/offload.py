@@ -83,11 +83,11 @@ class ActivationOffload:
                 self._follow(self._latest, output)
             return output
         unit = self._latest = _Unit(self._latest if number else None)
-        # ZeRO 3 frees and allocates the memory of a storage again, but keeps the storage.
-        weights = {_storage(p) for module in modules for p in module.parameters()}
+        weights = [p for module in modules for p in module.parameters()]
 
         def pack(tensor: Tensor) -> Tensor | _Saved:
-            if is_on_host(tensor) or _storage(tensor) in weights:
+            # Compare the storages of now: a weight that ZeRO 3 gathers has another one than before and after.
+            if is_on_host(tensor) or _storage(tensor) in map(_storage, weights):
                 return tensor
             saved = _Saved(tensor)
             unit.saved.append(ref(saved))

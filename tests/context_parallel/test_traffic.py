@@ -44,6 +44,7 @@ def _counted(settings: dict) -> tuple[float, int]:
     counting(exchange, "start_gather_sequence", lambda x, size: _nbytes(x) * (size - 1))
     counting(exchange, "start_reduce_scatter_sequence", lambda x, size: _nbytes(x) * (size - 1) / size)
     counting(collectives, "_all_to_all", lambda x, size: _nbytes(x) * (size - 1) / size)
+    collectives.COLLECTIVES["all_to_all"] = collectives._all_to_all
     plain = attention.tiles
 
     def tiles(*given: Any) -> Any:

@@ -141,7 +141,7 @@ def _resume(settings: dict, root: Path) -> tuple[list[float], list[float]]:
 EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 32, "disable_bias_linear": True, "hidden_size": 32}
 RESUMED = {
     "powersgd": POWER,
-    "onebit": ONEBIT,
+    "onebit": ONEBIT | {"lr": 1e-4},  # with larger rates after one step of warm-up the losses become NaN
     "powersgd zero2 overlap": POWER | {"zero_stage": 2, "overlap_grad_reduce": True},
     "onebit zero1 fp16 clip": ONEBIT | {"zero_stage": 1, "fp16": True, "clip_grad": 1.0},
     "tied weights on two stages": POWER | {"pipeline_model_parallel_size": 2},
@@ -207,7 +207,7 @@ def _errors(run: Run) -> list[torch.Tensor]:
 
 METHODS = {
     "powersgd": POWER,
-    "onebit": ONEBIT,
+    "onebit": ONEBIT | {"lr": 1e-4},  # with larger rates after one step of warm-up the losses become NaN
     "powersgd zero2 overlap": POWER | {"zero_stage": 2, "overlap_grad_reduce": True},
     "onebit zero1 fp16": ONEBIT | {"zero_stage": 1, "fp16": True, "initial_loss_scale": 64.0},
     "onebit-lamb zero2 overlap": LAMB | {"zero_stage": 2, "overlap_grad_reduce": True},

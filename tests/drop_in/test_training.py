@@ -238,7 +238,7 @@ def whole_batch(per_token: bool) -> tuple[float, float, dict[str, float]]:
         found = own.GPTModel.forward(twin, ids[:, :-1], **given, **collected, sample_index=batch["number"])
         (found.sum() / tokens).backward()
     squares = sum(float(p.grad.square().sum()) for p in twin.parameters() if p.grad is not None)
-    values = dict(zip(losses.names, losses.totals(torch.device("cpu"), owns_loss=True).tolist(), strict=True))
+    values = losses.means(losses.totals(torch.device("cpu"), owns_loss=True).tolist())
     return training.take(0)[1], squares**0.5, values
 
 

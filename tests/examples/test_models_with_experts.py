@@ -74,7 +74,7 @@ def test_shrunk_groups_and_patterns() -> None:
     layout = Layout.parse("tp2 sp ep2 etp1 pp2")
     small = shrunk(RunConfig.from_flat(model), [layout]).model
     assert (small.num_experts, small.moe_router_num_groups, small.moe_router_group_topk) == (8, 2, 1)
-    assert small.moe_layer_freq == (0, 1, 1, 1, 1, 1, 1, 1)
+    assert small.moe_layer_freq == (0, 1, 1, 1, 1, 1, 1, 1, 1)
     flat = shrunk(RunConfig.from_flat(model), [layout])
     assert list(problems(configured(flat, layout, "float64"), 4)) == []
 

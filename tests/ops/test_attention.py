@@ -77,3 +77,19 @@ def test_other_cases_have_no_kernel() -> None:
     assert not has_native_attention(x[..., :12], x[..., :12], x[..., :12], "auto")
     assert not has_native_attention(x, x, x[..., :8], "auto")
     assert not has_native_attention(x, x[:2], x[:2], "auto")
+
+
+def test_weights_of_large_scores_have_the_sum_1() -> None:
+    """Scores of 1e5 to 1e6, which float32 holds exactly; the two keys of a pair are equal and share their weight."""
+    generator = torch.Generator().manual_seed(5)
+    query, key = (torch.randint(-300, 300, (32, 1, 2, 64), generator=generator).float() for _ in range(2))
+    key[1::2] = key[::2]
+    value = torch.randn(32, 1, 2, 64, generator=generator)
+    dout = torch.randn(32, 1, 128, generator=generator)
+    leaves = [each.requires_grad_() for each in (query, key, value)]
+    found = torch.autograd.grad(causal_attention(*leaves), leaves[2], dout)[0]
+    wide = [each.detach().double().permute(1, 2, 0, 3) for each in leaves]
+    hidden = torch.ones(32, 32, dtype=torch.bool).triu(1)
+    weights = (wide[0] @ wide[1].mT / 8).masked_fill(hidden, float("-inf")).softmax(-1)
+    expected = weights.mT @ dout.double().unflatten(-1, (2, 64)).permute(1, 2, 0, 3)
+    torch.testing.assert_close(found.double(), expected.permute(2, 0, 1, 3), rtol=0, atol=1e-5)

@@ -189,7 +189,7 @@ CHANGED = "async_op=True)\n        wire.zero_()\n    else"
     [
         ("data_parallel.buffer:Bucket.finish_gather", "self.gathering.wait()", "pass", ZERO | OVERLAP),
         ("data_parallel.buffer:Bucket.finish_reduce", "self._reducing.wait()", "pass", ZERO2),
-        ("parallel.collectives:gather_first", "handle.wait()", "pass", TP2 | SP),
+        ("parallel.collectives:_gather_first", "handle.wait()", "pass", TP2 | SP),
         ("pipeline_parallel.executor:Executor._take_input", "handle.wait()", "pass", PP2),
         (
             "data_parallel.buffer:Bucket.start_reduce",

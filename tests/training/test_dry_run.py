@@ -42,7 +42,9 @@ def _allocated(settings: dict[str, Any]) -> tuple[int, dict[str, int]]:
     }
     sizes = {}
     for kind, tensors in kinds.items():
-        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+        # A weight of ZeRO 3 that is not gathered has the storage of one element in place of its own.
+        held = [each.untyped_storage() for each in tensors if each.untyped_storage().nbytes() > each.element_size()]
+        storages = {storage.data_ptr(): storage.nbytes() for storage in held}
         sizes[kind] = sum(storages.values())
     return sum(p.numel() for p in parameters), sizes
 

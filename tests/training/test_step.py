@@ -173,6 +173,6 @@ def test_a_step_waits_for_the_device_once(settings: dict, monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: lists.append(tensor.shape) or tolist(tensor))
     with _Waits() as waits:
         train_step(run)
-        assert (waits.count, lists) == (0, [(3,)])
+        assert (waits.count, lists) == (0, [(4,)])
         evaluate(run, run.splits.valid, 3)
-    assert (waits.count, lists) == (0, [(3,), (2,)])
+    assert (waits.count, lists) == (0, [(4,), (2,)])

@@ -64,7 +64,7 @@ DEFECTS = {
     ),
     "weights of the root are freed after the first unit": (SYNC + "UnitSync.__init__", "rest + reads", "reads", ZERO3),
     "sums of several micro-batches replace one another": (
-        *("data_parallel.buffer:Bucket.finish_reduce", "self.grad_shard.add_(total)", "self.grad_shard.copy_(total)"),
+        *("data_parallel.buffer:Bucket.finish_reduce", "self.sum_shard.add_(total)", "self.sum_shard.copy_(total)"),
         ZERO2,
     ),
     "nothing waits for the weights of the root": (

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -19,6 +19,7 @@ class ModelParallelConfig(mirror("ModelParallelConfig")):  # type: ignore[misc]
     ``kernel_backend`` is --kernel-backend and not a field of Megatron's.
     """
 
+    invariance: ClassVar[None] = None  # --layout-invariant is not a setting of Megatron's
     params_dtype: torch.dtype = torch.float32
     finalize_model_grads_func: Callable[..., None] | None = None
     """Called after the last backward of a step with the model's chunks and the sum of tokens or None."""

@@ -56,7 +56,7 @@ class TELinear(ColumnParallelLinear):
         if parallel_mode not in (None, "duplicated"):
             raise ConfigError(f"TELinear: parallel_mode={parallel_mode!r}; use TEColumn- or TERowParallelLinear")
         rank = current().group("tp").rank()
-        others |= {"spec": lambda shape: replicated(shape, rank, partial_grad=config.sequence_parallel)}
+        others |= {"spec": lambda shape, **_: replicated(shape, rank, partial_grad=config.sequence_parallel)}
         super().__init__(input_size, output_size, config=config, **others | {"tp_group": ALONE})
 
 

@@ -32,6 +32,7 @@ class _AllChunks:
     buckets: list[Bucket]
     device: torch.device
     compressor: None = None
+    exact_sums: bool = False
 
 
 def _param_group_override_keys() -> tuple[str, ...]:
