@@ -63,6 +63,7 @@ ROWS = {
 }
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("row", ROWS)
 def test_steps_equal_the_simulation(row: str, method: str) -> None:

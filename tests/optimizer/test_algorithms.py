@@ -82,6 +82,7 @@ def test_muon_trains_hidden_matrices_alone(scalar: str) -> None:
     assert kinds == {"Muon", {"adam": "AdamW", "lion": "Lion"}[scalar]}
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     "settings",
     [WITH_MOMENTUM, WITHOUT_MOMENTUM, {"optimizer": "lion"}, {"optimizer": "muon"}, ROUNDED, ROUNDED_MUON],
@@ -157,6 +158,7 @@ def _losses(settings: dict) -> list[float]:
     return [train_step(run).loss for _ in range(4)]
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("settings", "stage"),
     [

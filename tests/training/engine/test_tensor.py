@@ -46,6 +46,7 @@ def _reference(name: str) -> Result:
     return train_with_torch(name)
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize(
     ("name", "row"),
     [(n, r) for i, n in enumerate(NAMES) for r in (range(3) if WHOLE_MATRIX else (0, 1 + i % 2))],
