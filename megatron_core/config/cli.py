@@ -126,7 +126,7 @@ def _parse(
 
 
 def _print_help(kind: type[_CommandLine], topic: str, prog: str, defaults: RunConfig) -> NoReturn:
-    """Print the help about ``topic`` on the first rank and exit with 0, also if nobody reads it to the end."""
+    """Print the help about ``topic`` on the first rank and exit with 0, also if the output pipe is closed early."""
     complete = io.TextIOWrapper(io.BytesIO(), "utf-8")  # tyro draws boxes for this encoding
     with redirect_stdout(complete), suppress(SystemExit):
         default, description = kind(**defaults.sections()), _description(prog)

@@ -1,6 +1,6 @@
 """Attention of packed documents on a GPU: one call of torch's variable-length flash attention for all documents.
 
-On a CPU there is no such kernel; a call per document is the fastest there (``core_attention``).
+torch has no CPU kernel for it; on a CPU one call per document is the fastest (``core_attention``).
 """
 
 from __future__ import annotations
