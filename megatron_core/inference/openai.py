@@ -158,7 +158,8 @@ class Protocol:
             "tokens": texts,
             "token_logprobs": [None if score is None else score.logprob for _, score in tokens],
             "top_logprobs": [
-                None if score is None else {self._text(i): value for i, value in score.alternatives}
+                # Alternatives are in falling order: of tokens with equal texts (parts of characters), keep the likeliest.
+                None if score is None else {self._text(i): value for i, value in reversed(score.alternatives)}
                 for _, score in tokens
             ],
             "text_offset": offsets,
