@@ -158,7 +158,7 @@ class Protocol:
             "tokens": texts,
             "token_logprobs": [None if score is None else score.logprob for _, score in tokens],
             "top_logprobs": [
-                # Alternatives are in falling order: of tokens with equal texts (parts of characters), keep the likeliest.
+                # Alternatives are in falling order: keep the likeliest of tokens with equal texts.
                 None if score is None else {self._text(i): value for i, value in reversed(score.alternatives)}
                 for _, score in tokens
             ],
