@@ -20,6 +20,7 @@ from megatron_core.parallel.interleave import Interleaver, hand_over
 from megatron_core.parallel.meter import METER
 from megatron_core.parallel.rank_local import RankLocal
 from megatron_core.parallel.simulated.meeting import Meeting
+from megatron_core.parallel.simulated.world import SimulatedWorld
 from megatron_core.verify.ranks import RankFailure, run_ranks, run_simulated, this_world
 
 
@@ -245,5 +246,15 @@ def run_forever() -> None:
 
 
 def test_endless_computation_is_ended() -> None:
-    with pytest.raises(RankFailure, match="of 2 ranks did not finish within 1 s"):
+    with pytest.raises(RankFailure, match="of 2 ranks did not finish within timeout=1 s; give a longer one"):
         run_simulated(2, run_forever, timeout=1)
+
+
+def threads_of_torch() -> tuple[list[int], int]:
+    """Threads of each simulated rank, and of the process afterwards."""
+    torch.set_num_threads(3)
+    return SimulatedWorld(2).run(torch.get_num_threads, None), torch.get_num_threads()
+
+
+def test_the_threads_of_torch_are_those_of_before() -> None:
+    assert run_ranks(1, threads_of_torch) == [([1, 1], 3)]

@@ -75,6 +75,7 @@ class SimulatedWorld:
         ``WorldError`` for the first rank that raises, for a deadlock, and after ``timeout`` seconds.
         """
         _divide_torch()
+        threads = torch.get_num_threads()
         torch.set_num_threads(1)
         before = threading.stack_size(STACK)
         try:
@@ -85,9 +86,13 @@ class SimulatedWorld:
         finally:
             threading.stack_size(before)
         self._scheduler.pass_on()
-        if not self._ended.wait(timeout):
+        in_time = self._ended.wait(timeout)
+        torch.set_num_threads(threads)
+        if not in_time:
             left = self.size - len(self._results)
-            raise WorldError(f"{left} of {self.size} ranks did not finish within {timeout} s")
+            raise WorldError(
+                f"{left} of {self.size} ranks did not finish within timeout={timeout} s; give a longer one, or None"
+            )
         if self._failure:
             raise WorldError(self._failure)
         return [self._results[rank] for rank in range(self.size)]
