@@ -42,6 +42,7 @@ test: install-test
 
 verify-all: install-test
 	WHOLE_MATRIX=1 $(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.defects.culprits
 	$(BIN)/python tools/verify_layout.py --num-layers 8 --num-attention-heads 8 --hidden-size 64 \
 	  --all --world-size 2 4 8 --markdown docs/layouts.md
 	$(BIN)/python tools/verify_layout.py --num-layers 8 --num-attention-heads 8 --hidden-size 64 \
