@@ -13,6 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from megatron_core.config import RunConfig
+from megatron_core.config.validate import check
 from megatron_core.parallel.meter import METER
 from megatron_core.training.memory_report import KeptForBackward, found_bytes
 from megatron_core.training.setup import Run, set_up
@@ -59,7 +60,9 @@ class Rank:
 
 def start(**settings: Any) -> Run:
     """Set up a run on this rank: the small model with other settings."""
-    return set_up(RunConfig.from_flat(SMALL | settings), this_world())
+    config, world = RunConfig.from_flat(SMALL | settings), this_world()
+    check(config, world.size)
+    return set_up(config, world)
 
 
 def train_rank(steps: int, settings: dict[str, Any]) -> Rank:
