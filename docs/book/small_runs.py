@@ -111,9 +111,9 @@ class Pictures:
     """Names and descriptions for the builder of the page; None if a reader runs the chapter."""
 
     def path(self, name: str, description: str) -> Path:
-        """The file of a new picture."""
+        """The file of a new picture; ``name`` has a suffix."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / f"{name}.svg"
+        path = self.folder / name
         if self.waiting is None:
             print(f"picture: {path}")
         else:
@@ -142,4 +142,4 @@ def save(figure: Figure, name: str, description: str) -> None:
     """Save a figure as a picture of this chapter."""
     if figure.axes[0].get_legend_handles_labels()[0]:
         figure.axes[0].legend(frameon=False)
-    figure.savefig(PICTURES.path(name, description), metadata={"Date": None, "Creator": None})
+    figure.savefig(PICTURES.path(f"{name}.svg", description), metadata={"Date": None, "Creator": None})
