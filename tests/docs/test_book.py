@@ -53,7 +53,7 @@ def test_a_page_has_its_program(chapter: Path) -> None:
     ]
     assert re.match(r"# \d+\. ", headings[0]) and "## Experiment" in headings
     for picture in re.findall(r"!\[.*?\]\((.*?)\)", page):
-        assert 1_000 < (BOOK / picture).stat().st_size < 100_000
+        assert 1_000 < (BOOK / picture).stat().st_size < 150_000
 
 
 @pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda path: path.stem)
