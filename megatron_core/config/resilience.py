@@ -57,7 +57,7 @@ class ResilienceConfig:
     """With --max-bad-steps: a step is also bad if its gradient norm is larger than this factor times the median of the
     last 64 good steps."""
     save_bad_steps: int = setting(1, r.COUNT_FROM_0, when=c.SAVE)
-    """With --save: number of bad steps whose weights and samples are stored in bad_steps, for tools/replay_step.py."""
+    """With --save: number of bad steps whose weights and samples are stored in bad_steps, for megatron-replay-step."""
     elastic: bool = setting(False, when=BY_RULE)
     """With --save and --load: under torchrun --nnodes MIN:MAX a run continues with the available ranks. The largest
     number that fits layout and batch takes part; the others wait."""

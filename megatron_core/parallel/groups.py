@@ -40,6 +40,7 @@ class LocalGroup:
 
 
 Group = dist.ProcessGroup | LocalGroup
+Ranks = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -200,9 +201,7 @@ class ParallelGroups:
         assert group is not None, "every rank belongs to one group over any axes"
         return group
 
-    def _own_group(
-        self, axes: str, parts: Callable[[list[int]], list[list[int]]] = lambda ranks: [ranks]
-    ) -> Group | None:
+    def _own_group(self, axes: str, parts: Callable[[Ranks], list[Ranks]] = lambda ranks: [ranks]) -> Group | None:
         """This rank's group over ``axes``, or, with ``parts``, over the part that contains it; None if none does.
 
         With torch.distributed all groups of the world are created, because every process must take part in each
@@ -210,8 +209,8 @@ class ParallelGroups:
         """
         mine = None
         distributed = dist.is_initialized() and dist.get_world_size() == self.grid.world_size
-        for ranks in self.grid.groups(axes) if distributed else [self.ranks(axes)]:
-            for members in map(tuple, parts(ranks)):
+        for ranks in self.grid.constant_groups(axes) if distributed else [tuple(self.ranks(axes))]:
+            for members in parts(ranks):
                 if distributed and members not in self._made:
                     self._made[members] = dist.new_group(list(members), timeout=self._timeout)
                 if self.rank in members:
@@ -240,6 +239,6 @@ class ParallelGroups:
         return inner, outer
 
 
-def _members(pipeline: list[int], indices: tuple[int, ...]) -> list[list[int]]:
+def _members(pipeline: Ranks, indices: tuple[int, ...]) -> list[Ranks]:
     """Return one group, of the ranks at ``indices`` of a pipeline."""
-    return [[pipeline[index] for index in indices]]
+    return [tuple(pipeline[index] for index in indices)]
