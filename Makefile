@@ -1,4 +1,5 @@
 # quickstart: text -> tokens -> training on 4 ranks -> another layout -> generated text, in a few minutes
+# first-hour: text -> pretraining in four layouts -> fine-tuning on conversations -> a chat page; MINUTES=60 is its price
 # test-fast:  for use while editing: tests in one process, and one layout against one process; under 90 s
 # test:       all tests that run without a GPU, WORKERS at a time (2); WORKERS=0 for one after another
 # verify-all: every layout of 2, 4 and 8 ranks (of experts: every pair of sizes and switches), every schedule, and all combinations of the operations' tests; writes docs/layouts*.md
@@ -26,14 +27,19 @@ TORCH ?= torch>=2.8,<2.14
 # DeepSpeed itself, for the tests and benchmarks that compare with it: in a folder of its own, imported by them alone.
 DEEPSPEED := deepspeed==0.19.8
 WORKERS ?= 2
+MINUTES ?= 60
 # Without compiled files every process of the tests compiles all of this package and of the tests again, in seconds.
 unexport PYTHONDONTWRITEBYTECODE
 NATIVE := $(wildcard csrc/CMakeLists.txt csrc/common/* csrc/cpu/* csrc/cpu/transport/* csrc/cuda/*)
 
-.PHONY: quickstart test-fast test verify-all browser chaos docs book site check cuda-check gpu wheel doctor bench bench-ops install install-test clean
+.PHONY: quickstart first-hour test-fast test verify-all browser chaos docs book site check cuda-check gpu wheel doctor bench bench-ops install install-test clean
 
 quickstart: install
 	$(BIN)/python examples/quickstart.py $(if $(CORPUS),--corpus "$(CORPUS)")
+
+first-hour: install
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[server]"
+	$(BIN)/python examples/first_hour.py --minutes $(MINUTES) --serve $(if $(CORPUS),--corpus "$(CORPUS)")
 
 test-fast: install-test
 	$(BIN)/python -m pytest -q -m fast
