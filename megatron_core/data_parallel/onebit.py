@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from megatron_core.data_parallel.buffer import Bucket
-from megatron_core.parallel.collectives import Handle, all_gather_flat_, all_reduce_, start_all_to_all_rows
+from megatron_core.parallel.collectives import all_gather_flat_, all_reduce_, start_all_to_all_rows
 from megatron_core.parallel.groups import Group
+from megatron_core.parallel.handles import Handle
 from megatron_core.parallel.meter import COMPRESSED, METER
 
 
