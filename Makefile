@@ -3,6 +3,7 @@
 # test-fast:  for use while editing: tests in one process, and one layout against one process; under 90 s
 # test:       all tests that run without a GPU, WORKERS at a time (2); WORKERS=0 for one after another
 # verify-all: every layout of 2, 4 and 8 ranks (of experts: every pair of sizes and switches), every schedule, and all combinations of the operations' tests; writes docs/layouts*.md
+#             and the first wrong tensor of every planted defect
 #             and runs with planted bottlenecks, diagnosed; writes docs/bottlenecks.md
 # browser:    needs Chromium: the page of tools/serve.py in it
 # chaos:      kills random ranks of jobs that train and save, 1,000 times; writes what it saw to runs/chaos.json

@@ -9,7 +9,7 @@ if __name__ == "__main__":
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -18,7 +18,7 @@ import torch
 import tyro
 
 from megatron_core.command import program
-from megatron_core.config import RunConfig
+from megatron_core.config import ParallelConfig, RunConfig
 from megatron_core.config.cli import parse_run_config
 from megatron_core.config.parallel import BALANCED_STAGES
 from megatron_core.config.validate import check, problems
@@ -40,6 +40,8 @@ NOT_IN_NAMES = (
     "zero3_keep_after_forward",
 )
 """Settings of a layout that its name does not have."""
+OF_EVERY_LAYOUT = ("num_distributed_optimizer_instances", "zero3_keep_after_forward")
+"""Settings among ``NOT_IN_NAMES`` that apply to each of --layouts; its word ``overlap`` decides about the others."""
 MOST_PROCESSES = 8
 """Maximum number of ranks that are processes without --device cpu."""
 
@@ -76,7 +78,7 @@ class Options:
     dtype than float64 the bounds are those of rounding."""
     device: Literal["auto", "cpu", "cuda", "simulated"] = "auto"
     """cpu: a process for each rank, over shared memory, or --distributed-backend gloo. cuda: NCCL, a GPU for each rank.
-    simulated: all ranks in one process, for large worlds. auto: cuda if there are enough GPUs, else cpu up to 8 ranks,
+    simulated: ranks are threads, for large worlds. auto: cuda if there are enough GPUs, else cpu up to 8 ranks,
     else simulated."""
     full_size: bool = False
     """Do not reduce the size of the model and its batches."""
@@ -163,7 +165,8 @@ def task_of(config: RunConfig, options: Options) -> Task:
         task = all_layouts(config, options)
     elif options.layouts:
         layouts = [layout_of(text, options.world_size) for text in options.layouts]
-        task = Task(sized(config, layouts, options), layouts, notes=tuple(notes(config, layouts, options)))
+        small, said = sized(config, layouts, options), tuple(notes(config, layouts, options))
+        task = Task(small, layouts, changed(config, OF_EVERY_LAYOUT), said)
     else:
         task = described(config, options)
     for layout in task.layouts:
@@ -173,6 +176,12 @@ def task_of(config: RunConfig, options: Options) -> Task:
         if found:
             raise ConfigError(f"layout {str(layout)!r} cannot be trained: {'; '.join(found)}")
     return task if options.full_size else replace(task, shrunk=changes(config, task.config))
+
+
+def changed(config: RunConfig, names: Iterable[str]) -> dict[str, object]:
+    """Settings of the parallel layout that differ from their defaults."""
+    values = {name: getattr(config.parallel, name) for name in names}
+    return {name: value for name, value in values.items() if value != getattr(ParallelConfig(), name)}
 
 
 def layout_of(text: str, world_size: tuple[int, ...]) -> Layout:
