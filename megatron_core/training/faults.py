@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_core.checkpoint.folder import iteration_folder, rank_file
 from megatron_core.errors import ConfigError
+from megatron_core.storage import location
 from megatron_core.training.callbacks import Callback
 from megatron_core.training.setup import Run
 
@@ -107,7 +108,7 @@ class Faults(Callback):
     def after_save(self, temporary: bool, saved: bool) -> None:
         """Damage the checkpoint, if this fault is due."""
         self.close()
-        folder = iteration_folder(Path(self.run.config.checkpoint.save or "."), self.run.state.iteration)
+        folder = iteration_folder(location(self.run.config.checkpoint.save or "."), self.run.state.iteration)
         part = folder / rank_file(self.run.world.rank)
         if self._damage in ("truncated-write", "flip-bit"):
             _damage(part, self._damage)
