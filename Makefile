@@ -4,6 +4,7 @@
 # test:       all tests that run without a GPU, WORKERS at a time (2); WORKERS=0 for one after another
 # verify-all: every layout of 2, 4 and 8 ranks (of experts: every pair of sizes and switches), every schedule, and all combinations of the operations' tests; writes docs/layouts*.md
 #             and the first wrong tensor of every planted defect
+#             and the bits of these layouts with --layout-invariant; writes docs/equal_bits_*.md
 #             and runs with planted bottlenecks, diagnosed; writes docs/bottlenecks.md
 # browser:    needs Chromium: the page of tools/serve.py in it
 # chaos:      kills random ranks of jobs that train and save, 1,000 times; writes what it saw to runs/chaos.json
@@ -23,6 +24,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Schedules that --all does not include; it checks 1f1b and, with chunks, interleaved.
 SCHEDULES := gpipe zb_h1 zb_h2 zb_v dualpipe_v
+# A small model with experts, for the layouts of experts.
+EXPERTS := --num-layers 4 --num-attention-heads 4 --hidden-size 32 --swiglu --disable-bias-linear --num-experts 8 \
+  --moe-ffn-hidden-size 16 --moe-router-score-function sigmoid --moe-router-num-groups 2 --moe-router-group-topk 1 \
+  --moe-router-enable-expert-bias --moe-aux-loss-coeff 0.01 --moe-shared-expert-intermediate-size 16
 # The same range as in pyproject.toml.
 TORCH ?= torch>=2.8,<2.14
 # DeepSpeed itself, for the tests and benchmarks that compare with it: in a folder of its own, imported by them alone.
@@ -56,10 +61,14 @@ verify-all: install-test
 	$(BIN)/python tools/verify_layout.py --num-layers 8 --num-attention-heads 8 --hidden-size 64 \
 	  --layouts $(foreach s,$(SCHEDULES),"pp2 $s" "pp4 $s" "pp8 $s" "tp2 pp2 dp2 $s sp zero1 overlap") \
 	  --markdown docs/layouts_of_schedules.md
-	$(BIN)/python tools/verify_layout.py --num-layers 4 --num-attention-heads 4 --hidden-size 32 --swiglu \
-	  --disable-bias-linear --num-experts 8 --moe-ffn-hidden-size 16 --moe-router-score-function sigmoid \
-	  --moe-router-num-groups 2 --moe-router-group-topk 1 --moe-router-enable-expert-bias --moe-aux-loss-coeff 0.01 \
-	  --moe-shared-expert-intermediate-size 16 --all --pairwise --world-size 2 4 8 --markdown docs/layouts_of_experts.md
+	$(BIN)/python tools/verify_layout.py $(EXPERTS) --all --pairwise --world-size 2 4 8 \
+	  --markdown docs/layouts_of_experts.md
+	$(foreach dtype,float32 bfloat16,$(BIN)/python tools/verify_layout.py --num-layers 8 --num-attention-heads 8 \
+	  --hidden-size 64 --attention-dropout 0 --layout-invariant --bits --dtype $(dtype) --steps 5 --device simulated \
+	  --all --world-size 2 4 8 --markdown docs/equal_bits_$(dtype).md &&) true
+	$(foreach dtype,float32 bfloat16,$(BIN)/python tools/verify_layout.py $(EXPERTS) --attention-dropout 0 \
+	  --layout-invariant --bits --dtype $(dtype) --steps 5 --device simulated --all --pairwise --world-size 2 4 8 \
+	  --markdown docs/equal_bits_of_experts_$(dtype).md &&) true
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.monitor.bottlenecks --repeats 3 --markdown docs/bottlenecks.md
 
 browser: install-test

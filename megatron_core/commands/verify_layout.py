@@ -29,7 +29,7 @@ from megatron_core.verify import GPTExperiment, Layout, RankFailure, check_bits,
 from megatron_core.verify.gpt import configured
 from megatron_core.verify.pairwise import pairwise
 from megatron_core.verify.shrink import at_full_size, changes, shrunk_stages, small_run
-from megatron_core.verify.table import HEADING, TerminalTable, page, summary
+from megatron_core.verify.table import BITS_HEADING, HEADING, TerminalTable, bits_page, page, summary
 
 MOST_RANKS = 4096
 """Maximum number of ranks."""
@@ -104,6 +104,8 @@ class Task:
     notes: tuple[str, ...] = ()
     shrunk: str = ""
     """The sizes that are smaller than those of the flags."""
+    refused: dict[str, str] = field(default_factory=dict)
+    """Layouts of --all that --layout-invariant excludes, with the reason."""
 
 
 def verify(options: Options, flags: list[str]) -> int:
@@ -153,9 +155,12 @@ def compare_bits(experiment: GPTExperiment, task: Task, options: Options, device
         backend=task.config.parallel.distributed_backend,
         on_row=lambda row: print(f"{row.layout:<{width}}  {row.verdict}", flush=True),
     )
-    print(report.summary)
+    print(report.summary, *(f"refused: {name}: {reason}" for name, reason in task.refused.items()), sep="\n")
     if options.json is not None:
-        options.json.write_text(json.dumps(report.as_dict() | {"model": what}, indent=1) + "\n")
+        written = report.as_dict() | {"model": what, "refused": task.refused}
+        options.json.write_text(json.dumps(written, indent=1) + "\n")
+    if options.markdown is not None:
+        options.markdown.write_text("\n".join(bits_page(report, what, task.refused)) + "\n")
     return 0 if report.holds else 1
 
 
@@ -206,11 +211,23 @@ def all_layouts(config: RunConfig, options: Options) -> Task:
     """Every layout of --world-size ranks."""
     config = sized(config, [Layout()], options)
     sizes = [fitting_layouts(config, size) for size in options.world_size]
+    refused = {
+        str(layout): next(problems(configured(config, layout, options.compared_dtype), layout.world_size))
+        for size, fitting in zip(options.world_size, sizes, strict=True)
+        for layout in fitting_layouts(without_equal_bits(config), size)
+        if layout not in fitting
+    }
     layouts = [each for fitting in sizes for each in (sampled(fitting) if options.pairwise else fitting)]
     if not layouts or max(options.world_size) == 1:
         asked = ", ".join(map(str, options.world_size))
         raise ConfigError(f"no layout of --world-size {asked} fits the model; give sizes such as --world-size 2 4 8")
-    return Task(config, layouts)
+    return Task(config, layouts, refused=refused)
+
+
+def without_equal_bits(config: RunConfig) -> RunConfig:
+    """The configuration without --layout-invariant."""
+    names = ("layout_invariant", "layout_invariant_parts", "layout_invariant_chunks")
+    return RunConfig.from_flat({name: value for name, value in config.flat().items() if name not in names})
 
 
 def sampled(layouts: list[Layout]) -> list[Layout]:
@@ -279,8 +296,6 @@ def refuse_contradictions(options: Options, flags: list[str]) -> None:
         raise ConfigError("several values of --world-size need --all; add it, or give --layouts")
     if any(not 1 <= size <= MOST_RANKS for size in options.world_size):
         raise ConfigError(f"--world-size {' '.join(map(str, options.world_size))}: legal are 1 to {MOST_RANKS}")
-    if options.bits and options.markdown is not None:
-        raise ConfigError("--markdown writes the table of errors, which --bits does not compute; use --json FILE")
     if options.steps < 1:
         raise ConfigError(f"--steps {options.steps} is too small; give 1 or more")
     for path in (options.json, options.markdown):
@@ -289,7 +304,8 @@ def refuse_contradictions(options: Options, flags: list[str]) -> None:
     if options.json is not None:
         prepare_output(options, "json", json_with("table of this tool", "dtype", "backend", "rows"), flags)
     if options.markdown is not None:
-        prepare_output(options, "markdown", starting_with("page of this tool", HEADING.encode()), flags)
+        heading = BITS_HEADING if options.bits else HEADING
+        prepare_output(options, "markdown", starting_with("page of this tool", heading.encode()), flags)
 
 
 def available_device(layouts: list[Layout]) -> str:
