@@ -21,7 +21,9 @@ SPEC.loader.exec_module(builder)
 CHAPTERS = builder.chapters()
 MEASURED = {"10_precision"}
 """Chapters with numbers of less than 64 bits, which differ between machines."""
-EXPERIMENT = re.compile(r"^# .*?[Cc]hange `([\w, ]+ = .+?)`\s+(?:# )?to\s+(?:# )?`([\w, ]+ = .+?)`", re.MULTILINE | re.DOTALL)
+EXPERIMENT = re.compile(
+    r"^# .*?[Cc]hange `([\w, ]+ = .+?)`\s+(?:# )?to\s+(?:# )?`([\w, ]+ = .+?)`", re.MULTILINE | re.DOTALL
+)
 
 
 def _build(chapter: Path, output: Path) -> str:
