@@ -10,7 +10,8 @@
 # chaos:      kills random ranks of jobs that train and save, 1,000 times; writes what it saw to runs/chaos.json
 # docs:       pictures of docs/pipeline.md, one of them from a short training on two ranks
 # book:       runs the chapters of docs/book on two cores, and writes their pages and pictures
-# site:       the documentation as a web site, in build/site
+# site:       the documentation as a web site, in build/site; its links are checked
+# site-version: VERSION=1.0 adds the site to the branch gh-pages, with a selector of versions
 # check:      style and types
 # cuda-check: compile the CUDA kernels and list registers and spills; fails if registers spill
 # gpu:        needs a GPU and torch with CUDA, in .venv or PYTHON, and no network: builds the kernels, tests them and a training
@@ -38,7 +39,7 @@ MINUTES ?= 60
 unexport PYTHONDONTWRITEBYTECODE
 NATIVE := $(wildcard csrc/CMakeLists.txt csrc/common/* csrc/cpu/* csrc/cpu/transport/* csrc/cuda/*)
 
-.PHONY: quickstart first-hour test-fast test verify-all browser chaos docs book site check cuda-check gpu wheel doctor bench bench-ops install install-test clean
+.PHONY: quickstart first-hour test-fast test verify-all browser chaos docs book site site-version check cuda-check gpu wheel doctor bench bench-ops install install-test clean
 
 quickstart: install
 	$(BIN)/python examples/quickstart.py $(if $(CORPUS),--corpus "$(CORPUS)")
@@ -91,8 +92,13 @@ book: install
 	OMP_NUM_THREADS=1 $(BIN)/python docs/book/build.py
 
 site: $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check "mkdocs-material>=9.5,<10"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[docs]"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	$(BIN)/linkchecker --no-status --no-warnings --ignore-url "^https?:" build/site/index.html
+
+# Commits the site as VERSION to the local branch gh-pages, where the selector of versions finds it. Nothing is sent.
+site-version: site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mike deploy --update-aliases "$(VERSION)" latest
 
 check: install-test
 	$(BIN)/ruff check .
