@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -165,6 +165,30 @@ class ParallelGroups:
         group = self._tied.get(ranks)
         assert group is not None, f"tied weights are on the pipeline ranks {ranks}, and this rank is one of them"
         return group
+
+    def named(self) -> Iterator[tuple[Group, list[str]]]:
+        """Each of this rank's groups of several ranks, in one order on all ranks, with all its names.
+
+        The names of a single axis, or those of the fewest axes.
+        """
+        folded = self.size("ep") > 1 or self.size("etp") != self.size("tp")
+        axes = [each for each in COMBINATIONS if folded or "e" not in each]  # else the views of the ranks are equal
+        own: list[tuple[str, Group | None]] = [(each, self.group(each)) for each in axes]
+        own += [(f"{each} in its instance", self.shard_group(each)) for each in self._sharding]
+        own += [(f"{each} between instances", self.instance_group(each)) for each in self._sharding]
+        own += [("cp heads", self.context.heads), ("cp ring", self.context.ring)]
+        own += [(f"tied weights of pipeline ranks {ranks}", group) for ranks, group in self._tied.items()]
+        names: dict[Group, list[str]] = {}
+        for name, group in own:
+            if group is not None and group.size() > 1:
+                names.setdefault(group, []).append(name)
+        for group, found in names.items():
+            fewest = min(name.count("-") + name.count(" ") for name in found)
+            yield group, [name for name in found if name.count("-") + name.count(" ") == fewest]
+
+    def global_ranks(self, group: Group) -> list[int]:
+        """Global ranks of one of this rank's groups."""
+        return dist.get_process_group_ranks(process_group(group))
 
     @property
     def prefix(self) -> str:

@@ -272,5 +272,5 @@ def run_forever() -> None:
 
 
 def test_endless_computation_is_ended() -> None:
-    with pytest.raises(RankFailure, match="of 2 ranks did not finish within 1 s"):
+    with pytest.raises(RankFailure, match="of 2 ranks did not finish within timeout=1 s; give a longer one"):
         run_simulated(2, run_forever, timeout=1)

@@ -94,8 +94,10 @@ class SimulatedWorld:
             threading.stack_size(before)
         self._scheduler.pass_on()
         if not self._ended.wait(timeout):
-            left = len(self._ranks) - len(self._results)
-            raise WorldError(f"{left} of {len(self._ranks)} ranks did not finish within {timeout} s")
+            ranks, left = len(self._ranks), len(self._ranks) - len(self._results)
+            raise WorldError(
+                f"{left} of {ranks} ranks did not finish within timeout={timeout} s; give a longer one, or None"
+            )
         if self._failure:
             raise WorldError(self._failure)
         return self._results
