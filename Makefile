@@ -6,6 +6,7 @@
 # browser:    needs Chromium: the page of tools/serve.py in it
 # chaos:      kills random ranks of jobs that train and save, 1,000 times; writes what it saw to runs/chaos.json
 # docs:       pictures of docs/pipeline.md, one of them from a short training on two ranks
+# book:       runs the chapters of docs/book on two cores, and writes their pages and pictures
 # site:       the documentation as a web site, in build/site
 # check:      style and types
 # cuda-check: compile the CUDA kernels and list registers and spills; fails if registers spill
@@ -29,7 +30,7 @@ WORKERS ?= 2
 unexport PYTHONDONTWRITEBYTECODE
 NATIVE := $(wildcard csrc/CMakeLists.txt csrc/common/* csrc/cpu/* csrc/cpu/transport/* csrc/cuda/*)
 
-.PHONY: quickstart test-fast test verify-all browser chaos docs site check cuda-check gpu wheel doctor bench bench-ops install install-test clean
+.PHONY: quickstart test-fast test verify-all browser chaos docs book site check cuda-check gpu wheel doctor bench bench-ops install install-test clean
 
 quickstart: install
 	$(BIN)/python examples/quickstart.py $(if $(CORPUS),--corpus "$(CORPUS)")
@@ -42,6 +43,7 @@ test: install-test
 
 verify-all: install-test
 	WHOLE_MATRIX=1 $(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.defects.culprits
 	$(BIN)/python tools/verify_layout.py --num-layers 8 --num-attention-heads 8 --hidden-size 64 \
 	  --all --world-size 2 4 8 --markdown docs/layouts.md
 	$(BIN)/python tools/verify_layout.py --num-layers 8 --num-attention-heads 8 --hidden-size 64 \
@@ -68,6 +70,9 @@ docs: install
 	  --micro-batch-size 1 --global-batch-size 8 --train-iters 12 --lr-warmup-iters 0 --eval-iters 0 \
 	  --pipeline-model-parallel-size 2 --pipeline-schedule zb_v --trace-pipeline runs/trace
 	$(BIN)/python tools/show_schedule.py --measured runs/trace --png docs/images/measured_zb_v.png
+
+book: install
+	OMP_NUM_THREADS=1 $(BIN)/python docs/book/build.py
 
 site: $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "mkdocs-material>=9.5,<10"

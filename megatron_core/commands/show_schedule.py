@@ -195,7 +195,7 @@ def figures(shown: Shown) -> dict[str, Any]:
         "longest_span": max(timeline.spans),
         "peak_activations": peak_activations(plan),
         "receive_lookahead": plan.receive_lookahead,
-    } | ({"shares": timeline.shares} if timeline.shares else {})
+    } | {name: value for name in ("shares", "traffic") if (value := getattr(timeline, name))}
 
 
 def write(path: str, text: str) -> None:
