@@ -26,6 +26,8 @@ SCHEDULES := gpipe zb_h1 zb_h2 zb_v dualpipe_v
 TORCH ?= torch>=2.8,<2.14
 # DeepSpeed itself, for the tests and benchmarks that compare with it: in a folder of its own, imported by them alone.
 DEEPSPEED := deepspeed==0.19.8
+# For the web site; ruff formats signatures.
+SITE := "mkdocs-material>=9.5,<10" "mkdocstrings[python]>=1,<2" "mike>=2.1,<3" "linkchecker>=10.4,<11" "ruff>=0.9"
 WORKERS ?= 2
 # Without compiled files every process of the tests compiles all of this package and of the tests again, in seconds.
 unexport PYTHONDONTWRITEBYTECODE
@@ -44,6 +46,7 @@ test: install-test
 
 verify-all: install-test
 	WHOLE_MATRIX=1 $(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.defects.culprits
 	$(BIN)/python tools/verify_layout.py --num-layers 8 --num-attention-heads 8 --hidden-size 64 \
 	  --all --world-size 2 4 8 --markdown docs/layouts.md
 	$(BIN)/python tools/verify_layout.py --num-layers 8 --num-attention-heads 8 --hidden-size 64 \
@@ -75,7 +78,7 @@ book: install
 	OMP_NUM_THREADS=1 $(BIN)/python docs/book/build.py
 
 site: $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[docs]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(SITE)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	$(BIN)/linkchecker --no-status --no-warnings --ignore-url "^https?:" build/site/index.html
 

@@ -49,6 +49,7 @@ LEVELS = {
     "training": 6,
     "verify": 7,
     "drop_in": 7,  # ``megatron`` and ``deepspeed`` below it are separate packages
+    "commands": 8,
 }
 WITHIN_LEVEL_0 = {("command", "errors"), ("command", "terminal"), ("terminal", "errors"), ("config", "schedules")}
 WITHIN_LEVEL_0 |= {("output_file", "errors")}
@@ -62,8 +63,8 @@ PROGRAMS = [ROOT / "pretrain_gpt.py", *sorted((ROOT / "tools").rglob("*.py"))]
 ADAPTERS = ROOT / PACKAGE / "drop_in"
 """The packages that programs written for Megatron-LM and DeepSpeed import."""
 DROP_IN = sorted(path for name in ("megatron", "deepspeed") for path in (ADAPTERS / name).rglob("*.py"))
-TRANSLATOR = ROOT / "tools" / "deepspeed_config.py"
-"""The only program that imports ``drop_in``: it translates DeepSpeed's configuration."""
+TRANSLATOR = ROOT / PACKAGE / "commands" / "deepspeed_config.py"
+"""The only command that imports ``drop_in``: it translates DeepSpeed's configuration."""
 LIBRARY = sorted(set((ROOT / PACKAGE).rglob("*.py")) - set(DROP_IN))
 SOURCES = LIBRARY + DROP_IN + PROGRAMS
 MAX_FILE, MAX_FUNCTION = 400, 80

@@ -185,7 +185,7 @@ def find_candidates(load: str, step: int | None = None) -> Candidates:
         target = shlex.quote(str(source.with_name(f"{source.name}-converted")))
         iteration = "" if step is None else f" --ckpt-step {step}"
         raise CheckpointError(
-            f"load={load} is a checkpoint of Megatron-LM; run python tools/convert_checkpoint.py --from megatron --to "
+            f"load={load} is a checkpoint of Megatron-LM; run megatron-convert --from megatron --to "
             f"native --load {shlex.quote(str(source))} --save {target}{iteration}, then give --load {target}"
         )
     tracked, fault = (step, "") if step is not None else _tracked(root)
@@ -201,7 +201,7 @@ def find_candidates(load: str, step: int | None = None) -> Candidates:
         if step is not None or not complete:
             folder = iteration_folder(root, tracked)
             foreign = folder.exists() and not is_own(folder)
-            more = "; tools/convert_checkpoint.py --from megatron converts those of Megatron-LM" if foreign else ""
+            more = "; megatron-convert --from megatron converts those of Megatron-LM" if foreign else ""
             raise CheckpointError(f"{folder} is not a complete checkpoint; complete ones in {root}: {there}{more}")
         fault = f"names iteration {tracked}, which does not exist"
     if step is not None:

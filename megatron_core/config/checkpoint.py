@@ -59,7 +59,7 @@ class CheckpointConfig:
     """Folder of a Hugging Face model to start from. Its shape, vocabulary and tokenizer become the defaults of flags,
     its weights the initial weights. A checkpoint in --load takes precedence, so that a restarted job resumes."""
     hf_model_type: str | None = setting(None, when=ALWAYS)
-    """Architecture for export to Hugging Face, such as llama (tools/convert_checkpoint.py); default: the architecture
+    """Architecture for export to Hugging Face, such as llama (megatron-convert); default: the architecture
     of --load-hf, or the first one that fits the model."""
     verify_checkpoint: bool = setting(True, when=c.LOAD)
     """Check the size and hash of every file of a checkpoint before loading it."""

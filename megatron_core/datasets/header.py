@@ -159,7 +159,7 @@ def check_counts(header: DatasetHeader | None, path_prefix: str, documents: int,
             raise DataError(
                 f"{get_header_path(path_prefix)} says {name}={getattr(header, name)}, but the files have {found}: "
                 "they are not from the same run; copy all three files again, prepare the data again with "
-                f"tools/preprocess_data.py, or {_WITHOUT}"
+                f"megatron-preprocess, or {_WITHOUT}"
             )
 
 

@@ -116,7 +116,7 @@ def read_index(path: Path, multimodal: bool, mmap: bool) -> Index:
     return index
 
 
-_AGAIN = "copy it again, or prepare the data again with tools/preprocess_data.py"
+_AGAIN = "copy it again, or prepare the data again with megatron-preprocess"
 
 
 def _read_header(path: Path, buffer: np.ndarray) -> tuple[type[np.number], int, int]:
@@ -124,7 +124,7 @@ def _read_header(path: Path, buffer: np.ndarray) -> tuple[type[np.number], int, 
     if magic != MAGIC:
         raise DataError(
             f"{path} is not an index of a token file: it begins with {magic!r}, expected {MAGIC!r}; "
-            "give the prefix of files that tools/preprocess_data.py wrote"
+            "give the prefix of files that megatron-preprocess wrote"
         )
     if version != VERSION:
         raise DataError(f"{path} has version {version} of the format, expected {VERSION}; {_AGAIN}")
@@ -224,7 +224,7 @@ class IndexedDataset:
     `[i]` and `get(i)` return one sequence, `[a:b]` a list of them; a multimodal data set returns (sequence, mode) and
     (sequences, modes). Arrays have the file's dtype and, with `mmap`, are read-only views of the file. DataError on
     opening: a file is missing, is not a token file, has a size that differs from its index, or its index is invalid.
-    Token ids are checked by `tools/inspect_dataset.py --validate`.
+    Token ids are checked by `megatron-inspect-dataset --validate`.
     """
 
     def __init__(self, path_prefix: str, multimodal: bool = False, mmap: bool = True) -> None:
@@ -328,7 +328,7 @@ def _check_presence(path_prefix: str) -> None:
     missing = [p for p in (get_bin_path(path_prefix), get_idx_path(path_prefix)) if not Path(p).is_file()]
     if not missing:
         return
-    way_out = "give the path without .bin or .idx, of files that tools/preprocess_data.py wrote"
+    way_out = "give the path without .bin or .idx, of files that megatron-preprocess wrote"
     if path_prefix.endswith((".bin", ".idx")):
         way_out = f"give only the prefix, {path_prefix[:-4]}"
     elif Path(get_bin_path(f"{path_prefix}_text_document")).is_file():

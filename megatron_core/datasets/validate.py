@@ -13,7 +13,7 @@ from megatron_core.errors import DataError
 # Tokens checked at a time. A block and its temporaries need about 30 MB; larger ones are not faster.
 BLOCK = 1 << 20
 
-AGAIN = "copy both files again, or prepare the data again with tools/preprocess_data.py"
+AGAIN = "copy both files again, or prepare the data again with megatron-preprocess"
 
 Progress = Callable[[int], object]
 """Called with the number of bytes just checked."""

@@ -92,7 +92,7 @@ class BadSteps(Callback):
             print(f"note: {text}", flush=True)
 
     def _keep(self, result: StepResult) -> str:
-        """Save the weights of this step for ``tools/replay_step.py``; return a clause for the message, or "".
+        """Save the weights of this step for ``megatron-replay-step``; return a clause for the message, or "".
 
         A skipped step does not change the weights, so that the current weights are the ones of its forward pass.
         """
@@ -120,7 +120,7 @@ class BadSteps(Callback):
         if not saver.try_to_save(before):
             return ""
         folder = iteration_folder(saver.folder, before.iteration)
-        return f" (python tools/replay_step.py {folder} runs it in one process)"
+        return f" (megatron-replay-step {folder} runs it in one process)"
 
     def _roll_back(self, result: StepResult) -> None:
         """Load the last checkpoint into this run, and leave out the batches of the bad steps after that."""

@@ -107,6 +107,8 @@ class PackedDocuments:
     """For each sequence, the lengths of its documents in tokens, in order."""
     device: torch.device
     """Device of ``masked``."""
+    masks: dict[int | None, Any] = field(default_factory=dict, compare=False, repr=False)
+    """The masks of FlexAttention by window, for all layers of the micro-batch."""
 
     @classmethod
     def of(cls, lengths: Sequence[Sequence[int]], batch: int, length: int, device: torch.device) -> PackedDocuments:

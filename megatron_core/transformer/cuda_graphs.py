@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from megatron_core.tensor_parallel.linear import main_grad_of
 from megatron_core.transformer.block import TransformerLayer
 from megatron_core.transformer.context import SequenceContext
+from megatron_core.transformer.core_attention import CoreAttention
 from megatron_core.transformer.mlp import MLP
 
 EAGER = "layers with experts run without CUDA graphs; --cuda-graph-modules attn captures their attention"
@@ -216,6 +217,8 @@ def graph_layers(layers: Iterable[TransformerLayer], modules: Sequence[str], war
             eager = EAGER
             continue
         marked.has_graphs = True
+        for core in (module for module in layer.modules() if isinstance(module, CoreAttention)):
+            core.flex = "never"  # it copies a mask to the device
         if not modules:
             marked.forward = GraphedFunction(layer.forward, [layer], stage, warmups)
         if "attn" in modules:

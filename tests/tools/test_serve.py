@@ -22,11 +22,11 @@ import pytest
 import torch
 import tyro
 
+from megatron_core.commands.serve import Settings, serve
 from megatron_core.errors import ConfigError
 from megatron_core.parallel import World
 from tests.models.hf_models import LLAMA, transformers
 from tests.tokenizers.corpus import write_tokenizer_json
-from tools.serve import Settings, serve
 
 ROOT = Path(__file__).parents[2]
 TEMPLATE = (
@@ -462,7 +462,7 @@ def test_it_ends_while_it_generates(folder: Path, reference: Reference, ranks: i
     client.process.terminate()
     _, errors = client.process.communicate(timeout=60)
     thread.join(timeout=30)
-    assert "tools/serve.py" not in errors and "error:" not in errors and not thread.is_alive(), errors
+    assert "serve.py" not in errors and "error:" not in errors and not thread.is_alive(), errors
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_core.commands.verify_layout import Options, main, task_of
 from megatron_core.config.cli import parse_run_config
-from tools.verify_layout import Options, run, task_of
 
 ROOT = Path(__file__).parent.parent.parent
 SMALL = ("--num-layers", "2", "--num-attention-heads", "2", "--steps", "1")
@@ -37,7 +37,7 @@ def verify(capfd: pytest.CaptureFixture[str]) -> Verify:
 
     def call(*args: str) -> Result:
         try:
-            status = run(list(args))
+            status = main(list(args))
         except SystemExit as leaving:
             status = int(leaving.code or 0)
         return Result(status, *capfd.readouterr())
