@@ -14,6 +14,8 @@ import pytest
 
 from megatron_core.commands.verify_layout import Options, main, task_of
 from megatron_core.config.cli import parse_run_config
+from megatron_core.verify import BitsReport, BitsRow
+from megatron_core.verify.table import bits_page
 
 ROOT = Path(__file__).parent.parent.parent
 SMALL = ("--num-layers", "2", "--num-attention-heads", "2", "--steps", "1")
@@ -57,13 +59,27 @@ def test_bits_name_the_first_difference(verify: Verify, tmp_path: Path) -> None:
     assert "0 of 2 layouts have the bits of one process in float32" in result.stdout
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["holds"] is False and report["rows"][1]["difference"]["quantity"] == "gradients"
-    assert verify(*SMALL, "--bits", "--layouts", "dp2", "--markdown", str(tmp_path / "x.md")).status == 2
 
 
 def test_layout_invariant_training_has_equal_bits(verify: Verify) -> None:
     result = verify(*SMALL, "--bits", "--dtype", "bfloat16", "--layout-invariant", "--layouts", "dp2 zero3", "tp2 sp")
     assert result.status == 0, result.stdout + result.stderr
     assert "2 of 2 layouts have the bits of one process in bfloat16" in result.stdout
+
+
+def test_the_page_of_equal_bits_has_refused_layouts(tmp_path: Path) -> None:
+    """With 2 heads in parts and 2 chunks, cp2 needs more chunks."""
+    options = Options(all=True, world_size=(2,), bits=True)
+    flags = [*SMALL[:4], "--layout-invariant", "--layout-invariant-chunks", "2"]
+    task = task_of(parse_run_config(flags), options)
+    assert {str(layout) for layout in task.layouts} >= {"tp2 sp", "dp2 zero3", "pp2"}
+    assert {name.split()[0] for name in task.refused} == {"cp2"}
+    assert all("layout_invariant_chunks=2" in reason for reason in task.refused.values())
+    rows = [BitsRow("tp2", 2, 1.0), BitsRow("dp2", 2, 1.0, faults=("fails: out of memory",))]
+    text = "\n".join(bits_page(BitsReport("float32", "shared memory", 5, rows), "tiny model", task.refused))
+    assert text.startswith("# Layouts with the bits of one process\n\nTiny model.\n\n1 of 2 layouts have the bits")
+    assert "1 of 2 layouts: `tp2`." in text and "- `dp2` differs: fails: out of memory" in text
+    assert f"{len(task.refused)} layouts are refused" in text and "`cp2`, `cp2 zero1 overlap`" in text
 
 
 def test_layouts_in_words(verify: Verify, tmp_path: Path) -> None:
