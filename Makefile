@@ -33,6 +33,8 @@ EXPERTS := --num-layers 4 --num-attention-heads 4 --hidden-size 32 --swiglu --di
 TORCH ?= torch>=2.8,<2.14
 # DeepSpeed itself, for the tests and benchmarks that compare with it: in a folder of its own, imported by them alone.
 DEEPSPEED := deepspeed==0.19.8
+# For the web site; ruff formats signatures.
+SITE := "mkdocs-material>=9.5,<10" "mkdocstrings[python]>=1,<2" "mike>=2.1,<3" "linkchecker>=10.4,<11" "ruff>=0.9"
 WORKERS ?= 2
 MINUTES ?= 60
 # Without compiled files every process of the tests compiles all of this package and of the tests again, in seconds.
@@ -92,7 +94,7 @@ book: install
 	OMP_NUM_THREADS=1 $(BIN)/python docs/book/build.py
 
 site: $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[docs]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(SITE)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	$(BIN)/linkchecker --no-status --no-warnings --ignore-url "^https?:" build/site/index.html
 

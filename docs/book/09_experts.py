@@ -106,8 +106,8 @@ print_table(["balanced by", "largest / mean load, last 10 steps"], [[name, f"{en
 
 # %% [markdown]
 # A load of {{ "%.2f" | format(ends["nothing"]) }} means that the busiest expert takes this many times as long as the
-# mean one, if each has a rank of its own. Capacity limits are the third remedy: an expert takes at most c T k / E tokens and
-# drops the others.
+# mean one, if each has a rank of its own. Capacity limits are the third remedy: an expert takes at most c T k / E
+# tokens and drops the others.
 #
 # ## Experiment
 #
