@@ -76,8 +76,8 @@ class ReferenceRate:
 def measure_product_rate(device: torch.device, dtype: torch.dtype, seconds: float = 0.03) -> float:
     """Measure FLOP/s: the fastest of at least two products of square matrices within ``seconds``.
 
-    Matrices have 8192 rows on a GPU, 512 on a CPU. All ranks of a job measure at the same time, so that ranks on the
-    same cores share them as they do in training.
+    Matrices have 8192 rows on a GPU, 512 on a CPU. The fastest product was not interrupted by other ranks of the same
+    cores; ``share_of_cores`` accounts for them.
     """
     side = 8192 if device.type == "cuda" else 512
     a = torch.ones(side, side, dtype=dtype, device=device)
@@ -91,6 +91,13 @@ def measure_product_rate(device: torch.device, dtype: torch.dtype, seconds: floa
         _wait(device)
         fastest = min(fastest, time.perf_counter() - began)
     return 2.0 * side**3 / fastest
+
+
+def share_of_cores(ranks: int, threads: int, cores: int | None = None) -> float:
+    """Share of its threads' time that a rank has if ``ranks`` ranks of a host compute with ``threads`` threads each:
+    1 unless they are more than the ``cores`` (default: of this process)."""
+    found = cores or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    return min(found / (ranks * threads), 1.0)
 
 
 def _wait(device: torch.device) -> None:
