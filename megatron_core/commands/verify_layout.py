@@ -9,7 +9,7 @@ if __name__ == "__main__":
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -18,7 +18,7 @@ import torch
 import tyro
 
 from megatron_core.command import program
-from megatron_core.config import RunConfig
+from megatron_core.config import ParallelConfig, RunConfig
 from megatron_core.config.cli import parse_run_config
 from megatron_core.config.parallel import BALANCED_STAGES
 from megatron_core.config.validate import check, problems
@@ -29,7 +29,7 @@ from megatron_core.verify import GPTExperiment, Layout, RankFailure, check_bits,
 from megatron_core.verify.gpt import configured
 from megatron_core.verify.pairwise import pairwise
 from megatron_core.verify.shrink import at_full_size, changes, shrunk_stages, small_run
-from megatron_core.verify.table import HEADING, TerminalTable, page, summary
+from megatron_core.verify.table import BITS_HEADING, HEADING, TerminalTable, bits_page, page, summary
 
 MOST_RANKS = 4096
 """Maximum number of ranks."""
@@ -40,6 +40,10 @@ NOT_IN_NAMES = (
     "zero3_keep_after_forward",
 )
 """Settings of a layout that its name does not have."""
+OF_EVERY_LAYOUT = ("num_distributed_optimizer_instances", "zero3_keep_after_forward")
+"""Settings among ``NOT_IN_NAMES`` that apply to each of --layouts; its word ``overlap`` decides about the others."""
+SMALL_WIDTH = 1024
+"""Hidden size that the small model exceeds only if a single layout needs it; a step takes seconds then."""
 MOST_PROCESSES = 8
 """Maximum number of ranks that are processes without --device cpu."""
 
@@ -76,7 +80,7 @@ class Options:
     dtype than float64 the bounds are those of rounding."""
     device: Literal["auto", "cpu", "cuda", "simulated"] = "auto"
     """cpu: a process for each rank, over shared memory, or --distributed-backend gloo. cuda: NCCL, a GPU for each rank.
-    simulated: all ranks in one process, for large worlds. auto: cuda if there are enough GPUs, else cpu up to 8 ranks,
+    simulated: ranks are threads, for large worlds. auto: cuda if there are enough GPUs, else cpu up to 8 ranks,
     else simulated."""
     full_size: bool = False
     """Do not reduce the size of the model and its batches."""
@@ -102,6 +106,8 @@ class Task:
     notes: tuple[str, ...] = ()
     shrunk: str = ""
     """The sizes that are smaller than those of the flags."""
+    refused: dict[str, str] = field(default_factory=dict)
+    """Layouts of --all that --layout-invariant excludes, with the reason."""
 
 
 def verify(options: Options, flags: list[str]) -> int:
@@ -151,9 +157,12 @@ def compare_bits(experiment: GPTExperiment, task: Task, options: Options, device
         backend=task.config.parallel.distributed_backend,
         on_row=lambda row: print(f"{row.layout:<{width}}  {row.verdict}", flush=True),
     )
-    print(report.summary)
+    print(report.summary, *(f"refused: {name}: {reason}" for name, reason in task.refused.items()), sep="\n")
     if options.json is not None:
-        options.json.write_text(json.dumps(report.as_dict() | {"model": what}, indent=1) + "\n")
+        written = report.as_dict() | {"model": what, "refused": task.refused}
+        options.json.write_text(json.dumps(written, indent=1) + "\n")
+    if options.markdown is not None:
+        options.markdown.write_text("\n".join(bits_page(report, what, task.refused)) + "\n")
     return 0 if report.holds else 1
 
 
@@ -163,7 +172,8 @@ def task_of(config: RunConfig, options: Options) -> Task:
         task = all_layouts(config, options)
     elif options.layouts:
         layouts = [layout_of(text, options.world_size) for text in options.layouts]
-        task = Task(sized(config, layouts, options), layouts, notes=tuple(notes(config, layouts, options)))
+        small, said = sized(config, layouts, options), tuple(notes(config, layouts, options))
+        task = Task(small, layouts, changed(config, OF_EVERY_LAYOUT), said)
     else:
         task = described(config, options)
     for layout in task.layouts:
@@ -173,6 +183,12 @@ def task_of(config: RunConfig, options: Options) -> Task:
         if found:
             raise ConfigError(f"layout {str(layout)!r} cannot be trained: {'; '.join(found)}")
     return task if options.full_size else replace(task, shrunk=changes(config, task.config))
+
+
+def changed(config: RunConfig, names: Iterable[str]) -> dict[str, object]:
+    """Settings of the parallel layout that differ from their defaults."""
+    values = {name: getattr(config.parallel, name) for name in names}
+    return {name: value for name, value in values.items() if value != getattr(ParallelConfig(), name)}
 
 
 def layout_of(text: str, world_size: tuple[int, ...]) -> Layout:
@@ -190,18 +206,40 @@ def layout_of(text: str, world_size: tuple[int, ...]) -> Layout:
 
 def sized(config: RunConfig, layouts: list[Layout], options: Options, *, keep_layers: bool = False) -> RunConfig:
     """The small version of the model, or with --full-size the model itself."""
-    return at_full_size(config) if options.full_size else shrunk(config, layouts, keep_layers=keep_layers)
+    if options.full_size:
+        return at_full_size(config)
+    small = shrunk(config, layouts, keep_layers=keep_layers)
+    width = small.model.hidden_size
+    if width > max(SMALL_WIDTH, *(shrunk(config, [each]).model.hidden_size for each in layouts)):
+        names = ", ".join(repr(str(each)) for each in layouts)
+        raise ConfigError(
+            f"--layouts are compared with one small model, which would have {small.model.num_attention_heads} heads "
+            f"and hidden_size={width} to be legal for all of them; give {names} in separate commands"
+        )
+    return small
 
 
 def all_layouts(config: RunConfig, options: Options) -> Task:
     """Every layout of --world-size ranks."""
     config = sized(config, [Layout()], options)
     sizes = [fitting_layouts(config, size) for size in options.world_size]
+    refused = {
+        str(layout): next(problems(configured(config, layout, options.compared_dtype), layout.world_size))
+        for size, fitting in zip(options.world_size, sizes, strict=True)
+        for layout in fitting_layouts(without_equal_bits(config), size)
+        if layout not in fitting
+    }
     layouts = [each for fitting in sizes for each in (sampled(fitting) if options.pairwise else fitting)]
     if not layouts or max(options.world_size) == 1:
         asked = ", ".join(map(str, options.world_size))
         raise ConfigError(f"no layout of --world-size {asked} fits the model; give sizes such as --world-size 2 4 8")
-    return Task(config, layouts)
+    return Task(config, layouts, refused=refused)
+
+
+def without_equal_bits(config: RunConfig) -> RunConfig:
+    """The configuration without --layout-invariant."""
+    names = ("layout_invariant", "layout_invariant_parts", "layout_invariant_chunks")
+    return RunConfig.from_flat({name: value for name, value in config.flat().items() if name not in names})
 
 
 def sampled(layouts: list[Layout]) -> list[Layout]:
@@ -249,7 +287,8 @@ def described(config: RunConfig, options: Options) -> Task:
     # A layout's name has one ``overlap`` for two settings, and chunks only for balanced stages.
     settings = own | {name: getattr(config.parallel, name) for name in NOT_IN_NAMES}
     if own:
-        settings["num_virtual_stages_per_pipeline_rank"] = layout.chunks if layout.chunks > 1 else None
+        counted = layout.chunks > 1 and "pipeline_model_parallel_layout" not in own
+        settings["num_virtual_stages_per_pipeline_rank"] = layout.chunks if counted else None
     fewer = None if options.full_size or not own else shrunk_stages(config, layout)
     if fewer is None:
         return Task(sized(config, [layout], options, keep_layers=bool(own)), [layout], settings)
@@ -270,8 +309,6 @@ def refuse_contradictions(options: Options, flags: list[str]) -> None:
         raise ConfigError("several values of --world-size need --all; add it, or give --layouts")
     if any(not 1 <= size <= MOST_RANKS for size in options.world_size):
         raise ConfigError(f"--world-size {' '.join(map(str, options.world_size))}: legal are 1 to {MOST_RANKS}")
-    if options.bits and options.markdown is not None:
-        raise ConfigError("--markdown writes the table of errors, which --bits does not compute; use --json FILE")
     if options.steps < 1:
         raise ConfigError(f"--steps {options.steps} is too small; give 1 or more")
     for path in (options.json, options.markdown):
@@ -280,7 +317,8 @@ def refuse_contradictions(options: Options, flags: list[str]) -> None:
     if options.json is not None:
         prepare_output(options, "json", json_with("table of this tool", "dtype", "backend", "rows"), flags)
     if options.markdown is not None:
-        prepare_output(options, "markdown", starting_with("page of this tool", HEADING.encode()), flags)
+        heading = BITS_HEADING if options.bits else HEADING
+        prepare_output(options, "markdown", starting_with("page of this tool", heading.encode()), flags)
 
 
 def available_device(layouts: list[Layout]) -> str:

@@ -203,6 +203,11 @@ def start_generator(
                 "the tokenizer.json of the Hugging Face model"
             )
         found = [*parallel_problems(config, world.size), *invariance_problems(config)]
+        if config.parallel.layout_invariant and config.model.multi_latent_attention:
+            found.append(
+                "layout_invariant=True cannot be used to generate with multi_latent_attention=True: cached latents are "
+                "attended to in another order than in training; remove --layout-invariant"
+            )
         if found:
             raise ConfigError("\n".join(found))
         start_world(world, timeout_minutes=timeout_minutes)
