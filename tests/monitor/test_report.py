@@ -81,7 +81,7 @@ def test_records_that_are_missing_are_said(tmp_path: Path) -> None:
 
 
 def test_several_runs_and_layouts(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """Runs have their names beside each other; rates of different layouts are not connected."""
+    """Each run has its name; rates of different layouts are not connected."""
     folders = [_run(tmp_path / name / "run") for name in "abc"]
     out = tmp_path / "report.html"
     assert main([str(folders[0]), "--compare", *map(str, folders[1:]), "--out", str(out)]) == 0
