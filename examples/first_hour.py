@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import tyro
@@ -300,14 +301,14 @@ def _questions_about(node: ast.ClassDef | ast.FunctionDef, module: str) -> Itera
         yield {"messages": [{"role": role, "content": text} for role, text in texts.items()]}
 
 
-def records(metrics: Path) -> list[dict[str, object]]:
+def records(metrics: Path) -> list[dict[str, Any]]:
     """The records of a metrics file."""
     return [json.loads(line) for line in metrics.read_text().splitlines()]
 
 
 def validation_loss(metrics: Path) -> float:
     """The last validation loss of a run."""
-    return float([record["loss"] for record in records(metrics) if record["kind"] == "validation"][-1])  # type: ignore[arg-type]
+    return [float(record["loss"]) for record in records(metrics) if record["kind"] == "validation"][-1]
 
 
 def main() -> None:

@@ -42,6 +42,8 @@ NOT_IN_NAMES = (
 """Settings of a layout that its name does not have."""
 OF_EVERY_LAYOUT = ("num_distributed_optimizer_instances", "zero3_keep_after_forward")
 """Settings among ``NOT_IN_NAMES`` that apply to each of --layouts; its word ``overlap`` decides about the others."""
+SMALL_WIDTH = 1024
+"""Hidden size that the small model exceeds only if a single layout needs it; a step takes seconds then."""
 MOST_PROCESSES = 8
 """Maximum number of ranks that are processes without --device cpu."""
 
@@ -204,7 +206,17 @@ def layout_of(text: str, world_size: tuple[int, ...]) -> Layout:
 
 def sized(config: RunConfig, layouts: list[Layout], options: Options, *, keep_layers: bool = False) -> RunConfig:
     """The small version of the model, or with --full-size the model itself."""
-    return at_full_size(config) if options.full_size else shrunk(config, layouts, keep_layers=keep_layers)
+    if options.full_size:
+        return at_full_size(config)
+    small = shrunk(config, layouts, keep_layers=keep_layers)
+    width = small.model.hidden_size
+    if width > max(SMALL_WIDTH, *(shrunk(config, [each]).model.hidden_size for each in layouts)):
+        names = ", ".join(repr(str(each)) for each in layouts)
+        raise ConfigError(
+            f"--layouts are compared with one small model, which would have {small.model.num_attention_heads} heads "
+            f"and hidden_size={width} to be legal for all of them; give {names} in separate commands"
+        )
+    return small
 
 
 def all_layouts(config: RunConfig, options: Options) -> Task:
@@ -275,7 +287,8 @@ def described(config: RunConfig, options: Options) -> Task:
     # A layout's name has one ``overlap`` for two settings, and chunks only for balanced stages.
     settings = own | {name: getattr(config.parallel, name) for name in NOT_IN_NAMES}
     if own:
-        settings["num_virtual_stages_per_pipeline_rank"] = layout.chunks if layout.chunks > 1 else None
+        counted = layout.chunks > 1 and "pipeline_model_parallel_layout" not in own
+        settings["num_virtual_stages_per_pipeline_rank"] = layout.chunks if counted else None
     fewer = None if options.full_size or not own else shrunk_stages(config, layout)
     if fewer is None:
         return Task(sized(config, [layout], options, keep_layers=bool(own)), [layout], settings)
