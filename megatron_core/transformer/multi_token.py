@@ -10,7 +10,8 @@ from megatron_core.parallel.collectives import (
     scatter_to_sequence,
 )
 from megatron_core.parallel.sharding import allocate, split
-from megatron_core.tensor_parallel.layers import vocab_parallel_lookup, vocabulary_per_rank
+from megatron_core.tensor_parallel.layers import vocabulary_per_rank
+from megatron_core.tensor_parallel.lookup import vocab_parallel_lookup
 from megatron_core.transformer.block import TransformerLayer
 from megatron_core.transformer.context import LayerContext, SequenceContext
 from megatron_core.transformer.layer_spec import LayerSpecs
