@@ -1,12 +1,17 @@
 # quickstart: text -> tokens -> training on 4 ranks -> another layout -> generated text, in a few minutes
+# first-hour: text -> pretraining in four layouts -> fine-tuning on conversations -> a chat page; MINUTES=60 is its price
 # test-fast:  for use while editing: tests in one process, and one layout against one process; under 90 s
 # test:       all tests that run without a GPU, WORKERS at a time (2); WORKERS=0 for one after another
 # verify-all: every layout of 2, 4 and 8 ranks (of experts: every pair of sizes and switches), every schedule, and all combinations of the operations' tests; writes docs/layouts*.md
+#             and the first wrong tensor of every planted defect
+#             and the bits of these layouts with --layout-invariant; writes docs/equal_bits_*.md
 #             and runs with planted bottlenecks, diagnosed; writes docs/bottlenecks.md
 # browser:    needs Chromium: the page of tools/serve.py in it
 # chaos:      kills random ranks of jobs that train and save, 1,000 times; writes what it saw to runs/chaos.json
 # docs:       pictures of docs/pipeline.md, one of them from a short training on two ranks
-# site:       the documentation as a web site, in build/site
+# book:       runs the chapters of docs/book on two cores, and writes their pages and pictures
+# site:       the documentation as a web site, in build/site; its links are checked
+# site-version: VERSION=1.0 adds the site to the branch gh-pages, with a selector of versions
 # check:      style and types
 # cuda-check: compile the CUDA kernels and list registers and spills; fails if registers spill
 # gpu:        needs a GPU and torch with CUDA, in .venv or PYTHON, and no network: builds the kernels, tests them and a training
@@ -20,19 +25,30 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Schedules that --all does not include; it checks 1f1b and, with chunks, interleaved.
 SCHEDULES := gpipe zb_h1 zb_h2 zb_v dualpipe_v
+# A small model with experts, for the layouts of experts.
+EXPERTS := --num-layers 4 --num-attention-heads 4 --hidden-size 32 --swiglu --disable-bias-linear --num-experts 8 \
+  --moe-ffn-hidden-size 16 --moe-router-score-function sigmoid --moe-router-num-groups 2 --moe-router-group-topk 1 \
+  --moe-router-enable-expert-bias --moe-aux-loss-coeff 0.01 --moe-shared-expert-intermediate-size 16
 # The same range as in pyproject.toml.
 TORCH ?= torch>=2.8,<2.14
 # DeepSpeed itself, for the tests and benchmarks that compare with it: in a folder of its own, imported by them alone.
 DEEPSPEED := deepspeed==0.19.8
+# For the web site; ruff formats signatures.
+SITE := "mkdocs-material>=9.5,<10" "mkdocstrings[python]>=1,<2" "mike>=2.1,<3" "linkchecker>=10.4,<11" "ruff>=0.9"
 WORKERS ?= 2
+MINUTES ?= 60
 # Without compiled files every process of the tests compiles all of this package and of the tests again, in seconds.
 unexport PYTHONDONTWRITEBYTECODE
 NATIVE := $(wildcard csrc/CMakeLists.txt csrc/common/* csrc/cpu/* csrc/cpu/transport/* csrc/cuda/*)
 
-.PHONY: quickstart test-fast test verify-all browser chaos docs site check cuda-check gpu wheel doctor bench bench-ops install install-test clean
+.PHONY: quickstart first-hour test-fast test verify-all browser chaos docs book site site-version check cuda-check gpu wheel doctor bench bench-ops install install-test clean
 
 quickstart: install
 	$(BIN)/python examples/quickstart.py $(if $(CORPUS),--corpus "$(CORPUS)")
+
+first-hour: install
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[server]"
+	$(BIN)/python examples/first_hour.py --minutes $(MINUTES) --serve $(if $(CORPUS),--corpus "$(CORPUS)")
 
 test-fast: install-test
 	$(BIN)/python -m pytest -q -m fast
@@ -42,15 +58,20 @@ test: install-test
 
 verify-all: install-test
 	WHOLE_MATRIX=1 $(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.defects.culprits
 	$(BIN)/python tools/verify_layout.py --num-layers 8 --num-attention-heads 8 --hidden-size 64 \
 	  --all --world-size 2 4 8 --markdown docs/layouts.md
 	$(BIN)/python tools/verify_layout.py --num-layers 8 --num-attention-heads 8 --hidden-size 64 \
 	  --layouts $(foreach s,$(SCHEDULES),"pp2 $s" "pp4 $s" "pp8 $s" "tp2 pp2 dp2 $s sp zero1 overlap") \
 	  --markdown docs/layouts_of_schedules.md
-	$(BIN)/python tools/verify_layout.py --num-layers 4 --num-attention-heads 4 --hidden-size 32 --swiglu \
-	  --disable-bias-linear --num-experts 8 --moe-ffn-hidden-size 16 --moe-router-score-function sigmoid \
-	  --moe-router-num-groups 2 --moe-router-group-topk 1 --moe-router-enable-expert-bias --moe-aux-loss-coeff 0.01 \
-	  --moe-shared-expert-intermediate-size 16 --all --pairwise --world-size 2 4 8 --markdown docs/layouts_of_experts.md
+	$(BIN)/python tools/verify_layout.py $(EXPERTS) --all --pairwise --world-size 2 4 8 \
+	  --markdown docs/layouts_of_experts.md
+	$(foreach dtype,float32 bfloat16,$(BIN)/python tools/verify_layout.py --num-layers 8 --num-attention-heads 8 \
+	  --hidden-size 64 --attention-dropout 0 --layout-invariant --bits --dtype $(dtype) --steps 5 --device simulated \
+	  --all --world-size 2 4 8 --markdown docs/equal_bits_$(dtype).md &&) true
+	$(foreach dtype,float32 bfloat16,$(BIN)/python tools/verify_layout.py $(EXPERTS) --attention-dropout 0 \
+	  --layout-invariant --bits --dtype $(dtype) --steps 5 --device simulated --all --pairwise --world-size 2 4 8 \
+	  --markdown docs/equal_bits_of_experts_$(dtype).md &&) true
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.monitor.bottlenecks --repeats 3 --markdown docs/bottlenecks.md
 
 browser: install-test
@@ -69,9 +90,17 @@ docs: install
 	  --pipeline-model-parallel-size 2 --pipeline-schedule zb_v --trace-pipeline runs/trace
 	$(BIN)/python tools/show_schedule.py --measured runs/trace --png docs/images/measured_zb_v.png
 
+book: install
+	OMP_NUM_THREADS=1 $(BIN)/python docs/book/build.py
+
 site: $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check "mkdocs-material>=9.5,<10"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(SITE)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	$(BIN)/linkchecker --no-status --no-warnings --ignore-url "^https?:" build/site/index.html
+
+# Commits the site as VERSION to the local branch gh-pages, where the selector of versions finds it. Nothing is sent.
+site-version: site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mike deploy --update-aliases "$(VERSION)" latest
 
 check: install-test
 	$(BIN)/ruff check .

@@ -38,7 +38,7 @@ from benchmarks.slow_link import SlowLink
 from megatron_core.config import RunConfig
 from megatron_core.optimizer import matrix_updates
 from megatron_core.parallel import World
-from megatron_core.parallel.collectives import Done
+from megatron_core.parallel.handles import Done
 from megatron_core.parallel.meter import METER, StepTimes
 from megatron_core.training.setup import Run, set_up
 from megatron_core.training.step import train_step

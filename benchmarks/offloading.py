@@ -8,7 +8,7 @@ from typing import Any
 from unittest import mock
 
 from megatron_core.optimizer.shard import Shard
-from megatron_core.parallel.collectives import Done
+from megatron_core.parallel.handles import Done
 from megatron_core.parallel.transfer import Lane
 from megatron_core.transformer import offload
 

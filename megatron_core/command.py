@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
@@ -15,6 +16,11 @@ from megatron_core.terminal import discard, protect_terminal
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, if there was nothing to save or on the second Ctrl-C."""
+
+
+def program() -> str:
+    """Name of the running program, for messages: ``serve`` of tools/serve.py, ``megatron-serve`` of the command."""
+    return Path(sys.argv[0]).stem
 
 
 def end_on_interrupt() -> None:
@@ -37,7 +43,7 @@ def _say_what_is_missing(kind: type[BaseException], error: BaseException, trace:
         sys.__excepthook__(kind, error, trace)
         return
     print(
-        f"{os.path.basename(sys.argv[0])}: a library cannot be loaded: {str(error) or kind.__name__}; install it, or "
+        f"{program()}: a library cannot be loaded: {str(error) or kind.__name__}; install it, or "
         "allow more memory (ulimit -v): torch takes about 1 GiB",
         file=sys.stderr,
     )

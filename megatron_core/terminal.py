@@ -12,6 +12,8 @@ from typing import Any, TextIO
 
 from megatron_core.errors import CONTROL, escaped, visible
 
+PRINT_COMPLETION = "--tyro-print-completion"
+"""tyro's flag for a script that completes a program's flags in a shell; its value is bash, zsh or tcsh."""
 _COLOURED = re.compile(rf"\x1b\[[0-9;]*m|{CONTROL.pattern}")
 
 

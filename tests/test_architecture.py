@@ -22,6 +22,7 @@ PACKAGE = "megatron_core"
 LEVELS = {
     "errors": 0,
     "command": 0,
+    "locations": 0,
     "schema": 0,
     "terminal": 0,
     "text_file": 0,
@@ -31,6 +32,7 @@ LEVELS = {
     "parallel.grid": 1,
     "planner": 1,
     "ops": 2,
+    "storage": 2,
     "tokenizers": 2,
     "parallel": 2,
     "parallel_state": 3,
@@ -49,9 +51,10 @@ LEVELS = {
     "training": 6,
     "verify": 7,
     "drop_in": 7,  # ``megatron`` and ``deepspeed`` below it are separate packages
+    "commands": 8,
 }
 WITHIN_LEVEL_0 = {("command", "errors"), ("command", "terminal"), ("terminal", "errors"), ("config", "schedules")}
-WITHIN_LEVEL_0 |= {("output_file", "errors")}
+WITHIN_LEVEL_0 |= {("output_file", "errors"), ("config", "locations")}
 BASES = ("errors", "schema", "terminal", "text_file", "output_file")
 WITHIN_LEVEL_0 |= {(own, other) for own in ("schedules", "config") for other in BASES}
 # In addition to the levels.
@@ -62,8 +65,8 @@ PROGRAMS = [ROOT / "pretrain_gpt.py", *sorted((ROOT / "tools").rglob("*.py"))]
 ADAPTERS = ROOT / PACKAGE / "drop_in"
 """The packages that programs written for Megatron-LM and DeepSpeed import."""
 DROP_IN = sorted(path for name in ("megatron", "deepspeed") for path in (ADAPTERS / name).rglob("*.py"))
-TRANSLATOR = ROOT / "tools" / "deepspeed_config.py"
-"""The only program that imports ``drop_in``: it translates DeepSpeed's configuration."""
+TRANSLATOR = ROOT / PACKAGE / "commands" / "deepspeed_config.py"
+"""The only command that imports ``drop_in``: it translates DeepSpeed's configuration."""
 LIBRARY = sorted(set((ROOT / PACKAGE).rglob("*.py")) - set(DROP_IN))
 SOURCES = LIBRARY + DROP_IN + PROGRAMS
 MAX_FILE, MAX_FUNCTION = 400, 80

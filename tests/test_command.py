@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import signal
 import subprocess
 import sys
@@ -15,9 +14,6 @@ from megatron_core.command import INTERRUPTED, run_tool
 from megatron_core.errors import DataError
 
 ROOT = Path(__file__).parents[1]
-PROGRAMS = [ROOT / "pretrain_gpt.py", *sorted((ROOT / "tools").glob("*.py"))]
-# Their imports are fast.
-QUICK = {"cuda_check", "list_flags", "__init__"}
 
 
 def test_ctrl_c_while_a_program_imports() -> None:
@@ -47,14 +43,6 @@ def test_faults_of_our_own_keep_their_traceback() -> None:
         code = "from megatron_core.command import begin_program, end_on_interrupt; end_on_interrupt(); "
         done = subprocess.run([sys.executable, "-c", f"{code}{begin}raise {error}"], cwd=ROOT, stderr=subprocess.PIPE)
         assert done.returncode == 1 and b"Traceback" in done.stderr
-
-
-@pytest.mark.parametrize("path", [path for path in PROGRAMS if path.stem not in QUICK], ids=lambda path: path.stem)
-def test_every_program_begins_with_it(path: Path) -> None:
-    found = [node for node in ast.parse(path.read_text()).body if not isinstance(node, ast.Expr)]
-    first = next(node for node in found if getattr(node, "module", None) != "__future__")
-    assert isinstance(first, ast.ImportFrom) and first.module == "megatron_core.command"
-    assert "end_on_interrupt()" in ast.unparse(found[found.index(first) + 1])
 
 
 def test_ctrl_c_while_a_program_ends() -> None:

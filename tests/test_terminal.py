@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 from tqdm import tqdm
 
+from megatron_core.commands.generate_text import show
+from megatron_core.commands.plot_metrics import plot as plot_metrics
 from megatron_core.errors import DataError, visible
 from megatron_core.parallel import World
 from megatron_core.terminal import Terminal, colours, exact, parse_flags, protect_terminal
-from tools.generate_text import show
-from tools.plot_metrics import main as plot_metrics
 
 EVIL = "a\x1b[31m\x07\x9b2J\x7f\r\u202e b\tc\nd\u00a0\u3000é"
 SHOWN = "a\\x1b[31m\\x07\\x9b2J\\x7f\\r\\u202e b\tc\nd\u00a0\u3000é"

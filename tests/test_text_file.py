@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megatron_core.commands.generate_text import read_prompts
 from megatron_core.config import DataConfig
 from megatron_core.config.file import read_config
 from megatron_core.datasets.paths import read_paths
@@ -17,7 +18,6 @@ from megatron_core.schedules.plan_file import read_plan
 from megatron_core.text_file import LARGEST_TEXT, parse_yaml, read_text
 from megatron_core.tokenizers import tokenizer_of
 from megatron_core.tokenizers.chat import chat_template_of
-from tools.generate_text import read_prompts
 
 BYTES = DataConfig(tokenizer_type="ByteLevelTokenizer")
 READERS = {

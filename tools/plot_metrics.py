@@ -1,59 +1,6 @@
-"""Draw the loss curves of runs: ``python tools/plot_metrics.py runs/a/metrics.jsonl --out loss.png``."""
+"""The command megatron-plot-metrics from a clone: megatron_core/commands/plot_metrics.py."""
 
-from __future__ import annotations
-
-from megatron_core.command import end_on_interrupt, run_tool
+from megatron_core.commands.start import start
 
 if __name__ == "__main__":
-    end_on_interrupt()
-
-import sys
-from typing import Annotated, Literal
-
-import tyro
-
-from megatron_core.errors import MegatronError
-from megatron_core.monitor.plot import plot_loss
-from megatron_core.monitor.plot_experts import plot_expert_load
-from megatron_core.output_file import picture_kind, prepare_output
-from megatron_core.terminal import parse_flags
-
-
-def main(
-    metrics: Annotated[tuple[str, ...], tyro.conf.Positional],
-    /,
-    out: str = "loss.png",
-    x: Literal["iteration", "tokens"] = "iteration",
-    title: str | None = None,
-    experts: bool = False,
-) -> int:
-    """Draw training loss, validation loss and learning rate, or the load of the experts.
-
-    Args:
-        metrics: Metrics files of runs (metrics.jsonl), one curve each.
-        out: Picture to write (.png, .svg or .pdf).
-        x: Quantity on the x axis.
-        title: Title of the picture.
-        experts: Draw a heat map of the load of one run's experts instead of its loss.
-    """
-    if experts and len(metrics) > 1:
-        print("plot_metrics.py: --experts draws a single run; give one metrics.jsonl", file=sys.stderr)
-        return 2
-    if not metrics:
-        print("plot_metrics.py: no metrics file was given; give one or more metrics.jsonl", file=sys.stderr)
-        return 2
-    try:
-        prepare_output({"out": out, "metrics": metrics}, "out", picture_kind(out))
-        if experts:
-            plot_expert_load(metrics[0], out, title=title or "Load of the experts")
-        else:
-            plot_loss(metrics, out, x=x, title=title or "Loss")
-    except (MegatronError, OSError, ValueError) as error:  # ValueError: unknown picture format
-        print(f"plot_metrics.py: {error}", file=sys.stderr)
-        return 1
-    print(f"wrote {out}")
-    return 0
-
-
-if __name__ == "__main__":
-    run_tool("plot_metrics.py", lambda: parse_flags(main))
+    start("plot_metrics")

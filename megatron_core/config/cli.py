@@ -19,7 +19,7 @@ from megatron_core.config.run import RunConfig, field_types
 from megatron_core.config.translate import Translation, grouped, plain
 from megatron_core.config.validate import check, numbered, problems, without_data
 from megatron_core.errors import ConfigError
-from megatron_core.terminal import discard, parse_flags
+from megatron_core.terminal import PRINT_COMPLETION, discard, parse_flags
 
 _FLAT = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
 # Both --x and --no-x are accepted; the help shows only the one that changes the default.
@@ -104,6 +104,9 @@ def _parse(
 ) -> tuple[Parsed, list[str]]:
     """The settings, and a message for each flag that was left out because it cannot be used."""
     given = list(sys.argv[1:] if args is None else args)
+    if given[:1] == [PRINT_COMPLETION]:
+        defaults = defaults or RunConfig()
+        parse_flags(kind, prog=prog, args=given, default=kind(**defaults.sections()), config=_FLAT)  # exits
     topic = requested_topic(given)
     if topic is not None:
         _print_help(kind, topic, prog, defaults or RunConfig())
@@ -170,11 +173,14 @@ def _types(kind: type[_CommandLine]) -> dict[str, Any]:
 def _description(prog: str) -> str:
     """The help's first lines."""
     script = Path(prog).name
+    alone, several = f"python {script}", f"torchrun --nproc-per-node 2 {script}"
+    if not script.endswith(".py"):
+        alone, several = script, f"{script} --nproc-per-node 2"
     return (
         "Settings come from defaults, then --model-preset, then --config FILE, then flags.\n\n"
         "Hyphens and underscores are equivalent; every switch --x can be turned off with --no-x.\n\n"
-        f"One process:  python {script} --mock-data --vocab-size 256 --train-iters 20\n\n"
-        f"Two ranks:  torchrun --nproc-per-node 2 {script} --tensor-model-parallel-size 2 ..."
+        f"One process:  {alone} --mock-data --vocab-size 256 --train-iters 20\n\n"
+        f"Two ranks:  {several} --tensor-model-parallel-size 2 ..."
     )
 
 

@@ -10,7 +10,7 @@ from megatron_core.errors import ConfigError
 @dataclass(frozen=True, kw_only=True)
 @section()
 class InferenceConfig:
-    """Settings of tools/serve.py and tools/generate_text.py; training does not read them."""
+    """Settings of megatron-serve and megatron-generate; training does not read them."""
 
     inference_dynamic_batching_block_size: int = setting(32, r.SMALL_COUNT, when=ALWAYS)
     """Positions in a block of the key-value cache; texts share full blocks of a common prefix."""

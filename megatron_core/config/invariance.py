@@ -1,5 +1,7 @@
 """The tree of sums with --layout-invariant, as integers (``parallel.invariance`` computes it)."""
 
+from itertools import pairwise
+
 
 def smallest_factor(number: int) -> int:
     """The smallest prime factor of an integer above 1."""
@@ -12,6 +14,17 @@ def subtree_sizes(parts: int) -> list[int]:
     while sizes[-1] < parts:
         sizes.append(sizes[-1] * smallest_factor(parts // sizes[-1]))
     return sizes
+
+
+def additions(parts: int) -> list[int]:
+    """For each part, the additions of the tree after it, if partial sums are put on a stack and each addition replaces
+    the upper two by their sum."""
+    sizes = subtree_sizes(parts)
+    # A complete subtree is added to the sum of those before it in the same larger subtree, if there are any.
+    return [
+        sum(done % size == 0 and done % larger != size for size, larger in pairwise(sizes))
+        for done in range(1, parts + 1)
+    ]
 
 
 def default_parts(heads: int) -> int:

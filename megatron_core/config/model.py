@@ -182,8 +182,8 @@ class ModelConfig(LatentAttentionConfig, RotaryConfig, MoEConfig, MuPConfig):
     softmax_scale: float | None = setting(None, r.POSITIVE, when=ALWAYS)
     """Factor on the products of queries and keys; default: 1 / sqrt(channels of a head)."""
     attn_logit_softcapping: float | None = setting(None, r.POSITIVE, when=ALWAYS)
-    """Bound c of the scaled products of queries and keys: c tanh(score / c) (Gemma 2); selects the unfused attention;
-    default: none."""
+    """Bound c of the scaled products of queries and keys: c tanh(score / c) (Gemma 2); on a CPU it selects the unfused
+    attention; default: none."""
     final_logit_softcapping: float | None = setting(None, r.POSITIVE, when=ALWAYS)
     """Bound c of the logits: c tanh(logits / c) (Gemma 2); default: none."""
     hidden_dropout: float = setting(0.1, r.BELOW_1, when=ALWAYS, resume=Resume.REPORTED)
@@ -191,8 +191,9 @@ class ModelConfig(LatentAttentionConfig, RotaryConfig, MoEConfig, MuPConfig):
     attention_dropout: float = setting(0.1, r.BELOW_1, when=ALWAYS, resume=Resume.REPORTED)
     """Dropout probability on the attention weights; a value above 0 selects the slower, unfused attention in
     training."""
-    attention_backend: Literal["auto", "unfused"] = setting("auto", when=ALWAYS, resume=Resume.FREE)
-    """auto: torch's scaled_dot_product_attention; unfused: plain matrix products and a softmax."""
+    attention_backend: Literal["auto", "unfused", "flex"] = setting("auto", when=ALWAYS, resume=Resume.FREE)
+    """auto: torch's scaled_dot_product_attention, or a kernel for windows, bounded scores and packed documents.
+    unfused: plain matrix products and a softmax. flex: torch's FlexAttention in all layers, only on GPUs."""
     apply_query_key_layer_scaling: bool = setting(False, when=c.UNFUSED_ATTENTION, resume=Resume.FREE)
     """Divide queries by the layer's number and multiply the scores by it: the same function, but products overflow less
     in float16. Only in the unfused attention, since fused kernels hold scores in float32."""

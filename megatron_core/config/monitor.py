@@ -52,16 +52,21 @@ class MonitorConfig:
     )
     """Steps between checks that all copies of weights are equal to the bit, which also run before the first and after
     the last step. None: no checks."""
+    link_check_interval: int | None = setting(100, r.COUNT, when=c.SEVERAL_RANKS)
+    """Steps between checks that collectives and messages between stages deliver what was sent, by checksums. None: no
+    checks."""
+    check_pipeline_messages: bool = setting(False, when=c.PIPELINE)
+    """Check every message between pipeline stages, in all steps, by a checksum sent with it."""
     record_hashes: bool = setting(False, when=ALWAYS)
     """Write losses, gradient norms and hashes of gradients, optimizer state and weights of each step to
-    metrics.hashes.jsonl next to the metrics file. The hashes do not depend on the layout; tools/compare_hashes.py finds
+    metrics.hashes.jsonl next to the metrics file. The hashes do not depend on the layout; megatron-compare-hashes finds
     the first difference of two runs."""
     record_hashes_interval: int = setting(1, r.COUNT, when=given("record_hashes"))
     """With --record-hashes: steps between records. The end of a run reports their share of the processor time."""
     record_hashes_by_tensor: bool = setting(False, when=given("record_hashes"))
     """With --record-hashes: also write the hash of each tensor, so that a difference can be located."""
     trace_pipeline: str | None = setting(None, r.FOLDER, when=ALWAYS)
-    """Folder for the times of each rank's forwards and backwards in the first 20 steps; tools/show_schedule.py
+    """Folder for the times of each rank's forwards and backwards in the first 20 steps; megatron-show-schedule
     --measured draws them. On GPUs these steps are slower, because each measurement synchronizes."""
     record_times: bool = setting(True, when=ALWAYS)
     """Record the time of each phase of a step and the memory of each rank, in the console line, the metrics and the

@@ -77,7 +77,7 @@ class ParallelConfig:
     section 2.2)."""
     pipeline_schedule: PipelineSchedule | None = setting(None, when=ALWAYS)
     """Order of forwards and backwards on the pipeline ranks; default: 1f1b, or interleaved if ranks have several
-    chunks. zb_v and dualpipe_v have two chunks on each rank, the second in reverse order. tools/show_schedule.py draws
+    chunks. zb_v and dualpipe_v have two chunks on each rank, the second in reverse order. megatron-show-schedule draws
     schedules."""
     pipeline_plan: str | None = setting(None, when=ALWAYS)
     """Text file with a custom schedule, instead of --pipeline-schedule: one line per rank, with actions such as

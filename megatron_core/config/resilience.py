@@ -11,7 +11,14 @@ from megatron_core.config.setting import ALWAYS, BY_RULE, section, setting
 
 FAULTS_ON_DISK = ("disk-full", "truncated-write", "flip-bit")
 """Faults of a checkpoint that ``inject_fault`` can cause."""
-FAULTS = ("kill", "exception", "hang", "nan", "slow", *FAULTS_ON_DISK)
+LINK_AXES = ("tp", "cp", "dp", "pp", "ep")
+"""Axes over which ``inject_fault`` can damage a received tensor."""
+LINK_DAMAGES = ("zeros", "shifted", "stale", "flipped")
+"""Damages of a received tensor."""
+FAULTS_ON_LINKS = tuple(f"{axis}-{damage}" for axis in LINK_AXES for damage in LINK_DAMAGES)
+FAULTS_OF_RANKS = ("kill", "exception", "hang", "nan", "slow")
+"""Faults of a rank before or during a step."""
+FAULTS = (*FAULTS_OF_RANKS, *FAULTS_ON_LINKS, *FAULTS_ON_DISK)
 """All faults that ``inject_fault`` can cause."""
 _FAULT = re.compile(rf"({'|'.join(FAULTS)})@(\d{{1,9}}):(\d{{1,9}})(:always)?")
 
@@ -50,7 +57,7 @@ class ResilienceConfig:
     """With --max-bad-steps: a step is also bad if its gradient norm is larger than this factor times the median of the
     last 64 good steps."""
     save_bad_steps: int = setting(1, r.COUNT_FROM_0, when=c.SAVE)
-    """With --save: number of bad steps whose weights and samples are stored in bad_steps, for tools/replay_step.py."""
+    """With --save: number of bad steps whose weights and samples are stored in bad_steps, for megatron-replay-step."""
     elastic: bool = setting(False, when=BY_RULE)
     """With --save and --load: under torchrun --nnodes MIN:MAX a run continues with the available ranks. The largest
     number that fits layout and batch takes part; the others wait."""
@@ -59,7 +66,8 @@ class ResilienceConfig:
     inject_fault: tuple[str, ...] = setting((), when=ALWAYS)
     """Faults to inject, as KIND@RANK:STEP or, in restarts too, KIND@RANK:STEP:always. kill, exception, hang, nan (in
     the weights during the step), slow (a step of 5 s); for the checkpoint of the step: disk-full, truncated-write,
-    flip-bit."""
+    flip-bit; in a tensor received over tp, cp, dp, pp or ep: tp-zeros, tp-shifted (by one element), tp-stale (the
+    tensor before it), tp-flipped (one bit)."""
 
     @property
     def faults(self) -> list[Fault]:

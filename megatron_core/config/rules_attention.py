@@ -22,6 +22,7 @@ def model_problems(config: RunConfig) -> Iterator[str]:
     yield from _group_problems(config)
     yield from _position_problems(config)
     yield from _window_problems(config)
+    yield from _flex_problems(config)
     if model.mtp_num_layers and model.position_embedding_type == "learned_absolute":
         yield (
             f"mtp_num_layers={model.mtp_num_layers} cannot be used with position_embedding_type=learned_absolute, "
@@ -35,6 +36,29 @@ def model_problems(config: RunConfig) -> Iterator[str]:
             f"final_logit_softcapping={model.final_logit_softcapping} cannot be used with "
             "cross_entropy_fusion_impl=linear; use native"
         )
+
+
+def _flex_problems(config: RunConfig) -> Iterator[str]:
+    """Settings that FlexAttention excludes."""
+    model, kinds = config.model, set(config.parallel.cp_comm_type)
+    if model.attention_backend != "flex":
+        return
+    excluded = {
+        f"attention_dropout={model.attention_dropout}": (model.attention_dropout, "it has none; use 0"),
+        "compile=True": (config.training.compile, "its kernel cannot be in the graph of a layer; remove --compile"),
+        f"cuda_graph_impl={config.training.cuda_graph_impl}": (
+            config.training.cuda_graph_impl != "none",
+            "its mask cannot be in a graph; remove it",
+        ),
+        "layout_invariant=True": (config.parallel.layout_invariant, "it has its own order of sums; remove it"),
+        f"context_parallel_size={config.parallel.context_parallel_size}": (
+            config.parallel.context_parallel_size > 1 and kinds != {"a2a"},
+            "it needs whole sequences; add --cp-comm-type a2a",
+        ),
+    }
+    for setting, (is_given, reason) in excluded.items():
+        if is_given:
+            yield f"{setting} cannot be used with attention_backend=flex: {reason}, or use --attention-backend auto"
 
 
 def _group_problems(config: RunConfig) -> Iterator[str]:

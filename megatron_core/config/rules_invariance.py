@@ -8,9 +8,7 @@ from megatron_core.config.run import RunConfig
 REFUSED = {
     "fp16": "its loss scale moves gradients out of the range of exact sums; use --bf16",
     "fp8_format": "scales are those of a rank's block; remove --fp8-format",
-    "multi_latent_attention": "its projections have no canonical parts; use --group-query-attention",
     "compile": "a graph has its own order of sums; remove --compile",
-    "mtp_num_layers": "its losses have no canonical order; remove --mtp-num-layers",
     "qk_layernorm_over_heads": "it is a sum over the heads of all ranks; remove it",
     "grad_reduce_in_bf16": "gradients are summed in float64; remove --grad-reduce-in-bf16",
 }
@@ -51,6 +49,8 @@ def _part_problems(config: RunConfig) -> Iterator[str]:
     sizes = {"num_attention_heads": model.num_attention_heads}
     if len(model.expert_layers) < model.num_layers:
         sizes["ffn_hidden_size"] = model.ffn_size
+    if model.mtp_num_layers:
+        sizes["hidden_size"] = model.hidden_size
     if model.num_experts is not None:
         sizes["moe_ffn_hidden_size"] = model.expert_ffn_size
         sizes["moe_shared_expert_intermediate_size"] = model.moe_shared_expert_intermediate_size or parts
@@ -104,12 +104,12 @@ def _chunk_problems(config: RunConfig) -> Iterator[str]:
     parallel, data = config.parallel, config.data
     chunks, cp = parallel.layout_invariant_chunks, parallel.context_parallel_size
     needed = 2 * cp
-    if config.model.num_experts is not None:
+    if config.model.num_experts is not None or (config.model.multi_latent_attention and parallel.sequence_parallel):
         needed = max(needed, cp * parallel.tensor_model_parallel_size)
     if chunks % needed:
         yield (
             f"layout_invariant_chunks={chunks} is not a multiple of {needed}, which context_parallel_size={cp} needs"
-            f"{' with these experts' if needed > 2 * cp else ''}; use --layout-invariant-chunks "
+            f"{' with this model' if needed > 2 * cp else ''}; use --layout-invariant-chunks "
             f"{_up(chunks, needed)}, the same in all layouts"
         )
     lengths = {"seq_length": data.seq_length}

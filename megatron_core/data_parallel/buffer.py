@@ -23,6 +23,7 @@ from megatron_core.parallel.collectives import (
     reduce_scatter_wide_,
 )
 from megatron_core.parallel.groups import Group, LocalGroup
+from megatron_core.parallel.meter import COMPRESSED, METER
 from megatron_core.parallel.poison import poison_outside
 from megatron_core.parallel.sharding import spec_of
 from megatron_core.parallel.transfer import Transfer
@@ -283,7 +284,8 @@ class Bucket:
         """Wait for the last message of a compressed sum and start the next one; return whether all have arrived."""
         if self._compressing is not None:
             self._reducing.wait()
-            started = next(self._compressing, None)
+            with METER.labelled(COMPRESSED):
+                started = next(self._compressing, None)
             self._reducing = started or Done()
             self._compressing = None if started is None else self._compressing
         return self._compressing is None

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from megatron_core.data_parallel.buffer import Bucket
-from megatron_core.parallel.collectives import Done, Handle, all_reduce_
+from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.groups import Group
+from megatron_core.parallel.handles import Done, Handle
 from megatron_core.parallel.initialization import name_seed
 
 

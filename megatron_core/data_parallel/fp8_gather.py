@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron_core.ops.fp8 import E4M3, Blocks, Quantised, block_amax, cast
-from megatron_core.parallel.collectives import Handle, all_gather_flat_, all_reduce_
+from megatron_core.parallel.collectives import all_gather_flat_, all_reduce_
 from megatron_core.parallel.groups import Group
+from megatron_core.parallel.handles import Handle
 from megatron_core.tensor_parallel.fp8 import FP8Products
 
 Span = tuple[nn.Parameter, int, int, int]

@@ -11,8 +11,10 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from megatron_core.data_parallel.buffer import Bucket
-from megatron_core.parallel.collectives import Handle, all_gather_flat_, all_reduce_, start_all_to_all_rows
+from megatron_core.parallel.collectives import all_gather_flat_, all_reduce_, start_all_to_all_rows
 from megatron_core.parallel.groups import Group
+from megatron_core.parallel.handles import Handle
+from megatron_core.parallel.meter import COMPRESSED, METER
 
 
 class SignSums:
@@ -284,7 +286,9 @@ class ZeroOneAdam(SignSums):
         summing = self._sum(bucket, message, trained)
         while True:
             try:
-                next(summing).wait()
+                with METER.labelled(COMPRESSED):
+                    arriving = next(summing)
+                arriving.wait()
             except StopIteration as end:
                 super().commit(1.0, 0.0)
                 total: Tensor = end.value

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_core.errors import ConfigError
 from megatron_core.output_file import make_folder, no_follow_new
-from megatron_core.parallel.collectives import Done
+from megatron_core.parallel.handles import Done
 from megatron_core.parallel.transfer import Transfer, lane
 
 CHUNK = 2**22

@@ -23,6 +23,7 @@ from megatron_core.data_parallel.unit_sync import UnitOptions, UnitSync
 from megatron_core.errors import LayoutError
 from megatron_core.parallel.compiled import outside_of_graphs, runs_graphs
 from megatron_core.parallel.groups import ParallelGroups
+from megatron_core.parallel.meter import COMPRESSED, METER
 from megatron_core.parallel.sharding import spec_of
 from megatron_core.schedules.actions import Action
 from megatron_core.tensor_parallel.linear import number_weights
@@ -279,7 +280,7 @@ class DataParallel:
         if bucket.splits_grads:
             bucket.open_grads()
         (complete_shared if bucket.completes_shard else complete_gradients)(bucket, self.groups)
-        bucket.start_reduce()
+        _start_sum(bucket)
 
     def _opener(self, bucket: Bucket) -> Callable[[], None]:
         def open_grad() -> None:
@@ -327,7 +328,7 @@ class DataParallel:
         """
         if bucket.splits_grads:
             bucket.open_grads()
-        bucket.start_reduce()
+        _start_sum(bucket)
         for earlier in self._early(bucket.stage):
             if earlier is bucket:
                 break
@@ -358,6 +359,12 @@ class DataParallel:
             for module in dict.fromkeys(inner for each in modules for inner in outside_of_graphs(each)):
                 if module in modules or next(module.parameters(recurse=False), None) is not None:
                     module.register_forward_pre_hook(_waiter(list(dict.fromkeys(read))))
+
+
+def _start_sum(bucket: Bucket) -> None:
+    is_rounded = bucket.wire_dtype != bucket.grads.dtype
+    with METER.labelled(COMPRESSED if is_rounded else None):
+        bucket.start_reduce()
 
 
 def _waiter(buckets: list[Bucket]):

@@ -164,7 +164,7 @@ class _Builder:
         if (dtype := np.dtype(indexed.dtype)).kind == "f":
             raise DataError(
                 f"{get_idx_path(prefix)} has the dtype {dtype.name}, but token ids must be integers; copy both "
-                "files again, or prepare the data again with tools/preprocess_data.py"
+                "files again, or prepare the data again with megatron-preprocess"
             )
         check_counts(read_header(prefix), prefix, indexed.num_documents, indexed.num_tokens)
         if self._tokenizer is not None:

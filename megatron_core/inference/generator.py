@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_core import parallel_state
@@ -26,13 +25,13 @@ from megatron_core.models.hf import HuggingFaceReader
 from megatron_core.ops.backend import validate_backend
 from megatron_core.parallel import ParallelGroups, World, start_world
 from megatron_core.parallel.groups import ALONE
-from megatron_core.pipeline_parallel.p2p import PipelineP2P
+from megatron_core.pipeline_parallel.p2p import MessageHandle, PipelineP2P
 from megatron_core.schedules.actions import round_robin_stages
 from megatron_core.tensor_parallel import vocab_parallel_cross_entropy
 from megatron_core.tensor_parallel.layers import vocabulary_per_rank
 from megatron_core.tokenizers import Tokenizer, tokenizer_of
 
-Message = tuple[Tensor, dist.Work]
+Message = tuple[Tensor, MessageHandle]
 """A message under way; its tensor must neither change nor be freed."""
 
 
@@ -204,6 +203,11 @@ def start_generator(
                 "the tokenizer.json of the Hugging Face model"
             )
         found = [*parallel_problems(config, world.size), *invariance_problems(config)]
+        if config.parallel.layout_invariant and config.model.multi_latent_attention:
+            found.append(
+                "layout_invariant=True cannot be used to generate with multi_latent_attention=True: cached latents are "
+                "attended to in another order than in training; remove --layout-invariant"
+            )
         if found:
             raise ConfigError("\n".join(found))
         start_world(world, timeout_minutes=timeout_minutes)

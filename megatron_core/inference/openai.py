@@ -158,7 +158,8 @@ class Protocol:
             "tokens": texts,
             "token_logprobs": [None if score is None else score.logprob for _, score in tokens],
             "top_logprobs": [
-                None if score is None else {self._text(i): value for i, value in score.alternatives}
+                # Alternatives are in falling order: keep the likeliest of tokens with equal texts.
+                None if score is None else {self._text(i): value for i, value in reversed(score.alternatives)}
                 for _, score in tokens
             ],
             "text_offset": offsets,

@@ -14,7 +14,8 @@ from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
-from starlette.routing import Route
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
 from starlette.types import Receive, Scope, Send
 
 from megatron_core.errors import ConfigError, DataError
@@ -23,9 +24,11 @@ from megatron_core.inference.openai_requests import RequestError
 from megatron_core.inference.requests import Progress
 from megatron_core.inference.service import GenerationService, Listener, QueueFullError
 
-PAGE = Path(__file__).with_name("page.html")
+PAGE = Path(__file__).with_name("page")
+"""The page for browsers, with its style and scripts."""
 POLICY = (
-    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; base-uri 'none'"
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'"
 )
 BODY_SECONDS = 30.0
 """Time limit for receiving a request."""
@@ -99,6 +102,7 @@ class Server:
         """Create the application; ``hosts``: host names accepted in requests."""
         routes = [
             Route("/", self.page),
+            Mount("/page", StaticFiles(directory=PAGE)),
             Route("/health", self.status),
             Route("/v1/models", self.models),
             Route("/v1/completions", self.completions, methods=["POST"]),
@@ -110,8 +114,9 @@ class Server:
         )
 
     async def page(self, request: Request) -> Response:
-        """A page to try the model."""
-        return HTMLResponse(PAGE.read_text(encoding="utf-8"), headers={"Content-Security-Policy": POLICY})
+        """A page for chats with the model."""
+        text = (PAGE / "index.html").read_text(encoding="utf-8")
+        return HTMLResponse(text, headers={"Content-Security-Policy": POLICY, "X-Content-Type-Options": "nosniff"})
 
     async def status(self, request: Request) -> Response:
         """Whether the model runs, and the numbers of running and waiting requests."""
@@ -120,10 +125,10 @@ class Server:
         return JSONResponse({"status": "failed" if failed else "ok", **load}, 500 if failed else 200)
 
     async def models(self, request: Request) -> Response:
-        """Name and maximum length of the model."""
+        """Name and maximum length of the model, and whether it can chat."""
         own = {"id": self._protocol.model, "object": "model", "created": 0, "owned_by": "megatron_core"}
-        length = {"max_model_len": self._protocol.limits.max_length}
-        return JSONResponse({"object": "list", "data": [own | length]})
+        length, chats = self._protocol.limits.max_length, self._protocol.template is not None
+        return JSONResponse({"object": "list", "data": [{**own, "max_model_len": length, "has_chat_template": chats}]})
 
     async def completions(self, request: Request) -> Response:
         """Continuations of prompts."""

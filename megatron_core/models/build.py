@@ -99,7 +99,8 @@ def invariance_of(config: RunConfig, context_ranks: int, data_ranks: int) -> Inv
     return Invariance(
         parts=config.invariant_parts,
         chunks=config.parallel.layout_invariant_chunks,
-        sequences=config.training.final_batch_size(data_ranks),
+        # Layers of multi-token prediction add further addends to the weights that they share.
+        sequences=config.training.final_batch_size(data_ranks) * (1 + (config.model.mtp_num_layers or 0)),
         sequence_length=config.data.seq_length,
         context_ranks=context_ranks,
     )

@@ -12,34 +12,29 @@ from typing import Any
 
 from megatron_core.output_file import TRACE, make_folder, no_follow, refuse_other_file
 from megatron_core.parallel.meter import Span
+from megatron_core.schedules.draw import IN_FLIGHT
 
 Event = dict[str, Any]
 PIDS = 1000
 """Number of process identifiers reserved for each rank."""
 
 
-def tracks(flights: Iterable[Span]) -> list[list[Span]]:
-    """Divide collectives that overlap in time among as few tracks as possible, in the order of their starts."""
-    found: list[list[Span]] = []
-    for span in sorted(flights, key=lambda span: span.start):
-        track = next((track for track in found if track[-1].end <= span.start), None)
-        if track is None:
-            found.append([span])
-        else:
-            track.append(span)
-    return found
-
-
 def events_of(spans: Iterable[Span], rank: int, began: float, *, track: int = 0) -> list[Event]:
     """Return complete events for the spans of a step that started at the Unix time ``began``.
 
-    Track 0 is the rank's time, and later ones are its collectives in flight.
+    Track 0 is the rank's time, and later ones are its collectives in flight, with the microseconds in which the rank
+    only waited for each.
     """
+
+    def about(span: Span) -> dict[str, Any]:
+        action = {} if span.detail is None else {"action": str(span.detail)}
+        return action | {"waited_us": 1e6 * span.waited} if track else action
+
     return [
         {
-            "ph": "X", "pid": rank * PIDS, "tid": track, "cat": "in flight" if track else "step",
+            "ph": "X", "pid": rank * PIDS, "tid": track, "cat": IN_FLIGHT if track else "step",
             "ts": 1e6 * (began + span.start), "dur": 1e6 * (span.end - span.start), "name": span.phase,
-            "args": {} if span.detail is None else {"action": str(span.detail)},
+            "args": about(span),
         }
         for span in spans
     ]  # fmt: skip

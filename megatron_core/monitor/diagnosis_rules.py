@@ -121,7 +121,7 @@ def pipeline_bubble(summary: Summary) -> Iterator[Finding]:
     yield Finding("pipeline bubble", share, evidence, tuple(changes))
     unexplained = measured - planned
     if unexplained > 0.1 and not [*slow_rank(summary), *imbalanced_stage(summary)]:
-        text = "check the links between stages (tools/diagnose.py --machine), and keep --overlap-p2p-communication on"
+        text = "check the links between stages (megatron-diagnose --machine), and keep --overlap-p2p-communication on"
         evidence = f"waiting for other stages takes {measured:.1%}, {unexplained:.1%} more than in the schedule"
         yield Finding("slow messages between stages", unexplained, evidence, (Change(text, unexplained),))
 
@@ -189,7 +189,7 @@ def _communicate_less(summary: Summary, axes: str, share: float) -> Iterator[Cha
         text = "keep the groups within a host, or halve them"
         yield from _other_layout(summary, text, "ep", share, less, share / 2)
     else:
-        yield Change("check the links between these ranks (tools/diagnose.py --machine)", share / 2)
+        yield Change("check the links between these ranks (megatron-diagnose --machine)", share / 2)
 
 
 def _other_layout(

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 _INK = "#1f2937"
 _GREY = "#6b7280"
 _IDLE = "#e8eaed"
+_TRANSFER = "#4b5563"
+_TRANSFER_HEIGHT = 0.1
 _HEIGHT = 0.86  # of a box; the height of a rank's row is 1
 _ROW_INCHES, _HEAD_INCHES, _FOOT_INCHES = 0.27, 0.42, 0.62
 _WIDTH_INCHES = 11.0
@@ -27,7 +29,8 @@ _SMALLEST, _LARGEST = 5.0, 8.5  # size of numbers, in points
 def plot_timelines(timelines: Sequence[tuple[str, Timeline]], png_path: str | Path, *, unit: str = "") -> None:
     """Draw titled timelines below one another into ``png_path``.
 
-    Boxes are coloured by kind, paler for later chunks, and have the number of the micro-batch if it fits. The peak of
+    Boxes are coloured by kind, paler for later chunks, and have the number of the micro-batch if it fits; a dark line
+    below a measured rank's boxes marks its transfers in flight. The peak of
     activations, in micro-batches, is right of each rank; bubble and makespan are above each panel.
     """
     longest = max(timeline.makespan for _, timeline in timelines)
@@ -61,6 +64,10 @@ def _draw_boxes(axes: Axes, timeline: Timeline, longest: float) -> None:
         boxes = [(start - first, end - start) for start, end in (timeline.boxes[action] for action in actions)]
         colours = [shade(COLOURS[action.kind], plan.chunks[action.stage], plan.num_chunks) for action in actions]
         axes.broken_barh(boxes, (rank - _HEIGHT / 2, _HEIGHT), facecolors=colours, edgecolors="white", linewidths=0.5)
+        transfers = timeline.transfers[rank] if timeline.transfers else ()
+        lines = [(each.start - first, each.end - each.start) for each in transfers if each.start - first < longest]
+        below = (rank + _HEIGHT / 2 - _TRANSFER_HEIGHT, _TRANSFER_HEIGHT)
+        axes.broken_barh(lines, below, facecolors=_TRANSFER)
         for action, (start, time) in zip(actions, boxes, strict=True):
             if len(str(action.micro)) * _DIGIT * size <= time * points:
                 axes.text(start + time / 2, rank, str(action.micro), ha="center", va="center_baseline", fontsize=size)
@@ -97,6 +104,8 @@ def _draw_legend(figure: Any, timelines: list[Timeline]) -> None:
     present = {kind for timeline in timelines for kind in kinds(timeline.plan)}
     handles = [Patch(color=colour, label=NAMES[kind]) for kind, colour in COLOURS.items() if kind in present]
     handles.append(Patch(color=_IDLE, label="idle"))
+    if any(any(timeline.transfers) for timeline in timelines):
+        handles.append(Patch(color=_TRANSFER, label="transfer in flight"))
     notes = ["paler: later chunk"] if any(timeline.plan.num_chunks > 1 for timeline in timelines) else []
     handles += [Patch(alpha=0, label=note) for note in [*notes, "peak: activations held, in micro-batches"]]
     figure.legend(

@@ -21,7 +21,7 @@ class MetricsCallback(TrainerCallback):
 
     ``settings`` are fields of ``MonitorConfig``: ``metrics_file``, ``tensorboard_dir``, ``prometheus_file``,
     ``wandb_project``, ``mlflow_experiment`` and others. Loss and time of a step are means over the steps since the last
-    log, so use ``logging_steps=1`` for each step. ``tools/plot_metrics.py`` and ``tools/report.py`` read the file;
+    log, so use ``logging_steps=1`` for each step. ``megatron-plot-metrics`` and ``megatron-report`` read the file;
     tokens and FLOPs per second are 0, because they are unknown for a model of your own.
     Errors: ``ConfigError`` for a destination that cannot be written; a later failed write is one warning.
     """

@@ -27,9 +27,9 @@ _SQUARE_BITS, _WORD_BITS = 62, 31
 def exact(x: Tensor, terms: int, unit: float = UNIT) -> Tensor:
     """``x`` in float64, rounded to multiples of ``unit``, for a sum of at most ``terms`` addends over all ranks.
 
-    An addend above 2^53 units / ``terms``, or above 2^51 units, becomes nan.
+    An addend above ``largest_addend`` becomes nan.
     """
-    shift, limit = 1.5 * 2.0**52 * unit, min(2.0**53 / terms, 2.0**51) * unit
+    shift, limit = 1.5 * 2.0**52 * unit, largest_addend(terms, unit)
     # Numbers near the shift have a distance of ``unit``, so that adding it rounds.
     rounded = x.to(torch.float64, copy=True).add_(shift).sub_(shift)
     if x.is_cpu and x.numel():  # one pass over the addends instead of three over wider ones
@@ -37,6 +37,11 @@ def exact(x: Tensor, terms: int, unit: float = UNIT) -> Tensor:
         if -limit <= float(lowest) and float(highest) <= limit:
             return rounded
     return rounded.masked_fill_(~(x.abs() <= limit), torch.nan)
+
+
+def largest_addend(terms: int, unit: float = UNIT) -> float:
+    """The largest magnitude of each of ``terms`` addends: 2^53 units / ``terms``, at most 2^51 units."""
+    return min(2.0**53 / terms, 2.0**51) * unit
 
 
 def add_exactly_(total: Tensor, x: Tensor, terms: int) -> None:

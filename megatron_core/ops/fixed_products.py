@@ -1,15 +1,21 @@
 """Matrix products whose results do not depend on how many rows or columns a rank has.
 
-A library for matrix products chooses its algorithm, and so the order of its sums, by shapes and alignment. These
-functions call it with one shape for every layout: blocks of ``ROWS`` rows, the last one filled with zeros, times a
-canonical part of the weight, both contiguous and at multiples of ``ALIGNMENT``. Within such a product the result of a
-row does not depend on its place (``tests/ops/test_fixed_products.py``).
+In float32 and bfloat16 on a CPU, the native kernel adds the products of each element in one order whatever the shapes
+are (csrc/common/fixed_products.h). Elsewhere torch's products are used. A library chooses its algorithm, and so the
+order of its sums, by shapes and alignment; it is called with one shape for every layout: blocks of ``ROWS`` rows, the
+last one filled with zeros, times a canonical part of the weight, both contiguous and at multiples of ``ALIGNMENT``.
+Within such a product the result of a row does not depend on its place (``tests/ops/test_fixed_products.py``).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from megatron_core.ops import native
+from megatron_core.ops.exact_sum import UNIT, add_exactly_, largest_addend
 
 ROWS = 128
 """Rows of a product. 1024 x 576 x 3072 in float32 takes 40 ms as one product, 45 ms with 128 rows and three parts, 49
@@ -21,27 +27,65 @@ ALIGNMENT = 64
 """Bytes; MKL's float32 products depend on smaller offsets."""
 
 
+class InnerRange(NamedTuple):
+    """Inner indices whose products are one addend of a sum."""
+
+    column: int
+    """The first one as a column of the left operand."""
+    row: int
+    """The first one as a row of the right operand."""
+    length: int
+    additions: int
+    """Additions after this addend: each replaces the last two values by their sum. One value is left at the end."""
+
+
+def is_native(x: Tensor) -> bool:
+    """Whether the native kernel multiplies tensors like ``x``."""
+    return (
+        x.is_cpu
+        and x.dtype in (torch.float32, torch.bfloat16)
+        and native.unavailable_reason("fixed_products", "cpu", x.dtype) is None
+    )
+
+
 def product_(out: Tensor, x: Tensor, matrix: Tensor, rows: int = ROWS) -> None:
-    """out = x matrix: ``x`` ``[R, K]``, ``matrix`` ``[K, N]``, ``out`` ``[R, N]``, in blocks of ``rows`` rows."""
-    out.copy_(product_of_parts([(x, matrix)], lambda sums: sums[0], rows))
+    """out = x matrix: ``x`` ``[R, K]``, ``matrix`` ``[K, N]``, ``out`` ``[R, N]``; see ``sum_of_products_``."""
+    sum_of_products_(out, x, matrix, (InnerRange(0, 0, x.shape[1], 0),), rows)
 
 
-def product_of_parts(
-    parts: Sequence[tuple[Tensor, Tensor]], join: Callable[[list[Tensor]], Tensor], rows: int = ROWS
-) -> Tensor:
-    """join([x_p matrix_p for each part p]) ``[R, N]``: ``parts`` are pairs of ``[R, K_p]`` and ``[K_p, N]``.
+def sum_of_products_(out: Tensor, x: Tensor, matrix: Tensor, ranges: tuple[InnerRange, ...], rows: int = ROWS) -> None:
+    """out = the sum over ``ranges`` of x[:, range] matrix[range]: ``[R, K]``, ``[K', N]`` -> ``[R, N]``.
 
-    ``join`` receives the partial sums of a block of rows and returns their sum.
+    The sum of a range, and each sum of two values, is rounded to the dtype of ``out``, in which all tensors are.
+    ``rows``: rows of each product of torch.
     """
-    (first, matrix), *_ = parts
-    out = first.new_empty(first.shape[0], matrix.shape[1])
-    matrices = [filled(matrix, _up(matrix.shape[0]), _up(matrix.shape[1])) for _, matrix in parts]
+    if is_native(x) and out.stride(1) == 1:
+        steps = x.stride(1), matrix.stride(0)
+        table = _table(tuple((r.column * steps[0], r.row * steps[1], r.length, r.additions) for r in ranges))
+        sizes = x.shape[0], matrix.shape[1]
+        native.call(
+            "fixed_products", out, out, out.stride(0), x, *x.stride(), matrix, *reversed(matrix.stride()), *sizes,
+            table, len(table),
+        )  # fmt: skip
+        return
+    matrices = [matrix[r.row : r.row + r.length] for r in ranges]
+    matrices = [filled(each, _up(each.shape[0]), _up(each.shape[1])) for each in matrices]
     for start in range(0, len(out), rows):
-        target = out[start : start + rows]
-        blocks = [filled(x[start : start + rows], rows, _up(x.shape[1])) for x, _ in parts]
-        sums = [torch.mm(block, matrix) for block, matrix in zip(blocks, matrices, strict=True)]
-        target.copy_(join(sums)[: target.shape[0], : target.shape[1]])
-    return out
+        target, values = out[start : start + rows], list[Tensor]()
+        for of, weight in zip(ranges, matrices, strict=True):
+            block = x[start : start + rows, of.column : of.column + of.length]
+            values.append(torch.mm(filled(block, rows, weight.shape[0]), weight))
+            for _ in range(of.additions):
+                last = values.pop()
+                values[-1] += last
+        (total,) = values
+        target.copy_(total[: target.shape[0], : target.shape[1]])
+
+
+@lru_cache(maxsize=1024)
+def _table(ranges: tuple[tuple[int, int, int, int], ...]) -> Tensor:
+    """The ranges as csrc/common/fixed_products.h reads them: offsets in elements, length and additions."""
+    return torch.tensor(ranges, dtype=torch.int64, device="cpu")
 
 
 def filled(x: Tensor, rows: int, columns: int) -> Tensor:
@@ -64,6 +108,44 @@ def aligned(x: Tensor) -> Tensor:
 
 def _begins_aligned(x: Tensor) -> bool:
     return not x.is_cpu or x.data_ptr() % ALIGNMENT == 0
+
+
+Tokens = tuple[slice, int]
+"""A run of positions, and the sequence in which they are."""
+
+
+def add_chunk_products_(
+    total: Tensor, grad: Tensor, x: Tensor, chunks: Iterable[Tokens], columns: Sequence[slice], terms: int
+) -> None:
+    """total += grad_c^T x_c for each chunk c of tokens, exactly (``ops.exact_sum``): the gradient of a weight.
+
+    ``grad`` ``[S, B, O]`` and ``x`` ``[S, B, I]`` have one dtype; ``total`` ``[O, I]`` is float64. A product is a sum
+    in float32 or wider. ``columns`` are the canonical parts of I, of which torch computes a product each; ``terms`` is
+    an upper bound of the products that add up over all ranks.
+    """
+    if is_native(x) and total.stride(1) == 1:
+        of_chunks = [
+            (
+                at.start * grad.stride(0) + b * grad.stride(1),
+                at.start * x.stride(0) + b * x.stride(1),
+                at.stop - at.start,
+                0,
+            )
+            for at, b in chunks
+        ]
+        if not of_chunks:
+            return
+        table = torch.tensor(of_chunks, dtype=torch.int64, device="cpu")
+        native.call(
+            "add_exact_products", x, total, total.stride(0), grad, grad.stride(2), grad.stride(0), x, x.stride(2),
+            x.stride(0), *total.shape, table, len(table), UNIT, largest_addend(terms),
+        )  # fmt: skip
+        return
+    wide = torch.promote_types(x.dtype, torch.float32)
+    x, grad = x.to(wide), grad.to(wide)
+    for at, b in chunks:
+        for part in columns:
+            add_exactly_(total[:, part], chunk_product(grad[at, b], x[at, b, part]), terms)
 
 
 def chunk_product(grad: Tensor, x: Tensor) -> Tensor:

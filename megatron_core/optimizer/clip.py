@@ -75,7 +75,8 @@ class GradientNorm:
         largest = torch.zeros((), dtype=torch.float64, device=self.device)
         for bucket, _ in self.owned:
             if bucket.grad_shard.numel():
-                largest = torch.maximum(largest, bucket.grad_shard.abs().amax().to(largest))
+                lowest, highest = bucket.grad_shard.aminmax()
+                largest = torch.maximum(largest, torch.maximum(-lowest, highest).to(largest))
         all_reduce_(largest, self.group, maximum=True)
         if not bool(largest.isfinite()) or not bool(largest):
             return largest  # inf, nan or 0

@@ -13,8 +13,9 @@ from megatron_core.optimizer.matrix_plan import Item, MatrixTask, Messages, Roun
 from megatron_core.optimizer.rounding import update_rounded
 from megatron_core.optimizer.rule import MatrixAlgorithm, Rates, ShardSlice
 from megatron_core.optimizer.shard import Shard
-from megatron_core.parallel.collectives import Done, Handle, start_all_to_all_rows
+from megatron_core.parallel.collectives import start_all_to_all_rows
 from megatron_core.parallel.groups import ParallelGroups
+from megatron_core.parallel.handles import Done, Handle
 
 Arriving = tuple[Tensor, Handle]
 

@@ -18,49 +18,16 @@ from megatron_core.errors import LayoutError
 from megatron_core.parallel.compiled import CollectiveOperator, group_named
 from megatron_core.parallel.flight_recorder import RECORDER
 from megatron_core.parallel.groups import Group, process_group
+from megatron_core.parallel.handles import All, Done, Handle, SummedAfter
 from megatron_core.parallel.interleave import hand_over
-from megatron_core.parallel.meter import METER, Waited
+from megatron_core.parallel.links.recorder import watched_move, watched_sum
+from megatron_core.parallel.meter import METER
 
 # torch renamed both; older releases have only the second name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 Collective = Callable[[Tensor, Group], Tensor]
-
-
-class Done:
-    """The handle of an operation that is already complete."""
-
-    def wait(self) -> None:
-        """Return immediately."""
-
-
-class All:
-    """The handle of several operations; keeps the send buffer ``sent`` alive until they are complete."""
-
-    def __init__(self, works: Sequence[dist.Work], sent: Tensor) -> None:
-        self._works, self._sent = works, sent
-
-    def wait(self) -> None:
-        """Wait for all operations."""
-        for work in self._works:
-            work.wait()
-
-
-class SummedAfter:
-    """The handle of a reduce-scatter in higher precision: the sum is computed after all messages have arrived."""
-
-    def __init__(self, arriving: Handle, received: Tensor, shard: Tensor) -> None:
-        self._arriving, self._received, self._shard = arriving, received, shard
-
-    def wait(self) -> None:
-        """Wait for the messages and sum them in the wider of both dtypes, at least float32."""
-        self._arriving.wait()
-        wide = torch.promote_types(torch.promote_types(self._received.dtype, self._shard.dtype), torch.float32)
-        self._shard.copy_(self._received.view(-1, self._shard.numel()).sum(0, dtype=wide))
-
-
-Handle = dist.Work | Done | All | Waited | SummedAfter
 
 
 def _share(group: Group) -> float:
@@ -76,14 +43,21 @@ def all_reduce_(x: Tensor, group: Group, *, maximum: bool = False, async_op: boo
     op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
     sent = 2 * _share(group) * x.nbytes
     call = partial(dist.all_reduce, x, op=op, group=group, async_op=async_op)
-    return METER.run("all_reduce", group, sent, call) or Done()
+    watched = watched_sum(call, "all-reduce", group, x, x, maximum=maximum)
+    return METER.run("all_reduce", group, sent, watched) or Done()
 
 
 def broadcast_(x: Tensor, source: int, group: Group) -> None:
     """Broadcast ``x`` from the global rank ``source``, in place."""
-    if group.size() > 1:
-        RECORDER.note("broadcast", process_group(group), x)
-        METER.run("broadcast", group, x.nbytes, partial(dist.broadcast, x, src=source, group=process_group(group)))
+    if group.size() == 1:
+        return
+    members = process_group(group)
+    RECORDER.note("broadcast", members, x)
+    root = dist.get_group_rank(members, source)
+    call = partial(dist.broadcast, x, src=source, group=members)
+    sent = lambda: ([x] if group.rank() == root else [None]) * group.size()  # noqa: E731
+    watched = watched_move(call, "broadcast", group, x, sent, lambda: _only(root, x, group))
+    METER.run("broadcast", group, x.nbytes, watched)
 
 
 def all_gather_flat_(full: Tensor, shard: Tensor, group: Group, *, async_op: bool = False) -> Handle:
@@ -91,8 +65,9 @@ def all_gather_flat_(full: Tensor, shard: Tensor, group: Group, *, async_op: boo
     if group.size() == 1:
         return Done()
     RECORDER.note("all-gather", process_group(group), shard)
-    call = partial(_all_gather, full, shard, group=group, async_op=async_op)
-    return METER.run("all_gather", group, _share(group) * full.nbytes, call) or Done()
+    call, size = partial(_all_gather, full, shard, group=group, async_op=async_op), group.size()
+    watched = watched_move(call, "all-gather", group, shard, lambda: [shard] * size, lambda: full.view(-1).chunk(size))
+    return METER.run("all_gather", group, _share(group) * full.nbytes, watched) or Done()
 
 
 def reduce_scatter_flat_(shard: Tensor, full: Tensor, group: Group, *, async_op: bool = False) -> Handle:
@@ -101,7 +76,8 @@ def reduce_scatter_flat_(shard: Tensor, full: Tensor, group: Group, *, async_op:
         return Done()
     RECORDER.note("reduce-scatter", process_group(group), full)
     call = partial(_reduce_scatter, shard, full, group=group, async_op=async_op)
-    return METER.run("reduce_scatter", group, _share(group) * full.nbytes, call) or Done()
+    watched = watched_sum(call, "reduce-scatter", group, full, shard)
+    return METER.run("reduce_scatter", group, _share(group) * full.nbytes, watched) or Done()
 
 
 def reduce_scatter_wide_(shard: Tensor, full: Tensor, group: Group) -> SummedAfter:
@@ -138,7 +114,10 @@ def start_all_to_all_rows(
     def call() -> All:
         return All([dist.all_to_all_single(received, x, list(receive), list(send), members, async_op=True)], x)
 
-    return received, METER.run("all_to_all", group, sent, call)
+    watched = watched_move(
+        call, "all-to-all", group, x, lambda: x.split(list(send)), lambda: received.split(list(receive))
+    )
+    return received, METER.run("all_to_all", group, sent, watched)
 
 
 def start_gather_sequence(x: Tensor, group: Group) -> tuple[Tensor, Handle]:
@@ -168,7 +147,18 @@ def start_ring_shift(x: Tensor, group: Group) -> tuple[Tensor, Handle]:
     after, before = (dist.get_global_rank(ring, (group.rank() + step) % group.size()) for step in (1, -1))
     RECORDER.note("ring shift", ring, x)
     operations = [dist.P2POp(dist.isend, x, after, ring), dist.P2POp(dist.irecv, arriving, before, ring)]
-    return arriving, METER.run("ring", group, x.nbytes, lambda: All(dist.batch_isend_irecv(operations), x))
+    to, source = ((group.rank() + step) % group.size() for step in (1, -1))
+    watched = watched_move(
+        lambda: All(dist.batch_isend_irecv(operations), x),
+        *("ring shift", group, x),
+        *(lambda: _only(to, x, group), lambda: _only(source, arriving, group)),
+    )
+    return arriving, METER.run("ring", group, x.nbytes, watched)
+
+
+def _only(rank: int, x: Tensor, group: Group) -> list[Tensor | None]:
+    """``x`` at ``rank``, None at the other ranks of the group."""
+    return [x if each == rank else None for each in range(group.size())]
 
 
 def start_all_reduce(x: Tensor, group: Group) -> tuple[Tensor, Handle]:
@@ -228,8 +218,10 @@ def _all_to_all(x: Tensor, group: Group) -> Tensor:
     x = x.contiguous()
     result = torch.empty_like(x)
     RECORDER.note("all-to-all", process_group(group), x)
-    call = partial(dist.all_to_all_single, result, x, group=process_group(group))
-    METER.run("all_to_all", group, _share(group) * x.nbytes, call)
+    call, size = partial(dist.all_to_all_single, result, x, group=process_group(group)), group.size()
+    parts = [each.view(-1).chunk for each in (x, result)]
+    watched = watched_move(call, "all-to-all", group, x, lambda: parts[0](size), lambda: parts[1](size))
+    METER.run("all_to_all", group, _share(group) * x.nbytes, watched)
     return result
 
 

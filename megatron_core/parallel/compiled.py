@@ -7,6 +7,7 @@ also see them, and the ranks start them in one order. All ranks of a group compi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from typing import Any, cast
 
 import torch
@@ -63,6 +64,25 @@ def _fake(x: Tensor, group: str, name: str, adjoint: str, ranks: int) -> Tensor:
     return x.new_empty(shape)
 
 
+class DerivedForward:
+    """A ``forward`` that ``make`` derives from the module's own; in a deep copy of the module from the copy's."""
+
+    def __init__(self, own: Callable[..., Any], make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        self._own, self._make, self._call = own, make, make(own)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module."""
+        return self._call(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DerivedForward:
+        return DerivedForward(deepcopy(self._own, memo), self._make)  # a method of the copy, which ``memo`` has
+
+
+def keep_out_of_graphs(module: nn.Module) -> None:
+    """Run ``module.forward`` without a graph, inside of modules whose forward is compiled."""
+    cast(Any, module).forward = DerivedForward(module.forward, torch.compiler.disable)
+
+
 def compile_forward(
     module: nn.Module, *, fullgraph: bool, backend: str = "inductor", eager_if: Callable[..., bool] | None = None
 ) -> None:
@@ -75,13 +95,17 @@ def compile_forward(
     config: Any = torch._dynamo.config
     config.allow_unspec_int_on_nn_module = True  # numbers that differ between layers, as the key of dropout
     config.recompile_limit = max(config.recompile_limit, GRAPHS)
-    eager, marked = module.forward, cast(Any, module)
-    compiled = torch.compile(eager, fullgraph=fullgraph, backend=backend)
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return (eager if eager_if is not None and eager_if(*args, **kwargs) else compiled)(*args, **kwargs)
+    def make(eager: Callable[..., Any]) -> Callable[..., Any]:
+        compiled = torch.compile(eager, fullgraph=fullgraph, backend=backend)
 
-    marked.forward, marked.has_graphs = forward, True
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return (eager if eager_if is not None and eager_if(*args, **kwargs) else compiled)(*args, **kwargs)
+
+        return forward
+
+    marked = cast(Any, module)
+    marked.forward, marked.has_graphs = DerivedForward(module.forward, make), True
 
 
 def runs_graphs(module: nn.Module) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import product
 
 from megatron_core.errors import LayoutError
@@ -144,10 +144,11 @@ class Grid:
     def groups(self, axes: str) -> list[list[int]]:
         """Groups of ranks that differ only on ``axes`` of one view ("tp", "tp-dp", "etp-ep", ...), in ascending
         order."""
-        names = axes.split("-")
-        others = [axis for axis in self._view_of(names) if axis not in names]
-        offsets = self._offsets(names)
-        return [[self.rank_offset + first + offset for offset in offsets] for first in self._offsets(others)]
+        return [list(ranks) for ranks in self.constant_groups(axes)]
+
+    def constant_groups(self, axes: str) -> tuple[tuple[int, ...], ...]:
+        """``groups``, computed once for all ranks of a process."""
+        return _groups(self, axes)
 
     def group_of(self, rank: int, axes: str) -> list[int]:
         """Ranks that differ from ``rank`` only on ``axes``, computed without listing other groups."""
@@ -170,3 +171,12 @@ class Grid:
             f"the axes {'-'.join(axes)} belong to no view of the ranks; legal: some of {', '.join(DENSE_AXES)}, or "
             f"some of {', '.join(EXPERT_AXES)}"
         )
+
+
+@cache
+def _groups(grid: Grid, axes: str) -> tuple[tuple[int, ...], ...]:
+    """Each rank of a simulated world reads all groups."""
+    names = axes.split("-")
+    others = [axis for axis in grid._view_of(names) if axis not in names]
+    offsets = grid._offsets(names)
+    return tuple(tuple(grid.rank_offset + first + offset for offset in offsets) for first in grid._offsets(others))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -40,6 +40,7 @@ class LocalGroup:
 
 
 Group = dist.ProcessGroup | LocalGroup
+Ranks = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -165,6 +166,30 @@ class ParallelGroups:
         assert group is not None, f"tied weights are on the pipeline ranks {ranks}, and this rank is one of them"
         return group
 
+    def named(self) -> Iterator[tuple[Group, list[str]]]:
+        """Each of this rank's groups of several ranks, in one order on all ranks, with all its names.
+
+        The names of a single axis, or those of the fewest axes.
+        """
+        folded = self.size("ep") > 1 or self.size("etp") != self.size("tp")
+        axes = [each for each in COMBINATIONS if folded or "e" not in each]  # else the views of the ranks are equal
+        own: list[tuple[str, Group | None]] = [(each, self.group(each)) for each in axes]
+        own += [(f"{each} in its instance", self.shard_group(each)) for each in self._sharding]
+        own += [(f"{each} between instances", self.instance_group(each)) for each in self._sharding]
+        own += [("cp heads", self.context.heads), ("cp ring", self.context.ring)]
+        own += [(f"tied weights of pipeline ranks {ranks}", group) for ranks, group in self._tied.items()]
+        names: dict[Group, list[str]] = {}
+        for name, group in own:
+            if group is not None and group.size() > 1:
+                names.setdefault(group, []).append(name)
+        for group, found in names.items():
+            fewest = min(name.count("-") + name.count(" ") for name in found)
+            yield group, [name for name in found if name.count("-") + name.count(" ") == fewest]
+
+    def global_ranks(self, group: Group) -> list[int]:
+        """Global ranks of one of this rank's groups."""
+        return dist.get_process_group_ranks(process_group(group))
+
     @property
     def prefix(self) -> str:
         """Prefix of this rank's messages, such as ``[pp1 dp0 tp1]``."""
@@ -176,9 +201,7 @@ class ParallelGroups:
         assert group is not None, "every rank belongs to one group over any axes"
         return group
 
-    def _own_group(
-        self, axes: str, parts: Callable[[list[int]], list[list[int]]] = lambda ranks: [ranks]
-    ) -> Group | None:
+    def _own_group(self, axes: str, parts: Callable[[Ranks], list[Ranks]] = lambda ranks: [ranks]) -> Group | None:
         """This rank's group over ``axes``, or, with ``parts``, over the part that contains it; None if none does.
 
         With torch.distributed all groups of the world are created, because every process must take part in each
@@ -186,8 +209,8 @@ class ParallelGroups:
         """
         mine = None
         distributed = dist.is_initialized() and dist.get_world_size() == self.grid.world_size
-        for ranks in self.grid.groups(axes) if distributed else [self.ranks(axes)]:
-            for members in map(tuple, parts(ranks)):
+        for ranks in self.grid.constant_groups(axes) if distributed else [tuple(self.ranks(axes))]:
+            for members in parts(ranks):
                 if distributed and members not in self._made:
                     self._made[members] = dist.new_group(list(members), timeout=self._timeout)
                 if self.rank in members:
@@ -216,6 +239,6 @@ class ParallelGroups:
         return inner, outer
 
 
-def _members(pipeline: list[int], indices: tuple[int, ...]) -> list[list[int]]:
+def _members(pipeline: Ranks, indices: tuple[int, ...]) -> list[Ranks]:
     """Return one group, of the ranks at ``indices`` of a pipeline."""
-    return [[pipeline[index] for index in indices]]
+    return [tuple(pipeline[index] for index in indices)]

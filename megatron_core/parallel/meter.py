@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -26,6 +26,8 @@ from megatron_core.parallel.rank_local import Forwarding, RankLocal
 PROCESS_BEGAN = time.time()
 """Unix time when this module was loaded; time between it and the first step is counted as lost to training."""
 OTHER = "other"
+COMPRESSED = "compressed gradients"
+"""Label of messages with gradients that are rounded or approximated."""
 
 
 @dataclass
@@ -69,8 +71,12 @@ class _Transfer:
     ended: int | None = None
     detail: Any = None
     """Detail of the phase that started it."""
+    label: str | None = None
+    """Its contents, if traces show them."""
     flown: float = 0.0
     """Seconds in flight before the current interval."""
+    waits: list[tuple[int, int]] = field(default_factory=list)
+    """Intervals in which the rank only waited for it, by the indices of their first and last recorded time."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +87,8 @@ class Span:
     detail: Any
     start: float
     end: float
+    waited: float = 0.0
+    """Seconds of a transfer in which the rank only waited for it."""
 
 
 class Waited:
@@ -93,9 +101,11 @@ class Waited:
         """Wait for the collective."""
         before = self._meter.charged
         self._meter.switch(self._transfer.name, before[1])
+        began = self._meter.last_mark
         self._work.wait()
         self._meter.switch(*before)
         self._transfer.ended = self._meter.last_mark
+        self._transfer.waits.append((began, self._transfer.ended))
 
 
 class Meter:
@@ -110,6 +120,8 @@ class Meter:
         self._kinds: set[str] = set()
         """The phases that are collectives."""
         self._names: Mapping[Any, str] = {}
+        self._label: str | None = None
+        self._captured: list[tuple[str, float]] | None = None
         self._device = torch.device("cpu")
         self.keep_spans = False
         """Whether ``take`` stores the step's intervals in ``spans``."""
@@ -141,6 +153,11 @@ class Meter:
         self._marks.append((phase, self._now(), detail))
         return before
 
+    def mark(self) -> int:
+        """Record the current time without a change of phase; return its index."""
+        self.switch(*self.charged)
+        return self.last_mark
+
     @contextmanager
     def phase(self, name: str, *, whole: bool = False) -> Iterator[None]:
         """Charge the enclosed code to ``name``; with ``whole``, including its collectives and inner phases."""
@@ -153,15 +170,38 @@ class Meter:
             self.on = was_on
             self.switch(*before)
 
+    @contextmanager
+    def labelled(self, label: str | None) -> Iterator[None]:
+        """Name the contents of the transfers that the enclosed code starts, such as ``compressed gradients``."""
+        before, self._label = self._label, label
+        try:
+            yield
+        finally:
+            self._label = before
+
+    @contextmanager
+    def capturing(self) -> Iterator[list[tuple[str, float]]]:
+        """Collect names and bytes of the collectives of a CUDA graph, for ``sent`` at each replay.
+
+        Nothing is charged meanwhile: events on the stream would be part of the graph.
+        """
+        was_on, self.on, self._captured = self.on, False, []
+        try:
+            yield self._captured
+        finally:
+            self.on, self._captured = was_on, None
+
     def run(self, kind: str, group: Any, sent: float, call: Callable[[], Any]) -> Any:
         """Call a collective that sends ``sent`` bytes from this rank; returns its handle, or None if it is complete.
 
         A transfer of this rank alone has a name such as ``host`` or ``disk`` as ``group``.
         """
+        name = f"{group if isinstance(group, str) else self._names.get(group, OTHER)} {kind}"
+        if self._captured is not None:
+            self._captured.append((name, sent))
         if not self.on:
             return call()
-        name = f"{group if isinstance(group, str) else self._names.get(group, OTHER)} {kind}"
-        transfer = _Transfer(name, sent, len(self._marks), detail=self.charged[1])
+        transfer = _Transfer(name, sent, len(self._marks), detail=self.charged[1], label=self._label)
         self._transfers.append(transfer)
         self._kinds.add(transfer.name)
         before = self.charged
@@ -170,6 +210,7 @@ class Meter:
             work = call()
         finally:
             self.switch(*before)
+        transfer.waits.append((transfer.began, self.last_mark))
         if work is None:
             transfer.ended = self.last_mark
             return None
@@ -208,17 +249,38 @@ class Meter:
         if self.keep_spans:
             bounds = zip(self._marks, moments, moments[1:], strict=False)
             self.spans = [Span(phase, detail, start, end) for (phase, _, detail), start, end in bounds]
-            self.flights = [
-                Span(transfer.name, transfer.detail, moments[transfer.began], moments[transfer.ended])
-                for transfer in self._transfers
-                if transfer.ended
-            ]
+            self.flights = self._flights(moments)
         self._marks = [self._marks[-1]]
         # A transfer still in flight is counted after its wait.
         self._transfers = [transfer for transfer in self._transfers if transfer.ended is None]
         for transfer in self._transfers:
             transfer.began = 0
+            transfer.waits.clear()
         return found
+
+    def flights_since(self, mark: int) -> list[Span]:
+        """Return the transfers that ended after the recorded time ``mark``, in seconds after it.
+
+        On a GPU this synchronizes.
+        """
+        self.mark()
+        moments = self._seconds()
+        found = (flight for flight in self._flights(moments) if flight.end > moments[mark])
+        return [replace(each, start=each.start - moments[mark], end=each.end - moments[mark]) for each in found]
+
+    def _flights(self, moments: list[float]) -> list[Span]:
+        """The transfers that have ended."""
+        return [
+            Span(
+                each.name if each.label is None else f"{each.name}: {each.label}",
+                each.detail,
+                moments[each.began],
+                moments[each.ended],
+                sum(moments[end] - moments[start] for start, end in each.waits),
+            )
+            for each in self._transfers
+            if each.ended
+        ]
 
     def _now(self) -> Any:
         if self._device.type != "cuda":

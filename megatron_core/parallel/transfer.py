@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatron_core.parallel.collectives import Done
+from megatron_core.parallel.handles import Done
 from megatron_core.parallel.meter import METER, Waited
 
 

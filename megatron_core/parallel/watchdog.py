@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+import typing_extensions  # its wrappers are on the stack of many functions of torch
 
 from megatron_core.errors import visible
 from megatron_core.parallel.flight_recorder import RECORDER, first_difference
@@ -33,7 +34,7 @@ ANSWERS = 3.0
 SLACK = 1.25
 """Number of time limits without progress after which a rank is reported even if no collective has failed. The error of
 a collective comes earlier and is more specific."""
-LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+LIBRARIES = (str(Path(torch.__file__).parent), typing_extensions.__file__, str(Path(__file__).parent))
 Result = TypeVar("Result")
 
 

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
@@ -16,7 +15,7 @@ from megatron_core.errors import LayoutError
 from megatron_core.parallel.interleave import Interleaver
 from megatron_core.parallel.meter import METER
 from megatron_core.pipeline_parallel.messages import Message, Messages, tensors_of
-from megatron_core.pipeline_parallel.p2p import PipelineP2P
+from megatron_core.pipeline_parallel.p2p import MessageHandle, PipelineP2P
 from megatron_core.pipeline_parallel.weight_grad import WeightGradQueue
 from megatron_core.schedules.actions import Action, Plan
 
@@ -82,11 +81,11 @@ class Executor:
         self._queue = WeightGradQueue()
         senders = set(plan.stage_to_rank) - {p2p.index}
         self._unposted = {sender: deque(plan.messages(sender, p2p.index)) for sender in senders}
-        self._arriving: dict[Action, tuple[Message, list[dist.Work]]] = {}
+        self._arriving: dict[Action, tuple[Message, list[MessageHandle]]] = {}
         self._here: dict[Action, Message] = {}
         self._inputs: dict[Action, list[Tensor]] = {}
         self._outputs: dict[Action, list[GradientEdge]] = {}
-        self._sent: list[tuple[Tensor, dist.Work]] = []
+        self._sent: list[tuple[Tensor, MessageHandle]] = []
 
     def run(self) -> dict[int, Tensor]:
         """Run all actions; return the last stage's outputs by micro-batch (empty on ranks without the last stage)."""

@@ -11,17 +11,16 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_core.errors import LayoutError, MegatronError
-from megatron_core.pipeline_parallel.p2p import PipelineP2P
+from megatron_core.pipeline_parallel.p2p import MessageHandle, PipelineP2P
 from megatron_core.schedules.actions import Action
 
 Message = Tensor | tuple[Tensor, ...]
-Received = tuple[Message, list[dist.Work]]
+Received = tuple[Message, list[MessageHandle]]
 """A message, which is valid when all handles are complete."""
-Sent = list[tuple[Tensor, dist.Work]]
+Sent = list[tuple[Tensor, MessageHandle]]
 """Tensors that must not change until their handles are complete."""
 
 

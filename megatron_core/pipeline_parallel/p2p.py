@@ -1,7 +1,10 @@
 """Messages between pipeline ranks."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -9,7 +12,19 @@ from torch import Tensor
 
 from megatron_core.parallel.flight_recorder import RECORDER
 from megatron_core.parallel.groups import ParallelGroups, process_group
+from megatron_core.parallel.links.recorder import LINKS, Delivery, Watched
+from megatron_core.parallel.links.seal import Sending, empty_message, is_intact, payload, sealed
 from megatron_core.parallel.meter import METER
+
+
+class MessageHandle(Protocol):
+    """The handle of a send or a receive."""
+
+    def wait(self) -> object:
+        """Wait until it is complete."""
+
+    def is_completed(self) -> bool:
+        """Whether it is complete."""
 
 
 class PipelineP2P:
@@ -26,37 +41,60 @@ class PipelineP2P:
         self._ranks = groups.ranks("pp")
         self._up, self._down = groups.group("pp"), groups.reverse_pp
 
-    def send(self, tensor: Tensor, receiver: int) -> dist.Work:
+    def send(self, tensor: Tensor, receiver: int) -> MessageHandle:
         """Start a send to pipeline rank ``receiver``; ``tensor`` must not change until the handle is complete."""
         group = process_group(self._up if receiver > self.index else self._down)
         METER.sent("pp send", tensor.nbytes)
         RECORDER.note_message(self._ranks[self.index], self._ranks[receiver], tensor)
-        handle = dist.isend(tensor, dst=self._ranks[receiver], group=group)
+        sender, to = self._ranks[self.index], self._ranks[receiver]
+        message = sealed(tensor, LINKS.message_number(sender, to)) if LINKS.sealing else tensor
+        handle = dist.isend(message, dst=to, group=group)
         assert handle is not None, "None is for ranks outside the group"
-        return handle
+        return handle if message is tensor else Sending(handle, message)
 
     def receive(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, sender: int
-    ) -> tuple[Tensor, dist.Work]:
+    ) -> tuple[Tensor, MessageHandle]:
         """Start a receive from pipeline rank ``sender``; the tensor is valid when the handle is complete."""
         return self.receive_into(torch.empty(shape, dtype=dtype, device=device), sender)
 
-    def receive_into(self, buffer: Tensor, sender: int) -> tuple[Tensor, dist.Work]:
+    def receive_into(self, buffer: Tensor, sender: int) -> tuple[Tensor, MessageHandle]:
         """As ``receive``, into ``buffer``."""
         group = process_group(self._up if sender < self.index else self._down)
         RECORDER.note_message(self._ranks[sender], self._ranks[self.index], buffer)
+        if LINKS.sealing:
+            return self._receive_sealed(buffer, sender, group)
         handle = dist.irecv(buffer, src=self._ranks[sender], group=group)
         assert handle is not None, "None is for ranks outside the group"
-        return buffer, handle
+        if not LINKS.faults.active:
+            return buffer, handle
+        link = self._ranks[sender], self._ranks[self.index]
+        return buffer, Watched(handle, lambda: LINKS.faults.apply_to_message(*link, buffer))
 
-    def send_with_shape(self, tensor: Tensor, receiver: int) -> list[dist.Work]:
+    def _receive_sealed(self, buffer: Tensor, sender: int, group: dist.ProcessGroup) -> tuple[Tensor, MessageHandle]:
+        """Receive a message with its checksum; the result of the comparison is recorded when it has arrived."""
+        message = empty_message(buffer.nbytes, buffer.device)
+        link, iteration = (self._ranks[sender], self._ranks[self.index]), LINKS.iteration
+        number = LINKS.message_number(*link)
+        handle = dist.irecv(message, src=link[0], group=group)
+        assert handle is not None, "None is for ranks outside the group"
+
+        def arrived() -> None:
+            LINKS.faults.apply_to_message(*link, message)
+            buffer.copy_(payload(message, tuple(buffer.shape), buffer.dtype))
+            right = is_intact(message, buffer.nbytes, number)
+            LINKS.deliveries.append(Delivery(*link, number, tuple(buffer.shape), buffer.dtype, iteration, right))
+
+        return buffer, Watched(handle, arrived)
+
+    def send_with_shape(self, tensor: Tensor, receiver: int) -> list[MessageHandle]:
         """As ``send``, with the shape sent before the values; return both handles."""
         shape = torch.tensor(tensor.shape, dtype=torch.int64, device=tensor.device)
         return [self.send(shape, receiver), self.send(tensor, receiver)]
 
     def receive_with_shape(
         self, dims: int, dtype: torch.dtype, device: torch.device, sender: int
-    ) -> tuple[Tensor, dist.Work]:
+    ) -> tuple[Tensor, MessageHandle]:
         """As ``receive`` for a message of ``send_with_shape`` with ``dims`` dimensions; waits for its shape."""
         shape, handle = self.receive((dims,), torch.int64, device, sender)
         handle.wait()

@@ -88,7 +88,7 @@ def command_line(config: RunConfig, base: RunConfig, arguments: Sequence[str], w
             flags += flag_of(name, value)
     local = min(world_size, per_node)
     nodes = f" --nnodes {world_size // local}" if world_size > local else ""
-    return f"torchrun --nproc-per-node {local}{nodes} pretrain_gpt.py {shlex.join(flags)}"
+    return f"torchrun --nproc-per-node {local}{nodes} -m megatron_core.commands.train {shlex.join(flags)}"
 
 
 def flag_of(name: str, value: Any) -> list[str]:

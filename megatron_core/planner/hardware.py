@@ -1,6 +1,6 @@
 """Performance of a machine: rates of its devices and links, from a data file, and times of collectives in its groups.
 
-``megatron_core/planner/machines`` contains the files of machines with a name; ``tools/diagnose.py --machine`` measures
+``megatron_core/planner/machines`` contains the files of machines with a name; ``megatron-diagnose --machine`` measures
 this machine and writes such a file.
 """
 
@@ -112,7 +112,7 @@ def read_hardware(name: str) -> Hardware:
     if not path.is_file():
         raise ConfigError(
             f"hardware={name!r} is not known; legal: {', '.join(known_hardware())}, or a file that "
-            "tools/diagnose.py --machine wrote (PATH.json)"
+            "megatron-diagnose --machine wrote (PATH.json)"
         )
     try:
         return hardware_of(json.loads(path.read_text(encoding="utf-8")))

@@ -225,8 +225,8 @@ class LayerClock:
     @property
     def _fused(self) -> bool:
         model = self.config.model
-        plain = model.attention_backend == "auto" and model.attn_logit_softcapping is None
-        return plain and not model.attention_dropout
+        bounded = model.attention_backend == "auto" and model.attn_logit_softcapping is not None
+        return model.attention_backend != "unfused" and not bounded and not model.attention_dropout
 
     def between(self) -> tuple[Seconds, Seconds]:
         """Forward and backward of norms, residual additions and rotary embeddings."""

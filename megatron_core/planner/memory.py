@@ -123,7 +123,7 @@ def _score_bytes(config: RunConfig) -> int:
     if model.recomputes("core_attn"):
         return 0
     shared = config.parallel.context_parallel_size > 1 and set(config.parallel.cp_comm_type) != {"a2a"}
-    if shared or (model.attention_backend == "auto" and not model.attention_dropout):
+    if shared or (model.attention_backend != "unfused" and not model.attention_dropout):
         return 4 * model.num_attention_heads
     keys = computed_weights(model, config.data.seq_length) / config.data.seq_length
     return round(model.num_attention_heads * keys * (2 * n + 1 if model.attention_dropout else n))

@@ -1,6 +1,9 @@
 """Timelines as text for a terminal, and as a Chrome trace. (``monitor.plot_pipeline`` draws them as an image.)"""
 
-from typing import Any
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol, TypeVar
 
 from megatron_core.schedules.actions import Action, Plan
 from megatron_core.schedules.simulate import Timeline, peak_activations
@@ -9,6 +12,10 @@ from megatron_core.schedules.simulate import Timeline, peak_activations
 COLOURS = {"F": "#56b4e9", "B": "#d55e00", "I": "#e69f00", "W": "#009e73"}
 NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 _PALEST = 0.55  # share of white in the shade of the last chunk
+IN_FLIGHT = "in flight"
+"""Category of the events of transfers."""
+MOST_RANKS = 2**20
+"""Identifiers of threads of a trace: those of a rank's tracks differ by this number."""
 _RESET = "\x1b[0m"
 _MOST_COLUMNS = 8  # of the shortest action: wider boxes add no information
 
@@ -30,6 +37,35 @@ def digits(time: float) -> str:
     return f"{time:.4g}" if time < 1e4 else f"{time:.0f}"
 
 
+class Interval(Protocol):
+    """Anything with a start and an end."""
+
+    @property
+    def start(self) -> float:
+        """When it starts."""
+        ...
+
+    @property
+    def end(self) -> float:
+        """When it ends."""
+        ...
+
+
+T = TypeVar("T", bound=Interval)
+
+
+def tracks(intervals: Iterable[T]) -> list[list[T]]:
+    """Divide intervals that overlap in time among as few tracks as possible, in the order of their starts."""
+    found: list[list[T]] = []
+    for each in sorted(intervals, key=lambda each: each.start):
+        track = next((track for track in found if track[-1].end <= each.start), None)
+        if track is None:
+            found.append([each])
+        else:
+            track.append(each)
+    return found
+
+
 def summary(timeline: Timeline) -> str:
     """Return bubble, makespan and peak memory on one line."""
     peaks = peak_activations(timeline.plan)
@@ -46,8 +82,9 @@ def picture(
 
     ``width`` is the width of the terminal, in columns. With ``colour`` the colour of a box is the kind of the action,
     with paler shades for later chunks; without it a box begins with the letter of the kind, in lower case on odd
-    chunks. ``longest`` is the makespan that fills the width, so that several drawings have the same scale; without it,
-    the shortest action has an integer number of columns if there is room.
+    chunks. Below a measured rank, ``=`` marks its transfers in flight during the pipeline. ``longest`` is the makespan
+    that fills the width, so that several drawings have the same scale; without it, the shortest action has an integer
+    number of columns if there is room.
     """
     plan = timeline.plan
     peaks = peak_activations(plan)
@@ -58,12 +95,25 @@ def picture(
     lines = [title, " " * (margin + columns) + " peak"]
     for rank, label in enumerate(labels):
         lines.append(label.ljust(margin) + _row(timeline, rank, columns, colour) + ends[rank])
+        if timeline.transfers and (marks := _transfer_row(timeline, rank, columns).rstrip()):
+            lines.append(" " * margin + marks)
     shares = (
         f"{label}computation {share['computation']:.1%}, waiting for collectives {share['collectives']:.1%}, "
         f"idle {share['idle']:.1%}"
         for label, share in zip(labels, timeline.shares, strict=False)  # only if measured
     )
-    return "\n".join([*lines, _legend(plan, colour), *shares, summary(timeline)])
+    legend = _legend(plan, colour) + (", = transfer in flight" if any(timeline.transfers) else "")
+    return "\n".join([*lines, legend, *shares, *_totals(timeline), summary(timeline)])
+
+
+def _totals(timeline: Timeline) -> list[str]:
+    """Describe each rank's transfers of the step by name; their order does not depend on times."""
+    return [
+        f"rank {rank} {name}: {total['number']:g} transfers, in flight {digits(total['in_flight'])}, waited "
+        f"{digits(total['waited'])}"
+        for rank, totals in enumerate(timeline.traffic)
+        for name, total in sorted(totals.items())
+    ]
 
 
 def _columns(timeline: Timeline, room: int, longest: float | None) -> int:
@@ -91,6 +141,17 @@ def _row(timeline: Timeline, rank: int, columns: int, colour: bool) -> str:
         text += (" " if colour else ".") * (begin - at) + _box(timeline.plan, action, end - begin, colour)
         at = end
     return text + (" " if colour else ".") * (columns - at)
+
+
+def _transfer_row(timeline: Timeline, rank: int, columns: int) -> str:
+    """Mark the columns in which a transfer is in flight; transfers after the last action are not drawn."""
+    first, marks = min(timeline.start.values()), [" "] * columns
+    scale = columns / timeline.makespan if timeline.makespan else 0.0
+    for each in timeline.transfers[rank]:
+        begin, end = (each.start - first) * scale, (each.end - first) * scale
+        for at in range(max(int(begin), 0), min(max(round(end), int(begin) + 1), columns)):
+            marks[at] = "="
+    return "".join(marks)
 
 
 def _box(plan: Plan, action: Action, width: int, colour: bool) -> str:
@@ -128,7 +189,9 @@ def _legend(plan: Plan, colour: bool) -> str:
 def chrome_trace(
     timeline: Timeline, *, microseconds: float = 1000.0, label: str = "", first: int = 0
 ) -> dict[str, Any]:
-    """Return the timeline in Chrome's trace format, for chrome://tracing or Perfetto: one thread per rank.
+    """Return the timeline in Chrome's trace format, for chrome://tracing or Perfetto: one process per rank.
+
+    Below a measured rank's actions are tracks of its transfers in flight.
 
     ``microseconds`` is the length of one unit of time; the default reads times as milliseconds. ``label`` is a prefix
     of the ranks' names, and ``first`` is the number of rank 0; use both to merge several timelines into one trace.
@@ -151,4 +214,20 @@ def chrome_trace(
                     "args": {"stage": action.stage, "micro": action.micro, "chunk": timeline.plan.chunks[action.stage]},
                 }
             )
+        transfers = timeline.transfers[rank] if timeline.transfers else ()
+        for track, flights in enumerate(tracks(transfers), start=1):
+            numbers = {"pid": number, "tid": MOST_RANKS * track + number}
+            events.append({"name": "thread_name", "ph": "M", **numbers, "args": {"name": f"{label}{IN_FLIGHT}"}})
+            events += [
+                {
+                    "name": each.name,
+                    "cat": IN_FLIGHT,
+                    "ph": "X",
+                    "ts": each.start * microseconds,
+                    "dur": (each.end - each.start) * microseconds,
+                    **numbers,
+                    "args": {"waited_us": each.waited * microseconds},
+                }
+                for each in flights
+            ]
     return {"traceEvents": events, "displayTimeUnit": "ms"}

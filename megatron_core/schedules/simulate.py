@@ -92,6 +92,17 @@ class StageCosts:
 
 
 @dataclass(frozen=True)
+class Transfer:
+    """A collective or a copy in flight, from its call to the end of its wait."""
+
+    name: str
+    start: float
+    end: float
+    waited: float
+    """Part of this time in which the rank only waited."""
+
+
+@dataclass(frozen=True)
 class Timeline:
     """Start and end of each action of a plan, simulated or measured; those of the actions of a pair are equal."""
 
@@ -100,6 +111,8 @@ class Timeline:
     end: dict[Action, float]
     waited: dict[Action, float] = field(default_factory=dict)
     """Time of each turn, by its first action, in which the rank only waited for collectives; only if measured."""
+    transfers: tuple[tuple[Transfer, ...], ...] = ()
+    """The transfers of each rank, in the order of their starts; only if measured."""
 
     @property
     def makespan(self) -> float:
@@ -136,6 +149,19 @@ class Timeline:
             }
             for busy, wait in zip(self.busy, waits, strict=True)
         )
+
+    @cached_property
+    def traffic(self) -> tuple[dict[str, dict[str, float]], ...]:
+        """Totals of each rank's transfers by name: number, time in flight, time in which the rank only waited."""
+        found: list[dict[str, dict[str, float]]] = []
+        for transfers in self.transfers:
+            found.append({})
+            for each in transfers:
+                total = found[-1].setdefault(each.name, {"number": 0, "in_flight": 0.0, "waited": 0.0})
+                total["number"] += 1
+                total["in_flight"] += each.end - each.start
+                total["waited"] += each.waited
+        return tuple(found)
 
     @cached_property
     def spans(self) -> tuple[float, ...]:

@@ -4,14 +4,17 @@ The folder has a file for each rank, ``rank00003.jsonl``. Its first line identif
 step:
 
     {"rank": 3, "pipeline": [1, 3], "schedule": "1f1b", "stage_to_rank": [0, 1], "host": "node0"}
-    {"step": 1, "began": 81.25, "actions": [["1F0", 0.012, 0.023, 0.004], ["1B0", 0.023, 0.045, 0.001]]}
+    {"step": 1, "began": 81.25, "actions": [["1F0", 0.012, 0.023, 0.004], ["1B0", 0.023, 0.045, 0.001]],
+     "transfers": [["tp all_reduce", 0.013, 0.019, 0.004]]}
 
 An action starts when its input has arrived and ends when its result is computed, so that waiting for the input is
 excluded. The last number is the time between both in which the rank only waited for collectives. A forward and a
-backward that ran together are one entry, ``0F1&0B0``. All times are in seconds; start and end are after ``began``, the
-host's monotonic clock when this rank left a barrier of all ranks at the beginning of the step. Ranks on one host share
-that clock, so their times are comparable to the microsecond. Ranks on different hosts are assumed to leave the barrier
-at the same moment, which is accurate to the latency of the network.
+backward that ran together are one entry, ``0F1&0B0``. A transfer is a collective, or a copy to or from host memory or a
+file, from its call to the end of its wait, until the end of the step; the last number is the time between both in which
+the rank only waited for it. Messages between stages are not listed. All times are in seconds; start and end are after
+``began``, the host's monotonic clock when this rank left a barrier of all ranks at the beginning of the step. Ranks on
+one host share that clock, so their times are comparable to the microsecond. Ranks on different hosts are assumed to
+leave the barrier at the same moment, which is accurate to the latency of the network.
 
 Only the first ``MOST_STEPS`` steps are recorded: files stay small, and later steps have no overhead.
 """
@@ -30,7 +33,7 @@ from megatron_core.errors import ConfigError, MegatronError
 from megatron_core.output_file import json_lines, make_folder, no_follow, refuse_other_file
 from megatron_core.schedules.actions import Action, format_turn, parse_turn, plan_of_turns
 from megatron_core.schedules.checks import check
-from megatron_core.schedules.simulate import StageCosts, Timeline
+from megatron_core.schedules.simulate import StageCosts, Timeline, Transfer
 from megatron_core.schema import items, real, text, whole, wrong
 
 MOST_STEPS = 20
@@ -52,6 +55,8 @@ class Recording:
         self._start, self._before = self.began, 0.0
         self.turns: list[tuple[tuple[Action, ...], float, float, float]] = []
         """(actions that ran together, start, end, time of waiting for collectives) in the order of execution."""
+        self.transfers: list[Transfer] = []
+        """Transfers of the step; their times begin at ``began``."""
 
     def begin(self, action: Action) -> None:
         """Record the start of ``action``; call it when the input has arrived, for a pair twice."""
@@ -98,7 +103,11 @@ class TraceWriter:
             [format_turn(turn), round(start - began, 6), round(end - began, 6), round(waited, 6)]
             for turn, start, end, waited in recording.turns
         ]
-        self._write("a", {"step": step, "began": round(began, 6), "actions": actions})
+        transfers = [
+            [each.name, round(each.start, 6), round(each.end, 6), round(each.waited, 6)]
+            for each in sorted(recording.transfers, key=lambda each: each.start)
+        ]
+        self._write("a", {"step": step, "began": round(began, 6), "actions": actions, "transfers": transfers})
         self._left -= 1
 
     def _write(self, mode: str, entry: dict[str, Any]) -> None:
@@ -106,8 +115,8 @@ class TraceWriter:
             file.write(json.dumps(entry) + "\n")
 
 
-def _is_action(value: Any) -> bool:
-    """Whether ``value`` is a list of a turn's name, start, end and time of waiting."""
+def _is_named(value: Any) -> bool:
+    """Whether ``value`` is a list of the name of a turn or transfer, start, end and time of waiting."""
     return isinstance(value, list) and len(value) == 4 and text(value[0]) and all(map(real(-1e12, 1e12), value[1:]))
 
 
@@ -115,7 +124,8 @@ _HEADER = {
     "rank": whole(), "pipeline": items(whole(0, 2**20)), "schedule": text, "stage_to_rank": items(whole(0, 2**20)),
     "host": text,
 }  # fmt: skip
-_ENTRY = {"step": whole(), "began": real(-1e12, 1e12), "actions": items(_is_action)}
+_ENTRY = {"step": whole(), "began": real(-1e12, 1e12), "actions": items(_is_named)}
+_TRANSFERS = {"transfers": lambda value: value == [] or items(_is_named)(value)}
 
 
 @dataclass(frozen=True)
@@ -194,7 +204,7 @@ def _read(folder: str | Path, rank: int) -> tuple[dict[str, Any], dict[int, dict
     try:
         header, *steps = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         for number, (record, fields) in enumerate([(header, _HEADER), *((entry, _ENTRY) for entry in steps)], 1):
-            if not isinstance(record, dict) or (names := wrong(record, fields)):
+            if not isinstance(record, dict) or (names := wrong(record, fields, _TRANSFERS)):
                 what = ", ".join(names) if isinstance(record, dict) else "an object"
                 raise ValueError(f"line {number} has no valid value of {what}")
         return header, {entry["step"]: entry for entry in steps}
@@ -207,7 +217,7 @@ def _read(folder: str | Path, rank: int) -> tuple[dict[str, Any], dict[int, dict
 def _timeline(entries: list[dict[str, Any]], stage_to_rank: tuple[int, ...], one_host: bool) -> Timeline:
     """Return the timeline of one step from its entries in all ranks' files; its recorded plan must be complete."""
     first = min(entry["began"] for entry in entries)
-    ranks, start, end, waited = [], {}, {}, {}
+    ranks, start, end, waited, transfers = [], {}, {}, {}, []
     for entry in entries:
         later = entry["began"] - first if one_host else 0.0
         turns = [parse_turn(name) for name, *_ in entry["actions"]]
@@ -216,5 +226,12 @@ def _timeline(entries: list[dict[str, Any]], stage_to_rank: tuple[int, ...], one
                 start[action], end[action] = (begin + later) * _MILLISECONDS, (stop + later) * _MILLISECONDS
             waited[turn[0]] = wait * _MILLISECONDS
         ranks.append(turns)
+        found = entry.get("transfers", [])
+        transfers.append(
+            tuple(
+                Transfer(name, (begin + later) * _MILLISECONDS, (stop + later) * _MILLISECONDS, wait * _MILLISECONDS)
+                for name, begin, stop, wait in found
+            )
+        )
     plan = plan_of_turns(ranks, stage_to_rank)
-    return Timeline(check(plan, plan.num_microbatches), start, end, waited)
+    return Timeline(check(plan, plan.num_microbatches), start, end, waited, tuple(transfers))

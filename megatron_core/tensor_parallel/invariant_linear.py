@@ -6,18 +6,28 @@ are added to ``main_grad`` in float64, without rounding.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial, reduce
+from functools import cached_property, partial
 from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
 
+from megatron_core.config.invariance import additions
 from megatron_core.errors import LayoutError
-from megatron_core.ops.exact_sum import add_exactly_, add_rows_exactly_, exact
-from megatron_core.ops.fixed_products import ROWS, chunk_product, product_, product_of_parts
+from megatron_core.ops.exact_sum import add_rows_exactly_, exact
+from megatron_core.ops.fixed_products import (
+    ROWS,
+    InnerRange,
+    Tokens,
+    add_chunk_products_,
+    is_native,
+    product_,
+    sum_of_products_,
+)
 from megatron_core.parallel.collectives import start_gather_sequence
-from megatron_core.parallel.invariance import Invariance, all_reduce_in_tree, reduce_scatter_in_tree, tree_sum
+from megatron_core.parallel.invariance import Invariance, all_reduce_in_tree, reduce_scatter_in_tree
 from megatron_core.parallel.sharding import Range, ShardSpec
 from megatron_core.tensor_parallel.linear import LinearComm, gather_input, main_grad_of
 
@@ -73,10 +83,36 @@ class WeightParts:
         ends = list(accumulate(stop - start for start, stop in ranges))
         return [(run, (end - run[1] + run[0], end)) for run, end in zip(ranges, ends, strict=True)]
 
+    def runs_for(self, x: Tensor) -> list[tuple[Range, Range]]:
+        """``columns`` for products of ``x``; neighbours are joined if the bits do not depend on the shapes."""
+        return self._joined if is_native(x) else self.columns
+
+    @cached_property
+    def _joined(self) -> list[tuple[Range, Range]]:
+        joined: list[tuple[Range, Range]] = []
+        for rows, columns in self.columns:
+            if joined and (rows[0], columns[0]) == (joined[-1][0][1], joined[-1][1][1]):
+                (first, _), (begin, _) = joined.pop()
+                rows, columns = (first, rows[1]), (begin, columns[1])
+            joined.append((rows, columns))
+        return joined
+
     @cached_property
     def width(self) -> int:
         """For a split output: its columns."""
         return max(stop for _, (_, stop) in self.columns)
+
+    @cached_property
+    def addends(self) -> tuple[InnerRange, ...]:
+        """The addends of the sum over the split features, and the order of their sum: the ranges of a part in turn, and
+        the tree over parts."""
+        found, of_runs = [], iter(self.columns)
+        for part, after in zip(self.runs, additions(len(self.runs)), strict=True):
+            for number, (start, stop) in enumerate(part):
+                column = next(of_runs)[1][0] if self.splits_output else start
+                last = after if number == len(part) - 1 else 0
+                found.append(InnerRange(column, start, stop - start, (number > 0) + last))
+        return tuple(found)
 
 
 def invariant_linear(
@@ -111,12 +147,7 @@ class _InvariantLinear(torch.autograd.Function):
         if needs_bias:
             _add_bias_grad(bias, flat, parts)
         if needs_weight:
-            queue = getattr(weight, "grad_queue", None)
-            job = partial(_add_weight_grad, weight, x, grad_y, comm, parts)
-            if queue is not None and queue.is_collecting:
-                queue.put(job)
-            else:
-                job()
+            _compute_or_defer(weight, partial(_add_weight_grad, weight, x, grad_y, comm, parts))
         grad_x = None
         if needs_x:
             grad_x = input_grads_of(flat, weight.to(flat.dtype), parts)
@@ -124,54 +155,44 @@ class _InvariantLinear(torch.autograd.Function):
         return grad_x, None, None, None, None
 
 
+def _compute_or_defer(weight: nn.Parameter, job: Callable[[], None]) -> None:
+    """Compute a weight's gradient now, or when the pipeline schedule asks for it."""
+    queue = getattr(weight, "grad_queue", None)
+    if queue is not None and queue.is_collecting:
+        queue.put(job)
+    else:
+        job()
+
+
 def outputs_of(x: Tensor, weight: Tensor, parts: WeightParts) -> Tensor:
     """x W^T ``[R, O]``; with a split input, this rank's subtree of the sum over parts."""
-    return (_outputs if parts.splits_output else _sum_over_inputs)(x, weight, parts)
+    return (_by_parts if parts.splits_output else _sum_over_parts)(x, weight.t(), parts)
 
 
 def input_grads_of(grad_y: Tensor, weight: Tensor, parts: WeightParts) -> Tensor:
     """grad_y W ``[R, I]``; with a split output, this rank's subtree of the sum over parts."""
-    return (_sum_over_outputs if parts.splits_output else _input_grads)(grad_y, weight, parts)
+    return (_sum_over_parts if parts.splits_output else _by_parts)(grad_y, weight, parts)
 
 
-def _outputs(x: Tensor, weight: Tensor, parts: WeightParts) -> Tensor:
+def _by_parts(x: Tensor, matrix: Tensor, parts: WeightParts) -> Tensor:
+    """x matrix ``[R, N]``, if the parts split N."""
     y = x.new_empty(x.shape[0], parts.width)
     done: dict[Range, Range] = {}
-    for rows, columns in parts.columns:
+    for of_matrix, columns in parts.runs_for(x):
         target = y[:, slice(*columns)]
-        if rows in done:
-            target.copy_(y[:, slice(*done[rows])])
+        if of_matrix in done:
+            target.copy_(y[:, slice(*done[of_matrix])])
         else:
-            product_(target, x, weight[slice(*rows)].t(), parts.rows)
-            done[rows] = columns
+            product_(target, x, matrix[:, slice(*of_matrix)], parts.rows)
+            done[of_matrix] = columns
     return y
 
 
-def _sum_over_inputs(x: Tensor, weight: Tensor, parts: WeightParts) -> Tensor:
-    own = [slice(*run) for (run,) in parts.runs]
-    return product_of_parts(
-        [(x[:, at], weight[:, at].t()) for at in own], partial(tree_sum, add=Tensor.add_), parts.rows
-    )
-
-
-def _sum_over_outputs(grad_y: Tensor, weight: Tensor, parts: WeightParts) -> Tensor:
-    """The gradient of the input: the sum over the ranges of a part, then the tree over parts."""
-    lengths = [len(part) for part in parts.runs]
-
-    def join(sums: list[Tensor]) -> Tensor:
-        of_ranges = iter(sums)
-        of_parts = [reduce(Tensor.add_, [next(of_ranges) for _ in range(length)]) for length in lengths]
-        return tree_sum(of_parts, Tensor.add_)
-
-    pairs = [(grad_y[:, slice(*columns)], weight[slice(*rows)]) for rows, columns in parts.columns]
-    return product_of_parts(pairs, join, parts.rows)
-
-
-def _input_grads(grad_y: Tensor, weight: Tensor, parts: WeightParts) -> Tensor:
-    grad_x = grad_y.new_empty(grad_y.shape[0], weight.shape[1])
-    for (run,) in parts.runs:
-        product_(grad_x[:, slice(*run)], grad_y, weight[:, slice(*run)], parts.rows)
-    return grad_x
+def _sum_over_parts(x: Tensor, matrix: Tensor, parts: WeightParts) -> Tensor:
+    """x matrix ``[R, N]``, if the parts split the inner index."""
+    y = x.new_empty(x.shape[0], matrix.shape[1])
+    sum_of_products_(y, x, matrix, parts.addends, parts.rows)
+    return y
 
 
 def _reduced(grad_x: Tensor, comm: LinearComm) -> Tensor:
@@ -185,23 +206,18 @@ def _add_weight_grad(weight: nn.Parameter, x: Tensor, grad_y: Tensor, comm: Line
     if comm.gather_sequence:
         x, gathering = start_gather_sequence(x, comm.group)
         gathering.wait()
-    total, invariance = exact_grad_of(weight), parts.invariance
-    wide = torch.promote_types(x.dtype, torch.float32)
-    x, grad_y = x.to(wide), grad_y.to(wide)
-    for chunk in invariance.chunks_of(x.shape[0]):
-        for sample in range(x.shape[1]):
-            add_chunk_grads_(total, grad_y[chunk, sample], x[chunk, sample], parts)
+    chunks = [(chunk, b) for chunk in parts.invariance.chunks_of(x.shape[0]) for b in range(x.shape[1])]
+    _add_products(exact_grad_of(weight), grad_y, x, chunks, parts)
 
 
-def add_chunk_grads_(total: Tensor, grad_y: Tensor, x: Tensor, parts: WeightParts) -> None:
-    """total_OI += grad_y_TO^T x_TI, one product for each canonical part."""
+def _add_products(total: Tensor, grad_y: Tensor, x: Tensor, chunks: Sequence[Tokens], parts: WeightParts) -> None:
+    """total_OI += grad_y_c^T x_c for each chunk c of grad_y_SBO and x_SBI, a product for each canonical part."""
     terms = parts.invariance.products
     if parts.splits_output:
-        for rows, columns in parts.columns:
-            add_exactly_(total[slice(*rows)], chunk_product(grad_y[:, slice(*columns)], x), terms)
+        for rows, columns in parts.runs_for(x):
+            add_chunk_products_(total[slice(*rows)], grad_y[..., slice(*columns)], x, chunks, [slice(None)], terms)
     else:
-        for (run,) in parts.runs:
-            add_exactly_(total[:, slice(*run)], chunk_product(grad_y, x[:, slice(*run)]), terms)
+        add_chunk_products_(total, grad_y, x, chunks, [slice(*run) for (run,) in parts.runs], terms)
 
 
 def _add_bias_grad(bias: nn.Parameter, grad_y: Tensor, parts: WeightParts) -> None:
@@ -292,12 +308,7 @@ class _InvariantGroupedLinear(torch.autograd.Function):
         x, _ = ctx.saved_tensors
         weight, chunks, parts, grad_y = ctx.weight, ctx.chunks, ctx.parts, grad_y.contiguous()
         if ctx.needs_input_grad[1]:
-            queue = getattr(weight, "grad_queue", None)
-            job = partial(_add_expert_grads, weight, x, grad_y, chunks, parts)
-            if queue is not None and queue.is_collecting:
-                queue.put(job)
-            else:
-                job()
+            _compute_or_defer(weight, partial(_add_expert_grads, weight, x, grad_y, chunks, parts))
         grad_x = None
         if ctx.needs_input_grad[0]:
             grad_x = torch.zeros_like(x)
@@ -308,8 +319,5 @@ class _InvariantGroupedLinear(torch.autograd.Function):
 
 
 def _add_expert_grads(weight: nn.Parameter, x: Tensor, grad_y: Tensor, chunks: Chunks, parts: WeightParts) -> None:
-    total, wide = exact_grad_of(weight), torch.promote_types(x.dtype, torch.float32)
-    x, grad_y = x.to(wide), grad_y.to(wide)
-    for of_expert, own in zip(chunks.of_expert, total, strict=True):
-        for rows in of_expert:
-            add_chunk_grads_(own, grad_y[rows], x[rows], parts)
+    for of_expert, own in zip(chunks.of_expert, exact_grad_of(weight), strict=True):
+        _add_products(own, grad_y.unsqueeze(1), x.unsqueeze(1), [(rows, 0) for rows in of_expert], parts)

@@ -11,9 +11,14 @@ from pathlib import Path
 from torch import Tensor
 
 from megatron_core.checkpoint.folder import iteration_folder, rank_file
+from megatron_core.config.resilience import FAULTS_ON_LINKS
 from megatron_core.errors import ConfigError
+from megatron_core.parallel.links.faults import LinkFault
+from megatron_core.parallel.links.recorder import LINKS
+from megatron_core.storage import location
 from megatron_core.training.callbacks import Callback
 from megatron_core.training.setup import Run
+from megatron_core.training.step import StepResult
 
 SLOW_SECONDS = 5.0
 FULL_BYTES = 4096
@@ -36,6 +41,8 @@ class Faults(Callback):
         self.run, self._left = run, list(due.values())
         self._file_limits: tuple[int, int] | None = None
         self._damage = ""
+        LINKS.faults.remembers = any(fault.kind.endswith("-stale") for fault in self._left)
+        LINKS.faults.name_groups(run.groups)
         self._weights: tuple[Tensor, Tensor] | None = None
         """Weights that are NaN in this step, and their values."""
         if run.world.size == 1 and any(fault.kind == "hang" for fault in self._left):
@@ -46,7 +53,7 @@ class Faults(Callback):
 
     def _due(self, *kinds: str) -> str | None:
         """Return the kind of a fault that is due in the current step, or None; each fault is injected once."""
-        step = self.run.state.iteration + ("nan" in kinds)
+        step = self.run.state.iteration + ("nan" in kinds)  # of the next step, or of the checkpoint after a step
         due = next((f for f in self._left if f.kind in kinds and f.step == step), None)
         if due is None:
             return None
@@ -58,7 +65,7 @@ class Faults(Callback):
 
     def before_step(self) -> None:
         """Inject the faults that are due in the next step."""
-        while kind := self._due("nan", "kill", "exception", "hang", "slow"):
+        while kind := self._due("nan", "kill", "exception", "hang", "slow", *FAULTS_ON_LINKS):
             if kind == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             if kind == "exception":
@@ -69,6 +76,9 @@ class Faults(Callback):
                 time.sleep(SLOW_SECONDS)
             if kind == "nan":
                 self._spoil_weights()
+            fault = LinkFault.of(kind)
+            if fault is not None:
+                LINKS.faults.arm(fault)
 
     def before_update(self) -> None:
         """Restore the weights that were NaN in this step."""
@@ -76,6 +86,12 @@ class Faults(Callback):
             spoiled, kept = self._weights
             spoiled.copy_(kept)
             self._weights = None
+
+    def after_step(self, result: StepResult) -> None:
+        """Report transmission faults that changed no tensor in their step."""
+        for fault in LINKS.faults.disarm():
+            where = f"{self.run.world.prefix} {fault.axis}-{fault.damage} in step {self.run.state.iteration}"
+            print(f"note: {where.lstrip()} has not happened: no tensor of 16 elements was changed", file=sys.stderr)
 
     def after_run(self) -> None:
         """Report faults that were not injected, so that a mistyped step does not look like a fault the run survived."""
@@ -107,13 +123,15 @@ class Faults(Callback):
     def after_save(self, temporary: bool, saved: bool) -> None:
         """Damage the checkpoint, if this fault is due."""
         self.close()
-        folder = iteration_folder(Path(self.run.config.checkpoint.save or "."), self.run.state.iteration)
+        folder = iteration_folder(location(self.run.config.checkpoint.save or "."), self.run.state.iteration)
         part = folder / rank_file(self.run.world.rank)
         if self._damage in ("truncated-write", "flip-bit"):
             _damage(part, self._damage)
 
     def close(self) -> None:
-        """Restore the limit of file sizes."""
+        """Restore the limit of file sizes, and inject no more transmission faults."""
+        LINKS.faults.remembers = False
+        LINKS.faults.disarm()
         if self._file_limits is not None:
             resource.setrlimit(resource.RLIMIT_FSIZE, self._file_limits)
             self._file_limits = None

@@ -1,8 +1,8 @@
-"""--trace-pipeline: start and end times of the actions in this rank's steps."""
+"""--trace-pipeline: start and end times of the actions and transfers in this rank's steps."""
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +15,10 @@ from megatron_core.parallel.grid import WORLD
 from megatron_core.parallel.meter import METER
 from megatron_core.pipeline_parallel.executor import Listener
 from megatron_core.schedules.actions import Action
+from megatron_core.schedules.simulate import Transfer
 from megatron_core.schedules.trace import Recording, TraceWriter
+
+AroundPlan = Callable[[Listener], AbstractContextManager[Listener]]
 
 
 def trace_writer(config: RunConfig, groups: ParallelGroups, stage_to_rank: tuple[int, ...]) -> TraceWriter | None:
@@ -28,29 +31,40 @@ def trace_writer(config: RunConfig, groups: ParallelGroups, stage_to_rank: tuple
 
 
 @contextmanager
-def traced(
-    trace: TraceWriter | None, step: int, listener: Listener, groups: ParallelGroups, device: torch.device
-) -> Iterator[Listener]:
-    """Yield a listener that records the step in this context, and write the recording afterwards.
+def traced(trace: TraceWriter | None, step: int, groups: ParallelGroups, device: torch.device) -> Iterator[AroundPlan]:
+    """Yield a hook around the plan of the step in this context, and write the recording after the step.
 
-    All ranks start a recorded step together. Without a trace, or if it is full, ``listener`` is yielded unchanged.
+    The hook takes the executor's listener and yields one that records. All ranks start a recorded plan together. The
+    transfers of the step are recorded from there to its end. Without a trace, or if it is full, the hook yields the
+    listener unchanged.
     """
     if trace is None or trace.is_full:
-        yield listener
+        yield nullcontext
         return
-    all_reduce_(torch.zeros(1, device=device), groups.group(WORLD))
-    recording = Recording(clock_of(device), METER.waited if METER.on else lambda: 0.0)
+    recorded: list[tuple[Recording, int]] = []
 
-    def begin(action: Action) -> None:
-        recording.begin(action)
-        listener.on_begin(action)
+    @contextmanager
+    def around_plan(listener: Listener) -> Iterator[Listener]:
+        all_reduce_(torch.zeros(1, device=device), groups.group(WORLD))
+        recording = Recording(clock_of(device), METER.waited if METER.on else lambda: 0.0)
+        recorded.append((recording, METER.mark()))
 
-    def end(action: Action) -> None:
-        listener.on_end(action)
-        recording.end(action)
+        def begin(action: Action) -> None:
+            recording.begin(action)
+            listener.on_begin(action)
 
-    yield replace(listener, on_begin=begin, on_end=end)
-    trace.write(step, recording)
+        def end(action: Action) -> None:
+            listener.on_end(action)
+            recording.end(action)
+
+        yield replace(listener, on_begin=begin, on_end=end)
+
+    yield around_plan
+    for recording, mark in recorded:
+        if METER.on:
+            flights = METER.flights_since(mark)
+            recording.transfers = [Transfer(each.phase, each.start, each.end, each.waited) for each in flights]
+        trace.write(step, recording)
 
 
 def clock_of(device: torch.device) -> Callable[[], float]:

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
-from megatron_core.monitor.chrome_trace import events_of, merge, profiler_events, rank_trace, tracks, write_events
+from megatron_core.monitor.chrome_trace import events_of, merge, profiler_events, rank_trace, write_events
 from megatron_core.output_file import TRACE, refuse_other_file
 from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.grid import WORLD
 from megatron_core.parallel.meter import METER, StepTimes
+from megatron_core.schedules.draw import tracks
 from megatron_core.training.setup import Run
 
 
@@ -21,7 +22,7 @@ class Profile:
 
     def __init__(self, run: Run) -> None:
         self.run, self.settings = run, run.config.monitor
-        self.folder = Path(self.settings.profile_dir or Path(run.config.checkpoint.save or ".") / "profile")
+        self.folder = Path(self.settings.profile_dir or (run.config.checkpoint.run_folder or Path(".")) / "profile")
         self._wanted = self.settings.profile
         self._own = not self.settings.profile_ranks or run.world.rank in self.settings.profile_ranks
         if self._wanted and self._own:

@@ -53,7 +53,7 @@ class Measurements(Callback):
         run = self.run
         if not self.settings.record_times:
             return
-        metrics = metrics_path(self.settings, run.config.checkpoint.save)
+        metrics = metrics_path(self.settings, run.config.checkpoint.run_folder)
         path = None if metrics is None else rank_file(metrics, run.world.rank)
         earlier = read_rank_file(path, []) if path is not None and path.is_file() else []
         for record in earlier:

@@ -43,6 +43,7 @@ from megatron_core.training.saving import CheckpointSaver
 from megatron_core.training.state import TrainState, load_state, open_checkpoint
 from megatron_core.transformer.compiled import compile_layers
 from megatron_core.transformer.cuda_graphs import graph_layers
+from megatron_core.transformer.flex_attention import validate_flex
 from megatron_core.transformer.layer_spec import LayerSpecs, auxiliary_loss_names, layer_spec
 
 
@@ -293,6 +294,7 @@ def set_up(
         check(loaded, world.size)
         config = loaded
     validate_backend(config.model.kernel_backend, world.device.type, getattr(torch, config.training.compute_dtype))
+    validate_flex(config.model.attention_backend, world.device)
     # Plans, process groups and data.
     parallel = config.parallel
     plans = Plans(config, parallel.data_parallel_size(world.size))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -52,10 +51,7 @@ def train_step(run: Run, *, stop: bool = False, hooks: StepHooks = NO_HOOKS) -> 
         else state.iteration - state.skipped_iterations + 1
     )
     lr = run.schedule.lr(step)
-    # Collect pipeline times, statistics and auxiliary losses if configured.
-    if run.trace is not None:
-        trace = partial(traced, run.trace, state.iteration + 1, groups=run.groups, device=run.world.device)
-        hooks = replace(hooks, around_plan=trace)
+    # Collect statistics and auxiliary losses if configured.
     statistics = StepStatistics(run)
     hooks = replace(hooks, statistics=statistics.own)
     model = run.config.model
@@ -66,20 +62,23 @@ def train_step(run: Run, *, stop: bool = False, hooks: StepHooks = NO_HOOKS) -> 
         num_experts=model.num_experts or 0,
         counts=count_later_tokens(batches, mtp_loss_names(model)),
     )
-    # Take the step, then update the experts' biases and the counters.
-    outcome = take_step(
-        run,
-        run.plans.training(size.num_microbatches),
-        forward_step(run, batches, auxiliary, statistics),
-        count_tokens(batches),
-        lr,
-        lengths=message_lengths(batches),
-        auxiliary=auxiliary,
-        weight_decay=run.schedule.weight_decay(step),
-        decoupled_lr=None if run.decoupled_schedule is None else run.decoupled_schedule.lr(step),
-        stop=stop,
-        hooks=hooks,
-    )
+    # Take the step, with times of the pipeline if configured; then update the experts' biases and the counters.
+    with traced(run.trace, state.iteration + 1, run.groups, run.world.device) as around_plan:
+        if run.trace is not None:
+            hooks = replace(hooks, around_plan=around_plan)
+        outcome = take_step(
+            run,
+            run.plans.training(size.num_microbatches),
+            forward_step(run, batches, auxiliary, statistics),
+            count_tokens(batches),
+            lr,
+            lengths=message_lengths(batches),
+            auxiliary=auxiliary,
+            weight_decay=run.schedule.weight_decay(step),
+            decoupled_lr=None if run.decoupled_schedule is None else run.decoupled_schedule.lr(step),
+            stop=stop,
+            hooks=hooks,
+        )
     if not outcome.skipped:
         update_expert_biases(run.stages.values(), {n: load[:-1] for n, load in outcome.expert_load.items()})
     _advance(run, size, skipped=outcome.skipped)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch
 from torch import Tensor, nn
 
-from megatron_core.parallel.compiled import compile_forward
+from megatron_core.parallel.compiled import compile_forward, keep_out_of_graphs
 from megatron_core.transformer.attention import SelfAttention
 from megatron_core.transformer.block import TransformerLayer
 from megatron_core.transformer.context import SequenceContext
@@ -30,7 +29,7 @@ def compile_layers(
     for layer in layers:
         eager = dict(_eager_parts(layer, packs_documents=packs_documents))
         for part in eager.values():
-            part.forward = torch.compiler.disable(part.forward)
+            keep_out_of_graphs(part)
         found |= dict.fromkeys(eager)
         compile_forward(layer, fullgraph=not eager, backend=backend, eager_if=_generates)
     return DIVIDED.format(parts=", ".join(found)) if found else ""

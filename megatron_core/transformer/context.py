@@ -18,6 +18,7 @@ from megatron_core.parallel.groups import WHOLE_SEQUENCES, ContextGroups, Group,
 from megatron_core.parallel.initialization import Normal
 from megatron_core.parallel.micro_batch import SequenceSplit
 from megatron_core.tensor_parallel import ColumnParallelLinear, KeyedDropout, ModelParallelConfig, RowParallelLinear
+from megatron_core.tensor_parallel.layers import vocabulary_per_rank
 from megatron_core.transformer.auxiliary_loss import MicroBatchAuxiliaryLosses, Unit
 from megatron_core.transformer.paged_attention import KeyValueStore
 
@@ -48,6 +49,13 @@ class LayerContext:
         """The split of sequences over tensor-parallel and context-parallel ranks."""
         tp, cp = self.tp_group, self.cp.whole
         return SequenceSplit(tp.rank(), tp.size(), self.sequence_parallel, cp.rank(), cp.size())
+
+    def vocabulary_per_rank(self, vocab_size: int) -> int:
+        """Rows of the padded vocabulary per rank; with canonical parts those of as many ranks as there are parts."""
+        size, parts = self.tp_group.size(), 1
+        if (invariance := self.parallel.invariance) is not None:
+            parts = invariance.local_parts(self.tp_group)
+        return vocabulary_per_rank(vocab_size, self.config.make_vocab_size_divisible_by * parts, size)
 
     def of_layer(self, layer_number: int) -> LayerContext:
         """Return the context of a layer, without FP8 if the layer does not use FP8."""
@@ -107,6 +115,8 @@ class PackedDocuments:
     """For each sequence, the lengths of its documents in tokens, in order."""
     device: torch.device
     """Device of ``masked``."""
+    masks: dict[int | None, Any] = field(default_factory=dict, compare=False, repr=False)
+    """The masks of FlexAttention by window, for all layers of the micro-batch."""
 
     @classmethod
     def of(cls, lengths: Sequence[Sequence[int]], batch: int, length: int, device: torch.device) -> PackedDocuments:

@@ -5,17 +5,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from megatron_core.config.attention import QUERY_BLOCK
+from megatron_core.errors import ConfigError
 from megatron_core.ops import attention_softmax
 from megatron_core.ops.attention import causal_attention, has_native_attention
 from megatron_core.ops.paged_attention import has_native_paged_attention, native_paged_attention
 from megatron_core.parallel.groups import ALONE, Group
-from megatron_core.transformer.context import LayerContext, SequenceContext
+from megatron_core.transformer.context import LayerContext, PackedDocuments, SequenceContext
 from megatron_core.transformer.document_attention import takes_variable_lengths, variable_length_attention
+from megatron_core.transformer.flex_attention import flex_attention, unsupported_reason
 from megatron_core.transformer.paged_attention import PagedStep, gathered
 
 
@@ -39,9 +42,10 @@ class CoreAttention(nn.Module):
     ``left`` keys before it (-1: all), and to no key after it, regardless of ``right``. ``heads_over`` is the group over
     which the heads of a tensor-parallel rank are split further.
     The fused path is torch's ``scaled_dot_product_attention``; in float32 on a CPU ``ops.causal_attention``, which
-    takes half of its time; for packed documents on a GPU torch's variable-length flash attention. With bounded scores
-    (``attn_logit_softcapping``) and with attention dropout, whose mask must depend on the global head index and not on
-    a generator, the formula is evaluated for blocks of queries over the keys that they can see. The reference,
+    takes half of its time; for packed documents on a GPU torch's variable-length flash attention. FlexAttention
+    computes windows, bounded scores (``attn_logit_softcapping``) and other documents on a GPU. Elsewhere, for bounded
+    scores and for attention dropout, whose mask must depend on the global head index and not on a generator, the
+    formula is evaluated for blocks of queries over the keys that they can see. The reference,
     ``attention_backend='unfused'``, evaluates it for all queries and keys.
     Source: Vaswani et al. 2017, section 3.2.1; Ainslie et al. 2023 for groups; Beltagy et al. 2020, section 3.1, for
     the window.
@@ -60,6 +64,8 @@ class CoreAttention(nn.Module):
         self.softcap = config.attn_logit_softcapping
         self.unfused = config.attention_backend == "unfused"
         self.by_formula = self.unfused or self.softcap is not None
+        self.flex: Literal["auto", "always", "never"] = "always" if config.attention_backend == "flex" else "auto"
+        """When FlexAttention is used: where it serves, in each training step, or, in graphs, never."""
         self.backend = config.kernel_backend
         self.dropout = context.dropout(config.attention_dropout, f"layers.{layer_number}.attention_weights")
         parts = context.tp_group.size() * heads_over.size()
@@ -78,6 +84,8 @@ class CoreAttention(nn.Module):
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         if self.unfused or (by_formula and context.attention_mask is not None):
             out = self._unfused(query, key, value, context)
+        elif context.attention_mask is None and not self.dropout.active and self._is_flex(query, key, value, documents):
+            out = flex_attention(query, key, value, window=self.window, softcap=self.softcap, documents=documents)
         elif context.attention_mask is not None:
             out = _masked_attention(query, key, value, _masked(context), self.window)
         else:
@@ -90,6 +98,18 @@ class CoreAttention(nn.Module):
             else:
                 out = _attention_by_documents(query, key, value, documents.lengths, attend)
         return out.permute(2, 0, 1, 3).flatten(2)
+
+    def _is_flex(self, query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments | None) -> bool:
+        """Whether FlexAttention computes this call; ConfigError if it is requested and does not support it."""
+        has_window = self.window is not None and self.window < len(query[0, 0])
+        serves = self.softcap is not None or (has_window if documents is None else True)
+        if self.flex == "never" or (self.flex == "auto" and not serves) or torch.compiler.is_compiling():
+            return False
+        reason = unsupported_reason(query, key, value)
+        if self.flex == "always" and reason is not None:
+            raise ConfigError(f"attention_backend=flex: {reason}; use attention_backend=auto")
+        is_varlen = documents is not None and not self.by_formula and takes_variable_lengths(query, key, value)
+        return reason is None and (self.flex == "always" or not is_varlen)
 
     def attend_cached(self, query: Tensor, keys: Tensor, values: Tensor, step: PagedStep) -> Tensor:
         """Compute attention of the ``step.cached`` first tokens of a step, ``[tokens, heads, d]``.

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_core.context_parallel import Exchange, Products, Tile, Unfused, fused_products, tiles
 from megatron_core.context_parallel.products import finite, merge_
@@ -209,7 +209,8 @@ class _ChunkedAttention(torch.autograd.Function):
         grad_query = torch.zeros_like(query, dtype=lse.dtype)
         by_chunk = []
         for start, chunk in sequence.own_chunks():
-            total = torch.zeros(whole.shape, dtype=lse.dtype, device=whole.device)
+            # Keys after the chunk have gradients of 0, which the sums need not add.
+            total = torch.zeros((*whole.shape[:2], chunk[1], whole.shape[3]), dtype=lse.dtype, device=whole.device)
             grads = total.tensor_split([channels], dim=-1)
             for inside, tile in sequence.tiles(chunk):
                 at, of = _indices(start, inside, tile)
@@ -219,10 +220,20 @@ class _ChunkedAttention(torch.autograd.Function):
                     sum_ += part
             by_chunk.append(total)
         half = len(by_chunk) // 2
-        pairs = [first.add_(last) for first, last in zip(by_chunk[:half], reversed(by_chunk[half:]), strict=True)]
-        total = sequence.own_sum(tree_sum(pairs, Tensor.add_)).to(query.dtype)
+        pairs = [
+            _add_shorter(last, first) for first, last in zip(by_chunk[:half], reversed(by_chunk[half:]), strict=True)
+        ]
+        total = tree_sum(pairs, _add_shorter)
+        total = nn.functional.pad(total, (0, 0, 0, whole.shape[2] - total.shape[2]))
+        total = sequence.own_sum(total).to(query.dtype)
         grad_key, grad_value = total.tensor_split([channels], dim=-1)
         return grad_query.to(query.dtype), grad_key, grad_value, None
+
+
+def _add_shorter(total: Tensor, shorter: Tensor) -> Tensor:
+    """total += shorter, gradients of a part of its keys: ``[b, heads, n, e]``."""
+    total[:, :, : shorter.shape[2]] += shorter
+    return total
 
 
 def _indices(start: int, inside: slice, tile: Tile) -> tuple[tuple[slice, ...], tuple[slice, ...]]:

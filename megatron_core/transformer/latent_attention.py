@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 
 import torch
 from torch import Tensor, nn
@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from megatron_core.config import ModelConfig
 from megatron_core.ops import rope
 from megatron_core.parallel.collectives import copy_to_region, gather_from_sequence
+from megatron_core.parallel.invariance import all_reduce_in_tree, tree_sum
 from megatron_core.parallel.sharding import allocate, replicated
-from megatron_core.tensor_parallel.linear import parallel_linear
+from megatron_core.tensor_parallel.invariant_linear import WeightParts, invariant_linear
+from megatron_core.tensor_parallel.linear import NO_COMM, parallel_linear
 from megatron_core.transformer.context import LayerContext, SequenceContext
 from megatron_core.transformer.core_attention import CoreAttention
 from megatron_core.transformer.paged_attention import KeyValueStore, PagedStep
@@ -44,10 +46,31 @@ class DownProjection(nn.Module):
         spec = replicated(shape, context.tp_group.rank(), partial_grad=context.sequence_parallel)
         self.weight = allocate(spec, context.parallel.params_dtype, context.parallel.device)
         self.weight.init_method = context.init_method
+        self.parts = None
+        if (invariance := context.parallel.invariance) is not None:
+            of_tokens = invariance.over(context.tp_group.size() if context.sequence_parallel else 1)
+            self.parts = WeightParts.even(of_tokens, size, 1, splits_output=True)
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., h]`` -> ``[..., size]``."""
+        if self.parts is not None:
+            return invariant_linear(x, self.weight, None, NO_COMM, self.parts)
         return parallel_linear(x, self.weight, None)
+
+
+class _SharedByHeads(torch.autograd.Function):
+    """``[s, b, r]`` -> ``[s, b, heads, r]``; backward adds heads of a canonical part in turn, then parts and ranks in
+    the order of ``parallel.invariance``."""
+
+    @staticmethod
+    def forward(ctx, x, heads, parts, group):
+        ctx.parts, ctx.group = parts, group
+        return x.unsqueeze(2).expand(-1, -1, heads, -1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        of_parts = [reduce(torch.add, part.unbind(2)) for part in grad.chunk(ctx.parts, dim=2)]
+        return all_reduce_in_tree(tree_sum(of_parts), ctx.group), None, None, None
 
 
 class LatentAttention(nn.Module):
@@ -93,6 +116,7 @@ class LatentAttention(nn.Module):
         self.has_query_latent, self.sequence_parallel = q_rank is not None, context.sequence_parallel
         self.backend = config.kernel_backend
         self.query_factor = query_factor(config)
+        self.invariance = context.parallel.invariance
 
     def forward(self, hidden: Tensor, context: SequenceContext) -> tuple[Tensor, Tensor | None]:
         """Return (output, bias to add to the output, or None)."""
@@ -128,14 +152,22 @@ class LatentAttention(nn.Module):
         """
         latent, shared_key = self.linear_kv_down_proj(hidden).split([self.rank, self.turned], dim=-1)
         # Each rank uses the shared key part for its own heads, so its gradient is summed over ranks.
-        whole = gather_from_sequence if self.sequence_parallel else copy_to_region
-        return self.kv_layernorm(latent), rotate(whole(shared_key, self.tp_group))
+        if self.invariance is None:
+            whole = gather_from_sequence if self.sequence_parallel else copy_to_region
+            shared_key = whole(shared_key, self.tp_group)
+        elif self.sequence_parallel:  # ``_SharedByHeads`` sums the gradient over ranks
+            shared_key = gather_from_sequence(shared_key, self.tp_group, partial_grad=False)
+        return self.kv_layernorm(latent), rotate(shared_key)
 
     def _key_and_value(self, latent: Tensor, shared_key: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys ``[s, b, heads, d + r]`` and values ``[s, b, heads, v]``."""
         up, _ = self.linear_kv_up_proj(latent)
         plain, value = up.unflatten(-1, (self.heads, -1)).split([self.plain, self.value], dim=-1)
-        shared = shared_key.unsqueeze(2).expand(-1, -1, self.heads, -1)
+        if self.invariance is None:
+            shared = shared_key.unsqueeze(2).expand(-1, -1, self.heads, -1)
+        else:
+            parts = self.invariance.local_parts(self.tp_group)
+            shared = _SharedByHeads.apply(shared_key, self.heads, parts, self.tp_group)
         return torch.cat([plain, shared], dim=-1), value
 
     def _attend_with_cache(self, query: Tensor, latent: Tensor, shared_key: Tensor, cache: KeyValueStore) -> Tensor:

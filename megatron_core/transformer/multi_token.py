@@ -10,7 +10,7 @@ from megatron_core.parallel.collectives import (
     scatter_to_sequence,
 )
 from megatron_core.parallel.sharding import allocate, split
-from megatron_core.tensor_parallel.layers import vocabulary_per_rank
+from megatron_core.tensor_parallel.invariant_linear import invariant_lookup
 from megatron_core.tensor_parallel.lookup import vocab_parallel_lookup
 from megatron_core.transformer.block import TransformerLayer
 from megatron_core.transformer.context import LayerContext, SequenceContext
@@ -66,6 +66,7 @@ class MultiTokenPredictionBlock(nn.Module):
         super().__init__()
         config = context.config
         self.tp_group, self.sequence_parallel = context.tp_group, context.sequence_parallel
+        self.invariance = context.parallel.invariance
         self.scale = (config.hidden_size**0.5 if config.scale_embeddings else 1.0) * config.embedding_factor
         self.layers = nn.ModuleList(
             MultiTokenPredictionLayer(context, depth, layer_specs) for depth in range(config.mtp_num_layers or 0)
@@ -73,15 +74,18 @@ class MultiTokenPredictionBlock(nn.Module):
         self.word_embeddings: nn.Parameter | None = None
         if own_embedding:
             size, index = self.tp_group.size(), self.tp_group.rank()
-            padded = vocabulary_per_rank(vocab_size, config.make_vocab_size_divisible_by, size) * size
+            padded = context.vocabulary_per_rank(vocab_size) * size
             spec = split((vocab_size, config.hidden_size), 0, index, size, padded=padded)
             self.word_embeddings = allocate(spec, context.parallel.params_dtype, context.parallel.device)
             self.word_embeddings.init_method = context.embedding_init_method
 
-    def embed(self, tokens: Tensor, weight: Tensor) -> Tensor:
+    def embed(self, tokens: Tensor, weight: nn.Parameter) -> Tensor:
         """``[b, s]`` -> ``[s, b, h]`` (``[s/tp, b, h]`` with sequence parallelism) by embedding lookup."""
         first = self.tp_group.rank() * weight.shape[0]
-        found = vocab_parallel_lookup(tokens.transpose(0, 1), weight, first, self.tp_group.size())
+        if self.invariance is not None:
+            found = invariant_lookup(tokens.transpose(0, 1), weight, first, self.invariance)
+        else:
+            found = vocab_parallel_lookup(tokens.transpose(0, 1), weight, first, self.tp_group.size())
         combine = reduce_scatter_to_sequence if self.sequence_parallel else reduce_from_region
         found = combine(found, self.tp_group)
         return found if self.scale == 1.0 else found * self.scale

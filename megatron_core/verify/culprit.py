@@ -1,12 +1,14 @@
 """Find the first wrong tensor of a layout that fails: module, forward or backward, rank, and latest collective.
 
-One more step runs in one process and under the layout. Outputs of modules, and the gradients of these outputs, are
-compared where their rows are positions of the residual sequence: ``[n, b, h]``. Then the order of one process's program
-tells which of the wrong tensors is the first; everything that is computed from it is wrong, too.
+The step with the first wrong quantity runs once more in one process and under the layout. The weights before it are
+compared, then the outputs of modules and the gradients of these outputs, where their rows are positions of the residual
+sequence: ``[n, b, h]``. The order of one process's program tells which of the wrong tensors is the first; everything
+that is computed from it is wrong, too.
 """
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,14 +18,18 @@ import numpy as np
 from torch import Tensor
 
 from megatron_core.parallel.flight_recorder import RECORDER
+from megatron_core.parallel.texts import listed
 from megatron_core.training.setup import Run
 from megatron_core.transformer.block import TransformerBlock
 from megatron_core.transformer.context import SequenceContext
 from megatron_core.verify.compare import FLOAT64_BOUND, Errors
+from megatron_core.verify.trace import RankTrace, assemble
 
 FORWARD, BACKWARD = "forward", "backward"
 MOST_SAMPLES = 256
 """Number of samples of the step that are compared; they bound the memory."""
+MOST_ROWS = 256
+"""Number of rows among which a wrong one is sought."""
 
 
 class Key(NamedTuple):
@@ -36,8 +42,9 @@ class Key(NamedTuple):
 
 @dataclass
 class Reference:
-    """The tensors of one process, ``[s, h]``, in the order of its program."""
+    """The tensors of one process: weights before a step, and ``[s, h]`` of the step in the order of its program."""
 
+    weights: dict[str, np.ndarray] = field(default_factory=dict)
     values: dict[Key, np.ndarray] = field(default_factory=dict)
 
     def order(self) -> list[tuple[str, str]]:
@@ -54,8 +61,22 @@ class Difference:
     module: str
     rank: str
     error: float
-    collective: str
+    collective: str = ""
     """The latest collective or message of the rank before the tensor was computed."""
+    pattern: str = ""
+    """How it differs, for example by a factor."""
+
+
+@dataclass
+class Found:
+    """One rank's differences from one process."""
+
+    weights: dict[str, Difference] = field(default_factory=dict)
+    """By name, before the step."""
+    tensors: dict[tuple[str, str], Difference] = field(default_factory=dict)
+    """By direction and module."""
+    samples: set[int] = field(default_factory=set)
+    """The samples that this rank has computed, at least in part."""
 
 
 class _Watch:
@@ -64,7 +85,7 @@ class _Watch:
     def __init__(self, run: Run) -> None:
         self._now = threading.local()  # a pair of functions runs in two threads
         self._seen: set[Key] = set()
-        self._width = run.config.model.hidden_size
+        self._width, self._first = run.config.model.hidden_size, run.state.consumed_samples
         for stage in run.stages.values():
             for name, module in stage.named_modules():
                 module.register_forward_pre_hook(lambda _, args: self._enter(args))
@@ -95,7 +116,7 @@ class _Watch:
         assert context.sample_index is not None and context.residual_positions is not None, "checked by _leave"
         for column, sample in enumerate(context.sample_index.tolist()):
             key = Key(direction, name, sample)
-            if sample < MOST_SAMPLES and key not in self._seen:  # a forward may run once more in backward
+            if sample - self._first < MOST_SAMPLES and key not in self._seen:  # a forward may run once more in backward
                 self._seen.add(key)
                 self.take(key, context.residual_positions, x.detach()[:, column])
 
@@ -104,7 +125,8 @@ class Recorder(_Watch):
     """Stores the tensors of one process."""
 
     def __init__(self, run: Run) -> None:
-        self.reference = Reference()
+        whole = assemble([_weights(run)]).tensors
+        self.reference = Reference({name.removeprefix("weight."): values for name, values in whole.items()})
         super().__init__(run)
 
     def take(self, key: Key, positions: Tensor, values: Tensor) -> None:
@@ -118,21 +140,74 @@ class Comparer(_Watch):
     def __init__(self, run: Run, reference: Reference, bound: float = FLOAT64_BOUND) -> None:
         self._reference, self._bound = reference, bound
         self._rank = f"rank {run.world.rank} {run.groups.prefix}"
-        self.found: dict[tuple[str, str], Difference] = {}
+        self.found = Found()
+        for label, _, box, values in _weights(run).parts:
+            name = label.removeprefix("weight.")
+            whole = reference.weights.get(name)
+            error = np.inf if whole is None else _error(values, whole[box])
+            if not error <= bound and name not in self.found.weights:
+                pattern = "" if whole is None else pattern_of(values, whole[box], bound)
+                self.found.weights[name] = Difference(FORWARD, name, self._rank, error, pattern=pattern)
         super().__init__(run)
 
     def take(self, key: Key, positions: Tensor, values: Tensor) -> None:
         """Compare the rows of a tensor."""
-        expected = self._reference.values.get(key)
-        if expected is None or (key.direction, key.module) in self.found:
+        self.found.samples.add(key.sample)
+        whole = self._reference.values.get(key)
+        if whole is None or (key.direction, key.module) in self.found.tensors:
             return
-        scale = max(float(np.abs(expected).max(initial=0.0)), 1e-12)
-        found = values.double().cpu().numpy()
-        error = float(np.abs(found - expected[positions.cpu().numpy()]).max(initial=0.0)) / scale
+        found, expected = values.double().cpu().numpy(), whole[positions.cpu().numpy()]
+        error = _error(found, expected, whole)
         if not error <= self._bound:
             calls = RECORDER.content()["calls"]
             latest = f"{calls[-1]['what']} over {_ranks(calls[-1]['ranks'])}" if calls else ""
-            self.found[key.direction, key.module] = Difference(key.direction, key.module, self._rank, error, latest)
+            pattern = pattern_of(found, expected, self._bound, whole)
+            self.found.tensors[key.direction, key.module] = Difference(
+                key.direction, key.module, self._rank, error, latest, pattern
+            )
+
+
+def _weights(run: Run) -> RankTrace:
+    """This rank's parts of the weights."""
+    trace = RankTrace()
+    trace.add_weights(run.data_parallel, run.stages.values())
+    return trace
+
+
+def _error(found: np.ndarray, expected: np.ndarray, whole: np.ndarray | None = None) -> float:
+    """Largest error, relative to the largest element of ``whole``, by default of ``expected``."""
+    if found.shape != expected.shape:
+        return np.inf
+    scale = max(float(np.abs(expected if whole is None else whole).max(initial=0.0)), 1e-12)
+    error = float(np.abs(found - expected).max(initial=0.0)) / scale
+    return error if np.isfinite(error) else np.inf
+
+
+def pattern_of(found: np.ndarray, expected: np.ndarray, bound: float, whole: np.ndarray | None = None) -> str:
+    """How ``found`` differs from ``expected``, and the errors that usually cause it; empty if nothing is remarkable.
+
+    ``whole``, by default ``expected``, has all rows of one process.
+    """
+    if found.shape != expected.shape or not np.isfinite(found).all():
+        return "its shape differs" if found.shape != expected.shape else "it is not finite"
+    square = float((expected * expected).sum())
+    factor = float((found * expected).sum()) / square if square else 1.0
+    if square and not found.any():
+        return "it is 0: nothing arrived, or a mask hides all of it"
+    if abs(factor - 1) > bound and _error(found, factor * expected) <= bound:
+        return f"it is {factor:.6g} times the right one: a sum or a mean over ranks is missing or repeated"
+    if found.ndim < 2:
+        return ""
+    rows = np.abs(found - expected).max(axis=tuple(range(1, found.ndim)))
+    wrong = np.flatnonzero(rows > bound * max(float(np.abs(expected).max()), 1e-12))
+    others = (expected if whole is None else whole).reshape(-1, found[0].size)
+    flat = found.reshape(len(found), -1)[wrong[:MOST_ROWS]]
+    nearest = np.abs(flat[:, None] - others[None, :MOST_ROWS]).max(axis=-1).min(axis=-1, initial=np.inf)
+    if len(others) > 1 and (nearest <= bound * max(float(np.abs(others).max()), 1e-12)).all():
+        return "its rows are right, but in other places: an order, a split or positions are wrong"
+    if len(wrong) < len(found):
+        return f"{len(wrong)} of {len(found)} rows differ, from row {wrong[0]} on: a mask or the end of a part is wrong"
+    return ""
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -140,57 +215,105 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"ranks {shown}{', ...' * (len(ranks) > 8)}"
 
 
-def describe(reference: Reference, found: Iterable[Mapping[tuple[str, str], Difference]], errors: Errors) -> str:
-    """One sentence about the first wrong tensor; ``errors`` are those of the quantities beyond their bounds."""
+def first_step(errors: Errors) -> int:
+    """The step, from 0, of the earliest wrong quantity; 0 if only final weights are wrong."""
+    steps = (re.match(r"(?:loss|norm|grad|report)(\d+)", name) for name in errors)
+    return min((int(found[1]) for found in steps if found), default=0)
+
+
+def describe(reference: Reference, found: Sequence[Found], errors: Errors) -> str:
+    """One sentence about the first wrong tensor; ``errors`` are those of the quantities beyond their bounds.
+
+    ``reference`` and ``found`` are those of the step ``first_step(errors)``.
+    """
+    step = first_step(errors)
+    text = _first_wrong(reference, found, errors, step)
+    return f"first wrong: {text}" + (f"; in step {step + 1}, all steps before it are right" if step else "")
+
+
+def _first_wrong(reference: Reference, found: Sequence[Found], errors: Errors, step: int) -> str:
+    """The sentence without its beginning, and without the step."""
     order = reference.order()
-    wrong: dict[tuple[str, str], list[Difference]] = {}
+    modules = {direction: [module for each, module in order if each == direction] for direction in (FORWARD, BACKWARD)}
+    weights = _by_place(each.weights for each in found)
+    if weights:
+        names = _in_order(weights, modules[FORWARD])
+        first = weights[names[0]]
+        what = "updated weight" if step else "initial weight"
+        cause = "; losses, gradients and norm are right, so that the optimizer or a gather of weights is wrong"
+        return f"{what} {_first(names)}, {_where(first)}{cause if step else ''}"
+    computed = set().union(*(each.samples for each in found))
+    left_out = sorted({key.sample for key in reference.values} - computed)
+    if left_out and found:
+        return f"the samples of the step: no rank computes {listed(left_out)}; the data or the micro-batches are wrong"
+    tensors = _by_place(each.tensors for each in found)
+    for number, place in enumerate(order):
+        if place in tensors:
+            before = next((each for each in reversed(order[:number]) if each[0] == place[0]), None)
+            also = "; the loss is wrong before it" if place[0] == BACKWARD and f"loss{step}" in errors else ""
+            return _of_tensor(place, tensors[place], before) + also
+    return _of_quantity(errors, modules, step)
+
+
+def _of_quantity(errors: Errors, modules: Mapping[str, Sequence[str]], step: int) -> str:
+    """The first wrong quantity of a step whose outputs, and their gradients, are right."""
+    gradients = _in_order(_parameters(errors, f"grad{step}."), modules[BACKWARD])
+    if gradients:
+        kept = ", or gradients of the step before are kept" if step else ""
+        return (
+            f"gradient of the parameter {_first(gradients)}; outputs of modules and their gradients are right, so that "
+            f"its own product or a sum of parameter gradients over ranks is wrong{kept}"
+        )
+    if f"loss{step}" in errors:
+        return "the loss that is reported; outputs of modules and all gradients are right"
+    if f"norm{step}" in errors:
+        return "the gradient norm; all gradients are right"
+    reports = sorted(name for name in errors if name.startswith(f"report{step}."))
+    if reports:
+        return f"{_first(reports)}; losses, gradients and norm are right"
+    weights = _in_order(_parameters(errors, "weight."), modules[FORWARD])
+    if weights:
+        return (
+            f"updated weight {_first(weights)}; losses, gradients and norms are right, so that the optimizer or a "
+            "gather of weights is wrong"
+        )
+    return "copies of a value differ between ranks; all else is right"
+
+
+def _by_place(found: Iterable[Mapping[Any, Difference]]) -> dict[Any, list[Difference]]:
+    """The differences of all ranks by module or weight."""
+    wrong: dict[Any, list[Difference]] = {}
     for of_rank in found:
         for place, difference in of_rank.items():
             wrong.setdefault(place, []).append(difference)
-    for number, place in enumerate(order):
-        if place in wrong:
-            before = next((each for each in reversed(order[:number]) if each[0] == place[0]), None)
-            also = "; the loss is wrong before it" if place[0] == BACKWARD and "loss0" in errors else ""
-            return _of_tensor(place, wrong[place], before) + also
-    gradients = _parameters(errors, "grad0.", [module for direction, module in order if direction == BACKWARD])
-    if gradients:
-        return (
-            f"first wrong: gradient of {_first(gradients)}; outputs of modules and their gradients are right, so that "
-            "its own product or a sum of parameter gradients over ranks is wrong"
-        )
-    if "loss0" in errors:
-        return "first wrong: the loss that is reported; outputs of modules and all gradients are right"
-    if "norm0" in errors:
-        return "first wrong: the gradient norm of the first step; all gradients are right"
-    weights = _parameters(errors, "weight.", [module for direction, module in order if direction == FORWARD])
-    if weights:
-        return (
-            f"first wrong: updated weight {_first(weights)}; losses, gradients and norm of the first step are right, "
-            "so that the optimizer or a gather of weights is wrong"
-        )
-    reports = [name for name in errors if name.startswith("report")]
-    return (
-        f"first wrong: {_first(reports or sorted(errors) or ['copies of a value'])}; the first step is right otherwise"
-    )
+    return wrong
 
 
 def _first(names: Sequence[str]) -> str:
     return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
 
 
+def _where(there: Sequence[Difference]) -> str:
+    """Rank, error and pattern."""
+    first = there[0]
+    others = f" and {len(there) - 1} more rank{'s' * (len(there) > 2)}" if len(there) > 1 else ""
+    return f"on {first.rank}{others} (off by {first.error:.1e}{'; ' * bool(first.pattern)}{first.pattern})"
+
+
 def _of_tensor(place: tuple[str, str], there: Sequence[Difference], before: tuple[str, str] | None) -> str:
     direction, module = place
-    first = there[0]
     what = f"output of {module}" if direction == FORWARD else f"gradient of the output of {module}"
-    others = f" and {len(there) - 1} more ranks" if len(there) > 1 else ""
     right = f"; right before it: {before[1]}" if before is not None else ""
-    after = f", after {first.collective}" if first.collective else ""
-    return f"first wrong: {what}, in {direction}, on {first.rank}{others} (off by {first.error:.1e}){after}{right}"
+    after = f", after {there[0].collective}" if there[0].collective else ""
+    return f"{what}, in {direction}, {_where(there)}{after}{right}"
 
 
-def _parameters(errors: Errors, label: str, modules: Sequence[str]) -> list[str]:
-    """Wrong parameters in the order in which backward computes their gradients, as far as ``modules`` tells."""
-    names = [name.removeprefix(label) for name in errors if name.startswith(label)]
+def _parameters(errors: Errors, label: str) -> list[str]:
+    return [name.removeprefix(label) for name in errors if name.startswith(label)]
+
+
+def _in_order(names: Iterable[str], modules: Sequence[str]) -> list[str]:
+    """Names of parameters in the order in which ``modules`` has their modules."""
     places = {module: number for number, module in enumerate(modules)}
 
     def place(name: str) -> int:

@@ -17,7 +17,7 @@ from megatron_core.training.driver import StepHooks
 from megatron_core.training.setup import Run, set_up
 from megatron_core.training.state_hashes import HashedSteps, StateHashes
 from megatron_core.training.step import StepResult, train_step
-from megatron_core.verify.culprit import Comparer, Difference, Recorder, Reference
+from megatron_core.verify.culprit import Comparer, Found, Recorder, Reference
 from megatron_core.verify.ranks import run_ranks, this_world
 from megatron_core.verify.trace import RankTrace, Trace, assemble
 
@@ -42,19 +42,13 @@ class GPTExperiment:
         """Train and return the records of the initial state and of each step, equal on all ranks."""
         return train_hashed(self._configured(layout, dtype), self.steps)
 
-    def record(self) -> Reference:
-        """The tensors of a step in one process, in float64."""
-        run = prepared(self._configured(Layout(), "float64"))
-        recorder = Recorder(run)
-        train_step(run)
-        return recorder.reference
+    def record(self, step: int) -> Reference:
+        """The tensors of ``step`` in one process, in float64."""
+        return record_step(self._configured(Layout(), "float64"), step)
 
-    def compare(self, layout: Layout, reference: Reference) -> dict[tuple[str, str], Difference]:
-        """This rank's tensors of the step that differ from those of one process, in float64."""
-        run = prepared(self._configured(layout, "float64"))
-        comparer = Comparer(run, reference)
-        train_step(run)
-        return comparer.found
+    def compare(self, layout: Layout, reference: Reference, step: int) -> Found:
+        """This rank's tensors of ``step`` that differ from those of one process, in float64."""
+        return compare_step(self._configured(layout, "float64"), reference, step)
 
     def _configured(self, layout: Layout, dtype: str) -> RunConfig:
         config = configured(self.config, layout, dtype, self.own_settings if layout.world_size > 1 else {})
@@ -115,6 +109,30 @@ def train_hashed(config: RunConfig, steps: int) -> list[HashRecord]:
     return records
 
 
+def record_step(config: RunConfig, step: int) -> Reference:
+    """The tensors of ``step``, from 0, in one process."""
+    run = _trained(config, step)
+    recorder = Recorder(run)
+    train_step(run)
+    return recorder.reference
+
+
+def compare_step(config: RunConfig, reference: Reference, step: int) -> Found:
+    """This rank's tensors of ``step`` that differ from those of one process."""
+    run = _trained(config, step)
+    comparer = Comparer(run, reference)
+    train_step(run)
+    return comparer.found
+
+
+def _trained(config: RunConfig, steps: int) -> Run:
+    """A run after ``steps`` steps."""
+    run = prepared(config)
+    for _ in range(steps):
+        train_step(run)
+    return run
+
+
 def _reports(result: StepResult) -> dict[str, Sequence[float]]:
     """The auxiliary losses of layers, and the load of their experts."""
     added = {name: [value] for name, value in result.auxiliary_losses.items()}
@@ -140,7 +158,7 @@ class RaggedDataset:
 
     def __getitem__(self, index: int) -> Sample:
         """Sample ``index`` >= 0 of an infinite sequence."""
-        return _ragged(self.vocab_size, self.sequence_length, self.eod, index)
+        return _ragged(self.vocab_size, self.sequence_length, self.eod, index).copy()
 
 
 @lru_cache(maxsize=4096)
@@ -151,4 +169,6 @@ def _ragged(vocab_size: int, length: int, eod: int | None, index: int) -> Sample
         text[[mix64(9, index, i) % 6 == 0 for i in range(length + 1)]] = eod
     counted = 0 if index % 7 == 3 else 1 + mix64(8, index) % length
     mask = (np.arange(length) < counted).astype(np.float32)
+    for shared in (text, mask):
+        shared.setflags(write=False)
     return Sample(tokens=text[:-1], labels=text[1:], loss_mask=mask)

@@ -224,7 +224,7 @@ def measured_machine(
     disk = disk_rates(folder, 2**24 if quick else 2**27)
     hardware = Hardware(
         name="machine",
-        source="tools/diagnose.py --machine",
+        source="megatron-diagnose --machine",
         memory_bytes=memory,
         reserved_bytes=2e9 if gpus else min(5e8, memory / 4),
         devices_per_node=ranks,

@@ -1,7 +1,7 @@
 """Parity check: compare an experiment under many layouts with the same experiment in one process."""
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -12,7 +12,7 @@ from megatron_core.errors import ConfigError
 from megatron_core.parallel.shared_memory import backend as shared_memory
 from megatron_core.parallel.texts import listed
 from megatron_core.verify.compare import EPSILON, FLOAT64_BOUND, NOISE_FACTOR, Bounds, Errors, beyond, relative_errors
-from megatron_core.verify.culprit import Difference, Reference, describe
+from megatron_core.verify.culprit import Found, Reference, describe, first_step
 from megatron_core.verify.noise import REORDERED_RUNS, rounding_noise
 from megatron_core.verify.ranks import RankFailure, run_ranks, run_simulated
 from megatron_core.verify.trace import RankTrace, Trace, assemble
@@ -33,12 +33,12 @@ class Experiment(Protocol):
 class Locating(Protocol):
     """An experiment that can find the first wrong tensor of a layout; its functions are called on every rank."""
 
-    def record(self) -> Reference:
-        """The tensors of a step in one process."""
+    def record(self, step: int) -> Reference:
+        """The tensors of ``step``, from 0, in one process."""
         ...
 
-    def compare(self, layout: Layout, reference: Reference) -> Mapping[tuple[str, str], Difference]:
-        """This rank's wrong tensors."""
+    def compare(self, layout: Layout, reference: Reference, step: int) -> Found:
+        """This rank's wrong tensors of ``step``."""
         ...
 
 
@@ -123,8 +123,8 @@ def check_parity(
 ) -> ParityReport:
     """Run ``experiment`` in one process and under each of ``layouts``, and compare.
 
-    ``dtype`` is float64, float32 or bfloat16; ``device`` is cpu, cuda (NCCL, one GPU per rank) or simulated (all ranks
-    in one process, for large worlds); ``backend`` is auto or, on the CPU, gloo. ``timeout`` is that of a layout whose
+    ``dtype`` is float64, float32 or bfloat16; ``device`` is cpu, cuda (NCCL, one GPU per rank) or simulated (ranks
+    are threads, for large worlds); ``backend`` is auto or, on the CPU, gloo. ``timeout`` is that of a layout whose
     ranks are processes. ``on_row`` is called with each row. A layout that fails to run gives a row with faults.
     Errors: ``RankFailure`` if the experiment fails in one process; ``ConfigError`` if its results are unsuitable for a
     comparison: a loss that is not finite, or a parameter whose gradients are all 0.
@@ -195,8 +195,9 @@ class _Runner:
     def _culprit(self, experiment: Locating, layout: Layout, wrong: Errors) -> str:
         """The sentence about the first wrong tensor."""
         try:
-            (reference,) = self._results(Layout(), experiment.record)
-            found = self._results(layout, experiment.compare, layout, reference)
+            step = first_step(wrong)
+            (reference,) = self._results(Layout(), experiment.record, step)
+            found = self._results(layout, experiment.compare, layout, reference, step)
         except RankFailure as failure:
             return f"the first wrong tensor was not found: {str(failure).strip().splitlines()[-1]}"
         return describe(reference, found, wrong)

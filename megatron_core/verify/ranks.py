@@ -2,7 +2,6 @@
 
 import multiprocessing as mp
 import os
-import resource
 import tempfile
 import time
 import traceback
@@ -21,7 +20,11 @@ from megatron_core import parallel_state
 from megatron_core.errors import MegatronError
 from megatron_core.parallel import World
 from megatron_core.parallel.launch import join
-from megatron_core.parallel.simulated.world import SimulatedWorld
+from megatron_core.parallel.simulated.divided import run_divided
+
+DIVIDED = 128
+"""Ranks of a simulated world from which on it is divided over processes."""
+MOST_PROCESSES = 16
 
 
 class RankFailure(MegatronError):
@@ -93,7 +96,7 @@ class Simulated:
     result: Any
     processor_seconds: float
     bytes: int
-    """Largest memory of the process."""
+    """Sum of the largest memory of each process."""
 
 
 def run_simulated(
@@ -103,46 +106,18 @@ def run_simulated(
     finish: Callable[[list[Any]], Any] = list,
     timeout: float | None = None,
 ) -> Simulated:
-    """Call ``function(*args)`` on ``world_size`` simulated ranks in one forked process; return ``finish(results)``.
+    """Call ``function(*args)`` on ``world_size`` simulated ranks in forked processes; return ``finish(results)``.
 
-    Ranks that wait for each other are found without a time limit; ``timeout`` seconds end ranks that compute forever.
+    Worlds of ``DIVIDED`` ranks are divided over the cores of this machine. Ranks that wait for each other are found
+    without a time limit; ``timeout`` seconds end ranks that compute forever.
     Errors: ``RankFailure`` with the first rank that fails, or with what each rank waits for if all do.
     """
-    context: Any = mp.get_context("fork")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_run_world, args=(world_size, theirs, ours, function, args, finish, timeout))
-    process.start()
-    theirs.close()
+    processes = min(len(os.sched_getaffinity(0)), MOST_PROCESSES) if world_size >= DIVIDED else 1
     try:
-        (found,) = _collect([ours], None)
-        return found
-    finally:
-        ours.close()
-        process.kill()  # its ranks' threads may sleep forever
-        process.join()
-
-
-def _run_world(
-    world_size: int,
-    pipe: Connection,
-    inherited: Connection,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    finish: Callable[[list[Any]], Any],
-    timeout: float | None,
-) -> None:
-    inherited.close()
-    try:
-        result = finish(SimulatedWorld(world_size).run(partial(function, *args), timeout))
-        used = resource.getrusage(resource.RUSAGE_SELF)
-        pipe.send((True, Simulated(result, used.ru_utime + used.ru_stime, used.ru_maxrss * 1024)))
+        found = run_divided(world_size, processes, partial(function, *args), timeout)
     except MegatronError as error:
-        pipe.send((False, str(error)))
-    except BaseException:  # the parent reports any exception
-        pipe.send((False, f"in the process of the simulated world:\n{traceback.format_exc()}"))
-    finally:
-        pipe.close()
-        os._exit(0)  # do not run the parent's exit handlers
+        raise RankFailure(str(error)) from None
+    return Simulated(finish(found.results), found.processor_seconds, found.bytes)
 
 
 def this_world() -> World:

@@ -1,12 +1,14 @@
 """Format a parity report as a table, for a terminal and for a documentation page."""
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
+from megatron_core.verify.bits import BitsReport
 from megatron_core.verify.compare import EPSILON
 from megatron_core.verify.parity import ParityReport, Row, Worst
 
 HEADING = "# Layouts compared with one process"
+BITS_HEADING = "# Layouts with the bits of one process"
 _HEAD = ("layout", "ranks", "loss", "gradient", "norm", "weights", "worst gradient", "verdict", "s")
 _MOST_FAULTS = 3
 _LONGEST_FAULT = 150
@@ -85,3 +87,20 @@ def summary(report: ParityReport) -> str:
     layouts = [row for row in report.rows if row.ranks > 1]
     held = sum(row.holds for row in layouts)
     return f"{held} of {len(layouts)} layouts hold in {report.dtype} over {report.backend} ({report.bound})"
+
+
+def bits_page(report: BitsReport, subject: str, refused: Mapping[str, str]) -> Iterator[str]:
+    """Yield the lines of a Markdown page; ``refused``: layouts that were not compared, with the reason."""
+    yield from (BITS_HEADING, "", f"{subject[0].upper()}{subject[1:]}.", "", f"{report.summary}.", "")
+    for ranks in sorted({row.ranks for row in report.rows}):
+        rows = [row for row in report.rows if row.ranks == ranks]
+        equal = [f"`{row.layout}`" for row in rows if row.holds]
+        yield from (f"## {ranks} ranks", "", f"{len(equal)} of {len(rows)} layouts: {', '.join(equal) or 'none'}.", "")
+        yield from (f"- `{row.layout}` differs: {row.verdict}" for row in rows if not row.holds)
+        if len(equal) < len(rows):
+            yield ""
+    if refused:
+        yield from ("## Refused", "", f"{len(refused)} layouts are refused with these settings:", "")
+    for reason in dict.fromkeys(refused.values()):
+        names = ", ".join(f"`{name}`" for name, each in refused.items() if each == reason)
+        yield f"- {names}: {reason}"

@@ -21,3 +21,6 @@ class Defect:
     """The row of the parity matrix that must fail with the defect."""
     bug_class: str = ""
     """Its classes in the list of 65 silent errors, such as ``C1 C3``."""
+    culprit: str = ""
+    """The first wrong tensor that ``verify.culprit`` must name: beginnings of its sentence with ``*`` and ``?``,
+    separated by " or "."""

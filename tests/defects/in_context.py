@@ -13,6 +13,7 @@ IN_CONTEXT = (
         "for run in [[i * length // self.cp_size for i in (self.cp_rank, self.cp_rank + 1)]]",
         "cp2 p2p",
         "C24",
+        culprit="output of embedding",
     ),
     Defect(
         "positions begin at 0 on every context-parallel rank",
@@ -21,6 +22,7 @@ IN_CONTEXT = (
         "positions=torch.arange(length // split.cp_size, device=device)",
         "cp2 p2p",
         "C24",
+        culprit="output of embedding",
     ),
     Defect(
         "positions that restart are not cut as the tokens are",
@@ -29,6 +31,7 @@ IN_CONTEXT = (
         "name: (batch[name][:, : length // split.cp_size] if name == 'position_ids' else split.local(batch[name]))",
         "cp2 p2p, positions restart",
         "C24 C25",
+        culprit="output of embedding or output of decoder.layers.0.self_attention",
     ),
     Defect(
         "labels are shifted after the cut",
@@ -37,6 +40,7 @@ IN_CONTEXT = (
         "parts['labels'] = parts['tokens'].roll(-1, 1)\n    lengths = batch.get(",
         "cp2 p2p",
         "C25",
+        culprit="*; the loss is wrong before it or the loss that is reported",
     ),
     Defect(
         "loss masks are cut into contiguous parts",
@@ -45,6 +49,7 @@ IN_CONTEXT = (
         "name: (batch[name].chunk(split.cp_size, 1)[split.cp_rank] if 'mask' in name else split.local(batch[name]))",
         "cp2 p2p",
         "C25",
+        culprit="*; the loss is wrong before it or the loss that is reported",
     ),
     Defect(  # Megatron-LM's PR 7513, verl's issue 5983
         "each rank divides by its own number of tokens",
@@ -53,6 +58,7 @@ IN_CONTEXT = (
         'model.groups.group("dp")',
         "cp2 dp2",
         "C3 C4",
+        culprit="*; the loss is wrong before it or the loss that is reported",
     ),
     Defect(
         "gradients are not summed over the ranks of a sequence",
@@ -61,6 +67,7 @@ IN_CONTEXT = (
         "replica_axes=('dp',)",
         "cp2 p2p",
         "C4",
+        culprit="gradient of the parameter ",
     ),
     # Computation.
     Defect(
@@ -70,6 +77,7 @@ IN_CONTEXT = (
         "key.start != query.start",
         "cp2 p2p, fused",
         "C23",
+        culprit="output of decoder.layers.0.self_attention",
     ),
     Defect(
         "attention crosses documents",
@@ -78,6 +86,7 @@ IN_CONTEXT = (
         "None",
         "cp2 p2p, packed",
         "C45",
+        culprit="output of decoder.layers.0.self_attention",
     ),
     Defect(
         "the window is that of a rank's own tokens",
@@ -85,6 +94,7 @@ IN_CONTEXT = (
         "self.window",
         "self.window if owner == rank else None",
         "cp2 p2p, window",
+        culprit="output of decoder.layers.0.self_attention",
     ),
     Defect(  # torch's operator gives a row without keys the log-sum-exp 0
         "rows without keys take part in the merge",
@@ -93,6 +103,7 @@ IN_CONTEXT = (
         "part = part",
         "cp2 p2p, window",
         "C23",
+        culprit="output of decoder.layers.0.self_attention",
     ),
     Defect(
         "parts of a softmax are added without their weights",
@@ -101,6 +112,7 @@ IN_CONTEXT = (
         "(part_lse - part_lse).exp_()",
         "cp4 p2p, fused, 2 groups",
         "C23",
+        culprit="output of decoder.layers.0.self_attention",
     ),
     Defect(
         "the log-sum-exp is that of the last part",
@@ -109,6 +121,7 @@ IN_CONTEXT = (
         "lse.copy_(part_lse)",
         "cp4 p2p, fused, 2 groups",
         "C23",
+        culprit="output of decoder.layers.0.self_attention",
     ),
     Defect(  # Transformer Engine's issue 1557
         "backward of a part takes the part's own softmax",
@@ -117,6 +130,10 @@ IN_CONTEXT = (
         "*sequence.products.forward(query[at], keys[of], values[of], tile, owner)",
         "cp2 p2p, fused",
         "C23",
+        culprit=(
+            "gradient of the output of decoder.layers.1.self_attention or "
+            "gradient of the output of decoder.layers.1.input_layernorm"
+        ),
     ),
     Defect(  # diffusers' issue 14265
         "backward begins with the keys that came last",
@@ -125,6 +142,10 @@ IN_CONTEXT = (
         "ctx.save_for_backward(query, block,",
         "cp2 p2p, fused",
         "C23",
+        culprit=(
+            "gradient of the output of decoder.layers.1.self_attention or "
+            "gradient of the output of decoder.layers.1.input_layernorm"
+        ),
     ),
     Defect(
         "blocks of the ring are taken for those of the ranks after",
@@ -133,6 +154,7 @@ IN_CONTEXT = (
         "group.rank() + step",
         "cp4 p2p, fused, 2 groups",
         "C23",
+        culprit="output of decoder.layers.0.self_attention",
     ),
     Defect(
         "gradients of keys do not go the last step home",
@@ -141,6 +163,10 @@ IN_CONTEXT = (
         "return part",
         "cp2 p2p, fused",
         "C23",
+        culprit=(
+            "gradient of the output of decoder.layers.1.self_attention or "
+            "gradient of the output of decoder.layers.1.input_layernorm"
+        ),
     ),
     Defect(
         "gradients of keys forget the ranks before",
@@ -149,6 +175,10 @@ IN_CONTEXT = (
         "pass",
         "cp4 p2p, fused, 2 groups",
         "C23",
+        culprit=(
+            "gradient of the output of decoder.layers.1.self_attention or "
+            "gradient of the output of decoder.layers.1.input_layernorm"
+        ),
     ),
     Defect(
         "gradients of gathered keys are each rank's own part",
@@ -157,6 +187,10 @@ IN_CONTEXT = (
         "gradients[self.group.rank()][None], Done()",
         "cp2 all_gather",
         "C22 C23",
+        culprit=(
+            "gradient of the output of decoder.layers.1.self_attention or "
+            "gradient of the output of decoder.layers.1.input_layernorm"
+        ),
     ),
     # Exchange of heads.
     Defect(
@@ -166,6 +200,7 @@ IN_CONTEXT = (
         "parts.flatten(0, 1)",
         "cp2 a2a",
         "C24",
+        culprit="output of decoder.layers.0.self_attention",
     ),
     Defect(
         "copies of key-value heads go with other query heads",
@@ -174,6 +209,7 @@ IN_CONTEXT = (
         "x.repeat(1, 1, copies, 1)",
         "cp4 a2a, fused, 2 groups",
         "C19",
+        culprit="output of decoder.layers.0.self_attention",
     ),
     Defect(
         "gradients of exchanged heads are not exchanged back",
@@ -182,6 +218,10 @@ IN_CONTEXT = (
         '"all_to_all", "identity"',
         "cp2 a2a",
         "C22",
+        culprit=(
+            "gradient of the output of decoder.layers.1.self_attention or "
+            "gradient of the output of decoder.layers.1.input_layernorm"
+        ),
     ),
     # Dropout.
     Defect(
@@ -191,6 +231,7 @@ IN_CONTEXT = (
         "residual_positions=self.split.residual(positions - positions[0])",
         "cp2 p2p",
         "C26",
+        culprit="output of embedding",
     ),
     Defect(
         "weights are dropped as if all keys were the rank's own",
@@ -199,6 +240,7 @@ IN_CONTEXT = (
         "self._positions(self.exchange.group.rank(), length, weights.device)",
         "cp2 p2p",
         "C26",
+        culprit="output of decoder.layers.0.self_attention",
     ),
     Defect(
         "exchanged heads are dropped as the first ones are",
@@ -207,5 +249,6 @@ IN_CONTEXT = (
         "",
         "cp2 tp2 sp a2a, dropout",
         "C26 C27",
+        culprit="output of decoder.layers.0.self_attention",
     ),
 )

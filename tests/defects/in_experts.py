@@ -13,6 +13,7 @@ IN_EXPERTS = (
         "partial_grad=False",
         "experts, tp2 sp ep2 etp1",
         "C17",
+        culprit="gradient of the parameter *router",
     ),
     Defect(  # C17
         "gradients of the shared experts' gate are not summed over a split sequence",
@@ -21,6 +22,7 @@ IN_EXPERTS = (
         "partial_grad=False",
         "bias and groups, tp2 sp ep2 etp1, recompute",
         "C17",
+        culprit="gradient of the parameter *shared_experts.gate",
     ),
     Defect(  # C7
         "gradients of experts are summed over the copies of dense layers",
@@ -29,6 +31,7 @@ IN_EXPERTS = (
         'replica_axes=("dp", "cp")',
         "experts, dp4 ep2 zero1, overlap",
         "C7",
+        culprit="gradient of the parameter *experts",
     ),
     Defect(  # C15
         "experts are treated as experts only where they are split over ep",
@@ -37,6 +40,7 @@ IN_EXPERTS = (
         'replica_axes=("edp",) if ep[1] > 1 else ("dp", "cp")',
         "experts, etp2, allgather",
         "C15",
+        culprit="gradient of the parameter *experts",
     ),
     Defect(  # C7
         "gradients of experts grow with their number of ranks",
@@ -45,6 +49,10 @@ IN_EXPERTS = (
         "begin([grad * ctx.exchange._group.size() for grad in grads], back=True)",
         "experts, ep2",
         "C7",
+        culprit=(
+            "gradient of the output of decoder.layers.1.mlp or "
+            "gradient of the output of decoder.layers.1.pre_mlp_layernorm"
+        ),
     ),
     Defect(  # C12
         "gradients of tokens are read while they are on their way",
@@ -53,6 +61,10 @@ IN_EXPERTS = (
         "return None, *ctx.exchange._results",
         "shared experts while tokens travel, ep2",
         "C12",
+        culprit=(
+            "gradient of the output of decoder.layers.2.mlp or "
+            "gradient of the output of decoder.layers.2.pre_mlp_layernorm"
+        ),
     ),
     Defect(  # C12
         "gradients of experts' outputs are read while another micro-batch is computed",
@@ -61,6 +73,10 @@ IN_EXPERTS = (
         "for handle in self._handles if torch._C._current_graph_task_id() < 0 else ():",
         "experts, ep2, in pairs",
         "C12",
+        culprit=(
+            "gradient of the output of decoder.layers.1.mlp or "
+            "gradient of the output of decoder.layers.1.pre_mlp_layernorm"
+        ),
     ),
     Defect(
         "the outputs of a pair are sent in place of each other",
@@ -68,6 +84,7 @@ IN_EXPERTS = (
         "zip(turn, self._run_turn(turn, interleaver), strict=True)",
         "zip(turn[::-1], self._run_turn(turn, interleaver), strict=True)",
         "bias and groups, dp2 pp2 ep2 dualpipe_v in pairs",
+        culprit="output of decoder.layers or gradient of the output of decoder.layers",
     ),
     Defect(
         "the forward of a pair takes the gradients of its backward",
@@ -75,6 +92,7 @@ IN_EXPERTS = (
         "zip(turn, received, strict=True)",
         "zip(turn, received[::-1], strict=True)",
         "bias and groups, dp2 pp2 ep2 dualpipe_v in pairs",
+        culprit="output of decoder.layers or gradient of the output of decoder.layers",
     ),
     Defect(
         "input gradients of divided tokens are not summed over tensor-parallel ranks",
@@ -82,6 +100,7 @@ IN_EXPERTS = (
         "copy_to_region(hidden, self.tp_group)[own]",
         "hidden[own]",
         "experts, tp2",
+        culprit="gradient of the output of *layers.1.pre_mlp_layernorm",
     ),
     Defect(  # C8 C51
         "probabilities are gathered without a gradient",
@@ -90,6 +109,9 @@ IN_EXPERTS = (
         "gathered(routing.probs.detach())",
         "experts, etp2, allgather",
         "C8 C51",
+        culprit=(
+            "gradient of the output of *layers.1.pre_mlp_layernorm or gradient of the parameter *layers.1.mlp.router"
+        ),
     ),
     Defect(  # C33
         "weight gradients of experts that were put off are lost",
@@ -98,6 +120,7 @@ IN_EXPERTS = (
         "lambda: None",
         "bias and groups, dp2 pp2 ep2 zb_v",
         "C33",
+        culprit="gradient of the parameter *experts",
     ),
     # Placement of experts and rows.
     Defect(
@@ -106,6 +129,7 @@ IN_EXPERTS = (
         'split(shape, 0, *ep, axis="ep")',
         'split(shape, 0, 0, ep[1], axis="ep")',
         "experts, ep2",
+        culprit="output of decoder.layers.0.mlp or initial weight *experts",
     ),
     Defect(  # C42
         "gate and value of an expert are cut as one matrix",
@@ -114,6 +138,7 @@ IN_EXPERTS = (
         "split_fused(first, (sum(pieces),), *etp,",
         "experts, tp2",
         "C42",
+        culprit="output of decoder.layers.0.mlp or initial weight *experts",
     ),
     Defect(
         "rows from several ranks are taken in the order of ranks, not of experts",
@@ -121,6 +146,7 @@ IN_EXPERTS = (
         "if self.size == 1 or self.local_experts == 1:",
         "if True:",
         "experts, ep2",
+        culprit="output of decoder.layers.0.mlp",
     ),
     Defect(
         "all copies of a token go to the first of the ranks that share its expert",
@@ -128,6 +154,7 @@ IN_EXPERTS = (
         "torch.tensor(self.holders, device=device)",
         "torch.tensor([own[:1] * len(own) for own in self.holders], device=device)",
         "experts, tp2",
+        culprit="output of decoder.layers.0.mlp",
     ),
     Defect(
         "outputs of divided tokens are left on the ranks that computed them",
@@ -135,6 +162,7 @@ IN_EXPERTS = (
         "reduce_from_region(whole, self.tp_group)",
         "whole",
         "experts, tp2",
+        culprit="output of decoder.layers.0.mlp",
     ),
     Defect(
         "a token's outputs are added by the first rank that shares an expert alone",
@@ -142,6 +170,7 @@ IN_EXPERTS = (
         "return reduce_scatter_to_sequence(total, self.group)[:own]",
         "return total[self.group.rank() * (own + missing) :][:own]",
         "experts, etp2, allgather",
+        culprit="output of decoder.layers.0.mlp",
     ),
     # Balance.
     Defect(  # C6
@@ -149,6 +178,18 @@ IN_EXPERTS = (
         "transformer.moe.balance:balancing_loss",
         "all_reduce_(both, sequence_group)",
         "pass",
+        "experts, tp2 sp ep2 etp1",
+        "C6",
+        culprit=(
+            "gradient of the parameter *router or gradient of the output of *pre_mlp_layernorm or "
+            "gradient of the output of *.mlp"
+        ),
+    ),
+    Defect(  # C6
+        "choices of experts count once for each rank of a sequence",
+        "transformer.moe.balance:balancing_loss",
+        "all_reduce_(both, sequence_group)",
+        "all_reduce_(both, sequence_group); both[..., :-1] *= sequence_group.size()",
         "experts, tp2 sp ep2 etp1",
         "C6",
     ),
@@ -159,6 +200,10 @@ IN_EXPERTS = (
         "all_reduce_(both, batch_group)",
         "experts, dp2 tp2 ep2 zero1",
         "C6",
+        culprit=(
+            "gradient of the parameter *router or gradient of the output of *pre_mlp_layernorm or "
+            "gradient of the output of *.mlp"
+        ),
     ),
     Defect(  # C6
         "the balance of the global batch is each rank's own",
@@ -167,6 +212,10 @@ IN_EXPERTS = (
         "pass",
         "balance of the global batch, tp2 sp",
         "C6",
+        culprit=(
+            "gradient of the parameter *router or gradient of the output of *pre_mlp_layernorm or "
+            "gradient of the output of *.mlp"
+        ),
     ),
     Defect(  # C5
         "accumulated counts are divided by the tokens of one micro-batch",
@@ -175,6 +224,10 @@ IN_EXPERTS = (
         "both = torch.cat([context.auxiliary_losses.counts_so_far(layer_number, both)[:-1], both[-1:]])",
         "balance of the global batch, tp2 sp",
         "C5",
+        culprit=(
+            "gradient of the parameter *router or gradient of the output of *pre_mlp_layernorm or "
+            "gradient of the output of *.mlp"
+        ),
     ),
     Defect(  # C6
         "the balancing loss is reported for the first part of a sequence alone",
@@ -183,6 +236,7 @@ IN_EXPERTS = (
         "if owns_loss",
         "experts, tp2 sp ep2 etp1",
         "C6",
+        culprit="report0.*loss",
     ),
     Defect(
         "the load is counted again where activations are computed again",
@@ -190,6 +244,7 @@ IN_EXPERTS = (
         "self._loads[layer_number, micro] = load",
         "self._loads[layer_number, micro] = load + self._loads.get((layer_number, micro), 0)",
         "bias and groups, tp2 sp ep2 etp1, recompute",
+        culprit="report0.*load",
     ),
     Defect(
         "experts are chosen or refused by each rank's part of a sequence",
@@ -197,6 +252,7 @@ IN_EXPERTS = (
         "if group.size() > 1:",
         "if group.size() > 99:",
         "capacity, tp2 ep2 etp1",
+        culprit="output of decoder.layers.0.mlp",
     ),
     Defect(  # C26
         "jitter depends on the place in a rank's part of the sequence",
@@ -205,6 +261,7 @@ IN_EXPERTS = (
         "torch.arange(len(tokens.positions)))",
         "sinkhorn and jitter, tp2 sp ep2 etp1",
         "C26",
+        culprit="output of decoder.layers.0.mlp",
     ),
     # Steps.
     Defect(  # C15
@@ -214,6 +271,7 @@ IN_EXPERTS = (
         'groups.group("etp-ep")',
         "experts, dp4 ep2 zero1, overlap",
         "C15",
+        culprit="the gradient norm",
     ),
     Defect(
         "sharded experts are gathered from the ranks of dense layers",
@@ -221,5 +279,6 @@ IN_EXPERTS = (
         '"-".join(kind.replica_axes)',
         '"dp-cp"',
         "experts, dp4 ep2 zero1, overlap",
+        culprit="updated weight *experts or gradient of the parameter *experts",
     ),
 )

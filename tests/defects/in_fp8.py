@@ -12,6 +12,7 @@ IN_FP8 = (
         "if False:",
         "tensorwise, tp2 sp",
         "C49",
+        culprit="output of decoder.layers.0.self_attention",
     ),
     Defect(  # C49
         "tensors are scaled by each rank's own part of the sequence",
@@ -20,6 +21,7 @@ IN_FP8 = (
         "if False:",
         "tensorwise, cp2",
         "C49",
+        culprit="output of decoder.layers.0.self_attention",
     ),
     Defect(
         "rows are scaled by each rank's own features",
@@ -27,6 +29,7 @@ IN_FP8 = (
         "all_reduce_(amax, columns, maximum=True)",
         "pass",
         "rowwise, tp2",
+        culprit="output of decoder.layers.0.",
     ),
     Defect(
         "expert matrices are scaled by each rank's part",
@@ -34,6 +37,7 @@ IN_FP8 = (
         "(ALONE, etp) if splits_output else (etp, ALONE)",
         "(ALONE, ALONE)",
         "rowwise, experts, etp2",
+        culprit="output of decoder.layers.?.mlp",
     ),
     Defect(  # C49
         "histories are those of each rank's micro-batches",
@@ -42,6 +46,7 @@ IN_FP8 = (
         "pass",
         "delayed, dp2 zero1",
         "C49",
+        culprit="output of *in step",
     ),
     Defect(  # C49
         "scales are those of the oldest step of the history",
@@ -50,6 +55,7 @@ IN_FP8 = (
         "past[-1]",
         "delayed, dp2 zero1",
         "C49",
+        culprit="output of *in step",
     ),
     Defect(  # C49
         "the amax of gradients is never recorded",
@@ -58,6 +64,7 @@ IN_FP8 = (
         "amax.amax().to(own.dtype) * (role != 'grad')",
         "delayed, pp2 zb_h1",
         "C49",
+        culprit="gradient of the output of *in step or gradient of the parameter *in step",
     ),
     Defect(  # C49
         "the amax of a step is that of its last micro-batch",
@@ -66,6 +73,7 @@ IN_FP8 = (
         "amax.amax().to(own.dtype)",
         "delayed, tp2",
         "C49",
+        culprit="output of *in step",
     ),
     Defect(  # C49
         "what a step recorded stays for the next one",
@@ -74,6 +82,7 @@ IN_FP8 = (
         "pass",
         "delayed, tp2",
         "C49",
+        culprit="output of *in step",
     ),
     Defect(
         "a transposed matrix keeps the order of its blocks",
@@ -81,6 +90,7 @@ IN_FP8 = (
         "self.scale.mT",
         "self.scale.reshape(self.scale.mT.shape)",
         "blockwise, tp2",
+        culprit="gradient of the output of  or output of decoder.layers.0.self_attention",
     ),
     Defect(
         "the first and the last layer are in FP8, too",
@@ -88,5 +98,6 @@ IN_FP8 = (
         "layer_number in precision.layers",
         "True",
         "tensorwise, first layer in bf16, tp2",
+        culprit="output of decoder.layers.0.self_attention",
     ),
 )

@@ -12,6 +12,11 @@ IN_LATENTS = (
         "else (lambda x, group: x)",
         "latent attention, tp2",
         "C19",
+        culprit=(
+            "gradient of the output of decoder.layers.1.self_attention or "
+            "gradient of the output of decoder.layers.1.input_layernorm or "
+            "gradient of the parameter decoder.layers.1.self_attention"
+        ),
     ),
     Defect(
         "the shared part of the keys has one rank's gradient with sequence parallelism",
@@ -20,6 +25,11 @@ IN_LATENTS = (
         "partial(gather_from_sequence, partial_grad=False) if",
         "latent attention, tp2 sp",
         "C19",
+        culprit=(
+            "gradient of the output of decoder.layers.1.self_attention or "
+            "gradient of the output of decoder.layers.1.input_layernorm or "
+            "gradient of the parameter decoder.layers.1.self_attention"
+        ),
     ),
     Defect(
         "gradients of down projections are not summed over a split sequence",
@@ -28,6 +38,7 @@ IN_LATENTS = (
         "partial_grad=False",
         "latent attention, tp2 sp",
         "C17",
+        culprit="gradient of the parameter decoder.layers.1.self_attention.linear_*down",
     ),
     Defect(
         "gradients of the latents' norms are summed without sequence parallelism, too",
@@ -36,6 +47,7 @@ IN_LATENTS = (
         "norm(self.rank, partial_grad=True)",
         "latent attention, tp2",
         "C17",
+        culprit="gradient of the parameter decoder.layers.1.self_attention.*_layernorm",
     ),
     Defect(  # C5
         "losses of later tokens are divided by each rank's own number of tokens",
@@ -44,6 +56,7 @@ IN_LATENTS = (
         'all_reduce_(totals[:1], model.groups.group("dp-cp"))',
         "multi-token prediction, dp2",
         "C3 C5",
+        culprit="*; the loss is wrong before it or the loss that is reported or gradient of the output of *mtp",
     ),
     Defect(  # C5
         "later tokens are sought in each rank's own part of the sequence",
@@ -52,6 +65,7 @@ IN_LATENTS = (
         "parts.append(_ahead(split.local(labels if parts is found[0] else masks), ahead).to(device))",
         "cp2 tp2 sp, multi-token prediction",
         "C5 C25",
+        culprit="output of mtp",
     ),
     Defect(
         "later tokens of the next document count",
@@ -60,6 +74,7 @@ IN_LATENTS = (
         "_ahead(masks, ahead)",
         "multi-token prediction, packed, untied, dp2 zero3, recompute",
         "C45",
+        culprit="gradient of the output of *mtp",
     ),
     Defect(
         "the last stage's embedding is a weight of its own",
@@ -68,6 +83,7 @@ IN_LATENTS = (
         "is_copy=post_process and self.mtp is None",
         "multi-token prediction, untied, pp2",
         "C11",
+        culprit="initial weight mtp.word_embeddings or initial weight embedding.word_embeddings",
     ),
     Defect(
         "each part of a split sequence predicts from the tokens of the first",
@@ -75,5 +91,6 @@ IN_LATENTS = (
         "joined = scatter_to_sequence(joined, self.tp_group)",
         "joined = joined[: joined.shape[0] // self.tp_group.size()]",
         "multi-token prediction, tp2 sp",
+        culprit="output of *mtp",
     ),
 )

@@ -13,6 +13,7 @@ IN_LAYERS = (
         "self.input_layernorm = spec.input_layernorm(context, size, partial_grad=False)",
         "tp2 sp",
         "C17",
+        culprit="gradient of the parameter decoder.layers.3.input_layernorm",
     ),
     Defect(  # C17
         "sequence-parallel norm gradients are averaged over tp",
@@ -21,6 +22,7 @@ IN_LAYERS = (
         "all_reduce_(grads.div_(groups.size(axis)), groups.group(axis))",
         "tp2 sp",
         "C17",
+        culprit="gradient of the parameter decoder.final_layernorm",
     ),
     Defect(  # C17
         "gradients of learned positions are not summed over a split sequence",
@@ -29,6 +31,7 @@ IN_LAYERS = (
         "partial_grad=False",
         "tp2 sp",
         "C17",
+        culprit="gradient of the parameter embedding.position_embeddings",
     ),
     Defect(  # C17
         "row-parallel bias gradients are not summed over a split sequence",
@@ -37,6 +40,7 @@ IN_LAYERS = (
         "partial_grad=False",
         "tp2 sp",
         "C17",
+        culprit="gradient of the parameter decoder.layers.3.mlp.linear_fc2.bias",
     ),
     Defect(  # C18
         "query and key norm gradients are summed with sequence parallel only",
@@ -45,6 +49,7 @@ IN_LAYERS = (
         "partial_grad=context.sequence_parallel",
         "1 group, dp2 tp2 zero1",
         "C18",
+        culprit="gradient of the parameter decoder.layers.3.self_attention.?_layernorm",
     ),
     Defect(  # C19
         "gradients of shared keys and values are not summed over their holders",
@@ -53,6 +58,7 @@ IN_LAYERS = (
         "pass",
         "1 group, dp2 tp2 zero1",
         "C19",
+        culprit="gradient of the parameter decoder.layers.3.self_attention.linear_qkv",
     ),
     # Collectives and their adjoints.
     Defect(  # C22
@@ -62,6 +68,7 @@ IN_LAYERS = (
         "return grad_x, Done()",
         "tp2",
         "C22",
+        culprit="gradient of the output of decoder.final_layernorm",
     ),
     Defect(  # C22
         "input gradient under sequence parallel is split but not summed",
@@ -70,6 +77,7 @@ IN_LAYERS = (
         "return grad_x.chunk(comm.group.size())[comm.group.rank()], Done()",
         "tp2 sp",
         "C22",
+        culprit="gradient of the output of decoder.final_layernorm",
     ),
     Defect(
         "backward of the all-reduce is another all-reduce",
@@ -77,6 +85,10 @@ IN_LAYERS = (
         '"sum", "identity"',
         '"sum", "sum"',
         "tp2",
+        culprit=(
+            "gradient of the output of decoder.layers.3.mlp or "
+            "gradient of the output of decoder.layers.3.pre_mlp_layernorm"
+        ),
     ),
     Defect(
         "backward of the reduce-scatter repeats the rank's own part",
@@ -84,6 +96,10 @@ IN_LAYERS = (
         'paired(x, group, "reduce_scatter_first", "gather_first")',
         "_Pair.apply(x, group, _reduce_scatter_first, lambda grad, group: grad.repeat(group.size(), 1, 1))",
         "tp2 sp",
+        culprit=(
+            "gradient of the output of decoder.layers.3.mlp or "
+            "gradient of the output of decoder.layers.3.pre_mlp_layernorm"
+        ),
     ),
     Defect(
         "backward of the reduce-scatter is divided by the ranks",
@@ -91,6 +107,10 @@ IN_LAYERS = (
         'paired(x, group, "reduce_scatter_first", "gather_first")',
         "_Pair.apply(x, group, _reduce_scatter_first, lambda grad, group: _gather_first(grad, group) / group.size())",
         "tp2 sp",
+        culprit=(
+            "gradient of the output of decoder.layers.3.mlp or "
+            "gradient of the output of decoder.layers.3.pre_mlp_layernorm"
+        ),
     ),
     Defect(
         "reduce-scatter deals the sequence out in turn, the gather expects contiguous parts",
@@ -98,6 +118,7 @@ IN_LAYERS = (
         "x = x.contiguous()",
         "x = x.unflatten(0, (-1, group.size())).transpose(0, 1).flatten(0, 1).contiguous()",
         "tp2 sp",
+        culprit="output of embedding",
     ),
     Defect(  # C43
         "each rank adds the bias of a row-parallel layer",
@@ -106,6 +127,7 @@ IN_LAYERS = (
         "output = combine(output + self.bias, self.tp_group) - self.bias",
         "tp2",
         "C43",
+        culprit="output of decoder.layers.0.self_attention",
     ),
     # Vocabulary, cross entropy.
     Defect(  # C21
@@ -115,6 +137,7 @@ IN_LAYERS = (
         "= self.tp_index * (rows - 1),",
         "tp2",
         "C21",
+        culprit="output of embedding or initial weight embedding.word_embeddings",
     ),
     Defect(  # C21
         "tokens of another rank look up row 0 here",
@@ -123,6 +146,7 @@ IN_LAYERS = (
         "",
         "tp2",
         "C21",
+        culprit="output of embedding",
     ),
     Defect(  # C21
         "targets are counted from one token too far",
@@ -131,6 +155,7 @@ IN_LAYERS = (
         "first = group.rank() * (columns + 1)",
         "tp2",
         "C21",
+        culprit="*; the loss is wrong before it or the loss that is reported",
     ),
     Defect(  # C21
         "padding of the vocabulary takes part in the softmax",
@@ -139,6 +164,7 @@ IN_LAYERS = (
         "columns",
         "tp2",
         "C21",
+        culprit="*; the loss is wrong before it or the loss that is reported",
     ),
     Defect(  # C20
         "sums of exponentials are added although each is relative to its rank's largest logit",
@@ -147,6 +173,7 @@ IN_LAYERS = (
         "exp_sum",
         "tp2",
         "C20",
+        culprit="*; the loss is wrong before it or the loss that is reported",
     ),
     Defect(  # C20
         "sum of exponentials is each rank's own",
@@ -155,6 +182,7 @@ IN_LAYERS = (
         "(exp_sum * (maximum - largest).exp())[self.group.rank()]",
         "tp2",
         "C20",
+        culprit="*; the loss is wrong before it or the loss that is reported",
     ),
     Defect(  # C20
         "the target's logit is that of the first rank, which has 0 for the targets of others",
@@ -163,6 +191,7 @@ IN_LAYERS = (
         "z_target[0]",
         "tp2",
         "C20",
+        culprit="*; the loss is wrong before it or the loss that is reported",
     ),
     Defect(  # C50
         "cross entropy runs over the data-parallel group",
@@ -171,6 +200,7 @@ IN_LAYERS = (
         "tp_group=current().group('dp'),",
         "tp2",
         "C50",
+        culprit="*; the loss is wrong before it or the loss that is reported",
     ),
     Defect(
         "loss is counted once for each tensor-parallel rank",
@@ -178,6 +208,7 @@ IN_LAYERS = (
         "self.tp_rank == 0",
         "True",
         "tp2",
+        culprit="*; the loss is wrong before it or the loss that is reported",
     ),
     # Weights: their parts and initialization.
     Defect(  # C42
@@ -187,6 +218,7 @@ IN_LAYERS = (
         "pieces = (2 * ffn,)",
         "geglu, tp2",
         "C42",
+        culprit="output of decoder.layers.0.mlp or initial weight decoder.layers.0.mlp.linear_fc1",
     ),
     Defect(  # C42
         "queries, keys and values are cut as three matrices, used group by group",
@@ -196,6 +228,9 @@ IN_LAYERS = (
         "fused=fused)",
         "tp2",
         "C42",
+        culprit=(
+            "output of decoder.layers.0.self_attention or initial weight decoder.layers.0.self_attention.linear_qkv"
+        ),
     ),
     Defect(  # C19
         "ranks share key-value groups in turn instead of side by side",
@@ -204,6 +239,9 @@ IN_LAYERS = (
         "base = i % groups * group_rows",
         "2 groups, tp4",
         "C19",
+        culprit=(
+            "output of decoder.layers.0.self_attention or initial weight decoder.layers.0.self_attention.linear_qkv"
+        ),
     ),
     Defect(
         "each rank draws its own weights",
@@ -211,6 +249,7 @@ IN_LAYERS = (
         "init_method, name_seed(seed, name))",
         "init_method, name_seed(seed, name) + dict(spec.indices)['tp'])",
         "tp2",
+        culprit="initial weight ",
     ),
     Defect(  # C11
         "tied copy is drawn and named as a weight of its own",
@@ -219,6 +258,7 @@ IN_LAYERS = (
         "is_copy=False",
         "pp2",
         "C11",
+        culprit="initial weight output_layer or initial weight embedding.word_embeddings",
     ),
     # Dropout and positions.
     Defect(  # C24
@@ -228,6 +268,7 @@ IN_LAYERS = (
         "position_ids[:, : self.split.residual_length(position_ids.shape[1])]",
         "tp2 sp",
         "C24",
+        culprit="output of embedding",
     ),
     Defect(  # C27
         "every part of a split sequence has the dropout mask of the first",
@@ -236,6 +277,7 @@ IN_LAYERS = (
         "residual_positions=positions[: self.split.residual_length(len(positions))]",
         "tp2 sp",
         "C27",
+        culprit="output of embedding",
     ),
     Defect(  # C27
         "heads of every rank have the dropout masks of the first heads",
@@ -244,6 +286,7 @@ IN_LAYERS = (
         "part = 0 *",
         "tp2",
         "C27",
+        culprit="output of decoder.layers.0.self_attention",
     ),
     Defect(  # C27
         "recomputation draws another dropout mask",
@@ -252,6 +295,11 @@ IN_LAYERS = (
         "self.key + (torch._C._current_graph_task_id() >= 0),",
         "selective recompute, tp2",
         "C27",
+        culprit=(
+            "gradient of the output of decoder.layers.3.self_attention or "
+            "gradient of the output of decoder.layers.3.input_layernorm or "
+            "gradient of the parameter decoder.layers.3.self_attention"
+        ),
     ),
     Defect(  # C54
         "dropout is keyed by the number of the layer on its stage",
@@ -260,6 +308,7 @@ IN_LAYERS = (
         "TransformerLayer(context.of_layer(layer), layer - layers[0], ",
         "pp2",
         "C54",
+        culprit="output of decoder.layers.2.",
     ),
     # Documents that share a sequence.
     Defect(  # C45
@@ -269,6 +318,7 @@ IN_LAYERS = (
         "value.split(1), [(sum(own),) for own in lengths], strict",
         "packed, modern, 2 groups, tp2 sp",
         "C45",
+        culprit="output of decoder.layers.0.self_attention",
     ),
     Defect(  # C45
         "attention sees the documents before, with dropout",
@@ -277,14 +327,16 @@ IN_LAYERS = (
         "value.split(1), [[sum(own)] for own in lengths], strict",
         "packed, tp2 sp",
         "C45",
+        culprit="output of decoder.layers.0.self_attention",
     ),
     Defect(  # C27
         "every document has the attention dropout masks of the first positions",
         "transformer.core_attention:CoreAttention._by_blocks",
         "key, value = self._of_every_head(query, key, value)",
-        "at, (key, value) = replace(at, start=0), self._of_every_head(query, key, value)",
+        "at, (key, value) = Excerpt(at.sample), self._of_every_head(query, key, value)",
         "packed, tp2 sp",
         "C27",
+        culprit="output of decoder.layers.0.self_attention",
     ),
     Defect(  # C45
         "every sequence of a micro-batch is cut where the first one is",
@@ -293,6 +345,7 @@ IN_LAYERS = (
         "for row in lengths[:1].expand(len(lengths), -1).tolist()",
         "packed, modern, dp2, micro-batches of 4",
         "C45",
+        culprit="output of decoder.layers.0.self_attention or output of embedding",
     ),
     Defect(  # C45
         "end of a document belongs to the next one",
@@ -301,6 +354,7 @@ IN_LAYERS = (
         "tokens[:, 1:] == eod",
         "packed, dp2",
         "C45",
+        culprit="output of embedding",
     ),
     Defect(
         "learned positions do not restart",
@@ -308,6 +362,7 @@ IN_LAYERS = (
         "if self.reset_position_ids:",
         "if self.reset_position_ids and False:",
         "packed, dp2",
+        culprit="output of embedding",
     ),
     Defect(
         "rotary positions do not restart",
@@ -315,5 +370,6 @@ IN_LAYERS = (
         "batch.position_ids,",
         "None,",
         "positions restart, modern, dp2, micro-batches of 4",
+        culprit="output of decoder.layers.0.self_attention",
     ),
 )

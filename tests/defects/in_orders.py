@@ -9,6 +9,7 @@ from tests.defects.defect import Defect
 
 LINEAR, ATTENTION = "tensor_parallel.invariant_linear", "transformer.invariant_attention"
 TREE, PRODUCTS, MIXTURE = "parallel.invariance", "ops.fixed_products", "transformer.moe"
+RUNNING = "[min(number, 1) for number in range(len(self.runs))]"
 LEVEL = "[reduce(add, values[at : at + width]) for at in range(0, len(values), width)]"
 
 IN_ORDERS = (
@@ -36,16 +37,16 @@ IN_ORDERS = (
     ),
     Defect(
         "input gradients are a running sum over parts",
-        f"{LINEAR}:_sum_over_outputs",
-        "return tree_sum(of_parts, Tensor.add_)",
-        "return reduce(Tensor.add_, of_parts)",
+        f"{LINEAR}:WeightParts.addends",
+        "additions(len(self.runs))",
+        f"{RUNNING} if self.splits_output else additions(len(self.runs))",
         "micro-batches of 2",
     ),
     Defect(
         "outputs are a running sum over parts",
-        f"{LINEAR}:_sum_over_inputs",
-        "partial(tree_sum, add=Tensor.add_)",
-        "partial(reduce, Tensor.add_)",
+        f"{LINEAR}:WeightParts.addends",
+        "additions(len(self.runs))",
+        f"additions(len(self.runs)) if self.splits_output else {RUNNING}",
         "micro-batches of 2",
     ),
     Defect(
@@ -58,15 +59,18 @@ IN_ORDERS = (
     Defect(
         "a weight's gradient is one product for a sequence",
         f"{LINEAR}:_add_weight_grad",
-        "in invariance.chunks_of(x.shape[0]):",
-        "in [slice(None)]:",
+        "parts.invariance.chunks_of(x.shape[0])",
+        "[slice(0, x.shape[0])]",
         "cp2 p2p",
     ),
     Defect(
         "a weight's gradient is one product for a micro-batch",
         f"{LINEAR}:_add_weight_grad",
-        "add_chunk_grads_(total, grad_y[chunk, sample], x[chunk, sample], parts)",
-        "sample or add_chunk_grads_(total, grad_y[chunk].flatten(0, 1), x[chunk].flatten(0, 1), parts)",
+        "_add_products(exact_grad_of(weight), grad_y, x, chunks, parts)",
+        "size = x.shape[1]\n"
+        "    grad_y, x = (of.flatten(0, 1).unsqueeze(1) for of in (grad_y, x))\n"
+        "    chunks = [(slice(at.start * size, at.stop * size), 0) for at, sample in chunks if sample == 0]\n"
+        "    _add_products(exact_grad_of(weight), grad_y, x, chunks, parts)",
         "micro-batches of 2",
     ),
     Defect(
@@ -107,20 +111,24 @@ IN_ORDERS = (
         "tp2 sp",
     ),
     Defect(
-        "narrow products are not filled", f"{PRODUCTS}:_up", "-(-size // MULTIPLE) * MULTIPLE", "size", "experts, ep2"
+        "products are added from the last to the first",
+        f"{PRODUCTS}:product_",
+        "sum_of_products_(out, x, matrix, (InnerRange(0, 0, x.shape[1], 0),), rows)",
+        "sum_of_products_(out, x.flip(1), matrix.flip(0), (InnerRange(0, 0, x.shape[1], 0),), rows)",
+        "experts, ep2",
     ),
     Defect(
         "chunks are paired with their neighbours' partners",
         f"{ATTENTION}:_ChunkedAttention.backward",
-        "reversed(by_chunk[half:])",
-        "by_chunk[half:]",
+        "zip(by_chunk[:half],",
+        "zip([*by_chunk[1:half], by_chunk[0]],",
         "cp2 p2p",
     ),
     Defect(
         "pairs of chunks are added one after the other",
         f"{ATTENTION}:_ChunkedAttention.backward",
-        "tree_sum(pairs, Tensor.add_)",
-        "sum(pairs)",
+        "tree_sum(pairs, _add_shorter)",
+        "[_add_shorter(pairs[0], other) for other in pairs[1:]][-1]",
         "micro-batches of 2",
     ),
     Defect(
@@ -178,5 +186,40 @@ IN_ORDERS = (
         "self.context_ranks * ranks",
         "self.context_ranks",
         "experts, tp2 sp ep2 etp1",
+    ),
+    Defect(
+        "the tiles of a chunk of queries are merged from the last to the first",
+        f"{ATTENTION}:_ChunkedAttention.forward",
+        "in sequence.tiles(chunk):",
+        "in reversed(list(sequence.tiles(chunk))):",
+        "cp2 p2p",
+    ),
+    Defect(
+        "the optimizer rounds after each operation",
+        "optimizer.algorithms:AdamW.update",
+        "backend=self.backend",
+        'backend="reference"',
+        "dp2 zero1",
+    ),
+    Defect(
+        "products are added without rounding",
+        f"{PRODUCTS}:add_chunk_products_",
+        "UNIT, largest_addend(terms)",
+        "UNIT * 2.0**-40, largest_addend(terms)",
+        "dp2 zero1",
+    ),
+    Defect(
+        "the key part of all heads adds ranks before heads",
+        "transformer.latent_attention:_SharedByHeads.backward",
+        "all_reduce_in_tree(tree_sum(of_parts), ctx.group)",
+        "tree_sum([all_reduce_in_tree(part, ctx.group) for part in of_parts])",
+        "latent attention, tp2",
+    ),
+    Defect(
+        "losses of later tokens are summed in float32",
+        "models.gpt.model:GPTModel._with_later_losses",
+        "own.sum() if invariance is None else exact_loss_sum(own, invariance.tokens)",
+        "own.sum()",
+        "multi-token prediction, dp2",
     ),
 )

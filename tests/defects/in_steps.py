@@ -13,6 +13,7 @@ IN_STEPS = (
         "pass",
         "pp2",
         "C10",
+        culprit="gradient of the parameter embedding.word_embeddings",
     ),
     Defect(  # C34
         "layers that are left over are dropped",
@@ -21,6 +22,7 @@ IN_STEPS = (
         "for _ in range(num_layers // num_stages * num_stages - sum(sizes))",
         "5 layers, pp2",
         "C34",
+        culprit="*one whole model",
     ),
     Defect(  # C34
         "last stage begins one layer early",
@@ -29,6 +31,7 @@ IN_STEPS = (
         "range(max(start - 1, 0), stop)",
         "5 layers, pp2",
         "C34",
+        culprit="*one whole model",
     ),
     Defect(  # C54
         "stages hold each other's layers",
@@ -37,6 +40,7 @@ IN_STEPS = (
         "layers=layers[-1 - stage]",
         "pp2",
         "C54",
+        culprit="output of decoder.layers.0.",
     ),
     Defect(  # C54
         "chunks hold the layers that they would without interleaving",
@@ -45,6 +49,7 @@ IN_STEPS = (
         "layers=layers[stage_to_rank[stage] * len(stage_to_rank) // groups.size('pp') + stage // groups.size('pp')]",
         "pp2 x 2 chunks",
         "C54",
+        culprit="output of decoder.layers.",
     ),
     Defect(  # C65
         "activations and gradients between the same two ranks are swapped",
@@ -53,6 +58,7 @@ IN_STEPS = (
         "return sorted((a for a in self.ranks[sender] if self.receiver(a) == receiver), key=lambda a: a.micro // 2)",
         "pp2 x 2 chunks",
         "C65",
+        culprit="output of decoder.layers.",
     ),
     Defect(  # C33
         "a weight gradient that was put off is lost",
@@ -61,6 +67,7 @@ IN_STEPS = (
         "self._jobs.pop((stage, micro))[micro == 1 :]",
         "pp2 zb_h1",
         "C33",
+        culprit="gradient of the parameter decoder.layers",
     ),
     Defect(  # C33
         "weight gradients are put off and computed at once, too",
@@ -69,6 +76,7 @@ IN_STEPS = (
         "queue.put(job)\n    return False",
         "pp2 zb_h1",
         "C33",
+        culprit="gradient of the parameter decoder.layers",
     ),
     Defect(  # C12
         "overlapped sums begin before weight gradients that were put off",
@@ -77,6 +85,7 @@ IN_STEPS = (
         "self.listener.on_last_weights(action.stage)\n        with self._queue.collecting(action.stage, action.micro):",
         "dp2 pp2 zb_h1 zero1, overlap",
         "C12",
+        culprit="gradient of the parameter ",
     ),
     Defect(  # C12
         "overlapped sums begin before the last weight gradients are computed",
@@ -85,6 +94,7 @@ IN_STEPS = (
         "self.listener.on_last_weights(action.stage)\n    self._queue.run(action.stage, action.micro)",
         "dp2 pp2 zb_h1 zero1, overlap",
         "C12",
+        culprit="gradient of the parameter ",
     ),
     Defect(  # C11
         "both ends of a V lie on one rank and draw a tied weight each",
@@ -93,6 +103,7 @@ IN_STEPS = (
         "None",
         "pp2 zb_v",
         "C11",
+        culprit="initial weight embedding.word_embeddings or gradient of the parameter embedding.word_embeddings",
     ),
     # Micro-batches and the loss.
     Defect(
@@ -101,6 +112,7 @@ IN_STEPS = (
         "losses.sum()",
         "losses.sum() * (micro < len(batches) - 1)",
         "pp2",
+        culprit="the samples of the step or *; the loss is wrong before it or the loss that is reported",
     ),
     Defect(
         "second micro-batch is counted twice and the first not at all",
@@ -108,6 +120,7 @@ IN_STEPS = (
         "batches[micro]",
         "batches[max(micro, 1)]",
         "pp2",
+        culprit="the samples of the step",
     ),
     Defect(  # C1 C3
         "loss is normalised by each micro-batch's own tokens",
@@ -116,6 +129,7 @@ IN_STEPS = (
         "losses.sum() / batch.loss_mask.sum().clamp(min=1.0) * count_tokens(batches) / 8",
         "pp2",
         "C1 C3",
+        culprit="*; the loss is wrong before it or the loss that is reported",
     ),
     Defect(  # C35
         "matrix gradients are overwritten by the next micro-batch",
@@ -124,6 +138,7 @@ IN_STEPS = (
         "accumulate_weight_grad_(main_grad.zero_(),",
         "pp2",
         "C35",
+        culprit="gradient of the parameter ",
     ),
     Defect(
         "gradients that autograd leaves are added again with the next micro-batch",
@@ -131,6 +146,7 @@ IN_STEPS = (
         "parameter.grad = None",
         "pass",
         "pp2",
+        culprit="gradient of the parameter ",
     ),
     Defect(  # C2
         "accumulated gradients become a moving average",
@@ -139,6 +155,7 @@ IN_STEPS = (
         "parameter.main_grad.mul_(0.5).add_(parameter.grad,",
         "pp2",
         "C2",
+        culprit="gradient of the parameter ",
     ),
     Defect(  # C37 C60
         "last step's gradients stay in the buffers",
@@ -147,6 +164,7 @@ IN_STEPS = (
         "pass",
         "pp2",
         "C37 C60",
+        culprit="gradient of the parameter *in step 2",
     ),
     # Data-parallel sums.
     Defect(
@@ -155,6 +173,7 @@ IN_STEPS = (
         "self._reducing = all_reduce_(wire,",
         "self._reducing = all_reduce_(wire.div_(self.dp_group.size()),",
         "dp2",
+        culprit="gradient of the parameter ",
     ),
     Defect(  # C3
         "mean of the data-parallel ranks' means",
@@ -163,6 +182,7 @@ IN_STEPS = (
         'totals *= model.groups.size("dp")',
         "dp2",
         "C3",
+        culprit="*; the loss is wrong before it or the loss that is reported",
     ),
     Defect(  # C31
         "data-parallel ranks read the same samples",
@@ -171,6 +191,7 @@ IN_STEPS = (
         "micro * self.data_parallel_size",
         "dp2",
         "C31",
+        culprit="the samples of the step",
     ),
     Defect(  # C50
         "gradients are reduced over tp instead of dp",
@@ -179,6 +200,7 @@ IN_STEPS = (
         'groups.group("tp")',
         "1 group, dp2 tp2 zero1",
         "C50",
+        culprit="gradient of the parameter ",
     ),
     Defect(  # C12 C36
         "overlapped sums begin after the first micro-batch",
@@ -187,6 +209,7 @@ IN_STEPS = (
         "if True:",
         "dp2, overlap",
         "C12 C36",
+        culprit="gradient of the parameter ",
     ),
     Defect(  # C10 C12
         "overlapped sums begin before partial gradients are whole",
@@ -195,6 +218,7 @@ IN_STEPS = (
         "",
         "dp2 tp2 pp2 sp zero1 x 2 chunks",
         "C10 C12",
+        culprit="gradient of the parameter ",
     ),
     # Sharded optimizer.
     Defect(
@@ -203,6 +227,7 @@ IN_STEPS = (
         "slice(dp_group.rank() * part, (dp_group.rank() + 1) * part)",
         "slice(-(dp_group.rank() + 1) * part % padded, (dp_group.size() - dp_group.rank()) * part)",
         "dp2 zero1",
+        culprit="updated weight  or gradient of the parameter ",
     ),
     Defect(  # C59
         "weights are gathered before they are updated",
@@ -213,6 +238,7 @@ IN_STEPS = (
         "    skipped = optimizer.step(lr, grad_norm, decoupled_lr, weight_decay, skip=skip)",
         "dp2 zero1",
         "C59",
+        culprit="updated weight ",
     ),
     Defect(  # C59
         "one bucket of the weights is never gathered",
@@ -221,6 +247,7 @@ IN_STEPS = (
         "for bucket in self.buckets[1:]:",
         "dp2 zero1, overlap",
         "C59",
+        culprit="updated weight ",
     ),
     # Norm, clipping, weight decay.
     Defect(  # C13
@@ -230,6 +257,7 @@ IN_STEPS = (
         "all",
         "pp2",
         "C13",
+        culprit="the gradient norm",
     ),
     Defect(  # C14
         "replicated parameters are counted on every tensor-parallel rank",
@@ -238,6 +266,7 @@ IN_STEPS = (
         "True for axis",
         "tp2",
         "C14",
+        culprit="the gradient norm",
     ),
     Defect(  # C14
         "shared keys and values are counted on every holder",
@@ -246,6 +275,7 @@ IN_STEPS = (
         "owned",
         "1 group, dp2 tp2 zero1",
         "C14",
+        culprit="the gradient norm",
     ),
     Defect(  # C64
         "norm of each rank's own gradients clips them",
@@ -254,6 +284,7 @@ IN_STEPS = (
         "pass",
         "pp2",
         "C64",
+        culprit="the gradient norm",
     ),
     Defect(  # C50
         "norm is summed over pp alone",
@@ -262,6 +293,7 @@ IN_STEPS = (
         'groups.group("pp")',
         "tp2",
         "C50",
+        culprit="the gradient norm",
     ),
     Defect(  # C39
         "norm of sharded gradients leaves out the other shards",
@@ -270,6 +302,7 @@ IN_STEPS = (
         'groups.group("tp-pp")',
         "dp2 zero1",
         "C39",
+        culprit="the gradient norm",
     ),
     Defect(  # C37
         "unsharded gradients count once for each data-parallel rank in the norm",
@@ -278,6 +311,7 @@ IN_STEPS = (
         "",
         "dp2",
         "C37",
+        culprit="the gradient norm",
     ),
     Defect(
         "norm weights decay where their gradients are partial",
@@ -285,6 +319,7 @@ IN_STEPS = (
         "decay=len(spec.global_shape) > 1",
         "decay=len(spec.global_shape) > 1 or bool(spec.partial_axes)",
         "tp2 sp",
+        culprit="updated weight *norm",
     ),
     Defect(
         "tied embedding does not decay on a pipeline",
@@ -292,5 +327,6 @@ IN_STEPS = (
         "decay=len(spec.global_shape) > 1",
         "decay=len(spec.global_shape) > 1 and not spec.tied",
         "pp2",
+        culprit="updated weight embedding.word_embeddings",
     ),
 )

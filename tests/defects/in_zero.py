@@ -12,6 +12,7 @@ IN_ZERO = (
         "self.sum_shard.add_(total).add_(total)",
         "dp2 zero2",
         "C35",
+        culprit="gradient of the parameter ",
     ),
     Defect(  # C35
         "of sharded gradients only the last micro-batch's survive",
@@ -20,6 +21,7 @@ IN_ZERO = (
         "if False:",
         "dp2 zero2",
         "C35",
+        culprit="gradient of the parameter ",
     ),
     Defect(  # C12 C60
         "a tied weight's next gradient is added to the one that is being reduced",
@@ -28,6 +30,7 @@ IN_ZERO = (
         "pass",
         "dp2 zero2, overlap",
         "C12 C60",
+        culprit="gradient of the parameter embedding.word_embeddings",
     ),
     Defect(  # C17
         "shards of partial gradients are never completed",
@@ -36,6 +39,7 @@ IN_ZERO = (
         "pass",
         "dp2 tp2 sp zero3, overlap",
         "C17",
+        culprit="gradient of the parameter ",
     ),
     Defect(  # C19
         "gradients of shared keys and values are split before they are completed",
@@ -44,6 +48,7 @@ IN_ZERO = (
         "pass",
         "1 group, dp2 tp2 zero3",
         "C19",
+        culprit="gradient of the parameter decoder.layers.3.self_attention.linear_qkv",
     ),
     Defect(  # C59
         "gathered weights stay when their shards have changed",
@@ -52,6 +57,7 @@ IN_ZERO = (
         "pass",
         "dp2 zero3, weights kept",
         "C59",
+        culprit="updated weight ",
     ),
     Defect(
         "instances of hybrid sharding never meet",
@@ -59,6 +65,7 @@ IN_ZERO = (
         "bucket.sum_over_instances()",
         "pass",
         "dp4 zero2 in 2 instances",
+        culprit="gradient of the parameter ",
     ),
     Defect(  # C37
         "instances of hybrid sharding count in the norm each",
@@ -67,6 +74,7 @@ IN_ZERO = (
         "",
         "dp4 zero3 in 2 instances",
         "C37",
+        culprit="the gradient norm",
     ),
     Defect(
         "Muon's owners do without the parts of the other ranks",
@@ -74,6 +82,7 @@ IN_ZERO = (
         "part.copy_(received[at : at + part.numel()].view(part.shape))",
         "part.zero_()",
         "muon, dp2 tp2 zero1",
+        culprit="updated weight ",
     ),
     Defect(
         "Muon's owners take the parts of one rank for those of another",
@@ -81,6 +90,7 @@ IN_ZERO = (
         "for items in messages.receive:",
         "for items in messages.receive[::-1]:",
         "muon, 1 group, dp2 tp2 zero3",
+        culprit="updated weight ",
     ),
     Defect(
         "parts of Muon's matrices arrive transposed",
@@ -88,6 +98,7 @@ IN_ZERO = (
         ".view(part.shape)",
         ".view(part.shape[::-1]).mT",
         "muon, mup, matrices cut, dp2 pp2 zero1",
+        culprit="updated weight ",
     ),
     Defect(
         "results of Muon's matrices are sent in another order than they are received",
@@ -95,6 +106,7 @@ IN_ZERO = (
         "for item in items]",
         "for item in (items if messages is now.gather else items[::-1])]",
         "muon, dp2 tp2 zero1",
+        culprit="updated weight ",
     ),
     Defect(
         "Muon's matrices stay where they are held as a whole, without the results of this rank",
@@ -102,6 +114,7 @@ IN_ZERO = (
         "in now.scatter.kept:",
         "in now.scatter.kept[1:]:",
         "muon, dp2 tp2 zero1",
+        culprit="updated weight ",
     ),
     Defect(
         "Muon's update of the keys goes to the values",
@@ -109,6 +122,7 @@ IN_ZERO = (
         "torch.cat(parts, dim=-2)",
         "torch.cat([*parts[:-2], *parts[:-3:-1]], dim=-2)",
         "muon, dp2 tp2 zero1",
+        culprit="updated weight *linear_qkv",
     ),
     Defect(
         "Muon's heads are cut one row late",
@@ -116,6 +130,7 @@ IN_ZERO = (
         "self._scaled(each.unflatten(-2, (-1, fused.head_size))).flatten(-3, -2)",
         "self._scaled(each.roll(-1, -2).unflatten(-2, (-1, fused.head_size))).flatten(-3, -2).roll(1, -2)",
         "muon by heads, gate and up apart, 2 groups, dp2 tp2 zero2",
+        culprit="updated weight *linear_qkv",
     ),
     Defect(
         "LAMB's norms are of one shard",
@@ -123,6 +138,7 @@ IN_ZERO = (
         "all_reduce_(values, bucket.dp_group, maximum=maximum)",
         "pass",
         "lamb, tied, dp2 pp2 zero1",
+        culprit="updated weight ",
     ),
     Defect(
         "LAMB's norms are of one tensor-parallel part",
@@ -130,6 +146,7 @@ IN_ZERO = (
         "for axis in sorted(axes):",
         "for axis in ():",
         "lamb, 2 groups, dp2 tp2 sp zero2",
+        culprit="updated weight ",
     ),
     Defect(
         "LAMB's norm of a tied weight is that of the first stage",
@@ -137,6 +154,7 @@ IN_ZERO = (
         "all_reduce_(values, groups.tied(bucket.kind.tied), maximum=maximum)",
         "pass",
         "lamb, tied, dp2 pp2 zero1",
+        culprit="updated weight embedding.word_embeddings",
     ),
     Defect(
         "learning rates of a wide model are those of its base where shards are",
@@ -144,6 +162,7 @@ IN_ZERO = (
         "hidden=shard.bucket.kind.is_hidden_matrix",
         "hidden=shard.bucket.kind.is_hidden_matrix and not shard.bucket.is_sharded",
         "mup, untied, fused loss, dp2 tp2 zero2",
+        culprit="updated weight ",
     ),
     Defect(
         "embeddings follow the learning rate of the others",
@@ -151,6 +170,7 @@ IN_ZERO = (
         "lr if decoupled_lr is None or not group.embedding else decoupled_lr",
         "lr",
         "sgd, own rate of embeddings, clipped by value, dp2 pp2 zero3",
+        culprit="updated weight embedding",
     ),
     Defect(
         "ranks initialise a bucket of stage 3 by its position, not by name",
@@ -158,5 +178,6 @@ IN_ZERO = (
         "initialise(name, parameter)",
         "initialise(str(parameter.shape), parameter)",
         "dp2 zero3, one micro-batch",
+        culprit="initial weight ",
     ),
 )

@@ -1,4 +1,4 @@
-"""Commands in docs/*.md are valid: flags of pretrain_gpt.py, existing tools, and links."""
+"""Commands in the pages of docs are valid: flags of pretrain_gpt.py, existing tools, and links."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_core.config.cli import parse_run_config
 from megatron_core.config.validate import problems, without_data
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
 TEXTS = {page: page.read_text() for page in PAGES}
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_core.commands.show_schedule import main
 from megatron_core.config.cli import parse_run_config
 from megatron_core.config.validate import problems
 from megatron_core.parallel.grid import Grid
@@ -25,7 +26,6 @@ from megatron_core.schedules.simulate import Costs, peak_activations, simulate
 from megatron_core.schedules.table import PAIRED
 from megatron_core.verify.ranks import run_ranks
 from tests.pipeline_parallel.chain import Chain, run_chain
-from tools.show_schedule import main
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "pipeline.md").read_text()

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megatron_core.checkpoint import CheckpointReader, TensorBox, find_checkpoint, parameter_pieces
+from megatron_core.commands.convert_checkpoint import Settings, convert
 from megatron_core.config import ModelConfig
 from megatron_core.errors import CheckpointError
 from megatron_core.models import GPTModel
@@ -20,7 +21,6 @@ from megatron_core.parallel.boxes import Box
 from megatron_core.training.compatibility import stored_config
 from megatron_core.training.conversion import import_megatron
 from tests.models.megatron_files import arguments, write_distributed, write_rank_files
-from tools.convert_checkpoint import Settings, convert
 
 VOCABULARY = 61
 GPT: dict[str, Any] = {

@@ -113,7 +113,7 @@ def test_state_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 def test_load_names_the_command(tmp_path: Path) -> None:
     theirs = unpack("gpt", tmp_path)
     for folder in (theirs, theirs / "iter_0000003"):
-        with pytest.raises(CheckpointError, match="is a checkpoint of Megatron-LM; run python tools/convert") as found:
+        with pytest.raises(CheckpointError, match="is a checkpoint of Megatron-LM; run megatron-convert") as found:
             find_checkpoint(str(folder))
         command = shlex.split(str(found.value).partition("run ")[2].partition(", then")[0])
         assert command[command.index("--load") + 1] == str(folder) and "--save" in command

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure
 
+from megatron_core.commands import diagnose, plot_metrics, report
 from megatron_core.monitor import JsonLinesSink
 from megatron_core.monitor.rank_records import RankWriter, rank_file, read_run
 from megatron_core.parallel.meter import StepTimes, Traffic
 from tests.monitor.examples import step, validation
-from tools import diagnose, plot_metrics, report
 
 VALUES: tuple[Any, ...] = (
     None, True, 0, -1, 1.5, 10**18, 10**400, 1e308, -1e308, 5e-324, float("nan"), float("inf"), "", "\x1b[31m", "9" * 9,
@@ -97,8 +97,8 @@ def assert_programs_end(metrics: Path, capsys: pytest.CaptureFixture[str]) -> No
     programs: tuple[Callable[[], int], ...] = (
         lambda: diagnose.main([str(metrics.parent)]),
         lambda: report.main([str(metrics.parent), "--out", page]),
-        lambda: plot_metrics.main((str(metrics),), out=curve),
-        lambda: plot_metrics.main((str(metrics),), out=curve, experts=True),
+        lambda: plot_metrics.plot((str(metrics),), out=curve),
+        lambda: plot_metrics.plot((str(metrics),), out=curve, experts=True),
     )
     for program in programs:
         began = time.monotonic()
@@ -190,5 +190,5 @@ def test_left_out_files_and_lines_are_counted(tmp_path: Path, capsys: pytest.Cap
 def test_a_damaged_step_is_named_with_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     metrics = write_run(tmp_path)
     metrics.write_text(metrics.read_text().replace('"consumed_tokens": 128', '"consumed_tokens": -128'))
-    assert plot_metrics.main((str(metrics),), out=str(tmp_path / "a.png")) == 1
+    assert plot_metrics.plot((str(metrics),), out=str(tmp_path / "a.png")) == 1
     assert "line 2 is not a record of a run: missing or out of range: consumed_tokens" in capsys.readouterr().err

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from megatron_core.commands.diagnose import main
 from megatron_core.errors import DataError
 from megatron_core.monitor.diagnosis import Change, Diagnosis
 from megatron_core.monitor.diagnosis_rules import diagnose
@@ -15,7 +16,6 @@ from megatron_core.monitor.rank_records import rank_file, read_run
 from megatron_core.monitor.summary import Summary
 from megatron_core.parallel.meter import Traffic
 from tests.monitor.planted import write_run
-from tools.diagnose import main
 
 WORK = {"forward": 0.1, "backward": 0.2}
 PP = [{"pp": 0}, {"pp": 1}]

@@ -95,11 +95,11 @@ def test_reading_metrics_needs_neither_matplotlib_nor_tensorboard():
 
 
 def test_the_tool_draws_and_says_what_is_wrong(tmp_path, capsys):
-    from tools.plot_metrics import main
+    from megatron_core.commands.plot_metrics import plot
 
     path = metrics(tmp_path / "metrics.jsonl")
-    assert main((str(path),), out=str(tmp_path / "a.png")) == 0
+    assert plot((str(path),), out=str(tmp_path / "a.png")) == 0
     assert (tmp_path / "a.png").exists()
-    assert main((str(tmp_path / "none.jsonl"),), out=str(tmp_path / "b.png")) == 1
-    assert main((), out=str(tmp_path / "b.png")) == 2
+    assert plot((str(tmp_path / "none.jsonl"),), out=str(tmp_path / "b.png")) == 1
+    assert plot((), out=str(tmp_path / "b.png")) == 2
     assert "none.jsonl" in capsys.readouterr().err

@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from megatron_core.commands.report import main
 from megatron_core.monitor.jsonl import JsonLinesSink
 from megatron_core.monitor.page import bars, chart, digits, table
 from megatron_core.monitor.report import report
@@ -18,7 +19,6 @@ from megatron_core.verify.ranks import run_ranks
 from tests.monitor.examples import validation
 from tests.monitor.planted import write_run
 from tests.runs import tiny_run
-from tools.report import main
 
 SECTIONS = [
     "summary", "diagnosis", "loss", "throughput", "time", "memory", "collectives", "imbalance", "pipeline", "experts",

@@ -1,4 +1,4 @@
-"""Properties of this machine's matrix products (MKL, oneDNN) on which equal bits rely.
+"""Properties of matrix products on which equal bits rely: those of csrc/cpu, and this machine's (MKL, oneDNN).
 
 If one of these tests fails on a machine, ``--layout-invariant`` does not hold there.
 """
@@ -9,10 +9,32 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_core.ops.fixed_products import aligned, chunk_product, product_, product_of_parts
+from megatron_core.config.invariance import additions
+from megatron_core.ops import native
+from megatron_core.ops.fixed_products import (
+    InnerRange,
+    add_chunk_products_,
+    aligned,
+    chunk_product,
+    is_native,
+    product_,
+    sum_of_products_,
+)
+from megatron_core.parallel.invariance import tree_sum
 
 SIZES = [(1, 1), (3, 5), (6, 6), (6, 8), (16, 6), (24, 11), (64, 72), (192, 100), (576, 320)]
 DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(params=["native", "torch"], autouse=True)
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Runs each test with both kinds of products."""
+    if request.param == "torch":
+        monkeypatch.setattr(native, "unavailable_reason", lambda *_: "not in this test")
+    elif reason := native.unavailable_reason("fixed_products", "cpu", torch.float32):
+        pytest.skip(reason)
+    assert is_native(torch.zeros(1)) == (request.param == "native")
+    return request.param
 
 
 def _product(x: Tensor, matrix: Tensor, rows: int) -> Tensor:
@@ -64,11 +86,62 @@ def test_products_over_a_chunk() -> None:
             assert torch.equal(chunk_product(_elsewhere(grad, offset), _elsewhere(x, offset)), expected)
 
 
-def test_parts_are_joined_by_blocks() -> None:
-    x, matrix = torch.randn(5, 12), torch.randn(12, 7)
-    parts = [(x[:, at], matrix[at]) for at in (slice(0, 4), slice(4, 12))]
-    found = product_of_parts(parts, lambda sums: sums[0] + sums[1], 2)
-    assert torch.allclose(found, x @ matrix, atol=1e-5)
+def _addends(parts: int, width: int) -> tuple[InnerRange, ...]:
+    return tuple(InnerRange(at * width, at * width, width, after) for at, after in enumerate(additions(parts)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("parts", "width"), [(1, 5), (2, 16), (6, 33), (8, 48), (9, 7), (12, 1)])
+def test_sums_over_parts_take_the_tree(parts: int, width: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(parts)
+    x, matrix = (torch.randn(n, parts * width, generator=generator).to(dtype) for n in (37, 41))
+    found = x.new_empty(37, 41)
+    sum_of_products_(found, x, matrix.t(), _addends(parts, width), 32)
+    partial = []
+    for at in range(0, parts * width, width):
+        partial.append(_product(x[:, at : at + width], matrix[:, at : at + width].t(), 32))
+    assert torch.equal(found, tree_sum(partial))
+    assert torch.allclose(found.double(), x.double() @ matrix.double().t(), rtol=0.05, atol=0.4)
+    assert parts < 6 or not torch.equal(found, sum(partial[1:], partial[0]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("outputs", "inputs", "length"), [(6, 8, 2), (40, 70, 16), (33, 31, 50)])
+def test_exact_sums_of_products(outputs: int, inputs: int, length: int, dtype: torch.dtype) -> None:
+    """Any grouping of the chunks, columns and rows gives the same bits, and those of the definition."""
+    generator = torch.Generator().manual_seed(outputs)
+    grad, x = (torch.randn(4 * length, 2, size, generator=generator).to(dtype) for size in (outputs, inputs))
+    chunks = [(slice(at, at + length), b) for at in range(0, 4 * length, length) for b in range(2)]
+    whole, apart = (torch.zeros(outputs, inputs, dtype=torch.float64) for _ in range(2))
+    add_chunk_products_(whole, grad, x, chunks, [slice(None)], 4)
+    for at, b in reversed(chunks):
+        for rows in (slice(0, 5), slice(5, outputs)):
+            own = [(slice(0, length), 0)]
+            parts = x[at, b : b + 1].contiguous(), grad[at, b : b + 1, rows].contiguous()
+            for columns in (slice(0, 3), slice(3, inputs)) if is_native(x) else (slice(None),):
+                add_chunk_products_(apart[rows, columns], parts[1], parts[0][..., columns], own, [slice(None)], 4)
+    exact = torch.einsum("sbo,sbi->oi", grad.double(), x.double())
+    assert torch.allclose(whole, exact, rtol=0, atol=1e-4) and torch.equal(whole * 2.0**44, (whole * 2.0**44).round())
+    assert torch.equal(apart, whole) or not is_native(x)
+    large = torch.full((2, 1, 1), 6.0, dtype=dtype)
+    for terms, is_beyond in ((4, False), (8, True)):  # the limit is 512 / terms, and 128 at most
+        found = torch.zeros(1, 1, dtype=torch.float64)
+        add_chunk_products_(found, large, large, [(slice(0, 2), 0)], [slice(None)], terms)
+        assert found.isnan().item() if is_beyond else found.item() == 72.0
+
+
+def test_native_sums_do_not_depend_on_threads_or_strides(backend: str) -> None:
+    if backend == "torch":
+        pytest.skip("its properties are tested above")
+    threads = torch.get_num_threads()
+    x, matrix = torch.randn(300, 96), torch.randn(200, 96)
+    expected = _product(x, matrix.t(), 128)
+    try:
+        torch.set_num_threads(2)
+        for offset in (0, 1, 7):
+            assert torch.equal(_product(_elsewhere(x, offset), _elsewhere(matrix, offset).t(), 128), expected)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_a_copy_keeps_the_order_in_memory() -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+import os
 import re
 import threading
 import weakref
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -19,7 +22,9 @@ from megatron_core.parallel.grid import WORLD
 from megatron_core.parallel.interleave import Interleaver, hand_over
 from megatron_core.parallel.meter import METER
 from megatron_core.parallel.rank_local import RankLocal
+from megatron_core.parallel.simulated.divided import run_divided
 from megatron_core.parallel.simulated.meeting import Meeting
+from megatron_core.parallel.simulated.world import WorldError
 from megatron_core.verify.ranks import RankFailure, run_ranks, run_simulated, this_world
 
 
@@ -28,7 +33,12 @@ def simulate(*args: object) -> list[object]:
     return run_simulated(*args).result
 
 
-BOTH = [run_ranks, simulate]
+def divide(size: int, function: Callable[..., object], *args: object) -> list[object]:
+    """As ``run_ranks``, divided over two processes."""
+    return run_divided(size, 2, partial(function, *args), None).results
+
+
+ALL = [run_ranks, simulate, divide]
 
 
 def every_collective() -> list[object]:
@@ -68,7 +78,9 @@ def every_collective() -> list[object]:
 
 
 def test_collectives_are_those_of_processes() -> None:
-    assert run_simulated(3, every_collective).result == run_ranks(3, every_collective)
+    expected = run_ranks(3, every_collective)
+    for processes in (1, 2, 3):
+        assert run_divided(3, processes, every_collective, None).results == expected
 
 
 def messages() -> list[float]:
@@ -92,7 +104,7 @@ def messages() -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("run", BOTH)
+@pytest.mark.parametrize("run", ALL)
 def test_messages_of_a_tag_arrive_in_order(run) -> None:
     result = run(3, messages)
     assert result[1] == [100.0 * source + 10 + number for source in (2, 0) for number in (1, 0, 2)]
@@ -204,6 +216,7 @@ def faulty(kind: str) -> None:
     dist.barrier()
 
 
+@pytest.mark.parametrize("processes", [1, 3])
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
@@ -220,9 +233,9 @@ def faulty(kind: str) -> None:
         ("message", r"deadlock: 8 ranks wait.*; rank 1 .*waits in barrier.*for rank"),
     ],
 )
-def test_one_message_names_rank_module_and_collective(kind: str, message: str) -> None:
-    with pytest.raises(RankFailure) as caught:
-        run_simulated(8, faulty, kind)
+def test_one_message_names_rank_module_and_collective(kind: str, message: str, processes: int) -> None:
+    with pytest.raises(WorldError) as caught:
+        run_divided(8, processes, partial(faulty, kind), None)
     last = str(caught.value).splitlines()[-1]
     assert re.search(message, last), str(caught.value)
 
@@ -232,11 +245,25 @@ def leave(rank: int) -> None:
         dist.barrier()
 
 
-def test_a_rank_that_ends_early_is_a_deadlock() -> None:
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("rank", [1, 2])
+def test_a_rank_that_ends_early_is_a_deadlock(rank: int, processes: int) -> None:
+    """Also if it is the only rank of its process."""
     with pytest.raises(
-        RankFailure, match=r"deadlock: 2 ranks wait for each other, and 1 have ended; rank 0 waits in bar"
+        WorldError, match=r"deadlock: 2 ranks wait for each other, and 1 have ended; rank 0 waits in bar"
     ):
-        run_simulated(3, leave, 2)
+        run_divided(3, processes, partial(leave, rank), None)
+
+
+def exit_at_once() -> None:
+    if dist.get_rank() == 1:
+        os._exit(3)
+    dist.barrier()
+
+
+def test_the_end_of_a_process_is_reported() -> None:
+    with pytest.raises(WorldError, match="a process of the simulated world ended without a result"):
+        run_divided(2, 2, exit_at_once, None)
 
 
 def run_forever() -> None:
@@ -245,5 +272,5 @@ def run_forever() -> None:
 
 
 def test_endless_computation_is_ended() -> None:
-    with pytest.raises(RankFailure, match="of 2 ranks did not finish within 1 s"):
+    with pytest.raises(RankFailure, match="of 2 ranks did not finish within timeout=1 s; give a longer one"):
         run_simulated(2, run_forever, timeout=1)

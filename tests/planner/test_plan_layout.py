@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from megatron_core.commands.plan_layout import main
 from megatron_core.config import RunConfig
 from megatron_core.config.cli import parse_command_line
 from megatron_core.config.presets import preset
@@ -20,7 +21,6 @@ from megatron_core.planner.hardware import Hardware, known_hardware, read_hardwa
 from megatron_core.planner.search import KEPT, NEUTRAL, Search, with_settings
 from megatron_core.schedules import TRAINING
 from tests.ops.checks import WHOLE_MATRIX
-from tools.plan_layout import main
 
 SMALL = {
     "num_layers": 8,
@@ -86,7 +86,8 @@ def test_every_printed_command_passes_the_rules(more: dict[str, Any]) -> None:
     for each in _search(base, 4).best(4):
         words = shlex.split(command_line(each.config, base, arguments, 4, 2))
         assert words[:5] == ["torchrun", "--nproc-per-node", "2", "--nnodes", "2"]
-        again = parse_command_line([*words[words.index("pretrain_gpt.py") + 1 :], "--dry-run", "--world-size", "4"])[0]
+        assert words[5:7] == ["-m", "megatron_core.commands.train"]
+        again = parse_command_line([*words[7:], "--dry-run", "--world-size", "4"])[0]
         assert again == each.config
         assert not list(problems(without_data(again), 4))
 
@@ -134,7 +135,8 @@ def test_tool(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
     flags = [*GIVEN, "--gpus", "8", "--hardware", "h100", "--top", "2", "--why-not", "tp8", "--explain-memory"]
     assert main([*flags, "--png", str(png)]) == 0
     text = capsys.readouterr().out
-    assert "evaluated in detail" in text and "torchrun --nproc-per-node 8 pretrain_gpt.py --model-preset" in text
+    assert "evaluated in detail" in text
+    assert "torchrun --nproc-per-node 8 -m megatron_core.commands.train --model-preset" in text
     assert "w weights" in text and png.stat().st_size > 10_000
 
 

@@ -30,9 +30,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import _engine_run_backward, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.simulated_gpu import only_cuda
 
 ROOT, HERE = str(Path(__file__).parents[2]), str(Path(__file__).parent)
 READS = (
@@ -85,8 +87,8 @@ class Log:
     """The CUDA graph that records, if any (``graphs``)."""
     graphs: list[Any] = field(default_factory=list)
     """All CUDA graphs."""
-    varlen_calls: int = 0
-    """Number of calls of torch's variable-length attention."""
+    calls: Counter[str] = field(default_factory=Counter)
+    """Number of calls of operators that torch has only for CUDA, by name."""
     replays: int = 0
     """Number of replays of CUDA graphs."""
 
@@ -183,13 +185,16 @@ class OnGPU(Tensor):
             id(plain.get(id(each), each)): each for each in found
         }  # tensors changed in place are returned unchanged
         memory = lambda each: plain.get(id(each), each)  # noqa: E731
-        changed, func = _traits(func, name)[0], ONLY_CUDA.get(str(func), func)
+        changed, operator = _traits(func, name)[0], str(func)
+        func = only_cuda.FUNCTIONS.get(operator, func)
         host_args, host_kwargs = mapped(memory, args), mapped(memory, kwargs)
         if LOG.capture is not None:
             written = [each for each, is_changed in zip(host_args, changed, strict=False) if is_changed]
             for each in _tensors([*written, host_kwargs.get("out")]):
                 LOG.capture.changes(each)
         result = func(*host_args, **host_kwargs)
+        if operator in only_cuda.FUNCTIONS:
+            LOG.calls[operator] += 1
         if LOG.capture is not None:
             LOG.capture.note(func, host_args, host_kwargs, result)
         old = {each.untyped_storage().data_ptr() for each in plain.values()}
@@ -197,107 +202,6 @@ class OnGPU(Tensor):
             if id(out) in known or out.untyped_storage().data_ptr() not in old:  # changed in place, or new: no view
                 LOG.mark(out)
         return mapped(lambda out: known[id(out)] if id(out) in known else cls.of(out), result)
-
-
-def _addmm(c: Tensor, a: Tensor, b: Tensor, out_dtype: torch.dtype, *, out: Tensor) -> Tensor:
-    return out.copy_(c + a.to(out_dtype) @ b.to(out_dtype))
-
-
-def _check_flash(*inputs: Tensor) -> None:
-    """RuntimeError for calls that torch's flash attention refuses (``flash_attn/flash_api.cpp``)."""
-    query, key, value, *others = inputs
-    if query.dtype not in (torch.float16, torch.bfloat16) or any(x.dtype != query.dtype for x in (key, value, *others)):
-        raise RuntimeError("FlashAttention only support fp16 and bf16 data type, the same for all")
-    if any(x.stride(-1) != 1 for x in (query, key, value)):
-        raise RuntimeError("Input tensor must have contiguous last dimension")
-    if query.shape[-1] % 8 or query.shape[-1] > 256 or key.shape[-1] != query.shape[-1] != value.shape[-1]:
-        raise RuntimeError(
-            "head_size must be a multiple of 8, this is ensured by padding! At most 256, and one for all"
-        )
-
-
-def _flash(
-    query: Tensor, key: Tensor, value: Tensor, drop: float = 0.0, causal: bool = False, debug: bool = False
-) -> Any:
-    _check_flash(query, key, value)
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, drop, causal)
-    return out, lse, None, None, query.shape[2], key.shape[2], *[torch.empty(0)] * 3
-
-
-def _flash_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *rest: Any
-) -> Any:
-    _check_flash(query, key, value, grad, out)
-    _, _, _, _, drop, causal, _, _ = rest
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad, query, key, value, out, lse, drop, causal
-    )
-
-
-def _scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *rest: Any) -> Tensor:
-    """A GPU with the restrictions of ``ScaledBlas.cpp`` and ``RowwiseScaledMM.cu``."""
-    out_dtype, rows = rest[2], scale_a.numel() > 1 or scale_b.numel() > 1
-    e5m2 = [x.dtype == torch.float8_e5m2 for x in (a, b)]
-    if a.stride() != (a.shape[1], 1) or b.stride() != (1, b.shape[0]) or any(extent % 16 for extent in b.shape):
-        raise RuntimeError("mat1 must be row major, mat2 column major, and trailing dimensions divisible by 16")
-    if rows and not (scale_a.shape == (len(a), 1) and scale_b.shape == (1, b.shape[1]) and not e5m2[1]):
-        raise RuntimeError("by row scales are [M, 1] and [1, N], and the second matrix is in e4m3")
-    if all(e5m2) or (rows and out_dtype != torch.bfloat16):
-        raise RuntimeError("no product of two matrices in e5m2, and by row none that returns other than bfloat16")
-    return ((a.float() * scale_a) @ (b.float() * scale_b)).to(out_dtype)
-
-
-def _by_document(starts: Tensor, window: list[int], *tokens: Tensor) -> list[Tensor]:
-    """Attention of queries, keys and values ``[tokens, heads, d]`` in float32, one document after another; with the
-    gradient of the output as fourth, the three gradients."""
-    parts: list[list[Tensor]] = []
-    for start, stop in zip(starts.tolist(), starts.tolist()[1:], strict=False):
-        q, k, v, *grads = (x[start:stop].float().transpose(0, 1) for x in tokens)
-        many, scale = len(q) // len(k), q.shape[-1] ** -0.5
-        k, v = (x.repeat_interleave(many, dim=0) for x in (k, v))
-        seen = torch.ones(stop - start, stop - start, dtype=torch.bool).tril(window[1])
-        seen = seen if window[0] < 0 else seen.triu(-window[0])
-        probs = (q @ k.mT * scale).masked_fill(~seen, -torch.inf).softmax(-1)
-        found = [probs @ v]
-        for grad in grads:
-            of_probs = grad @ v.mT
-            of_scores = scale * probs * (of_probs - (of_probs * probs).sum(-1, keepdim=True))
-            of_keys, of_values = (x.unflatten(0, (-1, many)).sum(1) for x in (of_scores.mT @ q, probs.mT @ grad))
-            found = [of_scores @ k, of_keys, of_values]
-        parts.append([x.transpose(0, 1) for x in found])
-    return [torch.cat(each).to(tokens[0].dtype) for each in zip(*parts, strict=True)]
-
-
-def _varlen(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, same: Tensor, most: int, *rest: Any) -> Any:
-    """torch's variable-length attention, with the restrictions of its flash kernel (``flash_api.cpp``)."""
-    most_keys, _, scale, window = rest[0], *rest[1:4]
-    lengths = starts.diff()
-    if starts.dtype != torch.int32 or not torch.equal(starts, same) or starts[-1] != len(query) or scale is not None:
-        raise RuntimeError("cu_seqlens_q must have dtype int32, and end with the number of tokens")
-    if not most == most_keys == int(lengths.max()):
-        raise RuntimeError("max_q is the length of the longest sequence")
-    _check_flash(query, key, value)
-    LOG.varlen_calls += 1
-    (out,) = _by_document(starts, window, query, key, value)
-    return out, torch.zeros(query.shape[1], len(query)), torch.zeros(2, dtype=torch.uint64)
-
-
-def _varlen_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Any:
-    _, _, starts, _, _, _, _, _, _, window = rest
-    _check_flash(query, key, value, grad)
-    return tuple(_by_document(starts, window, query, key, value, grad))
-
-
-ONLY_CUDA = {
-    "torch_attn._varlen_attn.default": _varlen,
-    "torch_attn._varlen_attn_backward.default": _varlen_backward,
-    "aten._scaled_mm.default": _scaled_mm,
-    "aten.addmm.dtype_out": _addmm,
-    "aten.mm.dtype": lambda a, b, out_dtype: a.to(out_dtype) @ b.to(out_dtype),
-    "aten._scaled_dot_product_flash_attention.default": _flash,
-    "aten._scaled_dot_product_flash_attention_backward.default": _flash_backward,
-}
-"""Functions that torch has only for CUDA."""
 
 
 def mapped(function: Callable[[Tensor], Any], value: Any) -> Any:
@@ -399,6 +303,16 @@ def _is_gpu(device: Any) -> bool:
     return device is not None and (isinstance(device, int) or torch.device(device).type == "cuda")
 
 
+def _gradients(outputs: Any, inputs: Any, grad_outputs: Any = None, retain_graph: Any = None, **options: Any) -> Any:
+    """torch.autograd.grad, which would turn off the mode of ``Factories`` in the backward of Python functions."""
+    assert not any(options.get(name) for name in ("create_graph", "is_grads_batched", "materialize_grads")), options
+    outputs, inputs = ([each] if isinstance(each, Tensor) else list(each) for each in (outputs, inputs))
+    grads = [grad_outputs] if isinstance(grad_outputs, Tensor) else grad_outputs
+    grads = [torch.ones_like(each) for each in outputs] if grads is None else list(grads)
+    given = tuple(outputs), tuple(grads), bool(retain_graph), False, tuple(inputs), bool(options.get("allow_unused"))
+    return _engine_run_backward(*given, accumulate_grad=False)
+
+
 class Factories(TorchFunctionMode):
     """Creates tensors on ``device``."""
 
@@ -419,6 +333,9 @@ class Factories(TorchFunctionMode):
             with self:  # otherwise off here, and so in the backward of Python functions
                 kwargs["grad_tensors"] = kwargs.pop("gradient", None)
                 return torch.autograd.backward(*args, **kwargs)
+        if func is torch.autograd.grad:
+            with self:
+                return _gradients(*args, **kwargs)
         outer, FRAME.inner = FRAME.inner, device is None and any(isinstance(each, OnGPU) for each in _tensors(args))
         try:
             result = func(*args, **kwargs)

@@ -94,6 +94,21 @@ def test_kernels_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     run_ranks(1, compare, every if WHOLE_MATRIX else every[:1], timeout=600.0)
 
 
+def losses_and_norms(settings: dict) -> list[float]:
+    with simulated_gpu():
+        return train(settings | {"layout_invariant": True})[:4]
+
+
+def test_equal_bits_in_each_layout() -> None:
+    """With --layout-invariant the losses and norms of two steps are those of one rank, to the bit."""
+    layouts = [(1, {"micro_batch_size": 4}), (2, TP2 | SP), (2, ZERO2)]
+    chosen = layouts if WHOLE_MATRIX else layouts[1:2]
+    expected = run_ranks(1, losses_and_norms, {"num_layers": 1}, timeout=600.0)
+    for ranks, layout in chosen:
+        found = run_ranks(ranks, losses_and_norms, layout | {"num_layers": 1}, timeout=600.0)
+        assert found == expected * ranks, layout
+
+
 def waits(settings: dict) -> int:
     with simulated_gpu():
         train(settings)

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_core.commands.collect_corpus import Settings, collect, main
 from megatron_core.errors import DataError
-from tools.collect_corpus import Settings, collect, main
 
 
 def collected(output: Path) -> dict[str, str]:
@@ -81,5 +81,5 @@ def test_a_folder_without_text(tmp_path: Path) -> None:
 def test_error_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     absent = str(tmp_path / "absent")
     monkeypatch.setattr("sys.argv", ["collect_corpus.py", "--folder", absent, "--output", absent])
-    with pytest.raises(SystemExit, match=r"collect_corpus: --folder .*absent is not a folder"):
+    with pytest.raises(DataError, match=r"--folder .*absent is not a folder"):
         main()

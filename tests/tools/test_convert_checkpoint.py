@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_core import parallel_state
+from megatron_core.commands.convert_checkpoint import Settings, convert, main
 from megatron_core.errors import ConfigError
 from megatron_core.inference import Engine, Generator, Request
 from megatron_core.inference.generator import GenerationLayout
@@ -16,7 +17,6 @@ from megatron_core.training.compatibility import open_model
 from megatron_core.verify.ranks import run_ranks, this_world
 from tests.models.hf_models import save_model, transformers
 from tests.programs import run_program
-from tools.convert_checkpoint import Settings, convert, main
 
 run_tool = partial(run_program, "tools/convert_checkpoint.py")
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megatron_core.checkpoint import find_checkpoint
+from megatron_core.commands.generate_text import Settings, generate_text
 from megatron_core.config import RunConfig
 from megatron_core.config.rules_parallel import parallel_problems
 from megatron_core.config.rules_stages import stage_problems
@@ -24,7 +25,6 @@ from megatron_core.training.setup import set_up
 from tests.checkpoint.runs import save_run
 from tests.runs import tiny_config, tiny_run
 from tests.tokenizers.corpus import write_tokenizer_json
-from tools.generate_text import Settings, generate_text
 
 WORLD_OF_ONE = World(0, 1, 0, torch.device("cpu"))
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from megatron_core.checkpoint import Box, Save, TensorBox, save_checkpoint
+from megatron_core.commands.inspect_checkpoint import Settings, inspect_checkpoint
 from megatron_core.errors import CheckpointError
 from megatron_core.verify.ranks import run_ranks
 from tests.checkpoint.runs import save_run, start, train
 from tests.programs import run_program
-from tools.inspect_checkpoint import Settings, inspect_checkpoint
 
 ONE_LAYER = {"num_layers": 1}
 

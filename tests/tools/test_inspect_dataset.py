@@ -6,13 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_core.commands.inspect_dataset import Settings, blocks, inspect_dataset
 from megatron_core.datasets import DatasetHeader, IndexedDatasetBuilder, get_bin_path, get_idx_path, write_header
 from megatron_core.errors import ConfigError, DataError
 from megatron_core.tokenizers import ByteLevelTokenizer
 from tests.datasets.files import index_by_hand, write
 from tests.programs import run_program
 from tests.tokenizers.corpus import write_rank_json
-from tools.inspect_dataset import Settings, blocks, inspect_dataset
 
 BYTES = {"tokenizer_type": "ByteLevelTokenizer"}
 TEXTS = ["the cat", "", "Grüße\n\x1b[31m", "x" * 300]

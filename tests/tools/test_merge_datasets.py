@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_core.commands.merge_datasets import Settings, merge
 from megatron_core.datasets import (
     DatasetHeader,
     IndexedDataset,
@@ -20,7 +21,6 @@ from megatron_core.errors import ConfigError, DataError
 from megatron_core.tokenizers import ByteLevelTokenizer, NullTokenizer
 from tests.datasets.files import write
 from tests.programs import run_program
-from tools.merge_datasets import Settings, merge
 
 PARTS = {"b": [[4], [], [5, 6, 7]], "a": [[1, 2], [3]], "c.x": [[8, 9]]}
 SORTED = [*PARTS["a"], *PARTS["b"], *PARTS["c.x"]]

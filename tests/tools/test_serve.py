@@ -22,11 +22,11 @@ import pytest
 import torch
 import tyro
 
+from megatron_core.commands.serve import Settings, serve
 from megatron_core.errors import ConfigError
 from megatron_core.parallel import World
 from tests.models.hf_models import LLAMA, transformers
 from tests.tokenizers.corpus import write_tokenizer_json
-from tools.serve import Settings, serve
 
 ROOT = Path(__file__).parents[2]
 TEMPLATE = (
@@ -422,16 +422,26 @@ class Page(HTMLParser):
 
 
 def test_the_page_is_complete(server: Client) -> None:
-    """It loads nothing from elsewhere, its script uses existing elements and paths, and text is never markup. ``make
-    browser`` uses it in a browser."""
+    """It loads only files of the server, its script uses existing elements and paths, and text is never markup.
+    ``make browser`` uses it in a browser."""
     status, text = server.send("/")
     page = Page()
     page.feed(text)
-    used = set(re.findall(r'\bat\("(\w+)"\)', text))
-    assert status == 200 and page.loads == [] and used and used <= page.ids
-    assert "textContent" in text and not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval", text)
-    for path in set(re.findall(r'"(/v1/[\w/]+)"', text)):
+    files = [name for name in page.loads if name != "data:,"]
+    sent = {name: server.send(f"/{name}") for name in (*files, "page/markdown.js")}
+    assert status == 200 and all(name.startswith("page/") and sent[name][0] == 200 for name in files), sent
+    script = sent["page/chat.js"][1] + sent["page/markdown.js"][1]
+    used = set(re.findall(r'\bat\("(\w+)"\)', script))
+    assert used and used <= page.ids and set(re.findall(r'from "\./([\w.]+)"', script)) == {"markdown.js"}
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval|DOMParser", script)
+    for path in set(re.findall(r'"(/v1/[\w/]*completions)"', script)):
         assert server.refused(path, {})[0] == 400
+    assert server.send("/page/../web.py")[0] == server.send("/page/%2e%2e/web.py")[0] == 404
+
+
+def test_models_say_whether_they_chat(server: Client) -> None:
+    (model,) = json.loads(server.send("/v1/models")[1])["data"]
+    assert (model["id"], model["max_model_len"], model["has_chat_template"]) == ("tiny-llama", 8000, True)
 
 
 @pytest.mark.drawn(1)
@@ -452,7 +462,7 @@ def test_it_ends_while_it_generates(folder: Path, reference: Reference, ranks: i
     client.process.terminate()
     _, errors = client.process.communicate(timeout=60)
     thread.join(timeout=30)
-    assert "tools/serve.py" not in errors and "error:" not in errors and not thread.is_alive(), errors
+    assert "serve.py" not in errors and "error:" not in errors and not thread.is_alive(), errors
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from megatron_core.commands.show_schedule import Settings, main, with_bare_json
 from megatron_core.schedules import SCHEDULES, gpipe, zb_h1, zb_v
 from megatron_core.schedules.plan_file import format_plan
 from megatron_core.schedules.simulate import Costs, simulate
 from megatron_core.schedules.trace import Recording, TraceWriter
-from tools.show_schedule import Settings, main, with_bare_json
 
 ROOT = Path(__file__).parents[2]
 
@@ -152,12 +152,13 @@ def test_json_without_a_file_is_printed() -> None:
 
 def test_help_names_every_schedule() -> None:
     assert Settings.__dataclass_fields__["schedule"].default in SCHEDULES
-    code = "from tools.show_schedule import main; main(['--help'])"
+    code = "from megatron_core.commands.show_schedule import main; main(['--help'])"
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     words = run.stdout.replace(",", " ").replace(". ", " ").split()
     assert run.returncode == 0 and set(SCHEDULES) <= set(words)
 
 
 def test_it_needs_no_torch() -> None:
-    code = "import sys; from tools.show_schedule import main; main(['--json']); assert 'torch' not in sys.modules"
+    code = "import sys; from megatron_core.commands.show_schedule import main; main(['--json'])"
+    code += "; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from megatron_core.commands import train_tokenizer
+from megatron_core.commands.train_tokenizer import Settings, main, train
 from megatron_core.errors import ConfigError, DataError
 from megatron_core.preprocess import Limits
 from megatron_core.tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
 from tests.tokenizers.corpus import TEXTS
-from tools import train_tokenizer
-from tools.train_tokenizer import Settings, main, train
 
 UNSEEN = ["any text: Ω 🙂\n\tthe cat", "", "  two  spaces ", "Привет\r\n\x00 мир\u2028"]
 KINDS = [("tokenizer.json", "bpe"), ("tokenizer.json", "unigram"), ("t.model", "bpe"), ("t.model", "unigram")]
@@ -158,5 +158,5 @@ def test_a_damaged_file_is_named(output: str, tmp_path: Path) -> None:
 def test_error_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = ["train_tokenizer.py", "--input", str(tmp_path / "absent"), "--output", str(tmp_path / "t.json")]
     monkeypatch.setattr("sys.argv", flags)
-    with pytest.raises(SystemExit, match=r"train_tokenizer: --input .*absent: no file has that name"):
+    with pytest.raises(DataError, match=r"--input .*absent: no file has that name"):
         main()

@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron_core.commands.verify_layout import Options, main, task_of
 from megatron_core.config.cli import parse_run_config
-from tools.verify_layout import Options, run, task_of
+from megatron_core.verify import BitsReport, BitsRow
+from megatron_core.verify.table import bits_page
 
 ROOT = Path(__file__).parent.parent.parent
 SMALL = ("--num-layers", "2", "--num-attention-heads", "2", "--steps", "1")
@@ -37,7 +39,7 @@ def verify(capfd: pytest.CaptureFixture[str]) -> Verify:
 
     def call(*args: str) -> Result:
         try:
-            status = run(list(args))
+            status = main(list(args))
         except SystemExit as leaving:
             status = int(leaving.code or 0)
         return Result(status, *capfd.readouterr())
@@ -57,13 +59,27 @@ def test_bits_name_the_first_difference(verify: Verify, tmp_path: Path) -> None:
     assert "0 of 2 layouts have the bits of one process in float32" in result.stdout
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["holds"] is False and report["rows"][1]["difference"]["quantity"] == "gradients"
-    assert verify(*SMALL, "--bits", "--layouts", "dp2", "--markdown", str(tmp_path / "x.md")).status == 2
 
 
 def test_layout_invariant_training_has_equal_bits(verify: Verify) -> None:
     result = verify(*SMALL, "--bits", "--dtype", "bfloat16", "--layout-invariant", "--layouts", "dp2 zero3", "tp2 sp")
     assert result.status == 0, result.stdout + result.stderr
     assert "2 of 2 layouts have the bits of one process in bfloat16" in result.stdout
+
+
+def test_the_page_of_equal_bits_has_refused_layouts(tmp_path: Path) -> None:
+    """With 2 heads in parts and 2 chunks, cp2 needs more chunks."""
+    options = Options(all=True, world_size=(2,), bits=True)
+    flags = [*SMALL[:4], "--layout-invariant", "--layout-invariant-chunks", "2"]
+    task = task_of(parse_run_config(flags), options)
+    assert {str(layout) for layout in task.layouts} >= {"tp2 sp", "dp2 zero3", "pp2"}
+    assert {name.split()[0] for name in task.refused} == {"cp2"}
+    assert all("layout_invariant_chunks=2" in reason for reason in task.refused.values())
+    rows = [BitsRow("tp2", 2, 1.0), BitsRow("dp2", 2, 1.0, faults=("fails: out of memory",))]
+    text = "\n".join(bits_page(BitsReport("float32", "shared memory", 5, rows), "tiny model", task.refused))
+    assert text.startswith("# Layouts with the bits of one process\n\nTiny model.\n\n1 of 2 layouts have the bits")
+    assert "1 of 2 layouts: `tp2`." in text and "- `dp2` differs: fails: out of memory" in text
+    assert f"{len(task.refused)} layouts are refused" in text and "`cp2`, `cp2 zero1 overlap`" in text
 
 
 def test_layouts_in_words(verify: Verify, tmp_path: Path) -> None:
@@ -126,6 +142,8 @@ def test_the_stages_of_a_run_are_checked_as_they_are(verify: Verify) -> None:
     assert note in verify(*flags, "--layouts", "tp2").stdout
     options, given = Options(steps=1), parse_run_config(list(flags[:2] + flags[4:]))
     assert task_of(given, options).own_settings["pipeline_model_parallel_layout"] == "Ettt|tL"
+    chunks = [*flags[:2], *flags[4:6], "--pipeline-model-parallel-layout", "Et|t|tt|L"]
+    assert str(task_of(parse_run_config(chunks), options).layouts[0]) == "pp2 v2"
 
 
 def test_the_overlap_of_a_run_is_checked_as_it_is() -> None:
@@ -170,6 +188,8 @@ def test_a_model_that_one_process_cannot_train(verify: Verify, monkeypatch: pyte
         (("--world-size", "2", "4"), "several values of --world-size need --all"),
         (("--layouts", "tp2", "--num-attention-heads", "3", "--vocab-size", "9", "--full-size"), "num_attention_heads"),
         (("--layouts", "tp2", "--no-such-flag"), "no-such-flag"),
+        (("--layouts", "tp11", "tp13"), "give 'tp11', 'tp13' in separate commands"),
+        (("--layouts", "dp8", "--num-distributed-optimizer-instances", "2"), "has no effect without --zero-stage"),
     ],
 )
 def test_wrong_command_lines(verify: Verify, args: tuple[str, ...], message: str) -> None:

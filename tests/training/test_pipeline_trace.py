@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_core.pipeline_parallel.executor import Listener
-from megatron_core.schedules.trace import MOST_STEPS, read_trace
+from megatron_core.schedules.trace import MOST_STEPS, TraceWriter, read_trace
 from megatron_core.training.pipeline_trace import clock_of, traced
 from megatron_core.training.step import evaluate, train_step
 from megatron_core.verify.ranks import run_ranks
@@ -49,13 +49,16 @@ def test_every_rank_traces_its_training_steps(tmp_path: Path) -> None:
 def test_no_trace_no_listener(tmp_path: Path) -> None:
     run, listener = tiny_run(trace_pipeline=str(tmp_path)), Listener()
     assert tiny_run().trace is None
-    with traced(None, 1, listener, run.groups, run.world.device) as given:
-        assert given is listener
+
+    def given(trace: TraceWriter | None, step: int) -> Listener:
+        with traced(trace, step, run.groups, run.world.device) as around_plan, around_plan(listener) as found:
+            return found
+
+    assert given(None, 1) is listener
     for step in range(1, MOST_STEPS + 1):
-        with traced(run.trace, step, listener, run.groups, run.world.device) as given:
-            assert given is not listener and given.on_last_weights is listener.on_last_weights
-    with traced(run.trace, MOST_STEPS + 1, listener, run.groups, run.world.device) as given:
-        assert given is listener, "a full trace costs nothing more"
+        found = given(run.trace, step)
+        assert found is not listener and found.on_last_weights is listener.on_last_weights
+    assert given(run.trace, MOST_STEPS + 1) is listener, "a full trace costs nothing more"
 
 
 def test_the_trace_names_the_plans_file(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from megatron_core.data_parallel import Bucket, buffer
 from megatron_core.errors import MegatronError
 from megatron_core.parallel import collectives, poison
-from megatron_core.parallel.collectives import Done
+from megatron_core.parallel.handles import Done
 from megatron_core.training.loop import train
 from megatron_core.training.step import train_step
 from megatron_core.verify.ranks import run_ranks

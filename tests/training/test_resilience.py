@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from megatron_core.checkpoint import find_checkpoint
 from megatron_core.checkpoint.folder import complete_iterations
+from megatron_core.commands import replay_step
 from megatron_core.config.validate import check
 from megatron_core.errors import ConfigError, MegatronError
 from megatron_core.monitor.events import StepEvent
@@ -28,7 +29,6 @@ from megatron_core.training.setup import Run
 from megatron_core.training.state import weight_pieces
 from megatron_core.verify.ranks import run_ranks
 from tests.runs import tiny_config, tiny_run
-from tools import replay_step
 
 SETTINGS = {
     "num_layers": 1,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from megatron_core.config.validate import problems
 from megatron_core.training.step import train_step
 from megatron_core.transformer import SequenceContext
 from megatron_core.transformer.block import TransformerLayer
+from megatron_core.transformer.compiled import compile_layers
 from megatron_core.verify import trace_training
 from megatron_core.verify.compare import Bounds
 from megatron_core.verify.ranks import RankFailure
@@ -61,6 +63,23 @@ def test_a_dense_layer_is_one_graph(settings: dict[str, Any]) -> None:
     layer, hidden, context = layer_and_inputs(**settings)
     found = torch._dynamo.explain(layer.forward)(hidden, context)
     assert (found.graph_count, found.graph_break_count) == (1, 0), found.break_reasons
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("settings", [LLAMA, LLAMA | MIXTRAL], ids=["dense", "experts"])
+def test_a_deep_copy_of_a_layer_runs_its_own_weights(settings: dict[str, Any]) -> None:
+    layer, hidden, context = layer_and_inputs(**settings)
+    layer.eval()  # without auxiliary losses
+    plain, zeros = deepcopy(layer), deepcopy(layer)
+    compile_layers([layer], backend="aot_eager")
+    copied = deepcopy(layer)
+    with torch.no_grad():
+        expected = plain(hidden, context)
+        for weight in [*layer.parameters(), *zeros.parameters()]:
+            weight.zero_()
+        torch.testing.assert_close(copied(hidden, context), expected)
+        torch.testing.assert_close(layer(hidden, context), zeros(hidden, context))
+    assert not torch.allclose(copied(hidden, context), layer(hidden, context))
     torch._dynamo.reset()
 
 

@@ -35,7 +35,7 @@ def attended(device: str, dtype: torch.dtype, **settings: Any) -> list[torch.Ten
 def test_one_call_computes_what_documents_compute_alone(settings: dict[str, Any]) -> None:
     expected = attended("cpu", torch.float32, **settings)
     with simulated_gpu():
-        found, calls = attended("cuda", torch.bfloat16, **settings), LOG.varlen_calls
+        found, calls = attended("cuda", torch.bfloat16, **settings), LOG.calls["torch_attn._varlen_attn.default"]
     assert calls == 1
     for number, wanted in zip(found, expected, strict=True):
         assert (number - wanted).abs().max() < 2e-2 * wanted.abs().max()
@@ -54,7 +54,7 @@ def test_what_flash_attention_refuses_runs_by_documents(dtype: torch.dtype, sett
         return
     with simulated_gpu():
         attended("cuda", dtype, kernel_backend="reference", **settings)
-        assert LOG.varlen_calls == 0
+        assert LOG.calls["torch_attn._varlen_attn.default"] == 0
 
 
 @pytest.mark.parametrize(

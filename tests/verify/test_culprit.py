@@ -10,7 +10,7 @@ import pytest
 from megatron_core.config import RunConfig
 from megatron_core.config.layout import Layout
 from megatron_core.verify import GPTExperiment, check_parity, shrunk
-from megatron_core.verify.culprit import BACKWARD, FORWARD, Difference, Key, Reference, describe
+from megatron_core.verify.culprit import BACKWARD, FORWARD, Difference, Found, Key, Reference, describe, pattern_of
 from megatron_core.verify.table import TerminalTable
 from tests.defects.plant import planted
 
@@ -40,13 +40,13 @@ DEFECTS = [
             "self.input_layernorm = spec.input_layernorm(context, size, partial_grad=False)",
         ),
         "tp2 sp",
-        r"gradient of decoder\.layers\.1\.input_layernorm\.\w+ and 3 more; outputs of modules .* are right",
+        r"gradient of the parameter decoder\.layers\.1\.input_layernorm\.\w+ and 3 more; outputs .* are right",
     ),
     (
         "the norm counts every copy",
         ("data_parallel.buffer:Bucket.is_writer", "self.dp_group.rank() == 0)", "True)"),
         "dp2",
-        "the gradient norm of the first step; all gradients are right",
+        "the gradient norm; all gradients are right",
     ),
 ]
 
@@ -75,20 +75,46 @@ def test_order_is_that_of_the_program() -> None:
         Key(BACKWARD, "a", 0),
         Key(FORWARD, "a", 1),
     ]
-    reference = Reference(dict.fromkeys(keys, values))
+    reference = Reference(values=dict.fromkeys(keys, values))
     assert reference.order() == [(FORWARD, "a"), (FORWARD, "b"), (BACKWARD, "b"), (BACKWARD, "a")]
     wrong = {
-        (direction, module): Difference(direction, module, f"rank {rank}", 0.1, "")
+        (direction, module): Difference(direction, module, f"rank {rank}", 0.1)
         for rank, (direction, module) in enumerate(reference.order()[2:])
     }
     text = (
         "first wrong: gradient of the output of b, in backward, on rank 0 (off by 1.0e-01); the loss is wrong before it"
     )
-    assert describe(reference, [{}, wrong], {"loss0": 1.0}) == text
-    assert "the loss that is reported" in describe(reference, [{}], {"loss0": 1.0})
-    first = describe(reference, [{}], {"grad0.a.weight": 1.0, "grad0.b.weight": 1.0, "grad1.b.weight": 1.0})
-    assert first.startswith("first wrong: gradient of b.weight and 1 more; ")
-    assert "updated weight a.weight; " in describe(
-        reference, [{}], {"weight.b.x": 1.0, "weight.a.weight": 1.0}
-    ).replace(" and 1 more", "")
-    assert "report0.load of layer 1;" in describe(reference, [{}], {"report0.load of layer 1": 1.0})
+    right = Found(samples={0, 1})
+    assert describe(reference, [right, Found(tensors=wrong)], {"loss0": 1.0}) == text
+    earlier = Difference(FORWARD, "a.weight", "rank 3", 0.1)
+    updated = describe(reference, [right, Found({"a.weight": earlier}, wrong)], {"loss1": 1.0, "grad2.b.weight": 1.0})
+    assert updated.startswith("first wrong: updated weight a.weight, on rank 3 (off by 1.0e-01); losses")
+    assert updated.endswith("; in step 2, all steps before it are right")
+    assert "no rank computes 1; the data" in describe(reference, [Found(samples={0})], {"loss0": 1.0})
+
+
+def test_without_a_wrong_tensor_the_first_wrong_quantity_is_named() -> None:
+    keys = [Key(FORWARD, "a", 0), Key(FORWARD, "b", 0), Key(BACKWARD, "b", 0), Key(BACKWARD, "a", 0)]
+    reference, right = Reference(values=dict.fromkeys(keys, np.ones((2, 3)))), [Found(samples={0})]
+    assert "the loss that is reported" in describe(reference, right, {"loss0": 1.0})
+    first = describe(reference, right, {"grad0.a.weight": 1.0, "grad0.b.weight": 1.0, "grad1.b.weight": 1.0})
+    assert first.startswith("first wrong: gradient of the parameter b.weight and 1 more; ")
+    assert "updated weight a.weight and 1 more; " in describe(
+        reference, right, {"weight.b.x": 1.0, "weight.a.weight": 1.0}
+    )
+    assert "report0.load of layer 1;" in describe(reference, right, {"report0.load of layer 1": 1.0})
+    later = describe(reference, right, {"grad1.a.weight": 1.0, "weight.a.weight": 1.0})
+    assert "gradient of the parameter a.weight; " in later
+    assert "gradients of the step before are kept; in step 2," in later
+
+
+def test_the_pattern_of_a_difference_is_named() -> None:
+    whole = np.arange(24.0).reshape(8, 3) + 1
+    assert pattern_of(whole / 2, whole, 1e-9).startswith("it is 0.5 times the right one")
+    assert pattern_of(0 * whole, whole, 1e-9).startswith("it is 0: ")
+    assert "in other places" in pattern_of(whole[4:], whole[:4], 1e-9, whole)
+    masked = whole.copy()
+    masked[6:, 0] += 1
+    assert pattern_of(masked, whole, 1e-9).startswith("2 of 8 rows differ, from row 6 on")
+    assert pattern_of(whole**2, whole, 1e-9) == ""
+    assert pattern_of(whole[:2], whole, 1e-9) == "its shape differs"

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from megatron_core.commands.diagnose import main
 from megatron_core.config import RunConfig
 from megatron_core.errors import ConfigError
 from megatron_core.planner.cost import step_cost
 from megatron_core.planner.hardware import read_hardware
 from megatron_core.verify.machine import LARGE_STEP, MESSAGES, SMALL_STEP, Found, calibrated, disk_rates, link_of
-from tools.diagnose import main
 
 
 @pytest.mark.whole_matrix

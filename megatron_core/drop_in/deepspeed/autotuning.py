@@ -2,4 +2,4 @@
 
 from deepspeed.unavailable import refuse
 
-refuse("deepspeed.autotuning", "use tools/plan_layout.py (docs/planner.md)")
+refuse("deepspeed.autotuning", "use megatron-plan (docs/planner.md)")

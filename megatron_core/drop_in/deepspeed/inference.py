@@ -2,4 +2,4 @@
 
 from deepspeed.unavailable import refuse
 
-refuse("deepspeed.inference", "use tools/serve.py (docs/generation.md)")
+refuse("deepspeed.inference", "use megatron-serve (docs/generation.md)")

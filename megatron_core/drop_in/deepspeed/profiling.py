@@ -2,4 +2,4 @@
 
 from deepspeed.unavailable import refuse
 
-refuse("deepspeed.profiling", "use torch.profiler or tools/diagnose.py (docs/monitoring.md)")
+refuse("deepspeed.profiling", "use torch.profiler or megatron-diagnose (docs/monitoring.md)")

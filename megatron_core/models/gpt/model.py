@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from megatron_core.config import ModelConfig
 from megatron_core.config.attention import attention_of
+from megatron_core.ops.exact_sum import exact_loss_sum
 from megatron_core.ops.rows import wide
 from megatron_core.parallel.collectives import gather_channels
 from megatron_core.parallel.current import current
@@ -23,7 +24,6 @@ from megatron_core.tensor_parallel import (
     vocab_parallel_cross_entropy,
 )
 from megatron_core.tensor_parallel.invariant_linear import invariant_lookup
-from megatron_core.tensor_parallel.layers import vocabulary_per_rank
 from megatron_core.transformer import SequenceContext, TransformerBlock, layer_spec
 from megatron_core.transformer.auxiliary_loss import MicroBatchAuxiliaryLosses
 from megatron_core.transformer.context import LayerContext, PackedDocuments, RouterReplay
@@ -62,7 +62,7 @@ class LanguageModelEmbedding(nn.Module):
         super().__init__()
         config, parallel, tp_group = context.config, context.parallel, context.tp_group
         self.sequence_parallel = context.sequence_parallel
-        per_rank = _vocabulary_per_rank(context, vocab_size)
+        per_rank = context.vocabulary_per_rank(vocab_size)
         self.word_embeddings = VocabParallelEmbedding(
             vocab_size,
             config.hidden_size,
@@ -169,7 +169,7 @@ class GPTModel(nn.Module):
         tied = self.model_config.share_embeddings_and_output_weights
         tied_here = tied and (self.embedding is not None or self._weights_of_others != ())
         size = self.tp_group.size()
-        per_rank = _vocabulary_per_rank(context, self.vocab_size)
+        per_rank = context.vocabulary_per_rank(self.vocab_size)
         return ColumnParallelLinear(
             self.model_config.hidden_size,
             per_rank * size,
@@ -318,10 +318,12 @@ class GPTModel(nn.Module):
             hidden = layer(self.mtp.embed(tokens, weight), hidden, context)
             tokens, mask = later.labels[depth], later.masks[depth].transpose(0, 1)
             own = self._losses(hidden, tokens.transpose(0, 1), tied)
+            own = own.to(wide(own.dtype)) * mask
+            invariance = self.parallel.invariance
             losses = context.add_auxiliary_loss(
                 losses,
                 names[depth],
-                (own.to(wide(own.dtype)) * mask).sum(),
+                own.sum() if invariance is None else exact_loss_sum(own, invariance.tokens),
                 layer_number=self.config.num_layers + depth,
                 coefficient=self.config.mtp_loss_scaling_factor / len(names),
                 per="counted",
@@ -385,11 +387,3 @@ class GPTModel(nn.Module):
             return None
         batch, length = input_ids.shape
         return PackedDocuments.of(lengths, batch, length * self.split.cp_size, input_ids.device)
-
-
-def _vocabulary_per_rank(context: LayerContext, vocab_size: int) -> int:
-    """Rows of the padded vocabulary per rank; with canonical parts the padding is that of as many ranks as parts."""
-    size, parts = context.tp_group.size(), 1
-    if (invariance := context.parallel.invariance) is not None:
-        parts = invariance.local_parts(context.tp_group)
-    return vocabulary_per_rank(vocab_size, context.config.make_vocab_size_divisible_by * parts, size)

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_core.parallel.filled_work import FilledWork
 from megatron_core.parallel.shared_memory.host import Peer
 
 SLICE = 100_000
@@ -71,12 +71,12 @@ class Members:
         )
 
 
-class Pending(dist.Work):
+class Pending(FilledWork):
     """The handle of a posted operation."""
 
     def __init__(self, members: Members, what: str, number: int, attempt: Attempt | None, filled: list[Tensor]) -> None:
-        super().__init__()
-        self._members, self._what, self._number, self._filled = members, what, number, filled
+        super().__init__(filled)
+        self._members, self._what, self._number = members, what, number
         self._given, self.limit = attempt, members.limit
         self.done = False
 
@@ -102,21 +102,6 @@ class Pending(dist.Work):
         self.done = self.done or self._attempt(0) == 0
         return self.done
 
-    def is_success(self) -> bool:
-        """Whether the operation is complete."""
-        return self.is_completed()
-
-    def result(self) -> list[Tensor]:
-        """The filled tensors."""
-        self.wait()
-        return self._filled
-
-    def get_future(self) -> torch.futures.Future:
-        """A completed future: no thread could complete it later."""
-        future: torch.futures.Future = torch.futures.Future()
-        future.set_result(self.result())
-        return future
-
 
 class Finished(Pending):
     """The handle of a complete operation, or of one that completes with other handles and a final step."""
@@ -124,8 +109,8 @@ class Finished(Pending):
     def __init__(
         self, filled: list[Tensor], parts: Sequence[dist.Work] = (), last: Callable[[], object] | None = None
     ) -> None:
-        dist.Work.__init__(self)
-        self._filled, self._parts, self._last = filled, parts, last
+        FilledWork.__init__(self, filled)
+        self._parts, self._last = parts, last
         self.done = not parts and last is None
 
     def wait(self, timeout: timedelta | None = None) -> bool:

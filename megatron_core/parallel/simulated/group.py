@@ -7,13 +7,14 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_core.errors import LayoutError
+from megatron_core.parallel.filled_work import FilledWork
 from megatron_core.parallel.simulated.meeting import (
     REDUCTIONS,
+    Call,
     Channel,
     Meeting,
     Part,
@@ -27,12 +28,12 @@ from megatron_core.parallel.simulated.scheduler import Waiting
 _ProcessGroup: Any = dist.ProcessGroup
 
 
-class _Work(dist.Work):
+class _Work(FilledWork):
     """The handle of an operation; ``wait`` completes it and writes its result."""
 
     def __init__(self, filled: list[Tensor]) -> None:
-        super().__init__()
-        self._filled, self._done = filled, False
+        super().__init__(filled)
+        self._done = False
 
     def _is_ready(self) -> bool:
         raise NotImplementedError
@@ -55,21 +56,6 @@ class _Work(dist.Work):
     def is_completed(self) -> bool:
         """Whether ``wait`` would return immediately."""
         return self._done or self._is_ready()
-
-    def is_success(self) -> bool:
-        """Whether the operation is complete."""
-        return self.is_completed()
-
-    def result(self) -> list[Tensor]:
-        """The filled tensors."""
-        self.wait()
-        return self._filled
-
-    def get_future(self) -> torch.futures.Future:
-        """A completed future."""
-        future: torch.futures.Future = torch.futures.Future()
-        future.set_result(self.result())
-        return future
 
 
 class _Sent(_Work):
@@ -244,7 +230,7 @@ class SimulatedGroup(_ProcessGroup):
         last: Callable[[], None] | None = None,
     ) -> dist.Work:
         self._calls += 1
-        meeting = self.channel.call(self._index, self._calls, signature, part, root)
+        meeting = self.channel.call(Call(self.channel.key, self._index, self._calls, signature, part, root))
         return _Collective(self, meeting, target, last)
 
     def _splits(self, x: Tensor, rows: Sequence[int]) -> Sequence[int]:

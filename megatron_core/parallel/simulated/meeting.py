@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -46,11 +47,13 @@ class Part(NamedTuple):
 class Meeting:
     """One collective of a group: complete when all ranks have called it."""
 
-    __slots__ = ("number", "parts", "results", "root", "signature", "waiting")
+    __slots__ = ("left", "number", "parts", "results", "root", "signature", "waiting")
 
     def __init__(self, number: int, signature: Signature, size: int, root: int) -> None:
         self.number, self.signature, self.root = number, signature, root
         self.parts: list[Part | None] = [None] * size
+        self.left = size
+        """Number of ranks that have not called it."""
         self.results: list[Tensor | None] | None = None
         self.waiting: list[Waiting] = []
 
@@ -58,14 +61,19 @@ class Meeting:
         """Group ranks that have not called it."""
         return [rank for rank, part in enumerate(self.parts) if part is None]
 
-    def complete(self, parts: Sequence[Part]) -> None:
+    def complete(self) -> None:
         """Compute the result of every rank."""
+        parts = [part for part in self.parts if part is not None]
         size = len(parts)
         values = [part.values for part in parts if part.values is not None]
         kind = self.signature.kind
         if kind == "all-reduce":
             self.results = [_reduced(values, self.signature.detail)] * size
         elif kind == "reduce-scatter":
+            if self.signature.numel % size:
+                raise LayoutError(
+                    f"a {self.signature} over {size} ranks needs a multiple of {size} elements; pad the tensor"
+                )
             self.results = list(_reduced(values, self.signature.detail).view(size, -1))
         elif kind == "all-gather":
             self.results = [torch.cat([each.view(-1) for each in values])] * size
@@ -95,15 +103,20 @@ def _reduced(values: Sequence[Tensor], reduction: str) -> Tensor:
 
 def _exchanged(parts: Sequence[Part]) -> list[Tensor | None]:
     """The rows for each rank, in the order of the senders."""
-    for sender, sent in enumerate(parts):
-        for receiver, received in enumerate(parts):
-            if sent.send[receiver] != received.receive[sender]:
-                raise LayoutError(
-                    f"in an all-to-all of {len(parts)} ranks the group's rank {sender} sends {sent.send[receiver]} "
-                    f"rows to rank {receiver}, which expects {received.receive[sender]}; give the same number"
-                )
-    rows = [part.values.split(list(part.send)) for part in parts if part.values is not None]
-    return [torch.cat([each[rank] for each in rows]) for rank in range(len(parts))]
+    sent = np.array([part.send for part in parts])  # [sender, receiver]
+    received = np.array([part.receive for part in parts]).T
+    for sender, receiver in np.argwhere(sent != received)[:1]:
+        raise LayoutError(
+            f"in an all-to-all of {len(parts)} ranks the group's rank {sender} sends {sent[sender, receiver]} "
+            f"rows to rank {receiver}, which expects {received[sender, receiver]}; give the same number"
+        )
+    # One selection of rows for all ranks: 64 x 64 parts of a few rows each would take milliseconds.
+    counts, ends = sent.T.flatten(), sent.cumsum().reshape(sent.shape).T.flatten()
+    order = np.repeat(ends - counts.cumsum(), counts) + np.arange(counts.sum())
+    rows = torch.cat([part.values for part in parts if part.values is not None]).index_select(
+        0, torch.from_numpy(order)
+    )
+    return list(rows.split(sent.sum(0).tolist()))
 
 
 @dataclass(eq=False)
@@ -115,45 +128,98 @@ class Receive:
     waiting: Waiting | None = None
 
 
+ChannelKey = tuple[tuple[int, ...], int]
+"""The global ranks of a group, and the number of the group among those with the same ranks."""
+
+
+class Elsewhere(Protocol):
+    """Other processes with ranks of the same world."""
+
+    def homes(self, ranks: Sequence[int]) -> Sequence[int]:
+        """The other processes that have some of ``ranks``."""
+
+    def repeat(self, homes: Sequence[int], call: Call) -> None:
+        """Repeat a call in the processes ``homes``."""
+
+    def send(self, message: Message) -> bool:
+        """Send a message if its receiver is a rank of another process."""
+
+
+class Call(NamedTuple):
+    """A rank's call of a collective."""
+
+    channel: ChannelKey
+    caller: int
+    """The rank's index in the group."""
+    number: int
+    """Number of this call among those of the rank."""
+    signature: Signature
+    part: Part
+    root: int = 0
+
+
+class Message(NamedTuple):
+    """A message between two ranks."""
+
+    channel: ChannelKey
+    key: tuple[int, int, int]
+    """The sender's and the receiver's index in the group, and the tag."""
+    values: Tensor
+
+
 class Channel:
     """The collectives and messages of a group, shared by its ranks; ``ranks`` are global."""
 
-    def __init__(self, ranks: tuple[int, ...], scheduler: Scheduler) -> None:
-        self.ranks, self.scheduler = ranks, scheduler
+    def __init__(self, key: ChannelKey, scheduler: Scheduler, elsewhere: Elsewhere) -> None:
+        self.key, self.ranks, self.scheduler = key, key[0], scheduler
+        self._elsewhere, self._homes = elsewhere, elsewhere.homes(self.ranks)
         self._meetings: dict[int, Meeting] = {}
         self._messages: dict[tuple[int, int, int], deque[Tensor]] = {}
         self._receives: dict[tuple[int, int, int], deque[Receive]] = {}
 
-    def call(self, index: int, number: int, signature: Signature, part: Part, root: int = 0) -> Meeting:
-        """The group's rank ``index`` makes its call ``number``; LayoutError if another rank's is a different one."""
-        meeting = self._meetings.get(number)
+    def call(self, call: Call) -> Meeting:
+        """A rank of this process makes a call."""
+        if self._homes:
+            self._elsewhere.repeat(self._homes, call)
+        return self.join(call)
+
+    def join(self, call: Call) -> Meeting:
+        """Add a rank's call to those of the others; LayoutError if another rank's is a different one."""
+        meeting = self._meetings.get(call.number)
         if meeting is None:
-            meeting = self._meetings[number] = Meeting(number, signature, len(self.ranks), root)
-        elif meeting.signature != signature:
+            meeting = Meeting(call.number, call.signature, len(self.ranks), call.root)
+            self._meetings[call.number] = meeting
+        elif meeting.signature != call.signature:
             first = next(rank for rank, each in enumerate(meeting.parts) if each is not None)
             raise LayoutError(
-                f"call {number} over ranks {in_short(self.ranks)} is {signature} on rank {self.ranks[index]} and "
-                f"{meeting.signature} on rank {self.ranks[first]}; all ranks of a group must make the same calls in "
-                "the same order"
+                f"call {call.number} over ranks {in_short(self.ranks)} is {call.signature} on rank "
+                f"{self.ranks[call.caller]} and {meeting.signature} on rank {self.ranks[first]}; all ranks of a group "
+                "must make the same calls in the same order"
             )
-        meeting.parts[index] = part
-        parts = [each for each in meeting.parts if each is not None]
-        if len(parts) == len(self.ranks):
-            del self._meetings[number]
-            meeting.complete(parts)
+        meeting.parts[call.caller] = call.part
+        meeting.left -= 1
+        if meeting.left == 0:
+            del self._meetings[call.number]
+            meeting.complete()
             for each in meeting.waiting:
                 self.scheduler.resume(each)
             meeting.waiting = []  # they refer to the meeting, and would keep its results until a garbage collection
         return meeting
 
-    def send(self, key: tuple[int, int, int], message: Tensor) -> None:
-        """Send ``message``, which must not change any more; ``key``: sender, receiver and tag."""
-        wanted = self._receives.get(key)
+    def send(self, key: tuple[int, int, int], values: Tensor) -> None:
+        """Send ``values``, which must not change any more; ``key``: sender, receiver and tag."""
+        message = Message(self.key, key, values)
+        if not self._elsewhere.send(message):
+            self.deliver(message)
+
+    def deliver(self, message: Message) -> None:
+        """Give a message to its receiver."""
+        wanted = self._receives.get(message.key)
         if not wanted:
-            self._messages.setdefault(key, deque()).append(message)
+            self._messages.setdefault(message.key, deque()).append(message.values)
             return
         receive = wanted.popleft()
-        receive.message = message
+        receive.message = message.values
         if receive.waiting is not None:
             self.scheduler.resume(receive.waiting)
 

@@ -7,6 +7,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import Context
+from dataclasses import dataclass
 from types import FrameType
 
 from torch import nn
@@ -29,41 +30,63 @@ def name_of(rank: int, context: Context) -> str:
     return f"rank {rank} {prefix}".rstrip()
 
 
-def deadlock(waiting: Sequence[Waiting], contexts: Mapping[int, Context], ended: int) -> str:
-    """Which ranks wait for what, and where; ``ended`` ranks have returned. The last line is the reason in one line."""
+@dataclass(frozen=True)
+class Stuck:
+    """A thread that waits, in a form that another process can read."""
+
+    rank: int
+    place: tuple[str, str]
+    """Kind of the operation, and where the program calls it."""
+    said: str
+    """The rank and what it waits for."""
+    others: list[int]
+    """The ranks for which it waits."""
+
+
+def stuck(waiting: Sequence[Waiting], contexts: Mapping[int, Context]) -> list[Stuck]:
+    """Describe threads of this process that wait."""
     frames = sys._current_frames()
-    places: dict[tuple[str, str], list[Waiting]] = {}
+    return [
+        Stuck(
+            each.rank,
+            (each.kind, place_of(frames[each.thread])),
+            f"{name_of(each.rank, contexts[each.rank])} waits {each.describe()}",
+            each.others(),
+        )
+        for each in waiting
+    ]
+
+
+def deadlock(waiting: Sequence[Stuck], ended: int) -> str:
+    """Which ranks wait for what, and where; ``ended`` ranks have returned. The last line is the reason in one line."""
+    places: dict[tuple[str, str], list[Stuck]] = {}
     for each in waiting:
-        places.setdefault((each.kind, place_of(frames[each.thread])), []).append(each)
+        places.setdefault(each.place, []).append(each)
     lines = []
     for (_, place), there in list(places.items())[:SHOWN]:
         lines.append(f"  {len(there)} rank{'s' * (len(there) > 1)} in {place or 'the interpreter'}:")
-        lines += [f"    {_said(each, contexts)}" for each in there[:EXAMPLES]]
+        lines += [f"    {each.said}" for each in there[:EXAMPLES]]
         if len(there) > EXAMPLES:
             lines.append(f"    and {in_short([each.rank for each in there[EXAMPLES:]])}")
     if len(places) > SHOWN:
         lines.append(f"  and {len(places) - SHOWN} other places")
     some_ended = f", and {ended} have ended" if ended else ""
-    cause = " and ".join(f"{_said(each, contexts)}, {place_of(frames[each.thread])}" for each in _circle(waiting)[:2])
+    cause = " and ".join(f"{each.said}, {each.place[1]}" for each in _circle(waiting)[:2])
     lines.append(f"deadlock: {len(waiting)} ranks wait for each other{some_ended}; {cause}")
     return "\n".join(lines)
 
 
-def _circle(waiting: Sequence[Waiting]) -> list[Waiting]:
+def _circle(waiting: Sequence[Stuck]) -> list[Stuck]:
     """Ranks of which each waits for the next, and the last for the first; or one that waits for a rank that ended."""
     of_rank = {each.rank: each for each in waiting}
     chain = [waiting[0]]
     while True:
-        following = next((of_rank[rank] for rank in chain[-1].others() if rank in of_rank), None)
+        following = next((of_rank[rank] for rank in chain[-1].others if rank in of_rank), None)
         if following is None:
             return chain[-1:]
         if following in chain:
             return chain[chain.index(following) :]
         chain.append(following)
-
-
-def _said(waiting: Waiting, contexts: Mapping[int, Context]) -> str:
-    return f"{name_of(waiting.rank, contexts[waiting.rank])} waits {waiting.describe()}"
 
 
 def failure(rank: int, error: BaseException, context: Context) -> str:

@@ -1,8 +1,8 @@
 """Turns: of all threads of a simulated world one runs at a time, until it waits for other ranks or ends.
 
-A thousand threads that compete for the interpreter's lock would spend their time on it; here all but one sleep. The
-order of turns depends only on the program, so that every run is the same. If all threads wait, there is a deadlock,
-which is found at once and not by a time limit.
+A thousand threads that compete for the interpreter's lock would spend their time on it; here all but one sleep. In one
+process the order of turns depends only on the program, so that every run is the same. If all threads wait, the last one
+waits for other processes.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from typing import Protocol
 
 
 class Waiting:
@@ -26,14 +27,23 @@ class Waiting:
         self.lock.acquire()
 
 
-class Scheduler:
-    """Gives turns to the threads of a world, in the order in which they became ready."""
+class Arrivals(Protocol):
+    """Calls and messages of ranks in other processes."""
 
-    def __init__(self, on_deadlock: Callable[[list[Waiting]], None]) -> None:
-        """``on_deadlock`` is called, by the thread that waits last, with all threads that wait."""
+    def take(self) -> None:
+        """Deliver those that have arrived."""
+
+    def wait(self) -> None:
+        """Wait for the next one and deliver it."""
+
+
+class Scheduler:
+    """Gives turns to the threads of a process, in the order in which they became ready."""
+
+    def __init__(self, arrivals: Arrivals) -> None:
         self._ready: deque[threading.Lock] = deque()
         self._waiting: dict[Waiting, None] = {}
-        self._on_deadlock = on_deadlock
+        self._arrivals = arrivals
 
     def add(self) -> threading.Lock:
         """Queue a thread that has not started; it must acquire the returned lock before it runs."""
@@ -53,9 +63,15 @@ class Scheduler:
         del self._waiting[waiting]
         self._ready.append(waiting.lock)
 
+    @property
+    def waiting(self) -> list[Waiting]:
+        """All threads that wait."""
+        return list(self._waiting)
+
     def pass_on(self) -> None:
         """Give the turn to the next thread, because this one ends or waits."""
+        self._arrivals.take()
+        while self._waiting and not self._ready:
+            self._arrivals.wait()
         if self._ready:
             self._ready.popleft().release()
-        elif self._waiting:
-            self._on_deadlock(list(self._waiting))

@@ -6,7 +6,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable
 from contextvars import Context
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -16,8 +16,8 @@ from megatron_core.errors import MegatronError
 from megatron_core.parallel.rank_local import Forwarding, RankLocal, new_rank
 from megatron_core.parallel.simulated import report
 from megatron_core.parallel.simulated.group import SimulatedGroup
-from megatron_core.parallel.simulated.meeting import Channel
-from megatron_core.parallel.simulated.scheduler import Scheduler, Waiting
+from megatron_core.parallel.simulated.meeting import Channel, ChannelKey, Elsewhere
+from megatron_core.parallel.simulated.scheduler import Arrivals, Scheduler
 
 BACKEND = "simulated"
 STACK = 1 << 20
@@ -56,29 +56,37 @@ _TORCH_WORLD: RankLocal[Any] = RankLocal(lambda: _OF_THE_PROCESS[0])
 _NEW_GROUP: RankLocal[Callable[..., Any]] = RankLocal(lambda: _OF_THE_PROCESS[1])
 
 
-class SimulatedWorld:
-    """Runs a function on every rank of a world of threads in this process; make one for each run."""
+class Links(Elsewhere, Arrivals, Protocol):
+    """The other processes of a divided world."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self._scheduler = Scheduler(self._end_with_deadlock)
-        self._channels: dict[tuple[tuple[int, ...], int], Channel] = {}
+    def open(self, world: SimulatedWorld) -> None:
+        """Deliver to the channels of ``world`` from now on."""
+
+
+class SimulatedWorld:
+    """Runs a function on the ``ranks`` of this process, each in a thread of its own; make one for each run."""
+
+    def __init__(self, size: int, ranks: range, links: Links) -> None:
+        self.size, self._ranks, self._links = size, ranks, links
+        self._scheduler = Scheduler(links)
+        self._channels: dict[ChannelKey, Channel] = {}
         self._contexts: dict[int, Context] = {}
         self._results: dict[int, Any] = {}
         self._ended = threading.Event()
         self._failure = ""
 
-    def run(self, function: Callable[[], Any], timeout: float | None) -> list[Any]:
-        """Call ``function()`` on every rank and return the results by rank.
+    def run(self, function: Callable[[], Any], timeout: float | None) -> dict[int, Any]:
+        """Call ``function()`` on every rank of this process and return the results by rank.
 
         The process must end afterwards if this raises, because the other ranks' threads sleep forever. Errors:
-        ``WorldError`` for the first rank that raises, for a deadlock, and after ``timeout`` seconds.
+        ``WorldError`` for the first rank that raises, and after ``timeout`` seconds.
         """
         _divide_torch()
         torch.set_num_threads(1)
+        self._links.open(self)
         before = threading.stack_size(STACK)
         try:
-            for rank in range(self.size):
+            for rank in self._ranks:
                 turn, self._contexts[rank] = self._scheduler.add(), new_rank()
                 arguments = (self._contexts[rank].run, self._run_rank, rank, turn, function)
                 threading.Thread(target=lambda call, *given: call(*given), args=arguments, daemon=True).start()
@@ -86,11 +94,13 @@ class SimulatedWorld:
             threading.stack_size(before)
         self._scheduler.pass_on()
         if not self._ended.wait(timeout):
-            left = self.size - len(self._results)
-            raise WorldError(f"{left} of {self.size} ranks did not finish within {timeout} s")
+            ranks, left = len(self._ranks), len(self._ranks) - len(self._results)
+            raise WorldError(
+                f"{left} of {ranks} ranks did not finish within timeout={timeout} s; give a longer one, or None"
+            )
         if self._failure:
             raise WorldError(self._failure)
-        return [self._results[rank] for rank in range(self.size)]
+        return self._results
 
     def _run_rank(self, rank: int, turn: threading.Lock, function: Callable[[], Any]) -> None:
         turn.acquire()
@@ -98,9 +108,9 @@ class SimulatedWorld:
             self._join(rank)
             self._results[rank] = function()
         except BaseException as error:  # reported to the caller of ``run``
-            self._end(report.failure(rank, error, self._contexts[rank]))
+            self.end(report.failure(rank, error, self._contexts[rank]))
             return
-        if len(self._results) == self.size:
+        if len(self._results) == len(self._ranks):
             self._ended.set()
         self._scheduler.pass_on()
 
@@ -111,27 +121,30 @@ class SimulatedWorld:
         numbers: dict[tuple[int, ...], int] = defaultdict(int)
 
         def new_group(ranks: list[int] | None = None, **_: Any) -> Any:
-            members = tuple(sorted(ranks)) if ranks else tuple(range(self.size))
-            if rank not in members:
+            if ranks and rank not in ranks:
                 return dist.GroupMember.NON_GROUP_MEMBER
+            members = tuple(sorted(ranks)) if ranks else tuple(range(self.size))
             key = members, numbers[members]
             numbers[members] += 1
-            group = SimulatedGroup(self._channel(key), members.index(rank))
+            group = SimulatedGroup(self.channel(key), members.index(rank))
             world.add(group)
             return group
 
         _NEW_GROUP.set(new_group)
         world.default_pg = new_group()
 
-    def _channel(self, key: tuple[tuple[int, ...], int]) -> Channel:
+    def channel(self, key: ChannelKey) -> Channel:
+        """The channel of a group."""
         if key not in self._channels:
-            self._channels[key] = Channel(key[0], self._scheduler)
+            self._channels[key] = Channel(key, self._scheduler, self._links)
         return self._channels[key]
 
-    def _end_with_deadlock(self, waiting: list[Waiting]) -> None:
-        self._end(report.deadlock(waiting, self._contexts, len(self._results)))
+    def stuck(self) -> tuple[list[report.Stuck], int]:
+        """The threads that wait, and the number of ranks that have ended."""
+        return report.stuck(self._scheduler.waiting, self._contexts), len(self._results)
 
-    def _end(self, failure: str) -> None:
+    def end(self, failure: str) -> None:
+        """End the run of this process with ``WorldError``."""
         self._failure = failure
         self._ended.set()
 

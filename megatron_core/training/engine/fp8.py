@@ -12,7 +12,7 @@ from megatron_core.config.rules_fp8 import block_size
 from megatron_core.errors import ConfigError
 from megatron_core.parallel.groups import ALONE, ParallelGroups
 from megatron_core.parallel.sharding import spec_of
-from megatron_core.parallel.texts import tell_all
+from megatron_core.parallel.texts import failing_together, tell_all
 from megatron_core.tensor_parallel.amax_history import AmaxHistories
 from megatron_core.tensor_parallel.fp8 import FP8Products
 from megatron_core.training.engine.tensor import ParallelLinear, conv1d
@@ -33,7 +33,7 @@ def multiply_in_fp8(
     Layers outside of units (embeddings, the head), layers with hooks and layers with other extents than multiples of
     16 keep the compute dtype. A ``ParallelLinear`` with the same parameters replaces each ``nn.Linear``, so find the
     units again afterwards. ``module`` may have only this rank's pipeline stages. Errors: ``ConfigError`` on all ranks
-    if no layer of any rank is left; on this rank if blocks would depend on the layout.
+    if no layer of any rank is left, and if blocks of a layer of any rank would depend on the layout.
     """
     settings = config.training
     if settings.fp8_format is None:
@@ -41,14 +41,15 @@ def multiply_in_fp8(
     inside = {each for unit in units for root in unit for each in root.modules()}
     replaced: dict[nn.Module, ParallelLinear] = {}
     kept = 0
-    for path, linear in list(_linear_layers(module)):
-        if linear not in inside or not _is_suitable(linear):
-            kept += 1
-            continue
-        if linear not in replaced:
-            replaced[linear] = _in_fp8(path, linear, settings, config)
-        owner, _, name = path.rpartition(".")
-        setattr(module.get_submodule(owner), name, replaced[linear])
+    with failing_together(device):  # pipeline stages have different layers
+        for path, linear in list(_linear_layers(module)):
+            if linear not in inside or not _is_suitable(linear):
+                kept += 1
+                continue
+            if linear not in replaced:
+                replaced[linear] = _in_fp8(path, linear, settings, config)
+            owner, _, name = path.rpartition(".")
+            setattr(module.get_submodule(owner), name, replaced[linear])
     if not any(count != "0" for count in tell_all(str(len(replaced)), device)):
         raise ConfigError(
             f"fp8_format={settings.fp8_format}: no linear layer inside of a unit has extents that are multiples of "

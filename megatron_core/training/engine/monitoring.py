@@ -1,4 +1,4 @@
-"""Metrics and times of an engine's steps, in the files of training runs, for ``tools/diagnose.py``."""
+"""Metrics and times of an engine's steps, in the files of training runs, for ``megatron-diagnose``."""
 
 import atexit
 import platform

@@ -17,7 +17,7 @@ from functools import partial, reduce
 import torch
 from torch import Tensor
 
-from megatron_core.ops.matmul import runs
+from megatron_core.ops.grouped import runs
 from megatron_core.parallel.collectives import (
     RowExchange,
     all_reduce_,

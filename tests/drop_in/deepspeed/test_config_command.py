@@ -1,4 +1,4 @@
-"""Tests of tools/deepspeed_config.py: JSON to YAML and back, and the page of all keys."""
+"""Tests of megatron-deepspeed-config: JSON to YAML and back, and the page of all keys."""
 
 import json
 import sys
@@ -10,8 +10,8 @@ import yaml
 
 from deepspeed.reverse import to_deepspeed
 from deepspeed.translation import translate
+from megatron_core.commands.deepspeed_config import main, page
 from megatron_core.errors import ConfigError
-from tools.deepspeed_config import main, page
 
 ROOT = Path(__file__).parents[3]
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 import megatron_core
 from megatron_core.errors import ConfigError
+from megatron_core.parallel.grid import Grid
+from megatron_core.parallel.groups import ParallelGroups
+from megatron_core.training.engine import fp8
 from megatron_core.verify.ranks import RankFailure, run_ranks
 from tests.defects.plant import planted
+from tests.runs import tiny_config
 from tests.training.engine.models import (
     BATCH,
     COMMON,
@@ -199,3 +204,21 @@ def test_split_blocks_are_an_error() -> None:
     settings = {"fp8_format": "e4m3", "fp8_recipe": "mxfp8", "tensor_model_parallel_size": 2}
     with pytest.raises(RankFailure, match=r"attn\.c_attn has 24 features on each tensor-parallel rank"):
         run_ranks(2, _train, "gpt2", settings)
+
+
+def _refused_on_the_second_rank() -> str:
+    def refuse(path: str, *_: object) -> NoReturn:
+        raise ConfigError(f"blocks of {path}")
+
+    rank = dist.get_rank()
+    model = nn.Sequential(nn.Linear(16, 16) if rank else nn.Identity())
+    config = tiny_config(**TENSORWISE)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ConfigError) as found:
+        patch.setattr(fp8, "_in_fp8", refuse)
+        fp8.multiply_in_fp8(model, [[model]], config, ParallelGroups(Grid(dp=2), rank), torch.device("cpu"))
+    return str(found.value)
+
+
+def test_a_layer_that_one_rank_refuses_is_an_error_on_all() -> None:
+    """Pipeline stages have different layers."""
+    assert run_ranks(2, _refused_on_the_second_rank) == ["rank 1: blocks of 0", "blocks of 0"]

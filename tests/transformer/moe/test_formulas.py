@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from megatron_core.config import ModelConfig
 from megatron_core.errors import LayoutError
-from megatron_core.ops.matmul import grouped_product, is_grouped
+from megatron_core.ops.grouped import grouped_product, is_grouped
 from megatron_core.parallel import ParallelGroups
 from megatron_core.parallel.groups import LocalGroup
 from megatron_core.tensor_parallel import ModelParallelConfig
@@ -394,7 +394,7 @@ DEFECTS: dict[str, tuple[Callable[[], None], str, str, str]] = {
     ),
     "an expert begins at the end of the one before the last": (
         check_grouped_product,
-        "ops.matmul:runs",
+        "ops.grouped:runs",
         "start += count",
         "start += count - (count == 3)",
     ),

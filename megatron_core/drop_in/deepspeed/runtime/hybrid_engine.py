@@ -2,4 +2,4 @@
 
 from deepspeed.unavailable import refuse
 
-refuse("deepspeed.runtime.hybrid_engine", "use tools/serve.py for generation (docs/generation.md)")
+refuse("deepspeed.runtime.hybrid_engine", "use megatron-serve for generation (docs/generation.md)")

@@ -104,7 +104,7 @@ def _chosen(args: Any, config: Any, config_params: Any) -> Any:
 def init_inference(model: nn.Module, config: Mapping[str, Any] | str | None = None, **kwargs: Any) -> NoReturn:
     """Refer to the generation of this project."""
     raise ConfigError(
-        "deepspeed.init_inference is not supported: use tools/serve.py (docs/generation.md), or the model"
+        "deepspeed.init_inference is not supported: use megatron-serve (docs/generation.md), or the model"
     )
 
 

@@ -14,8 +14,9 @@ from megatron.core.optimizer.param_layout import (
 from megatron_core.data_parallel import Bucket, DataParallel
 from megatron_core.data_parallel.bucket_layout import InOrder
 from megatron_core.errors import ConfigError
-from megatron_core.parallel.collectives import SummedAfter, reduce_scatter_wide_
+from megatron_core.parallel.collectives import reduce_scatter_wide_
 from megatron_core.parallel.groups import Group
+from megatron_core.parallel.handles import SummedAfter
 
 
 def _compute_default_per_buffer_param_layout(

@@ -1,0 +1,429 @@
+#include "common/fixed_products.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "cpu/rows.h"
+
+#if defined(__linux__) && defined(__AVX2__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace megatron {
+namespace {
+
+struct Operands {
+  int64_t a_row, a_step, b_column, b_step, rows, columns;
+  const InnerRange* ranges;
+  int64_t num_ranges;
+};
+
+// Rounds to bfloat16 and back; NaN stays NaN.
+MEGATRON_INLINE float rounded(float v) {
+  const uint32_t bits = bits_of(v);
+  return v == v ? float_of((bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000u) : v;
+}
+
+// The operations on all elements of a tile.
+struct Elements {
+  void (*round)(float* values, int64_t count);
+  void (*add)(float* total, const float* values, int64_t count);
+  void (*add_rounded)(float* total, const float* values, int64_t count);
+  void (*add_exact)(const float* values, double* total, int64_t count, double shift, double limit);
+};
+
+#define MEGATRON_ELEMENTS(name, target)                                                                    \
+  target void name##_round(float* values, int64_t count) {                                                 \
+    for (int64_t i = 0; i < count; ++i) values[i] = rounded(values[i]);                                    \
+  }                                                                                                        \
+  target void name##_add(float* total, const float* values, int64_t count) {                               \
+    for (int64_t i = 0; i < count; ++i) total[i] += values[i];                                             \
+  }                                                                                                        \
+  target void name##_add_rounded(float* total, const float* values, int64_t count) {                       \
+    for (int64_t i = 0; i < count; ++i) total[i] = rounded(total[i] + values[i]);                          \
+  }                                                                                                        \
+  /* Adding the shift rounds, because numbers near it have the unit as distance. */                        \
+  target void name##_add_exact(const float* values, double* total, int64_t count, double shift, double limit) { \
+    uint32_t largest = 0; /* magnitudes have the order of their bits, and NaN is above all */              \
+    for (int64_t i = 0; i < count; ++i) largest = std::max(largest, bits_of(values[i]) & 0x7fffffffu);     \
+    if (float_of(largest) <= limit) {                                                                      \
+      for (int64_t i = 0; i < count; ++i) total[i] += double(values[i]) + shift - shift;                   \
+      return;                                                                                              \
+    }                                                                                                      \
+    for (int64_t i = 0; i < count; ++i) {                                                                  \
+      const double x = values[i];                                                                          \
+      total[i] += std::abs(x) <= limit ? x + shift - shift : std::numeric_limits<double>::quiet_NaN();     \
+    }                                                                                                      \
+  }                                                                                                        \
+  constexpr Elements name{name##_round, name##_add, name##_add_rounded, name##_add_exact};
+
+// The functions for a tile of rows x columns. Packed panels of a have `rows`, those of b `columns` elements for each
+// inner index; lengths are filled with zeros to multiples of `multiple`.
+struct Kernel {
+  int64_t rows, columns, multiple;
+  void (*product)(const void* a, const void* b, int64_t length, float* sums);
+  const Elements& elements;
+  bool uses_amx;
+
+  int64_t padded(int64_t length) const { return (length + multiple - 1) / multiple * multiple; }
+};
+constexpr int64_t kMostTile = 32 * 32;
+constexpr int kMostStack = 16;
+
+// The rows x vectors sums of a tile are in registers. GCC joins the product and the addition to one fused instruction if
+// the target has it. A macro, because vectors wider than the file's need the target at the loop itself.
+#define MEGATRON_FLOAT_TILE(name, target, Vector, kRows)                                          \
+  target void name(const void* packed_a, const void* packed_b, int64_t length, float* sums) {      \
+    constexpr int kWidth = sizeof(Vector) / sizeof(float);                                          \
+    const float *a = static_cast<const float*>(packed_a), *b = static_cast<const float*>(packed_b); \
+    Vector left[kRows] = {}, right[kRows] = {};                                                     \
+    for (int64_t k = 0; k < length; ++k, a += kRows, b += 2 * kWidth) {                             \
+      Vector b0, b1;                                                                                \
+      std::memcpy(&b0, b, sizeof b0);                                                               \
+      std::memcpy(&b1, b + kWidth, sizeof b1);                                                      \
+      _Pragma("GCC unroll 16") for (int row = 0; row < kRows; ++row) {                              \
+        left[row] += a[row] * b0;                                                                   \
+        right[row] += a[row] * b1;                                                                  \
+      }                                                                                             \
+    }                                                                                               \
+    _Pragma("GCC unroll 16") for (int row = 0; row < kRows; ++row, sums += 2 * kWidth) {            \
+      std::memcpy(sums, &left[row], sizeof(Vector));                                                \
+      std::memcpy(sums + kWidth, &right[row], sizeof(Vector));                                      \
+    }                                                                                               \
+  }
+
+constexpr int kBaseRows = 6;
+MEGATRON_FLOAT_TILE(base_tile, , FloatVec, kBaseRows)
+MEGATRON_ELEMENTS(base_elements, )
+constexpr Kernel kBase{kBaseRows, 2 * kFloats, 1, base_tile, base_elements, false};
+
+#if defined(__linux__) && defined(__AVX2__)
+#define MEGATRON_AVX512 __attribute__((target("avx512f,avx512dq,avx512bw,avx512vl,prefer-vector-width=512")))
+typedef float WideVec __attribute__((vector_size(64)));
+MEGATRON_FLOAT_TILE(avx512_tile, MEGATRON_AVX512, WideVec, 14)
+MEGATRON_ELEMENTS(avx512_elements, MEGATRON_AVX512)
+constexpr Kernel kAvx512{14, 32, 1, avx512_tile, avx512_elements, false};
+
+// 32 x 32 sums in four tile registers; for each 32 inner indices a panel has two tiles of 1 kB.
+#define MEGATRON_AMX __attribute__((target("amx-tile,amx-bf16")))
+MEGATRON_AMX void amx_tile(const void* packed_a, const void* packed_b, int64_t length, float* sums) {
+  const char *a = static_cast<const char*>(packed_a), *b = static_cast<const char*>(packed_b);
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  for (int64_t k = 0; k < length; k += 32, a += 2048, b += 2048) {
+    _tile_loadd(4, a, 64);
+    _tile_loadd(5, a + 1024, 64);
+    _tile_loadd(6, b, 64);
+    _tile_loadd(7, b + 1024, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+  }
+  _tile_stored(0, sums, 128);
+  _tile_stored(1, sums + 16, 128);
+  _tile_stored(2, sums + 16 * 32, 128);
+  _tile_stored(3, sums + 16 * 32 + 16, 128);
+}
+constexpr Kernel kAmx{32, 32, 32, amx_tile, avx512_elements, true};
+
+// Configures the tile registers in the scope of a task, and restores the library's that used them before.
+struct alignas(64) TileConfig {
+  uint8_t bytes[64] = {};
+};
+// GCC 12's _tile_loadconfig tells the compiler of eight of the bytes only.
+void save_tiles(TileConfig* config) { asm volatile("sttilecfg %0" : "=m"(*config)); }
+void load_tiles(const TileConfig* config) {
+  if (config->bytes[0]) {
+    asm volatile("ldtilecfg %0" ::"m"(*config));
+  } else {
+    asm volatile("tilerelease");
+  }
+}
+class AmxScope {
+ public:
+  explicit AmxScope(bool used) : used_(used) {
+    if (!used) return;
+    save_tiles(&before_);
+    TileConfig own;
+    own.bytes[0] = 1;  // the palette
+    for (int tile = 0; tile < 8; ++tile) {
+      own.bytes[16 + 2 * tile] = 64;  // bytes of a row
+      own.bytes[48 + tile] = 16;      // rows
+    }
+    load_tiles(&own);
+  }
+  ~AmxScope() {
+    if (used_) load_tiles(&before_);
+  }
+  AmxScope(const AmxScope&) = delete;
+  AmxScope& operator=(const AmxScope&) = delete;
+
+ private:
+  bool used_;
+  TileConfig before_;
+};
+
+// Whether the kernel lets this process use tile registers (arch_prctl ARCH_REQ_XCOMP_PERM for their data).
+bool has_amx() {
+  static const bool found = __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("amx-bf16") &&
+                            syscall(SYS_arch_prctl, 0x1023, 18) == 0;
+  return found;
+}
+const Kernel& kernel_of(bool bfloat16) {
+  if (bfloat16 && has_amx()) return kAmx;
+  static const bool wide = __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bw") &&
+                           __builtin_cpu_supports("avx512vl");
+  return wide ? kAvx512 : kBase;
+}
+#else
+struct AmxScope {
+  explicit AmxScope(bool) {}
+};
+const Kernel& kernel_of(bool) { return kBase; }
+#endif
+
+// Packs `count` <= width elements of x (`across` apart) for each of `length` inner indices (`step` apart) as
+// [length, width] floats.
+template <typename T>
+void pack_floats(const T* x, int64_t across, int64_t step, int64_t count, int64_t width, int64_t length, float* out) {
+  if (count < width) std::fill(out, out + length * width, 0.0f);
+  if (across == 1) {
+    for (int64_t k = 0; k < length; ++k)
+      for (int64_t i = 0; i < count; ++i) out[k * width + i] = to_float(x[k * step + i]);
+    return;
+  }
+  for (int64_t first = 0; first < length; first += 16) {  // whole cache lines of x
+    const int64_t last = std::min(first + 16, length);
+    for (int64_t i = 0; i < count; ++i)
+      for (int64_t k = first; k < last; ++k) out[k * width + i] = to_float(x[i * across + k * step]);
+  }
+}
+
+#ifdef MEGATRON_AMX
+// out[k][i] = rows[i][k] for 16 x 16 words: blocks of 8 x 8 are exchanged, then the blocks of 4 x 4 in them, and so on.
+typedef uint32_t Words __attribute__((vector_size(64)));
+template <int kSize> MEGATRON_AVX512 inline __attribute__((always_inline)) void exchange_blocks(Words* rows) {
+  Words from_first, from_last;
+  for (uint32_t j = 0; j < 16; ++j) {
+    from_first[j] = j & kSize ? 16 + (j ^ kSize) : j;
+    from_last[j] = j & kSize ? 16 + j : j ^ kSize;
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) {
+    if (i & kSize) continue;
+    const Words first = rows[i], last = rows[i + kSize];
+    rows[i] = __builtin_shuffle(first, last, from_first);
+    rows[i + kSize] = __builtin_shuffle(first, last, from_last);
+  }
+}
+MEGATRON_AVX512 void transpose_words(const void* from, int64_t stride, void* out) {
+  Words rows[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) std::memcpy(&rows[i], static_cast<const char*>(from) + i * stride, 64);
+  exchange_blocks<8>(rows);
+  exchange_blocks<4>(rows);
+  exchange_blocks<2>(rows);
+  exchange_blocks<1>(rows);
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) std::memcpy(static_cast<char*>(out) + i * 64, &rows[i], 64);
+}
+
+// Packs 32 inner indices of 16 elements: rows of 32 for the first operand, else 16 pairs of inner indices x 16 x 2.
+template <bool kFirst> void pack_tile(const bf16* x, int64_t across, int64_t step, int64_t count, int64_t length,
+                                      uint16_t* tile) {
+  if (count == 16 && length == 32 && step == 1) {
+    if (!kFirst) return transpose_words(x, 2 * across, tile);
+    for (int64_t i = 0; i < 16; ++i) std::memcpy(tile + i * 32, x + i * across, 64);
+    return;
+  }
+  alignas(64) uint16_t pairs[512] = {};
+  uint16_t* to = kFirst ? pairs : tile;
+  if (count == 16 && length == 32 && across == 1) {
+    for (int64_t k = 0; k < 32; k += 2, to += 32)
+      for (int64_t i = 0; i < 16; ++i) to[2 * i] = x[k * step + i].bits, to[2 * i + 1] = x[(k + 1) * step + i].bits;
+  } else {
+    std::fill(to, to + 512, uint16_t(0));
+    for (int64_t i = 0; i < count; ++i)
+      for (int64_t k = 0; k < length; ++k) to[k / 2 * 32 + 2 * i + k % 2] = x[i * across + k * step].bits;
+  }
+  if (kFirst) transpose_words(pairs, 64, tile);
+}
+
+template <bool kFirst>
+void pack_tiles(const bf16* x, int64_t across, int64_t step, int64_t count, int64_t length, uint16_t* out) {
+  for (int64_t k = 0; k < length; k += 32) {
+    for (int64_t first = 0; first < 32; first += 16, out += 512) {
+      const int64_t rest = std::min<int64_t>(16, std::max<int64_t>(0, count - first));
+      pack_tile<kFirst>(x + first * across + k * step, across, step, rest, std::min<int64_t>(32, length - k), out);
+    }
+  }
+}
+#endif
+
+template <bool kFirst, typename T>
+void pack(const Kernel& kernel, const T* x, int64_t across, int64_t step, int64_t count, int64_t length, void* out) {
+#ifdef MEGATRON_AMX
+  if constexpr (sizeof(T) == 2) {
+    if (kernel.uses_amx) return pack_tiles<kFirst>(x, across, step, count, length, static_cast<uint16_t*>(out));
+  }
+#endif
+  pack_floats(x, across, step, count, kFirst ? kernel.rows : kernel.columns, length, static_cast<float*>(out));
+}
+
+// The sum over ranges in the order of `additions`, at the beginning of `stack`.
+template <typename T> class TreeOutput {
+ public:
+  TreeOutput(T* out, int64_t stride) : out_(out), stride_(stride) {}
+  void begin(const Kernel& kernel) { size_ = kernel.rows * kernel.columns, depth_ = 0; }
+  float* next() { return stack_ + size_ * depth_++; }
+  void add(const Kernel& kernel, const InnerRange& range) {
+    constexpr bool kRounds = sizeof(T) == 2;
+    if (kRounds) kernel.elements.round(stack_ + size_ * (depth_ - 1), size_);
+    for (int64_t n = 0; n < range.additions; ++n, --depth_) {
+      float* total = stack_ + size_ * (depth_ - 2);
+      (kRounds ? kernel.elements.add_rounded : kernel.elements.add)(total, total + size_, size_);
+    }
+  }
+  void end(const Kernel& kernel, int64_t row, int64_t column, int64_t rows, int64_t columns) {
+    for (int64_t m = 0; m < rows; ++m) {
+      T* to = out_ + (row + m) * stride_ + column;
+      for_row<T>(columns, [=](int64_t i, auto n) { store(to + i, load(stack_ + m * kernel.columns + i, n), n); });
+    }
+  }
+
+ private:
+  T* out_;
+  int64_t stride_, size_ = 0;
+  int depth_ = 0;
+  alignas(64) float stack_[kMostTile * kMostStack];
+};
+
+class ExactOutput {
+ public:
+  ExactOutput(double* total, int64_t stride, double unit, double limit)
+      : total_(total), stride_(stride), shift_(0x1.8p52 * unit), limit_(limit) {}
+  void begin(const Kernel& kernel) { std::fill(sums_, sums_ + kernel.rows * kernel.columns, 0.0); }
+  float* next() { return own_; }
+  void add(const Kernel& kernel, const InnerRange&) {
+    kernel.elements.add_exact(own_, sums_, kernel.rows * kernel.columns, shift_, limit_);
+  }
+  void end(const Kernel& kernel, int64_t row, int64_t column, int64_t rows, int64_t columns) {
+    for (int64_t m = 0; m < rows; ++m) {
+      double* to = total_ + (row + m) * stride_ + column;
+      for (int64_t i = 0; i < columns; ++i) to[i] += sums_[m * kernel.columns + i];
+    }
+  }
+
+ private:
+  double* total_;
+  int64_t stride_;
+  double shift_, limit_;
+  alignas(64) float own_[kMostTile];
+  alignas(64) double sums_[kMostTile];
+};
+
+// Memory of a thread that is kept between calls, at a multiple of 64 bytes.
+template <int kPurpose> char* scratch(int64_t bytes) {
+  static thread_local std::vector<char> memory;
+  if (int64_t(memory.size()) < bytes + 64) memory.resize(bytes + 64);
+  return memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64) % 64;
+}
+
+// Packs b once and, for each block of rows, a; then computes the tiles of the block. `output()` makes a task's output.
+template <typename T, typename F>
+void multiply(const Operands& by, const T* a, const T* b, int64_t threads, F output) {
+  const Kernel& kernel = kernel_of(sizeof(T) == 2);
+  const int64_t element = kernel.uses_amx ? 2 : 4;
+  int64_t depth = 0;
+  for (int64_t r = 0; r < by.num_ranges; ++r) depth += kernel.padded(by.ranges[r].length);
+  const int64_t panel = depth * kernel.columns * element, tile = depth * kernel.rows * element;
+  const int64_t panels = (by.columns + kernel.columns - 1) / kernel.columns;
+  char* packed_b = scratch<0>(panels * panel);
+  parallel_for(panels, threads, [&](int64_t number) {
+    char* to = packed_b + number * panel;
+    const int64_t column = number * kernel.columns, count = std::min(kernel.columns, by.columns - column);
+    for (int64_t r = 0; r < by.num_ranges; ++r) {
+      const InnerRange& range = by.ranges[r];
+      pack<false>(kernel, b + range.b + column * by.b_column, by.b_column, by.b_step, count, range.length, to);
+      to += kernel.padded(range.length) * kernel.columns * element;
+    }
+  });
+  const int64_t block = 8 * kernel.rows, blocks = (by.rows + block - 1) / block;
+  const int64_t group = threads == 1 ? panels : 8, groups = (panels + group - 1) / group;
+  parallel_for(blocks * groups, threads, [&](int64_t task) {
+    const int64_t first = task % blocks * block, last = std::min(first + block, by.rows);
+    char* packed_a = scratch<1>(8 * tile);
+    for (int64_t row = first; row < last; row += kernel.rows) {
+      char* to = packed_a + (row - first) / kernel.rows * tile;
+      for (int64_t r = 0; r < by.num_ranges; ++r) {
+        const InnerRange& range = by.ranges[r];
+        const int64_t count = std::min(kernel.rows, last - row);
+        pack<true>(kernel, a + range.a + row * by.a_row, by.a_row, by.a_step, count, range.length, to);
+        to += kernel.padded(range.length) * kernel.rows * element;
+      }
+    }
+    const AmxScope scope(kernel.uses_amx);
+    auto own = output();
+    for (int64_t number = task / blocks * group; number < std::min((task / blocks + 1) * group, panels); ++number) {
+      for (int64_t row = first; row < last; row += kernel.rows) {
+        const char *from_a = packed_a + (row - first) / kernel.rows * tile, *from_b = packed_b + number * panel;
+        own.begin(kernel);
+        for (int64_t r = 0; r < by.num_ranges; ++r) {
+          const int64_t length = kernel.padded(by.ranges[r].length);
+          kernel.product(from_a, from_b, length, own.next());
+          own.add(kernel, by.ranges[r]);
+          from_a += length * kernel.rows * element;
+          from_b += length * kernel.columns * element;
+        }
+        const int64_t column = number * kernel.columns;
+        own.end(kernel, row, column, std::min(kernel.rows, by.rows - row), std::min(kernel.columns, by.columns - column));
+      }
+    }
+  });
+}
+
+template <typename F> const char* with_float_or_bf16(int64_t dtype, F f) {
+  if (dtype == Float32) return f(float{}), nullptr;
+  if (dtype == BFloat16) return f(bf16{}), nullptr;
+  return kWrongDType;
+}
+
+}  // namespace
+}  // namespace megatron
+
+using namespace megatron;
+
+const char* megatron_fixed_products(int64_t dtype, void* out, int64_t out_row, const void* a, int64_t a_row,
+                                    int64_t a_step, const void* b, int64_t b_column, int64_t b_step, int64_t rows,
+                                    int64_t columns, const void* ranges, int64_t num_ranges, int64_t threads, void*) {
+  const Operands by{a_row, a_step, b_column, b_step, rows, columns, at<InnerRange>(ranges), num_ranges};
+  int64_t depth = 0, most = 0;
+  for (int64_t r = 0; r < num_ranges; ++r) {
+    most = std::max(most, ++depth);
+    depth -= by.ranges[r].additions;
+    if (depth < 1) return "more additions than values";
+  }
+  if (depth != 1 || most > kMostStack) return "the additions do not leave one value, or need too many at a time";
+  return with_float_or_bf16(dtype, [=](auto type) {
+    using T = decltype(type);
+    multiply(by, at<const T>(a), at<const T>(b), threads, [=] { return TreeOutput<T>(at<T>(out), out_row); });
+  });
+}
+
+const char* megatron_add_exact_products(int64_t dtype, void* total, int64_t total_row, const void* a, int64_t a_row,
+                                        int64_t a_step, const void* b, int64_t b_column, int64_t b_step, int64_t rows,
+                                        int64_t columns, const void* ranges, int64_t num_ranges, double unit,
+                                        double limit, int64_t threads, void*) {
+  const Operands by{a_row, a_step, b_column, b_step, rows, columns, at<InnerRange>(ranges), num_ranges};
+  return with_float_or_bf16(dtype, [=](auto type) {
+    using T = decltype(type);
+    multiply(by, at<const T>(a), at<const T>(b), threads,
+             [=] { return ExactOutput(at<double>(total), total_row, unit, limit); });
+  });
+}

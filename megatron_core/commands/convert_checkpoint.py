@@ -1,0 +1,138 @@
+"""Convert a checkpoint of Hugging Face, Megatron-LM, DeepSpeed or this project, on a CPU, tensor by tensor.
+
+megatron-convert --from hf --to native --load SmolLM2-135M --save runs/smollm
+
+megatron-convert --from native --to hf --load runs/smollm --save smollm-continued
+
+megatron-convert --from megatron --to hf --load megatron-checkpoints --save continued
+
+megatron-convert --from deepspeed --to native --load deepspeed-checkpoints --save runs/continued
+"""
+
+from __future__ import annotations
+
+from megatron_core.commands.start import start
+
+if __name__ == "__main__":
+    start("convert_checkpoint")
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+import tyro
+
+from megatron_core.errors import CheckpointError, ConfigError
+from megatron_core.terminal import parse_flags
+from megatron_core.training.conversion import export_hugging_face, import_hugging_face, import_megatron
+from megatron_core.training.deepspeed_conversion import export_deepspeed, import_deepspeed
+
+TARGETS = ("tensor-parallel-size", "pipeline-parallel-size", "expert-parallel-size", "expert-tensor-parallel-size")
+MEGATRON = {"--loader", "--saver", "--load-dir", "--save-dir", *(f"--target-{name}" for name in TARGETS)}
+"""Flags of Megatron-LM's tools/checkpoint/convert.py and of its forks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Convert a checkpoint, and compare the logits of both sides on fixed prompts."""
+
+    source: Annotated[Literal["hf", "megatron", "deepspeed", "native"], tyro.conf.arg(name="from")]
+    """Format of --load: a folder of Hugging Face, a --save folder of Megatron-LM (--ckpt-format torch or torch_dist),
+    a folder of DeepSpeed's save_checkpoint or its universal format, or a --save folder of pretrain_gpt.py."""
+    to: Literal["hf", "native"]
+    """Format of --save. From deepspeed, native is a checkpoint for Engine.load_checkpoint, and hf has the weights with
+    their own names and config.json."""
+    load: str
+    """Folder to read."""
+    save: str
+    """Folder to write; it must be empty, or for native have no checkpoint."""
+    ckpt_step: int | None = None
+    """From native and megatron: the iteration to read; default: the latest."""
+    tag: str | None = None
+    """From deepspeed: the folder in --load to read, such as global_step500; default: the latest."""
+    hf_config: str | None = None
+    """From deepspeed to hf: the model's config.json or its folder; default: the one in --load."""
+    model_type: str | None = None
+    """To hf: the architecture, such as llama; default: that of the imported model, or the first that fits."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Data type of the written weights; default: that of the stored ones."""
+    optimizer: bool | None = None
+    """From megatron and deepspeed to native: read the optimizer's state, so that training continues at its iteration,
+    or only the weights; default: the state if it can be read."""
+    verify: bool = True
+    """Compare the logits of a Hugging Face folder with `transformers`, from deepspeed names and shapes; if they differ,
+    nothing is written."""
+
+
+def convert(settings: Settings) -> str:
+    """Convert; returns a line that describes the result."""
+    load, save = Path(settings.load), Path(settings.save)
+    dtype = None if settings.dtype is None else getattr(torch, settings.dtype)
+    if settings.source == settings.to:
+        raise ConfigError(f"--from {settings.source} --to {settings.to}: nothing to convert; give two formats")
+    difference: float | None = None
+    if settings.source == "deepspeed":
+        return f"{load} -> {save} ({settings.to}); {convert_deepspeed(settings, load, save, dtype)}"
+    if settings.tag is not None or settings.hf_config is not None:
+        raise ConfigError(f"--tag and --hf-config are for --from deepspeed; remove them with --from {settings.source}")
+    if settings.source == "hf":
+        difference = import_hugging_face(load, save, dtype=dtype, verify=settings.verify)
+    elif settings.to == "native":
+        found = import_megatron(load, save, step=settings.ckpt_step, dtype=dtype, optimizer=settings.optimizer)
+        return f"{load} -> {save} (native); {found}; not verified"
+    else:
+        with native_folder(settings) as (native, step):
+            difference = export_hugging_face(
+                native, save, step=step, dtype=dtype, model_type=settings.model_type, verify=settings.verify
+            )
+    compared = settings.verify and difference is not None
+    checked = f"logits differ by {difference:.1e} of the largest" if compared else "not verified"
+    return f"{load} -> {save} ({settings.to}); {checked}"
+
+
+def convert_deepspeed(settings: Settings, load: Path, save: Path, dtype: torch.dtype | None) -> str:
+    """Convert a checkpoint of DeepSpeed; returns a description."""
+    tag, config = settings.tag, settings.hf_config
+    if settings.ckpt_step is not None:
+        raise ConfigError("--ckpt-step is the iteration of other formats; with --from deepspeed give --tag")
+    if settings.to == "native":
+        if config is not None:
+            raise ConfigError("--hf-config belongs to --to hf; remove it, or convert to hf")
+        return import_deepspeed(load, save, tag=tag, dtype=dtype, optimizer=settings.optimizer)
+    folder = None if config is None else Path(config)
+    return export_deepspeed(load, save, tag=tag, dtype=dtype, hf_config=folder, verify=settings.verify)
+
+
+@contextmanager
+def native_folder(settings: Settings) -> Iterator[tuple[Path, int | None]]:
+    """The checkpoint to export and its iteration: that of --load, or a temporary one next to --save."""
+    if settings.source == "native":
+        yield Path(settings.load), settings.ckpt_step
+        return
+    save = Path(settings.save).absolute()
+    try:
+        save.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{save.name}.", dir=save.parent) as folder:
+            import_megatron(Path(settings.load), Path(folder), step=settings.ckpt_step, optimizer=False)
+            yield Path(folder), None
+    except OSError as error:
+        raise CheckpointError(f"{save.parent} cannot be written: {error}") from error
+
+
+def main() -> None:
+    """Parse the flags, convert and print the result."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # transformers must not search for files on the network
+    foreign = [word for word in sys.argv[1:] if word.split("=")[0].replace("_", "-") in MEGATRON]
+    if foreign:
+        raise ConfigError(
+            f"{' '.join(foreign)}: flags of Megatron-LM's convert.py. Here: --from megatron (or hf) --to native "
+            "(or hf) --load FOLDER --save FOLDER; every layout reads a native checkpoint, so no target layout is needed"
+        )
+    settings = parse_flags(Settings, description=__doc__)
+    print(convert(settings))

@@ -1,0 +1,119 @@
+"""Translate a JSON configuration of DeepSpeed into a YAML file of settings, or back.
+
+megatron-deepspeed-config --from-json ds_config.json --world-size 8 --output settings.yaml
+
+megatron-deepspeed-config --from-yaml settings.yaml --output ds_config.json
+"""
+
+from __future__ import annotations
+
+from megatron_core.commands.start import start
+
+if __name__ == "__main__":
+    start("deepspeed_config")
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+import megatron_core.drop_in  # noqa: F401 - puts the folder of the package deepspeed on sys.path
+from deepspeed.reverse import to_deepspeed
+from deepspeed.translation import known_keys, translate
+from megatron_core.errors import ConfigError
+from megatron_core.terminal import parse_flags
+
+HEAD = """# Keys of DeepSpeed's JSON
+
+All keys of DeepSpeed 0.19.8's configuration are known by name; an unknown key is an error with the nearest known one.
+This page is printed by `megatron-deepspeed-config --page`. Check a configuration,
+on any machine, by
+
+    megatron-deepspeed-config --from-json ds_config.json --world-size N
+
+`section.*` means all keys of a section. transformers.Trainer and accelerate fill `"auto"`; a remaining one is an error.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Translate a JSON configuration of DeepSpeed into a YAML file of settings, or back."""
+
+    from_json: str | None = None
+    """JSON file of DeepSpeed; print the settings as YAML, and the keys without effect on standard error."""
+    from_yaml: str | None = None
+    """YAML file of settings; print the JSON of DeepSpeed."""
+    world_size: int = 1
+    """With --from-json: number of data-parallel ranks."""
+    output: str | None = None
+    """Write to this file instead of standard output."""
+    page: bool = False
+    """Print docs/deepspeed_keys.md."""
+
+
+def main() -> None:
+    """Run the command."""
+    settings = parse_flags(Settings)
+    if sum((settings.from_json is not None, settings.from_yaml is not None, settings.page)) != 1:
+        raise ConfigError("give one of --from-json, --from-yaml and --page")
+    if settings.world_size < 1:
+        raise ConfigError(f"--world-size {settings.world_size} must be an integer >= 1")
+    text = page() if settings.page else from_yaml(settings.from_yaml) if settings.from_yaml else from_json(settings)
+    if settings.output is None:
+        print(text, end="")
+        return
+    try:
+        Path(settings.output).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--output {settings.output}: cannot be written ({error.strerror})") from error
+
+
+def from_json(settings: Settings) -> str:
+    """The settings of a JSON file, as YAML."""
+    found = translate(str(settings.from_json), settings.world_size)
+    for note in found.notes:
+        print(note, file=sys.stderr)
+    if found.optimizer_class is not None:
+        print(
+            f"optimizer torch.optim.{found.optimizer_class} is not a setting: construct it with "
+            f"{found.optimizer_params} and pass it as optimizer",
+            file=sys.stderr,
+        )
+    if found.scheduler is not None:
+        print(
+            f"scheduler {found.scheduler.name} is not a setting: construct it from "
+            "deepspeed.runtime.lr_schedules and pass it as lr_scheduler",
+            file=sys.stderr,
+        )
+    return str(yaml.safe_dump(found.settings, sort_keys=False))
+
+
+def from_yaml(name: str) -> str:
+    """The JSON of a YAML file of settings."""
+    try:
+        found = yaml.safe_load(Path(name).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{name}: cannot be read ({error.strerror})") from error
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError(f"{name}: not valid YAML; correct the file") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{name}: must contain settings as `name: value`")
+    return json.dumps(to_deepspeed(found), indent=2) + "\n"
+
+
+def page() -> str:
+    """The page of all keys, in Markdown."""
+    lines = [HEAD]
+    titles = {"translated": ("Translated", "setting"), "without_effect": ("Without effect", "reason")}
+    for use, (title, column) in {**titles, "refused": ("Refused", "fix")}.items():
+        rows: dict[str, list[str]] = {}
+        for path, key in known_keys().items():
+            if key.use == use:
+                rows.setdefault(key.text, []).append(f"`{path}`")
+        lines += [f"## {title}\n", f"| keys | {column} |", "|---|---|"]
+        lines += [f"| {' '.join(sorted(paths))} | {text} |" for text, paths in rows.items()]
+        lines.append("")
+    lines.append("A refused key is accepted with its default value, or in a section with `enabled: false`.")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,90 @@
+"""Find what slows a run down, with evidence, its share of time, and the fix with the largest gain first.
+
+megatron-diagnose runs/mine
+
+megatron-diagnose --machine --output machine.json
+
+RUN is the folder of --save, or the file of --metrics-file. Rules and their sources: docs/monitoring.md.
+"""
+
+from __future__ import annotations
+
+from megatron_core.commands.start import start
+
+if __name__ == "__main__":
+    start("diagnose")
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from megatron_core.command import program
+from megatron_core.errors import ConfigError, MegatronError
+from megatron_core.monitor.diagnosis_rules import diagnose
+from megatron_core.monitor.rank_records import read_run
+from megatron_core.monitor.summary import Summary
+from megatron_core.output_file import json_with, prepare_output
+from megatron_core.planner.hardware import read_hardware
+from megatron_core.terminal import parse_flags
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Diagnose a run, or measure this machine."""
+
+    run: tyro.conf.Positional[str | None] = None
+    """Folder of --save, or metrics file, of a run."""
+    machine: bool = False
+    """Instead of a run, measure this machine for the planner: matrix products, memory, collectives by size and group,
+    disk."""
+    output: str = "machine.json"
+    """With --machine: the file to write, for --hardware of megatron-plan."""
+    ranks: int | None = None
+    """With --machine: number of ranks; default: one per GPU, without GPUs one per core."""
+    disk: str | None = None
+    """With --machine: folder whose disk is measured; default: the folder of temporary files."""
+    quick: bool = False
+    """With --machine: smaller tensors and fewer repetitions."""
+    hardware: str | None = None
+    """Machine for predictions of other layouts: a name, or a file written by --machine; default: the run's device."""
+    json: str | None = None
+    """Also write the diagnosis to this file, as JSON."""
+
+
+def measure_machine(settings: Settings) -> None:
+    """Measure, print, and write the planner's file."""
+    from megatron_core.verify.machine import measured_machine, report  # importing torch takes a while
+
+    prepare_output(settings, "output", json_with("description of a machine", "product_flops", "memory_bytes"))
+    hardware, found, disk = measured_machine(settings.ranks, settings.disk, quick=settings.quick)
+    print(report(hardware, found, disk))
+    hardware.write(settings.output)
+    print(f"wrote {settings.output}; use it with megatron-plan --hardware {settings.output}")
+
+
+def diagnose_run(settings: Settings) -> None:
+    """Read the records and print the diagnosis."""
+    if settings.run is None:
+        raise ConfigError("there is no run to diagnose; give its folder, or --machine")
+    if settings.json is not None:
+        prepare_output(settings, "json", json_with("diagnosis", "findings", "notes"))
+    machine = None if settings.hardware is None else read_hardware(settings.hardware)
+    found = diagnose(Summary.of(read_run(settings.run), machine))
+    print(found.text())
+    if settings.json is not None:
+        Path(settings.json).write_text(json.dumps(found.record(), indent=2) + "\n", encoding="utf-8")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the flags, diagnose and exit."""
+    settings = parse_flags(Settings, args=arguments, description=__doc__)
+    try:
+        (measure_machine if settings.machine else diagnose_run)(settings)
+    except (MegatronError, OSError) as error:
+        print(f"{program()}: {error}", file=sys.stderr)
+        return 1
+    return 0

@@ -1,0 +1,231 @@
+"""Continue prompts with a trained model.
+
+megatron-generate --load runs/quickstart/checkpoints --prompt "def main("
+
+megatron-generate --load ... --prompt-file prompts.jsonl --output texts.jsonl --logprobs 2
+
+megatron-generate --nproc-per-node 2 --load ... --prompt ... --tensor-model-parallel-size 2
+"""
+
+from __future__ import annotations
+
+from megatron_core.commands.start import start
+
+if __name__ == "__main__":
+    start("generate_text")
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_core.config.inference import InferenceConfig
+from megatron_core.errors import CheckpointError, ConfigError, DataError
+from megatron_core.inference import Engine, Generator, Progress, Request, Sampling, TextStream
+from megatron_core.inference.generator import GenerationLayout, start_generator
+from megatron_core.output_file import json_lines, prepare_output
+from megatron_core.parallel import World, run_job
+from megatron_core.parallel.grid import WORLD
+from megatron_core.parallel.texts import gather_texts
+from megatron_core.terminal import parse_flags
+from megatron_core.text_file import read_text
+from megatron_core.tokenizers import Tokenizer, end_ids
+from megatron_core.training.compatibility import open_model
+
+INTERACTIVE_TIMEOUT = 7 * 24 * 60.0
+"""Minutes for which the other ranks wait for typed input."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(InferenceConfig, GenerationLayout):
+    """Continue prompts with a trained model, in any layout."""
+
+    load: str
+    """Folder of checkpoints (--save of the training), of a single checkpoint, or of a Hugging Face model."""
+    prompt: tuple[str, ...] = ()
+    """Texts to continue; several are generated together."""
+    prompt_file: str | None = None
+    """File of prompts: one per line, or in a .jsonl file an object {"prompt": text} per line."""
+    interactive: bool = False
+    """Read prompts from standard input, one per line, until its end."""
+    output: str | None = None
+    """Write a JSON object per prompt to this file: prompt, text, tokens, finish_reason, log-probabilities."""
+    max_new_tokens: int = 64
+    """Maximum number of new tokens; the text also ends at an end-of-document, end-of-sequence or end-of-turn token."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the text; they are not printed."""
+    temperature: float = 0.0
+    """Divides the logits; 0: always choose the most likely token."""
+    top_k: int = 0
+    """Sample from the k most likely tokens; 0: all."""
+    top_p: float = 1.0
+    """Sample from the most likely tokens whose probabilities sum to this number."""
+    seed: int = 1234
+    """Seed for sampling; the same for every prompt."""
+    logprobs: int | None = None
+    """Also print each token's log-probability, and this number of most likely tokens with theirs."""
+    max_batch_size: int = 32
+    """Maximum number of prompts that are generated together."""
+    ckpt_step: int | None = None
+    """Iteration to load; default: the latest."""
+
+
+@dataclass
+class Text:
+    """A prompt and its continuation so far."""
+
+    prompt: str
+    stream: TextStream
+    progress: list[Progress] = field(default_factory=list)
+    finished: str | None = None
+
+    def add(self, progress: Progress) -> str:
+        """Add the engine's progress; returns the text to show."""
+        assert progress.token is not None, "requests have at least one new token"
+        shown = ""
+        if progress.finished != "stop":
+            self.progress.append(progress)
+            shown = self.stream.add(progress.token)
+        self.finished = "stop" if self.stream.stopped else progress.finished
+        return shown + (self.stream.finish() if self.finished else "")
+
+    def as_json(self) -> dict[str, Any]:
+        """The JSON object for --output."""
+        found: dict[str, Any] = {"prompt": self.prompt, "text": self.stream.text, "finish_reason": self.finished}
+        scores = [each.score for each in self.progress if each.score is not None]
+        found["tokens"] = [each.token for each in self.progress]
+        if scores:
+            found["logprobs"] = [score.logprob for score in scores]
+            found["alternatives"] = [[list(pair) for pair in score.alternatives] for score in scores]
+        return found
+
+
+def generate_text(settings: Settings, world: World) -> None:
+    """Load the model, generate, and print on rank 0 during generation."""
+    if settings.max_new_tokens < 1:
+        raise ConfigError(f"max_new_tokens={settings.max_new_tokens}: give 1 or more")
+    prompts = [*settings.prompt, *(read_prompts(settings.prompt_file) if settings.prompt_file else ())]
+    if not prompts and not settings.interactive:
+        raise ConfigError("no prompt was given; use --prompt, --prompt-file or --interactive")
+    if settings.output is not None and world.rank == 0:
+        prepare_output(settings, "output", json_lines("file of this tool", b'{"prompt": "'))
+    reader, trained = open_model(settings.load, settings.ckpt_step)
+    timeout = {"timeout_minutes": INTERACTIVE_TIMEOUT} if settings.interactive else {}
+    generator, tokenizer = start_generator(reader, trained, settings, world, **timeout)
+    texts = continue_all(settings, prompts, generator, tokenizer, world) if prompts else []
+    if settings.output is not None and world.rank == 0:
+        lines = "".join(json.dumps(text.as_json(), ensure_ascii=False) + "\n" for text in texts)
+        Path(settings.output).write_text(lines, encoding="utf-8")
+    for prompt in typed_prompts(generator, world) if settings.interactive else ():
+        try:
+            continue_all(settings, [prompt], generator, tokenizer, world)
+        except ConfigError as error:
+            show(f"error: {error}\n", world)
+
+
+def continue_all(
+    settings: Settings, prompts: Sequence[str], generator: Generator, tokenizer: Tokenizer, world: World
+) -> list[Text]:
+    """Continue ``prompts`` together; one is printed while it grows, several each when it and those before are done."""
+    engine = Engine(generator, max_batch_size=settings.max_batch_size, config=settings)
+    texts = [Text(prompt, TextStream(tokenizer, settings.stop)) for prompt in prompts]
+    ends = end_ids(tokenizer)
+    sampling = Sampling(
+        temperature=settings.temperature, top_k=settings.top_k, top_p=settings.top_p, seed=settings.seed
+    )
+    for number, ids in enumerate(tokenizer.tokenize_batch(prompts)):
+        request = Request(
+            prompt=tuple(ids),
+            max_new_tokens=settings.max_new_tokens,
+            sampling=sampling,
+            ends=ends,
+            logprobs=settings.logprobs,
+        )
+        try:
+            assert engine.submit(request) == number
+        except ConfigError as error:
+            raise ConfigError(f"{shortened(prompts[number])}: {error}") from None
+    alone, printed = len(prompts) == 1, 0
+    show(prompts[0] if alone else "", world)
+    while engine.busy:
+        for progress in engine.step():
+            text = texts[progress.number]
+            if progress.error is not None:
+                raise CheckpointError(f"{shortened(text.prompt)}: {progress.error}")
+            new = text.add(progress)
+            show(new if alone else "", world)
+            if text.finished is not None:
+                engine.cancel(progress.number)
+        while printed < len(texts) and texts[printed].finished is not None:
+            show(conclusion(texts[printed], tokenizer, alone), world)
+            printed += 1
+    limit = engine.max_length
+    if world.rank == 0 and any(t.finished == "length" and len(t.progress) < settings.max_new_tokens for t in texts):
+        print(f"(ended at the last of the model's {limit} positions)", file=sys.stderr)
+    return texts
+
+
+def conclusion(text: Text, tokenizer: Tokenizer, alone: bool) -> str:
+    """The output for a finished text: the text, unless it was printed during generation, and its probabilities."""
+    shown = "\n" if alone else f"{text.prompt}{text.stream.text}\n"
+    for each in text.progress:
+        if each.score is not None and each.token is not None:
+            others = [f"{tokenizer.detokenize([i])!r} {value:.4f}" for i, value in each.score.alternatives]
+            shown += f"{each.score.logprob:10.4f}  {tokenizer.detokenize([each.token])!r}  {'  '.join(others)}\n"
+    return shown if alone else shown + "-" * 40 + "\n"
+
+
+def read_prompts(path: str) -> list[str]:
+    """The prompts in a file; ``DataError`` with the line that has none."""
+    try:
+        lines = read_text(path).splitlines()
+    except (OSError, ValueError) as error:
+        raise DataError(f"prompt_file={path!r} cannot be read: {error}") from None
+    if not path.endswith(".jsonl"):
+        return [line for line in lines if line.strip()]
+    found = []
+    for number, line in enumerate(lines, 1):
+        try:
+            prompt = json.loads(line)["prompt"]
+        except (ValueError, RecursionError, TypeError, KeyError):
+            prompt = None
+        if not isinstance(prompt, str):
+            raise DataError(f'{path}:{number}: this is not an object with a text "prompt"')
+        found.append(prompt)
+    return found
+
+
+def typed_prompts(generator: Generator, world: World) -> Iterator[str]:
+    """Yield lines typed on rank 0 on all ranks."""
+    while True:
+        line = ""
+        if world.rank == 0:
+            show("> " if sys.stdin.isatty() else "", world)
+            line = sys.stdin.readline()
+        line = gather_texts(line, generator.groups.group(WORLD), world.device)[0]
+        if not line:
+            return
+        if line.strip():
+            yield line.rstrip("\n")
+
+
+def shortened(prompt: str, most: int = 40) -> str:
+    """The beginning of a prompt, for a message."""
+    return repr(prompt if len(prompt) <= most else prompt[:most] + "...")
+
+
+def show(text: str, world: World) -> None:
+    """Print on rank 0 immediately."""
+    if world.rank == 0:
+        print(text, end="", flush=True)
+
+
+def main() -> None:
+    """Parse the flags, run and exit."""
+    run_job(_job)
+
+
+def _job(world: World) -> None:
+    generate_text(parse_flags(Settings, description=__doc__, console_outputs=world.rank == 0), world)

@@ -1,0 +1,179 @@
+"""Find the fastest layouts of a model on N devices, and explain them.
+
+megatron-plan --model-preset llama3-8b --bf16 --global-batch-size 512 --gpus 64 --hardware h100
+
+megatron-plan --config run.yaml --gpus 64 --hardware h100 --why-not "tp8 pp2 mbs2"
+
+All settings of pretrain_gpt.py may be added; settings that the layout determines are replaced.
+"""
+
+from __future__ import annotations
+
+from megatron_core.commands.start import start
+
+if __name__ == "__main__":
+    start("plan_layout")
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import monotonic
+from typing import Annotated
+
+import tyro
+
+from megatron_core.command import program
+from megatron_core.config import RunConfig
+from megatron_core.config.cli import parse_run_config
+from megatron_core.errors import ConfigError, MegatronError
+from megatron_core.output_file import json_with, picture_kind, prepare_output
+from megatron_core.planner.cost import LayerTimes, Pipeline
+from megatron_core.planner.explain import (
+    MemoryOverStep,
+    command_line,
+    details,
+    objection,
+    parse_words,
+    table,
+    why_slower,
+)
+from megatron_core.planner.footprint import Footprint
+from megatron_core.planner.hardware import read_hardware
+from megatron_core.planner.layer_time import LayerClock
+from megatron_core.planner.search import Candidate, Search, describe_layout
+from megatron_core.terminal import exact, parse_flags
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Find the fastest layouts of a model on N devices, and explain them."""
+
+    gpus: int
+    """Number of devices."""
+    hardware: str = "h100"
+    """Name of a machine (a100, b200, h100, h200), or a file written by megatron-diagnose --machine."""
+    top: int = 10
+    """Number of layouts to print."""
+    objection: Annotated[str | None, tyro.conf.arg(name="why-not")] = None
+    """A layout such as "tp8 pp2 mbs2 full-recompute": explain why it is not among the best."""
+    explain_memory: bool = False
+    """Draw memory by kind over a step, for the layout of --why-not or else for the best one."""
+    png: str | None = None
+    """With --explain-memory: also write the picture to this file."""
+    json: str | None = None
+    """Write the layouts to this file, or to standard output with -."""
+
+
+def plan(settings: Settings, arguments: Sequence[str]) -> None:
+    """Search, and print the requested results."""
+    base = parse_run_config(list(arguments), prog=program())
+    if settings.png is not None and not settings.explain_memory:
+        raise ConfigError(f"png={settings.png!r} has no effect without explain_memory; add --explain-memory")
+    if settings.top < 1:
+        raise ConfigError(f"top={settings.top} is out of range; legal: 1, 2, 3, ...")
+    if settings.json not in (None, "-"):
+        prepare_output(
+            settings, "json", json_with("list of layouts", "layout", "bytes_by_kind"), arguments, base.flat()
+        )
+    if settings.png is not None:
+        prepare_output(settings, "png", picture_kind(settings.png), arguments, base.flat())
+    hardware = read_hardware(settings.hardware)
+    search = Search(base, settings.gpus, hardware, vocabulary(base), progress=show_progress)
+    began = monotonic()
+    found = search.best(settings.top)
+    if sys.stderr.isatty():
+        print("\r" + " " * 78 + "\r", end="", file=exact(sys.stderr))
+    if settings.json is not None:
+        write_json(settings.json, found, settings.gpus)
+    if settings.json == "-":
+        return
+    print(
+        f"{search.points:,} layouts, {search.evaluated:,} evaluated in detail, {search.too_large:,} of them too large, "
+        f"in {monotonic() - began:.1f} s\n"
+    )
+    print(table(found, settings.gpus))
+    print(f"\n1: {describe_layout(found[0].config, settings.gpus)}\n{details(found[0])}")
+    for number, each in enumerate(found[1:], 2):
+        print(f"{number}: {why_slower(each, found[0])}")
+    print()
+    for number, each in enumerate(found, 1):
+        line = command_line(each.config, base, arguments, settings.gpus, hardware.devices_per_node)
+        print(f"{number}: {line}")
+    shown = found[0]
+    if settings.objection is not None:
+        print(f"\nwhy not {settings.objection}\n{objection(search, settings.objection, found[0])}")
+        shown = min(search.candidate(c) for c in parse_words(base, settings.objection, settings.gpus))
+    if settings.explain_memory:
+        explain_memory(search, shown, settings.png)
+
+
+def explain_memory(search: Search, shown: Candidate, png: str | None) -> None:
+    """Print memory by kind over a step."""
+    clock = LayerClock(shown.config, search.hardware, search.devices, search.vocab_size)
+    pipeline = Pipeline(shown.config, search.devices, clock, LayerTimes(clock))
+    memory = Footprint.of(
+        shown.config, search.devices, pipeline.plan, pipeline.layers, pipeline.units, search.vocab_size
+    )
+    over = MemoryOverStep.of(pipeline, memory, shown.rank)
+    layout = describe_layout(shown.config, search.devices)
+    some = pipeline.plan.num_microbatches
+    part = f", the first {some} of {pipeline.micros} micro-batches" if some < pipeline.micros else ""
+    title = f"memory of pipeline rank {shown.rank} over a step{part}: {layout}"
+    print(f"\n{title}\n{over.picture(search.hardware.usable_bytes)}")
+    if png is not None:
+        from megatron_core.monitor.plot_memory import plot_memory  # importing matplotlib takes a while
+
+        plot_memory(over.times, over.kinds, search.hardware.usable_bytes, png, title=title)
+        print(f"wrote {png}")
+
+
+def vocabulary(config: RunConfig) -> int:
+    """The vocabulary size, as in a dry run."""
+    if config.data.vocab_size is not None:
+        return config.data.vocab_size
+    from megatron_core.training.dry_run import vocabulary_or_assumed  # importing tokenizers takes a while
+
+    return vocabulary_or_assumed(config)
+
+
+def write_json(path: str, found: Sequence[Candidate], world_size: int) -> None:
+    """Write the layouts with all figures."""
+    rows = [
+        {
+            "layout": describe_layout(each.config, world_size),
+            "seconds": each.seconds,
+            "tokens_per_second_per_device": each.cost.tokens_per_second,
+            "flops_per_second_per_device": each.cost.flops_per_second,
+            "bubble": each.cost.bubble,
+            "seconds_by_kind": each.cost.by_kind,
+            "bytes_by_kind": each.memory,
+            "bytes_on_host": each.on_host,
+        }
+        for each in found
+    ]
+    text = json.dumps(rows, indent=2)
+    if path == "-":
+        print(text)
+        return
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text + "\n")
+
+
+def show_progress(decided: int, total: int, best: float) -> None:
+    """Show progress in a line that is overwritten, on a terminal."""
+    if sys.stderr.isatty():
+        so_far = f", best so far {best:.3g} s" if best else ""
+        print(f"\r{decided:,} of {total:,} layouts decided{so_far}", end="", file=exact(sys.stderr), flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the flags, plan and exit."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    settings, rest = parse_flags(Settings, args=given, description=__doc__, return_unknown_args=True)
+    try:
+        plan(settings, rest)
+    except (MegatronError, OSError) as error:
+        print(f"{program()}: {error}", file=sys.stderr)
+        return 1
+    return 0

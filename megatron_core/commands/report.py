@@ -1,0 +1,50 @@
+"""Write one HTML page about a training run; it needs no network, and is readable on a phone, a screen and paper.
+
+megatron-report runs/mine --out report.html
+
+megatron-report runs/mine --compare runs/before --out report.html
+
+RUN is the folder of --save, or the file of --metrics-file.
+"""
+
+from __future__ import annotations
+
+from megatron_core.commands.start import start
+
+if __name__ == "__main__":
+    start("report")
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import tyro
+
+from megatron_core.command import program
+from megatron_core.errors import MegatronError
+from megatron_core.monitor.report import write_report
+from megatron_core.terminal import parse_flags
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The run to report, and the file to write."""
+
+    run: tyro.conf.Positional[str]
+    """Folder of --save, or metrics file, of a run."""
+    out: str = "report.html"
+    """File to write."""
+    compare: str | None = None
+    """Another run to compare with."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the flags, write the page and exit."""
+    settings = parse_flags(Settings, args=arguments, description=__doc__)
+    try:
+        write_report(settings.run, settings.out, settings.compare)
+    except (MegatronError, OSError) as error:
+        print(f"{program()}: {error}", file=sys.stderr)
+        return 1
+    print(f"wrote {settings.out}")
+    return 0

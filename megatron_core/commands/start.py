@@ -1,0 +1,82 @@
+"""Start of every command: its program name, ``--version``, several ranks on this machine, then its module's ``main``.
+
+It imports nothing that takes long, so that Ctrl-C and missing libraries are handled while the module is imported.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from megatron_core.command import end_on_interrupt, program, run_tool
+from megatron_core.terminal import PRINT_COMPLETION
+
+DISTRIBUTION = "megatron-native"
+_SHORT = {
+    "convert_checkpoint": "convert",
+    "generate_text": "generate",
+    "plan_layout": "plan",
+    "preprocess_data": "preprocess",
+    "train_tokenizer": "tokenizer",
+    "verify_layout": "verify",
+}
+"""Names of commands that differ from their modules."""
+RANKED = frozenset({"train", "generate_text", "serve"})
+"""Modules of commands that run on several ranks."""
+NPROC = "--nproc-per-node"
+
+
+def command_name(module: str) -> str:
+    """Name of the command of a module of this package, such as ``megatron-preprocess``."""
+    return "megatron-" + _SHORT.get(module, module).replace("_", "-")
+
+
+def modules() -> dict[str, str]:
+    """The module of each command, by the command's name."""
+    found = sorted(path.stem for path in Path(__file__).parent.glob("*.py"))
+    return {command_name(name): name for name in found if name not in ("__init__", "start")}
+
+
+def command() -> NoReturn:
+    """Entry point of the installed commands: start the one with this program's name."""
+    known, sys.argv[0] = modules(), program()  # without the folder, which the help would show
+    if program() not in known:
+        sys.exit(f"{program()}: not a command of {DISTRIBUTION}; the commands are {', '.join(known)}")
+    start(known[program()])
+
+
+def start(module: str) -> NoReturn:
+    """Import a module of this package, run its ``main`` and exit as ``run_tool`` does.
+
+    ``--version`` alone prints the version, ``--print-completion bash`` (or zsh, tcsh) a script that completes the
+    command's flags. ``--nproc-per-node N`` of a command that runs on several ranks starts N of them with torchrun.
+    """
+    end_on_interrupt()
+    if Path(sys.argv[0]).parent == Path(__file__).parent:  # python -m
+        sys.argv[0] = command_name(module)
+    if sys.argv[1:] == ["--version"]:
+        print(f"{DISTRIBUTION} {importlib.metadata.version(DISTRIBUTION)}, torch {importlib.metadata.version('torch')}")
+        sys.exit(0)
+    if sys.argv[1:2] == ["--print-completion"]:
+        sys.argv[1] = PRINT_COMPLETION
+    if module in RANKED and any(word.split("=")[0].replace("_", "-") == NPROC for word in sys.argv[1:]):
+        _start_ranks(module, sys.argv[1:])
+    run_tool(program(), importlib.import_module(f"{__package__}.{module}").main)
+
+
+def _start_ranks(module: str, words: list[str]) -> NoReturn:
+    """Replace this process by torchrun on this machine, with the other ``words`` for the ranks."""
+    at = next(at for at, word in enumerate(words) if word.split("=")[0].replace("_", "-") == NPROC)
+    _, equals, value = words[at].partition("=")
+    rest = words[at + 1 :] if equals else words[at + 2 :]
+    value = value if equals else next(iter(words[at + 1 :]), "")
+    if not (value.isascii() and value.isdigit() and 0 < int(value) < 10**6):
+        sys.exit(f"{program()}: {NPROC} {value} must be an integer >= 1: the number of ranks on this machine")
+    if "RANK" in os.environ:
+        sys.exit(f"{program()}: {NPROC} starts ranks, but torchrun has started this one; remove {NPROC}")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", NPROC, value, "-m", f"{__package__}.{module}"]
+    os.execv(sys.executable, [sys.executable, *torchrun, *words[:at], *rest])

@@ -1,0 +1,354 @@
+"""Check that layouts compute what one process computes: ``megatron-verify --layouts "tp2 sp" "pp2 v2"``."""
+
+from __future__ import annotations
+
+from megatron_core.commands.start import start
+
+if __name__ == "__main__":
+    start("verify_layout")
+
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+import tyro
+
+from megatron_core.command import program
+from megatron_core.config import ParallelConfig, RunConfig
+from megatron_core.config.cli import parse_run_config
+from megatron_core.config.parallel import BALANCED_STAGES
+from megatron_core.config.validate import check, problems
+from megatron_core.errors import ConfigError, MegatronError
+from megatron_core.output_file import json_with, prepare_output, starting_with
+from megatron_core.terminal import parse_flags
+from megatron_core.verify import GPTExperiment, Layout, RankFailure, check_bits, check_parity, fitting_layouts, shrunk
+from megatron_core.verify.gpt import configured
+from megatron_core.verify.pairwise import pairwise
+from megatron_core.verify.shrink import at_full_size, changes, shrunk_stages, small_run
+from megatron_core.verify.table import BITS_HEADING, HEADING, TerminalTable, bits_page, page, summary
+
+MOST_RANKS = 4096
+"""Maximum number of ranks."""
+NOT_IN_NAMES = (
+    "overlap_grad_reduce",
+    "overlap_param_gather",
+    "num_distributed_optimizer_instances",
+    "zero3_keep_after_forward",
+)
+"""Settings of a layout that its name does not have."""
+OF_EVERY_LAYOUT = ("num_distributed_optimizer_instances", "zero3_keep_after_forward")
+"""Settings among ``NOT_IN_NAMES`` that apply to each of --layouts; its word ``overlap`` decides about the others."""
+SMALL_WIDTH = 1024
+"""Hidden size that the small model exceeds only if a single layout needs it; a step takes seconds then."""
+MOST_PROCESSES = 8
+"""Maximum number of ranks that are processes without --device cpu."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Train a model for a few steps in one process and under each layout, with the same weights and global batches, and
+    compare loss, gradients, gradient norm and weights; with --bits their hashes.
+
+    All flags of pretrain_gpt.py (see its --help), and --config FILE, describe the model; it is reduced in size without
+    --full-size. Exit status: 0 if all layouts agree, 1 if one does not, 2 for a wrong command line, 130 if interrupted.
+    """
+
+    layouts: tuple[str, ...] = ()
+    """Layouts such as "tp2", "cp2 sp tp2", "pp2 v2", "dp2 zero1 overlap", "tp2 pp2 dp2 zb_v" (sp: sequence parallel; v:
+    chunks on each pipeline rank; zero1: sharded optimizer; or a --pipeline-schedule). Default: the layout of the
+    model's flags."""
+    all: bool = False
+    """Instead of --layouts: every layout of --world-size ranks that fits the model, with 1f1b and interleaved."""
+    pairwise: bool = False
+    """With --all: check only a sample of the layouts of each world size that contains every pair of sizes and
+    switches."""
+    world_size: tuple[int, ...] = ()
+    """With --all: numbers of ranks, such as 2 4 8. With --layouts: the number of ranks, which determines dp where a
+    layout does not give it. Otherwise: ranks of the layout of the flags."""
+    steps: int = 3
+    """Optimizer steps."""
+    bits: bool = False
+    """Compare hashes instead of values: every bit of losses, gradients, norms, weights and optimizer state must be that
+    of one process. A layout fails with the first step, module and tensor that differ. Add --layout-invariant, without
+    which most layouts differ."""
+    dtype: Literal["float64", "float32", "bfloat16"] | None = None
+    """Dtype of all computations; default: float64, which shows every defect, and with --bits float32. In a narrower
+    dtype than float64 the bounds are those of rounding."""
+    device: Literal["auto", "cpu", "cuda", "simulated"] = "auto"
+    """cpu: a process for each rank, over shared memory, or --distributed-backend gloo. cuda: NCCL, a GPU for each rank.
+    simulated: ranks are threads, for large worlds. auto: cuda if there are enough GPUs, else cpu up to 8 ranks,
+    else simulated."""
+    full_size: bool = False
+    """Do not reduce the size of the model and its batches."""
+    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Also write the table as JSON."""
+    markdown: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Also write the table as a page of Markdown."""
+
+    @property
+    def compared_dtype(self) -> str:
+        """``dtype`` or its default."""
+        return self.dtype or ("float32" if self.bits else "float64")
+
+
+@dataclass(frozen=True)
+class Task:
+    """The model and layouts to compare."""
+
+    config: RunConfig
+    layouts: list[Layout]
+    own_settings: dict[str, object] = field(default_factory=dict)
+    """Settings of the model's flags that the name of a layout does not include."""
+    notes: tuple[str, ...] = ()
+    shrunk: str = ""
+    """The sizes that are smaller than those of the flags."""
+    refused: dict[str, str] = field(default_factory=dict)
+    """Layouts of --all that --layout-invariant excludes, with the reason."""
+
+
+def verify(options: Options, flags: list[str]) -> int:
+    """Compare and print; return 0 if all layouts agree."""
+    task = task_of(parse_run_config(flags, prog=program()), options)
+    device = options.device if options.device != "auto" else available_device(task.layouts)
+    if device == "simulated" and task.config.training.compile:
+        raise ConfigError(
+            "compile=True cannot be checked with simulated ranks, whose groups graphs cannot name; give --device cpu, "
+            "or remove --compile"
+        )
+    what = describe(task.config, options, device)
+    shrunk_from = [f"shrunk: {task.shrunk}"] if task.shrunk else []
+    print(*(f"note: {note}" for note in task.notes), what, *shrunk_from, sep="\n", flush=True)
+    experiment = GPTExperiment(task.config, options.steps, not options.full_size, task.own_settings)
+    return (compare_bits if options.bits else compare_values)(experiment, task, options, device, what)
+
+
+def compare_values(experiment: GPTExperiment, task: Task, options: Options, device: str, what: str) -> int:
+    """Compare within the bounds of rounding."""
+    table = TerminalTable([str(layout) for layout in task.layouts], options.compared_dtype)
+    print(table.head(), flush=True)
+    report = check_parity(
+        experiment,
+        task.layouts,
+        dtype=options.compared_dtype,
+        device=device,
+        backend=task.config.parallel.distributed_backend,
+        on_row=lambda row: print(*table.lines(row), sep="\n", flush=True),
+    )
+    print(summary(report))
+    if options.json is not None:
+        options.json.write_text(json.dumps(report.as_dict(), indent=1) + "\n")
+    if options.markdown is not None:
+        options.markdown.write_text("\n".join(page(report, what)) + "\n")
+    return 0 if report.holds else 1
+
+
+def compare_bits(experiment: GPTExperiment, task: Task, options: Options, device: str, what: str) -> int:
+    """Compare hashes."""
+    width = max(len(str(layout)) for layout in task.layouts)
+    report = check_bits(
+        experiment,
+        task.layouts,
+        dtype=options.compared_dtype,
+        device=device,
+        backend=task.config.parallel.distributed_backend,
+        on_row=lambda row: print(f"{row.layout:<{width}}  {row.verdict}", flush=True),
+    )
+    print(report.summary, *(f"refused: {name}: {reason}" for name, reason in task.refused.items()), sep="\n")
+    if options.json is not None:
+        written = report.as_dict() | {"model": what, "refused": task.refused}
+        options.json.write_text(json.dumps(written, indent=1) + "\n")
+    if options.markdown is not None:
+        options.markdown.write_text("\n".join(bits_page(report, what, task.refused)) + "\n")
+    return 0 if report.holds else 1
+
+
+def task_of(config: RunConfig, options: Options) -> Task:
+    """The model under test and its layouts; ``ConfigError`` if one of them cannot be trained."""
+    if options.all:
+        task = all_layouts(config, options)
+    elif options.layouts:
+        layouts = [layout_of(text, options.world_size) for text in options.layouts]
+        small, said = sized(config, layouts, options), tuple(notes(config, layouts, options))
+        task = Task(small, layouts, changed(config, OF_EVERY_LAYOUT), said)
+    else:
+        task = described(config, options)
+    for layout in task.layouts:
+        found = list(
+            problems(configured(task.config, layout, options.compared_dtype, task.own_settings), layout.world_size)
+        )
+        if found:
+            raise ConfigError(f"layout {str(layout)!r} cannot be trained: {'; '.join(found)}")
+    return task if options.full_size else replace(task, shrunk=changes(config, task.config))
+
+
+def changed(config: RunConfig, names: Iterable[str]) -> dict[str, object]:
+    """Settings of the parallel layout that differ from their defaults."""
+    values = {name: getattr(config.parallel, name) for name in names}
+    return {name: value for name, value in values.items() if value != getattr(ParallelConfig(), name)}
+
+
+def layout_of(text: str, world_size: tuple[int, ...]) -> Layout:
+    """A layout of --layouts; --world-size determines dp if ``text`` does not."""
+    layout = Layout.parse(text)
+    if not world_size or layout.world_size == world_size[0]:
+        return layout
+    if layout.dp > 1 or world_size[0] % layout.world_size:
+        raise ConfigError(
+            f"layout {text!r} has {layout.world_size} ranks, but --world-size is {world_size[0]}; remove --world-size, "
+            "or give a multiple and no dp"
+        )
+    return replace(layout, dp=world_size[0] // layout.world_size)
+
+
+def sized(config: RunConfig, layouts: list[Layout], options: Options, *, keep_layers: bool = False) -> RunConfig:
+    """The small version of the model, or with --full-size the model itself."""
+    if options.full_size:
+        return at_full_size(config)
+    small = shrunk(config, layouts, keep_layers=keep_layers)
+    width = small.model.hidden_size
+    if width > max(SMALL_WIDTH, *(shrunk(config, [each]).model.hidden_size for each in layouts)):
+        names = ", ".join(repr(str(each)) for each in layouts)
+        raise ConfigError(
+            f"--layouts are compared with one small model, which would have {small.model.num_attention_heads} heads "
+            f"and hidden_size={width} to be legal for all of them; give {names} in separate commands"
+        )
+    return small
+
+
+def all_layouts(config: RunConfig, options: Options) -> Task:
+    """Every layout of --world-size ranks."""
+    config = sized(config, [Layout()], options)
+    sizes = [fitting_layouts(config, size) for size in options.world_size]
+    refused = {
+        str(layout): next(problems(configured(config, layout, options.compared_dtype), layout.world_size))
+        for size, fitting in zip(options.world_size, sizes, strict=True)
+        for layout in fitting_layouts(without_equal_bits(config), size)
+        if layout not in fitting
+    }
+    layouts = [each for fitting in sizes for each in (sampled(fitting) if options.pairwise else fitting)]
+    if not layouts or max(options.world_size) == 1:
+        asked = ", ".join(map(str, options.world_size))
+        raise ConfigError(f"no layout of --world-size {asked} fits the model; give sizes such as --world-size 2 4 8")
+    return Task(config, layouts, refused=refused)
+
+
+def without_equal_bits(config: RunConfig) -> RunConfig:
+    """The configuration without --layout-invariant."""
+    names = ("layout_invariant", "layout_invariant_parts", "layout_invariant_chunks")
+    return RunConfig.from_flat({name: value for name, value in config.flat().items() if name not in names})
+
+
+def sampled(layouts: list[Layout]) -> list[Layout]:
+    """A sample of ``layouts`` that contains every pair of values that any two of their fields have."""
+    values = [{name: repr(value) for name, value in vars(layout).items()} for layout in layouts]
+    kept = pairwise(values, "layouts")
+    return [layout for i, layout in enumerate(layouts) if i in kept]
+
+
+def notes(config: RunConfig, layouts: list[Layout], options: Options) -> Iterator[str]:
+    """Differences between what is compared and what the flags describe."""
+    own = said_of_stages(config)
+    if own:
+        said = ", ".join(f"{name}={value}" for name, value in own.items())
+        yield f"--layouts determine the stages, so {said} is ignored; to check it, remove --layouts"
+    if config.training.fp16:
+        yield f"fp16 is ignored: the dtype is --dtype {options.compared_dtype}"
+    for layout in layouts if not options.full_size else ():
+        as_given = RunConfig.from_flat(config.flat() | small_run() | layout.settings())
+        found = next(problems(as_given, layout.world_size), None)
+        if found:
+            yield f"the full-size model cannot be trained in {str(layout)!r} ({found}); only the small one is compared"
+
+
+def said_of_stages(config: RunConfig) -> dict[str, object]:
+    """Settings of the pipeline stages and the plan that differ from the defaults."""
+    usual = BALANCED_STAGES | {"pipeline_plan": None}
+    chunks = {"num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"}  # part of a layout
+    values = {name: getattr(config.parallel, name) for name in usual if name not in chunks}
+    return {name: value for name, value in values.items() if value != usual[name]}
+
+
+def described(config: RunConfig, options: Options) -> Task:
+    """The layout of the model's flags."""
+    ranks = options.world_size[0] if options.world_size else config.parallel.model_parallel_size
+    check(RunConfig.from_flat(config.flat() | small_run()), ranks)
+    layout, own = Layout.of(config.parallel, config.model.num_layers, ranks), said_of_stages(config)
+    if layout.world_size == 1:
+        raise ConfigError(
+            "no layout to check; give --layouts (such as --layouts tp2 'pp2 v2'), --all --world-size 2 4 8, "
+            "or flags of the model (such as --tensor-model-parallel-size 2)"
+        )
+    if "pipeline_plan" in own and not options.full_size:
+        raise ConfigError("pipeline_plan needs the full-size number of micro-batches; add --full-size to check it")
+    # A layout's name has one ``overlap`` for two settings, and chunks only for balanced stages.
+    settings = own | {name: getattr(config.parallel, name) for name in NOT_IN_NAMES}
+    if own:
+        counted = layout.chunks > 1 and "pipeline_model_parallel_layout" not in own
+        settings["num_virtual_stages_per_pipeline_rank"] = layout.chunks if counted else None
+    fewer = None if options.full_size or not own else shrunk_stages(config, layout)
+    if fewer is None:
+        return Task(sized(config, [layout], options, keep_layers=bool(own)), [layout], settings)
+    settings |= {name: value for name, value in fewer.items() if name in own}
+    small = sized(RunConfig.from_flat(config.flat() | fewer), [layout], options, keep_layers=True)
+    return Task(small, [layout], settings)
+
+
+def refuse_contradictions(options: Options, flags: list[str]) -> None:
+    """``ConfigError`` for options that contradict each other, and for files that could not be written at the end."""
+    if options.all and options.layouts:
+        raise ConfigError("--all and --layouts exclude each other; remove one of them")
+    if options.all and not options.world_size:
+        raise ConfigError("--all needs --world-size, for example --all --world-size 2 4 8")
+    if options.pairwise and not options.all:
+        raise ConfigError("--pairwise samples the layouts of --all; add --all, or remove it")
+    if len(options.world_size) > 1 and not options.all:
+        raise ConfigError("several values of --world-size need --all; add it, or give --layouts")
+    if any(not 1 <= size <= MOST_RANKS for size in options.world_size):
+        raise ConfigError(f"--world-size {' '.join(map(str, options.world_size))}: legal are 1 to {MOST_RANKS}")
+    if options.steps < 1:
+        raise ConfigError(f"--steps {options.steps} is too small; give 1 or more")
+    for path in (options.json, options.markdown):
+        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+            raise ConfigError(f"{path} cannot be written; give a file in an existing folder")
+    if options.json is not None:
+        prepare_output(options, "json", json_with("table of this tool", "dtype", "backend", "rows"), flags)
+    if options.markdown is not None:
+        heading = BITS_HEADING if options.bits else HEADING
+        prepare_output(options, "markdown", starting_with("page of this tool", heading.encode()), flags)
+
+
+def available_device(layouts: list[Layout]) -> str:
+    """cuda if there is a GPU for every rank of every layout, else cpu for small worlds and simulated for large ones."""
+    most = max(layout.world_size for layout in layouts)
+    return "cuda" if torch.cuda.device_count() >= most else "cpu" if most <= MOST_PROCESSES else "simulated"
+
+
+def describe(config: RunConfig, options: Options, device: str) -> str:
+    """The line about what is compared."""
+    model = config.model
+    size = "full size" if options.full_size else "shrunk"
+    steps = f"{options.steps} steps" if options.steps > 1 else "1 step"
+    return (
+        f"model ({size}): {model.num_layers} layers, hidden size {model.hidden_size}, {model.num_attention_heads} heads"
+        f", sequences of {config.data.seq_length}; {steps} in {options.compared_dtype} on {device}; "
+        + ("all bits are compared" if options.bits else "errors are relative, and in epsilons of the dtype")
+        + ("; of all layouts a sample, in which every pair of sizes and switches occurs" if options.pairwise else "")
+    )
+
+
+def main(args: list[str] | None = None) -> int:
+    """The whole program; a user error is printed as one message."""
+    options, flags = parse_flags(Options, prog=program(), args=args, return_unknown_args=True)
+    try:
+        refuse_contradictions(options, flags)
+        return verify(options, flags)
+    except RankFailure as error:
+        print(f"{program()}: training in one process failed: {error}", file=sys.stderr)
+        return 1
+    except MegatronError as error:
+        print(f"{program()}: {error}", file=sys.stderr)
+        return 2

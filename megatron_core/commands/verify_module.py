@@ -1,0 +1,73 @@
+"""Check that a model of your own computes the same split over ranks: ``megatron-verify-module model.py:make_model``."""
+
+from __future__ import annotations
+
+from megatron_core.commands.start import start
+
+if __name__ == "__main__":
+    start("verify_module")
+
+import runpy
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from megatron_core.errors import ConfigError
+from megatron_core.terminal import parse_flags
+from megatron_core.verify import Layout, verify_module
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Train a model for a step per batch in one process and split over ranks, in float64, and compare losses, gradients
+    and weights. FILE is run as a Python program.
+
+    Exit status: 0 if they agree, 1 if they differ, 2 for a wrong command line, 130 if interrupted.
+    """
+
+    target: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FILE:FUNCTION")]
+    """Python file and its function without arguments that returns the model."""
+    batches: str = "make_batches"
+    """Function of the same file that returns the global batches, one for each step."""
+    plan: str | None = None
+    """Variable of the same file with the plan of tensor parallelism. Default: the plan of the model, or rules."""
+    layout: str = "tp2"
+    """Layout of tensor and data parallelism, such as "tp2", "tp2 dp2 zero1"."""
+
+
+def verify(options: Options) -> int:
+    """Run the comparison and print its result; return the exit status."""
+    file, _, function = options.target.rpartition(":")
+    if not Path(file).is_file():
+        raise ConfigError(f"{options.target!r} must be FILE:FUNCTION, with the path of a Python file; correct it")
+    sys.path.insert(0, str(Path(file).parent))
+    found = runpy.run_path(file, run_name="verified_module")
+    make_model, make_batches = _function(found, file, function), _function(found, file, options.batches)
+    plan = None
+    if options.plan is not None:
+        plan = found.get(options.plan)
+        if not isinstance(plan, dict):
+            raise ConfigError(f"--plan {options.plan}: {file} has no dict of this name; give the name of a variable")
+    world_size = Layout.parse(options.layout).world_size
+    report = verify_module(make_model, make_batches(), world_size=world_size, layout=options.layout, plan=plan)
+    for fault in report.faults:
+        print(fault)
+    if report.agrees:
+        print(f"{report.layout} agrees with one process; largest relative error {max(report.errors.values()):.1e}")
+    return int(not report.agrees)
+
+
+def _function(found: dict[str, Any], file: str, name: str) -> Callable[[], Any]:
+    function = found.get(name)
+    if not callable(function):
+        raise ConfigError(f"{file} has no function {name!r}; give the name of one")
+    return function
+
+
+def main() -> int:
+    """Parse the flags and run; 1 if the models differ."""
+    return verify(parse_flags(Options, description=__doc__))

@@ -1,0 +1,28 @@
+"""Base class of the operations' handles of our own process groups."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class FilledWork(dist.Work):
+    """The handle of an operation that fills tensors; subclasses define ``wait`` and ``is_completed``."""
+
+    def __init__(self, filled: list[Tensor]) -> None:
+        super().__init__()
+        self._filled = filled
+
+    def is_success(self) -> bool:
+        """Whether the operation is complete."""
+        return self.is_completed()
+
+    def result(self) -> list[Tensor]:
+        """The filled tensors."""
+        self.wait()
+        return self._filled
+
+    def get_future(self) -> torch.futures.Future:
+        """A completed future: no thread could complete it later."""
+        future: torch.futures.Future = torch.futures.Future()
+        future.set_result(self.result())
+        return future

@@ -1,0 +1,47 @@
+"""Handles of collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_core.parallel.links.recorder import Watched
+from megatron_core.parallel.meter import Waited
+
+
+class Done:
+    """The handle of an operation that is already complete."""
+
+    def wait(self) -> None:
+        """Return immediately."""
+
+
+class All:
+    """The handle of several operations; keeps the send buffer ``sent`` alive until they are complete."""
+
+    def __init__(self, works: Sequence[dist.Work], sent: Tensor) -> None:
+        self._works, self._sent = works, sent
+
+    def wait(self) -> None:
+        """Wait for all operations."""
+        for work in self._works:
+            work.wait()
+
+
+class SummedAfter:
+    """The handle of a reduce-scatter in higher precision: the sum is computed after all messages have arrived."""
+
+    def __init__(self, arriving: Handle, received: Tensor, shard: Tensor) -> None:
+        self._arriving, self._received, self._shard = arriving, received, shard
+
+    def wait(self) -> None:
+        """Wait for the messages and sum them in the wider of both dtypes, at least float32."""
+        self._arriving.wait()
+        wide = torch.promote_types(torch.promote_types(self._received.dtype, self._shard.dtype), torch.float32)
+        self._shard.copy_(self._received.view(-1, self._shard.numel()).sum(0, dtype=wide))
+
+
+Handle = dist.Work | Done | All | Waited | Watched | SummedAfter

@@ -1,0 +1,108 @@
+"""Checksums of tensors: an exact hash of their bits, and sums of blocks that are linear in the elements.
+
+A hash compares moved data. The bits of a reduction are new, so its sums are compared: for
+a block of elements and fixed signs s_i = +1 or -1, the sum over i of s_i x_i is linear. Therefore the sum over the
+ranks of the inputs' block sums is the block sum of the result, up to rounding.
+
+Bound on the rounding: with unit roundoff u, a sum of n ranks has in element i an error e_i of at most (n - 1) u a_i,
+where a_i is the sum over the ranks of |x_i|. For random signs, P(|sum of s_i e_i| > t ||e||) <= 2 exp(-t^2 / 2)
+(Hoeffding 1963), and ||a|| is at most the sum over the ranks of the blocks' norms. With t = 8 the probability of a
+false alarm is below 3e-14 for each block.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from megatron_core.parallel.boxes import Box
+
+CONFIDENCE = 8.0
+"""t in the bound on the rounding."""
+_ROW = 4096
+_CHUNK = 2**18
+_SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+
+
+def bit_hash(x: Tensor) -> Tensor:
+    """A 64-bit hash of the bits of a contiguous tensor, as an int64 scalar on its device."""
+    data = x.detach().reshape(-1).view(torch.uint8)
+    if data.device.type == "cpu":
+        # data.numpy() would make the storage fixed in size, and ZeRO 3 frees storages by resizing them.
+        from xxhash import xxh3_64_intdigest  # not at the import of the layers, which need no hashes
+
+        size = data.numel()
+        digest = xxh3_64_intdigest((ctypes.c_char * size).from_address(data.data_ptr()) if size else b"")
+        return torch.tensor(digest - (digest >> 63 << 64), dtype=torch.int64)
+    return hash_on_device(data)
+
+
+def hash_on_device(data: Tensor) -> Tensor:
+    """The hash of bytes ``[n]`` without a copy to the host; its values differ from those on a CPU."""
+    from megatron_core.parallel.tensor_hash import box_sum  # imports xxhash
+
+    whole = data.numel() // _ROW * _ROW
+    total = torch.full((), data.numel(), dtype=torch.int64, device=data.device)
+    for part, width in ((data[:whole], _ROW), (data[whole:], data.numel() - whole)):
+        if width:
+            shape = (part.numel() // width, width)
+            total = total * 3 + box_sum(part.view(shape), Box((0, 0), shape), shape)
+    return total
+
+
+def block_length(dtype: torch.dtype) -> int:
+    """Elements of a block: fewer where rounding is coarse, so that a changed element exceeds the bound."""
+    return 64 if dtype in _SIXTEEN_BITS else 1024
+
+
+def block_sums(x: Tensor, parts: int) -> Tensor:
+    """Signed sums and norms of the blocks of each of ``parts`` equal parts of ``x``: ``[parts, blocks, 2]``.
+
+    float64 for floating-point numbers. Integers are summed in int64 modulo 2^64, and their norms are 0.
+    """
+    rows, length = x.detach().reshape(parts, -1), block_length(x.dtype)
+    whole = rows.shape[1] // length * length
+    pieces = [_sums(rows[:, :whole].unflatten(1, (-1, length)))] if whole else []
+    if whole < rows.shape[1] or not pieces:
+        pieces.append(_sums(rows[:, whole:].unsqueeze(1)))
+    return torch.cat(pieces, 1)
+
+
+def _sums(blocks: Tensor) -> Tensor:
+    """Signed sums and norms of ``blocks`` ``[parts, n, length]``."""
+    wide = torch.int64
+    if blocks.is_floating_point():
+        wide = torch.float32 if blocks.dtype in _SIXTEEN_BITS else torch.float64
+    signs = _signs(blocks.shape[2], blocks.device).to(wide)
+    each = max(_CHUNK // (blocks.shape[0] * max(blocks.shape[2], 1)), 1)
+    return torch.cat([_chunk_sums(chunk.to(wide), signs) for chunk in blocks.split(each, 1)], 1)
+
+
+def _chunk_sums(blocks: Tensor, signs: Tensor) -> Tensor:
+    if not blocks.is_floating_point():
+        sums = (blocks * signs).sum(2)
+        return torch.stack([sums, torch.zeros_like(sums)], 2)
+    return torch.stack([blocks @ signs, torch.linalg.vector_norm(blocks, dim=2)], 2).to(torch.float64)
+
+
+@cache
+def _signs(length: int, device: torch.device) -> Tensor:
+    random = torch.Generator().manual_seed(length)
+    return (2 * torch.randint(0, 2, (length,), generator=random) - 1).to(device)
+
+
+def differs(found: Tensor, expected: Tensor, dtype: torch.dtype, ranks: int) -> Tensor:
+    """Whether block sums ``found`` ``[..., 2]`` of a result of ``dtype`` differ from the ``expected`` ones by more than
+    the rounding of a sum over ``ranks``: ``[...]`` bool."""
+    if not found.is_floating_point():
+        return found[..., 0] != expected[..., 0]
+    info, length = torch.finfo(dtype), block_length(dtype)
+    wide = torch.finfo(torch.float32 if dtype in _SIXTEEN_BITS else torch.float64)
+    per_norm = (ranks - 1) * info.eps / 2 + length * wide.eps / 2
+    bound = CONFIDENCE * per_norm * expected[..., 1] + ranks * length * info.tiny
+    wrong = ~((found[..., 0] - expected[..., 0]).abs() <= bound)
+    # A sum that is not finite, or may overflow, has no bound; a NaN that appears in a harmless sum is an error.
+    return wrong & expected.isfinite().all(-1) & (expected[..., 1] < info.max / 4)

@@ -1,0 +1,166 @@
+"""Compares the recorded checksums of all ranks, and describes each wrong delivery."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_core.parallel.collectives import COLLECTIVES, all_gather_flat_, all_reduce_
+from megatron_core.parallel.grid import WORLD
+from megatron_core.parallel.groups import Group, ParallelGroups
+from megatron_core.parallel.links.checksums import differs
+from megatron_core.parallel.links.recorder import LINKS, Call
+from megatron_core.parallel.texts import gather_texts, listed
+
+MOST = 4
+"""Wrong deliveries that each rank describes."""
+
+
+def wrong_deliveries(groups: ParallelGroups, device: torch.device) -> list[str]:
+    """Compare the complete calls and messages recorded since the last comparison; a collective call of all ranks.
+
+    Returns a description of each wrong delivery, equal on all ranks: receiver, sender, collective and axis. Calls that
+    are not complete on all ranks of their group stay recorded.
+    """
+    checking, LINKS.checking = LINKS.checking, False  # the comparison itself is not recorded
+    try:
+        found = list(_wrong_messages())
+        for group, names in groups.named():
+            found += _wrong_calls(group, names, groups, device)
+        number = torch.tensor([len(found)], dtype=torch.int64, device=device)
+        world = groups.group(WORLD)
+        all_reduce_(number, world)
+        if not int(number):
+            return []
+        texts = gather_texts("\n".join(found[:MOST]), world, device)
+        return list(dict.fromkeys(line for text in texts for line in text.splitlines()))
+    finally:
+        LINKS.checking = checking
+
+
+def _wrong_messages() -> Iterable[str]:
+    """Describe the wrong messages between pipeline stages that this rank received."""
+    arrived, LINKS.deliveries = LINKS.deliveries, []
+    for each in arrived:
+        if not each.right:
+            yield (
+                f"step {each.iteration}: rank {each.receiver} received a wrong {each} from rank {each.sender} over pp "
+                f"(message {each.number} of this link)"
+            )
+
+
+def _wrong_calls(group: Group, names: Sequence[str], groups: ParallelGroups, device: torch.device) -> list[str]:
+    """Compare the calls over one group; describe those that delivered wrong data to this rank."""
+    calls = _complete_on_all(group, device)
+    ranks = groups.global_ranks(group)
+    where = f"over {' = '.join(names)} (ranks {listed(ranks)})"
+    found: list[tuple[int, str]] = []
+    for call, sources in _wrong_moves([call for call in calls if not call.is_sum], group):
+        senders = [ranks[source] for source in sources]
+        found.append((call.number, _sentence(call, ranks[group.rank()], _from(senders), where)))
+    found += _wrong_sums([call for call in calls if call.is_sum], group, ranks, where)
+    return [text for _, text in sorted(found)]
+
+
+def _from(senders: Sequence[int]) -> str:
+    return f" from rank{'s' * (len(senders) > 1)} {listed(senders)}"
+
+
+def _sentence(call: Call, receiver: int, sender: str, where: str) -> str:
+    return f"step {call.iteration}: rank {receiver} received wrong values{sender} in {call}, call {call.number} {where}"
+
+
+def _complete_on_all(group: Group, device: torch.device) -> list[Call]:
+    """Take the calls that are complete on all ranks of ``group``; the others stay recorded."""
+    calls = LINKS.calls.get(group, [])
+    first = calls[0].number if calls else 0
+    open_calls = sum(not call.complete for call in calls)
+    # Maxima of these are 0 if all ranks have the same complete calls.
+    known = torch.tensor([first, -first, len(calls), -len(calls), open_calls], dtype=torch.int64, device=device)
+    all_reduce_(known, group, maximum=True)
+    most_first, least_first, most, least, some_open = known.tolist()
+    if (most_first, most, some_open) == (-least_first, -least, 0):
+        LINKS.calls.pop(group, None)
+        return calls
+    by_number = {call.number: call for call in calls}
+    last = max(most_first + most, 1)
+    is_open = torch.tensor(
+        [n not in by_number or not by_number[n].complete for n in range(last)], dtype=torch.int32, device=device
+    )
+    all_reduce_(is_open, group, maximum=True)
+    flags = is_open.tolist()
+    LINKS.calls[group] = [call for call in calls if flags[call.number]]
+    return [call for call in calls if not flags[call.number]]
+
+
+def _wrong_moves(calls: Sequence[Call], group: Group) -> Iterable[tuple[Call, list[int]]]:
+    """Yield each call in which a hash of received data is not that of the sent data, with the group ranks of the
+    senders."""
+    if not calls:
+        return
+    sent = torch.stack([torch.stack(call.sent) for call in calls], 1)  # [ranks, calls]
+    expected = COLLECTIVES["all_to_all"](sent.contiguous(), group)
+    received = torch.stack([torch.stack(call.received) for call in calls], 1)
+    wrong = (expected != received).cpu()
+    for at in wrong.any(0).nonzero().flatten().tolist():
+        yield calls[at], wrong[:, at].nonzero().flatten().tolist()
+
+
+def _wrong_sums(calls: Sequence[Call], group: Group, ranks: Sequence[int], where: str) -> list[tuple[int, str]]:
+    """Describe each reduction whose result differs on this rank from the sum of all inputs.
+
+    All-reduces whose results differ between the ranks by less than rounding are described by the first rank.
+    """
+    verdicts = dict(zip((call.number for call in calls), _wrong_by_value(calls, group), strict=True))
+    found = [(call.number, _sentence(call, ranks[group.rank()], "", where)) for call in calls if verdicts[call.number]]
+    whole = [call for call in calls if call.what == "all-reduce"]
+    if not whole:
+        return found
+    flags = torch.tensor([verdicts[call.number] for call in whole], dtype=torch.int64).to(whole[0].received[1])
+    own = torch.stack([torch.stack([call.received[1] for call in whole]), flags])
+    gathered = own.new_empty(group.size() * own.numel())
+    all_gather_flat_(gathered, own.view(-1), group)
+    hashes, wrong = gathered.view(-1, 2, len(whole)).unbind(1)
+    named = wrong.any(0).tolist()
+    for call, each, is_named in zip(whole, hashes.T.tolist(), named, strict=True):
+        odd = "" if is_named or group.rank() else _minority(each, ranks)
+        if odd:
+            found.append((call.number, f"step {call.iteration}: {odd} in {call}, call {call.number} {where}"))
+    return found
+
+
+def _minority(hashes: Sequence[int], ranks: Sequence[int]) -> str:
+    """Describe the ranks whose result is not the most frequent one; "" if all are equal."""
+    if len(set(hashes)) == 1:
+        return ""
+    most = max(hashes, key=hashes.count)
+    if 2 * hashes.count(most) <= len(hashes):
+        return f"ranks {listed(ranks)} have different results"
+    odd = [rank for rank, value in zip(ranks, hashes, strict=True) if value != most]
+    return f"rank{'s' * (len(odd) > 1)} {listed(odd)} received wrong values"
+
+
+def _wrong_by_value(calls: Sequence[Call], group: Group) -> list[bool]:
+    """Whether the block sums of each call's result on this rank differ from the sums of the inputs' block sums."""
+    wrong = [False] * len(calls)
+    kinds: dict[tuple[bool, torch.dtype], list[int]] = {}
+    for at, call in enumerate(calls):
+        kinds.setdefault((call.is_maximum, call.sent[0].dtype), []).append(at)
+    # All ranks have the same calls, and therefore the same kinds in the same order.
+    for (maximum, _), members in kinds.items():
+        expected = torch.cat([calls[at].sent[0].reshape(-1) for at in members])
+        all_reduce_(expected, group, maximum=maximum)
+        parts = expected.split([calls[at].sent[0].numel() for at in members])
+        for at, part in zip(members, parts, strict=True):
+            wrong[at] = _is_wrong(calls[at], part.view(calls[at].sent[0].shape), group)
+    return wrong
+
+
+def _is_wrong(call: Call, expected: Tensor, group: Group) -> bool:
+    own = expected[group.rank() if expected.shape[0] > 1 else 0]
+    found = call.received[0][0]
+    if call.is_maximum:
+        return not torch.equal(torch.nan_to_num(found), torch.nan_to_num(own))
+    return bool(differs(found, own, call.dtype, group.size()).any())

@@ -1,0 +1,227 @@
+"""Records what collectives and messages between stages are given and what they deliver, for a comparison.
+
+While ``LINKS.checking`` is set, every collective of ``parallel.collectives`` computes checksums of what this rank sends
+and, once it is complete, of what it received. Nothing more is sent until ``links.compare`` compares the checksums of
+the ranks. Messages between pipeline stages carry their checksum (``links.seal``). Otherwise the cost is one check of a
+flag for each call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from megatron_core.parallel.groups import Group, ParallelGroups
+from megatron_core.parallel.links.checksums import bit_hash, block_sums
+from megatron_core.parallel.links.faults import LinkFaults
+from megatron_core.parallel.rank_local import Forwarding, RankLocal
+
+Parts = Callable[[], Sequence[Tensor | None]]
+"""Returns the tensor for, or from, each rank of a group; None if there is none."""
+
+
+@dataclass
+class Call:
+    """One collective of this rank."""
+
+    what: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    iteration: int
+    """Step of training in which it was called, counted from 1."""
+    number: int
+    """Number of the call in its group since recording began, from 1."""
+    sent: list[Tensor] = field(default_factory=list)
+    """Hash of what each rank of the group should receive from this one; for a reduction its block sums."""
+    received: list[Tensor] = field(default_factory=list)
+    """Hash of what arrived from each rank; for a reduction block sums and the hash of the result."""
+    is_sum: bool = False
+    is_maximum: bool = False
+    complete: bool = False
+
+    def __str__(self) -> str:
+        """Kind, shape and dtype."""
+        return f"{self.what} of {list(self.shape)} {str(self.dtype).removeprefix('torch.')}"
+
+
+@dataclass
+class Delivery:
+    """A message between pipeline stages whose checksum travelled with it."""
+
+    sender: int
+    receiver: int
+    number: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    iteration: int
+    right: Tensor | bool
+    """Whether the checksum is right."""
+
+    def __str__(self) -> str:
+        """Kind, shape and dtype."""
+        return f"message of {list(self.shape)} {str(self.dtype).removeprefix('torch.')}"
+
+
+class Watched:
+    """The handle of a collective that calls ``after`` once, when it is complete."""
+
+    def __init__(self, work: Any, after: Callable[[], None]) -> None:
+        self._work, self._after = work, after
+        self._done = False
+
+    def wait(self) -> None:
+        """Wait for the collective."""
+        self._work.wait()
+        if not self._done:
+            self._done = True
+            self._after()
+
+    def is_completed(self) -> bool:
+        """Whether ``wait`` would return immediately."""
+        return bool(self._work.is_completed())
+
+
+class LinkRecorder:
+    """The calls of this rank, and the faults to inject into what it receives."""
+
+    def __init__(self) -> None:
+        self.checking = False
+        """Whether collectives are recorded, and messages between stages carry checksums."""
+        self.seals_messages = False
+        """Whether messages between stages always carry checksums."""
+        self.iteration = 0
+        self.calls: dict[Group, list[Call]] = {}
+        self.deliveries: list[Delivery] = []
+        self.faults = LinkFaults()
+        self._numbers: dict[Group, int] = {}
+        self._counts: dict[tuple[int, int], int] = {}
+
+    @property
+    def active(self) -> bool:
+        """Whether calls have to be wrapped."""
+        return self.checking or self.faults.active
+
+    @property
+    def sealing(self) -> bool:
+        """Whether messages between stages carry checksums now."""
+        return self.checking or self.seals_messages
+
+    def begin(self, iteration: int) -> None:
+        """Record the calls of step ``iteration`` from now on."""
+        self.checking, self.iteration = True, iteration
+        self.calls.clear()
+        self._numbers.clear()
+
+    def end(self) -> None:
+        """Record no further calls; recorded calls may still complete."""
+        self.checking = False
+
+    def forget(self) -> None:
+        """Drop all records."""
+        self.end()
+        self.calls.clear()
+        self.deliveries.clear()
+        self._counts.clear()
+
+    def name_groups(self, groups: ParallelGroups) -> None:
+        """Use the axes of ``groups`` to find the collectives into which faults are injected."""
+        self.faults.name_groups(groups)
+
+    def message_number(self, sender: int, receiver: int) -> int:
+        """The number of the next message with a checksum from ``sender`` to ``receiver``, equal at both ends."""
+        self._counts[sender, receiver] = self._counts.get((sender, receiver), 0) + 1
+        return self._counts[sender, receiver]
+
+    def record(self, what: str, group: Group, x: Tensor, *, is_sum: bool = False, is_maximum: bool = False) -> Call:
+        """Add a call."""
+        number = self._numbers[group] = self._numbers.get(group, 0) + 1
+        shape = tuple(x.shape)
+        call = Call(what, shape, x.dtype, self.iteration, number, is_sum=is_sum, is_maximum=is_maximum)
+        self.calls.setdefault(group, []).append(call)
+        return call
+
+
+LINKS: LinkRecorder = cast(LinkRecorder, Forwarding(RankLocal(LinkRecorder)))
+"""The recorder of this rank."""
+
+
+def watched_move(
+    call: Callable[[], Any], what: str, group: Group, x: Tensor, to_each: Parts, from_each: Parts
+) -> Callable[[], Any]:
+    """Wrap the ``call`` of a collective that moves data, if calls are recorded or faults injected.
+
+    ``x``: the tensor by which messages describe the call.
+    """
+    if not LINKS.active or _is_captured(x):
+        return call
+
+    def run() -> Any:
+        record = LINKS.record(what, group, x) if LINKS.checking else None
+        if record is not None:
+            record.sent = _hashes(to_each(), x.device)
+        return _finished(call(), after(record))
+
+    def after(record: Call | None) -> Callable[[], None]:
+        def complete() -> None:
+            parts = from_each()
+            LINKS.faults.apply(what, group, [part for i, part in enumerate(parts) if i != group.rank()])
+            if record is not None:
+                record.received = _hashes(parts, x.device)
+                record.complete = True
+
+        return complete
+
+    return run
+
+
+def watched_sum(
+    call: Callable[[], Any], what: str, group: Group, x: Tensor, result: Tensor, *, maximum: bool = False
+) -> Callable[[], Any]:
+    """As ``watched_move``, for a reduction of ``x`` whose ``result`` is all of it or this rank's part."""
+    if not LINKS.active or _is_captured(x):
+        return call
+    parts = x.numel() // max(result.numel(), 1) or 1
+
+    def sums(of: Tensor, parts: int) -> Tensor:
+        return of.detach().reshape(parts, -1).amax(1) if maximum and of.numel() else block_sums(of, parts)
+
+    def run() -> Any:
+        record = LINKS.record(what, group, x, is_sum=True, is_maximum=maximum) if LINKS.checking else None
+        if record is not None:
+            record.sent = [sums(x, parts)]
+
+        def complete() -> None:
+            LINKS.faults.apply(what, group, [result])
+            if record is not None:
+                record.received = [sums(result, 1), bit_hash(result)]
+                record.complete = True
+
+        return _finished(call(), complete)
+
+    return run
+
+
+def _finished(work: Any, after: Callable[[], None]) -> Any:
+    """Call ``after`` when ``work`` is complete: now, if it is None."""
+    if work is None:
+        after()
+        return None
+    return Watched(work, after)
+
+
+def _hashes(parts: Sequence[Tensor | None], device: torch.device) -> list[Tensor]:
+    known: dict[int, Tensor] = {}  # an all-gather sends one tensor to all
+    nothing = torch.zeros((), dtype=torch.int64, device=device)
+    for part in parts:
+        if part is not None and id(part) not in known:
+            known[id(part)] = bit_hash(part)
+    return [nothing if part is None else known[id(part)] for part in parts]
+
+
+def _is_captured(x: Tensor) -> bool:
+    """Whether a CUDA graph is being captured, which would repeat the checksums but not the records."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,144 @@
+"""Attention by torch's FlexAttention: windows, bounded scores and packed documents in one kernel.
+
+Scores are not stored. ``torch.compile`` generates the kernel for the functions of a call: ``score_mod`` bounds a score,
+and ``mask_mod`` is true if a query attends to a key. Both are also the definition: evaluated for all queries and keys
+they give the reference. Blocks without a visible key are skipped, and ``mask_mod`` is not called for blocks without a
+hidden key.
+Source: Dong et al. 2024, FlexAttention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, lru_cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_core.errors import ConfigError
+from megatron_core.transformer.context import PackedDocuments
+
+BLOCK = 128
+"""Queries and keys of a block; the kernel's own default."""
+SMALLEST = 16
+"""Smallest number of channels of a head that Triton's products take."""
+
+
+def unavailable_reason(device: torch.device) -> str | None:
+    """Why FlexAttention cannot train on a device; None if it can."""
+    if device.type != "cuda":
+        return "torch has its backward only for GPUs"
+    if find_spec("triton") is None:
+        return "torch compiles it with Triton, which is not installed"
+    return None
+
+
+def validate_flex(backend: str, device: torch.device) -> None:
+    """ConfigError if FlexAttention is requested and unavailable on the device."""
+    if backend == "flex" and (reason := unavailable_reason(device)) is not None:
+        raise ConfigError(f"attention_backend=flex is not available: {reason}; use attention_backend=auto")
+
+
+def unsupported_reason(query: Tensor, key: Tensor, value: Tensor) -> str | None:
+    """Why ``flex_attention`` does not support these tensors ``[b, heads, s, d]``; None if it does."""
+    if (reason := unavailable_reason(query.device)) is not None:
+        return reason
+    if query.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"it does not support {query.dtype}"
+    if min(query.shape[-1], value.shape[-1]) < SMALLEST:
+        return f"heads have {min(query.shape[-1], value.shape[-1])} channels, and it needs {SMALLEST}"
+    if query.shape[2] != key.shape[2]:
+        return f"there are {query.shape[2]} queries and {key.shape[2]} keys"
+    return None
+
+
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    documents: PackedDocuments | None = None,
+) -> Tensor:
+    """Causal attention within each document, over at most the last ``window`` keys, with scores c tanh(score / c).
+
+    ``query`` ``[b, heads, s, d]``, ``key`` ``[b, groups, s, d]``, ``value`` ``[b, groups, s, e]`` -> ``[b, heads, s,
+    e]``. Requires that ``unsupported_reason`` is None.
+    """
+    length, device = query.shape[2], query.device
+    if documents is None:
+        mask = _mask_of_length(length, window, device)
+    elif (mask := documents.masks.get(window)) is None:
+        mask = documents.masks[window] = block_mask(first_keys(documents.lengths, window), device)
+    bounded = None if softcap is None else _bounded(softcap)
+    grouped = query.shape[1] != key.shape[1]
+    found: Tensor = _compiled()(query, key, value, score_mod=bounded, block_mask=mask, enable_gqa=grouped)
+    return found
+
+
+@cache
+def _compiled() -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention as function
+
+    return torch.compile(function)
+
+
+def _bounded(softcap: float) -> Callable[..., Tensor]:
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    return score_mod
+
+
+def first_keys(lengths: tuple[tuple[int, ...], ...], window: int | None) -> Tensor:
+    """The first key that each query sees, int32 ``[b, s]``: in its document, and in its window."""
+    rows = []
+    for own in lengths:
+        size = torch.tensor(own)
+        start = (size.cumsum(0) - size).repeat_interleave(size)
+        rows.append(start if window is None else torch.maximum(start, torch.arange(len(start)) + 1 - window))
+    return torch.stack(rows).int()
+
+
+@lru_cache(maxsize=16)
+def _mask_of_length(length: int, window: int | None, device: torch.device) -> Any:
+    return block_mask(first_keys(((length,),), window), device)
+
+
+def block_mask(first: Tensor, device: torch.device) -> Any:
+    """torch's ``BlockMask`` in which query q of sequence b sees the keys from ``first[b, q]`` to q.
+
+    ``first`` ``[b or 1, s]``, on the host, does not decrease along a sequence. The visible blocks of a block of queries
+    are therefore a range, and so are those without a hidden key: memory is O(b (s / 128)^2) integers instead of O(b
+    s^2).
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    first = first.pin_memory() if device.type == "cuda" else first
+    first = first.to(device, non_blocking=True)
+    batch, length = first.shape
+    own = torch.arange(-(-length // BLOCK), device=device, dtype=torch.int32)
+    last = (BLOCK * (own + 1)).clamp_max(length) - 1
+    low = first[:, ::BLOCK] // BLOCK
+    # Blocks from ``whole`` up to the one before the own block have no hidden key; the others have some.
+    whole = torch.minimum((first[:, last.long()] + BLOCK - 1) // BLOCK, own)
+    count, column = whole - low, own[None, None, :]
+    partial = torch.where(column < count[..., None], low[..., None] + column, own[None, :, None])
+    partial = torch.where(column <= count[..., None], partial, 0)
+    full = torch.where(column < (own - whole)[..., None], whole[..., None] + column, 0)
+
+    def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (k <= q) & (k >= first[b if batch > 1 else 0, q])
+
+    return BlockMask.from_kv_blocks(
+        (count + 1).int()[:, None].contiguous(),
+        partial.int()[:, None].contiguous(),
+        (own - whole).int()[:, None].contiguous(),
+        full.int()[:, None].contiguous(),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=visible,
+        seq_lengths=(length, length),
+    )

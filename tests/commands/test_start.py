@@ -1,0 +1,105 @@
+"""Commands: one module, one script and one entry point each; flags that every command has."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_core.commands import start as start_module
+from megatron_core.commands.start import command, command_name, modules, start
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "megatron_core" / "commands"
+ONLY_IN_A_CLONE = {"cuda_check", "list_flags"}
+
+
+def test_each_command_is_a_script_and_an_entry_point() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert set(settings["project"]["scripts"]) == set(modules())
+    assert set(settings["project"]["scripts"].values()) == {"megatron_core.commands.start:command"}
+    scripts = {path.stem: path for path in (ROOT / "tools").glob("*.py") if path.stem not in ONLY_IN_A_CLONE}
+    scripts["train"] = ROOT / "pretrain_gpt.py"
+    assert scripts.keys() == set(modules().values())
+    for name, path in scripts.items():
+        code = [ast.unparse(node) for node in ast.parse(path.read_text()).body[1:]]
+        assert code == [
+            "from megatron_core.commands.start import start",
+            f"if __name__ == '__main__':\n    start('{name}')",
+        ]
+
+
+@pytest.mark.parametrize("name", sorted(modules().values()))
+def test_every_module_starts_itself_before_its_imports(name: str) -> None:
+    found = [node for node in ast.parse((FOLDER / f"{name}.py").read_text()).body if not isinstance(node, ast.Expr)]
+    found = [node for node in found if getattr(node, "module", None) != "__future__"]
+    assert ast.unparse(found[0]) == "from megatron_core.commands.start import start"
+    assert ast.unparse(found[1]) == f"if __name__ == '__main__':\n    start('{name}')"
+    assert "main" in {getattr(node, "name", None) for node in found}
+
+
+def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    call = [sys.executable, "-m", *words]
+    return subprocess.run(call, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, check=False)
+
+
+def test_version_and_completion() -> None:
+    done = run("megatron_core.commands.train", "--version")
+    assert done.returncode == 0 and done.stdout.startswith("megatron-native 0.") and ", torch 2." in done.stdout
+    done = run("megatron_core.commands.train", "--print-completion", "bash")
+    assert done.returncode == 0 and "complete" in done.stdout
+    assert "megatron-train" in done.stdout and "tensor-model-parallel-size" in done.stdout
+
+
+def test_two_ranks_are_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks get the other flags, in their order."""
+    done = run("megatron_core.commands.train", "--seed", "7", "--nproc-per-node", "2", "--bogus", OMP_NUM_THREADS="1")
+    assert done.returncode == 1 and "cannot be used on 2 ranks" in done.stderr and "--bogus" in done.stderr
+    for words in (["--nproc_per_node=3", "--x", "y"], ["--x", "--nproc-per-node", "3", "y"]):
+        called: list[str] = []
+        monkeypatch.setattr(start_module.os, "execv", lambda path, given, into=called: into.extend(given))
+        monkeypatch.setattr("sys.argv", ["megatron-serve", *words])
+        with pytest.raises(SystemExit):  # the test's execv returns, and then the command itself runs
+            start("serve")
+        assert called[-3:] == ["megatron_core.commands.serve", "--x", "y"]
+        assert called[called.index("--nproc-per-node") + 1] == "3"
+
+
+@pytest.mark.parametrize(
+    ("words", "rank", "said"),
+    [
+        (["--nproc-per-node"], None, r"--nproc-per-node  must be an integer >= 1"),
+        (["--nproc-per-node", "0"], None, r"--nproc-per-node 0 must be an integer >= 1"),
+        (["--nproc-per-node", "2"], "0", r"torchrun has started this one; remove --nproc-per-node"),
+    ],
+)
+def test_ranks_that_cannot_be_started(
+    words: list[str], rank: str | None, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["megatron-generate", *words])
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+    with pytest.raises(SystemExit, match=f"megatron-generate: .*{said}"):
+        start("generate_text")
+
+
+def test_an_entry_point_with_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["/usr/bin/megatron-lm"])
+    with pytest.raises(SystemExit, match=f"megatron-lm: not a command of megatron-native.*{command_name('train')}"):
+        command()
+
+
+def test_the_page_lists_all_commands() -> None:
+    rows = re.findall(r"^\| `(megatron-[\w-]+)` \| `(.*?)` \|", (ROOT / "docs/install.md").read_text(), re.MULTILINE)
+    scripts = {name: f"tools/{module}.py" for name, module in modules().items()}
+    assert dict(rows) == scripts | {"megatron-train": "pretrain_gpt.py"}
