@@ -101,6 +101,7 @@ site: $(BIN)/python
 # Commits the site as VERSION to the local branch gh-pages, where the selector of versions finds it. Nothing is sent.
 site-version: site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mike deploy --update-aliases "$(VERSION)" latest
+	$(BIN)/mike set-default latest
 
 check: install-test
 	$(BIN)/ruff check .
