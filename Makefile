@@ -1,14 +1,17 @@
 # quickstart: text -> tokens -> training on 4 ranks -> another layout -> generated text, in a few minutes
+# first-hour: text -> pretraining in four layouts -> fine-tuning on conversations -> a chat page; MINUTES=60 is its price
 # test-fast:  for use while editing: tests in one process, and one layout against one process; under 90 s
 # test:       all tests that run without a GPU, WORKERS at a time (2); WORKERS=0 for one after another
 # verify-all: every layout of 2, 4 and 8 ranks (of experts: every pair of sizes and switches), every schedule, and all combinations of the operations' tests; writes docs/layouts*.md
+#             and the first wrong tensor of every planted defect
 #             and the bits of these layouts with --layout-invariant; writes docs/equal_bits_*.md
 #             and runs with planted bottlenecks, diagnosed; writes docs/bottlenecks.md
 # browser:    needs Chromium: the page of tools/serve.py in it
 # chaos:      kills random ranks of jobs that train and save, 1,000 times; writes what it saw to runs/chaos.json
 # docs:       pictures of docs/pipeline.md, one of them from a short training on two ranks
 # book:       runs the chapters of docs/book on two cores, and writes their pages and pictures
-# site:       the documentation as a web site, in build/site
+# site:       the documentation as a web site, in build/site; its links are checked
+# site-version: VERSION=1.0 adds the site to the branch gh-pages, with a selector of versions
 # check:      style and types
 # cuda-check: compile the CUDA kernels and list registers and spills; fails if registers spill
 # gpu:        needs a GPU and torch with CUDA, in .venv or PYTHON, and no network: builds the kernels, tests them and a training
@@ -30,15 +33,22 @@ EXPERTS := --num-layers 4 --num-attention-heads 4 --hidden-size 32 --swiglu --di
 TORCH ?= torch>=2.8,<2.14
 # DeepSpeed itself, for the tests and benchmarks that compare with it: in a folder of its own, imported by them alone.
 DEEPSPEED := deepspeed==0.19.8
+# For the web site; ruff formats signatures.
+SITE := "mkdocs-material>=9.5,<10" "mkdocstrings[python]>=1,<2" "mike>=2.1,<3" "linkchecker>=10.4,<11" "ruff>=0.9"
 WORKERS ?= 2
+MINUTES ?= 60
 # Without compiled files every process of the tests compiles all of this package and of the tests again, in seconds.
 unexport PYTHONDONTWRITEBYTECODE
 NATIVE := $(wildcard csrc/CMakeLists.txt csrc/common/* csrc/cpu/* csrc/cpu/transport/* csrc/cuda/*)
 
-.PHONY: quickstart test-fast test verify-all browser chaos docs book site check cuda-check gpu wheel doctor bench bench-ops install install-test clean
+.PHONY: quickstart first-hour test-fast test verify-all browser chaos docs book site site-version check cuda-check gpu wheel doctor bench bench-ops install install-test clean
 
 quickstart: install
 	$(BIN)/python examples/quickstart.py $(if $(CORPUS),--corpus "$(CORPUS)")
+
+first-hour: install
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[server]"
+	$(BIN)/python examples/first_hour.py --minutes $(MINUTES) --serve $(if $(CORPUS),--corpus "$(CORPUS)")
 
 test-fast: install-test
 	$(BIN)/python -m pytest -q -m fast
@@ -84,8 +94,14 @@ book: install
 	OMP_NUM_THREADS=1 $(BIN)/python docs/book/build.py
 
 site: $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check "mkdocs-material>=9.5,<10"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(SITE)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	$(BIN)/linkchecker --no-status --no-warnings --ignore-url "^https?:" build/site/index.html
+
+# Commits the site as VERSION to the local branch gh-pages, where the selector of versions finds it. Nothing is sent.
+site-version: site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mike deploy --update-aliases "$(VERSION)" latest
+	$(BIN)/mike set-default latest
 
 check: install-test
 	$(BIN)/ruff check .

@@ -2,8 +2,9 @@
 
 The program, its JSON configuration, the model (a Llama of transformers) and torch's fused AdamW are the same; only the
 package that ``import deepspeed`` finds differs. DeepSpeed uses gloo, the drop-in its default. One thread per rank;
-contenders alternate in each round. Prints medians over all rounds and appends them to benchmarks/results.csv;
-``ratio`` there is the time relative to DeepSpeed's at the same stage.
+contenders alternate in each round. Prints medians over all rounds, by wall-clock time and by processor time (user and
+system time of both ranks, which other programs disturb less; busy waiting counts), and appends them to
+benchmarks/results.csv; ``ratio`` there is the time relative to DeepSpeed's at the same stage.
 
 python -m benchmarks.bench_deepspeed
 """
@@ -50,8 +51,8 @@ class Settings:
     """ZeRO stages."""
 
 
-Turn = tuple[list[float], int]
-"""Seconds of a rank's steps, and the increase of its peak memory by setup and steps."""
+Turn = tuple[list[float], list[float], int]
+"""Wall-clock and processor time of a rank's steps in seconds, and increase of its peak memory by setup and steps."""
 
 
 def train(package: str, stage: int, settings: Settings) -> Turn:
@@ -76,14 +77,23 @@ def train(package: str, stage: int, settings: Settings) -> Turn:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     batches = [torch.randint(0, VOCABULARY, (SAMPLES, LENGTH)) for _ in range(settings.micro_batches)]
-    seconds = []
+    seconds, processor = [], []
     for _ in range(settings.steps + 1):
-        began = time.perf_counter()
+        began, spent = time.perf_counter(), time.process_time()
         for batch in batches:
             engine.backward(engine(input_ids=batch, labels=batch).loss)
             engine.step()
         seconds.append(time.perf_counter() - began)
-    return seconds[1:], peak_memory_bytes() - before
+        processor.append(time.process_time() - spent)
+    return seconds[1:], processor[1:], peak_memory_bytes() - before
+
+
+def _medians(rounds: list[list[Turn]]) -> tuple[float, float, int]:
+    """Median step of the slowest rank, median processor time of both ranks in seconds, and the largest memory."""
+    steps = [[*zip(*(turn[kind] for turn in ranks), strict=True)] for ranks in rounds for kind in (0, 1)]
+    seconds = statistics.median(max(both) for each in steps[::2] for both in each)
+    processor = statistics.median(sum(both) for each in steps[1::2] for both in each)
+    return seconds, processor, max(memory for ranks in rounds for *_, memory in ranks)
 
 
 def main() -> int:
@@ -93,21 +103,17 @@ def main() -> int:
     for _ in range(settings.rounds):
         for stage in settings.stages:
             for package in PACKAGES:
-                found = run_ranks(2, train, package, stage, settings, timeout=600.0, backend="gloo")
-                turns.setdefault((package, stage), []).append(found)
-    seconds = {
-        name: statistics.median(max(both) for ranks in rounds for both in zip(*(s for s, _ in ranks), strict=True))
-        for name, rounds in turns.items()
-    }
-    memory = {name: max(peak for ranks in rounds for _, peak in ranks) for name, rounds in turns.items()}
-    print(f"{'':18}{'ms a step':>10}{'MiB a rank':>12}{'time':>7}{'memory':>8}")
-    rows = []
-    for (package, stage), each in seconds.items():
-        peer = "DeepSpeed", stage
-        ratio, share = each / seconds[peer], memory[package, stage] / memory[peer]
+                ranks = run_ranks(2, train, package, stage, settings, timeout=600.0, backend="gloo")
+                turns.setdefault((package, stage), []).append(ranks)
+    print(f"{'':18}{'ms a step':>10}{'CPU ms':>8}{'MiB a rank':>12}{'time':>7}{'by CPU':>8}{'memory':>8}")
+    rows, found = [], {name: _medians(rounds) for name, rounds in turns.items()}
+    for (package, stage), (each, spent, memory) in found.items():
+        seconds, processor, peak = found["DeepSpeed", stage]
         name = f"{package} ZeRO-{stage}"
-        print(f"{name:18}{1000 * each:10.0f}{memory[package, stage] / 2**20:12.0f}{ratio:7.2f}{share:8.2f}")
-        rows.append(Row(name, each, "s", None, memory[package, stage], ratio))
+        ratios = f"{each / seconds:7.2f}{spent / processor:8.2f}{memory / peak:8.2f}"
+        print(f"{name:18}{1000 * each:10.0f}{1000 * spent:8.0f}{memory / 2**20:12.0f}{ratios}")
+        rows.append(Row(name, each, "s", None, memory, each / seconds))
+        rows.append(Row(f"{name}, processor time", spent, "s", None, None, spent / processor))
     append("bench_deepspeed", rows, peer="deepspeed 0.19.8")
     return 0
 

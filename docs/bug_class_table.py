@@ -1,9 +1,9 @@
-"""The table of known defect classes and the tests that would catch them: ``python docs/bug_class_table.py``.
+"""The tables of known defects and the tests that would catch them: ``python docs/bug_class_table.py``.
 
 Titles come from ``docs/bug_classes.csv``; tests name the classes that they cover in comments such as ``C17`` after a
 ``#``. A comment belongs to the test function around it, or else to the next one below it; at a row of a table of cases,
 such as ``ROWS`` of the parity matrix, to that row. Run as a program, this writes the table into
-``docs/verification.md``, between its markers.
+``docs/verification.md``, and that of ``docs/bugs_of_others.csv`` into ``docs/bugs_of_others.md``, between the markers.
 """
 
 from __future__ import annotations
@@ -18,10 +18,13 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "verification.md"
+PAGE_OF_OTHERS = ROOT / "docs" / "bugs_of_others.md"
 BEGIN, END = "<!-- bug classes: begin -->", "<!-- bug classes: end -->"
 
 COMMENT = re.compile(r"#.*?\bC\d+\b.*")
 CLASS = re.compile(r"\bC\d+\b")
+KINDS = ("defect", "test", "impossible", "unknown")
+"""Kinds of entries for a published bug: a planted defect, a test, or a reason why there is none."""
 
 
 class BugClass(NamedTuple):
@@ -112,12 +115,65 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def with_table(page: str) -> str:
-    """``page`` with the table of today between its markers."""
+class OthersBug(NamedTuple):
+    """A line of ``bugs_of_others.csv``: a published bug of another project."""
+
+    source: str
+    bug: str
+    defects: list[str]
+    """Titles of planted defects."""
+    tests: list[str]
+    """Tests, as ``tests/path.py::test``."""
+    reason: str
+    """Why it is impossible here, or what is not known of it; "" otherwise."""
+    when: str
+    """How soon it is found."""
+
+
+def bugs_of_others() -> list[OthersBug]:
+    """All published bugs, in their order."""
+    with (ROOT / "docs" / "bugs_of_others.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    found = []
+    for row in rows:
+        parts = [part.partition(": ") for part in re.split(rf"; (?=(?:{'|'.join(KINDS)}): )", row["found by"])]
+        by = {kind: [text for each, _, text in parts if each == kind] for kind in KINDS}
+        assert sum(map(len, by.values())) == len(parts), f"{row['source']}: begin each part with one of {KINDS}"
+        reason = " ".join([*(f"nowhere: {text}" for text in by["impossible"]), *by["unknown"]])
+        found.append(OthersBug(row["source"], row["bug"], by["defect"], by["test"], reason, row["when"]))
+    return found
+
+
+def planted_defects() -> dict[str, tuple[str, str]]:
+    """Target and parity row of each planted defect by its title."""
+    found = {}
+    for path in sorted((ROOT / "tests" / "defects").glob("in_*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Defect":
+                values = [ast.literal_eval(each) for each in node.args if isinstance(each, ast.Constant)]
+                found[values[0]] = (values[1], values[-1])
+    return found
+
+
+def table_of_others() -> str:
+    """The table of published bugs in Markdown."""
+    defects = planted_defects()
+    lines = ["| bug | source | where it would be here | what finds it | when |", "|---|---|---|---|---|"]
+    for bug in bugs_of_others():
+        places = dict.fromkeys(f"`{defects[title][0]}`" for title in bug.defects)
+        finders = [f"planted: {title}" for title in bug.defects] + [f"`{test}`" for test in bug.tests]
+        where = "<br>".join([*places, *([bug.reason] if bug.reason else [])])
+        lines.append(f"| {bug.bug} | {bug.source} | {where} | {'<br>'.join(finders)} | {bug.when} |")
+    return "\n".join(lines)
+
+
+def with_table(page: str, content: str | None = None) -> str:
+    """``page`` with the table of today, or ``content``, between its markers."""
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{table()}\n{END}{after}"
+    return f"{before}{BEGIN}\n{table() if content is None else content}\n{END}{after}"
 
 
 if __name__ == "__main__":
     PAGE.write_text(with_table(PAGE.read_text()))
+    PAGE_OF_OTHERS.write_text(with_table(PAGE_OF_OTHERS.read_text(), table_of_others()))

@@ -8,9 +8,6 @@ Every command is printed before it runs, so that you can copy and change it.
 
 from __future__ import annotations
 
-import os
-import shlex
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -19,7 +16,8 @@ from pathlib import Path
 import torch
 import tyro
 
-ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from examples.commands import launch, run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,12 +61,12 @@ class Job:
     def prepare_data(self) -> None:
         """Text -> JSON Lines -> tokenizer -> .bin/.idx."""
         folder = ["--folder", self.settings.corpus] if self.settings.corpus else []
-        self.run("corpus", "tools/collect_corpus.py", *folder, "--output", self.corpus)
-        self.run(
+        run("corpus", "tools/collect_corpus.py", *folder, "--output", self.corpus)
+        run(
             "tokenizer", "tools/train_tokenizer.py",
             "--input", self.corpus, "--vocab-size", self.settings.vocab_size, "--output", self.tokenizer,
         )  # fmt: skip
-        self.run(
+        run(
             "tokens", "tools/preprocess_data.py", "--input", self.corpus, "--output-prefix", self.prefix,
             *self.tokenizer_flags(), "--append-eod", "--workers", "2", "--overwrite",
         )  # fmt: skip
@@ -95,39 +93,22 @@ class Job:
             *(["--bf16"] if torch.cuda.is_available() else []),
         ]  # fmt: skip
         before, after = layouts[ranks]
-        self.launch("training", ranks, *common, *before, "--train-iters", first)
-        self.launch("another layout", ranks, *common, *after, "--train-iters", last, "--load", self.checkpoints)
+        launch("training", ranks, *common, *before, "--train-iters", first)
+        launch("another layout", ranks, *common, *after, "--train-iters", last, "--load", self.checkpoints)
 
     def show(self) -> None:
         """Generate text and draw the loss."""
-        self.run(
+        run(
             "text", "tools/generate_text.py", "--load", self.checkpoints, "--prompt", self.settings.prompt,
             "--max-new-tokens", "48", "--temperature", "0.7", "--top-p", "0.9",
         )  # fmt: skip
         metrics = self.checkpoints / "metrics.jsonl"
-        self.run("plot", "tools/plot_metrics.py", metrics, "--out", self.plot)
+        run("plot", "tools/plot_metrics.py", metrics, "--out", self.plot)
         print(f"loss curve   {self.plot}\nmetrics      {metrics}\ncheckpoints  {self.checkpoints}")
 
     def tokenizer_flags(self) -> list[object]:
         """The flags that select the tokenizer, the same for every tool."""
         return ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", self.tokenizer]
-
-    def launch(self, title: str, ranks: int, *flags: object) -> None:
-        """Run pretrain_gpt.py on ``ranks`` processes of this machine."""
-        torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "pretrain_gpt.py"]
-        self.run(title, *torchrun, *flags)
-
-    def run(self, title: str, *arguments: object) -> None:
-        """Print a command and run it; exit if it fails."""
-        command = [sys.executable, *map(str, arguments)]
-        print(f"\n== {title}\n$ {shlex.join(['python', *command[1:]])}", flush=True)
-        began = time.monotonic()
-        # One thread for each rank; set here because torchrun prints a warning otherwise.
-        environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-        status = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
-        if status:
-            sys.exit(f"the step '{title}' failed with status {status}; see its message above")
-        print(f"-- {time.monotonic() - began:.0f} s", flush=True)
 
 
 def rank_count() -> int:

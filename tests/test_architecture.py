@@ -22,6 +22,7 @@ PACKAGE = "megatron_core"
 LEVELS = {
     "errors": 0,
     "command": 0,
+    "locations": 0,
     "schema": 0,
     "terminal": 0,
     "text_file": 0,
@@ -31,6 +32,7 @@ LEVELS = {
     "parallel.grid": 1,
     "planner": 1,
     "ops": 2,
+    "storage": 2,
     "tokenizers": 2,
     "parallel": 2,
     "parallel_state": 3,
@@ -52,7 +54,7 @@ LEVELS = {
     "commands": 8,
 }
 WITHIN_LEVEL_0 = {("command", "errors"), ("command", "terminal"), ("terminal", "errors"), ("config", "schedules")}
-WITHIN_LEVEL_0 |= {("output_file", "errors")}
+WITHIN_LEVEL_0 |= {("output_file", "errors"), ("config", "locations")}
 BASES = ("errors", "schema", "terminal", "text_file", "output_file")
 WITHIN_LEVEL_0 |= {(own, other) for own in ("schedules", "config") for other in BASES}
 # In addition to the levels.

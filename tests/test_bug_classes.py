@@ -84,3 +84,26 @@ DEFECTS = (
 def test_a_comment_in_a_file_of_tables_finds_its_row() -> None:
     source = TABLES % tuple(NAMES[40:42])
     assert dict(lists.references(source)) == {NAMES[40]: "[two]", NAMES[41]: "[a sum is left out]"}
+
+
+def test_bugs_of_others_name_what_finds_them() -> None:
+    """Each bug has planted defects or tests that exist, and a time, or a reason why there are none."""
+    defects = lists.planted_defects()
+    for bug in lists.bugs_of_others():
+        assert bug.reason or (bug.when and (bug.defects or bug.tests)), bug
+        assert [title for title in bug.defects if title not in defects] == [], bug
+        for test in bug.tests:
+            path, _, name = test.partition("::")
+            assert f"def {name}(" in (ROOT / path).read_text(), bug
+    sources = " ".join(bug.source for bug in lists.bugs_of_others())
+    assert [n for n in range(1, 13) if f"Megatron-LM 7452 finding {n}" not in sources] == []
+    assert sources.count("TTrace") == 13  # fourteen bugs: issues 1464 and 1465 share a line
+    issues = (
+        "DS-1801 DS-5794 pt-104336 x-jxmnop forum-84911 transformers-33844 stackoverflow-67180955 pt-51800 pt-84803"
+    )
+    assert [name for name in f"{issues} pt-96600 baichuan2-86".split() if name not in sources] == []
+
+
+def test_page_of_others_has_the_table_of_today() -> None:
+    page = lists.PAGE_OF_OTHERS.read_text()
+    assert page == lists.with_table(page, lists.table_of_others()), "run python docs/bug_class_table.py"

@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 SOURCES = (
     *("megatron_core", "csrc", "tools", "examples", "benchmarks", "tests", "docs"),
-    *("pretrain_gpt.py", "README.md", "CONTRIBUTING.md", "Makefile"),
+    *("pretrain_gpt.py", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile"),
 )
 
 WORDS = {

@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 import torch.distributed
 
+import megatron_core.parallel.collectives  # noqa: F401, registers an operator that the sources name
+
 ROOT = Path(__file__).parents[1]
 SOURCES = [
     ROOT / "pretrain_gpt.py",

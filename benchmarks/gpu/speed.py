@@ -70,6 +70,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama 8b, 8 layers, compiled": LLAMA | {"compile": True},
     "gpt 1b, cuda graphs": GPT | {"cuda_graph_impl": "local"},
     "llama 8b, 8 layers, cuda graphs": LLAMA | {"cuda_graph_impl": "local"},
+    "mixtral, 2 layers, fp8": MIXTRAL | {"fp8_format": "e4m3", "fp8_recipe": "rowwise"},
+    "gpt 1b, window, bounded scores": GPT | {"window_size": (511, 0), "attn_logit_softcapping": 30.0},
 }
 
 

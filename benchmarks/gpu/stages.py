@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MODES = (
     "float32", "bf16", "fp16", "fp8 delayed", "fp8 tensorwise", "fp8 rowwise", "fp8 blockwise", "fp8 mxfp8",
     "recompute", "activation offload", "optimizer offload", "muon", "attention dropout", "packed documents", "experts",
+    "experts fp8", "window, bounded scores", "packed documents, bounded scores",
     "latent attention", "fused loss", "zero 1", "zero 3", "compiled", "cuda graphs", "any model, zero 1",
     "any model, zero 3", "checkpoint", "generation",
 )  # fmt: skip
@@ -19,7 +20,8 @@ MODES = (
 SHAPES = (
     "gpt 1b", "gpt 1b fp8", "llama 8b, 8 layers", "llama 8b, 8 layers, fp8", "mixtral, 2 layers", "latent attention",
     "latent attention fp8", "gpt 1b compiled", "llama 8b, 8 layers, compiled",
-    "gpt 1b, cuda graphs", "llama 8b, 8 layers, cuda graphs",
+    "gpt 1b, cuda graphs", "llama 8b, 8 layers, cuda graphs", "mixtral, 2 layers, fp8",
+    "gpt 1b, window, bounded scores",
 )  # fmt: skip
 """Models that ``speed.py`` measures."""
 BENCHMARKS: dict[str, tuple[str, ...]] = {

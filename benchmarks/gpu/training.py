@@ -48,6 +48,7 @@ LATENT = {
     "qk_pos_emb_head_dim": 16, "v_head_dim": 32, "qk_layernorm": True,
 }  # fmt: skip
 PACKED = {"tokenizer_type": "NullTokenizer", "reset_position_ids": True, "reset_attention_mask": True}
+BOUNDED = {"attn_logit_softcapping": 5.0}
 BF16 = {"bf16": True}
 
 
@@ -84,6 +85,9 @@ PLAIN: dict[str, Mode] = {
     "attention dropout": Mode(BF16, 5e-3, {"attention_dropout": 0.1}),
     "packed documents": Mode(BF16, 5e-3, PACKED),
     "experts": Mode(BF16, 1e-2, EXPERTS),
+    "experts fp8": Mode(BF16 | {"fp8_format": "e4m3", "fp8_recipe": "rowwise"}, 2e-2, EXPERTS),
+    "window, bounded scores": Mode(BF16, 5e-3, BOUNDED | {"window_size": (20, 0)}),
+    "packed documents, bounded scores": Mode(BF16, 5e-3, BOUNDED | PACKED),
     "latent attention": Mode(BF16, 5e-3, LATENT),
     "fused loss": Mode(BF16 | {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "linear"}, 5e-3),
     "zero 1": Mode(BF16 | {"zero_stage": 1}, 5e-3),

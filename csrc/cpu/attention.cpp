@@ -1,6 +1,6 @@
 #include "common/attention.h"
 
-#include <vector>
+#include <memory>
 
 #include "cpu/rows.h"
 #include "cpu/vec_math.h"
@@ -19,6 +19,26 @@ struct Attention {
   int64_t padded() const { return (length + kKeys - 1) / kKeys * kKeys; }
 };
 
+// Tasks of several threads: the query heads of each sample and group, in `parts` if there are fewer pairs than threads.
+struct HeadTasks {
+  int64_t groups, heads, parts, count;
+  HeadTasks(const Attention& of, int64_t threads) : groups(of.groups), heads(of.heads / of.groups) {
+    const int64_t pairs = of.batch * of.groups;
+    parts = pairs ? std::clamp<int64_t>((threads + pairs - 1) / pairs, 1, heads) : 1;
+    count = pairs * parts;
+  }
+};
+
+struct HeadTask {
+  int64_t batch, group, first, last;  // query heads [first, last)
+  HeadTask(const HeadTasks& all, int64_t number) {
+    const int64_t pair = number / all.parts, part = number % all.parts;
+    batch = pair / all.groups, group = pair % all.groups;
+    first = group * all.heads + all.heads * part / all.parts;
+    last = group * all.heads + all.heads * (part + 1) / all.parts;
+  }
+};
+
 struct HeadStrides {
   int64_t position, sample, head;
   int64_t of(int64_t b, int64_t h) const { return b * sample + h * head; }
@@ -31,18 +51,22 @@ struct Rows {
   const float* operator[](int64_t row) const { return data + row * stride; }
 };
 
-// A tile: c[i][j] (+)= sum over k of a[i * row + k * step] * b[k][j] for kI rows and kV vectors;
+// Eight floats, of which the number of channels is a multiple.
+typedef float Eight __attribute__((vector_size(32)));
+
+// A tile: c[i][j] (+)= sum over k of a[i * row + k * step] * b[k][j] for kI rows and kV vectors V;
 // count > 0.
-template <int kI, int kV, bool kAdds>
+template <int kI, int kV, bool kAdds, typename V>
 MEGATRON_INLINE void tile(const float* a, int64_t row, int64_t step, const float* b, int64_t b_stride, int64_t count,
                           float* c, int64_t c_stride) {
-  FloatVec sums[kI][kV];
+  constexpr int kLanes = sizeof(V) / sizeof(float);
+  V sums[kI][kV];
   for (int i = 0; i < kI; ++i) {
-    for (int v = 0; v < kV; ++v) sums[i][v] = FloatVec{};
+    for (int v = 0; v < kV; ++v) sums[i][v] = V{};
   }
   do {  // at least once: otherwise compilers keep the sums in memory
-    FloatVec right[kV];
-    for (int v = 0; v < kV; ++v) right[v] = load(b + v * kFloats, All{});
+    V right[kV];
+    for (int v = 0; v < kV; ++v) right[v] = raw_load<V>(b + v * kLanes, All{});
     for (int i = 0; i < kI; ++i) {
       for (int v = 0; v < kV; ++v) sums[i][v] += a[i * row] * right[v];
     }
@@ -50,31 +74,36 @@ MEGATRON_INLINE void tile(const float* a, int64_t row, int64_t step, const float
   } while (--count > 0);
   for (int i = 0; i < kI; ++i) {
     for (int v = 0; v < kV; ++v) {
-      float* to = c + i * c_stride + v * kFloats;
-      store(to, kAdds ? load(to, All{}) + sums[i][v] : sums[i][v], All{});
+      float* to = c + i * c_stride + v * kLanes;
+      raw_store(to, kAdds ? raw_load<V>(to, All{}) + sums[i][v] : sums[i][v], All{});
     }
   }
 }
 
 // The same for 1 to kRows rows.
-template <int kV, bool kAdds, int kI = kRows>
+template <int kV, bool kAdds, typename V, int kI = kRows>
 MEGATRON_INLINE void tile_of(int64_t rows, const float* a, int64_t row, int64_t step, const float* b, int64_t b_stride,
                              int64_t count, float* c, int64_t c_stride) {
   if constexpr (kI > 1) {
-    if (rows < kI) return tile_of<kV, kAdds, kI - 1>(rows, a, row, step, b, b_stride, count, c, c_stride);
+    if (rows < kI) return tile_of<kV, kAdds, V, kI - 1>(rows, a, row, step, b, b_stride, count, c, c_stride);
   }
-  tile<kI, kV, kAdds>(a, row, step, b, b_stride, count, c, c_stride);
+  tile<kI, kV, kAdds, V>(a, row, step, b, b_stride, count, c, c_stride);
 }
 
-// A row of tiles, of `columns` (a multiple of a vector).
+// A row of tiles, of `columns` (a multiple of eight).
 template <bool kAdds>
 void tiles(int64_t rows, const float* a, int64_t row, int64_t step, const float* b, int64_t b_stride, int64_t count,
            float* c, int64_t c_stride, int64_t columns) {
   int64_t j = 0;
   for (; j + kColumns <= columns; j += kColumns) {
-    tile_of<2, kAdds>(rows, a, row, step, b + j, b_stride, count, c + j, c_stride);
+    tile_of<2, kAdds, FloatVec>(rows, a, row, step, b + j, b_stride, count, c + j, c_stride);
   }
-  if (j < columns) tile_of<1, kAdds>(rows, a, row, step, b + j, b_stride, count, c + j, c_stride);
+  for (; j + kFloats <= columns; j += kFloats) {
+    tile_of<1, kAdds, FloatVec>(rows, a, row, step, b + j, b_stride, count, c + j, c_stride);
+  }
+  if constexpr (kFloats > 8) {
+    if (j < columns) tile_of<1, kAdds, Eight>(rows, a, row, step, b + j, b_stride, count, c + j, c_stride);
+  }
 }
 
 // to[channel][position], with `padded` zero-filled positions per channel.
@@ -128,18 +157,15 @@ int64_t seen_by_tile(int64_t r, int64_t first, int64_t last, int64_t key) {
   return seen_by(std::min(first + (r - first) / kRows * kRows + kRows, last) - 1, key);
 }
 
-float* room(std::vector<float>& memory, int64_t count) {
-  if (memory.size() < size_t(count)) memory.resize(count);
-  return memory.data();
-}
+// Memory of a task, undefined. It is freed at the end: a thread that kept it would hold 10 x length x channels numbers.
+using TaskMemory = std::unique_ptr<float[]>;
+TaskMemory room(int64_t count) { return TaskMemory(new float[count]); }
 
-// The output rows of one head; `packed` holds the group's transposed keys and its values.
-void forward_head(const Attention& of, Rows query, const float* keys, const float* values, float* out,
+// The output rows of one head, from its group's transposed keys and its values; `result` has room for kQueries rows.
+void forward_head(const Attention& of, Rows query, const float* keys, const float* values, float* result, float* out,
                   int64_t out_stride, float* statistics) {
   const int64_t d = of.channels, padded = of.padded();
   float scores[kQueries * kKeys], top[kQueries], sum[kQueries];
-  thread_local std::vector<float> memory;
-  float* result = room(memory, kQueries * d);
   for (int64_t first = 0; first < of.length; first += kQueries) {
     const int64_t last = std::min(first + kQueries, of.length);
     std::memset(result, 0, kQueries * d * sizeof(float));
@@ -230,6 +256,10 @@ void backward_head(const Attention& of, const float* query, const float* keys, c
   }
 }
 
+void add(const float* from, int64_t count, float* to) {
+  for_row<float>(count, [&](int64_t i, auto n) { store(to + i, load(to + i, n) + load(from + i, n), n); });
+}
+
 void unpack(const float* from, int64_t length, int64_t channels, float* to, int64_t stride) {
   for (int64_t p = 0; p < length; ++p) std::memcpy(to + p * stride, from + p * channels, channels * sizeof(float));
 }
@@ -252,15 +282,16 @@ const char* megatron_causal_attention(int64_t dtype, const void* shape, const vo
   if (dtype != Float32) return kWrongDType;
   const Attention of = attention_of(shape, scale);
   const auto* stride = static_cast<const HeadStrides*>(strides);
-  parallel_for(of.batch * of.groups, threads, [&](int64_t task) {
-    const int64_t b = task / of.groups, group = task % of.groups, queries = of.heads / of.groups, d = of.channels;
-    thread_local std::vector<float> memory;
-    float* keys = room(memory, of.padded() * d * 2);
-    float* values = keys + of.padded() * d;
-    transpose({at<float>(key, stride[1].of(b, group)), stride[1].position}, of.length, d, of.padded(), keys);
-    copy({at<float>(value, stride[2].of(b, group)), stride[2].position}, of.length, d, values);
-    for (int64_t h = group * queries; h < (group + 1) * queries; ++h) {
-      forward_head(of, {at<float>(query, stride[0].of(b, h)), stride[0].position}, keys, values,
+  const HeadTasks tasks(of, threads);
+  parallel_for(tasks.count, threads, [&](int64_t number) {
+    const HeadTask task(tasks, number);
+    const int64_t b = task.batch, d = of.channels, packed = of.padded() * d;
+    const TaskMemory memory = room(2 * packed + kQueries * d);
+    float *keys = memory.get(), *values = keys + packed, *result = keys + 2 * packed;
+    transpose({at<float>(key, stride[1].of(b, task.group)), stride[1].position}, of.length, d, of.padded(), keys);
+    copy({at<float>(value, stride[2].of(b, task.group)), stride[2].position}, of.length, d, values);
+    for (int64_t h = task.first; h < task.last; ++h) {
+      forward_head(of, {at<float>(query, stride[0].of(b, h)), stride[0].position}, keys, values, result,
                    at<float>(out, stride[3].of(b, h)), stride[3].position,
                    at<float>(statistics, (b * of.heads + h) * 2 * of.length));
     }
@@ -275,32 +306,45 @@ const char* megatron_causal_attention_backward(int64_t dtype, const void* shape,
   if (dtype != Float32) return kWrongDType;
   const Attention of = attention_of(shape, scale);
   const auto* stride = static_cast<const HeadStrides*>(strides);
-  parallel_for(of.batch * of.groups, threads, [&](int64_t task) {
-    const int64_t b = task / of.groups, group = task % of.groups, heads = of.heads / of.groups, d = of.channels;
-    const int64_t padded = of.padded() * d, size = of.length * d;
-    thread_local std::vector<float> memory;
-    float* keys = room(memory, 8 * padded);
-    float *transposed_keys = keys + padded, *transposed_values = keys + 2 * padded;
-    float *dq = keys + 3 * padded, *dk = keys + 4 * padded, *dv = keys + 5 * padded;
-    float *queries = keys + 6 * padded, *douts = keys + 7 * padded;
+  const HeadTasks tasks(of, threads);
+  const int64_t d = of.channels, padded = of.padded() * d, size = of.length * d;
+  // Gradients of keys and values from each head. They are added in the order of heads, whatever the number of parts.
+  const TaskMemory of_heads = room(tasks.parts > 1 ? of.batch * of.heads * 2 * size : 0);
+  const auto unpack_both = [&](const float* both, int64_t b, int64_t group) {
+    unpack(both, of.length, d, at<float>(dkey, stride[6].of(b, group)), stride[6].position);
+    unpack(both + size, of.length, d, at<float>(dvalue, stride[7].of(b, group)), stride[7].position);
+  };
+  parallel_for(tasks.count, threads, [&](int64_t number) {
+    const HeadTask task(tasks, number);
+    const int64_t b = task.batch, group = task.group;
+    const TaskMemory memory = room(10 * padded);
+    float *keys = memory.get(), *transposed_keys = keys + padded, *transposed_values = keys + 2 * padded;
+    float *queries = keys + 3 * padded, *douts = keys + 4 * padded, *dq = keys + 5 * padded;
+    float *sum = keys + 6 * padded, *next = keys + 8 * padded;
     const Rows of_key{at<float>(key, stride[1].of(b, group)), stride[1].position};
     copy(of_key, of.length, d, keys);
     transpose(of_key, of.length, d, of.padded(), transposed_keys);
     transpose({at<float>(value, stride[2].of(b, group)), stride[2].position}, of.length, d, of.padded(),
               transposed_values);
-    std::memset(dk, 0, size * sizeof(float));
-    std::memset(dv, 0, size * sizeof(float));
-    for (int64_t h = group * heads; h < (group + 1) * heads; ++h) {
+    for (int64_t h = task.first; h < task.last; ++h) {
+      float* dk = tasks.parts > 1 ? of_heads.get() + (b * of.heads + h) * 2 * size : h == task.first ? sum : next;
+      std::memset(dk, 0, 2 * size * sizeof(float));
       std::memset(dq, 0, size * sizeof(float));
       copy({at<float>(query, stride[0].of(b, h)), stride[0].position}, of.length, d, queries);
       copy({at<float>(dout, stride[4].of(b, h)), stride[4].position}, of.length, d, douts);
       backward_head(of, queries, keys, transposed_keys, transposed_values,
                     {at<float>(out, stride[3].of(b, h)), stride[3].position}, douts,
-                    at<float>(statistics, (b * of.heads + h) * 2 * of.length), dq, dk, dv);
+                    at<float>(statistics, (b * of.heads + h) * 2 * of.length), dq, dk, dk + size);
       unpack(dq, of.length, d, at<float>(dquery, stride[5].of(b, h)), stride[5].position);
+      if (dk == next) add(next, 2 * size, sum);
     }
-    unpack(dk, of.length, d, at<float>(dkey, stride[6].of(b, group)), stride[6].position);
-    unpack(dv, of.length, d, at<float>(dvalue, stride[7].of(b, group)), stride[7].position);
+    if (tasks.parts == 1) unpack_both(sum, b, group);
+  });
+  if (tasks.parts == 1) return nullptr;
+  parallel_for(of.batch * of.groups, threads, [&](int64_t pair) {
+    float* sum = of_heads.get() + pair * tasks.heads * 2 * size;
+    for (int64_t head = 1; head < tasks.heads; ++head) add(sum + head * 2 * size, 2 * size, sum);
+    unpack_both(sum, pair / of.groups, pair % of.groups);
   });
   return nullptr;
 }

@@ -79,11 +79,15 @@ std::vector<int64_t> first_channels(const int64_t* channel_ids, int64_t columns)
   return firsts;
 }
 
-// The lanes of v whose bits from i on are 1, the others zero; a vector has at most 8 lanes.
+// The lanes of v whose bits from i on are 1, the others zero. Vectors of 16 lanes begin at whole bytes, which are in
+// memory for all kDrawn columns.
 template <typename V> MEGATRON_INLINE V where_bits(const uint8_t* bits, int64_t i, V v) {
+  constexpr size_t kCount = sizeof(V) / sizeof v[0];
   decltype(v > v) own{};
-  for (size_t lane = 0; lane < sizeof v / sizeof v[0]; ++lane) own[lane] = 1 << lane;
-  return (own & (bits[i / 8] >> i % 8)) != 0 ? v : V{};
+  for (size_t lane = 0; lane < kCount; ++lane) own[lane] = 1 << lane;
+  int word = bits[i / 8] >> i % 8;
+  if constexpr (kCount > 8) word |= bits[i / 8 + 1] << 8;
+  return (own & word) != 0 ? v : V{};
 }
 
 template <typename T> struct Tensors {

@@ -51,7 +51,9 @@ template <typename T, typename F> void find_amaxes(const T* x, Blocked in, Tile 
 
 template <typename F, typename N> MEGATRON_INLINE void store_narrow(uint8_t* p, FloatVec v, N n) {
   const Bits words = narrow_of<F, Bits>(v);
-#if defined(__AVX2__)
+#if defined(__AVX512F__)
+  raw_store(p, _mm512_maskz_cvtepi32_epi8(kAllLanes, (__m512i)words), n);
+#elif defined(__AVX2__)
   const __m128i halves = (__m128i)narrowed(words);
   raw_store(p, _mm_cvtsi128_si64(_mm_packus_epi16(halves, halves)), n);
 #else

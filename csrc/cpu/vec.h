@@ -18,7 +18,9 @@
 
 namespace megatron {
 
-#if defined(__AVX2__)
+#if defined(__AVX512F__)
+constexpr int kVectorBytes = 64;
+#elif defined(__AVX2__)
 constexpr int kVectorBytes = 32;
 #else
 constexpr int kVectorBytes = 16;
@@ -68,7 +70,11 @@ template <typename To, typename From> MEGATRON_INLINE To same_bits(From from) {
 
 // 16 bits per lane, zero-extended, and back, for lanes whose upper 16 bits are zero. GCC 12 generates four instructions
 // for the first and a table look-up for the second.
-#if defined(__AVX2__)
+#if defined(__AVX512F__)
+constexpr __mmask16 kAllLanes = 0xffff;  // of the intrinsics without a mask GCC 12 warns
+MEGATRON_INLINE Bits widened(HalfBits v) { return (Bits)_mm512_maskz_cvtepu16_epi32(kAllLanes, (__m256i)v); }
+MEGATRON_INLINE HalfBits narrowed(Bits v) { return (HalfBits)_mm512_maskz_cvtepi32_epi16(kAllLanes, (__m512i)v); }
+#elif defined(__AVX2__)
 MEGATRON_INLINE Bits widened(HalfBits v) { return (Bits)_mm256_cvtepu16_epi32((__m128i)v); }
 MEGATRON_INLINE HalfBits narrowed(Bits v) {
   return (HalfBits)_mm_packus_epi32(_mm256_castsi256_si128((__m256i)v), _mm256_extracti128_si256((__m256i)v, 1));

@@ -105,11 +105,11 @@ print_table(["ranks", "sent in a step", "2 (n-1)/n gradients", "state of a rank"
 # The sum need not wait for the end of the backward: gradients of the last layers are complete first.
 # `overlap_grad_reduce` groups parameters into *buckets* and starts the sum of each as soon as its last gradient is
 # complete (Li et al. 2020, "PyTorch Distributed", section 3.2). With smaller buckets there are more sums, and the
-# losses have equal bits:
+# losses agree as before:
 
 # %%
 overlapped = train(2, STEPS, overlap_grad_reduce=True, ddp_bucket_size=40_000)[0]
-assert overlapped.losses == two[0].losses
+assert max(abs(a - b) for a, b in zip(one.losses, overlapped.losses, strict=True)) < bound
 print(f"{overlapped.calls['dp all_reduce']:g} all-reduces in a step, {two[0].calls['dp all_reduce']:g} before")
 
 # %% [markdown]

@@ -85,7 +85,7 @@ assert report.holds
 #
 # ## Experiment
 #
-# With tp last in the order, tensor-parallel ranks are not neighbours. Change `ORDER = "tp-dp-pp"` to
+# With tp last in the order, tensor-parallel ranks are far apart. Change `ORDER = "tp-dp-pp"` to
 # `ORDER = "dp-pp-tp"`. On nodes of two GPUs, which axis would now cross nodes?
 
 # %%

@@ -105,9 +105,9 @@ save(figure, "expert_load", "largest load of an expert over the mean, for three 
 print_table(["balanced by", "largest / mean load, last 10 steps"], [[name, f"{end:.2f}"] for name, end in ends.items()])
 
 # %% [markdown]
-# A load of {{ "%.2f" | format(ends["nothing"]) }} means that the busiest expert computes so much longer than the mean
-# one, if each has a rank of its own. Capacity limits are the third remedy: an expert takes at most c T k / E tokens and
-# drops the others.
+# A load of {{ "%.2f" | format(ends["nothing"]) }} means that the busiest expert takes this many times as long as the
+# mean one, if each has a rank of its own. Capacity limits are the third remedy: an expert takes at most c T k / E
+# tokens and drops the others.
 #
 # ## Experiment
 #

@@ -131,12 +131,12 @@ save(figure, "lost_time", "time lost by saves and by repeated steps")
 print(f"lost: {lost(best):.1%} at this interval, {lost(4 * best):.1%} at four times, {lost(best / 4):.1%} at a quarter")
 
 # %% [markdown]
-# The minimum is flat, but its value is not small. So saves must be cheap: a copy to memory takes a second, and the rest
+# The minimum is flat, but its value is not small. So saves must be cheap: a copy to memory is short, and the rest
 # is written while training continues (`--async-save`); copies in the memory of other hosts make restarts fast
 # ([checkpoints.md](../checkpoints.md)). And failures must be noticed: a rank that hangs stops all others without any
 # message ([resilience.md](../resilience.md)).
 #
 # ## Experiment
 #
-# A save in the background delays training by perhaps two seconds. Change `SAVE = 60.0` to `SAVE = 2.0`. How does the
+# A save in the background delays training only by a copy to memory. Change `SAVE = 60.0` to `SAVE = 2.0`. How does the
 # best interval change, how the time that is lost?

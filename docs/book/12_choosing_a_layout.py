@@ -95,7 +95,7 @@ save(figure, "scaling", "predicted speed of the best layout by number of GPUs, f
 # ## Before the job starts
 #
 # A layout must compute what one process computes. This does not need the GPUs: the shape of the layout on a small
-# model, with as many processes as fit on a laptop, finds the errors of this book:
+# model, with as many processes as fit on a laptop, finds such errors:
 
 # %%
 from megatron_core.verify import GPTExperiment, check_parity

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import io
 import re
+import resource
 import subprocess
 import sys
 import time
@@ -79,7 +80,8 @@ def build(chapter: Path, output: Path) -> None:
     began = time.perf_counter()
     page = page_of(chapter, PICTURES)
     (output / f"{chapter.stem}.md").write_text(page, encoding="utf-8")
-    print(f"{chapter.stem}: {time.perf_counter() - began:.1f} s", flush=True)
+    used = sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    print(f"{chapter.stem}: {time.perf_counter() - began:.1f} s, {used:.1f} s of processor time", flush=True)
 
 
 def chapters() -> list[Path]:

@@ -25,6 +25,7 @@ from megatron_core.checkpoint.manifest import FORMAT, MANIFEST
 from megatron_core.config.checkpoint import TEMPORARY_FOLDER
 from megatron_core.errors import CheckpointError
 from megatron_core.output_file import is_still_at, no_follow
+from megatron_core.storage import in_storage, location, read_part, real
 
 TRACKER = "latest_checkpointed_iteration.txt"
 CONFIG = "config.yaml"
@@ -83,16 +84,24 @@ def write_runs(save: Path, runs: Sequence[str]) -> None:
         raise CheckpointError(f"{path} is a symbolic link, which is not allowed here; remove it")
     if not all(re.fullmatch("[0-9a-f]{32}", run) for run in runs_of(save)):
         raise CheckpointError(f"{path} exists, but does not contain run ids; remove it, or choose another folder")
+    replace_file(path, hidden, "".join(f"{run}\n" for run in runs).encode())
+
+
+def replace_file(path: Path, hidden: Path, data: bytes) -> None:
+    """Write a file of the folder, or replace it by one rename from ``hidden``; an object is replaced at once."""
+    if in_storage(path) is not None:
+        path.write_bytes(data)
+        return
     hidden.unlink(missing_ok=True)
-    write_file(hidden, "".join(f"{run}\n" for run in runs).encode())
+    write_file(hidden, data)
     os.replace(hidden, path)
-    sync_folder(save)
+    sync_folder(path.parent)
 
 
 def is_own(folder: Path) -> bool:
     """Whether ``folder`` is empty or a checkpoint of this program, even a damaged one."""
-    with suppress(OSError), (folder / MANIFEST).open("rb") as file:
-        if f'"format": "{FORMAT}"'.encode() in file.read(100):
+    with suppress(OSError):
+        if f'"format": "{FORMAT}"'.encode() in read_part(folder / MANIFEST, 0, 100):
             return True
     if not folder.is_dir():
         return False
@@ -112,7 +121,7 @@ def refuse_foreign(named: str, save: Path, only: int | None = None) -> None:
     tracked, fault = _tracked(save)
     found = sorted(path for path in save.glob("iter_*") if only is None and _ITERATION.fullmatch(path.name))
     found += [iteration_folder(save, number) for number in (only, tracked) if number is not None]
-    foreign = next((path.name for path in found if os.path.lexists(path) and not is_own(path)), None)
+    foreign = next((path.name for path in found if _is_there(path) and not is_own(path)), None)
     if (save / TRACKER).is_symlink():
         what = f"has a symbolic link named {TRACKER}"
     elif foreign is not None:
@@ -123,16 +132,20 @@ def refuse_foreign(named: str, save: Path, only: int | None = None) -> None:
         raise CheckpointError(f"{named} {what}, so nothing can be saved there; choose another folder")
 
 
+def _is_there(path: Path) -> bool:
+    return path.is_symlink() or path.exists()
+
+
 def refuse_other_checkpoints(setting: str, folder: Path, save: Path, runs: Collection[str]) -> None:
     """Check the fast-restart ``folder`` of a run that saves into ``save``, because each save there deletes all others.
 
     Raises ``CheckpointError`` if it is the folder ``save`` itself or has checkpoints of runs other than ``runs`` (ids).
     Checkpoints of earlier releases have no id; they are accepted in the default folder below ``save``.
     """
-    what = "is the folder of --save" if os.path.realpath(folder) == os.path.realpath(save) else ""
+    what = "is the folder of --save" if real(folder) == real(save) else ""
     if not what and (folder / CONFIG).exists():
         what = f"is the --save folder of another run (it contains {CONFIG})"
-    is_default = os.path.realpath(folder) == os.path.realpath(save / TEMPORARY_FOLDER)
+    is_default = real(folder) == real(save / TEMPORARY_FOLDER)
     for number in () if what else complete_iterations(folder):
         path, text = iteration_folder(folder, number), b""
         with suppress(OSError):
@@ -174,7 +187,7 @@ def find_candidates(load: str, step: int | None = None) -> Candidates:
     ``load`` may also be the folder of a single iteration. If the tracker file is missing or damaged, or its checkpoint
     is gone, all complete checkpoints are returned.
     """
-    root = Path(load)
+    root = location(load)
     if root.exists() and not root.is_dir():
         raise CheckpointError(f"load={load} is not a folder; give a --save folder of a training run")
     if (root / MANIFEST).is_file():
@@ -239,8 +252,7 @@ def _tracked(root: Path) -> tuple[int | None, str]:
     try:
         if (root / TRACKER).exists() and not (root / TRACKER).is_file():
             return None, "is not a file"
-        with (root / TRACKER).open("rb") as file:
-            text = file.read(64).decode(errors="replace").strip()
+        text = read_part(root / TRACKER, 0, 64).decode(errors="replace").strip()
     except (FileNotFoundError, NotADirectoryError):
         return None, ""
     except OSError as error:
@@ -252,11 +264,7 @@ def _tracked(root: Path) -> tuple[int | None, str]:
 
 def track(save: Path, iteration: int) -> None:
     """Record ``iteration`` as the newest complete one in the tracker file."""
-    hidden = save / f".{TRACKER}"
-    hidden.unlink(missing_ok=True)
-    write_file(hidden, str(iteration).encode())
-    os.replace(hidden, save / TRACKER)
-    sync_folder(save)
+    replace_file(save / TRACKER, save / f".{TRACKER}", str(iteration).encode())
 
 
 def hide(folder: Path) -> Path:
@@ -274,15 +282,23 @@ def hide(folder: Path) -> Path:
 
 
 def remove(folder: Path) -> None:
-    """Delete a checkpoint of this program. It is hidden first, because a partly deleted folder still has its
-    manifest."""
-    if is_own(folder):
+    """Delete a checkpoint of this program. It is hidden first, because a partly deleted folder still has its manifest;
+    of objects, which cannot be renamed, the manifest is deleted first."""
+    if not is_own(folder):
+        return
+    if in_storage(folder) is not None:
+        (folder / MANIFEST).unlink(missing_ok=True)
+        delete(folder)
+    else:
         delete(hide(folder))
 
 
 def delete(folder: Path) -> None:
     """Delete a folder if it exists; of a symbolic link only the link itself."""
-    if folder.is_symlink():
+    remote = in_storage(folder)
+    if remote is not None:
+        remote.remove_tree()
+    elif folder.is_symlink():
         folder.unlink()
     else:
         shutil.rmtree(folder, ignore_errors=True)

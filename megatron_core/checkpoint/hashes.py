@@ -11,6 +11,7 @@ from pathlib import Path, PurePosixPath
 from xxhash import xxh3_128
 
 from megatron_core.output_file import no_follow
+from megatron_core.storage import in_storage
 
 HASH = "xxh3_128"
 READ_BYTES = 2**23
@@ -26,34 +27,56 @@ class StoredFile:
     hash: str
 
 
-class HashingFile:
-    """Hashes a new file while writing it; a context manager. The file is on disk after ``close``."""
+class _DiskFile:
+    """A new file on disk."""
 
     def __init__(self, path: Path) -> None:
-        self._file = open(path, "wb", opener=no_follow)  # noqa: SIM115 (closed by `close` or by the context manager)
+        self._file = open(path, "wb", opener=no_follow)  # noqa: SIM115 (closed by `close` or `discard`)
+        self._size = 0
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Append ``data`` and start writing it to disk immediately if the system supports it.
+
+        Hashing then overlaps with the disk, and ``close`` waits less (300 MB: 0.47 s instead of 0.54 s).
+        """
+        start = self._size
+        self._size += self._file.write(data)
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._file.fileno(), start, len(data), os.POSIX_FADV_DONTNEED)
+        return self._size - start
+
+    def close(self) -> None:
+        """Flush the file to disk."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+    def discard(self) -> None:
+        """Close an incomplete file."""
+        self._file.close()
+
+
+class HashingFile:
+    """Hashes a new file or object while writing it; a context manager. It is stored after ``close``."""
+
+    def __init__(self, path: Path) -> None:
+        remote = in_storage(path)
+        self._file = _DiskFile(path) if remote is None else remote.writer()
         self._hash, self._size = xxh3_128(), 0
 
     def __enter__(self) -> HashingFile:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._file.close()
+        self._file.discard()
 
     def write(self, data: bytes | memoryview) -> None:
-        """Append ``data`` and start writing it to disk immediately if the system supports it.
-
-        Hashing then overlaps with the disk, and ``close`` waits less (300 MB: 0.47 s instead of 0.54 s).
-        """
+        """Append ``data``."""
         self._hash.update(data)
-        start = self._size
         self._size += self._file.write(data)
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._file.fileno(), start, len(data), os.POSIX_FADV_DONTNEED)
 
     def close(self) -> StoredFile:
-        """Flush the file to disk; returns its size and hash."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        """Complete the file; returns its size and hash."""
         self._file.close()
         return StoredFile(self._size, self._hash.hexdigest())
 
@@ -66,7 +89,9 @@ def write_file(path: Path, data: bytes) -> StoredFile:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush changed names in ``folder`` to disk: files created, renamed or deleted."""
+    """Flush changed names in ``folder`` to disk: files created, renamed or deleted. Objects are stored at once."""
+    if in_storage(folder) is not None:
+        return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -90,7 +115,11 @@ def inside(folder: Path, name: str) -> Path:
 
 def content_hash(path: Path) -> str:
     """The hash of a file's content."""
-    found, buffer = xxh3_128(), bytearray(READ_BYTES)
+    found, buffer, remote = xxh3_128(), bytearray(READ_BYTES), in_storage(path)
+    if remote is not None:
+        for start in range(0, remote.stat().st_size, READ_BYTES):
+            found.update(remote.read_range(start, READ_BYTES))
+        return found.hexdigest()
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):
             found.update(memoryview(buffer)[:count])

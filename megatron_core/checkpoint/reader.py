@@ -19,8 +19,10 @@ from megatron_core.checkpoint.boxes import Box, TensorBox
 from megatron_core.checkpoint.folder import Candidates, find_candidates, find_checkpoint, iteration_of
 from megatron_core.checkpoint.hashes import damaged_files, inside, wrong_sizes
 from megatron_core.checkpoint.manifest import MANIFEST, TORCH_DTYPES, Manifest, StoredBox, StoredTensor
+from megatron_core.checkpoint.tensors_in_storage import TensorsInStorage
 from megatron_core.errors import CheckpointError
 from megatron_core.parallel.texts import listed, tell_all
+from megatron_core.storage import in_storage
 
 
 class CheckpointReader:
@@ -30,7 +32,7 @@ class CheckpointReader:
         self.folder = folder
         self.manifest = Manifest.read(folder / MANIFEST)
         self.state = self.manifest.state
-        self._files: dict[str, safe_open] = {}
+        self._files: dict[str, safe_open | TensorsInStorage] = {}
         self._open = ExitStack()
 
     def __enter__(self) -> CheckpointReader:
@@ -147,10 +149,16 @@ class CheckpointReader:
             )
         return found
 
-    def _file(self, name: str) -> safe_open:
+    def _file(self, name: str) -> safe_open | TensorsInStorage:
         if name not in self._files:
             try:
-                file = self._open.enter_context(safe_open(inside(self.folder, name), framework="pt"))
+                path = inside(self.folder, name)
+                remote = in_storage(path)
+                file: safe_open | TensorsInStorage
+                if remote is None:
+                    file = self._open.enter_context(safe_open(path, framework="pt"))
+                else:
+                    file = TensorsInStorage(remote)
                 metadata = file.metadata() or {}
             except (OSError, ValueError, SafetensorError) as error:
                 raise CheckpointError(f"{self.folder / name} cannot be read: {error}") from None

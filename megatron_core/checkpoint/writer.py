@@ -36,6 +36,7 @@ from megatron_core.checkpoint.hashes import HashingFile, StoredFile, sync_folder
 from megatron_core.checkpoint.manifest import MANIFEST, TORCH_DTYPES, box_key, collect
 from megatron_core.errors import CheckpointError
 from megatron_core.output_file import make_folder
+from megatron_core.storage import in_storage
 
 Agree = Callable[[bool], bool]
 Entry = tuple[str, torch.dtype, tuple[int, ...]]
@@ -45,8 +46,8 @@ DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 """Names of dtypes in the safetensors format."""
 PART_BYTES = 2**24
 """Bytes copied and written at a time."""
-POLL_SECONDS = 0.005
-"""Seconds between rank 0's checks for reports of other ranks."""
+POLL_SECONDS, REMOTE_POLL_SECONDS = 0.005, 0.5
+"""Seconds between rank 0's checks for reports of other ranks, in a folder and in object storage."""
 ELSEWHERE = "see the message of that rank"
 """Placeholder for a reason on ranks that do not know it."""
 FAILURES = (OSError, SafetensorError, CheckpointError)
@@ -80,12 +81,21 @@ class Save:
         """The temporary folder."""
         return self.folder / f".{self.final.name}.incomplete"
 
+    @property
+    def contents(self) -> Path:
+        """The folder into which tensors are written: the temporary one, or the final one of object storage, which has
+        no rename and where the manifest, written last, completes the checkpoint."""
+        return self.partial if in_storage(self.folder) is None else self.final
+
     def prepare(self, save_id: str = "") -> None:
         """On rank 0, create an empty temporary folder with the save's id, by default a new one."""
         refuse_foreign(str(self.folder), self.folder, self.iteration)
         delete(self.partial)
-        make_folder(self.folder)
-        self.partial.mkdir(parents=True)
+        if in_storage(self.folder) is None:
+            make_folder(self.folder)
+            self.partial.mkdir(parents=True)
+        else:
+            remove(self.final)
         (self.partial / "save_id").write_text(save_id or uuid.uuid4().hex)
 
     def write(self, pieces: Iterable[TensorBox]) -> None:
@@ -100,7 +110,7 @@ class Save:
     ) -> None:
         """Write ``tensors``, boxes of tensors of the global ``shapes``, and the report."""
         save_id = (self.partial / "save_id").read_text()
-        path = self.partial / rank_file(self.rank)
+        path = self.contents / rank_file(self.rank)
         boxes = [(key, DTYPES[dtype], shape) for key, dtype, shape in entries]
         report: dict[str, Any] = {"name": path.name, "shapes": shapes, "boxes": boxes, "error": ""}
         if entries:
@@ -112,7 +122,7 @@ class Save:
         """Report to rank 0 that this rank's part failed."""
         with suppress(OSError):
             # Free space for the report if the disk is full.
-            (self.partial / rank_file(self.rank)).unlink(missing_ok=True)
+            (self.contents / rank_file(self.rank)).unlink(missing_ok=True)
             self._report({"name": rank_file(self.rank), "error": error})
 
     @property
@@ -121,31 +131,44 @@ class Save:
         return (self.partial / rank_file(self.rank)).with_suffix(".report")
 
     def _report(self, report: Mapping[str, Any]) -> None:
+        text = json.dumps(report)
+        if in_storage(self.folder) is not None:
+            self.report.write_text(text)
+            return
         hidden = self.report.with_suffix(".unreported")
-        write_file(hidden, json.dumps(report).encode())
+        write_file(hidden, text.encode())
         hidden.rename(self.report)
 
     def wait_for_reports(self, seconds: float) -> None:
         """Wait until every rank has reported; an error after ``seconds`` without a new report."""
         deadline, known = time.monotonic() + seconds, -1
+        pause = POLL_SECONDS if in_storage(self.folder) is None else REMOTE_POLL_SECONDS
         while (found := len(list(self.partial.glob("*.report")))) < self.ranks:
             if found > known:
                 deadline, known = time.monotonic() + seconds, found
             if time.monotonic() > deadline:
                 raise CheckpointError(f"{self.ranks - found} of {self.ranks} ranks did not write within {seconds:g} s")
-            time.sleep(POLL_SECONDS)
+            time.sleep(pause)
 
     def publish(self) -> None:
         """On rank 0, complete the checkpoint from the reports: manifest, final name, tracker."""
         self.complete([path.read_text() for path in sorted(self.partial.glob("*.report"))])
-        before = hide(self.final)
-        self.partial.rename(self.final)
+        before = self._give_name()
         track(self.folder, self.iteration)
         delete(before)
         for other in self.replaced:
             if other != self.final:
                 remove(other)
         drop_old(self.folder, self.iteration, keep_last=self.keep_last, keep_every=self.keep_every)
+
+    def _give_name(self) -> Path:
+        """Give the complete folder its final name; returns the folder to delete: the one that it replaces, or in object
+        storage, where the manifest has completed it, that of the reports."""
+        if in_storage(self.folder) is not None:
+            return self.partial
+        before = hide(self.final)
+        self.partial.rename(self.final)
+        return before
 
     def complete(self, texts: Iterable[str]) -> None:
         """Write the manifest from the ``texts`` of all ranks' reports, and the files that belong to no rank."""
@@ -159,18 +182,21 @@ class Save:
         for path in self.partial.glob("*.report"):
             path.unlink()
         for name, source in self.extra_files.items():
-            (self.partial / name).parent.mkdir(parents=True, exist_ok=True)
-            files[name] = write_file(self.partial / name, source.read_bytes())
-            sync_folder((self.partial / name).parent)
+            if in_storage(self.folder) is None:
+                (self.contents / name).parent.mkdir(parents=True, exist_ok=True)
+            files[name] = write_file(self.contents / name, source.read_bytes())
+            sync_folder((self.contents / name).parent)
         save_id = self.partial / "save_id"
-        manifest = collect(self.partial, self.iteration, save_id.read_text(), self.state, reports, files)
+        manifest = collect(self.contents, self.iteration, save_id.read_text(), self.state, reports, files)
         save_id.unlink()
-        manifest.write(self.partial / MANIFEST)
-        sync_folder(self.partial)
+        manifest.write(self.contents / MANIFEST)
+        sync_folder(self.contents)
 
     def give_up(self) -> None:
         """On rank 0, delete the incomplete checkpoint."""
         delete(self.partial)
+        if in_storage(self.folder) is not None and not (self.final / MANIFEST).is_file():
+            delete(self.final)
 
 
 def save_checkpoint(save: Save, pieces: Iterable[TensorBox], agree: Agree) -> Path:

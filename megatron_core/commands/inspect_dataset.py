@@ -32,6 +32,7 @@ from megatron_core.datasets.lengths import Lengths, document_lengths
 from megatron_core.datasets.validate import total_bytes, validate
 from megatron_core.errors import ConfigError, visible
 from megatron_core.output_file import picture_kind, prepare_output
+from megatron_core.storage import location
 from megatron_core.terminal import exact, parse_flags
 from megatron_core.tokenizers import Tokenizer
 from megatron_core.tokenizers.build import TokenizerFiles
@@ -141,7 +142,7 @@ def counts(dataset: IndexedDataset) -> str:
         f"  tokens     {dataset.num_tokens:,}, as {dtype.name} ({dtype.itemsize} bytes each)",
     ]
     for path in (get_bin_path(dataset.path_prefix), get_idx_path(dataset.path_prefix)):
-        lines.append(f"  {path[-4:]}       {Path(path).stat().st_size:,} bytes")
+        lines.append(f"  {path[-4:]}       {location(path).stat().st_size:,} bytes")
     return "\n".join(lines)
 
 

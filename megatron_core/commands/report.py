@@ -2,7 +2,7 @@
 
 megatron-report runs/mine --out report.html
 
-megatron-report runs/mine --compare runs/before --out report.html
+megatron-report runs/mine --compare runs/before runs/other --out report.html
 
 RUN is the folder of --save, or the file of --metrics-file.
 """
@@ -34,8 +34,8 @@ class Settings:
     """Folder of --save, or metrics file, of a run."""
     out: str = "report.html"
     """File to write."""
-    compare: str | None = None
-    """Another run to compare with."""
+    compare: tuple[str, ...] = ()
+    """Other runs to compare with."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -43,7 +43,7 @@ def modules() -> dict[str, str]:
 
 def command() -> NoReturn:
     """Entry point of the installed commands: start the one with this program's name."""
-    known = modules()
+    known, sys.argv[0] = modules(), program()  # without the folder, which the help would show
     if program() not in known:
         sys.exit(f"{program()}: not a command of {DISTRIBUTION}; the commands are {', '.join(known)}")
     start(known[program()])

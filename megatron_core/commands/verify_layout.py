@@ -9,7 +9,7 @@ if __name__ == "__main__":
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -18,7 +18,7 @@ import torch
 import tyro
 
 from megatron_core.command import program
-from megatron_core.config import RunConfig
+from megatron_core.config import ParallelConfig, RunConfig
 from megatron_core.config.cli import parse_run_config
 from megatron_core.config.parallel import BALANCED_STAGES
 from megatron_core.config.validate import check, problems
@@ -40,6 +40,10 @@ NOT_IN_NAMES = (
     "zero3_keep_after_forward",
 )
 """Settings of a layout that its name does not have."""
+OF_EVERY_LAYOUT = ("num_distributed_optimizer_instances", "zero3_keep_after_forward")
+"""Settings among ``NOT_IN_NAMES`` that apply to each of --layouts; its word ``overlap`` decides about the others."""
+SMALL_WIDTH = 1024
+"""Hidden size that the small model exceeds only if a single layout needs it; a step takes seconds then."""
 MOST_PROCESSES = 8
 """Maximum number of ranks that are processes without --device cpu."""
 
@@ -76,7 +80,7 @@ class Options:
     dtype than float64 the bounds are those of rounding."""
     device: Literal["auto", "cpu", "cuda", "simulated"] = "auto"
     """cpu: a process for each rank, over shared memory, or --distributed-backend gloo. cuda: NCCL, a GPU for each rank.
-    simulated: all ranks in one process, for large worlds. auto: cuda if there are enough GPUs, else cpu up to 8 ranks,
+    simulated: ranks are threads, for large worlds. auto: cuda if there are enough GPUs, else cpu up to 8 ranks,
     else simulated."""
     full_size: bool = False
     """Do not reduce the size of the model and its batches."""
@@ -168,7 +172,8 @@ def task_of(config: RunConfig, options: Options) -> Task:
         task = all_layouts(config, options)
     elif options.layouts:
         layouts = [layout_of(text, options.world_size) for text in options.layouts]
-        task = Task(sized(config, layouts, options), layouts, notes=tuple(notes(config, layouts, options)))
+        small, said = sized(config, layouts, options), tuple(notes(config, layouts, options))
+        task = Task(small, layouts, changed(config, OF_EVERY_LAYOUT), said)
     else:
         task = described(config, options)
     for layout in task.layouts:
@@ -178,6 +183,12 @@ def task_of(config: RunConfig, options: Options) -> Task:
         if found:
             raise ConfigError(f"layout {str(layout)!r} cannot be trained: {'; '.join(found)}")
     return task if options.full_size else replace(task, shrunk=changes(config, task.config))
+
+
+def changed(config: RunConfig, names: Iterable[str]) -> dict[str, object]:
+    """Settings of the parallel layout that differ from their defaults."""
+    values = {name: getattr(config.parallel, name) for name in names}
+    return {name: value for name, value in values.items() if value != getattr(ParallelConfig(), name)}
 
 
 def layout_of(text: str, world_size: tuple[int, ...]) -> Layout:
@@ -195,7 +206,17 @@ def layout_of(text: str, world_size: tuple[int, ...]) -> Layout:
 
 def sized(config: RunConfig, layouts: list[Layout], options: Options, *, keep_layers: bool = False) -> RunConfig:
     """The small version of the model, or with --full-size the model itself."""
-    return at_full_size(config) if options.full_size else shrunk(config, layouts, keep_layers=keep_layers)
+    if options.full_size:
+        return at_full_size(config)
+    small = shrunk(config, layouts, keep_layers=keep_layers)
+    width = small.model.hidden_size
+    if width > max(SMALL_WIDTH, *(shrunk(config, [each]).model.hidden_size for each in layouts)):
+        names = ", ".join(repr(str(each)) for each in layouts)
+        raise ConfigError(
+            f"--layouts are compared with one small model, which would have {small.model.num_attention_heads} heads "
+            f"and hidden_size={width} to be legal for all of them; give {names} in separate commands"
+        )
+    return small
 
 
 def all_layouts(config: RunConfig, options: Options) -> Task:
@@ -266,7 +287,8 @@ def described(config: RunConfig, options: Options) -> Task:
     # A layout's name has one ``overlap`` for two settings, and chunks only for balanced stages.
     settings = own | {name: getattr(config.parallel, name) for name in NOT_IN_NAMES}
     if own:
-        settings["num_virtual_stages_per_pipeline_rank"] = layout.chunks if layout.chunks > 1 else None
+        counted = layout.chunks > 1 and "pipeline_model_parallel_layout" not in own
+        settings["num_virtual_stages_per_pipeline_rank"] = layout.chunks if counted else None
     fewer = None if options.full_size or not own else shrunk_stages(config, layout)
     if fewer is None:
         return Task(sized(config, [layout], options, keep_layers=bool(own)), [layout], settings)

@@ -9,6 +9,7 @@ from typing import Literal
 from megatron_core.config import conditions as c
 from megatron_core.config import ranges as r
 from megatron_core.config.setting import ALWAYS, BY_RULE, section, setting
+from megatron_core.locations import run_folder
 
 TEMPORARY_FOLDER = "non_persistent"
 """Default folder, below --save, of checkpoints for a fast restart."""
@@ -20,7 +21,7 @@ class CheckpointConfig:
     """Folders, intervals and contents of checkpoints. A checkpoint can be loaded in any layout."""
 
     save: str | None = setting(None, r.FOLDER, when=c.TRAINING)
-    """Folder for checkpoints, which are written every --save-interval steps and at the end of the run."""
+    """Folder or URL (docs/storage.md) for checkpoints, every --save-interval steps and at the end of the run."""
     save_interval: int | None = setting(None, r.COUNT, when=c.TRAINING, aliases="persistent_save_interval")
     """With --save: steps between checkpoints; default: only at the end of the run."""
     save_retain_interval: int | None = setting(None, r.COUNT, needs=c.SAVE, aliases="keep_every")
@@ -54,7 +55,7 @@ class CheckpointConfig:
     use_checkpoint_opt_param_scheduler: bool = setting(False, when=c.LOAD)
     """With --load: take learning rate, weight decay and their schedules from the checkpoint instead of the flags."""
     load: str | None = setting(None, r.FOLDER, when=BY_RULE)
-    """Folder of checkpoints to resume from. If it has none, training starts from scratch with a message."""
+    """Folder or URL of checkpoints to resume from. If it has none, training starts from scratch with a message."""
     load_hf: str | None = setting(None, r.FOLDER, when=ALWAYS)
     """Folder of a Hugging Face model to start from. Its shape, vocabulary and tokenizer become the defaults of flags,
     its weights the initial weights. A checkpoint in --load takes precedence, so that a restarted job resumes."""
@@ -87,9 +88,14 @@ class CheckpointConfig:
         """Folder for checkpoints for a fast restart in each host's memory; None if they are in a global folder."""
         return Path(self.non_persistent_local_ckpt_dir or ".") if self.non_persistent_ckpt_type == "local" else None
 
-    def temporary_folder(self, root: str) -> Path:
-        """Global folder for checkpoints for a fast restart of a run that saves to ``root``."""
-        return Path(self.non_persistent_global_ckpt_dir or Path(root) / TEMPORARY_FOLDER)
+    def temporary_folder(self, root: str) -> str:
+        """Global folder or URL for checkpoints for a fast restart of a run that saves to ``root``."""
+        return self.non_persistent_global_ckpt_dir or f"{root.rstrip('/')}/{TEMPORARY_FOLDER}"
+
+    @property
+    def run_folder(self) -> Path | None:
+        """Folder on this machine for the other files of the run, such as metrics; None without ``save``."""
+        return None if self.save is None else run_folder(self.save)
 
     @property
     def needs_checkpoint(self) -> bool:

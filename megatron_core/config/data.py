@@ -29,7 +29,7 @@ class DataConfig:
     seq_length: int = setting(64, r.SIZE, when=ALWAYS, resume=Resume.TOKENS, aliases="encoder_seq_length")
     """Tokens in a training sequence."""
     data_path: tuple[str, ...] = setting((), when=BY_RULE)
-    """Prefixes of .bin/.idx files, or a blend: weight prefix weight prefix ..."""
+    """Prefixes of .bin/.idx files or of their URLs (docs/storage.md), or a blend: weight prefix weight prefix ..."""
     data_args_path: str | None = setting(None, when=BY_RULE)
     """Text file with the arguments of --data-path."""
     train_data_path: tuple[str, ...] = setting((), when=BY_RULE)

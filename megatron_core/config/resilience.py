@@ -16,7 +16,9 @@ LINK_AXES = ("tp", "cp", "dp", "pp", "ep")
 LINK_DAMAGES = ("zeros", "shifted", "stale", "flipped")
 """Damages of a received tensor."""
 FAULTS_ON_LINKS = tuple(f"{axis}-{damage}" for axis in LINK_AXES for damage in LINK_DAMAGES)
-FAULTS = ("kill", "exception", "hang", "nan", "slow", *FAULTS_ON_LINKS, *FAULTS_ON_DISK)
+FAULTS_OF_RANKS = ("kill", "exception", "hang", "nan", "slow")
+"""Faults of a rank before or during a step."""
+FAULTS = (*FAULTS_OF_RANKS, *FAULTS_ON_LINKS, *FAULTS_ON_DISK)
 """All faults that ``inject_fault`` can cause."""
 _FAULT = re.compile(rf"({'|'.join(FAULTS)})@(\d{{1,9}}):(\d{{1,9}})(:always)?")
 

@@ -4,7 +4,7 @@ import os.path
 from collections.abc import Iterator
 
 from megatron_core.config.checkpoint import CheckpointConfig
-from megatron_core.config.resilience import FAULTS, FAULTS_ON_DISK, Fault
+from megatron_core.config.resilience import FAULTS_OF_RANKS, FAULTS_ON_DISK, LINK_AXES, LINK_DAMAGES, Fault
 from megatron_core.config.rules_single import exclusive, shown
 from megatron_core.config.run import RunConfig
 
@@ -56,7 +56,11 @@ def resilience_problems(config: RunConfig) -> Iterator[str]:
     resilience = config.resilience
     for text in resilience.inject_fault:
         if Fault.of(text) is None:
-            yield f"inject_fault={text} is not a fault; use KIND@RANK:STEP, where KIND is one of {', '.join(FAULTS)}"
+            yield (
+                f"inject_fault={text} is not a fault; use KIND@RANK:STEP, where KIND is one of "
+                f"{', '.join((*FAULTS_OF_RANKS, *FAULTS_ON_DISK))}, or an axis ({', '.join(LINK_AXES)}) and a damage "
+                f"({', '.join(LINK_DAMAGES)}) such as tp-zeros"
+            )
     on_disk = [fault.kind for fault in resilience.faults if fault.kind in FAULTS_ON_DISK]
     if on_disk and config.checkpoint.async_save:
         yield exclusive(f"inject_fault={on_disk[0]}", "async_save=True")

@@ -8,6 +8,7 @@ from typing import Any, cast
 from megatron_core.datasets.atomic_write import atomic_write
 from megatron_core.datasets.megatron_order.cache import say_once
 from megatron_core.errors import DataError
+from megatron_core.storage import location
 from megatron_core.tokenizers import Tokenizer
 
 FAMILY = "megatron-native token file "
@@ -82,7 +83,7 @@ def read_header(path_prefix: str) -> DatasetHeader | None:
 
     DataError: an unknown version, a missing field, or a field of the wrong type.
     """
-    path = Path(get_header_path(path_prefix))
+    path = location(get_header_path(path_prefix))
     if not path.is_file():
         return None
     content = _content(path)

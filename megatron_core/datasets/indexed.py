@@ -28,7 +28,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megatron_core.datasets.streaming import StreamedTokens
 from megatron_core.errors import DataError
+from megatron_core.storage import in_storage, local_copy, location
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -229,9 +231,11 @@ class IndexedDataset:
 
     def __init__(self, path_prefix: str, multimodal: bool = False, mmap: bool = True) -> None:
         self.path_prefix = str(path_prefix)
-        self._bin = Path(get_bin_path(self.path_prefix))
+        self._bin = location(get_bin_path(self.path_prefix))
         _check_presence(self.path_prefix)
-        index = self.index = read_index(Path(get_idx_path(self.path_prefix)), multimodal, mmap)
+        remote = in_storage(self._bin)
+        self._stream = None if remote is None else StreamedTokens(remote)
+        index = self.index = read_index(_index_file(self.path_prefix), multimodal, mmap)
         self.dtype = index.dtype
         self.sequence_lengths = index.sequence_lengths
         self.sequence_pointers = index.sequence_pointers
@@ -239,7 +243,7 @@ class IndexedDataset:
         self.sequence_modes = index.sequence_modes
         self.itemsize = DType.size(self.dtype)
         self._check_bin()
-        self._map = self._mapped() if mmap else None
+        self._map = self._mapped() if mmap and self._stream is None else None
 
     def __len__(self) -> int:
         return len(self.sequence_lengths)
@@ -279,7 +283,7 @@ class IndexedDataset:
     @staticmethod
     def exists(path_prefix: str) -> bool:
         """Whether both files of the prefix exist."""
-        return Path(get_idx_path(path_prefix)).is_file() and Path(get_bin_path(path_prefix)).is_file()
+        return location(get_idx_path(path_prefix)).is_file() and location(get_bin_path(path_prefix)).is_file()
 
     def _tokens(self, index: int, offset: int, length: int | None) -> np.ndarray:
         whole = int(self.sequence_lengths[index])
@@ -293,10 +297,10 @@ class IndexedDataset:
 
     def _read(self, position: int, count: int) -> np.ndarray:
         """Read `count` tokens from byte `position` on."""
-        end, size = (
-            position + count * self.itemsize,
-            self._bin.stat().st_size if self._map is None else self._map.size(),
-        )
+        end = position + count * self.itemsize
+        if self._stream is not None and end <= self._stream.size:
+            return np.frombuffer(self._stream.read(position, count * self.itemsize), dtype=self.dtype)
+        size = self._bin.stat().st_size if self._map is None else self._map.size()
         if size < end:  # reading beyond the end of a mapped file would kill this process with SIGBUS
             raise DataError(
                 f"{self._bin} was truncated after it was opened: it has {size} bytes, expected at least {end}; {_AGAIN}"
@@ -324,13 +328,25 @@ class IndexedDataset:
             )
 
 
+def _index_file(path_prefix: str) -> Path:
+    """The index on this machine. DataError if it cannot be copied from object storage."""
+    path = location(get_idx_path(path_prefix))
+    try:
+        return local_copy(path)
+    except OSError as error:
+        raise DataError(f"{path} cannot be copied: {error}") from None
+
+
 def _check_presence(path_prefix: str) -> None:
-    missing = [p for p in (get_bin_path(path_prefix), get_idx_path(path_prefix)) if not Path(p).is_file()]
+    try:
+        missing = [p for p in (get_bin_path(path_prefix), get_idx_path(path_prefix)) if not location(p).is_file()]
+    except OSError as error:
+        raise DataError(f"token file {path_prefix}: {error}") from None
     if not missing:
         return
     way_out = "give the path without .bin or .idx, of files that megatron-preprocess wrote"
     if path_prefix.endswith((".bin", ".idx")):
         way_out = f"give only the prefix, {path_prefix[:-4]}"
-    elif Path(get_bin_path(f"{path_prefix}_text_document")).is_file():
+    elif location(get_bin_path(f"{path_prefix}_text_document")).is_file():
         way_out = f"did you mean {path_prefix}_text_document?"
     raise DataError(f"token file {path_prefix}: expected {' and '.join(missing)}, found no such file; {way_out}")

@@ -13,6 +13,7 @@ from megatron_core.config import DataConfig
 from megatron_core.datasets.blend import parse_blend
 from megatron_core.datasets.indexed import HEADER, DType, get_bin_path, get_idx_path
 from megatron_core.datasets.paths import NAMES, read_paths
+from megatron_core.storage import local_copy, location, read_part
 
 BLOCK_BYTES = 1 << 16
 BLOCKS = 16
@@ -189,7 +190,7 @@ Read = tuple[int, int, int, str, str]
 
 def _read_tokens(prefix: str) -> Read:
     """Counts and hashes of a token file whose index was already checked."""
-    index, tokens = Path(get_idx_path(prefix)), Path(get_bin_path(prefix))
+    index, tokens = local_copy(location(get_idx_path(prefix))), location(get_bin_path(prefix))
     with index.open("rb") as file:
         _, _, code, sequences, entries = HEADER.unpack(file.read(HEADER.size))
     size = tokens.stat().st_size
@@ -216,8 +217,6 @@ def _hash_blocks(path: Path, size: int) -> str:
     starts: Sequence[int] = range(0, size, BLOCK_BYTES)
     if len(starts) > BLOCKS:
         starts = [(size - BLOCK_BYTES) * n // (BLOCKS - 1) for n in range(BLOCKS)]
-    with path.open("rb") as file:
-        for start in starts:
-            file.seek(start)
-            found.update(file.read(BLOCK_BYTES))
+    for start in starts:
+        found.update(read_part(path, start, BLOCK_BYTES))
     return found.hexdigest()

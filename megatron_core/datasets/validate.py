@@ -2,13 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from megatron_core.datasets.header import check_counts, read_header
 from megatron_core.datasets.indexed import IndexedDataset, get_bin_path, get_idx_path
 from megatron_core.errors import DataError
+from megatron_core.storage import location
 
 # Tokens checked at a time. A block and its temporaries need about 30 MB; larger ones are not faster.
 BLOCK = 1 << 20
@@ -57,25 +57,22 @@ def validate(path_prefix: str, vocab_size: int | None = None, progress: Progress
 def total_bytes(path_prefix: str) -> int:
     """The total of bytes passed to `progress`."""
     dataset = IndexedDataset(path_prefix)
-    return Path(get_bin_path(path_prefix)).stat().st_size + 12 * len(dataset) + 8 * len(dataset.document_indices)
+    return location(get_bin_path(path_prefix)).stat().st_size + 12 * len(dataset) + 8 * len(dataset.document_indices)
 
 
 def _check_tokens(dataset: IndexedDataset, vocab_size: int | None, progress: Progress) -> int:
     """Check that every token id is in the vocabulary; returns the largest one."""
-    path, dtype, largest = get_bin_path(dataset.path_prefix), np.dtype(dataset.dtype).newbyteorder("<"), 0
-    limit = np.inf if vocab_size is None else vocab_size
-    start = 0
-    with open(path, "rb") as file:
-        while len(ids := np.frombuffer(file.read(BLOCK * dtype.itemsize), dtype=dtype)):
-            low, high = ids.min(), ids.max()
-            # NaN fails every comparison, so it is rejected here too, as are fractions.
-            whole = dtype.kind in "iu" or bool((ids == np.floor(ids)).all())
-            if not (low >= 0 and high < limit and whole):
-                wrong = int(np.flatnonzero(~((ids >= 0) & (ids < limit) & (ids == np.floor(ids))))[0])
-                raise DataError(_wrong_token(dataset, start + wrong, ids[wrong], vocab_size))
-            largest = max(largest, int(high))
-            start += len(ids)
-            progress(ids.nbytes)
+    limit, largest = np.inf if vocab_size is None else vocab_size, 0
+    for start in range(0, dataset.num_tokens, BLOCK):
+        ids = dataset.tokens(start, min(BLOCK, dataset.num_tokens - start))
+        low, high = ids.min(), ids.max()
+        # NaN fails every comparison, so it is rejected here too, as are fractions.
+        whole = ids.dtype.kind in "iu" or bool((ids == np.floor(ids)).all())
+        if not (low >= 0 and high < limit and whole):
+            wrong = int(np.flatnonzero(~((ids >= 0) & (ids < limit) & (ids == np.floor(ids))))[0])
+            raise DataError(_wrong_token(dataset, start + wrong, ids[wrong], vocab_size))
+        largest = max(largest, int(high))
+        progress(ids.nbytes)
     return largest
 
 

@@ -73,24 +73,35 @@ class ReferenceRate:
         return f"{self.flops / 1e12:.3g} TFLOP/s of a rank in {self.dtype} ({self.device}), {self.source}"
 
 
-def measure_product_rate(device: torch.device, dtype: torch.dtype, seconds: float = 0.03) -> float:
-    """Measure FLOP/s: the fastest of at least two products of square matrices within ``seconds``.
+_LEAST_PRODUCTS = 8
+"""On busy cores the first products may all be interrupted: of two, the rate was 1 % of the true one."""
 
-    Matrices have 8192 rows on a GPU, 512 on a CPU. All ranks of a job measure at the same time, so that ranks on the
-    same cores share them as they do in training.
+
+def measure_product_rate(device: torch.device, dtype: torch.dtype, seconds: float = 0.03) -> float:
+    """Measure FLOP/s: the fastest of at least eight products of square matrices, for at least ``seconds``.
+
+    Matrices have 8192 rows on a GPU, 512 on a CPU. The fastest product was not interrupted by other ranks of the same
+    cores; ``share_of_cores`` accounts for them.
     """
     side = 8192 if device.type == "cuda" else 512
     a = torch.ones(side, side, dtype=dtype, device=device)
     out = torch.empty_like(a)
     torch.mm(a, a, out=out)  # loads libraries and selects kernels
-    fastest, end = float("inf"), time.perf_counter() + seconds
-    while fastest == float("inf") or time.perf_counter() < end:
+    fastest, end, products = float("inf"), time.perf_counter() + seconds, 0
+    while products < _LEAST_PRODUCTS or time.perf_counter() < end:
         _wait(device)
         began = time.perf_counter()
         torch.mm(a, a, out=out)
         _wait(device)
-        fastest = min(fastest, time.perf_counter() - began)
+        fastest, products = min(fastest, time.perf_counter() - began), products + 1
     return 2.0 * side**3 / fastest
+
+
+def share_of_cores(ranks: int, threads: int, cores: int | None = None) -> float:
+    """Share of its threads' time that a rank has if ``ranks`` ranks of a host compute with ``threads`` threads each:
+    1 unless they are more than the ``cores`` (default: of this process)."""
+    found = cores or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    return min(found / (ranks * threads), 1.0)
 
 
 def _wait(device: torch.device) -> None:

@@ -176,11 +176,16 @@ def _communicate_less(summary: Summary, axes: str, share: float) -> Iterator[Cha
     elif first in ("dp", "edp", "cp") and "dp" in axes:
         hidden = HIDDEN.get(summary.records.header().get("device", "cpu"), HIDDEN["cpu"])
         if not _setting(summary, "overlap_grad_reduce", False):
-            yield flags("send gradients while backward computes", hidden * share, overlap_grad_reduce=True)
+            hidden_sums = {"overlap_grad_reduce": True}
+            text = "send gradients while backward computes"
+            yield from _other_layout(summary, text, "dp", share, hidden_sums, hidden * share)
         if _zero_stage(summary) and not _setting(summary, "overlap_param_gather", False):
             text = "gather weights while forward computes"
-            yield flags(text, hidden / 2 * share, overlap_grad_reduce=True, overlap_param_gather=True)
-        yield _larger_batch(summary, "reduce gradients half as often per token", share / 2)
+            both = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+            yield from _other_layout(summary, text, "dp", share, both, hidden / 2 * share)
+        twice = {"global_batch_size": 2 * _batch(summary)}
+        text = "reduce gradients half as often per token"
+        yield from _other_layout(summary, text, "dp", share, twice, share / 2)
         yield flags("send gradients in 16 bits", share / 4, grad_reduce_in_bf16=True)
     elif first == "cp":
         yield Change("compare --cp-comm-type p2p, a2a and all_gather, or halve --context-parallel-size", share / 2)
@@ -195,9 +200,9 @@ def _communicate_less(summary: Summary, axes: str, share: float) -> Iterator[Cha
 def _other_layout(
     summary: Summary, text: str, kind: str, share: float, settings: dict[str, Any], estimate: float | None
 ) -> Iterator[Change]:
-    """Yield a change of layout, unless the planner predicts no gain; ``estimate``: the gain if it cannot predict."""
+    """Yield a change, unless the planner predicts no gain; ``estimate``: the gain if it cannot predict."""
     predicted = predicted_gain(summary, settings, kind, share)
-    gain = estimate if predicted is None else min(predicted, share)
+    gain = estimate if predicted is None else predicted
     if gain is not None and gain > 0:
         yield flags(text, gain, **settings)
 

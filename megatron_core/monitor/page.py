@@ -63,8 +63,11 @@ def bars(rows: Mapping[str, Mapping[str, float]], unit: str) -> Markup:
     return BLOCKS.bars(stacks, means, _coloured(names), unit)
 
 
-def chart(curves: Mapping[str, Sequence[Point]], x: str, y: str) -> Markup:
-    """Lines over a common x axis; values that are not finite leave gaps."""
+def chart(curves: Mapping[str, Sequence[Point]], x: str, y: str, marks: Sequence[tuple[float, str]] = ()) -> Markup:
+    """Lines over a common x axis of integers; values that are not finite leave gaps.
+
+    ``marks``: positions on the x axis and texts of vertical lines.
+    """
     points = [point for curve in curves.values() for point in curve if math.isfinite(point[1])]
     if not points:
         return BLOCKS.paragraph("nothing was recorded", "soft")
@@ -77,17 +80,16 @@ def chart(curves: Mapping[str, Sequence[Point]], x: str, y: str) -> Markup:
     def down(value: float) -> float:
         return 10 + (high - value) / (high - low) * (height - 46)
 
-    labels = [
-        (f"{first + share * (last - first):,.0f}", across(share), anchor)
-        for share, anchor in ((0.0, "start"), (0.5, "middle"), (1.0, "end"))
-    ]
+    whole = [value for value in _ticks(first, last) if value == round(value)]
+    labels = [(f"{value:,.0f}", across((value - first) / (last - first))) for value in whole]
+    lines_at = [(across((at - first) / (last - first)), text) for at, text in marks if first <= at <= last]
     lines = [
         (name, [f"{across((at - first) / (last - first)):.1f},{down(value):.1f}" for at, value in stretch])
         for name, curve in curves.items()
         for stretch in _finite_stretches(curve)
     ]
     ticks = [(value, down(value)) for value in _ticks(low, high)]
-    return BLOCKS.chart(x, y, width, height, left, right, ticks, labels, lines, _coloured(curves))
+    return BLOCKS.chart(x, y, width, height, left, right, ticks, labels, lines, _coloured(curves), lines_at)
 
 
 def picture(path: Path, label: str) -> Markup:

@@ -18,7 +18,9 @@ COMPUTED = ("products", "attention", "elements", "launches")
 
 
 def predicted_gain(summary: Summary, settings: Mapping[str, Any], kind: str, sending: float) -> float | None:
-    """Predicted share of a step's time saved by ``settings``: 1 - (tokens/s now) / (tokens/s then).
+    """Predicted share of the time per token that ``settings`` save: 1 - (tokens/s now) / (tokens/s then).
+
+    It is at most the saved part of the collectives of ``kind``, which are the cause.
 
     Both rates are of the planner's cost model. Its hardware is scaled so that predicted and measured times agree for
     forward and backward, and for the collectives of ``kind`` (the planner's name) with the share ``sending`` of the
@@ -37,9 +39,11 @@ def predicted_gain(summary: Summary, settings: Mapping[str, Any], kind: str, sen
         return None
     if summary.records.header().get("device") == "cuda" and not search.fits(then.memory):
         return None
-    rest = max(summary.step_seconds - now.seconds, 0.0)  # time outside the model is assumed constant
-    rates = [each.cost.tokens / (each.seconds + rest) for each in (now, then)]
-    return 1 - rates[0] / rates[1]
+    # Time outside the model is assumed constant per token.
+    rest = max(summary.step_seconds - now.seconds, 0.0) / now.cost.tokens
+    before, after = (each.seconds / each.cost.tokens + rest for each in (now, then))
+    sent_before, sent_after = (each.cost.by_kind.get(kind, 0.0) / each.cost.tokens for each in (now, then))
+    return min(1 - after / before, sending * (1 - sent_after / sent_before))
 
 
 def _config(summary: Summary) -> tuple[RunConfig, int] | None:

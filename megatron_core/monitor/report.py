@@ -3,7 +3,7 @@
 import math
 import os
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,20 +31,20 @@ MOST_RANKS = 64
 """Maximum number of ranks shown; of more ranks, half are the slowest and half the fastest in forward and backward."""
 
 
-def write_report(run: str | Path, out: str | Path, other: str | Path | None = None) -> None:
-    """Write the page about ``run`` to the file ``out``; ``other``: a run to compare with."""
-    prepare_output({"out": out, "run": run, "compare": other}, "out", _REPORT)
+def write_report(run: str | Path, out: str | Path, others: Sequence[str | Path] = ()) -> None:
+    """Write the page about ``run`` to the file ``out``; ``others``: runs to compare with."""
+    prepare_output({"out": out, "run": run, "compare": tuple(others)}, "out", _REPORT)
     # Names of files may have bytes that are not UTF-8.
-    Path(out).write_text(report(run, other), encoding="utf-8", errors="backslashreplace")
+    Path(out).write_text(report(run, others), encoding="utf-8", errors="backslashreplace")
 
 
-def report(run: str | Path, other: str | Path | None = None) -> str:
+def report(run: str | Path, others: Sequence[str | Path] = ()) -> str:
     """Return the page as text."""
     summary = Summary.of(read_run(run))
-    compared = None if other is None else Summary.of(read_run(other))
+    compared = dict(zip(_names_of(run, *others)[1:], (Summary.of(read_run(each)) for each in others), strict=True))
     diagnosis = diagnose(summary)
     metrics = find_metrics(run)
-    name = Path(os.path.realpath(metrics)).parent.name if metrics.stem == "metrics" else metrics.stem
+    name = _names_of(run)[0]
     sections = [
         ("summary", "Summary", _summary(summary, diagnosis)),
         ("diagnosis", "Diagnosis", _diagnosis(diagnosis)),
@@ -58,10 +58,20 @@ def report(run: str | Path, other: str | Path | None = None) -> str:
         ("experts", "Load of the experts", _experts(summary, metrics)),
         ("goodput", "Goodput", _goodput(summary)),
     ]
-    if compared is not None:
-        sections.append(("comparison", "Comparison of two runs", _comparison(summary, compared)))
+    if compared:
+        sections.append(("comparison", "Comparison of runs", _comparison(summary, compared)))
     sections.append(("config", "Configuration and environment", _config(summary)))
     return page(f"Training run {name}", sections)
+
+
+def _names_of(*runs: str | Path) -> list[str]:
+    """Short names of runs: of the folder or file, with the folder above if two have the same."""
+    paths = [Path(os.path.realpath(find_metrics(run))) for run in runs]
+    paths = [path.parent if path.stem == "metrics" else path.with_suffix("") for path in paths]
+    names = [path.name for path in paths]
+    if len(set(names)) < len(names):
+        names = [f"{path.parent.name}/{path.name}" for path in paths]
+    return [name if names.count(name) == 1 else f"{name} ({at})" for at, name in enumerate(names, 1)]
 
 
 def _summary(summary: Summary, diagnosis: Diagnosis) -> Markup:
@@ -93,24 +103,38 @@ def _diagnosis(diagnosis: Diagnosis) -> Markup:
     return BLOCKS.findings(diagnosis.findings)
 
 
-def _curve(summary: Summary, field: str, kind: str = "step", scale: float = 1.0) -> list[tuple[float, float]]:
+def _curve(summary: Summary, field: str, kind: str = "step", *, by_layout: bool = False) -> list[tuple[float, float]]:
+    """The points of a field; ``by_layout``: with a gap where the layout changes."""
     known = (r for r in summary.records.metrics if r["kind"] == kind and r.get("split") in (None, "validation"))
     chosen = [r for r in known if r.get(field) is not None]
-    stride = max(len(chosen) // 1500, 1)
-    return [(float(r["iteration"]), scale * float(r[field])) for r in chosen[::stride]]
+    found, layout = [], None
+    for record in chosen[:: max(len(chosen) // 1500, 1)]:
+        if by_layout and layout is not None and record.get("layout") != layout:
+            found.append((float(record["iteration"]), math.nan))
+        layout = record.get("layout")
+        found.append((float(record["iteration"]), float(record[field])))
+    return found
 
 
-def _loss(summary: Summary, other: Summary | None) -> Markup:
+def _changes(summary: Summary) -> list[tuple[float, str]]:
+    """First steps after a change of layout, with the layout; empty if there is a single layout."""
+    found: list[tuple[float, str]] = []
+    for step in summary.records.steps():
+        if step.get("layout") and (not found or step["layout"] != found[-1][1]):
+            found.append((float(step["iteration"]), str(step["layout"])))
+    return found if len(found) > 1 else []
+
+
+def _loss(summary: Summary, others: Mapping[str, Summary]) -> Markup:
     curves = {"training": _curve(summary, "loss"), "validation": _curve(summary, "loss", "validation")}
-    if other is not None:
-        curves |= {"training of the other run": _curve(other, "loss")}
+    curves |= {f"training of {name}": _curve(other, "loss") for name, other in others.items()}
     shown = {name: curve for name, curve in curves.items() if curve}
     sources = {name.partition("/")[2]: _curve(summary, name) for name in _names(summary, "lm loss by source")}
     by_source = chart(sources, "iteration", "loss per token by source of data") if sources else Markup()
     rates = chart({"learning rate": _curve(summary, "learning_rate")}, "iteration", "learning rate")
     norms = chart({"gradient norm": _curve(summary, "grad_norm")}, "iteration", "gradient norm")
     more = BLOCKS.details("More", rates + norms + _norms_by_layer(summary))
-    return chart(shown, "iteration", "loss per token") + by_source + more
+    return chart(shown, "iteration", "loss per token", _changes(summary)) + by_source + more
 
 
 def _names(summary: Summary, metric: str) -> list[str]:
@@ -132,13 +156,14 @@ def _norms_by_layer(summary: Summary) -> Markup:
     return table(("last step", "gradient norm", "norm of weights", "ratio"), rows)
 
 
-def _throughput(summary: Summary, other: Summary | None) -> Markup:
-    curves = {"tokens/s": _curve(summary, "tokens_per_second")}
-    if other is not None:
-        curves["the other run"] = _curve(other, "tokens_per_second")
-    used = {"utilisation": _curve(summary, "utilisation"), "goodput": _curve(summary, "goodput")}
-    shown = chart(curves, "iteration", "tokens per second") + chart(used, "iteration", "utilisation and goodput")
-    return shown + _paragraphs(_references(summary), "soft")
+def _throughput(summary: Summary, others: Mapping[str, Summary]) -> Markup:
+    runs, changes = {"this run": summary} | dict(others), _changes(summary)
+    shown = Markup()
+    for field, label in (("tokens_per_second", "tokens per second"), ("utilisation", "utilisation")):
+        curves = {name: _curve(run, field, by_layout=True) for name, run in runs.items()}
+        shown += chart(curves, "iteration", label, changes)
+    goodput = {name: _curve(run, "goodput") for name, run in runs.items()}
+    return shown + chart(goodput, "iteration", "goodput", changes) + _paragraphs(_references(summary), "soft")
 
 
 def _references(summary: Summary) -> Iterator[str]:
@@ -258,26 +283,38 @@ def _goodput(summary: Summary) -> Markup:
     return BLOCKS.paragraph(text) + bars({"since the first start": parts}, "s")
 
 
-def _comparison(summary: Summary, other: Summary) -> Markup:
-    rows: list[tuple[str, Any, Any, Any]] = []
+def _comparison(summary: Summary, others: Mapping[str, Summary]) -> Markup:
+    runs = [summary, *others.values()]
+    rows: list[tuple[str, ...]] = []
     for label, field in (
         ("step (ms)", "elapsed_ms"), ("tokens per second", "tokens_per_second"), ("utilisation", "utilisation"),
     ):  # fmt: skip
-        a, b = summary.mean(field), other.mean(field)
-        rows.append((label, a if a is not None else "-", b if b is not None else "-", a / b if a and b else "-"))
-    for phase in dict.fromkeys(p for s in (summary, other) for t in s.ranks.values() for p in t.phases):
-        a, b = summary.share(phase), other.share(phase)
-        rows.append((f"{phase} (share)", f"{a:.1%}", f"{b:.1%}", a / b if b else "-"))
-    changed = list(_differences(summary.config, other.config))
-    head = ("setting", "this run", "the other run")
-    settings = table(head, changed) if changed else BLOCKS.paragraph("The same settings.")
-    return table(("", "this run", "the other run", "ratio"), rows) + settings
+        values = [run.mean(field) for run in runs]
+        rows.append((label, *(_beside(value, values[0]) for value in values)))
+    last = [run.records.steps()[-1:] for run in runs]
+    rows.append(("last loss", *(f"{steps[0]['loss']:.4f}" if steps else "-" for steps in last)))
+    rows.append(("goodput", *(f"{run.goodput.share:.1%}" if run.ranks else "-" for run in runs)))
+    for phase in dict.fromkeys(p for run in runs for times in run.ranks.values() for p in times.phases):
+        rows.append((f"{phase} (share)", *(f"{run.share(phase):.1%}" for run in runs)))
+    changed = list(_differences([run.config for run in runs]))
+    head = ("this run", *others)
+    settings = table(("setting", *head), changed) if changed else BLOCKS.paragraph("The same settings.")
+    return table(("", *head), rows) + settings
 
 
-def _differences(a: dict[str, Any], b: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
-    for name in sorted(set(a) | set(b)):
-        if a.get(name) != b.get(name):
-            yield name, str(a.get(name)), str(b.get(name))
+def _beside(value: float | None, first: float | None) -> str:
+    """A value, with its ratio to that of the first run."""
+    if value is None:
+        return "-"
+    ratio = f" ({value / first:.2f} x)" if first and value != first else ""
+    return f"{digits(value)}{ratio}"
+
+
+def _differences(configs: Sequence[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
+    for name in sorted(set().union(*configs)):
+        values = [config.get(name) for config in configs]
+        if any(value != values[0] for value in values):
+            yield name, *map(str, values)
 
 
 def _config(summary: Summary) -> Markup:

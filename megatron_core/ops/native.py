@@ -21,18 +21,21 @@ INTERFACE = 11
 DTYPES: dict[Any, int] = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 """Numbers of the dtypes in csrc/common/interface.h."""
 
+LEVELS = {"AVX2": ("avx2",), "AVX512": ("avx512", "avx2")}
+"""Libraries for the vector instructions of a CPU, by their name in torch; the first is the fastest."""
+
 Value = Tensor | torch.dtype | int | float | None
 """Argument of a native function; None is an absent tensor."""
 
 
 def library_path(device_type: str, dtype: torch.dtype) -> Path:
-    """Path of the library for a device and dtype. A CPU with AVX2 uses the AVX2 library, except for float64: that
-    library has no float64, which is meant for verification, not for speed."""
+    """Path of the library for a device and dtype. A CPU with AVX-512 or AVX2 uses the library for it, except for
+    float64: these libraries have no float64, which is meant for verification, not for speed."""
     if device_type != "cpu":
         return FOLDER / f"libmegatron_{device_type}.so"
-    avx2, default = (FOLDER / f"libmegatron_cpu_{level}.so" for level in ("avx2", "default"))
-    fits = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
-    return avx2 if fits and dtype != torch.float64 and avx2.exists() else default
+    levels = LEVELS.get(torch.backends.cpu.get_cpu_capability(), ()) if dtype != torch.float64 else ()
+    paths = [FOLDER / f"libmegatron_cpu_{level}.so" for level in (*levels, "default")]
+    return next((path for path in paths if path.exists()), paths[-1])
 
 
 @cache

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
@@ -13,6 +14,8 @@ from torch import Tensor
 
 from megatron_core.parallel.rank_local import Forwarding, RankLocal
 
+Note = tuple[str, str, tuple[int, ...], Any]
+"""Channel, kind, shape and dtype of a call."""
 KEPT = 64
 """Number of calls that are kept; if ranks differ by more, only their counts are compared."""
 
@@ -47,6 +50,7 @@ class FlightRecorder:
 
     def __init__(self) -> None:
         self._calls: deque[tuple[str, int, str, tuple[int, ...], Any, float]] = deque(maxlen=KEPT)
+        self._captured: list[Note] | None = None
         self._counts: dict[str, int] = defaultdict(int)
         self._channels: dict[dist.ProcessGroup, str] = {}
         self._ranks: dict[str, tuple[int, ...]] = {}
@@ -70,9 +74,30 @@ class FlightRecorder:
         self._ranks[channel] = (sender, receiver)
         self._add(channel, f"message from rank {sender} to {receiver}", x)
 
+    @contextmanager
+    def capturing(self) -> Iterator[list[Note]]:
+        """Collect the calls of a CUDA graph instead of recording them, for ``repeat`` at each replay."""
+        self._captured = []
+        try:
+            yield self._captured
+        finally:
+            self._captured = None
+
+    def repeat(self, notes: Iterable[Note]) -> None:
+        """Record the calls of a replay."""
+        for note in notes:
+            self._count(*note)
+
     def _add(self, channel: str, what: str, x: Tensor) -> None:
+        note = channel, what, tuple(x.shape), x.dtype
+        if self._captured is None:
+            self._count(*note)
+        else:
+            self._captured.append(note)
+
+    def _count(self, channel: str, what: str, shape: tuple[int, ...], dtype: Any) -> None:
         self._counts[channel] += 1
-        self._calls.append((channel, self._counts[channel], what, tuple(x.shape), x.dtype, time.monotonic()))
+        self._calls.append((channel, self._counts[channel], what, shape, dtype, time.monotonic()))
 
     def content(self) -> dict[str, Any]:
         """Counts by channel, the ranks of each channel and the latest calls, in a form that JSON can store."""

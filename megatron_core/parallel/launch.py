@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from megatron_core.command import INTERRUPTED, begin_program
 from megatron_core.errors import LayoutError, MegatronError, visible
+from megatron_core.locations import path_of
 from megatron_core.parallel.shared_memory import backend as shared_memory
 from megatron_core.parallel.shared_memory.work import LostRankError
 from megatron_core.parallel.watchdog import Watchdog, within
@@ -282,7 +283,8 @@ def explained(error: Exception) -> tuple[int, str] | None:
         return RESTART, text
     if isinstance(error, OSError) and error.strerror and not isinstance(error, ConnectionError | TimeoutError):
         where = str(error.filename or "a file or the standard output")
-        return FAILED, f"{where[:200]} cannot be used: {error.strerror}; choose another path, or free space there"
+        way_out = "" if path_of(where) is None else "; choose another path, or free space there"
+        return FAILED, f"{where[:200]} cannot be used: {error.strerror}{way_out}"
     if not isinstance(error, RuntimeError) or not _is_lost_peer(error):
         return None
     first = text.splitlines()[0][:300] if text else type(error).__name__

@@ -121,6 +121,7 @@ class Meter:
         """The phases that are collectives."""
         self._names: Mapping[Any, str] = {}
         self._label: str | None = None
+        self._captured: list[tuple[str, float]] | None = None
         self._device = torch.device("cpu")
         self.keep_spans = False
         """Whether ``take`` stores the step's intervals in ``spans``."""
@@ -178,14 +179,28 @@ class Meter:
         finally:
             self._label = before
 
+    @contextmanager
+    def capturing(self) -> Iterator[list[tuple[str, float]]]:
+        """Collect names and bytes of the collectives of a CUDA graph, for ``sent`` at each replay.
+
+        Nothing is charged meanwhile: events on the stream would be part of the graph.
+        """
+        was_on, self.on, self._captured = self.on, False, []
+        try:
+            yield self._captured
+        finally:
+            self.on, self._captured = was_on, None
+
     def run(self, kind: str, group: Any, sent: float, call: Callable[[], Any]) -> Any:
         """Call a collective that sends ``sent`` bytes from this rank; returns its handle, or None if it is complete.
 
         A transfer of this rank alone has a name such as ``host`` or ``disk`` as ``group``.
         """
+        name = f"{group if isinstance(group, str) else self._names.get(group, OTHER)} {kind}"
+        if self._captured is not None:
+            self._captured.append((name, sent))
         if not self.on:
             return call()
-        name = f"{group if isinstance(group, str) else self._names.get(group, OTHER)} {kind}"
         transfer = _Transfer(name, sent, len(self._marks), detail=self.charged[1], label=self._label)
         self._transfers.append(transfer)
         self._kinds.add(transfer.name)

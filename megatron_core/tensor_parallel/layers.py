@@ -28,6 +28,7 @@ from megatron_core.parallel.sharding import ShardSpec, allocate, replicated, spl
 from megatron_core.tensor_parallel.fp8 import FP8Precision, FP8Products
 from megatron_core.tensor_parallel.invariant_linear import WeightParts, add_bias, invariant_linear, invariant_lookup
 from megatron_core.tensor_parallel.linear import NO_COMM, LinearComm, parallel_linear
+from megatron_core.tensor_parallel.lookup import vocab_parallel_lookup
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,7 +295,7 @@ class VocabParallelEmbedding(_ParallelLayer):
         if (invariance := self.config.invariance) is not None:
             embedded = invariant_lookup(input_, self.weight, self.vocab_start_index, invariance)
         else:
-            embedded = vocab_parallel_lookup(input_, self.weight, self.vocab_start_index, self.tp_size)
+            embedded = vocab_parallel_lookup(input_, self.weight, self.vocab_start_index, self.tp_size, in_place=True)
         if self.reduce_scatter_embeddings:
             return reduce_scatter_to_sequence(embedded.transpose(0, 1), self.tp_group)
         return reduce_from_region(embedded, self.tp_group)
@@ -310,16 +311,6 @@ def _check_ids(ids: Tensor, vocab_size: int) -> None:
             f"token id {wrong} is outside the vocabulary of {vocab_size} tokens; use the tokenizer of the model, or a "
             "larger vocabulary"
         )
-
-
-def vocab_parallel_lookup(tokens: Tensor, weight: Tensor, first: int, size: int) -> Tensor:
-    """Rows of ``weight``, which holds the rows from ``first`` on of a table split over ``size`` ranks; zero for other
-    ids."""
-    if size == 1:
-        return nn.functional.embedding(tokens, weight)
-    elsewhere = (tokens < first) | (tokens >= first + weight.shape[0])
-    local = (tokens - first).masked_fill(elsewhere, 0)
-    return nn.functional.embedding(local, weight).masked_fill(elsewhere.unsqueeze(-1), 0.0)
 
 
 def linear_with_grad_accumulation_and_async_allreduce(

@@ -7,13 +7,13 @@ decisions depend only on the step's loss and norm, which are equal on all ranks,
 import math
 from collections import deque
 from dataclasses import replace
-from pathlib import Path
 from statistics import median
 
 from megatron_core.checkpoint import find_checkpoint
 from megatron_core.checkpoint.folder import iteration_folder
 from megatron_core.config import CheckpointConfig
 from megatron_core.errors import MegatronError
+from megatron_core.storage import location
 from megatron_core.training.callbacks import Callback
 from megatron_core.training.saving import CheckpointSaver
 from megatron_core.training.setup import Run
@@ -109,7 +109,7 @@ class BadSteps(Callback):
             skipped_iterations=state.skipped_iterations - 1,
             skipped_samples=state.skipped_samples - size.batch_size,
         )
-        into = CheckpointConfig(save=str(Path(settings.save) / FOLDER), no_save_optim=True)
+        into = CheckpointConfig(save=str(location(settings.save) / FOLDER), no_save_optim=True)
         saver = CheckpointSaver(
             replace(run.config, checkpoint=into),
             run.data_parallel,

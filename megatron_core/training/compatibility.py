@@ -20,6 +20,7 @@ from megatron_core.errors import CheckpointError
 from megatron_core.models.hf import HuggingFaceReader
 from megatron_core.models.hf.reader import CONFIG
 from megatron_core.parallel.texts import listed
+from megatron_core.storage import local_copy, location
 from megatron_core.tokenizers.companions import TEMPLATE_FILE
 
 KINDS = field_types()
@@ -154,7 +155,7 @@ def stored_config(folder: Path) -> RunConfig:
     state = Manifest.read(folder / MANIFEST).state
     settings = check_state(state, folder)
     config = RunConfig.from_flat({name: value for name, value in settings.items() if name in KINDS})
-    data, kept = config.data, folder / "tokenizer"
+    data, kept = config.data, local_copy(folder / "tokenizer")
     files = {name: getattr(data, name) for name in ("tokenizer_model", "vocab_file", "merge_file")}
     for name, path in files.items():
         if path is not None and kept.is_dir():
@@ -171,7 +172,7 @@ def open_model(load: str, step: int | None = None) -> tuple[CheckpointReader | H
 
     Errors: ``CheckpointError`` if there is no checkpoint.
     """
-    if (Path(load) / CONFIG).is_file():
+    if (location(load) / CONFIG).is_file():
         weights = HuggingFaceReader(load)
         return weights, weights.config
     reader = open_newest(load, step, device=torch.device("cpu"))
@@ -198,7 +199,7 @@ def settings_folder(settings: CheckpointConfig) -> Path | None:
     """
     if settings.load is None:
         return None
-    temporary = settings.temporary_folder(settings.load) if settings.local_folder is None else None
+    temporary = location(settings.temporary_folder(settings.load)) if settings.local_folder is None else None
     return find_newest(settings.load, settings.ckpt_step, temporary, verify=settings.verify_checkpoint)
 
 

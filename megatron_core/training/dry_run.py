@@ -16,6 +16,7 @@ from megatron_core.config.partition import describe
 from megatron_core.config.rules_fp8 import describe_fp8
 from megatron_core.config.validate import check, without_data
 from megatron_core.errors import LayoutError, MegatronError
+from megatron_core.locations import path_of
 from megatron_core.models import GPTModel
 from megatron_core.models.build import build_stages
 from megatron_core.optimizer.loss_scale import ConstantLossScale
@@ -152,7 +153,8 @@ def warnings(config: RunConfig) -> Iterator[str]:
             yield f"a vocabulary of {ASSUMED_VOCABULARY:,} tokens is assumed (--vocab-size overrides it): {error}"
     for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
         prefixes = [path for path in getattr(data, name) if not path.replace(".", "", 1).isdigit()]
-        absent = [path for path in prefixes if not Path(f"{path}.idx").is_file()]
+        here = {path: file for path in prefixes if (file := path_of(f"{path}.idx")) is not None}
+        absent = [path for path, file in here.items() if not file.is_file()]
         if absent:
             yield f"{name}: there is no {', '.join(f'{path}.idx' for path in absent)} on this machine"
     for name in ("data_args_path", "per_split_data_args_path", "data_phases"):
@@ -160,7 +162,8 @@ def warnings(config: RunConfig) -> Iterator[str]:
         if path is not None and not Path(path).is_file():
             yield f"{name}: there is no {path} on this machine"
     load = config.checkpoint.load
-    if load is not None and not Path(load).is_dir():
+    folder = None if load is None else path_of(load)
+    if folder is not None and not folder.is_dir():
         ends = "is an error" if config.checkpoint.needs_checkpoint else "starts from scratch"
         yield f"load: there is no folder {load} on this machine; without a checkpoint, training {ends}"
 

@@ -5,7 +5,6 @@ import json
 import os
 import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from megatron_core.errors import ConfigError, MegatronError
@@ -48,8 +47,8 @@ class FailureLog(Callback):
 
     def __init__(self, run: Run) -> None:
         self.run, config = run, run.config
-        save = config.checkpoint.save
-        self._path = Path(save) / FILE if save is not None else None
+        folder = config.checkpoint.run_folder
+        self._path = folder / FILE if folder is not None else None
         settings = replace(config, checkpoint=config.checkpoint.for_resume()).flat()
         self._digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
         self._attempts = self._read()

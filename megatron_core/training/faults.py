@@ -15,6 +15,7 @@ from megatron_core.config.resilience import FAULTS_ON_LINKS
 from megatron_core.errors import ConfigError
 from megatron_core.parallel.links.faults import LinkFault
 from megatron_core.parallel.links.recorder import LINKS
+from megatron_core.storage import location
 from megatron_core.training.callbacks import Callback
 from megatron_core.training.setup import Run
 from megatron_core.training.step import StepResult
@@ -122,7 +123,7 @@ class Faults(Callback):
     def after_save(self, temporary: bool, saved: bool) -> None:
         """Damage the checkpoint, if this fault is due."""
         self.close()
-        folder = iteration_folder(Path(self.run.config.checkpoint.save or "."), self.run.state.iteration)
+        folder = iteration_folder(location(self.run.config.checkpoint.save or "."), self.run.state.iteration)
         part = folder / rank_file(self.run.world.rank)
         if self._damage in ("truncated-write", "flip-bit"):
             _damage(part, self._damage)

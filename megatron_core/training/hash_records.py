@@ -30,7 +30,7 @@ class HashRecords(Callback):
             return
         state = StateHashes(run.stages, run.data_parallel, run.optimizer, run.groups)
         self._steps = HashedSteps(state, by_tensor=self.settings.record_hashes_by_tensor)
-        metrics = metrics_path(self.settings, run.config.checkpoint.save)
+        metrics = metrics_path(self.settings, run.config.checkpoint.run_folder)
         assert metrics is not None, "validated: there is a file"
         if run.world.rank == 0:
             about = {

@@ -50,8 +50,8 @@ class LinkChecks(Callback):
         LINKS.end()
 
     def after_run(self) -> None:
-        """Compare what the last step has left."""
-        if self._has_records:
+        """Compare what the last step and the evaluations have left."""
+        if self._has_records or LINKS.seals_messages:
             self.run.data_parallel.finish_param_sync()
             self._compare()
 

@@ -223,7 +223,7 @@ class MemorySnapshots(Callback):
 
     def _write(self, kinds: dict[str, int], activations: dict[str, int], step: int) -> Path:
         run = self.run
-        folder = Path(run.config.checkpoint.save or ".") / "memory"
+        folder = (run.config.checkpoint.run_folder or Path(".")) / "memory"
         make_folder(folder)
         path = folder / f"rank{run.world.rank:05d}_step{step:07d}.json"
         if run.world.device.type == "cuda":

@@ -33,6 +33,7 @@ from megatron_core.training.compatibility import (
 from megatron_core.training.data import DatasetsProvider
 from megatron_core.training.loop import evaluate_only, train
 from megatron_core.training.memory_report import describe_memory
+from megatron_core.training.run_files import fetch_run_files
 from megatron_core.training.setup import Run, set_up
 from megatron_core.transformer.layer_spec import LayerSpecs, layer_spec
 
@@ -87,11 +88,16 @@ def pretrain(
     sinks: list[Sink] = []
     if config.checkpoint.save and not config.training.skip_train:
         run.saver.open(is_new=run.state.iteration == 0)
+        if world.local_rank == 0:
+            fetch_run_files(config)
     with lenient_output():
         if world.rank == 0:
             introduce(run)
             sinks = build_sinks(
-                config.monitor, config.checkpoint.save, start_iteration=run.state.iteration, settings=run.config.flat()
+                config.monitor,
+                config.checkpoint.run_folder,
+                start_iteration=run.state.iteration,
+                settings=run.config.flat(),
             )
         sinks = [LenientSink(sink) for sink in sinks]
         try:

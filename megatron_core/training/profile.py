@@ -22,7 +22,7 @@ class Profile:
 
     def __init__(self, run: Run) -> None:
         self.run, self.settings = run, run.config.monitor
-        self.folder = Path(self.settings.profile_dir or Path(run.config.checkpoint.save or ".") / "profile")
+        self.folder = Path(self.settings.profile_dir or (run.config.checkpoint.run_folder or Path(".")) / "profile")
         self._wanted = self.settings.profile
         self._own = not self.settings.profile_ranks or run.world.rank in self.settings.profile_ranks
         if self._wanted and self._own:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import platform
 import time
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from megatron_core.monitor.device import (
     current_memory_bytes,
     measure_product_rate,
     peak_memory_bytes,
+    share_of_cores,
     total_memory_bytes,
 )
 from megatron_core.monitor.events import Sink, StepEvent, ValidationEvent
@@ -53,7 +55,7 @@ class Measurements(Callback):
         run = self.run
         if not self.settings.record_times:
             return
-        metrics = metrics_path(self.settings, run.config.checkpoint.save)
+        metrics = metrics_path(self.settings, run.config.checkpoint.run_folder)
         path = None if metrics is None else rank_file(metrics, run.world.rank)
         earlier = read_rank_file(path, []) if path is not None and path.is_file() else []
         for record in earlier:
@@ -131,6 +133,9 @@ class Measurements(Callback):
             if stored is not None and (stored.device, stored.dtype) == (name, dtype) and stored.is_measured:
                 return stored
         rate = measure_product_rate(device, getattr(torch, dtype))
+        if device.type == "cpu":
+            ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.run.world.size))
+            rate *= share_of_cores(ranks, torch.get_num_threads())
         return ReferenceRate(rate, name, dtype, f"{MEASURED}{self.run.state.iteration}")
 
     def _about(self) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Writing checkpoints of a run, before the next step or in the background."""
 
+import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -33,6 +34,7 @@ from megatron_core.errors import CheckpointError, ConfigError, MegatronError
 from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.output_file import make_folder
 from megatron_core.parallel.texts import all_agree, tell_all, tell_from
+from megatron_core.storage import in_storage, location
 from megatron_core.tensor_parallel.amax_history import AmaxHistories
 from megatron_core.tokenizers.base import Tokenizer
 from megatron_core.tokenizers.companions import files_to_store
@@ -78,7 +80,7 @@ class CheckpointSaver:
     @property
     def folder(self) -> Path:
         """The folder of ``save``."""
-        return Path(self.config.checkpoint.save or ".")
+        return location(self.config.checkpoint.save or ".")
 
     def open(self, *, is_new: bool = False) -> None:
         """Create and lock the folders, once; ``is_new``: earlier fast-restart checkpoints are of other runs.
@@ -92,7 +94,7 @@ class CheckpointSaver:
         if self.data.groups.rank == 0:
             folders["save"] = self.folder
             if restarts_fast and local is None:
-                folders["non_persistent_global_ckpt_dir"] = settings.temporary_folder(str(self.folder))
+                folders["non_persistent_global_ckpt_dir"] = location(settings.temporary_folder(str(self.folder)))
         if local is not None:
             self._hosts = meet(local, self.data.device)
             if self._hosts.is_first:
@@ -130,14 +132,12 @@ class CheckpointSaver:
             refuse_foreign(f"{setting}={str(folder)!r}", folder)
             if setting != "save":
                 refuse_other_checkpoints(setting, folder, self.folder, self._runs)
-            make_folder(folder)
-            lock = FolderLock(folder, setting)
+            lock = self._lock(setting, folder)
         except OSError as error:
             return f"{setting}={str(folder)!r} cannot be written: {error}; give another folder"
         except CheckpointError as error:
             return str(error)
-        self._locks.append(lock)
-        if lock.unsupported:
+        if lock is not None and lock.unsupported:
             note(f"{folder} cannot be locked ({lock.unsupported}): other runs must not save there")
         else:
             remove_hidden(folder)
@@ -145,13 +145,25 @@ class CheckpointSaver:
             self._replaced += tuple(iteration_folder(folder, number) for number in complete_iterations(folder))
         return ""
 
+    def _lock(self, setting: str, folder: Path) -> FolderLock | None:
+        """Create and lock ``folder``; object storage has no locks, but must be writable."""
+        if in_storage(folder) is not None:
+            probe = folder / f".{uuid.uuid4().hex}"
+            probe.write_bytes(b"x")
+            probe.unlink()
+            return None
+        make_folder(folder)
+        self._locks.append(FolderLock(folder, setting))
+        return self._locks[-1]
+
     def keep_config(self) -> None:
         """Write the configuration for resuming this run to the folder of the checkpoints."""
         named = f"save={str(self.folder)!r}"
+        folder = self.config.checkpoint.run_folder or Path(".")
         try:
-            make_folder(self.folder)
+            make_folder(folder)
             resumed = replace(self.config, checkpoint=self.config.checkpoint.for_resume())
-            write_config(resumed, self.folder / CONFIG, named)
+            write_config(resumed, folder / CONFIG, named)
         except OSError as error:
             raise ConfigError(f"{named} cannot be written: {error}; give another folder") from None
         self._keeps_config = True
@@ -205,7 +217,7 @@ class CheckpointSaver:
         self.data.finish_param_sync()
         settings, groups = self.config.checkpoint, self.data.groups
         save = Save(
-            settings.temporary_folder(str(self.folder)) if temporary else self.folder,
+            location(settings.temporary_folder(str(self.folder))) if temporary else self.folder,
             state.iteration,
             self._manifest_state(state) | ({"run": self._run} if temporary else {}),
             rank=groups.rank,

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.parallel.grid import DENSE_AXES, EXPERT_AXES
 from megatron_core.parallel.sharding import spec_of
 from megatron_core.parallel.texts import listed, tell_all
+from megatron_core.storage import location, real
 from megatron_core.tensor_parallel.amax_history import AmaxHistories
 from megatron_core.training.compatibility import (
     changed_settings,
@@ -200,7 +200,7 @@ def _open_stored(settings: CheckpointConfig, load: str, device: torch.device) ->
     """Open the newest intact checkpoint, in the memory of the hosts or in the folder ``load``."""
     step, local, verify = settings.ckpt_step, settings.local_folder, settings.verify_checkpoint
     if local is None:
-        return open_newest(load, step, settings.temporary_folder(load), verify=verify, device=device)
+        return open_newest(load, step, location(settings.temporary_folder(load)), verify=verify, device=device)
     found: CheckpointReader | None = open_copies(local, load, step, verify=verify, device=device)
     if found is not None:
         return found
@@ -222,8 +222,9 @@ def _refuse_other_runs(settings: CheckpointConfig, *, found: bool) -> None:
     """Raise ``CheckpointError`` if ``save`` holds checkpoints of a run that this run does not resume."""
     if settings.save is None or settings.overwrite_checkpoints:
         return
-    save, load = Path(os.path.realpath(settings.save)), Path(os.path.realpath(settings.load or ""))
-    resumes = found and settings.load is not None and not settings.finetune and save in (load, load.parent)
+    save, load = location(settings.save), location(settings.load or "")
+    is_same = real(save) in (real(load), os.path.dirname(real(load)))
+    resumes = found and settings.load is not None and not settings.finetune and is_same
     there = () if resumes else complete_iterations(save)
     if there:
         raise CheckpointError(

@@ -7,20 +7,25 @@ micro-batches in flight therefore need few graphs. All graphs of a stage share o
 after another: memory that must outlive a replay is referenced from here, the rest is reused by the next replay.
 
 Gradients of weights are added to ``main_grad`` inside of the graph. Dropout needs no generator, since its masks are
-functions of positions, which are inputs. The first calls of a layer run without graph: they choose kernels and allocate
-their workspaces. Evaluation, generation and micro-batches of other shapes never use graphs.
+functions of positions, which are inputs. Collectives of tensor and context parallelism are part of the graphs; the
+ranks of a group capture and replay in the same order, because they run the same micro-batches. The first calls of a
+layer run without graph: they choose kernels, allocate their workspaces and connect the ranks. Evaluation, generation
+and micro-batches of other shapes never use graphs.
 Source: Megatron Core's ``CudaGraphManager`` for one graph per layer and micro-batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from megatron_core.parallel.flight_recorder import RECORDER, Note
+from megatron_core.parallel.meter import METER
 from megatron_core.tensor_parallel.linear import main_grad_of
 from megatron_core.transformer.block import TransformerLayer
 from megatron_core.transformer.context import SequenceContext
@@ -92,6 +97,30 @@ class StageGraphs:
         self._free.sort(key=lambda each: each.number)
 
 
+class _Graph:
+    """A CUDA graph, and the messages to other ranks that each of its replays sends."""
+
+    def __init__(self) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        self._sent: list[tuple[str, float]] = []
+        self._calls: list[Note] = []
+
+    @contextmanager
+    def captured(self, pool: Any) -> Iterator[None]:
+        """Capture the enclosed code."""
+        # Other threads may call CUDA: NCCL's watchdog, and copies of offloading.
+        graph = torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local")
+        with METER.capturing() as self._sent, RECORDER.capturing() as self._calls, graph:
+            yield
+
+    def replay(self) -> None:
+        """Run the captured code."""
+        RECORDER.repeat(self._calls)
+        for name, size in self._sent:
+            METER.sent(name, size)
+        self._graph.replay()
+
+
 class CallGraph:
     """The forward graph and the backward graph of one function in one slot."""
 
@@ -106,16 +135,12 @@ class CallGraph:
             (x.detach() if in_place else x.detach().clone()).requires_grad_()
             for x, in_place in zip(inputs, self.reads_in_place, strict=True)
         ]
-        self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        with torch.enable_grad(), self._capture(self._forward):
+        self._forward, self._backward = _Graph(), _Graph()
+        with torch.enable_grad(), self._forward.captured(stage.pool):
             self._output = function(*self._inputs, slot.context)
         stage.outputs.add(self._output.data_ptr())
         self._grad_output: Tensor | None = None
         self._grad_inputs: tuple[Tensor | None, ...] = ()
-
-    def _capture(self, graph: Any) -> Any:
-        # Other threads may call CUDA: NCCL's watchdog, and copies of offloading.
-        return torch.cuda.graph(graph, pool=self._stage.pool, capture_error_mode="thread_local")
 
     def run_forward(self, inputs: Sequence[Tensor]) -> Tensor:
         """Compute the output for ``inputs``; it is valid until the slot's next micro-batch."""
@@ -138,7 +163,7 @@ class CallGraph:
         )
 
     def _capture_backward(self) -> None:
-        with self._capture(self._backward):
+        with self._backward.captured(self._stage.pool):
             # The saved tensors stay in memory: the next replays of the forward write them.
             found = torch.autograd.grad(
                 self._output,

@@ -11,7 +11,7 @@ from megatron_core.parallel.collectives import (
 )
 from megatron_core.parallel.sharding import allocate, split
 from megatron_core.tensor_parallel.invariant_linear import invariant_lookup
-from megatron_core.tensor_parallel.layers import vocab_parallel_lookup
+from megatron_core.tensor_parallel.lookup import vocab_parallel_lookup
 from megatron_core.transformer.block import TransformerLayer
 from megatron_core.transformer.context import LayerContext, SequenceContext
 from megatron_core.transformer.layer_spec import LayerSpecs

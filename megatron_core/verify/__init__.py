@@ -5,6 +5,7 @@ from megatron_core.verify.bits import BitsReport, BitsRow, HashedExperiment, che
 from megatron_core.verify.gpt import GPTExperiment, fitting_layouts, trace_training
 from megatron_core.verify.module import ModelUnderTest, ModuleExperiment
 from megatron_core.verify.parity import Experiment, ParityReport, Row, check_parity
+from megatron_core.verify.programs import Comparison, compare
 from megatron_core.verify.ranks import RankFailure, run_ranks, this_world
 from megatron_core.verify.shrink import shrunk
 from megatron_core.verify.trace import RankTrace, Trace, assemble

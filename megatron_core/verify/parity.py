@@ -123,8 +123,8 @@ def check_parity(
 ) -> ParityReport:
     """Run ``experiment`` in one process and under each of ``layouts``, and compare.
 
-    ``dtype`` is float64, float32 or bfloat16; ``device`` is cpu, cuda (NCCL, one GPU per rank) or simulated (all ranks
-    in one process, for large worlds); ``backend`` is auto or, on the CPU, gloo. ``timeout`` is that of a layout whose
+    ``dtype`` is float64, float32 or bfloat16; ``device`` is cpu, cuda (NCCL, one GPU per rank) or simulated (ranks
+    are threads, for large worlds); ``backend`` is auto or, on the CPU, gloo. ``timeout`` is that of a layout whose
     ranks are processes. ``on_row`` is called with each row. A layout that fails to run gives a row with faults.
     Errors: ``RankFailure`` if the experiment fails in one process; ``ConfigError`` if its results are unsuitable for a
     comparison: a loss that is not finite, or a parameter whose gradients are all 0.

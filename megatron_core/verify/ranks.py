@@ -22,7 +22,7 @@ from megatron_core.parallel import World
 from megatron_core.parallel.launch import join
 from megatron_core.parallel.simulated.divided import run_divided
 
-DIVIDED = 128
+DIVIDED = 64
 """Ranks of a simulated world from which on it is divided over processes."""
 MOST_PROCESSES = 16
 

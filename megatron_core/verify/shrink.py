@@ -133,7 +133,7 @@ def _heads(model: ModelConfig, tp: int, head_ranks: int) -> tuple[int, int]:
     """Numbers of heads and of key-value groups; a rank that has whole groups keeps one."""
     old = heads = model.num_attention_heads
     if heads > MOST_HEADS or heads % head_ranks:
-        heads = lcm(MOST_HEADS, head_ranks)
+        heads = head_ranks * max(MOST_HEADS // head_ranks, 1)
     if model.num_query_groups is None:
         return heads, heads
     groups = _groups(model.num_query_groups, old, heads, tp)

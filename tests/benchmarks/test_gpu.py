@@ -97,7 +97,8 @@ def test_without_a_gpu_the_rest_is_left_out(tmp_path: Path) -> None:
 def test_only_names_stages(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--list", "--only", "speed gpt", "train muon"]) == 0
     assert capsys.readouterr().out.split("\n")[:-1] == [
-        *("train muon", "speed gpt 1b", "speed gpt 1b fp8", "speed gpt 1b compiled", "speed gpt 1b, cuda graphs")
+        *("train muon", "speed gpt 1b", "speed gpt 1b fp8", "speed gpt 1b compiled", "speed gpt 1b, cuda graphs"),
+        "speed gpt 1b, window, bounded scores",
     ]
     with pytest.raises(SystemExit):
         main(["--only", "sped"])

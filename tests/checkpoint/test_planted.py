@@ -175,7 +175,7 @@ DEFECTS = (
     ),
     Defect(
         "tensors are renamed before they are on disk",
-        "checkpoint.hashes:HashingFile.close",
+        "checkpoint.hashes:_DiskFile.close",
         "os.fsync(self._file.fileno())",
         "pass",
         what_is_published_is_on_disk,
@@ -183,28 +183,28 @@ DEFECTS = (
     Defect(
         "the folder is renamed before its names are on disk",
         "checkpoint.writer:Save.complete",
-        "sync_folder(self.partial)",
+        "sync_folder(self.contents)",
         "pass",
         what_is_published_is_on_disk,
     ),
     Defect(
         "the tracker names a checkpoint that has not its name yet",
         "checkpoint.writer:Save.publish",
-        "self.partial.rename(self.final)\n    track(self.folder, self.iteration)",
-        "track(self.folder, self.iteration)\n    self.partial.rename(self.final)",
+        "before = self._give_name()\n    track(self.folder, self.iteration)",
+        "track(self.folder, self.iteration)\n    before = self._give_name()",
         what_is_published_is_on_disk,
     ),
     Defect(
         "old checkpoints go before the new one is tracked",
         "checkpoint.writer:Save.publish",
-        "before = hide(self.final)",
-        "before = hide(self.final)\n    drop_old(self.folder, self.iteration, keep_last=1, keep_every=None)\n"
+        "before = self._give_name()",
+        "before = self._give_name()\n    drop_old(self.folder, self.iteration, keep_last=1, keep_every=None)\n"
         "    remove(self.folder / 'iter_0000001')",
         what_is_published_is_on_disk,
     ),
     Defect(
         "an iteration's checkpoint is deleted before the new one has its name",
-        "checkpoint.writer:Save.publish",
+        "checkpoint.writer:Save._give_name",
         "before = hide(self.final)",
         "remove(self.final)\n    before = hide(self.final)",
         an_iteration_saved_anew_stays_there,
@@ -234,7 +234,7 @@ DEFECTS = (
         "the old checkpoint of an iteration goes before the new one is complete",
         "checkpoint.writer:Save.prepare",
         "self.partial.mkdir(parents=True)",
-        "remove(self.final)\n    self.partial.mkdir(parents=True)",
+        "remove(self.final)\n        self.partial.mkdir(parents=True)",
         a_save_that_fails_leaves_the_one_before,
     ),
 )

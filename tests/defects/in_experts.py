@@ -186,6 +186,14 @@ IN_EXPERTS = (
         ),
     ),
     Defect(  # C6
+        "choices of experts count once for each rank of a sequence",
+        "transformer.moe.balance:balancing_loss",
+        "all_reduce_(both, sequence_group)",
+        "all_reduce_(both, sequence_group); both[..., :-1] *= sequence_group.size()",
+        "experts, tp2 sp ep2 etp1",
+        "C6",
+    ),
+    Defect(  # C6
         "the balance of a sequence counts those of other ranks, too",
         "transformer.moe.balance:balancing_loss",
         "all_reduce_(both, sequence_group)",

@@ -29,7 +29,7 @@ IN_FP8 = (
         "all_reduce_(amax, columns, maximum=True)",
         "pass",
         "rowwise, tp2",
-        culprit="output of decoder.layers.0.self_attention",
+        culprit="output of decoder.layers.0.",
     ),
     Defect(
         "expert matrices are scaled by each rank's part",
@@ -37,7 +37,7 @@ IN_FP8 = (
         "(ALONE, etp) if splits_output else (etp, ALONE)",
         "(ALONE, ALONE)",
         "rowwise, experts, etp2",
-        culprit="output of decoder.layers.0.mlp",
+        culprit="output of decoder.layers.?.mlp",
     ),
     Defect(  # C49
         "histories are those of each rank's micro-batches",
@@ -90,7 +90,7 @@ IN_FP8 = (
         "self.scale.mT",
         "self.scale.reshape(self.scale.mT.shape)",
         "blockwise, tp2",
-        culprit="gradient of the output of ",
+        culprit="gradient of the output of  or output of decoder.layers.0.self_attention",
     ),
     Defect(
         "the first and the last layer are in FP8, too",

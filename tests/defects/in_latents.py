@@ -65,7 +65,7 @@ IN_LATENTS = (
         "parts.append(_ahead(split.local(labels if parts is found[0] else masks), ahead).to(device))",
         "cp2 tp2 sp, multi-token prediction",
         "C5 C25",
-        culprit="gradient of the output of *mtp",
+        culprit="output of mtp",
     ),
     Defect(
         "later tokens of the next document count",
@@ -83,7 +83,7 @@ IN_LATENTS = (
         "is_copy=post_process and self.mtp is None",
         "multi-token prediction, untied, pp2",
         "C11",
-        culprit="initial weight embedding.word_embeddings",
+        culprit="initial weight mtp.word_embeddings or initial weight embedding.word_embeddings",
     ),
     Defect(
         "each part of a split sequence predicts from the tokens of the first",

@@ -141,7 +141,7 @@ IN_LAYERS = (
     ),
     Defect(  # C21
         "tokens of another rank look up row 0 here",
-        "tensor_parallel.layers:vocab_parallel_lookup",
+        "tensor_parallel.lookup:vocab_parallel_lookup",
         ".masked_fill(elsewhere.unsqueeze(-1), 0.0)",
         "",
         "tp2",

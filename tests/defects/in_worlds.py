@@ -22,6 +22,8 @@ class WorldDefect:
     """A layout of at most eight ranks on the same axes."""
     flags: dict[str, object] = field(default_factory=dict)
     """Further settings of the model."""
+    culprit: str = ""
+    """As in ``Defect``, or a failure of the large layout."""
 
 
 EXPERTS = {
@@ -41,6 +43,7 @@ IN_WORLDS = (
         "dp32 ep16 pp2 zero1",
         "dp4 ep2 pp2 zero1",
         EXPERTS,
+        culprit="*every rank belongs to one group",
     ),
     WorldDefect(
         "ranks of a group are sorted as texts",
@@ -49,6 +52,7 @@ IN_WORLDS = (
         "sorted(map(sum, product(*steps)), key=str)",
         "tp8 pp8",
         "tp2 pp4",
+        culprit="output of decoder.layers or *one whole model or deadlock",
     ),
     WorldDefect(
         "the embedding group of more than four stages ends one stage early",
@@ -57,6 +61,7 @@ IN_WORLDS = (
         "pipeline[end] - (len(pipeline) > 4 and end != 0) for end in ends",
         "tp8 pp8",
         "tp2 pp4",
+        culprit="*tied weights are on the pipeline ranks",
     ),
     WorldDefect(
         "instances of more than eight ranks are joined to others",
@@ -66,6 +71,7 @@ IN_WORLDS = (
         "dp64 zero1",
         "dp8 zero1",
         {"num_distributed_optimizer_instances": 4},
+        culprit="deadlock: *in sum_over_instances",
     ),
     # Parts of tensors and sequences.
     WorldDefect(
@@ -75,6 +81,7 @@ IN_WORLDS = (
         "(rank, 2 * size - 1 - min(rank, 7))",
         "cp16 dp4",
         "cp8",
+        culprit="output of embedding or output of decoder.layers.0.self_attention",
     ),
     WorldDefect(
         "dropout repeats after eight parts of a sequence",
@@ -84,6 +91,7 @@ IN_WORLDS = (
         "tp16 pp4 sp",
         "tp8 sp",
         {"hidden_dropout": 0.1},
+        culprit="output of embedding",
     ),
     WorldDefect(
         "the vocabulary of ranks after the eighth begins too early",
@@ -92,6 +100,7 @@ IN_WORLDS = (
         "first = min(group.rank(), 8) * columns",
         "tp16 pp4",
         "tp8",
+        culprit="*; the loss is wrong before it or the loss that is reported",
     ),
     WorldDefect(
         "each part of the experts is held by the ranks of another one, too",
@@ -101,6 +110,7 @@ IN_WORLDS = (
         "dp16 ep16 pp4",
         "dp8 ep8",
         EXPERTS,
+        culprit="output of decoder.layers.0.mlp or *dispatch",
     ),
     # Copies and shards.
     WorldDefect(
@@ -110,6 +120,7 @@ IN_WORLDS = (
         "self.data_parallel_rank % 16) * size",
         "dp64 zero1",
         "dp8 zero1",
+        culprit="the samples of the step",
     ),
     WorldDefect(
         "every thirty-second copy counts in the norm",
@@ -118,6 +129,7 @@ IN_WORLDS = (
         "self.dp_group.rank() % 32 == 0)",
         "dp64",
         "dp8",
+        culprit="the gradient norm",
     ),
     WorldDefect(
         "buckets are padded for at most 32 shards",
@@ -126,6 +138,7 @@ IN_WORLDS = (
         "round_up(end, self.end_multiple if self.end_multiple <= 32 else 32)",
         "tp2 dp36 zero1",
         "tp2 dp4 zero1",
+        culprit="*in start_reduce: LayoutError: a reduce-scatter",
     ),
     # Pipelines.
     WorldDefect(
@@ -135,5 +148,6 @@ IN_WORLDS = (
         "self._up if receiver > min(self.index, 8) else",
         "pp16 v2 tp4 sp",
         "pp8",
+        culprit="deadlock*p2p or *message",
     ),
 )

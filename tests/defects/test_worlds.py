@@ -50,7 +50,7 @@ def test_64_ranks_compute_what_one_process_computes() -> None:
 BY_NAME = {defect.name: defect for defect in IN_WORLDS}
 
 
-@pytest.mark.whole_matrix
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", BY_NAME)
 def test_large_worlds_find(name: str, record_property) -> None:
     defect = BY_NAME[name]

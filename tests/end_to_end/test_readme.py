@@ -1,4 +1,4 @@
-"""Run every command of the README and of docs/train.md, at a size suitable for a test."""
+"""Run every command of the README, of docs/train.md and of the pages by task, at a size suitable for a test."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ SMALL = "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --num-query-gro
 SMALLER = f"{SMALL} --lr-warmup-iters 0 --micro-batch-size 1 --global-batch-size 4 --eval-iters 1"
 
 
-def _commands() -> list[str]:
-    """The commands of both pages, each once, in order."""
-    blocks = re.findall(r"```bash\n(.*?)```", README + TRAIN, flags=re.DOTALL)
+def _commands(pages: str = README + TRAIN) -> list[str]:
+    """The commands of pages, each once, in order."""
+    blocks = re.findall(r"```bash\n(.*?)```", pages, flags=re.DOTALL)
     lines = [line.split("  #")[0].strip() for block in blocks for line in block.splitlines() if line.strip()]
     return list(dict.fromkeys(lines))
 
@@ -136,3 +136,15 @@ def test_layers_alone(tmp_path: Path) -> None:
     script = tmp_path / "layers.py"
     script.write_text(f"{code}\nassert out.shape == x.shape and bias is None\n")
     _run(ROOT, f"python -m torch.distributed.run --standalone --nproc-per-node 2 {script}")
+
+
+@pytest.mark.drawn(1)
+@pytest.mark.parametrize("page", ["debug.md", "continue.md"])
+def test_commands_of_a_page_run(page: str, clone: Path) -> None:
+    """In the order of the page; the run with a planted fault ends at its last step."""
+    commands = _commands((ROOT / "docs" / page).read_text())
+    assert len(commands) >= 4
+    for command in commands:
+        _run(clone, command)
+    if page == "debug.md":
+        assert (clone / "runs/fault/latest_checkpointed_iteration.txt").read_text() == "6"

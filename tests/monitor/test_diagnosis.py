@@ -205,3 +205,20 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("no metrics\n")
     with pytest.raises(DataError, match=r"notes.txt has no records of a run"):
         read_run(tmp_path / "notes.txt")
+
+
+def test_a_change_gains_at_most_what_it_saves_of_the_cause(tmp_path: Path) -> None:
+    """Of 4 tensor-parallel ranks 2 remain, whose collectives send (2 - 1) / 2 over (4 - 1) / 4 of the bytes of before,
+    for twice the tokens of a replica; twice the batch halves the sums of gradients per token."""
+    planted = PLANTED["exposed communication over tp"][0]
+    settings = {"tensor_model_parallel_size": 4, "hidden_size": 256, "num_attention_heads": 32}
+    sent = [{"tp all_reduce": Traffic(100, 1e9, 0.3, 0.3)}] * 4
+    phases = [{"forward": 0.1, "backward": 0.2}] * 4
+    folder = write_run(tmp_path / "tp", phases, traffic=sent, config=planted.get("config", {}) | settings)
+    first = _diagnosis(folder).findings[0]
+    gains = [change.gain for change in first.changes if change.settings.get("tensor_model_parallel_size") == 2]
+    assert first.share == pytest.approx(0.5) and gains and max(gains) < 0.8 * first.share
+    sent = [{"dp all_reduce": Traffic(1, 1e9, 0.3, 0.3)}] * 2
+    first = _diagnosis(write_run(tmp_path / "dp", phases[:2], traffic=sent, config={})).findings[0]
+    (gain,) = (change.gain for change in first.changes if "global_batch_size" in change.settings)
+    assert first.share == pytest.approx(0.5) and 0.2 < gain <= 0.25 + 1e-9

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from pathlib import Path
@@ -79,6 +80,27 @@ def test_records_that_are_missing_are_said(tmp_path: Path) -> None:
     assert "there is no breakdown of time" in _sections(report(folder))["summary"]
 
 
+def test_several_runs_and_layouts(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Each run has its name; rates of different layouts are not connected."""
+    folders = [_run(tmp_path / name / "run") for name in "abc"]
+    out = tmp_path / "report.html"
+    assert main([str(folders[0]), "--compare", *map(str, folders[1:]), "--out", str(out)]) == 0
+    text = out.read_text()
+    rows = " ".join(_sections(text)["comparison"].split())
+    assert "this run b/run c/run step (ms)" in rows and "The same settings." in rows
+    assert "tokens per second of" not in text and "training of b/run" in text
+    metrics = folders[0] / "metrics.jsonl"
+    records = [json.loads(line) | {"utilisation": 0.5, "goodput": 0.9} for line in metrics.read_text().splitlines()]
+    metrics.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    before = report(folders[0]).count("<polyline")
+    for record in records[len(records) // 2 :]:
+        record["layout"] = "dp2 <zero1>"
+    metrics.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    text = report(folders[0])
+    assert text.count(">dp2 &lt;zero1&gt;</text>") == 4, "marks in the charts of loss, rates and goodput"
+    assert text.count("<polyline") == before + 2, "gaps in tokens per second and utilisation"
+
+
 def _trained(folder: str) -> None:
     run = tiny_run(
         pipeline_model_parallel_size=2, train_iters=3, eval_iters=1, save=folder, trace_pipeline=f"{folder}/trace"
@@ -104,5 +126,10 @@ def test_numbers_and_charts() -> None:
     gap = chart({"loss": [(1, 2.0), (2, float("nan")), (3, 1.0), (4, 0.5)]}, "x", "y")
     assert gap.count("<polyline") == 2 and chart({}, "x", "y").count("svg") == 0
     labels = re.findall(r'text-anchor="end">([^<]*)<', chart({"loss": [(1, 0.3), (5, 2.4)]}, "x", "y"))
-    assert labels == ["1.00", "2.00", "5"], "round numbers, and the last x"
+    assert labels == ["1.00", "2.00"], "round numbers"
+    pair = chart({"a": [(1, 1.0), (2, math.nan), (24, 2.0)]}, "x", "y", [(13, "<tp2>"), (99, "outside")])
+    at = dict(re.findall(r'<text x="([\d.]+)" y="\d+" text-anchor="middle">([\d,]+)<', pair))
+    assert list(at.values()) == ["10", "20"] and "&lt;tp2&gt;" in pair and "outside" not in pair
+    begin, end = map(float, at)
+    assert end - begin == pytest.approx(10 / 23 * 632, abs=0.2)
     assert "width:50.000%" in bars({"a": {"x": 1.0, "y": 1.0}, "b": {"x": 1.0}}, "s")

@@ -12,6 +12,7 @@ import torch
 
 from megatron_core.config.validate import problems
 from megatron_core.monitor import rank_records
+from megatron_core.monitor.device import share_of_cores
 from megatron_core.monitor.goodput import Goodput
 from megatron_core.monitor.jsonl import JsonLinesSink
 from megatron_core.monitor.rank_records import RankWriter, rank_file, read_run
@@ -257,3 +258,9 @@ def test_settings_that_leave_nothing_to_trace() -> None:
     assert "profile_step_start=5" in first and "profile_ranks=[2]" in second and "0 to 1" in second
     (sentence,) = problems(tiny_config(log_straggler=True, record_times=False), 1)
     assert "cannot be used with --no-record-times" in sentence and not list(problems(tiny_config(profile=True), 1))
+
+
+def test_ranks_that_share_cores() -> None:
+    """The capacity of a host does not depend on the number of its ranks once they use all cores."""
+    assert [share_of_cores(ranks, 1, cores=2) for ranks in (1, 2, 4, 8)] == [1.0, 1.0, 0.5, 0.25]
+    assert share_of_cores(2, 4, cores=4) == 0.5 and share_of_cores(1, 1) == 1.0

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor
 
+from megatron_core.ops import native
 from megatron_core.ops.attention import causal_attention, has_native_attention
 
 BOUND = 2e-5
@@ -22,10 +25,31 @@ def formula(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return (scores.masked_fill(hidden, -torch.inf).softmax(-1) @ value).permute(2, 0, 1, 3).flatten(2)
 
 
-@pytest.mark.parametrize(
-    ("length", "batch", "heads", "groups", "channels"),
-    [(1, 1, 1, 1, 8), (7, 2, 2, 1, 24), (48, 1, 2, 2, 16), (129, 2, 4, 2, 40), (300, 1, 3, 3, 72)],
-)
+@pytest.fixture
+def without_avx512(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Use the library that a processor with AVX2 uses."""
+
+    def forget() -> None:
+        native.library.cache_clear()
+        native._entry.cache_clear()
+
+    monkeypatch.setattr(native, "LEVELS", dict.fromkeys(native.LEVELS, ("avx2",)))
+    forget()
+    yield
+    forget()
+
+
+SHAPES = [(1, 1, 1, 1, 8), (7, 2, 2, 1, 24), (48, 1, 2, 2, 16), (129, 2, 4, 2, 40), (300, 1, 3, 3, 72)]
+
+
+@pytest.mark.usefixtures("without_avx512")
+def test_the_library_for_avx2_is_the_formula() -> None:
+    assert native.library_path("cpu", torch.float32).name != "libmegatron_cpu_avx512.so"
+    for shape in SHAPES[1:4]:
+        test_native_attention_is_the_formula(*shape)
+
+
+@pytest.mark.parametrize(("length", "batch", "heads", "groups", "channels"), SHAPES)
 def test_native_attention_is_the_formula(length: int, batch: int, heads: int, groups: int, channels: int) -> None:
     """Lengths below, at and above the sizes of blocks; scores far from 0; inputs as views of one projection."""
     random = torch.Generator().manual_seed(5)
@@ -66,6 +90,28 @@ def test_native_attention_is_equal_for_any_threads_and_batch() -> None:
         torch.set_num_threads(threads)
     part = results(slice(1, 2), slice(2, 4))
     assert all(torch.equal(own, each[:, 1:2, 2:4]) for own, each in zip(part, everything, strict=True))
+
+
+def test_shared_keys_have_equal_gradients_for_any_threads_and_batch() -> None:
+    """With one group of keys, heads are divided over threads; their gradients are added in the order of heads."""
+    query, key, value = torch.randn(130, 2, 5, 24), torch.randn(130, 2, 1, 24), torch.randn(130, 2, 1, 24)
+    given, threads = torch.randn(130, 2, 120), torch.get_num_threads()
+
+    def results(samples: slice) -> list[Tensor]:
+        own = [x[:, samples].requires_grad_() for x in (query, key, value)]
+        out = causal_attention(*own)
+        return [out, *torch.autograd.grad(out, own, given[:, samples])]
+
+    try:
+        torch.set_num_threads(1)
+        expected = results(slice(None))
+        for count in (2, 3, 8):
+            torch.set_num_threads(count)
+            assert all(map(torch.equal, results(slice(None)), expected)), count
+            alone = results(slice(1, 2))
+            assert all(torch.equal(own, each[:, 1:]) for own, each in zip(alone, expected, strict=True)), count
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_other_cases_have_no_kernel() -> None:

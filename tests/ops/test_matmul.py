@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_core.ops import input_grad, linear
+from megatron_core.ops import input_grad, linear, matmul
 from megatron_core.ops.matmul import MIN_MULTIPLICATIONS
 
 ROWS, INPUTS, OUTPUTS = 64, 256, 512
@@ -28,8 +28,10 @@ def strided(*shape: int) -> dict[str, Tensor]:
 BIASES = {"none": None, "unaligned": torch.randn(OUTPUTS + 1)[1:], "strided": torch.randn(2 * OUTPUTS)[::2]}
 
 
+@pytest.mark.parametrize("is_intel", [False, True])
 @pytest.mark.parametrize("bias", BIASES)
-def test_linear_is_the_product_in_float64(bias: str) -> None:
+def test_linear_is_the_product_in_float64(bias: str, is_intel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matmul, "_is_intel", lambda: is_intel)
     added = BIASES[bias]
     assert 2 * ROWS * INPUTS * OUTPUTS >= MIN_MULTIPLICATIONS, "large enough for oneDNN"
     with torch.no_grad():
@@ -41,3 +43,15 @@ def test_linear_is_the_product_in_float64(bias: str) -> None:
                 grad = torch.randn(ROWS, 2, OUTPUTS)
                 error = (input_grad(grad, weight) - grad.double() @ weight.double()).abs().max().item()
                 assert error < BOUND, of_weight
+
+
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="torch's products elsewhere")
+def test_mkl_multiplies_on_processors_of_intel(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight, used = torch.randn(64, 512), torch.randn(512, 512), []
+    monkeypatch.setattr(matmul, "_onednn_linear", lambda x, *given: used.append(x) or x)
+    for is_intel in (False, True):
+        monkeypatch.setattr(matmul, "_is_intel", lambda found=is_intel: found)
+        with torch.no_grad():
+            linear(x, weight)
+            input_grad(x, weight)
+        assert len(used) == 2  # both products, of the first turn only

@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import _engine_run_backward, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -303,6 +303,16 @@ def _is_gpu(device: Any) -> bool:
     return device is not None and (isinstance(device, int) or torch.device(device).type == "cuda")
 
 
+def _gradients(outputs: Any, inputs: Any, grad_outputs: Any = None, retain_graph: Any = None, **options: Any) -> Any:
+    """torch.autograd.grad, which would turn off the mode of ``Factories`` in the backward of Python functions."""
+    assert not any(options.get(name) for name in ("create_graph", "is_grads_batched", "materialize_grads")), options
+    outputs, inputs = ([each] if isinstance(each, Tensor) else list(each) for each in (outputs, inputs))
+    grads = [grad_outputs] if isinstance(grad_outputs, Tensor) else grad_outputs
+    grads = [torch.ones_like(each) for each in outputs] if grads is None else list(grads)
+    given = tuple(outputs), tuple(grads), bool(retain_graph), False, tuple(inputs), bool(options.get("allow_unused"))
+    return _engine_run_backward(*given, accumulate_grad=False)
+
+
 class Factories(TorchFunctionMode):
     """Creates tensors on ``device``."""
 
@@ -323,6 +333,9 @@ class Factories(TorchFunctionMode):
             with self:  # otherwise off here, and so in the backward of Python functions
                 kwargs["grad_tensors"] = kwargs.pop("gradient", None)
                 return torch.autograd.backward(*args, **kwargs)
+        if func is torch.autograd.grad:
+            with self:
+                return _gradients(*args, **kwargs)
         outer, FRAME.inner = FRAME.inner, device is None and any(isinstance(each, OnGPU) for each in _tensors(args))
         try:
             result = func(*args, **kwargs)

@@ -7,6 +7,7 @@ host and copies between host and device during a capture are errors.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -49,6 +50,15 @@ class CUDAGraph:
             self._own[id(each)] = each
         self._own |= {id(each): each for each in found}
         self._entries.append((func, args, kwargs, outputs))
+
+    def note_collective(self, collective: Any, args: Any, kwargs: Any) -> Any:
+        """Record a collective over memory of the CPU; its handle is complete."""
+        if collective.__name__ in ("isend", "irecv", "send", "recv"):
+            raise RuntimeError(f"a capture of {collective.__name__} is not simulated")
+        self.changes(args[0])
+        given = kwargs | {"async_op": False}
+        self.note(collective, args, given, collective(*args, **given))
+        return SimpleNamespace(wait=lambda: True) if kwargs.get("async_op") else None
 
     def end(self) -> None:
         """Undo what the capture has computed."""

@@ -146,6 +146,9 @@ def _over_gpu(collective: Callable) -> Callable:
 
     def checked(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = mapped(memory, args), mapped(memory, kwargs)
+        if LOG.capture is not None:
+            with torch._C.DisableTorchFunction():
+                return LOG.capture.note_collective(collective, args, kwargs)
         is_late = kwargs.get("async_op") or collective.__name__ in ("isend", "irecv")
         with torch._C.DisableTorchFunction():
             return Late(collective, args, kwargs) if is_late else collective(*args, **kwargs)

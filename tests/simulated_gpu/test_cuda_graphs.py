@@ -5,24 +5,34 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from megatron_core.config import RunConfig
 from megatron_core.config.validate import problems
 from megatron_core.errors import ConfigError
+from megatron_core.parallel import World
+from megatron_core.parallel.flight_recorder import RECORDER
+from megatron_core.parallel.meter import METER
+from megatron_core.training.setup import set_up
+from megatron_core.training.step import train_step
 from megatron_core.transformer import cuda_graphs
 from megatron_core.verify.ranks import RankFailure, run_ranks
 from tests.defects.plant import planted
 from tests.parity import rows
-from tests.parity.moe_rows import EP2, MIXTRAL
-from tests.parity.rows import GQA2, MODERN, PP2, SDPA, V2, ZERO
+from tests.parity.context_rows import CP2, GATHER, HEADS
+from tests.parity.moe_rows import EP2, ETP1, MIXTRAL
+from tests.parity.rows import GQA2, MODERN, PP2, SDPA, SP, TP2, V2, ZERO
 from tests.runs import tiny_config, tiny_run
 from tests.simulated_gpu.device import LOG
-from tests.simulated_gpu.features import BF16, OVERLAP
+from tests.simulated_gpu.features import BASE, BF16, OVERLAP
 from tests.simulated_gpu.runtime import simulated_gpu
 from tests.simulated_gpu.test_training import train
 
 GRAPHS: dict[str, Any] = {"cuda_graph_impl": "local", "cuda_graph_warmup_steps": 1}
 ATTENTION, HALVES = {"cuda_graph_modules": ("attn",)}, {"cuda_graph_modules": ("attn", "mlp")}
 FOUR = {"global_batch_size": 8, "num_layers": 4}
+DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "mlp")}
 
 
@@ -66,6 +76,11 @@ TWO_RANKS: dict[str, tuple[dict[str, Any], list[list[int]]]] = {
     "dp2 zero1, overlap": (ZERO | OVERLAP, [[2, 2 * 1 * 2], [2, 2 * 1 * 2]]),
     "pp2, 2 chunks": (PP2 | V2 | FOUR | rows.OVERLAP, [[4 + 2, 2 * 7 * 2], [2 + 2, 2 * 7 * 2]]),
     "dp2 ep2": (EP2 | MIXTRAL, [[2, 2 * 1 * 2], [2, 2 * 1 * 2]]),
+    "tp2": (TP2 | DROPOUT, [[2, 2 * 3 * 2]] * 2),
+    "tp2 sp": (TP2 | SP | MODERN | GQA2 | SELECTIVE, [[2, 2 * 3 * 2]] * 2),
+    "tp2 ep2": (TP2 | SP | EP2 | ETP1 | MIXTRAL, [[2, 2 * 3 * 2]] * 2),
+    "cp2 gathered": (CP2 | GATHER | MODERN, [[2, 2 * 3 * 2]] * 2),
+    "cp2 heads": (CP2 | HEADS | MODERN, [[2, 2 * 3 * 2]] * 2),
 }
 
 
@@ -77,6 +92,42 @@ def test_graphs_in_layouts(name: str) -> None:
     found = run_ranks(2, captured, layout, graphs)
     assert max(difference for difference, _ in found) < 1e-4
     assert [count for _, count in found] == counts
+
+
+def messages(settings: dict[str, Any]) -> tuple[dict[str, tuple[int, float]], dict[str, int]]:
+    """Calls and bytes of the collectives of three steps by name, and the recorded calls by channel."""
+    with simulated_gpu():
+        world = World(dist.get_rank(), dist.get_world_size(), local_rank=0, device=torch.device("cuda", 0))
+        run = set_up(RunConfig.from_flat(BASE | settings), world)
+        METER.start(run.groups, world.device)
+        for _ in range(3):
+            train_step(run)
+        traffic = METER.take().traffic
+        METER.stop()
+    counts = dict(RECORDER.content()["counts"])
+    return {name: (each.calls, each.bytes) for name, each in traffic.items()}, counts
+
+
+@pytest.mark.drawn(1)
+@pytest.mark.parametrize("layout", [TP2 | SP, CP2 | HEADS], ids=["tp2 sp", "cp2 heads"])
+def test_messages_of_graphs_are_counted(layout: dict[str, Any]) -> None:
+    for found, expected in zip(run_ranks(2, messages, layout | GRAPHS), run_ranks(2, messages, layout), strict=True):
+        assert found == expected and sum(calls for calls, _ in found[0].values()) > 50
+
+
+def planted_messages(place: str, old: str, new: str, settings: dict[str, Any]) -> Any:
+    with planted(place, old, new):
+        return messages(settings)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("METER.sent(name, size)", "pass"), ("RECORDER.repeat(self._calls)", "pass")],
+    ids=["traffic", "recorder"],
+)
+def test_finds_messages_that_are_not_counted(old: str, new: str) -> None:
+    place, layout = "transformer.cuda_graphs:_Graph.replay", TP2 | SP
+    assert run_ranks(2, planted_messages, place, old, new, layout | GRAPHS) != run_ranks(2, messages, layout)
 
 
 def planted_difference(place: str, old: str, new: str, settings: dict[str, Any], graphs: dict[str, Any]) -> float:
@@ -126,9 +177,13 @@ def test_refused_on_a_cpu() -> None:
         ({"pipeline_model_parallel_size": 2, "pipeline_schedule": "zb_h1"}, "pipeline_schedule=zb_h1"),
         ({"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}, "recompute_gran"),
         ({"compile": True}, "--compile"),
+        ({"context_parallel_size": 2}, "cp_comm_type=p2p"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_cannot_be_captured_is_refused(settings: dict[str, Any], fault: str) -> None:
+    assert not any("cuda_graph" in each for each in problems(tiny_config(**GRAPHS | TP2), 2))
+    (unconnected,) = problems(tiny_config(cuda_graph_impl="local", cuda_graph_warmup_steps=0, **TP2), 2)
+    assert "cuda_graph_warmup_steps=0" in unconnected and "use 1 or more" in unconnected
     found = list(problems(tiny_config(cuda_graph_impl="local", **settings), 2))
     assert any("cuda_graph_impl=local cannot be used with" in each and fault in each for each in found), found

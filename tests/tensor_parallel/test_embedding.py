@@ -11,6 +11,7 @@ from megatron_core.errors import DataError, LayoutError
 from megatron_core.parallel.groups import Group, LocalGroup
 from megatron_core.tensor_parallel import ModelParallelConfig, VocabParallelEmbedding
 from megatron_core.tensor_parallel.layers import vocabulary_per_rank
+from megatron_core.tensor_parallel.lookup import vocab_parallel_lookup
 from megatron_core.verify.ranks import run_ranks
 
 VOCAB, HIDDEN, BATCH, LENGTH = 9, 6, 3, 8
@@ -97,3 +98,22 @@ def _look_up_wrong_ids() -> None:
 def test_an_id_outside_the_vocabulary_is_an_error(size: int) -> None:
     """Also the id of a padding row, and an id that no rank has, for which the sum over ranks would be zero."""
     run_ranks(size, _look_up_wrong_ids)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1, 2])
+def test_gradient_of_a_table_is_added_row_by_row(size: int, dtype: torch.dtype) -> None:
+    """Repeated tokens and rows of other ranks, compared with the gradient of torch in float64; another one is kept."""
+    torch.manual_seed(0)
+    tokens, given = torch.randint(0, 20, (3, 40)), torch.randn(3, 40, 6).to(dtype)
+    weight = torch.nn.Parameter(torch.randn(20 // size, 6).to(dtype))
+    exact = weight.detach().double().requires_grad_()
+    weight.main_grad = torch.ones(20 // size, 6)
+    first = 10 * (size - 1)
+    found = vocab_parallel_lookup(tokens, weight, first, size, in_place=True)
+    expected = vocab_parallel_lookup(tokens, exact, first, size)
+    assert torch.equal(found.double(), expected)
+    found.backward(given)
+    expected.backward(given.double())
+    assert weight.grad is None
+    torch.testing.assert_close(weight.main_grad.double(), exact.grad + 1, rtol=1e-6, atol=1e-5)

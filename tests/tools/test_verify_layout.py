@@ -142,6 +142,8 @@ def test_the_stages_of_a_run_are_checked_as_they_are(verify: Verify) -> None:
     assert note in verify(*flags, "--layouts", "tp2").stdout
     options, given = Options(steps=1), parse_run_config(list(flags[:2] + flags[4:]))
     assert task_of(given, options).own_settings["pipeline_model_parallel_layout"] == "Ettt|tL"
+    chunks = [*flags[:2], *flags[4:6], "--pipeline-model-parallel-layout", "Et|t|tt|L"]
+    assert str(task_of(parse_run_config(chunks), options).layouts[0]) == "pp2 v2"
 
 
 def test_the_overlap_of_a_run_is_checked_as_it_is() -> None:
@@ -186,6 +188,8 @@ def test_a_model_that_one_process_cannot_train(verify: Verify, monkeypatch: pyte
         (("--world-size", "2", "4"), "several values of --world-size need --all"),
         (("--layouts", "tp2", "--num-attention-heads", "3", "--vocab-size", "9", "--full-size"), "num_attention_heads"),
         (("--layouts", "tp2", "--no-such-flag"), "no-such-flag"),
+        (("--layouts", "tp11", "tp13"), "give 'tp11', 'tp13' in separate commands"),
+        (("--layouts", "dp8", "--num-distributed-optimizer-instances", "2"), "has no effect without --zero-stage"),
     ],
 )
 def test_wrong_command_lines(verify: Verify, args: tuple[str, ...], message: str) -> None:

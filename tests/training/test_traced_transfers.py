@@ -14,6 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from benchmarks.offloading import on_a_device
+from megatron_core.commands.show_schedule import main
 from megatron_core.parallel import collectives
 from megatron_core.parallel.transfer import Lane
 from megatron_core.schedules.trace import read_trace
@@ -22,7 +23,6 @@ from megatron_core.verify.ranks import run_ranks
 from tests.defects.plant import planted
 from tests.parity.moe_rows import EP2, MIXTRAL
 from tests.runs import tiny_run
-from tools.show_schedule import main
 
 STEPS, DELAY = 2, 0.004
 EXPERTS = MIXTRAL | EP2 | {"zero_stage": 3}

@@ -70,6 +70,10 @@ class Meeting:
         if kind == "all-reduce":
             self.results = [_reduced(values, self.signature.detail)] * size
         elif kind == "reduce-scatter":
+            if self.signature.numel % size:
+                raise LayoutError(
+                    f"a {self.signature} over {size} ranks needs a multiple of {size} elements; pad the tensor"
+                )
             self.results = list(_reduced(values, self.signature.detail).view(size, -1))
         elif kind == "all-gather":
             self.results = [torch.cat([each.view(-1) for each in values])] * size

@@ -16,8 +16,8 @@ from megatron_core.parallel.collectives import copy_to_region, gather_channels, 
 from megatron_core.parallel.groups import Group, ParallelGroups
 from megatron_core.parallel.sharding import ShardSpec, Split, replicated, spec_of, split, split_fused
 from megatron_core.tensor_parallel.fp8 import FP8Products
-from megatron_core.tensor_parallel.layers import vocab_parallel_lookup
 from megatron_core.tensor_parallel.linear import parallel_linear
+from megatron_core.tensor_parallel.lookup import vocab_parallel_lookup
 from megatron_core.training.engine.module import broadcast_from_first
 from megatron_core.training.engine.tensor_plan import Plan, plan_of
 

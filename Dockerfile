@@ -1,0 +1,57 @@
+# Images with the built wheel: CPU (`docker build --target cpu .`) and CUDA (`docker build .`, the default).
+# This file is checked by tests/examples/test_dockerfile.py and hadolint; no engine has built it yet, see docs/containers.md.
+ARG PYTHON_IMAGE=python:3.12.12-slim-bookworm
+ARG CUDA_IMAGE=nvidia/cuda:12.8.1-devel-ubuntu24.04
+
+FROM ${PYTHON_IMAGE} AS wheel
+SHELL ["/bin/bash", "-o", "pipefail", "-c"]
+# The distribution's compiler builds the native kernels; its version is that of the pinned base image's release.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends g++ make \
+    && rm -rf /var/lib/apt/lists/*
+WORKDIR /source
+COPY pyproject.toml README.md LICENSE ./
+COPY csrc csrc
+COPY megatron_core megatron_core
+RUN pip install --no-cache-dir build==1.3.0 \
+    && python -m build --wheel --outdir /wheels
+
+FROM ${PYTHON_IMAGE} AS cpu
+RUN useradd --create-home --uid 1000 trainer
+COPY --from=wheel /wheels /wheels
+# The wheel has no version to pin: it is the one of this source.
+# hadolint ignore=DL3013
+RUN pip install --no-cache-dir --extra-index-url https://download.pytorch.org/whl/cpu torch==2.8.0+cpu \
+    && wheel=$(find /wheels -name "*.whl") \
+    && pip install --no-cache-dir "${wheel}[fast,server,storage]" \
+    && rm -rf /wheels
+COPY examples /workspace/examples
+COPY pretrain_gpt.py /workspace/
+WORKDIR /workspace
+USER 1000
+CMD ["megatron-doctor"]
+
+FROM ${CUDA_IMAGE} AS cuda
+SHELL ["/bin/bash", "-o", "pipefail", "-c"]
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends g++ make python3.12 python3.12-dev python3.12-venv \
+    && rm -rf /var/lib/apt/lists/* \
+    && python3.12 -m venv /opt/venv \
+    && userdel --remove ubuntu \
+    && useradd --create-home --uid 1000 trainer
+ENV PATH=/opt/venv/bin:$PATH
+WORKDIR /source
+COPY pyproject.toml README.md LICENSE ./
+COPY csrc csrc
+COPY megatron_core megatron_core
+# The kernels for GPUs are compiled here, by the image's nvcc. The package is this source and has no version to pin.
+# hadolint ignore=DL3013
+RUN pip install --no-cache-dir --extra-index-url https://download.pytorch.org/whl/cu128 torch==2.8.0+cu128 \
+    && pip install --no-cache-dir ".[fast,server,storage]"
+COPY examples /workspace/examples
+COPY pretrain_gpt.py /workspace/
+WORKDIR /workspace
+USER 1000
+CMD ["megatron-doctor"]

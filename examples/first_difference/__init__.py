@@ -1,0 +1,1 @@
+"""Programs with other libraries' parallelism whose public bugs ``megatron_core.verify.compare`` locates."""

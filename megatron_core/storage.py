@@ -1,0 +1,313 @@
+"""Files in object storage, such as ``s3://bucket/folder``, through fsspec. Files of this machine remain ``Path``.
+
+``StoragePath`` has the part of ``Path``'s interface that checkpoints and token files use. Every error of a service is
+an ``OSError`` whose text says what to do.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path, PurePosixPath
+from typing import Any, cast
+
+from megatron_core.errors import ConfigError, shortened
+from megatron_core.locations import cache_folder, path_of
+
+READ_BYTES = 2**25
+"""Bytes of one request while a file is read from start to end."""
+_EXTRA = 'install "megatron-native[storage]"'
+
+
+@dataclass(frozen=True)
+class Status:
+    """The part of ``os.stat_result`` that an object has."""
+
+    st_size: int
+
+
+class StoragePath:
+    """An object or a folder of objects. A folder exists as long as it has an object.
+
+    There is no rename, and an object appears with its whole content when its writer is closed.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.scheme, _, key = url.partition("://")
+        self._key = "/".join(part for part in key.split("/") if part)
+        self._files = _file_system(self.scheme, os.getpid())
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self._key}"
+
+    def __repr__(self) -> str:
+        return f"StoragePath({str(self)!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, StoragePath) and str(self) == str(other)
+
+    def __hash__(self) -> int:
+        return hash(str(self))
+
+    def __lt__(self, other: StoragePath) -> bool:
+        return str(self) < str(other)
+
+    def __truediv__(self, name: str | PurePosixPath) -> StoragePath:
+        return StoragePath(f"{self}/{name}")
+
+    @property
+    def name(self) -> str:
+        """The last part of the key."""
+        return self._key.rpartition("/")[2]
+
+    @property
+    def parent(self) -> StoragePath:
+        """The folder of the object."""
+        return StoragePath(f"{self.scheme}://{self._key.rpartition('/')[0]}")
+
+    def with_name(self, name: str) -> StoragePath:
+        """The path with another last part."""
+        return self.parent / name
+
+    def with_suffix(self, suffix: str) -> StoragePath:
+        """The path with another suffix."""
+        return self.with_name(PurePosixPath(self.name).with_suffix(suffix).name)
+
+    def absolute(self) -> StoragePath:
+        """The path itself."""
+        return self
+
+    def is_symlink(self) -> bool:
+        """Whether it is a symbolic link: never."""
+        return False
+
+    def exists(self) -> bool:
+        """Whether the object or folder exists."""
+        with _named(self):
+            return bool(self._files.exists(str(self)))
+
+    def is_file(self) -> bool:
+        """Whether the object exists."""
+        with _named(self):
+            return bool(self._files.isfile(str(self)))
+
+    def is_dir(self) -> bool:
+        """Whether there are objects in the folder."""
+        with _named(self):
+            return bool(self._files.isdir(str(self)))
+
+    def stat(self) -> Status:
+        """The object's size. Errors: ``FileNotFoundError``."""
+        with _named(self):
+            return Status(int(self._files.info(str(self))["size"]))
+
+    def version(self) -> str:
+        """A text that changes when the object is written again."""
+        with _named(self):
+            return str(self._files.ukey(str(self)))
+
+    def iterdir(self) -> Iterator[StoragePath]:
+        """The objects and folders in the folder."""
+        with _named(self):
+            found = self._files.ls(str(self), detail=False)
+        return (each for each in map(self._with_key, found) if each != self)
+
+    def glob(self, pattern: str) -> Iterator[StoragePath]:
+        """The objects and folders that match."""
+        with _named(self):
+            found = self._files.glob(f"{self}/{pattern}")
+        return map(self._with_key, sorted(found))
+
+    def _with_key(self, key: str) -> StoragePath:
+        return StoragePath(f"{self.scheme}://{key}")
+
+    def read_bytes(self) -> bytes:
+        """The whole content."""
+        with _named(self):
+            return bytes(self._files.cat_file(str(self)))
+
+    def read_text(self) -> str:
+        """The whole content, decoded from UTF-8."""
+        return self.read_bytes().decode()
+
+    def read_range(self, start: int, length: int) -> bytes:
+        """``length`` bytes from byte ``start`` on, fewer at the end of the object."""
+        with _named(self):
+            return bytes(self._files.cat_file(str(self), start=start, end=start + length)) if length else b""
+
+    def write_bytes(self, data: bytes) -> None:
+        """Write the object at once."""
+        with _named(self):
+            self._files.pipe_file(str(self), data)
+
+    def write_text(self, text: str) -> None:
+        """Write the object at once, encoded as UTF-8."""
+        self.write_bytes(text.encode())
+
+    def writer(self) -> StorageWriter:
+        """A file for a large object, which is sent in parts."""
+        return StorageWriter(self)
+
+    def unlink(self, missing_ok: bool = False) -> None:
+        """Delete the object."""
+        try:
+            with _named(self):
+                self._files.rm_file(str(self))
+        except FileNotFoundError:
+            if not missing_ok:
+                raise
+
+    def remove_tree(self) -> None:
+        """Delete all objects in the folder; errors are ignored, as by ``shutil.rmtree(ignore_errors=True)``."""
+        with suppress(OSError), _named(self):
+            if self._files.exists(str(self)):
+                self._files.rm(str(self), recursive=True)
+
+
+class StorageWriter:
+    """Writes an object of any size in sequence, which appears when it is closed."""
+
+    def __init__(self, path: StoragePath) -> None:
+        self._path, self._is_open = path, True
+        with _named(path):
+            self._file = path._files.open(str(path), "wb")
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Append ``data``; return its number of bytes."""
+        with _named(self._path):
+            return int(self._file.write(data))
+
+    def close(self) -> None:
+        """Complete the object."""
+        with _named(self._path):
+            self._file.close()
+        self._is_open = False
+
+    def discard(self) -> None:
+        """Give up the object, unless it is closed."""
+        if self._is_open:
+            with suppress(Exception):  # the first error is the cause, and the service drops parts by itself
+                self._file.discard()
+            with suppress(AttributeError):  # files in memory have no such state
+                self._file.closed = True  # otherwise it would be sent when it is collected
+            self._is_open = False
+
+
+def location(text: str | Path) -> Path:
+    """The place that ``text`` names: a ``Path``, or for a URL such as s3://bucket/folder a ``StoragePath``.
+
+    The result is typed as ``Path``, because its users call only methods that both have. ``file://`` URLs are paths.
+    Errors: ``ConfigError`` if there is no support for the URL's scheme.
+    """
+    if isinstance(text, Path):
+        return text
+    path = path_of(text)
+    return cast(Path, StoragePath(text)) if path is None else path
+
+
+def real(path: Path) -> str:
+    """The path without symbolic links, or the URL, for comparisons."""
+    return str(path) if in_storage(path) is not None else os.path.realpath(path)
+
+
+def in_storage(path: Path) -> StoragePath | None:
+    """``path`` if it is in object storage, else None."""
+    return cast(object, path) if isinstance(cast(object, path), StoragePath) else None  # type: ignore[return-value]
+
+
+def read_part(path: Path, start: int, length: int) -> bytes:
+    """``length`` bytes of a file from byte ``start`` on, fewer at its end."""
+    remote = in_storage(path)
+    if remote is not None:
+        return remote.read_range(start, length)
+    with path.open("rb") as file:
+        file.seek(start)
+        return file.read(length)
+
+
+def local_copy(path: Path) -> Path:
+    """``path`` itself, or for an object its copy in the cache of this machine, which is made once per version.
+
+    A folder is copied with the objects directly in it. Errors: ``OSError``.
+    """
+    remote = in_storage(path)
+    if remote is None:
+        return path
+    if not remote.is_file():
+        copies = [local_copy(cast(Path, each)) for each in remote.iterdir()]
+        folder = _cached(str(remote), " ".join(map(str, copies))) / remote.name
+        folder.mkdir(parents=True, exist_ok=True)
+        for copy in copies:
+            with suppress(FileExistsError):
+                (folder / copy.name).symlink_to(copy)
+        return folder
+    copy = _cached(str(remote), remote.version()) / remote.name
+    if not copy.exists():
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=copy.parent, delete=False) as file:
+            try:
+                for start in range(0, remote.stat().st_size, READ_BYTES):
+                    file.write(remote.read_range(start, READ_BYTES))
+                file.close()
+                os.replace(file.name, copy)
+            except BaseException:
+                os.unlink(file.name)
+                raise
+    return copy
+
+
+def cached_folder(path: StoragePath) -> Path:
+    """Folder in the cache of this machine for the present version of an object."""
+    return _cached(str(path), path.version())
+
+
+def _cached(url: str, version: str) -> Path:
+    return cache_folder() / hashlib.sha256(f"{url} {version}".encode()).hexdigest()[:32]
+
+
+@cache
+def _file_system(scheme: str, process: int) -> Any:
+    """The file system of a scheme, once per process: after a fork the connections of the parent are unusable."""
+    import fsspec
+
+    try:
+        return fsspec.filesystem(scheme, use_listings_cache=False)
+    except ImportError as error:
+        raise ConfigError(f"{scheme}:// needs another package ({shortened(str(error))}); {_EXTRA}") from None
+    except ValueError:
+        known = ", ".join(f"{name}://" for name in ("s3", "gs", "file", "memory"))
+        raise ConfigError(f"{scheme}:// is not supported; give a folder, or a URL of {known}") from None
+
+
+@contextmanager
+def _named(path: StoragePath) -> Iterator[None]:
+    """Turn every exception of a service into an ``OSError`` with the path and the way out."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise FileNotFoundError(errno.ENOENT, _first(error) or "no such object", str(path)) from None
+    except PermissionError as error:
+        raise PermissionError(
+            errno.EACCES,
+            f"access was denied ({_first(error)}); check the credentials and their rights for this bucket",
+            str(path),
+        ) from None
+    except Exception as error:  # each service has exceptions of its own
+        raise OSError(
+            errno.EIO,
+            f"the object storage failed ({type(error).__name__}: {_first(error)}); check the network, the endpoint and "
+            "the credentials",
+            str(path),
+        ) from None
+
+
+def _first(error: BaseException) -> str:
+    lines = str(error).splitlines()
+    return shortened(re.sub(r"\s+", " ", lines[0])) if lines else ""

@@ -1,0 +1,83 @@
+"""The parts of a whole tensor that a rank may hold, given its index on each parallel axis."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Axis = tuple[int, int]
+"""This rank's index on an axis, and the number of ranks."""
+Array = TypeVar("Array", np.ndarray, Tensor)
+STRIDES = (1, 2, 3)
+"""Numbers of matrices that may be joined in a split dimension: gate and up, or queries, keys and values."""
+
+
+class Block(NamedTuple):
+    """A split of a parameter that is known."""
+
+    dim: int
+    stride: int
+    """Number of joined matrices, each of which is split."""
+
+
+def parts_of(
+    whole: np.ndarray, shape: Sequence[int], axes: Mapping[str, Axis], block: Block | None = None
+) -> Iterator[np.ndarray]:
+    """Yield the parts of ``whole`` with ``shape`` that a rank may hold; none if there are none.
+
+    Each dimension that is shorter is split over some of the axes, in blocks of equal size; over one axis also with
+    joined matrices, or in the order of causal context parallelism (blocks i and 2 n - 1 - i of 2 n on rank i of n).
+    """
+    if whole.ndim != len(shape) or any(a < b or a % max(b, 1) for a, b in zip(whole.shape, shape, strict=True)):
+        return
+    split = [dim for dim, (a, b) in enumerate(zip(whole.shape, shape, strict=True)) if a != b]
+    choices = [list(_indices(whole.shape[dim], shape[dim], axes, block, dim)) for dim in split]
+    for indices in product(*choices):
+        part = whole
+        for dim, index in zip(split, indices, strict=True):
+            part = part.take(index, axis=dim)
+        yield part
+
+
+def _indices(whole: int, own: int, axes: Mapping[str, Axis], block: Block | None, dim: int) -> Iterator[np.ndarray]:
+    """Yield the index arrays of a dimension of ``whole`` elements, of which this rank has ``own``."""
+    names = list(axes)
+    for chosen in _subsets(names):
+        ranks, index = 1, 0
+        for name in chosen:
+            index, ranks = index * axes[name][1] + axes[name][0], ranks * axes[name][1]
+        if ranks * own != whole:
+            continue
+        strides = (block.stride,) if block is not None and block.dim == dim else STRIDES
+        for stride in strides:
+            if own % stride == 0:
+                yield np.arange(whole).reshape(stride, ranks, -1)[:, index].reshape(-1)
+        if own % 2 == 0:
+            halves = np.arange(whole).reshape(2 * ranks, -1)
+            yield halves[[index, 2 * ranks - 1 - index]].reshape(-1)
+
+
+def _subsets(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """Ordered choices of one or two axes."""
+    yield from ((name,) for name in names)
+    yield from ((a, b) for a in names for b in names if a != b)
+
+
+def sliced(whole: Tensor, shape: Sequence[int], axes: Mapping[str, Axis], block: Block | None) -> Tensor:
+    """This rank's part of a parameter, split over ``tp`` as ``block`` says; rows that pad it at the end are 0."""
+    for dim, (a, b) in enumerate(zip(whole.shape, shape, strict=True)):
+        if a == b:
+            continue
+        index, ranks = axes.get("tp", (0, 1))
+        stride = block.stride if block is not None and block.dim == dim else 1
+        if b * ranks > a and stride == 1:  # a padded vocabulary
+            padding = whole.new_zeros(*whole.shape[:dim], b * ranks - a, *whole.shape[dim + 1 :])
+            whole = torch.cat([whole, padding], dim)
+        parts = whole.unflatten(dim, (stride, ranks, b // stride)).select(dim + 1, index)
+        whole = parts.flatten(dim, dim + 1)
+    return whole

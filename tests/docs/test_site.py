@@ -1,0 +1,49 @@
+"""The hooks of the web site: pages of the Python interface, and links that leave docs/."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SPEC = importlib.util.spec_from_file_location("site_hooks", ROOT / "docs" / "site_hooks.py")
+assert SPEC is not None and SPEC.loader is not None
+hooks = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(hooks)
+EMPTY = {"pipeline_parallel", "models", "drop_in", "preprocess", "tokenizers", "commands"}
+"""Packages without a page: they export few names or none, or the names of other projects."""
+
+
+@pytest.mark.parametrize("package", hooks.PACKAGES)
+def test_names_of_the_interface_can_be_imported(package: str) -> None:
+    names = hooks.exported_names(package)
+    exporter = importlib.import_module(".".join(filter(None, [hooks.PACKAGE, package])))
+    page = hooks.interface_page(package, "Title")
+    assert names and len(names) == len(set(names))
+    for path in names:
+        module, _, name = path.rpartition(".")
+        assert getattr(importlib.import_module(module), name) is getattr(exporter, name), path
+        assert f"\n::: {path}\n" in page
+
+
+def test_every_package_has_a_page_or_a_reason() -> None:
+    packages = {path.parent.name for path in (ROOT / hooks.PACKAGE).glob("*/__init__.py")}
+    assert packages == {name for name in hooks.PACKAGES if name} | EMPTY
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    pages = [str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")]
+    assert len(pages) > 50 and [page for page in pages if f" {page}\n" not in text] == []
+    entries = hooks.with_interface([{"Extend": ["extend.md", {"Python interface": "api"}]}])
+    assert entries[0]["Extend"][1]["Python interface"][0] == "api/megatron_core.md"
+
+
+def test_links_that_leave_the_folder_become_text() -> None:
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="book/index.md"))
+    kept = "[a](../train.md) [b](../train.md#while-it-runs) [c](https://x.y) ![d](../images/e.png)"
+    assert hooks.on_page_markdown(f"{kept} [rules](../../CONTRIBUTING.md#walks).", page) == f"{kept} rules."

@@ -1,0 +1,146 @@
+"""Checkpoints in object storage (in memory here): contents, order of the objects, retention, failures."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_core import parallel_state
+from megatron_core.checkpoint import CheckpointReader
+from megatron_core.checkpoint.folder import TRACKER, find_candidates
+from megatron_core.errors import CheckpointError
+from megatron_core.locations import CACHE_VARIABLE, run_folder
+from megatron_core.storage import StoragePath, StorageWriter, location
+from megatron_core.training.loop import train
+from tests.checkpoint.runs import stored
+from tests.runs import tiny_run
+
+
+@pytest.fixture
+def save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # two threads of a tiny model wait for each other on a busy machine
+    yield f"memory://bucket/{uuid.uuid4().hex}"
+    torch.set_num_threads(threads)
+    parallel_state.destroy_model_parallel()
+
+
+def names(save: str) -> list[str]:
+    """The objects below the folder."""
+    files = location(save)._files  # type: ignore[attr-defined]
+    root = save.removeprefix("memory:/")
+    return sorted(name.removeprefix(root + "/") for name in files.find(save))
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_the_same_checkpoint_as_on_disk(save: str, tmp_path: Path, async_save: bool) -> None:
+    settings: dict[str, object] = {"train_iters": 4, "save_interval": 1, "keep_last": 2, "async_save": async_save}
+    settings["lr_decay_style"] = "constant"
+    train(tiny_run(**settings, save=save), [])
+    train(tiny_run(**settings, save=str(tmp_path / "disk")), [])
+    found = [name for name in names(save) if not name.endswith((".jsonl", ".yaml"))]
+    files = ("manifest.json", "rank_00000.safetensors")
+    assert found == [*(f"iter_{n:07d}/{name}" for n in (3, 4) for name in files), TRACKER]
+    assert (location(save) / TRACKER).read_text() == "4"
+    disk = stored(tmp_path / "disk" / "iter_0000004")
+    with CheckpointReader(location(save) / "iter_0000004") as reader:
+        assert reader.verify() == []
+        assert disk.keys() == reader.manifest.tensors.keys()
+        for name, tensor in disk.items():
+            assert torch.equal(reader.read(name), tensor), name
+    # A resumed run equals an uninterrupted one, and its files are found again on another machine.
+    resumed = tiny_run(**(settings | {"train_iters": 6}), save=save, load=save)
+    assert resumed.state.iteration == 4
+    train(resumed, [])
+    whole = tiny_run(train_iters=6, lr_decay_style="constant")
+    train(whole, [])
+    for ours, theirs in zip(resumed.stages[0].parameters(), whole.stages[0].parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    assert (location(save) / TRACKER).read_text() == "6"
+
+
+def test_parts_of_tensors(save: str) -> None:
+    run = tiny_run(train_iters=1, save=save)
+    train(run, [])
+    reads: list[int] = []
+    with CheckpointReader(location(save) / "iter_0000001") as reader:
+        name = "model.embedding.weight" if "model.embedding.weight" in reader.manifest.tensors else ""
+        name = name or max(reader.manifest.tensors, key=lambda each: reader.manifest.tensors[each].shape[0])
+        tensor = reader.manifest.tensors[name]
+        part = reader._slice(tensor, tensor.boxes[0])
+        read = StoragePath.read_range
+        StoragePath.read_range = lambda *given: reads.append(given[2]) or read(*given)  # type: ignore[method-assign]
+        try:
+            rows = part[(slice(3, 7), *(slice(None) for _ in tensor.shape[1:]))]
+            inner = part[(slice(3, 7), *(slice(1, 2) for _ in tensor.shape[1:]))]
+        finally:
+            StoragePath.read_range = read  # type: ignore[method-assign]
+        whole = reader.read(name)
+    assert torch.equal(rows, whole[3:7])
+    assert torch.equal(inner, whole[(slice(3, 7), *(slice(1, 2) for _ in tensor.shape[1:]))])
+    assert reads == [4 * whole[0].nbytes] * 2
+
+
+def test_the_manifest_completes_a_checkpoint(save: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything else is stored before it, the tracker after it, and a save that fails leaves no objects."""
+    order: list[str] = []
+    close, write = StorageWriter.close, StoragePath.write_bytes
+    monkeypatch.setattr(StorageWriter, "close", lambda own: order.append(own._path.name) or close(own))
+    monkeypatch.setattr(StoragePath, "write_bytes", lambda own, data: order.append(own.name) or write(own, data))
+    train(tiny_run(train_iters=1, save=save), [])
+    at = [order.index(name) for name in ("rank_00000.safetensors", "rank_00000.report", "manifest.json", TRACKER)]
+    assert at == sorted(at)
+    before = names(save)
+
+    def full(own: StorageWriter, data: bytes) -> int:
+        raise OSError(5, "the object storage failed (ClientError: SlowDown)", str(own._path))
+
+    run = tiny_run(train_iters=3, save=save, load=save)
+    monkeypatch.setattr(StorageWriter, "write", full)
+    with pytest.raises(
+        CheckpointError, match=r"write its tensors of a checkpoint: .*ClientError: SlowDown.*iter_0000003"
+    ):
+        train(run, [])
+    assert [name for name in names(save) if not name.endswith(".jsonl")] == [
+        n for n in before if not n.endswith(".jsonl")
+    ]
+    assert [path.name for path in find_candidates(save).folders] == ["iter_0000001"]
+
+
+def test_incomplete_and_damaged_objects(save: str, capsys: pytest.CaptureFixture[str]) -> None:
+    train(tiny_run(train_iters=2, save=save, save_interval=1), [])
+    root = location(save)
+    (root / "iter_0000003" / "rank_00000.safetensors").write_bytes(b"left by a killed run")
+    (root / ".iter_0000003.incomplete" / "save_id").write_bytes(b"0")
+    tensors = root / "iter_0000002" / "rank_00000.safetensors"
+    data = bytearray(tensors.read_bytes())
+    data[-1] ^= 1
+    tensors.write_bytes(bytes(data))
+    resumed = tiny_run(train_iters=3, save=save, load=save)
+    assert resumed.state.iteration == 1
+    assert "skipped a damaged checkpoint: memory://" in capsys.readouterr().out
+    train(resumed, [])
+    assert not [name for name in names(save) if "incomplete" in name]
+    assert find_candidates(save).folders[0] == root / "iter_0000003"
+
+
+def test_another_run_is_not_replaced(save: str) -> None:
+    train(tiny_run(train_iters=1, save=save), [])
+    with pytest.raises(CheckpointError, match="holds checkpoints of another run, up to iteration 1"):
+        tiny_run(train_iters=1, save=save)
+    train(tiny_run(train_iters=2, save=save, overwrite_checkpoints=True), [])
+    assert [path.name for path in find_candidates(save).folders] == ["iter_0000002"]
+
+
+def test_other_files_are_on_this_machine(save: str) -> None:
+    assert run_folder(save).is_relative_to(run_folder(save).parents[1])
+    run = tiny_run(train_iters=1, save=save)
+    run.saver.keep_config()
+    train(run, [])
+    assert (run_folder(save) / "config.yaml").is_file()
+    assert "config.yaml" in names(save)
