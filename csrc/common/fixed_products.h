@@ -4,7 +4,7 @@
 #include "common/interface.h"
 
 namespace megatron {
-// A range of the inner index: offsets of its first elements in a and b, its length, and the number of additions after it.
+// A range of the inner index: the offsets of its first elements in a and b, its length, and the additions after it.
 struct InnerRange { int64_t a, b, length, additions; };
 }  // namespace megatron
 
