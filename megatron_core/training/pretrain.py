@@ -88,8 +88,7 @@ def pretrain(
     sinks: list[Sink] = []
     if config.checkpoint.save and not config.training.skip_train:
         run.saver.open(is_new=run.state.iteration == 0)
-        if world.local_rank == 0:
-            fetch_run_files(config)
+        fetch_run_files(config, world)
     with lenient_output():
         if world.rank == 0:
             introduce(run)
