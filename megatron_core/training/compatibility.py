@@ -155,7 +155,8 @@ def stored_config(folder: Path) -> RunConfig:
     state = Manifest.read(folder / MANIFEST).state
     settings = check_state(state, folder)
     config = RunConfig.from_flat({name: value for name, value in settings.items() if name in KINDS})
-    data, kept = config.data, local_copy(folder / "tokenizer")
+    data, kept = config.data, folder / "tokenizer"
+    kept = local_copy(kept) if kept.is_dir() else kept
     files = {name: getattr(data, name) for name in ("tokenizer_model", "vocab_file", "merge_file")}
     for name, path in files.items():
         if path is not None and kept.is_dir():
