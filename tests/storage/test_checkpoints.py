@@ -14,6 +14,7 @@ from megatron_core import parallel_state
 from megatron_core.checkpoint import CheckpointReader
 from megatron_core.checkpoint.folder import TRACKER, find_candidates, rank_file
 from megatron_core.checkpoint.writer import Save
+from megatron_core.commands import replay_step
 from megatron_core.errors import CheckpointError
 from megatron_core.locations import CACHE_VARIABLE, run_folder
 from megatron_core.storage import StoragePath, StorageWriter, location
@@ -156,6 +157,13 @@ def test_settings_of_a_checkpoint_without_tokenizer_files(save: str) -> None:
     run = tiny_run(train_iters=1, save=save)
     train(run, [])
     assert stored_config(location(save) / "iter_0000001").model == run.config.model
+
+
+def test_a_step_is_replayed(save: str, capsys: pytest.CaptureFixture[str]) -> None:
+    train(tiny_run(train_iters=2, save_interval=1, save=save), [])
+    capsys.readouterr()
+    assert replay_step.main([f"{save}/iter_0000001"]) == 0
+    assert capsys.readouterr().out.startswith("iteration 2, ")
 
 
 def test_other_files_are_on_this_machine(save: str) -> None:
