@@ -26,8 +26,10 @@ RUN pip install --no-cache-dir --extra-index-url https://download.pytorch.org/wh
     && wheel=$(find /wheels -name "*.whl") \
     && pip install --no-cache-dir "${wheel}[fast,server,storage]" \
     && rm -rf /wheels
-COPY examples /workspace/examples
-COPY pretrain_gpt.py /workspace/
+COPY --chown=1000 examples /workspace/examples
+COPY --chown=1000 tools /workspace/tools
+COPY --chown=1000 pretrain_gpt.py /workspace/
+RUN chown 1000 /workspace
 WORKDIR /workspace
 USER 1000
 CMD ["megatron-doctor"]
@@ -50,8 +52,10 @@ COPY megatron_core megatron_core
 # hadolint ignore=DL3013
 RUN pip install --no-cache-dir --extra-index-url https://download.pytorch.org/whl/cu128 torch==2.8.0+cu128 \
     && pip install --no-cache-dir ".[fast,server,storage]"
-COPY examples /workspace/examples
-COPY pretrain_gpt.py /workspace/
+COPY --chown=1000 examples /workspace/examples
+COPY --chown=1000 tools /workspace/tools
+COPY --chown=1000 pretrain_gpt.py /workspace/
+RUN chown 1000 /workspace
 WORKDIR /workspace
 USER 1000
 CMD ["megatron-doctor"]

@@ -1,12 +1,12 @@
 # quickstart: text -> tokens -> training on 4 ranks -> another layout -> generated text, in a few minutes
-# first-hour: text -> pretraining in four layouts -> fine-tuning on conversations -> a chat page; MINUTES=60 is its price
+# first-hour: text -> pretraining in four layouts -> fine-tuning on conversations -> a chat page; MINUTES (60) sets the time
 # test-fast:  for use while editing: tests in one process, and one layout against one process; under 90 s
 # test:       all tests that run without a GPU, WORKERS at a time (2); WORKERS=0 for one after another
 # verify-all: every layout of 2, 4 and 8 ranks (of experts: every pair of sizes and switches), every schedule, and all combinations of the operations' tests; writes docs/layouts*.md
 #             and the first wrong tensor of every planted defect
 #             and the bits of these layouts with --layout-invariant; writes docs/equal_bits_*.md
 #             and runs with planted bottlenecks, diagnosed; writes docs/bottlenecks.md
-# browser:    needs Chromium: the page of tools/serve.py in it
+# browser:    needs Chromium: tests the chat page in it
 # chaos:      kills random ranks of jobs that train and save, 1,000 times; writes what it saw to runs/chaos.json
 # docs:       pictures of docs/pipeline.md, one of them from a short training on two ranks
 # book:       runs the chapters of docs/book on two cores, and writes their pages and pictures

@@ -136,7 +136,7 @@ class Hour:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.folder = Path(settings.output)
+        self.folder = Path(settings.output).absolute()  # commands run in the clone's folder
         self.folder.mkdir(parents=True, exist_ok=True)
         self.corpus, self.prefix = self.folder / "corpus.jsonl", self.folder / "corpus"
         self.tokenizer, self.template = self.folder / "tokenizer.json", self.folder / "chat_template.jinja"
@@ -176,7 +176,7 @@ class Hour:
 
     def prepare_data(self) -> None:
         """Corpus, tokenizer, tokens, and conversations."""
-        folder = ["--folder", self.settings.corpus] if self.settings.corpus else []
+        folder = ["--folder", Path(self.settings.corpus).absolute()] if self.settings.corpus else []
         run("corpus", "tools/collect_corpus.py", *folder, "--output", self.corpus)
         run(
             "tokenizer", "tools/train_tokenizer.py", "--input", self.corpus, "--vocab-size", self.settings.vocab_size,
@@ -208,7 +208,7 @@ class Hour:
         ]  # fmt: skip
         for number, (name, layout) in enumerate(LAYOUTS.items(), 1):
             last = plan.pretraining * number // len(LAYOUTS)
-            load = ["--load", self.pretrained] if number > 1 else []
+            load = ["--load", self.pretrained] if number > 1 else ["--overwrite-checkpoints"]
             launch(f"pretraining, {name}", 2, *common, *layout, "--train-iters", last, "--eval-interval", last, *load)
 
     def fine_tune(self, plan: Plan) -> None:
@@ -223,7 +223,15 @@ class Hour:
         before = ["--skip-train", "--metrics-file", self.folder / "before.jsonl"]
         launch("conversations before fine-tuning", 2, *common, *before)
         rate = ["--lr", "1e-3", "--min-lr", "1e-5", "--lr-decay-style", "cosine", "--lr-warmup-iters", steps // 20]
-        often = ["--eval-interval", steps, "--log-interval", max(1, steps // 10), "--save", self.tuned]
+        often = [
+            "--eval-interval",
+            steps,
+            "--log-interval",
+            max(1, steps // 10),
+            "--save",
+            self.tuned,
+            "--overwrite-checkpoints",
+        ]
         launch("fine-tuning", 2, *common, *rate, *often)
 
     def prove(self, plan: Plan) -> None:

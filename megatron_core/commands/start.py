@@ -79,4 +79,7 @@ def _start_ranks(module: str, words: list[str]) -> NoReturn:
     if "RANK" in os.environ:
         sys.exit(f"{program()}: {NPROC} starts ranks, but torchrun has started this one; remove {NPROC}")
     torchrun = ["-m", "torch.distributed.run", "--standalone", NPROC, value, "-m", f"{__package__}.{module}"]
-    os.execv(sys.executable, [sys.executable, *torchrun, *words[:at], *rest])
+    # The ranks import this package, also if a script of another folder started it.
+    places = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(places)}
+    os.execve(sys.executable, [sys.executable, *torchrun, *words[:at], *rest], environment)

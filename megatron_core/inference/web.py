@@ -125,7 +125,7 @@ class Server:
         return JSONResponse({"status": "failed" if failed else "ok", **load}, 500 if failed else 200)
 
     async def models(self, request: Request) -> Response:
-        """Name and maximum length of the model, and whether it can chat."""
+        """Name and maximum length of the model, and whether it has a chat template."""
         own = {"id": self._protocol.model, "object": "model", "created": 0, "owned_by": "megatron_core"}
         length, chats = self._protocol.limits.max_length, self._protocol.template is not None
         return JSONResponse({"object": "list", "data": [{**own, "max_model_len": length, "has_chat_template": chats}]})

@@ -25,6 +25,7 @@ async function start() {
       at("form").requestSubmit();
     }
   };
+  at("form").addEventListener("invalid", () => { at("settings").open = true; }, true);
   at("form").onsubmit = event => {
     event.preventDefault();
     if (abort) return;
@@ -86,7 +87,7 @@ function answerTurns() {
 
 /** Send a request and show its answer in a new turn; `given` is the text before it. */
 async function answer(path, body, given) {
-  const chat = path === "/v1/chat/completions", own = turns.length;
+  const chat = path === "/v1/chat/completions", asked = [...turns];
   const content = element("div", [], { className: "content" });
   const turn = element("section", content, { className: "turn assistant running" });
   at("log").append(turn);
@@ -102,7 +103,7 @@ async function answer(path, body, given) {
     say(`${received.usage?.completion_tokens ?? 0} tokens, ended: ${received.reason}`);
   } catch (error) {
     const stopped = error.name === "AbortError";
-    say(stopped ? "Stopped" : error.message, !stopped);
+    if (turn.isConnected) say(stopped ? "Stopped" : error.message, !stopped);
   }
   turn.classList.remove("running");
   if (abort === controller) {
@@ -111,7 +112,8 @@ async function answer(path, body, given) {
   }
   if (!turn.isConnected) return; // a new chat began
   if (chat && received.text) turns.push({ role: "assistant", content: received.text });
-  turn.append(actions(turn, received, chat ? () => { turns.length = own; turn.remove(); answerTurns(); } : null));
+  else if (chat) turns.pop(); // a message without an answer: the next request does not repeat it
+  turn.append(actions(turn, received, chat ? () => { turns.splice(0, turns.length, ...asked); turn.remove(); answerTurns(); } : null));
   at("prompt").focus();
 
   function read(event, into) {
