@@ -144,6 +144,38 @@ def test_native_sums_do_not_depend_on_threads_or_strides(backend: str) -> None:
         torch.set_num_threads(threads)
 
 
+def test_operands_that_do_not_fit_are_named() -> None:
+    x, matrix, out = torch.ones(4, 64), torch.ones(32, 8), torch.ones(4, 8)
+    with pytest.raises(ValueError, match=r"x \[4, 64\] torch.float32 on cpu, matrix \[32, 8\]"):
+        product_(out, x, matrix)
+    for of, shown in ((InnerRange(33, 0, 32, 0), "column=33"), (InnerRange(0, 1, 32, 0), "row=1")):
+        with pytest.raises(ValueError, match=shown):
+            sum_of_products_(out, x, matrix, (of,))
+    for wrong in (torch.ones(4, 9), torch.ones(3, 8), out.bfloat16(), out.to("meta")):
+        with pytest.raises(ValueError, match="out "):
+            product_(wrong, x[:, :32], matrix)
+    with pytest.raises(ValueError, match=r"matrix \[32, 8\] torch.bfloat16"):
+        product_(out, x[:, :32], matrix.bfloat16())
+
+
+def test_chunks_that_do_not_fit_are_named() -> None:
+    total, grad, x = torch.zeros(8, 6, dtype=torch.float64), torch.ones(10, 2, 8), torch.ones(10, 2, 6)
+
+    def add(total: Tensor, grad: Tensor, x: Tensor, chunk: tuple[slice, int] = (slice(0, 5), 0)) -> None:
+        add_chunk_products_(total, grad, x, [chunk], [slice(None)], 4)
+
+    for chunk in ((slice(6, 11), 0), (slice(0, 5), 2)):
+        with pytest.raises(ValueError, match=r"contain the chunks"):
+            add(total, grad, x, chunk)
+    for wrong in (total[:7], total[:, :5], total.float()):
+        with pytest.raises(ValueError, match="total "):
+            add(wrong, grad, x)
+    for other in (grad[:9], grad[:, :1], grad.bfloat16()):
+        with pytest.raises(ValueError, match=r"grad \["):
+            add(total, other, x)
+    assert not total.any()
+
+
 def test_a_copy_keeps_the_order_in_memory() -> None:
     x = torch.zeros(100)[1:65].view(4, 16)
     assert aligned(x).data_ptr() % 64 == 0 and aligned(x).is_contiguous()
