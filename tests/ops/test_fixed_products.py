@@ -5,6 +5,9 @@ If one of these tests fails on a machine, ``--layout-invariant`` does not hold t
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -174,6 +177,40 @@ def test_chunks_that_do_not_fit_are_named() -> None:
         with pytest.raises(ValueError, match=r"grad \["):
             add(total, other, x)
     assert not total.any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_products_may_be_empty(dtype: torch.dtype) -> None:
+    for rows, inner, columns in ((3, 5, 0), (0, 5, 3), (0, 0, 0)):
+        assert _product(torch.ones(rows, inner, dtype=dtype), torch.ones(inner, columns, dtype=dtype), 16).numel() == 0
+    total = torch.zeros(4, 0, dtype=torch.float64)
+    chunk = torch.ones(2, 1, 4, dtype=dtype), torch.ones(2, 1, 0, dtype=dtype), [(slice(0, 2), 0)]
+    add_chunk_products_(total, *chunk, [slice(None)], 4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_wide_products_are_those_of_their_columns(backend: str, dtype: torch.dtype) -> None:
+    """The native kernel packs at most 32 MB of the right operand at a time."""
+    x, matrix = torch.randn(3, 20_000).to(dtype), torch.randn(20_000, 1000).to(dtype)
+    whole = _product(x, matrix, 16)
+    assert torch.allclose(whole.double(), x.double() @ matrix.double(), rtol=0.01, atol=0.01)
+    if backend == "native":
+        for columns in (slice(0, 7), slice(390, 500), slice(960, 1000)):
+            assert torch.equal(_product(x, matrix[:, columns], 16), whole[:, columns])
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the resident memory is read from Linux")
+def test_large_products_do_not_keep_their_memory(backend: str) -> None:
+    if backend == "torch":
+        pytest.skip("the memory is the native kernel's")
+    before = _resident()
+    x, matrix = torch.ones(1).expand(3, 100_000), torch.ones(1).expand(100_000, 640)
+    assert _product(x, matrix, 16).eq(100_000).all()
+    assert _resident() - before < 100e6, "all of the right operand is 256 MB"
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_a_copy_keeps_the_order_in_memory() -> None:
