@@ -1,7 +1,7 @@
 #include "common/fixed_products.h"
 
 #include <algorithm>
-#include <vector>
+#include <new>
 
 #include "cpu/rows.h"
 #include "cpu/tiles.h"
@@ -155,65 +155,109 @@ class ExactOutput {
   alignas(64) double sums_[kMostTile];
 };
 
-// Memory of a thread that is kept between calls, at a multiple of 64 bytes.
-template <int kPurpose> char* scratch(int64_t bytes) {
-  static thread_local std::vector<char> memory;
-  if (int64_t(memory.size()) < bytes + 64) memory.resize(bytes + 64);
-  return memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64) % 64;
-}
+// Memory of a thread, at a multiple of 64 bytes. Up to kMostKept bytes, which contain the panels of most products, are
+// kept between calls.
+constexpr int64_t kMostKept = 32 << 20;
+class Scratch {
+ public:
+  ~Scratch() { free(); }
+  char* at_least(int64_t bytes) {
+    if (size_ < bytes) {
+      free();  // before the allocation; its contents are not needed
+      memory_ = static_cast<char*>(::operator new(bytes, std::align_val_t(64)));
+      size_ = bytes;
+    }
+    return memory_;
+  }
+  void shrink() {
+    if (size_ > kMostKept) free();
+  }
 
-// Packs b once and, for each block of rows, a; then computes the tiles of the block. `output()` makes a task's output.
+ private:
+  void free() {
+    ::operator delete(memory_, std::align_val_t(64));
+    memory_ = nullptr, size_ = 0;
+  }
+  char* memory_ = nullptr;
+  int64_t size_ = 0;
+};
+// Frees what is not kept at the end of a scope.
+class ScratchScope {
+ public:
+  explicit ScratchScope(Scratch& scratch) : scratch_(scratch) {}
+  ~ScratchScope() { scratch_.shrink(); }
+  ScratchScope(const ScratchScope&) = delete;
+  ScratchScope& operator=(const ScratchScope&) = delete;
+  char* at_least(int64_t bytes) { return scratch_.at_least(bytes); }
+
+ private:
+  Scratch& scratch_;
+};
+thread_local Scratch scratch_a, scratch_b;
+
+// Packs each group of b's panels and, for each block of rows, a; then computes the tiles of the block. `output()` makes a
+// task's output.
 template <typename T, typename F>
 void multiply(const Operands& by, const T* a, const T* b, int64_t threads, F output) {
+  if (by.rows < 1 || by.columns < 1) return;
   const Kernel& kernel = kernel_of(sizeof(T) == 2);
   const int64_t element = kernel.uses_amx ? 2 : 4;
   int64_t depth = 0;
   for (int64_t r = 0; r < by.num_ranges; ++r) depth += kernel.padded(by.ranges[r].length);
   const int64_t panel = depth * kernel.columns * element, tile = depth * kernel.rows * element;
   const int64_t panels = (by.columns + kernel.columns - 1) / kernel.columns;
-  char* packed_b = scratch<0>(panels * panel);
-  parallel_for(panels, threads, [&](int64_t number) {
-    char* to = packed_b + number * panel;
-    const int64_t column = number * kernel.columns, count = std::min(kernel.columns, by.columns - column);
-    for (int64_t r = 0; r < by.num_ranges; ++r) {
-      const InnerRange& range = by.ranges[r];
-      pack<false>(kernel, b + range.b + column * by.b_column, by.b_column, by.b_step, count, range.length, to);
-      to += kernel.padded(range.length) * kernel.columns * element;
-    }
-  });
+  const int64_t most = std::min(panels, std::max<int64_t>(8, kMostKept / std::max<int64_t>(panel, 1)));
   const int64_t block = 8 * kernel.rows, blocks = (by.rows + block - 1) / block;
-  const int64_t group = threads == 1 ? panels : 8, groups = (panels + group - 1) / group;
-  parallel_for(blocks * groups, threads, [&](int64_t task) {
-    const int64_t first = task % blocks * block, last = std::min(first + block, by.rows);
-    char* packed_a = scratch<1>(8 * tile);
-    for (int64_t row = first; row < last; row += kernel.rows) {
-      char* to = packed_a + (row - first) / kernel.rows * tile;
+  ScratchScope of_b(scratch_b);
+  char* packed_b = of_b.at_least(most * panel);
+  for (int64_t begin = 0; begin < panels; begin += most) {
+    const int64_t end = std::min(begin + most, panels);
+    parallel_for(end - begin, threads, [&](int64_t number) {
+      char* to = packed_b + number * panel;
+      const int64_t column = (begin + number) * kernel.columns;
+      const int64_t count = std::min(kernel.columns, by.columns - column);
       for (int64_t r = 0; r < by.num_ranges; ++r) {
         const InnerRange& range = by.ranges[r];
-        const int64_t count = std::min(kernel.rows, last - row);
-        pack<true>(kernel, a + range.a + row * by.a_row, by.a_row, by.a_step, count, range.length, to);
-        to += kernel.padded(range.length) * kernel.rows * element;
+        pack<false>(kernel, b + range.b + column * by.b_column, by.b_column, by.b_step, count, range.length, to);
+        to += kernel.padded(range.length) * kernel.columns * element;
       }
-    }
-    const AmxScope scope(kernel.uses_amx);
-    auto own = output();
-    for (int64_t number = task / blocks * group; number < std::min((task / blocks + 1) * group, panels); ++number) {
+    });
+    const int64_t group = threads == 1 ? end - begin : 8, groups = (end - begin + group - 1) / group;
+    parallel_for(blocks * groups, threads, [&](int64_t task) {
+      const int64_t first = task % blocks * block, last = std::min(first + block, by.rows);
+      ScratchScope of_a(scratch_a);
+      char* packed_a = of_a.at_least(8 * tile);
       for (int64_t row = first; row < last; row += kernel.rows) {
-        const char *from_a = packed_a + (row - first) / kernel.rows * tile, *from_b = packed_b + number * panel;
-        own.begin(kernel);
+        char* to = packed_a + (row - first) / kernel.rows * tile;
         for (int64_t r = 0; r < by.num_ranges; ++r) {
-          const int64_t length = kernel.padded(by.ranges[r].length);
-          kernel.product(from_a, from_b, length, own.next());
-          own.add(kernel, by.ranges[r]);
-          from_a += length * kernel.rows * element;
-          from_b += length * kernel.columns * element;
+          const InnerRange& range = by.ranges[r];
+          const int64_t count = std::min(kernel.rows, last - row);
+          pack<true>(kernel, a + range.a + row * by.a_row, by.a_row, by.a_step, count, range.length, to);
+          to += kernel.padded(range.length) * kernel.rows * element;
         }
-        const int64_t column = number * kernel.columns;
-        const int64_t columns = std::min(kernel.columns, by.columns - column);
-        own.end(kernel, row, column, std::min(kernel.rows, by.rows - row), columns);
       }
-    }
-  });
+      const AmxScope scope(kernel.uses_amx);
+      auto own = output();
+      const int64_t stop = std::min(begin + (task / blocks + 1) * group, end);
+      for (int64_t number = begin + task / blocks * group; number < stop; ++number) {
+        for (int64_t row = first; row < last; row += kernel.rows) {
+          const char *from_a = packed_a + (row - first) / kernel.rows * tile, *from_b = packed_b;
+          from_b += (number - begin) * panel;
+          own.begin(kernel);
+          for (int64_t r = 0; r < by.num_ranges; ++r) {
+            const int64_t length = kernel.padded(by.ranges[r].length);
+            kernel.product(from_a, from_b, length, own.next());
+            own.add(kernel, by.ranges[r]);
+            from_a += length * kernel.rows * element;
+            from_b += length * kernel.columns * element;
+          }
+          const int64_t column = number * kernel.columns;
+          const int64_t columns = std::min(kernel.columns, by.columns - column);
+          own.end(kernel, row, column, std::min(kernel.rows, by.rows - row), columns);
+        }
+      }
+    });
+  }
 }
 
 template <typename F> const char* with_float_or_bf16(int64_t dtype, F f) {

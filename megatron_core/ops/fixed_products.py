@@ -50,6 +50,8 @@ def is_native(x: Tensor) -> bool:
 
 def product_(out: Tensor, x: Tensor, matrix: Tensor, rows: int = ROWS) -> None:
     """out = x matrix: ``x`` ``[R, K]``, ``matrix`` ``[K, N]``, ``out`` ``[R, N]``; see ``sum_of_products_``."""
+    if x.shape[1:] != matrix.shape[:1]:
+        raise ValueError(f"{_described(x=x, matrix=matrix)}: the columns of x must be the rows of matrix")
     sum_of_products_(out, x, matrix, (InnerRange(0, 0, x.shape[1], 0),), rows)
 
 
@@ -57,8 +59,9 @@ def sum_of_products_(out: Tensor, x: Tensor, matrix: Tensor, ranges: tuple[Inner
     """out = the sum over ``ranges`` of x[:, range] matrix[range]: ``[R, K]``, ``[K', N]`` -> ``[R, N]``.
 
     The sum of a range, and each sum of two values, is rounded to the dtype of ``out``, in which all tensors are.
-    ``rows``: rows of each product of torch.
+    ``rows``: rows of each product of torch. ValueError if shapes, dtypes or devices do not fit.
     """
+    _check_operands(out, x, matrix, ranges)
     if is_native(x) and out.stride(1) == 1:
         steps = x.stride(1), matrix.stride(0)
         table = _table(tuple((r.column * steps[0], r.row * steps[1], r.length, r.additions) for r in ranges))
@@ -80,6 +83,25 @@ def sum_of_products_(out: Tensor, x: Tensor, matrix: Tensor, ranges: tuple[Inner
                 values[-1] += last
         (total,) = values
         target.copy_(total[: target.shape[0], : target.shape[1]])
+
+
+def _check_operands(out: Tensor, x: Tensor, matrix: Tensor, ranges: tuple[InnerRange, ...]) -> None:
+    """ValueError unless the tensors have one dtype and device, and contain all that the ranges reach."""
+    if not (out.dtype == x.dtype == matrix.dtype and out.device == x.device == matrix.device):
+        raise ValueError(f"{_described(out=out, x=x, matrix=matrix)}: dtypes and devices must be equal")
+    fits = x.dim() == matrix.dim() == 2 and out.shape == (x.shape[0], matrix.shape[1])
+    inside = (
+        min(of) >= 0 and of.column + of.length <= x.shape[1] and of.row + of.length <= matrix.shape[0] for of in ranges
+    )
+    if not (fits and all(inside)):
+        raise ValueError(
+            f"{_described(out=out, x=x, matrix=matrix)}: out must be [rows of x, columns of matrix], and x and matrix "
+            f"must contain {list(ranges)}"
+        )
+
+
+def _described(**tensors: Tensor) -> str:
+    return ", ".join(f"{name} {list(x.shape)} {x.dtype} on {x.device}" for name, x in tensors.items())
 
 
 @lru_cache(maxsize=1024)
@@ -121,8 +143,10 @@ def add_chunk_products_(
 
     ``grad`` ``[S, B, O]`` and ``x`` ``[S, B, I]`` have one dtype; ``total`` ``[O, I]`` is float64. A product is a sum
     in float32 or wider. ``columns`` are the canonical parts of I, of which torch computes a product each; ``terms`` is
-    an upper bound of the products that add up over all ranks.
+    an upper bound of the products that add up over all ranks. ValueError if shapes, dtypes or devices do not fit.
     """
+    chunks = list(chunks)
+    _check_chunks(total, grad, x, chunks)
     if is_native(x) and total.stride(1) == 1:
         of_chunks = [
             (
@@ -146,6 +170,20 @@ def add_chunk_products_(
     for at, b in chunks:
         for part in columns:
             add_exactly_(total[:, part], chunk_product(grad[at, b], x[at, b, part]), terms)
+
+
+def _check_chunks(total: Tensor, grad: Tensor, x: Tensor, chunks: Sequence[Tokens]) -> None:
+    """ValueError unless dtypes and devices are as ``add_chunk_products_`` says, and grad and x contain the chunks."""
+    if not (grad.dtype == x.dtype and total.dtype == torch.float64 and total.device == grad.device == x.device):
+        raise ValueError(
+            f"{_described(total=total, grad=grad, x=x)}: total must be float64, the others of one dtype, on one device"
+        )
+    fits = grad.dim() == x.dim() == 3 and grad.shape[:2] == x.shape[:2] and total.shape == (grad.shape[2], x.shape[2])
+    if not (fits and all(0 <= at.start <= at.stop <= len(x) and 0 <= b < x.shape[1] for at, b in chunks)):
+        raise ValueError(
+            f"{_described(total=total, grad=grad, x=x)}: they must be [O, I], [S, B, O] and [S, B, I], and contain the "
+            f"chunks {chunks}"
+        )
 
 
 def chunk_product(grad: Tensor, x: Tensor) -> Tensor:

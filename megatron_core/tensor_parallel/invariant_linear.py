@@ -300,7 +300,7 @@ class _InvariantGroupedLinear(torch.autograd.Function):
         y = x.new_zeros(x.shape[0], weight.shape[1])
         for rows, matrix in zip(chunks.experts, weight, strict=True):
             if rows.start < rows.stop:
-                y[rows] = outputs_of(x[rows], matrix, parts)
+                y[rows] = outputs_of(x[rows], matrix.to(x.dtype), parts)
         return y
 
     @staticmethod
@@ -314,7 +314,7 @@ class _InvariantGroupedLinear(torch.autograd.Function):
             grad_x = torch.zeros_like(x)
             for rows, matrix in zip(chunks.experts, weight.detach(), strict=True):
                 if rows.start < rows.stop:
-                    grad_x[rows] = input_grads_of(grad_y[rows], matrix, parts)
+                    grad_x[rows] = input_grads_of(grad_y[rows], matrix.to(grad_y.dtype), parts)
         return grad_x, None, None, None
 
 

@@ -5,6 +5,9 @@ If one of these tests fails on a machine, ``--layout-invariant`` does not hold t
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -142,6 +145,72 @@ def test_native_sums_do_not_depend_on_threads_or_strides(backend: str) -> None:
             assert torch.equal(_product(_elsewhere(x, offset), _elsewhere(matrix, offset).t(), 128), expected)
     finally:
         torch.set_num_threads(threads)
+
+
+def test_operands_that_do_not_fit_are_named() -> None:
+    x, matrix, out = torch.ones(4, 64), torch.ones(32, 8), torch.ones(4, 8)
+    with pytest.raises(ValueError, match=r"x \[4, 64\] torch.float32 on cpu, matrix \[32, 8\]"):
+        product_(out, x, matrix)
+    for of, shown in ((InnerRange(33, 0, 32, 0), "column=33"), (InnerRange(0, 1, 32, 0), "row=1")):
+        with pytest.raises(ValueError, match=shown):
+            sum_of_products_(out, x, matrix, (of,))
+    for wrong in (torch.ones(4, 9), torch.ones(3, 8), out.bfloat16(), out.to("meta")):
+        with pytest.raises(ValueError, match="out "):
+            product_(wrong, x[:, :32], matrix)
+    with pytest.raises(ValueError, match=r"matrix \[32, 8\] torch.bfloat16"):
+        product_(out, x[:, :32], matrix.bfloat16())
+
+
+def test_chunks_that_do_not_fit_are_named() -> None:
+    total, grad, x = torch.zeros(8, 6, dtype=torch.float64), torch.ones(10, 2, 8), torch.ones(10, 2, 6)
+
+    def add(total: Tensor, grad: Tensor, x: Tensor, chunk: tuple[slice, int] = (slice(0, 5), 0)) -> None:
+        add_chunk_products_(total, grad, x, [chunk], [slice(None)], 4)
+
+    for chunk in ((slice(6, 11), 0), (slice(0, 5), 2)):
+        with pytest.raises(ValueError, match=r"contain the chunks"):
+            add(total, grad, x, chunk)
+    for wrong in (total[:7], total[:, :5], total.float()):
+        with pytest.raises(ValueError, match="total "):
+            add(wrong, grad, x)
+    for other in (grad[:9], grad[:, :1], grad.bfloat16()):
+        with pytest.raises(ValueError, match=r"grad \["):
+            add(total, other, x)
+    assert not total.any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_products_may_be_empty(dtype: torch.dtype) -> None:
+    for rows, inner, columns in ((3, 5, 0), (0, 5, 3), (0, 0, 0)):
+        assert _product(torch.ones(rows, inner, dtype=dtype), torch.ones(inner, columns, dtype=dtype), 16).numel() == 0
+    total = torch.zeros(4, 0, dtype=torch.float64)
+    chunk = torch.ones(2, 1, 4, dtype=dtype), torch.ones(2, 1, 0, dtype=dtype), [(slice(0, 2), 0)]
+    add_chunk_products_(total, *chunk, [slice(None)], 4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_wide_products_are_those_of_their_columns(backend: str, dtype: torch.dtype) -> None:
+    """The native kernel packs at most 32 MB of the right operand at a time."""
+    x, matrix = torch.randn(3, 20_000).to(dtype), torch.randn(20_000, 1000).to(dtype)
+    whole = _product(x, matrix, 16)
+    assert torch.allclose(whole.double(), x.double() @ matrix.double(), rtol=0.01, atol=0.01)
+    if backend == "native":
+        for columns in (slice(0, 7), slice(390, 500), slice(960, 1000)):
+            assert torch.equal(_product(x, matrix[:, columns], 16), whole[:, columns])
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the resident memory is read from Linux")
+def test_large_products_do_not_keep_their_memory(backend: str) -> None:
+    if backend == "torch":
+        pytest.skip("the memory is the native kernel's")
+    before = _resident()
+    x, matrix = torch.ones(1).expand(3, 100_000), torch.ones(1).expand(100_000, 640)
+    assert _product(x, matrix, 16).eq(100_000).all()
+    assert _resident() - before < 100e6, "all of the right operand is 256 MB"
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_a_copy_keeps_the_order_in_memory() -> None:
