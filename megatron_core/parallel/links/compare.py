@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_core.parallel.collectives import COLLECTIVES, all_gather_flat_, all_reduce_
 from megatron_core.parallel.grid import WORLD
 from megatron_core.parallel.groups import Group, ParallelGroups
-from megatron_core.parallel.links.checksums import differs
+from megatron_core.parallel.links.checksums import differs, maximum_differs
 from megatron_core.parallel.links.recorder import LINKS, Call
 from megatron_core.parallel.texts import gather_texts, listed
 
@@ -161,6 +161,6 @@ def _wrong_by_value(calls: Sequence[Call], group: Group) -> list[bool]:
 def _is_wrong(call: Call, expected: Tensor, group: Group) -> bool:
     own = expected[group.rank() if expected.shape[0] > 1 else 0]
     found = call.received[0][0]
-    if call.is_maximum:
-        return not torch.equal(torch.nan_to_num(found), torch.nan_to_num(own))
+    if call.is_maximum and found.dim() == 1:
+        return maximum_differs(found, own)
     return bool(differs(found, own, call.dtype, group.size()).any())

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_core.parallel.groups import Group, ParallelGroups
-from megatron_core.parallel.links.checksums import bit_hash, block_sums
+from megatron_core.parallel.links.checksums import bit_hash, block_sums, maxima
 from megatron_core.parallel.links.faults import LinkFaults
 from megatron_core.parallel.rank_local import Forwarding, RankLocal
 
@@ -202,7 +202,7 @@ def watched_sum(
     parts = x.numel() // max(result.numel(), 1) or 1
 
     def sums(of: Tensor, parts: int) -> Tensor:
-        return of.detach().reshape(parts, -1).amax(1) if maximum and of.numel() else block_sums(of, parts)
+        return maxima(of, parts) if maximum and of.numel() else block_sums(of, parts)
 
     def run() -> Any:
         record = LINKS.record(what, group, x, is_sum=True, is_maximum=maximum) if LINKS.checking else None

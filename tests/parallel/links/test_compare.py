@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.grid import WORLD, Grid
 from megatron_core.parallel.groups import ParallelGroups
+from megatron_core.parallel.links.checksums import maxima
 from megatron_core.parallel.links.compare import wrong_deliveries
 from megatron_core.parallel.links.recorder import LINKS, Call
 from megatron_core.verify.ranks import run_ranks
@@ -74,3 +76,28 @@ def _left_after_steps() -> list[list[tuple[int, int]]]:
 
 def test_calls_that_never_end_do_not_accumulate() -> None:
     assert run_ranks(2, _left_after_steps)[0] == [[(1, 1)], [(1, 1), (2, 1)], [(2, 1), (3, 1)]]
+
+
+def _maxima_with_nans() -> list[str]:
+    """Findings in maxima of inputs with and without NaNs, and in one to which a NaN is added."""
+    groups = ParallelGroups(Grid(dp=2), dist.get_rank())
+    found = []
+    for number, spoiled in enumerate((False, False, True)):
+        LINKS.forget()
+        LINKS.begin(1)
+        x = torch.full((8,), -1.0)
+        if number == 0 and dist.get_rank() == 0:
+            x[::2] = torch.nan
+        all_reduce_(x, groups.group(WORLD), maximum=True)
+        if spoiled and dist.get_rank() == 0:
+            LINKS.calls[groups.group(WORLD)][0].received[0] = maxima(torch.tensor([-1.0, torch.nan]), 1)
+        found.append(" ".join(wrong_deliveries(groups, CPU)))
+    LINKS.forget()
+    return found
+
+
+@pytest.mark.parametrize("backend", ["auto", "gloo"])
+def test_nans_in_maxima(backend: str) -> None:
+    given, none, new = run_ranks(2, _maxima_with_nans, backend=backend)[1]
+    assert given == none == ""
+    assert new.startswith("step 1: rank 0 received wrong values in all-reduce of [8] float32, call 1 over dp"), new
