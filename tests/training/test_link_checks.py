@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import re
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from megatron_core.training.callbacks import Callback, Callbacks
 from megatron_core.training.faults import Faults
 from megatron_core.training.link_checks import LinkChecks
 from megatron_core.training.loop import train
+from megatron_core.training.pretrain import notes
 from megatron_core.training.setup import Run
 from megatron_core.training.step import train_step
 from megatron_core.verify.ranks import run_ranks, run_simulated
@@ -206,6 +208,24 @@ def _bits(settings: dict[str, Any]) -> list[bytes]:
 def test_checks_change_no_bit(settings: dict[str, Any]) -> None:
     checked = settings | {"link_check_interval": 1, "check_pipeline_messages": bool(settings.keys() & PP.keys())}
     assert run_ranks(2, _bits, settings | {"link_check_interval": None}) == run_ranks(2, _bits, checked)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({}, 1),
+        ({"link_check_interval": None}, 0),
+        ({"cuda_graph_impl": "none"}, 0),
+        ({"tensor_model_parallel_size": 1}, 0),
+    ],
+    ids=str,
+)
+def test_unchecked_collectives_in_cuda_graphs_are_noted(settings: dict[str, Any], told: int) -> None:
+    run = tiny_run()  # graphs need a GPU: only the settings of this run have them
+    config = tiny_config(**(TP | {"cuda_graph_impl": "local"} | settings))
+    found = [note for note in notes(dataclasses.replace(run, config=config)) if "inside CUDA graphs" in note]
+    assert len(found) == told
+    assert all(note.startswith("link_check_interval=100 ") for note in found)
 
 
 def test_settings() -> None:
