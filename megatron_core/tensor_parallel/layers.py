@@ -295,7 +295,10 @@ class VocabParallelEmbedding(_ParallelLayer):
         if (invariance := self.config.invariance) is not None:
             embedded = invariant_lookup(input_, self.weight, self.vocab_start_index, invariance)
         else:
-            embedded = vocab_parallel_lookup(input_, self.weight, self.vocab_start_index, self.tp_size, in_place=True)
+            in_place = self.config.kernel_backend != "reference"
+            embedded = vocab_parallel_lookup(
+                input_, self.weight, self.vocab_start_index, self.tp_size, in_place=in_place
+            )
         if self.reduce_scatter_embeddings:
             return reduce_scatter_to_sequence(embedded.transpose(0, 1), self.tp_group)
         return reduce_from_region(embedded, self.tp_group)
