@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -14,6 +15,8 @@ from typing import Any
 
 from megatron_core.errors import ConfigError
 
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+"""Beginning of a URL, also as a ``Path``, which has one slash, but not of a drive of Windows."""
 LARGEST_COMPARED = 2**26
 """Number of bytes of an existing file that are read to recognise its kind."""
 
@@ -81,9 +84,19 @@ def save_picture(figure: Any, path: str | Path, *, dpi: int) -> None:
     figure.savefig(path, dpi=dpi)
 
 
+def refuse_url(named: str, path: object) -> None:
+    """``ConfigError`` if ``path``, which must be on this machine, is a URL. ``named`` is the setting with its value."""
+    if _URL.match(str(path)):
+        raise ConfigError(
+            f"{named}: a URL is not accepted here, because only token files and checkpoints of this project are read "
+            "and written in object storage; give a path on this machine"
+        )
+
+
 def refuse_other_file(named: str, path: str | Path, kind: Kind) -> None:
-    """``ConfigError`` if ``path`` exists and its content is of another kind. ``named`` is the setting with its
-    value."""
+    """``ConfigError`` if ``path`` is a URL, or exists and its content is of another kind. ``named`` is the setting with
+    its value."""
+    refuse_url(named, path)
     path = Path(path)
     if not path.is_file():
         return
@@ -105,6 +118,7 @@ def prepare_output(settings: Any, name: str, kind: Kind, *inputs: Any) -> None:
     """
     given = settings if isinstance(settings, Mapping) else {f.name: getattr(settings, f.name) for f in fields(settings)}
     path, flag = Path(given[name]), f"--{name.replace('_', '-')}"
+    refuse_url(f"{flag} {given[name]}", path)
     others = [value for other, value in given.items() if other != name]
     for other in _texts([*others, *inputs]):
         if _is_same(path, Path(other)):
@@ -145,6 +159,7 @@ def _is_same(path: Path, other: Path) -> bool:
 
 def make_output_folder(flag: str, path: str | Path) -> None:
     """Create the folder of an output file before the work starts; ConfigError if it cannot be written."""
+    refuse_url(f"{flag} {path}", path)
     folder = Path(path).parent
     try:
         make_folder(folder)
@@ -162,8 +177,9 @@ def make_folder(folder: str | Path) -> None:
     In a folder that all users may write, such as /tmp and /dev/shm, new folders get mode 700, and existing folders and
     links must belong to this user or to root.
 
-    Errors: ``OSError``.
+    Errors: ``OSError``; ``ConfigError`` for a URL.
     """
+    refuse_url(str(folder), folder)
     real = os.path.realpath(folder)
     for path in dict.fromkeys((os.path.abspath(folder), real)):
         at = Path(path)

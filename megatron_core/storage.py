@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
+from glob import escape, has_magic
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
@@ -23,7 +24,8 @@ from megatron_core.locations import cache_folder, path_of
 
 READ_BYTES = 2**25
 """Bytes of one request while a file is read from start to end."""
-_EXTRA = 'install "megatron-native[storage]"'
+_PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
+"""Packages of schemes; fsspec's message names those of others."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,7 @@ class StoragePath:
     def glob(self, pattern: str) -> Iterator[StoragePath]:
         """The objects and folders that match."""
         with _named(self):
-            found = self._files.glob(f"{self}/{pattern}")
+            found = self._files.glob(f"{self.scheme}://{escape(self._key)}/{pattern}")
         return map(self._with_key, sorted(found))
 
     def _with_key(self, key: str) -> StoragePath:
@@ -167,7 +169,10 @@ class StoragePath:
     def remove_tree(self) -> None:
         """Delete all objects in the folder; errors are ignored, as by ``shutil.rmtree(ignore_errors=True)``."""
         with suppress(OSError), _named(self):
-            if self._files.exists(str(self)):
+            if has_magic(self._key):  # rm would take it as a pattern, which other folders may match
+                for key in self._files.find(str(self)):
+                    self._files.rm_file(key)
+            elif self._files.exists(str(self)):
                 self._files.rm(str(self), recursive=True)
 
 
@@ -280,7 +285,8 @@ def _file_system(scheme: str, process: int) -> Any:
     try:
         return fsspec.filesystem(scheme, use_listings_cache=False)
     except ImportError as error:
-        raise ConfigError(f"{scheme}:// needs another package ({shortened(str(error))}); {_EXTRA}") from None
+        install = f"pip install {_PACKAGES[scheme]}" if scheme in _PACKAGES else "install it"
+        raise ConfigError(f"{scheme}:// needs another package ({shortened(str(error))}); {install}") from None
     except ValueError:
         known = ", ".join(f"{name}://" for name in ("s3", "gs", "file", "memory"))
         raise ConfigError(f"{scheme}:// is not supported; give a folder, or a URL of {known}") from None

@@ -12,7 +12,18 @@ import pytest
 from megatron_core.errors import ConfigError
 from megatron_core.monitor.jsonl import METRICS, JsonLinesSink, LineFile
 from megatron_core.monitor.prometheus import PrometheusSink
-from megatron_core.output_file import json_with, no_follow, no_follow_new, picture_kind, prepare_output, save_picture
+from megatron_core.monitor.rank_records import find_metrics
+from megatron_core.output_file import (
+    json_with,
+    make_folder,
+    no_follow,
+    no_follow_new,
+    picture_kind,
+    prepare_output,
+    save_picture,
+)
+from megatron_core.preprocess.job import preprocess
+from megatron_core.preprocess.settings import PreprocessSettings
 from megatron_core.schedules.trace import TraceWriter
 from tests.datasets.files import write
 from tests.monitor.examples import step
@@ -234,3 +245,23 @@ def test_the_output_may_be_a_device_but_not_a_folder(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--json .* cannot be written \(Is a directory\); choose another file"):
         prepare_output({"json": str(tmp_path)}, "json", kind)
     assert not kind.accepts(b"[1]") and not kind.accepts(b"{") and kind.accepts(json.dumps([{"a": 1}]).encode())
+
+
+def test_urls_are_not_taken_for_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a check, s3://bucket/file would be written to the folder s3: below the present one."""
+    monkeypatch.chdir(tmp_path)
+    url, kind = "s3://bucket/run/file.jsonl", json_with("diagnosis", "findings")
+    settings = PreprocessSettings(input=(str(tmp_path / "a"),), output_prefix=url, tokenizer_type="ByteLevelTokenizer")
+    actions = {
+        f"--json {url}": lambda: prepare_output({"json": url}, "json", kind),
+        f"metrics_file='{url}'": lambda: JsonLinesSink(url),
+        f"--output-prefix {url}": lambda: preprocess(settings),
+        "s3:/bucket/run": lambda: make_folder(Path(url).parent),
+        url: lambda: find_metrics(url),
+    }
+    (tmp_path / "a").write_text('{"text": "a"}')
+    for named, action in actions.items():
+        with pytest.raises(ConfigError, match="a URL is not accepted here") as error:
+            action()
+        assert str(error.value).startswith(f"{named}: ")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]

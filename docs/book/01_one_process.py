@@ -20,7 +20,8 @@ for name, value in SMALL.items():
 
 # %% [markdown]
 # The data are arithmetic sequences modulo the size of the vocabulary, with {{ SMALL["vocab_size"] }} tokens. A model
-# that knows nothing has a loss of ln {{ SMALL["vocab_size"] }} = {{ "%.3f" | format(log(SMALL["vocab_size"])) }}; the
+# that predicts all tokens with equal probability has a loss of
+# ln {{ SMALL["vocab_size"] }} = {{ "%.3f" | format(log(SMALL["vocab_size"])) }}; the
 # optimum is close to 0, since the second token determines all later ones. We compute in 64 bits, so that rounding
 # cannot hide an error. A step of the optimizer takes `global_batch_size` samples. They do not have to be in memory
 # together: the model processes micro-batches of `micro_batch_size` samples, and the gradients are summed.

@@ -49,8 +49,8 @@ assert abs(timeline("1f1b").bubble - formula) < 1e-12 and abs(timeline("gpipe").
 # - **More micro-batches**, as many as the batch permits.
 # - **Interleaving** (the same paper): each rank has v chunks of layers, rank 0 for example layers 1 and 5. The pipeline
 #   fills v times as fast: (p - 1) / (v m + p - 1), with v times as many messages.
-# - **Zero bubble** (Qi et al. 2023): a backward has two parts, the gradient of the input (I), for which the rank before
-#   waits, and the gradient of the weights (W), for which nobody waits. W fills the gaps.
+# - **Zero bubble** (Qi et al. 2023): a backward has two parts, the gradient of the input (I), which the previous
+#   rank needs, and the gradient of the weights (W), which no other rank needs. W fills the gaps.
 
 # %%
 names = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "interleaved, v = 2", "zb_h1": "ZB-H1", "zb_v": "ZB-V"}

@@ -55,7 +55,8 @@ for candidate in best[1:]:
     print(f"{describe_layout(candidate.config, GPUS)}:\n    {why_slower(candidate, best[0])}")
 
 # %% [markdown]
-# The rule above gives tensor parallelism within a node, a pipeline across nodes and ZeRO-1. The planner's objection:
+# The rule above gives tensor parallelism within a node, a pipeline across nodes and ZeRO-1. Why the planner ranks
+# these layouts lower:
 
 # %%
 from megatron_core.config.layout import Layout

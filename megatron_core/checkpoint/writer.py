@@ -36,6 +36,7 @@ from megatron_core.checkpoint.hashes import HashingFile, StoredFile, sync_folder
 from megatron_core.checkpoint.manifest import MANIFEST, TORCH_DTYPES, box_key, collect
 from megatron_core.errors import CheckpointError
 from megatron_core.output_file import make_folder
+from megatron_core.parallel.texts import listed
 from megatron_core.storage import in_storage
 
 Agree = Callable[[bool], bool]
@@ -174,6 +175,9 @@ class Save:
         """Write the manifest from the ``texts`` of all ranks' reports, and the files that belong to no rank."""
         files: dict[str, StoredFile] = {}
         reports = [json.loads(text) for text in texts]
+        told = sorted(report["name"] for report in reports)
+        if told != [rank_file(rank) for rank in range(self.ranks)]:
+            raise CheckpointError(f"{self.ranks} ranks must report once each, and there are reports of {listed(told)}")
         for report in reports:
             if report["error"]:
                 raise CheckpointError(f"{report['name']}: {report['error']}")

@@ -29,6 +29,8 @@ import torch
 import tyro
 
 from megatron_core.errors import CheckpointError, ConfigError
+from megatron_core.output_file import refuse_url
+from megatron_core.storage import location
 from megatron_core.terminal import parse_flags
 from megatron_core.training.conversion import export_hugging_face, import_hugging_face, import_megatron
 from megatron_core.training.deepspeed_conversion import export_deepspeed, import_deepspeed
@@ -49,9 +51,9 @@ class Settings:
     """Format of --save. From deepspeed, native is a checkpoint for Engine.load_checkpoint, and hf has the weights with
     their own names and config.json."""
     load: str
-    """Folder to read."""
+    """Folder to read; from native, or a URL such as s3://bucket/run."""
     save: str
-    """Folder to write; it must be empty, or for native have no checkpoint."""
+    """Folder to write; it must be empty, or for native have no checkpoint. To native, or a URL."""
     ckpt_step: int | None = None
     """From native and megatron: the iteration to read; default: the latest."""
     tag: str | None = None
@@ -72,7 +74,11 @@ class Settings:
 
 def convert(settings: Settings) -> str:
     """Convert; returns a line that describes the result."""
-    load, save = Path(settings.load), Path(settings.save)
+    load, save = location(settings.load), location(settings.save)
+    if settings.source != "native":
+        refuse_url(f"--from {settings.source} --load {load}", load)
+    if settings.to != "native":
+        refuse_url(f"--to {settings.to} --save {save}", save)
     dtype = None if settings.dtype is None else getattr(torch, settings.dtype)
     if settings.source == settings.to:
         raise ConfigError(f"--from {settings.source} --to {settings.to}: nothing to convert; give two formats")
@@ -87,7 +93,7 @@ def convert(settings: Settings) -> str:
         found = import_megatron(load, save, step=settings.ckpt_step, dtype=dtype, optimizer=settings.optimizer)
         return f"{load} -> {save} (native); {found}; not verified"
     else:
-        with native_folder(settings) as (native, step):
+        with native_folder(settings, load, save) as (native, step):
             difference = export_hugging_face(
                 native, save, step=step, dtype=dtype, model_type=settings.model_type, verify=settings.verify
             )
@@ -110,16 +116,16 @@ def convert_deepspeed(settings: Settings, load: Path, save: Path, dtype: torch.d
 
 
 @contextmanager
-def native_folder(settings: Settings) -> Iterator[tuple[Path, int | None]]:
+def native_folder(settings: Settings, load: Path, save: Path) -> Iterator[tuple[Path, int | None]]:
     """The checkpoint to export and its iteration: that of --load, or a temporary one next to --save."""
     if settings.source == "native":
-        yield Path(settings.load), settings.ckpt_step
+        yield load, settings.ckpt_step
         return
-    save = Path(settings.save).absolute()
+    save = save.absolute()
     try:
         save.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{save.name}.", dir=save.parent) as folder:
-            import_megatron(Path(settings.load), Path(folder), step=settings.ckpt_step, optimizer=False)
+            import_megatron(load, Path(folder), step=settings.ckpt_step, optimizer=False)
             yield Path(folder), None
     except OSError as error:
         raise CheckpointError(f"{save.parent} cannot be written: {error}") from error

@@ -29,6 +29,7 @@ from megatron_core.config import CheckpointConfig, MonitorConfig, ParallelConfig
 from megatron_core.errors import MegatronError
 from megatron_core.parallel import World
 from megatron_core.parallel.texts import listed
+from megatron_core.storage import location
 from megatron_core.terminal import parse_flags
 from megatron_core.training.compatibility import stored_config
 from megatron_core.training.driver import StepHooks
@@ -104,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the flags, repeat the step and exit."""
     settings = parse_flags(Settings, args=arguments, description=__doc__)
     try:
-        return 0 if replay(Path(settings.step)) else 1
+        return 0 if replay(location(settings.step)) else 1
     except MegatronError as error:
         print(f"{program()}: {error}", file=sys.stderr)
         return 2

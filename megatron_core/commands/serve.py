@@ -4,7 +4,7 @@ megatron-serve --load runs/quickstart/checkpoints
 
 megatron-serve --nproc-per-node 2 --load SmolLM2-135M --tensor-model-parallel-size 2
 
-Needs the extra: pip install "megatron-native[server]"
+Needs the extra: pip install ".[server]" in a clone
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def serve(settings: Settings, world: World) -> None:
         from megatron_core.inference.openai import Limits, Protocol
         from megatron_core.inference.web import Server
     except ImportError as error:
-        raise ConfigError(f"{error}: install the extra, pip install 'megatron-native[server]'") from None
+        raise ConfigError(f"{error}: the server needs pip install starlette uvicorn h11 pydantic") from None
     for name in ("max_batch_size", "max_waiting", "max_request_bytes", "max_connections"):
         if getattr(settings, name) < 1:
             raise ConfigError(f"{name}={getattr(settings, name)}: give 1 or more")

@@ -24,6 +24,7 @@ from megatron_core.errors import DataError, shortened, visible
 from megatron_core.monitor.jsonl import METRICS, LineFile, read_metrics
 from megatron_core.monitor.lenient import warn_unwritable
 from megatron_core.monitor.record_schema import checked_line
+from megatron_core.output_file import refuse_url
 from megatron_core.parallel.meter import StepTimes
 
 VERSION = 1
@@ -98,7 +99,9 @@ def rank_file(metrics: Path, rank: int) -> Path:
 
 
 def find_metrics(run: str | Path) -> Path:
-    """Find the metrics file of a run from its path or its folder. ``DataError`` if there is none."""
+    """Find the metrics file of a run from its path or its folder. ``DataError`` if there is none, ``ConfigError`` for
+    a URL."""
+    refuse_url(str(run), run)
     path = Path(run)
     found = path / "metrics.jsonl" if path.is_dir() else path
     if not found.is_file() and not found.with_suffix(".ranks").is_dir():

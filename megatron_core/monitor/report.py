@@ -31,15 +31,17 @@ MOST_RANKS = 64
 """Maximum number of ranks shown; of more ranks, half are the slowest and half the fastest in forward and backward."""
 
 
-def write_report(run: str | Path, out: str | Path, others: Sequence[str | Path] = ()) -> None:
-    """Write the page about ``run`` to the file ``out``; ``others``: runs to compare with."""
+def write_report(run: str | Path, out: str | Path, others: str | Path | Sequence[str | Path] = ()) -> None:
+    """Write the page about ``run`` to the file ``out``; ``others``: runs to compare with, or a single one."""
+    others = [others] if isinstance(others, str | Path) else others
     prepare_output({"out": out, "run": run, "compare": tuple(others)}, "out", _REPORT)
     # Names of files may have bytes that are not UTF-8.
     Path(out).write_text(report(run, others), encoding="utf-8", errors="backslashreplace")
 
 
-def report(run: str | Path, others: Sequence[str | Path] = ()) -> str:
+def report(run: str | Path, others: str | Path | Sequence[str | Path] = ()) -> str:
     """Return the page as text."""
+    others = [others] if isinstance(others, str | Path) else others
     summary = Summary.of(read_run(run))
     compared = dict(zip(_names_of(run, *others)[1:], (Summary.of(read_run(each)) for each in others), strict=True))
     diagnosis = diagnose(summary)

@@ -155,7 +155,7 @@ def stored_config(folder: Path) -> RunConfig:
     state = Manifest.read(folder / MANIFEST).state
     settings = check_state(state, folder)
     config = RunConfig.from_flat({name: value for name, value in settings.items() if name in KINDS})
-    data, kept = config.data, local_copy(folder / "tokenizer")
+    data, kept = config.data, tokenizer_folder(folder)
     files = {name: getattr(data, name) for name in ("tokenizer_model", "vocab_file", "merge_file")}
     for name, path in files.items():
         if path is not None and kept.is_dir():
@@ -165,6 +165,13 @@ def stored_config(folder: Path) -> RunConfig:
         files["chat_template"] = str(kept / TEMPLATE_FILE)
     vocab_size = state["vocab_size"] if data.tokenizer is None else data.vocab_size
     return replace(config, data=replace(data, vocab_size=vocab_size, **files))
+
+
+def tokenizer_folder(folder: Path) -> Path:
+    """The folder with the tokenizer files of the checkpoint in ``folder``, which may be absent; from object storage, a
+    copy on this machine."""
+    kept = folder / "tokenizer"
+    return local_copy(kept) if kept.is_dir() else kept
 
 
 def open_model(load: str, step: int | None = None) -> tuple[CheckpointReader | HuggingFaceReader, RunConfig]:

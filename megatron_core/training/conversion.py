@@ -24,7 +24,7 @@ from megatron_core.parallel.boxes import Box
 from megatron_core.tensor_parallel import ModelParallelConfig
 from megatron_core.tokenizers import tokenizer_of
 from megatron_core.tokenizers.companions import companion_files, files_to_store, stored_name, vocabulary_files
-from megatron_core.training.compatibility import stored_config
+from megatron_core.training.compatibility import stored_config, tokenizer_folder
 from megatron_core.training.state import TrainState
 
 TOLERANCE = 1e-4
@@ -155,7 +155,7 @@ def export_hugging_face(
             kept = stored_dtype(reader) if dtype is None else dtype
             model = replace(config.model, max_position_embeddings=config.max_positions)
             write_hugging_face(reader, incomplete, architecture, model, dtype=kept, extra_keys=special_tokens(config))
-            export_tokenizer(config, found / "tokenizer", incomplete)
+            export_tokenizer(config, tokenizer_folder(found), incomplete)
         difference = compare_logits(partial(CheckpointReader, found), config, incomplete, kept) if verify else 0.0
         if folder.exists():
             folder.rmdir()
@@ -188,7 +188,8 @@ def export_tokenizer(config: RunConfig, kept: Path, folder: Path) -> None:
         data.vocab_file: "vocab.json",
         data.merge_file: "merges.txt",
     }
-    for path in sorted(path for path in kept.rglob("*") if path.is_file()):
+    found = (path for pattern in ("*", "*/*") for path in kept.glob(pattern))  # rglob does not enter linked folders
+    for path in sorted(path for path in found if path.is_file()):
         target = folder / (names.get(str(path)) or stored_name(path))
         target.parent.mkdir(exist_ok=True)
         shutil.copyfile(path, target)

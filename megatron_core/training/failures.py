@@ -4,16 +4,21 @@ import hashlib
 import json
 import os
 import re
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from megatron_core.errors import ConfigError, MegatronError
 from megatron_core.output_file import json_lines, no_follow, refuse_other_file
 from megatron_core.parallel.launch import RESTART, explained
+from megatron_core.parallel.texts import failing_together, tell_from
+from megatron_core.storage import in_storage, location
 from megatron_core.training.callbacks import Callback
 from megatron_core.training.setup import Run
 
-FILE = "failures.jsonl"
+OF_FAILURES = "failures."
+"""Beginning of the names of the log and of its parts."""
+FILE = f"{OF_FAILURES}jsonl"
 _LINES = json_lines("list of failures", b'{"begins": "', b'{"iteration": ')
 
 
@@ -41,33 +46,40 @@ class FailureLog(Callback):
 
     If two consecutive attempts with equal settings have the same failure at the same iteration, the run ends and a
     third attempt is refused. The file is removed when an attempt completes that iteration.
+
+    Only rank 0 reads it and informs the others. Nothing can be appended to an object: in object storage, each rank that
+    fails writes ``failures.rank00003.jsonl``, which rank 0 of the next attempt appends to the log.
     """
 
     priority = 900
 
     def __init__(self, run: Run) -> None:
         self.run, config = run, run.config
-        folder = config.checkpoint.run_folder
-        self._path = folder / FILE if folder is not None else None
+        save = config.checkpoint.save
+        self._path = location(save) / FILE if save is not None else None
         settings = replace(config, checkpoint=config.checkpoint.for_resume()).flat()
         self._digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
-        self._attempts = self._read()
+        self._attempts: list[set[tuple[int, str]]] = []
         self._iteration = 0
         """Number of the current step."""
 
     def before_run(self) -> None:
-        """Start an attempt; rank 0 records it in the file, which all ranks have read before.
+        """Start an attempt, which rank 0 records; a collective call.
 
-        Errors: ``MegatronError`` if the last two attempts had the same failure.
+        Errors: ``MegatronError`` on all ranks if the last two attempts had the same failure, or if the log cannot be
+        read.
         """
+        if self._path is None:
+            return
+        text, world = "", self.run.world
+        with failing_together(world.device):
+            if world.rank == 0:
+                text = self._read()
+        self._attempts = self._parsed(tell_from(0, text, world.device))
         repeated = self._repeated(self._attempts)
         if repeated is not None:
             raise MegatronError(self._sentence(*repeated))
-        if self.run.world.rank == 0 and self._path is not None and self._path.parent.is_dir():
-            named = f"save={str(self._path.parent)!r}"
-            refuse_other_file(named, self._path, _LINES)
-            if self._path.is_symlink():
-                raise ConfigError(f"{named}: {self._path} is a link, which is not followed; remove it")
+        if world.rank == 0:
             self._append({"begins": self._digest})
 
     def before_step(self) -> None:
@@ -85,7 +97,7 @@ class FailureLog(Callback):
         Errors: ``MegatronError`` instead of ``error`` if the previous attempt had the same failure.
         """
         at, text, found = self._iteration, _kind(error), explained(error)
-        if self._path is None or not self._path.parent.is_dir() or (found and found[0] == RESTART):
+        if self._path is None or (found and found[0] == RESTART):
             return
         self._append({"iteration": at, "error": text, "rank": self.run.world.rank})
         if self._attempts and (at, text) in self._attempts[-1]:
@@ -101,7 +113,8 @@ class FailureLog(Callback):
         ):
             self._attempts = []
             if self.run.world.rank == 0:
-                self._path.unlink(missing_ok=True)
+                with suppress(OSError):  # an old log has no effect on other failures
+                    self._path.unlink(missing_ok=True)
 
     def _sentence(self, at: int, text: str) -> str:
         return (
@@ -114,12 +127,30 @@ class FailureLog(Callback):
         common = attempts[-1] & attempts[-2] if len(attempts) > 1 else set()
         return min(common, default=None)
 
-    def _read(self) -> list[set[tuple[int, str]]]:
+    def _read(self) -> str:
+        """The content of the log; in object storage, with what ranks have written since, which is appended to it.
+
+        Errors: ``ConfigError`` if it belongs to another program or is a link; ``OSError``.
+        """
+        assert self._path is not None
+        path, named = self._path, f"save={str(self._path.parent)!r}"
+        if in_storage(path) is None:
+            refuse_other_file(named, path, _LINES)
+            if path.is_symlink():
+                raise ConfigError(f"{named}: {path} is a link, which is not followed; remove it")
+        data = path.read_bytes() if path.is_file() else b""
+        parts = [] if in_storage(path) is None else sorted(path.parent.glob(f"{OF_FAILURES}rank*.jsonl"))
+        if parts:
+            data += b"".join(part.read_bytes() for part in parts)
+            path.write_bytes(data)
+            for part in parts:
+                part.unlink(missing_ok=True)
+        return data.decode(errors="replace")
+
+    def _parsed(self, text: str) -> list[set[tuple[int, str]]]:
         """Failures (iteration, kind) of each failed attempt since the settings last changed."""
         attempts: list[set[tuple[int, str]]] = [set()]
-        if self._path is None or not self._path.is_file():
-            return []
-        for line in self._path.read_text(errors="replace").splitlines():
+        for line in text.splitlines():
             try:
                 record = json.loads(line)
                 if "begins" in record:
@@ -131,16 +162,21 @@ class FailureLog(Callback):
         return [each for each in attempts if each]
 
     def _append(self, record: dict[str, Any]) -> None:
-        """Append one line with a single write, because several ranks append to the same file."""
+        """Append one line with a single write, because several ranks append to the same file; in object storage, to
+        this rank's own part. Errors are ignored: a full disk is reported when a checkpoint is saved."""
         assert self._path is not None
-        try:
+        line = (json.dumps(record) + "\n").encode()
+        with suppress(OSError):
+            if in_storage(self._path) is not None:
+                name = FILE if "begins" in record else f"{OF_FAILURES}rank{self.run.world.rank:05d}.jsonl"
+                part = self._path.with_name(name)
+                part.write_bytes((part.read_bytes() if part.is_file() else b"") + line)
+                return
             descriptor = no_follow(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
             try:
-                os.write(descriptor, (json.dumps(record) + "\n").encode())
+                os.write(descriptor, line)
             finally:
                 os.close(descriptor)
-        except OSError:
-            return  # a full disk is reported when a checkpoint is saved
 
 
 def _kind(error: Exception) -> str:

@@ -12,8 +12,8 @@ from megatron_core.training.step import StepResult
 class LinkChecks(Callback):
     """Records the checksums of a step's collectives, and compares them before its update.
 
-    Collectives that end later (of the update, and gathers of weights) are compared before the next update, or at the
-    end of the run.
+    Collectives that end later (of the update, and gathers of weights) are compared before the next update, also if
+    every step is checked, or at the end of the run.
 
     Errors: ``MegatronError``, the same one on all ranks together, if a rank received wrong data.
     """
@@ -24,7 +24,8 @@ class LinkChecks(Callback):
         self.run, self._settings = run, run.config.monitor
         self._has_records = False
         """Whether calls of this step or the one before are recorded."""
-        self._right_until = "the start"
+        self._suspect = "the start"
+        """The first step that may be wrong without a finding so far."""
 
     def before_run(self) -> None:
         """Seal the messages between stages, if all are checked."""
@@ -65,8 +66,8 @@ class LinkChecks(Callback):
             found = wrong_deliveries(self.run.groups, self.run.world.device)
         if found:
             raise MegatronError(
-                f"wrong data arrived in {'; '.join(found)}. Steps after the previous check, at "
-                f"{self._right_until}, may be wrong, too: load a checkpoint from then or before (--load, --ckpt-step), "
-                "and test the links and the memory of these ranks if it happens again"
+                f"wrong data arrived in {'; '.join(found)}. Steps from {self._suspect} on may be wrong, too: "
+                "load a checkpoint from before (--load, --ckpt-step), and test the links and the memory of these ranks "
+                "if it happens again"
             )
-        self._right_until = f"step {LINKS.iteration}"
+        self._suspect = f"step {LINKS.iteration}"  # its update is not compared yet

@@ -2,32 +2,38 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from megatron_core.config import RunConfig
+from megatron_core.parallel import World
+from megatron_core.parallel.texts import failing_together
 from megatron_core.storage import StoragePath, in_storage, location
 from megatron_core.training.callbacks import Callback
+from megatron_core.training.failures import OF_FAILURES
 from megatron_core.training.setup import Run
 
-PATTERNS = ("*.jsonl", "*.json", "*.yaml", "*.log")
-"""Files in ``CheckpointConfig.run_folder`` that are copied."""
+PATTERNS = ("*.jsonl", "*.json", "*.yaml", "*.log", "metrics.ranks/*.jsonl")
+"""Files in ``CheckpointConfig.run_folder`` that are copied. ``FailureLog`` keeps its own objects."""
+VERSIONS = ".stored"
+"""File with the version of each object that equals, or is older than, the file here."""
 
 
-def fetch_run_files(config: RunConfig) -> None:
-    """Copy the files of the run that an earlier job stored, if this machine does not have them, so that metrics
-    continue. Call it on one rank of each host. Errors: ``OSError``."""
-    remote, folder = _places(config)
-    if remote is None or folder is None:
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    for pattern in PATTERNS:
-        for path in remote.glob(pattern):
-            if not (folder / path.name).exists():
-                (folder / path.name).write_bytes(path.read_bytes())
+def fetch_run_files(config: RunConfig, world: World) -> None:
+    """On rank 0, copy the files of the run that another machine has stored since this one stored or fetched them, so
+    that metrics continue; a collective call. Errors: ``OSError`` on rank 0 and ``ConfigError`` on the others."""
+    copies = _Copies.of(config)
+    if copies is not None:
+        with failing_together(world.device):
+            if world.rank == 0:
+                copies.fetch()
 
 
 class RunFiles(Callback):
-    """After each checkpoint and at the end, store the files of this host's ranks that have changed.
+    """After each checkpoint and at the end, rank 0 stores the files on its host that have changed.
 
     A failure is only printed: the files on this machine are complete.
     """
@@ -35,9 +41,8 @@ class RunFiles(Callback):
     priority = 1100  # closed last, after the callbacks that write these files
 
     def __init__(self, run: Run) -> None:
-        self._remote, self._folder = _places(run.config)
-        self._is_on = self._remote is not None and run.world.local_rank == 0 and not run.config.training.skip_train
-        self._sizes: dict[str, int] = {}
+        is_on = run.world.rank == 0 and not run.config.training.skip_train
+        self._copies = _Copies.of(run.config) if is_on else None
 
     def after_save(self, temporary: bool, saved: bool) -> None:
         """Store changed files after a permanent checkpoint."""
@@ -49,19 +54,65 @@ class RunFiles(Callback):
         self._store()
 
     def _store(self) -> None:
-        if not self._is_on or self._remote is None or self._folder is None:
+        if self._copies is None:
             return
         try:
-            for path in sorted({path for pattern in PATTERNS for path in self._folder.glob(pattern)}):
-                size = path.stat().st_size
-                if self._sizes.get(path.name) != size:
-                    (self._remote / path.name).write_bytes(path.read_bytes())
-                    self._sizes[path.name] = size
+            self._copies.store()
         except OSError as error:
-            print(f"note: files of the run are in {self._folder} only: {error}", flush=True)
+            print(f"note: files of the run are in {self._copies.folder} only: {error}", flush=True)
 
 
-def _places(config: RunConfig) -> tuple[StoragePath | None, Path | None]:
-    """The folder of ``save`` if it is in object storage, and the run's folder on this machine."""
-    save = config.checkpoint.save
-    return (None if save is None else in_storage(location(save))), config.checkpoint.run_folder
+class _Copies:
+    """The run's folder on this machine and its copy in object storage."""
+
+    def __init__(self, remote: StoragePath, folder: Path) -> None:
+        self._remote, self.folder = remote, folder
+        self._states: dict[str, tuple[int, int]] = {}
+        """Size and time of change of each file when this process stored it."""
+
+    @classmethod
+    def of(cls, config: RunConfig) -> _Copies | None:
+        """The places of a run, or None if ``save`` is not in object storage."""
+        save, folder = config.checkpoint.save, config.checkpoint.run_folder
+        remote = None if save is None else in_storage(location(save))
+        return None if remote is None or folder is None else cls(remote, folder)
+
+    def fetch(self) -> None:
+        """Copy the objects that are not the version known here: another machine has continued the run."""
+        versions = self._versions()
+        for name, found in _found(self._remote):
+            version, file = found.version(), self.folder / name
+            if versions.get(name) != version or not file.exists():
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_bytes(found.read_bytes())
+                versions[name] = version
+                self._keep(versions)
+
+    def store(self) -> None:
+        """Store the files that have changed since this process stored them."""
+        versions = self._versions()
+        for name, file in _found(self.folder):
+            status = file.stat()
+            state = (status.st_size, status.st_mtime_ns)
+            if self._states.get(name) != state:
+                (self._remote / name).write_bytes(file.read_bytes())
+                versions[name], self._states[name] = (self._remote / name).version(), state
+                self._keep(versions)
+
+    def _versions(self) -> dict[str, str]:
+        with suppress(OSError, ValueError):
+            content = json.loads((self.folder / VERSIONS).read_text())
+            return content if isinstance(content, dict) else {}
+        return {}
+
+    def _keep(self, versions: dict[str, str]) -> None:
+        (self.folder / VERSIONS).write_text(json.dumps(versions))
+
+
+def _found(place: Any) -> Iterator[tuple[str, Any]]:
+    """The files to copy in a folder or in object storage, with their names below it."""
+    for pattern in PATTERNS:
+        above = pattern[: pattern.rfind("/") + 1]
+        for path in sorted(place.glob(pattern)):
+            if not path.name.startswith(OF_FAILURES):
+                yield above + path.name, path

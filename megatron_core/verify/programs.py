@@ -11,6 +11,7 @@ is tried, and the tensor is right if one fits.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -25,8 +26,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from megatron_core.errors import DataError
-from megatron_core.parallel.texts import tell_all
+from megatron_core.parallel.texts import failing_together, listed, tell_all
 from megatron_core.verify.parts import Axis, Block, parts_of, sliced
+from megatron_core.verify.whole_names import modules_of, parameters_of
 
 FORWARD, BACKWARD, GRADIENT, VALUE = "forward", "backward", "gradient", "value"
 BOUNDS = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
@@ -89,7 +91,7 @@ def compare(
     sums. ``bound``: largest relative error, by default that of the dtype. ``averaged``: number of ranks over which the
     program averages gradients later; the gradients of outputs are larger by this factor.
 
-    Errors: ``DataError`` if several ranks run and the folder has no record.
+    Errors: ``DataError`` if several ranks run and the folder has no record, or not the same parameters.
     """
     models = [model] if isinstance(model, nn.Module) else list(model)
     return Comparison(models, Path(folder), list(skip), bound, axes, copy_weights=copy_weights, averaged=averaged)
@@ -117,18 +119,20 @@ class Comparison:
         """Whether this is the run on one rank."""
         self._micro_batch, self._calls = 0, dict[tuple[str, str], int]()
         self._values: dict[str, np.ndarray] = {}
-        self._order: list[str] = []
+        self._order: dict[str, int] = {}
+        self._compared, self._unknown = set[str](), dict[Place, None]()
         self.found: list[Difference] = []
         """The differences of this rank, in the order of its program."""
         if self.records:
             folder.mkdir(parents=True, exist_ok=True)
-            _store(folder / WEIGHTS, {name: _numbers(_whole(p)) for name, p in self._parameters()})
+            _store(folder / WEIGHTS, {name: _numbers(_whole(p)) for name, p in parameters_of(self._models)})
         else:
-            self._values = _loaded(folder / "tensors.npz")
-            self._order = list(self._values)
+            with failing_together(self._device()):
+                self._values = _loaded(folder / "tensors.npz")
+            self._order = {key: number for number, key in enumerate(self._values)}
             if copy_weights:
-                self._copy(_loaded(folder / WEIGHTS))
-        for name, module in self._modules():
+                self._copy()
+        for name, module in modules_of(self._models):
             if not any(fnmatch(name, pattern) for pattern in self._skip):
                 module.register_forward_hook(partial(self._leave, name))
 
@@ -146,7 +150,7 @@ class Comparison:
 
         Examples: ``lambda p: p.main_grad`` (Megatron), ``deepspeed.utils.safe_get_full_grad`` (DeepSpeed).
         """
-        for name, parameter in self._parameters():
+        for name, parameter in parameters_of(self._models):
             gradient = of(parameter)
             if gradient is not None:
                 self._take(Place(GRADIENT, name, 0, 0), gradient, _block_of(parameter))
@@ -155,27 +159,81 @@ class Comparison:
         """Store the record, or return the differences of all ranks, the earliest of the program first.
 
         A collective call. [] if nothing differs. With several differences the first one is the cause, or next to it.
+        The last lines name gradients and values that only one of the two runs has; for outputs this is a warning.
+
+        Errors: ``DataError`` on all ranks if no tensor was compared.
         """
         if self.records:
             _store(self._folder / "tensors.npz", self._values)
             return []
-        device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else "cpu"
-        own = [f"{self._order.index(_key(each.place))}\t{each}" for each in self.found]
-        lines = [line for text in tell_all("\n".join(own), torch.device(device)) for line in text.splitlines()]
-        return [line.split("\t", 1)[1] for line in sorted(lines, key=lambda line: int(line.split("\t")[0]))]
+        own = [f"{self._order[_key(each.place)]}\t{each}" for each in self.found]
+        found = [line.split("\t", 1) for line in self._told(own)]
+        return [text for _, text in sorted(found, key=lambda line: int(line[0]))] + self._one_sided()
 
-    def _copy(self, weights: Mapping[str, np.ndarray]) -> None:
-        for name, parameter in self._parameters():
-            if name not in weights:
-                raise DataError(f"{self._folder}: the record has no parameter {name}; compare the same model")
-            whole = torch.from_numpy(weights[name]).to(parameter.device, parameter.dtype)
-            with torch.no_grad():
+    def _one_sided(self) -> list[str]:
+        """Sentences about gradients and values that only one of the two runs has; a collective call."""
+        bits = sum(1 << self._order[key] for key in self._compared)
+        compared = 0
+        for text in self._told([f"{bits:x}"]):
+            compared |= int(text, 16)
+        missing = [_place(key) for key, number in self._order.items() if not compared >> number & 1]
+        unknown = [_place(key) for key in dict.fromkeys(self._told([_key(place) for place in self._unknown]))]
+        if not compared:
+            raise DataError(
+                f"{self._folder}: no tensor of this run is in the record, so that nothing was compared. The record has "
+                f"{_named(missing)}; this run has {_named(unknown)}. Give compare the same model in both runs, and "
+                "call micro_batch with the same numbers"
+            )
+        lines = []
+        for places, reason in ((missing, "no rank compared"), (unknown, "the record does not have")):
+            results = [place for place in places if place.direction in (GRADIENT, VALUE)]
+            outputs = [place for place in places if place.direction in (FORWARD, BACKWARD)]
+            if results:
+                lines.append(f"{reason}: {_named(results)}")
+            if outputs and self._rank == 0:
+                warnings.warn(f"{reason}: {_named(outputs)}", stacklevel=3)
+        return lines
+
+    def _told(self, lines: list[str]) -> list[str]:
+        """The lines of all ranks."""
+        return [line for text in tell_all("\n".join(lines), self._device()) for line in text.splitlines()]
+
+    def _device(self) -> torch.device:
+        nccl = dist.get_backend() == "nccl"
+        return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+
+    def _copy(self) -> None:
+        """Set the weights to this rank's parts of the recorded ones."""
+        split: list[tuple[DTensor, Tensor]] = []
+        # Names and shapes are checked on all ranks before ``distribute_tensor``, in which ranks wait for each other.
+        with failing_together(self._device()), torch.no_grad():
+            weights = _loaded(self._folder / WEIGHTS)
+            for name, parameter in parameters_of(self._models):
+                if name not in weights:
+                    raise DataError(f"{self._folder}: the record has no parameter {name}; compare the same model")
+                whole = torch.from_numpy(weights[name])
+                fits = (
+                    whole.shape == parameter.shape if isinstance(parameter, DTensor) else whole.ndim == parameter.ndim
+                )
+                if not fits:
+                    shapes = f"{list(whole.shape)} in the record and {list(parameter.shape)} in this run"
+                    raise DataError(
+                        f"{self._folder}: the parameter {name} has the shape {shapes}; compare the same model, or set "
+                        "copy_weights=False if both runs begin with the same weights"
+                    )
                 if isinstance(parameter, DTensor):
-                    parameter.copy_(distribute_tensor(whole, parameter.device_mesh, parameter.placements))
+                    split.append((parameter, whole))
                 else:
                     parameter.copy_(sliced(whole, parameter.shape, self._axes, _block_of(parameter)))
+        with torch.no_grad():
+            for target, values in split:
+                own = values.to(target.device, target.dtype)
+                target.copy_(distribute_tensor(own, target.device_mesh, target.placements))
 
+    @torch.compiler.disable
     def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        if torch._C._current_graph_task_id() != -1:  # in backward: activation checkpointing computes the module again
+            return
         for number, x in enumerate(_tensors(output)):
             label = name if number == 0 else f"{name}[{number}]"
             call = self._calls[FORWARD, label] = self._calls.get((FORWARD, label), -1) + 1
@@ -195,7 +253,9 @@ class Comparison:
             return
         expected = self._values.get(key)
         if expected is None:
+            self._unknown[place] = None
             return
+        self._compared.add(key)
         error, reason = self._error(_numbers(x), expected, block)
         bound = BOUNDS.get(x.dtype, 0.1) if self._bound is None else self._bound
         if not error <= bound and place not in [each.place for each in self.found]:
@@ -210,39 +270,6 @@ class Comparison:
         errors = [float(np.abs(x - part).max(initial=0.0)) / scale for part in parts]
         best = int(np.argmin(np.nan_to_num(errors, nan=np.inf)))
         return errors[best], _factor(x, parts[best])
-
-    def _modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """Modules with their names in the model on one rank."""
-        for model in self._models:
-            numbers = _layer_numbers(model)
-            for name, module in model.named_modules():
-                yield _renamed(name, numbers) or "model", module
-
-    def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        for model in self._models:
-            numbers = _layer_numbers(model)
-            yield from ((_renamed(name, numbers), parameter) for name, parameter in model.named_parameters())
-
-
-def _layer_numbers(model: nn.Module) -> dict[str, str]:
-    """Names of layers that know their number in the whole model (``layer_number``, from 1), by their local names."""
-    found = {}
-    for name, module in model.named_modules():
-        number, (head, _, last) = getattr(module, "layer_number", None), name.rpartition(".")
-        if isinstance(number, int) and last.isdigit():
-            found[name] = f"{head}.{number - 1}"
-    return found
-
-
-def _renamed(name: str, numbers: Mapping[str, str]) -> str:
-    """``name`` without wrappers' prefixes, and with the layers' numbers in the whole model."""
-    for local, whole in numbers.items():
-        if name == local or name.startswith(f"{local}."):
-            name = whole + name[len(local) :]
-            break
-    while name == "module" or name.startswith("module."):
-        name = name[len("module.") :]
-    return name
 
 
 def _block_of(parameter: nn.Parameter) -> Block | None:
@@ -271,6 +298,16 @@ def _numbers(x: Tensor) -> np.ndarray:
 
 def _key(place: Place) -> str:
     return _SEPARATOR.join(map(str, place))
+
+
+def _place(key: str) -> Place:
+    direction, rest = key.split(_SEPARATOR, 1)
+    name, micro_batch, call = rest.rsplit(_SEPARATOR, 2)
+    return Place(direction, name, int(micro_batch), int(call))
+
+
+def _named(places: Sequence[Place]) -> str:
+    return listed(places) if places else "no tensors"
 
 
 def _store(path: Path, values: Mapping[str, np.ndarray]) -> None:

@@ -148,7 +148,7 @@ IN_CONTEXT = (
         ),
     ),
     Defect(
-        "blocks of the ring are taken for those of the ranks after",
+        "ring blocks are assigned to the next ranks instead of the previous ones",
         "context_parallel.exchange:_from_own",
         "group.rank() - step",
         "group.rank() + step",
@@ -157,7 +157,7 @@ IN_CONTEXT = (
         culprit="output of decoder.layers.0.self_attention",
     ),
     Defect(
-        "gradients of keys do not go the last step home",
+        "the last ring step, which returns key gradients to their owner, is missing",
         "context_parallel.exchange:RingExchange.backward",
         "return total",
         "return part",
@@ -169,7 +169,7 @@ IN_CONTEXT = (
         ),
     ),
     Defect(
-        "gradients of keys forget the ranks before",
+        "gradients of keys omit the contributions of earlier ranks",
         "context_parallel.exchange:RingExchange.backward",
         "part += total",
         "pass",

@@ -77,7 +77,7 @@ IN_ZERO = (
         culprit="the gradient norm",
     ),
     Defect(
-        "Muon's owners do without the parts of the other ranks",
+        "Muon's owner ranks ignore the other ranks' parts",
         "optimizer.matrix_updates:MatrixUpdates._receive",
         "part.copy_(received[at : at + part.numel()].view(part.shape))",
         "part.zero_()",

@@ -13,7 +13,7 @@ import pytest
 from megatron_core.commands.report import main
 from megatron_core.monitor.jsonl import JsonLinesSink
 from megatron_core.monitor.page import bars, chart, digits, table
-from megatron_core.monitor.report import report
+from megatron_core.monitor.report import report, write_report
 from megatron_core.parallel.meter import Traffic
 from megatron_core.training.loop import train
 from megatron_core.verify.ranks import run_ranks
@@ -87,6 +87,8 @@ def test_several_runs_and_layouts(tmp_path: Path, capsys: pytest.CaptureFixture)
     assert main([str(folders[0]), "--compare", *map(str, folders[1:]), "--out", str(out)]) == 0
     text = out.read_text()
     rows = " ".join(_sections(text)["comparison"].split())
+    write_report(folders[0], tmp_path / "two.html", folders[1])  # a single one
+    assert "training of b/run" in (tmp_path / "two.html").read_text()
     assert "this run b/run c/run step (ms)" in rows and "The same settings." in rows
     assert "tokens per second of" not in text and "training of b/run" in text
     metrics = folders[0] / "metrics.jsonl"

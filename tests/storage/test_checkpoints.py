@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,10 +12,13 @@ import torch
 
 from megatron_core import parallel_state
 from megatron_core.checkpoint import CheckpointReader
-from megatron_core.checkpoint.folder import TRACKER, find_candidates
+from megatron_core.checkpoint.folder import TRACKER, find_candidates, rank_file
+from megatron_core.checkpoint.writer import Save
+from megatron_core.commands import replay_step
 from megatron_core.errors import CheckpointError
 from megatron_core.locations import CACHE_VARIABLE, run_folder
 from megatron_core.storage import StoragePath, StorageWriter, location
+from megatron_core.training.compatibility import stored_config
 from megatron_core.training.loop import train
 from tests.checkpoint.runs import stored
 from tests.runs import tiny_run
@@ -135,6 +139,31 @@ def test_another_run_is_not_replaced(save: str) -> None:
         tiny_run(train_iters=1, save=save)
     train(tiny_run(train_iters=2, save=save, overwrite_checkpoints=True), [])
     assert [path.name for path in find_candidates(save).folders] == ["iter_0000002"]
+
+
+@pytest.mark.parametrize("present", [[], [0], [0, 0], [0, 2]])
+def test_each_rank_must_have_reported(present: list[int], save: str, tmp_path: Path) -> None:
+    """Otherwise an incomplete checkpoint would look complete."""
+    for folder in (location(save), tmp_path):
+        own = Save(folder, 1, {}, ranks=2)
+        own.prepare("id")
+        texts = [json.dumps({"name": rank_file(rank), "shapes": {}, "boxes": [], "error": ""}) for rank in present]
+        with pytest.raises(CheckpointError, match="2 ranks must report once each"):
+            own.complete(texts)
+        assert not (own.contents / "manifest.json").exists()
+
+
+def test_settings_of_a_checkpoint_without_tokenizer_files(save: str) -> None:
+    run = tiny_run(train_iters=1, save=save)
+    train(run, [])
+    assert stored_config(location(save) / "iter_0000001").model == run.config.model
+
+
+def test_a_step_is_replayed(save: str, capsys: pytest.CaptureFixture[str]) -> None:
+    train(tiny_run(train_iters=2, save_interval=1, save=save), [])
+    capsys.readouterr()
+    assert replay_step.main([f"{save}/iter_0000001"]) == 0
+    assert capsys.readouterr().out.startswith("iteration 2, ")
 
 
 def test_other_files_are_on_this_machine(save: str) -> None:

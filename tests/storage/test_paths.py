@@ -9,7 +9,7 @@ import pytest
 
 from megatron_core.errors import ConfigError
 from megatron_core.locations import CACHE_VARIABLE, run_folder
-from megatron_core.storage import StoragePath, in_storage, local_copy, location, read_part
+from megatron_core.storage import StoragePath, _file_system, in_storage, local_copy, location, read_part
 
 
 @pytest.fixture
@@ -103,6 +103,28 @@ def test_errors_of_services(
             action()
         assert found.value.filename == str(folder) and "\n" not in str(found.value)
     folder.remove_tree()
+
+
+@pytest.mark.parametrize("special", ["run[1]", "run*", "run?"])
+def test_names_with_characters_of_patterns(folder: StoragePath, special: str) -> None:
+    """They are not patterns: other folders that match are neither listed nor deleted."""
+    own, others = folder / special, [folder / name for name in ("run1", "runs", "run")]
+    for each in (own, *others):
+        (each / "part.incomplete" / "a.report").write_text("text")
+    assert list(own.glob("*/*.report")) == [own / "part.incomplete" / "a.report"]
+    (own / "part.incomplete").remove_tree()
+    assert not own.exists() and all((each / "part.incomplete" / "a.report").is_file() for each in others)
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(*_: object, **__: object) -> None:
+        raise ImportError("No module named 's3fs'")
+
+    monkeypatch.setattr("fsspec.filesystem", absent)
+    _file_system.cache_clear()
+    with pytest.raises(ConfigError, match=r"s3:// needs another package .*; pip install s3fs$"):
+        location("s3://bucket/a")
+    _file_system.cache_clear()
 
 
 def test_schemes_without_support() -> None:

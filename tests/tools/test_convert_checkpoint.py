@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from megatron_core import parallel_state
 from megatron_core.commands.convert_checkpoint import Settings, convert, main
 from megatron_core.errors import ConfigError
 from megatron_core.inference import Engine, Generator, Request
 from megatron_core.inference.generator import GenerationLayout
+from megatron_core.locations import CACHE_VARIABLE
 from megatron_core.training.compatibility import open_model
 from megatron_core.verify.ranks import run_ranks, this_world
 from tests.models.hf_models import save_model, transformers
@@ -34,6 +36,25 @@ def test_there_and_back_on_the_command_line(tmp_path: Path) -> None:
     assert "holds a checkpoint" in again.stderr
     with pytest.raises(ConfigError, match="nothing to convert"):
         convert(Settings(source="hf", **settings))
+
+
+def test_there_and_back_through_object_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    save_model("llama", tmp_path / "hf")
+    texts = '{"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}'
+    (tmp_path / "hf" / "tokenizer.json").write_text(texts)
+    url, folders = f"memory://bucket/{tmp_path.name}", {"hf": tmp_path / "hf", "again": tmp_path / "again"}
+    convert(Settings(source="hf", to="native", load=str(folders["hf"]), save=url))
+    convert(Settings(source="native", to="hf", load=url, save=str(folders["again"])))
+    weights = [load_file(folder / "model.safetensors") for folder in folders.values()]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+    assert (folders["again"] / "tokenizer.json").read_text() == texts
+    for settings in ({"source": "hf", "to": "native", "load": url}, {"source": "native", "to": "hf", "load": "a"}):
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises(ConfigError, match="a URL is not accepted here"):
+            convert(Settings(**settings, save=f"{url}/other"))
+    assert not (tmp_path / "memory:").exists()
 
 
 def test_flags_of_megatron_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:

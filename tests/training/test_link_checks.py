@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,11 +15,14 @@ import torch
 from megatron_core.config.resilience import LINK_DAMAGES
 from megatron_core.config.validate import check
 from megatron_core.errors import ConfigError, MegatronError
+from megatron_core.parallel.links.faults import LinkFault
 from megatron_core.parallel.links.recorder import LINKS
-from megatron_core.training.callbacks import Callbacks
+from megatron_core.training.callbacks import Callback, Callbacks
 from megatron_core.training.faults import Faults
 from megatron_core.training.link_checks import LinkChecks
 from megatron_core.training.loop import train
+from megatron_core.training.pretrain import notes
+from megatron_core.training.setup import Run
 from megatron_core.training.step import train_step
 from megatron_core.verify.ranks import run_ranks, run_simulated
 from tests.runs import tiny_config, tiny_run
@@ -114,6 +119,36 @@ def outcome_of(settings: dict[str, Any]) -> tuple[str, str]:
     return outcome(**settings)
 
 
+class FaultInUpdate(Callback):
+    """A bit is flipped in the first tensor that rank 1 receives over dp in the update of step 2."""
+
+    priority = LinkChecks.priority - 1  # after the comparison of this step
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        LINKS.faults.name_groups(run.groups)
+
+    def before_update(self) -> None:
+        if self.run.state.iteration == 1 and self.run.world.rank == 1:
+            LINKS.faults.arm(LinkFault("dp", "flipped"))
+
+
+def _faults_in_update(cases: list[dict[str, Any]]) -> list[str]:
+    return [_error_of_steps(case, FaultInUpdate, steps=3) for case in cases]
+
+
+def test_a_fault_in_an_update_is_found_before_the_next_one() -> None:
+    """The check of the next step keeps the records of this one's update."""
+    settings = {"zero_stage": 1, "link_check_interval": 1}
+    cases = [settings, settings | OVERLAP, settings | {"link_check_interval": 2}]
+    by_rank = run_ranks(2, _faults_in_update, cases)
+    assert by_rank[0] == by_rank[1]
+    for message in by_rank[0]:
+        found = r"step 2: rank 1 received wrong values from rank 0 in all-gather .* over dp.*\(ranks 0, 1\)"
+        assert re.search(found, message), message
+        assert "Steps from step 2 on may be wrong" in message
+
+
 def test_sound_runs_are_silent() -> None:
     cases = [case | {"link_check_interval": 1} for case in SOUND.values()]
     cases.append(SOUND["pp2 zb_v"] | {"check_pipeline_messages": True})
@@ -127,12 +162,12 @@ def _stepped(cases: list[dict[str, Any]]) -> list[str]:
     return [_error_of_steps(case) for case in cases]
 
 
-def _error_of_steps(settings: dict[str, Any]) -> str:
+def _error_of_steps(settings: dict[str, Any], faults: Callable[[Run], Callback] = Faults, steps: int = 2) -> str:
     run = tiny_run(**settings)
-    called = Callbacks(run, [LinkChecks(run), Faults(run)])
+    called = Callbacks(run, [LinkChecks(run), faults(run)])
     try:
         with called.running():
-            for _ in range(2):
+            for _ in range(steps):
                 called.call("before_step")
                 called.call("after_step", train_step(run, hooks=called.step_hooks))
     except MegatronError as error:
@@ -173,6 +208,24 @@ def _bits(settings: dict[str, Any]) -> list[bytes]:
 def test_checks_change_no_bit(settings: dict[str, Any]) -> None:
     checked = settings | {"link_check_interval": 1, "check_pipeline_messages": bool(settings.keys() & PP.keys())}
     assert run_ranks(2, _bits, settings | {"link_check_interval": None}) == run_ranks(2, _bits, checked)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({}, 1),
+        ({"link_check_interval": None}, 0),
+        ({"cuda_graph_impl": "none"}, 0),
+        ({"tensor_model_parallel_size": 1}, 0),
+    ],
+    ids=str,
+)
+def test_unchecked_collectives_in_cuda_graphs_are_noted(settings: dict[str, Any], told: int) -> None:
+    run = tiny_run()  # graphs need a GPU: only the settings of this run have them
+    config = tiny_config(**(TP | {"cuda_graph_impl": "local"} | settings))
+    found = [note for note in notes(dataclasses.replace(run, config=config)) if "inside CUDA graphs" in note]
+    assert len(found) == told
+    assert all(note.startswith("link_check_interval=100 ") for note in found)
 
 
 def test_settings() -> None:

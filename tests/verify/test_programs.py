@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import os
+import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
 from examples.first_difference import fsdp2, megatron_gpt
-from megatron_core.errors import DataError
+from megatron_core.errors import DataError, MegatronError
 from megatron_core.verify import compare, run_ranks
 from megatron_core.verify.parts import Block, parts_of, sliced
 from tests.drop_in.deepspeed.reference import REFERENCE, Task, ask
@@ -149,6 +156,123 @@ def test_a_run_without_a_record_says_so(tmp_path: Path) -> None:
     with pytest.raises(Exception, match=r"run the program on one rank first") as caught:
         run_ranks(2, two_stages, str(tmp_path))
     assert DataError.__name__ in str(caught.value)
+
+
+# --- Names
+
+
+class Middle(nn.Module):
+    """A layer of a user whose parts have names of wrappers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.full((4,), 1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A product."""
+        y: Tensor = self.module(x) * self.scale
+        return y
+
+
+def wrapped(folder: str, bug: str = "") -> list[str]:
+    """A step of a model that has wrappers on several ranks only."""
+    torch.manual_seed(0)
+    size, rank = dist.get_world_size(), dist.get_rank()
+    body = nn.Sequential(nn.Linear(4, 4), Middle(), nn.Linear(4, 4), nn.LayerNorm(4)).double()
+    model: nn.Module = body
+    if size > 1:
+        body[0] = cast(nn.Module, torch.compile(checkpoint_wrapper(body[0]), backend="eager"))
+        body[1] = checkpoint_wrapper(body[1])
+        body[2] = DistributedDataParallel(body[2])
+        model = cast(nn.Module, torch.compile(DistributedDataParallel(body), backend="eager"))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "no rank compared|the record does not have")
+        watch = compare(model, folder, averaged=size, dp=(rank, size))
+        torch.manual_seed(1)
+        for number, x in enumerate(torch.randn(2, 4, 4, dtype=torch.float64)):
+            watch.micro_batch(number)
+            factor = 2.0 if bug and rank == 1 and number == 1 else 1.0
+            (model(x.chunk(size)[rank]).square() * factor).mean().backward()
+        watch.gradients()
+        return watch.finish()
+
+
+def test_names_below_wrappers(tmp_path: Path) -> None:
+    """Also a layer's own part with the name ``module`` is compared."""
+    assert differences(wrapped, tmp_path) == []
+    found = run_ranks(2, wrapped, str(tmp_path), "loss", backend="gloo")[0]
+    assert found[0].startswith("gradient of the output of 3, in backward of micro-batch 1, on rank 1")
+    for name in ("0.weight", "1.scale", "1.module.weight", "2.bias", "3.weight"):
+        assert any(text.startswith(f"gradient of the parameter {name}, on rank 0") for text in found), name
+
+
+def one_sided(folder: str, case: str) -> list[str]:
+    """A step whose names differ on several ranks."""
+    torch.manual_seed(0)
+    size = dist.get_world_size()
+    names = ("a", "b") if size == 1 or case in ("none called", "no gradient") else ("a", "c")
+    model = nn.Sequential(OrderedDict((name, nn.Linear(4, 4)) for name in names))
+    if case == "other names" and size > 1:
+        model = nn.Sequential(OrderedDict(x=nn.Sequential(OrderedDict(y=model))))
+    watch = compare(model, folder, copy_weights=False)
+    if case != "none called" or size == 1:
+        called = model[0] if len(model) == 1 else model  # the root has no name
+        called(torch.ones(2, 4)).sum().backward()
+    if case == "no gradient" and size > 1:
+        watch.gradients(lambda parameter: None if parameter.ndim == 1 else parameter.grad)
+    else:
+        watch.gradients()
+    if size == 1 or case == "names":
+        watch.value("loss" if size == 1 else "the loss", 1.0)
+    return watch.finish()
+
+
+@pytest.mark.parametrize(
+    ("case", "lines"),
+    [
+        (
+            "names",
+            [
+                "no rank compared: gradient of the parameter b.weight, gradient of the parameter b.bias, loss",
+                "the record does not have: "
+                "gradient of the parameter c.weight, gradient of the parameter c.bias, the loss",
+            ],
+        ),
+        ("no gradient", ["no rank compared: gradient of the parameter a.bias, gradient of the parameter b.bias, loss"]),
+    ],
+)
+def test_what_one_run_has_alone_is_named(case: str, lines: list[str], tmp_path: Path) -> None:
+    assert differences(one_sided, tmp_path, case) == lines
+
+
+@pytest.mark.parametrize(("case", "reason"), [("other names", "output of x.y.a"), ("none called", "no tensors")])
+def test_a_run_that_compares_nothing_fails(case: str, reason: str, tmp_path: Path) -> None:
+    with pytest.raises(Exception, match=rf"nothing was compared.*this run has {reason}") as caught:
+        differences(one_sided, tmp_path, case)
+    assert DataError.__name__ in str(caught.value)
+
+
+def uneven(folder: str) -> list[str]:
+    """On several ranks the second has a parameter more than the record."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = nn.Sequential(nn.Linear(4, 4))
+    parallelize_module(model[0], mesh, ColwiseParallel())
+    models: list[nn.Module] = [model]
+    if dist.get_rank() == 1:
+        models.insert(0, nn.ModuleDict({"more": nn.Linear(4, 4)}))
+    try:
+        return compare(models, folder).finish()
+    except MegatronError as error:
+        return [str(error)]
+
+
+def test_a_parameter_without_a_record_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+    """Another rank does not wait for it while it gets its parts of the weights."""
+    torch.set_num_threads(1)
+    run_ranks(1, uneven, str(tmp_path), backend="gloo")
+    for (text,) in run_ranks(2, uneven, str(tmp_path), backend="gloo"):
+        assert "the record has no parameter more.weight" in text
 
 
 # --- Public bugs of others

@@ -94,6 +94,23 @@ def _signs(length: int, device: torch.device) -> Tensor:
     return (2 * torch.randint(0, 2, (length,), generator=random) - 1).to(device)
 
 
+def maxima(x: Tensor, parts: int) -> Tensor:
+    """The maximum of each of ``parts`` equal parts of ``x`` without its NaNs, and 1 if there are NaNs, else 0:
+    ``[parts, 2]``."""
+    rows = x.detach().reshape(parts, -1)
+    lost = rows.isnan()
+    numbers = rows.masked_fill(lost, -torch.inf) if x.is_floating_point() else rows
+    return torch.stack([numbers.amax(1), lost.any(1).to(x.dtype)], 1)
+
+
+def maximum_differs(found: Tensor, expected: Tensor) -> bool:
+    """Whether ``maxima`` of a result differ from the greatest ones of the inputs, both ``[2]``.
+
+    A maximum of inputs with NaNs may be any of them: gloo drops or keeps a NaN depending on the order of the ranks.
+    """
+    return not bool(expected[1]) and not torch.equal(found, expected)
+
+
 def differs(found: Tensor, expected: Tensor, dtype: torch.dtype, ranks: int) -> Tensor:
     """Whether block sums ``found`` ``[..., 2]`` of a result of ``dtype`` differ from the ``expected`` ones by more than
     the rounding of a sum over ``ranks``: ``[...]`` bool."""

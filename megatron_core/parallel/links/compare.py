@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_core.parallel.collectives import COLLECTIVES, all_gather_flat_, all_reduce_
 from megatron_core.parallel.grid import WORLD
 from megatron_core.parallel.groups import Group, ParallelGroups
-from megatron_core.parallel.links.checksums import differs
+from megatron_core.parallel.links.checksums import differs, maximum_differs
 from megatron_core.parallel.links.recorder import LINKS, Call
 from megatron_core.parallel.texts import gather_texts, listed
 
@@ -56,10 +56,10 @@ def _wrong_calls(group: Group, names: Sequence[str], groups: ParallelGroups, dev
     calls = _complete_on_all(group, device)
     ranks = groups.global_ranks(group)
     where = f"over {' = '.join(names)} (ranks {listed(ranks)})"
-    found: list[tuple[int, str]] = []
+    found: list[tuple[tuple[int, int], str]] = []
     for call, sources in _wrong_moves([call for call in calls if not call.is_sum], group):
         senders = [ranks[source] for source in sources]
-        found.append((call.number, _sentence(call, ranks[group.rank()], _from(senders), where)))
+        found.append((call.key, _sentence(call, ranks[group.rank()], _from(senders), where)))
     found += _wrong_sums([call for call in calls if call.is_sum], group, ranks, where)
     return [text for _, text in sorted(found)]
 
@@ -74,25 +74,23 @@ def _sentence(call: Call, receiver: int, sender: str, where: str) -> str:
 
 def _complete_on_all(group: Group, device: torch.device) -> list[Call]:
     """Take the calls that are complete on all ranks of ``group``; the others stay recorded."""
-    calls = LINKS.calls.get(group, [])
-    first = calls[0].number if calls else 0
-    open_calls = sum(not call.complete for call in calls)
-    # Maxima of these are 0 if all ranks have the same complete calls.
-    known = torch.tensor([first, -first, len(calls), -len(calls), open_calls], dtype=torch.int64, device=device)
+    calls = LINKS.calls.pop(group, [])
+    complete = [call.key for call in calls if call.complete]
+    digest = hash(tuple(complete)) >> 1  # of integers, and therefore equal in all processes; its negative fits, too
+    known = torch.tensor([digest, -digest, len(complete), len(calls) - len(complete)], dtype=torch.int64, device=device)
     all_reduce_(known, group, maximum=True)
-    most_first, least_first, most, least, some_open = known.tolist()
-    if (most_first, most, some_open) == (-least_first, -least, 0):
-        LINKS.calls.pop(group, None)
+    greatest, least_negated, most, some_open = known.tolist()
+    if greatest == -least_negated and not some_open:
         return calls
-    by_number = {call.number: call for call in calls}
-    last = max(most_first + most, 1)
-    is_open = torch.tensor(
-        [n not in by_number or not by_number[n].complete for n in range(last)], dtype=torch.int32, device=device
-    )
-    all_reduce_(is_open, group, maximum=True)
-    flags = is_open.tolist()
-    LINKS.calls[group] = [call for call in calls if flags[call.number]]
-    return [call for call in calls if not flags[call.number]]
+    own = torch.tensor(complete + [(-1, -1)] * (most + 1 - len(complete)), dtype=torch.int64, device=device)
+    gathered = own.new_empty(group.size() * own.numel())
+    all_gather_flat_(gathered, own.view(-1), group)
+    common = set(complete)
+    for keys in gathered.view(group.size(), -1, 2).tolist():
+        common &= set(map(tuple, keys))
+    if left := [call for call in calls if call.key not in common]:
+        LINKS.calls[group] = left
+    return [call for call in calls if call.key in common]
 
 
 def _wrong_moves(calls: Sequence[Call], group: Group) -> Iterable[tuple[Call, list[int]]]:
@@ -108,17 +106,19 @@ def _wrong_moves(calls: Sequence[Call], group: Group) -> Iterable[tuple[Call, li
         yield calls[at], wrong[:, at].nonzero().flatten().tolist()
 
 
-def _wrong_sums(calls: Sequence[Call], group: Group, ranks: Sequence[int], where: str) -> list[tuple[int, str]]:
+def _wrong_sums(
+    calls: Sequence[Call], group: Group, ranks: Sequence[int], where: str
+) -> list[tuple[tuple[int, int], str]]:
     """Describe each reduction whose result differs on this rank from the sum of all inputs.
 
     All-reduces whose results differ between the ranks by less than rounding are described by the first rank.
     """
-    verdicts = dict(zip((call.number for call in calls), _wrong_by_value(calls, group), strict=True))
-    found = [(call.number, _sentence(call, ranks[group.rank()], "", where)) for call in calls if verdicts[call.number]]
+    verdicts = dict(zip((call.key for call in calls), _wrong_by_value(calls, group), strict=True))
+    found = [(call.key, _sentence(call, ranks[group.rank()], "", where)) for call in calls if verdicts[call.key]]
     whole = [call for call in calls if call.what == "all-reduce"]
     if not whole:
         return found
-    flags = torch.tensor([verdicts[call.number] for call in whole], dtype=torch.int64).to(whole[0].received[1])
+    flags = torch.tensor([verdicts[call.key] for call in whole], dtype=torch.int64).to(whole[0].received[1])
     own = torch.stack([torch.stack([call.received[1] for call in whole]), flags])
     gathered = own.new_empty(group.size() * own.numel())
     all_gather_flat_(gathered, own.view(-1), group)
@@ -127,7 +127,7 @@ def _wrong_sums(calls: Sequence[Call], group: Group, ranks: Sequence[int], where
     for call, each, is_named in zip(whole, hashes.T.tolist(), named, strict=True):
         odd = "" if is_named or group.rank() else _minority(each, ranks)
         if odd:
-            found.append((call.number, f"step {call.iteration}: {odd} in {call}, call {call.number} {where}"))
+            found.append((call.key, f"step {call.iteration}: {odd} in {call}, call {call.number} {where}"))
     return found
 
 
@@ -161,6 +161,6 @@ def _wrong_by_value(calls: Sequence[Call], group: Group) -> list[bool]:
 def _is_wrong(call: Call, expected: Tensor, group: Group) -> bool:
     own = expected[group.rank() if expected.shape[0] > 1 else 0]
     found = call.received[0][0]
-    if call.is_maximum:
-        return not torch.equal(torch.nan_to_num(found), torch.nan_to_num(own))
+    if call.is_maximum and found.dim() == 1:
+        return maximum_differs(found, own)
     return bool(differs(found, own, call.dtype, group.size()).any())

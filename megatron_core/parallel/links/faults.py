@@ -66,8 +66,10 @@ class LinkFaults:
         self._armed.append(fault)
 
     def disarm(self) -> list[LinkFault]:
-        """Return the faults that changed no tensor, and forget them."""
+        """Return the faults that changed no tensor, and forget them; unless ``remembers``, also previous tensors."""
         left, self._armed = self._armed, []
+        if not self.remembers:
+            self._previous.clear()
         return left
 
     def apply(self, what: str, group: Group, parts: Sequence[Tensor | None]) -> None:

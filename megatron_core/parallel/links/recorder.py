@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_core.parallel.groups import Group, ParallelGroups
-from megatron_core.parallel.links.checksums import bit_hash, block_sums
+from megatron_core.parallel.links.checksums import bit_hash, block_sums, maxima
 from megatron_core.parallel.links.faults import LinkFaults
 from megatron_core.parallel.rank_local import Forwarding, RankLocal
 
@@ -33,8 +33,10 @@ class Call:
     dtype: torch.dtype
     iteration: int
     """Step of training in which it was called, counted from 1."""
+    recording: int
+    """Number of the ``begin`` after which it was called."""
     number: int
-    """Number of the call in its group since recording began, from 1."""
+    """Number of the call in its group since that ``begin``, from 1."""
     sent: list[Tensor] = field(default_factory=list)
     """Hash of what each rank of the group should receive from this one; for a reduction its block sums."""
     received: list[Tensor] = field(default_factory=list)
@@ -42,6 +44,11 @@ class Call:
     is_sum: bool = False
     is_maximum: bool = False
     complete: bool = False
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """The identity of the call on all ranks of its group."""
+        return self.recording, self.number
 
     def __str__(self) -> str:
         """Kind, shape and dtype."""
@@ -97,6 +104,7 @@ class LinkRecorder:
         self.calls: dict[Group, list[Call]] = {}
         self.deliveries: list[Delivery] = []
         self.faults = LinkFaults()
+        self._recording = 0
         self._numbers: dict[Group, int] = {}
         self._counts: dict[tuple[int, int], int] = {}
 
@@ -111,9 +119,15 @@ class LinkRecorder:
         return self.checking or self.seals_messages
 
     def begin(self, iteration: int) -> None:
-        """Record the calls of step ``iteration`` from now on."""
+        """Record the calls of step ``iteration`` from now on.
+
+        Calls since the previous ``begin`` stay recorded: those of the update are not compared yet. Older ones, which a
+        whole comparison found incomplete, are dropped, so that calls for which nobody waits do not accumulate.
+        """
         self.checking, self.iteration = True, iteration
-        self.calls.clear()
+        last, self._recording = self._recording, self._recording + 1
+        for group, calls in list(self.calls.items()):
+            self.calls[group] = [call for call in calls if call.recording == last]
         self._numbers.clear()
 
     def end(self) -> None:
@@ -126,6 +140,7 @@ class LinkRecorder:
         self.calls.clear()
         self.deliveries.clear()
         self._counts.clear()
+        self._recording = 0
 
     def name_groups(self, groups: ParallelGroups) -> None:
         """Use the axes of ``groups`` to find the collectives into which faults are injected."""
@@ -140,7 +155,7 @@ class LinkRecorder:
         """Add a call."""
         number = self._numbers[group] = self._numbers.get(group, 0) + 1
         shape = tuple(x.shape)
-        call = Call(what, shape, x.dtype, self.iteration, number, is_sum=is_sum, is_maximum=is_maximum)
+        call = Call(what, shape, x.dtype, self.iteration, self._recording, number, is_sum=is_sum, is_maximum=is_maximum)
         self.calls.setdefault(group, []).append(call)
         return call
 
@@ -187,7 +202,7 @@ def watched_sum(
     parts = x.numel() // max(result.numel(), 1) or 1
 
     def sums(of: Tensor, parts: int) -> Tensor:
-        return of.detach().reshape(parts, -1).amax(1) if maximum and of.numel() else block_sums(of, parts)
+        return maxima(of, parts) if maximum and of.numel() else block_sums(of, parts)
 
     def run() -> Any:
         record = LINKS.record(what, group, x, is_sum=True, is_maximum=maximum) if LINKS.checking else None

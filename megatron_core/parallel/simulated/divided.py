@@ -128,6 +128,9 @@ class Links:
         self._inbox: SimpleQueue[tuple[int, Any]] = SimpleQueue()
         self._sent, self._received = [0] * len(parts), [0] * len(parts)
         self._world: SimulatedWorld | None = None
+        self._telling = threading.Lock()
+        """Held while a thread sends to the parent: a rank may wait while the main thread reports an end or a failure,
+        and the parts of two items in one pipe would mix."""
 
     def open(self, world: SimulatedWorld) -> None:
         """Deliver to the channels of ``world`` from now on."""
@@ -169,6 +172,10 @@ class Links:
         self._sent[home] += 1
         self._peers[home].send(item)
 
+    def _tell(self, item: Any) -> None:
+        with self._telling:
+            self._parent.send(item)
+
     def take(self) -> None:
         """Deliver everything that has arrived."""
         while not self._inbox.empty():
@@ -179,14 +186,14 @@ class Links:
         try:
             found = self._inbox.get(timeout=PATIENCE)
         except Empty:
-            self._parent.send(Idle(list(self._sent), list(self._received)))
+            self._tell(Idle(list(self._sent), list(self._received)))
             found = self._inbox.get()
         self._deliver(*found)
 
     def _deliver(self, sender: int, item: Any) -> None:
         assert self._world is not None, "open was called"
         if item == DESCRIBE:
-            self._parent.send(Stopped(*self._world.stuck()))
+            self._tell(Stopped(*self._world.stuck()))
             return
         self._received[sender] += 1
         found = item.open()
@@ -199,13 +206,13 @@ class Links:
     def report_end(self, results: Mapping[int, Any]) -> None:
         """Send the results of this process's ranks to the parent."""
         for rank, value in results.items():
-            self._parent.send(Result(rank, value))
+            self._tell(Result(rank, value))
         used = resource.getrusage(resource.RUSAGE_SELF)
-        self._parent.send(Ended(list(self._sent), used.ru_utime + used.ru_stime, used.ru_maxrss * 1024))
+        self._tell(Ended(list(self._sent), used.ru_utime + used.ru_stime, used.ru_maxrss * 1024))
 
     def report_failure(self, text: str) -> None:
         """Send the reason of a failure to the parent."""
-        self._parent.send(Failed(text))
+        self._tell(Failed(text))
 
 
 @dataclass

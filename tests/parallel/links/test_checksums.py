@@ -7,8 +7,16 @@ import torch
 from torch import Tensor
 
 from megatron_core.config.resilience import LINK_DAMAGES
-from megatron_core.parallel.links.checksums import bit_hash, block_length, block_sums, differs, hash_on_device
-from megatron_core.parallel.links.faults import damage
+from megatron_core.parallel.links.checksums import (
+    bit_hash,
+    block_length,
+    block_sums,
+    differs,
+    hash_on_device,
+    maxima,
+    maximum_differs,
+)
+from megatron_core.parallel.links.faults import LinkFault, LinkFaults, damage
 from megatron_core.parallel.links.seal import is_intact, payload, sealed
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -97,6 +105,20 @@ def test_sums_that_overflow_have_no_bound_and_a_new_nan_is_wrong() -> None:
     assert not differs(block_sums(lost, 1), block_sums(lost, 1), torch.float32, 2).any()
 
 
+def test_a_maximum_with_a_new_nan_is_wrong() -> None:
+    """Also if the maximum is 0. A maximum of inputs with a NaN is not defined."""
+    inputs = [torch.tensor([-3.0, 0.0, -torch.inf]), torch.tensor([-1.0, -2.0, -torch.inf])]
+    expected = torch.stack([maxima(each, 3) for each in inputs]).amax(0)
+    found = maxima(torch.maximum(*inputs), 3)
+    assert not any(map(maximum_differs, found, expected))
+    spoiled = maxima(torch.tensor([-1.0, torch.nan, -torch.inf]), 3)
+    assert list(map(maximum_differs, spoiled, expected)) == [False, True, False]
+    assert list(map(maximum_differs, found, spoiled)) == [False, False, False]
+    whole = maxima(torch.tensor([3, 9, 4]), 1)[0]
+    assert not maximum_differs(whole, maxima(torch.tensor([9, 9, 9]), 1)[0])
+    assert maximum_differs(whole, maxima(torch.tensor([8, 2, 4]), 1)[0])
+
+
 @pytest.mark.parametrize("kind", LINK_DAMAGES)
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.uint8, torch.int64])
 def test_a_message_shows_every_damage(kind: str, dtype: torch.dtype) -> None:
@@ -107,3 +129,20 @@ def test_a_message_shows_every_damage(kind: str, dtype: torch.dtype) -> None:
     assert torch.equal(payload(message, (3, 7), dtype), x)
     assert damage(message, kind, sealed(before, 1))
     assert not is_intact(message, size, 2)
+
+
+def test_previous_tensors_are_forgotten_once_no_fault_needs_them() -> None:
+    faults = LinkFaults()
+    faults.remembers = True
+    data = torch.ones(16)
+    faults.apply_to_message(0, 1, data)
+    faults.arm(LinkFault("pp", "stale"))
+    assert faults.disarm() == [LinkFault("pp", "stale")]
+    faults.arm(LinkFault("pp", "stale"))
+    faults.apply_to_message(0, 1, data.zero_())
+    assert torch.equal(data, torch.ones(16))  # the previous one is still known after a step
+    faults.remembers = False
+    assert faults.disarm() == []
+    faults.arm(LinkFault("pp", "stale"))
+    faults.apply_to_message(0, 1, data.zero_())
+    assert torch.equal(data, torch.zeros(16))
