@@ -23,3 +23,8 @@ MEGATRON_API const char* megatron_add_exact_products(int64_t dtype, void* total,
                                                      int64_t b_step, int64_t rows, int64_t columns,
                                                      const void* ranges, int64_t num_ranges, double unit,
                                                      double limit, int64_t threads, void* stream);
+// The kernel of both functions for a dtype in this process: "vectors" (the library's own), "avx512" or "amx"; null if
+// there is none. Its sums have another order, or round at other places, than another kernel's.
+MEGATRON_API const char* megatron_fixed_kernel(int64_t dtype);
+// For tests: from now on this process uses "vectors" only (0), "avx512" at most (1), or the best kernel (2, the default).
+MEGATRON_API void megatron_limit_fixed_kernels(int64_t most);

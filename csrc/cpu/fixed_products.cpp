@@ -299,3 +299,9 @@ const char* megatron_add_exact_products(int64_t dtype, void* total, int64_t tota
              [=] { return ExactOutput(at<double>(total), total_row, unit, limit); });
   });
 }
+
+const char* megatron_fixed_kernel(int64_t dtype) {
+  return dtype == Float32 || dtype == BFloat16 ? kernel_of(dtype == BFloat16).name : nullptr;
+}
+
+void megatron_limit_fixed_kernels(int64_t most) { most_kernel = most; }

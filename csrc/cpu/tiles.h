@@ -1,6 +1,7 @@
 // The products of fixed_products.cpp for one tile of the output, for each kind of registers.
 #pragma once
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <limits>
 
@@ -58,6 +59,7 @@ struct Elements {
 // The functions for a tile of rows x columns. Packed panels of a have `rows`, those of b `columns` elements for each
 // inner index; lengths are filled with zeros to multiples of `multiple`.
 struct Kernel {
+  const char* name;
   int64_t rows, columns, multiple;
   void (*product)(const void* a, const void* b, int64_t length, float* sums);
   const Elements& elements;
@@ -93,14 +95,17 @@ constexpr int kMostStack = 16;
 constexpr int kBaseRows = 6;
 MEGATRON_FLOAT_TILE(base_tile, , FloatVec, kBaseRows)
 MEGATRON_ELEMENTS(base_elements, )
-constexpr Kernel kBase{kBaseRows, 2 * kFloats, 1, base_tile, base_elements, false};
+constexpr Kernel kBase{"vectors", kBaseRows, 2 * kFloats, 1, base_tile, base_elements, false};
+
+// The last of kBase, kAvx512 and kAmx that may be chosen; only tests change it.
+std::atomic<int64_t> most_kernel{2};
 
 #ifdef MEGATRON_WIDER
 #define MEGATRON_AVX512 __attribute__((target("avx512f,avx512dq,avx512bw,avx512vl,prefer-vector-width=512")))
 typedef float WideVec __attribute__((vector_size(64)));
 MEGATRON_FLOAT_TILE(avx512_tile, MEGATRON_AVX512, WideVec, 14)
 MEGATRON_ELEMENTS(avx512_elements, MEGATRON_AVX512)
-constexpr Kernel kAvx512{14, 32, 1, avx512_tile, avx512_elements, false};
+constexpr Kernel kAvx512{"avx512", 14, 32, 1, avx512_tile, avx512_elements, false};
 
 // 32 x 32 sums in four tile registers; for each 32 inner indices a panel has two tiles of 1 kB.
 #define MEGATRON_AMX __attribute__((target("amx-tile,amx-bf16")))
@@ -125,7 +130,7 @@ MEGATRON_AMX void amx_tile(const void* packed_a, const void* packed_b, int64_t l
   _tile_stored(2, sums + 16 * 32, 128);
   _tile_stored(3, sums + 16 * 32 + 16, 128);
 }
-constexpr Kernel kAmx{32, 32, 32, amx_tile, avx512_elements, true};
+constexpr Kernel kAmx{"amx", 32, 32, 32, amx_tile, avx512_elements, true};
 
 // Configures the tile registers in the scope of a task, and restores the library's that used them before.
 struct alignas(64) TileConfig {
@@ -170,11 +175,12 @@ bool has_amx() {
                             syscall(SYS_arch_prctl, 0x1023, 18) == 0;
   return found;
 }
+// The best kernel of this process, or the last that tests allow.
 const Kernel& kernel_of(bool bfloat16) {
-  if (bfloat16 && has_amx()) return kAmx;
   static const bool wide = __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bw") &&
                            __builtin_cpu_supports("avx512vl");
-  return wide ? kAvx512 : kBase;
+  if (bfloat16 && most_kernel >= 2 && has_amx()) return kAmx;
+  return wide && most_kernel >= 1 ? kAvx512 : kBase;
 }
 #else
 struct AmxScope {

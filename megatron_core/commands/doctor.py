@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megatron_core.ops import native
+from megatron_core.ops import fixed_products, native
 from megatron_core.ops.backend import LIBRARIES, OPS
 from megatron_core.parallel.collectives import all_gather_flat_, reduce_scatter_flat_
 from megatron_core.parallel.shared_memory import host
@@ -107,6 +107,7 @@ def kernels() -> Iterator[str]:
                 )
             for chosen, dtypes in dtypes_by_backend.items():
                 yield f"{op} on {device_type}, {' '.join(dtypes)}: {chosen}"
+    yield f"products of --layout-invariant on cpu: {fixed_products.describe('cpu')}"
 
 
 def other_libraries() -> Iterator[str]:

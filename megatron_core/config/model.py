@@ -208,7 +208,7 @@ class ModelConfig(LatentAttentionConfig, RotaryConfig, MoEConfig, MuPConfig):
     )
     """Backend of fused operations. auto: native kernels if available for device and dtype, else reference. native: an
     error if not available. reference: PyTorch. apex, transformer_engine: the library's operations, and auto for the
-    operations that it lacks."""
+    operations that it lacks. --layout-invariant chooses its matrix products itself."""
     cross_entropy_loss_fusion: bool = setting(False, when=ALWAYS, resume=Resume.FREE)
     """Fuse the loss with the method --cross-entropy-fusion-impl; default: native."""
     cross_entropy_fusion_impl: Literal["native", "linear"] = setting(

@@ -140,7 +140,8 @@ class ParallelConfig:
     """Number of elements in a gradient bucket; each bucket is reduced by one collective."""
     layout_invariant: bool = setting(False, when=c.TRAINING, resume=Resume.REPORTED)
     """Compute losses, gradients and weights whose bits do not depend on the layout, the micro-batch size or the
-    schedule, in float32 and bfloat16; steps take up to twice as long (docs/equal_bits.md)."""
+    schedule, in float32 and bfloat16; steps take up to twice as long (docs/equal_bits.md). Its matrix products do not
+    depend on --kernel-backend; all ranks must have the same kernels for them."""
     layout_invariant_parts: int | None = setting(None, r.SMALL_COUNT, needs=c.LAYOUT_INVARIANT, resume=Resume.REPORTED)
     """With --layout-invariant: parts of each layer's features, of which each tensor-parallel rank has as many. Default:
     the largest of 8, 4 and 2 that divides the attention heads, else their smallest factor."""

@@ -28,6 +28,7 @@ from megatron_core.parallel.groups import ALONE
 from megatron_core.pipeline_parallel.p2p import MessageHandle, PipelineP2P
 from megatron_core.schedules.actions import round_robin_stages
 from megatron_core.tensor_parallel import vocab_parallel_cross_entropy
+from megatron_core.tensor_parallel.invariant_kernels import check_same_kernels
 from megatron_core.tensor_parallel.layers import vocabulary_per_rank
 from megatron_core.tokenizers import Tokenizer, tokenizer_of
 
@@ -212,4 +213,6 @@ def start_generator(
             raise ConfigError("\n".join(found))
         start_world(world, timeout_minutes=timeout_minutes)
         groups = parallel_state.make_groups(config.parallel, world)
+        if config.parallel.layout_invariant:
+            check_same_kernels(world.device)
         return Generator.load(reader, config, groups, world.device), tokenizer

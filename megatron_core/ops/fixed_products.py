@@ -39,13 +39,25 @@ class InnerRange(NamedTuple):
     """Additions after this addend: each replaces the last two values by their sum. One value is left at the end."""
 
 
+NATIVE_DTYPES = torch.float32, torch.bfloat16
+
+
 def is_native(x: Tensor) -> bool:
-    """Whether the native kernel multiplies tensors like ``x``."""
-    return (
-        x.is_cpu
-        and x.dtype in (torch.float32, torch.bfloat16)
-        and native.unavailable_reason("fixed_products", "cpu", x.dtype) is None
-    )
+    """Whether the native kernel multiplies tensors like ``x``; no setting, such as ``kernel_backend``, changes it."""
+    return x.is_cpu and x.dtype in NATIVE_DTYPES and native.unavailable_reason("fixed_products", "cpu", x.dtype) is None
+
+
+def describe(device_type: str) -> str:
+    """The products of this process, such as ``float32 avx512, bfloat16 amx (libmegatron_cpu_avx512.so)``.
+
+    Processes with different texts compute different bits. On a GPU, torch's products are not described further.
+    """
+    if device_type != "cpu":
+        return "torch's"
+    if any(native.unavailable_reason("fixed_products", "cpu", dtype) for dtype in NATIVE_DTYPES):
+        return f"torch's for {torch.backends.cpu.get_cpu_capability()}, without the native library"
+    kernels = [f"{str(dtype).removeprefix('torch.')} {native.fixed_kernel(dtype)}" for dtype in NATIVE_DTYPES]
+    return f"{', '.join(kernels)} ({native.library_path('cpu', torch.float32).name})"
 
 
 def product_(out: Tensor, x: Tensor, matrix: Tensor, rows: int = ROWS) -> None:

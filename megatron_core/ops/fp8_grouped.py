@@ -20,10 +20,11 @@ from megatron_core.ops.grouped import ends_of, runs
 def grouped_fp8_product(rows: Quantised, matrices: Quantised, counts: Sequence[int], dtype: torch.dtype) -> Tensor:
     """y_r = x_r W_e in ``dtype``: ``rows`` ``[R, K]`` with scales per row or one scale, ``matrices`` ``[E, K, N]``.
 
-    Row r belongs to group e; ``counts`` as in ``ops.grouped``. One call of torch if ``is_grouped_scaled`` holds.
+    Row r belongs to group e; ``counts`` as in ``ops.grouped``. One call of torch if ``dtype`` is bfloat16, the only
+    dtype that its product returns, and ``is_grouped_scaled`` holds.
     """
-    if is_grouped_scaled(rows, matrices):
-        return _scaled_grouped_mm(rows, matrices, counts).to(dtype)
+    if dtype == torch.bfloat16 and is_grouped_scaled(rows, matrices):
+        return _scaled_grouped_mm(rows, matrices, counts)
     y = torch.empty(len(rows.data), matrices.data.shape[-1], dtype=dtype, device=rows.data.device)
     for group, run in enumerate(runs(counts)):
         if run.start < run.stop:

@@ -15,7 +15,7 @@ from megatron_core.errors import ConfigError
 FOLDER = Path(__file__).with_name("lib")
 """Output folder of the build."""
 
-INTERFACE = 11
+INTERFACE = 12
 """The version of csrc/common/interface.h that this file calls."""
 
 DTYPES: dict[Any, int] = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
@@ -94,6 +94,14 @@ def architecture(device_type: str, dtype: torch.dtype) -> str:
     entry = library(device_type, dtype).megatron_architectures
     entry.restype = ctypes.c_char_p
     return entry().decode()
+
+
+def fixed_kernel(dtype: torch.dtype) -> str:
+    """The kernel of matrix products in a fixed order for tensors on the CPU in float32 or bfloat16: ``vectors``,
+    ``avx512`` or ``amx`` (csrc/common/fixed_products.h)."""
+    entry = library("cpu", dtype).megatron_fixed_kernel
+    entry.argtypes, entry.restype = (ctypes.c_int64,), ctypes.c_char_p
+    return entry(DTYPES[dtype]).decode()
 
 
 def call(function: str, of: Tensor, *values: Value) -> None:

@@ -34,6 +34,7 @@ from megatron_core.pipeline_parallel.messages import MessageFormat
 from megatron_core.pipeline_parallel.p2p import PipelineP2P
 from megatron_core.schedules.trace import TraceWriter
 from megatron_core.tensor_parallel.amax_history import AmaxHistories
+from megatron_core.tensor_parallel.invariant_kernels import check_same_kernels
 from megatron_core.tokenizers import Tokenizer, tokenizer_of
 from megatron_core.training.data import DatasetsProvider, compare_data, make_splits, vocabulary_size
 from megatron_core.training.driver import Trainable
@@ -276,6 +277,14 @@ def _set_process_switches(config: RunConfig) -> None:
         use_deterministic_kernels()
 
 
+def _check_kernels(config: RunConfig, device: torch.device) -> None:
+    """ConfigError unless the configured kernels are available, and with ``layout_invariant`` equal on all ranks."""
+    validate_backend(config.model.kernel_backend, device.type, getattr(torch, config.training.compute_dtype))
+    validate_flex(config.model.attention_backend, device)
+    if config.parallel.layout_invariant:
+        check_same_kernels(device)
+
+
 def set_up(
     config: RunConfig,
     world: World,
@@ -293,8 +302,7 @@ def set_up(
     if loaded != config:
         check(loaded, world.size)
         config = loaded
-    validate_backend(config.model.kernel_backend, world.device.type, getattr(torch, config.training.compute_dtype))
-    validate_flex(config.model.attention_backend, world.device)
+    _check_kernels(config, world.device)
     # Plans, process groups and data.
     parallel = config.parallel
     plans = Plans(config, parallel.data_parallel_size(world.size))

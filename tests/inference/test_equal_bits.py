@@ -160,7 +160,9 @@ DEFECTS: dict[str, Callable[[], AbstractContextManager[object]]] = {
         "_attend_last",
         lambda self, *args, original=InvariantAttention._attend_last: _in_larger_chunks(self, *args, original=original),
     ),
-    "products of few rows": lambda: patch.object(fixed_products, "filled", lambda block, *_: block),
+    "torch's products of few rows": lambda: patch.multiple(
+        fixed_products, is_native=lambda x: False, filled=lambda block, *_: block
+    ),
     "log softmax in float64": lambda: patch.object(
         engine_module, "log_probabilities", lambda logits, tokens, most, losses: log_probabilities(logits, tokens, most)
     ),

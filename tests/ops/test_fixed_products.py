@@ -5,7 +5,9 @@ If one of these tests fails on a machine, ``--layout-invariant`` does not hold t
 
 from __future__ import annotations
 
+import ctypes
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from megatron_core.ops.fixed_products import (
     add_chunk_products_,
     aligned,
     chunk_product,
+    describe,
     is_native,
     product_,
     sum_of_products_,
@@ -27,17 +30,52 @@ from megatron_core.parallel.invariance import tree_sum
 
 SIZES = [(1, 1), (3, 5), (6, 6), (6, 8), (16, 6), (24, 11), (64, 72), (192, 100), (576, 320)]
 DTYPES = [torch.float32, torch.bfloat16]
+CAPABILITY = torch.backends.cpu.get_cpu_capability()
 
 
-@pytest.fixture(params=["native", "torch"], autouse=True)
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Runs each test with both kinds of products."""
+KERNELS = {
+    "native": ("", 2),
+    "AVX-512 without AMX": ("avx512", 1),
+    "16 floats": ("avx512", 0),
+    "8 floats": ("avx2", 0),
+    "4 floats": ("default", 0),
+}
+"""Libraries, "" for the one of this processor, and the best kernel that they may use (csrc/common/fixed_products.h)."""
+
+
+@pytest.fixture(params=[*KERNELS, "torch"], autouse=True)
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Runs each test with each kind of products: ``native`` or ``torch``."""
     if request.param == "torch":
         monkeypatch.setattr(native, "unavailable_reason", lambda *_: "not in this test")
-    elif reason := native.unavailable_reason("fixed_products", "cpu", torch.float32):
+        assert not is_native(torch.zeros(1))
+        yield "torch"
+        return
+    if reason := native.unavailable_reason("fixed_products", "cpu", torch.float32):
         pytest.skip(reason)
-    assert is_native(torch.zeros(1)) == (request.param == "native")
-    return request.param
+    level, most = KERNELS[request.param]
+    path = native.library_path("cpu", torch.float32)
+    if level:
+        path = path.with_name(f"libmegatron_cpu_{level}.so")
+        if not path.exists() or (level != "default" and level not in native.LEVELS.get(CAPABILITY, ())):
+            pytest.skip(f"this machine has no library for {level}")
+    library = ctypes.CDLL(str(path))
+    monkeypatch.setattr(native, "library", lambda *_: library)
+    library.megatron_limit_fixed_kernels(most)
+    assert is_native(torch.zeros(1))
+    yield "native"
+    library.megatron_limit_fixed_kernels(2)
+
+
+def test_the_kernels_are_those_of_the_processor(request: pytest.FixtureRequest, backend: str) -> None:
+    if backend == "torch":
+        assert "torch's" in describe("cpu")
+        return
+    chosen = [native.fixed_kernel(dtype) for dtype in DTYPES]
+    _, most = KERNELS[request.node.callspec.params["backend"]]
+    assert (chosen == ["vectors", "vectors"]) == (most == 0 or CAPABILITY != "AVX512")
+    assert most == 2 or "amx" not in chosen
+    assert describe("cpu").startswith(f"float32 {chosen[0]}, bfloat16 {chosen[1]} (")
 
 
 def _product(x: Tensor, matrix: Tensor, rows: int) -> Tensor:
@@ -67,6 +105,21 @@ def test_a_row_does_not_depend_on_the_others(inner: int, columns: int, transpose
         for count in (1, 2, 3, 31, 33, 140):
             chosen = torch.randperm(len(x), generator=generator)[:count]
             assert torch.equal(_product(x[chosen], matrix, rows), whole[chosen])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_blocks_of_a_product_are_products_within_rounding(backend: str, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(6)
+    x, matrix = (torch.randn(shape, generator=generator).to(dtype) for shape in ((70, 301), (301, 131)))
+    whole = _product(x, matrix, 32)
+    exact = x.double() @ matrix.double()
+    bound = 301 * 2.0**-24 * (x.double().abs() @ matrix.double().abs())  # of any order of a sum in float32
+    bound += exact.abs() * (2.0**-8 if dtype == torch.bfloat16 else 0)
+    assert ((whole.double() - exact).abs() <= bound).all()
+    edges = (0, 1, 6, 14, 37, 70), (0, 1, 8, 32, 50, 131) if backend == "native" else (0, 131)
+    for rows in map(slice, edges[0], edges[0][1:]):
+        for columns in map(slice, edges[1], edges[1][1:]):
+            assert torch.equal(_product(x[rows], matrix[:, columns], 32), whole[rows, columns])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -191,11 +244,11 @@ def test_products_may_be_empty(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_wide_products_are_those_of_their_columns(backend: str, dtype: torch.dtype) -> None:
     """The native kernel packs at most 32 MB of the right operand at a time."""
-    x, matrix = torch.randn(3, 20_000).to(dtype), torch.randn(20_000, 1000).to(dtype)
+    x, matrix = torch.randn(3, 20_000).to(dtype), torch.randn(20_000, 850).to(dtype)
     whole = _product(x, matrix, 16)
     assert torch.allclose(whole.double(), x.double() @ matrix.double(), rtol=0.01, atol=0.01)
     if backend == "native":
-        for columns in (slice(0, 7), slice(390, 500), slice(960, 1000)):
+        for columns in (slice(0, 7), slice(390, 500), slice(810, 850)):
             assert torch.equal(_product(x, matrix[:, columns], 16), whole[:, columns])
 
 

@@ -24,6 +24,7 @@ from tests.simulated_gpu.runtime import simulated_gpu
 
 EVEN, RAGGED, SKEWED = [24, 24, 24, 24], [30, 0, 41, 25], [96, 0, 0, 0]
 INNER, OUTER = 48, 32
+BF16 = torch.bfloat16
 BATCHED, GROUPED, SCALED = "aten.baddbmm.dtype_out", "aten._grouped_mm.default", "aten._scaled_grouped_mm.default"
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 # Relative to the largest element: one rounding of a result, and in float32 and float64 sums of up to 96 products.
@@ -185,9 +186,11 @@ def defined(recipe: str, x: Tensor, weight: Tensor, grad: Tensor, counts: list[i
     return [outputs, inputs, weight_grads(x, grad, counts)]
 
 
-def experts(recipe: str, device: str, counts: list[int], fp8_format: str = "hybrid") -> list[Tensor]:
+def experts(
+    recipe: str, device: str, counts: list[int], fp8_format: str = "hybrid", dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
     """The same by ``grouped_linear``."""
-    x, weight, grad = (each.to(device) for each in wide_draw())
+    x, weight, grad = (each.to(device) for each in wide_draw(dtype))
     x, parameter = x.requires_grad_(), nn.Parameter(weight)
     settings = FP8Config(fp8_format=fp8_format, fp8_recipe=recipe)
     fp8 = FP8Products(settings, ALONE, ALONE, by_row=True, backend="reference" if device == "cuda" else "auto")
@@ -198,12 +201,13 @@ def experts(recipe: str, device: str, counts: list[int], fp8_format: str = "hybr
     return [each.detach().cpu() for each in (y, x.grad, parameter.grad)]
 
 
-def wide_draw() -> tuple[Tensor, Tensor, Tensor]:
+def wide_draw(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
     """Factors with extents of whole blocks and rows of very different magnitudes."""
     generator = torch.Generator().manual_seed(3)
     shapes = (96, 256), (4, 128, 256), (96, 128)
     x, weight, grad = (torch.randn(shape, generator=generator) for shape in shapes)
-    return x * 10.0 ** torch.randn(96, 1, generator=generator), weight, grad
+    x *= 10.0 ** torch.randn(96, 1, generator=generator)
+    return x.to(dtype), weight.to(dtype), grad.to(dtype)
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "blockwise", "mxfp8"])
@@ -219,15 +223,27 @@ def test_experts_in_fp8_are_their_definition(recipe: str) -> None:
 def test_experts_in_fp8_on_a_gpu(recipe: str, counts: list[int]) -> None:
     """One product of torch for all experts; gradients in e5m2, which its kernel does not take, are multiplied alone."""
     with fp8_gpu():
-        found, own = experts(recipe, "cuda", counts), LOG.calls[SCALED]
+        found, own = experts(recipe, "cuda", counts, dtype=BF16), LOG.calls[SCALED]
         alone = sum(count > 0 for count in counts) * (2 if recipe == "delayed" else 1)
         assert LOG.calls["aten._scaled_mm.default"] == alone, "input gradients in e5m2, and weight gradients in FP8"
-        experts(recipe, "cuda", counts, "e4m3")
+        experts(recipe, "cuda", counts, "e4m3", BF16)
         again = LOG.calls[SCALED]
     assert own == 3 + 1, "the comparison with the definition, and forward"
     assert again == own + 2, "forward and input gradients"
-    for each, wanted in zip(found, defined(recipe, *wide_draw(), counts), strict=True):
+    for each, wanted in zip(found, defined(recipe, *wide_draw(BF16), counts), strict=True):
         assert close(each, wanted, 2**-8), "torch's grouped product returns bfloat16"
+
+
+@pytest.mark.filterwarnings("ignore:FP8 products that torch does not support")
+@pytest.mark.parametrize(
+    ("recipe", "dtype", "bound"), [("rowwise", torch.float16, 2**-11), ("delayed", torch.float32, 2e-6)]
+)
+def test_experts_are_not_rounded_to_bfloat16_first(recipe: str, dtype: torch.dtype, bound: float) -> None:
+    with fp8_gpu():
+        before = LOG.calls[SCALED]
+        outputs, *_ = experts(recipe, "cuda", RAGGED, dtype=dtype)
+        assert LOG.calls[SCALED] == before
+    assert close(outputs, defined(recipe, *wide_draw(dtype), RAGGED)[0], bound)
 
 
 @pytest.mark.parametrize(
@@ -242,11 +258,11 @@ def test_experts_in_fp8_on_a_gpu(recipe: str, counts: list[int]) -> None:
 def test_a_wrong_product_is_not_used(old: str, new: str, found: str) -> None:
     with fp8_gpu(), planted("ops.fp8_grouped:_scaled_grouped_mm", old, new):
         with pytest.warns(UserWarning, match=f"multiplied one by one: torch's grouped product.* {found}"):
-            experts("rowwise", "cuda", RAGGED)
+            experts("rowwise", "cuda", RAGGED, dtype=BF16)
         before = LOG.calls[SCALED]
-        results = experts("rowwise", "cuda", RAGGED)
+        results = experts("rowwise", "cuda", RAGGED, dtype=BF16)
         assert LOG.calls[SCALED] == before
-    for each, wanted in zip(results, defined("rowwise", *wide_draw(), RAGGED), strict=True):
+    for each, wanted in zip(results, defined("rowwise", *wide_draw(BF16), RAGGED), strict=True):
         assert close(each, wanted, 2**-8)
 
 

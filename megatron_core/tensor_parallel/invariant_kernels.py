@@ -1,0 +1,27 @@
+"""Comparison of the ranks' kernels before ``--layout-invariant`` relies on them."""
+
+import torch
+
+from megatron_core.errors import ConfigError
+from megatron_core.ops.fixed_products import describe
+from megatron_core.parallel.texts import listed, tell_all
+
+
+def check_same_kernels(device: torch.device) -> None:
+    """Compare how the ranks of the job compute products in a fixed order; a collective call.
+
+    Errors: ``ConfigError`` on all ranks, with the kernels and their ranks, if they differ. Each process chooses its
+    kernels alone: a processor may have no AMX, or the system may refuse it to one process.
+    """
+    ranks_of: dict[str, list[int]] = {}
+    for rank, kernels in enumerate(tell_all(describe(device.type), device)):
+        ranks_of.setdefault(kernels, []).append(rank)
+    if len(ranks_of) > 1:
+        found = "; ".join(
+            f"rank{'s' * (len(ranks) > 1)} {listed(ranks)}: {kernels}" for kernels, ranks in ranks_of.items()
+        )
+        raise ConfigError(
+            f"layout_invariant=True needs the same kernels for products on all ranks, but they are: {found}. Use one "
+            "kind of processor with the same installation on all nodes (python tools/doctor.py --verbose shows a "
+            "node's), or remove --layout-invariant"
+        )
