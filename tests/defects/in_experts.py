@@ -192,6 +192,10 @@ IN_EXPERTS = (
         "all_reduce_(both, sequence_group); both[..., :-1] *= sequence_group.size()",
         "experts, tp2 sp ep2 etp1",
         "C6",
+        culprit=(
+            "gradient of the parameter *router or gradient of the output of *pre_mlp_layernorm or "
+            "gradient of the output of *.mlp"
+        ),
     ),
     Defect(  # C6
         "the balance of a sequence counts those of other ranks, too",
