@@ -103,6 +103,7 @@ def test_equal_layers_share_a_graph() -> None:
     assert found == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.whole_matrix  # a minute of compilation
 def test_code_of_inductor_computes_the_same() -> None:
     """Norms, rotations, activations and dropout of the references, which inductor fuses."""
     settings = LLAMA | DROPOUT | {"num_layers": 1, "kernel_backend": "reference", "fp64": True}
