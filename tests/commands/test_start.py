@@ -66,13 +66,17 @@ def test_two_ranks_are_started(monkeypatch: pytest.MonkeyPatch) -> None:
     done = run("megatron_core.commands.train", "--seed", "7", "--nproc-per-node", "2", "--bogus", OMP_NUM_THREADS="1")
     assert done.returncode == 1 and "cannot be used on 2 ranks" in done.stderr and "--bogus" in done.stderr
     for words in (["--nproc_per_node=3", "--x", "y"], ["--x", "--nproc-per-node", "3", "y"]):
-        called: list[str] = []
-        monkeypatch.setattr(start_module.os, "execv", lambda path, given, into=called: into.extend(given))
+        found: list[tuple[list[str], dict[str, str]]] = []
+        monkeypatch.setattr(
+            start_module.os, "execve", lambda path, given, environment, to=found: to.append((given, environment))
+        )
         monkeypatch.setattr("sys.argv", ["megatron-serve", *words])
-        with pytest.raises(SystemExit):  # the test's execv returns, and then the command itself runs
+        with pytest.raises(SystemExit):  # the test's execve returns, and then the command itself runs
             start("serve")
+        [(called, environment)] = found
         assert called[-3:] == ["megatron_core.commands.serve", "--x", "y"]
         assert called[called.index("--nproc-per-node") + 1] == "3"
+        assert environment["PYTHONPATH"].split(os.pathsep)[0] == str(ROOT)
 
 
 @pytest.mark.parametrize(
