@@ -21,7 +21,16 @@ def give_back() -> None:
     ctypes.CDLL(None).malloc_trim(0)
 
 
+MMAP_THRESHOLD = -3
+"""M_MMAP_THRESHOLD of glibc's malloc.h."""
+
+
 def start_anew() -> None:
-    """Return memory freed by earlier tests, which would otherwise be reused without growth, and reset the peak."""
+    """Return memory freed by earlier tests, which would otherwise be reused without growth, and reset the peak.
+
+    From now on blocks of 128 kB are mapped, and returned when they are freed. By itself malloc raises this threshold to
+    the largest block freed before, so that the peak would depend on earlier tests of this process.
+    """
+    ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, 128 * 1024)
     give_back()
     Path("/proc/self/clear_refs").write_text("5")

@@ -1,9 +1,12 @@
 """``python -m megatron_core.drop_in PROGRAM ARGS``: run a program written for Megatron-LM or DeepSpeed."""
 
+import atexit
 import os
 import runpy
 import sys
+import threading
 from pathlib import Path
+from typing import NoReturn
 
 from megatron_core.drop_in import FOLDER, report_other_copies
 
@@ -39,6 +42,18 @@ def main(arguments: list[str]) -> None:
         runpy.run_module(target, run_name="__main__", alter_sys=True)
     else:
         runpy.run_path(target, run_name="__main__")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        _exit_without_destructors()
+
+
+def _exit_without_destructors() -> NoReturn:
+    """Exit as the interpreter does, but skip C++ destructors: a thread of gloo may still be running, and they would
+    abort a program that has completed."""
+    threading._shutdown()  # type: ignore[attr-defined]  # joins the program's threads
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":

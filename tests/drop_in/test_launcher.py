@@ -22,9 +22,9 @@ print(neighbour.NAME, __name__, sys.argv[1:], mpu.__file__)
 """
 
 
-def python(*arguments: str | Path, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+def python(*arguments: str | Path, cwd: Path = ROOT, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run the interpreter without the folder of Megatron's names on its path."""
-    environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+    environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", **variables}
     command = [sys.executable, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment, timeout=300)
 
@@ -110,3 +110,14 @@ def test_another_deepspeed_comes_second_or_is_an_error(program: Path) -> None:
     found = python(program)
     assert found.returncode == 1
     assert "deepspeed is already imported" in found.stderr.splitlines()[-1]
+
+
+def test_a_rank_ends_as_the_interpreter_does(tmp_path: Path) -> None:
+    """One of several ranks waits for the program's threads, and calls its exit functions; an error is its status."""
+    program = tmp_path / "program.py"
+    late = "threading.Thread(target=lambda: (time.sleep(0.2), print('thread'))).start()"
+    program.write_text(f"import atexit, sys, threading, time\natexit.register(print, 'exit')\n{late}\nprint('main')\n")
+    found = python("-m", "megatron_core.drop_in", program, WORLD_SIZE="2")
+    assert (found.returncode, found.stdout) == (0, "main\nthread\nexit\n")
+    program.write_text("import sys\nsys.exit(3)\n")
+    assert python("-m", "megatron_core.drop_in", program, WORLD_SIZE="2").returncode == 3
