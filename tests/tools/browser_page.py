@@ -106,7 +106,12 @@ def test_a_chat_keeps_its_turns(page: Any, server: Client) -> None:
     page.click("#new")
     playwright.expect(answers).to_have_count(0)
     send(page, "and", 4)
-    shows(expected_answer(server, "and", tokens=4))
+    alone = expected_answer(server, "and", tokens=4)
+    shows(alone)
+    send(page, "the cat " * 7000, 4)  # a message without an answer is not repeated
+    has_status(page, "the request has more than 50000 bytes")
+    send(page, "more", 4)
+    shows(alone, "", expected_answer(server, "and", alone, "more", tokens=4))
 
 
 def test_a_text_is_continued(page: Any, server: Client, reference: Reference) -> None:
