@@ -127,9 +127,9 @@ def test_resuming_without_momentum_ignores_its_state(tmp_path: Path) -> None:
 
 
 def test_an_unknown_optimizer_is_refused() -> None:
-    assert list(problems(tiny_config(optimizer="adamz"), 1)) == [
-        "optimizer=adamz is unknown; legal: adam, sgd, lion, muon, lamb"
-    ]
+    (problem,) = problems(tiny_config(optimizer="adamz"), 1)
+    # Engines of other tests in this process have registered optimizers of torch.
+    assert problem.startswith("optimizer=adamz is unknown; legal: adam, sgd, lion, muon, lamb")
     with pytest.raises(ConfigError, match="'adam' is already registered"):
         register_optimizer(OPTIMIZERS["adam"], UPDATE_RULES["adam"])
 
