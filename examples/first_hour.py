@@ -27,6 +27,7 @@ import tyro
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from examples.commands import launch, run
 from megatron_core.commands.collect_corpus import LIBRARY_PATTERNS, SKIPPED, SKIPPED_IN_LIBRARY, find
+from megatron_core.monitor.device import measure_product_rate
 
 TOKENS_PER_PARAMETER = 20
 """The best number for a given time of training (Hoffmann et al. 2022, "Training Compute-Optimal Large Language Models",
@@ -84,7 +85,6 @@ class Plan:
     hidden_size: int
     pretraining: int
     fine_tuning: int
-    seconds_per_step: float
 
     @property
     def parameters(self) -> int:
@@ -116,19 +116,13 @@ def hidden_size_for(seconds: float, flops_per_second: float) -> int:
     return max(step, round((parameters / (12 * LAYERS)) ** 0.5 / step) * step)
 
 
-def measured_flops() -> float:
-    """FLOP/s of float32 products with 1024 rows on one thread, the median of five."""
+def thread_rate() -> float:
+    """FLOP/s of float32 products on one thread, which is what a rank has."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    rows, weight = torch.randn(1024, 256), torch.randn(256, 1024)
-    seconds = []
-    for _ in range(6):
-        began = time.perf_counter()
-        for _ in range(20):
-            rows @ weight
-        seconds.append((time.perf_counter() - began) / 20)
+    rate = measure_product_rate(torch.device("cpu"), torch.float32)
     torch.set_num_threads(threads)
-    return 2 * 1024 * 256 * 1024 / statistics.median(seconds[1:])
+    return rate
 
 
 class Hour:
@@ -146,9 +140,9 @@ class Hour:
     def make_plan(self) -> Plan:
         """Choose the model, measure three of its steps, and print the price."""
         seconds = 60 * self.settings.minutes
-        # Whole steps reach about half the rate of large products; two ranks compute.
-        hidden = hidden_size_for(PRETRAINING * seconds, 2 * 0.5 * measured_flops())
-        trial = Plan(hidden, 0, 0, 0.0)
+        # Two ranks compute; an estimate of whole steps is half the rate of products, and the steps are measured below.
+        hidden = hidden_size_for(PRETRAINING * seconds, 2 * 0.5 * thread_rate())
+        trial = Plan(hidden, 0, 0)
         metrics = self.folder / "trial.jsonl"
         metrics.unlink(missing_ok=True)
         launch(
@@ -159,10 +153,10 @@ class Hour:
         times = [float(record["elapsed_ms"]) / 1000 for record in records(metrics) if record["kind"] == "step"]
         per_step = statistics.median(times[2:])
         steps = [max(len(LAYOUTS), int(share * seconds / per_step)) for share in (PRETRAINING, FINE_TUNING)]
-        plan = Plan(hidden, steps[0], steps[1], per_step)
+        plan = Plan(hidden, *steps)
         tokens = plan.pretraining * BATCH * SEQUENCE
         print(
-            f"\nmodel    {LAYERS} layers, {hidden} wide, {plan.parameters / 1e6:.1f} million weights in the layers\n"
+            f"\nmodel    {plan.shape}\n"
             f"training {plan.pretraining} steps, {tokens / 1e6:.1f} million tokens; {plan.fine_tuning} of fine-tuning\n"
             f"price    about {self.settings.minutes:.0f} minutes and {self.energy(seconds):.3f} kWh at "
             f"{self.settings.watts:.0f} W",

@@ -66,8 +66,8 @@ for path in sorted(CHECKPOINTS.glob("iter_*/rank_*")):
 # %% [markdown]
 # ## Damage
 #
-# Files are damaged by full disks, killed writers and flipped bits. Weights with a flipped bit can still train, so that
-# nobody notices. We save once more, and flip a bit of the newer checkpoint:
+# Files are damaged by full disks, killed writers and flipped bits. Training can continue with a flipped bit in a
+# weight, without an error. We save once more, and flip a bit of the newer checkpoint:
 
 # %%
 run_ranks(2, steps, 1, FIRST | {"load": str(CHECKPOINTS)}, True)

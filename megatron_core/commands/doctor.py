@@ -69,7 +69,7 @@ def versions() -> Iterator[str]:
 
 
 def program_version(program: str) -> str | None:
-    """The line of ``--version`` that contains the version; None if there is no such program."""
+    """The line with the version in the output of ``program --version``; None if the program is not installed."""
     path = shutil.which(program)
     if path is None:
         return None

@@ -121,8 +121,8 @@ class LinkRecorder:
     def begin(self, iteration: int) -> None:
         """Record the calls of step ``iteration`` from now on.
 
-        Calls since the previous ``begin`` stay recorded: those of the update are not compared yet. Older ones, which a
-        whole comparison found incomplete, are dropped, so that calls for which nobody waits do not accumulate.
+        Calls since the previous ``begin`` stay recorded: those of the update are not compared yet. Older calls, which
+        were still incomplete in a whole comparison, are dropped, so that calls without a ``wait`` do not accumulate.
         """
         self.checking, self.iteration = True, iteration
         last, self._recording = self._recording, self._recording + 1

@@ -59,7 +59,7 @@ def test_a_call_waits_for_all_ranks() -> None:
 
 
 def _left_after_steps() -> list[list[tuple[int, int]]]:
-    """Keys that are left after each of three steps in which nobody waits for the first call."""
+    """Keys that are left after each of three steps whose first call has no ``wait``."""
     groups = ParallelGroups(Grid(dp=2), dist.get_rank())
     found = []
     LINKS.forget()
