@@ -23,7 +23,7 @@ from megatron_core.parallel.grid import WORLD
 from megatron_core.parallel.interleave import Interleaver, hand_over
 from megatron_core.parallel.meter import METER
 from megatron_core.parallel.rank_local import RankLocal
-from megatron_core.parallel.simulated.divided import Failed, Links, run_divided
+from megatron_core.parallel.simulated.divided import Connections, Failed, run_divided
 from megatron_core.parallel.simulated.meeting import Meeting
 from megatron_core.parallel.simulated.world import WorldError
 from megatron_core.verify.ranks import RankFailure, run_ranks, run_simulated, this_world
@@ -280,9 +280,9 @@ def test_endless_computation_is_ended() -> None:
 def test_threads_of_a_process_report_in_turn() -> None:
     """An item of several MB passes the pipe in parts, and those of two threads must not mix."""
     parent, own = multiprocessing.Pipe()
-    links = Links(0, [range(2)], {}, own)
+    connections = Connections(0, [range(2)], {}, own)
     texts = [letter * 3_000_000 for letter in "abcd"]
-    threads = [threading.Thread(target=links.report_failure, args=(text,), daemon=True) for text in texts]
+    threads = [threading.Thread(target=connections.report_failure, args=(text,), daemon=True) for text in texts]
     for thread in threads:
         thread.start()
     arrived = []

@@ -120,7 +120,7 @@ class Result(NamedTuple):
 DESCRIBE = "describe the threads that wait"
 
 
-class Links:
+class Connections:
     """One process's connections to the others and to their parent."""
 
     def __init__(self, own: int, parts: Sequence[range], peers: Mapping[int, Connection], parent: Connection) -> None:
@@ -241,8 +241,8 @@ def run_divided(size: int, processes: int, function: Callable[[], Any], timeout:
             others = [end for ends in (*pairs.values(), *parents) for end in ends]
             kept = [*peers.values(), parents[own][1]]
             closed = [end for end in others if end not in kept]
-            links = Links(own, parts, peers, parents[own][1])
-            process = context.Process(target=_run_part, args=(size, parts[own], links, closed, function, timeout))
+            connections = Connections(own, parts, peers, parents[own][1])
+            process = context.Process(target=_run_part, args=(size, parts[own], connections, closed, function, timeout))
             process.start()
             started.append(process)
         for end in (*(end for ends in pairs.values() for end in ends), *(ends[1] for ends in parents)):
@@ -259,7 +259,7 @@ def run_divided(size: int, processes: int, function: Callable[[], Any], timeout:
 def _run_part(
     size: int,
     ranks: range,
-    links: Links,
+    connections: Connections,
     closed: Sequence[Connection],
     function: Callable[[], Any],
     timeout: float | None,
@@ -268,11 +268,11 @@ def _run_part(
     for end in closed:
         end.close()
     try:
-        links.report_end(SimulatedWorld(size, ranks, links).run(function, timeout))
+        connections.report_end(SimulatedWorld(size, ranks, connections).run(function, timeout))
     except MegatronError as error:
-        links.report_failure(str(error))
+        connections.report_failure(str(error))
     except BaseException:  # the parent reports any exception
-        links.report_failure(f"in a process of the simulated world:\n{traceback.format_exc()}")
+        connections.report_failure(f"in a process of the simulated world:\n{traceback.format_exc()}")
     threading.Event().wait()  # until the parent ends this process, because others may still send to it
 
 

@@ -56,7 +56,7 @@ _TORCH_WORLD: RankLocal[Any] = RankLocal(lambda: _OF_THE_PROCESS[0])
 _NEW_GROUP: RankLocal[Callable[..., Any]] = RankLocal(lambda: _OF_THE_PROCESS[1])
 
 
-class Links(Elsewhere, Arrivals, Protocol):
+class OtherProcesses(Elsewhere, Arrivals, Protocol):
     """The other processes of a divided world."""
 
     def open(self, world: SimulatedWorld) -> None:
@@ -66,9 +66,9 @@ class Links(Elsewhere, Arrivals, Protocol):
 class SimulatedWorld:
     """Runs a function on the ``ranks`` of this process, each in a thread of its own; make one for each run."""
 
-    def __init__(self, size: int, ranks: range, links: Links) -> None:
-        self.size, self._ranks, self._links = size, ranks, links
-        self._scheduler = Scheduler(links)
+    def __init__(self, size: int, ranks: range, others: OtherProcesses) -> None:
+        self.size, self._ranks, self._others = size, ranks, others
+        self._scheduler = Scheduler(others)
         self._channels: dict[ChannelKey, Channel] = {}
         self._contexts: dict[int, Context] = {}
         self._results: dict[int, Any] = {}
@@ -83,7 +83,7 @@ class SimulatedWorld:
         """
         _divide_torch()
         torch.set_num_threads(1)
-        self._links.open(self)
+        self._others.open(self)
         before = threading.stack_size(STACK)
         try:
             for rank in self._ranks:
@@ -136,7 +136,7 @@ class SimulatedWorld:
     def channel(self, key: ChannelKey) -> Channel:
         """The channel of a group."""
         if key not in self._channels:
-            self._channels[key] = Channel(key, self._scheduler, self._links)
+            self._channels[key] = Channel(key, self._scheduler, self._others)
         return self._channels[key]
 
     def stuck(self) -> tuple[list[report.Stuck], int]:
