@@ -31,8 +31,10 @@ EXPERTS := --num-layers 4 --num-attention-heads 4 --hidden-size 32 --swiglu --di
   --moe-router-enable-expert-bias --moe-aux-loss-coeff 0.01 --moe-shared-expert-intermediate-size 16
 # The same range as in pyproject.toml.
 TORCH ?= torch>=2.8,<2.14
-# DeepSpeed itself, for the tests and benchmarks that compare with it: in a folder of its own, imported by them alone.
+# DeepSpeed and Megatron Core, for tests and benchmarks that compare with them: in folders of their own, imported by
+# these alone. Megatron Core requires Python 3.12, but runs on earlier ones.
 DEEPSPEED := deepspeed==0.19.8
+MEGATRON := megatron-core==0.19.2
 # For the web site; ruff formats signatures.
 SITE := "mkdocs-material>=9.5,<10" "mkdocstrings[python]>=1,<2" "mike>=2.1,<3" "linkchecker>=10.4,<11" "ruff>=0.9"
 WORKERS ?= 2
@@ -146,6 +148,8 @@ $(VENV)/installed-test: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --no-deps --no-build-isolation \
 	  --target $(VENV)/reference "$(DEEPSPEED)" hjson msgpack py-cpuinfo einops ninja psutil
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --no-deps --ignore-requires-python \
+	  --target $(VENV)/megatron-core "$(MEGATRON)"
 	touch $@
 
 clean:

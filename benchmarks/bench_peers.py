@@ -6,9 +6,9 @@ gloo. Prints the speed relative to each peer by wall-clock time and by processor
 threads of all ranks, which other programs disturb less; busy waiting for other ranks counts), and appends a table to
 benchmarks/results.csv, in which ``ratio`` is that of wall-clock time.
 
-python -m benchmarks.bench_peers --megatron FOLDER
+python -m benchmarks.bench_peers
 
-FOLDER is a checkout of NVIDIA/Megatron-LM or the target of ``pip install --no-deps --target FOLDER megatron-core``.
+Megatron Core and DeepSpeed are those of ``make install-test``; ``--megatron`` takes a checkout of NVIDIA/Megatron-LM.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 import transformers
 import tyro
 
-from benchmarks.megatron_peer import megatron_step, megatron_version
+from benchmarks.megatron_peer import MEGATRON, megatron_step, megatron_version
 from benchmarks.results import Row, append
 from benchmarks.steps import LLAMA, MIXTRAL, SHAPE, Measured, Turn, time_run, time_steps
 from benchmarks.torch_peers import REFERENCE, Step, deepspeed_step, pipeline_step, torch_step, transformers_step
@@ -80,7 +80,7 @@ class Settings:
     """Micro-batches of each data-parallel rank per step."""
     comparisons: tuple[str, ...] = tuple(COMPARISONS)
     """Layouts to compare."""
-    megatron: Path | None = None
+    megatron: Path | None = MEGATRON if MEGATRON.exists() else None
     """Folder with Megatron Core; without it, and without DeepSpeed, their contenders are left out."""
     gloo: bool = False
     """Also run this framework over gloo."""

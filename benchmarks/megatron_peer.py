@@ -29,6 +29,9 @@ from torch import Tensor, nn
 from benchmarks.torch_peers import Shape, Step, batches_of
 from megatron_core.errors import ConfigError
 
+MEGATRON = Path(sys.prefix).resolve() / "megatron-core"
+"""The folder into which ``make install-test`` installs Megatron Core."""
+
 
 class _Triton(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Triton kernels that are imported but not run."""

@@ -186,9 +186,8 @@ def test_exact_sums_of_products(outputs: int, inputs: int, length: int, dtype: t
         assert found.isnan().item() if is_beyond else found.item() == 72.0
 
 
+@pytest.mark.parametrize("backend", KERNELS, indirect=True)
 def test_native_sums_do_not_depend_on_threads_or_strides(backend: str) -> None:
-    if backend == "torch":
-        pytest.skip("its properties are tested above")
     threads = torch.get_num_threads()
     x, matrix = torch.randn(300, 96), torch.randn(200, 96)
     expected = _product(x, matrix.t(), 128)
@@ -253,9 +252,8 @@ def test_wide_products_are_those_of_their_columns(backend: str, dtype: torch.dty
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the resident memory is read from Linux")
+@pytest.mark.parametrize("backend", KERNELS, indirect=True)
 def test_large_products_do_not_keep_their_memory(backend: str) -> None:
-    if backend == "torch":
-        pytest.skip("the memory is the native kernel's")
     before = _resident()
     x, matrix = torch.ones(1).expand(3, 100_000), torch.ones(1).expand(100_000, 640)
     assert _product(x, matrix, 16).eq(100_000).all()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
@@ -19,14 +18,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.megatron_peer import MEGATRON
 from examples.first_difference import fsdp2, megatron_gpt
 from megatron_core.errors import DataError, MegatronError
 from megatron_core.verify import compare, run_ranks
 from megatron_core.verify.parts import Block, parts_of, sliced
 from tests.drop_in.deepspeed.reference import REFERENCE, Task, ask
-
-MEGATRON = os.environ.get("MEGATRON_CORE", "")
-"""Folder with Megatron Core, see docs/compare_programs.md."""
 
 
 def differences(program: Callable[..., list[str]], folder: Path, *arguments: object) -> list[str]:
@@ -303,7 +300,8 @@ def test_deepspeed(bug: str, first: str | None, tmp_path: Path) -> None:
     assert not [text for text in found if "output" in text]
 
 
-@pytest.mark.skipif(not MEGATRON, reason="needs Megatron Core in the folder MEGATRON_CORE")
+@pytest.mark.drawn(2)
+@pytest.mark.skipif(not MEGATRON.exists(), reason="needs Megatron Core: make install-test")
 @pytest.mark.parametrize(
     ("bug", "first"),
     [
@@ -314,5 +312,5 @@ def test_deepspeed(bug: str, first: str | None, tmp_path: Path) -> None:
     ],
 )
 def test_megatron_core(bug: str, first: str | None, tmp_path: Path) -> None:
-    found = differences(megatron_gpt.step, tmp_path, bug, MEGATRON)
+    found = differences(megatron_gpt.step, tmp_path, bug, str(MEGATRON))
     assert found[0].startswith(first) if found and first else not found and first is None, found[:3]
