@@ -22,6 +22,6 @@ def check_same_kernels(device: torch.device) -> None:
         )
         raise ConfigError(
             f"layout_invariant=True needs the same kernels for products on all ranks, but they are: {found}. Use one "
-            "kind of processor with the same installation on all nodes (python tools/doctor.py --verbose shows a "
-            "node's), or remove --layout-invariant"
+            "kind of processor with the same installation on all nodes (megatron-doctor --verbose shows a node's "
+            "kernels), or remove --layout-invariant"
         )

@@ -65,7 +65,7 @@ class CoreAttention(nn.Module):
         self.unfused = config.attention_backend == "unfused"
         self.by_formula = self.unfused or self.softcap is not None
         self.flex: Literal["auto", "always", "never"] = "always" if config.attention_backend == "flex" else "auto"
-        """When FlexAttention is used: where it serves, in each training step, or, in graphs, never."""
+        """When FlexAttention is used: for the calls that it speeds up, for all, or never (in graphs)."""
         self.backend = config.kernel_backend
         self.dropout = context.dropout(config.attention_dropout, f"layers.{layer_number}.attention_weights")
         parts = context.tp_group.size() * heads_over.size()
