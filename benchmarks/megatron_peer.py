@@ -68,6 +68,9 @@ def import_megatron(folder: Path) -> None:
     if not (folder / "megatron" / "core").is_dir():
         raise ConfigError(f"--megatron {folder} has no folder megatron/core; install megatron-core there or clone it")
     import_module("torch._inductor.compile_fx")  # needs the real triton
+    # The drop-in's package of the same name may be imported already.
+    for name in [name for name in sys.modules if name.split(".")[0] == "megatron"]:
+        del sys.modules[name]
     sys.path.insert(0, str(folder))
     sys.meta_path.insert(0, _Triton())
 
