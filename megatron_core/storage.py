@@ -82,6 +82,9 @@ class StoragePath:
         """The path with another suffix."""
         return self.with_name(PurePosixPath(self.name).with_suffix(suffix).name)
 
+    def mkdir(self, *, parents: bool, exist_ok: bool) -> None:
+        """Nothing: a folder exists once it has an object."""
+
     def absolute(self) -> StoragePath:
         """The path itself."""
         return self

@@ -186,8 +186,7 @@ class Save:
         for path in self.partial.glob("*.report"):
             path.unlink()
         for name, source in self.extra_files.items():
-            if in_storage(self.folder) is None:
-                (self.contents / name).parent.mkdir(parents=True, exist_ok=True)
+            (self.contents / name).parent.mkdir(parents=True, exist_ok=True)
             files[name] = write_file(self.contents / name, source.read_bytes())
             sync_folder((self.contents / name).parent)
         save_id = self.partial / "save_id"
