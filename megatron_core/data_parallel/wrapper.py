@@ -56,6 +56,9 @@ class DataParallel:
     parameters then form a unit that stays in memory from the beginning to the end of a forward or backward.
     """
 
+    is_saved: Callable[[str], bool] = staticmethod(lambda name: True)
+    """Whether checkpoints contain the weight of this name; runs with low-rank adapters replace it."""
+
     def __init__(
         self,
         stages: Mapping[int, nn.Module],
