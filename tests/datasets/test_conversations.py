@@ -240,7 +240,7 @@ def test_packs_hold_every_line_once_and_no_padding_where_another_line_fits(tmp_p
     data = DataConfig(**settings, train_data_path=(str(tmp_path / "talks.jsonl"),), seq_length=120)
     packed = build_conversations(data, seed=1, tokenizer=tokenizer_of(data)).train
     again = build_conversations(data, seed=1, tokenizer=tokenizer_of(data)).train
-    assert packed.packs == again.packs and sorted(sum(packed.packs, [])) == list(range(8))
+    assert packed.packs == again.packs and sorted(line for pack in packed.packs for line in pack) == list(range(8))
     samples = [packed[i] for i in range(len(packed.packs))]
     answers = "".join(_text(s["labels"][s["loss_mask"] == 1]) for s in samples)
     assert sorted(answers.replace("</>", "")) == list("abcdefgh")

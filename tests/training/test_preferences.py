@@ -9,13 +9,15 @@ import pytest
 import torch
 
 from megatron_core.config import RunConfig
+from megatron_core.config.validate import check
 from megatron_core.errors import ConfigError
 from megatron_core.training.setup import set_up
 from megatron_core.training.step import StepResult, train_step
 from megatron_core.verify.ranks import run_ranks, this_world
 from tests.runs import TINY, tiny_run
 
-TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+EACH = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
+TEMPLATE = EACH + "{% if add_generation_prompt %}<assistant>{% endif %}"
 STEPS = 20
 
 
@@ -101,14 +103,13 @@ LAYOUTS = {
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layout_trains_as_one_process(layout: str, tmp_path: Path) -> None:
-    (alone,) = run_ranks(1, _results, _config(tmp_path))
-    for found in run_ranks(2, _results, _config(tmp_path, **LAYOUTS[layout])):
+    # At the rate of the other test the norm grows to 64, and with it differences of rounding, beyond 1e-9.
+    (alone,) = run_ranks(1, _results, _config(tmp_path, lr=1e-3))
+    for found in run_ranks(2, _results, _config(tmp_path, lr=1e-3, **LAYOUTS[layout])):
         for ours, expected in zip(found, alone, strict=True):
             assert ours == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
 def test_pairs_stay_in_a_micro_batch(tmp_path: Path) -> None:
-    from megatron_core.config.validate import check
-
     with pytest.raises(ConfigError, match="micro_batch_size=1 would separate pairs"):
         check(_config(tmp_path, micro_batch_size=1), 1)
