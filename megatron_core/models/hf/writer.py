@@ -21,9 +21,12 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 class Weights(Protocol):
-    """Weights of a model that can be read by boxes; ``state`` has its vocab_size."""
+    """Weights of a model that can be read by boxes."""
 
-    state: dict[str, Any]
+    @property
+    def state(self) -> Mapping[str, Any]:
+        """The state of the run, with its vocab_size."""
+        ...
 
     def fill(self, pieces: Iterable[TensorBox]) -> None:
         """Copy the values into the memory of each box."""
