@@ -81,7 +81,9 @@ def test_every_pipeline_rank_has_the_parameters_of_the_model(settings: dict[str,
         assert any(unit.total for unit in units[own]) and any(unit.frozen for unit in units[own]) == frozen
 
 
-@pytest.mark.parametrize("name", ["one rank", "tp2", "interleaved", "zero1", "zero2, overlap", "zero3, experts"])
+@pytest.mark.parametrize(
+    "name", ["one rank", "tp2", "interleaved", "zero1", "zero2, overlap", "zero3, experts", "lora, interleaved"]
+)
 def test_state_is_that_of_the_buffers_but_for_their_padding(name: str) -> None:
     config = tiny_config(**CASES[name], hidden_size=128, vocab_size=512)
     found = RankEstimate.of(config, 4)
