@@ -25,10 +25,13 @@ FUSED = {
 """Norms that Transformer Engine fuses into the following layer -> their names here."""
 ROWS = re.compile(
     r"(word_embeddings|output_layer|linear_qkv|linear_q_proj|linear_q_up_proj|linear_kv_up_proj|linear_fc1)\.(weight|bias)$"
+    r"|self_attention\.softmax_offset$"
 )
 COLUMNS = re.compile(r"(linear_proj|linear_fc2)\.weight$")
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
-EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.(linear_fc[12]\.weight)|(linear_fc[12]\.weight)(\d+))")
+EXPERT = re.compile(
+    r"mlp\.experts\.(?:local_experts\.(\d+)\.(linear_fc[12]\.(?:weight|bias))|(linear_fc[12]\.(?:weight|bias))(\d+))"
+)
 MODEL = ("embedding.", "decoder.", "output_layer.")
 
 
@@ -48,7 +51,9 @@ def plain_name(rest: str) -> str:
     for theirs, ours in FUSED.items():
         if rest.startswith(theirs + "_"):
             return ours + rest.rpartition("_")[2]
-    return rest.replace("mlp.experts.experts.", "mlp.experts.")
+    return rest.replace("mlp.experts.experts.", "mlp.experts.").replace(
+        "core_attention.softmax_offset", "softmax_offset"
+    )
 
 
 class RankFiles:
