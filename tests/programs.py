@@ -1,15 +1,25 @@
-"""Runs the programs of this project in this process, because starting Python and loading torch takes seconds."""
+"""Runs programs in this process or in forks of it, because starting Python and loading torch takes seconds."""
 
 from __future__ import annotations
 
 import io
+import multiprocessing
 import os
 import runpy
+import shlex
+import shutil
+import socket
 import sys
+import time
 from contextlib import redirect_stderr, redirect_stdout
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from subprocess import CompletedProcess
+from tempfile import mkdtemp
 from unittest.mock import patch
+
+import torch
 
 ROOT = Path(__file__).parents[1]
 
@@ -30,3 +40,72 @@ def run_program(path: str, *flags: object, cwd: Path = ROOT) -> CompletedProcess
     if isinstance(status, str):
         status = print(status, file=errors) or 1
     return CompletedProcess(arguments, int(status), out.getvalue(), errors.getvalue())
+
+
+def free_port() -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def run_ranks_of(command: str, cwd: Path = ROOT, seconds: float = 300) -> CompletedProcess[str]:
+    """Run ``python PROGRAM ...``, ``torchrun --nproc-per-node N PROGRAM ...`` or the same with ``-m MODULE``.
+
+    Each rank is a fork of this process with the environment variables that torchrun sets. If one fails, the others are
+    ended, as torchrun does. For tests of the launcher itself and of restarts, use torchrun.
+    """
+    launcher, *words = shlex.split(command)
+    assert launcher in {"python", "torchrun"}
+    ranks = 1
+    while launcher == "torchrun" and (word := words[0]) in {"--nproc-per-node", "--standalone"}:
+        ranks = int(words[1]) if word == "--nproc-per-node" else ranks
+        del words[: 2 if word == "--nproc-per-node" else 1]
+    torch.set_num_threads(1)
+    folder = Path(mkdtemp())  # not a TemporaryDirectory, which a rank that runs exit handlers would delete
+    files = [folder / "stdout", folder / "stderr"]
+    for file in files:
+        file.touch()
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    meetings = [meeting | {"RANK": rank, "LOCAL_RANK": rank} for rank in range(ranks)]
+    context = multiprocessing.get_context("fork")
+    processes = [
+        context.Process(target=_run_rank, args=(words, cwd, files, each if launcher == "torchrun" else {}))
+        for each in meetings
+    ]
+    for process in processes:
+        process.start()
+    status = _wait(processes, seconds)
+    texts = [file.read_text() for file in files]
+    shutil.rmtree(folder)
+    return CompletedProcess(words, status, *texts)
+
+
+def _run_rank(words: list[str], cwd: Path, files: list[Path], meeting: dict[str, object]) -> None:
+    for number, file in enumerate(files, start=1):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), number)
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
+    os.environ.update({"OMP_NUM_THREADS": "1"} | {name: str(value) for name, value in meeting.items()})
+    os.chdir(cwd)
+    if words[0] == "-m":
+        sys.argv, sys.path[0] = words[1:], str(cwd)
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv, sys.path[0] = words, str(Path(words[0]).resolve().parent)
+        runpy.run_path(words[0], run_name="__main__")
+
+
+def _wait(processes: list[BaseProcess], seconds: float) -> int:
+    """The first exit status that is not 0, after which the other processes are ended."""
+    running, deadline = list(processes), time.monotonic() + seconds
+    while running and time.monotonic() < deadline:
+        wait([process.sentinel for process in running], timeout=max(deadline - time.monotonic(), 0))
+        running = [process for process in processes if process.exitcode is None]
+        if any(process.exitcode for process in processes):
+            break
+    for process in running:
+        process.terminate()
+        process.join(10)
+        process.kill()
+        process.join()
+    return next((process.exitcode for process in processes if process.exitcode), 0)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -12,6 +13,9 @@ from megatron_core.parallel.sharding import spec_of
 
 Part = tuple[str, tuple[int, ...], tuple[slice, ...], np.ndarray]
 """Name and shape of a global tensor, the slices of a rank's part, and the part's values in float64."""
+
+_COPIES: WeakValueDictionary[tuple[str, tuple[tuple[int, int], ...]], np.ndarray] = WeakValueDictionary()
+"""By tensor and slices the values of a rank of this process, which ranks with equal values share."""
 
 
 @dataclass
@@ -50,7 +54,10 @@ class RankTrace:
             box = tuple(slice(a, b) for a, b in zip(piece.box.start, piece.box.stop, strict=True))
             values = piece.memory.detach().to("cpu", torch.float64, copy=True).numpy()
             name = piece.name.removeprefix("model.") if label == "weight" else piece.name  # that of parameter_pieces
-            self.parts.append((f"{label}.{name}", piece.global_shape, box, values))
+            name = f"{label}.{name}"
+            known = _COPIES.setdefault((name, tuple((each.start, each.stop) for each in box)), values)
+            same = np.array_equal(known, values, equal_nan=True)
+            self.parts.append((name, piece.global_shape, box, known if same else values))
 
 
 def _gradient_pieces(bucket: Bucket) -> Iterable[TensorBox]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.programs import run_ranks_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "any_model.md"
 
@@ -14,12 +14,11 @@ def test_the_program_trains_on_one_and_two_ranks(tmp_path: Path) -> None:
     (program,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
     assert len(program.splitlines()) < 40
     losses = []
-    for launcher in ([], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]):
-        folder = tmp_path / str(len(launcher))
+    for launcher in ("python", "torchrun --nproc-per-node 2"):
+        folder = tmp_path / launcher.split()[0]
         folder.mkdir()
         (folder / "train_my_model.py").write_text(program, encoding="utf-8")
-        command = [sys.executable, *launcher, "train_my_model.py"]
-        result = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=300)
+        result = run_ranks_of(f"{launcher} train_my_model.py", folder)
         assert result.returncode == 0, result.stderr
         losses.append([float(loss) for loss in re.findall(r"step \d+: loss (\S+)", result.stdout)])
         assert (folder / "checkpoints" / "iter_0000048").is_dir()

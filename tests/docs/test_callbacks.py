@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import inspect
 import re
-import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 from megatron_core.training import Callback
 from megatron_core.training.loop import built_in_callbacks
+from tests.programs import run_ranks_of
 from tests.runs import TINY, tiny_run
 
 PAGE = (Path(__file__).parents[2] / "docs" / "extend.md").read_text()
@@ -22,10 +20,7 @@ def test_the_callback_stops_a_run(tmp_path: Path) -> None:
     (tmp_path / "my_training.py").write_text(program.replace("StopAtLoss(2.0)", "StopAtLoss(100.0)"))
     settings = TINY | {"save": str(tmp_path / "checkpoints"), "eval_iters": 0}
     (tmp_path / "run.yaml").write_text("".join(f"{name}: {value}\n" for name, value in settings.items()))
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", *shlex.split(command)]
-    result = subprocess.run(
-        [*words, "--config", "run.yaml"], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300
-    )
+    result = run_ranks_of(f"torchrun {command} --config run.yaml", tmp_path)
     assert result.returncode == 0, result.stderr
     ending = rf"ends early, after iteration 2 \(loss \d\.\d{{3}}\); saved in {tmp_path / 'checkpoints'}"
     assert re.search(ending, result.stdout), result.stdout

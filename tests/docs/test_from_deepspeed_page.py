@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.programs import run_ranks_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "from_deepspeed.md"
 
@@ -14,12 +14,11 @@ def test_the_program_trains_on_one_and_two_ranks(tmp_path: Path) -> None:
     (program,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
     assert len(program.splitlines()) < 40
     found = []
-    for launcher in ([], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]):
-        folder = tmp_path / str(len(launcher))
+    for launcher in ("python", "torchrun --nproc-per-node 2"):
+        folder = tmp_path / launcher.split()[0]
         folder.mkdir()
         (folder / "train.py").write_text(program, encoding="utf-8")
-        command = [sys.executable, *launcher, "-m", "megatron_core.drop_in", "train.py"]
-        result = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=300)
+        result = run_ranks_of(f"{launcher} -m megatron_core.drop_in train.py", folder)
         assert result.returncode == 0, result.stderr
         lines = re.findall(r"step (\d+): loss (\S+), norm (\S+)", result.stdout)
         found.append([(int(step), float(loss), float(norm)) for step, loss, norm in lines])
@@ -30,10 +29,9 @@ def test_the_program_trains_on_one_and_two_ranks(tmp_path: Path) -> None:
         assert [step for step, _, _ in lines] == [16, 32, 48]
         assert lines[-1][1] < 0.7 * lines[0][1]
     # One process continues with the checkpoint of two ranks.
-    load = f"engine.load_checkpoint({str(tmp_path / '5' / 'checkpoints')!r})"
+    load = f"engine.load_checkpoint({str(tmp_path / 'torchrun' / 'checkpoints')!r})"
     resumed = program.replace("for epoch in range(3)", f"{load}\nfor epoch in range(1)")
     (tmp_path / "resume.py").write_text(resumed, encoding="utf-8")
-    command = [sys.executable, "-m", "megatron_core.drop_in", "resume.py"]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
+    result = run_ranks_of("python -m megatron_core.drop_in resume.py", tmp_path)
     (line,) = re.findall(r"step 64: loss (\S+),", result.stdout)
     assert float(line) < found[1][0][1]

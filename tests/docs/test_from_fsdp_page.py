@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
+from tests.programs import run_ranks_of
+
 PAGE = Path(__file__).parents[2] / "docs" / "from_fsdp.md"
-TWO_RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+TWO_RANKS = "torchrun --nproc-per-node 2"
 
 
 def test_both_programs_print_the_same_losses(tmp_path: Path) -> None:
@@ -18,13 +18,8 @@ def test_both_programs_print_the_same_losses(tmp_path: Path) -> None:
         assert len(program.splitlines()) < 40
         (tmp_path / name).write_text(program, encoding="utf-8")
     losses = []
-    # At exit, the threads of gloo can abort a rank of torch's program: end it without destructors.
-    (tmp_path / "fsdp.py").write_text(
-        "import os, runpy\nrunpy.run_path('train_fsdp.py')\nprint(end='', flush=True)\nos._exit(0)\n"
-    )
-    for launcher, name in ((TWO_RANKS, "fsdp.py"), (TWO_RANKS, "train_engine.py"), ([], "train_engine.py")):
-        command = [sys.executable, *launcher, name]
-        result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
+    for launcher, name in ((TWO_RANKS, "train_fsdp.py"), (TWO_RANKS, "train_engine.py"), ("python", "train_engine.py")):
+        result = run_ranks_of(f"{launcher} {name}", tmp_path)
         assert result.returncode == 0, result.stderr
         losses.append([float(loss) for loss in re.findall(r"step \d+: loss (\S+)", result.stdout)])
     assert [len(each) for each in losses] == [20, 20, 20]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.programs import run_ranks_of
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "pipeline_my_model.md"
@@ -19,10 +19,8 @@ def test_the_programs_train_on_one_and_two_ranks(name: str, program: str, tmp_pa
     assert len(program.splitlines()) < 40
     (tmp_path / name).write_text(program, encoding="utf-8")
     losses = []
-    for launcher in ([], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]):
-        result = subprocess.run(
-            [sys.executable, *launcher, name], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300
-        )
+    for launcher in ("python", "torchrun --nproc-per-node 2"):
+        result = run_ranks_of(f"{launcher} {name}", tmp_path)
         assert result.returncode == 0, result.stdout + result.stderr
         losses.append([float(loss) for loss in re.findall(r"step \d+: loss (\S+)", result.stdout)])
     alone, together = losses

@@ -24,8 +24,9 @@ from megatron_core.parallel.launch import World, _select_attempt
 from megatron_core.training.pretrain import notes
 from tests.checkpoint.runs import SMALL, compare, start, stored, train
 from tests.defects.plant import planted
-from tests.end_to_end.test_failures import ROOT, free_port, ranks_without_launcher
+from tests.end_to_end.test_failures import ROOT, ranks_without_launcher
 from tests.memory import needs_proc
+from tests.programs import free_port
 from tests.runs import tiny_config
 
 JOB = SMALL | {

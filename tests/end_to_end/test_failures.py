@@ -23,7 +23,7 @@ from megatron_core.errors import LayoutError
 from megatron_core.parallel.launch import World, explained, run_job, start_world
 from megatron_core.training.pretrain import pretrain
 from tests.memory import needs_proc
-from tests.programs import run_program
+from tests.programs import free_port, run_program
 from tests.runs import tiny_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,13 +65,6 @@ def test_a_rank_that_hangs_is_reported_with_its_line_and_the_first_collective_th
     assert "time.sleep" in report
     assert "by rank 0, and not by rank 1" in report
     assert "exitcode  : 75" in report
-
-
-def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 def _rank(rank: int, size: int, port: int, log: Path, settings: dict[str, object]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -13,25 +14,17 @@ import numpy as np
 import pytest
 
 from megatron_core.datasets import IndexedDatasetBuilder
-from tests.programs import run_program
+from tests.programs import run_program, run_ranks_of
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ["--num-layers", "4", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "16"]
 TINY = [*MODEL, "--vocab-size", "64", "--mock-data", "--global-batch-size", "8", "--lr", "1e-2", "--eval-iters", "1"]
 
 
-def _command(ranks: int, *flags: object) -> list[str]:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
-    return [sys.executable, *launcher, "pretrain_gpt.py", *map(str, flags)]
-
-
 def _pretrain(ranks: int, *flags: object) -> subprocess.CompletedProcess[str]:
     if not ranks:
         return run_program("pretrain_gpt.py", *flags)
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        _command(ranks, *flags), cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
+    return run_ranks_of(shlex.join(["torchrun", "--nproc-per-node", str(ranks), "pretrain_gpt.py", *map(str, flags)]))
 
 
 def _steps(folder: Path) -> dict[int, float]:
@@ -97,7 +90,12 @@ def test_wrong_input_is_one_clear_message(tmp_path: Path) -> None:
 
 def test_wrong_input_under_torchrun() -> None:
     """Printed once by the ranks, and once more per rank in torchrun's final report; every rank exits."""
-    result = _pretrain(2, *TINY, "--train-iters", 2, "--pipeline-model-parallel-size", 3)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    flags = [*TINY, "--train-iters", "2", "--pipeline-model-parallel-size", "3"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        [*launcher, "pretrain_gpt.py", *flags], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
     assert result.returncode != 0
     assert result.stderr.count("error: ") == 1, result.stderr
     assert "pipeline_model_parallel_size=3" in result.stderr
@@ -107,7 +105,9 @@ def test_wrong_input_under_torchrun() -> None:
 def test_sigterm_saves_and_exits(tmp_path: Path) -> None:
     """A job that gets SIGTERM finishes its step, saves, and exits with status 0; it can be resumed."""
     flags = [*TINY, "--train-iters", "100000", "--save", tmp_path, "--log-interval", "1"]
-    process = subprocess.Popen(_command(0, *flags), cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "pretrain_gpt.py", *map(str, flags)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
     for line in process.stdout:
         if "iteration 3/" in line:
             process.send_signal(signal.SIGTERM)
@@ -123,7 +123,13 @@ def test_sigterm_saves_and_exits(tmp_path: Path) -> None:
 
 def test_ctrl_c_saves_too(tmp_path: Path) -> None:
     flags = [*TINY, "--train-iters", "100000", "--save", tmp_path, "--log-interval", "1"]
-    process = subprocess.Popen(_command(0, *flags), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "pretrain_gpt.py", *map(str, flags)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     for line in process.stdout:
         if "iteration 3/" in line:
             process.send_signal(signal.SIGINT)

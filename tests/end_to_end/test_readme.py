@@ -14,8 +14,7 @@ import pytest
 
 from megatron_core.config.file import read_config
 from megatron_core.config.validate import problems
-from tests.end_to_end.test_failures import free_port
-from tests.programs import run_program
+from tests.programs import free_port, run_program, run_ranks_of
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -32,8 +31,12 @@ def _commands(pages: str = README + TRAIN) -> list[str]:
 
 
 def _run(folder: Path, command: str) -> str:
-    """Run a command in ``folder``, which looks like the repository's root; single-process commands run in this
-    process."""
+    """Run a command in ``folder``, which looks like the repository's root: in this process, in forks of it, or as a
+    process of its own if it starts others."""
+    if command.startswith("torchrun") and "--max-restarts" not in command:
+        ranks = run_ranks_of(command, folder)
+        assert ranks.returncode == 0, f"{command}\n{ranks.stdout}\n{ranks.stderr}"
+        return ranks.stdout
     python, program, *flags = shlex.split(command)
     # Prints the output of other processes.
     if python == "python" and program.endswith(".py") and "quickstart" not in program:
@@ -135,7 +138,7 @@ def test_layers_alone(tmp_path: Path) -> None:
     code = re.search(r"```python\n(.*?)```", README, flags=re.DOTALL)[1]
     script = tmp_path / "layers.py"
     script.write_text(f"{code}\nassert out.shape == x.shape and bias is None\n")
-    _run(ROOT, f"python -m torch.distributed.run --standalone --nproc-per-node 2 {script}")
+    _run(ROOT, f"torchrun --standalone --nproc-per-node 2 {script}")
 
 
 @pytest.mark.drawn(1)

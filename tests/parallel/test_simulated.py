@@ -146,6 +146,26 @@ def test_handles_keep_no_memory() -> None:
     assert min(collectives) == 0, "on the rank that ends last"
 
 
+ORDER: list[int] = []
+
+
+def one_copy_after_another() -> list[int]:
+    """The order in which the ranks of two groups compute."""
+    rank = dist.get_rank()
+    pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    for _ in range(3):
+        dist.all_reduce(torch.ones(1), group=pair)
+        ORDER.append(rank // 2)
+    dist.barrier()
+    return ORDER
+
+
+def test_copies_of_a_model_compute_one_after_another() -> None:
+    """Only one of them then has activations."""
+    order = run_simulated(4, one_copy_after_another).result[0]
+    assert order == [order[0]] * 6 + [order[-1]] * 6
+
+
 COUNTER: RankLocal[list[int]] = RankLocal(list)
 
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from urllib.error import URLError
 from urllib.request import urlopen
 
-from tests.end_to_end.test_failures import free_port
+from tests.programs import free_port
 
 BUCKET = "training"
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
+from torch import nn
 
 from megatron_core.verify.trace import RankTrace, assemble
 
@@ -46,3 +48,25 @@ def test_a_tensor_without_dimensions() -> None:
     trace = assemble([RankTrace([], [], [("weight.scale", (), (), np.array(3.0))])])
     assert trace.faults == []
     assert trace.tensors["weight.scale"] == 3.0
+
+
+class Updated:
+    """As ``DataParallel``, of which only this method is called."""
+
+    def reading(self, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
+        """The parameters themselves."""
+        return parameters
+
+
+def test_ranks_share_the_memory_of_equal_copies() -> None:
+    def weights(*values: float) -> RankTrace:
+        layer = nn.Linear(len(values), 1, bias=False)
+        nn.init.zeros_(layer.weight).data[0] = torch.tensor(values)
+        trace = RankTrace()
+        trace.add_weights(Updated(), [layer])  # type: ignore[arg-type]
+        return trace
+
+    first, equal, other = weights(1.0, 2.0), weights(1.0, 2.0), weights(1.0, 3.0)
+    assert equal.parts[0][3] is first.parts[0][3]
+    assert other.parts[0][3].tolist() == [[1.0, 3.0]]
+    assert assemble([first, equal, other]).faults == ["ranks hold different copies of weight.weight"]

