@@ -73,11 +73,15 @@ def run_ranks_of(command: str, cwd: Path = ROOT, seconds: float = 300) -> Comple
         context.Process(target=_run_rank, args=(words, cwd, files, each if launcher == "torchrun" else {}))
         for each in meetings
     ]
-    for process in processes:
-        process.start()
-    status = _wait(processes, seconds)
-    texts = [file.read_text() for file in files]
-    shutil.rmtree(folder)
+    try:
+        for process in processes:
+            process.start()
+        _wait(processes, seconds)
+    finally:
+        _end(processes)
+        texts = [file.read_text() for file in files]
+        shutil.rmtree(folder)
+    status = next((process.exitcode for process in processes if process.exitcode), 0)
     return CompletedProcess(words, status, *texts)
 
 
@@ -95,17 +99,20 @@ def _run_rank(words: list[str], cwd: Path, files: list[Path], meeting: dict[str,
         runpy.run_path(words[0], run_name="__main__")
 
 
-def _wait(processes: list[BaseProcess], seconds: float) -> int:
-    """The first exit status that is not 0, after which the other processes are ended."""
-    running, deadline = list(processes), time.monotonic() + seconds
-    while running and time.monotonic() < deadline:
-        wait([process.sentinel for process in running], timeout=max(deadline - time.monotonic(), 0))
-        running = [process for process in processes if process.exitcode is None]
-        if any(process.exitcode for process in processes):
-            break
-    for process in running:
-        process.terminate()
-        process.join(10)
-        process.kill()
-        process.join()
-    return next((process.exitcode for process in processes if process.exitcode), 0)
+def _wait(processes: list[BaseProcess], seconds: float) -> None:
+    """Wait until all processes have ended, one has failed, or the time is over."""
+    deadline = time.monotonic() + seconds
+    while (running := [process.sentinel for process in processes if process.is_alive()]) and not any(
+        process.exitcode for process in processes
+    ):
+        if not wait(running, timeout=max(deadline - time.monotonic(), 0)):
+            return
+
+
+def _end(processes: list[BaseProcess]) -> None:
+    for process in processes:
+        if process.is_alive():
+            process.terminate()
+            process.join(10)
+            process.kill()
+            process.join()

@@ -17,6 +17,7 @@ from megatron_core.datasets import IndexedDatasetBuilder
 from tests.programs import run_program, run_ranks_of
 
 ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = [sys.executable, "pretrain_gpt.py"]
 MODEL = ["--num-layers", "4", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "16"]
 TINY = [*MODEL, "--vocab-size", "64", "--mock-data", "--global-batch-size", "8", "--lr", "1e-2", "--eval-iters", "1"]
 
@@ -105,9 +106,7 @@ def test_wrong_input_under_torchrun() -> None:
 def test_sigterm_saves_and_exits(tmp_path: Path) -> None:
     """A job that gets SIGTERM finishes its step, saves, and exits with status 0; it can be resumed."""
     flags = [*TINY, "--train-iters", "100000", "--save", tmp_path, "--log-interval", "1"]
-    process = subprocess.Popen(
-        [sys.executable, "pretrain_gpt.py", *map(str, flags)], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    )
+    process = subprocess.Popen([*PROGRAM, *map(str, flags)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     for line in process.stdout:
         if "iteration 3/" in line:
             process.send_signal(signal.SIGTERM)
@@ -123,13 +122,8 @@ def test_sigterm_saves_and_exits(tmp_path: Path) -> None:
 
 def test_ctrl_c_saves_too(tmp_path: Path) -> None:
     flags = [*TINY, "--train-iters", "100000", "--save", tmp_path, "--log-interval", "1"]
-    process = subprocess.Popen(
-        [sys.executable, "pretrain_gpt.py", *map(str, flags)],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    command = [*PROGRAM, *map(str, flags)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     for line in process.stdout:
         if "iteration 3/" in line:
             process.send_signal(signal.SIGINT)
