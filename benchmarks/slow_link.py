@@ -1,4 +1,8 @@
-"""A simulated link: collectives arrive no earlier than over a link of a given bandwidth."""
+"""A simulated link: collectives arrive no earlier than over a link of a given bandwidth.
+
+On the system's clock this shows what a slow network costs a real step. On a ``SimulatedClock`` only the link and the
+computation that a test simulates take time, so that the hidden part depends on the order of the calls alone.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,36 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatch
-from typing import Any
+from typing import Any, Protocol
 
 from megatron_core.parallel.meter import METER
+
+
+class Clock(Protocol):
+    """The two functions of the module ``time`` that a link uses; times are in seconds."""
+
+    def monotonic(self) -> float:
+        """The time now."""
+        ...
+
+    def sleep(self, seconds: float) -> None:
+        """Let time pass."""
+        ...
+
+
+class SimulatedClock:
+    """A clock on which time passes only in ``sleep``, which returns at once."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+
+    def monotonic(self) -> float:
+        """The sum of all sleeps so far."""
+        return self._now
+
+    def sleep(self, seconds: float) -> None:
+        """Add to the time."""
+        self._now += seconds
 
 
 class SlowLink:
@@ -19,9 +50,9 @@ class SlowLink:
     so that computation before it hides a delay, and waiting for a rank that is late does not.
     """
 
-    def __init__(self, patterns: Sequence[str], bandwidth: float) -> None:
+    def __init__(self, patterns: Sequence[str], bandwidth: float, clock: Clock = time) -> None:
         """``bandwidth`` in bytes per second."""
-        self._patterns, self._bandwidth = tuple(patterns), bandwidth
+        self._patterns, self._bandwidth, self.clock = tuple(patterns), bandwidth, clock
         self.delayed = 0.0
         """Sum of all delays so far, in seconds."""
         self.exposed = 0.0
@@ -45,7 +76,7 @@ class SlowLink:
             METER.run = run  # type: ignore[method-assign]
 
     def _start(self, call: Callable[[], Any], delay: float) -> Any:
-        self._free = max(self._free, time.monotonic()) + delay
+        self._free = max(self._free, self.clock.monotonic()) + delay
         self.delayed += delay
         arriving = _Arriving(self, self._free, delay)
         work = call()
@@ -65,8 +96,8 @@ class _Arriving:
 
     def wait(self) -> None:
         """Wait for the collective and for the simulated link."""
-        left = min(max(self._due - time.monotonic(), 0.0), self._delay)
+        left = min(max(self._due - self._link.clock.monotonic(), 0.0), self._delay)
         if self.work is not None:
             self.work.wait()
         self._link.exposed += left
-        time.sleep(left)
+        self._link.clock.sleep(left)

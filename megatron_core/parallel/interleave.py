@@ -4,8 +4,10 @@ Only one of both runs at any time: after it has started a message, it hands over
 other hands over, too, or ends. The order of all operations therefore depends neither on time nor on the rank, so that
 ranks call their collectives in the same order, and results have the same bits as if both ran one after the other.
 
-The second function has a thread of its own, because a backward pass cannot return to its caller in the middle. On a GPU
-both use the stream of the caller: the collectives have streams of their own.
+The second function has a thread of its own, because a backward pass cannot return to its caller in the middle. It
+begins, because the backward pass of a layer with experts begins with a message and its forward pass with attention: so
+each message of both has a computation of the other beside it. On a GPU both use the stream of the caller: the
+collectives have streams of their own.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ class _Pair:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._turn = 0
+        self._turn = 1
         self._ended = [False, False]
         self.error: BaseException | None = None
 
@@ -105,7 +107,7 @@ class Interleaver:
         self._pool.shutdown()
 
     def run(self, first: Callable[[], A], second: Callable[[], B]) -> tuple[A, B]:
-        """Run both functions, beginning with ``first``; return their results, or raise the first error of either."""
+        """Run both functions, beginning with ``second``; return their results, or raise the first error of either."""
         pair, stream = _Pair(), self._stream()
 
         def on_thread() -> B | None:

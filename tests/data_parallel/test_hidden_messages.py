@@ -1,12 +1,11 @@
 """The share of compressed messages that the backward pass hides, with a slow link in place of the machine's.
 
-Each message occupies the link for ``MESSAGE`` seconds, one after the other, and the backward of a layer takes at least
-``LAYER`` seconds. So the share depends on the order of the calls alone: computation that takes longer hides more.
+Each message occupies the link for ``MESSAGE`` seconds, one after the other, and the backward of a layer takes
+``LAYER`` seconds, on a simulated clock. So the share depends on the order of the calls alone.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from benchmarks.slow_link import SimulatedClock
 from megatron_core.data_parallel import DataParallel, compression, onebit
 from megatron_core.data_parallel.compression import PowerSGD
 from megatron_core.data_parallel.onebit import OneBitAdam, OneBitLAMB, SignSums, ZeroOneAdam, ZeroOnePolicy
@@ -24,6 +24,7 @@ from megatron_core.parallel.groups import ParallelGroups
 from megatron_core.verify.ranks import run_ranks
 from tests.defects.plant import planted
 
+CLOCK = SimulatedClock()
 MESSAGE, LAYER, LAYERS = 0.01, 0.024, 8
 SENDS = [
     *((compression, "all_reduce_"), (onebit, "start_all_to_all_rows")),
@@ -47,7 +48,7 @@ class Link:
     def send(self, work: Any) -> Sent:
         """Send a message after the earlier ones."""
         self.messages += 1
-        self.free = max(self.free, time.perf_counter()) + MESSAGE
+        self.free = max(self.free, CLOCK.monotonic()) + MESSAGE
         return Sent(self, work, self.free)
 
 
@@ -59,8 +60,8 @@ class Sent:
 
     def wait(self) -> None:
         """Wait until the message has arrived."""
-        left = max(self.arrives - time.perf_counter(), 0.0)
-        time.sleep(left)
+        left = max(self.arrives - CLOCK.monotonic(), 0.0)
+        CLOCK.sleep(left)
         self.link.waited += left
         self.work.wait()
 
@@ -71,15 +72,12 @@ class Slow(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:
         for layer in self:
             x = torch.tanh(layer(x))
-            x.register_hook(lambda _: time.sleep(LAYER))
+            x.register_hook(lambda _: CLOCK.sleep(LAYER))
         return x
 
 
-def _hidden(method: str, stage: int, overlap: bool) -> tuple[float, float, list[np.ndarray]]:
-    """Return the least and the largest hidden share of the messages of all buckets but the last one, and the sums.
-
-    The shares are those of single steps: a busy system disturbs some, but not all of them.
-    """
+def _hidden(method: str, stage: int, overlap: bool) -> tuple[list[float], list[np.ndarray]]:
+    """The hidden share of the messages of all buckets but the last one in each step, and the sums."""
     link = Link()
     for module, name in SENDS:
         send = getattr(module, name)
@@ -101,8 +99,8 @@ def _hidden(method: str, stage: int, overlap: bool) -> tuple[float, float, list[
             shard = torch.ones_like(bucket.weight_shard)
             compressor.moments[bucket] = {"exp_avg": 0.01 * shard, "exp_avg_sq": shard}
     shares = []
-    for _ in range(4):
-        link.waited, link.free, link.messages = 0.0, 0.0, 0
+    for _ in range(3):
+        link.waited, link.messages = 0.0, 0
         compressor.discard()
         data.zero_grad()
         data.enable_grad_sync(0)
@@ -115,18 +113,18 @@ def _hidden(method: str, stage: int, overlap: bool) -> tuple[float, float, list[
         late = max(link.waited - each * MESSAGE, 0.0)
         shares.append(1.0 - late / hideable)
     del shares[0]  # the first step gathers the momentum of ZeRO, once in a training
-    return min(shares), max(shares), [bucket.grad_shard.numpy() for bucket in data.buckets]
+    return shares, [bucket.grad_shard.numpy() for bucket in data.buckets]
 
 
 @pytest.mark.parametrize(("method", "stage"), [*((m, 0) for m in METHODS), ("onebit-adam", 2), ("powersgd", 1)])
 def test_the_backward_hides_compressed_messages(method: str, stage: int) -> None:
     on, off = (run_ranks(2, _hidden, method, stage, overlap) for overlap in (True, False))
-    for (_, hidden, sums), (blocking, _, expected) in zip(on, off, strict=True):
-        assert hidden >= 0.6, f"{hidden:.0%} hidden"
-        assert blocking <= 0.4, "without overlap the same measure finds nothing hidden"
+    for (hidden, sums), (blocking, expected) in zip(on, off, strict=True):
+        assert min(hidden) >= 0.6, hidden
+        assert max(blocking) <= 0.1, "without overlap the same measure finds nothing hidden"
         assert all(map(np.array_equal, sums, expected))
 
 
 def test_buckets_that_do_not_continue_are_seen() -> None:
     with planted("data_parallel.wrapper:DataParallel._start_early", "earlier.continue_reduce()", "False"):
-        assert max(least for least, _, _ in run_ranks(2, _hidden, "onebit-adam", 0, True)) < 0.6
+        assert all(max(shares) < 0.6 for shares, _ in run_ranks(2, _hidden, "onebit-adam", 0, True))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
 import torch
 
 from benchmarks.bench_overlap import matrices_in_turn
-from benchmarks.slow_link import SlowLink
+from benchmarks.slow_link import SimulatedClock, SlowLink
 from megatron_core.optimizer.algorithms import Muon
 from megatron_core.parallel.meter import METER
 from megatron_core.training.step import train_step
@@ -17,6 +16,7 @@ from megatron_core.verify.ranks import run_ranks
 from tests.runs import tiny_run
 
 MODEL = {"num_layers": 6, "optimizer": "muon", "tensor_model_parallel_size": 2, "global_batch_size": 2}
+CLOCK = SimulatedClock()
 PAUSE, BANDWIDTH = 0.012, 2.3e6
 """Seconds of a matrix, and bytes per second. A rank has 3 of the 6 matrices of each of 4 rounds, and sends 18 kB of
 their parts, which take 8 ms, in each direction."""
@@ -28,14 +28,14 @@ def hidden(in_turn: bool) -> tuple[float, list[float]]:
     transform = Muon.transform
 
     def slow(self: Muon, direction: torch.Tensor, fused: Any) -> torch.Tensor:
-        time.sleep(PAUSE)
+        CLOCK.sleep(PAUSE)
         return transform(self, direction, fused)
 
     run, losses = tiny_run(**MODEL), []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Muon, "transform", slow)
         METER.start(run.groups, run.world.device)
-        with SlowLink(["all_to_all"], BANDWIDTH).installed() as link:
+        with SlowLink(["all_to_all"], BANDWIDTH, CLOCK).installed() as link:
             for _ in range(2):
                 if in_turn:
                     with matrices_in_turn():

@@ -30,7 +30,7 @@ def steps(name: str, count: int, log: list[str]) -> Callable[[], str]:
 
 @pytest.mark.parametrize(
     ("first", "second", "order"),
-    [(3, 3, "a0 b0 a1 b1 a2 b2"), (1, 3, "a0 b0 b1 b2"), (4, 2, "a0 b0 a1 b1 a2 a3")],
+    [(3, 3, "b0 a0 b1 a1 b2 a2"), (3, 1, "b0 a0 a1 a2"), (2, 4, "b0 a0 b1 a1 b2 b3")],
 )
 def test_functions_alternate_until_one_ends(first: int, second: int, order: str) -> None:
     for _ in range(20):
