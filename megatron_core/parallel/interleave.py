@@ -6,7 +6,7 @@ ranks call their collectives in the same order, and results have the same bits a
 
 The second function has a thread of its own, because a backward pass cannot return to its caller in the middle. It
 begins, because the backward pass of a layer with experts begins with a message and its forward pass with attention: so
-each message of both has a computation of the other beside it. On a GPU both use the stream of the caller: the
+each message of both is on its way while the other computes. On a GPU both use the stream of the caller: the
 collectives have streams of their own.
 """
 

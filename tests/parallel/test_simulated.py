@@ -204,7 +204,7 @@ def own_state() -> tuple[object, ...]:
 def test_state_belongs_to_a_rank() -> None:
     result = run_simulated(4, own_state).result
     for rank, (own, counter, seen, sums, unrelated, dp, calls) in enumerate(result):
-        assert (own, counter, seen) == (rank, [rank, 10, 20], [rank % 2, rank % 2, rank])
+        assert (own, counter, seen) == (rank, [rank, 20, 10], [rank % 2, rank % 2, rank])
         assert (sums, unrelated, dp, calls) == ((40, 80), [], rank // 2, 2)
 
 
