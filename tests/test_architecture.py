@@ -28,6 +28,7 @@ LEVELS = {
     "text_file": 0,
     "output_file": 0,
     "schedules": 0,
+    "shell": 0,
     "config": 0,
     "parallel.grid": 1,
     "planner": 1,
@@ -56,7 +57,7 @@ LEVELS = {
 WITHIN_LEVEL_0 = {("command", "errors"), ("command", "terminal"), ("terminal", "errors"), ("config", "schedules")}
 WITHIN_LEVEL_0 |= {("output_file", "errors"), ("config", "locations")}
 BASES = ("errors", "schema", "terminal", "text_file", "output_file")
-WITHIN_LEVEL_0 |= {(own, other) for own in ("schedules", "config") for other in BASES}
+WITHIN_LEVEL_0 |= {(own, other) for own in ("schedules", "config", "shell") for other in BASES}
 # In addition to the levels.
 NEVER = {"transformer": {"schedules"}}
 OUTSIDE = {0: {"tyro", "yaml"}, 1: set()}

@@ -1,0 +1,392 @@
+"""Follows a shell script without running it, and returns the programs that it would start."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_core.errors import ConfigError
+from megatron_core.shell.conditions import holds, known
+from megatron_core.shell.expansion import UNKNOWN, Value, Variables, readable, unknown
+from megatron_core.shell.syntax import ASSIGNMENT, parse, tokens
+from megatron_core.shell.tree import (
+    Arithmetic,
+    Block,
+    Case,
+    Chain,
+    For,
+    Function,
+    If,
+    Node,
+    Pipe,
+    Simple,
+    Test,
+    While,
+)
+from megatron_core.text_file import read_text
+
+MOST_STEPS = 100_000
+"""Maximum number of commands that are followed."""
+MOST_ROUNDS = 1_000
+"""Maximum number of rounds of a loop."""
+DEEPEST = 30
+"""Maximum nesting of functions and scripts."""
+_SHELLS = ("bash", "sh", "zsh", "/bin/bash", "/bin/sh", "/usr/bin/bash")
+
+
+@dataclass(frozen=True)
+class Command:
+    """A program that a script would start, with its arguments."""
+
+    words: tuple[str, ...]
+    script: str
+    line: int
+
+
+class _Return(Exception):
+    """``return``, ``break`` or ``continue``."""
+
+
+@dataclass
+class Interpreter:
+    """Follows commands; conditions that cannot be known count as false and are in ``notes``."""
+
+    variables: Variables
+    commands: list[Command] = field(default_factory=list)
+    """All programs, in their order."""
+    notes: dict[str, None] = field(default_factory=dict)
+    """Parts of the script that could not be followed."""
+    _script: Path = Path()
+    _functions: dict[str, Block] = field(default_factory=dict)
+    _output: list[str] | None = None
+    _steps: int = 0
+    _depth: int = 0
+    _line: int = 0
+    """Line of the script with the commands in a word that are followed; 0: none."""
+
+    @classmethod
+    def of(cls, text: str, script: str, arguments: Sequence[str], values: dict[str, Value]) -> Interpreter:
+        """Follow a script with its arguments and variables of the environment. ``ConfigError`` for wrong syntax."""
+        found = cls(Variables(list(arguments), dict(values), script), _script=Path(script))
+        found.variables.output_of = found._output_of
+        try:
+            found.run(parse(text, script))
+        except _Return:
+            pass
+        except RecursionError:
+            raise ConfigError(f"{script} is nested too deeply; only simple scripts can be read") from None
+        return found
+
+    def run(self, node: Node) -> bool | None:
+        """Follow a command; its success, or None if it cannot be known."""
+        self._steps += 1
+        if self._steps > MOST_STEPS:
+            raise ConfigError(f"{self._script} has more than {MOST_STEPS} steps; give its launch command instead")
+        match node:
+            case Block(commands=commands):
+                status: bool | None = True
+                for each in commands:
+                    status = self.run(each)
+                return status
+            case Simple():
+                return self._simple(node)
+            case Test(words=words):
+                return holds([(word, self.variables.text(word)) for word in words], self.variables, globs=True)
+            case Arithmetic(text=text):
+                value = self.variables.arithmetic(text)
+                return None if UNKNOWN.search(value) else value != "0"
+            case Chain(parts=parts):
+                status = True
+                for operator, each in parts:
+                    # A program is assumed to succeed.
+                    if (status is not False) == (operator == "&&"):
+                        status = self.run(each)
+                return status
+            case Pipe(parts=parts, negated=negated):
+                with self._captured() if len(parts) > 1 else self._nothing():
+                    for each in parts:
+                        status = self.run(each)
+                if len(parts) > 1 and self._output is not None:
+                    self._output.append(unknown("output-of-a-pipe"))
+                    return None
+                return status if status is None or not negated else not status
+            case If() | Case():
+                return self._branch(node)
+            case For() | While():
+                return self._loop(node)
+            case Function(name=name, body=body):
+                self._functions[name] = body
+                return True
+
+    def _branch(self, node: If | Case) -> bool | None:
+        if isinstance(node, If):
+            for condition, body in node.branches:
+                if self._holds(self.run(condition), node.line):
+                    return self.run(body)
+            return self.run(node.otherwise)
+        word = known(self.variables.text(node.word))
+        for patterns, body in node.branches:
+            if any(fnmatch.fnmatchcase(word or "", self.variables.text(pattern)) for pattern in patterns):
+                return self.run(body)
+        return True
+
+    def _holds(self, status: bool | None, line: int) -> bool:
+        if status is None:
+            self.notes.setdefault(f"{self._script} line {line}: this condition is not known, and is taken as false")
+        return status is True
+
+    def _loop(self, node: For | While) -> bool | None:
+        if isinstance(node, For):
+            for value in self._fields(node.words)[:MOST_ROUNDS]:
+                self.variables.assign(node.name, value)
+                if not self._round(node.body):
+                    break
+            return True
+        for _ in range(MOST_ROUNDS):
+            status = self.run(node.condition)
+            if status is None or status == node.until or not self._round(node.body):
+                break
+        return True
+
+    def _round(self, body: Block) -> bool:
+        """Follow the body of a loop once; whether the loop continues."""
+        try:
+            self.run(body)
+        except _Return as end:
+            if end.args[0] == "return":
+                raise
+            return bool(end.args[0] == "continue")
+        return True
+
+    # --- one command
+
+    def _fields(self, words: Sequence[str]) -> list[str]:
+        return [value for word in words for value in self.variables.fields(word)]
+
+    def _simple(self, node: Simple) -> bool | None:
+        words = list(node.words)
+        while words and ASSIGNMENT.match(words[0]):
+            self._assign(words.pop(0))
+        if not words:
+            return True
+        if words[0] in ("export", "declare", "typeset", "local", "readonly"):
+            return self._declare(words[1:])
+        found = self._fields(words)
+        while found and found[0] in ("exec", "time", "nohup", "command", "builtin", "sudo"):
+            found = found[1:]
+        if not found:
+            return True
+        built_in: Callable[[list[str], Simple], bool | None] | None = getattr(self, f"_do_{_BUILT_IN.get(found[0], '')}", None)
+        if built_in is not None:
+            return built_in(found, node)
+        if found[0] in self._functions:
+            return self._call(found)
+        return self._program(found, node)
+
+    def _call(self, words: list[str]) -> bool | None:
+        with self._deeper(words[1:]):
+            try:
+                return self.run(self._functions[words[0]])
+            except _Return as end:
+                if end.args[0] != "return":
+                    raise
+                return None
+
+    def _program(self, words: list[str], node: Simple) -> bool | None:
+        self.commands.append(Command(tuple(words), str(self._script), self._line or node.line))
+        if self._output is not None:
+            self._output.append(_printed(words) or unknown(f"output-of-{words[0]}"))
+        at = next((at for at, word in enumerate(words) if word in (*_SHELLS, "sbatch")), None)
+        if at is None:
+            return None
+        rest = words[at + 1 :]
+        inner = next((rest[i + 1] for i, word in enumerate(rest[:-1]) if re.fullmatch(r"-\w*c", word)), None)
+        if inner is not None or node.document:
+            return self._text(inner or node.document, node)
+        files = [i for i, word in enumerate(rest) if word.endswith((".sh", ".slurm", ".sbatch"))]
+        return self._read(rest[files[0]], rest[files[0] + 1 :]) if files else None
+
+    def _nested(self, text: str, script: str, arguments: list[str]) -> bool | None:
+        with self._deeper(arguments):
+            return self.run(parse(text, script))
+
+    def _read(self, name: str, arguments: list[str]) -> bool | None:
+        """Follow another script if it is on this machine."""
+        folder = self._script.parent
+        path = next((each for each in (folder / name, folder / Path(name).name) if each.is_file()), None)
+        if path is None:
+            self.notes.setdefault(f"{readable(name)} is not on this machine, so that its variables are not known")
+            return None
+        before, self._script = self._script, path
+        try:
+            return self._nested(read_text(path), str(path), arguments)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{path} cannot be read: {error}") from error
+        finally:
+            self._script = before
+
+    def _assign(self, word: str, *, is_map: bool = False) -> None:
+        found = ASSIGNMENT.match(word)
+        assert found is not None
+        name, index, plus = found.groups()
+        raw, variables = word[found.end() :], self.variables
+        old = variables.values.get(name)
+        if raw.startswith("(") and index is None:
+            items = [token.text for token in tokens(raw[1:-1], str(self._script)) if token.is_word]
+            keyed = [re.match(r"\[([^]]*)\]=", item) for item in items]
+            if is_map or (items and all(keyed)):
+                pairs = [
+                    (variables.text(k[1]), variables.text(i[k.end() :])) for i, k in zip(items, keyed, strict=True) if k
+                ]
+                variables.assign(name, dict(pairs))
+            else:
+                before = old if isinstance(old, list) else [old] if isinstance(old, str) else []
+                variables.assign(name, [*(before if plus else []), *self._fields(items)])
+            return
+        if old is None and re.search(rf"\$(\{{{name}\}}|{name}\b)", raw):
+            variables.assign(name, "")  # A="$A --flag" begins a list
+        value = variables.text(raw)
+        if index is None:
+            variables.assign(name, (old if plus and isinstance(old, str) else "") + value)
+        elif isinstance(old, dict):
+            variables.assign(name, old | {variables.text(index[1:-1]): value})
+        else:
+            items, key = list(old) if isinstance(old, list) else [], variables.arithmetic(index[1:-1])
+            at = int(key) if key.isdigit() and int(key) <= len(items) else len(items)
+            variables.assign(name, [*items[:at], value, *items[at + 1 :]])
+
+    def _declare(self, words: list[str]) -> bool:
+        is_map = any(re.fullmatch(r"-\w*A\w*", word) for word in words)
+        for word in words:
+            if ASSIGNMENT.match(word):
+                self._assign(word, is_map=is_map)
+            elif is_map and word.isidentifier():
+                self.variables.assign(word, {})
+        return True
+
+    # --- built-in commands
+
+    def _do_echo(self, words: list[str], node: Simple) -> bool:
+        if self._output is not None:
+            given = [word for word in words[1:] if word not in ("-n", "-e", "-ne")]
+            self._output.append(" ".join(given))
+        return True
+
+    def _do_test(self, words: list[str], node: Simple) -> bool | None:
+        given = words[1:-1] if words[0] == "[" else words[1:]
+        return holds([(word, word) for word in given], self.variables, globs=False)
+
+    def _do_true(self, words: list[str], node: Simple) -> bool:
+        return words[0] != "false"
+
+    def _do_shift(self, words: list[str], node: Simple) -> bool:
+        del self.variables.arguments[: int(words[1]) if len(words) > 1 and words[1].isdigit() else 1]
+        return True
+
+    def _do_set(self, words: list[str], node: Simple) -> bool:
+        if "--" in words:
+            self.variables.arguments = words[words.index("--") + 1 :]
+        return True
+
+    def _do_unset(self, words: list[str], node: Simple) -> bool:
+        for word in words[1:]:
+            self.variables.values.pop(word, None)
+        return True
+
+    def _do_let(self, words: list[str], node: Simple) -> bool:
+        for word in words[1:]:
+            self.variables.arithmetic(word)
+        return True
+
+    def _do_read(self, words: list[str], node: Simple) -> bool:
+        for word in words[1:]:
+            if word.isidentifier():
+                self.variables.assign(word, node.document if node.document else unknown(word))
+        return False  # so that "while read" ends
+
+    def _do_eval(self, words: list[str], node: Simple) -> bool | None:
+        return self._text(" ".join(words[1:]), node)
+
+    def _text(self, text: str, node: Simple) -> bool | None:
+        """Follow commands in a word of the script."""
+        before, self._line = self._line, self._line or node.line
+        try:
+            return self._nested(text, str(self._script), self.variables.arguments)
+        finally:
+            self._line = before
+
+    def _do_source(self, words: list[str], node: Simple) -> bool | None:
+        return self._read(words[1], words[2:] or self.variables.arguments) if len(words) > 1 else None
+
+    def _do_exit(self, words: list[str], node: Simple) -> bool:
+        if not self.commands:  # a check of the machine or of the arguments; the launch follows
+            self.notes.setdefault(f"{self._script} line {node.line}: {words[0]} is ignored")
+        return True
+
+    def _do_return(self, words: list[str], node: Simple) -> bool:
+        raise _Return(words[0])
+
+    # --- nesting
+
+    @contextmanager
+    def _deeper(self, arguments: list[str]) -> Any:
+        self._depth += 1
+        if self._depth > DEEPEST:
+            raise ConfigError(f"{self._script}: functions or scripts are nested deeper than {DEEPEST}")
+        before, self.variables.arguments = self.variables.arguments, list(arguments)
+        try:
+            yield
+        finally:
+            self.variables.arguments = before
+            self._depth -= 1
+
+    @contextmanager
+    def _captured(self) -> Any:
+        before, self._output = self._output, []
+        try:
+            yield self._output
+        finally:
+            self._output = before
+
+    @contextmanager
+    def _nothing(self) -> Any:
+        yield
+
+    def _output_of(self, text: str) -> str:
+        """The output of a command in ``$(...)``; unknown unless it only prints."""
+        with self._captured() as printed:
+            before = len(self.commands)
+            with self._deeper(self.variables.arguments):
+                self.run(parse(text, str(self._script)))
+            del self.commands[before:]
+        return "\n".join(printed) if printed else unknown(f"output-of-{text.split()[0] if text.split() else ''}")
+
+
+_BUILT_IN = {
+    "echo": "echo", "[": "test", "test": "test", "true": "true", ":": "true", "false": "true", "shift": "shift",
+    "set": "set", "unset": "unset", "let": "let", "read": "read", "eval": "eval", "source": "source", ".": "source",
+    "exit": "exit", "return": "return", "break": "return", "continue": "return",
+}  # fmt: skip
+
+
+def _printed(words: list[str]) -> str | None:
+    """The output of a program that only computes with its arguments; None for others."""
+    path = words[1] if len(words) > 1 else ""
+    match words[0]:
+        case "dirname":
+            return str(Path(path).parent)
+        case "basename":
+            return Path(path).name.removesuffix(words[2] if len(words) > 2 else "")
+        case "realpath" | "readlink":
+            return words[-1]
+        case "expr":
+            return Variables([], {}).arithmetic(" ".join(words[1:]))
+        case "seq" if all(word.isdigit() for word in words[1:]) and len(words) in (2, 3):
+            first, last = (1, int(words[1])) if len(words) == 2 else map(int, words[1:])
+            return "\n".join(map(str, range(first, min(last, first + MOST_ROUNDS) + 1)))
+    return None

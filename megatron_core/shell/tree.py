@@ -1,0 +1,101 @@
+"""Commands of a shell script as a tree."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Simple:
+    """Assignments, or a program with its arguments."""
+
+    words: tuple[str, ...]
+    line: int
+    document: str = ""
+
+
+@dataclass(frozen=True)
+class Test:
+    """``[[ ... ]]``."""
+
+    words: tuple[str, ...]
+    line: int
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """``(( ... ))``."""
+
+    text: str
+    line: int
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Commands connected by ``&&`` and ``||``; the first one has the operator ``&&``."""
+
+    parts: tuple[tuple[str, Node], ...]
+
+
+@dataclass(frozen=True)
+class Pipe:
+    """Commands connected by ``|``; ``negated`` by a leading ``!``."""
+
+    parts: tuple[Node, ...]
+    negated: bool = False
+
+
+@dataclass(frozen=True)
+class If:
+    """``if``: conditions with their commands, and the commands of ``else``."""
+
+    branches: tuple[tuple[Block, Block], ...]
+    otherwise: Block
+    line: int
+
+
+@dataclass(frozen=True)
+class For:
+    """``for name in words``; without ``in``, the arguments."""
+
+    name: str
+    words: tuple[str, ...]
+    body: Block
+    line: int
+
+
+@dataclass(frozen=True)
+class While:
+    """``while`` and ``until``."""
+
+    condition: Block
+    body: Block
+    until: bool
+    line: int
+
+
+@dataclass(frozen=True)
+class Case:
+    """``case``: patterns with their commands."""
+
+    word: str
+    branches: tuple[tuple[tuple[str, ...], Block], ...]
+    line: int
+
+
+@dataclass(frozen=True)
+class Function:
+    """Definition of a function."""
+
+    name: str
+    body: Block
+
+
+@dataclass(frozen=True)
+class Block:
+    """Commands in their order."""
+
+    commands: tuple[Node, ...] = ()
+
+
+Node = Simple | Test | Arithmetic | Chain | Pipe | If | For | While | Case | Function | Block

@@ -1,0 +1,116 @@
+"""Scripts are followed as bash would run them, without running them."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from megatron_core.errors import ConfigError
+from megatron_core.shell.expansion import readable
+from megatron_core.shell.interpreter import Interpreter
+
+BASH = shutil.which("bash")
+# ruff: noqa: E501 (scripts in one line)
+SCRIPTS = {
+    "continuation": "train --a 1 \\\n  --b '2 3' \\\n  --c \"x y\" # comment\ntrain --d",
+    "defaults": 'A=${1:-small}\nB=${A}-${2-none}\n: ${C:=7}\ntrain "$A" ${B} $C ${D:+set} ${A:+set}',
+    "arrays": 'X=(\n  --a 1 # one\n  --b "two words"\n)\nX+=(--c)\nY=("${X[@]}" --d)\ntrain "${Y[@]}" ${#Y[@]} ${X[1]} $X',
+    "unquoted": 'O=" --a 1\n --b 2 "\nO="$O --c"\nO+=" --d"\ntrain $O "$O"',
+    "numbers": "N=4\nG=$((N * 8 / 3 - 1))\n((G++))\nlet H=G*2\ntrain $G $H $(( G > 5 ? 1 : 0 ))0 $((010 == 8))",
+    "if": 'M=7B\nif [ $M = 1B ]; then L=1\nelif [[ $M == 7* && -n "$M" ]]; then L=32\nelse L=0; fi\ntrain $L',
+    "not if": 'if ! [ -z "$NOTHING" ] || [[ a != a ]]; then train 1; else train 2; fi; [ 3 -gt 2 ] && train 3 || train 4',
+    "case": 'for M in 7B 13B x; do\ncase $M in\n 7B|8B) L=32;;\n 13*) L=40 ;;\n *) L=0\nesac\ntrain $L\ndone',
+    "function": 'run() {\n local n=$1; shift\n train $n "$@"\n}\nfunction two { run 2 "$@"; return; train no; }\nrun 1 a b; two "c d"',
+    "arguments": 'while [[ $# -gt 0 ]]; do case $1 in --n) N=$2; shift 2;; *) R="$R $1"\nshift;; esac; done\ntrain $N$R',
+    "texts": 'P=/a/b/c.tar.gz\ntrain ${P##*/} ${P%.*} ${P%%.*} ${P#/a} ${P/b/x} ${P//a/A} ${#P} ${P:3:2} ${P^^}',
+    "commands": 'D=$(dirname "/a/b.sh")\ntrain $D `basename /x/y.sh .sh` $(seq 3) $(expr 2 + 3) $(echo "a  b")',
+    "eval": 'O="--a 1"\ncmd="train $O --b \'2 3\'"\neval $cmd\neval "$cmd"',
+    "heredoc": "cat <<EOF > f\ntrain no $X\nEOF\ntrain yes 2>&1 >/dev/null",
+    "counting": "for ((i = 0; i < 3; i++)); do train $i; done\ni=5\nuntil [ $i -eq 3 ]; do i=$((i - 1)); done; train $i",
+    "map": 'declare -A M=([small]=12 ["large"]=96)\nk=large\ntrain ${M[$k]} ${M[small]}',
+    "indirect": 'NAME=N; N=3; export Q=4; readonly S="5 6"\ntrain ${!NAME} $Q "$S" $S',
+    "group": '{ train 1; } && ( A=2; train $A ); ! false && train 3; true; echo "train no" | cat',
+    "break": "for i in 1 2 3; do if [ $i = 2 ]; then continue; fi; if (( i == 3 )); then break; fi; train $i; done",
+    "empty": 'A=(); E=""\ntrain "${A[@]}" ${A[@]} "$E" $E end ""',
+    "escapes": "train a\\ b \\$x \"\\$y \\\"q\\\"\" '$z' $'t\\tu' a\\\nb",
+    "unset": 'X=1; unset X; set -- p q\ntrain ${X-gone} $# "$*" $2',
+}  # fmt: skip
+ARGUMENTS = ["--n", "5", "rest"]
+
+
+def followed(text: str, arguments: list[str]) -> list[list[str]]:
+    found = Interpreter.of(text, "script.sh", arguments, {})
+    return [list(each.words[1:]) for each in found.commands if each.words[0] == "train"]
+
+
+@pytest.mark.skipif(BASH is None, reason="needs bash")
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_programs_get_the_arguments_that_bash_gives_them(name: str, tmp_path: Path) -> None:
+    arguments = ARGUMENTS if name == "arguments" else []
+    text = SCRIPTS[name]
+    printing = 'train() { printf "%s\\0" "$#" "$@" >&3; }\n'
+    done = subprocess.run(
+        [str(BASH), "-c", f"exec 3>{tmp_path}/words\n{printing}{text}", "script.sh", *arguments],
+        cwd=tmp_path, check=False, capture_output=True,
+    )  # fmt: skip
+    words, expected = (tmp_path / "words").read_text().split("\0")[:-1], []
+    while words:
+        count = int(words[0])
+        expected.append(words[1 : count + 1])
+        words = words[count + 1 :]
+    assert expected and followed(text, arguments) == expected, done.stderr
+
+
+def test_nothing_is_run(tmp_path: Path) -> None:
+    text = f"touch {tmp_path}/a; X=$(touch {tmp_path}/b); bash -c 'touch {tmp_path}/c'; echo > {tmp_path}/d"
+    found = Interpreter.of(text, "s", [], {})
+    assert list(tmp_path.iterdir()) == []
+    assert [each.words[0] for each in found.commands] == ["touch", "bash", "touch"]
+
+
+def test_what_is_not_known_has_a_name() -> None:
+    found = Interpreter.of(
+        'H=$(hostname -i)\ntrain $H $1 $DATA "${X:?}"\n[ -f y ] && train 1\nif test $H = a; then train 2; fi',
+        "s",
+        [],
+        {},
+    )
+    words = [[readable(word) for word in each.words] for each in found.commands]
+    assert words == [
+        ["train", "<output-of-hostname>", "<argument-1>", "<DATA>", "<X>"],
+        ["train", "1"],
+    ]
+    assert list(found.variables.unset) == ["1", "DATA", "X"]
+    assert list(found.notes) == ["s line 4: this condition is not known, and is taken as false"]
+
+
+def test_other_scripts_and_variables(tmp_path: Path) -> None:
+    (tmp_path / "model.sh").write_text("LAYERS=$((SIZE * 2))\n")
+    (tmp_path / "inner.sh").write_text("train $1 $LAYERS\n")
+    script = tmp_path / "run.sh"
+    script.write_text('source model.sh\n. $(dirname $0)/absent.sh\nbash "inner.sh" x\nsbatch <<E\ntrain $LAYERS\nE\n')
+    found = Interpreter.of(script.read_text(), str(script), [], {"SIZE": "4"})
+    assert [each.words[1:] for each in found.commands if each.words[0] == "train"] == [("x", "8"), ("8",)]
+    assert any("absent.sh is not on this machine" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("train 'a", "line 1: the end of the quotation"),
+        ("a\nb $(c", "line 2: the end of the quotation"),
+        ("if true; then x", "ends before elif or else or fi"),
+        ("fi", "unexpected fi"),
+        ("for x in 1 2; x; done", "has no do"),
+        ("f() { f; }; f", "nested deeper"),
+        ("{ " * 200, "nested too deeply"),
+        ("x=aaaaaaaaaa; for ((;;)); do x=$x$x; done", "more than 1000000 characters"),
+        ("while true; do for ((i=0;i<900;i++)); do :; done; done", "steps"),
+    ],
+)
+def test_scripts_that_cannot_be_followed(text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Interpreter.of(text, "script.sh", [], {})
