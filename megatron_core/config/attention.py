@@ -142,7 +142,11 @@ class GroupedQuery(AttentionKind):
         """Inputs and outputs of the core attention; inputs of norms; gates and their product with the outputs."""
         model = self.model
         outputs = model.num_attention_heads * self.value_head_size
-        normed = (model.num_attention_heads + model.query_groups) * self.query_head_size * model.qk_layernorm
+        normed = (
+            (model.num_attention_heads + model.query_groups)
+            * self.query_head_size
+            * (model.qk_layernorm or model.qk_l2_norm)
+        )
         return 0, self.core_elements() + normed + 2 * outputs * model.attention_output_gate
 
 

@@ -44,6 +44,9 @@ class RotaryConfig:
     """Base in layers with the window of --window-size, which is not scaled (Gemma 3); default: --rotary-base."""
     rotary_percent: float = setting(1.0, r.POSITIVE_UP_TO_1, when=c.ROTARY)
     """Fraction of each head's channels that have rotary positions."""
+    no_rope_freq: tuple[int, ...] | None = setting(None, needs=(c.ROTARY, c.NO_LATENT_ATTENTION))
+    """Layers without rotary positions (Llama 4, SmolLM3). One number n: every n-th layer. One number per layer: 1
+    without, 0 with rotary positions; also an expression such as ([0]*3+[1])*12. Default: all layers have them."""
     rotary_interleaved: bool = setting(False, needs=c.NO_LATENT_ATTENTION, when=c.ROTARY)
     """Rotate channels 2i and 2i + 1 together (RoFormer, GPT-J); default: i and i + half (Llama)."""
     rotary_seq_len_interpolation_factor: float | None = setting(None, r.POSITIVE, needs=c.ROTARY)
@@ -148,6 +151,8 @@ class ModelConfig(LatentAttentionConfig, RotaryConfig, MoEConfig, MuPConfig):
         False, needs=c.NO_LATENT_ATTENTION, when=c.QK_LAYERNORM, resume=Resume.TENSORS
     )
     """With --qk-layernorm: normalize over all heads together (OLMo 2); needs RMSNorm."""
+    qk_l2_norm: bool = setting(False, needs=c.NO_LATENT_ATTENTION)
+    """Divide queries and keys of each head by their root mean square, without weights (Llama 4)."""
     apply_wd_to_qk_layernorm: bool = setting(False, needs=c.QK_LAYERNORM, resume=Resume.REPORTED)
     """With --qk-layernorm: apply weight decay to the weights of these norms."""
     attention_output_gate: bool = setting(False, needs=c.NO_LATENT_ATTENTION)
@@ -334,6 +339,13 @@ class ModelConfig(LatentAttentionConfig, RotaryConfig, MoEConfig, MuPConfig):
             return self.window_size
         windowed = (layer_number + 1) % skip[0] != 0 if len(skip) == 1 else skip[layer_number] == 1
         return self.window_size if windowed else None
+
+    def has_rotary(self, layer_number: int) -> bool:
+        """Whether a layer (numbered from 0) has rotary positions, if the model has any."""
+        skip, layer_number = self.no_rope_freq, min(layer_number, self.num_layers - 1)
+        if skip is None:
+            return True
+        return (layer_number + 1) % skip[0] != 0 if len(skip) == 1 else skip[layer_number] == 0
 
     @property
     def has_windows(self) -> bool:

@@ -7,6 +7,7 @@ from megatron_core.config import conditions as c
 from megatron_core.config import ranges as r
 from megatron_core.config.setting import ALWAYS, Resume, given, section, setting
 
+BalancingLoss = Literal["seq_aux_loss", "aux_loss", "global_aux_loss"]
 LoadBalancing = Literal["seq_aux_loss", "aux_loss", "global_aux_loss", "sinkhorn", "seq_sinkhorn", "none"]
 
 
@@ -42,6 +43,8 @@ class MoEConfig:
     """Number of groups of experts for group-limited routing (DeepSeek-V2)."""
     moe_router_group_topk: int | None = setting(None, r.COUNT, when=c.ROUTED_BY_SCORE)
     """Number of groups from which the experts of a token are chosen."""
+    moe_apply_probs_on_input: bool = setting(False)
+    """Multiply the input of an expert by its probability instead of its output (Llama 4); needs --moe-router-topk 1."""
     moe_router_topk_scaling_factor: float | None = setting(None, r.POSITIVE, when=c.NO_SINKHORN)
     """Factor on the probabilities of the chosen experts."""
     moe_router_dtype: Literal["fp32", "fp64"] = setting("fp32")
@@ -55,7 +58,14 @@ class MoEConfig:
     moe_aux_loss_coeff: float = setting(
         0.0, r.NON_NEGATIVE, needs=c.AUXILIARY_LOSS, resume=Resume.REPORTED, aliases="moe_loss_coeff moe_loss_weight"
     )
-    """Coefficient of the load balancing loss; 0: no loss."""
+    """Coefficient of the load balancing loss; 0: no loss. Of several values, each is that of the type of
+    --moe-router-load-balancing-type at the same place; the further ones are --moe-further-aux-loss-coeffs."""
+    moe_further_balancing_types: tuple[BalancingLoss, ...] = setting((), needs=c.BALANCING_LOSS)
+    """Further balancing losses, in addition to --moe-router-load-balancing-type."""
+    moe_further_aux_loss_coeffs: tuple[float, ...] = setting(
+        (), needs=given("moe_further_balancing_types"), resume=Resume.REPORTED
+    )
+    """Coefficient of each of --moe-further-balancing-types."""
     moe_z_loss_coeff: float | None = setting(None, r.NON_NEGATIVE, resume=Resume.REPORTED)
     """Coefficient of the mean squared log-sum-exp of the logits (Zoph et al. 2022); default: no loss."""
     moe_router_enable_expert_bias: bool = setting(False, when=c.ROUTED_BY_SCORE, resume=Resume.TENSORS)
@@ -90,6 +100,13 @@ class MoEConfig:
         if self.num_experts is None:
             return False
         return layer_number % pattern[0] == 0 if len(pattern) == 1 else pattern[layer_number] == 1
+
+    @property
+    def balancing_losses(self) -> dict[str, float]:
+        """The types of the auxiliary losses that balance the load, and their coefficients."""
+        kinds: tuple[str, ...] = (self.moe_router_load_balancing_type, *self.moe_further_balancing_types)
+        coefficients = (self.moe_aux_loss_coeff * self.balancing_loss, *self.moe_further_aux_loss_coeffs)
+        return {kind: coefficient for kind, coefficient in zip(kinds, coefficients, strict=True) if coefficient}
 
     @property
     def balancing_loss(self) -> bool:

@@ -77,6 +77,8 @@ def _group_problems(config: RunConfig) -> Iterator[str]:
             )
         size = config.parallel.tensor_model_parallel_size
         yield from uneven("num_query_groups", model.query_groups, "tensor_model_parallel_size", size)
+    if model.qk_l2_norm and model.qk_layernorm:
+        yield "qk_l2_norm=True replaces the norms of qk_layernorm=True; remove one of them"
 
 
 def _window_problems(config: RunConfig) -> Iterator[str]:
@@ -101,7 +103,12 @@ def _window_problems(config: RunConfig) -> Iterator[str]:
 def _position_problems(config: RunConfig) -> Iterator[str]:
     """Rotary channels and the table of learned positions."""
     model, seq_length = config.model, config.data.seq_length
-    attention = attention_of(model)
+    attention, skip = attention_of(model), model.no_rope_freq
+    if skip is not None and (skip[0] < 1 if len(skip) == 1 else len(skip) != model.num_layers or set(skip) - {0, 1}):
+        yield (
+            f"no_rope_freq={skip} must be one number n >= 1 (every n-th layer has no rotary positions), or 1 (without) "
+            f"or 0 (with) for each of num_layers={model.num_layers}"
+        )
     if attention.has_rotary and model.num_attention_heads >= 1:
         head, settings = attention.rotary_head
         rotating = attention.rotary_channels if 0 < model.rotary_percent <= 1 else 2

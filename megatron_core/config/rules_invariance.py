@@ -10,6 +10,7 @@ REFUSED = {
     "fp8_format": "scales are those of a rank's block; remove --fp8-format",
     "compile": "a graph has its own order of sums; remove --compile",
     "qk_layernorm_over_heads": "it is a sum over the heads of all ranks; remove it",
+    "moe_apply_probs_on_input": "gradients of probabilities are sums over parts of experts; remove it",
     "grad_reduce_in_bf16": "gradients are summed in float64; remove --grad-reduce-in-bf16",
 }
 """Settings that cannot be used, with the reason and the remedy."""

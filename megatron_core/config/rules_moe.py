@@ -60,6 +60,8 @@ def _choice_problems(config: RunConfig) -> Iterator[str]:
     softmax = model.moe_router_score_function == "softmax"
     if k > experts:
         yield f"moe_router_topk={k} is more than num_experts={experts}; legal: 1 to {experts}"
+    if model.moe_apply_probs_on_input and k != 1:
+        yield f"moe_apply_probs_on_input=True needs moe_router_topk=1, because a token has one input; it is {k}"
     if (groups is None) != (group_topk is None):
         yield (
             f"moe_router_num_groups={groups} and moe_router_group_topk={group_topk} go together; "
@@ -107,6 +109,18 @@ def _balance_problems(config: RunConfig) -> Iterator[str]:
         yield (
             f"moe_router_load_balancing_type={kind} has its own scores and no groups; remove "
             "moe_router_score_function, moe_router_num_groups and moe_router_group_topk"
+        )
+
+    further = model.moe_further_balancing_types
+    if len(further) != len(model.moe_further_aux_loss_coeffs):
+        yield (
+            f"moe_further_balancing_types={further} and moe_further_aux_loss_coeffs="
+            f"{model.moe_further_aux_loss_coeffs} must have the same length; give one coefficient for each type"
+        )
+    if further and (len({kind, *further}) != 1 + len(further) or not model.balancing_loss):
+        yield (
+            f"moe_further_balancing_types={further} and moe_router_load_balancing_type={kind} must be different "
+            "losses, the first with moe_aux_loss_coeff > 0; remove the repeated type or the one with coefficient 0"
         )
 
 

@@ -234,7 +234,7 @@ class LayerClock:
         rows = self.tokens * model.hidden_size / self.parts
         norms = {"pre": 2, "sandwich": 4, "post": 2}[model.norm_placement]
         rotated = self.tokens * (self.queries + self.keys) * bool(self.attention_kind.rotary_channels)
-        normed = self.tokens * (self.queries + self.keys) * model.qk_layernorm
+        normed = self.tokens * (self.queries + self.keys) * (model.qk_layernorm or model.qk_l2_norm)
         forward = n * (rows * (2 * norms + 6) + 2 * rotated + 2 * normed)
         backward = n * (rows * (3 * norms + 6 + (4 if model.hidden_dropout else 0)) + 2 * rotated + 3 * normed)
         kernels = norms + 2 + 2 * bool(rotated) + 2 * bool(normed)

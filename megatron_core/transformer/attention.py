@@ -69,8 +69,9 @@ class SelfAttention(nn.Module):
         self.recompute_core = config.recomputes("core_attn")
         self.linear_proj = context.output_linear(config.num_attention_heads * d)
         self.backend, self.rotary_interleaved = config.kernel_backend, config.rotary_interleaved
-        self.keeps_projection = self.gated or config.qk_layernorm  # autograd saves the projection in any case
+        self.keeps_projection = self.gated or qk_layernorm is not None  # autograd saves the projection in any case
         windowed = config.window_of_layer(layer_number) is not None
+        self.has_rotary = config.has_rotary(layer_number)
         self.other_rotary = windowed and config.rotary_base_of_windows is not None
         # Kernels divide by sqrt(d); any other scale is applied to the queries, which works with every kernel.
         scale = config.attention_scale
@@ -89,7 +90,7 @@ class SelfAttention(nn.Module):
         if self.query_factor is not None:
             query = query * self.query_factor
         rotary = context.rotary_of_windows if self.other_rotary else context.rotary
-        if rotary is not None:
+        if rotary is not None and self.has_rotary:
             cos, sin = rotary
             rotate = partial(rope, cos=cos, sin=sin, interleaved=self.rotary_interleaved, backend=self.backend)
             query, key = rotate(query), rotate(key)

@@ -14,7 +14,7 @@ from megatron_core.transformer.context_parallel_attention import core_attention_
 from megatron_core.transformer.latent_attention import LatentAttention
 from megatron_core.transformer.mlp import MLP
 from megatron_core.transformer.moe import MoELayer, moe_loss_names
-from megatron_core.transformer.norm import HeadsNorm, Norm
+from megatron_core.transformer.norm import HeadsNorm, L2Norm, Norm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ def layer_spec(config: ModelConfig, layer_number: int) -> LayerSpec:
     has_experts = config.has_experts(layer_number)
     before = nn.Identity if config.norm_placement == "post" else Norm
     after = None if config.norm_placement == "pre" else Norm
-    head_norm = HeadsNorm if config.qk_layernorm_over_heads else Norm
+    head_norm = L2Norm if config.qk_l2_norm else HeadsNorm if config.qk_layernorm_over_heads else Norm
     return LayerSpec(
         input_layernorm=before,
         pre_mlp_layernorm=before,
@@ -76,7 +76,7 @@ def layer_spec(config: ModelConfig, layer_number: int) -> LayerSpec:
         self_attention=partial(
             ATTENTION_LAYERS[attention_of(config).name],
             core_attention=partial(core_attention_of, window_size=config.window_of_layer(layer_number)),
-            qk_layernorm=head_norm if config.qk_layernorm else None,
+            qk_layernorm=head_norm if config.qk_layernorm or config.qk_l2_norm else None,
         ),
         mlp=MoELayer if has_experts else MLP,
         auxiliary_losses=moe_loss_names(config) if has_experts else (),

@@ -94,6 +94,21 @@ class _InvariantNorm(torch.autograd.Function):
         return grad_x, None, None, None
 
 
+class L2Norm(nn.Module):
+    """y = x / sqrt(mean(x^2) + eps) over the last dim, without weights (Llama 4).
+
+    It has the constructor of ``Norm``.
+    """
+
+    def __init__(self, context: LayerContext, size: int, *, partial_grad: bool, heads: int = 1) -> None:
+        super().__init__()
+        self.size, self.epsilon = size, context.config.norm_epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., size]`` -> the same shape."""
+        return nn.functional.rms_norm(x.to(wide(x.dtype)), (self.size,), eps=self.epsilon).to(x.dtype)
+
+
 class HeadsNorm(nn.Module):
     """RMSNorm over the channels of all heads together, with heads split over the tensor-parallel ranks.
 

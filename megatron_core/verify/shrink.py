@@ -122,6 +122,8 @@ def _model(config: RunConfig, tp: int, cp: int, stages: int, layouts: Sequence[L
         sizes["window_size"] = (min(model.window_size[0], SEQUENCE // 4), model.window_size[1])
     if model.window_attn_skip_freq is not None and len(model.window_attn_skip_freq) > 1:
         sizes["window_attn_skip_freq"] = (model.window_attn_skip_freq * layers)[:layers]
+    if model.no_rope_freq is not None and len(model.no_rope_freq) > 1:
+        sizes["no_rope_freq"] = (model.no_rope_freq * layers)[:layers]
     if len(config.parallel.cp_comm_type) > 1:
         sizes["cp_comm_type"] = (config.parallel.cp_comm_type * layers)[:layers]
     if model.recompute_num_layers is not None:

@@ -43,6 +43,15 @@ IN_LAYERS = (
         culprit="gradient of the parameter decoder.layers.3.mlp.linear_fc2.bias",
     ),
     Defect(  # C18
+        "norms of keys without weights are taken over the heads of a rank",
+        "transformer.norm:L2Norm.forward",
+        "(self.size,)",
+        "x.shape[-2:]",
+        "norms without weights, layers without positions, tp2 sp",
+        "C18",
+        culprit="output of decoder.layers.0.self_attention",
+    ),
+    Defect(  # C18
         "query and key norm gradients are summed with sequence parallel only",
         "transformer.attention:SelfAttention.__init__",
         "partial_grad=True",

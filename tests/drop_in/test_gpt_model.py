@@ -160,8 +160,8 @@ def test_parts_of_a_layer_can_be_a_callers_own() -> None:
             "global_aux_loss is",
         ),
         (
-            lambda: gpt(config(moe_router_load_balancing_type=["aux_loss", "seq_aux_loss"], moe_aux_loss_coeff=[1, 2])),
-            r"moe_router_load_balancing_type=\['aux_loss', 'seq_aux_loss'\].* one type; set the other coefficients",
+            lambda: gpt(config(moe_router_load_balancing_type=["sinkhorn", "seq_aux_loss"], moe_aux_loss_coeff=[1, 2])),
+            r"moe_router_load_balancing_type=\['sinkhorn', 'seq_aux_loss'\].* no other type; set the other",
         ),
         (lambda: gpt(config(moe_router_load_balancing_type=["none"] * 2)), "give one coefficient for each type"),
         (lambda: gpt(config(moe_router_load_balancing_type="aux")), "'aux' is none of seq_aux_loss, aux_loss"),

@@ -33,6 +33,13 @@ GLOBAL = {"moe_router_load_balancing_type": "global_aux_loss", "micro_batch_size
 SINKHORN = SMALL | {"moe_router_load_balancing_type": "seq_sinkhorn", "moe_input_jitter_eps": 0.1}
 SINKHORN_OF_MICRO_BATCHES = SMALL | {"moe_router_load_balancing_type": "sinkhorn", "micro_batch_size": 2}
 SQRT = {"moe_router_score_function": "sqrtsoftplus", "moe_router_topk": 1}
+LLAMA4 = MIXTRAL | {
+    "moe_router_topk": 1,
+    "moe_router_score_function": "sigmoid",
+    "moe_apply_probs_on_input": True,
+    "moe_shared_expert_intermediate_size": 16,
+}
+TWO_LOSSES = {"moe_further_balancing_types": ("global_aux_loss",), "moe_further_aux_loss_coeffs": (0.3,)}
 DROP = {"moe_expert_capacity_factor": 0.75}
 PADDED = DROP | {"moe_pad_expert_input_to_capacity": True}
 BY_POSITION = DROP | {"moe_token_drop_policy": "position"}
@@ -55,6 +62,9 @@ MOE_ROWS: dict[str, tuple[int, dict, dict]] = {
     "experts, ep2": (2, MIXTRAL, EP2),
     "experts, tp2": (2, MIXTRAL, TP2),
     "experts, tp2 sp ep2 etp1": (2, MIXTRAL, TP2 | SP | EP2 | ETP1),
+    "probabilities on inputs, tp2 sp ep2 etp1": (2, LLAMA4, TP2 | SP | EP2 | ETP1),
+    "probabilities on inputs, etp2": (2, LLAMA4, ETP2),
+    "two balancing losses, tp2 sp ep2 etp1": (2, MIXTRAL | TWO_LOSSES | {"micro_batch_size": 2}, TP2 | SP | EP2 | ETP1),
     "experts, etp2, allgather": (2, MIXTRAL, ETP2 | ALL_GATHER),
     "experts, dp2 tp2 ep2 zero1": (4, MIXTRAL, TP2 | EP2 | ZERO),
     "experts, muon, gate and up apart, dp2 tp2 ep2 etp1 zero1": (

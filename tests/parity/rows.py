@@ -57,6 +57,7 @@ MODERN = {
     "qk_layernorm": True,
     **UNTIED,
 }
+LLAMA4 = MODERN | {"qk_layernorm": False, "qk_l2_norm": True, "no_rope_freq": (0, 1, 1, 0)}
 # Rotary positions: without them a bias on all keys does not change attention weights, and its true gradient is 0.
 GQA1 = {
     "group_query_attention": True,
@@ -184,6 +185,8 @@ ROWS: dict[str, tuple[int, dict, dict]] = {
     "fused attention, tp2 sp": (2, SDPA, TP2 | SP),
     "fused attention, 2 groups, tp4": (4, SDPA | GQA2, TP4),
     "modern, tp2 sp": (2, MODERN, TP2 | SP),
+    "norms without weights, layers without positions, tp2 sp": (2, LLAMA4 | GQA2, TP2 | SP),
+    "norms without weights, layers without positions, pp2 x 2 chunks": (2, LLAMA4, PP2 | V2),
     "modern, tp2 pp2": (4, MODERN, TP2 | PP2),
     "modern, 2 groups, tp4 sp": (4, MODERN | GQA2, TP4 | SP),
     "gated attention, decay of query and key norms, tp2 sp": (2, MODERN | GQA2 | GATED, TP2 | SP),

@@ -16,10 +16,10 @@ from megatron_core.config.setting import Resume, names_by_resume
 from megatron_core.errors import CheckpointError
 
 OFF: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("apply_residual_connection_post_layernorm", "attention_output_gate", "qk_l2_norm"), (False,)),
+    **dict.fromkeys(("apply_residual_connection_post_layernorm", "attention_output_gate"), (False,)),
     **dict.fromkeys(("quick_geglu", "use_mup"), (False,)),
     **dict.fromkeys(("activation_func_clamp_value", "heterogeneous_layers_config_path"), (None,)),
-    **dict.fromkeys(("hybrid_layer_pattern", "moe_latent_size", "no_rope_freq"), (None,)),
+    **dict.fromkeys(("hybrid_layer_pattern", "moe_latent_size"), (None,)),
     "glu_linear_offset": (0, 0.0),
     "softmax_type": ("vanilla",),
 }

@@ -19,6 +19,12 @@ Total = Callable[[Tensor], Tensor]
 BALANCING, Z_LOSS = "load_balancing_loss", "z_loss"
 
 
+def balancing_names(config: ModelConfig) -> dict[str, str]:
+    """Return the type of each balancing loss and the name of its auxiliary loss; further ones have their type's."""
+    names = config.balancing_losses
+    return {kind: kind if number else BALANCING for number, kind in enumerate(names)}
+
+
 def count_choices(experts: Tensor, counted: Tensor, num_experts: int) -> Tensor:
     """Count the choices of each expert by counted tokens of each sequence: ``[b, E]`` from ``[n, b, k]``."""
     weights = counted.unsqueeze(-1).expand(experts.shape)
@@ -30,6 +36,7 @@ def balancing_loss(
     logits: Tensor,
     counted: Tensor,
     config: ModelConfig,
+    kind: str,
     sequence_group: Group,
     batch_group: Group,
     context: SequenceContext,
@@ -43,10 +50,10 @@ def balancing_loss(
 
         E / (k T^2) sum_e n_e sum_t P_te       (1 for perfect balance)
 
-    ``aux_loss`` treats the b sequences of the micro-batch as one sequence and multiplies its loss by b, because the
-    mean is over sequences. ``global_aux_loss`` is a sum over tokens and computes n_e / T over the ranks of
-    ``batch_group`` and the micro-batches so far. All of them ignore expert bias and groups in n_e. ``sequence_group``
-    contains the ranks with parts of the same sequences; ``total`` adds the terms of the tokens.
+    This is the ``kind`` ``seq_aux_loss``. ``aux_loss`` treats the b sequences of the micro-batch as one sequence and
+    multiplies its loss by b, because the mean is over sequences. ``global_aux_loss`` is a sum over tokens and computes
+    n_e / T over the ranks of ``batch_group`` and the micro-batches so far. All of them ignore expert bias and groups in
+    n_e. ``sequence_group`` contains the ranks with parts of the same sequences; ``total`` adds the terms of the tokens.
     Source: Fedus et al. 2021, equation 4; Megatron Core's ``switch_load_balancing_loss_func``.
     """
     # Scores, and numbers of choices and of tokens, summed over sequences and ranks as the kind of loss requires.
@@ -55,7 +62,6 @@ def balancing_loss(
     with torch.no_grad():
         counts = count_choices(scores.topk(k).indices, counted, experts)
         both = torch.cat([counts, counted.sum(0).unsqueeze(-1)], dim=-1)  # [b, E + 1]
-        kind = config.moe_router_load_balancing_type
         if kind != "seq_aux_loss":
             both = both.sum(0)
         if kind == "global_aux_loss":

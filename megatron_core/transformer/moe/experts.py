@@ -78,6 +78,7 @@ class Experts(nn.Module):
             for shape, over_etp in ((first, inner), (second, split(second, 2, *etp, axis="etp")))
         ]
         self.activation, self.backend = kind, config.kernel_backend
+        self.probs_on_input = config.moe_apply_probs_on_input
         self.recompute_activation = config.recomputes("moe_act")
         parts_of_output, parts_of_input = None, None
         self.parts_here = 1
@@ -95,8 +96,11 @@ class Experts(nn.Module):
     def forward(self, rows: Tensor, probs: Tensor, counts: Sequence[int], chunks: Chunks | None = None) -> Tensor:
         """``rows`` ``[R, h]``, ``probs`` ``[R]`` -> ``[R, h]``; ``chunks``: see ``Dispatched``.
 
-        The probability is applied before W_2, with which it commutes, so backward does not need the output of W_2.
+        The probability is applied before W_2, with which it commutes, so backward does not need the output of W_2. With
+        ``moe_apply_probs_on_input``: y = W_2 f(W_1 (p x)).
         """
+        if self.probs_on_input:
+            rows, probs = (rows * probs.unsqueeze(-1)).to(rows.dtype), torch.ones_like(probs)
         inner, recompute = self.linear_fc1(rows, counts, chunks), self.recompute_activation and self.training
         weighted = (recomputed(self._weighted) if recompute else self._weighted)(inner, probs)
         with outputs_dropped([weighted], lambda: [self._weighted(inner, probs)], active=recompute):

@@ -13,7 +13,7 @@ from megatron_core.tensor_parallel.invariant_linear import WeightParts, invarian
 from megatron_core.tensor_parallel.linear import NO_COMM
 from megatron_core.transformer.context import LayerContext, SequenceContext
 from megatron_core.transformer.mlp import MLP
-from megatron_core.transformer.moe.balance import BALANCING, Z_LOSS
+from megatron_core.transformer.moe.balance import Z_LOSS, balancing_names
 from megatron_core.transformer.moe.dispatch import AllGatherDispatcher, AllToAll, TokenNumbers
 from megatron_core.transformer.moe.experts import Experts
 from megatron_core.transformer.moe.router import Tokens, TopKRouter
@@ -22,7 +22,7 @@ from megatron_core.transformer.recompute import recomputed
 
 def moe_loss_names(config: ModelConfig) -> tuple[str, ...]:
     """Return the names of the auxiliary losses added by a mixture-of-experts layer."""
-    return (BALANCING,) * config.balancing_loss + (Z_LOSS,) * config.router_z_loss
+    return (*balancing_names(config).values(), *(Z_LOSS,) * config.router_z_loss)
 
 
 class MoELayer(nn.Module):

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from megatron_core.ops.exact_sum import BALANCING_UNIT, LOSS_UNIT, exact_loss_sum
+from megatron_core.ops.exact_sum import BALANCING_UNIT, exact_loss_sum
 from megatron_core.ops.reference import uniform
 from megatron_core.ops.rows import wide
 from megatron_core.parallel.collectives import all_gather_flat_
@@ -17,7 +17,7 @@ from megatron_core.parallel.sharding import allocate, replicated
 from megatron_core.tensor_parallel.invariant_linear import WeightParts, invariant_linear
 from megatron_core.tensor_parallel.linear import NO_COMM
 from megatron_core.transformer.context import LayerContext, SequenceContext
-from megatron_core.transformer.moe.balance import BALANCING, Z_LOSS, Total, balancing_loss, count_choices, z_loss
+from megatron_core.transformer.moe.balance import Z_LOSS, Total, balancing_loss, balancing_names, count_choices, z_loss
 from megatron_core.transformer.moe.choice import (
     choose,
     probabilities,
@@ -77,14 +77,15 @@ class TopKRouter(nn.Module):
             self.expert_bias.requires_grad_(False)
         self.parts = None
         self.totals: tuple[Total, Total] = torch.sum, torch.sum
-        """Sums over tokens of balancing loss and z loss."""
+        """Sums over tokens of losses per sequence and per token."""
         if (invariance := parallel.invariance) is not None:
             of_tokens = invariance.over(context.tp_group.size())
             self.parts = WeightParts.even(of_tokens, shape[0], 1, splits_output=True)
             tokens = invariance.tokens
-            by_sequence = config.moe_router_load_balancing_type != "global_aux_loss"
-            unit = BALANCING_UNIT if by_sequence else LOSS_UNIT
-            self.totals = partial(exact_loss_sum, tokens=tokens, unit=unit), partial(exact_loss_sum, tokens=tokens)
+            self.totals = (
+                partial(exact_loss_sum, tokens=tokens, unit=BALANCING_UNIT),
+                partial(exact_loss_sum, tokens=tokens),
+            )
         self.jitter_key = name_seed(context.seed, f"jitter:layers.{layer_number}.router")
 
     def forward(self, x: Tensor, tokens: Tokens, context: SequenceContext) -> Routing:
@@ -167,18 +168,19 @@ class TopKRouter(nn.Module):
     def _add_losses(self, probs: Tensor, logits: Tensor, tokens: Tokens, context: SequenceContext) -> Tensor:
         """Return ``probs``, unchanged, with the gradients of the auxiliary losses attached."""
         config, counted = self.config, tokens.counted.to(logits.dtype)
-        if config.balancing_loss:
+        for kind, name in balancing_names(config).items():
+            per_token = kind == "global_aux_loss"
             value = balancing_loss(
-                *(logits, counted, config, self.sequence_group, self.batch_group, context, self.layer_number),
-                total=self.totals[0],
+                *(logits, counted, config, kind, self.sequence_group, self.batch_group, context, self.layer_number),
+                total=self.totals[per_token],
             )
             probs = context.add_auxiliary_loss(
                 probs,
-                BALANCING,
+                name,
                 value,
                 layer_number=self.layer_number,
-                coefficient=config.moe_aux_loss_coeff,
-                per="tokens" if config.moe_router_load_balancing_type == "global_aux_loss" else "sequences",
+                coefficient=config.balancing_losses[kind],
+                per="tokens" if per_token else "sequences",
                 partial=True,
             )
         if config.moe_z_loss_coeff:

@@ -24,7 +24,7 @@ from megatron_core.tensor_parallel import ModelParallelConfig
 from megatron_core.tensor_parallel.grouped_linear import grouped_linear
 from megatron_core.transformer import LayerContext, SequenceContext
 from megatron_core.transformer.auxiliary_loss import AuxiliaryLosses
-from megatron_core.transformer.moe import MoELayer, update_expert_biases
+from megatron_core.transformer.moe import MoELayer, moe_loss_names, update_expert_biases
 from megatron_core.transformer.moe.balance import balancing_loss, z_loss
 from megatron_core.transformer.moe.choice import choose, probabilities, sinkhorn, within_capacity
 from megatron_core.transformer.moe.dispatch import AllGatherDispatcher, AllToAll
@@ -137,7 +137,7 @@ def check_balancing_loss() -> None:
     logits, counted = _logits().requires_grad_(), torch.ones(N, B, dtype=torch.float64)
     counted[4:, 1], counted[:, 2] = 0, 0
     config = replace(BASE, moe_aux_loss_coeff=1.0)
-    found = balancing_loss(logits, counted, config, ONE, ONE, SequenceContext(), 0)
+    found = balancing_loss(logits, counted, config, "seq_aux_loss", ONE, ONE, SequenceContext(), 0)
     expected = torch.zeros((), dtype=torch.float64)
     for b in range(B):
         tokens = [n for n in range(N) if counted[n, b]]
@@ -149,8 +149,9 @@ def check_balancing_loss() -> None:
     gradients = [torch.autograd.grad(value, logits)[0] for value in (found, expected)]
     torch.testing.assert_close(*gradients)
     assert gradients[0].abs().max() > 1e-3 and not gradients[0][counted == 0].any()
-    even = balancing_loss(torch.zeros(E, 1, E).double() + torch.eye(E)[:, None] * 1e-9, torch.ones(E, 1).double(),
-                          replace(config, moe_router_topk=1), ONE, ONE, SequenceContext(), 0)  # fmt: skip
+    nearly_even = torch.zeros(E, 1, E).double() + torch.eye(E)[:, None] * 1e-9
+    one = replace(config, moe_router_topk=1)
+    even = balancing_loss(nearly_even, torch.ones(E, 1).double(), one, "seq_aux_loss", ONE, ONE, SequenceContext(), 0)
     torch.testing.assert_close(even, torch.ones((), dtype=torch.float64))  # the minimum
 
 
@@ -235,13 +236,62 @@ def check_auxiliary_gradients() -> None:
     weight = layer.router.weight.detach().requires_grad_()
     logits, counted = functional.linear(x, weight), torch.ones(N, B, dtype=torch.float64)
     config = replace(BASE, moe_aux_loss_coeff=0.5)
-    balance = balancing_loss(logits, counted, config, ONE, ONE, SequenceContext(), 0) / B
+    balance = balancing_loss(logits, counted, config, "seq_aux_loss", ONE, ONE, SequenceContext(), 0) / B
     z = z_loss(logits, counted) / (N * B)
     (0.5 * balance + 0.1 * z).backward()
     torch.testing.assert_close(gradients[1] - gradients[0], weight.grad)
     assert weight.grad.abs().max() > 1e-3
     means = losses.means(losses.totals(torch.device("cpu"), owns_loss=False).tolist())
     assert list(means.values()) == pytest.approx([balance.item(), z.item()])
+
+
+def check_probabilities_on_inputs() -> None:
+    """y = W_2 f(W_1 (p x)), forward and gradients of the router and of the input."""
+    settings = {"moe_router_topk": 1, "moe_router_score_function": "sigmoid", "moe_apply_probs_on_input": True}
+    layer = _layer(**settings)
+    x = torch.randn(N, B, H, dtype=torch.float64, requires_grad=True)
+    output, _ = layer(x, SequenceContext())
+    router = layer.router.weight.detach().requires_grad_()
+    again = x.detach().requires_grad_()
+    logits = functional.linear(again, router)
+    chosen, experts = logits.argmax(-1), layer.experts
+    expected = torch.zeros_like(again)
+    for e in range(E):
+        scaled = again * logits[..., e : e + 1].sigmoid()
+        own = _mlp(scaled, experts.linear_fc1.weight[e].detach(), experts.linear_fc2.weight[e].detach())
+        expected = expected + own * (chosen == e).unsqueeze(-1)
+    torch.testing.assert_close(output, expected)
+    seed = torch.randn_like(output)
+    for found, wanted in zip(
+        torch.autograd.grad(output, (x, layer.router.weight), seed),
+        torch.autograd.grad(expected, (again, router), seed),
+        strict=True,
+    ):
+        torch.testing.assert_close(found, wanted)
+
+
+def check_two_balancing_losses() -> None:
+    """The gradient of the router is the sum of the gradients of both losses, each with its coefficient."""
+    gradients = {}
+    two = {"moe_further_balancing_types": ("aux_loss",), "moe_further_aux_loss_coeffs": (0.3,)}
+    for name, settings in {
+        "none": {},
+        "first": {"moe_aux_loss_coeff": 0.5},
+        "second": {"moe_aux_loss_coeff": 0.3, "moe_router_load_balancing_type": "aux_loss"},
+        "both": {"moe_aux_loss_coeff": 0.5, **two},
+    }.items():
+        layer = _layer(**settings)
+        x = torch.randn(N, B, H, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+        losses = AuxiliaryLosses(moe_loss_names(layer.router.config), B, torch.tensor(float(N * B)), expert_layers=[0],
+                                 num_experts=E)  # fmt: skip
+        layer(x, SequenceContext(auxiliary_losses=losses.of_micro_batch(0)))[0].sum().backward()
+        gradients[name] = layer.router.weight.grad
+    assert losses.names == ("load_balancing_loss", "aux_loss")
+    torch.testing.assert_close(
+        gradients["both"] - gradients["none"],
+        gradients["first"] - gradients["none"] + gradients["second"] - gradients["none"],
+    )
+    assert (gradients["second"] - gradients["first"]).abs().max() > 1e-4
 
 
 def check_losses_are_not_lost() -> None:
@@ -367,6 +417,18 @@ DEFECTS: dict[str, tuple[Callable[[], None], str, str, str]] = {
         "transformer.auxiliary_loss:_AttachGradient.backward",
         "return grad, ctx.gradient, None",
         "return grad, None, None",
+    ),
+    "probabilities are applied to outputs": (
+        check_probabilities_on_inputs,
+        "transformer.moe.experts:Experts.forward",
+        "if self.probs_on_input:",
+        "if False:",
+    ),
+    "the second balancing loss has the coefficient of the first": (
+        check_two_balancing_losses,
+        f"{ROUTER}._add_losses",
+        "coefficient=config.balancing_losses[kind]",
+        "coefficient=config.moe_aux_loss_coeff",
     ),
     "the bias drives load to where it is": (
         check_bias_update,

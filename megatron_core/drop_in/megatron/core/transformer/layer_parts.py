@@ -21,7 +21,7 @@ from megatron_core.errors import ConfigError
 from megatron_core.transformer import attention, mlp
 from megatron_core.transformer.context import LayerContext, SequenceContext
 from megatron_core.transformer.layer_spec import layer_spec
-from megatron_core.transformer.moe import router
+from megatron_core.transformer.moe import moe_loss_names, router
 
 
 class SelfAttention(ExportedModule, attention.SelfAttention):
@@ -157,7 +157,7 @@ class TopKRouter(ExportedModule, router.TopKRouter):
             return super().forward(input, padding_mask, context)
         mask = None if padding_mask is None else padding_mask.transpose(0, 1)
         passed = self.sequence(input, padding_mask=mask)
-        names = (router.BALANCING,) * self.config.balancing_loss + (router.Z_LOSS,) * self.config.router_z_loss
+        names = moe_loss_names(self.config)
         passed = self.with_losses(names, input, passed, per_token=False)
         counted = input.new_ones(input.shape[:2]) if passed.token_mask is None else passed.token_mask
         assert passed.residual_positions is not None, "sequence makes them"

@@ -191,7 +191,7 @@ class TransformerConfig(ChangingConfig, mirror("TransformerConfig"), ModelParall
     def _translated(self) -> dict[str, Any]:
         """Return the fields whose values differ between Megatron and the engine."""
         unfused = self.attention_backend in (AttnBackend.unfused, AttnBackend.local)
-        freq, skip = self.moe_layer_freq, self.window_attn_skip_freq
+        freq, skip, without = self.moe_layer_freq, self.window_attn_skip_freq, self.no_rope_freq
         for hook, std in (
             ("init_method", self.init_method_std / self.mup_width_mult**0.5),
             ("embedding_init_method", None),
@@ -210,6 +210,7 @@ class TransformerConfig(ChangingConfig, mirror("TransformerConfig"), ModelParall
             "group_query_attention": self.num_query_groups != self.num_attention_heads,
             "moe_layer_freq": (freq,) if isinstance(freq, int) else tuple(freq),
             "window_attn_skip_freq": (skip,) if isinstance(skip, int) else skip and tuple(skip),
+            "no_rope_freq": (without,) if isinstance(without, int) else without and tuple(without),
             "moe_router_dtype": self.moe_router_dtype or "fp32",
             **self._balancing(),
             "moe_token_dispatcher_type": "allgather" if self.moe_token_dispatcher_type == "allgather" else "alltoall",
@@ -218,7 +219,7 @@ class TransformerConfig(ChangingConfig, mirror("TransformerConfig"), ModelParall
         }
 
     def _balancing(self) -> dict[str, Any]:
-        """Return the type of load balancing and its coefficient; at most one of several types may have an effect."""
+        """Return the types of load balancing that have an effect, and their coefficients."""
         types, coefficients = self.moe_router_load_balancing_type, self.moe_aux_loss_coeff
         types = [types] if isinstance(types, str) else list(types)
         coefficients = [coefficients] if isinstance(coefficients, int | float) else list(coefficients)
@@ -229,10 +230,15 @@ class TransformerConfig(ChangingConfig, mirror("TransformerConfig"), ModelParall
             raise ConfigError(f"{given}: {wrong[0]!r} is none of {', '.join(get_args(LoadBalancing))}")
         pairs = list(zip(types, coefficients, strict=True))
         active = [(kind, c) for kind, c in pairs if kind == "sinkhorn" or (c and kind != "none")] or pairs[:1]
-        if len(active) > 1:
-            raise ConfigError(f"{given}: a model has one type; set the other coefficients to 0")
-        kind, coefficient = active[0]
-        return {"moe_router_load_balancing_type": kind, "moe_aux_loss_coeff": coefficient}
+        if len(active) > 1 and "sinkhorn" in dict(active):
+            raise ConfigError(f"{given}: sinkhorn has no other type; set the other coefficients to 0")
+        (kind, coefficient), *further = active
+        return {
+            "moe_router_load_balancing_type": kind,
+            "moe_aux_loss_coeff": coefficient,
+            "moe_further_balancing_types": tuple(kind for kind, _ in further),
+            "moe_further_aux_loss_coeffs": tuple(coefficient for _, coefficient in further),
+        }
 
     def _activation(self) -> dict[str, bool]:
         function = self.activation_func

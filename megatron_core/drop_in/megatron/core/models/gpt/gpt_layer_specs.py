@@ -34,17 +34,21 @@ def get_gpt_layer_local_submodules(
     """Return the parts of a layer; only ``num_experts`` changes the classes.
 
     ``TransformerConfig`` determines norms, attention and precision: ``qk_layernorm``, ``normalization``,
-    ``multi_latent_attention`` and ``fp8`` must be set there. ``moe_grouped_gemm`` has no effect. Raises ConfigError if
-    ``qk_l2_norm`` or another argument is set.
+    ``qk_l2_norm``, ``multi_latent_attention`` and ``fp8`` must be set there. ``moe_grouped_gemm`` has no effect. Raises
+    ConfigError if another argument is set.
     """
-    wrong = [name for name, value in {"qk_l2_norm": qk_l2_norm, **unsupported}.items() if value]
+    wrong = [name for name, value in unsupported.items() if value]
     wrong = [name for name in wrong if name not in ("kitchen_attention_backend", "use_te_op_fuser")]
     if wrong:
         raise ConfigError(f"a layer specification with {', '.join(wrong)} is not supported; leave it out")
     dense, sparse = (MLP, MLPSubmodules()), (MoELayer, MoESubmodules())
     module, submodules = dense if num_experts is None else sparse
     mlp = ModuleSpec(module, submodules=submodules)
-    metainfo = {"qk_layernorm": qk_layernorm, "multi_latent_attention": multi_latent_attention}
+    metainfo = {
+        "qk_layernorm": qk_layernorm,
+        "qk_l2_norm": qk_l2_norm,
+        "multi_latent_attention": multi_latent_attention,
+    }
     set_ones = {name: value for name, value in metainfo.items() if value}
     attention = ModuleSpec(SelfAttention, submodules=SelfAttentionSubmodules(), metainfo=set_ones)
     if normalization is not None:
