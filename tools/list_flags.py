@@ -60,10 +60,16 @@ def _translated() -> list[str]:
 
 def _accepted() -> list[str]:
     text = "## Accepted without effect\n\nA note at the start of a run lists the given ones, with the reason.\n"
+    numbers = {reason: len(names.split()) for reason, names in megatron_flags.ACCEPTED.items()}
+    families = [
+        f"| {name} | {sum(map(numbers.__getitem__, family.reasons))} | {family.loses} |"
+        for name, family in megatron_flags.FAMILIES.items()
+    ]
     rows = [f"| {reason} | {_shown(names.split())} |" for reason, names in megatron_flags.ACCEPTED.items()]
     only = [f"| `{_plain(name)} {' or '.join(values)}` |" for name, values in megatron_flags.ONLY_VALUE.items()]
     values = "Only these values are supported, which are the behaviour without the flag; others are refused:\n"
-    return [text, "| reason | flags |", "|---|---|", *rows, "", values, "| flag |", "|---|", *only, ""]
+    counted = ["| family | flags | what a user of them loses |", "|---|---|---|", *families, ""]
+    return [text, *counted, "| reason | flags |", "|---|---|", *rows, "", values, "| flag |", "|---|", *only, ""]
 
 
 def _dependent() -> list[str]:

@@ -20,7 +20,19 @@ SAME_AS, OVERRIDDEN_BY_FLAG, VALUE_MEANS, ONLY_VALUE = (
 )
 RENAMED = {alias: name for name, declared in settings().items() for alias in declared.aliases}
 SAME_VALUE: dict[str, dict[str, str]] = _TABLES["same_value"]
+OTHER_DEFAULTS: dict[str, tuple[str, str]] = {name: tuple(pair) for name, pair in _TABLES["other_defaults"].items()}
+FURTHER_VALUES: dict[str, str] = _TABLES["further_values"]
 LISTS = frozenset(_TABLES["lists"].split())
+
+
+@dataclass(frozen=True)
+class Family:
+    """Flags without effect that belong together."""
+
+    loses: str
+    """The loss of a user who gives these flags."""
+    reasons: tuple[str, ...]
+    """The reasons in ``ACCEPTED``."""
 
 
 @dataclass(frozen=True)
@@ -44,3 +56,8 @@ FLAGS = {
     for word in words.split()
 }
 """All flags that are not settings, by name."""
+FAMILIES = {
+    name: Family(family["loses"], tuple(dict.fromkeys(FLAGS[flag].reason for flag in family["of"].split())))
+    for name, family in _TABLES["families"].items()
+}
+"""The reasons in ``ACCEPTED`` by family."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Literal
 
 from megatron_core.config import conditions as c
 from megatron_core.config import ranges as r
@@ -63,6 +64,20 @@ class ResilienceConfig:
     number that fits layout and batch takes part; the others wait."""
     iterations_to_skip: tuple[int, ...] = setting((), when=c.TRAINING)
     """Iterations whose batches are skipped."""
+    rerun_mode: Literal["disabled", "validate_results", "report_stats"] = setting(
+        "disabled", needs=c.NO_FP8, when=c.TRAINING
+    )
+    """validate_results: compute a step with a suspicious result (loss or gradient norm not finite, or rejected as by
+    --spike-factor) again, on the same and on other ranks, and report whether it is transient, persistent or correct; a
+    persistent error ends the run. report_stats: compute every step twice and report differences."""
+    error_injection_rate: int = setting(0, r.COUNT_FROM_0, needs=c.RERUN)
+    """With --rerun-mode: replace the loss of about one in this number of steps by NaN on some ranks, for tests; 0: of
+    none."""
+    error_injection_type: Literal["correct_result", "transient_error", "persistent_error"] = setting(
+        "transient_error", needs=c.ERROR_INJECTION
+    )
+    """Injected error. transient_error: in the first computation of the step. persistent_error: in all computations by
+    the same ranks. correct_result: for the same samples on any rank."""
     inject_fault: tuple[str, ...] = setting((), when=ALWAYS)
     """Faults to inject, as KIND@RANK:STEP or, in restarts too, KIND@RANK:STEP:always. kill, exception, hang, nan (in
     the weights during the step), slow (a step of 5 s); for the checkpoint of the step: disk-full, truncated-write,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,15 +37,27 @@ class Translation:
     @classmethod
     def of(cls, given: list[str], known: Mapping[str, Any]) -> Translation:
         """Translate ``given``; ``known`` has the type of each setting."""
-        found, groups = cls(known), grouped(given)
+        found = cls(known)
+        for _, one in cls.each(given, known):
+            found.weak += one.weak
+            found.strong += one.strong
+            found.ignored |= one.ignored
+            found.faults += one.faults
+        return found
+
+    @classmethod
+    def each(cls, given: list[str], known: Mapping[str, Any]) -> Iterator[tuple[list[str], Translation]]:
+        """Each flag of ``given`` with its values, and its translation."""
+        groups = grouped(given)
         effective = {
             name
             for flag, values in groups
             if values != list(megatron_flags.ONLY_VALUE.get(name := plain(flag), ["-"])[:1])
         }
         for flag, values in groups:
+            found = cls(known)
             found._add(flag, plain(flag), values, effective)
-        return found
+            yield [flag, *values], found
 
     def _add(self, flag: str, name: str, values: list[str], effective: set[str]) -> None:
         """Translate one flag with its values; ``effective``: the names of all flags that change something."""
@@ -59,7 +71,12 @@ class Translation:
         elif name in self.known:
             self.weak += megatron_flags.OVERRIDDEN_BY_FLAG.get(name, ())
             renamed = megatron_flags.SAME_VALUE.get(name, {})
-            self._setting(flag, name, [renamed.get(value, value) for value in values])
+            values = [renamed.get(value, value) for value in values]
+            if len(values) > 1 and name in megatron_flags.FURTHER_VALUES:
+                other = megatron_flags.FURTHER_VALUES[name]
+                self._setting(f"--{other.replace('_', '-')}", other, values[1:])
+                values = values[:1]
+            self._setting(flag, name, values)
         elif f"no_{name}" in self.known:  # --load-optim overrides no_load_optim: true in the --config file
             self._switch(flag, [f"--no-no-{name.replace('_', '-')}"], values)
         elif self._is_switched_off(name):

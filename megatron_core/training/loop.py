@@ -13,6 +13,7 @@ from megatron_core.training.hash_records import HashRecords
 from megatron_core.training.link_checks import LinkChecks
 from megatron_core.training.memory_report import MemoryReport, MemorySnapshots
 from megatron_core.training.reports import Fp8Statistics, Measurements, Reports
+from megatron_core.training.rerun import Reruns
 from megatron_core.training.run_files import RunFiles
 from megatron_core.training.setup import Run
 from megatron_core.training.step import evaluate, train_step
@@ -51,12 +52,13 @@ def train(run: Run, sinks: Sequence[Sink], callbacks: Sequence[Callback] = ()) -
     with called.running():
         confirm_layout_change(run, called)
         saved_at = evaluated_at = run.state.iteration
+        reruns = Reruns(run)
         # Steps; a step returns the same result on all ranks, so that all ranks stop together.
         while run.state.iteration < run.total_iterations:
             if leave_out_listed(run):
                 continue
             called.call("before_step")
-            result = train_step(run, stop=bool(run.stop_reason), hooks=called.step_hooks)
+            result = train_step(run, stop=bool(run.stop_reason), hooks=called.step_hooks, take=reruns.take)
             called.call("after_step", result)
             if is_due(run.state.iteration, config.training.eval_interval):
                 evaluate_split(run, called, "validation")
@@ -73,6 +75,7 @@ def train(run: Run, sinks: Sequence[Sink], callbacks: Sequence[Callback] = ()) -
         if config.checkpoint.save and saved_at != run.state.iteration and not run.bad_steps:
             save(run, called)
         run.saver.finish()
+        reruns.report()
         report_end(run)
 
 

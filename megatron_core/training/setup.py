@@ -110,12 +110,12 @@ class Run(Trainable):
         layout = str(Layout.of(self.config.parallel, self.config.model.num_layers, self.world.size))
         return f"{layout} plan {Path(own).name}" if own else layout
 
-    def loader(self, dataset: Dataset) -> BatchLoader:
-        """Return a loader of this data-parallel rank's batches of ``dataset``."""
+    def loader(self, dataset: Dataset, shift: int = 0) -> BatchLoader:
+        """Return a loader of the batches of ``dataset`` of the data-parallel rank ``shift`` places after this one."""
         return BatchLoader(
             dataset,
             self.config.training.micro_batch_size,
-            self.groups.index("dp"),
+            (self.groups.index("dp") + shift) % self.groups.size("dp"),
             self.groups.size("dp"),
             self.vocab_size,
             packing_of(self.config.data, self.tokenizer),

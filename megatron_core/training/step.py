@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from megatron_core.pipeline_parallel.executor import ForwardStep
 from megatron_core.training.driver import NO_HOOKS, StepHooks, StepOutcome, run_plan, sum_of, take_step
 from megatron_core.training.pipeline_trace import traced
 from megatron_core.training.plans import StepSize
+from megatron_core.training.rerun import Attempt, Compute, injected_error, once
 from megatron_core.training.setup import Run
 from megatron_core.transformer.auxiliary_loss import AuxiliaryLosses
 from megatron_core.transformer.layer_spec import mtp_loss_names
@@ -38,8 +40,13 @@ class StepResult(StepOutcome):
     """Norms by layer and losses by source (``StepStatistics``)."""
 
 
-def train_step(run: Run, *, stop: bool = False, hooks: StepHooks = NO_HOOKS) -> StepResult:
-    """Take the next step of ``run`` and advance its counters; ``stop``: this rank requests a stop after the step."""
+def train_step(
+    run: Run, *, stop: bool = False, hooks: StepHooks = NO_HOOKS, take: Callable[[Compute], Attempt] = once
+) -> StepResult:
+    """Take the next step of ``run`` and advance its counters; ``stop``: this rank requests a stop after the step.
+
+    ``take`` computes the step, once or repeatedly (``Reruns.take``).
+    """
     # Load the batches, and compute the learning rate of the step.
     state, scale = run.state, run.optimizer.loss_scale.scale
     size = run.step_after(state.consumed_samples)
@@ -51,39 +58,55 @@ def train_step(run: Run, *, stop: bool = False, hooks: StepHooks = NO_HOOKS) -> 
         else state.iteration - state.skipped_iterations + 1
     )
     lr = run.schedule.lr(step)
-    # Collect statistics and auxiliary losses if configured.
-    statistics = StepStatistics(run)
-    hooks = replace(hooks, statistics=statistics.own)
+
+    def compute(number: int = 0, *, shift: int = 0, discard: bool = False) -> Attempt:
+        mine = batches
+        if shift:
+            loader = run.loader(run.train_loader.dataset, shift)
+            mine = run.micro_batches(loader.step(size.consumed_samples, size.num_microbatches, size.sequence_length))
+        statistics = StepStatistics(run, shift)
+        called = replace(hooks, statistics=statistics.own)
+        if discard:
+            called = replace(called, is_bad=lambda loss, norm: True)
+        with traced(run.trace, state.iteration + 1, run.groups, run.world.device) as around_plan:
+            if run.trace is not None:
+                called = replace(called, around_plan=around_plan)
+            auxiliary = _auxiliary_losses(run, size, mine)
+            forward = forward_step(run, mine, auxiliary, statistics, spoiled=injected_error(run, number, shift))
+            outcome = take_step(
+                run,
+                run.plans.training(size.num_microbatches),
+                forward,
+                count_tokens(mine),
+                lr,
+                lengths=message_lengths(mine),
+                auxiliary=auxiliary,
+                weight_decay=run.schedule.weight_decay(step),
+                decoupled_lr=None if run.decoupled_schedule is None else run.decoupled_schedule.lr(step),
+                stop=stop,
+                hooks=called,
+            )
+        read = partial(statistics.read, outcome.statistics, scale)
+        return Attempt(outcome, statistics.copies(outcome.statistics), read)
+
+    # Take the step; then update the experts' biases and the counters.
+    attempt = take(compute)
+    outcome = attempt.outcome
+    if not outcome.skipped:
+        update_expert_biases(run.stages.values(), {n: load[:-1] for n, load in outcome.expert_load.items()})
+    _advance(run, size, skipped=outcome.skipped)
+    return StepResult(**vars(outcome), learning_rate=lr, loss_scale=scale, size=size, breakdown=attempt.statistics())
+
+
+def _auxiliary_losses(run: Run, size: StepSize, batches: list[MicroBatch]) -> AuxiliaryLosses:
     model = run.config.model
-    auxiliary = AuxiliaryLosses(
+    return AuxiliaryLosses(
         run.auxiliary_loss_names,
         size.batch_size,
         expert_layers=model.expert_layers,
         num_experts=model.num_experts or 0,
         counts=count_later_tokens(batches, mtp_loss_names(model)),
     )
-    # Take the step, with times of the pipeline if configured; then update the experts' biases and the counters.
-    with traced(run.trace, state.iteration + 1, run.groups, run.world.device) as around_plan:
-        if run.trace is not None:
-            hooks = replace(hooks, around_plan=around_plan)
-        outcome = take_step(
-            run,
-            run.plans.training(size.num_microbatches),
-            forward_step(run, batches, auxiliary, statistics),
-            count_tokens(batches),
-            lr,
-            lengths=message_lengths(batches),
-            auxiliary=auxiliary,
-            weight_decay=run.schedule.weight_decay(step),
-            decoupled_lr=None if run.decoupled_schedule is None else run.decoupled_schedule.lr(step),
-            stop=stop,
-            hooks=hooks,
-        )
-    if not outcome.skipped:
-        update_expert_biases(run.stages.values(), {n: load[:-1] for n, load in outcome.expert_load.items()})
-    _advance(run, size, skipped=outcome.skipped)
-    breakdown = statistics.read(outcome.statistics, scale)
-    return StepResult(**vars(outcome), learning_rate=lr, loss_scale=scale, size=size, breakdown=breakdown)
 
 
 def leave_out_step(run: Run) -> StepSize:
@@ -160,8 +183,13 @@ def forward_step(
     batches: list[MicroBatch],
     auxiliary: AuxiliaryLosses | None = None,
     statistics: StepStatistics | None = None,
+    *,
+    spoiled: bool = False,
 ) -> ForwardStep:
-    """Return the forward function of a stage: its output is hidden states, or on the last stage the sum of losses."""
+    """Return the forward function of a stage: its output is hidden states, or on the last stage the sum of losses.
+
+    ``spoiled``: losses of the first micro-batch are NaN, for tests.
+    """
     last = len(run.layers) - 1
     tokens: int | None = None
     if run.config.parallel.layout_invariant:
@@ -184,6 +212,8 @@ def forward_step(
         if stage < last:
             return output
         losses = output * batch.loss_mask
+        if spoiled and micro == 0:
+            losses = losses * math.nan
         if statistics is not None:
             statistics.add_losses(losses, batch)
         return losses.sum() if tokens is None else exact_loss_sum(losses, tokens)
@@ -197,15 +227,21 @@ class StepStatistics:
     The result of ``own`` is summed over all ranks together with the loss; ``read`` converts the sums to metrics.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, shift: int = 0) -> None:
+        """``shift``: distance to the data-parallel rank whose samples this rank computes."""
         monitor, self._norm = run.config.monitor, run.optimizer.norm
         self._totals = monitor.log_params_norm or monitor.log_num_zeros_in_grad
         self._layers = run.config.model.num_layers if monitor.log_norms_by_layer else None
         self._sources, self._owns_loss = sources_of(run.splits.train), run.split.owns_loss
         self._losses = torch.zeros(2, len(self._sources), dtype=torch.float64, device=run.world.device)
+        copies = run.groups.size("dp") if run.config.resilience.rerun_mode != "disabled" else 0
+        self._copies = torch.zeros(copies, dtype=torch.float64, device=run.world.device)
+        self._copy = (run.groups.index("dp") + shift) % max(copies, 1)
 
     def add_losses(self, losses: Tensor, batch: MicroBatch) -> None:
         """Add a micro-batch's token losses ``[b, n]``; masked losses are 0."""
+        if len(self._copies) and self._owns_loss:
+            self._copies[self._copy] += losses.detach().sum(dtype=torch.float64)
         if batch.source is not None and self._owns_loss:
             for total, each in zip(self._losses, (losses.detach(), batch.loss_mask), strict=True):
                 total.index_add_(0, batch.source, each.sum(1, dtype=torch.float64))
@@ -215,7 +251,11 @@ class StepStatistics:
         parts = [self._norm.statistics()] if self._totals else []
         if self._layers is not None:
             parts.append(self._norm.squares_by_part(self._layers).flatten())
-        return torch.cat([*parts, self._losses.flatten()])
+        return torch.cat([*parts, self._losses.flatten(), self._copies])
+
+    def copies(self, sums: Sequence[float]) -> tuple[float, ...]:
+        """The sum of the losses of each copy's samples, with ``rerun_mode``."""
+        return tuple(sums[len(sums) - len(self._copies) :])
 
     def read(self, sums: Sequence[float], loss_scale: float) -> dict[str, float]:
         """Norms of gradients and weights by layer, and losses per token by source, by the name of the metric."""

@@ -183,6 +183,26 @@ def test_tables_name_no_setting_of_this_project_and_nothing_twice():
     assert megatron_flags.ONLY_VALUE.keys() <= {*words}
 
 
+def test_every_reason_belongs_to_one_family():
+    reasons = [reason for family in megatron_flags.FAMILIES.values() for reason in family.reasons]
+    assert sorted(reasons) == sorted(megatron_flags.ACCEPTED)
+
+
+def test_lists_of_balancing_losses():
+    losses = "--moe-router-load-balancing-type seq_aux_loss global_aux_loss --moe-aux-loss-coeff 1e-2 1e-3"
+    model = parse(f"--num-experts 4 {losses}").model
+    assert model.balancing_losses == {"seq_aux_loss": 1e-2, "global_aux_loss": 1e-3}
+    assert parse("--moe-aux-loss-coeff 1e-2").model.balancing_losses == {"seq_aux_loss": 1e-2}
+
+
+def test_layers_without_rotary_positions():
+    model = parse("--num-layers 8 --position-embedding-type rope --no-rope-freq ([0]*3+[1])*2").model
+    every = parse("--num-layers 8 --position-embedding-type rope --no-rope-freq 4").model
+    for found in (model, every):
+        assert [layer for layer in range(8) if not found.has_rotary(layer)] == [3, 7]
+    assert parse("--moe-layer-recompute").model.recompute_modules == ("core_attn", "moe")
+
+
 def _given(name: str) -> list[str]:
     flag = megatron_flags.FLAGS[name]
     return ["--" + name.replace("_", "-"), *(["7"] if flag.takes_values else [])]

@@ -1,0 +1,174 @@
+"""Repeats a step with a suspicious result, in place and on other ranks, and finds its cause.
+
+A result is suspicious if its loss or gradient norm is not finite, or if a callback such as ``BadSteps`` rejects the
+step; its update is skipped, so that the weights are those of the first attempt. The step is repeated with the same
+samples: first on the same ranks, then each copy of the model computes the samples of the next copy. The sums of the
+losses of each copy's samples are compared, in place bit by bit and on other ranks within rounding (rows of experts have
+another order there), and the gradient norm within rounding, because it is a sum over copies.
+
+correct     the samples and weights give this result everywhere; the step is a bad step.
+transient   the repetition in place has another result.
+persistent  the same ranks repeat the result, other ranks do not: these ranks compute wrong values.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from megatron_core.training.driver import StepOutcome
+from megatron_core.training.setup import Run
+
+TOLERANCE = 1e-4
+"""Relative difference that another order of summation explains, in 16-bit precision."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A computation of a step; equal on all ranks."""
+
+    outcome: StepOutcome
+    losses: tuple[float, ...]
+    """Sum of the losses of each copy's samples; empty without ``rerun_mode``."""
+    statistics: Callable[[], dict[str, float]]
+    """Returns further metrics of the step."""
+
+    def same(self, other: Attempt, tolerance: float = 0.0) -> bool:
+        """Whether both computed the same losses and, within rounding, gradient norms."""
+        norms = self.outcome.grad_norm, other.outcome.grad_norm
+        return not self.different(other, tolerance) and _close(*norms, TOLERANCE)
+
+    def different(self, other: Attempt, tolerance: float = 0.0) -> list[int]:
+        """Copies whose samples have another loss."""
+        pairs = enumerate(zip(self.losses, other.losses, strict=True))
+        return [copy for copy, (a, b) in pairs if not _close(a, b, tolerance)]
+
+
+class Compute(Protocol):
+    """Computes the current step."""
+
+    def __call__(self, number: int = 0, *, shift: int = 0, discard: bool = False) -> Attempt:
+        """``number``: of the attempt; ``shift``: each copy computes the samples of the copy ``shift`` places after it;
+        ``discard``: do not update the weights."""
+
+
+def once(compute: Compute) -> Attempt:
+    """Compute a step once."""
+    return compute()
+
+
+class Reruns:
+    """Takes the steps of a run with ``rerun_mode``, and counts the results."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self._mode = run, run.config.resilience.rerun_mode
+        self.counts: Counter[str] = Counter()
+        """Number of repeated steps by verdict; with ``report_stats`` of steps that were equal or different."""
+        self._largest = 0.0
+
+    def take(self, compute: Compute) -> Attempt:
+        """Compute a step, and again if it is suspicious, or always with ``report_stats``."""
+        if self._mode == "disabled":
+            return compute()
+        if self._mode == "report_stats":
+            return self._measure(compute)
+        first = compute()
+        return self._validate(first, compute) if self._is_suspicious(first) else first
+
+    def _is_suspicious(self, attempt: Attempt) -> bool:
+        """Whether a step was skipped, except for an overflow that lowers a dynamic loss scale."""
+        outcome = attempt.outcome
+        overflow = (
+            self.run.config.training.fp16 and math.isfinite(outcome.loss) and not math.isfinite(outcome.grad_norm)
+        )
+        return not math.isfinite(outcome.loss) or (outcome.skipped and not overflow)
+
+    def _measure(self, compute: Compute) -> Attempt:
+        """Compute a step twice, and count the differences."""
+        scale = self.run.optimizer.loss_scale.state_dict()
+        first = compute(discard=True)
+        self.run.optimizer.loss_scale.load_state_dict(scale)
+        second = compute(1)
+        pairs = zip((*first.losses, first.outcome.grad_norm), (*second.losses, second.outcome.grad_norm), strict=True)
+        self._largest = max([self._largest, *(abs(a - b) / max(abs(a), abs(b)) for a, b in pairs if a != b)])
+        self.counts["equal" if first.same(second) else "different"] += 1
+        return second
+
+    def _validate(self, first: Attempt, compute: Compute) -> Attempt:
+        """Repeat a suspicious step until its cause is known; return the last attempt."""
+        scale = self.run.optimizer.loss_scale.state_dict()
+        again = compute(1)
+        if not first.same(again):
+            self._say("transient", first, first.different(again), "repeated on the same ranks it has another result")
+            return again
+        copies = self.run.groups.size("dp")
+        if copies == 1:
+            self._say("correct", first, [], "repeated on the same ranks it is the same; there is no other copy")
+            return again
+        self.run.optimizer.loss_scale.load_state_dict(scale)
+        moved = compute(2, shift=1)
+        if again.same(moved, TOLERANCE):
+            self._say("correct", first, [], "it is the same on the same and on other ranks")
+            return moved
+        wrong = _wrong_copies(again, moved)
+        self._say("persistent", first, wrong, "the same ranks repeat it, other ranks do not")
+        self.run.stop_reason = f"a persistent error on {self._ranks(wrong)}"
+        return replace(moved, outcome=replace(moved.outcome, stop=True))
+
+    def _say(self, verdict: str, first: Attempt, copies: Sequence[int], reason: str) -> None:
+        self.counts[verdict] += 1
+        if self.run.world.rank != 0:
+            return
+        outcome = first.outcome
+        where = f" on {self._ranks(copies)}" if copies else ""
+        what = f"loss {outcome.loss}, gradient norm {outcome.grad_norm}"
+        print(
+            f"note: suspicious result at iteration {self.run.state.iteration + 1} ({what}): {verdict}{where}: {reason}",
+            flush=True,
+        )
+
+    def _ranks(self, copies: Sequence[int]) -> str:
+        """The ranks of some copies, in words."""
+        grid = self.run.groups.grid
+        ranks = [rank for rank in range(grid.world_size) if grid.coordinates(rank)["dp"] in copies]
+        return f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))}" if ranks else "unknown ranks"
+
+    def report(self) -> None:
+        """Print the counts at the end of a run."""
+        if not self.counts or self.run.world.rank != 0:
+            return
+        counts = ", ".join(f"{count} {verdict}" for verdict, count in sorted(self.counts.items()))
+        largest = f"; largest relative difference {self._largest:.3g}" if self._mode == "report_stats" else ""
+        print(f"repeated steps: {counts}{largest}", flush=True)
+
+
+def _wrong_copies(again: Attempt, moved: Attempt) -> list[int]:
+    """The copies that compute wrong values, as far as two attempts show it: copy c computed the samples c in ``again``
+    and c + 1 in ``moved``, so that both differ if it is wrong."""
+    different, copies = again.different(moved, TOLERANCE), len(again.losses)
+    not_finite = [copy for copy in different if not math.isfinite(again.losses[copy])]
+    return not_finite or [copy for copy in different if (copy + 1) % copies in different] or different
+
+
+def injected_error(run: Run, number: int, shift: int) -> bool:
+    """Whether this rank's loss in attempt ``number`` of the next step is replaced by NaN (``error_injection_rate``).
+
+    Steps and copies are drawn by (seed, iteration). transient_error: the first attempt of a copy's ranks.
+    persistent_error: all attempts of these ranks. correct_result: the samples of a copy, on any rank.
+    """
+    settings, copies = run.config.resilience, run.groups.size("dp")
+    drawn = random.Random(f"{run.config.training.seed}:{run.state.iteration}")
+    if not settings.error_injection_rate or drawn.randrange(settings.error_injection_rate):
+        return False
+    copy, own = drawn.randrange(copies), run.groups.index("dp")
+    if settings.error_injection_type == "correct_result":
+        return (own + shift) % copies == copy
+    return own == copy and (number == 0 or settings.error_injection_type == "persistent_error")
+
+
+def _close(a: float, b: float, tolerance: float) -> bool:
+    return math.isclose(a, b, rel_tol=tolerance) or not (math.isfinite(a) or math.isfinite(b))
