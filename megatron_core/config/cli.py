@@ -99,6 +99,12 @@ def parse_command_line(
     return config, dry
 
 
+def read_flags(args: list[str], *, prog: str = "pretrain_gpt.py") -> tuple[RunConfig, list[str]]:
+    """The settings of the flags in ``args`` that can be used, and a message for each of the others."""
+    parsed, faults = _parse(_CommandLine, args, prog, None)
+    return RunConfig(**parsed.sections()), faults
+
+
 def _parse(
     kind: type[Parsed], args: list[str] | None, prog: str, defaults: RunConfig | None
 ) -> tuple[Parsed, list[str]]:

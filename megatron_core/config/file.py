@@ -18,7 +18,8 @@ from megatron_core.output_file import no_follow, refuse_other_file, starting_wit
 from megatron_core.text_file import parse_json, parse_yaml, read_text
 
 _HEADER = "# The settings of a run"
-_WRITTEN = starting_with("configuration that a run wrote", _HEADER.encode())
+WRITTEN = starting_with("configuration that a run wrote", _HEADER.encode())
+"""Files of ``write_config``."""
 
 
 def read_config(path: str | Path, defaults: RunConfig | None = None) -> RunConfig:
@@ -39,14 +40,32 @@ def read_config(path: str | Path, defaults: RunConfig | None = None) -> RunConfi
     return RunConfig.from_flat((defaults or RunConfig()).flat() | values)
 
 
-def write_config(config: RunConfig, path: str | Path, named: str = "the configuration is not written") -> None:
-    """Write ``config`` as YAML by section; ``--config`` reads an equal configuration from it.
+def write_config(
+    config: RunConfig, path: str | Path, named: str = "the configuration is not written", *, changed_only: bool = False
+) -> None:
+    """Write ``config`` as YAML by section; ``--config`` reads an equal configuration from it. ``changed_only``: without
+    settings that have their default.
 
     Errors: ``ConfigError`` that begins with ``named`` if the file was not written by this function.
     """
-    refuse_other_file(named, path, _WRITTEN)
+    refuse_other_file(named, path, WRITTEN)
+    text = changed_settings(config) if changed_only else yaml.safe_dump(asdict(config), sort_keys=False)
     with open(path, "w", encoding="utf-8", opener=no_follow) as file:
-        file.write(f"{_HEADER}; --config FILE uses them again.\n" + yaml.safe_dump(asdict(config), sort_keys=False))
+        file.write(f"{_HEADER}; --config FILE uses them again.\n{text}")
+
+
+def changed_settings(config: RunConfig) -> str:
+    """The settings that differ from their defaults, as YAML by section."""
+    sections = {
+        name: {key: value for key, value in asdict(part).items() if value != getattr(default, key)}
+        for (name, part), default in zip(config.sections().items(), RunConfig().sections().values(), strict=True)
+    }
+    lists = {
+        name: {key: list(value) if isinstance(value, tuple) else value for key, value in part.items()}
+        for name, part in sections.items()
+        if part
+    }
+    return str(yaml.safe_dump(lists, sort_keys=False)) if lists else ""
 
 
 def _load(path: Path) -> dict[str, Any]:

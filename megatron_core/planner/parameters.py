@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from megatron_core.config import RunConfig
+from megatron_core.config import ParallelConfig, RunConfig
 from megatron_core.config.attention import attention_of
 from megatron_core.config.model import ModelConfig
 
@@ -77,6 +77,14 @@ def head_parameters(config: RunConfig, vocab_size: int, *, with_embedding: bool)
     table = padded_vocabulary(config, vocab_size) // config.parallel.tensor_model_parallel_size * model.hidden_size
     tied = model.share_embeddings_and_output_weights and with_embedding
     return _vectors(norm_parameters(model) + (0 if tied else table))
+
+
+def model_parameters(config: RunConfig, vocab_size: int) -> int:
+    """Elements of the whole model, with the padding of its vocabulary on one rank."""
+    whole = replace(config, parallel=ParallelConfig())
+    layers = [layer_parameters(whole, layer) for layer in range(config.model.num_layers)]
+    ends = (part(whole, vocab_size, with_embedding=True) for part in (head_parameters, ahead_parameters))
+    return sum([*layers, *ends], embedding_parameters(whole, vocab_size)).total
 
 
 def rank_units(

@@ -1,0 +1,329 @@
+"""Read a launch script of Megatron-LM and print what it will do here.
+
+megatron-from-megatron --output run.yaml train_gpt3_175b.sh /checkpoints /logs vocab.json merges.txt /data/text
+
+megatron-from-megatron --set DATA_PATH=/data/text --world-size 64 train.sh
+
+megatron-from-megatron -- torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 24 ...
+
+The script is read, not run. A variable that neither the script nor --set gives is <NAME> in the result.
+"""
+
+from __future__ import annotations
+
+from megatron_core.commands.start import start
+
+if __name__ == "__main__":
+    start("from_megatron")
+
+import io
+import shlex
+import sys
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import redirect_stderr
+from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
+
+from megatron_core.command import program
+from megatron_core.commands.plan_layout import vocabulary
+from megatron_core.commands.verify_layout import Options, task_of
+from megatron_core.config import RunConfig, megatron_flags
+from megatron_core.config.cli import read_flags
+from megatron_core.config.file import WRITTEN, changed_settings, write_config
+from megatron_core.config.launch_flags import LaunchFlags
+from megatron_core.config.rules_single import unread_settings
+from megatron_core.config.run import field_types
+from megatron_core.config.translate import plain
+from megatron_core.config.validate import problems
+from megatron_core.errors import ConfigError, MegatronError, shortened
+from megatron_core.output_file import prepare_output
+from megatron_core.planner.explain import details, readable_bytes, readable_seconds
+from megatron_core.planner.hardware import read_hardware
+from megatron_core.planner.parameters import model_parameters
+from megatron_core.planner.search import Search, describe_layout
+from megatron_core.shell.expansion import UNKNOWN, readable
+from megatron_core.shell.launch import Launch, LaunchScript, is_script, read_command_line, read_script
+from megatron_core.terminal import parse_flags
+
+GPT = ("pretrain_gpt.py", "train.py", "megatron_core.commands.train")
+"""Training programs whose flags mean the same here."""
+_GENERATION = "generates text; use megatron-serve or megatron-generate"
+_MODEL = "trains another kind of model than GPT; use Megatron-LM, or a program of your own (docs/any_model.md)"
+OTHERS = {
+    "text_generation": _GENERATION,
+    "inference": _GENERATION,
+    **dict.fromkeys(("bert", "t5", "mamba", "hybrid", "vlm", "vision", "multimodal", "ict", "retro", "mimo"), _MODEL),
+}
+"""Words in the paths of programs that cannot be replaced, and the alternative."""
+_WIDTH = 110
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Read a launch script or command line of Megatron-LM, and print what it will do here, what differs, the same
+    settings as YAML, memory and time, and the command that compares its layout with one process.
+
+    Exit status: 0 if the launch can start here unchanged, 1 if not, 2 for a script that cannot be read.
+    """
+
+    command: tyro.conf.Positional[tuple[str, ...]] = ()
+    """A launch script and its arguments; or, after --, a command line."""
+    variables: Annotated[
+        tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(name="set", metavar="NAME=VALUE")
+    ] = ()
+    """Variables of the environment in which the script would run."""
+    world_size: int | None = None
+    """Number of ranks; default: that of the launcher (torchrun, srun, mpirun), or the least that fits."""
+    launch: int = 1
+    """Which launch of the script to describe, if it has several."""
+    hardware: str = "h100"
+    """Machine for memory and time, as for megatron-plan."""
+    output: str | None = None
+    """Write the settings to this YAML file."""
+
+
+@dataclass(frozen=True)
+class Door:
+    """A launch, its flags sorted by treatment, its configuration and its ranks."""
+
+    launch: Launch
+    flags: LaunchFlags
+    config: RunConfig
+    world_size: int
+    problems: tuple[str, ...]
+    """Rules that the settings violate together."""
+
+    @classmethod
+    def of(cls, launch: Launch, world_size: int | None) -> Door:
+        """Translate the flags of a launch."""
+        flags = LaunchFlags.of(launch.flags, UNKNOWN)
+        with redirect_stderr(io.StringIO()):  # the note about flags without effect is part of the report
+            config, _ = read_flags(flags.usable, prog="pretrain_gpt.py")
+        ranks = world_size or launch.ranks or config.parallel.smallest_world_size
+        return cls(launch, flags, config, ranks, tuple(problems(config, ranks)))
+
+    @property
+    def starts(self) -> bool:
+        """Whether training would start with these flags."""
+        return not (self.flags.refused or self.flags.unread or self.problems or self.other_model)
+
+    @property
+    def other_model(self) -> str:
+        """Why the program cannot be replaced; empty if it trains a GPT."""
+        word = next((word for word in OTHERS if word in self.launch.program), None)
+        return f"{readable(self.launch.program)} {OTHERS[word]}" if word else ""
+
+
+def is_flag(word: str) -> bool:
+    """Whether ``word`` is a flag of Megatron-LM's training programs or of this one."""
+    name = plain(word.partition("=")[0])
+    known = (field_types(), megatron_flags.FLAGS, megatron_flags.RENAMED, megatron_flags.SAME_AS)
+    return word.startswith("--") and any(name in table for table in known)
+
+
+def report(door: Door, script: LaunchScript, settings: Settings) -> Iterator[str]:
+    """Yield the sections of the report."""
+    yield "\n".join(_heading(door, script, settings))
+    yield "\n".join(["What it does here", *_indented(_description(door))])
+    yield "\n".join(["What differs", *_indented(_differences(door, script))])
+    if door.problems or door.flags.refused or door.flags.unread or door.other_model:
+        yield "\n".join(["What to change first", *_indented(_changes(door))])
+    name = settings.output or "run.yaml"
+    if settings.output is None:
+        text = textwrap.indent(changed_settings(door.config), "  ")
+        yield f"The same settings as YAML (--output {name} writes them)\n{text}".rstrip()
+    else:
+        yield f"The same settings as YAML: {name}"
+    yield "\n".join(["Memory and time", *_indented(_prediction(door, settings, name))])
+    yield "\n".join(["Proof: the layout computes what one process computes", *_indented(_proof(door, name))])
+    yield "\n".join(["Start", *_indented(_start(door, name))])
+
+
+def _heading(door: Door, script: LaunchScript, settings: Settings) -> Iterator[str]:
+    launch = door.launch
+    where = f"{launch.place}: " if launch.place else ""
+    source = "--world-size" if settings.world_size else "its launcher" if launch.ranks else "the least that fits"
+    yield f"{where}{readable(launch.program)} on {_count(door.world_size, 'rank')} ({source})"
+    if len(script.launches) > 1:
+        others = [f"{n}: {readable(each.program)}, {each.place}" for n, each in enumerate(script.launches, 1)]
+        yield f"launches in the script: {'; '.join(others)}; --launch N describes another one"
+    if door.other_model:
+        yield door.other_model
+    elif not launch.program.endswith(GPT):
+        yield f"{readable(launch.program)} is taken for a GPT program; its own changes to Megatron-LM are not known"
+    yield "starts unchanged" if door.starts else "does not start unchanged: see What to change first"
+
+
+def _description(door: Door) -> Iterator[str]:
+    config, ranks = door.config, door.world_size
+    model, training, optimizer = config.model, config.training, config.optimizer
+    kind = f", {model.num_experts} experts of which a token uses {model.moe_router_topk}" if model.num_experts else ""
+    yield (
+        f"model: {model.num_layers} layers, hidden size {model.hidden_size}, {model.num_attention_heads} heads{kind}, "
+        f"{model_parameters(config, vocabulary(config)) / 1e9:.3g} billion parameters, sequences of "
+        f"{config.data.seq_length} tokens"
+    )
+    if not any(problems_of_ranks(door)):
+        copies = config.parallel.data_parallel_size(ranks)
+        batch = training.final_batch_size(copies)
+        yield f"layout: {describe_layout(config, ranks)}"
+        length = (
+            f"{training.train_iters:,} steps" if training.train_iters else f"{training.train_samples or 0:,} samples"
+        )
+        yield f"training: {length}, {batch} sequences ({batch * config.data.seq_length:,} tokens) a step"
+    dtype = "bf16" if training.bf16 else "fp16" if training.fp16 else "float32"
+    eight = f", fp8 {training.fp8_format}" if training.fp8_format else ""
+    schedule = f"lr {optimizer.lr}, {optimizer.lr_decay_style} decay"
+    yield f"precision: {dtype}{eight}; optimizer: {optimizer.optimizer}, {schedule}"
+    data = [*config.data.data_path, *config.data.train_data_path]
+    source = "mock data" if config.data.mock_data else " ".join(data) or "none given"
+    yield f"data: {shortened(source)}; load {config.checkpoint.load}; save {config.checkpoint.save}"
+    given = door.flags
+    counts = len(given.done), len(given.translated), sum(map(len, given.ignored.values())), len(given.refused)
+    yield "flags: {} with the same meaning, {} translated, {} without effect, {} refused".format(*counts)
+
+
+def problems_of_ranks(door: Door) -> Iterator[str]:
+    """The problems that concern the number of ranks."""
+    return (each for each in door.problems if "world_size=" in each or "batch_size=" in each)
+
+
+def _differences(door: Door, script: LaunchScript) -> Iterator[str]:
+    flags = door.flags
+    for theirs, ours in flags.translated.items():
+        yield f"translated: {theirs} -> {ours}"
+    for reason, words in flags.ignored.items():
+        yield f"without effect: {', '.join(words)}: {reason}"
+    if unread := unread_settings(door.config, door.world_size, device="cuda"):
+        yield f"without effect in this run: {unread}"
+    for flag, difference in flags.different_defaults(door.config).items():
+        yield f"default of Megatron-LM, not given: {flag}; {difference}"
+    if script.unset:
+        yield f"not set in the script: {', '.join(script.unset)}; --set NAME=VALUE or the script's arguments give them"
+    yield from script.notes
+    yield "all other differences: docs/from_megatron.md"
+
+
+def _changes(door: Door) -> Iterator[str]:
+    if door.other_model:
+        yield door.other_model
+    for flag, name in door.flags.unread.items():
+        yield f"{flag}: its value is not known; give --set {name}=VALUE, or the script's arguments"
+    yield from door.flags.refused
+    yield from door.problems
+
+
+def _prediction(door: Door, settings: Settings, name: str) -> Iterator[str]:
+    hardware = read_hardware(settings.hardware)
+    search = Search(door.config, door.world_size, hardware, vocabulary(door.config))
+    try:
+        found = search.candidate(door.config)
+    except MegatronError as error:
+        yield f"not known before the settings are legal: {shortened(str(error), 300)}"
+        return
+    room = readable_bytes(hardware.usable_bytes)
+    fits = "fits" if search.fits(found.memory) else "does not fit"
+    yield (
+        f"a step takes {readable_seconds(found.seconds)} on {door.world_size} x {hardware.name}, "
+        f"{found.cost.tokens_per_second:,.0f} tokens/s on each; {readable_bytes(found.bytes)} {fits} into {room}"
+    )
+    yield from details(found).splitlines()
+    if door.config.training.train_iters:
+        yield f"all steps: {found.seconds * door.config.training.train_iters / 86400:,.3g} days"
+    batch = door.config.training.global_batch_size
+    if batch is not None:
+        yield f"faster layouts: megatron-plan --config {name} --gpus {door.world_size} --hardware {settings.hardware}"
+
+
+def _proof(door: Door, name: str) -> Iterator[str]:
+    config = door.config
+    least = config.parallel.smallest_world_size
+    ranks = min(door.world_size, 2 * least)
+    try:
+        if next(problems(config, door.world_size), None) is None:
+            task = task_of(config, Options(world_size=(ranks,)))
+        else:
+            raise ConfigError("the settings cannot be used yet")
+    except MegatronError as error:
+        yield f"there is nothing to compare: {shortened(str(error), 300)}"
+        return
+    yield f"megatron-verify --config {name} --world-size {ranks}"
+    copies = "" if ranks == door.world_size else f"; two of its {door.world_size // least} copies are compared"
+    yield f"layout {task.layouts[0]} with a small model on a CPU ({task.shrunk}){copies}"
+    if config.training.bf16 or config.training.fp16:
+        yield "it compares in float64; --dtype bfloat16 adds the rounding of this run"
+
+
+def _start(door: Door, name: str) -> Iterator[str]:
+    local = min(door.launch.ranks_per_node or 8, door.world_size)
+    local = local if door.world_size % local == 0 else door.world_size
+    nodes = door.world_size // local
+    several = f" --nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500" if nodes > 1 else ""
+    yield f"torchrun --nproc-per-node {local}{several} -m megatron_core.commands.train --config {name}"
+    if door.starts:
+        yield "or the script itself, with this project's pretrain_gpt.py in place of Megatron-LM's"
+
+
+def _count(number: int, name: str) -> str:
+    return f"{number:,} {name}{'s' * (number != 1)}"
+
+
+def _indented(lines: Iterable[str]) -> Iterator[str]:
+    """Wrap long lines at words, except commands."""
+    for line in lines:
+        is_command = line.startswith(("megatron-", "torchrun "))
+        wrapped = [line] if is_command else textwrap.wrap(line, _WIDTH, break_long_words=False, break_on_hyphens=False)
+        yield from (f"  {'  ' * (number > 0)}{part}" for number, part in enumerate(wrapped or [""]))
+
+
+def read_launches(settings: Settings, words: Sequence[str]) -> LaunchScript:
+    """The launches in the script or command line; ``ConfigError`` if there is none."""
+    if not words:
+        raise ConfigError("give a launch script and its arguments, or a command line after --")
+    pairs = [each.partition("=") for each in settings.variables]
+    wrong = [name for name, equals, _ in pairs if not (equals and name.isidentifier())]
+    if wrong:
+        raise ConfigError(f"--set {wrong[0]}: give NAME=VALUE")
+    if is_script(words[0]):
+        found = read_script(words[0], words[1:], {name: value for name, _, value in pairs}, is_flag)
+    elif settings.command:
+        raise ConfigError(f"{words[0]}: there is no such script; a command line is written after --")
+    else:
+        found = read_command_line(words, is_flag)
+    if not found.launches:
+        notes = "".join(f"; {note}" for note in found.notes)
+        raise ConfigError(
+            f"{shortened(shlex.join(words))}: no start of a training program with flags of Megatron-LM was found"
+            f"{notes}; give its command line after --"
+        )
+    return found
+
+
+def run(settings: Settings, words: Sequence[str]) -> int:
+    """Print the report; 0 if the launch can start unchanged."""
+    script = read_launches(settings, words)
+    if not 1 <= settings.launch <= len(script.launches):
+        raise ConfigError(f"--launch {settings.launch}: the number of launches in the script is {len(script.launches)}")
+    if settings.world_size is not None and settings.world_size < 1:
+        raise ConfigError(f"--world-size {settings.world_size} must be an integer >= 1")
+    door = Door.of(script.launches[settings.launch - 1], settings.world_size)
+    if settings.output is not None:
+        prepare_output(settings, "output", WRITTEN, words)
+        write_config(door.config, settings.output, changed_only=True)
+    print("\n\n".join(report(door, script, settings)))
+    return 0 if door.starts else 1
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the flags, read the launch and print."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    at = given.index("--") if "--" in given else len(given)
+    settings = parse_flags(Settings, args=given[:at], description=__doc__)
+    try:
+        return run(settings, settings.command or given[at + 1 :])
+    except (MegatronError, OSError) as error:
+        print(f"{program()}: {error}", file=sys.stderr)
+        return 2

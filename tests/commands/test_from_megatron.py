@@ -1,0 +1,164 @@
+"""The command that reads launch scripts of Megatron-LM."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron_core.commands.from_megatron import main
+from megatron_core.config.cli import parse_run_config
+from megatron_core.config.file import read_config
+from megatron_core.planner.parameters import model_parameters
+from megatron_core.training.dry_run import RankEstimate
+
+ROPE = ("--position-embedding-type", "rope")
+SCRIPT = """#!/bin/bash
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+GPUS_PER_NODE=8
+TP=${TP:-2}
+DATA_PATH=$1
+DISTRIBUTED_ARGS=(
+    --nproc_per_node $GPUS_PER_NODE
+    --nnodes ${SLURM_NNODES}
+    --node_rank $SLURM_NODEID
+)
+MODEL_ARGS="
+    --num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 256 --max-position-embeddings 256
+    --attention-dropout 0.0 --hidden-dropout 0.0 --swiglu --untie-embeddings-and-output-weights
+    --use-rotary-position-embeddings --no-position-embedding
+"
+if [ "$FP8" = true ]; then MODEL_ARGS="$MODEL_ARGS --fp8-hybrid"; fi
+TRAINING_ARGS=(--micro-batch-size 2 --global-batch-size $((2 * 16)) --train-iters 1000 --lr 6.0e-5 --bf16)
+TRAINING_ARGS+=(--use-mcore-models)
+srun torchrun "${DISTRIBUTED_ARGS[@]}" pretrain_gpt.py $MODEL_ARGS ${TRAINING_ARGS[@]} \\
+    --tensor-model-parallel-size $TP --pipeline-model-parallel-size 2 --use-distributed-optimizer \\
+    --data-path $DATA_PATH --vocab-size 1000 --tokenizer-type NullTokenizer 2>&1 | tee log.txt
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.sh"
+    path.write_text(SCRIPT)
+    return path
+
+
+def test_a_launch_that_starts_unchanged(script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written = tmp_path / "run.yaml"
+    assert main(["--output", str(written), str(script), "/data/text"]) == 0
+    text = capsys.readouterr().out
+    flags = (
+        "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 256 --max-position-embeddings 256 "
+        "--attention-dropout 0 --hidden-dropout 0 --swiglu --untie-embeddings-and-output-weights "
+        "--position-embedding-type rope --micro-batch-size 2 --global-batch-size 32 --train-iters 1000 --lr 6e-5 "
+        "--bf16 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --use-distributed-optimizer "
+        "--data-path /data/text --vocab-size 1000 --tokenizer-type NullTokenizer"
+    )
+    expected = parse_run_config(flags.split())
+    assert read_config(written) == expected
+    for part in (
+        "pretrain_gpt.py on 16 ranks (its launcher)",
+        "starts unchanged",
+        "layout: tp2 pp2 dp4 zero1 mbs2",
+        "32 sequences (8,192 tokens) a step",
+        "translated: --use-rotary-position-embeddings -> --position-embedding-type rope",
+        "without effect: --use-mcore-models: there is one implementation of the model",
+        "--eval-iters 100; here 10",
+        "fits into",
+        f"megatron-verify --config {written} --world-size 8",
+        "two of its 4 copies are compared",
+        f"torchrun --nproc-per-node 8 --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 "
+        f"-m megatron_core.commands.train --config {written}",
+    ):
+        assert part in " ".join(text.split()), part
+    assert "What to change first" not in text
+
+
+def test_the_proposed_proof_runs(script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from megatron_core.commands.verify_layout import main as verify
+
+    written = tmp_path / "run.yaml"
+    assert main(["--output", str(written), "--set", "TP=1", "--world-size", "2", str(script), "/data/text"]) == 0
+    text = capsys.readouterr().out
+    command = next(line for line in text.splitlines() if line.strip().startswith("megatron-verify")).split()
+    assert verify([*command[1:], "--steps", "1"]) == 0
+    assert "pp2" in capsys.readouterr().out
+
+
+def test_variables_and_arguments(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--set", "TP=4", "--set", "FP8=true", str(script)]) == 0
+    text = capsys.readouterr().out
+    assert "tp4 pp2" in text and "fp8 hybrid" in text and "data: <argument-1>" in text
+    assert "not set in the script:" in text and "SLURM_NODEID" in text
+    section = text[text.index("The same settings as YAML") :].split("\n\n")[0].split("\n", 1)[1]
+    settings = yaml.safe_load(section)
+    assert settings["parallel"]["tensor_model_parallel_size"] == 4
+    assert settings["data"]["data_path"] == ["<argument-1>"]
+
+
+def test_what_cannot_start(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "--num-layers $N --fp4-format e2m1 --num-attention-heads 12 --hidden-size 100 --mock-data --vocab-size 64"
+    assert main(["--", "torchrun", "--nproc-per-node=2", "pretrain_gpt.py", *flags.split()]) == 1
+    text = " ".join(capsys.readouterr().out.split())
+    assert "pretrain_gpt.py on 2 ranks" in text and "does not start unchanged" in text
+    changes = text[text.index("What to change first") :]
+    for part in (
+        "--fp4-format e2m1: 4-bit training is not supported",
+        "--num-layers $N: this cannot be read",
+        "hidden_size=100",
+    ):
+        assert part in changes
+
+
+def test_an_unknown_number_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "a.sh"
+    path.write_text(
+        "python3 train.py --num-layers $LAYERS --hidden-size 64 --mock-data --vocab-size 64 --train-iters 2"
+    )
+    assert main([str(path)]) == 1
+    assert "--num-layers <LAYERS>: its value is not known; give --set LAYERS=VALUE" in " ".join(
+        capsys.readouterr().out.split()
+    )
+
+
+def test_several_launches_and_other_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "a.sh"
+    common = "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --mock-data --vocab-size 64 --train-iters 2"
+    path.write_text(
+        f"python tools/preprocess_data.py --input x\npython pretrain_gpt.py {common}\n"
+        f"mpirun -np 4 python pretrain_bert.py {common}\n"
+    )
+    assert main([str(path)]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "launches in the script: 1: pretrain_gpt.py" in text and "2: pretrain_bert.py" in text
+    assert "there is nothing to compare" in text
+    assert main(["--launch", "2", str(path)]) == 1
+    text = " ".join(capsys.readouterr().out.split())
+    assert "pretrain_bert.py on 4 ranks" in text and "another kind of model" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "give a launch script"),
+        (["absent.sh"], "no such script"),
+        (["--", "echo", "x"], "no start of a training program"),
+        (["--set", "X", "--", "--num-layers", "2"], "--set X: give NAME=VALUE"),
+        (["--launch", "2", "--", "--num-layers", "2"], "--launch 2: the number of launches in the script is 1"),
+        (["--world-size", "0", "--", "--num-layers", "2"], "--world-size 0 must be an integer >= 1"),
+        (["--hardware", "z9", "--", "--num-layers", "2", "--train-iters", "1"], "z9"),
+    ],
+)
+def test_what_cannot_be_read(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    errors = capsys.readouterr().err
+    assert said in errors and len(errors.splitlines()) == 1
+
+
+def test_parameters_are_those_of_the_model() -> None:
+    flags = "--num-layers 3 --hidden-size 32 --num-attention-heads 2 --num-experts 4 --swiglu --disable-bias-linear"
+    config = parse_run_config([*flags.split(), "--vocab-size", "128", "--mtp-num-layers", "1", *ROPE])
+    assert model_parameters(config, 128) == RankEstimate.of(config, 1).model_parameters
