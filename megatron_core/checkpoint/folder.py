@@ -193,7 +193,7 @@ def find_candidates(load: str, step: int | None = None) -> Candidates:
     if (root / MANIFEST).is_file():
         return Candidates((root,), named=True)
     complete = complete_iterations(root)
-    if not complete and _is_of_megatron(root):
+    if not complete and is_of_megatron(root):
         source = root.absolute()
         target = shlex.quote(str(source.with_name(f"{source.name}-converted")))
         iteration = "" if step is None else f" --ckpt-step {step}"
@@ -236,7 +236,7 @@ def _is_written(folder: Path) -> bool:
     return any(folder.glob("rank_*.safetensors"))
 
 
-def _is_of_megatron(root: Path) -> bool:
+def is_of_megatron(root: Path) -> bool:
     """Whether ``root``, or an iteration's folder in it, has files of Megatron-LM."""
     folders = (root, *root.glob("iter_*"), root / "release")
     return any((each / ".metadata").is_file() or any(each.glob("mp_rank_*/*.pt")) for each in folders)

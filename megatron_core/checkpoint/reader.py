@@ -46,6 +46,12 @@ class CheckpointReader:
         tensor = self.manifest.tensors.get(name)
         return tensor is not None and shape in (None, tensor.shape)
 
+    @property
+    def kinds(self) -> list[str]:
+        """The stored kinds of optimizer state."""
+        stored = (name.split(".") for name in self.manifest.tensors)
+        return sorted({parts[1] for parts in stored if parts[0] == "optimizer"})
+
     def verify(self, share: int = 0, shares: int = 1) -> list[str]:
         """Check sizes and hashes of part ``share`` of ``shares`` of the files; returns the faults."""
         return damaged_files(self.folder, self.manifest.files, share=share, shares=shares)

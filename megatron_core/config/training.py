@@ -137,6 +137,9 @@ class OptimizerConfig(AlgorithmConfig):
     """Warm-up as a fraction of the decay steps, instead of --lr-warmup-iters."""
     lr_warmup_init: float = setting(0.0, r.NON_NEGATIVE, when=c.WARMUP, resume=Resume.SCHEDULE)
     """Learning rate at the start of warm-up."""
+    lr_one_step_later: bool = setting(False, resume=Resume.SCHEDULE)
+    """Apply to each step the learning rate and weight decay of the step before, as Megatron-LM does, so that the first
+    step of a warm-up has --lr-warmup-init; required to continue its runs from --load."""
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = setting(
         "exponential", when=c.WSD, resume=Resume.SCHEDULE
     )

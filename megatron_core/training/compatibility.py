@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from megatron_core.checkpoint import CheckpointReader, find_newest, open_newest
+from megatron_core.checkpoint.folder import is_of_megatron
 from megatron_core.checkpoint.manifest import MANIFEST, Manifest
 from megatron_core.checkpoint.reader import note
 from megatron_core.config import CheckpointConfig, DataConfig, ModelConfig, OptimizerConfig, RunConfig
@@ -22,6 +23,7 @@ from megatron_core.models.hf.reader import CONFIG
 from megatron_core.parallel.texts import listed
 from megatron_core.storage import local_copy, location
 from megatron_core.tokenizers.companions import TEMPLATE_FILE
+from megatron_core.training.megatron_state import megatron_config, megatron_folder
 
 KINDS = field_types()
 """The settings and their types."""
@@ -152,6 +154,8 @@ def moved_end(stored: Mapping[str, Any], config: RunConfig) -> str:
 
 def stored_config(folder: Path) -> RunConfig:
     """The configuration stored in the checkpoint in ``folder``; paths of tokenizer files refer to the copies in it."""
+    if not (folder / MANIFEST).is_file() and is_of_megatron(folder):
+        return megatron_config(folder)
     state = Manifest.read(folder / MANIFEST).state
     settings = check_state(state, folder)
     config = RunConfig.from_flat({name: value for name, value in settings.items() if name in KINDS})
@@ -206,6 +210,8 @@ def settings_folder(settings: CheckpointConfig) -> Path | None:
     """
     if settings.load is None:
         return None
+    if (theirs := megatron_folder(settings)) is not None:
+        return theirs
     temporary = location(settings.temporary_folder(settings.load)) if settings.local_folder is None else None
     return find_newest(settings.load, settings.ckpt_step, temporary, verify=settings.verify_checkpoint)
 

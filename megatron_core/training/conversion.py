@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -20,12 +20,13 @@ from megatron_core.models.build import global_shapes
 from megatron_core.models.hf import HuggingFaceReader, architecture_for, write_hugging_face
 from megatron_core.models.megatron_lm import MegatronReader
 from megatron_core.models.megatron_lm.arguments import Progress
+from megatron_core.models.megatron_lm.tensor_map import FROZEN
 from megatron_core.parallel.boxes import Box
 from megatron_core.tensor_parallel import ModelParallelConfig
 from megatron_core.tokenizers import tokenizer_of
 from megatron_core.tokenizers.companions import companion_files, files_to_store, stored_name, vocabulary_files
 from megatron_core.training.compatibility import stored_config, tokenizer_folder
-from megatron_core.training.state import TrainState
+from megatron_core.training.megatron_state import state_at
 
 TOLERANCE = 1e-4
 """Largest difference of logits, over the largest logit; both are computed in float32."""
@@ -70,8 +71,8 @@ def import_megatron(
         kinds = [] if optimizer is False else reader.kinds
         if optimizer and not kinds:
             raise CheckpointError(
-                f"{source} has no optimizer state that can be read: it must be of Adam, saved with --ckpt-format "
-                "torch_dist, or with torch and without the distributed optimizer; convert only the weights with "
+                f"{source} has no optimizer state that can be read: it must be of Adam, and with a distributed "
+                "optimizer the checkpoint must have all its files; convert only the weights with "
                 "--no-optimizer"
             )
         progress = reader.progress() if kinds else None
@@ -106,22 +107,13 @@ def write_native(
     ``progress`` is the position of the training; without it the result is iteration 0 of a run of ``config``.
     ``others``: files of a tokenizer not used by ``config``, stored for a later export.
     """
-    counters = TrainState()
-    if progress is not None:
-        tokens = progress.consumed_samples * config.data.seq_length
-        counters = TrainState(progress.iteration, progress.consumed_samples, tokens)
-    state = {
-        **asdict(counters),
-        "optimizer_steps": 0 if progress is None else progress.optimizer_steps,
-        "loss_scale": {},
-        "vocab_size": reader.state["vocab_size"],
-        "config": config.flat(),
-    }
+    state = state_at(progress, reader.state["vocab_size"], config.flat())
     files = files_to_store(tokenizer_of(config.data)) or {f"tokenizer/{stored_name(path)}": path for path in others}
     entries = [(f"model.{name}", dtype, shape) for name, shape in shapes.items()]
-    entries += [(f"optimizer.{kind}.{name}", torch.float32, shape) for kind in kinds for name, shape in shapes.items()]
+    trained = {name: shape for name, shape in shapes.items() if not name.endswith(FROZEN)}
+    entries += [(f"optimizer.{kind}.{name}", torch.float32, shape) for kind in kinds for name, shape in trained.items()]
     tensors = (read_whole(reader, name, shape, kind) for name, kind, shape in entries)
-    save_tensors(save, counters.iteration, entries, tensors, state, extra_files=files)
+    save_tensors(save, state["iteration"], entries, tensors, state, extra_files=files)
 
 
 def export_hugging_face(

@@ -16,6 +16,7 @@ from megatron_core.data_parallel import Bucket, DataParallel
 from megatron_core.data_parallel.onebit import OneBitLAMB
 from megatron_core.errors import CheckpointError
 from megatron_core.models.hf import HuggingFaceReader
+from megatron_core.models.megatron_lm import MegatronReader
 from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.parallel.grid import DENSE_AXES, EXPERT_AXES
 from megatron_core.parallel.sharding import spec_of
@@ -30,8 +31,10 @@ from megatron_core.training.compatibility import (
     schedule_changes,
     with_settings_of,
 )
+from megatron_core.training.megatron_state import open_megatron
 
 CPU = torch.device("cpu")
+Reader = CheckpointReader | HuggingFaceReader | MegatronReader
 
 
 @dataclass
@@ -141,9 +144,7 @@ def fp8_pieces(fp8: AmaxHistories, histories: Mapping[str, torch.Tensor]) -> Ite
         yield TensorBox(f"fp8.amax_history.{name}", shape, Box((0, 0), shape), history, fp8.group.rank() == 0)
 
 
-def open_checkpoint(
-    config: RunConfig, device: torch.device = CPU
-) -> tuple[CheckpointReader | HuggingFaceReader | None, RunConfig]:
+def open_checkpoint(config: RunConfig, device: torch.device = CPU) -> tuple[Reader | None, RunConfig]:
     """Open the checkpoint to load (None if there is none); return its reader and ``config``.
 
     A damaged checkpoint is refused; if ``load`` is the folder of all checkpoints, the newest intact one is used
@@ -152,9 +153,9 @@ def open_checkpoint(
     """
     # Find the checkpoint or the Hugging Face folder.
     settings = config.checkpoint
-    reader: CheckpointReader | None = None
+    reader: CheckpointReader | MegatronReader | None = None
     if settings.load is not None:
-        reader = _open_stored(settings, settings.load, device)
+        reader = open_megatron(settings) or _open_stored(settings, settings.load, device)
     if not config.training.skip_train:
         _refuse_other_runs(settings, found=reader is not None)
     if reader is None and settings.load_hf is not None:
@@ -236,7 +237,7 @@ def _refuse_other_runs(settings: CheckpointConfig, *, found: bool) -> None:
 
 def load_state(
     config: RunConfig,
-    reader: CheckpointReader | HuggingFaceReader,
+    reader: Reader,
     data: DataParallel,
     optimizer: Optimizer | None,
     fp8: AmaxHistories | None = None,
@@ -246,14 +247,14 @@ def load_state(
     weights_only = settings.finetune or isinstance(reader, HuggingFaceReader)
     fresh = weights_only or settings.no_load_optim
     with reader:
-        if isinstance(reader, CheckpointReader):
+        if not isinstance(reader, HuggingFaceReader):
             _check_names(reader, data, None if fresh else optimizer)
         if isinstance(reader, CopiesReader):
             reader.fetch(_needed_pieces(data, optimizer, fp8))
         reader.fill(held_weights(data))
         if optimizer is not None:
             _load_optimizer(reader, optimizer, fresh=fresh)
-        if not fresh and isinstance(reader, CheckpointReader):
+        if not fresh and not isinstance(reader, HuggingFaceReader):
             _load_compression(reader, data)
             if fp8 is not None and fp8.is_delayed:
                 _load_histories(reader, fp8)
@@ -281,7 +282,7 @@ def _needed_pieces(data: DataParallel, optimizer: Optimizer | None, fp8: AmaxHis
         yield from fp8_pieces(fp8, fp8.allocate())
 
 
-def _check_names(reader: CheckpointReader, data: DataParallel, optimizer: Optimizer | None) -> None:
+def _check_names(reader: CheckpointReader | MegatronReader, data: DataParallel, optimizer: Optimizer | None) -> None:
     """Compare the tensors needed by all ranks with the stored tensors."""
     pieces = [piece for bucket in data.all_buckets for piece in weight_pieces(bucket)]
     pieces += parameter_pieces(data.frozen)
@@ -293,8 +294,7 @@ def _check_names(reader: CheckpointReader, data: DataParallel, optimizer: Optimi
             name, *shape = line.split(" ")
             needed[name] = tuple(int(n) for n in shape if n)
     kinds = sorted({name.split(".")[1] for name in needed if name.startswith("optimizer.")} - {"main"})
-    there = {".".join(name.split(".")[:2]) for name in reader.manifest.tensors}
-    absent = [kind for kind in kinds if f"optimizer.{kind}" not in there]
+    absent = [kind for kind in kinds if kind not in reader.kinds]
     if absent and optimizer is not None:
         raise CheckpointError(
             f"{reader.folder} has no state of --optimizer {optimizer.config.optimizer} ({listed(absent)}); load "
@@ -303,7 +303,7 @@ def _check_names(reader: CheckpointReader, data: DataParallel, optimizer: Optimi
     reader.check_names(needed)
 
 
-def _load_optimizer(reader: CheckpointReader | HuggingFaceReader, optimizer: Optimizer, *, fresh: bool) -> None:
+def _load_optimizer(reader: Reader, optimizer: Optimizer, *, fresh: bool) -> None:
     pieces = list(optimizer_pieces(optimizer))
     optimizer.forget_local_changes()
     if fresh:
@@ -314,7 +314,7 @@ def _load_optimizer(reader: CheckpointReader | HuggingFaceReader, optimizer: Opt
     optimizer.loss_scale.load_state_dict(reader.state["loss_scale"])
 
 
-def _load_compression(reader: CheckpointReader, data: DataParallel) -> None:
+def _load_compression(reader: CheckpointReader | MegatronReader, data: DataParallel) -> None:
     """Load compression errors, PowerSGD factors and the coefficients of 1-bit LAMB.
 
     Errors belong to data-parallel ranks: with another number of ranks they stay zero, and a note is printed. If the
@@ -339,7 +339,7 @@ def _load_compression(reader: CheckpointReader, data: DataParallel) -> None:
         reader.fill(factors)
 
 
-def _load_histories(reader: CheckpointReader | HuggingFaceReader, fp8: AmaxHistories) -> None:
+def _load_histories(reader: CheckpointReader | MegatronReader, fp8: AmaxHistories) -> None:
     """Load amax histories; if they are missing or of another length, reset them and print a note."""
     pieces = list(fp8_pieces(fp8, fp8.allocate()))
     length = reader.state["config"].get("fp8_amax_history_len")

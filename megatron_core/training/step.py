@@ -52,10 +52,11 @@ def train_step(
     size = run.step_after(state.consumed_samples)
     with METER.phase("data"):
         batches = load_batches(run, size)
+    later = run.config.optimizer.lr_one_step_later
     step = (
-        state.consumed_samples - state.skipped_samples + size.batch_size
+        state.consumed_samples - state.skipped_samples + (0 if later else size.batch_size)
         if run.schedule.by_samples
-        else state.iteration - state.skipped_iterations + 1
+        else state.iteration - state.skipped_iterations + (0 if later else 1)
     )
     lr = run.schedule.lr(step)
 

@@ -10,6 +10,7 @@ import types
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -129,6 +130,22 @@ class Chunked:
             at = np.unravel_index(flat, counts)
             self.offsets.append(tuple(int(i) * s for i, s in zip(at, sizes, strict=True)))
 
+    def sizes_at(self, offset: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the part at ``offset``."""
+        return self.sizes
+
+
+class Ranges(Chunked):
+    """A tensor saved in ranges of its last dimension, the shorter one last; each row of the others is separate."""
+
+    def __init__(self, whole: Tensor, length: int) -> None:
+        self.whole, self.length = whole, length
+        rows = np.ndindex(*whole.shape[:-1])
+        self.offsets = [(*map(int, row), at) for row in rows for at in range(0, whole.shape[-1], length)]
+
+    def sizes_at(self, offset: tuple[int, ...]) -> tuple[int, ...]:
+        return (*(1 for _ in offset[1:]), min(self.length, self.whole.shape[-1] - offset[-1]))
+
 
 class Planner(SavePlanner):
     """Writes ``Chunked`` tensors, and other objects unchanged."""
@@ -143,7 +160,7 @@ class Planner(SavePlanner):
                 items.append(WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO))
                 continue
             for offset in value.offsets:
-                chunk = ChunkStorageMetadata(torch.Size(offset), torch.Size(value.sizes))
+                chunk = ChunkStorageMetadata(torch.Size(offset), torch.Size(value.sizes_at(offset)))
                 data = TensorWriteData(chunk, TensorProperties(value.whole.dtype), value.whole.shape)
                 items.append(WriteItem(MetadataIndex(name, torch.Size(offset)), WriteItemType.SHARD, tensor_data=data))
         return SavePlan(items)
@@ -158,14 +175,21 @@ class Planner(SavePlanner):
         value = self.state[write_item.index.fqn]
         if isinstance(value, Chunked):
             start = write_item.index.offset
-            return value.whole[tuple(slice(a, a + n) for a, n in zip(start, value.sizes, strict=True))].clone()
+            sizes = value.sizes_at(tuple(start))
+            return value.whole[tuple(slice(a, a + n) for a, n in zip(start, sizes, strict=True))].clone()
         buffer = io.BytesIO()
         torch.save(value, buffer)
         return buffer
 
 
 def write_distributed(
-    folder: Path, weights: Weights, args: argparse.Namespace, *, stacked: bool = True, halves: bool = False
+    folder: Path,
+    weights: Weights,
+    args: argparse.Namespace,
+    *,
+    stacked: bool = True,
+    halves: bool = False,
+    extra: Mapping[str, Any] = MappingProxyType({}),
 ) -> Path:
     """``--ckpt-format torch_dist``: layers stacked or by number, gate and value together or as two tensors."""
     tp = args.tensor_model_parallel_size
@@ -193,6 +217,7 @@ def write_distributed(
                 state |= {f"decoder.layers.{n}.{key}": Chunked(each[n], False, tp) for n in range(len(each))}
         state[f"optimizer.state.exp_avg.decoder.layers.{rest}"] = Chunked(torch.zeros(4, 2), False, 1)
     state["decoder.layers.mlp.linear_fc1._extra_state/shard_0_2"] = io.BytesIO(b"bytes of another library")
+    state |= extra
     path = folder / "iter_0000007"
     save(state, storage_writer=FileSystemWriter(path), planner=Planner(), no_dist=True)
     (folder / "latest_checkpointed_iteration.txt").write_text("7")

@@ -20,7 +20,7 @@ from megatron_core.models.megatron_lm import MegatronReader, settings_of_argumen
 from megatron_core.parallel.boxes import Box
 from megatron_core.training.compatibility import stored_config
 from megatron_core.training.conversion import import_megatron
-from tests.models.megatron_files import arguments, write_distributed, write_rank_files
+from tests.models.megatron_files import Ranges, arguments, write_distributed, write_rank_files
 
 VOCABULARY = 61
 GPT: dict[str, Any] = {
@@ -244,3 +244,19 @@ def test_a_box_is_read_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     with MegatronReader(tmp_path) as reader:
         reader.fill([TensorBox("model.decoder.layers.2.mlp.linear_fc1.weight", tuple(whole.shape), box, memory, True)])
     assert torch.equal(memory, whole[box.index])
+
+
+def test_flattened_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The state of ``fully_sharded_model_space``: ranges of the elements of each tensor-parallel rank's block."""
+    model = make_model(LLAMA, biases=False)
+    weights, rest = weights_of(model), "mlp.linear_fc2.weight"
+    layers = range(LLAMA["num_layers"])
+    stacked = torch.stack([weights[f"decoder.layers.{layer}.{rest}"] for layer in layers])
+    blocks = torch.stack(stacked.chunk(2, dim=2), dim=1).reshape(len(layers), 1, 2, -1)  # columns of two ranks
+    extra = {f"optimizer.state.exp_avg.decoder.layers.{rest}": Ranges(blocks, 100)}
+    args = named(LLAMA, model, monkeypatch, **TP2)
+    write_distributed(tmp_path, weights, args, extra=extra)
+    parts = MegatronReader(tmp_path)._optimizer["exp_avg"][f"decoder.layers.3.{rest}"]
+    assert len(parts) == 2
+    for part in parts:
+        assert torch.equal(part.read(), weights[f"decoder.layers.3.{rest}"][part.box.index])

@@ -33,6 +33,7 @@ TRAINING = (
     *("global_batch_size", "micro_batch_size", "train_iters", "train_samples", "seed", "bf16", "fp16"),
 )
 """Training settings that have the same name and meaning in both programs."""
+REMEDY = "use the weights alone: convert with --no-optimizer, or load with --finetune"
 
 
 def settings_of_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,27 +106,68 @@ class Progress:
 
     iteration: int
     consumed_samples: int
+    skipped_samples: int
+    """Sequences of the steps without an update, which do not count for the schedule."""
+    skipped_iterations: int
     optimizer_steps: int
+    loss_scale: Mapping[str, float]
     settings: Mapping[str, Any]
 
     @classmethod
     def of(cls, common: Mapping[str, Any], arguments: Mapping[str, Any], optimizer: Any, folder: Path) -> Progress:
         """Read the counters. Errors: ``CheckpointError`` for one that is absent or not an integer."""
-        remedy = "convert the weights alone with --no-optimizer"
+        schedule = common.get("opt_param_scheduler")
         counters = {
             "iteration": common.get("iteration"),
             "consumed_train_samples": arguments.get("consumed_train_samples"),
             "optimizer step": _step(optimizer),
+            "num_steps of opt_param_scheduler": schedule.get("num_steps") if isinstance(schedule, dict) else None,
         }
         for name, value in counters.items():
             if type(value) is not int or value < 0:
                 raise CheckpointError(
-                    f"{folder} has no valid {name} ({value!r}), which training needs to continue; {remedy}"
+                    f"{folder} has no valid {name} ({value!r}), which training needs to continue; {REMEDY}"
                 )
-        iteration, samples, steps = (int(value) for value in counters.values() if value is not None)
-        given = {name: arguments[name] for name in TRAINING if arguments.get(name) is not None}
-        settings = {name: _converted(name, value, f"; {remedy}") for name, value in given.items()}
-        return cls(iteration, samples, steps, settings)
+        iteration, samples, steps, scheduled = (int(value) for value in counters.values() if value is not None)
+        skipped = max(samples - scheduled, 0)
+        settings = training_settings(arguments)
+        batch = settings.get("global_batch_size") or 1
+        return cls(iteration, samples, skipped, skipped // batch, steps, _loss_scale(optimizer), settings)
+
+
+def training_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of the training in the arguments.
+
+    Errors: ``CheckpointError`` for a value that is not supported.
+    """
+    given = {name: arguments[name] for name in TRAINING if arguments.get(name) is not None}
+    return {name: _converted(name, value, f"; {REMEDY}") for name, value in _as_given(given).items()}
+
+
+def _as_given(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The training settings without the values that Megatron-LM derives from others at its start."""
+    found = dict(arguments)
+    is_constant = found.get("weight_decay_incr_style", "constant") == "constant"
+    if is_constant:
+        found = {name: value for name, value in found.items() if not name.endswith("_weight_decay")}
+    warms_up = any(found.get(name) for name in ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction"))
+    if warms_up or not is_constant or found.get("lr_decay_style") != "constant":
+        found["lr_one_step_later"] = True
+    for unit in ("iters", "samples"):
+        if found.get(f"lr_decay_{unit}") == found.get(f"train_{unit}"):
+            found.pop(f"lr_decay_{unit}", None)
+    if found.get("train_samples"):
+        found.pop("train_iters", None)
+        found.pop("lr_decay_iters", None)
+    return found | {"data_order": "megatron"}
+
+
+def _loss_scale(optimizer: Any) -> dict[str, float]:
+    """The state of the dynamic loss scale; empty without one."""
+    found = optimizer.get("grad_scaler") if isinstance(optimizer, dict) else None
+    state = getattr(found, "arguments", found)
+    numbers = state.items() if isinstance(state, dict) else ()
+    return {str(name): value.item() if isinstance(value, torch.Tensor) else value for name, value in numbers}
 
 
 def _step(optimizer: Any) -> int | None:
@@ -133,9 +175,9 @@ def _step(optimizer: Any) -> int | None:
     if not isinstance(optimizer, dict):
         return None
     inner = optimizer.get("optimizer", optimizer)
-    state, groups = inner.get("state") or {}, inner.get("param_groups") or [{}]
+    state, groups = inner.get("state") or {}, inner.get("param_groups") or []
     first = state.get(0, {}).get("step") if isinstance(state.get(0), dict) else None
-    for value in (state.get("common_step"), first, groups[0].get("step")):
+    for value in (state.get("common_step"), first, *(group.get("step") for group in groups)):
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             value = value.item()
         if isinstance(value, int | float) and value == int(value):

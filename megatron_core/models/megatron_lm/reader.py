@@ -16,11 +16,11 @@ from megatron_core.config.file import field_types
 from megatron_core.errors import CheckpointError
 from megatron_core.models.hf.files import WEIGHT_DTYPES
 from megatron_core.models.megatron_lm.arguments import Progress, settings_of_arguments
-from megatron_core.models.megatron_lm.tensor_map import DistributedFiles, RankFiles, TensorPart, TensorParts
+from megatron_core.models.megatron_lm.distributed_files import DistributedFiles
+from megatron_core.models.megatron_lm.rank_files import RankFiles
+from megatron_core.models.megatron_lm.tensor_map import FROZEN, TIED, TensorPart, TensorParts, whole_shape
 from megatron_core.parallel.texts import listed
 
-VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
-"""Tensors that may have additional rows, which pad the vocabulary to a divisible size."""
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
@@ -28,6 +28,7 @@ class MegatronReader:
     """Weights and Adam state of one iteration of Megatron-LM, ``torch`` or ``torch_dist``; a context manager.
 
     ``folder`` is Megatron-LM's ``--save`` folder or one iteration in it. No code that the files name is executed.
+    The two matrices over the vocabulary may have further rows, which pad the vocabulary to a divisible size.
     Errors: ``CheckpointError`` for files, settings and tensors that are missing, damaged or not supported.
     """
 
@@ -35,12 +36,13 @@ class MegatronReader:
         self.folder = iteration_folder(Path(folder), step)
         distributed = (self.folder / ".metadata").is_file()
         files = DistributedFiles(self.folder) if distributed else RankFiles(self.folder)
+        self.arguments = files.arguments
         self.settings = settings_of_arguments(files.arguments)
         names = ModelConfig.__dataclass_fields__.keys() & field_types()
         self.model = ModelConfig(**{name: value for name, value in self.settings.items() if name in names})
         self._parts = files.parts(self.model)
         self._files = files
-        vocabulary = self.settings.get("vocab_size") or self._rows("embedding.word_embeddings.weight")
+        vocabulary = self.settings.get("vocab_size") or self._rows(TIED[0])
         self.state: dict[str, Any] = {"vocab_size": vocabulary}
 
     def __enter__(self) -> MegatronReader:
@@ -49,14 +51,19 @@ class MegatronReader:
     def __exit__(self, *_: object) -> None:
         self._parts = {}
 
-    def has(self, name: str) -> bool:
-        """Whether the checkpoint has the weight with our name ``name``."""
-        return name.removeprefix("model.") in self._parts
+    def has(self, name: str, shape: tuple[int, ...] | None = None) -> bool:
+        """Whether a weight of that name, and of ``shape`` if given, is stored."""
+        parts = self._parts.get(name.removeprefix("model."))
+        return parts is not None and shape in (None, whole_shape(parts))
 
     @torch.no_grad()
     def fill(self, pieces: Iterable[TensorBox]) -> None:
-        """Copy the stored values into the memory of each box; dtypes are converted."""
+        """Copy the stored values into the memory of each box; dtypes are converted.
+
+        Weights are read from the stored main weights if there are any; main weights from weights if not.
+        """
         for piece in pieces:
+            filled = 0
             for part in self._stored(piece.name):
                 common = piece.box.intersect(part.box)
                 if common is None:
@@ -69,18 +76,25 @@ class MegatronReader:
                         "supported"
                     )
                 piece.memory[common.within(piece.box)] = values[common.within(part.box)].to(piece.memory)
+                filled += common.numel
+            if filled != piece.box.numel:
+                raise CheckpointError(
+                    f"{self.folder}: {filled} of {piece.box.numel} elements of {piece.name} are stored; copy the whole "
+                    "checkpoint"
+                )
 
     def _stored(self, name: str) -> list[TensorPart]:
-        if name.startswith("optimizer."):
-            _, kind, rest = name.split(".", 2)
+        kind, rest = ("main", name.removeprefix("model.")) if name.startswith("model.") else name.split(".", 2)[1:]
+        if kind != "main":
             return self._optimizer[kind].get(rest, [])
-        return self._parts.get(name.removeprefix("model."), [])
+        main = self._optimizer["main"] if "main" in self.kinds else {}
+        return main.get(rest) or self._parts.get(rest, [])
 
     @cached_property
     def _optimizer(self) -> dict[str, TensorParts]:
         return self._files.optimizer_parts(self.model)
 
-    @property
+    @cached_property
     def kinds(self) -> list[str]:
         """The stored kinds of optimizer state: moments, and main weights if the weights have 16 bits."""
         found = list(self._optimizer) if {"exp_avg", "exp_avg_sq"} <= self._optimizer.keys() else []
@@ -91,14 +105,26 @@ class MegatronReader:
         files = self._files
         return Progress.of(files.common, files.arguments, files.optimizer_counts(), self.folder)
 
+    def check_names(self, needed: Mapping[str, tuple[int, ...]]) -> None:
+        """Compare the stored tensors with the global shapes that a run needs, as ``CheckpointReader`` does."""
+        by_kind: dict[str, dict[str, tuple[int, ...]]] = {}
+        for name, shape in needed.items():
+            kind, rest = ("model", name[6:]) if name.startswith("model.") else name.split(".", 2)[1:]
+            by_kind.setdefault(kind, {})[rest] = shape
+        self._check(by_kind.pop("model", {}), self._parts)
+        for kind, ours in by_kind.items():
+            if kind in self.kinds:
+                self._check(ours, self._optimizer[kind])
+
     def check_complete(self, ours: Mapping[str, tuple[int, ...]], kinds: Sequence[str] = ()) -> None:
         """``CheckpointError`` unless the checkpoint has exactly our tensors, by name and shape.
 
-        The same is checked for ``kinds`` of optimizer state.
+        The same is checked for ``kinds`` of optimizer state, which frozen tensors do not have.
         """
         self._check(ours, self._parts)
+        trained = {name: shape for name, shape in ours.items() if not name.endswith(FROZEN)}
         for kind in kinds:
-            self._check(ours, self._optimizer[kind])
+            self._check(trained, self._optimizer[kind])
 
     def _check(self, ours: Mapping[str, tuple[int, ...]], parts: TensorParts) -> None:
         missing, unused = sorted(set(ours) - set(parts)), sorted(set(parts) - set(ours))
@@ -107,22 +133,21 @@ class MegatronReader:
             listing = "; ".join(f"{kind}: {listed(names)}" for kind, names in faults.items() if names)
             raise CheckpointError(f"{self.folder}: its tensors and its arguments do not agree; {listing}")
         for name, shape in ours.items():
-            boxes = {part.box for part in parts[name]}
-            found = tuple(max(ends) for ends in zip(*(box.stop for box in boxes), strict=False))
-            padded = (max(found[0], shape[0]), *shape[1:]) if name in VOCABULARY else shape
-            if found != padded or sum(box.numel for box in boxes) != prod(found):
+            found = whole_shape(parts[name])
+            padded = (max(found[0], shape[0]), *shape[1:]) if name in TIED else shape
+            if found != padded or sum(box.numel for box in {part.box for part in parts[name]}) != prod(found):
                 raise CheckpointError(
                     f"{self.folder}: {name} has the shape {list(found)}, its arguments ask for {list(shape)}"
                 )
 
     def dtype(self) -> torch.dtype:
         """The dtype of the stored weights."""
-        return self._parts["embedding.word_embeddings.weight"][0].read().dtype
+        return self._parts[TIED[0]][0].read().dtype
 
     def _rows(self, name: str) -> int:
         if name not in self._parts:
             raise CheckpointError(f"{self.folder} has no {name}")
-        return max(part.box.stop[0] for part in self._parts[name])
+        return whole_shape(self._parts[name])[0]
 
 
 def iteration_folder(folder: Path, step: int | None) -> Path:
@@ -131,7 +156,7 @@ def iteration_folder(folder: Path, step: int | None) -> Path:
         return folder
     try:
         latest = str(step) if step is not None else (folder / TRACKER).read_text().strip()
-    except OSError:
+    except (OSError, ValueError):
         raise CheckpointError(f"{folder} has neither {TRACKER} nor the files of an iteration") from None
     found = folder / (f"iter_{int(latest):07d}" if latest.isdigit() else latest)
     if latest != "release" and not latest.isdigit():
