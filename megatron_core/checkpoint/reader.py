@@ -52,6 +52,10 @@ class CheckpointReader:
         stored = (name.split(".") for name in self.manifest.tensors)
         return sorted({parts[1] for parts in stored if parts[0] == "optimizer"})
 
+    def dtype_of(self, name: str) -> torch.dtype:
+        """The stored dtype of a tensor."""
+        return TORCH_DTYPES[self.manifest.tensors[name].dtype]
+
     def verify(self, share: int = 0, shares: int = 1) -> list[str]:
         """Check sizes and hashes of part ``share`` of ``shares`` of the files; returns the faults."""
         return damaged_files(self.folder, self.manifest.files, share=share, shares=shares)

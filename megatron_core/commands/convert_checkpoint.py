@@ -4,6 +4,8 @@ megatron-convert --from hf --to native --load SmolLM2-135M --save runs/smollm
 
 megatron-convert --from native --to hf --load runs/smollm --save smollm-continued
 
+megatron-convert --from native --to peft --load runs/adapters --save adapter
+
 megatron-convert --from megatron --to hf --load megatron-checkpoints --save continued
 
 megatron-convert --from deepspeed --to native --load deepspeed-checkpoints --save runs/continued
@@ -32,6 +34,7 @@ from megatron_core.errors import CheckpointError, ConfigError
 from megatron_core.output_file import refuse_url
 from megatron_core.storage import location
 from megatron_core.terminal import parse_flags
+from megatron_core.training.adapter_export import export_adapter
 from megatron_core.training.conversion import export_hugging_face, import_hugging_face, import_megatron
 from megatron_core.training.deepspeed_conversion import export_deepspeed, import_deepspeed
 
@@ -47,9 +50,10 @@ class Settings:
     source: Annotated[Literal["hf", "megatron", "deepspeed", "native"], tyro.conf.arg(name="from")]
     """Format of --load: a folder of Hugging Face, a --save folder of Megatron-LM (--ckpt-format torch or torch_dist),
     a folder of DeepSpeed's save_checkpoint or its universal format, or a --save folder of pretrain_gpt.py."""
-    to: Literal["hf", "native"]
-    """Format of --save. From deepspeed, native is a checkpoint for Engine.load_checkpoint, and hf has the weights with
-    their own names and config.json."""
+    to: Literal["hf", "native", "peft"]
+    """Format of --save. peft: low-rank adapters of a native checkpoint; hf merges them with the frozen weights. From
+    deepspeed, native is a checkpoint for Engine.load_checkpoint, and hf has the weights with their own names and
+    config.json."""
     load: str
     """Folder to read; from native, or a URL such as s3://bucket/run."""
     save: str
@@ -83,12 +87,18 @@ def convert(settings: Settings) -> str:
     if settings.source == settings.to:
         raise ConfigError(f"--from {settings.source} --to {settings.to}: nothing to convert; give two formats")
     difference: float | None = None
-    if settings.source == "deepspeed":
+    if settings.source == "deepspeed" and settings.to != "peft":
         return f"{load} -> {save} ({settings.to}); {convert_deepspeed(settings, load, save, dtype)}"
     if settings.tag is not None or settings.hf_config is not None:
         raise ConfigError(f"--tag and --hf-config are for --from deepspeed; remove them with --from {settings.source}")
-    if settings.source == "hf":
+    if settings.source == "hf" and settings.to == "native":
         difference = import_hugging_face(load, save, dtype=dtype, verify=settings.verify)
+    elif settings.to == "peft":
+        if settings.source != "native":
+            raise ConfigError(
+                f"--from {settings.source} --to peft: adapters are in native checkpoints; use --from native"
+            )
+        return f"{load} -> {save} (peft); {export_adapter(load, save, step=settings.ckpt_step)} tensors"
     elif settings.to == "native":
         found = import_megatron(load, save, step=settings.ckpt_step, dtype=dtype, optimizer=settings.optimizer)
         return f"{load} -> {save} (native); {found}; not verified"

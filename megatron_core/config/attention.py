@@ -30,6 +30,8 @@ class Projection:
     """Whether there is a bias per output feature."""
     width: str = ""
     """Formula of the split side over all ranks, for messages."""
+    module: str = ""
+    """Name of the layer in the attention module."""
 
     @property
     def elements(self) -> int:
@@ -112,7 +114,8 @@ class AttentionKind:
         """The projection of all heads to the hidden state."""
         model, heads = self.model, self.model.num_attention_heads // tp
         width = "heads x v_head_dim" if self.has_own_head_sizes else "heads x channels"
-        return Projection(heads * self.value_head_size, model.hidden_size, "inputs", model.add_bias_linear, width)
+        inputs, has_bias = heads * self.value_head_size, model.add_bias_linear
+        return Projection(inputs, model.hidden_size, "inputs", has_bias, width, "linear_proj")
 
 
 class GroupedQuery(AttentionKind):
@@ -126,7 +129,7 @@ class GroupedQuery(AttentionKind):
         queries = model.num_attention_heads // tp * (1 + model.attention_output_gate)
         columns = (queries + 2 * self.key_value_heads(tp)) * model.head_size
         width = f"({'2 heads' if model.attention_output_gate else 'heads'} + 2 groups) x channels"
-        qkv = Projection(model.hidden_size, columns, "outputs", model.has_qkv_bias, width)
+        qkv = Projection(model.hidden_size, columns, "outputs", model.has_qkv_bias, width, "linear_qkv")
         return [qkv, self.output_projection(tp)]
 
     def norms(self, tp: int) -> tuple[int, ...]:
@@ -186,16 +189,18 @@ class MultiLatent(AttentionKind):
         model, heads = self.model, self.model.num_attention_heads // tp
         hidden, rank, q_rank = model.hidden_size, model.kv_lora_rank, model.q_lora_rank
         queries = "heads x (qk_head_dim + qk_pos_emb_head_dim)"
-        found = [] if q_rank is None else [Projection(hidden, q_rank)]
+        found = [] if q_rank is None else [Projection(hidden, q_rank, module="linear_q_down_proj")]
+        query_module = "linear_q_proj" if q_rank is None else "linear_q_up_proj"
         return [
             *found,
-            Projection(q_rank or hidden, heads * self.query_head_size, "outputs", width=queries),
-            Projection(hidden, rank + model.qk_pos_emb_head_dim),
+            Projection(q_rank or hidden, heads * self.query_head_size, "outputs", False, queries, query_module),
+            Projection(hidden, rank + model.qk_pos_emb_head_dim, module="linear_kv_down_proj"),
             Projection(
                 rank,
                 heads * (model.qk_head_dim + model.v_head_dim),
                 "outputs",
                 width="heads x (qk_head_dim + v_head_dim)",
+                module="linear_kv_up_proj",
             ),
             self.output_projection(tp),
         ]

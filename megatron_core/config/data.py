@@ -6,7 +6,7 @@ from typing import Literal
 from megatron_core.config import conditions as c
 from megatron_core.config import ranges as r
 from megatron_core.config.ramp import Ramp
-from megatron_core.config.setting import ALWAYS, BY_RULE, Resume, given, section, setting
+from megatron_core.config.setting import ALWAYS, BY_RULE, Condition, Resume, given, section, setting
 
 TokenizerType = Literal[
     "HuggingFaceTokenizer",
@@ -17,6 +17,7 @@ TokenizerType = Literal[
     "ByteLevelTokenizer",
     "NullTokenizer",
 ]
+CONVERSATIONS = Condition("--sft or --dpo", lambda run: run.data.sft or run.data.dpo)
 DIVIDED = ("data_path", "data_args_path", "data_phases")
 """Sources of tokens that --split divides."""
 
@@ -64,8 +65,16 @@ class DataConfig:
     grows in equal steps of INCREMENT to --seq-length (Li et al. 2021)."""
     sft: bool = setting(False, when=ALWAYS)
     """Fine-tune on conversations: data files are JSON Lines with messages, and the loss includes only answers."""
-    chat_template: str | None = setting(None, needs=given("sft"))
-    """File with the Jinja chat template for --sft; default: the template in the tokenizer's folder."""
+    sft_packing: Literal["none", "first_fit"] = setting("none", needs=given("sft"))
+    """first_fit: a sequence has as many whole conversations as fit, each with its own positions and attention. none:
+    one line of the file, padded."""
+    sft_loss: Literal["answers", "last_answer"] = setting("answers", needs=given("sft"))
+    """The assistant's turns in the loss: all, or the last one of each conversation."""
+    dpo: bool = setting(False, needs=given("lora_rank", "N"))
+    """Fine-tune on preferences (DPO): data files are JSON Lines with prompt, chosen and rejected. The reference is the
+    model without its adapters. Samples are single answers: chosen and rejected in turn."""
+    chat_template: str | None = setting(None, needs=CONVERSATIONS)
+    """File with the Jinja chat template for --sft and --dpo; default: the template in the tokenizer's folder."""
     mock_data: bool = setting(False, when=ALWAYS)
     """Train on generated sequences instead of files; needs --vocab-size."""
     eod_mask_loss: bool = setting(False, when=c.TOKEN_FILES)

@@ -120,9 +120,12 @@ def _sft_problems(config: RunConfig) -> Iterator[str]:
     """Settings that do not apply to conversations."""
     data = config.data
     others = ("mock_data", "fim_data", "eod_mask_loss", "reset_position_ids", "reset_attention_mask", "data_phases")
-    if data.sft:
+    if data.sft and data.dpo:
+        yield "sft=True and dpo=True exclude one another; keep one of them"
+    if data.sft or data.dpo:
+        kind = "sft" if data.sft else "dpo"
         said = [f"{name}={getattr(data, name)}" for name in (*others, "seq_length_warmup") if getattr(data, name)]
         said += [f"data_order={data.data_order}"] * (data.data_order != "keyed")
         said += [f"dataloader_type={data.dataloader_type}"] * (data.dataloader_type != "single")
         if said:
-            yield f"sft=True cannot be used with {' and '.join(said)}; each conversation is a document of its own"
+            yield f"{kind}=True cannot be used with {' and '.join(said)}; each conversation is a document of its own"

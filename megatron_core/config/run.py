@@ -16,6 +16,7 @@ from megatron_core.config.parallel import ParallelConfig
 from megatron_core.config.resilience import ResilienceConfig
 from megatron_core.config.setting import Setting, declarations
 from megatron_core.config.training import OptimizerConfig, TrainingConfig
+from megatron_core.config.tuning import TuningConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,8 @@ class RunConfig:
     """Batches, length of training, precision."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """Optimizer and learning rate."""
+    tuning: TuningConfig = field(default_factory=TuningConfig)
+    """Fine-tuning with low-rank adapters."""
     data: DataConfig = field(default_factory=DataConfig)
     """Training data and the tokenizer."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -22,6 +22,7 @@ from megatron_core.config.rules_training import (
     precision_problems,
     ramp_problems,
 )
+from megatron_core.config.rules_tuning import tuning_problems
 from megatron_core.config.run import RunConfig
 from megatron_core.errors import ConfigError
 
@@ -55,6 +56,7 @@ def problems(config: RunConfig, world_size: int) -> Iterator[str]:
     yield from graph_problems(config)
     yield from fp8_problems(config)
     yield from invariance_problems(config)
+    yield from tuning_problems(config)
     yield from data_problems(config)
     yield from tokenizer_problems(config)
     yield from checkpoint_problems(config)

@@ -56,6 +56,9 @@ class DataParallel:
     parameters then form a unit that stays in memory from the beginning to the end of a forward or backward.
     """
 
+    is_saved: Callable[[str], bool] = staticmethod(lambda name: True)
+    """Whether checkpoints contain the weight of this name; runs with low-rank adapters replace it."""
+
     def __init__(
         self,
         stages: Mapping[int, nn.Module],
@@ -217,7 +220,7 @@ class DataParallel:
 
     def resident_bytes(self) -> dict[str, int]:
         """Return the bytes of permanent weights and gradients, and the maximum of temporary whole units."""
-        shards = {"weights": 0, "gradients": 0}
+        shards = {"weights": sum(parameter.nbytes for _, parameter in self.frozen), "gradients": 0}
         units: dict[tuple[int, int], int] = {}
         for bucket in self.all_buckets:
             in_memory = bucket.weight_shard.nbytes * (bucket.away is None)

@@ -11,17 +11,14 @@ from typing import Any, cast
 
 import numpy as np
 
-from megatron_core.config import DataConfig
 from megatron_core.datasets.base import PackedSample
-from megatron_core.datasets.blend import parse_blend
-from megatron_core.datasets.build import Splits
 from megatron_core.datasets.keyed_dataset import KeyedPermutation
 from megatron_core.datasets.message_schemas import messages_of
-from megatron_core.datasets.paths import DEFAULT_SPLIT, parse_split, read_paths, split_ranges
-from megatron_core.errors import ConfigError, DataError
+from megatron_core.datasets.packing import first_fit
+from megatron_core.errors import DataError
 from megatron_core.tokenizers import Tokenizer
 from megatron_core.tokenizers.base import BaseTokenizer, Offsets, end_ids
-from megatron_core.tokenizers.chat import ChatTemplate, chat_template_of
+from megatron_core.tokenizers.chat import ChatTemplate
 
 Message = Mapping[str, Any]
 
@@ -33,7 +30,7 @@ class ConversationFile:
         self.path, self._begins = Path(path), array("q")
         if self.path.exists() and not self.path.is_file():
             raise DataError(
-                f"{path} is not a regular file; --sft needs JSON Lines in a file that it can read in any order"
+                f"{path} is not a regular file; --sft and --dpo need JSON Lines in a file that it can read in any order"
             )
         try:
             with self.path.open("rb") as file:
@@ -43,15 +40,17 @@ class ConversationFile:
                         self._begins.append(at)
                     at += len(line)
         except OSError as error:
-            raise DataError(f"{path} cannot be read: {error.strerror}; --sft needs JSON Lines with messages") from None
+            raise DataError(
+                f"{path} cannot be read: {error.strerror}; --sft and --dpo need JSON Lines with messages"
+            ) from None
         if not self._begins:
-            raise DataError(f"{path} is empty; --sft needs JSON Lines with messages")
+            raise DataError(f"{path} is empty; --sft and --dpo need JSON Lines with messages")
 
     def __len__(self) -> int:
         return len(self._begins)
 
     def __getitem__(self, line: int) -> tuple[list[list[Message]], Any]:
-        """The conversations of a line, each starting at a system message, and their tools."""
+        """The conversations of a line, and their tools."""
         with self.path.open("rb") as file:
             file.seek(self._begins[line])
             text = file.readline()
@@ -61,12 +60,16 @@ class ConversationFile:
             raise DataError(f"is not JSON ({error}); correct or remove the line") from None
         if not isinstance(content, dict):
             raise DataError(f"is a {type(content).__name__}, expected an object with messages")
+        return self.parsed(content), content.get("tools")
+
+    def parsed(self, content: Mapping[str, Any]) -> list[list[Message]]:
+        """The conversations of a line, each starting at a system message."""
         conversations: list[list[Message]] = []
         for message in messages_of(content):
             if not conversations or message["role"] == "system":
                 conversations.append([])
             conversations[-1].append(message)
-        return conversations, content.get("tools")
+        return conversations
 
     def place(self, line: int) -> str:
         """The file and number of a line, counted from 1 and including blank lines, as in editors."""
@@ -77,6 +80,10 @@ class ConversationFile:
         return f"{self.path}, line {number}"
 
 
+PACKING = -1
+"""In the key of the order in which lines are packed; other keys have the number of a round."""
+Encoded = tuple[list[int], list[bool]]
+"""The tokens of a conversation, and True for those of answers."""
 Span = tuple[int, int]
 """Half-open character range of a text."""
 
@@ -87,6 +94,8 @@ class ConversationTokenizer:
 
     tokenizer: Tokenizer
     template: ChatTemplate
+    last_only: bool = False
+    """Whether only the last answer of a conversation counts."""
 
     def encode(self, messages: Sequence[Message], tools: Any = None) -> tuple[list[int], list[bool]]:
         """Tokens of the whole conversation as one text, and True for those with a character of an answer.
@@ -106,7 +115,7 @@ class ConversationTokenizer:
                 "with --chat-template"
             )
         counted = [False] * len(ids)
-        for begin, end in answers:
+        for begin, end in answers[-1:] if self.last_only else answers:
             if not self.template.marks_answers:
                 end = self._turn_end(ids, offsets, begin + len(text[begin:end].rstrip()), end)
             for number, (first, last) in enumerate(offsets):
@@ -144,10 +153,11 @@ class ConversationTokenizer:
 
 
 class ConversationDataset:
-    """Lines of files in a new keyed order per round: item i is line KeyedPermutation(lines, (seed, round))[k].
+    """Lines of files in a new keyed order per round: item i is pack KeyedPermutation(packs, (seed, round))[k].
 
-    A line is a sample: its conversations, each a document with its own positions, truncated or padded to
-    ``sequence_length``. Only labels that are tokens of an answer count. Source: Megatron-LM's ``SFTDataset``.
+    A sample has the conversations of a line, each a document with its own positions, truncated or padded to
+    ``sequence_length``; with ``packs`` those of several lines, which ``first_fit`` chooses once, from the lines in a
+    keyed order. Only labels that are tokens of an answer count. Source: Megatron-LM's ``SFTDataset``.
     """
 
     def __init__(
@@ -157,32 +167,57 @@ class ConversationDataset:
         encoder: ConversationTokenizer,
         sequence_length: int,
         seed: int,
+        *,
+        packs: bool = False,
     ) -> None:
         self.sequence_length = sequence_length
         self._files, self._lines, self._encoder, self._seed = files, lines, encoder, seed
         own = encoder.tokenizer
         self._padding = next((i for i in (getattr(own, "pad", None), own.eod) if i is not None), 0)
+        self.packs: Sequence[Sequence[int]] = [[line] for line in lines]
+        """The lines of each sample of a round."""
+        if packs:
+            order = KeyedPermutation(len(lines), (seed, PACKING))
+            chosen = (lines[order[at]] for at in range(len(lines)))
+            sizes = ((line, sum(len(ids) for ids, _ in self._line(line))) for line in chosen)
+            self.packs = first_fit(sizes, sequence_length)
 
     def __getitem__(self, index: int) -> PackedSample:
         """The sample at a position of the endless order."""
-        number, position = divmod(index, len(self._lines))
-        line = self._lines[KeyedPermutation(len(self._lines), (self._seed, number))[position]]
+        return self._sample([encoded for line in self.lines_of(index) for encoded in self._line(line)])
+
+    def lines_of(self, index: int) -> Sequence[int]:
+        """The lines of all files together that make up a sample."""
+        number, position = divmod(index, len(self.packs))
+        return self.packs[KeyedPermutation(len(self.packs), (self._seed, number))[position]]
+
+    def place(self, line: int) -> str:
+        """The file of a line, and its number there."""
+        file, own = self._find(line)
+        return file.place(own)
+
+    def _find(self, line: int) -> tuple[ConversationFile, int]:
         for file in self._files:
             if line < len(file):
-                try:
-                    return self._sample(*file[line])
-                except DataError as error:
-                    raise DataError(f"{file.place(line)}: {error}") from None
+                return file, line
             line -= len(file)
-        raise IndexError(f"sample {index}")
+        raise IndexError(f"line {line} after the last file")
 
-    def _sample(self, conversations: Sequence[Sequence[Message]], tools: Any) -> PackedSample:
+    def _line(self, line: int) -> list[Encoded]:
+        """The conversations of a line as tokens."""
+        file, own = self._find(line)
+        try:
+            conversations, tools = file[own]
+            return [self._encoder.encode(conversation, tools) for conversation in conversations]
+        except DataError as error:
+            raise DataError(f"{file.place(own)}: {error}") from None
+
+    def _sample(self, conversations: Sequence[Encoded]) -> PackedSample:
         length = self.sequence_length
         lengths: list[int] = []
         tokens: list[int] = []
         counted: list[bool] = []
-        for conversation in conversations:
-            ids, answers = self._encoder.encode(conversation, tools)
+        for ids, answers in conversations:
             # The first token has no preceding token in its conversation, so it is not predicted.
             tokens += ids
             counted += [False, *answers[1:]][: len(ids)]
@@ -201,35 +236,3 @@ class ConversationDataset:
             "position_ids": positions,
             "document_lengths": np.array(lengths, dtype=np.int64),
         }
-
-
-def build_conversations(data: DataConfig, *, seed: int, tokenizer: Tokenizer | None) -> Splits:
-    """The data sets of ``--sft``: files of ``data_path`` whose lines are divided by ``split``, or files per split."""
-    template = None if tokenizer is None else chat_template_of(tokenizer, data.chat_template)
-    if tokenizer is None or template is None:
-        raise ConfigError(
-            "sft=True needs a chat template, which is a part of many tokenizers of Hugging Face; give its folder as "
-            "--tokenizer-model, or a template as --chat-template FILE"
-        )
-    encoder, paths = ConversationTokenizer(tokenizer, template), read_paths(data)
-
-    def dataset(files: Sequence[ConversationFile], lines: Sequence[int]) -> ConversationDataset | None:
-        return ConversationDataset(files, lines, encoder, data.seq_length, seed) if len(lines) else None
-
-    if paths.phases:
-        files = _files(paths.phases[-1].data_path)
-        ranges = split_ranges(parse_split(data.split or DEFAULT_SPLIT), sum(map(len, files)))
-        train, valid, test = (dataset(files, lines) for lines in ranges)
-        return Splits(train, valid, test)
-    own = [_files(each) for each in paths.own]
-    train, valid, test = (dataset(files, range(sum(map(len, files)))) for files in own)
-    return Splits(train, valid, test)
-
-
-def _files(paths: Sequence[str]) -> list[ConversationFile]:
-    if not paths:
-        return []
-    weights, files = parse_blend(paths)
-    if weights is not None and len(files) > 1:
-        raise ConfigError(f"{' '.join(paths)}: --sft reads each line once per round; remove the weights")
-    return [ConversationFile(path) for path in files]

@@ -68,7 +68,7 @@ def record_sources(data: DataConfig) -> list[Record]:
     for use, given in lists:
         weights, names = parse_blend(given) if given else (None, ())
         files += [(use, path, None if weights is None else weights[n]) for n, path in enumerate(names)]
-    read = _read_conversations if data.sft else _read_tokens
+    read = _read_conversations if data.sft or data.dpo else _read_tokens
     distinct = list(dict.fromkeys(path for _, path, _ in files))
     with ThreadPoolExecutor(data.num_dataset_builder_threads) as threads:
         found = dict(zip(distinct, threads.map(read, distinct), strict=True))

@@ -11,22 +11,29 @@ from megatron_core.errors import LayoutError
 from megatron_core.models.gpt.model import GPTModel
 from megatron_core.parallel import ParallelGroups
 from megatron_core.parallel.groups import WHOLE_SEQUENCES, LocalGroup
+from megatron_core.parallel.initialization import draw_by_name
 from megatron_core.parallel.invariance import Invariance
 from megatron_core.parallel.sharding import spec_of
 from megatron_core.parallel.texts import gather_texts, listed
 from megatron_core.schedules.actions import round_robin_stages
 from megatron_core.tensor_parallel import ModelParallelConfig
 from megatron_core.tensor_parallel.fp8 import FP8Precision
+from megatron_core.transformer.adapters import add_adapters, is_adapter
 from megatron_core.transformer.layer_spec import LayerSpecs, layer_spec
 
 
+def meta_model(config: RunConfig, vocab_size: int) -> GPTModel:
+    """The whole model of a run, on the meta device of one rank."""
+    parallel, groups = ModelParallelConfig(perform_initialization=False, device="meta"), ParallelGroups.single()
+    model = GPTModel(config.model, vocab_size, config.max_positions, parallel=parallel, groups=groups)
+    _tune(config, model, groups, initialise=False)
+    return model
+
+
 def global_shapes(config: RunConfig, vocab_size: int) -> dict[str, tuple[int, ...]]:
-    """The global shapes of the model's parameters by name, from a model on the meta device."""
-    parallel = ModelParallelConfig(
-        params_dtype=torch.float32, perform_initialization=False, device=torch.device("meta")
-    )
-    model = GPTModel(config.model, vocab_size, config.max_positions, parallel=parallel, groups=ParallelGroups.single())
-    return {name: spec_of(parameter).global_shape for name, parameter in model.named_global_parameters()}
+    """The global shapes of the model's parameters by name."""
+    named = meta_model(config, vocab_size).named_global_parameters()
+    return {name: spec_of(parameter).global_shape for name, parameter in named}
 
 
 def build_stages(
@@ -46,7 +53,8 @@ def build_stages(
     ``stage_to_rank[stage]`` is the pipeline rank of a stage, by default round robin. Without ``initialise`` the
     weights are uninitialized memory for a checkpoint to fill. ``deferred`` leaves parameters on the meta device, for a
     rank without memory for all of them: ``DataParallel`` allocates and shards them one bucket at a time. Without
-    ``context_parallel`` every context-parallel rank receives whole sequences.
+    ``context_parallel`` every context-parallel rank receives whole sequences. Low-rank adapters are initialized in any
+    case.
     """
     # The layers and the rank of each stage.
     chunks = config.parallel.num_chunks(config.model.num_layers)
@@ -88,8 +96,21 @@ def build_stages(
             tied_weight=_tied_weight(config, stages) if last and stage else None,
             layer_specs=layer_specs,
         )
+        _tune(config, stages[stage], groups, initialise=not deferred)
     check_complete(stages, config.model.num_layers, groups, device)
     return layers, stages
+
+
+def _tune(config: RunConfig, model: GPTModel, groups: ParallelGroups, *, initialise: bool) -> None:
+    """Freeze a stage and add low-rank adapters, if configured."""
+    if config.tuning.lora_rank is None:
+        return
+    model.requires_grad_(False)
+    seed, sequence_parallel = config.training.seed, model.parallel.sequence_parallel
+    add_adapters(model.decoder.layers, config.tuning, groups, seed, sequence_parallel=sequence_parallel)
+    for name, parameter in model.named_global_parameters() if initialise else ():
+        if is_adapter(name):
+            draw_by_name(name, parameter, seed)
 
 
 def invariance_of(config: RunConfig, context_ranks: int, data_ranks: int) -> Invariance | None:

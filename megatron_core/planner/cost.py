@@ -149,7 +149,8 @@ class Pipeline:
             f, i, w = self.passes[stage].sums
             forward = backward = 0.0
             if parallel.dp_zero_stage == 3 and not parallel.zero3_keep_after_forward:
-                gather = self._sharded(parameters, clock.bytes)
+                frozen = Parameters(parameters.frozen, parameters.frozen_experts)
+                gather = self._sharded(parameters + frozen, clock.bytes)
                 forward = clock.exposed(gather, f) if parallel.overlap_param_gather else gather
                 backward = gather
             if parallel.dp_zero_stage >= 2:

@@ -127,8 +127,14 @@ class Footprint:
             found[kind] += bytes_ * ((1 - away) if kind == "optimizer" else 1)
         whole = [
             sum(
-                elements * ((wide if stage >= 2 else 0) + (weight if stage >= 3 else 0)) * (size > 1)
-                for elements, size in zip((unit.dense, unit.experts), sizes, strict=True)
+                (
+                    elements * ((wide if stage >= 2 else 0) + (weight if stage >= 3 else 0))
+                    + frozen * weight * (stage >= 3)
+                )
+                * (size > 1)
+                for elements, frozen, size in zip(
+                    (unit.dense, unit.experts), (unit.frozen, unit.frozen_experts), sizes, strict=True
+                )
             )
             for unit in self.units[rank]
         ]
@@ -160,6 +166,9 @@ class Footprint:
             )
             for kind, bytes_ in each.items():
                 found[kind] += elements * bytes_
+        for elements, size in ((total.frozen, dense), (total.frozen_experts, experts)):
+            parts = size if config.parallel.dp_zero_stage == 3 else 1
+            found["weights"] += elements * number_size(config.training.compute_dtype) / parts
         return found | ({"weights": 0.0} if config.parallel.offloads_weights else {})
 
     def _compression(self, rank: int, wide: int) -> float:

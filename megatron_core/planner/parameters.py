@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass, replace
+from operator import add
 
 from megatron_core.config import ParallelConfig, RunConfig
 from megatron_core.config.attention import attention_of
 from megatron_core.config.model import ModelConfig
+from megatron_core.config.tuning import WHOLE
 
 
 @dataclass(frozen=True)
@@ -20,14 +22,22 @@ class Parameters:
     """Elements reduced over the replicas of an expert."""
     outside: int = 0
     """Parameters of ``dense`` outside of hidden matrices: embeddings, output layer, norms and biases."""
+    frozen: int = 0
+    """Further elements as ``dense``, without gradients and optimizer state."""
+    frozen_experts: int = 0
+    """Further elements as ``experts``, without gradients and optimizer state."""
 
     def __add__(self, other: Parameters) -> Parameters:
-        return Parameters(self.dense + other.dense, self.experts + other.experts, self.outside + other.outside)
+        return Parameters(*map(add, astuple(self), astuple(other)))
 
     @property
     def total(self) -> int:
-        """Elements of both kinds."""
+        """Trained elements of both kinds."""
         return self.dense + self.experts
+
+    def freeze(self) -> Parameters:
+        """The same elements without training."""
+        return Parameters(frozen=self.dense, frozen_experts=self.experts)
 
 
 def padded_vocabulary(config: RunConfig, vocab_size: int) -> int:
@@ -105,7 +115,17 @@ def rank_units(
             with_embedding = ends[0] == ends[1]
             head = head_parameters(config, vocab_size, with_embedding=with_embedding)
             units.append(head + ahead_parameters(config, vocab_size, with_embedding=with_embedding))
-    return ranks
+    if config.tuning.lora_rank is None:
+        return ranks
+    # Adapters are trained, everything else is frozen.
+    added = {kind: adapter_parameters(config, layer) for layer, kind in enumerate(kinds)}
+    left = [[unit.freeze() for unit in units] for units in ranks]
+    for stage, run in enumerate(layers):
+        rank = stage_to_rank[stage]
+        at = sum(len(layers[s]) + (s == 0) for s in range(stage) if stage_to_rank[s] == rank) + (stage == 0)
+        for number, layer in enumerate(run, start=at):
+            left[rank][number] += added[kinds[layer]]
+    return left
 
 
 def layer_kinds(config: RunConfig) -> list[int]:
@@ -115,9 +135,51 @@ def layer_kinds(config: RunConfig) -> list[int]:
     found = []
     for layer in range(model.num_layers):
         eight_bit = layer in config.training.fp8_layers(model.num_layers)
-        kind = model.has_experts(layer), model.window_of_layer(layer), comm[layer if len(comm) > 1 else 0], eight_bit
+        comm_type, adapted = comm[layer if len(comm) > 1 else 0], adapter_parameters(config, layer)
+        kind = model.has_experts(layer), model.window_of_layer(layer), comm_type, eight_bit, adapted
         found.append(seen.setdefault(kind, len(seen)))
     return found
+
+
+def adapter_parameters(config: RunConfig, layer_number: int) -> Parameters:
+    """Elements of a layer's low-rank adapters on a rank: r (inputs + outputs) for each part of a matrix.
+
+    Only one side of a split matrix is divided over the ranks, and each expert has its own adapters.
+    """
+    tuning, model, found = config.tuning, config.model, Parameters()
+    for path, inputs, parts, experts in _linear_layers(config) if tuning.lora_rank is not None else ():
+        name = f"decoder.layers.{layer_number}.{path}"
+        if (".mlp.linear" in name) == model.has_experts(layer_number) and ".mlp." in name:
+            continue
+        whole = {WHOLE: sum(parts.values())}
+        for part in tuning.parts_of(name, fused=len(parts) > 1):
+            rows = (whole | parts)[part]
+            elements = (tuning.lora_rank or 0) * (inputs + rows)
+            found += Parameters(experts=experts * elements) if experts else Parameters(elements)
+            found += _vectors(rows * tuning.use_dora)
+    return found
+
+
+def _linear_layers(config: RunConfig) -> Iterator[tuple[str, int, dict[str, int], int]]:
+    """Path in a layer, inputs, outputs of each part on a rank, and experts on a rank of all linear layers."""
+    model, parallel = config.model, config.parallel
+    tp, attention = parallel.tensor_model_parallel_size, attention_of(model)
+    keys = attention.key_value_heads(tp) * attention.query_head_size
+    for own in attention.projections(tp):
+        parts = {WHOLE: own.outputs}
+        if own.module == "linear_qkv":
+            parts = {"q": own.outputs - 2 * keys, "k": keys, "v": keys}
+        yield f"self_attention.{own.module}", own.inputs, parts, 0
+    widths = [("mlp", model.ffn_size // tp, 0)]
+    if model.num_experts is not None:
+        local = model.num_experts // parallel.expert_model_parallel_size
+        widths.append(("mlp.experts", model.expert_ffn_size // parallel.expert_tensor_size, local))
+        if (shared := model.moe_shared_expert_intermediate_size) is not None:
+            widths.append(("mlp.shared_experts", shared // tp, 0))
+    for path, width, experts in widths:
+        inner = {"gate": width, "up": width} if model.gated_linear_unit else {WHOLE: width}
+        yield f"{path}.linear_fc1", model.hidden_size, inner, experts
+        yield f"{path}.linear_fc2", width, {WHOLE: model.hidden_size}, experts
 
 
 def norm_parameters(model: ModelConfig, size: int | None = None) -> int:

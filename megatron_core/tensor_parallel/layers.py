@@ -29,6 +29,7 @@ from megatron_core.tensor_parallel.fp8 import FP8Precision, FP8Products
 from megatron_core.tensor_parallel.invariant_linear import WeightParts, add_bias, invariant_linear, invariant_lookup
 from megatron_core.tensor_parallel.linear import NO_COMM, LinearComm, parallel_linear
 from megatron_core.tensor_parallel.lookup import vocab_parallel_lookup
+from megatron_core.tensor_parallel.lora import LoRA
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +101,8 @@ class _ParallelLayer(nn.Module):
         self.tp_group = tensor_parallel_group(_group_of(tp_group, megatron))
         self.tp_size, self.tp_index = self.tp_group.size(), self.tp_group.rank()
         self.init_method = init_method or Normal(0.02)
+        self.adapter: LoRA | None = None
+        """A low-rank adapter of the weight, which then is frozen."""
 
     def _weight(self, spec: ShardSpec) -> nn.Parameter:
         weight = allocate(spec, self.config.params_dtype, self.config.device)
@@ -189,7 +192,12 @@ class ColumnParallelLinear(_ParallelLayer):
         if self.parts is not None:
             return invariant_linear(input_, weight, self.bias, self.comm, self.parts), None
         bias = None if self.skip_bias_add else self.bias
-        output = parallel_linear(input_, weight, bias, self.comm, fp8=self.fp8)
+        if self.adapter is None:
+            output = parallel_linear(input_, weight, bias, self.comm, fp8=self.fp8)
+        else:
+            product = partial(parallel_linear, weight=weight, bias=None, comm=self.comm, fp8=self.fp8)
+            output = self.adapter(input_, product, weight)
+            output = output if bias is None else output + bias
         if self.gather_output:
             output = gather_channels(output, self.tp_group)
         return output, self.bias if self.skip_bias_add else None
@@ -241,12 +249,17 @@ class RowParallelLinear(_ParallelLayer):
             input_ = scatter_channels(input_, self.tp_group)
         if self.parts is not None:
             return self._invariant_output(input_, self.parts), None
-        output = parallel_linear(input_, self.weight, None, fp8=self.fp8)
-        combine = reduce_scatter_to_sequence if self.config.sequence_parallel else reduce_from_region
-        output = combine(output, self.tp_group)
+        adapter, product = self.adapter, self._product
+        output = product(input_) if adapter is None else adapter(input_, product, self.weight)
         if self.bias is None or self.skip_bias_add:
             return output, self.bias
         return output + self.bias, None
+
+    def _product(self, input_: Tensor) -> Tensor:
+        """The product with the whole weight, summed over ranks."""
+        output = parallel_linear(input_, self.weight, None, fp8=self.fp8)
+        combine = reduce_scatter_to_sequence if self.config.sequence_parallel else reduce_from_region
+        return combine(output, self.tp_group)
 
     def _invariant_output(self, input_: Tensor, parts: WeightParts) -> Tensor:
         output = invariant_linear(input_, self.weight, None, NO_COMM, parts)

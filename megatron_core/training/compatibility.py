@@ -16,6 +16,7 @@ from megatron_core.config import CheckpointConfig, DataConfig, ModelConfig, Opti
 from megatron_core.config.file import convert
 from megatron_core.config.run import field_types, settings
 from megatron_core.config.setting import Resume, names_by_resume
+from megatron_core.config.tuning import TuningConfig
 from megatron_core.datasets.sources import is_record
 from megatron_core.errors import CheckpointError
 from megatron_core.models.hf import HuggingFaceReader
@@ -46,7 +47,8 @@ def check_same_model(stored: Mapping[str, Any], config: RunConfig) -> None:
     Floats are compared in float32 precision. Settings named in ``--changed-model-settings`` may differ.
     """
     allowed, current = config.checkpoint.changed_model_settings, config.flat()
-    compared = names_by_resume(ModelConfig, Resume.FUNCTION, Resume.TENSORS)
+    kinds = Resume.FUNCTION, Resume.TENSORS
+    compared = names_by_resume(ModelConfig, *kinds) + names_by_resume(TuningConfig, *kinds)
     changed = [
         name for name in compared if name in stored and name not in allowed and not _equal(stored[name], current[name])
     ]

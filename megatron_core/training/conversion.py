@@ -14,6 +14,7 @@ from megatron_core.checkpoint import CheckpointReader, TensorBox, find_checkpoin
 from megatron_core.checkpoint.manifest import MANIFEST
 from megatron_core.checkpoint.writer import save_tensors
 from megatron_core.config import RunConfig
+from megatron_core.config.tuning import TuningConfig
 from megatron_core.errors import CheckpointError
 from megatron_core.models import GPTModel
 from megatron_core.models.build import global_shapes
@@ -25,9 +26,12 @@ from megatron_core.parallel.boxes import Box
 from megatron_core.tensor_parallel import ModelParallelConfig
 from megatron_core.tokenizers import tokenizer_of
 from megatron_core.tokenizers.companions import companion_files, files_to_store, stored_name, vocabulary_files
+from megatron_core.training.adapter_export import MergedReader
 from megatron_core.training.compatibility import stored_config, tokenizer_folder
 from megatron_core.training.megatron_state import state_at
 
+Reader = CheckpointReader | HuggingFaceReader | MergedReader
+EMBEDDING = "model.embedding.word_embeddings.weight"
 TOLERANCE = 1e-4
 """Largest difference of logits, over the largest logit; both are computed in float32."""
 PROMPT_LENGTHS = (1, 7, 32)
@@ -127,6 +131,8 @@ def export_hugging_face(
 ) -> float:
     """Write the checkpoint in ``load`` as a Hugging Face folder, with its stored tokenizer files.
 
+    Low-rank adapters are merged with the frozen weights.
+
     ``dtype`` defaults to the dtype of the stored weights, ``model_type`` to the architecture that was imported. The
     folder is created only if it is complete and, with ``verify``, computes the same logits. Sizes and hashes of the
     checkpoint's files are checked first, as in training. Returns the same as ``import_hugging_face``.
@@ -143,12 +149,15 @@ def export_hugging_face(
     shutil.rmtree(incomplete, ignore_errors=True)
     try:
         incomplete.mkdir(parents=True)
-        with stored as reader:
-            kept = stored_dtype(reader) if dtype is None else dtype
+        with _opened(stored, config) as reader:
+            kept = reader.dtype_of(EMBEDDING) if dtype is None else dtype
             model = replace(config.model, max_position_embeddings=config.max_positions)
-            write_hugging_face(reader, incomplete, architecture, model, dtype=kept, extra_keys=special_tokens(config))
+            whole = replace(config, tuning=TuningConfig())
+            shapes, keys = global_shapes(whole, reader.state["vocab_size"]), special_tokens(config)
+            write_hugging_face(reader, incomplete, architecture, model, shapes, dtype=kept, extra_keys=keys)
             export_tokenizer(config, tokenizer_folder(found), incomplete)
-        difference = compare_logits(partial(CheckpointReader, found), config, incomplete, kept) if verify else 0.0
+        verified = partial(_opened, CheckpointReader(found), config)
+        difference = compare_logits(verified, whole, incomplete, kept) if verify else 0.0
         if folder.exists():
             folder.rmdir()
         incomplete.rename(folder)
@@ -201,9 +210,7 @@ def special_tokens(config: RunConfig) -> dict[str, int | None]:
     return {f"{name}_token_id": getattr(tokenizer, name, None) for name in ("bos", "eos", "pad")}
 
 
-def compare_logits(
-    open_reader: Callable[[], CheckpointReader | HuggingFaceReader], config: RunConfig, folder: Path, dtype: torch.dtype
-) -> float:
+def compare_logits(open_reader: Callable[[], Reader], config: RunConfig, folder: Path, dtype: torch.dtype) -> float:
     """Compare the logits of a reader, with weights rounded to ``dtype``, with `transformers` on a Hugging Face folder.
 
     Returns (largest difference) / (largest logit) on fixed prompts in float32. The reader is closed before
@@ -233,9 +240,7 @@ def fixed_prompts(vocab_size: int, longest: int) -> list[Tensor]:
 
 
 @torch.no_grad()
-def our_logits(
-    reader: CheckpointReader | HuggingFaceReader, config: RunConfig, prompts: list[Tensor], dtype: torch.dtype
-) -> list[Tensor]:
+def our_logits(reader: Reader, config: RunConfig, prompts: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """Logits ``[1, length, vocabulary]`` of each prompt, in float32, with weights rounded to ``dtype``.
 
     Computed layer by layer, as stages of a pipeline, so that only one layer is in memory at a time.
@@ -295,7 +300,6 @@ def read_whole(
     return tensor
 
 
-def stored_dtype(reader: CheckpointReader) -> torch.dtype:
-    """Dtype of the stored weights."""
-    names = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-    return names[reader.manifest.tensors["model.embedding.word_embeddings.weight"].dtype]
+def _opened(stored: CheckpointReader, config: RunConfig) -> CheckpointReader | MergedReader:
+    """A checkpoint's whole weights: adapters merged with the frozen weights."""
+    return stored if config.tuning.lora_rank is None else MergedReader(stored, config)

@@ -9,7 +9,7 @@ from megatron_core.checkpoint.hosts import fail_together
 from megatron_core.checkpoint.reader import note
 from megatron_core.config import RunConfig
 from megatron_core.datasets import FIMDataset, MockDataset, Splits, build_datasets
-from megatron_core.datasets.conversations import build_conversations
+from megatron_core.datasets.build_conversations import build_conversations
 from megatron_core.datasets.megatron_order import samples_wanted
 from megatron_core.datasets.sources import describe_changes, record_sources
 from megatron_core.errors import ConfigError, MegatronError
@@ -53,7 +53,7 @@ def make_splits(
     elif data.mock_data:
         train, valid, test = (MockDataset(vocab_size, data.seq_length, seed + offset) for offset in range(3))
         splits = Splits(train, valid, test)
-    elif data.sft:
+    elif data.sft or data.dpo:
         splits = build_conversations(data, seed=seed, tokenizer=tokenizer)
     else:
         splits = build_datasets(data, seed=seed, tokenizer=tokenizer, wanted=wanted_samples(config, data_parallel_size))

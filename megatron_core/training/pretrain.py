@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,6 +17,7 @@ from megatron_core.config.training import OptimizerConfig
 from megatron_core.config.validate import check, largest_world_size
 from megatron_core.errors import ConfigError
 from megatron_core.models.hf import config_of_folder
+from megatron_core.models.hf.peft import adapter_settings
 from megatron_core.monitor.build import build_sinks
 from megatron_core.monitor.events import Sink
 from megatron_core.monitor.lenient import LenientSink, lenient_output
@@ -43,7 +45,8 @@ def read_settings(
 ) -> tuple[RunConfig, DryRun]:
     """Parse the command line, or ``args``; return the configuration and the settings of ``--dry-run``.
 
-    With ``use_checkpoint_args`` or ``load_hf``, defaults come from the checkpoint or the Hugging Face model.
+    With ``use_checkpoint_args``, ``load_hf`` or ``lora_load``, defaults come from the checkpoint, the Hugging Face
+    model or PEFT's adapters.
     ``stored_schedule=False`` ignores ``use_checkpoint_opt_param_scheduler``, for checkpoints without a configuration.
     """
     config, dry = _read_settings(prog, args)
@@ -53,8 +56,13 @@ def read_settings(
 
 def _read_settings(prog: str, args: list[str] | None) -> tuple[RunConfig, DryRun]:
     config, dry = parse_command_line(args, prog=prog)
+    settings: dict[str, Any] = {}
     if config.checkpoint.load_hf is not None and not config.checkpoint.use_checkpoint_args:
-        return parse_command_line(args, prog=prog, defaults=config_of_folder(config.checkpoint.load_hf))
+        settings = config_of_folder(config.checkpoint.load_hf).flat()
+    if config.tuning.lora_load is not None:
+        settings |= adapter_settings(Path(config.tuning.lora_load))
+    if settings and not config.checkpoint.use_checkpoint_args:
+        return parse_command_line(args, prog=prog, defaults=RunConfig.from_flat(RunConfig().flat() | settings))
     if not config.checkpoint.use_checkpoint_args:
         return config, dry
     folder = settings_folder(config.checkpoint)

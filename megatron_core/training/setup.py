@@ -42,6 +42,7 @@ from megatron_core.training.pipeline_trace import trace_writer
 from megatron_core.training.plans import Plans, StepSize
 from megatron_core.training.saving import CheckpointSaver
 from megatron_core.training.state import TrainState, load_state, open_checkpoint
+from megatron_core.training.tuning import adapters_only, open_base, prepare_adapters
 from megatron_core.transformer.compiled import compile_layers
 from megatron_core.transformer.cuda_graphs import graph_layers
 from megatron_core.transformer.flex_attention import validate_flex
@@ -245,6 +246,14 @@ def _p2p_of(groups: ParallelGroups, device: torch.device, plans: Plans) -> Pipel
     return p2p
 
 
+def _drawing(config: RunConfig, *, base_is_stored: bool) -> Initialise | None:
+    """The function that draws deferred weights: adapters in any case, the others unless they are stored."""
+    draw = partial(draw_by_name, seed=config.training.seed)
+    if not base_is_stored:
+        return draw
+    return None if config.tuning.lora_rank is None else adapters_only(draw)
+
+
 def _freeze_or_graph(config: RunConfig, stages: Mapping[int, GPTModel], world: World) -> None:
     """Freeze the stages of a run that does not train, so that it allocates no gradients and moments; else compile or
     capture their layers, if configured. Rank 0 prints which parts of layers stay eager."""
@@ -313,20 +322,22 @@ def set_up(
     splits = make_splits(config, groups.size("dp"), tokenizer, vocab_size, datasets_provider)
     _check_data(splits, skip_train=config.training.skip_train)
     # This rank's stages, their gradients and the optimizer.
-    deferred = parallel.dp_zero_stage == 3
+    deferred, tunes = parallel.dp_zero_stage == 3, config.tuning.lora_rank is not None
+    base = open_base(config, world.device) if tunes else checkpoint
     layers, stages = build_stages(
         config,
         groups,
         vocab_size,
         world.device,
         stage_to_rank=plans.stage_to_rank,
-        initialise=checkpoint is None,
+        initialise=base is None,
         deferred=deferred,
         layer_specs=layer_specs,
     )
     _freeze_or_graph(config, stages, world)
-    draw = partial(draw_by_name, seed=config.training.seed) if deferred and checkpoint is None else None
+    draw = _drawing(config, base_is_stored=base is not None) if deferred else None
     data_parallel = data_parallel_of(parallel, config.optimizer, stages, groups, world.device, draw)
+    prepare_adapters(config, data_parallel, list(stages.values()), base, resumes=checkpoint is not None)
     optimizer = _optimizer_of(config, data_parallel, groups)
     fp8 = _histories_of(config, stages, groups, world.device)
     # The state of the checkpoint, and the remaining steps.

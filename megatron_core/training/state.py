@@ -1,7 +1,7 @@
 """The state of a run: its counters, its tensors as pieces of a checkpoint, and loading."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -76,14 +76,14 @@ def updated_pieces(data: DataParallel, optimizer: Optimizer | None) -> Iterator[
 
     The pieces of all ranks, with ``other_pieces``, are the complete checkpoint."""
     for bucket in data.all_buckets:
-        yield from weight_pieces(bucket, bucket.saved_span)
+        yield from _saved(data, weight_pieces(bucket, bucket.saved_span))
     if optimizer is not None:
         yield from optimizer_pieces(optimizer, saved=True)
 
 
 def other_pieces(data: DataParallel, optimizer: Optimizer | None, fp8: AmaxHistories | None) -> Iterator[TensorBox]:
     """The other pieces of a checkpoint, which may change at any point of a step."""
-    yield from parameter_pieces(data.frozen_on_first_copy())
+    yield from _saved(data, parameter_pieces(data.frozen_on_first_copy()))
     if optimizer is not None:
         yield from compression_pieces(data)
         yield from coefficient_pieces(data)
@@ -158,7 +158,7 @@ def open_checkpoint(config: RunConfig, device: torch.device = CPU) -> tuple[Read
         reader = open_megatron(settings) or _open_stored(settings, settings.load, device)
     if not config.training.skip_train:
         _refuse_other_runs(settings, found=reader is not None)
-    if reader is None and settings.load_hf is not None:
+    if reader is None and settings.load_hf is not None and config.tuning.lora_rank is None:
         weights = HuggingFaceReader(settings.load_hf)
         check_same_model(asdict(weights.model), config)
         return weights, config
@@ -251,7 +251,7 @@ def load_state(
             _check_names(reader, data, None if fresh else optimizer)
         if isinstance(reader, CopiesReader):
             reader.fetch(_needed_pieces(data, optimizer, fp8))
-        reader.fill(held_weights(data))
+        reader.fill(_saved(data, held_weights(data)))
         if optimizer is not None:
             _load_optimizer(reader, optimizer, fresh=fresh)
         if not fresh and not isinstance(reader, HuggingFaceReader):
@@ -272,9 +272,14 @@ def held_weights(data: DataParallel) -> Iterator[TensorBox]:
         yield from weight_pieces(bucket) if bucket.splits_weights else whole
 
 
+def _saved(data: DataParallel, pieces: Iterable[TensorBox]) -> Iterator[TensorBox]:
+    """The pieces of weights that checkpoints contain."""
+    return (piece for piece in pieces if data.is_saved(piece.name))
+
+
 def _needed_pieces(data: DataParallel, optimizer: Optimizer | None, fp8: AmaxHistories | None) -> Iterator[TensorBox]:
     """All pieces that this rank may load."""
-    yield from held_weights(data)
+    yield from _saved(data, held_weights(data))
     yield from () if optimizer is None else optimizer_pieces(optimizer)
     yield from compression_pieces(data)
     yield from coefficient_pieces(data)
@@ -284,8 +289,8 @@ def _needed_pieces(data: DataParallel, optimizer: Optimizer | None, fp8: AmaxHis
 
 def _check_names(reader: CheckpointReader | MegatronReader, data: DataParallel, optimizer: Optimizer | None) -> None:
     """Compare the tensors needed by all ranks with the stored tensors."""
-    pieces = [piece for bucket in data.all_buckets for piece in weight_pieces(bucket)]
-    pieces += parameter_pieces(data.frozen)
+    pieces = [piece for bucket in data.all_buckets for piece in _saved(data, weight_pieces(bucket))]
+    pieces += _saved(data, parameter_pieces(data.frozen))
     pieces += [] if optimizer is None else optimizer_pieces(optimizer)
     lines = {f"{piece.name} {' '.join(map(str, piece.global_shape))}" for piece in pieces}
     needed: dict[str, tuple[int, ...]] = {}

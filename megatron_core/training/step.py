@@ -23,6 +23,7 @@ from megatron_core.training.driver import NO_HOOKS, StepHooks, StepOutcome, run_
 from megatron_core.training.pipeline_trace import traced
 from megatron_core.training.plans import StepSize
 from megatron_core.training.rerun import Attempt, Compute, injected_error, once
+from megatron_core.training.preferences import count_pairs, log_probs, preference_loss, reference_log_probs
 from megatron_core.training.setup import Run
 from megatron_core.transformer.auxiliary_loss import AuxiliaryLosses
 from megatron_core.transformer.layer_spec import mtp_loss_names
@@ -78,7 +79,7 @@ def train_step(
                 run,
                 run.plans.training(size.num_microbatches),
                 forward,
-                count_tokens(mine),
+                count_terms(run, mine),
                 lr,
                 lengths=message_lengths(mine),
                 auxiliary=auxiliary,
@@ -93,7 +94,7 @@ def train_step(
     # Take the step; then update the experts' biases and the counters.
     attempt = take(compute)
     outcome = attempt.outcome
-    if not outcome.skipped:
+    if not outcome.skipped and run.config.tuning.lora_rank is None:
         update_expert_biases(run.stages.values(), {n: load[:-1] for n, load in outcome.expert_load.items()})
     _advance(run, size, skipped=outcome.skipped)
     return StepResult(**vars(outcome), learning_rate=lr, loss_scale=scale, size=size, breakdown=attempt.statistics())
@@ -129,7 +130,7 @@ def _advance(run: Run, size: StepSize, *, skipped: bool) -> None:
 
 @torch.no_grad()
 def evaluate(run: Run, dataset: Dataset, iterations: int) -> float:
-    """Sum of token losses / number of tokens over the first ``iterations`` global batches of ``dataset``.
+    """Sum of losses / number of their terms (tokens, or pairs of answers) over the first ``iterations`` batches.
 
     The batches are the same each time, so that results are comparable. Evaluation uses no dropout and changes neither
     generators nor counters.
@@ -144,7 +145,7 @@ def evaluate(run: Run, dataset: Dataset, iterations: int) -> float:
         plan = run.plans.evaluation(size.num_microbatches)
         losses = run_plan(run, plan, forward_step(run, batches), lengths=message_lengths(batches))
         totals[0] += sum_of(run, losses)
-        totals[1] += count_tokens(batches) if losses and run.split.owns_loss else 0.0
+        totals[1] += count_terms(run, batches) if losses and run.split.owns_loss else 0.0
     for stage in run.stages.values():
         stage.train()
     all_reduce_(totals, run.groups.group(WORLD))
@@ -159,6 +160,11 @@ def load_batches(run: Run, size: StepSize) -> list[MicroBatch]:
         after = run.step_after(size.end)
         run.train_loader.prefetch(after.consumed_samples, after.num_microbatches, after.sequence_length)
     return run.micro_batches(batches)
+
+
+def count_terms(run: Run, batches: list[MicroBatch]) -> Tensor:
+    """Number of terms of the loss in this rank's micro-batches, a float64 scalar: tokens, or pairs of answers."""
+    return count_pairs(run, batches) if run.config.data.dpo else count_tokens(batches)
 
 
 def count_tokens(batches: list[MicroBatch]) -> Tensor:
@@ -191,14 +197,38 @@ def forward_step(
 
     ``spoiled``: losses of the first micro-batch are NaN, for tests.
     """
-    last = len(run.layers) - 1
+    last, forward_model = len(run.layers) - 1, _model_step(run, batches, auxiliary)
+    if run.config.data.dpo:
+        return _preference_step(run, batches, forward_model, statistics)
     tokens: int | None = None
     if run.config.parallel.layout_invariant:
         tokens = run.config.data.seq_length * run.config.training.final_batch_size(run.groups.size("dp"))
 
     def forward(stage: int, micro: int, hidden: Tensor | None) -> Tensor:
+        output = forward_model(stage, micro, hidden)
+        if stage < last:
+            return output
+        losses = output * batches[micro].loss_mask
+        if spoiled and micro == 0:
+            losses = losses * math.nan
+        if statistics is not None:
+            statistics.add_losses(losses, batches[micro])
+        return losses.sum() if tokens is None else exact_loss_sum(losses, tokens)
+
+    return forward
+
+
+ModelStep = Callable[[int, int, Tensor | None], Tensor]
+"""(stage, micro-batch, hidden states of the previous stage) -> hidden states, or losses on the last stage."""
+
+
+def _model_step(run: Run, batches: list[MicroBatch], auxiliary: AuxiliaryLosses | None) -> ModelStep:
+    """Return the forward function of a stage whose output on the last stage are the losses of tokens ``[b, n]``."""
+    last = len(run.layers) - 1
+
+    def forward(stage: int, micro: int, hidden: Tensor | None) -> Tensor:
         batch = batches[micro]
-        output = run.stages[stage](
+        return run.stages[stage](
             batch.tokens,
             batch.position_ids,
             positions=batch.positions,
@@ -210,14 +240,24 @@ def forward_step(
             loss_mask=batch.loss_mask,
             later=batch.later,
         )
+
+    return forward
+
+
+def _preference_step(
+    run: Run, batches: list[MicroBatch], forward_model: ModelStep, statistics: StepStatistics | None
+) -> ForwardStep:
+    """As ``forward_step``, for pairs of answers; the reference runs here, before the returned function."""
+    reference = reference_log_probs(run, batches, _model_step(run, batches, None), message_lengths(batches))
+    last, tuning = len(run.layers) - 1, run.config.tuning
+    settings = run.groups.group("cp"), tuning.dpo_beta, tuning.dpo_label_smoothing
+
+    def forward(stage: int, micro: int, hidden: Tensor | None) -> Tensor:
+        output = forward_model(stage, micro, hidden)
         if stage < last:
             return output
-        losses = output * batch.loss_mask
-        if spoiled and micro == 0:
-            losses = losses * math.nan
-        if statistics is not None:
-            statistics.add_losses(losses, batch)
-        return losses.sum() if tokens is None else exact_loss_sum(losses, tokens)
+        report = None if statistics is None else statistics.add_margins
+        return preference_loss(log_probs(output, batches[micro]), reference[micro], *settings, report)
 
     return forward
 
@@ -225,7 +265,8 @@ def forward_step(
 class StepStatistics:
     """This rank's terms of one step's sums: squares and zeros if flags request them, and losses by source of a blend.
 
-    The result of ``own`` is summed over all ranks together with the loss; ``read`` converts the sums to metrics.
+    With preferences, also the margins of pairs. The result of ``own`` is summed over all ranks together with the
+    loss; ``read`` converts the sums to metrics.
     """
 
     def __init__(self, run: Run, shift: int = 0) -> None:
@@ -238,6 +279,8 @@ class StepStatistics:
         copies = run.groups.size("dp") if run.config.resilience.rerun_mode != "disabled" else 0
         self._copies = torch.zeros(copies, dtype=torch.float64, device=run.world.device)
         self._copy = (run.groups.index("dp") + shift) % max(copies, 1)
+        self._margins = torch.zeros(3 * run.config.data.dpo, dtype=torch.float64, device=run.world.device)
+        self._shares = run.groups.size("cp")
 
     def add_losses(self, losses: Tensor, batch: MicroBatch) -> None:
         """Add a micro-batch's token losses ``[b, n]``; masked losses are 0."""
@@ -247,12 +290,18 @@ class StepStatistics:
             for total, each in zip(self._losses, (losses.detach(), batch.loss_mask), strict=True):
                 total.index_add_(0, batch.source, each.sum(1, dtype=torch.float64))
 
+    def add_margins(self, margins: Tensor) -> None:
+        """Add the margins of a micro-batch's pairs, which context-parallel ranks share."""
+        if self._owns_loss:
+            sums = margins.new_tensor(len(margins)), (margins > 0).sum(), margins.sum()
+            self._margins += torch.stack([each.to(self._margins) for each in sums]) / self._shares
+
     def own(self) -> Tensor:
         """This rank's terms, float64 ``[n]``; call it after gradient reduction and before clipping."""
         parts = [self._norm.statistics()] if self._totals else []
         if self._layers is not None:
             parts.append(self._norm.squares_by_part(self._layers).flatten())
-        return torch.cat([*parts, self._losses.flatten(), self._copies])
+        return torch.cat([*parts, self._margins, self._losses.flatten(), self._copies])
 
     def copies(self, sums: Sequence[float]) -> tuple[float, ...]:
         """The sum of the losses of each copy's samples, with ``rerun_mode``."""
@@ -269,6 +318,10 @@ class StepStatistics:
             for metric, scale in (("grad-norm by layer", loss_scale), ("params-norm by layer", 1.0)):
                 for name in names:
                     yield f"{metric}/{name}", math.sqrt(sums.pop(0)) / scale
+        if len(self._margins):
+            pairs, wins, margin = (sums.pop(0) for _ in self._margins)
+            yield "preference accuracy", wins / max(pairs, 1.0)
+            yield "preference margin", margin / max(pairs, 1.0)
         totals: dict[str, list[float]] = {}
         for at, name in enumerate(self._sources):  # a file may occur twice in a blend
             total = totals.setdefault(name, [0.0, 0.0])

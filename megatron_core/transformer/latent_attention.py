@@ -14,6 +14,7 @@ from megatron_core.parallel.invariance import all_reduce_in_tree, tree_sum
 from megatron_core.parallel.sharding import allocate, replicated
 from megatron_core.tensor_parallel.invariant_linear import WeightParts, invariant_linear
 from megatron_core.tensor_parallel.linear import NO_COMM, parallel_linear
+from megatron_core.tensor_parallel.lora import LoRA
 from megatron_core.transformer.context import LayerContext, SequenceContext
 from megatron_core.transformer.core_attention import CoreAttention
 from megatron_core.transformer.paged_attention import KeyValueStore, PagedStep
@@ -46,6 +47,7 @@ class DownProjection(nn.Module):
         spec = replicated(shape, context.tp_group.rank(), partial_grad=context.sequence_parallel)
         self.weight = allocate(spec, context.parallel.params_dtype, context.parallel.device)
         self.weight.init_method = context.init_method
+        self.adapter: LoRA | None = None
         self.parts = None
         if (invariance := context.parallel.invariance) is not None:
             of_tokens = invariance.over(context.tp_group.size() if context.sequence_parallel else 1)
@@ -55,7 +57,8 @@ class DownProjection(nn.Module):
         """``[..., h]`` -> ``[..., size]``."""
         if self.parts is not None:
             return invariant_linear(x, self.weight, None, NO_COMM, self.parts)
-        return parallel_linear(x, self.weight, None)
+        product = partial(parallel_linear, weight=self.weight, bias=None)
+        return product(x) if self.adapter is None else self.adapter(x, product, self.weight)
 
 
 class _SharedByHeads(torch.autograd.Function):
@@ -188,8 +191,9 @@ class LatentAttention(nn.Module):
         q (W_uk c) = (W_uk^T q) c, and W_uv is applied to the weighted sum of latents. Source: DeepSeek-AI 2024,
         appendix C.
         """
-        weight = self.linear_kv_up_proj.weight
-        assert weight is not None, "the layer owns its weight"
+        own, adapter = self.linear_kv_up_proj.weight, self.linear_kv_up_proj.adapter
+        assert own is not None, "the layer owns its weight"
+        weight = own if adapter is None else adapter.merged(own)
         up_key, up_value = weight.unflatten(0, (self.heads, -1)).split([self.plain, self.value], dim=1)
         plain, turned = query.split([self.plain, self.turned], dim=-1)
         query = torch.cat([torch.einsum("sad,adc->sac", plain, up_key), turned], dim=-1)

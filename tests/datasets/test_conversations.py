@@ -13,7 +13,9 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from megatron_core.config import DataConfig, RunConfig
-from megatron_core.datasets.conversations import ConversationTokenizer, build_conversations
+from megatron_core.datasets.build_conversations import build_conversations
+from megatron_core.datasets.conversations import ConversationTokenizer
+from megatron_core.datasets.packing import first_fit
 from megatron_core.errors import ConfigError, DataError
 from megatron_core.tokenizers import HuggingFaceTokenizer, tokenizer_of
 from megatron_core.tokenizers.chat import ChatTemplate
@@ -104,7 +106,7 @@ BROKEN = {
     '{"foo": 1}': "cannot infer the schema",
     "[1]": "is a list, expected an object",
     "{x": "is not JSON",
-    "": "is empty; --sft needs JSON Lines",
+    "": "is empty; --sft and --dpo need JSON Lines",
     '{"messages": [{"role": "user", "content": "\\ud800"}]}': "half of a surrogate pair",
 }
 
@@ -228,3 +230,32 @@ def test_a_mark_within_a_message_is_refused() -> None:
     encoder = ConversationTokenizer(tokenizer_of(DataConfig(**BYTES)), ChatTemplate(MARKED, {}))
     with pytest.raises(DataError, match=r"U\+FDD0 or U\+FDD1"):
         encoder.encode([{"role": "user", "content": "\ufdd1"}, {"role": "assistant", "content": "x"}])
+
+
+def test_packs_hold_every_line_once_and_no_padding_where_another_line_fits(tmp_path: Path) -> None:
+    lines = [
+        [{"role": "user", "content": c * n}, {"role": "assistant", "content": c}] for n, c in enumerate("abcdefgh")
+    ]
+    settings = _write(tmp_path, *lines) | {"sft_packing": "first_fit"}
+    data = DataConfig(**settings, train_data_path=(str(tmp_path / "talks.jsonl"),), seq_length=120)
+    packed = build_conversations(data, seed=1, tokenizer=tokenizer_of(data)).train
+    again = build_conversations(data, seed=1, tokenizer=tokenizer_of(data)).train
+    assert packed.packs == again.packs and sorted(line for pack in packed.packs for line in pack) == list(range(8))
+    samples = [packed[i] for i in range(len(packed.packs))]
+    answers = "".join(_text(s["labels"][s["loss_mask"] == 1]) for s in samples)
+    assert sorted(answers.replace("</>", "")) == list("abcdefgh")
+    sizes = [sum(s["document_lengths"][:-1]) for s in samples[:-1]]
+    assert len(samples) < 5 and all(120 - size < 60 for size in sizes)
+    for sample in samples:
+        starts = np.cumsum([0, *sample["document_lengths"][:-1]])
+        assert (sample["position_ids"][starts] == 0).all()
+
+
+def test_last_answer_alone_counts(tmp_path: Path) -> None:
+    encoder = ConversationTokenizer(tokenizer_of(DataConfig(**BYTES)), ChatTemplate(TEMPLATE, {}), last_only=True)
+    tokens, answers = encoder.encode(TALK)
+    assert _text(np.array(tokens)[np.array(answers)]) == "w</>"
+
+
+def test_first_fit() -> None:
+    assert first_fit([(0, 6), (1, 5), (2, 4), (3, 99), (4, 5)], 10) == [[0, 2], [1, 4], [3]]

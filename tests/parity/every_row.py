@@ -9,9 +9,10 @@ from zlib import crc32
 from tests.ops.checks import WHOLE_MATRIX
 from tests.parity.context_rows import CONTEXT_ROWS
 from tests.parity.fp8_rows import FP8_ROWS
+from tests.parity.lora_rows import LORA_ROWS
 from tests.parity.rows import ROWS
 
-EVERY_ROW = ROWS | CONTEXT_ROWS | FP8_ROWS
+EVERY_ROW = ROWS | CONTEXT_ROWS | FP8_ROWS | LORA_ROWS
 AXES = {
     "context_parallel_size",
     "expert_model_parallel_size",

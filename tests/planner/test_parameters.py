@@ -51,6 +51,20 @@ CASES: dict[str, dict[str, Any]] = {
     "zero1": {"zero_stage": 1, "bf16": True},
     "zero2, overlap": PIPELINE | {"zero_stage": 2, "bf16": True, "overlap_grad_reduce": True},
     "zero3, experts": EXPERTS | {"zero_stage": 3, "expert_model_parallel_size": 2},
+    "lora, interleaved": PIPELINE | {"num_virtual_stages_per_pipeline_rank": 2, "lora_rank": 4},
+    "dora, parts, fewer groups, tp4": LLAMA
+    | GROUPS
+    | {"tensor_model_parallel_size": 4, "ffn_hidden_size": 96, "lora_rank": 4, "use_dora": True}
+    | {"lora_target_modules": ("q_proj", "v_proj", "up_proj", "down_proj")},
+    "lora, experts, zb_v, zero3": EXPERTS
+    | LLAMA
+    | PIPELINE
+    | {"zero_stage": 3, "expert_model_parallel_size": 2, "moe_layer_freq": (0, 1, 1, 0), "lora_rank": 4}
+    | {"moe_shared_expert_intermediate_size": 64, "pipeline_schedule": "zb_v"},
+    "lora of a layer, latents, tp2": LLAMA
+    | LATENTS
+    | {"tensor_model_parallel_size": 2, "q_lora_rank": 24, "lora_rank": 4}
+    | {"lora_target_modules": ("*.layers.1.*.linear_kv_up_proj", "q_a_proj", "linear_fc1")},
 }
 
 
@@ -61,10 +75,15 @@ def test_every_pipeline_rank_has_the_parameters_of_the_model(settings: dict[str,
         found = RankEstimate.of(config, 4, rank)
         units = rank_units(found.config, found.layers, found.plan.stage_to_rank, found.vocab_size)
         own = found.groups.index("pp")
-        assert sum(unit.total for unit in units[own]) == found.parameters
+        held = sum(unit.total + unit.frozen + unit.frozen_experts for unit in units[own])
+        assert held == found.parameters
+        frozen = found.config.tuning.lora_rank is not None
+        assert any(unit.total for unit in units[own]) and any(unit.frozen for unit in units[own]) == frozen
 
 
-@pytest.mark.parametrize("name", ["one rank", "tp2", "interleaved", "zero1", "zero2, overlap", "zero3, experts"])
+@pytest.mark.parametrize(
+    "name", ["one rank", "tp2", "interleaved", "zero1", "zero2, overlap", "zero3, experts", "lora, interleaved"]
+)
 def test_state_is_that_of_the_buffers_but_for_their_padding(name: str) -> None:
     config = tiny_config(**CASES[name], hidden_size=128, vocab_size=512)
     found = RankEstimate.of(config, 4)

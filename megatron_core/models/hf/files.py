@@ -29,8 +29,9 @@ class TensorFiles:
     Errors: ``CheckpointError`` for files that are missing, damaged, or disagree with the index.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, weights: str = WEIGHTS) -> None:
+        """``weights``: the name of the file if there is only one."""
+        self.folder, self.weights = folder, weights
         self._files: dict[Path, safe_open] = {}
         self._open = ExitStack()
         try:
@@ -79,12 +80,12 @@ class TensorFiles:
 
     def _find(self) -> dict[str, Path]:
         """The file of each tensor, including tensors that the index does not list."""
-        path, index = self.folder / WEIGHTS, self.folder / INDEX
+        path, index = self.folder / self.weights, self.folder / INDEX
         if path.is_file():
             return dict.fromkeys(self._file(path).keys(), path)
         if not index.is_file():
             raise CheckpointError(
-                f"{self.folder} has neither {WEIGHTS} nor {INDEX}; save the model with transformers' "
+                f"{self.folder} has neither {self.weights} nor {INDEX}; save the model with transformers' "
                 "save_pretrained, which writes safetensors (pickled weights are not supported)"
             )
         named = read_json(index).get("weight_map")

@@ -43,7 +43,7 @@ class TensorSource:
         if self._has_experts:
             inner = Box(box.start[1:], box.stop[1:])
             for e in range(box.start[0], box.stop[0]):
-                for name, stored, ours in self._of_expert(e).parts(config, shape[1:], inner):
+                for name, stored, ours in self.of_expert(e).parts(config, shape[1:], inner):
                     yield name, stored, Box((e, *ours.start), (e + 1, *ours.stop))
             return
         zeros = (0,) * (len(shape) - 1)
@@ -56,7 +56,7 @@ class TensorSource:
     def stored_shapes(self, config: ModelConfig, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
         """The shapes of the stored tensors by name, for our tensor of ``shape``."""
         if self._has_experts:
-            each = (self._of_expert(e).stored_shapes(config, shape[1:]) for e in range(shape[0]))
+            each = (self.of_expert(e).stored_shapes(config, shape[1:]) for e in range(shape[0]))
             return {name: found for shapes in each for name, found in shapes.items()}
         rows = dict.fromkeys(self.names, 0)
         for _, block in self._placed(config, shape[0]):
@@ -64,6 +64,14 @@ class TensorSource:
             rows[name] = max(rows[name], block.stop)
         shapes = {name: (count, *shape[1:]) for name, count in rows.items()}
         return {name: found[::-1] if self.transposed else found for name, found in shapes.items()}
+
+    def rows_by_name(self, config: ModelConfig, count: int) -> dict[str, list[int]]:
+        """For each stored tensor, the rows of ours, of ``count`` rows, that it holds, in its order."""
+        found: dict[str, dict[int, int]] = {name: {} for name in self.names}
+        for at, block in self._placed(config, count):
+            rows = enumerate(range(block.start, block.stop), at)
+            found[self.names[block.tensor]] |= {stored: ours for ours, stored in rows}
+        return {name: [rows[stored] for stored in range(len(rows))] for name, rows in found.items()}
 
     def renamed(self, prefix: str, suffix: str) -> TensorSource:
         """The same rows of tensors with longer names."""
@@ -83,7 +91,8 @@ class TensorSource:
     def _has_experts(self) -> bool:
         return "{e}" in self.names[0]
 
-    def _of_expert(self, e: int) -> TensorSource:
+    def of_expert(self, e: int) -> TensorSource:
+        """The stored tensors of one expert."""
         return replace(self, names=tuple(name.replace("{e}", str(e)) for name in self.names))
 
 

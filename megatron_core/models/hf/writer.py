@@ -1,15 +1,15 @@
 """Export of a checkpoint as a Hugging Face folder, with one tensor in memory at a time."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from megatron_core.checkpoint import CheckpointReader, TensorBox
+from megatron_core.checkpoint import TensorBox
 from megatron_core.checkpoint.writer import write_safetensors
 from megatron_core.config import ModelConfig
 from megatron_core.models.hf.architecture import Architecture
@@ -20,11 +20,25 @@ from megatron_core.parallel.boxes import Box
 Shapes = Mapping[str, tuple[int, ...]]
 
 
+class Weights(Protocol):
+    """Weights of a model that can be read by boxes."""
+
+    @property
+    def state(self) -> Mapping[str, Any]:
+        """The state of the run, with its vocab_size."""
+        ...
+
+    def fill(self, pieces: Iterable[TensorBox]) -> None:
+        """Copy the values into the memory of each box."""
+        ...
+
+
 def write_hugging_face(
-    reader: CheckpointReader,
+    reader: Weights,
     folder: Path,
     architecture: Architecture,
     model: ModelConfig,
+    shapes: Shapes,
     *,
     dtype: torch.dtype,
     extra_keys: Mapping[str, Any],
@@ -32,12 +46,11 @@ def write_hugging_face(
 ) -> None:
     """Write config.json and the weights of ``reader`` as ``dtype`` into ``folder``, in files of ``file_bytes`` at most.
 
-    ``extra_keys`` are keys of config.json that do not follow from the model's settings. A tensor larger than
-    ``file_bytes`` gets a file of its own.
+    ``shapes`` are the global shapes of all weights by name. ``extra_keys`` are keys of config.json that do not follow
+    from the model's settings. A tensor larger than ``file_bytes`` gets a file of its own.
     """
-    names = [name.removeprefix("model.") for name in reader.manifest.tensors if name.startswith("model.")]
-    names = [name for name in names if not name.startswith("mtp.")]  # used in training only
-    shapes = {name: reader.manifest.tensors[f"model.{name}"].shape for name in sorted(names, key=_natural)}
+    names = [name for name in shapes if not name.startswith("mtp.")]  # used in training only
+    shapes = {name: shapes[name] for name in sorted(names, key=_natural)}
     own = {"vocab_size": reader.state["vocab_size"], "torch_dtype": str(dtype).removeprefix("torch.")}
     hf_config = {**extra_keys, **own, **architecture.config_json(model)}
     files = _files(architecture, model, shapes, dtype.itemsize, file_bytes)
@@ -79,7 +92,7 @@ def _stored_shapes(architecture: Architecture, model: ModelConfig, shapes: Shape
 
 
 def _stored_tensors(
-    reader: CheckpointReader, architecture: Architecture, model: ModelConfig, shapes: Shapes, dtype: torch.dtype
+    reader: Weights, architecture: Architecture, model: ModelConfig, shapes: Shapes, dtype: torch.dtype
 ) -> Iterator[Tensor]:
     """The tensors to store, in the order of ``_stored_shapes``."""
     for name, shape in shapes.items():

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from megatron_core.parallel.sharding import ShardSpec, allocate, split, split_fu
 from megatron_core.tensor_parallel.fp8 import FP8Products
 from megatron_core.tensor_parallel.grouped_linear import grouped_linear
 from megatron_core.tensor_parallel.invariant_linear import Chunks, WeightParts, invariant_grouped_linear
+from megatron_core.tensor_parallel.lora import LoRA
 from megatron_core.transformer.context import LayerContext
 from megatron_core.transformer.mlp import activation_kind
 from megatron_core.transformer.recompute import outputs_dropped, recomputed
@@ -39,6 +41,7 @@ class GroupedLinear(nn.Module):
         self.weight = allocate(spec, context.parallel.params_dtype, context.parallel.device)
         self.weight.init_method = init_method
         self.fp8: FP8Products | None = None
+        self.adapter: LoRA | None = None
         self.parts = parts
         if (precision := context.parallel.fp8_precision) is not None:
             etp = context.groups.group("etp")
@@ -53,7 +56,8 @@ class GroupedLinear(nn.Module):
         if self.parts is not None:
             assert chunks is not None, "tokens have numbers if weights have canonical parts"
             return invariant_grouped_linear(rows, self.weight, chunks, self.parts)
-        return grouped_linear(rows, self.weight, counts, fp8=self.fp8)
+        product = partial(grouped_linear, weight=self.weight, counts=counts, fp8=self.fp8)
+        return product(rows) if self.adapter is None else self.adapter(rows, product, self.weight, counts)
 
 
 class Experts(nn.Module):

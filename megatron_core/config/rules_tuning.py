@@ -1,0 +1,89 @@
+"""Rules for low-rank adapters."""
+
+from collections.abc import Iterator
+
+from megatron_core.config.rules_single import shown
+from megatron_core.config.run import RunConfig
+from megatron_core.config.tuning import NAMES, PARTS, WHOLE
+
+REFUSED = {
+    "layout_invariant": "sums of adapters depend on the layout; remove --layout-invariant",
+    "compile": "layers with adapters are not compiled; remove --compile",
+    "mtp_num_layers": "layers of multi-token prediction have no adapters; remove --mtp-num-layers",
+    "fp8_param_gather": "frozen weights are not gathered in FP8; remove --fp8-param-gather",
+    "use_mup": "its rates and factors are those of hidden matrices; remove --use-mup",
+}
+"""Settings that cannot be used with adapters, with the reason and the remedy."""
+
+
+def tuning_problems(config: RunConfig) -> Iterator[str]:
+    """Settings that adapters do not support, and contradictory names of layers."""
+    tuning, model = config.tuning, config.model
+    if tuning.lora_rank is None:
+        return
+    flat = config.flat()
+    for name, reason in REFUSED.items():
+        if flat[name]:
+            yield f"{name}={flat[name]} cannot be used with lora_rank={tuning.lora_rank}: {reason}"
+    if config.training.cuda_graph_impl != "none":
+        yield (
+            f"cuda_graph_impl={config.training.cuda_graph_impl} cannot be used with lora_rank={tuning.lora_rank}: "
+            "layers with adapters are not captured; remove --cuda-graph-impl"
+        )
+    yield from _target_problems(config)
+    yield from _preference_problems(config)
+    adapts_experts = model.num_experts is not None and _adapts_experts(config)
+    if tuning.use_dora and adapts_experts:
+        yield (
+            "use_dora=True cannot be used with adapters of experts; name only other layers in --lora-target-modules, "
+            "such as linear_qkv and linear_proj"
+        )
+    if tuning.lora_dropout and adapts_experts:
+        yield (
+            f"lora_dropout={tuning.lora_dropout:g} cannot be used with adapters of experts, whose rows have no "
+            "positions; use 0, or name only other layers in --lora-target-modules"
+        )
+    if tuning.lora_dropout and model.recomputes("mla_up_proj"):
+        yield (
+            f"lora_dropout={tuning.lora_dropout:g} cannot be used with mla_up_proj in recompute_modules; remove "
+            "mla_up_proj"
+        )
+
+
+def _preference_problems(config: RunConfig) -> Iterator[str]:
+    if not config.data.dpo:
+        return
+    if (size := config.training.micro_batch_size) % 2:
+        yield f"micro_batch_size={size} would separate pairs of answers, with dpo=True; use an even number"
+    if config.model.num_experts is not None and (config.model.balancing_loss or config.model.router_z_loss):
+        yield (
+            "dpo=True cannot be used with auxiliary losses of experts, which are means over tokens; use "
+            "--moe-router-load-balancing-type none and no --moe-z-loss-coeff"
+        )
+
+
+def _target_problems(config: RunConfig) -> Iterator[str]:
+    tuning = config.tuning
+    if not tuning.lora_target_modules:
+        yield "lora_target_modules=() leaves nothing to train; name layers, or all-linear"
+    unknown = [each for each in tuning.lora_target_modules if each.rpartition(".")[2] not in NAMES]
+    if unknown:
+        yield f"lora_target_modules={shown(tuple(unknown))} are unknown layers; legal: {', '.join(NAMES)}"
+    for module, parts in PARTS.items():
+        named = {
+            part for target in tuning.lora_target_modules for layer, part in NAMES.get(target, ()) if layer == module
+        }
+        if WHOLE in named and len(named) > 1:
+            yield (
+                f"lora_target_modules={shown(tuning.lora_target_modules)} names {module} and some of its parts "
+                f"{', '.join(parts)}; name either the whole matrix or parts"
+            )
+
+
+def _adapts_experts(config: RunConfig) -> bool:
+    paths = (
+        f"decoder.layers.{layer}.mlp.experts.{name}"
+        for layer in config.model.expert_layers
+        for name in ("linear_fc1", "linear_fc2")
+    )
+    return any(config.tuning.parts_of(path, fused=True) for path in paths)

@@ -1,0 +1,111 @@
+"""Low-rank adapters, and the linear layers that they change, by the names of Megatron, NeMo and Hugging Face."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from megatron_core.config import ranges as r
+from megatron_core.config.setting import ALWAYS, Resume, given, section, setting
+
+LORA = given("lora_rank", "N")
+WHOLE = "all"
+"""The only part of a matrix that is not divided."""
+PARTS = {"linear_qkv": ("q", "k", "v"), "linear_fc1": ("gate", "up")}
+"""The matrices that a fused one consists of, in the order of its rows; gates of attention belong to the queries."""
+_ATTENTION = ("linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj")
+LAYERS = ("linear_qkv", *_ATTENTION, "linear_proj", "linear_fc1", "linear_fc2")
+"""The linear layers of attention and MLP."""
+NAMES: dict[str, tuple[tuple[str, str], ...]] = {
+    **{name: ((name, WHOLE),) for name in LAYERS},
+    "all-linear": tuple((name, WHOLE) for name in LAYERS),
+    # NeMo's names of the parts of fused matrices.
+    "linear_q": (("linear_qkv", "q"),),
+    "linear_k": (("linear_qkv", "k"),),
+    "linear_v": (("linear_qkv", "v"),),
+    "linear_fc1_gate": (("linear_fc1", "gate"),),
+    "linear_fc1_up": (("linear_fc1", "up"),),
+    # Hugging Face: Llama and most others.
+    "q_proj": (("linear_qkv", "q"), ("linear_q_proj", WHOLE)),
+    "k_proj": (("linear_qkv", "k"),),
+    "v_proj": (("linear_qkv", "v"),),
+    "o_proj": (("linear_proj", WHOLE),),
+    "gate_proj": (("linear_fc1", "gate"),),
+    "up_proj": (("linear_fc1", "up"),),
+    "down_proj": (("linear_fc2", WHOLE),),
+    # Phi-3, GPT-NeoX, GPT-2, DeepSeek, Mixtral.
+    "qkv_proj": (("linear_qkv", WHOLE),),
+    "gate_up_proj": (("linear_fc1", WHOLE),),
+    "query_key_value": (("linear_qkv", WHOLE),),
+    "dense": (("linear_proj", WHOLE),),
+    "dense_h_to_4h": (("linear_fc1", WHOLE),),
+    "dense_4h_to_h": (("linear_fc2", WHOLE),),
+    "c_attn": (("linear_qkv", WHOLE),),
+    "c_proj": (("linear_proj", WHOLE), ("linear_fc2", WHOLE)),
+    "c_fc": (("linear_fc1", WHOLE),),
+    "q_a_proj": (("linear_q_down_proj", WHOLE),),
+    "q_b_proj": (("linear_q_up_proj", WHOLE),),
+    "kv_a_proj_with_mqa": (("linear_kv_down_proj", WHOLE),),
+    "kv_b_proj": (("linear_kv_up_proj", WHOLE),),
+    "w1": (("linear_fc1", "gate"),),
+    "w2": (("linear_fc2", WHOLE),),
+    "w3": (("linear_fc1", "up"),),
+}
+"""Name in --lora-target-modules -> the layers that it may stand for, and the part of their matrix."""
+
+
+@dataclass(frozen=True, kw_only=True)
+@section(resume=Resume.TENSORS)
+class TuningConfig:
+    """Low-rank adapters (LoRA): y = W x + s B A x with W frozen, for fine-tuning with little memory."""
+
+    lora_rank: int | None = setting(None, r.SMALL_COUNT, when=ALWAYS, aliases="lora_r lora_dim")
+    """Train low-rank adapters of this rank; all other weights are frozen and not saved (docs/fine_tune.md)."""
+    lora_alpha: float = setting(32.0, r.POSITIVE, needs=LORA)
+    """Numerator of the adapters' factor s = alpha / rank."""
+    lora_dropout: float = setting(0.0, r.BELOW_1, needs=LORA, resume=Resume.REPORTED)
+    """Dropout of the adapters' inputs."""
+    lora_target_modules: tuple[str, ...] = setting(("all-linear",), needs=LORA)
+    """Linear layers with adapters: names of Megatron (linear_qkv linear_proj linear_fc1 linear_fc2) or Hugging Face
+    (q_proj v_proj ...), all-linear, or paths with * (*.layers.0.*.linear_qkv). q_proj, k_proj, v_proj, gate_proj and
+    up_proj have separate adapters, as in peft."""
+    use_rslora: bool = setting(False, needs=LORA)
+    """Rank-stabilised factor s = alpha / sqrt(rank)."""
+    use_dora: bool = setting(False, needs=LORA)
+    """Also train the norm m of each row: W' = m (W + s B A) / |W + s B A| (DoRA)."""
+    lora_load: str | None = setting(None, r.FOLDER, needs=LORA, resume=Resume.FREE)
+    """Folder with adapters in PEFT's format to start from. A checkpoint in --load takes precedence."""
+    pretrained_checkpoint: str | None = setting(None, r.FOLDER, needs=LORA, resume=Resume.FREE)
+    """Folder of checkpoints with the frozen weights; --load then holds adapters. (Or: --load-hf.)"""
+
+    dpo_beta: float = setting(0.1, r.POSITIVE, needs=given("dpo"), resume=Resume.REPORTED)
+    """Factor of the log-probability ratios in the loss of --dpo."""
+    dpo_label_smoothing: float = setting(0.0, r.from_0(0.5), needs=given("dpo"), resume=Resume.REPORTED)
+    """Assumed share of pairs whose answers are swapped, below 0.5."""
+
+    @property
+    def lora_scale(self) -> float:
+        """The factor s of B A."""
+        assert self.lora_rank is not None, "there are adapters"
+        return self.lora_alpha / (self.lora_rank**0.5 if self.use_rslora else self.lora_rank)
+
+    def parts_of(self, path: str, *, fused: bool) -> tuple[str, ...]:
+        """The parts of a layer's matrix with an adapter; ``fused``: whether it consists of several matrices.
+
+        ``path`` is the module's name in the model, such as decoder.layers.0.mlp.linear_fc1.
+        """
+        own = path.rpartition(".")[2]
+        found = {part for target in self.lora_target_modules for part in _parts(target, path)}
+        if not fused:
+            return (WHOLE,) if found else ()
+        return tuple(part for part in (WHOLE, *PARTS.get(own, ())) if part in found)
+
+
+def _parts(target: str, path: str) -> Iterator[str]:
+    """The parts of the layer ``path`` that ``target`` names."""
+    prefix, _, name = target.rpartition(".")
+    module = path.rpartition(".")[2]
+    for layer, part in NAMES.get(name, ()):
+        if layer == module and (not prefix or fnmatchcase(path, f"*{prefix}.{module}")):
+            yield part

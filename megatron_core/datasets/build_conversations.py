@@ -1,0 +1,49 @@
+"""Builds the data sets of conversations and of preferences from the data flags."""
+
+from collections.abc import Sequence
+
+from megatron_core.config import DataConfig
+from megatron_core.datasets.blend import parse_blend
+from megatron_core.datasets.build import Splits
+from megatron_core.datasets.conversations import ConversationDataset, ConversationFile, ConversationTokenizer
+from megatron_core.datasets.paths import DEFAULT_SPLIT, parse_split, read_paths, split_ranges
+from megatron_core.datasets.preferences import PreferenceDataset, PreferenceFile
+from megatron_core.errors import ConfigError
+from megatron_core.tokenizers import Tokenizer
+from megatron_core.tokenizers.chat import chat_template_of
+
+
+def build_conversations(data: DataConfig, *, seed: int, tokenizer: Tokenizer | None) -> Splits:
+    """The data sets of ``--sft`` or ``--dpo``: the lines of ``data_path`` divided by ``split``, or files per split."""
+    template = None if tokenizer is None else chat_template_of(tokenizer, data.chat_template)
+    if tokenizer is None or template is None:
+        raise ConfigError(
+            f"{'dpo' if data.dpo else 'sft'}=True needs a chat template, which is a part of many tokenizers of Hugging "
+            "Face; give its folder as --tokenizer-model, or a template as --chat-template FILE"
+        )
+    # Answers that both sides of a preference share do not change its loss.
+    encoder = ConversationTokenizer(tokenizer, template, last_only=data.dpo or data.sft_loss == "last_answer")
+    paths, packs = read_paths(data), data.sft_packing == "first_fit"
+    kind = PreferenceDataset if data.dpo else ConversationDataset
+
+    def dataset(files: Sequence[ConversationFile], lines: Sequence[int]) -> ConversationDataset | None:
+        return kind(files, lines, encoder, data.seq_length, seed, packs=packs) if len(lines) else None
+
+    if paths.phases:
+        files = _files(paths.phases[-1].data_path, data)
+        ranges = split_ranges(parse_split(data.split or DEFAULT_SPLIT), sum(map(len, files)))
+        train, valid, test = (dataset(files, lines) for lines in ranges)
+        return Splits(train, valid, test)
+    own = [_files(each, data) for each in paths.own]
+    train, valid, test = (dataset(files, range(sum(map(len, files)))) for files in own)
+    return Splits(train, valid, test)
+
+
+def _files(paths: Sequence[str], data: DataConfig) -> list[ConversationFile]:
+    if not paths:
+        return []
+    weights, files = parse_blend(paths)
+    if weights is not None and len(files) > 1:
+        flag = "--dpo" if data.dpo else "--sft"
+        raise ConfigError(f"{' '.join(paths)}: {flag} reads each line once per round; remove the weights")
+    return [(PreferenceFile if data.dpo else ConversationFile)(path) for path in files]

@@ -1,0 +1,124 @@
+"""Fine-tuning with low-rank adapters: frozen weights, initial adapters, and export."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from megatron_core.checkpoint import CheckpointReader, open_newest
+from megatron_core.config import RunConfig
+from megatron_core.data_parallel import DataParallel, Initialise
+from megatron_core.errors import CheckpointError
+from megatron_core.models import GPTModel
+from megatron_core.models.build import meta_model
+from megatron_core.models.hf import HuggingFaceReader, architecture_for
+from megatron_core.models.hf.peft import PeftNames, read_adapter
+from megatron_core.parallel.sharding import spec_of
+from megatron_core.training.compatibility import check_same_model, check_state
+from megatron_core.training.state import held_weights
+from megatron_core.transformer.adapters import adapters_of, is_adapter, rows_of
+
+Base = CheckpointReader | HuggingFaceReader
+
+
+def open_base(config: RunConfig, device: torch.device) -> Base | None:
+    """Open the frozen weights of a run with adapters: --pretrained-checkpoint or --load-hf; None: drawn by the seed."""
+    settings = config.checkpoint
+    if (folder := config.tuning.pretrained_checkpoint) is not None:
+        reader = open_newest(folder, None, verify=settings.verify_checkpoint, device=device)
+        if reader is None:
+            raise CheckpointError(f"pretrained_checkpoint={folder!r} has no checkpoint; give a folder of --save")
+        stored = check_state(reader.state, reader.folder)
+        check_same_model({name: value for name, value in stored.items() if name not in vars(config.tuning)}, config)
+        if stored.get("lora_rank") is not None:
+            raise CheckpointError(
+                f"pretrained_checkpoint={folder!r} has only adapters; resume them with --load {folder}, or merge them "
+                "with megatron-convert --from native --to hf and give the result as --load-hf"
+            )
+        return reader
+    if settings.load_hf is None:
+        return None
+    weights = HuggingFaceReader(settings.load_hf)
+    check_same_model(asdict(weights.model), config)
+    return weights
+
+
+def adapters_only(draw: Initialise) -> Initialise:
+    """Return ``draw`` for adapters; other parameters stay uninitialized, because they are loaded."""
+    return lambda name, parameter: draw(name, parameter) if is_adapter(name) else None
+
+
+def prepare_adapters(
+    config: RunConfig, data: DataParallel, stages: Iterable[GPTModel], base: Base | None, *, resumes: bool
+) -> None:
+    """With adapters, load the frozen weights; set the initial adapters unless the run ``resumes`` from others.
+
+    It precedes the construction of the optimizer, which copies the trained weights.
+    """
+    if config.tuning.lora_rank is None:
+        return
+    data.is_saved = is_adapter
+    if base is not None:
+        with base:
+            base.fill(piece for piece in held_weights(data) if not is_adapter(piece.name))
+    if resumes:
+        return
+    stages = list(stages)
+    if config.tuning.use_dora:
+        _assign(data, _magnitudes(data, stages))
+    if config.tuning.lora_load is not None:
+        own = {name: p for stage in stages for name, p in stage.named_global_parameters() if is_adapter(name)}
+        whole = _read(config, Path(config.tuning.lora_load), stages)
+        _assign(data, {p: _local(whole[name], p) for name, p in own.items()})
+
+
+def _magnitudes(data: DataParallel, stages: Iterable[GPTModel]) -> dict[nn.Parameter, Tensor]:
+    """DoRA's magnitudes: the norms of the rows of the frozen weights."""
+    found: dict[nn.Parameter, Tensor] = {}
+    for stage in stages:
+        for _, linear, adapter in adapters_of(stage):
+            assert linear.weight is not None
+            with data.gathered([linear.weight, *adapter.lora_A.values(), *adapter.lora_B.values()]):
+                found |= adapter.initial_magnitudes(linear.weight)
+    return found
+
+
+@torch.no_grad()
+def _assign(data: DataParallel, values: Mapping[nn.Parameter, Tensor]) -> None:
+    """Set parameters, of which ZeRO 3 keeps a shard, to this rank's ``values``."""
+    for parameter, value in values.items():
+        bucket = data.bucket_of(parameter)
+        if bucket is None or not bucket.splits_weights:
+            parameter.data.copy_(value)
+            continue
+        for _, own, start, stop, at in bucket.pieces():
+            if own is parameter:
+                bucket.weight_shard[at : at + stop - start] = value.reshape(-1)[start:stop]
+
+
+def _local(whole: Tensor, parameter: nn.Parameter) -> Tensor:
+    spec = spec_of(parameter)
+    local = torch.empty(spec.local_shape, dtype=parameter.dtype, device=parameter.device)
+    spec.localise(whole, local)
+    return local
+
+
+def _read(config: RunConfig, folder: Path, stages: Iterable[GPTModel]) -> dict[str, Tensor]:
+    """All adapters of the model, from a folder in PEFT's format."""
+    names, shapes = peft_names(config, next(iter(stages)).vocab_size)
+    return read_adapter(folder, names, shapes)
+
+
+def peft_names(config: RunConfig, vocab_size: int) -> tuple[PeftNames, dict[str, tuple[int, ...]]]:
+    """The correspondence with PEFT's names for the model of a run, and the shapes of all adapters."""
+    specs = {name: spec_of(own) for name, own in meta_model(config, vocab_size).named_global_parameters()}
+    shapes = {name: spec.global_shape for name, spec in specs.items()}
+    architecture = architecture_for(config.model, config.checkpoint.hf_model_type)
+    names = PeftNames(
+        architecture, config.model, shapes, lambda layer, part: rows_of(specs[f"{layer}.weight"], part, layer)
+    )
+    return names, {name: shape for name, shape in shapes.items() if is_adapter(name)}

@@ -1,0 +1,71 @@
+"""Defects of low-rank adapters: partial gradients, sums, rows of parts, masks."""
+
+from __future__ import annotations
+
+from tests.defects.defect import Defect
+
+IN_ADAPTERS = (
+    Defect(
+        "gradients of A are not summed over a split sequence",
+        "tensor_parallel.lora:LoRA.__init__",
+        "partial = sequence_parallel or self.is_expert",
+        "partial = self.is_expert",
+        "lora, tp2 sp",
+        "C17",
+        culprit="gradient of the parameter decoder.layers.*.adapter.lora_*",
+    ),
+    Defect(
+        "gradients of experts' A are not summed over the ranks that split an expert",
+        "tensor_parallel.lora:LoRA.__init__",
+        "partial = sequence_parallel or self.is_expert",
+        "partial = sequence_parallel",
+        "lora of experts, tp2 etp2",
+        "C17",
+        culprit="gradient of the parameter decoder.layers.*.adapter.lora_*",
+    ),
+    Defect(
+        "A x of split inputs is not summed over ranks",
+        "tensor_parallel.lora:LoRA._exchanged",
+        "else reduce_from_region",
+        "else (lambda x, group: x)",
+        "lora, tp2",
+        "C18",
+        culprit="*",
+    ),
+    Defect(
+        "the gradient of A x is one rank's part",
+        "tensor_parallel.lora:LoRA._exchanged",
+        "else copy_to_region)",
+        "else (lambda x, group: x))",
+        "lora, tp2",
+        "C19",
+        culprit="gradient of the parameter decoder.layers.*.adapter.lora_A*",
+    ),
+    Defect(
+        "norms of DoRA's rows are those of a rank's inputs",
+        "tensor_parallel.lora:LoRA._norms",
+        "self.group.size() > 1",
+        "self.group.size() > 9",
+        "dora, modern, parts, 2 groups, tp2 sp",
+        "C8",
+        culprit="*",
+    ),
+    Defect(
+        "dropout of split inputs numbers each rank's features from 0",
+        "transformer.adapters:InputDropout.forward",
+        "torch.arange(*self.features, device=x.device)",
+        "torch.arange(x.shape[-1], device=x.device)",
+        "lora, tp2",
+        "C20",
+        culprit="*",
+    ),
+    Defect(
+        "rows of a part are placed from the rank's first row",
+        "tensor_parallel.lora:_local_rows",
+        "found += range(at + low - first, at + high - first)",
+        "found += range(low - first, high - first)",
+        "dora, modern, parts, 1 group, tp2",
+        "C19",
+        culprit="*",
+    ),
+)
