@@ -164,7 +164,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_twenty_steps_in_every_layout(layout: str, tmp_path: Path) -> None:
     """From adapters of `peft` and weights of `transformers`, the losses and the saved adapters of one process."""
