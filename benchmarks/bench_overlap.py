@@ -68,6 +68,9 @@ EXPERTS: Flags = {
     "expert_model_parallel_size": 2,
     "moe_router_force_load_balancing": True,
 }
+TENSOR_PARALLEL: Flags = {"tensor_model_parallel_size": 2}
+SEQUENCE_PARALLEL: Flags = TENSOR_PARALLEL | {"sequence_parallel": True}
+IN_PARTS: Flags = {"tp_comm_overlap_chunks": 4}
 ACTIVATIONS: Flags = {"cpu_offloading": True, "cpu_offloading_num_layers": 4, "bf16": False}
 UPDATES: Flags = {"hidden_size": 512, "seq_length": 64, "vocab_size": 4096, "ddp_bucket_size": 2_000_000}
 OPTIMIZER: Flags = {"optimizer_cpu_offload": True, "overlap_grad_reduce": True} | UPDATES
@@ -158,6 +161,21 @@ SWITCHES = [
         in_turn=matrices_in_turn,
         micro_batches=1,
         link=2e8,
+    ),
+    *(
+        Switch(
+            name=name,
+            flags={"tp_comm_overlap": True},
+            off={"tp_comm_overlap": False},
+            base=base,
+            waits=waits,
+            micro_batches=1,
+        )
+        for name, base, waits in [
+            ("input gradients, tp2", TENSOR_PARALLEL, ("all_reduce",)),
+            ("products in parts, tp2", TENSOR_PARALLEL | IN_PARTS, ("all_reduce",)),
+            ("products in parts, tp2 sp", SEQUENCE_PARALLEL | IN_PARTS, ("ring",)),
+        ]
     ),
     *(
         Switch(

@@ -93,8 +93,15 @@ class ParallelConfig:
     """Split activations outside the matrix products along the sequence over the TP ranks (Korthikanti et al. 2022,
     section 4.2.2)."""
     tp_comm_overlap: bool = setting(True, when=c.TENSOR_PARALLEL)
-    """Reduce the input gradient of a parallel linear layer while its weight gradient is computed;
+    """Overlap communication of parallel linear layers with matrix products: the reduction of the input gradient with
+    the weight gradient, the gather of the input with the input gradient, and the parts of --tp-comm-overlap-chunks;
     --no-tp-comm-overlap: one after the other."""
+    tp_comm_overlap_chunks: int = setting(
+        1, r.COUNT, needs=c.NO_FP8, when=c.TENSOR_PARALLEL, aliases="coc_parallel_num"
+    )
+    """More than 1: pipeline the products of parallel linear layers with their communication (--tp-comm-overlap-rs and
+    -ag of Megatron-LM). An all-reduced product is computed in this many parts of the tokens; with --sequence-parallel
+    there is one part for each TP rank. Smaller products take longer: measure whole steps with and without it."""
     use_distributed_optimizer: bool = setting(False, when=c.SEVERAL_DATA_RANKS_OR_FILES)
     """Shard optimizer state and main weights over the data-parallel ranks, as --zero-stage 1."""
     zero_stage: Literal[0, 1, 2, 3] | None = setting(None, when=c.SEVERAL_DATA_RANKS_OR_FILES)

@@ -17,6 +17,7 @@ REFUSED = {
 REFUSED_WORDS = {
     ("grad_compression", "none"): "a compressed gradient depends on the ranks; remove --grad-compression",
     ("moe_token_dispatcher_type", "alltoall"): "it adds the experts of a rank first; use alltoall",
+    ("tp_comm_overlap_chunks", 1): "its products have canonical parts; use 1",
     ("attention_kind", "grouped_query"): "its projections have no canonical parts; remove --attention-kind",
 }
 """(setting, the only value that can be used): the reason and the remedy."""

@@ -4,7 +4,7 @@ from megatron_core.ops.activation import bias_activation
 from megatron_core.ops.backend import Backend
 from megatron_core.ops.cross_entropy import cross_entropy_backward, cross_entropy_parts
 from megatron_core.ops.dropout import bias_dropout_add
-from megatron_core.ops.matmul import accumulate_weight_grad_, input_grad, linear
+from megatron_core.ops.matmul import accumulate_weight_grad_, input_grad, linear, linear_into
 from megatron_core.ops.multi_tensor import adamw_, scale_, squared_norm
 from megatron_core.ops.norm import layer_norm, rms_norm
 from megatron_core.ops.rope import rope

@@ -27,6 +27,17 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return torch.nn.functional.linear(x, weight, bias)
 
 
+def linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+    """Store ``linear(x, weight, bias)`` in the contiguous ``out``."""
+    rows, flat = x.reshape(-1, x.shape[-1]), out.view(-1, out.shape[-1])
+    if _is_onednn_faster(x, weight):
+        out.copy_(linear(x, weight, bias))  # it has no argument for the output
+    elif bias is None:
+        torch.mm(rows, weight.t(), out=flat)
+    else:
+        torch.addmm(bias, rows, weight.t(), out=flat)
+
+
 def input_grad(grad_y: Tensor, weight: Tensor) -> Tensor:
     """dL/dx = dL/dy W: ``grad_y`` ``[..., O]``, ``weight`` ``[O, I]`` -> ``[..., I]``; by the library of ``linear``."""
     return linear(grad_y, weight.t()) if _is_onednn_faster(grad_y, weight.t()) else grad_y.matmul(weight)

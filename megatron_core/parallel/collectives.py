@@ -138,16 +138,16 @@ def start_reduce_scatter_sequence(x: Tensor, group: Group) -> tuple[Tensor, Hand
     return part, reduce_scatter_flat_(part, x, group, async_op=True)
 
 
-def start_ring_shift(x: Tensor, group: Group) -> tuple[Tensor, Handle]:
-    """Start sending ``x`` to the next rank of the ring; the result, the previous rank's ``x``, is valid after
-    ``wait``."""
+def start_ring_shift(x: Tensor, group: Group, *, step: int = 1, out: Tensor | None = None) -> tuple[Tensor, Handle]:
+    """Start sending ``x`` to the rank ``step`` places further in the ring; the result (``out``, if given), the ``x`` of
+    the rank ``step`` places before, is valid after ``wait``."""
     if group.size() == 1:
         return x, Done()
-    x, arriving, ring = x.contiguous(), torch.empty_like(x), process_group(group)
-    after, before = (dist.get_global_rank(ring, (group.rank() + step) % group.size()) for step in (1, -1))
+    x, arriving, ring = x.contiguous(), torch.empty_like(x) if out is None else out, process_group(group)
+    to, source = ((group.rank() + places) % group.size() for places in (step, -step))
+    after, before = (dist.get_global_rank(ring, rank) for rank in (to, source))
     RECORDER.note("ring shift", ring, x)
     operations = [dist.P2POp(dist.isend, x, after, ring), dist.P2POp(dist.irecv, arriving, before, ring)]
-    to, source = ((group.rank() + step) % group.size() for step in (1, -1))
     watched = watched_move(
         lambda: All(dist.batch_isend_irecv(operations), x),
         *("ring shift", group, x),
@@ -196,6 +196,11 @@ def _split_first(x: Tensor, group: Group) -> Tensor:
         return x
     part = _part(x.shape[0], group)
     return x.narrow(0, group.rank() * part, part).contiguous()
+
+
+def equal_parts(x: Tensor, group: Group) -> tuple[Tensor, ...]:
+    """The part of ``x`` along dim 0 for each rank; ``LayoutError`` if they are not equal."""
+    return x.split(_part(x.shape[0], group))
 
 
 def _part(extent: int, group: Group) -> int:

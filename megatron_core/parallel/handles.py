@@ -22,7 +22,7 @@ class Done:
 class All:
     """The handle of several operations; keeps the send buffer ``sent`` alive until they are complete."""
 
-    def __init__(self, works: Sequence[dist.Work], sent: Tensor) -> None:
+    def __init__(self, works: Sequence[Handle], sent: Tensor) -> None:
         self._works, self._sent = works, sent
 
     def wait(self) -> None:
@@ -41,7 +41,11 @@ class SummedAfter:
         """Wait for the messages and sum them in the wider of both dtypes, at least float32."""
         self._arriving.wait()
         wide = torch.promote_types(torch.promote_types(self._received.dtype, self._shard.dtype), torch.float32)
-        self._shard.copy_(self._received.view(-1, self._shard.numel()).sum(0, dtype=wide))
+        parts = self._received.view(-1, self._shard.numel())
+        if self._shard.dtype == wide:
+            torch.sum(parts, 0, dtype=wide, out=self._shard)
+        else:
+            self._shard.copy_(parts.sum(0, dtype=wide))
 
 
 Handle = dist.Work | Done | All | Waited | Watched | SummedAfter

@@ -29,7 +29,8 @@ from megatron_core.ops.fixed_products import (
 from megatron_core.parallel.collectives import start_gather_sequence
 from megatron_core.parallel.invariance import Invariance, all_reduce_in_tree, reduce_scatter_in_tree
 from megatron_core.parallel.sharding import Range, ShardSpec
-from megatron_core.tensor_parallel.linear import LinearComm, gather_input, main_grad_of
+from megatron_core.tensor_parallel.linear import main_grad_of
+from megatron_core.tensor_parallel.linear_comm import LinearComm, gather_input
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,8 @@ from megatron_core.parallel.invariance import (
 from megatron_core.parallel.sharding import ShardSpec, allocate, replicated, split
 from megatron_core.tensor_parallel.fp8 import FP8Precision, FP8Products
 from megatron_core.tensor_parallel.invariant_linear import WeightParts, add_bias, invariant_linear, invariant_lookup
-from megatron_core.tensor_parallel.linear import NO_COMM, LinearComm, parallel_linear
+from megatron_core.tensor_parallel.linear import parallel_linear
+from megatron_core.tensor_parallel.linear_comm import NO_COMM, LinearComm
 from megatron_core.tensor_parallel.lookup import vocab_parallel_lookup
 from megatron_core.tensor_parallel.lora import LoRA
 
@@ -41,7 +42,9 @@ class ModelParallelConfig:
     params_dtype: torch.dtype = torch.float32
     """Dtype of weights and activations."""
     tp_comm_overlap: bool = True
-    """Overlap the reduction of input gradients with the computation of weight gradients."""
+    """Overlap communication with matrix products; see --tp-comm-overlap."""
+    tp_comm_overlap_chunks: int = 1
+    """Parts of a product that is pipelined with its communication; see --tp-comm-overlap-chunks."""
     cp_comm_type: tuple[str, ...] = ("p2p",)
     """Communication of attention over context-parallel ranks, for all layers or per layer; see --cp-comm-type."""
     perform_initialization: bool = True
@@ -177,6 +180,7 @@ class ColumnParallelLinear(_ParallelLayer):
             gather_sequence=self.config.sequence_parallel,
             reduce_input_grad=not self.config.sequence_parallel,
             overlap=self.config.tp_comm_overlap,
+            chunks=self.config.tp_comm_overlap_chunks,
         )
         self.fp8 = self._fp8(splits_output=True)
         self.parts = None
@@ -237,6 +241,13 @@ class RowParallelLinear(_ParallelLayer):
         # With sequence parallel each rank adds the bias to its part of the sequence only.
         bias_spec = replicated((output_size,), self.tp_index, partial_grad=self.config.sequence_parallel)
         self.bias = self._bias(bias_spec) if bias else None
+        self.comm = LinearComm(
+            self.tp_group,
+            scatter_sequence=self.config.sequence_parallel,
+            reduce_output=not self.config.sequence_parallel,
+            overlap=self.config.tp_comm_overlap,
+            chunks=self.config.tp_comm_overlap_chunks,
+        )
         self.fp8 = self._fp8(splits_output=False)
         self.parts = None
         if (invariance := self.config.invariance) is not None:
@@ -257,9 +268,7 @@ class RowParallelLinear(_ParallelLayer):
 
     def _product(self, input_: Tensor) -> Tensor:
         """The product with the whole weight, summed over ranks."""
-        output = parallel_linear(input_, self.weight, None, fp8=self.fp8)
-        combine = reduce_scatter_to_sequence if self.config.sequence_parallel else reduce_from_region
-        return combine(output, self.tp_group)
+        return parallel_linear(input_, self.weight, None, self.comm, fp8=self.fp8)
 
     def _invariant_output(self, input_: Tensor, parts: WeightParts) -> Tensor:
         output = invariant_linear(input_, self.weight, None, NO_COMM, parts)

@@ -4,8 +4,9 @@ Shapes: S sequence, B batch, I input, O output features of this rank: x_SBI, wei
 Source: Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.2 for the sequence-parallel form.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any, cast
 from weakref import WeakValueDictionary
@@ -15,32 +16,22 @@ from torch import Tensor, nn
 
 from megatron_core.ops import accumulate_weight_grad_, input_grad, linear
 from megatron_core.ops.operator import define
-from megatron_core.parallel.collectives import (
-    Done,
-    Handle,
-    start_all_reduce,
-    start_gather_sequence,
-    start_reduce_scatter_sequence,
-)
+from megatron_core.parallel.collectives import start_gather_sequence
 from megatron_core.parallel.compiled import group_named
-from megatron_core.parallel.groups import Group, LocalGroup, process_group
+from megatron_core.parallel.groups import process_group
+from megatron_core.parallel.handles import Done, Handle
 from megatron_core.tensor_parallel.fp8 import FP8Gradients, FP8Products
-
-
-@dataclass(frozen=True)
-class LinearComm:
-    """Communication of a linear layer over its tensor-parallel group."""
-
-    group: Group
-    gather_sequence: bool = False
-    """The input is split along the sequence: all-gather it in forward, reduce-scatter its gradient in backward."""
-    reduce_input_grad: bool = False
-    """The input is replicated: sum its gradient over the group."""
-    overlap: bool = True
-    """Overlap the reduction of the input gradient with the computation of the weight gradient."""
-
-
-NO_COMM = LinearComm(LocalGroup())
+from megatron_core.tensor_parallel.linear_comm import (
+    NO_COMM,
+    LinearComm,
+    gather_input,
+    gather_output_grad,
+    multiply_arriving,
+    pipelined_output,
+    reduced_output,
+    start_input_grad_reduction,
+    start_multiply_and_sum,
+)
 
 
 def parallel_linear(
@@ -51,18 +42,19 @@ def parallel_linear(
     *,
     fp8: FP8Products | None = None,
 ) -> Tensor:
-    """x_SBI (or x_sBI, split along the sequence), weight_OI, bias_O -> y_SBO.
+    """x_SBI (or x_sBI, split along the sequence), weight_OI, bias_O -> y_SBO (or y_sBO).
 
-    If ``weight`` has a ``main_grad``, its gradient is added there and autograd gets None. If it has a collecting
-    ``grad_queue`` (``pipeline_parallel.weight_grad``), its gradient is computed when the queue runs. ``fp8``, if
-    given, computes the matrix products.
+    A product whose output is summed over ranks has no bias: each rank would add it. If ``weight`` has a ``main_grad``,
+    its gradient is added there and autograd gets None. If it has a collecting ``grad_queue``
+    (``pipeline_parallel.weight_grad``), its gradient is computed when the queue runs. ``fp8``, if given, computes the
+    matrix products.
     """
     if torch.compiler.is_compiling():
         assert fp8 is None, "validated: no FP8 with torch.compile"
         return _compiled_linear(x, weight, bias, comm)
     training = torch.is_grad_enabled()
     if fp8 is None and not training:
-        return linear(gather_input(x, comm), weight, bias)
+        return _output(x, weight, bias, comm)
     return _ParallelLinear.apply(x, weight, bias, comm, fp8, training)
 
 
@@ -73,21 +65,27 @@ class _ParallelLinear(torch.autograd.Function):
         # After recomputation the saved weight is another tensor without main_grad and grad_queue, so keep this one.
         ctx.weight, ctx.comm, ctx.has_bias, ctx.fp8 = weight, comm, bias is not None, fp8
         if fp8 is None:
-            return linear(gather_input(x, comm), weight, bias)
+            return _output(x, weight, bias, comm)
         if comm.gather_sequence and fp8.per_tensor:
             y, ctx.scales = fp8.output(x, weight, record=training, gather=comm.group)
         else:
             y, ctx.scales = fp8.output(gather_input(x, comm), weight, record=training)
+        y = reduced_output(y, comm)
         return y if bias is None else y + bias
 
     @staticmethod
     def backward(ctx, grad_y):
         x, _ = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        narrow = None if ctx.fp8 is None else FP8Gradients(ctx.fp8, ctx.weight, grad_y, ctx.scales)
-        gradients = Gradients(ctx.weight, grad_y, narrow)
-        grad_x, grad_weight = _input_and_weight_grads(gradients, x, ctx.comm, needs_x, needs_weight)
+        narrow = None if ctx.fp8 is None else partial(FP8Gradients, ctx.fp8, ctx.weight, scales=ctx.scales)
+        grad_x, grad_weight = _input_and_weight_grads(ctx.weight, grad_y, x, ctx.comm, needs_x, needs_weight, narrow)
         return grad_x, grad_weight, _bias_grad(grad_y) if ctx.has_bias and needs_bias else None, None, None, None
+
+
+def _output(x: Tensor, weight: Tensor, bias: Tensor | None, comm: LinearComm) -> Tensor:
+    if comm.is_pipelined:
+        return pipelined_output(x, weight, bias, comm)
+    return reduced_output(linear(gather_input(x, comm), weight, bias), comm)
 
 
 def _bias_grad(grad_y: Tensor) -> Tensor:
@@ -114,14 +112,17 @@ def number_weights(parameters: Iterable[nn.Parameter]) -> None:
 
 def _compiled_linear(x: Tensor, weight: nn.Parameter, bias: Tensor | None, comm: LinearComm) -> Tensor:
     """``parallel_linear`` in a graph: one operator without a visible body for the forward, and one for the backward."""
-    ranks = comm.group.size()
-    group = process_group(comm.group).group_name if ranks > 1 else ""
-    flags = comm.gather_sequence and ranks > 1, comm.reduce_input_grad and ranks > 1, comm.overlap
-    return _linear(x, weight, bias, getattr(weight, "number", None), group, ranks, *flags)
+    comm = comm if comm.group.size() > 1 else NO_COMM
+    group = process_group(comm.group).group_name if comm is not NO_COMM else ""
+    return _linear(x, weight, bias, getattr(weight, "number", None), group, comm.group.size(), comm.options)
 
 
-def _comm_of(group: str, gather: bool, reduce: bool, overlap: bool) -> LinearComm:
-    return LinearComm(group_named(group), gather, reduce, overlap) if group else NO_COMM
+def _comm_of(group: str, options: Sequence[int]) -> LinearComm:
+    if not group:
+        return NO_COMM
+    *flags, chunks = options
+    gather, reduce_grad, scatter, reduce, overlap = map(bool, flags)
+    return LinearComm(group_named(group), gather, reduce_grad, scatter, reduce, overlap, chunks)
 
 
 @define("parallel_linear")
@@ -132,11 +133,9 @@ def _linear(
     number: Tensor | None,
     group: str,
     ranks: int,
-    gather: bool,
-    reduce: bool,
-    overlap: bool,
+    options: Sequence[int],
 ) -> Tensor:
-    return linear(gather_input(x, _comm_of(group, gather, reduce, overlap)), weight, bias)
+    return _output(x, weight, bias, _comm_of(group, options))
 
 
 @define("parallel_linear_backward")
@@ -146,23 +145,21 @@ def _linear_backward(
     weight: Tensor,
     number: Tensor | None,
     group: str,
-    gather: bool,
-    reduce: bool,
-    overlap: bool,
+    options: Sequence[int],
     needs_x: bool,
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor]:
     """-> (dL/dx, dL/dW); each is empty if it is not needed, dL/dW also if it is added to ``main_grad``."""
     owner = nn.Parameter(weight) if number is None else _numbered[int(number)]
-    comm = _comm_of(group, gather, reduce, overlap)
-    grads = _input_and_weight_grads(Gradients(owner, grad_y, None), x, comm, needs_x, needs_weight)
+    grads = _input_and_weight_grads(owner, grad_y, x, _comm_of(group, options), needs_x, needs_weight)
     grad_x, grad_weight = (grad_y.new_empty(0) if grad is None else grad for grad in grads)
     return grad_x, grad_weight
 
 
 def _fake_linear(x: Tensor, weight: Tensor, *given: Any) -> Tensor:
-    _, _, _, ranks, gather, *_ = given
-    return x.new_empty((x.shape[0] * (ranks if gather else 1), *x.shape[1:-1], weight.shape[0]))
+    *_, ranks, (gather, _, scatter, *_) = given
+    rows = x.shape[0] * (ranks if gather else 1) // (ranks if scatter else 1)
+    return x.new_empty((rows, *x.shape[1:-1], weight.shape[0]))
 
 
 def _fake_linear_backward(grad_y: Tensor, x: Tensor, weight: Tensor, number: Tensor | None, *given: Any) -> Any:
@@ -172,8 +169,8 @@ def _fake_linear_backward(grad_y: Tensor, x: Tensor, weight: Tensor, number: Ten
 
 
 def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, bias, number, group, _, *flags = inputs
-    ctx.has_bias, ctx.comm = bias is not None, (group, *flags)
+    x, weight, bias, number, group, _, options = inputs
+    ctx.has_bias, ctx.comm = bias is not None, (group, options)
     ctx.save_for_backward(x, weight, number)
 
 
@@ -182,7 +179,7 @@ def _backward_of_linear(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
     of_x, of_weight, of_bias, *_ = ctx.needs_input_grad
     grad_x, grad_weight = _linear_backward(grad_y, x, weight, number, *ctx.comm, of_x, of_weight)
     given = grad_x if of_x else None, grad_weight if of_weight and number is None else None
-    return *given, _bias_grad(grad_y) if ctx.has_bias and of_bias else None, *[None] * 6
+    return *given, _bias_grad(grad_y) if ctx.has_bias and of_bias else None, *[None] * 4
 
 
 torch.library.register_fake("megatron_core::parallel_linear", _fake_linear)
@@ -221,13 +218,28 @@ class Gradients:
 
 
 def _input_and_weight_grads(
-    gradients: Gradients, x: Tensor, comm: LinearComm, needs_x: bool, needs_weight: bool
+    weight: nn.Parameter,
+    grad_y: Tensor,
+    x: Tensor,
+    comm: LinearComm,
+    needs_x: bool,
+    needs_weight: bool,
+    narrow: Callable[[Tensor], FP8Gradients] | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Both gradients, without that of the weight if it is deferred; the communication of each overlaps with the
-    computation of the other."""
+    computation of the other. ``narrow`` makes the products in FP8 from the gathered dL/dy."""
+    # A row-parallel layer has no communication for x and dL/dx, a column-parallel layer none for dL/dy.
+    grad_x: Tensor | None = None
+    reducing: Handle = Done()
+    if comm.scatter_sequence and comm.is_pipelined and needs_x:
+        grad_y, grad_x = multiply_arriving(grad_y, weight.t(), None, comm)
+    else:
+        grad_y = gather_output_grad(grad_y, comm)
+    gradients = Gradients(weight, grad_y, None if narrow is None else narrow(grad_y))
     needs_weight = needs_weight and not _is_deferred(gradients, x, comm)
     x, gathering = gradients.start_gather(x, comm) if needs_weight else (x, Done())
-    grad_x, reducing = start_input_grad_reduction(gradients.of_input(), comm) if needs_x else (None, Done())
+    if needs_x and grad_x is None:
+        grad_x, reducing = _start_input_grad(gradients, comm)
     gathering.wait()
     if not comm.overlap:
         reducing.wait()
@@ -235,6 +247,12 @@ def _input_and_weight_grads(
     if comm.overlap:
         reducing.wait()
     return grad_x, grad_weight
+
+
+def _start_input_grad(gradients: Gradients, comm: LinearComm) -> tuple[Tensor, Handle]:
+    if comm.is_pipelined and (comm.gather_sequence or comm.reduce_input_grad):
+        return start_multiply_and_sum(gradients.grad_y, gradients.weight.t(), comm, scatter=comm.gather_sequence)
+    return start_input_grad_reduction(gradients.of_input(), comm)
 
 
 def _is_deferred(gradients: Gradients, x: Tensor, comm: LinearComm) -> bool:
@@ -251,24 +269,6 @@ def _is_deferred(gradients: Gradients, x: Tensor, comm: LinearComm) -> bool:
 
     queue.put(job)
     return True
-
-
-def gather_input(x: Tensor, comm: LinearComm) -> Tensor:
-    """The input of the matrix product, gathered along the sequence if it is split."""
-    if not comm.gather_sequence:
-        return x
-    full, handle = start_gather_sequence(x, comm.group)
-    handle.wait()
-    return full
-
-
-def start_input_grad_reduction(grad_x: Tensor, comm: LinearComm) -> tuple[Tensor, Handle]:
-    """Start reducing the gradient of the gathered input over the group; it is split like the input."""
-    if comm.gather_sequence:
-        return start_reduce_scatter_sequence(grad_x, comm.group)
-    if comm.reduce_input_grad:
-        return start_all_reduce(grad_x, comm.group)
-    return grad_x, Done()
 
 
 def weight_grad(weight: nn.Parameter, x: Tensor, grad_y: Tensor) -> Tensor | None:

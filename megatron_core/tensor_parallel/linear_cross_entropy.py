@@ -12,13 +12,8 @@ from torch import Tensor, nn
 from megatron_core.errors import LayoutError
 from megatron_core.ops import Backend, input_grad, linear
 from megatron_core.tensor_parallel.cross_entropy import VocabularyLoss
-from megatron_core.tensor_parallel.linear import (
-    NO_COMM,
-    LinearComm,
-    gather_input,
-    start_input_grad_reduction,
-    weight_grad,
-)
+from megatron_core.tensor_parallel.linear import weight_grad
+from megatron_core.tensor_parallel.linear_comm import NO_COMM, LinearComm, gather_input, start_input_grad_reduction
 
 MAX_LOGIT_BYTES = 64 * 2**20
 """Bytes of logits in memory at a time: 1,048 tokens for a vocabulary of 32,000 in bfloat16. Each chunk adds once to the

@@ -13,7 +13,8 @@ from megatron_core.parallel.collectives import copy_to_region, gather_from_seque
 from megatron_core.parallel.invariance import all_reduce_in_tree, tree_sum
 from megatron_core.parallel.sharding import allocate, replicated
 from megatron_core.tensor_parallel.invariant_linear import WeightParts, invariant_linear
-from megatron_core.tensor_parallel.linear import NO_COMM, parallel_linear
+from megatron_core.tensor_parallel.linear import parallel_linear
+from megatron_core.tensor_parallel.linear_comm import NO_COMM
 from megatron_core.tensor_parallel.lora import LoRA
 from megatron_core.transformer.context import LayerContext, SequenceContext
 from megatron_core.transformer.core_attention import CoreAttention

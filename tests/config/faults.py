@@ -58,6 +58,12 @@ FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
     (EQUAL | {"fp16": True}, 1, ("fp16=True", "--bf16")),
     (EQUAL | {"fp8_format": "e4m3", "bf16": True}, 1, ("fp8_format=e4m3", "remove --fp8-format")),
     (EQUAL | {"grad_compression": "bf16"}, 2, ("grad_compression=bf16", "remove --grad-compression")),
+    (EQUAL | {"tp_comm_overlap_chunks": 2}, 1, ("tp_comm_overlap_chunks=2", "use 1")),
+    (
+        {"tensor_model_parallel_size": 2, "tp_comm_overlap_chunks": 2, "fp8_format": "e4m3", "bf16": True},
+        2,
+        ("tp_comm_overlap_chunks=2", "cannot be used with --fp8-format"),
+    ),
     (EQUAL | {"optimizer": "lamb"}, 1, ("optimizer=lamb", "use adam")),
     (EQUAL | {"layout_invariant_parts": 5}, 1, ("num_attention_heads=12", "layout_invariant_parts=5", "a multiple")),
     (EQUAL | {"tensor_model_parallel_size": 3}, 3, ("tensor_model_parallel_size=3", "legal: 1, 2, 4", "multiple of 3")),

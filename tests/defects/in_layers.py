@@ -72,7 +72,7 @@ IN_LAYERS = (
     # Collectives and their adjoints.
     Defect(  # C22
         "input gradient of a column-parallel layer is not reduced",
-        "tensor_parallel.linear:start_input_grad_reduction",
+        "tensor_parallel.linear_comm:start_input_grad_reduction",
         "return start_all_reduce(grad_x, comm.group)",
         "return grad_x, Done()",
         "tp2",
@@ -81,7 +81,7 @@ IN_LAYERS = (
     ),
     Defect(  # C22
         "input gradient under sequence parallel is split but not summed",
-        "tensor_parallel.linear:start_input_grad_reduction",
+        "tensor_parallel.linear_comm:start_input_grad_reduction",
         "return start_reduce_scatter_sequence(grad_x, comm.group)",
         "return grad_x.chunk(comm.group.size())[comm.group.rank()], Done()",
         "tp2 sp",
@@ -89,10 +89,18 @@ IN_LAYERS = (
         culprit="gradient of the output of decoder.final_layernorm",
     ),
     Defect(
-        "backward of the all-reduce is another all-reduce",
+        "backward of the embedding's all-reduce is another all-reduce",
         "parallel.collectives:reduce_from_region",
         '"sum", "identity"',
         '"sum", "sum"',
+        "tp2",
+        culprit="gradient of the parameter embedding",
+    ),
+    Defect(
+        "gradient of a row-parallel layer's output is summed over the ranks, too",
+        "tensor_parallel.linear_comm:gather_output_grad",
+        "else grad_y",
+        "else reduced_output(grad_y.clone(), comm)",
         "tp2",
         culprit=(
             "gradient of the output of decoder.layers.3.mlp or "
@@ -100,10 +108,10 @@ IN_LAYERS = (
         ),
     ),
     Defect(
-        "backward of the reduce-scatter repeats the rank's own part",
-        "parallel.collectives:reduce_scatter_to_sequence",
-        'paired(x, group, "reduce_scatter_first", "gather_first")',
-        "_Pair.apply(x, group, _reduce_scatter_first, lambda grad, group: grad.repeat(group.size(), 1, 1))",
+        "gradient of a scattered output is the rank's own part, repeated",
+        "tensor_parallel.linear_comm:gather_output_grad",
+        "_gathered(grad_y, comm)",
+        "grad_y.repeat(comm.group.size(), 1, 1)",
         "tp2 sp",
         culprit=(
             "gradient of the output of decoder.layers.3.mlp or "
@@ -111,10 +119,10 @@ IN_LAYERS = (
         ),
     ),
     Defect(
-        "backward of the reduce-scatter is divided by the ranks",
-        "parallel.collectives:reduce_scatter_to_sequence",
-        'paired(x, group, "reduce_scatter_first", "gather_first")',
-        "_Pair.apply(x, group, _reduce_scatter_first, lambda grad, group: _gather_first(grad, group) / group.size())",
+        "gradient of a scattered output is divided by the ranks",
+        "tensor_parallel.linear_comm:gather_output_grad",
+        "_gathered(grad_y, comm)",
+        "_gathered(grad_y, comm) / comm.group.size()",
         "tp2 sp",
         culprit=(
             "gradient of the output of decoder.layers.3.mlp or "
@@ -132,10 +140,43 @@ IN_LAYERS = (
     Defect(  # C43
         "each rank adds the bias of a row-parallel layer",
         "tensor_parallel.layers:RowParallelLinear.forward",
-        "output = combine(output, self.tp_group)",
-        "output = combine(output + self.bias, self.tp_group) - self.bias",
+        "self.weight, None, self.comm, fp8=self.fp8)",
+        "self.weight, self.bias, self.comm, fp8=self.fp8) - self.bias",
         "tp2",
         "C43",
+        culprit="output of decoder.layers.0.self_attention",
+    ),
+    # Products that are pipelined with their communication.
+    Defect(
+        "the first part of a pipelined product is not summed over the ranks",
+        "tensor_parallel.linear_comm:start_multiply_and_sum",
+        "handles.append(_overlapped(all_reduce_(output, comm.group, async_op=True), comm))",
+        "handles.append(_overlapped(all_reduce_(output, comm.group, async_op=True), comm) if handles else Done())",
+        "tp2 in chunks",
+        culprit="output of decoder.layers.0.self_attention",
+    ),
+    Defect(
+        "the sum of an input gradient in parts is read before it is complete",
+        "tensor_parallel.linear:_start_input_grad",
+        "scatter=comm.gather_sequence)",
+        "scatter=comm.gather_sequence)[0], Done()",
+        "tp2 in chunks",
+        culprit="gradient of the output of decoder.final_layernorm",
+    ),
+    Defect(
+        "a part of the sequence is multiplied in the place of another",
+        "tensor_parallel.linear_comm:multiply_arriving",
+        "linear_into(outputs[at]",
+        "linear_into(outputs[next_one]",
+        "tp2 sp in parts",
+        culprit="output of decoder.layers.0.self_attention",
+    ),
+    Defect(
+        "a rank's part of the sequence lacks the products of the others",
+        "tensor_parallel.linear_comm:_start_multiply_and_scatter",
+        "received, own.view(-1))",
+        "received[rank], own.view(-1))",
+        "tp2 sp in parts",
         culprit="output of decoder.layers.0.self_attention",
     ),
     # Vocabulary, cross entropy.

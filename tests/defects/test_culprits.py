@@ -11,7 +11,7 @@ from tests.defects.in_worlds import IN_WORLDS
 BY_NAME = {defect.name: defect for defect in DEFECTS}
 SAMPLE = (  # one for each kind of answer
     "dropout is keyed by the number of the layer on its stage",  # an output
-    "backward of the reduce-scatter is divided by the ranks",  # a gradient of an output
+    "gradient of a scattered output is divided by the ranks",  # a gradient of an output
     "query and key norm gradients are summed with sequence parallel only",  # a gradient of a parameter
     "unsharded gradients count once for each data-parallel rank in the norm",
     "weights are gathered before they are updated",

@@ -155,6 +155,7 @@ LAYOUT: list[tuple[float, Choices]] = [
     (0.2, [{"overlap_p2p_communication": False}]),
     (0.6, on("sequence_parallel")),
     (0.2, [{"tp_comm_overlap": False}]),
+    (0.2, either("tp_comm_overlap_chunks", 2, 3)),
     (0.6, [*either("cp_comm_type", ("all_gather",), ("a2a",), ("a2a", "p2p")), HIERARCHY]),
     (0.6, either("zero_stage", 1, 2, 3)),
     (0.5, on("overlap_grad_reduce")),

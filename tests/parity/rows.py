@@ -75,6 +75,7 @@ GPIPE, ZB_H1, ZB_H2, ZB_V, DUALPIPE_V = (
 )
 # The last id of the vocabulary ends a document: `RaggedDataset` has about three of them per sequence.
 PACKED = {"tokenizer_type": "NullTokenizer", "reset_position_ids": True, "reset_attention_mask": True}
+IN_CHUNKS = {"tp_comm_overlap_chunks": 3}  # of 16 tokens
 SYNCHRONOUS = {"overlap_p2p_communication": False}
 LAYERS8 = {"num_layers": 8}
 GROWING = {"rampup_batch_size": (2, 2, 6), "seq_length_warmup": (8, 4, 6)}  # 2 x 8, 4 x 8, 8 x 16
@@ -95,6 +96,10 @@ ROWS: dict[str, tuple[int, dict, dict]] = {
     "tp4 sp": (4, {}, TP4 | SP),
     "tp2 sp over gloo": (2, {}, TP2 | SP | GLOO),
     "tp2 sp without overlap": (2, {}, TP2 | SP | {"tp_comm_overlap": False}),
+    "tp2 in chunks": (2, {}, TP2 | IN_CHUNKS),
+    "tp2 sp in parts": (2, {}, TP2 | SP | IN_CHUNKS),
+    "tp4 sp in parts": (4, {}, TP4 | SP | IN_CHUNKS),
+    "tp2 pp2 zb_h1 sp in parts": (4, {}, TP2 | PP2 | ZB_H1 | SP | IN_CHUNKS),
     "pp2": (2, {}, PP2),
     "pp4": (4, {}, PP4),
     "pp2 x 2 chunks": (2, {}, PP2 | V2),

@@ -8,7 +8,8 @@ from torch import nn
 
 from megatron_core.parallel.groups import Grid, ParallelGroups
 from megatron_core.pipeline_parallel.weight_grad import WeightGradQueue
-from megatron_core.tensor_parallel.linear import LinearComm, parallel_linear
+from megatron_core.tensor_parallel.linear import parallel_linear
+from megatron_core.tensor_parallel.linear_comm import LinearComm
 from megatron_core.transformer.recompute import recomputed
 from megatron_core.verify.ranks import run_ranks, this_world
 

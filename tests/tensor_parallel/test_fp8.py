@@ -8,7 +8,13 @@ import torch.distributed as dist
 
 from megatron_core.config.fp8 import FP8Config
 from megatron_core.parallel.groups import ALONE
-from megatron_core.tensor_parallel import ColumnParallelLinear, ModelParallelConfig, RowParallelLinear, linear
+from megatron_core.tensor_parallel import (
+    ColumnParallelLinear,
+    ModelParallelConfig,
+    RowParallelLinear,
+    linear,
+    linear_comm,
+)
 from megatron_core.tensor_parallel import fp8 as fp8_products
 from megatron_core.tensor_parallel.fp8 import FP8Precision
 from megatron_core.verify.ranks import run_ranks
@@ -25,7 +31,8 @@ def _gathered(recipe: str | None, wgrad: bool) -> list[tuple[torch.dtype, int]]:
         seen.append((x.dtype, x.numel()))
         return start(x, group)
 
-    linear.start_gather_sequence = fp8_products.start_gather_sequence = counted  # in a forked rank
+    for module in (linear, linear_comm, fp8_products):  # in a forked rank
+        module.start_gather_sequence = counted
     settings = FP8Config(fp8_format="hybrid", fp8_recipe=recipe or "delayed", fp8_wgrad=wgrad)
     precision = FP8Precision(settings, range(1)) if recipe else None
     config = ModelParallelConfig(sequence_parallel=True, params_dtype=torch.bfloat16, fp8_precision=precision)

@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 from megatron_core.parallel.groups import LocalGroup
 from megatron_core.tensor_parallel import vocab_parallel_cross_entropy
-from megatron_core.tensor_parallel.linear import LinearComm, parallel_linear
+from megatron_core.tensor_parallel.linear import parallel_linear
+from megatron_core.tensor_parallel.linear_comm import LinearComm
 from megatron_core.verify.ranks import run_ranks
 
 SHAPES = [(3,), (2, 3), (2, 3, 2), (2, 1, 3, 2)]  # without the channels

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 
 import pytest
 import torch
@@ -47,7 +48,7 @@ class Baseline:
         return cls(x, grad_y, layer, y.detach())
 
 
-def _config(**settings: bool) -> ModelParallelConfig:
+def _config(**settings: int) -> ModelParallelConfig:
     return ModelParallelConfig(params_dtype=torch.float64, **settings)
 
 
@@ -72,12 +73,14 @@ class Parts:
         return x.detach().clone().requires_grad_()
 
 
-def _column(group: Group, baseline: Baseline, *, sequence_parallel: bool, gather: bool, skip_bias: bool) -> None:
+def _column(
+    group: Group, baseline: Baseline, *, sequence_parallel: bool, gather: bool, skip_bias: bool, chunks: int
+) -> None:
     part = Parts(group)
     layer = ColumnParallelLinear(
         IN,
         OUT,
-        config=_config(sequence_parallel=sequence_parallel),
+        config=_config(sequence_parallel=sequence_parallel, tp_comm_overlap_chunks=chunks),
         init_method=lambda full: full.copy_(baseline.layer.weight),
         gather_output=gather,
         skip_bias_add=skip_bias,
@@ -97,12 +100,14 @@ def _column(group: Group, baseline: Baseline, *, sequence_parallel: bool, gather
     torch.testing.assert_close(x.grad, part.rows(baseline.x.grad) if sequence_parallel else baseline.x.grad, **EXACT)
 
 
-def _row(group: Group, baseline: Baseline, *, sequence_parallel: bool, parallel_input: bool, skip_bias: bool) -> None:
+def _row(
+    group: Group, baseline: Baseline, *, sequence_parallel: bool, parallel_input: bool, skip_bias: bool, chunks: int
+) -> None:
     part = Parts(group)
     layer = RowParallelLinear(
         IN,
         OUT,
-        config=_config(sequence_parallel=sequence_parallel),
+        config=_config(sequence_parallel=sequence_parallel, tp_comm_overlap_chunks=chunks),
         init_method=lambda full: full.copy_(baseline.layer.weight),
         input_is_parallel=parallel_input,
         skip_bias_add=skip_bias,
@@ -128,13 +133,13 @@ def _check_layers(world_size: int) -> None:
     pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     parallel_state.initialize_model_parallel(world_size)
     group = parallel_state.get_tensor_model_parallel_group()
-    for tp_group in (group, pairs[dist.get_rank() % 2]):  # C50: the second is not the default group
-        for sequence_parallel in (False, True):
-            for skip_bias in (False, True):
-                for gather in (False, True):
-                    _column(tp_group, baseline, sequence_parallel=sequence_parallel, gather=gather, skip_bias=skip_bias)
-                _row(tp_group, baseline, sequence_parallel=sequence_parallel, parallel_input=True, skip_bias=skip_bias)
-        _row(tp_group, baseline, sequence_parallel=False, parallel_input=False, skip_bias=False)
+    for tp_group, chunks in product((group, pairs[dist.get_rank() % 2]), (1, 3)):  # C50: not the default group
+        for sequence_parallel, skip_bias in product((False, True), repeat=2):
+            given = {"sequence_parallel": sequence_parallel, "skip_bias": skip_bias, "chunks": chunks}
+            for gather in (False, True):
+                _column(tp_group, baseline, gather=gather, **given)
+            _row(tp_group, baseline, parallel_input=True, **given)
+        _row(tp_group, baseline, sequence_parallel=False, parallel_input=False, skip_bias=False, chunks=chunks)
     assert ColumnParallelLinear(IN, OUT).weight.shape == (OUT // world_size, IN), "the default group is the current one"
 
 

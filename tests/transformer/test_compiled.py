@@ -125,6 +125,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "tp2, packed": (2, GQA2 | MODERN | PACKED, TP2),
     "cp2": (2, {}, CP2),
     "tp2, selective": (2, SELECTIVE, TP2),
+    "tp2, norm over heads": (2, {"qk_layernorm": True, "qk_layernorm_over_heads": True}, TP2),
+    "tp2 sp, in parts": (2, {}, TP2 | SP | rows.IN_CHUNKS),
 }
 
 
@@ -145,10 +147,20 @@ def test_layouts_compute_what_one_process_computes_without_graphs(layout: str) -
 @pytest.mark.parametrize(
     ("layout", "place", "old", "new"),
     [
-        ("tp2", "tensor_parallel.linear:_comm_of", "reduce, overlap)", "False, overlap)"),
-        ("tp2 sp", "parallel.compiled:CollectiveOperator._backward", "adjoint, name, ranks", "name, name, ranks"),
+        (
+            "tp2",
+            "tensor_parallel.linear:_comm_of",
+            "gather, reduce_grad, scatter, reduce, overlap, c",
+            "gather, False, scatter, reduce, overlap, c",
+        ),
+        (
+            "tp2, norm over heads",
+            "parallel.compiled:CollectiveOperator._backward",
+            "adjoint, name, ranks",
+            "name, name, ranks",
+        ),
         ("pp2", "tensor_parallel.linear:number_weights", "next(_numbers)", "next(_numbers) % 2"),
-        ("tp2 sp", "parallel.compiled:_fake", "shape[dim] *= ranks", "pass"),
+        ("tp2 sp", "tensor_parallel.linear:_fake_linear", "(ranks if gather else 1)", "1"),
     ],
     ids=["sum of input gradients", "adjoint", "another weight", "shape"],
 )

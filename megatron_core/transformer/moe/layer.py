@@ -10,7 +10,7 @@ from megatron_core.parallel.collectives import copy_to_region, reduce_from_regio
 from megatron_core.parallel.invariance import Invariance
 from megatron_core.parallel.sharding import allocate, replicated
 from megatron_core.tensor_parallel.invariant_linear import WeightParts, invariant_linear
-from megatron_core.tensor_parallel.linear import NO_COMM
+from megatron_core.tensor_parallel.linear_comm import NO_COMM
 from megatron_core.transformer.context import LayerContext, SequenceContext
 from megatron_core.transformer.mlp import MLP
 from megatron_core.transformer.moe.balance import Z_LOSS, balancing_names

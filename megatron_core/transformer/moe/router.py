@@ -15,7 +15,7 @@ from megatron_core.parallel.collectives import all_gather_flat_
 from megatron_core.parallel.initialization import name_seed
 from megatron_core.parallel.sharding import allocate, replicated
 from megatron_core.tensor_parallel.invariant_linear import WeightParts, invariant_linear
-from megatron_core.tensor_parallel.linear import NO_COMM
+from megatron_core.tensor_parallel.linear_comm import NO_COMM
 from megatron_core.transformer.context import LayerContext, SequenceContext
 from megatron_core.transformer.moe.balance import Z_LOSS, Total, balancing_loss, balancing_names, count_choices, z_loss
 from megatron_core.transformer.moe.choice import (

@@ -1,0 +1,173 @@
+"""Communication of a linear layer over its tensor-parallel group, before and after the matrix product.
+
+With ``chunks`` > 1 the product is pipelined with it: the rows of the product (tokens) are computed in parts, whose
+communication overlaps with the products of the others. Shapes: S sequence, B batch, I input, O output features of this
+rank; the matrix is ``[O, I]``. Every rank computes the same parts, with and without overlap: both give equal bits.
+
+| communication | parts | overlaps with the product of a part |
+|---|---|---|
+| all-gather of x along the sequence | one of each rank | the transfer of the next part, around a ring |
+| reduce-scatter of y along the sequence | one of each rank | the transfer of earlier parts; each rank sums its own |
+| all-reduce of y | ``chunks`` | the sums of earlier parts |
+
+Source: Wang et al. 2023, "Overlap Communication with Dependent Computation via Decomposition in Large Deep Learning
+Models".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_core.ops import linear, linear_into
+from megatron_core.parallel.collectives import (
+    all_reduce_,
+    equal_parts,
+    start_all_reduce,
+    start_gather_sequence,
+    start_reduce_scatter_sequence,
+    start_ring_shift,
+)
+from megatron_core.parallel.groups import Group, LocalGroup
+from megatron_core.parallel.handles import All, Done, Handle, SummedAfter
+
+
+@dataclass(frozen=True)
+class LinearComm:
+    """Communication of a linear layer over its tensor-parallel group."""
+
+    group: Group
+    gather_sequence: bool = False
+    """The input is split along the sequence: all-gather it in forward, reduce-scatter its gradient in backward."""
+    reduce_input_grad: bool = False
+    """The input is replicated: sum its gradient over the group."""
+    scatter_sequence: bool = False
+    """The input features are split: reduce-scatter the output along the sequence in forward, all-gather its gradient in
+    backward."""
+    reduce_output: bool = False
+    """The input features are split: sum the output over the group."""
+    overlap: bool = True
+    """Overlap communication with computation: the reduction of the input gradient with the weight gradient, and with
+    ``chunks`` the parts of a product."""
+    chunks: int = 1
+    """Parts of a product that is pipelined with an all-reduce; more than 1 also pipelines gathers and
+    reduce-scatters."""
+
+    @property
+    def options(self) -> list[int]:
+        """The fields after ``group``, as integers."""
+        flags = self.gather_sequence, self.reduce_input_grad, self.scatter_sequence, self.reduce_output, self.overlap
+        return [*map(int, flags), self.chunks]
+
+    @property
+    def is_pipelined(self) -> bool:
+        """Whether products are pipelined with their communication."""
+        return self.chunks > 1 and self.group.size() > 1
+
+
+NO_COMM = LinearComm(LocalGroup())
+
+
+def gather_input(x: Tensor, comm: LinearComm) -> Tensor:
+    """The input of the matrix product, gathered along the sequence if it is split."""
+    return _gathered(x, comm) if comm.gather_sequence else x
+
+
+def gather_output_grad(grad_y: Tensor, comm: LinearComm) -> Tensor:
+    """The gradient of the product's output, gathered along the sequence if the output is split."""
+    return _gathered(grad_y, comm) if comm.scatter_sequence else grad_y
+
+
+def _gathered(x: Tensor, comm: LinearComm) -> Tensor:
+    full, handle = start_gather_sequence(x, comm.group)
+    handle.wait()
+    return full
+
+
+def reduced_output(y: Tensor, comm: LinearComm) -> Tensor:
+    """The output from this rank's product, which may be overwritten: summed over the group if the inputs are split."""
+    handle: Handle = Done()
+    if comm.scatter_sequence:
+        y, handle = start_reduce_scatter_sequence(y, comm.group)
+    elif comm.reduce_output:
+        y, handle = start_all_reduce(y, comm.group)
+    handle.wait()
+    return y
+
+
+def start_input_grad_reduction(grad_x: Tensor, comm: LinearComm) -> tuple[Tensor, Handle]:
+    """Start reducing the gradient of the gathered input over the group; it is split like the input."""
+    if comm.gather_sequence:
+        return start_reduce_scatter_sequence(grad_x, comm.group)
+    if comm.reduce_input_grad:
+        return start_all_reduce(grad_x, comm.group)
+    return grad_x, Done()
+
+
+# Pipelined products.
+
+
+def pipelined_output(x: Tensor, weight: Tensor, bias: Tensor | None, comm: LinearComm) -> Tensor:
+    """The layer's output, from its input on this rank; a layer with a bias has no reduction."""
+    if comm.gather_sequence:
+        return multiply_arriving(x, weight, bias, comm)[1]
+    if comm.scatter_sequence or comm.reduce_output:
+        y, handle = start_multiply_and_sum(x, weight, comm, scatter=comm.scatter_sequence)
+        handle.wait()
+        return y
+    return linear(x, weight, bias)
+
+
+def multiply_arriving(x: Tensor, matrix: Tensor, bias: Tensor | None, comm: LinearComm) -> tuple[Tensor, Tensor]:
+    """x, gathered along the sequence, and y = x M^T + b: each part is multiplied while the next one arrives."""
+    size, rank = comm.group.size(), comm.group.rank()
+    whole = x.new_empty((len(x) * size, *x.shape[1:]))
+    y = x.new_empty((*whole.shape[:-1], len(matrix)))
+    parts, outputs = whole.chunk(size), y.chunk(size)
+    parts[rank].copy_(x)
+    for step in range(size):
+        at, next_one = (rank - step) % size, (rank - step - 1) % size
+        arriving: Handle = Done()
+        if step + 1 < size:
+            _, handle = start_ring_shift(parts[at], comm.group, out=parts[next_one])
+            arriving = _overlapped(handle, comm)
+        linear_into(outputs[at], parts[at], matrix, bias)
+        arriving.wait()
+    return whole, y
+
+
+def start_multiply_and_sum(x: Tensor, matrix: Tensor, comm: LinearComm, *, scatter: bool) -> tuple[Tensor, Handle]:
+    """y = x M^T, summed over the ranks; with ``scatter`` this rank's part along the sequence."""
+    if scatter:
+        return _start_multiply_and_scatter(x, matrix, comm)
+    y, handles = x.new_empty((*x.shape[:-1], len(matrix))), []
+    count = max(min(comm.chunks, len(x)), 1)
+    for rows, output in zip(x.tensor_split(count), y.tensor_split(count), strict=True):
+        linear_into(output, rows, matrix)
+        handles.append(_overlapped(all_reduce_(output, comm.group, async_op=True), comm))
+    return y, All(handles, y)
+
+
+def _start_multiply_and_scatter(x: Tensor, matrix: Tensor, comm: LinearComm) -> tuple[Tensor, Handle]:
+    """The products of the other ranks' parts leave one after the other; this rank's own is the last."""
+    size, rank = comm.group.size(), comm.group.rank()
+    parts, handles = equal_parts(x, comm.group), []
+    received = x.new_empty((size, *parts[0].shape[:-1], len(matrix)))
+    for step in range(1, size):
+        leaving = torch.empty_like(received[0])
+        linear_into(leaving, parts[(rank + step) % size], matrix)
+        _, handle = start_ring_shift(leaving, comm.group, step=step, out=received[(rank - step) % size])
+        handles.append(_overlapped(handle, comm))
+    linear_into(received[rank], parts[rank], matrix)
+    own = torch.empty_like(received[0])
+    return own, SummedAfter(All(handles, received), received, own.view(-1))
+
+
+def _overlapped(handle: Handle, comm: LinearComm) -> Handle:
+    """The handle; without overlap it is complete."""
+    if comm.overlap:
+        return handle
+    handle.wait()
+    return Done()
