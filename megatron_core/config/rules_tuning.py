@@ -60,6 +60,8 @@ def _preference_problems(config: RunConfig) -> Iterator[str]:
             "dpo=True cannot be used with auxiliary losses of experts, which are means over tokens; use "
             "--moe-router-load-balancing-type none and no --moe-z-loss-coeff"
         )
+    if (mode := config.resilience.rerun_mode) != "disabled":
+        yield f"rerun_mode={mode} compares losses of tokens, which dpo=True does not have; use --rerun-mode disabled"
 
 
 def _target_problems(config: RunConfig) -> Iterator[str]:

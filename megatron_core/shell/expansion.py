@@ -19,9 +19,16 @@ _START, _END = "\ue000", "\ue001"
 UNKNOWN = re.compile(f"{_START}([^{_END}]*){_END}")
 """Place of a value that is not known without running the script; the group is its name."""
 _PARAMETER = re.compile(r"(!?)(#?)([A-Za-z_]\w*|\d+|[@*#?$!-])(?:\[([^]]*)\])?(.*)", re.DOTALL)
-_COMPARISONS: dict[type[ast.AST], Callable[[int, int], int]] = {ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge}
+_COMPARISONS: dict[type[ast.AST], Callable[[int, int], int]] = {
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}
 _OPERATIONS: dict[type[ast.AST], Callable[[int, int], int]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
     ast.Div: lambda a, b: int(a / b), ast.Mod: lambda a, b: a - b * int(a / b), ast.Pow: lambda a, b: a ** min(b, 64),
     **_COMPARISONS, ast.Eq: operator.eq, ast.NotEq: operator.ne,
 }  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -181,7 +181,9 @@ class Interpreter:
             found = found[1:]
         if not found:
             return True
-        built_in: Callable[[list[str], Simple], bool | None] | None = getattr(self, f"_do_{_BUILT_IN.get(found[0], '')}", None)
+        built_in: Callable[[list[str], Simple], bool | None] | None = getattr(
+            self, f"_do_{_BUILT_IN.get(found[0], '')}", None
+        )
         if built_in is not None:
             return built_in(found, node)
         if found[0] in self._functions:

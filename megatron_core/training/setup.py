@@ -323,7 +323,8 @@ def set_up(
     _check_data(splits, skip_train=config.training.skip_train)
     # This rank's stages, their gradients and the optimizer.
     deferred, tunes = parallel.dp_zero_stage == 3, config.tuning.lora_rank is not None
-    base = open_base(config, world.device) if tunes else checkpoint
+    frozen = open_base(config, world.device) if tunes else None
+    base = frozen if tunes else checkpoint
     layers, stages = build_stages(
         config,
         groups,
@@ -337,7 +338,7 @@ def set_up(
     _freeze_or_graph(config, stages, world)
     draw = _drawing(config, base_is_stored=base is not None) if deferred else None
     data_parallel = data_parallel_of(parallel, config.optimizer, stages, groups, world.device, draw)
-    prepare_adapters(config, data_parallel, list(stages.values()), base, resumes=checkpoint is not None)
+    prepare_adapters(config, data_parallel, list(stages.values()), frozen, resumes=checkpoint is not None)
     optimizer = _optimizer_of(config, data_parallel, groups)
     fp8 = _histories_of(config, stages, groups, world.device)
     # The state of the checkpoint, and the remaining steps.

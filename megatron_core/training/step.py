@@ -22,8 +22,8 @@ from megatron_core.pipeline_parallel.executor import ForwardStep
 from megatron_core.training.driver import NO_HOOKS, StepHooks, StepOutcome, run_plan, sum_of, take_step
 from megatron_core.training.pipeline_trace import traced
 from megatron_core.training.plans import StepSize
-from megatron_core.training.rerun import Attempt, Compute, injected_error, once
 from megatron_core.training.preferences import count_pairs, log_probs, preference_loss, reference_log_probs
+from megatron_core.training.rerun import Attempt, Compute, injected_error, once
 from megatron_core.training.setup import Run
 from megatron_core.transformer.auxiliary_loss import AuxiliaryLosses
 from megatron_core.transformer.layer_spec import mtp_loss_names

@@ -53,9 +53,7 @@ def _expected(x: Tensor, weight: Tensor, attention: Tensor, *, norm: bool, rotar
             turned = []
             for y in (q, k):
                 a, b = y[..., : D // 2], y[..., D // 2 :]
-                turned.append(
-                    torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], -1)
-                )
+                turned.append(torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], -1))
             q, k = turned
         scores = (q @ k.mT / D**0.5).masked_fill(torch.ones(LENGTH, LENGTH).triu(1).bool(), -torch.inf)
         found.append(scores.softmax(-1) @ v)
@@ -86,6 +84,12 @@ def test_output_and_gradients_are_those_of_the_formula() -> None:
 
 def test_every_nth_layer_and_no_new_weights() -> None:
     config = ModelConfig(**SHAPE, no_rope_freq=(2,), qk_l2_norm=True)
-    assert [config.has_rotary(layer) for layer in range(5)] == [True, False, True, False, False]  # 4: the last one again
+    assert [config.has_rotary(layer) for layer in range(5)] == [
+        True,
+        False,
+        True,
+        False,
+        False,
+    ]
     names = {name for name, _ in GPTModel(config, 32, 8).named_parameters()}
     assert names == {name for name, _ in GPTModel(ModelConfig(**SHAPE), 32, 8).named_parameters()}
