@@ -182,7 +182,8 @@ def _not_sharded() -> list[list[np.ndarray]]:
 
 def _faults_with_frozen(stage: int) -> list[str]:
     """Differences from stage 0, and memory of a rank at stage 3 in addition to its halves: three trained layers of 36
-    weights and 6 biases, and the 36 weights of the frozen one, in float64, padded to 64 bytes; the frozen biases whole."""
+    weights and 6 biases, and the 36 weights of the frozen one, in float64, padded to 64 bytes. The 6 frozen biases are
+    whole."""
     found = []
     for (weights, kept, whole), expected in zip(run_ranks(2, _frozen_below, stage), _not_sharded(), strict=True):
         off = [not np.allclose(*pair, rtol=1e-12, atol=0) for pair in zip(weights, expected, strict=True)]
