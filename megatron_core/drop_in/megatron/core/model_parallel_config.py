@@ -20,6 +20,7 @@ class ModelParallelConfig(mirror("ModelParallelConfig")):  # type: ignore[misc]
     """
 
     invariance: ClassVar[None] = None  # --layout-invariant is not a setting of Megatron's
+    tp_comm_overlap_chunks: ClassVar[int] = 1  # nor is --tp-comm-overlap-chunks
     params_dtype: torch.dtype = torch.float32
     finalize_model_grads_func: Callable[..., None] | None = None
     """Called after the last backward of a step with the model's chunks and the sum of tokens or None."""
