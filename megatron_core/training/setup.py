@@ -344,9 +344,8 @@ def set_up(
     # The state of the checkpoint, and the remaining steps.
     state = TrainState() if checkpoint is None else load_state(config, checkpoint, data_parallel, optimizer, fp8)
     state.data = compare_data(config, state, world)
-    total = state.iteration + config.training.steps_left(
-        groups.size("dp"), state.iteration, state.consumed_samples, config.data.seq_length
-    )
+    done, replicas = (state.iteration, state.consumed_samples), groups.size("dp")
+    total = state.iteration + config.training.steps_left(replicas, *done, config.data.seq_length)
     decoupled = config.optimizer.decoupled()
     return Run(
         config=config,
