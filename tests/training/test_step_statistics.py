@@ -151,8 +151,8 @@ ADD = "training.step:StepStatistics.add_losses"
 @pytest.mark.parametrize(
     ("layout", "old", "new"),
     [
-        ("tp2 sp", "self._owns_loss", "self._norm.group.rank() < 0"),
-        ("cp2", "self._owns_loss", "self._norm.group.rank() == 0"),
+        ("tp2 sp", "not None and self._owns_loss", "not None and self._norm.group.rank() < 0"),
+        ("cp2", "not None and self._owns_loss", "not None and self._norm.group.rank() == 0"),
         ("dp2", "batch.source, each", "batch.source[:1].expand(len(each)), each"),
         ("cp2", "batch.loss_mask), strict", "torch.ones_like(batch.loss_mask)), strict"),
     ],

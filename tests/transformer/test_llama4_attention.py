@@ -28,8 +28,8 @@ SHAPE: dict[str, Any] = {
 }
 
 
-def _attended(x: Tensor, layer: int, **settings: object) -> tuple[Tensor, Tensor]:
-    """Output of the attention of a layer, and the weight of its projection, for the same weights in all layers."""
+def _attended(x: Tensor, layer: int, **settings: object) -> tuple[Tensor, Tensor, Tensor]:
+    """Output of the attention of a layer and the weights of its two projections, the same in all layers."""
     config = ModelConfig(**SHAPE, **settings)
     torch.manual_seed(1)
     context = LayerContext(config, ModelParallelConfig(params_dtype=torch.float64), LocalGroup(), 1)
@@ -38,7 +38,7 @@ def _attended(x: Tensor, layer: int, **settings: object) -> tuple[Tensor, Tensor
         torch.nn.init.normal_(parameter, std=0.5)
     table = rotary_table(torch.arange(LENGTH)[None], plain_frequencies(D, config.rotary_base))
     output, _ = attention(x, SequenceContext(rotary=table))
-    return output, attention.linear_qkv.weight
+    return output, attention.linear_qkv.weight, attention.linear_proj.weight.detach()
 
 
 def _expected(x: Tensor, weight: Tensor, attention: Tensor, *, norm: bool, rotary: bool) -> Tensor:
@@ -65,13 +65,7 @@ def test_output_and_gradients_are_those_of_the_formula() -> None:
     outputs = []
     for layer in range(4):
         settings = {"qk_l2_norm": layer != 1, "no_rope_freq": (0, 0, 1, 0)}
-        output, weight = _attended(x, layer, **settings)
-        torch.manual_seed(1)
-        own = [torch.empty_like(weight), torch.empty(HIDDEN, HEADS * D, dtype=torch.float64)]
-        for parameter in own:
-            torch.nn.init.normal_(parameter, std=0.5)
-        projection = own[1]
-        assert torch.equal(own[0], weight)
+        output, weight, projection = _attended(x, layer, **settings)
         again = weight.detach().requires_grad_()
         expected = _expected(x, again, projection, norm=layer != 1, rotary=layer != 2)
         torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
