@@ -89,6 +89,20 @@ def tokens_of(iteration: int) -> Tensor:
     return torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=generator)
 
 
+def arguments_of(
+    shape: dict[str, Any], sizes: dict[str, int], *, tokens: int = VOCABULARY, distributed: bool = False, bf16: bool = False
+) -> argparse.Namespace:
+    """The arguments of a training, with the values that Megatron-LM derives."""
+    derived = {"start_weight_decay": SCHEDULE["weight_decay"], "end_weight_decay": SCHEDULE["weight_decay"]}
+    vocabulary = {"vocab_size": tokens, "padded_vocab_size": VOCABULARY, "make_vocab_size_divisible_by": 8}
+    batch = {"seq_length": LENGTH, "micro_batch_size": MICRO_BATCH, "global_batch_size": BATCH}
+    default = dict.fromkeys(SIZES.values(), 1) | {"num_experts": None, "num_query_groups": None}
+    rest: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "bias_gelu_fusion": False}
+    rest |= {"bf16": bf16, "use_distributed_optimizer": distributed}
+    found = default | shape | SCHEDULE | derived | vocabulary | batch | rest | sizes
+    return argparse.Namespace(**found, weight_decay_incr_style="constant", consumed_train_samples=0)
+
+
 def use_megatron() -> None:
     """Make Megatron Core usable in this forked rank."""
     from tests.models.megatron_0_20 import make_files
@@ -143,7 +157,7 @@ class Training:
         virtual = {"virtual_pipeline_model_parallel_size": chunks} if chunks > 1 else {}
         parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(**sizes, **virtual)
-        self.args = self._arguments(sizes, vocabulary, bf16=bf16)
+        self.args = arguments_of(shape, sizes, tokens=vocabulary, distributed=distributed, bf16=bf16)
         self.config = self._transformer_config(sizes | virtual, bf16)
         self.chunks = [self._model(chunk if chunks > 1 else None) for chunk in range(chunks)]
         names = ("optimizer", "lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
@@ -164,17 +178,6 @@ class Training:
             wd_incr_steps=SCHEDULE["train_iters"] * BATCH,
             wd_incr_style="constant",
         )
-
-    def _arguments(self, sizes: dict[str, int], tokens: int, *, bf16: bool) -> argparse.Namespace:
-        """The arguments of the training, with the values that Megatron-LM derives."""
-        derived = {"start_weight_decay": SCHEDULE["weight_decay"], "end_weight_decay": SCHEDULE["weight_decay"]}
-        vocabulary = {"vocab_size": tokens, "padded_vocab_size": VOCABULARY, "make_vocab_size_divisible_by": 8}
-        batch = {"seq_length": LENGTH, "micro_batch_size": MICRO_BATCH, "global_batch_size": BATCH}
-        default = dict.fromkeys(SIZES.values(), 1) | {"num_experts": None, "num_query_groups": None}
-        rest: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "bias_gelu_fusion": False}
-        rest |= {"bf16": bf16, "use_distributed_optimizer": self.distributed}
-        found = default | self.shape | SCHEDULE | derived | vocabulary | batch | rest | sizes
-        return argparse.Namespace(**found, weight_decay_incr_style="constant", consumed_train_samples=0)
 
     def _transformer_config(self, sizes: dict[str, int], bf16: bool) -> Any:
         from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
