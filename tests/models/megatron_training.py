@@ -123,6 +123,15 @@ def use_megatron() -> None:
     tracker.fork = lambda *a: nullcontext()  # without dropout no random numbers are drawn
     attention: Any = import_module("megatron.core.transformer.dot_product_attention").DotProductAttention
     attention.__init__ = partialmethod(_without_channels, attention.__init__)
+    optimizer: Any = import_module("megatron.core.optimizer.distrib_optimizer").DistributedOptimizer
+    optimizer._set_main_param_and_optimizer_states = partialmethod(
+        _without_step, optimizer._set_main_param_and_optimizer_states
+    )
+
+
+def _without_step(self: Any, assign: Any, parameter: Any, tensors: dict[str, Any]) -> None:
+    """Assign Adam's state, of which torch's Adam has "step" among the tensors and Transformer Engine's has not."""
+    assign(self, parameter, {"step": None, **tensors})
 
 
 def _without_channels(
@@ -335,6 +344,16 @@ class Training:
             self.optimizer.save_parameter_state(str(path / "distrib_optim.pt"))
         dist.barrier()
 
+    def _begin_optimizer(self) -> None:
+        """Make the state of Adam, without which Megatron Core's distributed optimizer cannot load on a CPU."""
+        for chained in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+            parameters = [p for group in chained.optimizer.param_groups for p in group["params"]]
+            for parameter in parameters:
+                parameter.grad = torch.zeros_like(parameter)
+            chained.optimizer.step()
+            for parameter in parameters:
+                parameter.grad = None
+
     def _folder(self, folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "latest_checkpointed_iteration.txt").write_text(str(self.iteration))
@@ -346,6 +365,7 @@ class Training:
         from megatron.core.safe_globals import register_safe_globals
 
         register_safe_globals()
+        self._begin_optimizer()
         found = dist_checkpointing.load(self.state(sharding, is_loading=True), str(folder))
         for number, chunk in enumerate(self.chunks):
             _bare(chunk).load_state_dict(found[f"model{number}" if len(self.chunks) > 1 else "model"])

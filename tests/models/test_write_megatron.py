@@ -45,8 +45,8 @@ CASES = {
     "llama": Case(theirs.LLAMA, ZERO1, "tp2", SHARDED),
     "llama bf16": Case(theirs.LLAMA, ZERO1, "tp2", {"bf16": True}),
     "llama bf16, distributed": Case(theirs.LLAMA, DP2, "tp2", SHARDED | {"bf16": True}),
-    "experts": Case(theirs.EXPERTS, EP2, "pp2"),
-    "experts with biases, distributed": Case(BIASED, PP2, "ep2", SHARDED),
+    "experts": Case(theirs.EXPERTS, EP2, "ep2"),
+    "experts with biases, distributed": Case(BIASED, PP2, "", SHARDED),
     "mla": Case(theirs.MLA, TP2, "", SHARDED),
     "mtp": Case(theirs.MTP, PP2, "tp2", SHARDED),
 }

@@ -20,13 +20,14 @@ SHARDING = {
 def common_state(state: Mapping[str, Any], *, has_adam: bool) -> dict[str, Any]:
     """The common state of a checkpoint; ``state`` is that of our checkpoint.
 
-    It fits Megatron Core's Adam with and without the distributed optimizer and 16-bit weights, and with experts.
+    It fits Megatron Core's Adam with and without the distributed optimizer and 16-bit weights. With expert parallelism
+    Megatron Core has a second optimizer, of the experts; it loads the state of two only if two were saved.
     ``has_adam``: whether the tensors of its state are stored; else a loader does not ask for them.
     """
     config = RunConfig.from_flat(state["config"])
     scheduled = state["consumed_samples"] - state["skipped_samples"]
     adam = [_adam(config, state, of_experts=of_experts) for of_experts in (False, True)]
-    optimizer = {"optimizer": dict(enumerate(adam)) if config.model.num_experts else adam[0]}
+    optimizer = {"optimizer": dict(enumerate(adam)) if config.parallel.expert_model_parallel_size > 1 else adam[0]}
     return {
         "args": Namespace(**arguments(config, state) | {"no_save_optim": not has_adam}),
         "checkpoint_version": 3.0,

@@ -9,12 +9,12 @@ from __future__ import annotations
 import io
 import json
 import pickle
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -73,7 +73,7 @@ def names_of(name: str, model: ModelConfig) -> Iterator[tuple[str, int | None]]:
     rest, prefix = layer[3].removeprefix(inner), "transformer_layer." if layer[3].startswith(inner) else ""
     last = model.num_layers - 1
     of_experts = (number if layer[1] == "decoder" else last) in model.expert_layers
-    stacked = layer[1] == "decoder" and (not model.num_experts or model.moe_layer_freq == 1)
+    stacked = layer[1] == "decoder" and len(set(model.expert_layers)) in (0, model.num_layers)
     for theirs in layer_names(rest, model, of_experts=of_experts):
         if stacked:
             yield f"decoder.layers.{theirs}", number
@@ -154,12 +154,11 @@ def _write_share(
             number += len(tensor.boxes)
             for (box, values), mine in zip(reader.boxes(name) if any(own) else (), own, strict=False):
                 if mine:
-                    data = _bytes(values.contiguous().clone())
+                    named = list(_records(name, tensor.shape, box, model, form, kinds))
+                    shape = named[0][3] if named else box.shape  # the same under each name
+                    data = _bytes(values.reshape(shape).clone())
                     file.write(data)
-                    records += [
-                        (*each, tensor.dtype, file_name, at, len(data))
-                        for each in _records(name, tensor.shape, box, model, form, kinds)
-                    ]
+                    records += [(*each, tensor.dtype, file_name, at, len(data)) for each in named]
                     at += len(data)
     return records
 
@@ -176,16 +175,19 @@ def _complete(reader: CheckpointReader, partial: Path, final: Path, form: Format
         entry.chunks.append(ChunkStorageMetadata(torch.Size(offset), torch.Size(shape)))
         storage[index] = _StorageInfo(file, at, length)
         paths[name] = tuple(name.split(".", 2 if name.startswith("optimizer.") else 1))
-    objects = (
-        {"common_state/shard_0_1": [common_state(reader.state, has_adam=_has_adam(reader))]}
-        if form == "torch_dist"
-        else {"state": _plain(reader)}
-    )
-    for number, (name, value) in enumerate(objects.items()):
-        data, file = _bytes(value), f"__state_{number}.distcp"
-        write_file(partial / file, data)
-        entries[name], storage[MetadataIndex(name)] = BytesStorageMetadata(), _StorageInfo(file, 0, len(data))
+    if form == "torch_dist":
+        common = common_state(reader.state, has_adam=_has_adam(reader))
+        objects: dict[str, Any] = {"common_state/shard_0_1": [common], **dict.fromkeys(_empty_states(entries), [None])}
+    else:
+        objects = {"state": _plain(reader)}
+    file, written = "__state.distcp", b""
+    for name, value in objects.items():
+        data = _bytes(value)
+        entries[name] = BytesStorageMetadata()
+        storage[MetadataIndex(name)] = _StorageInfo(file, len(written), len(data))
         paths[name] = (name,)
+        written += data
+    write_file(partial / file, written)
     planner = paths if form == "torch_dcp" else None
     write_file(partial / ".metadata", pickle.dumps(Metadata(entries, planner, storage)))
     if form == "torch_dist":
@@ -196,6 +198,24 @@ def _complete(reader: CheckpointReader, partial: Path, final: Path, form: Format
     partial.rename(final)
     iteration = str(reader.state["iteration"]).encode()
     replace_file(final.parent / TRACKER, final.parent / f".{TRACKER}", iteration)
+
+
+def _empty_states(entries: Mapping[str, TensorStorageMetadata]) -> Iterator[str]:
+    """The names of Megatron Core's extra states of linear layers and attention, which are empty without FP8.
+
+    Each has a number of the layer and of the expert where the weights are stacked over these.
+    """
+    for name, entry in entries.items():
+        module, _, kind = name.rpartition(".")
+        if name.startswith("optimizer.") or kind != "weight" or ".linear_" not in module:
+            continue
+        sizes = tuple(entry.size)[: len(entry.size) - 2] or (1,)
+        modules = [module]
+        if module.endswith("self_attention.linear_proj"):
+            modules.append(module.replace("linear_proj", "core_attention"))
+        for at in product(*map(range, sizes)):
+            place = f"shard_{'.'.join(map(str, at))}_{'.'.join(map(str, sizes))}"
+            yield from (f"{each}._extra_state/{place}" for each in modules)
 
 
 def _has_adam(reader: CheckpointReader) -> bool:
