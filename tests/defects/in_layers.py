@@ -139,7 +139,7 @@ IN_LAYERS = (
     ),
     Defect(  # C43
         "each rank adds the bias of a row-parallel layer",
-        "tensor_parallel.layers:RowParallelLinear.forward",
+        "tensor_parallel.layers:RowParallelLinear._product",
         "self.weight, None, self.comm, fp8=self.fp8)",
         "self.weight, self.bias, self.comm, fp8=self.fp8) - self.bias",
         "tp2",
@@ -416,7 +416,7 @@ IN_LAYERS = (
     ),
     Defect(
         "rotary positions do not restart",
-        "training.step:forward_step",
+        "training.step:_model_step",
         "batch.position_ids,",
         "None,",
         "positions restart, modern, dp2, micro-batches of 4",

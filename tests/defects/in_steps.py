@@ -116,7 +116,7 @@ IN_STEPS = (
     ),
     Defect(
         "second micro-batch is counted twice and the first not at all",
-        "training.step:forward_step",
+        "training.step:_model_step",
         "batches[micro]",
         "batches[max(micro, 1)]",
         "pp2",
@@ -126,7 +126,7 @@ IN_STEPS = (
         "loss is normalised by each micro-batch's own tokens",
         "training.step:forward_step",
         "losses.sum()",
-        "losses.sum() / batch.loss_mask.sum().clamp(min=1.0) * count_tokens(batches) / 8",
+        "losses.sum() / batches[micro].loss_mask.sum().clamp(min=1.0) * count_tokens(batches) / 8",
         "pp2",
         "C1 C3",
         culprit="*; the loss is wrong before it or the loss that is reported",

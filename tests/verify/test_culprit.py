@@ -18,16 +18,16 @@ MODEL = {"num_layers": 2, "num_attention_heads": 2, "hidden_size": 16}
 DEFECTS = [
     (
         "the sum of a row-parallel linear layer is missing",
-        ("tensor_parallel.layers:RowParallelLinear.forward", "reduce_from_region", "(lambda y, group: y)"),
+        ("tensor_parallel.linear_comm:reduced_output", "elif comm.reduce_output:", "elif False:"),
         "tp2",
         r"output of decoder\.layers\.0\.self_attention\.\w+, in forward, on rank 0 \[pp0 dp0 tp0\] and 1 more rank",
     ),
     (
         "the gradient of a reduce-scatter is too small",
         (
-            "parallel.collectives:reduce_scatter_to_sequence",
-            'paired(x, group, "reduce_scatter_first", "gather_first")',
-            "_Pair.apply(x, group, _reduce_scatter_first, lambda grad, group: _gather_first(grad, group) / 2)",
+            "tensor_parallel.linear_comm:gather_output_grad",
+            "_gathered(grad_y, comm) if",
+            "_gathered(grad_y, comm) / 2 if",
         ),
         "tp2 sp",
         r"gradient of the output of .*pre_mlp_layernorm, in backward, on rank 0 .*; right before it: decoder\.layers",
