@@ -344,13 +344,17 @@ class Training:
             self.optimizer.save_parameter_state(str(path / "distrib_optim.pt"))
         dist.barrier()
 
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers of PyTorch; that of experts is another one."""
+        return [each.optimizer for each in getattr(self.optimizer, "chained_optimizers", [self.optimizer])]
+
     def _begin_optimizer(self) -> None:
         """Make the state of Adam, without which Megatron Core's distributed optimizer cannot load on a CPU."""
-        for chained in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
-            parameters = [p for group in chained.optimizer.param_groups for p in group["params"]]
+        for inner in self._optimizers():
+            parameters = [p for group in inner.param_groups for p in group["params"]]
             for parameter in parameters:
                 parameter.grad = torch.zeros_like(parameter)
-            chained.optimizer.step()
+            inner.step()
             for parameter in parameters:
                 parameter.grad = None
 
@@ -370,6 +374,8 @@ class Training:
         for number, chunk in enumerate(self.chunks):
             _bare(chunk).load_state_dict(found[f"model{number}" if len(self.chunks) > 1 else "model"])
         self.optimizer.load_state_dict(found["optimizer"])
+        for state in (state for inner in self._optimizers() for state in inner.state.values()):
+            state["step"] = state["step"].clone()  # one tensor for all, which torch's Adam would count up for each
         self.schedule.load_state_dict(found["opt_param_scheduler"])
         self.iteration = found["iteration"]
         self.args.consumed_train_samples = found["args"].consumed_train_samples

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 import pickle
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import product
 from pathlib import Path
@@ -177,7 +178,8 @@ def _complete(reader: CheckpointReader, partial: Path, final: Path, form: Format
         paths[name] = tuple(name.split(".", 2 if name.startswith("optimizer.") else 1))
     if form == "torch_dist":
         common = common_state(reader.state, has_adam=_has_adam(reader))
-        objects: dict[str, Any] = {"common_state/shard_0_1": [common], **dict.fromkeys(_empty_states(entries), [None])}
+        objects: dict[str, Any] = {name: [None] for name in _empty_states(entries)}
+        objects["common_state/shard_0_1"] = [common]
     else:
         objects = {"state": _plain(reader)}
     file, written = "__state.distcp", b""
@@ -207,7 +209,7 @@ def _empty_states(entries: Mapping[str, TensorStorageMetadata]) -> Iterator[str]
     """
     for name, entry in entries.items():
         module, _, kind = name.rpartition(".")
-        if name.startswith("optimizer.") or kind != "weight" or ".linear_" not in module:
+        if name.startswith("optimizer.") or kind != "weight" or not re.search(r"\.(linear_\w+|eh_proj)$", module):
             continue
         sizes = tuple(entry.size)[: len(entry.size) - 2] or (1,)
         modules = [module]
