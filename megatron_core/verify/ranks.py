@@ -1,5 +1,6 @@
 """Run a function in every rank of a small world of processes on this machine, and return its results."""
 
+import gc
 import multiprocessing as mp
 import os
 import tempfile
@@ -137,6 +138,7 @@ def _run_rank(
 ) -> None:
     for end in inherited:
         end.close()
+    gc.freeze()  # the parent's garbage may belong to threads that a child does not have
     torch.set_num_threads(1)  # otherwise a child hangs if its parent used OpenMP threads before the fork
     parallel_state.destroy_model_parallel()  # the parent's groups are invalid in this world
     try:
