@@ -86,7 +86,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Door:
+class TranslatedLaunch:
     """A launch, its flags sorted by treatment, its configuration and its ranks."""
 
     launch: Launch
@@ -97,7 +97,7 @@ class Door:
     """Rules that the settings violate together."""
 
     @classmethod
-    def of(cls, launch: Launch, world_size: int | None) -> Door:
+    def of(cls, launch: Launch, world_size: int | None) -> TranslatedLaunch:
         """Translate the flags of a launch."""
         flags = LaunchFlags.of(launch.flags, UNKNOWN)
         with redirect_stderr(io.StringIO()):  # the note about flags without effect is part of the report
@@ -124,41 +124,41 @@ def is_flag(word: str) -> bool:
     return word.startswith("--") and any(name in table for table in known)
 
 
-def report(door: Door, script: LaunchScript, settings: Settings) -> Iterator[str]:
+def report(translated: TranslatedLaunch, script: LaunchScript, settings: Settings) -> Iterator[str]:
     """Yield the sections of the report."""
-    yield "\n".join(_heading(door, script, settings))
-    yield "\n".join(["What it does here", *_indented(_description(door))])
-    yield "\n".join(["What differs", *_indented(_differences(door, script))])
-    if door.problems or door.flags.refused or door.flags.unread or door.other_model:
-        yield "\n".join(["What to change first", *_indented(_changes(door))])
+    yield "\n".join(_heading(translated, script, settings))
+    yield "\n".join(["What it does here", *_indented(_description(translated))])
+    yield "\n".join(["What differs", *_indented(_differences(translated, script))])
+    if translated.problems or translated.flags.refused or translated.flags.unread or translated.other_model:
+        yield "\n".join(["What to change first", *_indented(_changes(translated))])
     name = settings.output or "run.yaml"
     if settings.output is None:
-        text = textwrap.indent(changed_settings(door.config), "  ")
+        text = textwrap.indent(changed_settings(translated.config), "  ")
         yield f"The same settings as YAML (--output {name} writes them)\n{text}".rstrip()
     else:
         yield f"The same settings as YAML: {name}"
-    yield "\n".join(["Memory and time", *_indented(_prediction(door, settings, name))])
-    yield "\n".join(["Proof: the layout computes what one process computes", *_indented(_proof(door, name))])
-    yield "\n".join(["Start", *_indented(_start(door, name))])
+    yield "\n".join(["Memory and time", *_indented(_prediction(translated, settings, name))])
+    yield "\n".join(["Proof: the layout computes what one process computes", *_indented(_proof(translated, name))])
+    yield "\n".join(["Start", *_indented(_start(translated, name))])
 
 
-def _heading(door: Door, script: LaunchScript, settings: Settings) -> Iterator[str]:
-    launch = door.launch
+def _heading(translated: TranslatedLaunch, script: LaunchScript, settings: Settings) -> Iterator[str]:
+    launch = translated.launch
     where = f"{launch.place}: " if launch.place else ""
     source = "--world-size" if settings.world_size else "its launcher" if launch.ranks else "the least that fits"
-    yield f"{where}{readable(launch.program)} on {_count(door.world_size, 'rank')} ({source})"
+    yield f"{where}{readable(launch.program)} on {_count(translated.world_size, 'rank')} ({source})"
     if len(script.launches) > 1:
         others = [f"{n}: {readable(each.program)}, {each.place}" for n, each in enumerate(script.launches, 1)]
         yield f"launches in the script: {'; '.join(others)}; --launch N describes another one"
-    if door.other_model:
-        yield door.other_model
+    if translated.other_model:
+        yield translated.other_model
     elif not launch.program.endswith(GPT):
         yield f"{readable(launch.program)} is taken for a GPT program; its own changes to Megatron-LM are not known"
-    yield "starts unchanged" if door.starts else "does not start unchanged: see What to change first"
+    yield "starts unchanged" if translated.starts else "does not start unchanged: see What to change first"
 
 
-def _description(door: Door) -> Iterator[str]:
-    config, ranks = door.config, door.world_size
+def _description(translated: TranslatedLaunch) -> Iterator[str]:
+    config, ranks = translated.config, translated.world_size
     model, training, optimizer = config.model, config.training, config.optimizer
     kind = f", {model.num_experts} experts of which a token uses {model.moe_router_topk}" if model.num_experts else ""
     yield (
@@ -166,7 +166,7 @@ def _description(door: Door) -> Iterator[str]:
         f"{model_parameters(config, vocabulary(config)) / 1e9:.3g} billion parameters, sequences of "
         f"{config.data.seq_length} tokens"
     )
-    if not any(problems_of_ranks(door)):
+    if not any(problems_of_ranks(translated)):
         copies = config.parallel.data_parallel_size(ranks)
         batch = training.final_batch_size(copies)
         yield f"layout: {describe_layout(config, ranks)}"
@@ -181,25 +181,25 @@ def _description(door: Door) -> Iterator[str]:
     data = [*config.data.data_path, *config.data.train_data_path]
     source = "mock data" if config.data.mock_data else " ".join(data) or "none given"
     yield f"data: {shortened(source)}; load {config.checkpoint.load}; save {config.checkpoint.save}"
-    given = door.flags
+    given = translated.flags
     counts = len(given.done), len(given.translated), sum(map(len, given.ignored.values())), len(given.refused)
     yield "flags: {} with the same meaning, {} translated, {} without effect, {} refused".format(*counts)
 
 
-def problems_of_ranks(door: Door) -> Iterator[str]:
+def problems_of_ranks(translated: TranslatedLaunch) -> Iterator[str]:
     """The problems that concern the number of ranks."""
-    return (each for each in door.problems if "world_size=" in each or "batch_size=" in each)
+    return (each for each in translated.problems if "world_size=" in each or "batch_size=" in each)
 
 
-def _differences(door: Door, script: LaunchScript) -> Iterator[str]:
-    flags = door.flags
+def _differences(translated: TranslatedLaunch, script: LaunchScript) -> Iterator[str]:
+    flags = translated.flags
     for theirs, ours in flags.translated.items():
         yield f"translated: {theirs} -> {ours}"
     for reason, words in flags.ignored.items():
         yield f"without effect: {', '.join(words)}: {reason}"
-    if unread := unread_settings(door.config, door.world_size, device="cuda"):
+    if unread := unread_settings(translated.config, translated.world_size, device="cuda"):
         yield f"without effect in this run: {unread}"
-    for flag, difference in flags.different_defaults(door.config).items():
+    for flag, difference in flags.different_defaults(translated.config).items():
         yield f"default of Megatron-LM, not given: {flag}; {difference}"
     if script.unset:
         yield f"not set in the script: {', '.join(script.unset)}; --set NAME=VALUE or the script's arguments give them"
@@ -207,43 +207,44 @@ def _differences(door: Door, script: LaunchScript) -> Iterator[str]:
     yield "all other differences: docs/from_megatron.md"
 
 
-def _changes(door: Door) -> Iterator[str]:
-    if door.other_model:
-        yield door.other_model
-    for flag, name in door.flags.unread.items():
+def _changes(translated: TranslatedLaunch) -> Iterator[str]:
+    if translated.other_model:
+        yield translated.other_model
+    for flag, name in translated.flags.unread.items():
         yield f"{flag}: its value is not known; give --set {name}=VALUE, or the script's arguments"
-    yield from door.flags.refused
-    yield from door.problems
+    yield from translated.flags.refused
+    yield from translated.problems
 
 
-def _prediction(door: Door, settings: Settings, name: str) -> Iterator[str]:
+def _prediction(translated: TranslatedLaunch, settings: Settings, name: str) -> Iterator[str]:
     hardware = read_hardware(settings.hardware)
-    search = Search(door.config, door.world_size, hardware, vocabulary(door.config))
+    search = Search(translated.config, translated.world_size, hardware, vocabulary(translated.config))
     try:
-        found = search.candidate(door.config)
+        found = search.candidate(translated.config)
     except MegatronError as error:
         yield f"not known before the settings are legal: {shortened(str(error), 300)}"
         return
     room = readable_bytes(hardware.usable_bytes)
     fits = "fits" if search.fits(found.memory) else "does not fit"
     yield (
-        f"a step takes {readable_seconds(found.seconds)} on {door.world_size} x {hardware.name}, "
+        f"a step takes {readable_seconds(found.seconds)} on {translated.world_size} x {hardware.name}, "
         f"{found.cost.tokens_per_second:,.0f} tokens/s on each; {readable_bytes(found.bytes)} {fits} into {room}"
     )
     yield from details(found).splitlines()
-    if door.config.training.train_iters:
-        yield f"all steps: {found.seconds * door.config.training.train_iters / 86400:,.3g} days"
-    batch = door.config.training.global_batch_size
+    if translated.config.training.train_iters:
+        yield f"all steps: {found.seconds * translated.config.training.train_iters / 86400:,.3g} days"
+    batch = translated.config.training.global_batch_size
     if batch is not None:
-        yield f"faster layouts: megatron-plan --config {name} --gpus {door.world_size} --hardware {settings.hardware}"
+        machine = f"--gpus {translated.world_size} --hardware {settings.hardware}"
+        yield f"faster layouts: megatron-plan --config {name} {machine}"
 
 
-def _proof(door: Door, name: str) -> Iterator[str]:
-    config = door.config
+def _proof(translated: TranslatedLaunch, name: str) -> Iterator[str]:
+    config = translated.config
     least = config.parallel.smallest_world_size
-    ranks = min(door.world_size, 2 * least)
+    ranks = min(translated.world_size, 2 * least)
     try:
-        if next(problems(config, door.world_size), None) is None:
+        if next(problems(config, translated.world_size), None) is None:
             task = task_of(config, Options(world_size=(ranks,)))
         else:
             raise ConfigError("the settings cannot be used yet")
@@ -251,19 +252,21 @@ def _proof(door: Door, name: str) -> Iterator[str]:
         yield f"there is nothing to compare: {shortened(str(error), 300)}"
         return
     yield f"megatron-verify --config {name} --world-size {ranks}"
-    copies = "" if ranks == door.world_size else f"; two of its {door.world_size // least} copies are compared"
+    copies = (
+        "" if ranks == translated.world_size else f"; two of its {translated.world_size // least} copies are compared"
+    )
     yield f"layout {task.layouts[0]} with a small model on a CPU ({task.shrunk}){copies}"
     if config.training.bf16 or config.training.fp16:
         yield "it compares in float64; --dtype bfloat16 adds the rounding of this run"
 
 
-def _start(door: Door, name: str) -> Iterator[str]:
-    local = min(door.launch.ranks_per_node or 8, door.world_size)
-    local = local if door.world_size % local == 0 else door.world_size
-    nodes = door.world_size // local
+def _start(translated: TranslatedLaunch, name: str) -> Iterator[str]:
+    local = min(translated.launch.ranks_per_node or 8, translated.world_size)
+    local = local if translated.world_size % local == 0 else translated.world_size
+    nodes = translated.world_size // local
     several = f" --nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500" if nodes > 1 else ""
     yield f"torchrun --nproc-per-node {local}{several} -m megatron_core.commands.train --config {name}"
-    if door.starts:
+    if translated.starts:
         yield "or the script itself, with this project's pretrain_gpt.py in place of Megatron-LM's"
 
 
@@ -290,7 +293,7 @@ def read_launches(settings: Settings, words: Sequence[str]) -> LaunchScript:
     if is_script(words[0]):
         found = read_script(words[0], words[1:], {name: value for name, _, value in pairs}, is_flag)
     elif settings.command:
-        raise ConfigError(f"{words[0]}: there is no such script; a command line is written after --")
+        raise ConfigError(f"{words[0]}: this script does not exist; put a command line after --")
     else:
         found = read_command_line(words, is_flag)
     if not found.launches:
@@ -309,12 +312,12 @@ def run(settings: Settings, words: Sequence[str]) -> int:
         raise ConfigError(f"--launch {settings.launch}: the number of launches in the script is {len(script.launches)}")
     if settings.world_size is not None and settings.world_size < 1:
         raise ConfigError(f"--world-size {settings.world_size} must be an integer >= 1")
-    door = Door.of(script.launches[settings.launch - 1], settings.world_size)
+    translated = TranslatedLaunch.of(script.launches[settings.launch - 1], settings.world_size)
     if settings.output is not None:
         prepare_output(settings, "output", WRITTEN, words)
-        write_config(door.config, settings.output, changed_only=True)
-    print("\n\n".join(report(door, script, settings)))
-    return 0 if door.starts else 1
+        write_config(translated.config, settings.output, changed_only=True)
+    print("\n\n".join(report(translated, script, settings)))
+    return 0 if translated.starts else 1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

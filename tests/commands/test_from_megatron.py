@@ -144,7 +144,7 @@ def test_several_launches_and_other_models(tmp_path: Path, capsys: pytest.Captur
     ("words", "said"),
     [
         ([], "give a launch script"),
-        (["absent.sh"], "no such script"),
+        (["absent.sh"], "this script does not exist"),
         (["--", "echo", "x"], "no start of a training program"),
         (["--set", "X", "--", "--num-layers", "2"], "--set X: give NAME=VALUE"),
         (["--launch", "2", "--", "--num-layers", "2"], "--launch 2: the number of launches in the script is 1"),
