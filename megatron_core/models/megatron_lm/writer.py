@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import json
-import pickle
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import product
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron_core.checkpoint import CheckpointReader
 from megatron_core.checkpoint.folder import delete, iteration_folder, replace_file
@@ -167,14 +168,14 @@ def _write_share(
 def _complete(reader: CheckpointReader, partial: Path, final: Path, form: Format, records: list[list[Any]]) -> None:
     """Write the state and the metadata, give the folder its name and record the iteration."""
     entries: dict[str, Any] = {}
-    storage: dict[Any, Any] = {}
+    storage: list[WriteResult] = []
     paths: dict[str, tuple[str, ...]] = {}
     for name, size, offset, shape, dtype, file, at, length in records:
         properties = TensorProperties(TORCH_DTYPES[dtype])
         entry = entries.setdefault(name, TensorStorageMetadata(properties, torch.Size(size), []))
         index = MetadataIndex(name, torch.Size(offset), len(entry.chunks))
         entry.chunks.append(ChunkStorageMetadata(torch.Size(offset), torch.Size(shape)))
-        storage[index] = _StorageInfo(file, at, length)
+        storage.append(WriteResult(index, length, _StorageInfo(file, at, length)))
         paths[name] = tuple(name.split(".", 2 if name.startswith("optimizer.") else 1))
     if form == "torch_dist":
         common = common_state(reader.state, has_adam=_has_adam(reader))
@@ -186,12 +187,13 @@ def _complete(reader: CheckpointReader, partial: Path, final: Path, form: Format
     for name, value in objects.items():
         data = _bytes(value)
         entries[name] = BytesStorageMetadata()
-        storage[MetadataIndex(name)] = _StorageInfo(file, len(written), len(data))
+        place = _StorageInfo(file, len(written), len(data))
+        storage.append(WriteResult(MetadataIndex(name), len(data), place))
         paths[name] = (name,)
         written += data
     write_file(partial / file, written)
     planner = paths if form == "torch_dcp" else None
-    write_file(partial / ".metadata", pickle.dumps(Metadata(entries, planner, storage)))
+    FileSystemWriter(partial).finish(Metadata(entries, planner), [storage])
     if form == "torch_dist":
         backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
         write_file(partial / "metadata.json", json.dumps(backend).encode())
