@@ -19,11 +19,13 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.spec_utils import import_module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig, squared_relu
 from megatron.core.transformer.utils import openai_gelu
+from megatron.core.unsupported import unsupported
 from megatron.training import from_arguments
 from megatron.training.config import PretrainConfigContainer
 from megatron_core.errors import ConfigError
 
 Kind = TypeVar("Kind")
+hybrid_config_from_args = unsupported("hybrid models are not supported; leave --hybrid-layer-pattern out")
 
 
 class TypeInferenceError(ConfigError):
