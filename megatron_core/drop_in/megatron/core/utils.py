@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 from collections.abc import Callable, Mapping
@@ -77,6 +78,15 @@ def unwrap_model(model: Any, module_instances: tuple[type, ...] | None = None) -
     while hasattr(model, "module") and (module_instances is None or isinstance(model, module_instances)):
         model = model.module
     return model
+
+
+def accepts_parameter(func: Any, param_name: str) -> bool:
+    """Return whether ``func`` has a parameter of this name, or takes any keyword argument."""
+    try:
+        parameters = inspect.signature(func).parameters
+    except (TypeError, ValueError):  # a function without a signature
+        return False
+    return param_name in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
 
 def init_method_normal(sigma: float) -> Callable[[Tensor], Tensor]:

@@ -1,3 +1,5 @@
-"""Contexts of generation, for annotations."""
+"""Contexts of generation."""
 
-from megatron.core.inference_params import BaseInferenceContext, StaticInferenceContext
+from megatron.core.inference.contexts.base_context import BaseInferenceContext
+from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
+from megatron.core.inference.contexts.static_context import StaticInferenceContext

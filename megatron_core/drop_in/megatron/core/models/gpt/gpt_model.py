@@ -45,6 +45,7 @@ class GPTModel(LossCollector, LanguageModule, model.GPTModel):
     """
 
     _input_tensor: Tensor | None = None
+    _gathers = True
 
     def __init__(
         self,

@@ -1,0 +1,137 @@
+"""Settings of an engine with Megatron Core's names."""
+
+from dataclasses import InitVar, dataclass
+from enum import Enum
+from typing import Any, ClassVar
+
+import torch
+
+from megatron.core.unsupported import Unsupported
+from megatron_core.config import inference as engine
+from megatron_core.errors import ConfigError
+
+
+class MambaInferenceStateConfig(Unsupported):
+    """States of Mamba layers; hybrid models are not supported."""
+
+    message: ClassVar[str] = "MambaInferenceStateConfig: hybrid models are not supported"
+
+    @classmethod
+    def from_model(cls, model: Any, *args: Any, **kwargs: Any) -> None:
+        """Return None: no model here has Mamba layers."""
+        return
+
+
+class PrefixCachingEvictionPolicy(str, Enum):
+    """When an unused block of a prefix is freed; the engine here frees the least recently used ones."""
+
+    REF_ZERO = "ref_zero"
+    LRU = "lru"
+
+
+class PrefixCachingCoordinatorPolicy(str, Enum):
+    """How requests are distributed over data-parallel ranks."""
+
+    LONGEST_PREFIX = "longest_prefix"
+    FIRST_PREFIX_BLOCK = "first_prefix_block"
+    LOAD_BALANCED = "load_balanced"
+
+
+class KVCacheManagementMode(str, Enum):
+    """What happens to the cache when an engine is suspended."""
+
+    PERSIST = "persist"
+    OFFLOAD = "offload"
+    RECOMPUTE = "recompute"
+
+
+class CudaGraphSizingDistribution(str, Enum):
+    """Distances between the sizes of CUDA graphs; without effect here."""
+
+    EXPONENTIAL = "exponential"
+    LINEAR = "linear"
+
+
+class AsyncScheduleMode(str, Enum):
+    """Order of the phases of a step; without effect here."""
+
+    LEGACY = "legacy"
+    ASYNC = "async"
+
+
+@dataclass
+class InferenceConfig:
+    """Settings of ``DynamicInferenceContext``.
+
+    Read are ``block_size_tokens``, ``buffer_size_gb`` (an upper bound: memory is allocated as texts grow),
+    ``max_requests``, ``max_tokens``, ``max_sequence_length``, ``enable_chunked_prefill``, ``enable_prefix_caching``,
+    ``materialize_only_last_token_logits`` and ``track_generated_token_events``. The others change kernels, buffers or
+    the distribution over data-parallel ranks, and have no effect on results.
+    """
+
+    block_size_tokens: int = 256
+    buffer_size_gb: float = 20
+    paused_buffer_size_gb: float | None = None
+    mamba_inference_state_config: Any = None
+    mamba_memory_ratio: float | None = None
+    max_requests: int | None = None
+    max_tokens: int | None = None
+    unified_memory_level: int = 0
+    kv_cache_management_mode: KVCacheManagementMode = KVCacheManagementMode.PERSIST
+    num_cuda_graphs: int | None = None
+    cuda_graph_mixed_prefill_count: int | None = 16
+    cuda_graph_sizing_distribution: CudaGraphSizingDistribution = CudaGraphSizingDistribution.EXPONENTIAL
+    use_cuda_graphs_for_non_decode_steps: bool = True
+    cuda_graph_all_prefills: bool = False
+    cuda_graph_max_tokens: int = 512
+    static_kv_memory_pointers: bool = False
+    max_sequence_length: int = 2560
+    pg_collection: Any = None
+    use_flashinfer_fused_rope: bool | None = False
+    materialize_only_last_token_logits: bool = True
+    enable_chunked_prefill: bool = False
+    num_speculative_tokens: int = 0
+    enable_prefix_caching: bool = False
+    prefix_caching_eviction_policy: PrefixCachingEvictionPolicy = PrefixCachingEvictionPolicy.REF_ZERO
+    prefix_caching_coordinator_policy: PrefixCachingCoordinatorPolicy = PrefixCachingCoordinatorPolicy.LOAD_BALANCED
+    prefix_caching_routing_alpha: float = 0.5
+    prefix_caching_mamba_gb: float | None = None
+    track_paused_request_events: bool = False
+    track_generated_token_events: bool = False
+    metrics_writer: Any = None
+    logging_step_interval: int = 0
+    sampling_backend: str = "torch"
+    offset_sampling_seed_by_dp_rank: bool = True
+    async_sched_mode: AsyncScheduleMode = AsyncScheduleMode.LEGACY
+    logprobs_mode: str = "raw_logprobs"
+    request_metadata_types: list[tuple[str, torch.dtype]] | None = None
+    use_synchronous_zmq_collectives: bool = False
+    disable_ep_consensus: bool = False
+    ep_consensus_interval: int = 20
+    verbose: InitVar[bool] = False
+
+    def __post_init__(self, verbose: bool) -> None:
+        self._verbose = verbose
+        self.async_sched_mode = AsyncScheduleMode(self.async_sched_mode)
+        if not 0.0 <= self.prefix_caching_routing_alpha <= 1.0:
+            raise ValueError(f"prefix_caching_routing_alpha must be in [0, 1], got {self.prefix_caching_routing_alpha}")
+        if self.logprobs_mode not in ("raw_logprobs", "processed_logprobs"):
+            raise ValueError(
+                f"Unsupported logprobs_mode {self.logprobs_mode!r}; give raw_logprobs or processed_logprobs"
+            )
+        if self.logprobs_mode == "processed_logprobs" and self.num_speculative_tokens > 0:
+            raise ValueError("logprobs_mode='processed_logprobs' is not supported with num_speculative_tokens > 0")
+
+    def for_engine(self) -> engine.InferenceConfig:
+        """Return the engine's settings. Errors: ``ConfigError`` for features that it does not have."""
+        if self.num_speculative_tokens:
+            raise ConfigError(f"num_speculative_tokens={self.num_speculative_tokens} is not supported; give 0")
+        if self.logprobs_mode != "raw_logprobs":
+            raise ConfigError(f"logprobs_mode={self.logprobs_mode!r} is not supported; give 'raw_logprobs'")
+        return engine.InferenceConfig(
+            inference_dynamic_batching_block_size=self.block_size_tokens,
+            inference_dynamic_batching_buffer_size_gb=float(self.buffer_size_gb),
+            inference_dynamic_batching_max_tokens=self.max_tokens or 16384,
+            enable_chunked_prefill=self.enable_chunked_prefill,
+            inference_dynamic_batching_prefix_caching=self.enable_prefix_caching,
+        )

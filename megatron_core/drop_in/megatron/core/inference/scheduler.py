@@ -1,0 +1,94 @@
+"""The pools of active, waiting and completed requests of an engine."""
+
+import time
+from collections import OrderedDict
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from megatron.core.inference.async_stream import AsyncStream
+from megatron.core.inference.inference_request import InferenceRequest, Status
+from megatron.core.inference.sampling_params import SamplingParams
+from megatron.core.inference.utils import Counter
+
+
+class Scheduler:
+    """Requests in the order of their arrival, at most ``max_batch_size`` of them active."""
+
+    def __init__(self, max_batch_size: int) -> None:
+        self.max_batch_size = max_batch_size
+        self.requests = OrderedDict[int, InferenceRequest]()
+        self.streams = OrderedDict[int, AsyncStream]()
+        self.active_request_pool = OrderedDict[int, InferenceRequest]()
+        self.waiting_request_pool = OrderedDict[int, InferenceRequest]()
+        self.completed_request_pool = OrderedDict[int, InferenceRequest]()
+        self.request_counter = Counter()
+
+    def get_new_request_id(self) -> int:
+        """Return an unused number of a request."""
+        return next(self.request_counter)
+
+    def add_request(
+        self,
+        prompt: str | None = None,
+        prompt_tokens: Any = None,
+        encoder_prompt: str | None = None,
+        sampling_params: SamplingParams | None = None,
+        arrival_time: float | None = None,
+        streaming: bool = False,
+        inference_request: InferenceRequest | None = None,
+        *,
+        inference_parameters: SamplingParams | None = None,
+    ) -> int:
+        """Add a request to the active or, if these are ``max_batch_size``, the waiting ones; return its number."""
+        if inference_request is None:
+            inference_request = InferenceRequest(
+                request_id=self.get_new_request_id(),
+                prompt=prompt or "",
+                sampling_params=sampling_params or inference_parameters,
+                prompt_tokens=prompt_tokens,
+                encoder_prompt=encoder_prompt,
+            )
+        request = inference_request
+        request.arrival_time = arrival_time or request.arrival_time or time.time()
+        self.requests[request.request_id] = request
+        if streaming:
+            cancel = partial(self.abort_request, request.request_id)
+            self.streams[request.request_id] = AsyncStream(request.request_id, cancel)
+        if len(self.active_request_pool) < self.max_batch_size:
+            self._activate(request)
+        else:
+            request.status = Status.WAITING_IN_QUEUE
+            self.waiting_request_pool[request.request_id] = request
+        return request.request_id
+
+    def _activate(self, request: InferenceRequest) -> None:
+        request.status = Status.ACTIVE_BUT_NOT_GENERATING_TOKENS
+        self.active_request_pool[request.request_id] = request
+
+    def num_requests_pending(self) -> int:
+        """Return the number of active and waiting requests."""
+        return len(self.active_request_pool) + len(self.waiting_request_pool)
+
+    def have_requests_pending(self) -> bool:
+        """Return whether there are active or waiting requests."""
+        return self.num_requests_pending() > 0
+
+    def add_earliest_waiting_request_to_active_pool(self) -> None:
+        """Activate the request that has waited longest, if any."""
+        assert len(self.active_request_pool) < self.max_batch_size, "the pool of active requests is full"
+        if self.waiting_request_pool:
+            self._activate(self.waiting_request_pool.popitem(last=False)[1])
+
+    def update_requests_pools(self, result_dict: Mapping[int, InferenceRequest] | None = None) -> None:
+        """Move the completed requests of ``result_dict``, and activate as many waiting ones as fit."""
+        for number in list(result_dict or ()):
+            if self.active_request_pool[number].status == Status.COMPLETED:
+                self.completed_request_pool[number] = self.active_request_pool.pop(number)
+        while self.waiting_request_pool and len(self.active_request_pool) < self.max_batch_size:
+            self.add_earliest_waiting_request_to_active_pool()
+
+    def abort_request(self, request_id: int, *, exception: BaseException | type[BaseException] | None = None) -> None:
+        """End the stream of a request."""
+        if request_id in self.streams:
+            self.streams[request_id].finish(exception)

@@ -1,0 +1,1 @@
+"""Text around an engine: tokens of prompts, and text of tokens."""

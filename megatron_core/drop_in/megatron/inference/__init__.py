@@ -1,0 +1,1 @@
+"""Models for generation from the arguments of a program."""
