@@ -57,7 +57,7 @@ def broadcast_tensor(
 
     With ``data_parallel`` it is that of the first rank of each model, for the ranks of this model.
     """
-    group = parallel_state.get_model_parallel_group() if data_parallel else None
+    group: Any = parallel_state.get_model_parallel_group() if data_parallel else None
     source = parallel_state.get_model_parallel_src_rank() if data_parallel else rank
     if dist.get_rank() != source:
         tensor = torch.empty(size, dtype=dtype)

@@ -55,7 +55,8 @@ def generator_of(model: GPTModel) -> Generator:
     model.eval()
     parameter = next(model.parameters())
     precision = PRECISION.get(parameter.dtype)
-    training = replace(TrainingConfig(), **({} if precision is None else {precision: True}))
+    switch: dict[str, Any] = {} if precision is None else {precision: True}
+    training = replace(TrainingConfig(), **switch)
     shape = replace(model.model_config, max_position_embeddings=model.max_sequence_length)
     run = RunConfig(model=shape, training=training)
     stages: Any = {groups.index("pp"): Stage(model)}
@@ -66,7 +67,7 @@ def forward_of_context(generator: Generator, context: StaticInferenceContext, to
     """Run the next ``tokens`` ``[b, s]`` of every sequence of ``context``; see ``run_one_forward_step``."""
     batch, count = tokens.shape
     first = context.sequence_len_offset
-    cache = getattr(context, "engine_cache", None)
+    cache = context.engine_cache
     if first == 0 or cache is None:
         cache = KVCache(generator.device, context.max_sequence_length, context.max_batch_size)
         cache.reserve(batch)

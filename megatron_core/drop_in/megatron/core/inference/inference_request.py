@@ -5,13 +5,15 @@ import hashlib
 import time
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any, Self
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megatron.core.inference.sampling_params import SamplingParams
+
+RequestKind = TypeVar("RequestKind", bound="InferenceRequest")
 
 
 class Status(Enum):
@@ -111,7 +113,7 @@ class InferenceRequest:
         return plain
 
     @classmethod
-    def deserialize(cls, obj: dict[str, Any]) -> Self:
+    def deserialize(cls: type[RequestKind], obj: dict[str, Any]) -> RequestKind:
         """Return the request of ``serialize``."""
         request = cls(**obj)
         request._post_deserialize(obj)
@@ -181,7 +183,7 @@ class DynamicInferenceEvent:
         return {"timestamp": self.timestamp, "type": self.type.name, "payload": payload}
 
     @classmethod
-    def deserialize(cls, obj: dict[str, Any]) -> Self:
+    def deserialize(cls, obj: dict[str, Any]) -> "DynamicInferenceEvent":
         """Return the event of ``serialize``; an error becomes a ``RuntimeError``."""
         kind, payload = DynamicInferenceEventType[obj["type"]], obj["payload"]
         if kind in _ERRORS:
@@ -342,7 +344,7 @@ class DynamicInferenceRequestRecord:
     latency: float | None = None
 
     @classmethod
-    def from_request(cls, request: DynamicInferenceRequest) -> Self:
+    def from_request(cls, request: DynamicInferenceRequest) -> "DynamicInferenceRequestRecord":
         """Return the record of a new request."""
         return cls(requests=[request])
 
@@ -399,7 +401,7 @@ class DynamicInferenceRequestRecord:
         return {"requests": [request.serialize() for request in self.requests], "latency": self.latency}
 
     @classmethod
-    def deserialize(cls, obj: dict[str, Any]) -> Self:
+    def deserialize(cls, obj: dict[str, Any]) -> "DynamicInferenceRequestRecord":
         """Return the record of ``serialize``."""
         requests = [DynamicInferenceRequest.deserialize(each) for each in obj["requests"]]
         return cls(requests=requests, latency=obj["latency"])

@@ -2,7 +2,7 @@
 
 import warnings
 from dataclasses import asdict, dataclass
-from typing import Any, Self
+from typing import Any
 
 from megatron_core.errors import ConfigError
 from megatron_core.inference.sampling import Sampling
@@ -61,7 +61,7 @@ class SamplingParams:
         return dict(vars(self))
 
     @classmethod
-    def deserialize(cls, data: dict[str, Any]) -> Self:
+    def deserialize(cls, data: dict[str, Any]) -> "SamplingParams":
         """Return the settings of a dictionary of ``serialize``."""
         made = cls()
         made.add_attributes(data)

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any
 
 import torch.distributed as dist
 
@@ -73,7 +73,7 @@ class MegatronLLM(_Model):
         """Free the engine's cache."""
         self.engine.reset()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "MegatronLLM":
         return self
 
     def __exit__(self, *args: object) -> None:
@@ -93,7 +93,7 @@ class MegatronAsyncLLM(_Model):
         """Free the engine's cache."""
         self.engine.reset()
 
-    async def __aenter__(self) -> Self:
+    async def __aenter__(self) -> "MegatronAsyncLLM":
         return self
 
     async def __aexit__(self, *args: object) -> None:

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from megatron.core.inference.config import InferenceConfig
 from megatron.core.inference.contexts.base_context import BaseInferenceContext
+from megatron_core.inference.kv_cache import KVCache
 
 
 class StaticInferenceContext(BaseInferenceContext):
@@ -17,6 +18,8 @@ class StaticInferenceContext(BaseInferenceContext):
         super().__init__(InferenceConfig(materialize_only_last_token_logits=True))
         self.max_batch_size, self.max_sequence_length = max_batch_size, max_sequence_length
         self.key_value_memory_dict: dict[Any, tuple[Tensor, Tensor]] = {}
+        self.engine_cache: KVCache | None = None
+        """Keys and values of ``GPTInferenceWrapper.run_one_forward_step``."""
         self.decode_mode = False
 
     def is_static_batching(self) -> bool:
@@ -46,7 +49,7 @@ class StaticInferenceContext(BaseInferenceContext):
     def reset(self) -> None:
         """Prepare for another batch."""
         self.sequence_len_offset = self.batch_size_offset = 0
-        self.decode_mode = False
+        self.engine_cache, self.decode_mode = None, False
 
     def __str__(self) -> str:
         return (

@@ -220,9 +220,8 @@ class DynamicInferenceEngine(AbstractEngine):
         if not request.generated_tokens:
             request.add_event_add_context()
             request.ttft = now - entry.latest
-            self.context.lifetime_prefill_token_count += (
-                len(request.prompt_tokens) if request.prompt_tokens is not None else 0
-            )
+            assert request.prompt_tokens is not None, "add_request has set it"
+            self.context.lifetime_prefill_token_count += len(request.prompt_tokens)
             if settings.return_log_probs:
                 self._score_prompt(request, progress.prompt_scores)
         if progress.token is not None:
@@ -233,7 +232,7 @@ class DynamicInferenceEngine(AbstractEngine):
                 request.add_event_generated_token(progress.token)
             if progress.score is not None:
                 request.generated_log_probs.append(progress.score.logprob)
-                if settings.top_n_logprobs:
+                if request.generated_top_n_logprobs is not None:
                     request.generated_top_n_logprobs.append(self._named(progress.score))
         stopped = self._at_stop_word(request)
         if stopped and progress.finished is None:

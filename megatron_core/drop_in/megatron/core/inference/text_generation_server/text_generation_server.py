@@ -87,9 +87,8 @@ class MegatronServer:
             from starlette.applications import Starlette
             from starlette.routing import Route
         except ImportError as error:
-            raise ConfigError(
-                "MegatronServer needs starlette and uvicorn: pip install 'megatron-native[server]'"
-            ) from error
+            needed = "pip install 'megatron-native[server]'"
+            raise ConfigError(f"MegatronServer needs starlette and uvicorn: {needed}") from error
         self.engine, self.args = model, args
         self.app = Starlette(routes=[Route("/api", self._answer, methods=["PUT", "POST"])])
 
