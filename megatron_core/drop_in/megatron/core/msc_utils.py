@@ -5,12 +5,18 @@ from __future__ import annotations
 import builtins
 import os
 from pathlib import Path
+from typing import Any
 
 
 class _Files:
     """``open``, ``os``, ``Path`` and ``path_isdir`` of the local file system."""
 
-    open, os, Path = staticmethod(builtins.open), os, Path
+    os, Path = os, Path
+
+    @property
+    def open(self) -> Any:
+        """The function ``open``."""
+        return builtins.open
 
     def path_isdir(self, path: str, strict: bool = True) -> bool:
         """Whether the folder exists."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-import logging
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,10 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
+from megatron.core._rank_utils import log_single_rank
 from megatron.core.dist_checkpointing.tensors import (
     make_sharded_tensor_for_checkpoint,
     make_tp_sharded_tensor_for_checkpoint,
 )
+from megatron.core.experimental import ExperimentalNotEnabledError, experimental_cls, experimental_fn
+from megatron.core.parallel_state import GlobalMemoryBuffer
+from megatron.core.replica_hashes import check_param_hashes_across_dp_replicas
 from megatron.core.tensor_parallel.utils import divide
 from megatron.core.unsupported import unsupported
 from megatron_core import parallel_state
@@ -128,6 +132,22 @@ def is_te_min_version(version: str, check_equality: bool = True) -> bool:
     return False
 
 
+HAVE_PACKAGING = True
+"""Whether the package for versions is installed, which torch needs."""
+
+
+def get_flashinfer_version() -> Any:
+    """Return None: the flashinfer package is not used."""
+    return None
+
+
+def is_flashinfer_min_version(version: str, check_equality: bool = True) -> bool:
+    """Whether flashinfer has at least ``version``; a later version without ``check_equality``."""
+    own = get_flashinfer_version()
+    wanted = TorchVersion(version)
+    return own is not None and bool(wanted < str(own) or (check_equality and wanted == str(own)))
+
+
 def is_fa_min_version(version: str, check_equality: bool = True) -> bool:
     """Return False: the flash-attn package is not used."""
     return False
@@ -142,6 +162,21 @@ def make_viewless_tensor(inp: Tensor, requires_grad: bool, keep_graph: bool) -> 
     """Return ``inp``, or a copy if it is a view; without ``keep_graph`` a leaf."""
     found = inp if inp._base is None else inp.clone()
     return found if keep_graph else found.detach().requires_grad_(requires_grad)
+
+
+def assert_viewless_tensor(tensor: Any, extra_msg: str | None = None) -> Any:
+    """Return a tensor, or a list of tensors; AssertionError if one is a view of another tensor."""
+    for each in tensor if isinstance(tensor, list) else [tensor]:
+        assert not isinstance(each, Tensor) or each._base is None, (
+            f"a tensor of shape {tuple(each.shape)} is a view, whose memory cannot be freed; call "
+            f"make_viewless_tensor. {extra_msg or ''}"
+        )
+    return tensor
+
+
+def safely_set_viewless_tensor_data(tensor: Tensor, new_data_tensor: Tensor) -> None:
+    """Set ``tensor.data``; AssertionError if it is a view."""
+    assert_viewless_tensor(tensor).data = new_data_tensor
 
 
 _NVTX = {"enabled": False}
@@ -162,6 +197,25 @@ def nvtx_range_pop(msg: str | None = None, suffix: str | None = None) -> None:
     """End the last range."""
     if _NVTX["enabled"]:
         torch.cuda.nvtx.range_pop()
+
+
+def nvtx_decorator(
+    message: str | None = None, color: str | None = None
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator that marks each call as a range with ``message`` or the function's name."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nvtx_range_push(message or function.__qualname__)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                nvtx_range_pop()
+
+        return call
+
+    return decorate
 
 
 class WrappedTensor:
@@ -270,9 +324,3 @@ class StragglerDetector:
 
     def __exit__(self, *error: object) -> None:
         """Do nothing."""
-
-
-def log_single_rank(logger: logging.Logger, *args: Any, rank: int = 0, **kwargs: Any) -> None:
-    """Call ``logger.log(...)`` on one rank."""
-    if not dist.is_initialized() or dist.get_rank() == rank:
-        logger.log(*args, **kwargs)

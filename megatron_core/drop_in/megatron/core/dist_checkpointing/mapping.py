@@ -210,3 +210,7 @@ def apply_factory_merges(x1: Any, x2: Any, key: tuple[Any, ...] = ()) -> Any:
 def _holds_factory(value: Any) -> bool:
     inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
     return isinstance(value, ShardedTensorFactory) or any(map(_holds_factory, inside))
+
+
+ShardedBase = ShardedTensor | ShardedObject | ShardedTensorFactory
+"""All kinds of values with a key."""

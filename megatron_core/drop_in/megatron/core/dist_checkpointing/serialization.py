@@ -118,7 +118,7 @@ def get_default_save_sharded_strategy(backend: str = "torch_dist", version: int 
     return TorchDistSaveShardedStrategy(backend, version)
 
 
-def get_default_load_sharded_strategy(checkpoint_dir: str | Path) -> TorchDistLoadShardedStrategy:
+def get_default_load_sharded_strategy(checkpoint_dir: str | Path | None = None) -> TorchDistLoadShardedStrategy:
     """Return the only strategy of ``load``."""
     return TorchDistLoadShardedStrategy()
 
@@ -127,6 +127,47 @@ def load_common_state_dict(checkpoint_dir: str | Path) -> dict[str, Any]:
     """Return the values that are not sharded; their names are the keys joined by dots."""
     with CheckpointReader(_folder(checkpoint_dir)) as reader:
         return dict(reader.state.get(COMMON, {}))
+
+
+def load_plain_tensors(checkpoint_dir: str | Path) -> dict[str, Tensor]:
+    """Return every sharded tensor as a whole, by its key."""
+    with CheckpointReader(_folder(checkpoint_dir)) as reader:
+        return {key: reader.read(name) for key, name in _sharded_names(reader).items()}
+
+
+def load_tensors_metadata(checkpoint_dir: str | Path) -> dict[str, ShardedTensor]:
+    """Return every sharded tensor as one part on the meta device, by its key."""
+    with CheckpointReader(_folder(checkpoint_dir)) as reader:
+        shapes = {
+            key: torch.empty(reader.manifest.tensors[name].shape, dtype=reader.dtype_of(name), device="meta")
+            for key, name in _sharded_names(reader).items()
+        }
+    return {key: ShardedTensor.from_rank_offsets(key, data) for key, data in shapes.items()}
+
+
+def load_content_metadata(
+    checkpoint_dir: str | Path | None = None, *, preloaded_state_dict: dict[str, Any] | None = None
+) -> dict[str, Any] | None:
+    """Return the ``content_metadata`` of ``save``; None without it. ``preloaded_state_dict`` may have it."""
+    if preloaded_state_dict is not None:
+        found: dict[str, Any] | None = preloaded_state_dict.get("content_metadata")
+        return found
+    if checkpoint_dir is None:
+        raise CheckpointError("load_content_metadata needs checkpoint_dir or preloaded_state_dict; pass one of them")
+    with CheckpointReader(_folder(checkpoint_dir)) as reader:
+        stored: dict[str, Any] | None = reader.state.get("content_metadata")
+        return stored
+
+
+def remove_sharded_tensors(checkpoint_dir: str, key_prefix: str) -> None:
+    """Raise CheckpointError: files of a checkpoint never change."""
+    raise CheckpointError("remove_sharded_tensors is not supported; load the tensors to keep and save them again")
+
+
+def _sharded_names(reader: CheckpointReader) -> dict[str, str]:
+    """Return the stored name of each sharded tensor by its key."""
+    names = [name for name in reader.manifest.tensors if not name.startswith(f"{COMMON}.")]
+    return {name.removeprefix("model."): name for name in names}
 
 
 def _folder(checkpoint_dir: str | Path) -> Path:

@@ -1,0 +1,1 @@
+"""Megatron FSDP, which is not supported under this name."""

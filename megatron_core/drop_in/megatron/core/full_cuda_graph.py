@@ -1,0 +1,12 @@
+"""CUDA graphs of whole training steps, which are not supported."""
+
+from megatron.core.unsupported import Unsupported, unsupported
+
+_MESSAGE = "cuda_graph_impl='full_iteration' is not supported; leave it out"
+get_shared_capture_stream = unsupported(_MESSAGE)
+
+
+class FullCudaGraphWrapper(Unsupported):
+    """A training step as a CUDA graph."""
+
+    message = _MESSAGE

@@ -1,0 +1,1 @@
+"""Names of ModelOpt, which is not supported."""

@@ -1,0 +1,1 @@
+"""Models with different layers."""
