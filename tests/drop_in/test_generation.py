@@ -282,5 +282,6 @@ def test_hashes_of_blocks_depend_on_all_earlier_tokens() -> None:
 
 
 def test_old_requests_are_read() -> None:
-    request = InferenceRequest(request_id=1, prompt="a", inference_parameters=SamplingParams(top_k=1))
+    with pytest.warns(UserWarning, match="give sampling_params"):
+        request = InferenceRequest(request_id=1, prompt="a", inference_parameters=SamplingParams(top_k=1))
     assert request.sampling_params == SamplingParams(top_k=1)

@@ -214,6 +214,25 @@ def test_a_program_of_ones_own_starts() -> None:
     assert found.stdout.splitlines()[-1:] == ["(1, 128, 5)"], found.stderr
 
 
+def test_arguments_that_were_parsed_before_are_used() -> None:
+    code = (
+        "import megatron_core.drop_in\n"
+        "from megatron.training import get_args, initialize_megatron\n"
+        "from megatron.training.arguments import parse_and_validate_args\n"
+        "def extra(parser):\n"
+        "    parser.add_argument('--words', nargs='+')\n"
+        "    return parser\n"
+        "parse_and_validate_args(extra_args_provider=extra)\n"
+        "initialize_megatron()\n"
+        "args = get_args()\n"
+        "print(args.words, args.inference_max_requests, args.inference_max_seq_length)\n"
+    )
+    command = [sys.executable, "-c", code, "--words", "a", "b", "--inference-max-requests", "3"]
+    command += ["--tokenizer-type", "NullTokenizer", "--vocab-size", "100"]
+    found = subprocess.run([*command, "--distributed-backend", "gloo"], capture_output=True, text=True)
+    assert found.stdout.splitlines()[-1:] == ["['a', 'b'] 3 2560"], found.stderr
+
+
 @pytest.mark.parametrize("reset", [False, True])
 def test_masks_and_positions_of_documents(reset: bool) -> None:
     data = torch.tensor([[5, 0, 6, 7, 0, 9]])  # 0 ends a document, 9 is padding

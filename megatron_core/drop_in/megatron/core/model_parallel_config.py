@@ -56,5 +56,5 @@ class ModelParallelConfig(mirror("ModelParallelConfig")):  # type: ignore[misc]
     def device(self) -> torch.device:
         """The device on which weights are allocated."""
         if torch.cuda.is_available() and not self.use_cpu_initialization:
-            return torch.device("cuda", torch.cuda.current_device())
+            return torch.empty(0, device="cuda").device  # the CPU where a program replaces torch.cuda to run on it
         return torch.device("cpu")

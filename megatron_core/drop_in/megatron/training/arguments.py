@@ -24,6 +24,15 @@ from megatron_core.config.validate import check, without_data
 from megatron_core.errors import ConfigError
 from megatron_core.training.pretrain import read_settings
 
+GENERATION = {
+    "inference_max_requests": 8,
+    "inference_max_seq_length": 2560,
+    "inference_dynamic_batching_buffer_size_gb": 40.0,
+    "inference_dynamic_batching_block_size": 256,
+    "inference_logging_step_interval": 0,
+}
+"""Defaults of Megatron-LM's flags of generation."""
+
 
 def parse_args(
     extra_args_provider: Callable[[ArgumentParser], ArgumentParser] | None = None, ignore_unknown_args: bool = False
@@ -46,8 +55,17 @@ def parse_args(
     else:
         args.rank, args.world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     args.fp8 = args.fp8_format
+    _set_generation(args)
     args.iteration = args.consumed_train_samples = args.consumed_valid_samples = 0
     return args
+
+
+def _set_generation(args: Namespace) -> None:
+    """Set the defaults of the flags of generation; a server of Megatron-LM reads the second name of a length."""
+    for name, value in GENERATION.items():
+        if getattr(args, name, None) is None:
+            setattr(args, name, value)
+    args.inference_max_sequence_length = args.inference_max_seq_length
 
 
 def _others(given: list[str]) -> dict[str, Any]:
@@ -74,9 +92,13 @@ def parse_and_validate_args(
     ignore_unknown_args: bool = False,
     args_defaults: Mapping[str, Any] | None = None,
 ) -> Namespace:
-    """Call ``parse_args``, ``validate_args`` and ``set_global_variables``."""
+    """Call ``parse_args``, ``validate_args`` and ``set_global_variables``.
+
+    The next ``initialize_megatron()`` creates the groups of these arguments and does not read the command line again.
+    """
     args = validate_args(parse_args(extra_args_provider, ignore_unknown_args), args_defaults)
     set_global_variables(args)
+    args.waits_for_groups = True
     return args
 
 

@@ -26,6 +26,11 @@ def get_args() -> Namespace:
     return args
 
 
+def stored_args() -> Namespace | None:
+    """Return the arguments of ``set_args``, or None."""
+    return _KEPT.get("args")
+
+
 def get_tokenizer() -> Any:
     """Return the tokenizer of the arguments."""
     return _get("tokenizer")

@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.training.arguments import parse_and_validate_args, run_config_of
-from megatron.training.global_vars import get_args
+from megatron.training.global_vars import get_args, stored_args
 from megatron_core import parallel_state
 from megatron_core.parallel import World, start_world
 from megatron_core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -19,10 +19,17 @@ def initialize_megatron(
 ) -> None:
     """Read and check the command line, start torch.distributed, create the process groups, and set the seed.
 
+    After ``parse_and_validate_args()``, a call without arguments uses its result.
+
     Afterwards ``get_args`` and the other functions of ``global_vars`` work. ``train_iters`` is also set with
     ``--train-samples``.
     """
-    start_groups(parse_and_validate_args(extra_args_provider, args_defaults=args_defaults))
+    parsed = stored_args()
+    is_new = getattr(parsed, "waits_for_groups", False)
+    if parsed is None or not is_new or extra_args_provider is not None or args_defaults is not None:
+        parsed = parse_and_validate_args(extra_args_provider, args_defaults=args_defaults)
+    parsed.waits_for_groups = False
+    start_groups(parsed)
 
 
 def start_groups(args: Namespace) -> None:

@@ -3,6 +3,7 @@
 import copy
 import hashlib
 import time
+import warnings
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, TypeVar
@@ -96,7 +97,9 @@ class InferenceRequest:
     tpot: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.sampling_params = self.sampling_params or self.inference_parameters
+        if self.sampling_params is None and self.inference_parameters is not None:
+            warnings.warn("inference_parameters is deprecated; give sampling_params", stacklevel=3)
+            self.sampling_params = self.inference_parameters
 
     def serialize(self) -> dict[str, Any]:
         """Return the fields as plain values; a tensor becomes ("tensor", nested lists)."""

@@ -1,5 +1,6 @@
 """A batch of sequences that join and leave between two steps."""
 
+from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.inference.config import InferenceConfig
@@ -33,6 +34,14 @@ class BlockOverflowError(ContextOverflowError):
     """The key-value cache has too few blocks."""
 
 
+@dataclass
+class BlockCounts:
+    """Numbers of blocks of the key-value cache, set by the engine."""
+
+    total_count: int = 0
+    active_count: int = 0
+
+
 def get_mem_size_str(n_bytes: int) -> str:
     """Return a size in GiB, MiB or KiB."""
     for power, unit in ((30, "gb"), (20, "mb"), (10, "kb")):
@@ -51,6 +60,9 @@ class DynamicInferenceContext(BaseInferenceContext):
         self.max_sequence_length, self.block_size_tokens = config.max_sequence_length, config.block_size_tokens
         self.max_requests, self.max_tokens = config.max_requests or 256, config.max_tokens or 16384
         self.enable_prefix_caching = config.enable_prefix_caching
+        self.unified_memory_level = config.unified_memory_level
+        self.cuda_graph_batch_dimensions_list: list[Any] = []
+        self.kv_block_allocator = BlockCounts()
         self.reset()
 
     def reset(self) -> None:

@@ -74,6 +74,8 @@ class DynamicInferenceEngine(AbstractEngine):
             max_length=context.max_sequence_length,
             config=context.config.for_engine(),
         )
+        allocator = context.kv_block_allocator
+        allocator.total_count = allocator.active_count = self._engine.cache.capacity
         self.requests.clear()
         self._numbers: dict[int, int] = {}
         """The engine's number of a request -> its number here."""
