@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.ops.checks import WHOLE_MATRIX
 from tests.parity.drawn_rows import compared, described
+from tests.sample import WHOLE_MATRIX
 
 
 @pytest.mark.parametrize("number", range(3000, 3200) if WHOLE_MATRIX else (1035, 1073, 2079))

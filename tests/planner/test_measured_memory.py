@@ -18,7 +18,7 @@ from megatron_core.training.dry_run import RankEstimate
 from megatron_core.training.setup import set_up
 from megatron_core.training.step import train_step
 from megatron_core.verify.ranks import run_ranks
-from tests.ops.checks import WHOLE_MATRIX
+from tests.sample import WHOLE_MATRIX
 
 LLAMA = {
     "swiglu": True,
