@@ -82,6 +82,7 @@ def _train(name: str, settings: dict[str, Any]) -> Result:
     return train_with_engine(name, **settings)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("name", "ranks", "settings"),
     [
@@ -98,6 +99,7 @@ def test_equals_the_definition(name: str, ranks: int, settings: dict[str, Any]) 
     assert difference(found, train_with_torch(name)) > 1e-4, "FP8 changes results"
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("old", "new"),
     [

@@ -28,6 +28,7 @@ from tests.training.engine.models import (
 )
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     "settings",
     [
