@@ -94,7 +94,7 @@ def _peak(config: RunConfig, folder: Path) -> tuple[int, int]:
     return buffers["weights"] + buffers["gradients"] + state, most
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.skipif(unavailable_reason("rms_norm", "cpu", torch.bfloat16) is not None, reason="no native kernels")
 @pytest.mark.parametrize(("layout", "settings"), DRAWN.values(), ids=DRAWN)
 def test_peak_within_five_percent(layout: str, settings: dict[str, Any], tmp_path: Path) -> None:

@@ -198,7 +198,7 @@ def test_finds_transfers_that_are_not_waited_for(place: str, old: str, new: str,
 CHANGED = "async_op=True)\n        wire.zero_()\n    else"
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("place", "old", "new", "settings"),
     [

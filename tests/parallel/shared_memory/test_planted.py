@@ -100,6 +100,7 @@ def is_seen(timeout: float = 20.0) -> bool:
     return False
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", list(NATIVE)[:: 1 if WHOLE_MATRIX else 4])
 def test_native_defect_is_seen(name: str, tmp_path: Path) -> None:
     defect = NATIVE[name]

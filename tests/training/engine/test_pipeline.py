@@ -218,6 +218,7 @@ def _train(name: str, settings: dict[str, Any], steps: int, load: Path | None, s
     return [(each.loss, each.grad_norm, each.learning_rate, each.iteration) for each in reports], weights
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("name", "layouts"),
     [
