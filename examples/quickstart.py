@@ -34,6 +34,8 @@ class Settings:
     """Steps in the first layout."""
     more_iters: int = 15
     """Steps in the second layout."""
+    global_batch_size: int = 128
+    """Sequences in each step, a multiple of 32."""
     prompt: str = "def __init__(self"
     """Prompt that the trained model continues."""
 
@@ -86,7 +88,8 @@ class Job:
         }  # fmt: skip
         common = [
             *MODEL, *self.tokenizer_flags(), "--data-path", f"{self.prefix}_text_document", "--split", "95,5,0",
-            "--micro-batch-size", "16", "--global-batch-size", "128", "--lr", "4e-3", "--lr-warmup-iters", first // 10,
+            "--micro-batch-size", "16", "--global-batch-size", self.settings.global_batch_size,
+            "--lr", "4e-3", "--lr-warmup-iters", first // 10,
             "--lr-decay-style", "cosine", "--lr-decay-iters", last, "--min-lr", "4e-4", "--weight-decay", "0.1",
             "--adam-beta2", "0.98", "--save", self.checkpoints, "--eval-iters", "4", "--eval-interval", "30",
             "--log-interval", "20", "--tensorboard-dir", self.folder / "tensorboard",

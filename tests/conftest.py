@@ -11,13 +11,13 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from megatron_core import parallel_state
+from tests.sample import WHOLE_MATRIX, left_out
 
 # ``fast``: tests in modules that start no process, except these modules and folders, whose tests are numerous or long;
 # and tests marked explicitly.
 LONG_FOLDERS = {"defects", "end_to_end", "examples", "ops", "parity", "preprocess", "tools", "verify"}
 LONG_MODULES = {"test_bottlenecks", "test_mlflow", "test_plan_layout", "test_wandb"}
 PROCESS_STARTERS = {"run_ranks", "subprocess", "multiprocessing"}
-WHOLE_MATRIX = os.environ.get("WHOLE_MATRIX") == "1"
 # The same examples in every run, so that failures are reproducible, and no time limits, which a busy machine exceeds;
 # the whole matrix draws new examples.
 settings.register_profile(
@@ -39,7 +39,7 @@ for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Function]) -> None:
-    """Mark the fast tests; skip tests of the whole matrix otherwise."""
+    """Mark the fast tests; without WHOLE_MATRIX=1 keep the sample."""
     for item in items:
         folder = item.path.relative_to(Path(__file__).parent).parts[0]
         starts_none = not PROCESS_STARTERS & vars(item.module).keys()
@@ -48,26 +48,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Func
         if short:
             item.add_marker("fast")
     if not WHOLE_MATRIX:
-        later = {item for item in items if item.get_closest_marker("whole_matrix")} | _not_drawn(items)
+        later = left_out(items)
         config.hook.pytest_deselected(items=[item for item in items if item in later])
         items[:] = [item for item in items if item not in later]
-
-
-def _not_drawn(items: list[pytest.Function]) -> set[pytest.Function]:
-    """The rows of tests marked ``drawn(count)`` that ``make test`` leaves to ``make verify-all``.
-
-    The ``count`` rows that remain are spread evenly over the rows of the test, so that each new row moves them.
-    """
-    rows: dict[tuple[Path, str], list[pytest.Function]] = {}
-    for item in items:
-        if item.get_closest_marker("drawn"):
-            rows.setdefault((item.path, item.originalname), []).append(item)
-    left: set[pytest.Function] = set()
-    for each in rows.values():
-        count = each[0].get_closest_marker("drawn").args[0]  # type: ignore[union-attr]
-        kept = {round(number * (len(each) - 1) / max(count - 1, 1)) for number in range(count)}
-        left |= {item for number, item in enumerate(each) if number not in kept}
-    return left
 
 
 @pytest.fixture(autouse=True)

@@ -109,6 +109,7 @@ def test_the_drop_in_works_from_a_wheel(installed: Path, tmp_path: Path) -> None
     assert said.startswith("0.19.8 0.19.8 True ") and str(installed.parent) in said
 
 
+@pytest.mark.whole_matrix
 def test_text_is_trained_on_two_ranks_from_a_wheel(installed: Path, tmp_path: Path) -> None:
     """From text to a trained model that generates, by the installed commands alone."""
     assert str(installed.parent) in run(

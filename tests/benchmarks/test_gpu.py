@@ -140,7 +140,7 @@ SIMULATED = [
 ]
 
 
-@pytest.mark.drawn(5)
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("name", SIMULATED)
 def test_modes_on_a_simulated_gpu(name: str) -> None:
     [[figures]] = run_ranks(1, modes_on_a_simulated_gpu, [name])

@@ -16,8 +16,8 @@ from megatron_core import parallel_state
 from megatron_core.config.layout import Layout
 from megatron_core.verify.ranks import run_ranks
 from tests.checkpoint.runs import MODERN, compare, save_run, start, stored, train
-from tests.ops.checks import WHOLE_MATRIX
 from tests.parity.moe_rows import DEEPSEEK
+from tests.sample import WHOLE_MATRIX
 
 MODEL = MODERN | DEEPSEEK
 MODEL |= {"num_layers": 4, "moe_layer_freq": (0, 1, 1, 1), "moe_ffn_hidden_size": 8, "qk_layernorm": False}

@@ -41,6 +41,7 @@ def _load(layout: str, folder: Path) -> tuple[set[str], list[tuple[float, float]
 
 
 # C28: dropout is on.
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(("saver", "loader"), PAIRS)
 def test_any_split_of_experts_loads_any_other(saver: str, loader: str, tmp_path: Path) -> None:
     expected = run_ranks(LAYOUTS[saver][0], _save, saver, tmp_path)[0]

@@ -15,7 +15,7 @@ from megatron_core.errors import CheckpointError
 from megatron_core.training.setup import Run
 from megatron_core.verify.ranks import run_ranks
 from tests.checkpoint.runs import MODERN, compare, save_run, start, stored, train
-from tests.ops.checks import WHOLE_MATRIX
+from tests.sample import WHOLE_MATRIX
 
 TP2, TP4 = {"tensor_model_parallel_size": 2}, {"tensor_model_parallel_size": 4}
 CP2 = {"context_parallel_size": 2}
@@ -50,7 +50,7 @@ SAVERS = (
     "pp2 x 2 chunks, dp2",
     "pp4, a rank without parameters",
 )
-# All of them with WHOLE_MATRIX=1, otherwise two for each; ``test_every_pair`` has others.
+# All of them with WHOLE_MATRIX=1, otherwise the second of each and one layout itself; ``test_every_pair`` has others.
 LOADERS = {
     "1": ("tp4", "tp2 pp2 sp x 2 chunks"),
     "tp2 dp2 zero1": ("tp2 dp2 zero1", "pp4", "dp2 zero3", "1"),
@@ -59,7 +59,8 @@ LOADERS = {
     "pp2 x 2 chunks, dp2": ("pp2 x 2 chunks, dp2", "tp4", "dp4 zero1"),
     "pp4, a rank without parameters": ("pp4, a rank without parameters", "tp4"),
 }
-JOURNEYS = [(saver, loader) for saver in SAVERS for loader in LOADERS[saver][: None if WHOLE_MATRIX else 2]]
+JOURNEYS = [(saver, loader) for saver in SAVERS for loader in (LOADERS[saver] if WHOLE_MATRIX else LOADERS[saver][1:2])]
+JOURNEYS += [] if WHOLE_MATRIX else [("tp2 dp2 zero3", "tp2 dp2 zero3")]
 MODELS = {"tied": {}, "modern": MODERN}
 
 

@@ -65,6 +65,7 @@ def test_two_ranks_are_started(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks get the other flags, in their order."""
     done = run("megatron_core.commands.train", "--seed", "7", "--nproc-per-node", "2", "--bogus", OMP_NUM_THREADS="1")
     assert done.returncode == 1 and "cannot be used on 2 ranks" in done.stderr and "--bogus" in done.stderr
+    assert done.stderr.count("error: ") == 1, "printed once by the ranks"
     for words in (["--nproc_per_node=3", "--x", "y"], ["--x", "--nproc-per-node", "3", "y"]):
         found: list[tuple[list[str], dict[str, str]]] = []
         monkeypatch.setattr(

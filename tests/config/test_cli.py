@@ -95,6 +95,7 @@ def test_help_about_a_group_and_a_word(capsys):
     assert "similar: tensor-model-parallel-size" in help_about("tensor-modl-parallel-size", capsys)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("topic", ["", "all"])
 def test_help_into_a_closed_pipe_ends_silently(topic):
     command = [sys.executable, "pretrain_gpt.py", "--help", *topic.split()]

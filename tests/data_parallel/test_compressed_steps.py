@@ -63,7 +63,7 @@ ROWS = {
 }
 
 
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("row", ROWS)
 def test_steps_equal_the_simulation(row: str, method: str) -> None:
@@ -99,6 +99,7 @@ DEFECTS = {
 }
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("name", DEFECTS)
 def test_the_simulation_finds_a_defect(name: str) -> None:
     function, old, new, method = DEFECTS[name]
@@ -142,6 +143,7 @@ def _events(settings: dict[str, Any], overlap: bool) -> tuple[list[str], Result]
     return events[last:], {name: tensor.numpy() for name, tensor in engine.full_state_dict().items()}
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("stage", [1, 2])
 def test_messages_start_during_the_backward_and_change_no_bit(stage: int, method: str) -> None:

@@ -174,6 +174,7 @@ def _other_layout(settings: dict, root: Path) -> tuple[bool, bool]:
 OTHER = {"tp2": TP2, "another rank": {"powersgd_rank": 1}, "other buckets": {"ddp_bucket_size": 3000}}
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("case", OTHER)
 def test_another_layout_goes_on_with_the_errors(case: str, tmp_path: Path) -> None:
     settings, size = POWER | {"grad_compression_warmup_iters": 1}, 4 if case == "tp2" else 2
@@ -235,6 +236,7 @@ def test_a_spike_that_is_skipped_does_not_come_back(settings: dict) -> None:
 ONE_GROUP = {"group_query_attention": True, "num_query_groups": 1}
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     "settings",
     [ONEBIT, ONEBIT | ONE_GROUP, POWER | ONE_GROUP, LAMB | ONE_GROUP],

@@ -53,7 +53,7 @@ def _train(settings: dict) -> tuple[RankTrace, dict[bool, int], int]:
     return trace, sent, sum(layer.weight_is_narrow for layer in run.fp8.layers.values())
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("case", CASES)
 def test_no_bit_changes_and_half_the_bytes_travel(case: str) -> None:
     size, model, layout = CASES[case]
@@ -90,6 +90,7 @@ def test_casts_run_on_the_backend_of_the_layer(
     assert called == ({"fp8_amax", "fp8_cast"} if backend == "native" else set()) and sent == len(shard)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("target", "old", "new"),
     [

@@ -61,6 +61,7 @@ RESUMED = {
 }
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("case", RESUMED)
 def test_a_resumed_run_continues_to_the_bit(case: str, tmp_path: Path) -> None:
     ranks, settings = RESUMED[case]

@@ -61,6 +61,7 @@ def test_every_stage_is_the_same_to_the_bit() -> None:
     _equal_to_the_bit([once | each for each in [{"zero_stage": 0}, {"zero_stage": 2}, {"zero_stage": 3}, *words]])
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_overlap_changes_no_bit(stage: int) -> None:  # C12 C59 C60
     sharded = {"zero_stage": stage, "bf16": stage == 3, "ddp_bucket_size": 500}

@@ -11,7 +11,7 @@ from tests.parity.invariant_rows import FLOAT32, differences
 BY_NAME = {defect.name: defect for defect in IN_ORDERS}
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.whole_matrix
 @pytest.mark.parametrize("name", BY_NAME)
 def test_bits_differ(name: str) -> None:
     defect = BY_NAME[name]

@@ -1,4 +1,4 @@
-"""The pages of docs/book are what their programs print: two of them in ``make test``, all in ``make verify-all``."""
+"""The pages of docs/book are what their programs print: one of them in ``make test``, all in ``make verify-all``."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ SPEC.loader.exec_module(builder)
 CHAPTERS = builder.chapters()
 MEASURED = {"10_precision"}
 """Chapters with numbers of less than 64 bits, which differ between machines."""
-SHORT = {"03_zero", "07_three_dimensions"}
-"""Chapters that take a few seconds, and whose numbers are defined: state and traffic, but no saved activations."""
+SHORT = {"03_zero"}
+"""A chapter that takes a few seconds, and whose numbers are defined: state and traffic, but no saved activations."""
 EXPERIMENT = re.compile(
     r"^# .*?[Cc]hange `([\w, ]+ = .+?)`\s+(?:# )?to\s+(?:# )?`([\w, ]+ = .+?)`", re.MULTILINE | re.DOTALL
 )

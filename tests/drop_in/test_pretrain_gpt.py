@@ -233,6 +233,7 @@ def launcher(more: str) -> str:
     return out.getvalue()
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("form", ["0.16", "0.18", "0.20"])
 def test_forms_of_pretrain(expected: Any, data: str, form: str) -> None:
     found = steps(run_ranks(1, job, form, data)[0])
@@ -240,6 +241,7 @@ def test_forms_of_pretrain(expected: Any, data: str, form: str) -> None:
     np.testing.assert_allclose(found, expected[False], rtol=0, atol=2e-3)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_losses_are_those_of_our_own_launcher(expected: Any, data: str, layout: str) -> None:
     logs = run_ranks(2, job, "0.20", data + LAYOUTS[layout])

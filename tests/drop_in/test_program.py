@@ -141,6 +141,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return run_ranks(1, job, str(tmp_path_factory.mktemp("alone")), "")[0]
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_program_trains_as_one_process_and_goes_on_from_its_checkpoint(
     alone: Any, layout: str, tmp_path: Path

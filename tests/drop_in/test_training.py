@@ -207,6 +207,7 @@ def experts_alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return run_ranks(1, partial(run, str(tmp_path_factory.mktemp("experts")), **EXPERTS))[0][0]
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("layout", [{"tp": 2, "sp": True}, {"pp": 2}, {"ep": 2, "overlap": True}], ids=str)
 def test_losses_of_layers_are_those_of_one_process(experts_alone: Any, layout: dict, tmp_path: Path) -> None:
     for found, _ in run_ranks(2, partial(run, str(tmp_path), **layout, **EXPERTS)):

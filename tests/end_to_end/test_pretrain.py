@@ -89,6 +89,7 @@ def test_wrong_input_is_one_clear_message(tmp_path: Path) -> None:
         assert "Traceback" not in result.stderr, result.stderr
 
 
+@pytest.mark.whole_matrix
 def test_wrong_input_under_torchrun() -> None:
     """Printed once by the ranks, and once more per rank in torchrun's final report; every rank exits."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

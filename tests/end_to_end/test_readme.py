@@ -117,7 +117,8 @@ def test_quickstart(clone: Path) -> None:
     """The command of ``make quickstart CORPUS=...`` after installation."""
     output = _run(clone, f"make --dry-run quickstart CORPUS={ROOT / 'docs'}")
     assert f'python examples/quickstart.py --corpus "{ROOT / "docs"}"' in output
-    program = f"python examples/quickstart.py --corpus {ROOT} --train-iters 2 --more-iters 2"
+    sizes = "--vocab-size 512 --global-batch-size 32 --train-iters 2 --more-iters 2"
+    program = f"python examples/quickstart.py --corpus {ROOT / 'docs'} {sizes}"
     output = _run(clone, f"{program} --output {clone / 'quick'}")
     assert "layout changed from tp2 pp2 v2 to tp2 dp2 sp zero1" in output
     assert f"loss curve   {clone / 'quick' / 'loss.png'}" in output

@@ -38,6 +38,7 @@ def alone() -> Any:
     return run_ranks(1, trained, 1, 1)[0]
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2), (1, 1)], ids=["tp2", "pp2", "dp2"])
 def test_losses_and_gradients_are_those_of_one_process(alone: Any, tensor: int, pipeline: int) -> None:
     losses, parts = alone

@@ -114,6 +114,7 @@ def _pairs(scores: list[float], whole: list[float]) -> list[tuple[float, float]]
     return list(zip(scores, whole[len(whole) - len(scores) :], strict=True))
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("model", MODELS)
 def test_log_probabilities_are_those_of_training(model: str, dtype: str) -> None:

@@ -19,7 +19,7 @@ from tests.defects.plant import planted
 from tests.inference import fuzz
 from tests.inference.fuzz import MODERN, Draw, generator_of
 from tests.inference.test_generate import EXPERTS, LATENT, LONG_WINDOW, PP2, TP2, WINDOW
-from tests.ops.checks import WHOLE_MATRIX
+from tests.sample import WHOLE_MATRIX
 
 MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {"seq_length": 64},
@@ -51,7 +51,7 @@ def test_texts_are_those_of_the_requests_alone(name: str) -> None:
     assert min(counts["preempted"], counts["reused"], counts["unused"]) > 0, "the draws reach these cases"
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("world_size", "name", "layout"),
     [

@@ -132,7 +132,7 @@ def continued(load: str, settings: dict[str, Any]) -> list[float]:
     return [loss for loss, _ in train(run, AFTER)]
 
 
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("name", CASES)
 def test_training_continues_with_the_losses_of_megatron(name: str, folder: Path) -> None:
     case, stored = CASES[name], folder / name

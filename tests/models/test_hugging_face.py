@@ -31,8 +31,8 @@ from megatron_core.training.setup import set_up
 from megatron_core.training.step import train_step
 from megatron_core.verify.ranks import run_ranks
 from tests.models.hf_models import DEEPSEEK_YARN, MODELS, VOCABULARY, save_model, transformers
-from tests.ops.checks import WHOLE_MATRIX
 from tests.runs import TINY, tiny_run
+from tests.sample import WHOLE_MATRIX
 from tests.tokenizers.corpus import write_gpt2_files, write_sentence_piece, write_tokenizer_json
 
 
@@ -126,6 +126,7 @@ SAMPLE = list(zip(NAMES, ["tp2 pp2, sp", "tp2", "pp2 dp2, ZeRO-1", "tp2 pp2, sp"
 EXPERTS = {"ep2": {"expert_model_parallel_size": 2}}
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     ("name", "layout"),
     [

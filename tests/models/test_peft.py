@@ -129,7 +129,7 @@ def _logits(model: Any) -> torch.Tensor:
         return model.eval()(input_ids=ids, use_cache=False).logits
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("case", CASES)
 def test_training_equals_peft(case: str, tmp_path: Path) -> None:
     """The losses of 20 steps from the same adapters; the trained adapters in `peft`, and merged, give its logits."""

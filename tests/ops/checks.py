@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -14,11 +13,9 @@ from torch import Tensor
 
 from megatron_core.parallel import poison
 from tests.ops import libraries
+from tests.sample import WHOLE_MATRIX
 
 R = TypeVar("R")
-
-WHOLE_MATRIX = os.environ.get("WHOLE_MATRIX") == "1"
-"""Run all combinations of parameters, and more drawn examples."""
 
 ANY = settings(
     max_examples=50 if WHOLE_MATRIX else 10,

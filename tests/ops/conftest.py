@@ -11,7 +11,8 @@ import torch
 
 from megatron_core.verify.pairwise import pairwise
 from tests.ops import libraries
-from tests.ops.checks import KERNELS, WHOLE_MATRIX
+from tests.ops.checks import KERNELS
+from tests.sample import WHOLE_MATRIX
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

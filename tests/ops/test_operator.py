@@ -188,6 +188,7 @@ def test_derivatives_by_torch_func_are_refused_with_the_way_out(function: Any) -
         torch.func.jacrev(torch.func.grad(lambda x: function(x).sum()))(x)
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     "name", ["rms_norm", "bias_dropout_add", "bias_swiglu", "cross_entropy", "masked_softmax", "rope"]
 )

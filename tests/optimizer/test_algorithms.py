@@ -158,7 +158,7 @@ def _losses(settings: dict) -> list[float]:
     return [train_step(run).loss for _ in range(4)]
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("settings", "stage"),
     [

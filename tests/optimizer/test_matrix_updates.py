@@ -165,6 +165,7 @@ CASES: list[tuple[torch.dtype, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_updates_have_the_bits_of_one_process(ranks: int) -> None:
     """In float64, in float32, and with products in bfloat16."""

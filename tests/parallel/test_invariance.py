@@ -11,7 +11,7 @@ from megatron_core.parallel.grid import Grid
 from megatron_core.parallel.groups import ParallelGroups
 from megatron_core.parallel.invariance import Invariance, all_reduce_in_tree, reduce_scatter_in_tree, tree_sum
 from megatron_core.verify.ranks import run_ranks
-from tests.ops.checks import WHOLE_MATRIX
+from tests.sample import WHOLE_MATRIX
 
 
 def _parts(count: int, dtype: torch.dtype) -> list[torch.Tensor]:

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import combinations
 from zlib import crc32
 
-from tests.ops.checks import WHOLE_MATRIX
 from tests.parity.context_rows import CONTEXT_ROWS
 from tests.parity.fp8_rows import FP8_ROWS
 from tests.parity.lora_rows import LORA_ROWS
 from tests.parity.rows import ROWS
+from tests.sample import WHOLE_MATRIX
 
 EVERY_ROW = ROWS | CONTEXT_ROWS | FP8_ROWS | LORA_ROWS
 AXES = {

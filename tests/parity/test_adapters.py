@@ -11,7 +11,7 @@ from tests.parity.rows import compare
 from tests.parity.test_matrix import faults
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("row", drawn(LORA_ROWS))
 def test_layout_computes_what_one_process_computes(row: str) -> None:
     found, baseline = compare(*LORA_ROWS[row])

@@ -15,6 +15,7 @@ MODEL = BASE | GQA2 | {"num_layers": 2, "attn_logit_softcapping": 2.0, "window_s
 CP2 = {"context_parallel_size": 2, "cp_comm_type": ("a2a",)}
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("model", "layout"), [(PACKED, TP2), ({}, CP2), (PACKED, CP2)], ids=["documents, tp2", "cp2", "documents, cp2"]
 )

@@ -14,14 +14,14 @@ from megatron_core.verify.compare import FLOAT64_BOUND, Bounds, relative_errors
 from megatron_core.verify.gpt import RaggedDataset
 from megatron_core.verify.ranks import run_ranks, this_world
 from megatron_core.verify.trace import RankTrace, Trace, assemble
-from tests.ops.checks import WHOLE_MATRIX
 from tests.parity.context_rows import CONTEXT_ROWS, CP2, CP4, HEADS, SMALL
 from tests.parity.every_row import drawn
 from tests.parity.rows import BASE, SP, TP2, compare
 from tests.parity.test_matrix import faults
+from tests.sample import WHOLE_MATRIX
 
 
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("row", drawn(CONTEXT_ROWS))
 def test_layout_computes_what_one_process_computes(row: str) -> None:
     found, baseline = compare(*CONTEXT_ROWS[row])

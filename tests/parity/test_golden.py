@@ -48,6 +48,7 @@ def _train(settings: dict) -> tuple[list[float], list[float]]:
     return [result.loss for result in results], [result.grad_norm for result in results]
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     ("ranks", "settings"),
     [(1, {}), (2, {}), (2, {"zero_stage": 1}), (2, {"zero_stage": 2})],

@@ -156,6 +156,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[object, Path]:
     return assemble(run_ranks(1, _train, None, folder)), folder
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layout_computes_what_one_process_computes(layout: str, alone: tuple, tmp_path: Path) -> None:
     expected, folder = alone

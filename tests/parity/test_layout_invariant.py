@@ -12,7 +12,7 @@ from tests.parity.invariant_rows import BFLOAT16, FLOAT32, SUPPORTED, difference
 from tests.parity.rows import BASE
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("row", SUPPORTED)
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=["float32", "bfloat16"])
 def test_bits_are_those_of_one_process(row: str, dtype: dict) -> None:

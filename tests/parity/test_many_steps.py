@@ -38,7 +38,7 @@ CASES: dict[str, tuple[int, dict, dict]] = {
 }
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("case", CASES)
 def test_replicas_are_equal_after_many_steps(case: str) -> None:  # C53
     """A trace records ranks with different bits of a weight or gradient; the losses show that training happened."""

@@ -27,13 +27,14 @@ def faults(found: Trace, baseline: Trace, bounds: Bounds) -> list[str]:
 
 # C1 C2 C3 C5 C6 C7 C8 C11 C13 C14 C15 C17 C18 C20 C21 C22 C27 C33 C35 C36 C51: every row compares the affected
 # quantities.
+@pytest.mark.every_case
 @pytest.mark.parametrize("row", [pytest.param(row, marks=FAST if row == FAST_ROW else ()) for row in drawn(ROWS)])
 def test_layout_computes_what_one_process_computes(row: str) -> None:
     found, baseline = compare(*ROWS[row])
     assert faults(found, baseline, Bounds("float64")) == []
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("row", ["tp4 sp", "pp4", "dp2 zero1", "dp2 tp2 pp2 sp zero1 x 2 chunks", "1 group, tp4"])
 def test_layout_in_float32(row: str) -> None:
     """No quantity is much further from float64 than in one process in float32: ``megatron_core.verify.compare``."""

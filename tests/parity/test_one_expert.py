@@ -44,6 +44,7 @@ def _train(settings: dict) -> RankTrace:
 
 
 # C9
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("ranks", "layout"),
     [(2, EP2), (2, EP2 | ALL_GATHER), (4, EP2 | TP2 | SP | ZERO | OVERLAP), (2, EP2 | PADDED)],

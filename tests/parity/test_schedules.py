@@ -64,6 +64,7 @@ def _train(settings: dict) -> tuple[list[float], list[tuple[float, float]]]:
     return [r.loss_scale for r in results], [(r.loss, r.grad_norm) for r in results if not r.skipped]
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("schedule", [ZB_H1, ZB_V], ids=["zb_h1", "zb_v"])
 def test_loss_scaling_in_fp16(schedule: dict) -> None:
     """The scale decreases equally on all ranks until no gradient overflows, whether in an I or in a W."""

@@ -14,7 +14,7 @@ from tests.parity.rows import BASE, baseline_of
 from tests.parity.test_matrix import faults
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("row", list(EVERY_ROW)[::5])
 def test_simulated_ranks_compute_what_one_process_computes(row: str) -> None:
     world_size, model, layout = EVERY_ROW[row]

@@ -125,6 +125,7 @@ def _check_evaluation(p2p: PipelineP2P, num_ranks: int) -> None:
         torch.testing.assert_close(loss, expected[micro], **CLOSE)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_executor_computes_what_one_process_computes(num_ranks: int) -> None:  # C1 C2 C32 C33 C40 C65
     """All schedules; weights used twice; micro-batches of different lengths; overlap on and off."""

@@ -18,7 +18,7 @@ from megatron_core.training.dry_run import RankEstimate
 from megatron_core.training.setup import set_up
 from megatron_core.training.step import train_step
 from megatron_core.verify.ranks import run_ranks
-from tests.ops.checks import WHOLE_MATRIX
+from tests.sample import WHOLE_MATRIX
 
 LLAMA = {
     "swiglu": True,
@@ -94,7 +94,7 @@ def _peak(config: RunConfig, folder: Path) -> tuple[int, int]:
     return buffers["weights"] + buffers["gradients"] + state, most
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.skipif(unavailable_reason("rms_norm", "cpu", torch.bfloat16) is not None, reason="no native kernels")
 @pytest.mark.parametrize(("layout", "settings"), DRAWN.values(), ids=DRAWN)
 def test_peak_within_five_percent(layout: str, settings: dict[str, Any], tmp_path: Path) -> None:

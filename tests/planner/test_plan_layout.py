@@ -20,10 +20,10 @@ from megatron_core.planner.explain import command_line, flag_of, objection, pars
 from megatron_core.planner.hardware import Hardware, known_hardware, read_hardware
 from megatron_core.planner.search import KEPT, NEUTRAL, Search, with_settings
 from megatron_core.schedules import TRAINING
-from tests.ops.checks import WHOLE_MATRIX
+from tests.sample import WHOLE_MATRIX
 
 SMALL = {
-    "num_layers": 8,
+    "num_layers": 4,
     "hidden_size": 2048,
     "num_attention_heads": 16,
     "seq_length": 2048,
@@ -31,7 +31,7 @@ SMALL = {
     "bf16": True,
     "hidden_dropout": 0.0,
     "attention_dropout": 0.0,
-    "global_batch_size": 16,
+    "global_batch_size": 8,
 }
 GIVEN = ["--model-preset", "llama3-8b", "--bf16", "--global-batch-size", "64"]
 
@@ -50,7 +50,7 @@ def _search(config: RunConfig, devices: int, hardware: Hardware | None = None) -
 
 def test_as_fast_as_the_best_of_all() -> None:
     """Branch and bound against every point of 4 ranks, on a device where the obvious layouts do not fit."""
-    hardware = replace(read_hardware("a100"), memory_bytes=9e9)
+    hardware = replace(read_hardware("a100"), memory_bytes=5e9)
     search = _search(_config(), 4, hardware)
     fastest = None
     for tp, pp, cp, micro, kept, schedule, chunks, zero in product(
@@ -77,9 +77,7 @@ def test_as_fast_as_the_best_of_all() -> None:
         assert step_cost(each.config, 4, hardware, 32000).seconds == pytest.approx(each.seconds, rel=1e-12)
 
 
-@pytest.mark.parametrize(
-    "more", [{}, {"num_layers": 4, "num_experts": 4, "disable_bias_linear": True}], ids=["dense", "experts"]
-)
+@pytest.mark.parametrize("more", [{}, {"num_experts": 4, "disable_bias_linear": True}], ids=["dense", "experts"])
 def test_every_printed_command_passes_the_rules(more: dict[str, Any]) -> None:
     arguments = [word for name, value in (SMALL | more).items() for word in flag_of(name, value)]
     base = parse_command_line(arguments)[0]
@@ -95,7 +93,7 @@ def test_every_printed_command_passes_the_rules(more: dict[str, Any]) -> None:
 def test_more_devices_and_memory_are_never_slower() -> None:
     times = [_search(_config(), devices).best(1)[0].seconds for devices in (1, 2, 4)]
     assert times == sorted(times, reverse=True)
-    tight = replace(read_hardware("h100"), memory_bytes=8e9)
+    tight = replace(read_hardware("h100"), memory_bytes=5e9)
     assert _search(_config(), 4, tight).best(1)[0].seconds >= times[2]
 
 
@@ -112,7 +110,7 @@ def test_what_speaks_against_a_layout() -> None:
     assert "num_attention_heads=12" in objection(
         _search(_config(num_attention_heads=12, kv_channels=128), 8), "tp8", best
     )
-    tight = _search(_config(), 8, replace(read_hardware("h100"), memory_bytes=4e9))
+    tight = _search(_config(global_batch_size=16), 8, replace(read_hardware("h100"), memory_bytes=3e9))
     assert "does not fit" in objection(tight, "dp8 mbs2", None)
     with pytest.raises(LayoutError, match="8 ranks, but gpus=16"):
         parse_words(_config(), "tp8 dp1", 16)

@@ -12,7 +12,7 @@ from megatron_core.config import RunConfig
 from megatron_core.config.validate import problems, without_data
 from megatron_core.planner.hardware import GroupBandwidth, read_hardware
 from megatron_core.planner.layer_time import ATTENTION_EDGE, LayerClock
-from tests.ops.checks import WHOLE_MATRIX
+from tests.sample import WHOLE_MATRIX
 
 STEPS = [step for step in published_steps() if step.comparable]
 QUICK = [step for step in STEPS if step.config.parallel.pipeline_model_parallel_size <= 8]

@@ -20,8 +20,8 @@ from megatron_core.preprocess.inputs import DamagedFileError
 from megatron_core.preprocess.output import Output, WorkFolder
 from megatron_core.preprocess.pool import WorkerDiedError
 from megatron_core.preprocess.worker import EncodedPart
-from tests.ops.checks import WHOLE_MATRIX
 from tests.preprocess.corpora import SMALL, outcome, settings, texts, write_jsonl, write_packed
+from tests.sample import WHOLE_MATRIX
 
 KILLS = 50 if WHOLE_MATRIX else 6
 

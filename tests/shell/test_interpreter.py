@@ -46,6 +46,7 @@ def followed(text: str, arguments: list[str]) -> list[list[str]]:
     return [list(each.words[1:]) for each in found.commands if each.words[0] == "train"]
 
 
+@pytest.mark.every_case
 @pytest.mark.skipif(BASH is None, reason="needs bash")
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_programs_get_the_arguments_that_bash_gives_them(name: str, tmp_path: Path) -> None:

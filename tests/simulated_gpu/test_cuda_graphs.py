@@ -84,7 +84,7 @@ TWO_RANKS: dict[str, tuple[dict[str, Any], list[list[int]]]] = {
 }
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", TWO_RANKS)
 def test_graphs_in_layouts(name: str) -> None:
     layout, counts = TWO_RANKS[name]
@@ -120,6 +120,7 @@ def planted_messages(place: str, old: str, new: str, settings: dict[str, Any]) -
         return messages(settings)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("old", "new"),
     [("METER.sent(name, size)", "pass"), ("RECORDER.repeat(self._calls)", "pass")],
@@ -135,7 +136,7 @@ def planted_difference(place: str, old: str, new: str, settings: dict[str, Any],
         return captured(settings, graphs)[0]
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("place", "old", "new"),
     [

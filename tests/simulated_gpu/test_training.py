@@ -20,9 +20,9 @@ from megatron_core.training.step import evaluate, train_step
 from megatron_core.verify.ranks import RankFailure, run_ranks
 from tests.defects.plant import planted
 from tests.ops import libraries
-from tests.ops.checks import WHOLE_MATRIX
 from tests.parity.moe_rows import DROP, EP2, MIXTRAL
 from tests.parity.rows import GQA2, MODERN, PACKED, PP2, SP, TP2, ZERO, ZERO2
+from tests.sample import WHOLE_MATRIX
 from tests.simulated_gpu.device import LOG
 from tests.simulated_gpu.features import BASE, BF16, OFFLOAD, ON_DISK, ONE_RANK, OVERLAP, TWO_RANKS
 from tests.simulated_gpu.runtime import simulated_gpu
@@ -70,7 +70,7 @@ def compare(every: list[dict]) -> None:
         assert found == pytest.approx(expected, rel=1e-5, abs=1e-3 if rounded else 1e-7, nan_ok=True), settings
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("feature", drawn(list(ONE_RANK), 2))
 def test_one_rank(feature: str) -> None:
     run_ranks(1, compare, ONE_RANK[feature])
@@ -198,7 +198,7 @@ def test_finds_transfers_that_are_not_waited_for(place: str, old: str, new: str,
 CHANGED = "async_op=True)\n        wire.zero_()\n    else"
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("place", "old", "new", "settings"),
     [

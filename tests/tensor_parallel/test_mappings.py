@@ -74,6 +74,7 @@ def pairs(name: str) -> None:
     assert torch.equal(kind.backward(context, grads[rank])[0], back(grads, dim, rank))
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("name", PAIRS)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_classes_for_autograd(name: str, ranks: int) -> None:

@@ -101,7 +101,7 @@ def test_every_exit_can_be_resumed(how: str, tmp_path: Path) -> None:  # C57
     assert run_ranks(1, _stop_and_resume, how, {}, tmp_path) == [6]
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("how", ["SIGTERM", "exit_duration", "nan"])
 @pytest.mark.parametrize(
     "layout", [{"use_distributed_optimizer": True, "overlap_param_gather": True}, {"tensor_model_parallel_size": 2}]

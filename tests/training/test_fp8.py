@@ -47,6 +47,7 @@ def _load(layout: dict, folder: Path) -> list[tuple[float, float]]:
     return train(start(DELAYED | layout | {"load": str(folder)}), 2)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("size", "layout"), [(1, {}), (2, TP2 | SP), (2, PP2), (2, ZERO3)], ids=["1", "tp2", "pp2", "zero3"]
 )

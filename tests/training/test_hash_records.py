@@ -67,6 +67,7 @@ ZERO1, TP, MICRO_BATCHES = (
 )
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("model", "ranks", "first", "then"),
     [

@@ -85,6 +85,7 @@ AXES = {
 }
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("axis", AXES)
 def test_each_damage_is_found_and_named(axis: str) -> None:
     settings, where = AXES[axis]

@@ -31,6 +31,7 @@ def _losses(settings: dict) -> tuple[list[float], int]:
     return [train_step(run).loss for _ in range(2)], sum(moved)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     "settings", [{}, {"zero_stage": 3}, PP2, FULL], ids=["plain", "zero3", "pp2", "full recompute"]
 )

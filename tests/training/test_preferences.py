@@ -107,7 +107,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[float, float, 
     return run_ranks(1, _results, _config(tmp_path_factory.mktemp("alone"), lr=SLOW))[0]
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layout_trains_as_one_process(layout: str, alone: list, tmp_path: Path) -> None:
     for found in run_ranks(2, _results, _config(tmp_path, lr=SLOW, **LAYOUTS[layout])):

@@ -97,6 +97,7 @@ def _spoiled_weights(layout: dict, root: Path) -> tuple:
     )
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     "layout", [{"zero_stage": 1, "overlap_param_gather": True}, {"tensor_model_parallel_size": 2}, {"zero_stage": 3}]
 )
@@ -238,6 +239,7 @@ def test_a_full_disk_leaves_the_checkpoint_before_it(tmp_path: Path) -> None:
     assert complete_iterations(tmp_path) == [2, 6] and not list(tmp_path.glob(".iter_*"))
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("kind", ["truncated-write", "flip-bit"])
 def test_damage_is_found_on_the_next_start(kind: str, tmp_path: Path) -> None:  # C58
     """The last checkpoint is silently damaged: the next run reports it and resumes bitwise from the previous one."""

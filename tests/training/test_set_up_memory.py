@@ -31,6 +31,7 @@ def _peak_and_kept(settings: dict) -> tuple[int, int]:
     return grown, kept
 
 
+@pytest.mark.drawn(1)
 @needs_proc
 @pytest.mark.parametrize(
     ("ranks", "settings"), [(1, {}), (2, {"tensor_model_parallel_size": 2})], ids=["one process", "tp2"]

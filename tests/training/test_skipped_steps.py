@@ -12,8 +12,8 @@ from megatron_core.parallel.sharding import spec_of
 from megatron_core.training.setup import Run
 from megatron_core.training.step import train_step
 from megatron_core.verify.ranks import run_ranks
-from tests.ops.checks import WHOLE_MATRIX
 from tests.runs import tiny_run
+from tests.sample import WHOLE_MATRIX
 
 TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
 LAYOUTS: dict[str, dict] = {
@@ -76,7 +76,7 @@ CASES = [("fp16", 0, torch.inf), ("fp16", 1, torch.inf), ("fp32", 1, torch.nan)]
 ALL = [(n + m, layout, *case) for n, layout in enumerate(LAYOUTS) for m, case in enumerate(CASES)]
 
 
-@pytest.mark.drawn(8)
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize(
     ("layout", "precision", "rank", "value", "split"),
     [(*case, split) for n, *case in ALL for split in (True, False) if WHOLE_MATRIX or split == (n % 2 == 0)],

@@ -46,6 +46,7 @@ def test_every_parameter_moves() -> None:  # C52
     assert still == []
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("layout", [{}, {"tensor_model_parallel_size": 2, "sequence_parallel": True}], ids=["dp", "tp"])
 def test_sixteen_bits_follow_float32(precision: str, layout: dict) -> None:

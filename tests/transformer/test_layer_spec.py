@@ -89,7 +89,7 @@ def one_process() -> tuple[Trace, list[dict[str, float]]]:
     return trace(1, {})
 
 
-@pytest.mark.drawn(5)
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     ("world_size", "layout"),
     [

@@ -82,7 +82,7 @@ def test_unknown_dtype() -> None:
         check_parity(Sum(), ["tp2"], dtype="float8")
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
 def test_gpt(dtype: str) -> None:
     layouts = [Layout.parse(text) for text in LAYOUTS]

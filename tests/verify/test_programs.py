@@ -275,6 +275,7 @@ def test_a_parameter_without_a_record_is_an_error_on_all_ranks(tmp_path: Path) -
 # --- Public bugs of others
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 @pytest.mark.parametrize(
     ("program", "bug", "first"),
@@ -300,7 +301,7 @@ def test_deepspeed(bug: str, first: str | None, tmp_path: Path) -> None:
     assert not [text for text in found if "output" in text]
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.skipif(not MEGATRON.exists(), reason="needs Megatron Core: make install-test")
 @pytest.mark.parametrize(
     ("bug", "first"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from itertools import product
 from random import Random
@@ -18,8 +17,8 @@ from megatron_core.parallel.shared_memory.group import SharedMemoryGroup
 from megatron_core.parallel.shared_memory.work import SLICE
 from megatron_core.verify.ranks import run_ranks
 from tests.parallel.shared_memory.reference import DTYPES, KINDS, same, start, values
+from tests.sample import WHOLE_MATRIX
 
-WHOLE_MATRIX = "WHOLE_MATRIX" in os.environ
 RANKS = 4
 COUNTS = (1, 7, 1000, 16_385, *([(1 << 17) + 1] if WHOLE_MATRIX else []))
 LARGE = (700_001, *([(64 << 20) // 4] if WHOLE_MATRIX else []))

@@ -22,6 +22,7 @@ from megatron_core.parallel.shared_memory import backend, host
 from megatron_core.parallel.shared_memory.group import SharedMemoryGroup
 from megatron_core.parallel.shared_memory.work import LostRankError
 from megatron_core.verify.ranks import run_ranks
+from tests.sample import WHOLE_MATRIX
 
 
 def error_of(action: Callable[[], object], kind: type[Exception] = LostRankError) -> tuple[str, float]:
@@ -264,7 +265,7 @@ def shared_files() -> set[str]:
 def test_kill_at_any_moment_leaves_nothing(whole: bool, tmp_path: Path) -> None:
     """While ranks connect, create groups and communicate: memory files have no name, and survivors end on their own."""
     before, size = shared_files(), 3
-    for seed in range(40 if os.environ.get("WHOLE_MATRIX") == "1" else 3):
+    for seed in range(40 if WHOLE_MATRIX else 3):
         folder = tmp_path / str(seed)
         folder.mkdir()
         context = mp.get_context("fork")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from tests.parallel.shared_memory.test_collectives import (
     not_a_number,
     run_programs,
 )
+from tests.sample import WHOLE_MATRIX
 
 SEEN = ("AssertionError", "did not finish", " sent ", " called ")
 """Symptoms of a defect: a wrong result, or ranks that call different operations."""
@@ -100,7 +100,8 @@ def is_seen(timeout: float = 20.0) -> bool:
     return False
 
 
-@pytest.mark.parametrize("name", list(NATIVE)[:: 1 if os.environ.get("WHOLE_MATRIX") == "1" else 4])
+@pytest.mark.drawn(1)
+@pytest.mark.parametrize("name", list(NATIVE)[:: 1 if WHOLE_MATRIX else 4])
 def test_native_defect_is_seen(name: str, tmp_path: Path) -> None:
     defect = NATIVE[name]
     with in_use(compiled(tmp_path, defect.where, defect.old, defect.new)):

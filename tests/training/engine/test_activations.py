@@ -18,6 +18,7 @@ FULL = {"recompute_granularity": "full"}
 COMPILE = {"compile": True, "compile_backend": "aot_eager"}
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("name", "settings"),
     [

@@ -89,6 +89,7 @@ def expected_of(folder: Path) -> list[float]:
     return losses[STEPS_BEFORE:]
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(("name", "ranks", "stage"), CASES)
 def test_the_next_losses_are_deepspeeds(name: str, ranks: int, stage: int) -> None:
     dtype = name.split("_")[1]
@@ -174,6 +175,7 @@ def test_a_fault_on_one_rank_is_told_on_all(tmp_path: Path) -> None:
         run_ranks(2, continued, tmp_path / "stage3", "fp32", 3, 2)
 
 
+@pytest.mark.whole_matrix
 @pytest.mark.skipif(not (REFERENCE / "deepspeed").exists(), reason="needs DeepSpeed")
 def test_deepspeed_itself_writes_such_checkpoints(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(REFERENCE), "DS_ACCELERATOR": "cpu"}

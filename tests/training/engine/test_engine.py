@@ -207,6 +207,7 @@ def _layouts(settings: dict[str, Any], folder: str, steps: int, *, resume: bool)
     return {"losses": losses, "state": state, "weights": weights, "buffers": buffers}
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(("ranks", "settings"), [(1, {}), (2, {"zero_stage": 3}), (4, {"zero_stage": 1})])
 def test_resume_in_another_layout(ranks: int, settings: dict[str, Any], tmp_path: Path) -> None:
     straight = _layouts({}, str(tmp_path / "other"), 6, resume=False)

@@ -82,6 +82,7 @@ def _train(name: str, settings: dict[str, Any]) -> Result:
     return train_with_engine(name, **settings)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("name", "ranks", "settings"),
     [
@@ -98,6 +99,7 @@ def test_equals_the_definition(name: str, ranks: int, settings: dict[str, Any]) 
     assert difference(found, train_with_torch(name)) > 1e-4, "FP8 changes results"
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("old", "new"),
     [
@@ -111,7 +113,7 @@ def test_scales_of_parts_are_noticed(old: str, new: str) -> None:
         test_equals_the_definition("gpt2", 2, {"tensor_model_parallel_size": 2})
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise", "blockwise", "mxfp8"])
 def test_ranks_and_stages_change_nothing(recipe: str) -> None:
     settings = {"fp8_format": "e4m3", "fp8_recipe": recipe}

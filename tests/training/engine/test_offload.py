@@ -28,6 +28,7 @@ from tests.training.engine.models import (
 )
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -56,6 +57,7 @@ def test_compressed_gradients_equal_the_plain_ones_until_the_warm_up_ends() -> N
     assert any((found["weights"][name] != plain["weights"][name]).any() for name in plain["weights"])
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_activation_checkpointing_of_transformers(stage: int) -> None:
     for found in run_ranks(2, _with_activation_checkpointing, stage):

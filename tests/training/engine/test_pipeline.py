@@ -18,7 +18,7 @@ import megatron_core
 from megatron_core import LayerSpec, PipelineModule, TiedLayerSpec
 from megatron_core.errors import ConfigError, DataError, MegatronError
 from megatron_core.verify.ranks import run_ranks
-from tests.ops.checks import WHOLE_MATRIX
+from tests.sample import WHOLE_MATRIX
 from tests.training.engine.layered import loss_of_logits, module, samples, train_placed, train_whole
 from tests.training.engine.models import (
     COMMON,
@@ -218,6 +218,7 @@ def _train(name: str, settings: dict[str, Any], steps: int, load: Path | None, s
     return [(each.loss, each.grad_norm, each.learning_rate, each.iteration) for each in reports], weights
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("name", "layouts"),
     [
@@ -412,6 +413,7 @@ FAULTS: dict[str, tuple[Any, ...]] = {
 }
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("fault", FAULTS)
 def test_errors_on_all_ranks(fault: str) -> None:
     make, batches, settings, sentence = FAULTS[fault]

@@ -14,7 +14,7 @@ import megatron_core
 from megatron_core.errors import MegatronError
 from megatron_core.training.engine import Engine
 from megatron_core.verify.ranks import run_ranks
-from tests.ops.checks import WHOLE_MATRIX
+from tests.sample import WHOLE_MATRIX
 from tests.training.engine.models import (
     COMMON,
     LLAMA,
@@ -46,7 +46,7 @@ def _reference(name: str) -> Result:
     return train_with_torch(name)
 
 
-@pytest.mark.drawn(5)
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     ("name", "row"),
     [(n, r) for i, n in enumerate(NAMES) for r in (range(3) if WHOLE_MATRIX else (0, 1 + i % 2))],

@@ -121,6 +121,7 @@ def test_equals_its_own_steps(name: str) -> None:
                 torch.testing.assert_close(found[key], weights, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("name", ["nadam", "adagrad", "adafactor", "trust"])
 def test_resumes_in_another_layout(name: str, tmp_path: Path) -> None:
     expected, by_parameter = _alone(MAKERS[name]), name in COUPLING

@@ -50,6 +50,7 @@ def _train(settings: dict[str, Any]) -> tuple[float, float, list[Any]]:
     return 1 - link.exposed / link.delayed, 2 * len(plan.paired & set(actions)) / len(actions), results
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("ranks", "layout"),
     [

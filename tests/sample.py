@@ -1,0 +1,82 @@
+"""The sample of ``make test``: the rules by which it leaves cases to ``make verify-all``, which sets WHOLE_MATRIX=1.
+
+1. A test marked ``whole_matrix`` is left out.
+2. Of a test marked ``drawn(count)``, ``count`` cases are kept.
+3. Of another test that starts ranks or programs, ``CASES`` cases are kept, unless it is marked ``every_case``.
+4. Of a test in ``tests/ops``, cases in which every pair of values of its parameters occurs: ``tests/ops/conftest.py``.
+
+Kept cases are spread evenly over the cases of the test, so that each new one moves them. Cases of other tests are all
+kept. A table with more structure chooses its own rows (``tests.parity.every_row.cover``) and is marked ``every_case``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+import pytest
+
+WHOLE_MATRIX = os.environ.get("WHOLE_MATRIX") == "1"
+"""Run all cases, and more drawn examples."""
+CASES = 3
+"""Cases of a test that starts ranks or programs."""
+STARTERS = {"Popen", "multiprocessing", "run_ranks", "run_ranks_of", "run_simulated", "subprocess", "trace_training"}
+"""Names in the code of such a test, or of a function of the tests that it calls."""
+
+
+def left_out(items: Iterable[pytest.Function]) -> set[pytest.Function]:
+    """The tests and cases that ``make test`` does not run."""
+    left: set[pytest.Function] = set()
+    tests: dict[tuple[Path, str], list[pytest.Function]] = {}
+    for item in items:
+        if item.get_closest_marker("whole_matrix"):
+            left.add(item)
+        else:
+            tests.setdefault((item.path, item.originalname), []).append(item)
+    for cases in tests.values():
+        kept = spread(len(cases), _count(cases[0], len(cases)))
+        left |= {case for number, case in enumerate(cases) if number not in kept}
+    return left
+
+
+def spread(length: int, count: int) -> set[int]:
+    """``count`` of the numbers below ``length``, the first and the last among them."""
+    return {round(number * (length - 1) / max(count - 1, 1)) for number in range(count)}
+
+
+def _count(case: pytest.Function, length: int) -> int:
+    drawn = case.get_closest_marker("drawn")
+    if drawn is not None:
+        return int(drawn.args[0])
+    if length <= CASES or case.get_closest_marker("every_case") or not starts_processes(case.function):
+        return length
+    return CASES
+
+
+def starts_processes(function: Callable[..., Any]) -> bool:
+    """Whether the code of ``function``, or of a function of the tests that it calls, has one of ``STARTERS``."""
+    seen: set[object] = set()
+    left: list[Any] = [function]
+    while left:
+        function = left.pop()
+        function = getattr(function, "__wrapped__", function)
+        if not isinstance(function, FunctionType) or function in seen:
+            continue
+        seen.add(function)
+        names = set(_names(function.__code__))
+        if names & STARTERS:
+            return True
+        found = [function.__globals__.get(name) for name in names]
+        found += [getattr(module, name, None) for module in found if isinstance(module, ModuleType) for name in names]
+        left += [each for each in found if str(getattr(each, "__module__", "")).startswith("tests.")]
+    return False
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)

@@ -1,0 +1,71 @@
+"""The rules by which ``make test`` leaves cases to ``make verify-all``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_core.verify import ranks
+from tests import programs
+from tests.sample import CASES, left_out, spread, starts_processes
+
+
+def _directly() -> None:
+    ranks.run_ranks(1, print)
+
+
+def _through_a_module() -> None:
+    programs.run_ranks_of("python x.py")
+
+
+def _through_a_nested_function() -> object:
+    return [_directly() for _ in range(2)]
+
+
+def _not_at_all() -> None:
+    programs.free_port()
+
+
+@dataclass(eq=False)
+class Case:
+    """As much of a collected test as the rules read."""
+
+    originalname: str
+    function: Any
+    marks: dict[str, Any] = field(default_factory=dict)
+    path: Path = Path(__file__)
+
+    def get_closest_marker(self, name: str) -> Any:
+        """The mark, or None."""
+        return self.marks.get(name)
+
+
+def test_starting_is_seen_through_functions_of_the_tests() -> None:
+    assert all(map(starts_processes, (_directly, _through_a_module, _through_a_nested_function)))
+    assert not starts_processes(_not_at_all)
+
+
+@pytest.mark.parametrize(
+    ("length", "count", "kept"), [(2, 3, {0, 1}), (9, 3, {0, 4, 8}), (9, 1, {0}), (5, 5, {*range(5)})]
+)
+def test_cases_are_spread(length: int, count: int, kept: set[int]) -> None:
+    assert spread(length, count) == kept
+
+
+def test_marks_change_the_number_of_cases() -> None:
+    marks: list[dict[str, Any]] = [
+        {},
+        {"every_case": True},
+        {"drawn": pytest.mark.drawn(5).mark},
+        {"whole_matrix": True},
+    ]
+    numbers = []
+    for mark in marks:
+        cases: Any = [Case("test", _directly, mark) for _ in range(9)]
+        numbers.append(9 - len(left_out(cases)))
+    assert numbers == [CASES, 9, 5, 0]
+    cheap: Any = [Case("test", _not_at_all) for _ in range(9)]
+    assert left_out(cheap) == set()
