@@ -15,8 +15,8 @@ from tests.parity.every_row import EVERY_ROW, cover
 from tests.sample import WHOLE_MATRIX
 
 BY_NAME = {defect.name: defect for defect in DEFECTS}
-SHOWS = {name: {defect.target.partition(".")[0]} for name, defect in BY_NAME.items()}
-"""In the default run, a defect represents those of its package."""
+SHOWS = {name: {defect.target.partition(".")[0], *defect.bug_class.split()} for name, defect in BY_NAME.items()}
+"""In the default run, a defect represents those of its package and of its classes."""
 SAMPLE = cover(SHOWS, lambda name: 1 + EVERY_ROW[BY_NAME[name].row][0])
 
 
@@ -37,5 +37,5 @@ def test_table() -> None:
     assert {defect.row for defect in DEFECTS} <= EVERY_ROW.keys()
 
 
-def test_every_package_has_a_defect_in_the_sample() -> None:
+def test_every_package_and_class_has_a_defect_in_the_sample() -> None:
     assert set().union(*(SHOWS[name] for name in SAMPLE)) == set().union(*SHOWS.values())
