@@ -161,6 +161,12 @@ class ModelConfig(LatentAttentionConfig, RotaryConfig, MoEConfig, MuPConfig):
     """Gated MLP with SiLU: silu(gate) * up (Shazeer 2020)."""
     geglu: bool = setting(False, when=ALWAYS)
     """Gated MLP with GELU: gelu(gate) * up (Shazeer 2020)."""
+    quick_geglu: bool = setting(False, when=ALWAYS)
+    """Gated MLP with an approximation of GELU: gate * sigmoid(1.702 gate) * up (gpt-oss)."""
+    glu_linear_offset: float = setting(0.0, r.NON_NEGATIVE, needs=c.GATED)
+    """Offset o of a gated MLP: f(gate) * (up + o); 1 in gpt-oss."""
+    activation_func_clamp_value: float | None = setting(None, r.POSITIVE, needs=c.GATED)
+    """Bound v of a gated MLP: min(gate, v), and up between -v and v (gpt-oss); default: none."""
     squared_relu: bool = setting(False, when=ALWAYS)
     """MLP with relu(x)^2 (So et al. 2021)."""
     openai_gelu: bool = setting(False, when=c.GELU)
@@ -189,6 +195,11 @@ class ModelConfig(LatentAttentionConfig, RotaryConfig, MoEConfig, MuPConfig):
     attn_logit_softcapping: float | None = setting(None, r.POSITIVE, when=ALWAYS)
     """Bound c of the scaled products of queries and keys: c tanh(score / c) (Gemma 2); on a CPU it selects the unfused
     attention; default: none."""
+    softmax_type: Literal["vanilla", "off-by-one", "learnable"] = setting(
+        "vanilla", needs=c.NO_LATENT_ATTENTION, resume=Resume.TENSORS
+    )
+    """Denominator of the attention weights. vanilla: the sum of exp(score) over keys. off-by-one: 1 is added (Miller
+    2023). learnable: exp of a learned number of the head, an attention sink, is added (gpt-oss)."""
     final_logit_softcapping: float | None = setting(None, r.POSITIVE, when=ALWAYS)
     """Bound c of the logits: c tanh(logits / c) (Gemma 2); default: none."""
     hidden_dropout: float = setting(0.1, r.BELOW_1, when=ALWAYS, resume=Resume.REPORTED)
@@ -257,7 +268,7 @@ class ModelConfig(LatentAttentionConfig, RotaryConfig, MoEConfig, MuPConfig):
     @property
     def gated_linear_unit(self) -> bool:
         """Whether the MLP's first projection computes a gate and a value."""
-        return self.swiglu or self.geglu
+        return self.swiglu or self.geglu or self.quick_geglu
 
     @property
     def ffn_size(self) -> int:
@@ -356,6 +367,11 @@ class ModelConfig(LatentAttentionConfig, RotaryConfig, MoEConfig, MuPConfig):
     def has_qkv_bias(self) -> bool:
         """Whether the QKV projection has a bias."""
         return self.add_bias_linear or self.add_qkv_bias
+
+    @property
+    def has_sinks(self) -> bool:
+        """Whether the attention weights of a query may add up to less than 1."""
+        return self.softmax_type != "vanilla"
 
     @property
     def fuses_output_layer_with_loss(self) -> bool:

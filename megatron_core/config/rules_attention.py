@@ -28,7 +28,7 @@ def model_problems(config: RunConfig) -> Iterator[str]:
             f"mtp_num_layers={model.mtp_num_layers} cannot be used with position_embedding_type=learned_absolute, "
             "whose table is on the first stage alone; use --position-embedding-type rope"
         )
-    chosen = [n for n in ("swiglu", "geglu", "squared_relu", "openai_gelu") if getattr(model, n)]
+    chosen = [n for n in ("swiglu", "geglu", "quick_geglu", "squared_relu", "openai_gelu") if getattr(model, n)]
     if len(chosen) > 1 and chosen != ["geglu", "openai_gelu"]:
         yield f"{' and '.join(f'{name}=True' for name in chosen)} exclude one another; keep one activation"
     if model.final_logit_softcapping is not None and model.fuses_output_layer_with_loss:
@@ -51,6 +51,7 @@ def _flex_problems(config: RunConfig) -> Iterator[str]:
             "its mask cannot be in a graph; remove it",
         ),
         "layout_invariant=True": (config.parallel.layout_invariant, "it has its own order of sums; remove it"),
+        f"softmax_type={model.softmax_type}": (model.has_sinks, "it has no sinks"),
         f"context_parallel_size={config.parallel.context_parallel_size}": (
             config.parallel.context_parallel_size > 1 and kinds != {"a2a"},
             "it needs whole sequences; add --cp-comm-type a2a",

@@ -14,10 +14,10 @@ def moe_problems(config: RunConfig) -> Iterator[str]:
         return
     if model.num_experts < 1 or model.moe_router_topk < 1:
         return  # reported as out of range
-    if model.add_bias_linear:
+    if model.add_bias_linear and model.moe_shared_expert_intermediate_size is not None:
         yield (
-            "disable_bias_linear=False, but experts have no biases; add --disable-bias-linear, and --add-qkv-bias if "
-            "the QKV projection is to keep its own"
+            "disable_bias_linear=False, but shared experts have no biases; add --disable-bias-linear, and "
+            "--add-qkv-bias if the QKV projection is to keep its own"
         )
     yield from _layer_problems(config)
     yield from _choice_problems(config)

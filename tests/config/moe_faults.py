@@ -23,7 +23,11 @@ MOE_FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
     (MOE | {"moe_z_loss_coeff": -1.0}, 1, ("moe_z_loss_coeff=-1.0", ">= 0 and <= 3e+38")),
     (MOE | {"moe_input_jitter_eps": 1.0}, 1, ("moe_input_jitter_eps=1.0", ">= 0 and < 1")),
     (MOE | {"moe_expert_capacity_factor": 0.0}, 1, ("moe_expert_capacity_factor=0.0", "> 0 and <= 65,536")),
-    ({"num_experts": 4}, 1, ("disable_bias_linear=False", "--disable-bias-linear", "--add-qkv-bias")),
+    (
+        {"num_experts": 4, "moe_shared_expert_intermediate_size": 16},
+        1,
+        ("disable_bias_linear=False", "shared experts", "--disable-bias-linear", "--add-qkv-bias"),
+    ),
     (MOE | {"moe_layer_freq": (0,)}, 1, ("moe_layer_freq=(0,)", "1 or more")),
     (MOE | {"moe_layer_freq": (0, 0)}, 1, ("num_experts=4 has no effect", "moe_layer_freq=(0, 0)", "write a 1")),
     (MOE | {"moe_layer_freq": (0, 1, 1)}, 1, ("moe_layer_freq=(0, 1, 1)", "num_layers=2")),

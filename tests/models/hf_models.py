@@ -65,6 +65,22 @@ DEEPSEEK_YARN = {
     "beta_fast": 32,
     "beta_slow": 1,
 }
+GPT_OSS_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 150000.0,
+    "factor": 4.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 16,
+}
+GPT_OSS = {
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "head_dim": 16,
+    "sliding_window": 5,
+    "swiglu_limit": 0.5,  # small enough to bound some of the inner features
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", LLAMA | {"rms_norm_eps": 1e-5}),
     "llama, tied": ("Llama", LLAMA | {"tie_word_embeddings": True, "rope_parameters": {"rope_theta": 5e5}}),
@@ -92,6 +108,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3, yarn": ("DeepseekV3", LLAMA | DEEPSEEK | {"q_lora_rank": 10, "rope_parameters": DEEPSEEK_YARN}),
     "deepseek_v3, queries without latent": ("DeepseekV3", LLAMA | DEEPSEEK | {"q_lora_rank": None}),
     "olmo2": ("Olmo2", LLAMA),
+    "gpt_oss": ("GptOss", LLAMA | GPT_OSS | {"rope_parameters": GPT_OSS_YARN}),
+    "gpt_oss, plain positions": (
+        "GptOss",
+        LLAMA | GPT_OSS | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    ),
     "gemma2": ("Gemma2", GEMMA | {"final_logit_softcapping": 3.0, "attn_logit_softcapping": 2.0}),
     "gemma3": (
         "Gemma3Text",
@@ -118,8 +139,8 @@ def save_model(name: str, folder: Path, dtype: torch.dtype = torch.float32, **op
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(**settings)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
-    for parameter in model.parameters():
-        if parameter.dim() == 1:
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1 or name.endswith("_bias"):
             torch.nn.init.normal_(parameter, std=0.5)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):

@@ -45,6 +45,11 @@ TYPES_OF_SETTINGS: dict[str, KeyType] = {
 }
 """Types of keys with the meaning of these settings; others follow from the type of the setting."""
 _TYPES = {bool: SWITCH, int: WIDTH, float: POSITIVE, str: STRING}
+IGNORED_KEYS = {
+    *("architectures", "auto_map", "_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "output_router_logits", "pretraining_tp"),
+}
+"""Keys that do not change the logits of a model, or repeat other keys."""
 _COMMON_TYPES = {"model_type": STRING, "vocab_size": LENGTH, "tie_word_embeddings": SWITCH, "is_causal": SWITCH}
 
 
@@ -108,6 +113,11 @@ class Architecture:
         for rule in self.rules:
             types |= rule.types
         return types | {alias: types[key] for alias, key in self.aliases.items()}
+
+    def known_keys(self) -> set[str]:
+        """The keys of config.json that have a meaning for the architecture, or none for any model."""
+        own = {*self.defaults, *self.required, *self.mtp_layer_keys}
+        return {*self._types(), *own, *IGNORED_KEYS}
 
     def _check_values(self, found: Settings, present: Settings) -> None:
         """``CheckpointError`` for missing keys, and for values with which the model would compute other logits."""
@@ -213,12 +223,18 @@ def register(architecture: Architecture, **changes: Any) -> Architecture:
 
 
 def architecture_of(hf_config: Mapping[str, Any]) -> Architecture:
-    """The architecture of a config.json."""
+    """The architecture of a config.json.
+
+    Errors: ``CheckpointError`` for an unknown one, with the keys that the nearest known architecture does not have.
+    """
     found = ARCHITECTURES.get(str(hf_config.get("model_type")))
     if found is None:
+        unplaced = {each.model_type: sorted(hf_config.keys() - each.known_keys()) for each in ARCHITECTURES.values()}
+        nearest = min(unplaced, key=lambda name: len(unplaced[name]))
         raise CheckpointError(
             f"config.json says model_type={hf_config.get('model_type')!r}, which is not supported; "
-            f"supported: {', '.join(ARCHITECTURES)}"
+            f"supported: {', '.join(ARCHITECTURES)}; {nearest} is nearest, and has "
+            + (f"no key {', '.join(unplaced[nearest])}" if unplaced[nearest] else "all keys of the file")
         )
     return found
 

@@ -61,9 +61,11 @@ class TensorFiles:
         return WEIGHT_DTYPES[found]
 
     def read(self, name: str, index: tuple[slice, ...]) -> Tensor:
-        """Read a part of a tensor."""
+        """Read a part of a tensor; rows that ``index`` skips are read, too, because the format has ranges only."""
+        steps = tuple(slice(None, None, part.step) for part in index)
         try:
-            return self._slice(name)[index]
+            part: Tensor = self._slice(name)[tuple(slice(part.start, part.stop) for part in index)]
+            return part[steps]
         except SafetensorError as error:
             raise CheckpointError(f"{self._where[name]}: {name} cannot be read: {error}") from None
 
