@@ -16,6 +16,7 @@ from megatron_core.models.hf.rules import (
     COUNT,
     LENGTH,
     NUMBER,
+    OBJECT,
     POSITIVE,
     STRING,
     SWITCH,
@@ -51,6 +52,7 @@ IGNORED_KEYS = {
 }
 """Keys that do not change the logits of a model, or repeat other keys."""
 _COMMON_TYPES = {"model_type": STRING, "vocab_size": LENGTH, "tie_word_embeddings": SWITCH, "is_causal": SWITCH}
+_COMMON_TYPES |= {"quantization_config": OBJECT, "quant_method": STRING}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +87,8 @@ class Architecture:
     """Regular expression of stored names, without ``base``, that are computed from the configuration and ignored."""
     mtp_layer_keys: tuple[str, ...] = ()
     """Keys with the number of layers for multi-token prediction, which follow the others and are ignored."""
+    quantized: tuple[str, ...] = ()
+    """Values of ``quant_method`` in ``quantization_config`` whose weights can be read."""
 
     def settings(self, hf_config: Mapping[str, Any]) -> Settings:
         """The model settings of a config.json. Errors: ``CheckpointError`` naming an unsupported or missing key."""
@@ -121,8 +125,9 @@ class Architecture:
 
     def _check_values(self, found: Settings, present: Settings) -> None:
         """``CheckpointError`` for missing keys, and for values with which the model would compute other logits."""
-        if found.get("quantization_config"):
-            refuse("quantization_config", found["quantization_config"], "quantized weights are not supported")
+        quantization = found.get("quantization_config")
+        if quantization and quantization.get("quant_method") not in self.quantized:
+            refuse("quantization_config", quantization, "quantized weights are not supported")
         for key, only in {"is_causal": True, **self.required}.items():
             value = present.get(key, only)
             if value != only and (value or only):  # null may stand for a feature that is off

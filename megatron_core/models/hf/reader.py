@@ -18,6 +18,7 @@ from megatron_core.errors import CheckpointError
 from megatron_core.models.build import global_shapes
 from megatron_core.models.hf.architecture import architecture_of
 from megatron_core.models.hf.files import TensorFiles, read_json
+from megatron_core.models.hf.mxfp4 import Mxfp4Files
 from megatron_core.models.hf.rules import Settings, refuse
 from megatron_core.models.hf.tensors import Index, TensorSource
 from megatron_core.parallel.texts import listed
@@ -44,7 +45,7 @@ class HuggingFaceReader:
         self.state: dict[str, Any] = {"vocab_size": _vocab_size(self.hf_config)}
         self._sources: dict[tuple[str, tuple[int, ...]], TensorSource] = {}
         """Sources of our tensors, by name and shape, after the stored shapes and dtypes were checked."""
-        self._files = TensorFiles(self.folder)
+        self._files = (Mxfp4Files if self.architecture.quantized else TensorFiles)(self.folder)
         try:
             self._check_sizes()
             self._check_complete()

@@ -69,4 +69,5 @@ GPT_OSS = register(
         "mlp.experts.linear_fc2.weight": TensorSource(("mlp.experts.down_proj",), transposed=True, stacked=True),
         "mlp.experts.linear_fc2.bias": "mlp.experts.down_proj_bias",
     },
+    quantized=("mxfp4",),
 )
