@@ -119,8 +119,8 @@ class SelfAttention(nn.Module):
         if step.cached:
             parts.append(core.attend_cached(query[: step.cached], keys, values, step, *self._sinks(query)))
         if step.fresh:
-            fresh = (each[step.cached :] for each in (query, key, value))
-            parts.append(core.attend_fresh(*fresh, step, *self._sinks(query)))
+            fresh_query, fresh_key, fresh_value = (each[step.cached :] for each in (query, key, value))
+            parts.append(core.attend_fresh(fresh_query, fresh_key, fresh_value, step, *self._sinks(query)))
         return torch.cat(parts)
 
     def _sinks(self, query: Tensor) -> tuple[Tensor, ...]:

@@ -1,5 +1,6 @@
 """Core attention for sequences split over context-parallel ranks."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -34,7 +35,7 @@ def core_attention_of(context: LayerContext, layer_number: int, *, window_size: 
     groups, kinds = context.cp, context.parallel.cp_comm_type
     if context.parallel.invariance is not None:
         return _invariant_attention_of(context, layer_number, window_size)
-    whole = partial(CoreAttention, context, layer_number, window_size=window_size)
+    whole: Callable[..., CoreAttention] = partial(CoreAttention, context, layer_number, window_size=window_size)
     if context.config.has_sinks and context.config.attention_backend != "unfused":
         # Attention by tiles knows the log-sum-exp of each query, to which a sink is added.
         whole = partial(

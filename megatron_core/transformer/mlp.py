@@ -39,13 +39,10 @@ class MLP(nn.Module):
 
 def activation_of(config: ModelConfig) -> Callable[[Tensor, Tensor | None], Tensor]:
     """Return the function of the output of the MLP's first matrix and its bias."""
-    gated = {"limit": config.activation_func_clamp_value, "offset": config.glu_linear_offset}
-    return partial(
-        bias_activation,
-        kind=activation_kind(config),
-        backend=config.kernel_backend,
-        **gated if config.gated_linear_unit else {},
-    )
+    function = partial(bias_activation, kind=activation_kind(config), backend=config.kernel_backend)
+    if not config.gated_linear_unit:
+        return function
+    return partial(function, limit=config.activation_func_clamp_value, offset=config.glu_linear_offset)
 
 
 def activation_kind(config: ModelConfig) -> Kind:

@@ -81,6 +81,12 @@ GPT_OSS = {
     "sliding_window": 5,
     "swiglu_limit": 0.5,  # small enough to bound some of the inner features
 }
+QWEN2_MOE = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", LLAMA | {"rms_norm_eps": 1e-5}),
     "llama, tied": ("Llama", LLAMA | {"tie_word_embeddings": True, "rope_parameters": {"rope_theta": 5e5}}),
@@ -108,6 +114,28 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3, yarn": ("DeepseekV3", LLAMA | DEEPSEEK | {"q_lora_rank": 10, "rope_parameters": DEEPSEEK_YARN}),
     "deepseek_v3, queries without latent": ("DeepseekV3", LLAMA | DEEPSEEK | {"q_lora_rank": None}),
     "olmo2": ("Olmo2", LLAMA),
+    "olmoe": ("Olmoe", LLAMA | {"num_experts": 4, "num_experts_per_tok": 2}),
+    "olmoe, normalized": ("Olmoe", LLAMA | {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}),
+    "qwen2_moe": ("Qwen2Moe", LLAMA | QWEN2_MOE),
+    "qwen2_moe, dense layers, windows": (
+        "Qwen2Moe",
+        LLAMA
+        | QWEN2_MOE
+        | {"norm_topk_prob": True, "decoder_sparse_step": 2, "mlp_only_layers": [1], "qkv_bias": False}
+        | {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2},
+    ),
+    "starcoder2": ("Starcoder2", LLAMA | {"tie_word_embeddings": True, "sliding_window": 5}),
+    "gemma": ("Gemma", LLAMA | {"tie_word_embeddings": True, "head_dim": 16}),
+    "glm": ("Glm", LLAMA | {"head_dim": 16}),
+    "glm4": ("Glm4", LLAMA | {"head_dim": 16, "attention_bias": False}),
+    "ernie4_5": ("Ernie4_5", LLAMA | {"tie_word_embeddings": True, "head_dim": 16}),
+    "smollm3": ("SmolLM3", LLAMA | {"tie_word_embeddings": True, "no_rope_layer_interval": 2}),
+    "smollm3, windows": (
+        "SmolLM3",
+        LLAMA | {"use_sliding_window": True, "sliding_window": 5, "no_rope_layers": [1, 0, 0, 1]},
+    ),
+    "seed_oss": ("SeedOss", LLAMA | {"head_dim": 16}),
+    "stablelm": ("StableLm", LLAMA | {"use_qkv_bias": True}),
     "gpt_oss": ("GptOss", LLAMA | GPT_OSS | {"rope_parameters": GPT_OSS_YARN}),
     "gpt_oss, plain positions": (
         "GptOss",

@@ -22,8 +22,9 @@ SCALE_BIAS = 127
 class Mxfp4Files(TensorFiles):
     """Files in which ``NAME_blocks`` and ``NAME_scales`` stand for the tensor ``NAME``, ``[E, in, out]`` in bfloat16.
 
-    Blocks are ``[E, out, in / 32, 16]``, two values a byte, the first in the lower four bits; scales ``[E, out, in / 32]``.
-    value = code x 2^(scale - 127). Source: OCP Microscaling Formats 1.0; names and shapes: transformers' mxfp4.py.
+    Blocks are ``[E, out, in / 32, 16]``, two values a byte, the first in the lower four bits; scales are
+    ``[E, out, in / 32]``. value = code x 2^(scale - 127). Source: OCP Microscaling Formats 1.0; names and shapes:
+    transformers' mxfp4.py.
     Errors: ``CheckpointError`` for blocks and scales that do not belong together.
     """
 
@@ -45,8 +46,8 @@ class Mxfp4Files(TensorFiles):
         blocks, scales = super().shape(name + BLOCKS), super().shape(name + SCALES)
         if len(blocks) != 4 or blocks[3] != BLOCK // 2 or blocks[:3] != scales:
             raise CheckpointError(
-                f"{self.folder}: {name}{BLOCKS} has the shape {list(blocks)} and {name}{SCALES} {list(scales)}; they must "
-                f"be [experts, rows, blocks, {BLOCK // 2}] and [experts, rows, blocks]"
+                f"{self.folder}: {name}{BLOCKS} has the shape {list(blocks)} and {name}{SCALES} {list(scales)}; "
+                f"they must be [experts, rows, blocks, {BLOCK // 2}] and [experts, rows, blocks]"
             )
         return blocks[0], blocks[2] * BLOCK, blocks[1]
 
