@@ -190,6 +190,12 @@ class ModelConfig(LatentAttentionConfig, RotaryConfig, MoEConfig, MuPConfig):
     """Give the output layer its own weight instead of the word embedding's."""
     scale_embeddings: bool = setting(False, when=ALWAYS)
     """Multiply embeddings by sqrt(hidden_size) (Vaswani et al. 2017, section 3.4; Gemma)."""
+    embedding_multiplier: float = setting(1.0, r.POSITIVE, when=ALWAYS)
+    """Factor on the embeddings (Granite)."""
+    residual_multiplier: float = setting(1.0, r.POSITIVE, when=ALWAYS)
+    """Factor on the outputs of attention and MLP before they are added to the residual stream (Granite)."""
+    logit_multiplier: float = setting(1.0, r.POSITIVE, when=ALWAYS)
+    """Factor on the logits (Granite, Cohere)."""
     softmax_scale: float | None = setting(None, r.POSITIVE, when=ALWAYS)
     """Factor on the products of queries and keys; default: 1 / sqrt(channels of a head)."""
     attn_logit_softcapping: float | None = setting(None, r.POSITIVE, when=ALWAYS)
@@ -318,14 +324,15 @@ class ModelConfig(LatentAttentionConfig, RotaryConfig, MoEConfig, MuPConfig):
     @property
     def embedding_factor(self) -> float:
         """Factor on the embeddings of words and positions."""
-        return self.mup_embedding_mult if self.use_mup else 1.0
+        return self.embedding_multiplier * (self.mup_embedding_mult if self.use_mup else 1.0)
 
     @property
     def logit_factor(self) -> float:
         """Factor on the logits."""
         if not self.use_mup:
-            return 1.0
-        return self.mup_output_mult if self.mup_output_mult != 1.0 else 1.0 / self.mup_width_mult
+            return self.logit_multiplier
+        own = self.mup_output_mult if self.mup_output_mult != 1.0 else 1.0 / self.mup_width_mult
+        return self.logit_multiplier * own
 
     @property
     def query_groups(self) -> int:
@@ -333,6 +340,14 @@ class ModelConfig(LatentAttentionConfig, RotaryConfig, MoEConfig, MuPConfig):
         if not self.group_query_attention:
             return self.num_attention_heads
         return self.num_query_groups or 1
+
+    @property
+    def group_score_topk(self) -> int | None:
+        """Number of scores that make up a group's score; None: the choice of experts is not limited to groups."""
+        groups, chosen = self.moe_router_num_groups, self.moe_router_group_topk
+        if groups is None or chosen is None or groups == chosen:
+            return None
+        return self.moe_router_group_score_topk or self.moe_router_topk // chosen
 
     @property
     def add_bias_linear(self) -> bool:

@@ -81,6 +81,20 @@ GPT_OSS = {
     "sliding_window": 5,
     "swiglu_limit": 0.5,  # small enough to bound some of the inner features
 }
+DEEPSEEK_V2 = {key: value for key, value in DEEPSEEK.items() if key not in ("n_group", "topk_group", "num_mtp_layers")}
+GLM_MOE = {
+    "first_k_dense_replace": 2,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 1,
+}
+GRANITE = {
+    "embedding_multiplier": 6.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.3,
+    "logits_scaling": 4.0,
+}
 QWEN2_MOE = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
@@ -123,6 +137,46 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | QWEN2_MOE
         | {"norm_topk_prob": True, "decoder_sparse_step": 2, "mlp_only_layers": [1], "qkv_bias": False}
         | {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2},
+    ),
+    "deepseek_v2": ("DeepseekV2", LLAMA | DEEPSEEK_V2 | {"q_lora_rank": 10, "rope_parameters": DEEPSEEK_YARN}),
+    "deepseek_v2, groups": (
+        "DeepseekV2",
+        LLAMA
+        | DEEPSEEK_V2
+        | {"q_lora_rank": None, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
+        | {"num_experts_per_tok": 3, "routed_scaling_factor": 2.5},
+    ),
+    "deepseek_v3, three experts": ("DeepseekV3", LLAMA | DEEPSEEK | {"q_lora_rank": 10, "num_experts_per_tok": 3}),
+    "glm4_moe": ("Glm4Moe", LLAMA | GLM_MOE | {"use_qk_norm": True, "attention_bias": True}),
+    "glm4_moe, groups": (
+        "Glm4Moe",
+        LLAMA | GLM_MOE | {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "num_mtp_layers": 0},
+    ),
+    "dots1": (
+        "Dots1",
+        LLAMA | GLM_MOE | {"norm_topk_prob": True, "sliding_window": 5, "max_window_layers": 2, "head_dim": 16},
+    ),
+    "granite": ("Granite", LLAMA | GRANITE),
+    "granitemoe": ("GraniteMoe", LLAMA | GRANITE | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "granitemoeshared": (
+        "GraniteMoeShared",
+        LLAMA | GRANITE | {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 40},
+    ),
+    "helium": ("Helium", LLAMA | {"head_dim": 8}),
+    "arcee": ("Arcee", LLAMA),
+    "nemotron": ("Nemotron", LLAMA | {"head_dim": 16}),
+    "ernie4_5_moe": (
+        "Ernie4_5_Moe",
+        LLAMA
+        | {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24, "moe_num_shared_experts": 1}
+        | {"moe_layer_interval": 2},
+    ),
+    "olmo3": ("Olmo3", LLAMA | {"sliding_window": 5}),
+    "olmo3, YaRN": (
+        "Olmo3",
+        LLAMA
+        | {"sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"] * 2}
+        | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}},
     ),
     "starcoder2": ("Starcoder2", LLAMA | {"tie_word_embeddings": True, "sliding_window": 5}),
     "gemma": ("Gemma", LLAMA | {"tie_word_embeddings": True, "head_dim": 16}),

@@ -9,6 +9,7 @@ from megatron_core.verify import Trace, trace_training
 from megatron_core.verify.compare import Errors
 from megatron_core.verify.gpt import train_traced
 from megatron_core.verify.noise import rounding_noise
+from tests.parity.hub_rows import HUB_ROWS
 from tests.parity.latent_rows import LATENT_ROWS
 from tests.parity.moe_rows import MOE_ROWS
 from tests.parity.sink_rows import SINK_ROWS
@@ -258,6 +259,7 @@ ROWS: dict[str, tuple[int, dict, dict]] = {
     **MOE_ROWS,
     **LATENT_ROWS,
     **SINK_ROWS,
+    **HUB_ROWS,
 }
 
 

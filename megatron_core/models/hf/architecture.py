@@ -206,6 +206,9 @@ def function_settings(config: ModelConfig) -> Settings:
         "no_rope_freq": [config.has_rotary(n) for n in range(config.num_layers)],
         "moe_layer_freq": [config.has_experts(n) for n in range(config.num_layers)],
         "moe_ffn_hidden_size": config.expert_ffn_size,
+        "moe_router_num_groups": None if config.group_score_topk is None else config.moe_router_num_groups,
+        "moe_router_group_topk": None if config.group_score_topk is None else config.moe_router_group_topk,
+        "moe_router_group_score_topk": config.group_score_topk,
     }
 
 

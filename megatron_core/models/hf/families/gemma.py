@@ -16,7 +16,7 @@ def _windows(hf_config: Settings) -> Settings:
     )
 
 
-def _rope_by_layer_type(hf_config: Settings) -> Settings:
+def rope_by_layer_type(hf_config: Settings) -> Settings:
     """Rotary positions of layers with and without a window, as transformers 5 (``rope_parameters``) or earlier releases
     write them."""
     by_type: Settings = hf_config.get("rope_parameters") or {}
@@ -99,6 +99,6 @@ GEMMA3 = register(
     fixed={**GEMMA2.fixed, "qk_layernorm": True},
     defaults={**DEFAULTS, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
     required={**GEMMA2.required, "attn_logit_softcapping": None},
-    rules=(Rule(_rope_by_layer_type, _rope_by_layer_type_json, ROPE_TYPES), GEMMA_WINDOWS, SOFTMAX_SCALE),
+    rules=(Rule(rope_by_layer_type, _rope_by_layer_type_json, ROPE_TYPES), GEMMA_WINDOWS, SOFTMAX_SCALE),
     layer_tensors={**GEMMA2.layer_tensors, **QK_NORMS},
 )

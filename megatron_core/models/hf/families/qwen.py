@@ -3,6 +3,7 @@ with experts, the former also with a shared expert and its gate."""
 
 from megatron_core.config import ModelConfig
 from megatron_core.models.hf.architecture import register
+from megatron_core.models.hf.expert_rules import EXPERT_MATRICES
 from megatron_core.models.hf.families.llama import LLAMA, QK_NORMS
 from megatron_core.models.hf.rules import (
     COUNT,
@@ -106,9 +107,7 @@ QWEN3_MOE = register(
     rules=(ROPE, QWEN_MOE_WINDOWS, ROUTER_SOFTMAX, EXPERT_LAYERS),
     layer_tensors={
         **QWEN3.layer_tensors,
-        "mlp.router": "mlp.gate",
-        "mlp.experts.linear_fc1": gate_and_up("mlp.experts.{e}.gate_proj", "mlp.experts.{e}.up_proj"),
-        "mlp.experts.linear_fc2": "mlp.experts.{e}.down_proj",
+        **EXPERT_MATRICES,
     },
 )
 QWEN2_MOE = register(
@@ -132,7 +131,7 @@ QWEN2_MOE = register(
     ),
     layer_tensors={
         **LLAMA.layer_tensors,
-        **{name: source for name, source in QWEN3_MOE.layer_tensors.items() if name.startswith("mlp.")},
+        **EXPERT_MATRICES,
         "mlp.shared_experts.linear_fc1": gate_and_up("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
         "mlp.shared_experts.linear_fc2": "mlp.shared_expert.down_proj",
         "mlp.shared_experts.gate_weight": "mlp.shared_expert_gate.weight",
