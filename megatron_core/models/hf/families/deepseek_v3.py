@@ -12,7 +12,7 @@ from megatron_core.models.hf.expert_rules import (
     dense_first,
 )
 from megatron_core.models.hf.families.llama import LLAMA
-from megatron_core.models.hf.rules import ROPE, WIDTH, Rule, Settings, refuse, rope_parameters, rope_type
+from megatron_core.models.hf.rules import COUNT, ROPE, WIDTH, Rule, Settings, refuse, rope_parameters, rope_type
 from megatron_core.models.hf.tensors import TensorSource
 
 
@@ -20,6 +20,9 @@ def _check_positions(hf_config: Settings) -> Settings:
     """Refuse channels and scalings of rotary positions that latent attention does not have."""
     if hf_config.get("head_dim", hf_config["qk_rope_head_dim"]) != hf_config["qk_rope_head_dim"]:
         refuse("head_dim", hf_config["head_dim"], f"supported is qk_rope_head_dim={hf_config['qk_rope_head_dim']}")
+    heads = hf_config["num_attention_heads"]
+    if hf_config.get("num_key_value_heads", heads) != heads:
+        refuse("num_key_value_heads", hf_config["num_key_value_heads"], f"supported is num_attention_heads={heads}")
     rope = rope_parameters(hf_config)
     if rope.get("mscale_all_dim") and not (rope_type(rope) == "yarn" and rope.get("mscale")):
         refuse("mscale_all_dim", rope["mscale_all_dim"], "supported is rope_type=yarn with mscale")
@@ -30,7 +33,7 @@ def _heads_json(config: ModelConfig) -> Settings:
     return {"num_key_value_heads": config.num_attention_heads, "head_dim": config.qk_pos_emb_head_dim}
 
 
-LATENT_POSITIONS = Rule(_check_positions, _heads_json, {"head_dim": WIDTH})
+LATENT_POSITIONS = Rule(_check_positions, _heads_json, {"head_dim": WIDTH, "num_key_value_heads": COUNT})
 LATENT_MATRICES: dict[str, str | TensorSource] = {
     **LLAMA.layer_tensors,
     "self_attention.linear_q_proj": "self_attn.q_proj",

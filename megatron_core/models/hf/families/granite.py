@@ -14,9 +14,11 @@ def _factors(hf_config: Settings) -> Settings:
 
 
 def _factors_json(config: ModelConfig) -> Settings:
+    divisor = 1.0 / config.logit_multiplier
+    rounded = float(f"{divisor:.12g}")  # 49.0 instead of 48.99999999999999
     return {
         "attention_multiplier": config.softmax_scale or config.head_size**-0.5,
-        "logits_scaling": 1.0 / config.logit_multiplier,
+        "logits_scaling": rounded if 1.0 / rounded == config.logit_multiplier else divisor,
     }
 
 
