@@ -342,14 +342,6 @@ class ModelConfig(LatentAttentionConfig, RotaryConfig, MoEConfig, MuPConfig):
         return self.num_query_groups or 1
 
     @property
-    def group_score_topk(self) -> int | None:
-        """Number of scores that make up a group's score; None: the choice of experts is not limited to groups."""
-        groups, chosen = self.moe_router_num_groups, self.moe_router_group_topk
-        if groups is None or chosen is None or groups == chosen:
-            return None
-        return self.moe_router_group_score_topk or self.moe_router_topk // chosen
-
-    @property
     def add_bias_linear(self) -> bool:
         """Whether linear layers have biases."""
         return not self.disable_bias_linear

@@ -99,6 +99,14 @@ class MoEConfig:
     """Communication of tokens to the ranks of their experts. alltoall: each token to the ranks of its experts.
     allgather: all tokens to all ranks; simple, for debugging and few ranks."""
 
+    @property
+    def group_score_topk(self) -> int | None:
+        """Number of scores that make up a group's score; None: the choice of experts is not limited to groups."""
+        groups, chosen = self.moe_router_num_groups, self.moe_router_group_topk
+        if groups is None or chosen is None or groups == chosen:
+            return None
+        return self.moe_router_group_score_topk or self.moe_router_topk // chosen
+
     def has_experts(self, layer_number: int) -> bool:
         """Whether a layer (numbered from 0) has experts instead of a dense MLP."""
         pattern = self.moe_layer_freq

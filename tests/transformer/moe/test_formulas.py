@@ -106,7 +106,7 @@ def check_groups() -> None:
 
 
 def check_groups_by_their_best() -> None:
-    """DeepSeek-V2: experts come only from the groups with the best experts; their number is no multiple of theirs."""
+    """DeepSeek-V2: experts come only from the groups with the best experts, also if their number is odd."""
     limited = replace(
         BASE,
         moe_router_pre_softmax=True,

@@ -67,6 +67,7 @@ DEEPSEEK_V3 = register(
         "moe_intermediate_size": "moe_ffn_hidden_size",
         "routed_scaling_factor": "moe_router_topk_scaling_factor",
     },
+    defaults={"num_key_value_heads": 128},
     # The norms of the latents always have this epsilon, so that the others must have it, too.
     fixed={**DEEPSEEK_V3_LAYERS, "norm_epsilon": 1e-6},
     required={
