@@ -22,6 +22,7 @@ def model_problems(config: RunConfig) -> Iterator[str]:
     yield from _group_problems(config)
     yield from _position_problems(config)
     yield from _window_problems(config)
+    yield from _chunk_problems(config)
     yield from _flex_problems(config)
     if model.mtp_num_layers and model.position_embedding_type == "learned_absolute":
         yield (
@@ -98,6 +99,23 @@ def _window_problems(config: RunConfig) -> Iterator[str]:
         yield (
             f"window_attn_skip_freq={skip} must be one number n (every n-th layer has full attention), or 1 (window) "
             f"or 0 (full) for each of num_layers={layers}"
+        )
+
+
+def _chunk_problems(config: RunConfig) -> Iterator[str]:
+    """Attention within chunks."""
+    model = config.model
+    if model.attention_chunk_size is None:
+        return
+    if model.window_size is not None:
+        yield (
+            f"attention_chunk_size={model.attention_chunk_size} cannot be used with window_size={model.window_size}; "
+            "remove one of them"
+        )
+    if config.parallel.layout_invariant:
+        yield (
+            f"attention_chunk_size={model.attention_chunk_size} cannot be used with layout_invariant=True, which has "
+            "no chunks in generation; remove --layout-invariant"
         )
 
 

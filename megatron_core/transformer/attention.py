@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -79,6 +80,7 @@ class SelfAttention(nn.Module):
         self.keeps_projection = self.gated or qk_layernorm is not None  # autograd saves the projection in any case
         windowed = config.window_of_layer(layer_number) is not None
         self.has_rotary = config.has_rotary(layer_number)
+        self.has_chunks = config.chunk_of_layer(layer_number) is not None
         self.other_rotary = windowed and config.rotary_base_of_windows is not None
         # Kernels divide by sqrt(d); any other scale is applied to the queries, which works with every kernel.
         scale = config.attention_scale
@@ -103,7 +105,11 @@ class SelfAttention(nn.Module):
             query, key = rotate(query), rotate(key)
             if self.training and not self.keeps_projection:
                 value = value.clone()  # a view would keep the unrotated queries and keys alive
+        if context.query_scale is not None and not self.has_rotary:
+            query = (query * context.query_scale[..., None, None, None]).to(query.dtype)
         query = query.flatten(2, 3)
+        if self.has_chunks:
+            context = replace(context, documents=context.chunks)
         if context.cache is None:
             attend = recomputed(self.core_attention) if self.recompute_core and self.training else self.core_attention
             attended = attend(query, key, value, context, *self._sinks(query))

@@ -16,7 +16,7 @@ from megatron_core.ops import attention_softmax
 from megatron_core.ops.attention import causal_attention, has_native_attention
 from megatron_core.ops.paged_attention import has_native_paged_attention, native_paged_attention
 from megatron_core.parallel.groups import ALONE, Group
-from megatron_core.transformer.context import LayerContext, PackedDocuments, SequenceContext
+from megatron_core.transformer.context import LayerContext, PackedDocuments, SequenceContext, chunk_lengths
 from megatron_core.transformer.document_attention import takes_variable_lengths, variable_length_attention
 from megatron_core.transformer.flex_attention import flex_attention, unsupported_reason
 from megatron_core.transformer.paged_attention import PagedStep, gathered
@@ -74,6 +74,7 @@ class CoreAttention(nn.Module):
         self.first_head = part * (config.num_attention_heads // parts)
         self.divisor = layer_number + 1 if config.apply_query_key_layer_scaling else 1
         self.window = None if window_size is None or window_size[0] < 0 else window_size[0] + 1
+        self.chunk = config.chunk_of_layer(layer_number)
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, context: SequenceContext, sinks: Tensor | None = None
@@ -122,22 +123,39 @@ class CoreAttention(nn.Module):
         ``keys`` and ``values`` are the memory of the layer. Returns ``[tokens, heads * e]``.
         """
         parts, singles, by_formula = [], len(step.lengths), self.by_formula or sinks is not None
-        if singles and not by_formula and has_native_paged_attention(query, self.backend):
+        in_chunks = self.chunk is not None and step.longest > self.chunk
+        if singles and not (by_formula or in_chunks) and has_native_paged_attention(query, self.backend):
             out = native_paged_attention(query[:singles], keys, values, step.tables, step.lengths, window=self.window)
             parts.append(out.flatten(1))
         elif singles:
             key, value = (gathered(each, step.tables, step.longest).transpose(1, 2) for each in (keys, values))
             alone = query[:singles, :, None]
             if by_formula:
-                out = self._unfused(alone, key, value, SequenceContext(), step.masked(self.window), sinks)
+                out = self._unfused(alone, key, value, SequenceContext(), step.masked(self.window, self.chunk), sinks)
             else:
-                out = _fused(alone, key, value, step.bias(self.window, query.dtype))
+                out = _fused(alone, key, value, step.bias(self.window, query.dtype, self.chunk))
             parts.append(out.flatten(1))
         for chunk in step.chunks:
             own = query[chunk.row : chunk.row + chunk.count].transpose(0, 1)[None]
             key, value = (gathered(each, chunk.table, chunk.length).transpose(0, 1)[None] for each in (keys, values))
-            parts.append(self._causal(own, key, value, Excerpt(), sinks)[0].transpose(0, 1).flatten(1))
+            out = self._in_chunks(own, key, value, sinks)
+            parts.append(out[0].transpose(0, 1).flatten(1))
         return torch.cat(parts)
+
+    def _in_chunks(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
+        """``_causal`` of the last tokens of a document for each chunk of ``attention_chunk_size`` tokens."""
+        if self.chunk is None:
+            return self._causal(query, key, value, Excerpt(), sinks)
+        length, at = key.shape[2], key.shape[2] - query.shape[2]
+        outputs, first = [], at
+        while at < length:
+            start = at // self.chunk * self.chunk
+            stop = min(start + self.chunk, length)
+            keys = slice(start, stop)
+            own = query[:, :, at - first : stop - first]
+            outputs.append(self._causal(own, key[:, :, keys], value[:, :, keys], Excerpt(), sinks))
+            at = stop
+        return torch.cat(outputs, dim=2)
 
     def attend_fresh(
         self, query: Tensor, key: Tensor, value: Tensor, step: PagedStep, sinks: Tensor | None = None
@@ -148,7 +166,8 @@ class CoreAttention(nn.Module):
         """
         query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
         causal = partial(self._causal, sinks=sinks)
-        return _attention_by_documents(query, key, value, [step.fresh], causal)[0].transpose(0, 1).flatten(1)
+        lengths = step.fresh if self.chunk is None else chunk_lengths(step.fresh, self.chunk)
+        return _attention_by_documents(query, key, value, [lengths], causal)[0].transpose(0, 1).flatten(1)
 
     def _causal(self, query: Tensor, key: Tensor, value: Tensor, at: Excerpt, sinks: Tensor | None = None) -> Tensor:
         """Compute causal attention of one document without dropout; the last query attends to the last key."""

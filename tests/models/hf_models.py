@@ -95,6 +95,16 @@ GRANITE = {
     "residual_multiplier": 0.3,
     "logits_scaling": 4.0,
 }
+LLAMA4 = {
+    "head_dim": 16,
+    "intermediate_size_mlp": 64,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 1,
+    "no_rope_layer_interval": 2,
+    "attention_chunk_size": 5,
+    "attn_scale": 0.3,
+    "floor_scale": 3,
+}
 QWEN2_MOE = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
@@ -177,6 +187,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         LLAMA
         | {"sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"] * 2}
         | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}},
+    ),
+    "llama4": ("Llama4Text", LLAMA | LLAMA4),
+    "llama4, dense layers, plain attention": (
+        "Llama4Text",
+        LLAMA
+        | LLAMA4
+        | {"moe_layers": [1, 3], "no_rope_layers": [1, 0, 1, 0], "use_qk_norm": False}
+        | {"attention_chunk_size": None, "attn_temperature_tuning": False},
     ),
     "starcoder2": ("Starcoder2", LLAMA | {"tie_word_embeddings": True, "sliding_window": 5}),
     "gemma": ("Gemma", LLAMA | {"tie_word_embeddings": True, "head_dim": 16}),

@@ -44,6 +44,23 @@ DEEPSEEK_V2 = (
         "moe_aux_loss_coeff": 0.1,
     }
 )
+LLAMA4 = SMALL | {
+    "moe_layer_freq": (0, 1),
+    "moe_router_topk": 1,
+    "moe_router_score_function": "sigmoid",
+    "moe_apply_probs_on_input": True,
+    "moe_shared_expert_intermediate_size": 16,
+    "rotary_interleaved": True,
+    "qk_l2_norm": True,
+    "qk_l2_norm_rotary_only": True,
+    "no_rope_freq": (0, 1),
+    "attention_chunk_size": 5,
+    "query_temperature_scale": 0.3,
+    "query_temperature_floor": 3,
+}
+EXACT = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+PACKED = {"tokenizer_type": "NullTokenizer", "reset_position_ids": True, "reset_attention_mask": True}
+HEADS = {"cp_comm_type": ("a2a",)}
 
 HUB_ROWS: dict[str, tuple[int, dict, dict]] = {
     "granite, tp2": (2, GRANITE, TP2),
@@ -54,6 +71,12 @@ HUB_ROWS: dict[str, tuple[int, dict, dict]] = {
     "ernie, tp2 sp ep2 etp1": (2, ERNIE, TP2 | SP | EP2 | ETP1),
     "ernie, dp2 ep2 zero3": (2, ERNIE, EP2 | ZERO3),
     "ernie, cp2": (2, ERNIE, CP2),
+    "llama 4, tp2 sp ep2 etp1": (2, LLAMA4, TP2 | SP | EP2 | ETP1),
+    "llama 4, pp2": (2, LLAMA4 | EXACT, PP2),
+    "llama 4, cp2 p2p": (2, LLAMA4 | EXACT, CP2),
+    "llama 4, cp2 a2a, dropout": (2, LLAMA4, CP2 | HEADS),
+    "llama 4, packed, cp2 tp2": (4, LLAMA4 | EXACT | PACKED, CP2 | TP2),
+    "llama 4, dp2 ep2 zero3": (2, LLAMA4 | EXACT, EP2 | ZERO3),
     "deepseek-v2, tp2": (2, DEEPSEEK_V2, TP2),
     "deepseek-v2, pp2": (2, DEEPSEEK_V2, PP2),
     "deepseek-v2, dp2 ep2 zero3": (2, DEEPSEEK_V2, EP2 | ZERO3),
