@@ -196,6 +196,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"moe_layers": [1, 3], "no_rope_layers": [1, 0, 1, 0], "use_qk_norm": False}
         | {"attention_chunk_size": None, "attn_temperature_tuning": False},
     ),
+    "exaone4": ("Exaone4", LLAMA | {"sliding_window": 5, "sliding_window_pattern": 2}),
+    "exaone4, without windows": ("Exaone4", LLAMA | {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
+    "minimax_m2": (
+        "MiniMaxM2",
+        LLAMA
+        | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e5, "partial_rotary_factor": 0.5}},
+    ),
     "starcoder2": ("Starcoder2", LLAMA | {"tie_word_embeddings": True, "sliding_window": 5}),
     "gemma": ("Gemma", LLAMA | {"tie_word_embeddings": True, "head_dim": 16}),
     "glm": ("Glm", LLAMA | {"head_dim": 16}),
