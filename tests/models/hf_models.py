@@ -197,7 +197,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"attention_chunk_size": None, "attn_temperature_tuning": False},
     ),
     "exaone4": ("Exaone4", LLAMA | {"sliding_window": 5, "sliding_window_pattern": 2}),
-    "exaone4, without windows": ("Exaone4", LLAMA | {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
     "minimax_m2": (
         "MiniMaxM2",
         LLAMA

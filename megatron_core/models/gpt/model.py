@@ -264,20 +264,14 @@ class GPTModel(nn.Module):
             positions = self.split.positions(input_ids.shape[1] * self.split.cp_size, input_ids.device)
         if position_ids is None:
             position_ids = positions[None]
-        whole = (input_ids.shape[0], input_ids.shape[1] * self.split.cp_size)
+        whole, size = (len(input_ids), input_ids.shape[1] * self.split.cp_size), self.model_config.attention_chunk_size
         documents = None if document_lengths is None else PackedDocuments.of(document_lengths, *whole, input_ids.device)
         context = SequenceContext(
             rotary=self._rotary(position_ids),
             rotary_of_windows=self._rotary_of_windows(position_ids),
             attention_mask=attention_mask,
             documents=documents,
-            chunks=in_chunks(
-                documents,
-                self.model_config.attention_chunk_size,
-                *whole,
-                input_ids.device,
-                masked=attention_mask is not None,
-            ),
+            chunks=in_chunks(documents, size, *whole, input_ids.device, masked=attention_mask is not None),
             query_scale=query_temperature(self.model_config, position_ids, wide(self.parallel.params_dtype)),
             sample_index=sample_index,
             positions=positions,
