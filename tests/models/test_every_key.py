@@ -7,9 +7,10 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from transformers import CONFIG_MAPPING, PreTrainedConfig
+from transformers import CONFIG_MAPPING, CohereConfig, PreTrainedConfig
 
-from megatron_core.models.hf.architecture import ARCHITECTURES
+from megatron_core.errors import CheckpointError
+from megatron_core.models.hf.architecture import ARCHITECTURES, architecture_of
 
 OF_TRANSFORMERS = [name for name in ARCHITECTURES if name in CONFIG_MAPPING]
 COMMON = {field.name for field in fields(PreTrainedConfig)}
@@ -28,6 +29,12 @@ def test_every_key_of_transformers_has_a_place(name: str) -> None:
     unplaced = theirs - ARCHITECTURES[name].known_keys() - WITHOUT_LOGITS.get(name, set())
     assert {key for key in unplaced if not SUMMARY.fullmatch(key)} == set()
     assert theirs, "the class of transformers declares its keys"
+
+
+def test_an_unknown_architecture_is_refused_with_its_own_keys() -> None:
+    """Keys that every file of transformers has are not among them."""
+    with pytest.raises(CheckpointError, match="has no key layer_norm_eps, logit_scale$"):
+        architecture_of(CohereConfig().to_dict())
 
 
 def test_the_documentation_lists_every_architecture() -> None:

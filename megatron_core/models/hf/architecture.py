@@ -49,6 +49,8 @@ _TYPES = {bool: SWITCH, int: WIDTH, float: POSITIVE, str: STRING}
 IGNORED_KEYS = {
     *("architectures", "auto_map", "_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "output_router_logits", "pretraining_tp"),
+    *("id2label", "label2id", "problem_type", "return_dict", "output_attentions", "output_hidden_states"),
+    *("chunk_size_feed_forward", "is_encoder_decoder", "sep_token_id", "decoder_start_token_id"),
 }
 """Keys that do not change the logits of a model, or repeat other keys."""
 _COMMON_TYPES = {"model_type": STRING, "vocab_size": LENGTH, "tie_word_embeddings": SWITCH, "is_causal": SWITCH}
