@@ -33,7 +33,7 @@ def test_every_key_of_transformers_has_a_place(name: str) -> None:
 
 def test_an_unknown_architecture_is_refused_with_its_own_keys() -> None:
     """Keys that every file of transformers has are not among them."""
-    with pytest.raises(CheckpointError, match="has no key layer_norm_eps, logit_scale$"):
+    with pytest.raises(CheckpointError, match=r"has no key layer_norm_eps, logit_scale$"):
         architecture_of(CohereConfig().to_dict())
 
 
