@@ -27,6 +27,8 @@ TORCH_DTYPES = {
     **{"I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool},
 }
 """Torch dtypes by their names in the format."""
+WEIGHT_DTYPES = {name: dtype for name, dtype in TORCH_DTYPES.items() if dtype.is_floating_point}
+"""Torch dtypes of weights by their names in the format."""
 CHECKSUM = b',\n "checksum": "'
 """The last key of the file: a hash of all preceding bytes."""
 T = TypeVar("T")

@@ -33,7 +33,11 @@ SOFTMAX_SCALE_FROM_YARN = unless(
 WINDOW = given("window_size", "BEFORE 0")
 WINDOWED_LAYER = Condition("a layer with the window", lambda run: run.model.has_windows)
 QK_LAYERNORM = given("qk_layernorm")
-GELU = unless("--swiglu or --squared-relu", lambda run: run.model.swiglu or run.model.squared_relu)
+GELU = unless(
+    "--swiglu, --quick-geglu or --squared-relu",
+    lambda run: run.model.swiglu or run.model.quick_geglu or run.model.squared_relu,
+)
+GATED = Condition("--swiglu, --geglu or --quick-geglu", lambda run: run.model.gated_linear_unit)
 MUP = given("use_mup")
 DEFAULT_SOFTMAX_SCALE = unless("--softmax-scale", lambda run: run.model.softmax_scale is not None)
 UNFUSED_ATTENTION = Condition(

@@ -43,7 +43,8 @@ def forward_flops_per_token(model: ModelConfig, seq_length: int, vocab_size: int
     *inputs, output = attention.projections(1)
     matrices = 3 if model.gated_linear_unit else 2
     windows = [model.window_of_layer(layer) for layer in range(layers)]
-    keys = sum(seq_length if w is None or w[0] < 0 else min(seq_length, w[0] + 1) for w in windows)
+    widths = [seq_length if w is None or w[0] < 0 else min(seq_length, w[0] + 1) for w in windows]
+    keys = sum(min(width, model.chunk_of_layer(layer) or width) for layer, width in enumerate(widths))
     sparse = sum(map(model.has_experts, range(layers)))
     shared = model.moe_shared_expert_intermediate_size or 0
     terms = {

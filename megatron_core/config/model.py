@@ -6,6 +6,7 @@ from typing import Literal
 from megatron_core.config import conditions as c
 from megatron_core.config import ranges as r
 from megatron_core.config.moe import MoEConfig
+from megatron_core.config.rotary import RotaryConfig
 from megatron_core.config.setting import ALWAYS, Resume, given, section, setting
 
 RecomputeModule = Literal["core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"]
@@ -29,57 +30,6 @@ class LatentAttentionConfig:
     """Channels of a query head with rotary positions; all heads share these channels of the key."""
     v_head_dim: int = setting(128, r.SIZE)
     """Channels of a value head."""
-
-
-@dataclass(frozen=True, kw_only=True)
-@section(resume=Resume.FUNCTION)
-class RotaryConfig:
-    """Rotary positions (Su et al. 2021) and their scaling to longer sequences."""
-
-    rotary_base: float = setting(10000.0, r.POSITIVE, when=c.ROTARY, aliases="rotary_position_embeddings_theta")
-    """Base of the rotary frequencies."""
-    rotary_base_of_windows: float | None = setting(
-        None, r.POSITIVE, needs=c.NO_LATENT_ATTENTION, when=(c.WINDOWED_LAYER, c.ROTARY, c.WINDOW)
-    )
-    """Base in layers with the window of --window-size, which is not scaled (Gemma 3); default: --rotary-base."""
-    rotary_percent: float = setting(1.0, r.POSITIVE_UP_TO_1, when=c.ROTARY)
-    """Fraction of each head's channels that have rotary positions."""
-    no_rope_freq: tuple[int, ...] | None = setting(None, needs=(c.ROTARY, c.NO_LATENT_ATTENTION))
-    """Layers without rotary positions (Llama 4, SmolLM3). One number n: every n-th layer. One number per layer: 1
-    without, 0 with rotary positions; also an expression such as ([0]*3+[1])*12. Default: all layers have them."""
-    rotary_interleaved: bool = setting(False, needs=c.NO_LATENT_ATTENTION, when=c.ROTARY)
-    """Rotate channels 2i and 2i + 1 together (RoFormer, GPT-J); default: i and i + half (Llama)."""
-    rotary_seq_len_interpolation_factor: float | None = setting(None, r.POSITIVE, needs=c.ROTARY)
-    """Divide positions by this, for sequences longer than in training (Chen et al. 2023); default: no division."""
-    use_rope_scaling: bool = setting(False, needs=c.ROTARY)
-    """Scale the frequencies by --rope-scaling-factor with the method --rope-scaling-type."""
-    rope_scaling_type: Literal["llama3", "yarn", "ntk", "dynamic"] = setting("llama3", needs=c.ROPE_SCALING)
-    """llama3: lower the frequencies of slow channels and keep the fast ones (Llama 3.1). yarn: as llama3 with other
-    bounds, and longer queries and keys (Peng et al. 2023). ntk: a larger base (bloc97 2023). dynamic: as ntk, with the
-    factor that --max-position-embeddings needs, 1 up to the original length (emozilla 2023)."""
-    rope_scaling_factor: float = setting(8.0, r.POSITIVE, when=c.ROPE_SCALING, aliases="rotary_scaling_factor")
-    """Factor of --use-rope-scaling; 8 for Llama 3.1, 32 for Llama 3.2."""
-    original_max_position_embeddings: int | None = setting(
-        None,
-        r.SIZE,
-        when=(c.NOT_NTK, c.ROPE_SCALING),
-        aliases="rope_scaling_original_max_position_embeddings yarn_original_max_position_embeddings",
-    )
-    """Number of positions in training before --use-rope-scaling; default: 8192 for llama3; not needed for ntk."""
-    yarn_beta_fast: float = setting(32.0, r.POSITIVE, when=c.YARN, aliases="beta_fast")
-    """YaRN: channels that make more than this number of turns over the original positions are not scaled."""
-    yarn_beta_slow: float = setting(1.0, r.POSITIVE, when=c.YARN, aliases="beta_slow")
-    """YaRN: channels that make fewer than this number of turns over the original positions are scaled fully."""
-    yarn_correction_range_round_to_int: bool = setting(True, when=c.YARN)
-    """YaRN: round the first and the last partly scaled channel outwards to integers."""
-    mscale: float = setting(1.0, r.NON_NEGATIVE, when=(c.NO_YARN_FACTOR, c.YARN), aliases="rope_scaling_mscale")
-    """YaRN: cosine and sine are multiplied by m(mscale) / m(mscale_all_dim), m(x) = 1 + 0.1 x ln(factor)."""
-    mscale_all_dim: float = setting(
-        0.0, r.NON_NEGATIVE, when=(c.SOFTMAX_SCALE_FROM_YARN, c.YARN), aliases="rope_scaling_mscale_all_dim"
-    )
-    """YaRN: the divisor of --mscale."""
-    yarn_attention_factor: float | None = setting(None, r.POSITIVE, when=c.YARN)
-    """YaRN: multiply cosine and sine by this; default: the factor from --mscale."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +103,8 @@ class ModelConfig(LatentAttentionConfig, RotaryConfig, MoEConfig, MuPConfig):
     """With --qk-layernorm: normalize over all heads together (OLMo 2); needs RMSNorm."""
     qk_l2_norm: bool = setting(False, needs=c.NO_LATENT_ATTENTION)
     """Divide queries and keys of each head by their root mean square, without weights (Llama 4)."""
+    qk_l2_norm_rotary_only: bool = setting(False, needs=given("qk_l2_norm"))
+    """With --qk-l2-norm: only in layers with rotary positions."""
     apply_wd_to_qk_layernorm: bool = setting(False, needs=c.QK_LAYERNORM, resume=Resume.REPORTED)
     """With --qk-layernorm: apply weight decay to the weights of these norms."""
     attention_output_gate: bool = setting(False, needs=c.NO_LATENT_ATTENTION)
@@ -161,6 +113,12 @@ class ModelConfig(LatentAttentionConfig, RotaryConfig, MoEConfig, MuPConfig):
     """Gated MLP with SiLU: silu(gate) * up (Shazeer 2020)."""
     geglu: bool = setting(False, when=ALWAYS)
     """Gated MLP with GELU: gelu(gate) * up (Shazeer 2020)."""
+    quick_geglu: bool = setting(False, when=ALWAYS)
+    """Gated MLP with an approximation of GELU: gate * sigmoid(1.702 gate) * up (gpt-oss)."""
+    glu_linear_offset: float = setting(0.0, r.NON_NEGATIVE, needs=c.GATED)
+    """Offset o of a gated MLP: f(gate) * (up + o); 1 in gpt-oss."""
+    activation_func_clamp_value: float | None = setting(None, r.POSITIVE, needs=c.GATED)
+    """Bound v of a gated MLP: min(gate, v), and up between -v and v (gpt-oss); default: none."""
     squared_relu: bool = setting(False, when=ALWAYS)
     """MLP with relu(x)^2 (So et al. 2021)."""
     openai_gelu: bool = setting(False, when=c.GELU)
@@ -184,11 +142,22 @@ class ModelConfig(LatentAttentionConfig, RotaryConfig, MoEConfig, MuPConfig):
     """Give the output layer its own weight instead of the word embedding's."""
     scale_embeddings: bool = setting(False, when=ALWAYS)
     """Multiply embeddings by sqrt(hidden_size) (Vaswani et al. 2017, section 3.4; Gemma)."""
+    embedding_multiplier: float = setting(1.0, r.POSITIVE, when=ALWAYS)
+    """Factor on the embeddings (Granite)."""
+    residual_multiplier: float = setting(1.0, r.POSITIVE, when=ALWAYS)
+    """Factor on the outputs of attention and MLP before they are added to the residual stream (Granite)."""
+    logit_multiplier: float = setting(1.0, r.POSITIVE, when=ALWAYS)
+    """Factor on the logits (Granite, Cohere)."""
     softmax_scale: float | None = setting(None, r.POSITIVE, when=ALWAYS)
     """Factor on the products of queries and keys; default: 1 / sqrt(channels of a head)."""
     attn_logit_softcapping: float | None = setting(None, r.POSITIVE, when=ALWAYS)
     """Bound c of the scaled products of queries and keys: c tanh(score / c) (Gemma 2); on a CPU it selects the unfused
     attention; default: none."""
+    softmax_type: Literal["vanilla", "off-by-one", "learnable"] = setting(
+        "vanilla", needs=c.NO_LATENT_ATTENTION, resume=Resume.TENSORS
+    )
+    """Denominator of the attention weights. vanilla: the sum of exp(score) over keys. off-by-one: 1 is added (Miller
+    2023). learnable: exp of a learned number of the head, an attention sink, is added (gpt-oss)."""
     final_logit_softcapping: float | None = setting(None, r.POSITIVE, when=ALWAYS)
     """Bound c of the logits: c tanh(logits / c) (Gemma 2); default: none."""
     hidden_dropout: float = setting(0.1, r.BELOW_1, when=ALWAYS, resume=Resume.REPORTED)
@@ -257,7 +226,7 @@ class ModelConfig(LatentAttentionConfig, RotaryConfig, MoEConfig, MuPConfig):
     @property
     def gated_linear_unit(self) -> bool:
         """Whether the MLP's first projection computes a gate and a value."""
-        return self.swiglu or self.geglu
+        return self.swiglu or self.geglu or self.quick_geglu
 
     @property
     def ffn_size(self) -> int:
@@ -307,14 +276,15 @@ class ModelConfig(LatentAttentionConfig, RotaryConfig, MoEConfig, MuPConfig):
     @property
     def embedding_factor(self) -> float:
         """Factor on the embeddings of words and positions."""
-        return self.mup_embedding_mult if self.use_mup else 1.0
+        return self.embedding_multiplier * (self.mup_embedding_mult if self.use_mup else 1.0)
 
     @property
     def logit_factor(self) -> float:
         """Factor on the logits."""
         if not self.use_mup:
-            return 1.0
-        return self.mup_output_mult if self.mup_output_mult != 1.0 else 1.0 / self.mup_width_mult
+            return self.logit_multiplier
+        own = self.mup_output_mult if self.mup_output_mult != 1.0 else 1.0 / self.mup_width_mult
+        return self.logit_multiplier * own
 
     @property
     def query_groups(self) -> int:
@@ -340,6 +310,10 @@ class ModelConfig(LatentAttentionConfig, RotaryConfig, MoEConfig, MuPConfig):
         windowed = (layer_number + 1) % skip[0] != 0 if len(skip) == 1 else skip[layer_number] == 1
         return self.window_size if windowed else None
 
+    def chunk_of_layer(self, layer_number: int) -> int | None:
+        """Tokens of a chunk within which a layer (numbered from 0) attends; None: whole documents."""
+        return self.attention_chunk_size if self.has_rotary(layer_number) else None
+
     def has_rotary(self, layer_number: int) -> bool:
         """Whether a layer (numbered from 0) has rotary positions, if the model has any."""
         skip, layer_number = self.no_rope_freq, min(layer_number, self.num_layers - 1)
@@ -356,6 +330,11 @@ class ModelConfig(LatentAttentionConfig, RotaryConfig, MoEConfig, MuPConfig):
     def has_qkv_bias(self) -> bool:
         """Whether the QKV projection has a bias."""
         return self.add_bias_linear or self.add_qkv_bias
+
+    @property
+    def has_sinks(self) -> bool:
+        """Whether the attention weights of a query may add up to less than 1."""
+        return self.softmax_type != "vanilla"
 
     @property
     def fuses_output_layer_with_loss(self) -> bool:

@@ -43,6 +43,11 @@ class MoEConfig:
     """Number of groups of experts for group-limited routing (DeepSeek-V2)."""
     moe_router_group_topk: int | None = setting(None, r.COUNT, when=c.ROUTED_BY_SCORE)
     """Number of groups from which the experts of a token are chosen."""
+    moe_router_group_score_topk: int | None = setting(
+        None, r.COUNT, needs=given("moe_router_group_topk", "N"), when=c.ROUTED_BY_SCORE
+    )
+    """Number of highest scores of a group whose sum is the group's score: 1 in DeepSeek-V2, 2 in DeepSeek-V3; default:
+    --moe-router-topk / --moe-router-group-topk."""
     moe_apply_probs_on_input: bool = setting(False)
     """Multiply the input of an expert by its probability instead of its output (Llama 4); needs --moe-router-topk 1."""
     moe_router_topk_scaling_factor: float | None = setting(None, r.POSITIVE, when=c.NO_SINKHORN)
@@ -93,6 +98,14 @@ class MoEConfig:
     )
     """Communication of tokens to the ranks of their experts. alltoall: each token to the ranks of its experts.
     allgather: all tokens to all ranks; simple, for debugging and few ranks."""
+
+    @property
+    def group_score_topk(self) -> int | None:
+        """Number of scores that make up a group's score; None: the choice of experts is not limited to groups."""
+        groups, chosen = self.moe_router_num_groups, self.moe_router_group_topk
+        if groups is None or chosen is None or groups == chosen:
+            return None
+        return self.moe_router_group_score_topk or self.moe_router_topk // chosen
 
     def has_experts(self, layer_number: int) -> bool:
         """Whether a layer (numbered from 0) has experts instead of a dense MLP."""

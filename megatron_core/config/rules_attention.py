@@ -22,13 +22,14 @@ def model_problems(config: RunConfig) -> Iterator[str]:
     yield from _group_problems(config)
     yield from _position_problems(config)
     yield from _window_problems(config)
+    yield from _chunk_problems(config)
     yield from _flex_problems(config)
     if model.mtp_num_layers and model.position_embedding_type == "learned_absolute":
         yield (
             f"mtp_num_layers={model.mtp_num_layers} cannot be used with position_embedding_type=learned_absolute, "
             "whose table is on the first stage alone; use --position-embedding-type rope"
         )
-    chosen = [n for n in ("swiglu", "geglu", "squared_relu", "openai_gelu") if getattr(model, n)]
+    chosen = [n for n in ("swiglu", "geglu", "quick_geglu", "squared_relu", "openai_gelu") if getattr(model, n)]
     if len(chosen) > 1 and chosen != ["geglu", "openai_gelu"]:
         yield f"{' and '.join(f'{name}=True' for name in chosen)} exclude one another; keep one activation"
     if model.final_logit_softcapping is not None and model.fuses_output_layer_with_loss:
@@ -51,6 +52,7 @@ def _flex_problems(config: RunConfig) -> Iterator[str]:
             "its mask cannot be in a graph; remove it",
         ),
         "layout_invariant=True": (config.parallel.layout_invariant, "it has its own order of sums; remove it"),
+        f"softmax_type={model.softmax_type}": (model.has_sinks, "it has no sinks"),
         f"context_parallel_size={config.parallel.context_parallel_size}": (
             config.parallel.context_parallel_size > 1 and kinds != {"a2a"},
             "it needs whole sequences; add --cp-comm-type a2a",
@@ -97,6 +99,23 @@ def _window_problems(config: RunConfig) -> Iterator[str]:
         yield (
             f"window_attn_skip_freq={skip} must be one number n (every n-th layer has full attention), or 1 (window) "
             f"or 0 (full) for each of num_layers={layers}"
+        )
+
+
+def _chunk_problems(config: RunConfig) -> Iterator[str]:
+    """Attention within chunks."""
+    model = config.model
+    if model.attention_chunk_size is None:
+        return
+    if model.window_size is not None:
+        yield (
+            f"attention_chunk_size={model.attention_chunk_size} cannot be used with window_size={model.window_size}; "
+            "remove one of them"
+        )
+    if config.parallel.layout_invariant:
+        yield (
+            f"attention_chunk_size={model.attention_chunk_size} cannot be used with layout_invariant=True, which has "
+            "no chunks in generation; remove --layout-invariant"
         )
 
 

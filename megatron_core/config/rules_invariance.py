@@ -16,6 +16,7 @@ REFUSED = {
 """Settings that cannot be used, with the reason and the remedy."""
 REFUSED_WORDS = {
     ("grad_compression", "none"): "a compressed gradient depends on the ranks; remove --grad-compression",
+    ("softmax_type", "vanilla"): "the gradient of a sink is a sum over all queries; remove --softmax-type",
     ("moe_token_dispatcher_type", "alltoall"): "it adds the experts of a rank first; use alltoall",
     ("tp_comm_overlap_chunks", 1): "its products have canonical parts; use 1",
     ("attention_kind", "grouped_query"): "its projections have no canonical parts; remove --attention-kind",
@@ -38,6 +39,11 @@ def invariance_problems(config: RunConfig) -> Iterator[str]:
         yield (
             "cross_entropy_fusion_impl=linear cannot be used with layout_invariant=True: it cuts tokens by memory; "
             "use native"
+        )
+    if config.model.num_experts is not None and config.model.add_bias_linear:
+        yield (
+            "disable_bias_linear=False cannot be used with layout_invariant=True and experts, whose biases have no "
+            "canonical parts; add --disable-bias-linear"
         )
     if config.optimizer.optimizer == "lamb":
         yield "optimizer=lamb cannot be used with layout_invariant=True: its trust ratios are sums over ranks; use adam"

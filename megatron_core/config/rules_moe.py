@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from megatron_core.config.model import ModelConfig
 from megatron_core.config.rules_parallel import divisors, uneven
 from megatron_core.config.run import RunConfig
 from megatron_core.schedules.table import PAIRED
@@ -14,10 +15,10 @@ def moe_problems(config: RunConfig) -> Iterator[str]:
         return
     if model.num_experts < 1 or model.moe_router_topk < 1:
         return  # reported as out of range
-    if model.add_bias_linear:
+    if model.add_bias_linear and model.moe_shared_expert_intermediate_size is not None:
         yield (
-            "disable_bias_linear=False, but experts have no biases; add --disable-bias-linear, and --add-qkv-bias if "
-            "the QKV projection is to keep its own"
+            "disable_bias_linear=False, but shared experts have no biases; add --disable-bias-linear, and "
+            "--add-qkv-bias if the QKV projection is to keep its own"
         )
     yield from _layer_problems(config)
     yield from _choice_problems(config)
@@ -68,22 +69,22 @@ def _choice_problems(config: RunConfig) -> Iterator[str]:
             "give both or none of them"
         )
     elif groups is not None and group_topk is not None and min(groups, group_topk) >= 1:
-        yield from _group_problems(experts, k, groups, group_topk)
+        yield from _group_problems(model, experts, groups, group_topk)
     if softmax and k == 1 and not model.moe_router_pre_softmax and not _is_sinkhorn(config):
         yield (
             "moe_router_topk=1: the softmax over one chosen expert is always 1, so that the router would learn "
             "nothing; add --moe-router-pre-softmax, or use --moe-router-score-function sigmoid"
         )
-    if model.moe_router_enable_expert_bias and (softmax or _is_sinkhorn(config)):
+    if model.moe_router_enable_expert_bias and _is_sinkhorn(config):
         yield (
-            f"moe_router_enable_expert_bias=True cannot be used with moe_router_score_function="
-            f"{model.moe_router_score_function} and moe_router_load_balancing_type="
-            f"{model.moe_router_load_balancing_type}; legal: sigmoid or sqrtsoftplus, and no sinkhorn"
+            "moe_router_enable_expert_bias=True cannot be used with moe_router_load_balancing_type="
+            f"{model.moe_router_load_balancing_type}; legal: types without sinkhorn"
         )
 
 
-def _group_problems(experts: int, k: int, groups: int, group_topk: int) -> Iterator[str]:
+def _group_problems(model: ModelConfig, experts: int, groups: int, group_topk: int) -> Iterator[str]:
     """Group-limited routing."""
+    k, counted = model.moe_router_topk, model.moe_router_group_score_topk
     if experts % groups:
         yield (
             f"num_experts={experts} cannot be split into moe_router_num_groups={groups}; "
@@ -91,7 +92,17 @@ def _group_problems(experts: int, k: int, groups: int, group_topk: int) -> Itera
         )
     elif group_topk > groups:
         yield f"moe_router_group_topk={group_topk} is more than moe_router_num_groups={groups}; legal: 1 to {groups}"
-    elif k % group_topk or k > group_topk * (experts // groups):
+    elif counted is not None and counted > experts // groups:
+        yield (
+            f"moe_router_group_score_topk={counted} is more than the {experts // groups} experts of a group; "
+            f"legal: 1 to {experts // groups}"
+        )
+    elif counted is not None and k > group_topk * (experts // groups):
+        yield (
+            f"moe_router_topk={k} experts cannot come from moe_router_group_topk={group_topk} groups of "
+            f"{experts // groups}; legal: 1 to {group_topk * (experts // groups)}"
+        )
+    elif counted is None and (k % group_topk or k > group_topk * (experts // groups)):
         yield (
             f"moe_router_topk={k} experts cannot come from moe_router_group_topk={group_topk} groups of "
             f"{experts // groups}; legal: multiples of {group_topk} up to {group_topk * (experts // groups)}"

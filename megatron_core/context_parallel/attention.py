@@ -36,36 +36,42 @@ class SplitSequence:
         return tiles(queries, keys, self.documents, self.window)
 
 
-def split_attention(query: Tensor, key: Tensor, value: Tensor, sequence: SplitSequence) -> Tensor:
+def split_attention(
+    query: Tensor, key: Tensor, value: Tensor, sequence: SplitSequence, sinks: Tensor | None = None
+) -> Tensor:
     """softmax(Q K^T / sqrt(d)) V over all visible keys on all ranks.
 
     ``[b, heads, n, d]``, ``[b, groups, n, d]``, ``[b, groups, n, e]`` -> ``[b, heads, n, e]``; n is the length of this
     rank's part of the sequence, and e are the channels of values: e = d, except in latent attention, where e < d.
     Backward saves only query, key, value, output and log-sum-exp of this rank. The parts of a softmax are merged in
-    float32 or wider.
+    float32 or wider. ``sinks`` ``[heads]`` are scores of one more key of every query, whose value is 0 (gpt-oss, arXiv
+    2508.10925, section 2.2).
     """
-    return _SplitAttention.apply(query, key, value, sequence)
+    return _SplitAttention.apply(query, key, value, sinks, sequence)
 
 
 class _SplitAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query, key, value, sequence):
+    def forward(ctx, query, key, value, sinks, sequence):
         own = torch.cat((key, value), dim=-1)  # one message
         out = query.new_zeros((*query.shape[:-1], value.shape[-1]), dtype=wide(query.dtype))
-        lse = out.new_full(query.shape[:-1], -torch.inf)
+        if sinks is None:
+            lse = out.new_full(query.shape[:-1], -torch.inf)
+        else:  # the softmax of the sink alone, whose output is 0
+            lse = out.new_empty(query.shape[:-1]).copy_(sinks[:, None])
         for owner, block in sequence.exchange.forward(own):
             keys, values = _keys_and_values(block, query)
             for tile in sequence.tiles_with(owner):
                 at, of = _ranges(tile)
                 merge_(out[at], lse[at], *sequence.products.forward(query[at], keys[of], values[of], tile, owner))
         out = out.to(query.dtype)
-        ctx.save_for_backward(query, own, out, finite(lse))
+        ctx.save_for_backward(query, own, out, finite(lse), sinks)
         ctx.sequence = sequence
         return out
 
     @staticmethod
     def backward(ctx, grad):
-        query, own, out, lse = ctx.saved_tensors
+        query, own, out, lse, sinks = ctx.saved_tensors
         sequence = ctx.sequence
         grad_query = torch.zeros_like(query, dtype=lse.dtype)
 
@@ -81,7 +87,11 @@ class _SplitAttention(torch.autograd.Function):
             return total
 
         grad_key, grad_value = _keys_and_values(sequence.exchange.backward(own, gradient_of).to(query.dtype), query)
-        return grad_query.to(query.dtype), grad_key, grad_value, None
+        grad_sinks = None
+        if sinks is not None:  # p (0 - sum over keys of p dp) for the weight p of a sink
+            weights = (sinks.to(lse.dtype)[:, None] - lse).exp()
+            grad_sinks = -(weights * (grad * out).sum(-1)).sum((0, 2)).to(sinks.dtype)
+        return grad_query.to(query.dtype), grad_key, grad_value, grad_sinks, None
 
 
 def _keys_and_values(block: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:

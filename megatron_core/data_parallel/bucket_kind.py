@@ -35,11 +35,12 @@ class BucketKind:
     def of(cls, parameter: nn.Parameter, groups: ParallelGroups) -> BucketKind:
         """Return the kind of bucket for a parameter."""
         spec = spec_of(parameter)
+        matrix = len(spec.global_shape) > 1 and not getattr(parameter, "is_vector", False)
         shared = (split.axis for split in spec.splits if split.shared)
         return cls(
             dtype=parameter.dtype,
-            decay=len(spec.global_shape) > 1 or getattr(parameter, "decays", False),
-            matrix=len(spec.global_shape) > 1,
+            decay=matrix or getattr(parameter, "decays", False),
+            matrix=matrix,
             replica_axes=spec.replica_axes,
             partial_axes=tuple(axis for axis in spec.partial_axes if groups.size(axis) > 1),
             shared_axes=tuple(axis for axis in shared if groups.size(axis) > 1),

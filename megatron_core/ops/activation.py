@@ -3,29 +3,47 @@
 from typing import Any, Literal
 
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from megatron_core.errors import ConfigError
-from megatron_core.ops import native
+from megatron_core.ops import native, reference
 from megatron_core.ops.backend import Backend, python_backend, select_backend_for
 from megatron_core.ops.operator import operator
 from megatron_core.ops.rows import check, count, in_rows, new_like, partials
 
-Kind = Literal["gelu", "gelu_tanh", "squared_relu", "swiglu", "geglu", "geglu_tanh"]
+Kind = Literal["gelu", "gelu_tanh", "squared_relu", "swiglu", "geglu", "geglu_tanh", "quick_geglu"]
 
 NUMBERS = {"gelu": 0, "gelu_tanh": 1, "squared_relu": 2, "swiglu": 3, "geglu": 4, "geglu_tanh": 5}
 """Numbers of the activation functions in csrc/common/activation.h."""
 
-GATED = frozenset({"swiglu", "geglu", "geglu_tanh"})
+GATED = frozenset(reference.GATES)
 """Gated activations: f(gate) * value."""
+LEGAL = (*NUMBERS, *(kind for kind in reference.GATES if kind not in NUMBERS))
 
 
-def bias_activation(x: Tensor, bias: Tensor | None, kind: Kind, *, backend: Backend = "auto") -> Tensor:
+def bias_activation(
+    x: Tensor,
+    bias: Tensor | None,
+    kind: Kind,
+    *,
+    limit: float | None = None,
+    offset: float = 0.0,
+    backend: Backend = "auto",
+) -> Tensor:
     """y = f(x + bias); ``x`` ``[..., n]``, ``bias`` ``[n]`` or None -> ``[..., n]``; gated: n = 2 m, the first half is
     the gate and the second half the value, -> ``[..., m]``. Only ``x`` and ``bias`` are saved for backward.
 
     gelu: x Phi(x) or its tanh form (Hendrycks and Gimpel 2016); squared_relu (So et al. 2021); swiglu, geglu: silu or
-    gelu of the gate, times the value (Shazeer 2020).
+    gelu of the gate, times the value (Shazeer 2020); quick_geglu: x sigmoid(1.702 x) of the gate. ``limit`` bounds gate
+    and value, and ``offset`` is added to the value (``reference.gated``). The last three have no kernel on any backend:
+    backward computes the reference again.
     """
+    if kind not in NUMBERS or limit is not None or offset:
+        _check("bias_activation", x, bias, kind)
+        again: Tensor = checkpoint(
+            reference.bias_activation, x, bias, kind, limit, offset, use_reentrant=False, preserve_rng_state=False
+        )
+        return again
     chosen = select_backend_for("activation", backend, x, x, kind)
     if chosen != "native":
         _check("bias_activation", x, bias, kind)
@@ -76,8 +94,8 @@ _bias_activation_backward.register_no_autograd()
 
 
 def _check(op: str, x: Tensor, bias: Tensor | None, kind: str) -> None:
-    if kind not in NUMBERS:
-        raise ConfigError(f"{op}: kind={kind!r}; legal: {', '.join(NUMBERS)}")
+    if kind not in LEGAL:
+        raise ConfigError(f"{op}: kind={kind!r}; legal: {', '.join(LEGAL)}")
     check(op, x, {}, **({} if bias is None else {"bias": bias}))
     if kind in GATED and x.shape[-1] % 2:
         raise ConfigError(

@@ -37,9 +37,13 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tenso
     return functional.layer_norm(x, weight.shape, weight, bias, epsilon)
 
 
-def bias_activation(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
-    """y = f(x + bias), the sum in the precision of ``x``; a gated f halves the last dim."""
-    return FUNCTIONS[kind](x if bias is None else x + bias)
+def bias_activation(
+    x: Tensor, bias: Tensor | None, kind: str, limit: float | None = None, offset: float = 0.0
+) -> Tensor:
+    """y = f(x + bias), the sum in the precision of ``x``; a gated f halves the last dim. ``limit`` and ``offset`` of a
+    gated f: as in ``gated``."""
+    total = x if bias is None else x + bias
+    return gated(GATES[kind], total, limit, offset) if kind in GATES else FUNCTIONS[kind](total)
 
 
 def squared_relu(x: Tensor) -> Tensor:
@@ -47,10 +51,20 @@ def squared_relu(x: Tensor) -> Tensor:
     return torch.relu(x).square()
 
 
-def gated(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """function(gate) * value; ``x`` ``[..., 2 m]`` is the gate followed by the value (Shazeer 2020)."""
+def gated(function: Callable[[Tensor], Tensor], x: Tensor, limit: float | None = None, offset: float = 0.0) -> Tensor:
+    """function(gate) * (value + offset); ``x`` ``[..., 2 m]`` is the gate followed by the value (Shazeer 2020).
+
+    With ``limit`` v the gate is min(gate, v), and the value is bounded by -v and v.
+    """
     gate, value = x.chunk(2, dim=-1)
-    return function(gate) * value
+    if limit is not None:
+        gate, value = gate.clamp(max=limit), value.clamp(-limit, limit)
+    return function(gate) * (value + offset if offset else value)
+
+
+def quick_gelu(x: Tensor) -> Tensor:
+    """x sigmoid(1.702 x) (Hendrycks and Gimpel 2016)."""
+    return x * torch.sigmoid(1.702 * x)
 
 
 gelu_tanh = partial(functional.gelu, approximate="tanh")
@@ -59,11 +73,15 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,
     "gelu_tanh": gelu_tanh,
     "squared_relu": squared_relu,
-    "swiglu": partial(gated, functional.silu),
-    "geglu": partial(gated, functional.gelu),
-    "geglu_tanh": partial(gated, gelu_tanh),
 }
 """Activation functions by name; GELU: Hendrycks and Gimpel 2016."""
+GATES: dict[str, Callable[[Tensor], Tensor]] = {
+    "swiglu": functional.silu,
+    "geglu": functional.gelu,
+    "geglu_tanh": gelu_tanh,
+    "quick_geglu": quick_gelu,
+}
+"""Functions of the gate by the name of the gated activation."""
 
 
 def attention_softmax(scores: Tensor, mask: Tensor | None, scale: float, causal: bool, window: int | None) -> Tensor:

@@ -154,7 +154,8 @@ class Footprint:
         for elements, size, hidden in (
             (total.dense - total.outside, dense, True),
             (total.outside, dense, False),
-            (total.experts, experts, True),
+            (total.experts - total.expert_biases, experts, True),
+            (total.expert_biases, experts, False),
         ):
             each = state_by_kind(
                 config.training.compute_dtype,

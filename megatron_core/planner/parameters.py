@@ -26,6 +26,8 @@ class Parameters:
     """Further elements as ``dense``, without gradients and optimizer state."""
     frozen_experts: int = 0
     """Further elements as ``experts``, without gradients and optimizer state."""
+    expert_biases: int = 0
+    """Biases of ``experts``."""
 
     def __add__(self, other: Parameters) -> Parameters:
         return Parameters(*map(add, astuple(self), astuple(other)))
@@ -60,17 +62,21 @@ def layer_parameters(config: RunConfig, layer_number: int) -> Parameters:
     found = _vectors(norms + norm_parameters(model) * {"pre": 2, "sandwich": 4, "post": 2}[model.norm_placement])
     for projection in attention.projections(tp):
         found += Parameters(projection.elements) + _vectors(projection.outputs * projection.has_bias)
+    if model.softmax_type == "learnable":
+        found += _vectors(model.num_attention_heads // tp)
     if not model.has_experts(layer_number):
         return found + _mlp(model, model.ffn_size, tp)
-    found += Parameters(hidden * (model.num_experts or 0))
+    experts = model.num_experts or 0
+    found += Parameters(hidden * experts) + _vectors(experts * model.add_bias_linear)
     shared = model.moe_shared_expert_intermediate_size
     if shared is not None:
         found += _mlp(model, shared, tp) + Parameters(hidden * model.moe_shared_expert_gate)
     parallel = config.parallel
     matrices = 3 if model.gated_linear_unit else 2
-    local = (model.num_experts or 0) // parallel.expert_model_parallel_size
+    local = experts // parallel.expert_model_parallel_size
     width = model.expert_ffn_size // parallel.expert_tensor_size
-    return found + Parameters(experts=local * matrices * hidden * width)
+    biases = local * ((matrices - 1) * width + hidden) * model.add_bias_linear
+    return found + Parameters(experts=local * matrices * hidden * width + biases, expert_biases=biases)
 
 
 def embedding_parameters(config: RunConfig, vocab_size: int) -> Parameters:

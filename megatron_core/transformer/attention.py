@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from megatron_core.ops import rope
-from megatron_core.parallel.sharding import split_qkv
+from megatron_core.parallel.sharding import allocate, split, split_qkv
 from megatron_core.transformer.context import LayerContext, SequenceContext
 from megatron_core.transformer.core_attention import CoreAttention
 from megatron_core.transformer.paged_attention import KeyValueStore
@@ -22,7 +23,8 @@ class SelfAttention(nn.Module):
     ``attention_output_gate`` the same number of gate heads g, the key head and the value head (Megatron's order); gates
     turn attention(...) into attention(...) * sigmoid(g). With fewer key-value groups than ranks, the key and value of a
     group are replicated over its ranks. ``core_attention`` constructs the attention without weights; ``qk_layernorm``
-    constructs the norms of each head's queries and keys.
+    constructs the norms of each head's queries and keys. ``softmax_offset`` ``[heads]`` are the sinks of
+    ``softmax_type='learnable'``; those of 'off-by-one' are 0.
     """
 
     def __init__(
@@ -65,6 +67,12 @@ class SelfAttention(nn.Module):
                 assert isinstance(parameter, nn.Parameter), "validated: there are norms"
                 parameter.decays = True
         # Attention, output projection and settings of ``forward``.
+        self.softmax_offset = None
+        if config.softmax_type == "learnable":
+            sinks = split((config.num_attention_heads,), 0, context.tp_group.rank(), size)
+            self.softmax_offset = allocate(sinks, context.parallel.params_dtype, context.parallel.device)
+            self.softmax_offset.init_method = context.init_method
+        self.has_sinks = config.has_sinks
         self.core_attention = core_attention(context, layer_number)
         self.recompute_core = config.recomputes("core_attn")
         self.linear_proj = context.output_linear(config.num_attention_heads * d)
@@ -72,6 +80,7 @@ class SelfAttention(nn.Module):
         self.keeps_projection = self.gated or qk_layernorm is not None  # autograd saves the projection in any case
         windowed = config.window_of_layer(layer_number) is not None
         self.has_rotary = config.has_rotary(layer_number)
+        self.has_chunks = config.chunk_of_layer(layer_number) is not None
         self.other_rotary = windowed and config.rotary_base_of_windows is not None
         # Kernels divide by sqrt(d); any other scale is applied to the queries, which works with every kernel.
         scale = config.attention_scale
@@ -96,10 +105,14 @@ class SelfAttention(nn.Module):
             query, key = rotate(query), rotate(key)
             if self.training and not self.keeps_projection:
                 value = value.clone()  # a view would keep the unrotated queries and keys alive
+        if context.query_scale is not None and not self.has_rotary:
+            query = (query * context.query_scale[..., None, None, None]).to(query.dtype)
         query = query.flatten(2, 3)
+        if self.has_chunks:
+            context = replace(context, documents=context.chunks)
         if context.cache is None:
             attend = recomputed(self.core_attention) if self.recompute_core and self.training else self.core_attention
-            attended = attend(query, key, value, context)
+            attended = attend(query, key, value, context, *self._sinks(query))
         else:
             attended = self._attend_with_cache(query[:, 0], key[:, 0], value[:, 0], context.cache)[:, None]
         return attended * gate.flatten(2).sigmoid() if self.gated else attended
@@ -110,10 +123,17 @@ class SelfAttention(nn.Module):
         step, core, parts = cache.step, self.core_attention, []
         assert isinstance(core, CoreAttention), "validated: generation does not split sequences over ranks"
         if step.cached:
-            parts.append(core.attend_cached(query[: step.cached], keys, values, step))
+            parts.append(core.attend_cached(query[: step.cached], keys, values, step, *self._sinks(query)))
         if step.fresh:
-            parts.append(core.attend_fresh(query[step.cached :], key[step.cached :], value[step.cached :], step))
+            fresh_query, fresh_key, fresh_value = (each[step.cached :] for each in (query, key, value))
+            parts.append(core.attend_fresh(fresh_query, fresh_key, fresh_value, step, *self._sinks(query)))
         return torch.cat(parts)
+
+    def _sinks(self, query: Tensor) -> tuple[Tensor, ...]:
+        """The argument ``sinks`` of the core attention, if there are sinks."""
+        if not self.has_sinks:
+            return ()
+        return (query.new_zeros(self.heads) if self.softmax_offset is None else self.softmax_offset,)
 
     def _query_key_value(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return query, gate, key and value as views of one tensor.

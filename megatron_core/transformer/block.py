@@ -77,8 +77,9 @@ class TransformerLayer(nn.Module):
     """Pre-norm layer: x += drop(attention(norm(x))); x += drop(mlp(norm(x))) (Radford et al. 2019, section 2.3).
 
     With ``parallel_residual`` both use the same x (Wang and Komatsuzaki 2021). Each += also adds the bias of the
-    preceding matrix product, in one pass over x. ``layer_number`` is global and counts from 0, independent of the
-    stage. ``spec`` has the constructors of the parts, which may include norms of the two outputs.
+    preceding matrix product, in one pass over x; ``residual_multiplier`` scales both. ``layer_number`` is global and
+    counts from 0, independent of the stage. ``spec`` has the constructors of the parts, which may include norms of the
+    two outputs.
     """
 
     def __init__(self, context: LayerContext, layer_number: int, spec: LayerSpec) -> None:
@@ -93,6 +94,7 @@ class TransformerLayer(nn.Module):
         self.post_mlp_layernorm = self._after(spec.post_mlp_layernorm, context)
         self.mlp_dropout = context.dropout(p, f"layers.{layer_number}.mlp")
         self.parallel_residual = context.config.parallel_residual
+        self.residual_multiplier = context.config.residual_multiplier
         self.recompute_norms = context.config.recomputes("layernorm")
         self.recompute_mlp = context.config.recomputes("moe" if context.config.has_experts(layer_number) else "mlp")
 
@@ -130,6 +132,8 @@ class TransformerLayer(nn.Module):
     def _add(
         self, hidden: Tensor, x: Tensor, bias: Tensor | None, dropout: KeyedDropout, context: SequenceContext
     ) -> Tensor:
+        if self.residual_multiplier != 1.0:
+            x, bias = x * self.residual_multiplier, None if bias is None else bias * self.residual_multiplier
         return dropout(x, context.sample_index, bias=bias, residual=hidden, position_ids=context.residual_positions)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
@@ -128,6 +128,10 @@ class PackedDocuments:
                 raise DataError(f"document_lengths[{number}]={list(own)} must be above 0 and add up to {length} tokens")
         return cls(tuple(tuple(own) for own in lengths), device)
 
+    def cut(self, size: int) -> PackedDocuments:
+        """The same documents, each cut into chunks of ``size`` tokens; its last chunk may be shorter."""
+        return PackedDocuments(tuple(chunk_lengths(own, size) for own in self.lengths), self.device)
+
     @cached_property
     def starts(self) -> Tensor:
         """``[documents + 1]`` int32: the first token of each document in all sequences, one after another, and the end.
@@ -152,6 +156,29 @@ class PackedDocuments:
         """
         blocks = [torch.block_diag(*(torch.ones(n, n, dtype=torch.bool) for n in own)) for own in self.lengths]
         return ~torch.stack(blocks).tril().unsqueeze(1).to(self.device, non_blocking=True)
+
+
+def in_chunks(
+    documents: PackedDocuments | None, size: int | None, batch: int, length: int, device: torch.device, *, masked: bool
+) -> PackedDocuments | None:
+    """Cut the documents of ``batch`` sequences of ``length`` tokens into chunks of ``size`` tokens; None: no chunks.
+
+    The result is ``documents`` if none is longer than a chunk. ``masked``: whether there is an attention mask.
+    Errors: LayoutError for a mask of sequences with several chunks.
+    """
+    if size is None or (length if documents is None else documents.longest) <= size:
+        return documents
+    if masked:
+        raise LayoutError(
+            f"attention_chunk_size={size} cannot be used with an attention mask for {length} tokens; give "
+            "document_lengths instead"
+        )
+    return (documents or PackedDocuments.of([[length]] * batch, batch, length, device)).cut(size)
+
+
+def chunk_lengths(lengths: Iterable[int], size: int) -> tuple[int, ...]:
+    """The lengths of the chunks of ``size`` tokens of documents with these lengths."""
+    return tuple(min(size, length - start) for length in lengths for start in range(0, length, size))
 
 
 class RouterReplay:
@@ -195,6 +222,10 @@ class SequenceContext:
     """``[b, 1, s, s]``, True where a query must not attend to a key; None: causal."""
     documents: PackedDocuments | None = None
     """The documents of each sequence; no attention between documents. None: each sequence is one document."""
+    chunks: PackedDocuments | None = None
+    """The chunks of each sequence, for layers that attend within chunks; None: each document is one chunk."""
+    query_scale: Tensor | None = None
+    """Factor on the queries of layers without rotary positions, ``[s, b]`` or ``[s, 1]``; None: 1."""
     sample_index: Tensor | None = None
     """``[b]``, the global number of each sequence; dropout depends on it."""
     positions: Tensor | None = None

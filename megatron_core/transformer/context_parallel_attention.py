@@ -1,5 +1,6 @@
 """Core attention for sequences split over context-parallel ranks."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -34,11 +35,17 @@ def core_attention_of(context: LayerContext, layer_number: int, *, window_size: 
     groups, kinds = context.cp, context.parallel.cp_comm_type
     if context.parallel.invariance is not None:
         return _invariant_attention_of(context, layer_number, window_size)
+    whole: Callable[..., CoreAttention] = partial(CoreAttention, context, layer_number, window_size=window_size)
+    if context.config.has_sinks and context.config.attention_backend != "unfused":
+        # Attention by tiles knows the log-sum-exp of each query, to which a sink is added.
+        whole = partial(
+            ContextParallelAttention, context, layer_number, window_size=window_size, exchange=RingExchange(ALONE)
+        )
     if groups.whole.size() == 1:
-        return CoreAttention(context, layer_number, window_size=window_size)
+        return whole()
     kind = _kind_of(kinds, layer_number)
     if kind == "a2a":
-        inner = CoreAttention(context, layer_number, window_size=window_size, heads_over=groups.whole)
+        inner = whole(heads_over=groups.whole)
         return HeadParallelAttention(inner, groups.whole, ring=ALONE)
     if kind == "a2a+p2p":
         shared = partial(ContextParallelAttention, exchange=RingExchange(groups.ring), heads_over=groups.heads)
@@ -67,6 +74,8 @@ def _invariant_attention_of(context: LayerContext, layer_number: int, window_siz
 class ContextParallelAttention(CoreAttention):
     """``CoreAttention`` over keys and values of all ranks of ``exchange``; sequences are split in zig-zag order.
 
+    It is also the attention with sinks of one rank.
+
     Source: Liu et al. 2023 (ring attention); Dubey et al. 2024, section 3.3.2 (gathered keys and values).
     """
 
@@ -82,7 +91,9 @@ class ContextParallelAttention(CoreAttention):
         super().__init__(context, layer_number, window_size=window_size, heads_over=heads_over)
         self.exchange = exchange
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, context: SequenceContext) -> Tensor:
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, context: SequenceContext, sinks: Tensor | None = None
+    ) -> Tensor:
         """Query ``[n, b, heads, d]``, key, value ``[n, b, groups, d]`` -> ``[n, b, heads * d]``; n local tokens."""
         length = query.shape[0] * self.exchange.group.size()
         documents = None if context.documents is None else context.documents.lengths
@@ -90,7 +101,7 @@ class ContextParallelAttention(CoreAttention):
         causal = context.attention_mask is None or documents is not None or self.window is not None
         sequence = SplitSequence(length, self.exchange, products, documents, self.window, causal)
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        out = split_attention(query, key, value, sequence)
+        out = split_attention(query, key, value, sequence, sinks)
         return out.permute(2, 0, 1, 3).flatten(2)
 
     def _products(self, query: Tensor, length: int, context: SequenceContext) -> Products:
@@ -146,9 +157,13 @@ class HeadParallelAttention(nn.Module):
         super().__init__()
         self.inner, self.exchange, self.ring = inner, HeadExchange(heads), ring
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, context: SequenceContext) -> Tensor:
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, context: SequenceContext, sinks: Tensor | None = None
+    ) -> Tensor:
         """Query ``[n, b, heads, d]``, key, value ``[n, b, groups, d]`` -> ``[n, b, heads * d]``; n local tokens."""
+        if sinks is not None:
+            sinks = sinks.chunk(self.exchange.group.size())[self.exchange.group.rank()]
         query, key, value = self.exchange.to_heads(query, key, value)
         split = SequenceSplit(cp_rank=self.ring.rank(), cp_size=self.ring.size())
         positions = split.positions(len(query) * self.ring.size(), query.device)
-        return self.exchange.to_sequence(self.inner(query, key, value, replace(context, positions=positions)))
+        return self.exchange.to_sequence(self.inner(query, key, value, replace(context, positions=positions), sinks))

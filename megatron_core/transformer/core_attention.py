@@ -16,7 +16,7 @@ from megatron_core.ops import attention_softmax
 from megatron_core.ops.attention import causal_attention, has_native_attention
 from megatron_core.ops.paged_attention import has_native_paged_attention, native_paged_attention
 from megatron_core.parallel.groups import ALONE, Group
-from megatron_core.transformer.context import LayerContext, PackedDocuments, SequenceContext
+from megatron_core.transformer.context import LayerContext, PackedDocuments, SequenceContext, chunk_lengths
 from megatron_core.transformer.document_attention import takes_variable_lengths, variable_length_attention
 from megatron_core.transformer.flex_attention import flex_attention, unsupported_reason
 from megatron_core.transformer.paged_attention import PagedStep, gathered
@@ -46,7 +46,8 @@ class CoreAttention(nn.Module):
     computes windows, bounded scores (``attn_logit_softcapping``) and other documents on a GPU. Elsewhere, for bounded
     scores and for attention dropout, whose mask must depend on the global head index and not on a generator, the
     formula is evaluated for blocks of queries over the keys that they can see. The reference,
-    ``attention_backend='unfused'``, evaluates it for all queries and keys.
+    ``attention_backend='unfused'``, evaluates it for all queries and keys. ``sinks`` ``[heads]`` are scores of one more
+    key of every query, whose value is 0 (gpt-oss).
     Source: Vaswani et al. 2017, section 3.2.1; Ainslie et al. 2023 for groups; Beltagy et al. 2020, section 3.1, for
     the window.
     """
@@ -73,24 +74,27 @@ class CoreAttention(nn.Module):
         self.first_head = part * (config.num_attention_heads // parts)
         self.divisor = layer_number + 1 if config.apply_query_key_layer_scaling else 1
         self.window = None if window_size is None or window_size[0] < 0 else window_size[0] + 1
+        self.chunk = config.chunk_of_layer(layer_number)
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, context: SequenceContext) -> Tensor:
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, context: SequenceContext, sinks: Tensor | None = None
+    ) -> Tensor:
         """Compute attention; a mask in ``context`` replaces the causal mask, but not the window."""
-        documents, by_formula = context.documents, self.by_formula or self.dropout.active
+        documents, by_formula = context.documents, self.by_formula or self.dropout.active or sinks is not None
         plain = documents is None and context.attention_mask is None and not by_formula
         every_key = self.window is None or self.window >= len(key)
         if plain and every_key and has_native_attention(query, key, value, self.backend):
             return causal_attention(query, key, value)
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         if self.unfused or (by_formula and context.attention_mask is not None):
-            out = self._unfused(query, key, value, context)
+            out = self._unfused(query, key, value, context, sinks=sinks)
         elif context.attention_mask is None and not self.dropout.active and self._is_flex(query, key, value, documents):
             out = flex_attention(query, key, value, window=self.window, softcap=self.softcap, documents=documents)
         elif context.attention_mask is not None:
             out = _masked_attention(query, key, value, _masked(context), self.window)
         else:
             causal: Attend = partial(_causal_attention, window=self.window)
-            attend = partial(self._by_blocks, context=context) if by_formula else causal
+            attend = partial(self._by_blocks, context=context, sinks=sinks) if by_formula else causal
             if documents is None:
                 out = attend(query, key, value, Excerpt())
             elif not by_formula and takes_variable_lengths(query, key, value):
@@ -111,45 +115,74 @@ class CoreAttention(nn.Module):
         is_varlen = documents is not None and not self.by_formula and takes_variable_lengths(query, key, value)
         return reason is None and (self.flex == "always" or not is_varlen)
 
-    def attend_cached(self, query: Tensor, keys: Tensor, values: Tensor, step: PagedStep) -> Tensor:
+    def attend_cached(
+        self, query: Tensor, keys: Tensor, values: Tensor, step: PagedStep, sinks: Tensor | None = None
+    ) -> Tensor:
         """Compute attention of the ``step.cached`` first tokens of a step, ``[tokens, heads, d]``.
 
         ``keys`` and ``values`` are the memory of the layer. Returns ``[tokens, heads * e]``.
         """
-        parts, singles = [], len(step.lengths)
-        if singles and not self.by_formula and has_native_paged_attention(query, self.backend):
+        parts, singles, by_formula = [], len(step.lengths), self.by_formula or sinks is not None
+        in_chunks = self.chunk is not None and step.longest > self.chunk
+        if singles and not (by_formula or in_chunks) and has_native_paged_attention(query, self.backend):
             out = native_paged_attention(query[:singles], keys, values, step.tables, step.lengths, window=self.window)
             parts.append(out.flatten(1))
         elif singles:
             key, value = (gathered(each, step.tables, step.longest).transpose(1, 2) for each in (keys, values))
             alone = query[:singles, :, None]
-            if self.by_formula:
-                out = self._unfused(alone, key, value, SequenceContext(), step.masked(self.window))
+            if by_formula:
+                out = self._unfused(alone, key, value, SequenceContext(), step.masked(self.window, self.chunk), sinks)
             else:
-                out = _fused(alone, key, value, step.bias(self.window, query.dtype))
+                out = _fused(alone, key, value, step.bias(self.window, query.dtype, self.chunk))
             parts.append(out.flatten(1))
         for chunk in step.chunks:
             own = query[chunk.row : chunk.row + chunk.count].transpose(0, 1)[None]
             key, value = (gathered(each, chunk.table, chunk.length).transpose(0, 1)[None] for each in (keys, values))
-            parts.append(self._causal(own, key, value, Excerpt())[0].transpose(0, 1).flatten(1))
+            out = self._in_chunks(own, key, value, sinks)
+            parts.append(out[0].transpose(0, 1).flatten(1))
         return torch.cat(parts)
 
-    def attend_fresh(self, query: Tensor, key: Tensor, value: Tensor, step: PagedStep) -> Tensor:
+    def _in_chunks(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
+        """``_causal`` of the last tokens of a document for each chunk of ``attention_chunk_size`` tokens."""
+        if self.chunk is None:
+            return self._causal(query, key, value, Excerpt(), sinks)
+        length, at = key.shape[2], key.shape[2] - query.shape[2]
+        outputs, first = [], at
+        while at < length:
+            start = at // self.chunk * self.chunk
+            stop = min(start + self.chunk, length)
+            keys = slice(start, stop)
+            own = query[:, :, at - first : stop - first]
+            outputs.append(self._causal(own, key[:, :, keys], value[:, :, keys], Excerpt(), sinks))
+            at = stop
+        return torch.cat(outputs, dim=2)
+
+    def attend_fresh(
+        self, query: Tensor, key: Tensor, value: Tensor, step: PagedStep, sinks: Tensor | None = None
+    ) -> Tensor:
         """Compute attention of the last tokens of a step, in chunks from position 0 on, ``[tokens, heads, d]``.
 
         Returns ``[tokens, heads * e]``.
         """
         query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
-        return _attention_by_documents(query, key, value, [step.fresh], self._causal)[0].transpose(0, 1).flatten(1)
+        causal = partial(self._causal, sinks=sinks)
+        lengths = step.fresh if self.chunk is None else chunk_lengths(step.fresh, self.chunk)
+        return _attention_by_documents(query, key, value, [lengths], causal)[0].transpose(0, 1).flatten(1)
 
-    def _causal(self, query: Tensor, key: Tensor, value: Tensor, at: Excerpt) -> Tensor:
+    def _causal(self, query: Tensor, key: Tensor, value: Tensor, at: Excerpt, sinks: Tensor | None = None) -> Tensor:
         """Compute causal attention of one document without dropout; the last query attends to the last key."""
-        if self.by_formula:
-            return self._unfused(query, key, value, SequenceContext())
+        if self.by_formula or sinks is not None:
+            return self._unfused(query, key, value, SequenceContext(), sinks=sinks)
         return _causal_attention(query, key, value, at, window=self.window)
 
     def _unfused(
-        self, query: Tensor, key: Tensor, value: Tensor, context: SequenceContext, hidden: Tensor | None = None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        context: SequenceContext,
+        hidden: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Evaluate the attention formula step by step.
 
@@ -162,11 +195,21 @@ class CoreAttention(nn.Module):
             _masked(context) if hidden is None else hidden,
             causal=hidden is None and (context.attention_mask is None or context.documents is not None),
             window=self.window if hidden is None else None,
+            sinks=sinks,
         )
         positions = {"position_ids": context.positions, "key_positions": context.positions}
         return self.dropout(weights, context.sample_index, first_head=self.first_head, **positions).matmul(value)
 
-    def _by_blocks(self, query: Tensor, key: Tensor, value: Tensor, at: Excerpt, *, context: SequenceContext) -> Tensor:
+    def _by_blocks(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        at: Excerpt,
+        *,
+        context: SequenceContext,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Evaluate the formula for blocks of queries, each over the keys that it can see.
 
         Half of the reference's weights are 0, and its memory traffic is larger. Measured on one core, 8 heads of 64
@@ -181,7 +224,7 @@ class CoreAttention(nn.Module):
         for block in query.split(QUERY_BLOCK, dim=2):
             start, stop = stop, stop + block.shape[2]
             first = 0 if self.window is None else max(start + 1 - self.window, 0)
-            weights = self._weights(block, key[:, :, first:stop], causal=True, window=self.window)
+            weights = self._weights(block, key[:, :, first:stop], causal=True, window=self.window, sinks=sinks)
             if self.dropout.active:
                 numbers = {
                     "position_ids": _positions(context, at.start + start, at.start + stop, query.device),
@@ -204,14 +247,24 @@ class CoreAttention(nn.Module):
         *,
         causal: bool,
         window: int | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        """Return the attention weights ``[b, heads, s, t]`` before dropout."""
+        """Return the attention weights ``[b, heads, s, t]`` before dropout, without those of ``sinks``."""
         query = query if self.divisor == 1 else query / self.divisor
         scores = query.matmul(key.transpose(-1, -2))
         scale = self.divisor / math.sqrt(query.shape[-1])
         if self.softcap is not None:
             scores, scale = self.softcap * torch.tanh(scores * (scale / self.softcap)), 1.0
-        return attention_softmax(scores, mask, scale=scale, causal=causal, window=window, backend=self.backend)
+        softmax = partial(attention_softmax, scale=scale, causal=causal, backend=self.backend)
+        if sinks is None:
+            return softmax(scores, mask, window=window)
+        # The sink is a key before all others, which every query sees.
+        if window is not None:
+            outside = ~_visible(scores.shape[-2], scores.shape[-1], window, scores.device)
+            mask = outside[None, None] if mask is None else mask | outside
+        column = (sinks.to(scores.dtype) / scale).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        mask = None if mask is None else nn.functional.pad(mask.expand(*mask.shape[:-1], scores.shape[-1]), (1, 0))
+        return softmax(torch.cat([column, scores], dim=-1), mask)[..., 1:]
 
 
 def _positions(context: SequenceContext, start: int, stop: int, device: torch.device) -> Tensor | None:

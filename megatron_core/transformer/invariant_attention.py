@@ -101,14 +101,19 @@ class InvariantAttention(CoreAttention):
         assert context.parallel.invariance is not None
         self.exchange, self.invariance = exchange, context.parallel.invariance
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, context: SequenceContext) -> Tensor:
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, context: SequenceContext, sinks: Tensor | None = None
+    ) -> Tensor:
         """Query ``[n, b, heads, d]``, key, value ``[n, b, groups, d]`` -> ``[n, b, heads * d]``; n local tokens."""
+        assert sinks is None, "validated: softmax_type=vanilla"
         sequence = self._sequence(query, context, self.invariance)
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         out = _ChunkedAttention.apply(query, key, value, sequence)
         return out.permute(2, 0, 1, 3).flatten(2)
 
-    def attend_cached(self, query: Tensor, keys: Tensor, values: Tensor, step: PagedStep) -> Tensor:
+    def attend_cached(
+        self, query: Tensor, keys: Tensor, values: Tensor, step: PagedStep, sinks: Tensor | None = None
+    ) -> Tensor:
         """As ``CoreAttention``, with the bits of ``forward``; each token takes the products of its whole chunk."""
         parts = []
         for row, (table, length) in enumerate(zip(step.tables, step.lengths.tolist(), strict=True)):
@@ -118,7 +123,9 @@ class InvariantAttention(CoreAttention):
             parts.append(self._attend_last(own, *(gathered(x, chunk.table, chunk.length) for x in (keys, values))))
         return torch.cat(parts)
 
-    def attend_fresh(self, query: Tensor, key: Tensor, value: Tensor, step: PagedStep) -> Tensor:
+    def attend_fresh(
+        self, query: Tensor, key: Tensor, value: Tensor, step: PagedStep, sinks: Tensor | None = None
+    ) -> Tensor:
         """As ``CoreAttention``, with the bits of ``forward``."""
         texts = zip(*(x.split(list(step.fresh)) for x in (query, key, value)), strict=True)
         return torch.cat([self._attend_last(*text) for text in texts])

@@ -68,6 +68,7 @@ def layer_spec(config: ModelConfig, layer_number: int) -> LayerSpec:
     before = nn.Identity if config.norm_placement == "post" else Norm
     after = None if config.norm_placement == "pre" else Norm
     head_norm = L2Norm if config.qk_l2_norm else HeadsNorm if config.qk_layernorm_over_heads else Norm
+    l2_norm = config.qk_l2_norm and (config.has_rotary(layer_number) or not config.qk_l2_norm_rotary_only)
     return LayerSpec(
         input_layernorm=before,
         pre_mlp_layernorm=before,
@@ -76,7 +77,7 @@ def layer_spec(config: ModelConfig, layer_number: int) -> LayerSpec:
         self_attention=partial(
             ATTENTION_LAYERS[attention_of(config).name],
             core_attention=partial(core_attention_of, window_size=config.window_of_layer(layer_number)),
-            qk_layernorm=head_norm if config.qk_layernorm or config.qk_l2_norm else None,
+            qk_layernorm=head_norm if config.qk_layernorm or l2_norm else None,
         ),
         mlp=MoELayer if has_experts else MLP,
         auxiliary_losses=moe_loss_names(config) if has_experts else (),

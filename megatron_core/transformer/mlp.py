@@ -1,5 +1,6 @@
 """The feed-forward part of a layer."""
 
+from collections.abc import Callable
 from functools import partial
 
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ class MLP(nn.Module):
         super().__init__()
         config, ffn = context.config, context.config.ffn_size
         pieces = (ffn, ffn) if config.gated_linear_unit else (ffn,)
-        self.activation, self.backend = activation_kind(config), config.kernel_backend
+        self.activation = activation_of(config)
         self.linear_fc1 = context.column_linear(
             config.hidden_size,
             sum(pieces),
@@ -33,7 +34,15 @@ class MLP(nn.Module):
     def forward(self, hidden: Tensor, context: SequenceContext) -> tuple[Tensor, Tensor | None]:
         """Return (W_2 f(W_1 x), its bias or None); the residual addition adds the bias."""
         inner, bias = self.linear_fc1(hidden)
-        return self.linear_fc2(bias_activation(inner, bias, self.activation, backend=self.backend))
+        return self.linear_fc2(self.activation(inner, bias))
+
+
+def activation_of(config: ModelConfig) -> Callable[[Tensor, Tensor | None], Tensor]:
+    """Return the function of the output of the MLP's first matrix and its bias."""
+    function = partial(bias_activation, kind=activation_kind(config), backend=config.kernel_backend)
+    if not config.gated_linear_unit:
+        return function
+    return partial(function, limit=config.activation_func_clamp_value, offset=config.glu_linear_offset)
 
 
 def activation_kind(config: ModelConfig) -> Kind:
@@ -42,6 +51,8 @@ def activation_kind(config: ModelConfig) -> Kind:
         return "swiglu"
     if config.geglu:
         return "geglu_tanh" if config.openai_gelu else "geglu"
+    if config.quick_geglu:
+        return "quick_geglu"
     if config.squared_relu:
         return "squared_relu"
     return "gelu_tanh" if config.openai_gelu else "gelu"

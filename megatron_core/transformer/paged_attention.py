@@ -39,8 +39,8 @@ class PagedStep:
     chunks: Sequence[Chunk]
     fresh: Sequence[int]
     """Numbers of tokens of the chunks from position 0 on; they attend to the step's own keys and values."""
-    _hidden: dict[int | None, Tensor | None] = field(default_factory=dict)
-    _biases: dict[tuple[int | None, torch.dtype], Tensor | None] = field(default_factory=dict)
+    _hidden: dict[tuple[int | None, int | None], Tensor | None] = field(default_factory=dict)
+    _biases: dict[tuple[int | None, int | None, torch.dtype], Tensor | None] = field(default_factory=dict)
 
     @classmethod
     def of_nothing(cls) -> PagedStep:
@@ -53,30 +53,33 @@ class PagedStep:
         """Number of tokens, the first ones of the row, that attend to earlier positions in the cache."""
         return len(self.lengths) + sum(chunk.count for chunk in self.chunks)
 
-    def masked(self, window: int | None) -> Tensor | None:
+    def masked(self, window: int | None, chunk: int | None = None) -> Tensor | None:
         """Mask for single tokens ``[n, 1, 1, positions]``, True for keys after the query or before its last ``window``.
 
-        None if every single token attends to all keys of the longest text.
+        It is also True for keys in earlier chunks of ``chunk`` tokens. None if every single token attends to all keys
+        of the longest text.
         """
-        if window not in self._hidden:
+        if (window, chunk) not in self._hidden:
             hidden = None
-            if self.shortest < self.longest or (window is not None and window < self.longest):
+            limits = [limit for limit in (window, chunk) if limit is not None]
+            if self.shortest < self.longest or any(limit < self.longest for limit in limits):
                 own = self.lengths[:, None, None, None]
                 keys = torch.arange(self.longest, device=self.tables.device)
                 hidden = keys >= own
                 hidden = hidden if window is None else hidden | (keys < own - window)
-            self._hidden[window] = hidden
-        return self._hidden[window]
+                hidden = hidden if chunk is None else hidden | (keys < (own - 1) // chunk * chunk)
+            self._hidden[window, chunk] = hidden
+        return self._hidden[window, chunk]
 
-    def bias(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
+    def bias(self, window: int | None, dtype: torch.dtype, chunk: int | None = None) -> Tensor | None:
         """``masked`` as an additive bias of the attention scores: -inf for masked keys, otherwise 0."""
-        hidden = self.masked(window)
+        hidden = self.masked(window, chunk)
         if hidden is None:
             return None
-        if (window, dtype) not in self._biases:
+        if (window, chunk, dtype) not in self._biases:
             zeros = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
-            self._biases[window, dtype] = zeros.masked_fill_(hidden, -torch.inf)
-        return self._biases[window, dtype]
+            self._biases[window, chunk, dtype] = zeros.masked_fill_(hidden, -torch.inf)
+        return self._biases[window, chunk, dtype]
 
 
 class KeyValueStore(Protocol):

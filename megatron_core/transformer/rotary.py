@@ -96,3 +96,15 @@ def yarn_magnitude(config: ModelConfig) -> float:
 def yarn_mscale(factor: float, mscale: float) -> float:
     """Return 1 + 0.1 mscale ln(factor), or 1 if factor <= 1."""
     return 1.0 if factor <= 1.0 else 1.0 + 0.1 * mscale * math.log(factor)
+
+
+def query_temperature(config: ModelConfig, position_ids: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Factor on the queries of layers without rotary positions, ``[s, b]``, from positions ``[b, s]``; None: 1.
+
+    1 + a ln(1 + floor((position + 1) / f)) with ``query_temperature_scale`` a and ``query_temperature_floor`` f.
+    Source: Llama 4; Nakanishi 2025, arXiv 2501.19399.
+    """
+    if not config.query_temperature_scale:
+        return None
+    steps = (position_ids.t() + 1) // config.query_temperature_floor
+    return 1.0 + config.query_temperature_scale * torch.log1p(steps.to(dtype))

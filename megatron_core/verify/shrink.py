@@ -122,6 +122,8 @@ def _model(config: RunConfig, tp: int, cp: int, stages: int, layouts: Sequence[L
         sizes["window_size"] = (min(model.window_size[0], SEQUENCE // 4), model.window_size[1])
     if model.window_attn_skip_freq is not None and len(model.window_attn_skip_freq) > 1:
         sizes["window_attn_skip_freq"] = (model.window_attn_skip_freq * layers)[:layers]
+    if model.attention_chunk_size is not None:
+        sizes["attention_chunk_size"] = min(model.attention_chunk_size, SEQUENCE // 4)
     if model.no_rope_freq is not None and len(model.no_rope_freq) > 1:
         sizes["no_rope_freq"] = (model.no_rope_freq * layers)[:layers]
     if len(config.parallel.cp_comm_type) > 1:

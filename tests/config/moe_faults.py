@@ -23,7 +23,11 @@ MOE_FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
     (MOE | {"moe_z_loss_coeff": -1.0}, 1, ("moe_z_loss_coeff=-1.0", ">= 0 and <= 3e+38")),
     (MOE | {"moe_input_jitter_eps": 1.0}, 1, ("moe_input_jitter_eps=1.0", ">= 0 and < 1")),
     (MOE | {"moe_expert_capacity_factor": 0.0}, 1, ("moe_expert_capacity_factor=0.0", "> 0 and <= 65,536")),
-    ({"num_experts": 4}, 1, ("disable_bias_linear=False", "--disable-bias-linear", "--add-qkv-bias")),
+    (
+        {"num_experts": 4, "moe_shared_expert_intermediate_size": 16},
+        1,
+        ("disable_bias_linear=False", "shared experts", "--disable-bias-linear", "--add-qkv-bias"),
+    ),
     (MOE | {"moe_layer_freq": (0,)}, 1, ("moe_layer_freq=(0,)", "1 or more")),
     (MOE | {"moe_layer_freq": (0, 0)}, 1, ("num_experts=4 has no effect", "moe_layer_freq=(0, 0)", "write a 1")),
     (MOE | {"moe_layer_freq": (0, 1, 1)}, 1, ("moe_layer_freq=(0, 1, 1)", "num_layers=2")),
@@ -45,9 +49,20 @@ MOE_FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
     (MOE | groups(2, 2) | {"moe_router_topk": 3}, 1, ("moe_router_topk=3", "multiples of 2 up to 4")),
     (MOE | {"moe_router_topk": 1}, 1, ("moe_router_topk=1", "learn nothing", "--moe-router-pre-softmax")),
     (
-        MOE | {"moe_router_enable_expert_bias": True},
+        MOE | groups(2, 1) | {"moe_router_group_score_topk": 3},
         1,
-        ("moe_router_enable_expert_bias=True", "sigmoid or sqrtsoftplus"),
+        ("moe_router_group_score_topk=3", "2 experts of a group", "1 to 2"),
+    ),
+    (
+        MOE | groups(2, 1) | {"moe_router_group_score_topk": 1, "moe_router_topk": 3},
+        1,
+        ("moe_router_topk=3", "moe_router_group_topk=1 groups of 2", "legal: 1 to 2"),
+    ),
+    (MOE | {"moe_router_group_score_topk": 1}, 1, ("moe_router_group_score_topk=1", "--moe-router-group-topk")),
+    (
+        MOE | {"moe_router_enable_expert_bias": True, "moe_router_load_balancing_type": "sinkhorn"},
+        1,
+        ("moe_router_enable_expert_bias=True", "types without sinkhorn"),
     ),
     (
         MOE | SIGMOID | {"moe_router_bias_update_rate": 0.1},

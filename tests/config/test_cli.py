@@ -363,11 +363,11 @@ def test_no_position_embedding_changes_nothing_beside_rotary_ones(flags):
 
 
 def test_flags_without_effect_go_with_one_note(capsys):
-    flags = "--use-mcore-models --transformer-impl local --softmax-type vanilla --no-bias-gelu-fusion --no-rope-fusion"
+    flags = "--use-mcore-models --transformer-impl local --vocab-extra-ids 0 --no-bias-gelu-fusion --no-rope-fusion"
     assert parse(flags + " --num-layers 3") == parse("--num-layers 3")
     note = capsys.readouterr().err.strip()
     assert len(note.splitlines()) == 1
-    for flag in ("--use-mcore-models", "--transformer-impl", "--softmax-type vanilla", "--no-bias-gelu-fusion"):
+    for flag in ("--use-mcore-models", "--transformer-impl", "--vocab-extra-ids 0", "--no-bias-gelu-fusion"):
         assert flag in note
 
 

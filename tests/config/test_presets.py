@@ -38,6 +38,8 @@ PARAMETERS = {
     "olmo2-7b": 7_298_617_344,
     "mixtral-8x7b": 46_702_792_704,
     "mixtral-8x22b": 140_630_071_296,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
     "deepseek-v2-lite": 15_706_484_224,
     "deepseek-v3": 671_026_404_352 + 58 * 256,  # the routers' biases, without the layer that predicts a second token
     "qwen3-30b-a3b": 30_532_122_624,

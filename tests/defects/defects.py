@@ -6,9 +6,22 @@ from tests.defects.in_adapters import IN_ADAPTERS
 from tests.defects.in_context import IN_CONTEXT
 from tests.defects.in_experts import IN_EXPERTS
 from tests.defects.in_fp8 import IN_FP8
+from tests.defects.in_hub import IN_HUB
 from tests.defects.in_latents import IN_LATENTS
 from tests.defects.in_layers import IN_LAYERS
+from tests.defects.in_sinks import IN_SINKS
 from tests.defects.in_steps import IN_STEPS
 from tests.defects.in_zero import IN_ZERO
 
-DEFECTS = (*IN_LAYERS, *IN_STEPS, *IN_ZERO, *IN_EXPERTS, *IN_CONTEXT, *IN_LATENTS, *IN_FP8, *IN_ADAPTERS)
+DEFECTS = (
+    *IN_LAYERS,
+    *IN_STEPS,
+    *IN_ZERO,
+    *IN_EXPERTS,
+    *IN_CONTEXT,
+    *IN_LATENTS,
+    *IN_FP8,
+    *IN_ADAPTERS,
+    *IN_SINKS,
+    *IN_HUB,
+)

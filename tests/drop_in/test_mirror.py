@@ -91,8 +91,8 @@ def test_renamed_fields_reach_the_engine() -> None:
 
 def test_unsupported_fields_are_refused() -> None:
     assert refused_changes(TransformerConfig(**SHAPE, quant_recipe=[], fp8_param=False)) == []
-    with pytest.raises(ConfigError, match="do not support softmax_type='off-by-one'"):
-        TransformerConfig(**SHAPE, softmax_type="off-by-one").model_config()
+    with pytest.raises(ConfigError, match="do not support qk_clip=True"):
+        TransformerConfig(**SHAPE, qk_clip=True).model_config()
     with pytest.raises(ConfigError, match="nccl_ub is not supported"):
         DistributedDataParallelConfig(nccl_ub=True)
     with pytest.raises(ConfigError, match="main_grads_dtype is not supported"):

@@ -65,8 +65,32 @@ LATENT = {
 }
 
 
+GPT_OSS = {
+    **{name: value for name, value in EXPERTS.items() if name not in ("swiglu", "disable_bias_linear")},
+    "moe_shared_expert_intermediate_size": None,
+    "quick_geglu": True,
+    "glu_linear_offset": 1.0,
+    "activation_func_clamp_value": 0.3,
+    "softmax_type": "learnable",
+    "window_size": (2, 0),
+    "window_attn_skip_freq": (2,),
+}
+
+LLAMA4 = MODERN | {
+    "qk_layernorm": False,
+    "qk_l2_norm": True,
+    "qk_l2_norm_rotary_only": True,
+    "no_rope_freq": (2,),
+    "attention_chunk_size": 3,
+    "query_temperature_scale": 0.3,
+    "query_temperature_floor": 2,
+}
+
+
 @pytest.mark.parametrize(
-    "model", [{}, MODERN, WINDOW, EXPERTS, LATENT], ids=["gpt2", "llama", "window", "experts", "latent"]
+    "model",
+    [{}, MODERN, WINDOW, EXPERTS, LATENT, GPT_OSS, LLAMA4],
+    ids=["gpt2", "llama", "window", "experts", "latent", "gpt-oss", "llama 4"],
 )
 def test_cache_changes_nothing(model: dict) -> None:
     assert _generate(model, Sampling()) == _without_cache(model)
@@ -139,7 +163,9 @@ LONG_WINDOW = WINDOW | {"window_size": (4, 0), "attn_logit_softcapping": 5.0}
 @pytest.mark.drawn(5)
 @pytest.mark.parametrize("engine", [{"max_batch_size": 3}, {"config": SHORT_STEPS}], ids=["3 at a time", "short steps"])
 @pytest.mark.parametrize(
-    "model", [{}, WINDOW, LONG_WINDOW, EXPERTS, LATENT], ids=["gpt2", "window", "capped", "experts", "latent"]
+    "model",
+    [{}, WINDOW, LONG_WINDOW, EXPERTS, LATENT, GPT_OSS, LLAMA4],
+    ids=["gpt2", "window", "capped", "experts", "latent", "gpt-oss", "llama 4"],
 )
 def test_what_else_is_in_the_batch_changes_nothing(model: dict, engine: dict) -> None:
     """Requests of different lengths that join and leave: tokens and probabilities equal those of separate requests."""

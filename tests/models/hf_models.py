@@ -65,6 +65,52 @@ DEEPSEEK_YARN = {
     "beta_fast": 32,
     "beta_slow": 1,
 }
+GPT_OSS_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 150000.0,
+    "factor": 4.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 16,
+}
+GPT_OSS = {
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "head_dim": 16,
+    "sliding_window": 5,
+    "swiglu_limit": 0.5,  # small enough to bound some of the inner features
+}
+DEEPSEEK_V2 = {key: value for key, value in DEEPSEEK.items() if key not in ("n_group", "topk_group", "num_mtp_layers")}
+GLM_MOE = {
+    "first_k_dense_replace": 2,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 1,
+}
+GRANITE = {
+    "embedding_multiplier": 6.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.3,
+    "logits_scaling": 4.0,
+}
+LLAMA4 = {
+    "head_dim": 16,
+    "intermediate_size_mlp": 64,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 1,
+    "no_rope_layer_interval": 2,
+    "attention_chunk_size": 5,
+    "attn_scale": 0.3,
+    "floor_scale": 3,
+}
+QWEN2_MOE = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", LLAMA | {"rms_norm_eps": 1e-5}),
     "llama, tied": ("Llama", LLAMA | {"tie_word_embeddings": True, "rope_parameters": {"rope_theta": 5e5}}),
@@ -92,6 +138,88 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3, yarn": ("DeepseekV3", LLAMA | DEEPSEEK | {"q_lora_rank": 10, "rope_parameters": DEEPSEEK_YARN}),
     "deepseek_v3, queries without latent": ("DeepseekV3", LLAMA | DEEPSEEK | {"q_lora_rank": None}),
     "olmo2": ("Olmo2", LLAMA),
+    "olmoe": ("Olmoe", LLAMA | {"num_experts": 4, "num_experts_per_tok": 2}),
+    "olmoe, normalized": ("Olmoe", LLAMA | {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}),
+    "qwen2_moe": ("Qwen2Moe", LLAMA | QWEN2_MOE),
+    "qwen2_moe, dense layers, windows": (
+        "Qwen2Moe",
+        LLAMA
+        | QWEN2_MOE
+        | {"norm_topk_prob": True, "decoder_sparse_step": 2, "mlp_only_layers": [1], "qkv_bias": False}
+        | {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2},
+    ),
+    "deepseek_v2": ("DeepseekV2", LLAMA | DEEPSEEK_V2 | {"q_lora_rank": 10, "rope_parameters": DEEPSEEK_YARN}),
+    "deepseek_v2, groups": (
+        "DeepseekV2",
+        LLAMA
+        | DEEPSEEK_V2
+        | {"q_lora_rank": None, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
+        | {"num_experts_per_tok": 3, "routed_scaling_factor": 2.5},
+    ),
+    "deepseek_v3, three experts": ("DeepseekV3", LLAMA | DEEPSEEK | {"q_lora_rank": 10, "num_experts_per_tok": 3}),
+    "glm4_moe": ("Glm4Moe", LLAMA | GLM_MOE | {"use_qk_norm": True, "attention_bias": True}),
+    "glm4_moe, groups": (
+        "Glm4Moe",
+        LLAMA | GLM_MOE | {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "num_mtp_layers": 0},
+    ),
+    "dots1": (
+        "Dots1",
+        LLAMA | GLM_MOE | {"norm_topk_prob": True, "sliding_window": 5, "max_window_layers": 2, "head_dim": 16},
+    ),
+    "granite": ("Granite", LLAMA | GRANITE),
+    "granitemoe": ("GraniteMoe", LLAMA | GRANITE | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "granitemoeshared": (
+        "GraniteMoeShared",
+        LLAMA | GRANITE | {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 40},
+    ),
+    "helium": ("Helium", LLAMA | {"head_dim": 8}),
+    "arcee": ("Arcee", LLAMA),
+    "nemotron": ("Nemotron", LLAMA | {"head_dim": 16}),
+    "ernie4_5_moe": (
+        "Ernie4_5_Moe",
+        LLAMA
+        | {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24, "moe_num_shared_experts": 1}
+        | {"moe_layer_interval": 2},
+    ),
+    "olmo3": ("Olmo3", LLAMA | {"sliding_window": 5}),
+    "olmo3, YaRN": (
+        "Olmo3",
+        LLAMA
+        | {"sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"] * 2}
+        | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}},
+    ),
+    "llama4": ("Llama4Text", LLAMA | LLAMA4),
+    "llama4, dense layers, plain attention": (
+        "Llama4Text",
+        LLAMA
+        | LLAMA4
+        | {"moe_layers": [1, 3], "no_rope_layers": [1, 0, 1, 0], "use_qk_norm": False}
+        | {"attention_chunk_size": None, "attn_temperature_tuning": False},
+    ),
+    "exaone4": ("Exaone4", LLAMA | {"sliding_window": 5, "sliding_window_pattern": 2}),
+    "minimax_m2": (
+        "MiniMaxM2",
+        LLAMA
+        | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e5, "partial_rotary_factor": 0.5}},
+    ),
+    "starcoder2": ("Starcoder2", LLAMA | {"tie_word_embeddings": True, "sliding_window": 5}),
+    "gemma": ("Gemma", LLAMA | {"tie_word_embeddings": True, "head_dim": 16}),
+    "glm": ("Glm", LLAMA | {"head_dim": 16}),
+    "glm4": ("Glm4", LLAMA | {"head_dim": 16, "attention_bias": False}),
+    "ernie4_5": ("Ernie4_5", LLAMA | {"tie_word_embeddings": True, "head_dim": 16}),
+    "smollm3": ("SmolLM3", LLAMA | {"tie_word_embeddings": True, "no_rope_layer_interval": 2}),
+    "smollm3, windows": (
+        "SmolLM3",
+        LLAMA | {"use_sliding_window": True, "sliding_window": 5, "no_rope_layers": [1, 0, 0, 1]},
+    ),
+    "seed_oss": ("SeedOss", LLAMA | {"head_dim": 16}),
+    "stablelm": ("StableLm", LLAMA | {"use_qkv_bias": True}),
+    "gpt_oss": ("GptOss", LLAMA | GPT_OSS | {"rope_parameters": GPT_OSS_YARN}),
+    "gpt_oss, plain positions": (
+        "GptOss",
+        LLAMA | GPT_OSS | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    ),
     "gemma2": ("Gemma2", GEMMA | {"final_logit_softcapping": 3.0, "attn_logit_softcapping": 2.0}),
     "gemma3": (
         "Gemma3Text",
@@ -118,8 +246,8 @@ def save_model(name: str, folder: Path, dtype: torch.dtype = torch.float32, **op
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(**settings)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
-    for parameter in model.parameters():
-        if parameter.dim() == 1:
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1 or name.endswith("_bias"):
             torch.nn.init.normal_(parameter, std=0.5)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):

@@ -9,8 +9,10 @@ from megatron_core.verify import Trace, trace_training
 from megatron_core.verify.compare import Errors
 from megatron_core.verify.gpt import train_traced
 from megatron_core.verify.noise import rounding_noise
+from tests.parity.hub_rows import HUB_ROWS
 from tests.parity.latent_rows import LATENT_ROWS
 from tests.parity.moe_rows import MOE_ROWS
+from tests.parity.sink_rows import SINK_ROWS
 
 BASE = {
     "num_layers": 4,
@@ -256,6 +258,8 @@ ROWS: dict[str, tuple[int, dict, dict]] = {
     "packed, modern, full recompute, pp2": (2, PACKED | MODERN | SDPA, PP2 | FULL_BLOCK),  # C45
     **MOE_ROWS,
     **LATENT_ROWS,
+    **SINK_ROWS,
+    **HUB_ROWS,
 }
 
 

@@ -43,6 +43,9 @@ CASES: dict[str, dict[str, Any]] = {
     "experts, tp2 etp1": EXPERTS
     | {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "sequence_parallel": True}
     | {"moe_shared_expert_intermediate_size": 64, "moe_shared_expert_gate": True},
+    "experts with biases, sinks, tp2 ep2": GROUPS
+    | {"num_experts": 8, "moe_ffn_hidden_size": 48, "quick_geglu": True, "softmax_type": "learnable"}
+    | {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "optimizer": "muon"},
     "latents, tp2": LLAMA | LATENTS | {"tensor_model_parallel_size": 2, "q_lora_rank": 24, "qk_layernorm": True},
     "latents of keys alone": LLAMA | LATENTS,
     "two tokens ahead, pp2": LLAMA | PIPELINE | {"mtp_num_layers": 2},
@@ -67,6 +70,8 @@ CASES: dict[str, dict[str, Any]] = {
     | {"lora_target_modules": ("*.layers.1.*.linear_kv_up_proj", "q_a_proj", "linear_fc1")},
 }
 
+BIASED = "experts with biases, sinks, tp2 ep2"
+
 
 @pytest.mark.parametrize("settings", CASES.values(), ids=CASES)
 def test_every_pipeline_rank_has_the_parameters_of_the_model(settings: dict[str, Any]) -> None:
@@ -82,7 +87,8 @@ def test_every_pipeline_rank_has_the_parameters_of_the_model(settings: dict[str,
 
 
 @pytest.mark.parametrize(
-    "name", ["one rank", "tp2", "interleaved", "zero1", "zero2, overlap", "zero3, experts", "lora, interleaved"]
+    "name",
+    ["one rank", "tp2", "interleaved", "zero1", "zero2, overlap", "zero3, experts", "lora, interleaved", BIASED],
 )
 def test_state_is_that_of_the_buffers_but_for_their_padding(name: str) -> None:
     config = tiny_config(**CASES[name], hidden_size=128, vocab_size=512)

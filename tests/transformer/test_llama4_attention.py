@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -89,3 +90,26 @@ def test_every_nth_layer_and_no_new_weights() -> None:
     ]
     names = {name for name, _ in GPTModel(config, 32, 8).named_parameters()}
     assert names == {name for name, _ in GPTModel(ModelConfig(**SHAPE), 32, 8).named_parameters()}
+
+
+def test_chunks_and_temperature_of_packed_documents_are_those_of_each_alone() -> None:
+    """In float64: documents of 11 and 9 tokens, chunks of 4, and the logits of each document in its own sequence."""
+    config = ModelConfig(
+        **SHAPE,
+        no_rope_freq=(2,),
+        attention_chunk_size=4,
+        query_temperature_scale=0.5,
+        query_temperature_floor=3,
+        hidden_dropout=0.0,
+    )
+    model = GPTModel(config, 32, 20, parallel=ModelParallelConfig(params_dtype=torch.float64)).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    ids, lengths = torch.randint(32, (1, 20)), (11, 9)
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    packed = model(ids, position_ids=positions, document_lengths=[lengths])
+    alone = torch.cat([model(part) for part in ids.split(lengths, dim=1)], dim=1)
+    torch.testing.assert_close(packed, alone, rtol=1e-12, atol=1e-12)
+    whole = GPTModel(replace(config, attention_chunk_size=None), 32, 20, parallel=model.parallel).eval()
+    whole.load_state_dict(model.state_dict())
+    assert torch.allclose(whole(ids[:, :4]), model(ids[:, :4])) and not torch.allclose(whole(ids), model(ids))

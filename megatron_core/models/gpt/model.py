@@ -26,11 +26,11 @@ from megatron_core.tensor_parallel import (
 from megatron_core.tensor_parallel.invariant_linear import invariant_lookup
 from megatron_core.transformer import SequenceContext, TransformerBlock, layer_spec
 from megatron_core.transformer.auxiliary_loss import MicroBatchAuxiliaryLosses
-from megatron_core.transformer.context import LayerContext, PackedDocuments, RouterReplay
+from megatron_core.transformer.context import LayerContext, PackedDocuments, RouterReplay, in_chunks
 from megatron_core.transformer.layer_spec import LayerSpecs, mtp_loss_names
 from megatron_core.transformer.multi_token import MultiTokenPredictionBlock
 from megatron_core.transformer.paged_attention import KeyValueStore
-from megatron_core.transformer.rotary import plain_frequencies, rotary_table, scaled_frequencies
+from megatron_core.transformer.rotary import plain_frequencies, query_temperature, rotary_table, scaled_frequencies
 
 EMBEDDING = "embedding.word_embeddings.weight"
 TIED_COPIES = ("output_layer.weight", "mtp.word_embeddings")
@@ -264,11 +264,15 @@ class GPTModel(nn.Module):
             positions = self.split.positions(input_ids.shape[1] * self.split.cp_size, input_ids.device)
         if position_ids is None:
             position_ids = positions[None]
+        whole, size = (len(input_ids), input_ids.shape[1] * self.split.cp_size), self.model_config.attention_chunk_size
+        documents = None if document_lengths is None else PackedDocuments.of(document_lengths, *whole, input_ids.device)
         context = SequenceContext(
             rotary=self._rotary(position_ids),
             rotary_of_windows=self._rotary_of_windows(position_ids),
             attention_mask=attention_mask,
-            documents=self._documents(document_lengths, input_ids),
+            documents=documents,
+            chunks=in_chunks(documents, size, *whole, input_ids.device, masked=attention_mask is not None),
+            query_scale=query_temperature(self.model_config, position_ids, wide(self.parallel.params_dtype)),
             sample_index=sample_index,
             positions=positions,
             residual_positions=self.split.residual(positions),
@@ -381,9 +385,3 @@ class GPTModel(nn.Module):
             return None
         frequencies = plain_frequencies(channels, base, position_ids.device)
         return rotary_table(position_ids, frequencies, wide(self.parallel.params_dtype))
-
-    def _documents(self, lengths: Sequence[Sequence[int]] | None, input_ids: Tensor) -> PackedDocuments | None:
-        if lengths is None:
-            return None
-        batch, length = input_ids.shape
-        return PackedDocuments.of(lengths, batch, length * self.split.cp_size, input_ids.device)

@@ -16,6 +16,7 @@ from megatron_core.models.hf.rules import (
     COUNT,
     LENGTH,
     NUMBER,
+    OBJECT,
     POSITIVE,
     STRING,
     SWITCH,
@@ -45,7 +46,15 @@ TYPES_OF_SETTINGS: dict[str, KeyType] = {
 }
 """Types of keys with the meaning of these settings; others follow from the type of the setting."""
 _TYPES = {bool: SWITCH, int: WIDTH, float: POSITIVE, str: STRING}
+IGNORED_KEYS = {
+    *("architectures", "auto_map", "_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "output_router_logits", "pretraining_tp"),
+    *("id2label", "label2id", "problem_type", "return_dict", "output_attentions", "output_hidden_states"),
+    *("chunk_size_feed_forward", "is_encoder_decoder", "sep_token_id", "decoder_start_token_id"),
+}
+"""Keys that do not change the logits of a model, or repeat other keys."""
 _COMMON_TYPES = {"model_type": STRING, "vocab_size": LENGTH, "tie_word_embeddings": SWITCH, "is_causal": SWITCH}
+_COMMON_TYPES |= {"quantization_config": OBJECT, "quant_method": STRING}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +89,8 @@ class Architecture:
     """Regular expression of stored names, without ``base``, that are computed from the configuration and ignored."""
     mtp_layer_keys: tuple[str, ...] = ()
     """Keys with the number of layers for multi-token prediction, which follow the others and are ignored."""
+    quantized: tuple[str, ...] = ()
+    """Values of ``quant_method`` in ``quantization_config`` whose weights can be read."""
 
     def settings(self, hf_config: Mapping[str, Any]) -> Settings:
         """The model settings of a config.json. Errors: ``CheckpointError`` naming an unsupported or missing key."""
@@ -109,10 +120,16 @@ class Architecture:
             types |= rule.types
         return types | {alias: types[key] for alias, key in self.aliases.items()}
 
+    def known_keys(self) -> set[str]:
+        """The keys of config.json that have a meaning for the architecture, or none for any model."""
+        own = {*self.defaults, *self.required, *self.mtp_layer_keys}
+        return {*self._types(), *own, *IGNORED_KEYS}
+
     def _check_values(self, found: Settings, present: Settings) -> None:
         """``CheckpointError`` for missing keys, and for values with which the model would compute other logits."""
-        if found.get("quantization_config"):
-            refuse("quantization_config", found["quantization_config"], "quantized weights are not supported")
+        quantization = found.get("quantization_config")
+        if quantization and quantization.get("quant_method") not in self.quantized:
+            refuse("quantization_config", quantization, "quantized weights are not supported")
         for key, only in {"is_causal": True, **self.required}.items():
             value = present.get(key, only)
             if value != only and (value or only):  # null may stand for a feature that is off
@@ -188,8 +205,12 @@ def function_settings(config: ModelConfig) -> Settings:
         "add_qkv_bias": config.has_qkv_bias,
         "window_size": [config.window_of_layer(n) for n in range(config.num_layers)],
         "window_attn_skip_freq": None,
+        "no_rope_freq": [config.has_rotary(n) for n in range(config.num_layers)],
         "moe_layer_freq": [config.has_experts(n) for n in range(config.num_layers)],
         "moe_ffn_hidden_size": config.expert_ffn_size,
+        "moe_router_num_groups": None if config.group_score_topk is None else config.moe_router_num_groups,
+        "moe_router_group_topk": None if config.group_score_topk is None else config.moe_router_group_topk,
+        "moe_router_group_score_topk": config.group_score_topk,
     }
 
 
@@ -213,12 +234,18 @@ def register(architecture: Architecture, **changes: Any) -> Architecture:
 
 
 def architecture_of(hf_config: Mapping[str, Any]) -> Architecture:
-    """The architecture of a config.json."""
+    """The architecture of a config.json.
+
+    Errors: ``CheckpointError`` for an unknown one, with the keys that the nearest known architecture does not have.
+    """
     found = ARCHITECTURES.get(str(hf_config.get("model_type")))
     if found is None:
+        unplaced = {each.model_type: sorted(hf_config.keys() - each.known_keys()) for each in ARCHITECTURES.values()}
+        nearest = min(unplaced, key=lambda name: len(unplaced[name]))
         raise CheckpointError(
             f"config.json says model_type={hf_config.get('model_type')!r}, which is not supported; "
-            f"supported: {', '.join(ARCHITECTURES)}"
+            f"supported: {', '.join(ARCHITECTURES)}; {nearest} is nearest, and has "
+            + (f"no key {', '.join(unplaced[nearest])}" if unplaced[nearest] else "all keys of the file")
         )
     return found
 

@@ -1,4 +1,4 @@
-"""The JSON and safetensors files of a Hugging Face folder."""
+"""The JSON files and the weights of a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -12,27 +12,33 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron_core.checkpoint.manifest import TORCH_DTYPES
+from megatron_core.checkpoint.manifest import WEIGHT_DTYPES
 from megatron_core.errors import CheckpointError
+from megatron_core.models.hf.pickled import PickledFile
 from megatron_core.parallel.texts import listed
 
-WEIGHT_DTYPES = {name: dtype for name, dtype in TORCH_DTYPES.items() if dtype.is_floating_point}
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+"""Names of earlier releases, for folders without safetensors."""
 ROWS_AT_ONCE = 4096
 """Rows of each tensor in memory while two tensors are compared."""
 
 
 class TensorFiles:
-    """The open safetensors files of a folder.
+    """The open files of weights of a folder.
 
-    As in ``transformers``, ``model.safetensors`` takes precedence over the files of the index.
+    As in ``transformers``, ``model.safetensors`` takes precedence over the files of the index, and these over pickled
+    files, which are read without running code.
     Errors: ``CheckpointError`` for files that are missing, damaged, or disagree with the index.
     """
 
     def __init__(self, folder: Path, weights: str = WEIGHTS) -> None:
         """``weights``: the name of the file if there is only one."""
-        self.folder, self.weights = folder, weights
-        self._files: dict[Path, safe_open] = {}
+        self.folder, self.weights, self.index = folder, weights, INDEX
+        has = {name: (folder / name).is_file() for name in (WEIGHTS, INDEX, PICKLED, PICKLED_INDEX)}
+        if weights == WEIGHTS and not (has[WEIGHTS] or has[INDEX]) and (has[PICKLED] or has[PICKLED_INDEX]):
+            self.weights, self.index = PICKLED, PICKLED_INDEX
+        self._files: dict[Path, safe_open | PickledFile] = {}
         self._open = ExitStack()
         try:
             self._where = self._find()
@@ -61,9 +67,11 @@ class TensorFiles:
         return WEIGHT_DTYPES[found]
 
     def read(self, name: str, index: tuple[slice, ...]) -> Tensor:
-        """Read a part of a tensor."""
+        """Read a part of a tensor; rows that ``index`` skips are read, too, because the format has ranges only."""
+        steps = tuple(slice(None, None, part.step) for part in index)
         try:
-            return self._slice(name)[index]
+            part: Tensor = self._slice(name)[tuple(slice(part.start, part.stop) for part in index)]
+            return part[steps]
         except SafetensorError as error:
             raise CheckpointError(f"{self._where[name]}: {name} cannot be read: {error}") from None
 
@@ -80,13 +88,13 @@ class TensorFiles:
 
     def _find(self) -> dict[str, Path]:
         """The file of each tensor, including tensors that the index does not list."""
-        path, index = self.folder / self.weights, self.folder / INDEX
+        path, index = self.folder / self.weights, self.folder / self.index
         if path.is_file():
             return dict.fromkeys(self._file(path).keys(), path)
         if not index.is_file():
             raise CheckpointError(
-                f"{self.folder} has neither {self.weights} nor {INDEX}; save the model with transformers' "
-                "save_pretrained, which writes safetensors (pickled weights are not supported)"
+                f"{self.folder} has neither {self.weights} nor {self.index}; save the model with transformers' "
+                "save_pretrained"
             )
         named = read_json(index).get("weight_map")
         if not isinstance(named, dict):
@@ -110,7 +118,7 @@ class TensorFiles:
         return further | found
 
     def _inside(self, name: str, file: object) -> Path:
-        index = self.folder / INDEX
+        index = self.folder / self.index
         if not isinstance(file, str):
             raise CheckpointError(f"{index} names {file!r} for {name}; it must be the name of a file")
         if not file or Path(file).name != file or file == "..":
@@ -120,8 +128,10 @@ class TensorFiles:
     def _slice(self, name: str) -> Any:
         return self._file(self._where[name]).get_slice(name)
 
-    def _file(self, path: Path) -> safe_open:
-        if path not in self._files:
+    def _file(self, path: Path) -> safe_open | PickledFile:
+        if path not in self._files and self.weights == PICKLED:
+            self._files[path] = PickledFile(path)
+        elif path not in self._files:
             try:
                 self._files[path] = self._open.enter_context(safe_open(path, framework="pt"))
             except (OSError, ValueError, SafetensorError) as error:

@@ -97,6 +97,11 @@ class PeftNames:
     def places(self, layer: str, part: str) -> list[Place]:
         """The stored adapters that make up the adapter of a part of ``layer``."""
         shape, source = self.shapes[f"{layer}.weight"], self.architecture.source(f"{layer}.weight")
+        if source.stacked:
+            raise CheckpointError(
+                f"{self.architecture.model_type} stores the matrices of all experts in one tensor, {source.names[0]}, "
+                "for which PEFT's format has no adapters; name only other layers in --lora-target-modules"
+            )
         if len(shape) == 3:
             return [
                 place

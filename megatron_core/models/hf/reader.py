@@ -18,9 +18,9 @@ from megatron_core.errors import CheckpointError
 from megatron_core.models.build import global_shapes
 from megatron_core.models.hf.architecture import architecture_of
 from megatron_core.models.hf.files import TensorFiles, read_json
+from megatron_core.models.hf.mxfp4 import Mxfp4Files
 from megatron_core.models.hf.rules import Settings, refuse
-from megatron_core.models.hf.tensors import TensorSource
-from megatron_core.parallel.boxes import Box
+from megatron_core.models.hf.tensors import Index, TensorSource
 from megatron_core.parallel.texts import listed
 
 CONFIG = "config.json"
@@ -45,7 +45,7 @@ class HuggingFaceReader:
         self.state: dict[str, Any] = {"vocab_size": _vocab_size(self.hf_config)}
         self._sources: dict[tuple[str, tuple[int, ...]], TensorSource] = {}
         """Sources of our tensors, by name and shape, after the stored shapes and dtypes were checked."""
-        self._files = TensorFiles(self.folder)
+        self._files = (Mxfp4Files if self.architecture.quantized else TensorFiles)(self.folder)
         try:
             self._check_sizes()
             self._check_complete()
@@ -71,8 +71,8 @@ class HuggingFaceReader:
             if name is None:
                 raise CheckpointError(f"{self.folder} has no {piece.name}; it holds weights only")
             source = self._source(name, piece.global_shape)
-            for stored, box, ours in source.parts(self.model, piece.global_shape, piece.box):
-                piece.memory[ours.within(piece.box)] = self._read(stored, box, source).to(piece.memory)
+            for stored, index, ours in source.parts(self.model, piece.global_shape, piece.box):
+                piece.memory[ours.within(piece.box)] = self._read(stored, index, source).to(piece.memory)
 
     def dtype(self) -> torch.dtype:
         """The dtype of the stored weights, taken from the embedding."""
@@ -91,7 +91,9 @@ class HuggingFaceReader:
     def _check_last(self, parts: str, count: int, layer: int, expert: int) -> None:
         """``CheckpointError`` unless a matrix of the last layer, or of its last expert, is stored."""
         mark = "{e}" if parts == "experts" else ""
-        names = (name for name in self.architecture.matrices_of_layer(layer) if mark in name)
+        names = [name for name in self.architecture.matrices_of_layer(layer) if mark in name]
+        if not names:
+            return  # stacked in one tensor, whose shape is checked
         if not any(self._stored(name.replace("{e}", str(expert))) for name in names):
             raise CheckpointError(
                 f"{self.folder}: {CONFIG} asks for {count} {parts}, and the files have no tensor of the last one; "
@@ -173,10 +175,8 @@ class HuggingFaceReader:
             )
         self._files.dtype(stored)
 
-    def _read(self, name: str, box: Box, source: TensorSource) -> Tensor:
-        transposed = source.transposed and len(box.start) == 2
-        part = self._files.read(self._needed(name), box.index[::-1] if transposed else box.index)
-        return part.t() if transposed else part
+    def _read(self, name: str, index: Index, source: TensorSource) -> Tensor:
+        return source.turned(self._files.read(self._needed(name), source.turned_index(index)))
 
 
 def settings_of_folder(folder: str | Path) -> Settings:

@@ -47,6 +47,10 @@ STRING = KeyType("a string", lambda value: isinstance(value, str))
 STRINGS = KeyType(
     "a list of strings", lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value)
 )
+COUNTS = KeyType(
+    "a list of integers >= 0",
+    lambda value: isinstance(value, list) and all(type(item) is int and item >= 0 for item in value),
+)
 OBJECT = KeyType("an object", lambda value: isinstance(value, dict))
 
 

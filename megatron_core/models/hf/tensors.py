@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from torch import Tensor
+
 from megatron_core.config import ModelConfig
 from megatron_core.parallel.boxes import Box
 
@@ -17,8 +19,21 @@ class RowRange:
     """Index into ``TensorSource.names``."""
     start: int
     stop: int
+    step: int = 1
+    """Distance of the stored rows, for matrices whose rows alternate."""
+
+    @property
+    def count(self) -> int:
+        """Number of rows."""
+        return len(range(self.start, self.stop, self.step))
+
+    def rows(self, first: int, last: int) -> slice:
+        """The stored rows ``first`` to ``last`` - 1 of the range."""
+        start = self.start + first * self.step
+        return slice(start, start + (last - first - 1) * self.step + 1, self.step)
 
 
+Index = tuple[slice, ...]
 RowRanges = Callable[[ModelConfig, int], list[RowRange]]
 """The model's configuration and the number of rows of our tensor -> the stored rows in our order."""
 
@@ -36,42 +51,66 @@ class TensorSource:
     """None: one stored tensor with the rows of ours in the same order."""
     transposed: bool = False
     """Whether matrices are stored as ``[in, out]``; vectors are not affected."""
+    stacked: bool = False
+    """Whether the stored tensors, too, stack those of all experts along their first dim."""
+    as_row: bool = False
+    """Whether a vector is stored as a matrix of one row."""
 
-    def parts(self, config: ModelConfig, shape: tuple[int, ...], box: Box) -> Iterator[tuple[str, Box, Box]]:
-        """Split ``box`` of our tensor of ``shape``: stored name, box in the stored tensor (before transposing), box in
-        ours."""
-        if self._has_experts:
+    def parts(self, config: ModelConfig, shape: tuple[int, ...], box: Box) -> Iterator[tuple[str, Index, Box]]:
+        """Split ``box`` of our tensor of ``shape``: stored name, index in the stored tensor (before transposing), box
+        in ours."""
+        if self.stacked or self._has_experts:
             inner = Box(box.start[1:], box.stop[1:])
             for e in range(box.start[0], box.stop[0]):
+                before = (slice(e, e + 1),) if self.stacked else ()
                 for name, stored, ours in self.of_expert(e).parts(config, shape[1:], inner):
-                    yield name, stored, Box((e, *ours.start), (e + 1, *ours.stop))
+                    yield name, (*before, *stored), Box((e, *ours.start), (e + 1, *ours.stop))
             return
         zeros = (0,) * (len(shape) - 1)
         for at, block in self._placed(config, shape[0]):
-            rows = Box((at, *zeros), (at + block.stop - block.start, *shape[1:]))
+            rows = Box((at, *zeros), (at + block.count, *shape[1:]))
             common = box.intersect(rows)
             if common is not None:
-                yield self.names[block.tensor], common.shifted((block.start - at, *zeros)), common
+                stored_rows = block.rows(common.start[0] - at, common.stop[0] - at)
+                before = (slice(0, 1),) if self.as_row else ()
+                yield self.names[block.tensor], (*before, stored_rows, *common.index[1:]), common
 
     def stored_shapes(self, config: ModelConfig, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
         """The shapes of the stored tensors by name, for our tensor of ``shape``."""
+        if self.stacked:
+            return {
+                name: (shape[0], *found) for name, found in self.of_expert(0).stored_shapes(config, shape[1:]).items()
+            }
         if self._has_experts:
             each = (self.of_expert(e).stored_shapes(config, shape[1:]) for e in range(shape[0]))
             return {name: found for shapes in each for name, found in shapes.items()}
         rows = dict.fromkeys(self.names, 0)
         for _, block in self._placed(config, shape[0]):
             name = self.names[block.tensor]
-            rows[name] = max(rows[name], block.stop)
-        shapes = {name: (count, *shape[1:]) for name, count in rows.items()}
+            rows[name] = max(rows[name], block.rows(0, block.count).stop)
+        before = (1,) if self.as_row else ()
+        shapes = {name: (*before, count, *shape[1:]) for name, count in rows.items()}
         return {name: found[::-1] if self.transposed else found for name, found in shapes.items()}
 
     def rows_by_name(self, config: ModelConfig, count: int) -> dict[str, list[int]]:
         """For each stored tensor, the rows of ours, of ``count`` rows, that it holds, in its order."""
         found: dict[str, dict[int, int]] = {name: {} for name in self.names}
         for at, block in self._placed(config, count):
-            rows = enumerate(range(block.start, block.stop), at)
+            rows = enumerate(range(block.start, block.stop, block.step), at)
             found[self.names[block.tensor]] |= {stored: ours for ours, stored in rows}
         return {name: [rows[stored] for stored in range(len(rows))] for name, rows in found.items()}
+
+    def turned(self, tensor: Tensor) -> Tensor:
+        """A stored tensor, or part of one, as ours and the reverse: matrices are transposed if they are stored so."""
+        if self.as_row:
+            return tensor.squeeze(0) if tensor.dim() == 2 else tensor.unsqueeze(0)
+        return tensor.transpose(-1, -2) if self.transposed and tensor.dim() - self.stacked == 2 else tensor
+
+    def turned_index(self, index: Index) -> Index:
+        """The index of ``parts`` in the stored tensor."""
+        if self.transposed and len(index) - self.stacked == 2:
+            return (*index[:-2], index[-1], index[-2])
+        return index
 
     def renamed(self, prefix: str, suffix: str) -> TensorSource:
         """The same rows of tensors with longer names."""
@@ -83,7 +122,7 @@ class TensorSource:
         placed, at = [], 0
         for rows in ranges:
             placed.append((at, rows))
-            at += rows.stop - rows.start
+            at += rows.count
         assert at == count, (self.names, at, count)
         return placed
 
@@ -92,13 +131,20 @@ class TensorSource:
         return "{e}" in self.names[0]
 
     def of_expert(self, e: int) -> TensorSource:
-        """The stored tensors of one expert."""
-        return replace(self, names=tuple(name.replace("{e}", str(e)) for name in self.names))
+        """The stored tensors of one expert; of stacked ones, the part of one expert."""
+        return replace(self, names=tuple(name.replace("{e}", str(e)) for name in self.names), stacked=False)
 
 
 def gate_and_up(gate: str, up: str) -> TensorSource:
     """Separate gate and up projections; ours has the gate's rows first."""
     return TensorSource((gate, up), lambda _, count: [RowRange(0, 0, count // 2), RowRange(1, 0, count // 2)])
+
+
+def alternating_gate_and_up(name: str) -> TensorSource:
+    """Gate and up projections of all experts whose stored output features alternate, ``[E, in, 2 ffn]``."""
+    return TensorSource(
+        (name,), lambda _, count: [RowRange(0, first, count, 2) for first in (0, 1)], transposed=True, stacked=True
+    )
 
 
 def separate_qkv(query: str, key: str, value: str) -> TensorSource:

@@ -100,14 +100,12 @@ def _stored_tensors(
         ours = torch.empty(shape, dtype=dtype)
         reader.fill([TensorBox(f"model.{name}", shape, whole, ours, owned=True)])
         source = architecture.source(name)
-        transposed = source.transposed and len(shape) == 2
         if source.rows is None:
-            yield ours.t() if transposed else ours
+            yield source.turned(ours)
             continue
         stored = {key: torch.empty(size, dtype=dtype) for key, size in source.stored_shapes(model, shape).items()}
-        for key, box, own in source.parts(model, shape, whole):
-            target = stored[key].t() if transposed else stored[key]
-            target[box.index] = ours[own.index]
+        for key, index, own in source.parts(model, shape, whole):
+            source.turned(stored[key])[index] = ours[own.index]
         yield from stored.values()
 
 

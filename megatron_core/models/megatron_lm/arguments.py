@@ -17,11 +17,9 @@ from megatron_core.errors import CheckpointError
 
 OFF: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("apply_residual_connection_post_layernorm", "attention_output_gate"), (False,)),
-    **dict.fromkeys(("quick_geglu", "use_mup"), (False,)),
-    **dict.fromkeys(("activation_func_clamp_value", "heterogeneous_layers_config_path"), (None,)),
+    "use_mup": (False,),
+    "heterogeneous_layers_config_path": (None,),
     **dict.fromkeys(("hybrid_layer_pattern", "moe_latent_size"), (None,)),
-    "glu_linear_offset": (0, 0.0),
-    "softmax_type": ("vanilla",),
 }
 """Arguments of unsupported features that change the model's function -> the values with which they are off."""
 TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")
@@ -49,7 +47,7 @@ def settings_of_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     given = {RENAMED.get(name, name): value for name, value in arguments.items() if value is not None}
     given |= {"disable_bias_linear": not arguments.get("add_bias_linear", True)}
     given |= _positions(arguments)
-    plain = not any(arguments.get(name) for name in ("swiglu", "squared_relu"))
+    plain = not any(arguments.get(name) for name in ("swiglu", "quick_geglu", "squared_relu"))
     if plain and arguments.get("bias_gelu_fusion") and arguments.get("add_bias_linear", True):
         given["openai_gelu"] = True  # the fused kernel computes the approximation by tanh
     if not arguments.get("num_experts"):

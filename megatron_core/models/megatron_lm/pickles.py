@@ -57,7 +57,7 @@ class Inert:
 
 
 def load_tensors(source: Path | bytes, inert: re.Pattern[str] = INERT) -> Any:
-    """Load the output of ``torch.save``; tensors in a file are memory-mapped.
+    """Load the output of ``torch.save``; tensors in a file are memory-mapped, but those of torch before 1.6.
 
     ``inert``: names that are replaced by ``Inert``. Errors: ``CheckpointError`` for a file that is damaged or names a
     Python object outside of ``inert``.
@@ -65,7 +65,9 @@ def load_tensors(source: Path | bytes, inert: re.Pattern[str] = INERT) -> Any:
     shown = source if isinstance(source, Path) else "a stored object"
     try:
         file: Any = str(source) if isinstance(source, Path) else io.BytesIO(source)
-        names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+        # In a file of torch before 1.6, which is not an archive, torch.load itself refuses all names.
+        archive = zipfile.is_zipfile(source if isinstance(source, Path) else io.BytesIO(source))
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(file) if archive else []
         refused = [name for name in names if not inert.fullmatch(name)]
         if refused:
             raise CheckpointError(
@@ -76,7 +78,8 @@ def load_tensors(source: Path | bytes, inert: re.Pattern[str] = INERT) -> Any:
             file.seek(0)
         stand_ins: list[Any] = [(type("Inert", (Inert,), {}), name) for name in names]
         with torch.serialization.safe_globals(stand_ins):
-            return torch.load(file, map_location="cpu", weights_only=True, mmap=isinstance(source, Path))
+            mapped = archive and isinstance(source, Path)
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
     except DAMAGE as error:
         text = (str(error).splitlines() or [""])[0] or type(error).__name__
         raise CheckpointError(f"{shown} cannot be read: {text}") from None

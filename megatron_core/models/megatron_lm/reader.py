@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from megatron_core.checkpoint import TensorBox
+from megatron_core.checkpoint.manifest import WEIGHT_DTYPES
 from megatron_core.config import ModelConfig
 from megatron_core.config.file import field_types
 from megatron_core.errors import CheckpointError
-from megatron_core.models.hf.files import WEIGHT_DTYPES
 from megatron_core.models.megatron_lm.arguments import Progress, settings_of_arguments
 from megatron_core.models.megatron_lm.distributed_files import DistributedFiles
 from megatron_core.models.megatron_lm.rank_files import RankFiles

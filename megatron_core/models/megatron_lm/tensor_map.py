@@ -20,15 +20,17 @@ FUSED = {
 """Norms that Transformer Engine fuses into the following layer -> their names here."""
 ROWS = re.compile(
     r"(word_embeddings|output_layer|linear_qkv|linear_q_proj|linear_q_up_proj|linear_kv_up_proj|linear_fc1|eh_proj)"
-    r"\.(weight|bias)$"
+    r"\.(weight|bias)$|self_attention\.softmax_offset$"
 )
 COLUMNS = re.compile(r"(linear_proj|linear_fc2)\.weight$")
 DOWN = re.compile(r"linear_(q|kv)_down_proj\.weight$")
 """Weights that are split by rows without Transformer Engine, and replicated with it."""
 LAYER = re.compile(r"(decoder|mtp)\.layers\.(\d+)\.(.*)")
-EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.(linear_fc[12]\.weight)|(linear_fc[12]\.weight)(\d+))$")
-WHOLE_EXPERTS = re.compile(r"mlp\.experts\.linear_fc[12]\.weight$")
-"""Our name of the matrices of all experts of a layer, whose first dimension are the experts."""
+EXPERT = re.compile(
+    r"mlp\.experts\.(?:local_experts\.(\d+)\.(linear_fc[12]\.(?:weight|bias))|(linear_fc[12]\.(?:weight|bias))(\d+))$"
+)
+WHOLE_EXPERTS = re.compile(r"mlp\.experts\.linear_fc[12]\.(weight|bias)$")
+"""Our name of the matrices and biases of all experts of a layer, whose first dimension are the experts."""
 INNER = {"mtp_model_layer.": "transformer_layer."}
 """Name of the layer inside a layer of multi-token prediction -> its name in stored keys."""
 MODEL = ("embedding.", "decoder.", "mtp.", "output_layer.")
@@ -57,7 +59,9 @@ def plain_name(rest: str) -> str:
     for theirs, ours in FUSED.items():
         if rest.startswith(theirs + "_"):
             return ours + rest.rpartition("_")[2]
-    return rest.replace("mlp.experts.experts.", "mlp.experts.")
+    return rest.replace("mlp.experts.experts.", "mlp.experts.").replace(
+        "core_attention.softmax_offset", "softmax_offset"
+    )
 
 
 def whole_shape(parts: Iterable[TensorPart]) -> Shape:

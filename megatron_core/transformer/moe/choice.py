@@ -30,19 +30,20 @@ def log_scores(logits: Tensor, config: ModelConfig) -> Tensor:
 def choose(logits: Tensor, bias: Tensor | None, config: ModelConfig) -> Tensor:
     """Return the experts of each token, int64 ``[..., k]``, from logits ``[..., E]``.
 
-    ``bias`` ``[E]`` affects only the choice, not the probabilities. Group-limited choice (DeepSeek-AI 2024, arXiv
-    2412.19437, section 2.1.2): the score of a group is the sum of its k / group_topk highest expert scores; only
-    experts of the group_topk best groups are eligible.
+    ``bias`` ``[E]`` is added to the scores; it affects only the choice, not the probabilities. Group-limited choice
+    (DeepSeek-AI 2024, arXiv 2405.04434, section 2.1.3, and 2412.19437, section 2.1.2): the score of a group is the sum
+    of its ``group_score_topk`` highest expert scores; only experts of the group_topk best groups are eligible.
     """
     if config.moe_router_score_function == "softmax":
-        ranking = logits.softmax(-1) if config.moe_router_pre_softmax else logits
+        ranking = logits.softmax(-1) if config.moe_router_pre_softmax or bias is not None else logits
     else:
         ranking = log_scores(logits, config).exp()
     ranking = ranking if bias is None else ranking + bias
     k, groups, group_topk = config.moe_router_topk, config.moe_router_num_groups, config.moe_router_group_topk
-    if groups is not None and group_topk is not None:
+    counted = config.group_score_topk
+    if groups is not None and group_topk is not None and counted is not None:
         grouped = ranking.unflatten(-1, (groups, -1))
-        best = grouped.topk(k // group_topk).values.sum(-1).topk(group_topk).indices
+        best = grouped.topk(counted).values.sum(-1).topk(group_topk).indices
         eligible = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter_(-1, best, True)
         # -inf instead of 0, because a score plus bias may be negative.
         ranking = grouped.masked_fill(~eligible[..., None], -inf).flatten(-2)

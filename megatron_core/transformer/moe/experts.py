@@ -7,17 +7,16 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from megatron_core.ops.activation import bias_activation
 from megatron_core.parallel.groups import ALONE
 from megatron_core.parallel.initialization import Normal
 from megatron_core.parallel.invariance import tree_sum
-from megatron_core.parallel.sharding import ShardSpec, allocate, split, split_fused, split_over
+from megatron_core.parallel.sharding import ShardSpec, allocate, replicated, split, split_fused, split_over
 from megatron_core.tensor_parallel.fp8 import FP8Products
 from megatron_core.tensor_parallel.grouped_linear import grouped_linear
 from megatron_core.tensor_parallel.invariant_linear import Chunks, WeightParts, invariant_grouped_linear
 from megatron_core.tensor_parallel.lora import LoRA
 from megatron_core.transformer.context import LayerContext
-from megatron_core.transformer.mlp import activation_kind
+from megatron_core.transformer.mlp import activation_of
 from megatron_core.transformer.recompute import outputs_dropped, recomputed
 
 ROWS_OF_EXPERTS = 32
@@ -25,7 +24,7 @@ ROWS_OF_EXPERTS = 32
 
 
 class GroupedLinear(nn.Module):
-    """One matrix per expert; ``weight`` is this rank's part of ``[E, out, in]``."""
+    """One matrix per expert; ``weight`` is this rank's part of ``[E, out, in]``, ``bias`` of ``[E, out]``."""
 
     def __init__(
         self,
@@ -35,11 +34,17 @@ class GroupedLinear(nn.Module):
         *,
         splits_output: bool = False,
         parts: WeightParts | None = None,
+        bias: ShardSpec | None = None,
     ) -> None:
         """``splits_output``: output features are split over etp; otherwise input features. ``parts`` are canonical."""
         super().__init__()
         self.weight = allocate(spec, context.parallel.params_dtype, context.parallel.device)
         self.weight.init_method = init_method
+        self.bias = None
+        if bias is not None:
+            self.bias = allocate(bias, context.parallel.params_dtype, context.parallel.device)
+            self.bias.init_method = nn.init.zeros_
+            self.bias.is_vector = True
         self.fp8: FP8Products | None = None
         self.adapter: LoRA | None = None
         self.parts = parts
@@ -59,29 +64,45 @@ class GroupedLinear(nn.Module):
         product = partial(grouped_linear, weight=self.weight, counts=counts, fp8=self.fp8)
         return product(rows) if self.adapter is None else self.adapter(rows, product, self.weight, counts)
 
+    def bias_of_rows(self, counts: Sequence[int]) -> Tensor | None:
+        """The bias of the expert of each row, ``[R, out]``."""
+        if self.bias is None:
+            return None
+        repeats = torch.tensor(counts, device=self.bias.device)
+        return self.bias.repeat_interleave(repeats, dim=0, output_size=sum(counts))
+
 
 class Experts(nn.Module):
-    """y = p W_2 f(W_1 x) for each row, with the matrices of its expert, without biases; gated like ``MLP``.
+    """y = p (W_2 f(W_1 x + b_1) + b_2) for each row, with the matrices of its expert; gated like ``MLP``.
 
-    Experts are split over ep and their inner features over etp; each rank of etp returns a partial sum of y.
+    Experts are split over ep and their inner features over etp; each rank of etp returns a partial sum of y, to which
+    its first rank adds p b_2.
     """
 
     def __init__(self, context: LayerContext) -> None:
         super().__init__()
         config, groups = context.config, context.groups
         assert config.num_experts is not None
-        ffn, kind = config.expert_ffn_size, activation_kind(config)
+        ffn = config.expert_ffn_size
         pieces = (ffn, ffn) if config.gated_linear_unit else (ffn,)
         ep, etp = ((groups.index(axis), groups.size(axis)) for axis in ("ep", "etp"))
         first, second = (
             (config.num_experts, *shape) for shape in ((sum(pieces), config.hidden_size), (config.hidden_size, ffn))
         )
         inner = split_fused(first, pieces, *etp, dim=1, axis="etp")
+        once = replicated(second[:2], etp[0], axis="etp", partial_grad=True)
         specs = [
             split_over(split(shape, 0, *ep, axis="ep"), over_etp, replica_axes=("edp",))
-            for shape, over_etp in ((first, inner), (second, split(second, 2, *etp, axis="etp")))
+            for shape, over_etp in (
+                (first, inner),
+                (second, split(second, 2, *etp, axis="etp")),
+                (first[:2], split_fused(first[:2], pieces, *etp, dim=1, axis="etp")),
+                (second[:2], once),
+            )
         ]
-        self.activation, self.backend = kind, config.kernel_backend
+        biases = specs[2:] if config.add_bias_linear else [None, None]
+        self.adds_bias = etp[0] == 0
+        self.activation = activation_of(config)
         self.probs_on_input = config.moe_apply_probs_on_input
         self.recompute_activation = config.recomputes("moe_act")
         parts_of_output, parts_of_input = None, None
@@ -93,9 +114,11 @@ class Experts(nn.Module):
             even = WeightParts.even(invariance, ffn // etp[1], self.parts_here, splits_output=False)
             parts_of_input = replace(even, rows=ROWS_OF_EXPERTS)
         self.linear_fc1 = GroupedLinear(
-            context, specs[0], context.init_method, splits_output=True, parts=parts_of_output
+            context, specs[0], context.init_method, splits_output=True, parts=parts_of_output, bias=biases[0]
         )
-        self.linear_fc2 = GroupedLinear(context, specs[1], context.output_layer_init_method, parts=parts_of_input)
+        self.linear_fc2 = GroupedLinear(
+            context, specs[1], context.output_layer_init_method, parts=parts_of_input, bias=biases[1]
+        )
 
     def forward(self, rows: Tensor, probs: Tensor, counts: Sequence[int], chunks: Chunks | None = None) -> Tensor:
         """``rows`` ``[R, h]``, ``probs`` ``[R]`` -> ``[R, h]``; ``chunks``: see ``Dispatched``.
@@ -106,12 +129,18 @@ class Experts(nn.Module):
         if self.probs_on_input:
             rows, probs = (rows * probs.unsqueeze(-1)).to(rows.dtype), torch.ones_like(probs)
         inner, recompute = self.linear_fc1(rows, counts, chunks), self.recompute_activation and self.training
+        if (bias := self.linear_fc1.bias_of_rows(counts)) is not None:
+            inner = inner + bias
         weighted = (recomputed(self._weighted) if recompute else self._weighted)(inner, probs)
         with outputs_dropped([weighted], lambda: [self._weighted(inner, probs)], active=recompute):
-            return self.linear_fc2(weighted, counts, chunks)
+            output: Tensor = self.linear_fc2(weighted, counts, chunks)
+        if (bias := self.linear_fc2.bias_of_rows(counts)) is not None:
+            # All ranks of etp use the bias, so that its gradient, a sum over them, exists on each.
+            output = output + (bias * (probs * self.adds_bias).unsqueeze(-1)).to(output.dtype)
+        return output
 
     def _weighted(self, inner: Tensor, probs: Tensor) -> Tensor:
-        activated = bias_activation(inner, None, self.activation, backend=self.backend)
+        activated = self.activation(inner, None)
         if self.linear_fc2.parts is not None:
             return _Weighted.apply(activated, probs, self.parts_here)
         return (activated * probs.unsqueeze(-1)).to(activated.dtype)

@@ -54,7 +54,8 @@ class Tokens:
 
 
 class TopKRouter(nn.Module):
-    """logits = W x; ``choice.choose`` selects the k experts of each token; then compute their probabilities.
+    """logits = W x, or W x + b if linear layers have biases; ``choice.choose`` selects the k experts of each token;
+    then compute their probabilities.
 
     ``x`` is ``[n, b, h]``. ``weight`` ``[E, h]`` is replicated; because each rank routes different tokens, its gradient
     is partial over the tensor-parallel ranks. Logits and later values have the dtype ``moe_router_dtype`` or wider.
@@ -68,8 +69,13 @@ class TopKRouter(nn.Module):
         self.config, self.layer_number = config, layer_number
         self.sequence_group, self.batch_group = context.groups.group("tp-cp"), context.groups.group("tp-dp-cp")
         shape = (config.num_experts, config.hidden_size)
-        self.weight = allocate(replicated(shape, tp_rank, partial_grad=True), parallel.params_dtype, parallel.device)
+        spec_of = partial(replicated, index=tp_rank, partial_grad=True)
+        self.weight = allocate(spec_of(shape), parallel.params_dtype, parallel.device)
         self.weight.init_method = context.init_method
+        self.bias = None
+        if config.add_bias_linear:
+            self.bias = allocate(spec_of(shape[:1]), parallel.params_dtype, parallel.device)
+            self.bias.init_method = context.init_method
         self.expert_bias = None
         if config.moe_router_enable_expert_bias:
             self.expert_bias = allocate(replicated(shape[:1], tp_rank), torch.float32, parallel.device)
@@ -93,7 +99,8 @@ class TopKRouter(nn.Module):
         dtype = torch.float64 if self.config.moe_router_dtype == "fp64" else wide(x.dtype)
         x = self._jittered(x.to(dtype), tokens, context)
         if self.parts is None:
-            logits = nn.functional.linear(x, self.weight.to(dtype))
+            bias = None if self.bias is None else self.bias.to(dtype)
+            logits = nn.functional.linear(x, self.weight.to(dtype), bias)
         else:
             logits = invariant_linear(x, self.weight, None, NO_COMM, self.parts)
         experts = self._choose(logits.detach(), tokens)

@@ -105,6 +105,34 @@ def check_groups() -> None:
             assert set((experts[n, b] // 2).tolist()) == set(groups[n, b].tolist())
 
 
+def check_groups_by_their_best() -> None:
+    """DeepSeek-V2: experts come only from the groups with the best experts, also if their number is odd."""
+    limited = replace(
+        BASE,
+        moe_router_pre_softmax=True,
+        moe_router_topk=3,
+        moe_router_num_groups=4,
+        moe_router_group_topk=2,
+        moe_router_group_score_topk=1,
+    )
+    scores = _logits().softmax(-1)
+    groups = scores.unflatten(-1, (4, 2)).amax(-1).topk(2).indices
+    allowed = torch.zeros(N, B, 4, dtype=torch.bool).scatter_(-1, groups, True).repeat_interleave(2, -1)
+    expected = scores.masked_fill(~allowed, 0.0).topk(3)
+    experts = choose(_logits(), None, limited)
+    torch.testing.assert_close(experts, expected.indices)
+    torch.testing.assert_close(probabilities(_logits(), experts, limited), expected.values)
+
+
+def check_softmax_and_bias() -> None:
+    """ERNIE 4.5: the bias is added to the probabilities of all experts; those of the chosen ones are normalised."""
+    logits, bias = _logits(), torch.linspace(-0.3, 0.3, E)
+    experts = choose(logits, bias, BASE)
+    torch.testing.assert_close(experts, (logits.softmax(-1) + bias).topk(K).indices)
+    chosen = logits.softmax(-1).gather(-1, experts)
+    torch.testing.assert_close(probabilities(logits, experts, BASE), chosen / chosen.sum(-1, keepdim=True))
+
+
 def check_sinkhorn() -> None:
     """All rows have the same sum, and so do all columns."""
     balanced = sinkhorn(_logits()[:, 0] + 50)
@@ -348,6 +376,18 @@ DEFECTS: dict[str, tuple[Callable[[], None], str, str, str]] = {
         f"{CHOICE}:choose",
         "~eligible[..., None], -inf",
         "~eligible[..., None], 0.0",
+    ),
+    "a group's score is that of k / group_topk experts, also if it is given": (
+        check_groups_by_their_best,
+        f"{CHOICE}:choose",
+        "grouped.topk(counted)",
+        "grouped.topk(max(1, k // group_topk) + 1)",
+    ),
+    "the bias of a softmax is added to the logits": (
+        check_softmax_and_bias,
+        f"{CHOICE}:choose",
+        "if config.moe_router_pre_softmax or bias is not None else",
+        "if config.moe_router_pre_softmax else",
     ),
     "the bias does not count in the choice": (check_sigmoid_and_bias, f"{CHOICE}:choose", "ranking + bias", "ranking"),
     "scores are divided by their sum over all experts": (

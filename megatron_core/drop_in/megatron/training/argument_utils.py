@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.spec_utils import import_module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig, squared_relu
@@ -179,8 +180,8 @@ def core_transformer_config_from_args(
     )
     read = lambda name, default=None: getattr(args, name, default)  # noqa: E731
     dtype = torch.float16 if read("fp16") else torch.bfloat16 if read("bf16") else torch.float32
-    gated = read("swiglu", False) or read("geglu", False)
-    gelu = openai_gelu if read("openai_gelu") else nn.functional.gelu
+    gated = any(read(name, False) for name in ("swiglu", "geglu", "quick_geglu"))
+    gelu = openai_gelu if read("openai_gelu") else quick_gelu if read("quick_geglu") else nn.functional.gelu
     activation = nn.functional.silu if read("swiglu") else squared_relu if read("squared_relu") else gelu
     given = {
         "params_dtype": read("params_dtype", dtype),

@@ -1,9 +1,10 @@
-"""Gemma 2 and Gemma 3 (text): four norms a layer, windows in some layers, bounded scores and logits."""
+"""Gemma 1: Llama with GELU and scaled embeddings. Gemma 2 and Gemma 3 (text): four norms a layer, windows in some
+layers, bounded scores and logits."""
 
 from megatron_core.config import ModelConfig
 from megatron_core.models.hf.architecture import register
 from megatron_core.models.hf.families.llama import LLAMA, QK_NORMS
-from megatron_core.models.hf.rules import COUNT, OBJECT, POSITIVE, ROPE, WINDOWS, Rule, Settings, refuse
+from megatron_core.models.hf.rules import COUNT, OBJECT, POSITIVE, ROPE, STRING, WINDOWS, Rule, Settings, refuse
 
 
 def _windows(hf_config: Settings) -> Settings:
@@ -15,7 +16,7 @@ def _windows(hf_config: Settings) -> Settings:
     )
 
 
-def _rope_by_layer_type(hf_config: Settings) -> Settings:
+def rope_by_layer_type(hf_config: Settings) -> Settings:
     """Rotary positions of layers with and without a window, as transformers 5 (``rope_parameters``) or earlier releases
     write them."""
     by_type: Settings = hf_config.get("rope_parameters") or {}
@@ -41,6 +42,31 @@ SOFTMAX_SCALE = Rule(
 )
 DEFAULTS = {"tie_word_embeddings": True, "head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096}
 
+
+def _gelu(hf_config: Settings) -> Settings:
+    """The approximation by tanh, also if a file names the exact one, as the first files did by mistake."""
+    name = hf_config.get("hidden_act", "gelu_pytorch_tanh")
+    return (
+        {} if name in ("gelu", "gelu_pytorch_tanh") else refuse("hidden_act", name, "for gemma only GELU is supported")
+    )
+
+
+GEMMA = register(
+    LLAMA,
+    model_type="gemma",
+    class_name="GemmaForCausalLM",
+    fixed={
+        **LLAMA.fixed,
+        "swiglu": False,
+        "geglu": True,
+        "openai_gelu": True,
+        "apply_layernorm_1p": True,
+        "scale_embeddings": True,
+    },
+    defaults={"tie_word_embeddings": True, "head_dim": 256},
+    required={"attention_bias": False, "use_bidirectional_attention": None},
+    rules=(ROPE, Rule(_gelu, lambda _: {"hidden_act": "gelu_pytorch_tanh"}, {"hidden_act": STRING})),
+)
 GEMMA2 = register(
     LLAMA,
     model_type="gemma2",
@@ -50,15 +76,7 @@ GEMMA2 = register(
         "final_logit_softcapping": "final_logit_softcapping",
         "attn_logit_softcapping": "attn_logit_softcapping",
     },
-    fixed={
-        **LLAMA.fixed,
-        "swiglu": False,
-        "geglu": True,
-        "openai_gelu": True,
-        "norm_placement": "sandwich",
-        "apply_layernorm_1p": True,
-        "scale_embeddings": True,
-    },
+    fixed={**GEMMA.fixed, "norm_placement": "sandwich"},
     defaults={**DEFAULTS, "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
     required={
         "hidden_activation": "gelu_pytorch_tanh",
@@ -81,6 +99,6 @@ GEMMA3 = register(
     fixed={**GEMMA2.fixed, "qk_layernorm": True},
     defaults={**DEFAULTS, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
     required={**GEMMA2.required, "attn_logit_softcapping": None},
-    rules=(Rule(_rope_by_layer_type, _rope_by_layer_type_json, ROPE_TYPES), GEMMA_WINDOWS, SOFTMAX_SCALE),
+    rules=(Rule(rope_by_layer_type, _rope_by_layer_type_json, ROPE_TYPES), GEMMA_WINDOWS, SOFTMAX_SCALE),
     layer_tensors={**GEMMA2.layer_tensors, **QK_NORMS},
 )

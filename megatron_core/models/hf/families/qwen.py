@@ -1,10 +1,14 @@
-"""Qwen2, Qwen2.5: Llama with biases of queries, keys and values. Qwen3: with norms instead. Qwen3-MoE: with experts."""
+"""Qwen2, Qwen2.5: Llama with biases of queries, keys and values. Qwen3: with norms instead. Qwen2-MoE and Qwen3-MoE:
+with experts, the former also with a shared expert and its gate."""
 
 from megatron_core.config import ModelConfig
 from megatron_core.models.hf.architecture import register
+from megatron_core.models.hf.expert_rules import EXPERT_MATRICES
 from megatron_core.models.hf.families.llama import LLAMA, QK_NORMS
 from megatron_core.models.hf.rules import (
+    COUNT,
     COUNT_OR_ZERO,
+    COUNTS,
     ROPE,
     SWITCH,
     WINDOW_OF_ALL_LAYERS,
@@ -35,6 +39,28 @@ def _windows_json(config: ModelConfig) -> Settings:
     return WINDOWS.write(config) | {"use_sliding_window": config.window_size is not None}
 
 
+def _windows_of_qwen2_moe(hf_config: Settings) -> Settings:
+    """Every second one of the first ``max_window_layers`` has a window if ``use_sliding_window`` is set."""
+    if not hf_config.get("use_sliding_window", False):
+        return _windows(hf_config)
+    first, layers = hf_config["max_window_layers"], hf_config["num_hidden_layers"]
+    kinds = ["sliding_attention" if n % 2 == 0 and n < first else "full_attention" for n in range(layers)]
+    return WINDOWS.read({"layer_types": kinds, **hf_config})
+
+
+def _expert_layers(hf_config: Settings) -> Settings:
+    """Every n-th layer, ``decoder_sparse_step``, has experts, but those of ``mlp_only_layers``."""
+    dense, every = hf_config.get("mlp_only_layers", []), hf_config.get("decoder_sparse_step", 1)
+    layers = range(hf_config["num_hidden_layers"])
+    return {"moe_layer_freq": tuple(int(n not in dense and (n + 1) % every == 0) for n in layers)}
+
+
+def _expert_layers_json(config: ModelConfig) -> Settings:
+    dense = [n for n in range(config.num_layers) if not config.has_experts(n)]
+    return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+
+
+EXPERT_LAYERS = Rule(_expert_layers, _expert_layers_json, {"mlp_only_layers": COUNTS, "decoder_sparse_step": COUNT})
 WINDOW_TYPES = {**WINDOWS.types, "use_sliding_window": SWITCH, "max_window_layers": COUNT_OR_ZERO}
 QWEN_WINDOWS = Rule(_windows, _windows_json, WINDOW_TYPES)
 QWEN_MOE_WINDOWS = Rule(_windows_of_all_layers, _windows_json, WINDOW_TYPES)
@@ -77,12 +103,37 @@ QWEN3_MOE = register(
     },
     aliases={"num_local_experts": "num_experts"},
     defaults=WINDOW_DEFAULTS,
-    required={"hidden_act": "silu", "attention_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
-    rules=(ROPE, QWEN_MOE_WINDOWS, ROUTER_SOFTMAX),
+    required={"hidden_act": "silu", "attention_bias": False},
+    rules=(ROPE, QWEN_MOE_WINDOWS, ROUTER_SOFTMAX, EXPERT_LAYERS),
     layer_tensors={
         **QWEN3.layer_tensors,
-        "mlp.router": "mlp.gate",
-        "mlp.experts.linear_fc1": gate_and_up("mlp.experts.{e}.gate_proj", "mlp.experts.{e}.up_proj"),
-        "mlp.experts.linear_fc2": "mlp.experts.{e}.down_proj",
+        **EXPERT_MATRICES,
+    },
+)
+QWEN2_MOE = register(
+    QWEN3_MOE,
+    model_type="qwen2_moe",
+    class_name="Qwen2MoeForCausalLM",
+    keys={
+        **{key: name for key, name in QWEN3_MOE.keys.items() if key != "head_dim"},
+        "shared_expert_intermediate_size": "moe_shared_expert_intermediate_size",
+        "qkv_bias": "add_qkv_bias",
+    },
+    fixed={**LLAMA.fixed, "moe_shared_expert_gate": True},
+    aliases={},
+    defaults={**WINDOW_DEFAULTS, "qkv_bias": True},
+    required={"hidden_act": "silu"},
+    rules=(
+        ROPE,
+        Rule(_windows_of_qwen2_moe, _windows_json, WINDOW_TYPES),
+        ROUTER_SOFTMAX,
+        EXPERT_LAYERS,
+    ),
+    layer_tensors={
+        **LLAMA.layer_tensors,
+        **EXPERT_MATRICES,
+        "mlp.shared_experts.linear_fc1": gate_and_up("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
+        "mlp.shared_experts.linear_fc2": "mlp.shared_expert.down_proj",
+        "mlp.shared_experts.gate_weight": "mlp.shared_expert_gate.weight",
     },
 )

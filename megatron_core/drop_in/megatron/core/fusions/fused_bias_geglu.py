@@ -1,14 +1,9 @@
 """Bias and gated GELU of an MLP's inner features."""
 
-import torch
 from torch import Tensor
 
 from megatron_core.ops import bias_activation
-
-
-def quick_gelu(x: Tensor) -> Tensor:
-    """x sigmoid(1.702 x) (Hendrycks and Gimpel 2016)."""
-    return x * torch.sigmoid(1.702 * x)
+from megatron_core.ops.reference import quick_gelu as quick_gelu
 
 
 def geglu(y: Tensor) -> Tensor:

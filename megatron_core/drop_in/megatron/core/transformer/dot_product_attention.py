@@ -39,6 +39,10 @@ class DotProductAttention(ExportedModule, CoreAttention):
         nn.Module.__init__(self)  # in a model ``CoreAttention`` builds the module, and ``adopt`` changes its class
         if config.context_parallel_size > 1:
             raise ConfigError("DotProductAttention: context_parallel_size > 1 is not supported; use a TransformerLayer")
+        if config.softmax_type != "vanilla":
+            raise ConfigError(
+                f"DotProductAttention: softmax_type={config.softmax_type} is not supported; use a TransformerLayer"
+            )
         self.config, self.attn_mask_type, self.layer_number = config, attn_mask_type, layer_number
         self.rate = config.attention_dropout if attention_dropout is None else attention_dropout
         self.scale = config.softmax_scale if softmax_scale is None else softmax_scale
@@ -57,14 +61,15 @@ class DotProductAttention(ExportedModule, CoreAttention):
         key: Tensor,
         value: Tensor,
         attention_mask: Any = None,
-        attn_mask_type: AttnMaskType | None = None,
+        attn_mask_type: AttnMaskType | Tensor | None = None,
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
         """``[s, b, heads, d]``, keys, values ``[t, b, groups, d]`` -> ``[s, b, heads d]``; the mask ``[b, 1, s, t]`` is
         True where a query must not see a key. torch's generator draws dropout, as in Megatron."""
         if isinstance(attention_mask, SequenceContext):
-            return super().forward(query, key, value, attention_mask)
+            sinks = attn_mask_type if isinstance(attn_mask_type, Tensor) else None
+            return super().forward(query, key, value, attention_mask, sinks)
         if packed_seq_params is not None:
             raise ConfigError("DotProductAttention: packed_seq_params is not supported; use a TransformerLayer")
         kind = self.attn_mask_type if attn_mask_type is None else attn_mask_type

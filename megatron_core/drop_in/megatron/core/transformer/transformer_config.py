@@ -245,13 +245,14 @@ class TransformerConfig(ChangingConfig, mirror("TransformerConfig"), ModelParall
         name = getattr(function, "__name__", str(function))
         fused = self.bias_activation_fusion and self.add_bias_linear
         approximate = {"openai_gelu": name == "openai_gelu" or (name == "gelu" and fused)}
-        if self.gated_linear_unit and name in ("silu", "gelu", "openai_gelu"):
-            return {"swiglu": name == "silu", "geglu": name != "silu"} | approximate
+        if self.gated_linear_unit and name in ("silu", "gelu", "openai_gelu", "quick_gelu"):
+            kinds = {"silu": "swiglu", "quick_gelu": "quick_geglu"}
+            return {kinds.get(name, "geglu"): True} | approximate
         if not self.gated_linear_unit and name in ("gelu", "openai_gelu", "squared_relu"):
             return {"squared_relu": name == "squared_relu"} | approximate
         raise ConfigError(
             f"activation_func={name} with gated_linear_unit={self.gated_linear_unit} is not supported; legal: gelu, "
-            "openai_gelu, squared_relu, and gated silu, gelu, openai_gelu"
+            "openai_gelu, squared_relu, and gated silu, gelu, openai_gelu, quick_gelu"
         )
 
 

@@ -1,0 +1,12 @@
+"""Helium: Llama with rotary positions of adjacent channels."""
+
+from megatron_core.models.hf.architecture import register
+from megatron_core.models.hf.families.llama import LLAMA
+
+HELIUM = register(
+    LLAMA,
+    model_type="helium",
+    class_name="HeliumForCausalLM",
+    fixed={**LLAMA.fixed, "rotary_interleaved": True},
+    defaults={"num_key_value_heads": 20, "head_dim": 128, "rope_theta": 100000.0},
+)

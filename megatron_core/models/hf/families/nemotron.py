@@ -1,0 +1,27 @@
+"""Nemotron and Minitron: squared ReLU, LayerNorm whose weights are stored minus 1, rotary positions in a part of each
+head's channels. Arcee: Llama with squared ReLU."""
+
+from megatron_core.models.hf.architecture import register
+from megatron_core.models.hf.families.llama import LLAMA
+from megatron_core.models.hf.rules import PARTIAL_ROPE
+
+ARCEE = register(
+    LLAMA,
+    model_type="arcee",
+    class_name="ArceeForCausalLM",
+    fixed={**LLAMA.fixed, "swiglu": False, "squared_relu": True},
+    required={"hidden_act": "relu2", "attention_bias": False, "mlp_bias": False},
+    layer_tensors={**LLAMA.layer_tensors, "mlp.linear_fc1": "mlp.up_proj"},
+)
+NEMOTRON = register(
+    ARCEE,
+    model_type="nemotron",
+    class_name="NemotronForCausalLM",
+    keys={
+        **{key: name for key, name in LLAMA.keys.items() if key != "rms_norm_eps"},
+        "norm_eps": "norm_epsilon",
+    },
+    fixed={**ARCEE.fixed, "normalization": "LayerNorm", "apply_layernorm_1p": True},
+    defaults={"partial_rotary_factor": 0.5},
+    rules=(PARTIAL_ROPE,),
+)

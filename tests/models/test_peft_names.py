@@ -1,0 +1,30 @@
+"""Names of adapters in PEFT's format."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_core.config import ModelConfig
+from megatron_core.errors import CheckpointError
+from megatron_core.models.hf.architecture import ARCHITECTURES
+from megatron_core.models.hf.peft import PeftNames
+
+LAYER = "decoder.layers.0.mlp.experts.linear_fc2"
+
+
+def names(model_type: str) -> PeftNames:
+    """Adapters of whole matrices of a model with 2 experts."""
+    model = ModelConfig(hidden_size=4, num_attention_heads=2, num_experts=2, moe_ffn_hidden_size=6)
+    shapes = {f"{LAYER}.weight": (2, 4, 6)}
+    return PeftNames(ARCHITECTURES[model_type], model, shapes, lambda layer, part: ((0, shapes[f"{layer}.weight"][1]),))
+
+
+def test_each_expert_with_its_own_tensor_has_its_own_adapter() -> None:
+    places = names("qwen3_moe").places(LAYER, "")
+    assert [place.module for place in places] == [f"model.layers.0.mlp.experts.{e}.down_proj" for e in range(2)]
+
+
+@pytest.mark.parametrize("model_type", ["gpt_oss", "llama4_text", "granitemoe"])
+def test_experts_in_one_tensor_are_refused(model_type: str) -> None:
+    with pytest.raises(CheckpointError, match=f"{model_type} stores the matrices of all experts in one tensor"):
+        names(model_type).places(LAYER, "")

@@ -1,0 +1,83 @@
+"""Rows of the parity matrix with pieces of published architectures, in the form of ``rows.ROWS``: factors on layers,
+softmax scores with a bias, groups chosen by their best expert."""
+
+from __future__ import annotations
+
+from tests.parity.latent_rows import LATENT
+from tests.parity.moe_rows import CP2, EP2, ETP1, PP2, SMALL, SP, TP2
+
+ZERO3 = {"zero_stage": 3}
+GRANITE = {
+    "num_layers": 2,
+    "global_batch_size": 4,
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "ffn_hidden_size": 48,
+    "group_query_attention": True,
+    "num_query_groups": 2,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.4,
+    "logit_multiplier": 0.25,
+    "softmax_scale": 0.2,
+}
+ERNIE = SMALL | {
+    "moe_layer_freq": (0, 1),
+    "moe_router_enable_expert_bias": True,
+    "moe_router_bias_update_rate": 0.05,
+    "moe_shared_expert_intermediate_size": 16,
+    "rotary_interleaved": True,
+    "moe_aux_loss_coeff": 0.1,
+}
+DEEPSEEK_V2 = (
+    LATENT
+    | SMALL
+    | {
+        "num_experts": 8,
+        "moe_router_topk": 3,
+        "moe_router_pre_softmax": True,
+        "moe_router_num_groups": 4,
+        "moe_router_group_topk": 2,
+        "moe_router_group_score_topk": 1,
+        "moe_router_topk_scaling_factor": 2.5,
+        "moe_shared_expert_intermediate_size": 16,
+        "moe_aux_loss_coeff": 0.1,
+    }
+)
+LLAMA4 = SMALL | {
+    "moe_layer_freq": (0, 1),
+    "moe_router_topk": 1,
+    "moe_router_score_function": "sigmoid",
+    "moe_apply_probs_on_input": True,
+    "moe_shared_expert_intermediate_size": 16,
+    "rotary_interleaved": True,
+    "qk_l2_norm": True,
+    "qk_l2_norm_rotary_only": True,
+    "no_rope_freq": (0, 1),
+    "attention_chunk_size": 5,
+    "query_temperature_scale": 0.3,
+    "query_temperature_floor": 3,
+}
+EXACT = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+PACKED = {"tokenizer_type": "NullTokenizer", "reset_position_ids": True, "reset_attention_mask": True}
+HEADS = {"cp_comm_type": ("a2a",)}
+
+HUB_ROWS: dict[str, tuple[int, dict, dict]] = {
+    "granite, tp2": (2, GRANITE, TP2),
+    "granite, tp2 sp": (2, GRANITE, TP2 | SP),
+    "granite, pp2": (2, GRANITE, PP2),
+    "granite, cp2": (2, GRANITE, CP2),
+    "granite, dp2 zero3": (2, GRANITE, ZERO3),
+    "ernie, tp2 sp ep2 etp1": (2, ERNIE, TP2 | SP | EP2 | ETP1),
+    "ernie, dp2 ep2 zero3": (2, ERNIE, EP2 | ZERO3),
+    "ernie, cp2": (2, ERNIE, CP2),
+    "llama 4, tp2 sp ep2 etp1": (2, LLAMA4, TP2 | SP | EP2 | ETP1),
+    "llama 4, pp2": (2, LLAMA4 | EXACT, PP2),
+    "llama 4, cp2 p2p": (2, LLAMA4 | EXACT, CP2),
+    "llama 4, cp2 a2a, dropout": (2, LLAMA4, CP2 | HEADS),
+    "llama 4, packed, cp2 tp2": (4, LLAMA4 | EXACT | PACKED, CP2 | TP2),
+    "llama 4, dp2 ep2 zero3": (2, LLAMA4 | EXACT, EP2 | ZERO3),
+    "deepseek-v2, tp2": (2, DEEPSEEK_V2, TP2),
+    "deepseek-v2, pp2": (2, DEEPSEEK_V2, PP2),
+    "deepseek-v2, dp2 ep2 zero3": (2, DEEPSEEK_V2, EP2 | ZERO3),
+}
