@@ -44,7 +44,8 @@ class ModelParallelConfig(mirror("ModelParallelConfig")):  # type: ignore[misc]
             )
         if self.cross_entropy_loss_fusion and self.cross_entropy_fusion_impl == "te":
             warnings.warn(
-                "cross_entropy_fusion_impl='te' has known stability issues in Transformer Engine; use native", stacklevel=3
+                "cross_entropy_fusion_impl='te' has known stability issues in Transformer Engine; use native",
+                stacklevel=3,
             )
         own: Any = self  # a type checker takes an assignment to ``self`` for the declaration of a field
         if own.expert_tensor_parallel_size is None:

@@ -68,13 +68,15 @@ class ActivationLogger:
         def record(module: nn.Module | None, inputs: Any, named: dict[str, Any], output: Any) -> None:
             counts = inputs[1] if len(inputs) > 1 else None
             if counts is not None and not isinstance(counts, Tensor):
-                of_layer = self._decoder_tpe_records[layer] if block is None else self._mtp_tpe_records[int(block), layer]
+                of_layer = (
+                    self._decoder_tpe_records[layer] if block is None else self._mtp_tpe_records[int(block), layer]
+                )
                 of_layer.append(list(counts))
 
         return record
 
     def save_tpe(self, iteration: int) -> None:
-        """Append the recorded numbers to ``tokens_per_expert/rankN.jsonl``: iteration, block, layer, one row a batch."""
+        """Append the numbers to ``tokens_per_expert/rankN.jsonl``: iteration, block, layer, a row for each batch."""
         lines = [{"block": "decoder", "layer": n, "tpe": t} for n, t in sorted(self._decoder_tpe_records.items())]
         records = sorted(self._mtp_tpe_records.items())
         lines += [{"block": "mtp", "mtp_idx": block, "layer": n, "tpe": t} for (block, n), t in records]

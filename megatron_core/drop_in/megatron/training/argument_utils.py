@@ -158,11 +158,9 @@ def pretrain_cfg_container_from_args(args: Namespace, model_cfg: Any = None) -> 
         "profiling": {"use_nsys_profiler": getattr(args, "profile", False)},
         "rerun_state_machine": {"check_for_nan_in_loss": getattr(args, "check_for_nan_in_loss_and_grad", True)},
     }
-    from megatron.training import training  # programs replace its functions; it imports this module
-
     sections: dict[str, Any] = {
-        "optimizer": training.get_megatron_optimizer_config(args)[0],
-        "ddp": training.get_megatron_ddp_config(args),
+        "optimizer": from_arguments.get_megatron_optimizer_config(args)[0],
+        "ddp": from_arguments.get_megatron_ddp_config(args),
         "model": model_cfg,
     }
     for section in fields(PretrainConfigContainer):

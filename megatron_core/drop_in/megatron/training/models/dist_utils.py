@@ -47,7 +47,7 @@ def unimodal_build_distributed_models(
     """Build this rank's chunks with ``build_model_func(pg_collection, pre_process=, post_process=, vp_stage=)``.
 
     ``pre_wrap_hook`` may replace the list of chunks; ``prepare_existing_model_chunks_for_distributed_training`` wraps
-    them. Raises ValueError if ``wrap_with_ddp`` has no ``ddp_config`` and TypeError if the hook is no function.
+    them. Raises ValueError if ``wrap_with_ddp`` has no ``ddp_config`` and TypeError if the hook is not a function.
     """
     _check_ddp(wrap_with_ddp, ddp_config)
     chunks = transformer_config.virtual_pipeline_model_parallel_size
@@ -55,7 +55,7 @@ def unimodal_build_distributed_models(
         models = build_virtual_pipeline_stages(build_model_func, pg_collection, chunks, model_type)
     if pre_wrap_hook is not None:
         if not callable(pre_wrap_hook):
-            raise TypeError(f"pre_wrap_hook={pre_wrap_hook!r} is no function; compose_hooks makes one of a list")
+            raise TypeError(f"pre_wrap_hook={pre_wrap_hook!r} is not a function; compose_hooks makes one of a list")
         changed = pre_wrap_hook(models)
         if changed is None:
             logger.warning("pre_wrap_hook returned None: the chunks remain; let it return their list")

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core._rank_utils import of_environment, safe_get_rank
-from megatron.core._slurm_utils import resolve_slurm_local_rank
 from megatron.core.datasets.utils import get_blend_from_list
+from megatron.core.ranks import of_environment, safe_get_rank
+from megatron.core.slurm import resolve_slurm_local_rank
 from megatron.core.utils import (
     get_batch_on_this_cp_rank,
     nvtx_range_pop,

@@ -21,7 +21,7 @@ def is_linear_attention_variant(experimental_attention_variant: str | None) -> b
 
 
 def get_moe_layer_pattern(config: Any) -> list[int]:
-    """Return 1 for each layer with experts and 0 for others: every ``moe_layer_freq``-th from the first, or its list."""
+    """Return 1 for each layer with experts, else 0: every ``moe_layer_freq``-th from the first, or its list."""
     freq = config.moe_layer_freq
     every = [int(layer % freq == 0) for layer in range(config.num_layers)] if isinstance(freq, int) else None
     return every or _listed("moe_layer_freq", freq, config.num_layers)
