@@ -11,7 +11,7 @@ from typing import Any
 from megatron.training.config.allowlist import TargetAllowlist, locate
 
 try:
-    from omegaconf import OmegaConf
+    from omegaconf import OmegaConf  # type: ignore[import-not-found]  # an optional package
 
     HAVE_OMEGACONF = True
 except ImportError:

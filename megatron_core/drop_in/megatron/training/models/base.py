@@ -64,7 +64,8 @@ class ModelConfig:
 
 
 def _subclasses(kind: type) -> list[type]:
-    return [each for child in kind.__subclasses__() for each in (child, *_subclasses(child))]
+    children: list[type] = kind.__subclasses__()
+    return [each for child in children for each in (child, *_subclasses(child))]
 
 
 def _fields_of(config: Any) -> dict[str, Any]:

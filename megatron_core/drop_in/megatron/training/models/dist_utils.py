@@ -126,9 +126,10 @@ def _print_num_params(model: list[Any], pg_collection: Any) -> None:
     """Print the number of this rank's parameters on the first data- and context-parallel rank."""
     if pg_collection.dp.rank() == 0 and pg_collection.cp.rank() == 0:
         ranks = pg_collection.tp.rank(), get_pg_rank(pg_collection.gtp_remat), pg_collection.pp.rank()
-        ranks = ", ".join(map(str, ranks))
         count = sum(parameter.nelement() for each in model for parameter in each.parameters())
-        print(f" > number of parameters on (tensor, gtp_remat, pipeline) model parallel rank ({ranks}): {count}")
+        print(
+            f" > number of parameters on (tensor, gtp_remat, pipeline) model parallel rank ({', '.join(map(str, ranks))}): {count}"
+        )
 
 
 def _wrap_with_mp_wrapper(
