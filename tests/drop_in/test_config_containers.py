@@ -7,6 +7,7 @@ import inspect
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,7 +38,7 @@ from megatron.training.models.gpt import GPTModelConfig
 from megatron_core.errors import ConfigError
 
 TRAIN = "megatron.training.config.training_config.TrainingConfig"
-SHAPE = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4}
+SHAPE: dict[str, Any] = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4}
 
 
 @dataclass(kw_only=True)
@@ -112,7 +113,7 @@ def test_the_configuration_of_a_gpt() -> None:
     assert ModelConfig.from_dict({"_target_": f"{__name__}.Plain", "_builder_": "x", "size": 3, "other": 1}).size == 3
     with pytest.raises(InstantiationException):
         ModelConfig.from_dict({"_target_": "subprocess.Popen", "_builder_": "x"})
-    layers = {"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32}
+    layers: dict[str, Any] = {"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32}
     odd = TransformerConfig(**SHAPE | {"num_layers": 6}, **layers, virtual_pipeline_model_parallel_size=2)
     with pytest.raises(AssertionError, match="num_layers=6"):
         GPTModelConfig(transformer=odd, vocab_size=64).finalize()

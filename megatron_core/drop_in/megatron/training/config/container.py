@@ -65,7 +65,7 @@ class ConfigContainerBase:
         with maybe_msc.open(yaml_path, "r") as file:
             entries = yaml.safe_load(file)
         if HAVE_OMEGACONF:
-            from omegaconf import OmegaConf
+            from omegaconf import OmegaConf  # type: ignore[import-not-found]
 
             entries = OmegaConf.to_container(OmegaConf.create(entries), resolve=True)
         return cls.from_dict(entries, mode=mode)

@@ -127,9 +127,8 @@ def _print_num_params(model: list[Any], pg_collection: Any) -> None:
     if pg_collection.dp.rank() == 0 and pg_collection.cp.rank() == 0:
         ranks = pg_collection.tp.rank(), get_pg_rank(pg_collection.gtp_remat), pg_collection.pp.rank()
         count = sum(parameter.nelement() for each in model for parameter in each.parameters())
-        print(
-            f" > number of parameters on (tensor, gtp_remat, pipeline) model parallel rank ({', '.join(map(str, ranks))}): {count}"
-        )
+        where = "(tensor, gtp_remat, pipeline) model parallel rank"
+        print(f" > number of parameters on {where} ({', '.join(map(str, ranks))}): {count}")
 
 
 def _wrap_with_mp_wrapper(
