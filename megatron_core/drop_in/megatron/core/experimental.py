@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron.core import config
-from megatron.core._rank_utils import log_single_rank
+from megatron.core.ranks import log_single_rank
 
 _LOGGER = logging.getLogger("megatron.core.utils")
 """The logger that programs for Megatron configure."""

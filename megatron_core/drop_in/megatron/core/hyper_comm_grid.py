@@ -116,6 +116,11 @@ class HyperCommGrid:
         found = self._view(view)
         return found.ranks(found.ordered(dims), self.rank_offset)
 
+    def _order_dims_for(self, dim_names: list[str], dims: str | list[str]) -> tuple[list[str], str]:
+        """Return ``dims`` in the order of groups, from the slowest, and their key."""
+        ordered = _View(_BASE, [1] * len(dim_names), list(dim_names)).ordered(dims)
+        return ordered, "-".join(ordered)
+
     def destroy(self) -> None:
         """Destroy the groups of this rank."""
         for group in {id(pg): pg for pg in self._pgs.values()}.values():

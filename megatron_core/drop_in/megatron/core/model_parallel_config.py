@@ -1,5 +1,6 @@
 """The configuration of modules that are split over ranks."""
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -41,6 +42,11 @@ class ModelParallelConfig(mirror("ModelParallelConfig")):  # type: ignore[misc]
             raise ConfigError(
                 "sequence_parallel=True needs tensor_model_parallel_size > 1; disable it or raise the size"
             )
+        if self.cross_entropy_loss_fusion and self.cross_entropy_fusion_impl == "te":
+            warnings.warn(
+                "cross_entropy_fusion_impl='te' has known stability issues in Transformer Engine; use native",
+                stacklevel=3,
+            )
         own: Any = self  # a type checker takes an assignment to ``self`` for the declaration of a field
         if own.expert_tensor_parallel_size is None:
             own.expert_tensor_parallel_size = own.tensor_model_parallel_size
@@ -56,5 +62,5 @@ class ModelParallelConfig(mirror("ModelParallelConfig")):  # type: ignore[misc]
     def device(self) -> torch.device:
         """The device on which weights are allocated."""
         if torch.cuda.is_available() and not self.use_cpu_initialization:
-            return torch.empty(0, device="cuda").device  # the CPU where a program replaces torch.cuda to run on it
+            return torch.device(torch.cuda.current_device())
         return torch.device("cpu")

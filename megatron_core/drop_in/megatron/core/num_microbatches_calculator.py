@@ -151,15 +151,28 @@ def reconfigure_num_microbatches_calculator(
     """Create or replace the calculator of this process."""
     if rampup_batch_size is not None:
         raise ConfigError(f"rampup_batch_size={rampup_batch_size} is not supported; give a step_batch_size_schedule")
+    sizes = (global_batch_size, micro_batch_size, data_parallel_size, decrease_batch_size_if_needed)
+    _replace(_build_num_microbatches_calculator(rank, *sizes, step_batch_size_schedule, seq_length))
+
+
+def _build_num_microbatches_calculator(
+    rank: int,
+    global_batch_size: int | None,
+    micro_batch_size: int | None,
+    data_parallel_size: int | None,
+    decrease_batch_size_if_needed: bool,
+    step_batch_size_schedule: str | None = None,
+    seq_length: int | None = None,
+) -> NumMicroBatchesCalculator:
+    """Return a calculator."""
     if micro_batch_size is None or data_parallel_size is None:
         raise ConfigError(f"{micro_batch_size=} and {data_parallel_size=} must be given")
     sizes = (micro_batch_size, data_parallel_size, decrease_batch_size_if_needed, rank)
     if step_batch_size_schedule is not None:
-        _replace(StepBatchsizeNumMicroBatchesCalculator(*sizes, step_batch_size_schedule, seq_length))
-    elif global_batch_size is not None:
-        _replace(ConstantNumMicroBatchesCalculator(global_batch_size, *sizes))
-    else:
+        return StepBatchsizeNumMicroBatchesCalculator(*sizes, step_batch_size_schedule, seq_length)
+    if global_batch_size is None:
         raise ConfigError("global_batch_size=None; give it, or a step_batch_size_schedule")
+    return ConstantNumMicroBatchesCalculator(global_batch_size, *sizes)
 
 
 def destroy_num_microbatches_calculator() -> None:

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from math import prod
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.unsupported import unsupported
@@ -131,6 +133,21 @@ class RankGenerator:
         mask = [axis in token.split("-") for axis in self.order]
         found = generate_masked_orthogonal_rank_groups(self.world_size, self._sizes, mask)
         return [[self.rank_offset + rank for rank in ranks] for ranks in found]
+
+
+def create_all_gather_groups(
+    for_expert_parallelism: bool = False, timeout: timedelta | None = None, nccl_comm_cfgs: Any = None
+) -> tuple[Any, Any]:
+    """Return further groups with the ranks of the data-parallel group with context, and of that of experts or None.
+
+    A collective call. Programs gather weights in them while gradients are reduced in the others.
+    """
+    if not model_parallel_is_initialized():
+        raise LayoutError("create_all_gather_groups: call initialize_model_parallel first")
+    axes = ["dp-cp", *["edp"] * for_expert_parallelism]
+    listed = [[list(ranks) for ranks in current().grid.constant_groups(axis)] for axis in axes]
+    made = [dist.new_subgroups_by_enumeration(ranks, timeout=timeout)[0] for ranks in listed]
+    return made[0], made[1] if for_expert_parallelism else None
 
 
 get_hybrid_data_context_parallel_groups = unsupported(

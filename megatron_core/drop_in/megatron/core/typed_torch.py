@@ -10,7 +10,7 @@ Value = TypeVar("Value")
 
 
 def apply_module(m: Any, *, check_subclass: bool = True) -> Any:
-    """Return the module; TypeError if it is no ``nn.Module`` and ``check_subclass`` is set."""
+    """Return the module; TypeError if it is not an ``nn.Module`` and ``check_subclass`` is set."""
     if check_subclass and not isinstance(m, nn.Module):
         raise TypeError(f"{type(m)} is not a subclass of torch.nn.Module; pass a module or check_subclass=False")
     return m

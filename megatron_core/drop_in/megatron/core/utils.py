@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-from megatron.core._rank_utils import log_single_rank
 from megatron.core.dist_checkpointing.tensors import (
     make_sharded_tensor_for_checkpoint,
     make_tp_sharded_tensor_for_checkpoint,
 )
 from megatron.core.experimental import ExperimentalNotEnabledError, experimental_cls, experimental_fn
 from megatron.core.parallel_state import GlobalMemoryBuffer
+from megatron.core.ranks import log_single_rank
 from megatron.core.replica_hashes import check_param_hashes_across_dp_replicas
 from megatron.core.tensor_parallel.utils import divide
 from megatron.core.unsupported import unsupported

@@ -17,3 +17,5 @@ class ModelOptModelConfig(GPTModelConfig):
 
 
 modelopt_gpt_hybrid_builder = modelopt_gpt_mamba_builder = _refuse
+ModelOptHybridModelConfig = ModelOptModelConfig
+"""The configuration of hybrid models of ModelOpt."""

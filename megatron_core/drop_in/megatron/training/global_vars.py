@@ -68,3 +68,6 @@ def destroy_global_vars() -> None:
     """Remove all of these objects."""
     _KEPT.clear()
     destroy_num_microbatches_calculator()
+
+
+unset_global_variables = destroy_global_vars

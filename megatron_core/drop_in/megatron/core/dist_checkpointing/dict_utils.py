@@ -6,8 +6,6 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from megatron_core.errors import CheckpointError
-
 
 def nested_items_iter(x: dict[Any, Any] | list[Any]) -> Iterator[tuple[Any, Any, Any]]:
     """Yield (container, key or index, leaf) of every leaf."""
@@ -82,6 +80,9 @@ def diff(x1: Any, x2: Any, prefix: tuple[Any, ...] = ()) -> tuple[list[Any], lis
     tensors also the number of unequal elements, their shape and indices, or the two shapes. Equal tensors may be on
     different devices. Objects with ``replica_id`` are compared by their ``data``.
     """
+    left: list[Any]
+    right: list[Any]
+    pairs: list[Any]
     if isinstance(x1, dict) and isinstance(x2, dict):
         left = [(*prefix, key) for key in x1.keys() - x2.keys()]
         right = [(*prefix, key) for key in x2.keys() - x1.keys()]
@@ -138,10 +139,10 @@ def merge(x1: Any, x2: Any, key: tuple[Any, ...] = ()) -> Any:
         return x1
     if isinstance(x1, list) and isinstance(x2, list):
         if len(x1) != len(x2):
-            raise CheckpointError(f"Cannot merge lists with {len(x1)} and {len(x2)} values at {key}; use equal lengths")
+            raise ValueError(f"Cannot merge lists with {len(x1)} and {len(x2)} values at {key}; use equal lengths")
         x1[:] = [merge(one, other, (*key, index)) for index, (one, other) in enumerate(zip(x1, x2, strict=True))]
         return x1
-    raise CheckpointError(f"Duplicate values at {key}: {x1} and {x2}; give each name once")
+    raise ValueError(f"Duplicate values at {key}: {x1} and {x2}; give each name once")
 
 
 def map_reduce(

@@ -250,4 +250,4 @@ def _filled(value: Any, path: tuple[str, ...], common: dict[str, Any]) -> Any:
 
 def _device() -> torch.device:
     on_gpu = dist.is_initialized() and dist.get_backend() == "nccl"
-    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    return torch.device(torch.cuda.current_device()) if on_gpu else torch.device("cpu")

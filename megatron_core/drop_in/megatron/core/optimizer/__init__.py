@@ -15,3 +15,4 @@ from megatron.core.optimizer.optimizer_config import (
     ParamPredicate,
     ParamWithNamePredicate,
 )
+from megatron.core.utils import log_single_rank

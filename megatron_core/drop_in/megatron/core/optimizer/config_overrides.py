@@ -7,7 +7,6 @@ from typing import Any, TypedDict
 from torch import nn
 
 from megatron.core.optimizer.optimizer_config import OptimizerConfig, ParamKey, ParamWithNamePredicate
-from megatron.core.utils import log_single_rank
 from megatron_core.config.optimizers import OPTIMIZERS
 from megatron_core.errors import ConfigError
 
@@ -53,7 +52,9 @@ def get_mup_config_overrides(
     """
     kind = optimizer_type.lower()
     if "muon" in kind and config.muon_scale_mode == "spectral":
-        log_single_rank(
+        from megatron.core import optimizer  # programs replace its function; it imports this module
+
+        optimizer.log_single_rank(
             logging.getLogger(__name__),
             logging.WARNING,
             "Both MuP and muon_scale_mode=spectral are enabled. Muon scales the matrices that it updates by its own "

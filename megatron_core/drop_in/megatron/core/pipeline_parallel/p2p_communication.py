@@ -127,7 +127,7 @@ class P2PCommunicator:
 
     def _device(self) -> torch.device:
         on_gpu = isinstance(self.pp_group, dist.ProcessGroup) and dist.get_backend(self.pp_group) == "nccl"
-        return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        return torch.device(torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
     def _receive(self, shapes: Any, is_end: bool, neighbour: str) -> Any:
         listed = [shapes] if is_single_shape(shapes) or shapes is None else shapes

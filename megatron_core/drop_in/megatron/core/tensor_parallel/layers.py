@@ -26,8 +26,8 @@ def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: Tensor) -> 
 
 
 def copy_tensor_model_parallel_attributes(destination_tensor: Tensor, source_tensor: Tensor) -> None:
-    """Copy the attributes that exist."""
-    for name in _DEFAULTS:
+    """Copy the attributes that exist, also those of fused queries, keys and values."""
+    for name in (*_DEFAULTS, "is_qkv", "qkv_split_shapes"):
         if hasattr(source_tensor, name):
             setattr(destination_tensor, name, getattr(source_tensor, name))
 

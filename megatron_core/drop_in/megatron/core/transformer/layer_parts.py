@@ -127,6 +127,25 @@ class MLP(ExportedModule, mlp.MLP):
         return super().forward(hidden_states, per_token_scale)
 
 
+class RouterConfig:
+    """The engine's settings of a router, and the other fields of the ``TransformerConfig`` that it was built from.
+
+    Assignments change that configuration, see ``ChangingConfig``.
+    """
+
+    def __init__(self, own: Any, given: TransformerConfig) -> None:
+        vars(self).update(_own=own, _given=given)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        found = vars(self)
+        return getattr(found["_own"], name) if hasattr(found["_own"], name) else getattr(found["_given"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._given, name, value)
+
+
 class TopKRouter(ExportedModule, router.TopKRouter):
     """The router alone. The attribute ``layer_number`` counts from 0, the argument of ``set_layer_number`` from 1."""
 
@@ -140,21 +159,24 @@ class TopKRouter(ExportedModule, router.TopKRouter):
         adopt(self, PARTS, config, context, f"{name or f'router.{int(torch.randint(2**62, ()))}'}.")
 
     def bind(self, config: TransformerConfig, context: LayerContext, samples: SampleNumbers) -> None:
-        """Bind the router; its ``config`` stays the engine's."""
+        """Bind the router; its ``config`` also has Megatron's fields."""
         self._context, self._samples, self.expert_layers = context, samples, [self.layer_number]
+        self.config = RouterConfig(self.config, config)
 
     def set_layer_number(self, layer_number: int) -> None:
         """Set the number of the layer, from 1."""
         self.layer_number, self.expert_layers = layer_number - 1, [layer_number - 1]
 
     def forward(self, input: Tensor, padding_mask: Any = None, context: SequenceContext | None = None) -> Any:
-        """``[s, b, h]`` -> (probabilities ``[s b, E]``, 0 for experts that were not chosen; the choice as bool).
+        """``[s, b, h]`` or ``[n, h]`` -> (probabilities ``[s b, E]``, 0 for experts not chosen; the choice as bool).
 
         ``padding_mask`` ``[s, b]`` is True for padding. Balancing losses take part in the backward pass.
         """
         if isinstance(padding_mask, router.Tokens):
             assert context is not None, "the layer passes both"
             return super().forward(input, padding_mask, context)
+        if input.dim() == 2:  # tokens without a batch
+            input, padding_mask = input[:, None], None if padding_mask is None else padding_mask[:, None]
         mask = None if padding_mask is None else padding_mask.transpose(0, 1)
         passed = self.sequence(input, padding_mask=mask)
         names = moe_loss_names(self.config)

@@ -97,7 +97,7 @@ class TransformerConfig(ChangingConfig, mirror("TransformerConfig"), ModelParall
         own: Any = self
         own.mup_base_hidden_size = own.hidden_size if own.mup_base_hidden_size is None else own.mup_base_hidden_size
         if own.mup_base_hidden_size <= 0:
-            raise ConfigError(f"mup_base_hidden_size={own.mup_base_hidden_size} must be > 0")
+            raise ConfigError(f"mup_base_hidden_size={own.mup_base_hidden_size} must be positive")
         own.mup_width_mult = own.hidden_size / own.mup_base_hidden_size
         if own.softmax_scale is None:
             base = (own.mup_base_head_dim or 1.0) ** 0.5

@@ -119,4 +119,4 @@ def sharded_state_dict_default(
 
 
 def _device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    return torch.device(torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

@@ -43,7 +43,7 @@ class ConfigContainerBase:
     ) -> Container:
         """Return the container of a dictionary.
 
-        STRICT raises ValueError for entries that are no fields, LENIENT leaves them out. Raises AssertionError without
+        STRICT raises ValueError for entries that are not fields, LENIENT leaves them out. Raises AssertionError without
         ``_target_``.
         """
         assert "_target_" in config_dict, "the dictionary has no _target_; give it the path of a class"
@@ -65,7 +65,7 @@ class ConfigContainerBase:
         with maybe_msc.open(yaml_path, "r") as file:
             entries = yaml.safe_load(file)
         if HAVE_OMEGACONF:
-            from omegaconf import OmegaConf
+            from omegaconf import OmegaConf  # type: ignore[import-not-found]
 
             entries = OmegaConf.to_container(OmegaConf.create(entries), resolve=True)
         return cls.from_dict(entries, mode=mode)

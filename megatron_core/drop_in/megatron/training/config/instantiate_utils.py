@@ -11,7 +11,7 @@ from typing import Any
 from megatron.training.config.allowlist import TargetAllowlist, locate
 
 try:
-    from omegaconf import OmegaConf
+    from omegaconf import OmegaConf  # type: ignore[import-not-found]  # an optional package
 
     HAVE_OMEGACONF = True
 except ImportError:
@@ -92,7 +92,7 @@ def _instantiate(node: Any, where: str, args: Sequence[Any], partial: bool, mode
     if not _is_target(node):
         return {key: inner(value, _join(where, key)) for key, value in below.items()}
     called = node.get(_Keys.CALL, True)
-    target: Any = _resolve_target(node[_Keys.TARGET], where, check_callable=called)
+    target: Any = resolve_target(node[_Keys.TARGET], where, check_callable=called)
     if not called:
         if extra := sorted(set(node) - {_Keys.TARGET.value, _Keys.CALL.value}):
             text = f"_call_ was set to False for {_convert_target_to_string(target)}, so remove its entries {extra}"
@@ -102,8 +102,8 @@ def _instantiate(node: Any, where: str, args: Sequence[Any], partial: bool, mode
     return _call_target(target, partial, tuple(args), _filter_kwargs_for_target(target, given, where, mode), where)
 
 
-def _resolve_target(target: Any, full_key: str, check_callable: bool = True) -> Any:
-    """Return what ``target`` names if the allow-list contains it; objects that are no strings are returned."""
+def resolve_target(target: Any, full_key: str, check_callable: bool = True) -> Any:
+    """Return what ``target`` names if the allow-list contains it; other objects are returned."""
     if isinstance(target, str):
         if not target_allowlist.is_allowed(target):
             prefixes, exact = target_allowlist.allowed_prefixes, sorted(target_allowlist.allowed_exact)
@@ -123,6 +123,9 @@ def _resolve_target(target: Any, full_key: str, check_callable: bool = True) -> 
         text = f"Expected a callable target, got {target!r} of type {type(target).__name__}"
         raise InstantiationException(_at(text, full_key))
     return target
+
+
+_resolve_target = resolve_target
 
 
 def _call_target(target: Callable[..., Any], partial: bool, args: Any, kwargs: dict[str, Any], full_key: str) -> Any:

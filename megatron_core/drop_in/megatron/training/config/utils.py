@@ -5,7 +5,7 @@ from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any
 
-from megatron.training.config.instantiate_utils import InstantiationException, _resolve_target
+from megatron.training.config.instantiate_utils import InstantiationException, resolve_target
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ def sanitize_dataclass_config(config: Any) -> Any:
 def _resolve_target_class(target: str) -> Any:
     """Return what an allowed ``_target_`` names; None if it is not allowed or does not exist."""
     try:
-        return _resolve_target(target, "", check_callable=False)
+        return resolve_target(target, "", check_callable=False)
     except InstantiationException as error:
         logger.warning("_target_ %s is kept as it is: %s", target, error)
         return None
@@ -37,7 +37,7 @@ def _resolve_target_class(target: str) -> Any:
 
 @cache
 def _get_init_false_fields(target_class: Any) -> frozenset[str]:
-    """Return the names of the fields with ``init=False``; none if the class is no dataclass."""
+    """Return the names of the fields with ``init=False``; none if the class is not a dataclass."""
     if not is_dataclass(target_class):
         return frozenset()
     return frozenset(each.name for each in fields(target_class) if not each.init)

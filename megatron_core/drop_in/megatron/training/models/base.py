@@ -10,7 +10,7 @@ from megatron.core.enums import ModelType
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.training.config.allowlist import dataclass_of_program
-from megatron.training.config.instantiate_utils import _resolve_target
+from megatron.training.config.instantiate_utils import resolve_target
 from megatron.training.models.serializable import Serializable
 from megatron_core.errors import ConfigError
 
@@ -38,13 +38,13 @@ class ModelConfig:
     post_wrap_hooks: list[Hook] = field(default_factory=list)
 
     def get_builder_cls(self) -> Any:
-        """Return the class at the path ``builder``; ConfigError if it is no ``ModelBuilder`` of the program."""
+        """Return the class at the path ``builder``; ConfigError if it is not a ``ModelBuilder`` of the program."""
         for kind in _subclasses(ModelBuilder):
             if f"{kind.__module__}.{kind.__qualname__}" == self.builder:
                 return kind
-        found = _resolve_target(self.builder, "builder")
+        found = resolve_target(self.builder, "builder")
         if not (isinstance(found, type) and issubclass(found, ModelBuilder)):
-            raise ConfigError(f"builder={self.builder} is no ModelBuilder; import its module first")
+            raise ConfigError(f"builder={self.builder} is not a ModelBuilder; import its module first")
         return found
 
     def as_dict(self) -> dict[str, Any]:
@@ -53,7 +53,7 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Any:
-        """Return the configuration of a dictionary, without entries that are no fields.
+        """Return the configuration of a dictionary, without entries that are not fields.
 
         ``_target_`` names a dataclass that the allow-list of ``instantiate`` contains or that the program has imported.
         Raises ValueError without ``_target_``, and InstantiationException for other classes.
@@ -64,7 +64,8 @@ class ModelConfig:
 
 
 def _subclasses(kind: type) -> list[type]:
-    return [each for child in kind.__subclasses__() for each in (child, *_subclasses(child))]
+    children: list[type] = kind.__subclasses__()
+    return [each for child in children for each in (child, *_subclasses(child))]
 
 
 def _fields_of(config: Any) -> dict[str, Any]:
@@ -81,9 +82,9 @@ def _restored(data: dict[str, Any]) -> Any:
     target = data.get("_target_")
     if target is None:
         raise ValueError("the dictionary has no '_target_'; give it the path of the configuration's class")
-    kind = dataclass_of_program(target) or _resolve_target(target, "")
+    kind = dataclass_of_program(target) or resolve_target(target, "")
     if not is_dataclass(kind):
-        raise ConfigError(f"_target_={target} is no dataclass; name the class of a configuration")
+        raise ConfigError(f"_target_={target} is not a dataclass; name the class of a configuration")
     known = {each.name for each in fields(kind) if not each.name.startswith("_")}
     values = {name: value for name, value in data.items() if name in known}
     return kind(**{name: _restored(v) if isinstance(v, dict) and "_target_" in v else v for name, v in values.items()})

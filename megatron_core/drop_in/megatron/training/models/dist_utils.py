@@ -47,7 +47,7 @@ def unimodal_build_distributed_models(
     """Build this rank's chunks with ``build_model_func(pg_collection, pre_process=, post_process=, vp_stage=)``.
 
     ``pre_wrap_hook`` may replace the list of chunks; ``prepare_existing_model_chunks_for_distributed_training`` wraps
-    them. Raises ValueError if ``wrap_with_ddp`` has no ``ddp_config`` and TypeError if the hook is no function.
+    them. Raises ValueError if ``wrap_with_ddp`` has no ``ddp_config`` and TypeError if the hook is not a function.
     """
     _check_ddp(wrap_with_ddp, ddp_config)
     chunks = transformer_config.virtual_pipeline_model_parallel_size
@@ -55,7 +55,7 @@ def unimodal_build_distributed_models(
         models = build_virtual_pipeline_stages(build_model_func, pg_collection, chunks, model_type)
     if pre_wrap_hook is not None:
         if not callable(pre_wrap_hook):
-            raise TypeError(f"pre_wrap_hook={pre_wrap_hook!r} is no function; compose_hooks makes one of a list")
+            raise TypeError(f"pre_wrap_hook={pre_wrap_hook!r} is not a function; compose_hooks makes one of a list")
         changed = pre_wrap_hook(models)
         if changed is None:
             logger.warning("pre_wrap_hook returned None: the chunks remain; let it return their list")
@@ -126,9 +126,9 @@ def _print_num_params(model: list[Any], pg_collection: Any) -> None:
     """Print the number of this rank's parameters on the first data- and context-parallel rank."""
     if pg_collection.dp.rank() == 0 and pg_collection.cp.rank() == 0:
         ranks = pg_collection.tp.rank(), get_pg_rank(pg_collection.gtp_remat), pg_collection.pp.rank()
-        ranks = ", ".join(map(str, ranks))
         count = sum(parameter.nelement() for each in model for parameter in each.parameters())
-        print(f" > number of parameters on (tensor, gtp_remat, pipeline) model parallel rank ({ranks}): {count}")
+        where = "(tensor, gtp_remat, pipeline) model parallel rank"
+        print(f" > number of parameters on {where} ({', '.join(map(str, ranks))}): {count}")
 
 
 def _wrap_with_mp_wrapper(

@@ -84,7 +84,12 @@ def _te_or_local_layer_spec(config: Any, vp_stage: int | None) -> Any:
     settings = config.transformer
     engine = settings.transformer_impl == "transformer_engine"
     function = get_gpt_layer_with_transformer_engine_spec if engine else get_gpt_layer_local_spec
-    kind = (settings.num_moe_experts, settings.moe_grouped_gemm, settings.qk_layernorm, settings.multi_latent_attention)
+    kind: tuple[Any, ...] = (
+        settings.num_moe_experts,
+        settings.moe_grouped_gemm,
+        settings.qk_layernorm,
+        settings.multi_latent_attention,
+    )
     kind += (settings.experimental_attention_variant,)
     names = ["use_kitchen", "use_kitchen_attention", "kitchen_attention_backend"]
     others: dict[str, Any] = {} if engine else {"normalization": settings.normalization}

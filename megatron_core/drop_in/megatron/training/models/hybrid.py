@@ -1,6 +1,5 @@
 """Hybrid models of attention and state-space layers, which are not supported."""
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from megatron.core.models.hybrid.hybrid_model import HybridModel
@@ -10,15 +9,12 @@ from megatron.training.models.base import ModelConfig
 _refuse = unsupported(HybridModel.message)
 
 
-@dataclass(kw_only=True)
 class HybridModelConfig(ModelConfig):
     """Settings of a hybrid model; building an instance raises ConfigError."""
 
     builder: ClassVar[str] = "megatron.training.models.hybrid.HybridModelBuilder"
 
-    transformer: Any = None
-
-    def __post_init__(self) -> None:
+    def __init__(self, **settings: Any) -> None:
         _refuse()
 
 

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core._rank_utils import of_environment, safe_get_rank
-from megatron.core._slurm_utils import resolve_slurm_local_rank
 from megatron.core.datasets.utils import get_blend_from_list
+from megatron.core.ranks import of_environment, safe_get_rank
+from megatron.core.slurm import resolve_slurm_local_rank
 from megatron.core.utils import (
     get_batch_on_this_cp_rank,
     nvtx_range_pop,
@@ -66,17 +66,23 @@ def average_losses_across_data_parallel_group(losses: list[Tensor], group: Group
     return total / group.size()
 
 
+def _model_parallel(group: Group | None) -> Group:
+    found = group or parallel_state.get_model_parallel_group()
+    assert found is not None, "the getter raises without groups"
+    return found
+
+
 def reduce_max_stat_across_model_parallel_group(stat: float | None, group: Group | None = None) -> float | None:
     """Return the maximum of a number >= 0 over the model-parallel ranks, of which some may have None; None if all."""
     value = torch.tensor([-1.0 if stat is None else stat], device=World.from_environment().device)
-    all_reduce_(value, group or parallel_state.get_model_parallel_group(), maximum=True)
+    all_reduce_(value, _model_parallel(group), maximum=True)
     return None if value.item() == -1.0 else value.item()
 
 
 def logical_and_across_model_parallel_group(input: bool, group: Group | None = None) -> bool:
     """Whether ``input`` is True on all model-parallel ranks."""
     failed = torch.tensor([int(input is not True)], device=World.from_environment().device)
-    all_reduce_(failed, group or parallel_state.get_model_parallel_group(), maximum=True)
+    all_reduce_(failed, _model_parallel(group), maximum=True)
     return not failed.item()
 
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import torch
 
-from megatron.core._rank_utils import safe_get_rank, safe_get_world_size
+from megatron.core.ranks import safe_get_rank, safe_get_world_size
 from megatron.training.utils.common_utils import print_rank_0
 
 
 def warning_filter(record: LogRecord) -> bool:
-    """Whether a record is no warning."""
+    """Whether a record is not a warning."""
     return record.levelno != logging.WARNING
 
 

@@ -27,5 +27,6 @@ def calc_params_l2_norm(model: nn.Module | list[Any], force_create_fp32_copy: bo
             is_expert = int(not getattr(parameter, "allreduce", True))
             sums[is_expert] += parameter.detach().to(sums).square().sum()
     for index, group in enumerate(groups):
+        assert group is not None, "the getters above raise without groups"
         all_reduce_(sums[index : index + 1], group)
     return math.sqrt(sums.sum().item())

@@ -1,0 +1,1 @@
+"""Export to TensorRT-LLM, which is not supported."""

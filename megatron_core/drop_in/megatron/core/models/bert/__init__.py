@@ -1,0 +1,1 @@
+"""BERT, which is not supported."""

@@ -1,0 +1,1 @@
+"""Models of transformers inside Megatron's, which are not supported."""

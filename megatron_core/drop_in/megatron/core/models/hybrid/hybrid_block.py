@@ -1,0 +1,17 @@
+"""State-space layers, which are not supported."""
+
+from megatron.core.unsupported import Unsupported
+
+_MESSAGE = "state-space layers are not supported; use GPTModel"
+
+
+class HybridStack(Unsupported):
+    """Stands for Megatron's class; building it raises ConfigError."""
+
+    message = _MESSAGE
+
+
+class HybridStackSubmodules(Unsupported):
+    """Stands for Megatron's class; building it raises ConfigError."""
+
+    message = _MESSAGE

@@ -1,0 +1,3 @@
+"""State-space layers, which are not supported."""
+
+from megatron.core.models.hybrid.hybrid_model import HybridModel as MambaModel

@@ -1,0 +1,1 @@
+"""Multimodal models, which are not supported."""

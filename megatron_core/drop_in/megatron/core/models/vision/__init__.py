@@ -1,0 +1,1 @@
+"""Models of images, which are not supported."""

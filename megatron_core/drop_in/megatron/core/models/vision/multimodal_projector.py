@@ -1,0 +1,11 @@
+"""Models of images, which are not supported."""
+
+from megatron.core.unsupported import Unsupported
+
+_MESSAGE = "models of images are not supported; use GPTModel for text"
+
+
+class MultimodalProjector(Unsupported):
+    """Stands for Megatron's class; building it raises ConfigError."""
+
+    message = _MESSAGE

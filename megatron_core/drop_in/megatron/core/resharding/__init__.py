@@ -1,0 +1,1 @@
+"""Changes of the layout of a running model, which are not supported."""

@@ -1,0 +1,3 @@
+"""Parsers of generated text."""
+
+from megatron.core.tokenizers.text.parsers.mapping import PARSER_MAPPING

@@ -1,0 +1,1 @@
+"""Reinforcement learning, which is not supported."""
