@@ -50,6 +50,8 @@ MOST = 5
 """Recoveries to one iteration after which the job ends."""
 POLL = 0.01
 
+_inherited: list[dist.Store] = []
+"""The supervisor's connection. A training process must not destroy it: its threads exist only in the supervisor."""
 Attempt = Callable[[RunConfig, World, HostCopy | None, "Recovery"], None]
 """Sets up a run from a copy of the state and trains it to its end."""
 
@@ -69,6 +71,7 @@ def train_with_recovery(config: RunConfig, world: World, attempt: Attempt) -> No
     importlib.import_module("torch._dynamo")  # an optimizer loads it, in 1.5 s; loaded here, every new process has it
     memory = HostMemory()
     meeting = Meeting(dist.PrefixStore("recovery", world.store), world.rank, world.size)
+    _inherited.append(world.store)
     child = Supervisor(meeting, memory, restart_status=RESTART).start()
     Recovery(config, world, memory, is_fresh=child.number > 0).run(attempt)
 
