@@ -76,6 +76,10 @@ def train_with_recovery(config: RunConfig, world: World, attempt: Attempt) -> No
     Recovery(config, world, memory, is_fresh=child.number > 0).run(attempt)
 
 
+def _nothing() -> None:
+    """The default of ``HostMemory.before_commit``."""
+
+
 class Recovery:
     """The generations of one training process."""
 
@@ -217,7 +221,7 @@ class Recovery:
 
     def _tear_down(self) -> None:
         """Free groups, model and state of the failed generation."""
-        self.world.prefix = ""
+        self.world.prefix, self.memory.before_commit = "", _nothing
         try:
             dist.destroy_process_group()
         except (AssertionError, RuntimeError, ValueError):  # they were aborted, or not made yet
@@ -230,6 +234,7 @@ class Recovery:
         """Keep the reason to stop, and release the folders of a failed generation; without this the process is replaced
         if a save in the background does not end."""
         self.stop_reason = run.stop_reason or self.stop_reason
+        run.data_parallel.release()
         if not run.saver.abandon(SAVE_SECONDS):
             print(f"{run.world.prefix} note: a save in the background did not end", file=sys.stderr, flush=True)
             os._exit(RESTART)

@@ -1,0 +1,58 @@
+"""Jobs with ``--recover in-process`` whose ranks die, hang and raise, with real processes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_core.config.layout import Layout
+from tests.checkpoint.runs import SMALL, stored
+from tests.end_to_end.test_failures import ranks_without_launcher
+from tests.memory import needs_proc
+
+pytestmark = needs_proc
+STEPS = 6
+JOB = SMALL | {"num_layers": 2, "train_iters": STEPS, "eval_iters": 0, "hidden_dropout": 0.1}
+SECONDS = 90.0
+
+
+def run(folder: Path, layout: str, **settings: Any) -> tuple[dict[str, torch.Tensor], str]:
+    """The last checkpoint of a job that must succeed, and the output of its ranks."""
+    size = Layout.parse(layout).world_size
+    folder.mkdir()
+    logs = [folder / f"log{rank}" for rank in range(size)]
+    given = JOB | {"recover": "in-process"} | Layout.parse(layout).settings() | settings
+    with ranks_without_launcher(logs, save=str(folder / "save"), **given) as ranks:
+        for rank in ranks:
+            rank.join(SECONDS)
+        statuses = [rank.exitcode for rank in ranks]
+    output = "".join(log.read_text() for log in logs)
+    assert statuses == [0] * size, output
+    return stored(folder / "save" / f"iter_{STEPS:07d}"), output
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """Weights and optimizer state have equal bits."""
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+@pytest.mark.parametrize(
+    ("layout", "faults"),
+    [
+        ("dp2", ["kill@1:3", "kill-update@0:5"]),
+        ("tp2 dp2", ["kill-gradients@2:2"]),
+        ("pp2 dp2", ["kill-update@3:4"]),
+        ("dp2 zero3", ["kill-copy@0:2", "kill-save@1:4"]),
+    ],
+)
+def test_the_end_is_that_of_an_undisturbed_run(layout: str, faults: list[str], tmp_path: Path) -> None:
+    expected, _ = run(tmp_path / "undisturbed", layout)
+    found, output = run(tmp_path / "disturbed", layout, inject_fault=tuple(faults), save_interval=1)
+    assert_same(found, expected)
+    recoveries = re.findall(r"recovered in ([\d.]+) s: (rank \d was killed by SIGKILL)", output)
+    assert len(recoveries) == len(faults) and all(float(seconds) < 5 for seconds, _ in recoveries)
