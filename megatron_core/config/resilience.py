@@ -24,6 +24,8 @@ FAULTS_OF_RANKS = (*DEATHS, "exception", "hang", "stop", "nan", "slow")
 """Faults of a rank before or during a step."""
 FAULTS = (*FAULTS_OF_RANKS, *FAULTS_ON_LINKS, *FAULTS_ON_DISK)
 """All faults that ``inject_fault`` can cause."""
+MOST_FAULTS = 62
+"""Maximum number of faults of a run with ``recover``: bits of a signed 64-bit number."""
 _FAULT = re.compile(rf"({'|'.join(FAULTS)})@(\d{{1,9}}):(\d{{1,9}})(:always)?")
 
 
@@ -65,7 +67,7 @@ class ResilienceConfig:
     elastic: bool = setting(False, when=BY_RULE)
     """With --save and --load: under torchrun --nnodes MIN:MAX a run continues with the available ranks. The largest
     number that fits layout and batch takes part; the others wait."""
-    recover: Literal["none", "in-process"] = setting("none", when=BY_RULE)
+    recover: Literal["none", "in-process"] = setting("none", when=(c.TRAINING, c.SEVERAL_RANKS))
     """in-process: after the death, hang or error of a rank the other processes continue, and a new process takes its
     place; at most one step is repeated. Each process of the launcher supervises a training process, and each rank
     copies its state to host memory before every step."""
@@ -88,9 +90,9 @@ class ResilienceConfig:
     inject_fault: tuple[str, ...] = setting((), when=ALWAYS)
     """Faults to inject, as KIND@RANK:STEP or, in restarts too, KIND@RANK:STEP:always. kill, exception, hang, stop (by
     SIGSTOP), nan (in the weights during the step), slow (a step of 5 s); deaths within a step: kill-gradients,
-    kill-update, kill-save, and with --recover kill-copy (of the state) and kill-recovery (to the step before); for the checkpoint of the step: disk-full, truncated-write,
-    flip-bit; in a tensor received over tp, cp, dp, pp or ep: tp-zeros, tp-shifted (by one element), tp-stale (the
-    tensor before it), tp-flipped (one bit)."""
+    kill-update, kill-save, and with --recover kill-copy (of the state) and kill-recovery (to the step before); for the
+    checkpoint of the step: disk-full, truncated-write, flip-bit; in a tensor received over tp, cp, dp, pp or ep:
+    tp-zeros, tp-shifted (by one element), tp-stale (the tensor before it), tp-flipped (one bit)."""
 
     @property
     def faults(self) -> list[Fault]:

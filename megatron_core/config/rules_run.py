@@ -4,7 +4,7 @@ import os.path
 from collections.abc import Iterator
 
 from megatron_core.config.checkpoint import CheckpointConfig
-from megatron_core.config.resilience import FAULTS_OF_RANKS, FAULTS_ON_DISK, LINK_AXES, LINK_DAMAGES, Fault
+from megatron_core.config.resilience import FAULTS_OF_RANKS, FAULTS_ON_DISK, LINK_AXES, LINK_DAMAGES, MOST_FAULTS, Fault
 from megatron_core.config.rules_single import exclusive, shown
 from megatron_core.config.run import RunConfig
 
@@ -64,10 +64,23 @@ def resilience_problems(config: RunConfig) -> Iterator[str]:
     on_disk = [fault.kind for fault in resilience.faults if fault.kind in FAULTS_ON_DISK]
     if on_disk and config.checkpoint.async_save:
         yield exclusive(f"inject_fault={on_disk[0]}", "async_save=True")
+    if resilience.recover != "none":
+        yield from _recovery_problems(config)
     if resilience.elastic:
         yield from _elastic_problems(config)
     if resilience.max_bad_steps and not config.training.check_for_nan_in_loss_and_grad:
         yield exclusive(f"max_bad_steps={resilience.max_bad_steps}", "check_for_nan_in_loss_and_grad=False")
+
+
+def _recovery_problems(config: RunConfig) -> Iterator[str]:
+    """Settings whose state or processes a recovery in the same processes does not cover."""
+    name = f"recover={config.resilience.recover}"
+    if config.resilience.elastic:
+        yield exclusive(name, "elastic=True")
+    if config.parallel.grad_compression == "zero-one-adam":
+        yield exclusive(name, "grad_compression=zero-one-adam, whose ranks differ between synchronizations")
+    if config.resilience.faults and len(config.resilience.faults) > MOST_FAULTS:
+        yield f"inject_fault has {len(config.resilience.faults)} faults; with {name} give at most {MOST_FAULTS}"
 
 
 def _elastic_problems(config: RunConfig) -> Iterator[str]:

@@ -100,7 +100,7 @@ def pretrain(
             recovery.leave(run)
             raise
 
-    if config.resilience.recover != "none":
+    if config.resilience.recover != "none" and world.size > 1 and not config.training.skip_train:
         return train_with_recovery(config, world, attempt)
     parallel = config.parallel
     start_world(world, backend=parallel.distributed_backend, timeout_minutes=parallel.distributed_timeout_minutes)

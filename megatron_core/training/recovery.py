@@ -28,7 +28,7 @@ from megatron_core.errors import ConfigError, MegatronError
 from megatron_core.parallel import World, rank_local
 from megatron_core.parallel.interrupt import InterruptedWait
 from megatron_core.parallel.launch import FAILED, RESTART, RestartNeeded, explained, join, meet
-from megatron_core.parallel.recovery.meeting import Failure, Meeting, Members
+from megatron_core.parallel.recovery.meeting import Failure, Meeting, Members, connection
 from megatron_core.parallel.recovery.memory import FINISHED, GENERATION, ITERATION, HostMemory
 from megatron_core.parallel.recovery.monitor import Monitor
 from megatron_core.parallel.recovery.supervisor import Supervisor
@@ -87,7 +87,7 @@ class Recovery:
         """``is_fresh``: this process takes the place of one that has died."""
         assert world.store is not None, "the supervisor has connected to it"
         self.config, self.world, self.memory, self._is_fresh = config, world, memory, is_fresh
-        self._store = world.store = world.store.clone()
+        self._store = world.store = connection(world.store)
         self._meeting = Meeting(dist.PrefixStore("recovery", self._store), world.rank, world.size)
         self._limit = 60.0 * config.parallel.distributed_timeout_minutes
         self._monitor = Monitor(self._meeting.clone(), memory, self._limit)
@@ -163,7 +163,7 @@ class Recovery:
         return found[0]
 
     def _wait(self, is_done: Callable[[], bool], limit: float, missing: Callable[[], str]) -> None:
-        """Wait until ``is_done``; ``InterruptedWait`` if the generation fails, which it does after ``limit`` seconds."""
+        """Wait until ``is_done``; ``InterruptedWait`` if the generation fails; it fails after ``limit`` seconds."""
         deadline = time.monotonic() + limit
         while not is_done():
             failure, ended = self._meeting.failure(self.generation), self._meeting.ended()

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from megatron_core import parallel_state
+from megatron_core.checkpoint.host_copy import HostCopy
 from megatron_core.config import OptimizerConfig, ParallelConfig, RunConfig
 from megatron_core.config.layout import Layout
 from megatron_core.config.validate import check
-from megatron_core.checkpoint.host_copy import HostCopy
 from megatron_core.data_parallel import DataParallel, Initialise
 from megatron_core.data_parallel.buffer import Compressor
 from megatron_core.data_parallel.compression import PowerSGD

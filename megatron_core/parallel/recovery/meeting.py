@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch.distributed as dist
 
@@ -45,6 +46,11 @@ class End:
     reason: str
 
 
+def connection(store: Any) -> Any:
+    """Another connection to ``store``, for another thread or process."""
+    return store.clone()
+
+
 class Meeting:
     """One process's view of the store; each thread needs its own."""
 
@@ -53,7 +59,7 @@ class Meeting:
 
     def clone(self) -> Meeting:
         """The same with a connection of its own, for another thread."""
-        return Meeting(self._store.clone(), self.rank, self.size)
+        return Meeting(connection(self._store), self.rank, self.size)
 
     def fail(self, generation: int, failure: Failure) -> None:
         """Publish a failure, unless this generation has failed already."""
@@ -76,7 +82,9 @@ class Meeting:
 
     def absent(self, generation: int) -> list[int]:
         """Ranks that have not arrived, without those that are lost."""
-        return [rank for rank in range(self.size) if not self._has(f"{generation}/at/{rank}") and not self.is_lost(rank)]
+        return [
+            rank for rank in range(self.size) if not self._has(f"{generation}/at/{rank}") and not self.is_lost(rank)
+        ]
 
     def members(self, generation: int) -> Members | None:
         """The members of ``generation``, once all ranks that are not lost have arrived; the same on all of them."""

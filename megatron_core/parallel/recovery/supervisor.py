@@ -92,8 +92,8 @@ class Supervisor:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:
             os._exit(self._restart)
-        for each in self._signals:
-            os.kill(os.getpid(), each)
+        for received in self._signals:
+            os.kill(os.getpid(), received)
         return Child(number, self._memory)
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
