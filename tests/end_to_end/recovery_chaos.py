@@ -37,7 +37,7 @@ JOB = SMALL | {
     **{"num_layers": 2, "train_iters": STEPS, "eval_iters": 1, "eval_interval": 7, "hidden_dropout": 0.1},
     **{"recover": "in-process", "save_interval": 5, "distributed_timeout_minutes": 0.05},
 }
-MOE = {"num_experts": 4, "moe_router_topk": 2, "moe_grouped_gemm": True}
+MOE = {"num_experts": 4, "moe_router_topk": 2}
 CASES: dict[str, dict[str, Any]] = {
     "dp2": {},
     "tp2 dp2": {},
@@ -47,7 +47,7 @@ CASES: dict[str, dict[str, Any]] = {
     "dp2 zero3": {},
     "cp2": {},
     "tp2": {"distributed_backend": "gloo"},
-    "ep2": MOE,
+    "dp2 ep2": MOE,
 }
 FROM_OUTSIDE = {"SIGKILL": signal.SIGKILL, "SIGSTOP": signal.SIGSTOP}
 KINDS = (*(kind for kind in DEATHS if kind != "kill-recovery"), "exception", "hang", "stop", *FROM_OUTSIDE)
