@@ -71,6 +71,9 @@ class ResilienceConfig:
     """in-process: after the death, hang or error of a rank the other processes continue, and a new process takes its
     place; at most one step is repeated. Each process of the launcher supervises a training process, and each rank
     copies its state to host memory before every step."""
+    recover_without_spare: bool = setting(False, needs=c.RECOVERY)
+    """With --recover: start no new process for a rank that dies. Training continues with fewer data-parallel replicas,
+    the same global batch and the same samples."""
     iterations_to_skip: tuple[int, ...] = setting((), when=c.TRAINING)
     """Iterations whose batches are skipped."""
     rerun_mode: Literal["disabled", "validate_results", "report_stats"] = setting(

@@ -38,9 +38,10 @@ class Faults(Callback):
 
     def __init__(self, run: Run) -> None:
         restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-        mine = [fault for fault in run.config.resilience.faults if fault.rank == run.world.rank]
-        due = {(fault.kind, fault.step): fault for fault in mine if fault.always or not restarted}
         self._memory = run.world.memory
+        own = run.world.rank if self._memory is None else self._memory.rank
+        mine = [fault for fault in run.config.resilience.faults if fault.rank == own]
+        due = {(fault.kind, fault.step): fault for fault in mine if fault.always or not restarted}
         self.run = run
         self._left = [fault for fault in due.values() if not self._was_injected(fault)]
         if self._memory is not None:
@@ -166,8 +167,9 @@ class Faults(Callback):
 def die_in_recovery(config: RunConfig, world: World, step: int) -> None:
     """Kill this process if ``kill-recovery`` is due in the recovery after which ``step`` is next."""
     for number, fault in enumerate(config.resilience.faults):
-        found = (fault.kind, fault.rank, fault.step) == ("kill-recovery", world.rank, step)
-        if found and world.memory is not None and not world.memory.was_injected(number):
+        if world.memory is None or (fault.kind, fault.rank, fault.step) != ("kill-recovery", world.memory.rank, step):
+            continue
+        if not world.memory.was_injected(number):
             world.memory.mark_injected(number)
             print(f"injected fault: kill-recovery before step {step}", file=sys.stderr, flush=True)
             os.kill(os.getpid(), signal.SIGKILL)

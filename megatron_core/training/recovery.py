@@ -16,7 +16,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from types import FrameType
 
@@ -24,8 +24,10 @@ import torch.distributed as dist
 
 from megatron_core.checkpoint.host_copy import CopyWriter, HostCopy
 from megatron_core.config import RunConfig
+from megatron_core.config.validate import largest_world_size
 from megatron_core.errors import ConfigError, MegatronError
 from megatron_core.parallel import World, rank_local
+from megatron_core.parallel.current import grid_of
 from megatron_core.parallel.interrupt import InterruptedWait
 from megatron_core.parallel.launch import FAILED, RESTART, RestartNeeded, explained, join, meet
 from megatron_core.parallel.recovery.meeting import Failure, Meeting, Members, connection
@@ -49,6 +51,9 @@ SAVE_SECONDS = 1.0
 MOST = 5
 """Recoveries to one iteration after which the job ends."""
 POLL = 0.01
+SPARE_POLL = 0.5
+NEVER = 1 << 40
+"""A generation that never fails: its supervisor does not expect this process at a meeting."""
 
 _inherited: list[dist.Store] = []
 """The supervisor's connection. A training process must not destroy it: its threads exist only in the supervisor."""
@@ -69,10 +74,11 @@ def train_with_recovery(config: RunConfig, world: World, attempt: Attempt) -> No
     timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
     world.store = meet(world, timeout)
     importlib.import_module("torch._dynamo")  # an optimizer loads it, in 1.5 s; loaded here, every new process has it
-    memory = HostMemory()
+    memory = HostMemory(rank=world.rank)
     meeting = Meeting(dist.PrefixStore("recovery", world.store), world.rank, world.size)
     _inherited.append(world.store)
-    child = Supervisor(meeting, memory, restart_status=RESTART).start()
+    respawns = not config.resilience.recover_without_spare
+    child = Supervisor(meeting, memory, restart_status=RESTART, respawns=respawns).start()
     Recovery(config, world, memory, is_fresh=child.number > 0).run(attempt)
 
 
@@ -125,28 +131,45 @@ class Recovery:
         self._is_fresh = False
         members = self._meet()
         self._refuse_repetition(members)
-        world.rank, world.size = members.ranks.index(self._rank), len(members.ranks)
+        ranks = whole_replicas(self.config, self._size, members.ranks)
+        if self._rank not in ranks:
+            return self._stand_aside(ranks)
+        world.rank, world.size = ranks.index(self._rank), len(ranks)
         config, copy = self.config, None
         if members.iteration >= 0:
             copy = HostCopy(self.memory, members.iteration)
             config = RunConfig.from_flat(copy.state["config"])
         else:
             self.memory.forget()
-        parallel = config.parallel
-        join(
-            parallel.distributed_backend,
-            world.device.type,
-            store=dist.PrefixStore(f"world/{generation}", self._store),
-            rank=world.rank,
-            world_size=world.size,
-            timeout=timedelta(minutes=parallel.distributed_timeout_minutes),
-        )
+        if world.size > 1:
+            join(
+                config.parallel.distributed_backend,
+                world.device.type,
+                store=dist.PrefixStore(f"world/{generation}", self._store),
+                rank=world.rank,
+                world_size=world.size,
+                timeout=timedelta(minutes=config.parallel.distributed_timeout_minutes),
+            )
         if generation:
             die_in_recovery(config, world, members.iteration + 1)
         attempt(config, world, copy, self)
         self._meeting.finish(generation)
-        self._wait(lambda: self._meeting.all_finished(generation, members.ranks), self._limit, self._unfinished)
+        self._wait(lambda: self._meeting.all_finished(generation, ranks), self._limit, self._unfinished)
         self._monitor.pause()
+        self.memory.numbers[FINISHED] = 1
+        self._meeting.end(0, "the job is complete")
+
+    def _stand_aside(self, ranks: Sequence[int]) -> None:
+        """Wait for the end of the job, because its batch or layout has no use for this rank."""
+        if not ranks:
+            self._meeting.end(RESTART, "no data-parallel replica has all of its ranks: a restart is needed")
+        self._meeting.lose(self._rank)
+        self._monitor.pause()
+        self.memory.numbers[GENERATION] = NEVER
+        while (ended := self._meeting.ended()) is None:
+            time.sleep(SPARE_POLL)
+        if ended.status:
+            raise RestartNeeded(ended.reason)
         self.memory.numbers[FINISHED] = 1
 
     def _meet(self) -> Members:
@@ -167,6 +190,8 @@ class Recovery:
         deadline = time.monotonic() + limit
         while not is_done():
             failure, ended = self._meeting.failure(self.generation), self._meeting.ended()
+            if ended is not None and ended.status == 0:
+                return  # all ranks are complete
             if failure is not None or ended is not None:
                 raise InterruptedWait(failure.what if failure is not None else ended.reason if ended else "")
             if time.monotonic() > deadline:
@@ -245,9 +270,28 @@ class Recovery:
         assert failure is not None and members is not None, "this generation follows a failure"
         seconds = time.time() - failure.at
         done = f"a new process takes the place of rank {listed(members.fresh)}" if members.fresh else "no process died"
+        if len(members.ranks) < self._size:
+            done = f"{self.world.size} of {self._size} ranks continue"
         since = f"after iteration {members.iteration}" if members.iteration >= 0 else "from the start"
-        repeats = f", repeating iteration {failure.iteration}" if failure.iteration > members.iteration else ""
+        first, last = max(members.iteration, 0) + 1, failure.iteration
+        repeats = f", repeating iteration {first}" + f" to {last}" * (last > first) if last >= first else ""
         return f"recovered in {seconds:.1f} s: {failure.what}; {done}; training continues {since}{repeats}"
+
+
+def whole_replicas(config: RunConfig, size: int, alive: Collection[int]) -> tuple[int, ...]:
+    """The ranks of the launcher that continue: those of as many complete data-parallel replicas as the batch can be
+    split over; empty if there is none. ``size``: number of ranks at the start."""
+    if len(alive) == size:
+        return tuple(range(size))
+    grid = grid_of(config.parallel, size)
+    replicas: dict[int, list[int]] = {}
+    for rank in range(size):
+        replicas.setdefault(grid.coordinates(rank)["dp"], []).append(rank)
+    whole = [ranks for ranks in replicas.values() if set(ranks) <= set(alive)]
+    if not whole:
+        return ()
+    wanted = largest_world_size(config, len(whole) * len(whole[0])) // len(whole[0])
+    return tuple(sorted(rank for ranks in whole[:wanted] for rank in ranks))
 
 
 class StateCopies(Callback):

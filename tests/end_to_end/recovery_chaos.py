@@ -37,7 +37,7 @@ JOB = SMALL | {
     **{"num_layers": 2, "train_iters": STEPS, "eval_iters": 1, "eval_interval": 7, "hidden_dropout": 0.1},
     **{"recover": "in-process", "save_interval": 5, "distributed_timeout_minutes": 0.05},
 }
-MOE = {"num_experts": 4, "moe_router_topk": 2}
+MOE = {"num_experts": 4, "moe_router_topk": 2, "disable_bias_linear": True}
 CASES: dict[str, dict[str, Any]] = {
     "dp2": {},
     "tp2 dp2": {},

@@ -56,3 +56,15 @@ def test_the_end_is_that_of_an_undisturbed_run(layout: str, faults: list[str], t
     assert_same(found, expected)
     recoveries = re.findall(r"recovered in ([\d.]+) s: (rank \d was killed by SIGKILL)", output)
     assert len(recoveries) == len(faults) and all(float(seconds) < 5 for seconds, _ in recoveries)
+
+
+@pytest.mark.parametrize(("layout", "lost", "left"), [("dp2", 0, 1), ("tp2 dp2", 3, 2)])
+def test_fewer_replicas_continue_without_a_spare(layout: str, lost: int, left: int, tmp_path: Path) -> None:
+    expected, _ = run(tmp_path / "undisturbed", layout)
+    found, output = run(
+        tmp_path / "disturbed", layout, inject_fault=(f"kill-gradients@{lost}:3",), recover_without_spare=True
+    )
+    assert f"rank {lost} was killed by SIGKILL; {left} of {Layout.parse(layout).world_size} ranks continue" in output
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-9, msg=name)

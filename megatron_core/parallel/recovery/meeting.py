@@ -139,13 +139,25 @@ class Meeting:
         text = self._get("end")
         return None if text is None else End(*json.loads(text))
 
-    def leave(self) -> None:
-        """Report that this rank's supervisor no longer needs the store."""
-        self._store.set(f"left/{self.rank}", "1")
+    def beat(self) -> None:
+        """Report that this rank's supervisor runs."""
+        self._store.add(f"beats/{self.rank}", 1)
+
+    def watched(self) -> tuple[int, int] | None:
+        """The next rank whose supervisor has not left, and its number of beats; None if there is
+        none."""
+        for rank in (*range(self.rank + 1, self.size), *range(self.rank)):
+            if not self._has(f"left/{rank}"):
+                return rank, self._store.add(f"beats/{rank}", 0)
+        return None
+
+    def leave(self, rank: int | None = None) -> None:
+        """Report that the supervisor of ``rank``, by default this one, no longer needs the store."""
+        self._store.set(f"left/{self.rank if rank is None else rank}", "1")
 
     def all_left(self) -> bool:
         """Whether no supervisor needs the store."""
-        return all(self._has(f"left/{rank}") or self.is_lost(rank) for rank in range(self.size))
+        return all(self._has(f"left/{rank}") for rank in range(self.size))
 
     def _has(self, key: str) -> bool:
         return bool(self._store.check([key]))

@@ -28,8 +28,9 @@ _VALID, _TABLE, _TABLE_BYTES, _STATE, _STATE_BYTES, _FIELDS = range(6)
 class HostMemory:
     """The shared numbers and the two copies of one rank."""
 
-    def __init__(self, room: int | None = None) -> None:
-        """``room``: bytes of each copy, by default the size of the machine's memory."""
+    def __init__(self, room: int | None = None, *, rank: int = 0) -> None:
+        """``room``: bytes of each copy, by default the size of the machine's memory. ``rank``: the launcher's."""
+        self.rank = rank
         self.room = room or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         descriptor = os.memfd_create("megatron-state")
         try:

@@ -89,6 +89,8 @@ class Monitor:
             try:
                 self._report_hang(generation)
                 ended, failure = self._meeting.ended(), self._meeting.failure(generation)
+                if ended is not None and ended.status == 0:
+                    continue  # all ranks are complete
                 reason = ended.reason if ended is not None else failure.what if failure is not None else ""
             except (RuntimeError, OSError):
                 reason = LOST

@@ -19,7 +19,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from megatron_core.errors import visible
-from megatron_core.parallel.recovery.meeting import Failure, Meeting
+from megatron_core.parallel.recovery.meeting import End, Failure, Meeting
 from megatron_core.parallel.recovery.memory import BEATS, FINISHED, GENERATION, ITERATION, HostMemory
 
 POLL = 0.02
@@ -31,7 +31,13 @@ STOPPED = 1.0
 SILENT = 60.0
 """Seconds without a beat of the training process's thread, which the interpreter's lock may delay."""
 ARRIVAL = 4.0
-"""Seconds that a training process has to reach the meeting after a failure; its state is in ``HostMemory``."""
+"""Seconds that a training process has to interrupt its step after a failure; its state is in ``HostMemory``."""
+ARRIVAL_WITHOUT_SPARE = 60.0
+"""The same if no process would take its place."""
+BEAT = 0.5
+"""Seconds between the beats of a supervisor."""
+LOST = 15.0
+"""Seconds without a beat after which a supervisor counts as lost."""
 ENDING = 20.0
 """Seconds that a training process has to exit after the end of the job."""
 LEAVING = 10.0
@@ -66,7 +72,9 @@ class Supervisor:
         self._signals: list[int] = []
         self._stopped_since = self._late_since = 0.0
         self._beats = (0, 0.0)
-        self._next_question = 0.0
+        self._next_question = self._next_beat = 0.0
+        self._neighbour: tuple[tuple[int, int] | None, float] = (None, 0.0)
+        """The rank whose supervisor this one watches, its beats, and when they last changed."""
 
     def start(self) -> Child:
         """Return in a new training process, and again in each one that takes its place; the supervisor exits here."""
@@ -135,7 +143,30 @@ class Supervisor:
         if now < self._next_question:
             return ""
         self._next_question = now + ASK
+        if now > self._next_beat:
+            self._next_beat = now + BEAT
+            self._ask(self._watch_neighbour, None)
         return self._is_late(now)
+
+    def _watch_neighbour(self) -> None:
+        """Report the loss of the next rank's supervisor, for example with its host."""
+        self._meeting.beat()
+        found, now = self._meeting.watched(), time.monotonic()
+        if found != self._neighbour[0]:
+            self._neighbour = found, now
+        elif found is not None and now - self._neighbour[1] > LOST:
+            what = f"the supervisor of rank {found[0]} has not answered for {LOST:.0f} s: its host may be lost"
+            self._lose(found[0], what)
+
+    def _lose(self, rank: int, what: str) -> None:
+        """Continue without ``rank``, or end the job if it must have a process for every rank."""
+        if self._respawns:
+            self._say(f"error: {what}; restart the job, or start it with --recover-without-spare")
+            return self._meeting.end(self._restart, what)
+        generation = self._meeting.next_generation(self._memory.numbers[GENERATION])
+        self._meeting.lose(rank)
+        self._meeting.leave(rank)
+        self._meeting.fail(generation, Failure(rank, what, self._memory.numbers[ITERATION]))
 
     def _is_late(self, now: float) -> str:
         """Whether the process misses the meeting after a failure, or the end of the job; the reason or ""."""
@@ -146,7 +177,7 @@ class Supervisor:
             self._late_since = 0.0
             return ""
         self._late_since = self._late_since or now
-        limit = ENDING if ended is not None else ARRIVAL
+        limit = ENDING if ended is not None else ARRIVAL if self._respawns else ARRIVAL_WITHOUT_SPARE
         if now - self._late_since > limit:
             what = "end" if ended is not None else "interrupt its step"
             return f"did not {what} within {limit:.0f} s and was killed"
@@ -163,6 +194,8 @@ class Supervisor:
         generation = self._ask(lambda: self._meeting.next_generation(numbers[GENERATION]), -1)
         how = self._reason or (f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with status {code}")
         what = f"rank {self._meeting.rank} {how}"
+        if self._reason:
+            self._say(f"note: {what}")
         self._deaths.append(numbers[ITERATION])
         repeated = self._deaths.count(numbers[ITERATION]) > LIMIT
         if generation < 0 or repeated:
@@ -171,18 +204,22 @@ class Supervisor:
             self._ask(lambda: self._meeting.end(self._restart, f"{what}; {end}"), None)
             self._exit(self._restart)
         if not self._respawns:
-            self._meeting.lose(self._meeting.rank)
-        self._meeting.fail(generation, Failure(self._meeting.rank, what, numbers[ITERATION]))
+            self._ask(lambda: self._meeting.lose(self._meeting.rank), None)
+        failure = Failure(self._meeting.rank, what, numbers[ITERATION])
+        self._ask(lambda: self._meeting.fail(generation, failure), None)
         if not self._respawns:
             self._await_end()
 
     def _await_end(self) -> NoReturn:
         """Keep the launcher's process, and the store if it is here, until the others have completed the job."""
         while True:
-            ended = self._ask(self._meeting.ended, None)
+            if self._ask(lambda: all(map(self._meeting.is_lost, range(self._meeting.size))), True):
+                self._ask(lambda: self._meeting.end(self._restart, "all ranks are lost"), None)
+            ended = self._ask(self._meeting.ended, End(self._restart, ""))
             if ended is not None:
                 self._exit(ended.status)
-            time.sleep(0.2)
+            self._ask(self._meeting.beat, None)
+            time.sleep(BEAT)
 
     def _exit(self, status: int) -> NoReturn:
         """Exit; the supervisor that has the store waits for the others first."""
