@@ -138,9 +138,8 @@ class DataParallel:
                     parameter.open_grad = self._opener(bucket)
         for module in (module for stage in stages.values() for module in stage.modules() if runs_graphs(module)):
             number_weights(p for p in module.parameters() if p.requires_grad)
-        if overlap_param_gather and zero_stage < 3:
-            for stage in stages:
-                self._wait_before_forward(stage, stages[stage])
+        for stage in stages if overlap_param_gather and zero_stage < 3 else ():
+            self._wait_before_forward(stage, stages[stage])
 
     @property
     def all_buckets(self) -> list[Bucket]:

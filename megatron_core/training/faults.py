@@ -14,9 +14,9 @@ from megatron_core.checkpoint.folder import iteration_folder, rank_file
 from megatron_core.config import RunConfig
 from megatron_core.config.resilience import FAULTS_ON_LINKS, Fault
 from megatron_core.errors import ConfigError
-from megatron_core.parallel import World
 from megatron_core.parallel.links.faults import LinkFault
 from megatron_core.parallel.links.recorder import LINKS
+from megatron_core.parallel.recovery.memory import HostMemory
 from megatron_core.storage import location
 from megatron_core.training.callbacks import Callback
 from megatron_core.training.setup import Run
@@ -164,14 +164,16 @@ class Faults(Callback):
             self._file_limits = None
 
 
-def die_in_recovery(config: RunConfig, world: World, step: int) -> None:
-    """Kill this process if ``kill-recovery`` is due in the recovery after which ``step`` is next."""
+def die_in_recovery(config: RunConfig, memory: HostMemory, step: int) -> None:
+    """Kill this process if ``kill-recovery`` is due in the recovery after which ``step`` is next.
+
+    The failure may have occurred in the step after it, before all ranks had copied their state.
+    """
     for number, fault in enumerate(config.resilience.faults):
-        if world.memory is None or (fault.kind, fault.rank, fault.step) != ("kill-recovery", world.memory.rank, step):
-            continue
-        if not world.memory.was_injected(number):
-            world.memory.mark_injected(number)
-            print(f"injected fault: kill-recovery before step {step}", file=sys.stderr, flush=True)
+        is_due = fault.kind == "kill-recovery" and fault.rank == memory.rank and fault.step in (step, step + 1)
+        if is_due and not memory.was_injected(number):
+            memory.mark_injected(number)
+            print(f"injected fault: kill-recovery before step {fault.step}", file=sys.stderr, flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -151,7 +151,7 @@ class Recovery:
                 timeout=timedelta(minutes=config.parallel.distributed_timeout_minutes),
             )
         if generation:
-            die_in_recovery(config, world, members.iteration + 1)
+            die_in_recovery(config, self.memory, members.iteration + 1)
         attempt(config, world, copy, self)
         self._meeting.finish(generation)
         self._wait(lambda: self._meeting.all_finished(generation, ranks), self._limit, self._unfinished)

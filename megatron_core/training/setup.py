@@ -305,8 +305,7 @@ def set_up(
     """Build plans, groups, data, model and optimizer, and load the configured checkpoint.
 
     ``datasets_provider`` builds the data sets for ``dataloader_type=external``; ``layer_specs`` chooses the parts of
-    each layer. ``copy``: state of this rank to load instead of the checkpoint, with the same configuration.
-    """
+    each layer; ``copy``: state of this rank to load instead of the checkpoint."""
     _set_process_switches(config)
     # The checkpoint, which may replace settings.
     checkpoint, loaded = open_checkpoint(config, world.device) if copy is None else (copy, config)

@@ -147,7 +147,7 @@ class Settings:
     seed: int = 0
     """Seed for layouts, kinds, ranks and steps."""
     out: str = "runs/recovery.json"
-    """File to write; the table is written beside it."""
+    """File to write; the table has the same name with .md."""
 
 
 def main() -> None:

@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from megatron_core.config.layout import Layout
+from megatron_core.config.validate import problems
 from tests.checkpoint.runs import SMALL, stored
 from tests.end_to_end.test_failures import ranks_without_launcher
 from tests.memory import needs_proc
+from tests.runs import tiny_config
 
 pytestmark = needs_proc
 STEPS = 6
@@ -68,3 +70,54 @@ def test_fewer_replicas_continue_without_a_spare(layout: str, lost: int, left: i
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-9, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("exception@1:3", r"rank 1 raised InjectedError: an injected fault: exception; no process died"),
+        ("stop@0:3", r"rank 0 was stopped for 1 s and killed; a new process takes the place of rank 0"),
+        pytest.param("hang@1:3", "rank 1 has made no progress for . s", marks=pytest.mark.whole_matrix),
+    ],
+)
+@pytest.mark.parametrize("backend", ["shm", pytest.param("gloo", marks=pytest.mark.whole_matrix)])
+def test_errors_and_hangs_are_survived_and_named(fault: str, words: str, backend: str, tmp_path: Path) -> None:
+    settings = {"distributed_backend": backend, "distributed_timeout_minutes": 0.1}
+    expected, _ = run(tmp_path / "undisturbed", "tp2", **settings)
+    found, output = run(tmp_path / "disturbed", "tp2", inject_fault=(fault,), **settings)
+    assert_same(found, expected)
+    assert re.search(rf"recovered in [\d.]+ s: {words}", output), output
+
+
+def test_a_death_in_a_recovery_is_survived(tmp_path: Path) -> None:
+    expected, _ = run(tmp_path / "undisturbed", "dp2")
+    found, output = run(tmp_path / "disturbed", "dp2", inject_fault=("kill@1:3", "kill-recovery@0:3"))
+    assert_same(found, expected)
+    assert "injected fault: kill-recovery before step 3" in output and "rank 0 was killed by SIGKILL" in output
+
+
+def test_a_fault_that_repeats_ends_the_job(tmp_path: Path) -> None:
+    logs = [tmp_path / "0", tmp_path / "1"]
+    settings = {"train_iters": 4, "recover": "in-process", "inject_fault": ("kill@1:3:always",)}
+    with ranks_without_launcher(logs, **settings) as ranks:
+        for rank in ranks:
+            rank.join(SECONDS)
+        statuses = [rank.exitcode for rank in ranks]
+    assert None not in statuses and 0 not in statuses
+    assert "6 times in one iteration" in "".join(log.read_text() for log in logs)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"elastic": True, "save": "a", "load": "a"}, "elastic=True exclude one another"),
+        ({"grad_compression": "zero-one-adam"}, "zero-one-adam, whose ranks differ"),
+        ({"inject_fault": ("kill@0:1",) * 63}, "give at most 62"),
+        ({"recover_without_spare": True, "zero_stage": 2}, "zero_stage=2, whose shards have no copy"),
+        ({"recover_without_spare": True, "global_batch_size": None}, "needs global_batch_size"),
+        ({"recover_without_spare": True, "grad_compression": "powersgd"}, "grad_compression=powersgd, whose errors"),
+    ],
+)
+def test_settings_that_exclude_a_recovery(settings: dict[str, Any], words: str) -> None:
+    found = list(problems(tiny_config(recover="in-process", **settings), 2))
+    assert any(words in text for text in found), found
