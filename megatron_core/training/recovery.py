@@ -264,18 +264,23 @@ class Recovery:
             print(f"{run.world.prefix} note: a save in the background did not end", file=sys.stderr, flush=True)
             os._exit(RESTART)
 
+    def report_training(self) -> None:
+        """Report that the first step of this generation starts."""
+        self._meeting.train(self.generation)
+
     def story(self) -> str:
         """One line about the failure before this generation and what was done."""
-        failure, members = self._meeting.failure(self.generation - 1), self._meeting.decided(self.generation)
-        assert failure is not None and members is not None, "this generation follows a failure"
-        seconds = time.time() - failure.at
+        failures, members = self._meeting.failures(self.generation), self._meeting.decided(self.generation)
+        assert failures and members is not None, "this generation follows a failure"
+        failure = failures[0]
+        seconds, what = time.time() - failure.at, "; then ".join(each.what for each in failures)
         done = f"a new process takes the place of rank {listed(members.fresh)}" if members.fresh else "no process died"
         if len(members.ranks) < self._size:
             done = f"{self.world.size} of {self._size} ranks continue"
         since = f"after iteration {members.iteration}" if members.iteration >= 0 else "from the start"
         first, last = max(members.iteration, 0) + 1, failure.iteration
         repeats = f", repeating iteration {first}" + f" to {last}" * (last > first) if last >= first else ""
-        return f"recovered in {seconds:.1f} s: {failure.what}; {done}; training continues {since}{repeats}"
+        return f"recovered in {seconds:.1f} s: {what}; {done}; training continues {since}{repeats}"
 
 
 def whole_replicas(config: RunConfig, size: int, alive: Collection[int]) -> tuple[int, ...]:
@@ -313,4 +318,6 @@ class StateCopies(Callback):
         self._writer.write(run.state.iteration, held_pieces(run.data_parallel, run.optimizer, run.fp8), state)
         if self._is_first and self._recovery.generation and run.world.rank == 0:
             print(self._recovery.story(), flush=True)
+        if self._is_first and run.world.rank == 0:
+            self._recovery.report_training()
         self._is_first = False

@@ -70,6 +70,20 @@ class Meeting:
         text = self._get(f"{generation}/failed")
         return None if text is None else Failure(**json.loads(text))
 
+    def train(self, generation: int) -> None:
+        """Report that the first step of ``generation`` starts."""
+        self._store.set(f"{generation}/trains", "1")
+
+    def failures(self, before: int) -> list[Failure]:
+        """The failures that led to generation ``before``, since the last generation that has trained."""
+        found = list[Failure]()
+        for generation in range(before - 1, -1, -1):
+            failure = self.failure(generation)
+            found += [failure] if failure is not None else []
+            if self._has(f"{generation}/trains"):
+                break
+        return found[::-1]
+
     def next_generation(self, after: int) -> int:
         """The first generation from ``after`` on that has not failed."""
         while self.failure(after) is not None:

@@ -191,15 +191,17 @@ class Supervisor:
             self._exit(max(code, 0))
         if ended is not None:
             self._exit(code if code > 0 else ended.status)
-        generation = self._ask(lambda: self._meeting.next_generation(numbers[GENERATION]), -1)
+        # If this generation has failed before, the process has not reached the meeting of the next one.
+        generation = numbers[GENERATION]
+        answers = self._ask(self._meeting.all_left, None) is not None
         how = self._reason or (f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with status {code}")
         what = f"rank {self._meeting.rank} {how}"
         if self._reason:
             self._say(f"note: {what}")
         self._deaths.append(numbers[ITERATION])
         repeated = self._deaths.count(numbers[ITERATION]) > LIMIT
-        if generation < 0 or repeated:
-            end = "the job's store does not answer" if generation < 0 else f"{LIMIT + 1} times in one iteration"
+        if repeated or not answers:
+            end = f"{LIMIT + 1} times in one iteration" if answers else "the job's store does not answer"
             self._say(f"error: {what}; {end}: the job ends")
             self._ask(lambda: self._meeting.end(self._restart, f"{what}; {end}"), None)
             self._exit(self._restart)

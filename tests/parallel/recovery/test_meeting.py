@@ -105,3 +105,13 @@ def test_a_wait_ends_only_while_an_end_is_requested() -> None:
     finally:
         interrupt.withdraw()
     interrupt.check()
+
+
+def test_a_recovery_names_all_failures_since_the_last_step() -> None:
+    (meeting,) = meetings(1)
+    for generation, what in enumerate(("first", "second", "third")):
+        if generation < 2:
+            meeting.train(generation)
+        meeting.fail(generation, Failure(0, what, 1))
+    assert [failure.what for failure in meeting.failures(3)] == ["second", "third"]
+    assert [failure.what for failure in meeting.failures(1)] == ["first"]
