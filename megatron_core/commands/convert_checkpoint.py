@@ -31,14 +31,22 @@ import torch
 import tyro
 
 from megatron_core.errors import CheckpointError, ConfigError
+from megatron_core.models.megatron_lm.writer import Format
 from megatron_core.output_file import refuse_url
 from megatron_core.storage import location
 from megatron_core.terminal import parse_flags
 from megatron_core.training.adapter_export import export_adapter
-from megatron_core.training.conversion import export_hugging_face, import_hugging_face, import_megatron
+from megatron_core.training.conversion import (
+    export_distributed,
+    export_hugging_face,
+    import_hugging_face,
+    import_megatron,
+)
 from megatron_core.training.deepspeed_conversion import export_deepspeed, import_deepspeed
 
 TARGETS = ("tensor-parallel-size", "pipeline-parallel-size", "expert-parallel-size", "expert-tensor-parallel-size")
+FORMATS: dict[str, Format] = {"megatron": "torch_dist", "torch_dcp": "torch_dcp"}
+"""Value of --to -> the format of a folder of torch.distributed.checkpoint."""
 MEGATRON = {"--loader", "--saver", "--load-dir", "--save-dir", *(f"--target-{name}" for name in TARGETS)}
 """Flags of Megatron-LM's tools/checkpoint/convert.py and of its forks."""
 
@@ -50,10 +58,11 @@ class Settings:
     source: Annotated[Literal["hf", "megatron", "deepspeed", "native"], tyro.conf.arg(name="from")]
     """Format of --load: a folder of Hugging Face, a --save folder of Megatron-LM (--ckpt-format torch or torch_dist),
     a folder of DeepSpeed's save_checkpoint or its universal format, or a --save folder of pretrain_gpt.py."""
-    to: Literal["hf", "native", "peft"]
-    """Format of --save. peft: low-rank adapters of a native checkpoint; hf merges them with the frozen weights. From
-    deepspeed, native is a checkpoint for Engine.load_checkpoint, and hf has the weights with their own names and
-    config.json."""
+    to: Literal["hf", "native", "peft", "megatron", "torch_dcp"]
+    """Format of --save. From native, megatron writes torch_dist for Megatron Core, and torch_dcp writes tensors for
+    torch.distributed.checkpoint. peft: low-rank adapters of a native checkpoint; hf merges them with the frozen
+    weights. From deepspeed, native is a checkpoint for Engine.load_checkpoint, and hf has the weights with their own
+    names and config.json."""
     load: str
     """Folder to read; from native, or a URL such as s3://bucket/run."""
     save: str
@@ -86,6 +95,11 @@ def convert(settings: Settings) -> str:
     dtype = None if settings.dtype is None else getattr(torch, settings.dtype)
     if settings.source == settings.to:
         raise ConfigError(f"--from {settings.source} --to {settings.to}: nothing to convert; give two formats")
+    if settings.to in FORMATS:
+        if settings.source != "native":
+            raise ConfigError(f"--to {settings.to} needs --from native; convert to native first")
+        said = export_distributed(load, save, FORMATS[settings.to], step=settings.ckpt_step)
+        return f"{load} -> {save}; {said}"
     difference: float | None = None
     if settings.source == "deepspeed" and settings.to != "peft":
         return f"{load} -> {save} ({settings.to}); {convert_deepspeed(settings, load, save, dtype)}"

@@ -32,6 +32,14 @@ class CheckpointConfig:
     overwrite_checkpoints: bool = setting(False, needs=c.SAVE)
     """With --save: replace checkpoints of another run in the folder; they are deleted when the first checkpoint of this
     run is complete. Without this flag, such a folder is an error for a run that starts at iteration 0."""
+    ckpt_format: Literal["native", "torch_dist", "torch_dcp"] = setting(
+        "native", when=(c.SAVE, c.TRAINING), aliases="dist_ckpt_format"
+    )
+    """With --save: also write checkpoints in another format, below --save in a folder of its name. torch_dist: for
+    Megatron Core, with the state of Adam. torch_dcp: tensors under the names of this framework for
+    torch.distributed.checkpoint. They are all kept."""
+    ckpt_format_interval: int | None = setting(None, r.COUNT, needs=c.OTHER_FORMAT)
+    """With --ckpt-format: write the other format only at steps that are multiples of this; default: each checkpoint."""
     async_save: bool = setting(False, needs=c.SAVE, when=c.TRAINING)
     """Copy checkpoints to the host's memory and write them in the background during the next steps."""
     non_persistent_save_interval: int | None = setting(None, r.COUNT, needs=c.SAVE)

@@ -155,6 +155,7 @@ EVALUATION = given("eval_iters", "N")
 
 # Checkpoints.
 SAVE = given("save", "FOLDER")
+OTHER_FORMAT = Condition("--ckpt-format torch_dist", lambda run: run.checkpoint.ckpt_format != "native")
 LOAD = given("load", "FOLDER")
 NO_FINETUNE = unless("--finetune", lambda run: run.checkpoint.finetune)
 OWN_SCHEDULE = unless(

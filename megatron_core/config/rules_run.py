@@ -7,15 +7,28 @@ from megatron_core.config.checkpoint import CheckpointConfig
 from megatron_core.config.resilience import FAULTS_OF_RANKS, FAULTS_ON_DISK, LINK_AXES, LINK_DAMAGES, MOST_FAULTS, Fault
 from megatron_core.config.rules_single import exclusive, shown
 from megatron_core.config.run import RunConfig
+from megatron_core.locations import path_of
 
 
 def checkpoint_problems(config: RunConfig) -> Iterator[str]:
     """Contradictory folders of checkpoints, and unknown names of model settings."""
     checkpoint = config.checkpoint
     yield from _fast_restart_problems(checkpoint)
+    yield from _format_problems(config)
     unknown = tuple(name for name in checkpoint.changed_model_settings if not hasattr(config.model, name))
     if unknown:
         yield (f"changed_model_settings={shown(unknown)} names no setting of the model; give names such as rotary_base")
+
+
+def _format_problems(config: RunConfig) -> Iterator[str]:
+    checkpoint = config.checkpoint
+    if checkpoint.ckpt_format == "native" or checkpoint.save is None:
+        return
+    named = f"ckpt_format={checkpoint.ckpt_format}"
+    if path_of(checkpoint.save) is None:
+        yield f"{named} cannot be written to save={checkpoint.save}; give a local folder, or remove --ckpt-format"
+    if config.tuning.lora_rank is not None:
+        yield f"{named} does not write low-rank adapters: lora_rank={config.tuning.lora_rank}; remove --ckpt-format"
 
 
 def _fast_restart_problems(checkpoint: CheckpointConfig) -> Iterator[str]:

@@ -22,6 +22,7 @@ from megatron_core.models.hf import HuggingFaceReader, architecture_for, write_h
 from megatron_core.models.megatron_lm import MegatronReader
 from megatron_core.models.megatron_lm.arguments import Progress
 from megatron_core.models.megatron_lm.tensor_map import FROZEN
+from megatron_core.models.megatron_lm.writer import Format, write_checkpoint
 from megatron_core.parallel.boxes import Box
 from megatron_core.tensor_parallel import ModelParallelConfig
 from megatron_core.tokenizers import tokenizer_of
@@ -166,6 +167,19 @@ def export_hugging_face(
     finally:
         shutil.rmtree(incomplete, ignore_errors=True)
     return difference
+
+
+def export_distributed(load: Path, folder: Path, form: Format, *, step: int | None = None) -> str:
+    """Write the checkpoint in ``load`` as ``--ckpt-format`` ``form``, with the state of Adam; returns a description."""
+    stored = open_newest(str(load), step, device=torch.device("cpu"))
+    if stored is None:
+        raise CheckpointError(f"{load} has no checkpoint; give a folder written by --save")
+    with stored as reader:
+        config = stored_config(reader.folder)
+        if config.tuning.lora_rank is not None:
+            raise CheckpointError(f"{load} has low-rank adapters; export the merged weights with --to hf")
+        write_checkpoint(reader, config.model, folder, form)
+    return f"iteration {reader.state['iteration']} as {form}"
 
 
 MODEL_FILES = {

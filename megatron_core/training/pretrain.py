@@ -223,6 +223,13 @@ def notes(run: Run) -> Iterator[str]:
             "GELU is exact; Megatron-LM computes its tanh approximation in layers with biases unless "
             "--no-bias-gelu-fusion is given: give --openai-gelu to train as Megatron-LM does by default"
         )
+    if settings.ckpt_format != "native" and settings.save is not None:
+        adam = run.config.optimizer.optimizer == "adam" or settings.ckpt_format == "torch_dcp"
+        state = "" if adam else f", without the state of --optimizer {run.config.optimizer.optimizer}"
+        yield (
+            f"ckpt_format={settings.ckpt_format}: checkpoints are written twice, also to "
+            f"{run.saver.folder / settings.ckpt_format}{state}"
+        )
     if settings.load is not None and not run.loaded:
         yield f"load={settings.load!r} HOLDS NO CHECKPOINT: this run starts from scratch"
     if settings.save_interval is not None and settings.save is None:

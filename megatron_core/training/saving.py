@@ -10,13 +10,22 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_core.checkpoint import BackgroundSave, FolderLock, Save, Snapshot, TensorBox, save_checkpoint
+from megatron_core.checkpoint import (
+    BackgroundSave,
+    CheckpointReader,
+    FolderLock,
+    Save,
+    Snapshot,
+    TensorBox,
+    save_checkpoint,
+)
 from megatron_core.checkpoint.copies import save_copies
 from megatron_core.checkpoint.folder import (
     CONFIG,
     LOCK,
     complete_iterations,
     iteration_folder,
+    iteration_of,
     refuse_foreign,
     refuse_other_checkpoints,
     remove_hidden,
@@ -31,6 +40,7 @@ from megatron_core.config import RunConfig
 from megatron_core.config.file import write_config
 from megatron_core.data_parallel import DataParallel
 from megatron_core.errors import CheckpointError, ConfigError, MegatronError
+from megatron_core.models.megatron_lm.writer import write_checkpoint
 from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.output_file import make_folder
 from megatron_core.parallel.texts import all_agree, tell_all, tell_from
@@ -237,7 +247,7 @@ class CheckpointSaver:
             self._running = BackgroundSave(save, self._snapshot.take(updated, others), self._agree, seconds)
             self.optimizer.before_update = self._running.wait_until_copied
         else:
-            save_checkpoint(save, chain(updated, others), self._agree)
+            self._write_other_format(save_checkpoint(save, chain(updated, others), self._agree))
         self._replaced = self._replaced if temporary else ()
 
     def _save_copies(self, save: Save, pieces: Iterable[TensorBox], hosts: Hosts) -> None:
@@ -259,7 +269,20 @@ class CheckpointSaver:
         """Wait for the background save to complete. Errors: ``CheckpointError`` on all ranks."""
         running, self._running = self._running, None
         if running is not None:
-            running.finish()
+            self._write_other_format(running.finish())
+
+    def _write_other_format(self, native: Path) -> None:
+        """Write the complete checkpoint ``native`` in ``ckpt_format`` too, if it is due; each rank writes a share."""
+        settings, form = self.config.checkpoint, self.config.checkpoint.ckpt_format
+        if form == "native" or native.parent != self.folder:
+            return
+        if iteration_of(native) % (settings.ckpt_format_interval or 1):
+            return
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        exchange = partial(tell_all, device=self.data.device)
+        with CheckpointReader(native) as reader:
+            folder, rank = self.folder / form, self.data.groups.rank
+            write_checkpoint(reader, self.config.model, folder, form, rank=rank, ranks=ranks, exchange=exchange)
 
     def close(self) -> None:
         """Complete the background save and release the locks of the folders; a later ``save`` takes them again."""

@@ -534,4 +534,10 @@ FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
     ({"skip_train": True, "eval_iters": 0}, 1, ("skip_train=True and eval_iters=0", "--eval-iters")),
     ({"changed_model_settings": ("swiglu",)}, 1, ("changed_model_settings=swiglu", "--load FOLDER")),
     ({"load": "in", "changed_model_settings": ("lr",)}, 1, ("changed_model_settings=lr", "no setting of the model")),
+    (
+        {"save": "s3://bucket/run", "ckpt_format": "torch_dist"},
+        1,
+        ("ckpt_format=torch_dist", "save=s3://bucket/run", "remove --ckpt-format"),
+    ),
+    ({"save": "out", "ckpt_format_interval": 10}, 1, ("ckpt_format_interval=10", "--ckpt-format torch_dist")),
 ]

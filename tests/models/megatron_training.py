@@ -89,6 +89,25 @@ def tokens_of(iteration: int) -> Tensor:
     return torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=generator)
 
 
+def arguments_of(
+    shape: dict[str, Any],
+    sizes: dict[str, int],
+    *,
+    tokens: int = VOCABULARY,
+    distributed: bool = False,
+    bf16: bool = False,
+) -> argparse.Namespace:
+    """The arguments of a training, with the values that Megatron-LM derives."""
+    derived = {"start_weight_decay": SCHEDULE["weight_decay"], "end_weight_decay": SCHEDULE["weight_decay"]}
+    vocabulary = {"vocab_size": tokens, "padded_vocab_size": VOCABULARY, "make_vocab_size_divisible_by": 8}
+    batch = {"seq_length": LENGTH, "micro_batch_size": MICRO_BATCH, "global_batch_size": BATCH}
+    default = dict.fromkeys(SIZES.values(), 1) | {"num_experts": None, "num_query_groups": None}
+    rest: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "bias_gelu_fusion": False}
+    rest |= {"bf16": bf16, "use_distributed_optimizer": distributed}
+    found = default | shape | SCHEDULE | derived | vocabulary | batch | rest | sizes
+    return argparse.Namespace(**found, weight_decay_incr_style="constant", consumed_train_samples=0)
+
+
 def use_megatron() -> None:
     """Make Megatron Core usable in this forked rank."""
     from tests.models.megatron_0_20 import make_files
@@ -109,6 +128,15 @@ def use_megatron() -> None:
     tracker.fork = lambda *a: nullcontext()  # without dropout no random numbers are drawn
     attention: Any = import_module("megatron.core.transformer.dot_product_attention").DotProductAttention
     attention.__init__ = partialmethod(_without_channels, attention.__init__)
+    optimizer: Any = import_module("megatron.core.optimizer.distrib_optimizer").DistributedOptimizer
+    optimizer._set_main_param_and_optimizer_states = partialmethod(
+        _without_step, optimizer._set_main_param_and_optimizer_states
+    )
+
+
+def _without_step(self: Any, assign: Any, parameter: Any, tensors: dict[str, Any]) -> None:
+    """Assign Adam's state, of which torch's Adam has "step" among the tensors and Transformer Engine's has not."""
+    assign(self, parameter, {"step": None, **tensors})
 
 
 def _without_channels(
@@ -143,7 +171,7 @@ class Training:
         virtual = {"virtual_pipeline_model_parallel_size": chunks} if chunks > 1 else {}
         parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(**sizes, **virtual)
-        self.args = self._arguments(sizes, vocabulary, bf16=bf16)
+        self.args = arguments_of(shape, sizes, tokens=vocabulary, distributed=distributed, bf16=bf16)
         self.config = self._transformer_config(sizes | virtual, bf16)
         self.chunks = [self._model(chunk if chunks > 1 else None) for chunk in range(chunks)]
         names = ("optimizer", "lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
@@ -164,17 +192,6 @@ class Training:
             wd_incr_steps=SCHEDULE["train_iters"] * BATCH,
             wd_incr_style="constant",
         )
-
-    def _arguments(self, sizes: dict[str, int], tokens: int, *, bf16: bool) -> argparse.Namespace:
-        """The arguments of the training, with the values that Megatron-LM derives."""
-        derived = {"start_weight_decay": SCHEDULE["weight_decay"], "end_weight_decay": SCHEDULE["weight_decay"]}
-        vocabulary = {"vocab_size": tokens, "padded_vocab_size": VOCABULARY, "make_vocab_size_divisible_by": 8}
-        batch = {"seq_length": LENGTH, "micro_batch_size": MICRO_BATCH, "global_batch_size": BATCH}
-        default = dict.fromkeys(SIZES.values(), 1) | {"num_experts": None, "num_query_groups": None}
-        rest: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "bias_gelu_fusion": False}
-        rest |= {"bf16": bf16, "use_distributed_optimizer": self.distributed}
-        found = default | self.shape | SCHEDULE | derived | vocabulary | batch | rest | sizes
-        return argparse.Namespace(**found, weight_decay_incr_style="constant", consumed_train_samples=0)
 
     def _transformer_config(self, sizes: dict[str, int], bf16: bool) -> Any:
         from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -332,6 +349,20 @@ class Training:
             self.optimizer.save_parameter_state(str(path / "distrib_optim.pt"))
         dist.barrier()
 
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers of PyTorch; that of experts is another one."""
+        return [each.optimizer for each in getattr(self.optimizer, "chained_optimizers", [self.optimizer])]
+
+    def _begin_optimizer(self) -> None:
+        """Make the state of Adam, without which Megatron Core's distributed optimizer cannot load on a CPU."""
+        for inner in self._optimizers():
+            parameters = [p for group in inner.param_groups for p in group["params"]]
+            for parameter in parameters:
+                parameter.grad = torch.zeros_like(parameter)
+            inner.step()
+            for parameter in parameters:
+                parameter.grad = None
+
     def _folder(self, folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "latest_checkpointed_iteration.txt").write_text(str(self.iteration))
@@ -343,10 +374,13 @@ class Training:
         from megatron.core.safe_globals import register_safe_globals
 
         register_safe_globals()
+        self._begin_optimizer()
         found = dist_checkpointing.load(self.state(sharding, is_loading=True), str(folder))
         for number, chunk in enumerate(self.chunks):
             _bare(chunk).load_state_dict(found[f"model{number}" if len(self.chunks) > 1 else "model"])
         self.optimizer.load_state_dict(found["optimizer"])
+        for state in (state for inner in self._optimizers() for state in inner.state.values()):
+            state["step"] = state["step"].clone()  # one tensor for all, which torch's Adam would count up for each
         self.schedule.load_state_dict(found["opt_param_scheduler"])
         self.iteration = found["iteration"]
         self.args.consumed_train_samples = found["args"].consumed_train_samples

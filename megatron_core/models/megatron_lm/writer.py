@@ -1,0 +1,252 @@
+"""Write a checkpoint in the format ``torch_dist`` of Megatron Core, or as plain tensors of PyTorch's ``torch_dcp``.
+
+Both are folders of ``torch.distributed.checkpoint``: each rank writes the tensors of a share of the boxes to one file,
+and rank 0 the file ``.metadata``, which names each box. A box may have several names, which share its bytes.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from itertools import product
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+
+from megatron_core.checkpoint import CheckpointReader
+from megatron_core.checkpoint.folder import delete, iteration_folder, replace_file
+from megatron_core.checkpoint.hashes import sync_folder, write_file
+from megatron_core.checkpoint.manifest import TORCH_DTYPES
+from megatron_core.config import ModelConfig
+from megatron_core.errors import CheckpointError
+from megatron_core.models.megatron_lm.reader import TRACKER
+from megatron_core.models.megatron_lm.stored_state import common_state
+from megatron_core.models.megatron_lm.tensor_map import FROZEN, LAYER
+from megatron_core.parallel.boxes import Box
+
+Format = Literal["torch_dist", "torch_dcp"]
+STATES = {"exp_avg": ("exp_avg",), "exp_avg_sq": ("exp_avg_sq",), "main": ("fp32_param", "param")}
+"""Our kinds of optimizer state -> their names with and without Megatron Core's distributed optimizer."""
+Record = tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...], str, str, int, int]
+"""Name, global shape, offset and shape of a box, its dtype, and the file, position and length of its bytes."""
+
+
+def layer_names(rest: str, model: ModelConfig, *, of_experts: bool) -> tuple[str, ...]:
+    """The names of a tensor of a layer in Megatron Core: with Transformer Engine, then without it if they differ."""
+    module, _, kind = rest.rpartition(".")
+    latent = model.multi_latent_attention
+    if module == "input_layernorm" and not latent:
+        return (f"self_attention.linear_qkv.layer_norm_{kind}",)
+    fused = {
+        "pre_mlp_layernorm": "mlp.linear_fc1.layer_norm_",
+        "self_attention.q_layernorm": "self_attention.linear_q_up_proj.layer_norm_",
+        "self_attention.kv_layernorm": "self_attention.linear_kv_up_proj.layer_norm_",
+    }
+    if module == "pre_mlp_layernorm":
+        names = (rest,) if of_experts else (fused[module] + kind,)
+        other = (fused[module] + kind,) if of_experts else (rest,)
+        return names + (other if of_experts != latent else ())
+    if module in fused and latent:
+        return fused[module] + kind, rest
+    return (rest.replace("mlp.experts.", "mlp.experts.experts."),)
+
+
+def names_of(name: str, model: ModelConfig) -> Iterator[tuple[str, int | None]]:
+    """The names of our weight ``name`` in Megatron Core, and the layer if layers are stacked under the name."""
+    layer = LAYER.fullmatch(name)
+    if layer is None:
+        yield name, None
+        return
+    number, inner = int(layer[2]), "mtp_model_layer."
+    rest, prefix = layer[3].removeprefix(inner), "transformer_layer." if layer[3].startswith(inner) else ""
+    last = model.num_layers - 1
+    of_experts = (number if layer[1] == "decoder" else last) in model.expert_layers
+    stacked = layer[1] == "decoder" and len(set(model.expert_layers)) in (0, model.num_layers)
+    for theirs in layer_names(rest, model, of_experts=of_experts):
+        if stacked:
+            yield f"decoder.layers.{theirs}", number
+        else:
+            yield f"{layer[1]}.layers.{number}.{prefix}{theirs}", None
+
+
+def _records(
+    name: str, shape: tuple[int, ...], box: Box, model: ModelConfig, form: Format, kinds: Collection[str]
+) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
+    """Name, global shape, offset and shape of a box of the tensor ``name`` under each of its names."""
+    if form == "torch_dcp":
+        yield name, shape, box.start, box.shape
+        return
+    kind, rest = ("model", name[6:]) if name.startswith("model.") else name.split(".", 2)[1:]
+    prefixes = [""] if kind == "model" else [f"optimizer.state.{each}." for each in STATES.get(kind, ())]
+    if kind == "model" and kinds and "main" not in kinds and not rest.endswith(FROZEN):
+        prefixes += [f"optimizer.state.{each}." for each in STATES["main"]]  # float32 weights are the main weights
+    for theirs, layer in names_of(rest, model):
+        lead = () if layer is None else (layer,)
+        sizes = (model.num_layers,) * len(lead)
+        for prefix in prefixes:
+            yield prefix + theirs, (*sizes, *shape), (*lead, *box.start), (*(1 for _ in lead), *box.shape)
+
+
+def write_checkpoint(
+    reader: CheckpointReader,
+    model: ModelConfig,
+    save: Path,
+    form: Format,
+    *,
+    rank: int = 0,
+    ranks: int = 1,
+    exchange: Callable[[str], list[str]] = lambda text: [text],
+) -> Path:
+    """Write the checkpoint of ``reader`` into ``save`` as ``form``; returns its folder. All ranks call it together.
+
+    ``exchange`` returns the texts of all ranks. The folder appears complete, by one rename; then the file that names
+    the latest iteration is replaced. Errors: ``CheckpointError`` on all ranks.
+    """
+    iteration = int(reader.state["iteration"])
+    final = iteration_folder(save, iteration)
+    partial = final.with_name(f".{final.name}.incomplete")
+    problem, records = "", list[Any]()
+    if rank == 0:
+        problem = _attempt(final, lambda: _prepare(final, partial))
+    _raise(exchange(problem))
+    problem = _attempt(final, lambda: records.extend(_write_share(reader, model, partial, form, rank, ranks)))
+    texts = exchange(json.dumps([problem, records]))
+    _raise([json.loads(text)[0] for text in texts])
+    if rank == 0:
+        everything = [record for text in texts for record in json.loads(text)[1]]
+        problem = _attempt(final, lambda: _complete(reader, partial, final, form, everything))
+    _raise(exchange(problem))
+    return final
+
+
+def _prepare(final: Path, partial: Path) -> None:
+    if final.exists() and not (final / ".metadata").is_file():
+        raise CheckpointError(f"{final} exists and is not a checkpoint of this format; choose another folder")
+    delete(partial)
+    partial.mkdir(parents=True)
+
+
+def _write_share(
+    reader: CheckpointReader, model: ModelConfig, folder: Path, form: Format, rank: int, ranks: int
+) -> list[Record]:
+    """Write every box whose number is this rank's, modulo ``ranks``."""
+    records: list[Record] = []
+    kinds = [kind for kind in reader.kinds if kind in STATES] if _has_adam(reader) else []
+    prefixes = ("model.", *(f"optimizer.{kind}." for kind in kinds))
+    stored = reader.manifest.tensors.items()
+    tensors = {name: tensor for name, tensor in stored if form == "torch_dcp" or name.startswith(prefixes)}
+    file_name, number, at = f"__{rank}_0.distcp", 0, 0
+    with (folder / file_name).open("wb") as file:
+        for name, tensor in tensors.items():
+            own = [(number + i) % ranks == rank for i in range(len(tensor.boxes))]
+            number += len(tensor.boxes)
+            for (box, values), mine in zip(reader.boxes(name) if any(own) else (), own, strict=False):
+                if mine:
+                    named = list(_records(name, tensor.shape, box, model, form, kinds))
+                    shape = named[0][3] if named else box.shape  # the same under each name
+                    data = _bytes(values.reshape(shape).clone())
+                    file.write(data)
+                    records += [(*each, tensor.dtype, file_name, at, len(data)) for each in named]
+                    at += len(data)
+    return records
+
+
+def _complete(reader: CheckpointReader, partial: Path, final: Path, form: Format, records: list[list[Any]]) -> None:
+    """Write the state and the metadata, give the folder its name and record the iteration."""
+    entries: dict[str, Any] = {}
+    storage: list[WriteResult] = []
+    paths: dict[str, tuple[str, ...]] = {}
+    for name, size, offset, shape, dtype, file, at, length in records:
+        properties = TensorProperties(TORCH_DTYPES[dtype])
+        entry = entries.setdefault(name, TensorStorageMetadata(properties, torch.Size(size), []))
+        index = MetadataIndex(name, torch.Size(offset), len(entry.chunks))
+        entry.chunks.append(ChunkStorageMetadata(torch.Size(offset), torch.Size(shape)))
+        storage.append(WriteResult(index, length, _StorageInfo(file, at, length)))
+        paths[name] = tuple(name.split(".", 2 if name.startswith("optimizer.") else 1))
+    if form == "torch_dist":
+        common = common_state(reader.state, has_adam=_has_adam(reader))
+        objects: dict[str, Any] = {name: [None] for name in _empty_states(entries)}
+        objects["common_state/shard_0_1"] = [common]
+    else:
+        objects = {"state": _plain(reader)}
+    file, written = "__state.distcp", b""
+    for name, value in objects.items():
+        data = _bytes(value)
+        entries[name] = BytesStorageMetadata()
+        place = _StorageInfo(file, len(written), len(data))
+        storage.append(WriteResult(MetadataIndex(name), len(data), place))
+        paths[name] = (name,)
+        written += data
+    write_file(partial / file, written)
+    planner = paths if form == "torch_dcp" else None
+    FileSystemWriter(partial).finish(Metadata(entries, planner), [storage])
+    if form == "torch_dist":
+        backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+        write_file(partial / "metadata.json", json.dumps(backend).encode())
+    sync_folder(partial)
+    delete(final)
+    partial.rename(final)
+    iteration = str(reader.state["iteration"]).encode()
+    replace_file(final.parent / TRACKER, final.parent / f".{TRACKER}", iteration)
+
+
+def _empty_states(entries: Mapping[str, TensorStorageMetadata]) -> Iterator[str]:
+    """The names of Megatron Core's extra states of linear layers and attention, which are empty without FP8.
+
+    Each has a number of the layer and of the expert where the weights are stacked over these.
+    """
+    for name, entry in entries.items():
+        module, _, kind = name.rpartition(".")
+        if name.startswith("optimizer.") or kind != "weight" or not re.search(r"\.(linear_\w+|eh_proj)$", module):
+            continue
+        sizes = tuple(entry.size)[: len(entry.size) - 2] or (1,)
+        modules = [module]
+        if module.endswith("self_attention.linear_proj"):
+            modules.append(module.replace("linear_proj", "core_attention"))
+        for at in product(*map(range, sizes)):
+            place = f"shard_{'.'.join(map(str, at))}_{'.'.join(map(str, sizes))}"
+            yield from (f"{each}._extra_state/{place}" for each in modules)
+
+
+def _has_adam(reader: CheckpointReader) -> bool:
+    """Whether the state of Adam is stored; Megatron Core's files of other optimizers are not written."""
+    return reader.state["config"].get("optimizer") == "adam" and {"exp_avg", "exp_avg_sq"} <= set(reader.kinds)
+
+
+def _plain(reader: CheckpointReader) -> dict[str, Any]:
+    """The state of the run without nested records."""
+    return {name: value for name, value in reader.state.items() if isinstance(value, int | float | str | dict | None)}
+
+
+def _bytes(value: object) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _attempt(final: Path, action: Callable[[], object]) -> str:
+    """Run ``action``; returns the error, or ""."""
+    try:
+        action()
+    except (OSError, CheckpointError) as error:
+        return f"{final} cannot be written: {error}"
+    return ""
+
+
+def _raise(problems: list[str]) -> None:
+    if problem := next(filter(None, problems), ""):
+        raise CheckpointError(problem)
