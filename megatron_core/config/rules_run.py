@@ -70,7 +70,7 @@ def resilience_problems(config: RunConfig) -> Iterator[str]:
     for text in resilience.inject_fault:
         if Fault.of(text) is None:
             yield (
-                f"inject_fault={text} is not a fault; use KIND@RANK:STEP, where KIND is one of "
+                f"inject_fault={text[:100]} is not a fault; use KIND@RANK:STEP, where KIND is one of "
                 f"{', '.join((*FAULTS_OF_RANKS, *FAULTS_ON_DISK))}, or an axis ({', '.join(LINK_AXES)}) and a damage "
                 f"({', '.join(LINK_DAMAGES)}) such as tp-zeros"
             )
