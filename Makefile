@@ -7,7 +7,8 @@
 #             and the bits of these layouts with --layout-invariant; writes docs/equal_bits_*.md
 #             and runs with planted bottlenecks, diagnosed; writes docs/bottlenecks.md
 # browser:    needs Chromium: tests the chat page in it
-# chaos:      kills random ranks of jobs that train and save, 1,000 times; writes what it saw to runs/chaos.json
+# chaos:      kills random ranks of jobs that train and save, 1,000 times; writes what it saw to runs/chaos.json; then
+#             disturbs 300 times jobs with --recover; writes runs/recovery.json and a table
 # docs:       pictures of docs/pipeline.md, one of them from a short training on two ranks
 # book:       runs the chapters of docs/book on two cores, and writes their pages and pictures
 # site:       the documentation as a web site, in build/site; its links are checked
@@ -82,6 +83,7 @@ browser: install-test
 
 chaos: install-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.checkpoint.chaos --kills 1000 --out runs/chaos.json
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.end_to_end.recovery_chaos --faults 300 --out runs/recovery.json
 
 docs: install
 	$(BIN)/python tools/show_schedule.py --compare 1f1b,zb_h1,zb_v --pipeline-size 4 --microbatches 8 \

@@ -256,9 +256,10 @@ class BackgroundSave:
         """Wait until this rank may change weights and optimizer state."""
         self._copied.wait()
 
-    def join(self, seconds: float | None = None) -> None:
-        """Wait for this rank's thread."""
+    def join(self, seconds: float | None = None) -> bool:
+        """Wait for this rank's thread; returns whether it has ended."""
         self._thread.join(seconds)
+        return not self._thread.is_alive()
 
     def finish(self) -> Path:
         """Wait until the checkpoint is complete; returns its folder. Errors: ``CheckpointError`` on all ranks."""

@@ -17,10 +17,15 @@ LINK_AXES = ("tp", "cp", "dp", "pp", "ep")
 LINK_DAMAGES = ("zeros", "shifted", "stale", "flipped")
 """Damages of a received tensor."""
 FAULTS_ON_LINKS = tuple(f"{axis}-{damage}" for axis in LINK_AXES for damage in LINK_DAMAGES)
-FAULTS_OF_RANKS = ("kill", "exception", "hang", "nan", "slow")
+DEATHS = ("kill", "kill-gradients", "kill-update", "kill-copy", "kill-save", "kill-recovery")
+"""Deaths of a rank at points of a step: before it, with the sums of gradients, with the decision to update, while the
+state is copied, before its checkpoint, and in a recovery."""
+FAULTS_OF_RANKS = (*DEATHS, "exception", "hang", "stop", "nan", "slow")
 """Faults of a rank before or during a step."""
 FAULTS = (*FAULTS_OF_RANKS, *FAULTS_ON_LINKS, *FAULTS_ON_DISK)
 """All faults that ``inject_fault`` can cause."""
+MOST_FAULTS = 62
+"""Maximum number of faults of a run with ``recover``: bits of a signed 64-bit number."""
 _FAULT = re.compile(rf"({'|'.join(FAULTS)})@(\d{{1,9}}):(\d{{1,9}})(:always)?")
 
 
@@ -62,6 +67,13 @@ class ResilienceConfig:
     elastic: bool = setting(False, when=BY_RULE)
     """With --save and --load: under torchrun --nnodes MIN:MAX a run continues with the available ranks. The largest
     number that fits layout and batch takes part; the others wait."""
+    recover: Literal["none", "in-process"] = setting("none", when=(c.TRAINING, c.SEVERAL_RANKS))
+    """in-process: after the death, hang or error of a rank the other processes continue, and a new process takes its
+    place; at most one step is repeated. Each process of the launcher supervises a training process, and each rank
+    copies its state to host memory before every step."""
+    recover_without_spare: bool = setting(False, needs=c.RECOVERY)
+    """With --recover: start no new process for a rank that dies. Training continues with fewer data-parallel replicas,
+    the same global batch and the same samples."""
     iterations_to_skip: tuple[int, ...] = setting((), when=c.TRAINING)
     """Iterations whose batches are skipped."""
     rerun_mode: Literal["disabled", "validate_results", "report_stats"] = setting(
@@ -79,10 +91,11 @@ class ResilienceConfig:
     """Injected error. transient_error: in the first computation of the step. persistent_error: in all computations by
     the same ranks. correct_result: for the same samples on any rank."""
     inject_fault: tuple[str, ...] = setting((), when=ALWAYS)
-    """Faults to inject, as KIND@RANK:STEP or, in restarts too, KIND@RANK:STEP:always. kill, exception, hang, nan (in
-    the weights during the step), slow (a step of 5 s); for the checkpoint of the step: disk-full, truncated-write,
-    flip-bit; in a tensor received over tp, cp, dp, pp or ep: tp-zeros, tp-shifted (by one element), tp-stale (the
-    tensor before it), tp-flipped (one bit)."""
+    """Faults to inject, as KIND@RANK:STEP or, in restarts too, KIND@RANK:STEP:always. kill, exception, hang, stop (by
+    SIGSTOP), nan (in the weights during the step), slow (a step of 5 s); deaths within a step: kill-gradients,
+    kill-update, kill-save, and with --recover kill-copy (of the state) and kill-recovery (to the step before); for the
+    checkpoint of the step: disk-full, truncated-write, flip-bit; in a tensor received over tp, cp, dp, pp or ep:
+    tp-zeros, tp-shifted (by one element), tp-stale (the tensor before it), tp-flipped (one bit)."""
 
     @property
     def faults(self) -> list[Fault]:

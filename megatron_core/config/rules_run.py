@@ -4,7 +4,7 @@ import os.path
 from collections.abc import Iterator
 
 from megatron_core.config.checkpoint import CheckpointConfig
-from megatron_core.config.resilience import FAULTS_OF_RANKS, FAULTS_ON_DISK, LINK_AXES, LINK_DAMAGES, Fault
+from megatron_core.config.resilience import FAULTS_OF_RANKS, FAULTS_ON_DISK, LINK_AXES, LINK_DAMAGES, MOST_FAULTS, Fault
 from megatron_core.config.rules_single import exclusive, shown
 from megatron_core.config.run import RunConfig
 from megatron_core.locations import path_of
@@ -70,17 +70,42 @@ def resilience_problems(config: RunConfig) -> Iterator[str]:
     for text in resilience.inject_fault:
         if Fault.of(text) is None:
             yield (
-                f"inject_fault={text} is not a fault; use KIND@RANK:STEP, where KIND is one of "
+                f"inject_fault={text[:100]} is not a fault; use KIND@RANK:STEP, where KIND is one of "
                 f"{', '.join((*FAULTS_OF_RANKS, *FAULTS_ON_DISK))}, or an axis ({', '.join(LINK_AXES)}) and a damage "
                 f"({', '.join(LINK_DAMAGES)}) such as tp-zeros"
             )
     on_disk = [fault.kind for fault in resilience.faults if fault.kind in FAULTS_ON_DISK]
     if on_disk and config.checkpoint.async_save:
         yield exclusive(f"inject_fault={on_disk[0]}", "async_save=True")
+    if resilience.recover != "none":
+        yield from _recovery_problems(config)
     if resilience.elastic:
         yield from _elastic_problems(config)
     if resilience.max_bad_steps and not config.training.check_for_nan_in_loss_and_grad:
         yield exclusive(f"max_bad_steps={resilience.max_bad_steps}", "check_for_nan_in_loss_and_grad=False")
+
+
+def _recovery_problems(config: RunConfig) -> Iterator[str]:
+    """Settings whose state or processes a recovery in the same processes does not cover."""
+    name = f"recover={config.resilience.recover}"
+    if config.resilience.elastic:
+        yield exclusive(name, "elastic=True")
+    if config.parallel.grad_compression == "zero-one-adam":
+        yield exclusive(name, "grad_compression=zero-one-adam, whose ranks differ between synchronizations")
+    parallel, training = config.parallel, config.training
+    if config.resilience.recover_without_spare:
+        name = "recover_without_spare=True"
+        if parallel.dp_zero_stage:
+            yield exclusive(name, f"zero_stage={parallel.dp_zero_stage}, whose shards have no copy on other ranks")
+        if parallel.expert_model_parallel_size > 1:
+            size = parallel.expert_model_parallel_size
+            yield exclusive(name, f"expert_model_parallel_size={size}, whose experts have no copy on other ranks")
+        if parallel.grad_compression != "none":
+            yield exclusive(name, f"grad_compression={parallel.grad_compression}, whose errors belong to a rank")
+        if training.global_batch_size is None and training.rampup_batch_size is None:
+            yield f"{name} needs global_batch_size, which otherwise changes with the number of ranks; add it"
+    if config.resilience.faults and len(config.resilience.faults) > MOST_FAULTS:
+        yield f"inject_fault has {len(config.resilience.faults)} faults; with {name} give at most {MOST_FAULTS}"
 
 
 def _elastic_problems(config: RunConfig) -> Iterator[str]:

@@ -11,6 +11,7 @@ from functools import partial
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from megatron_core.data_parallel.bucket_kind import BucketKind
 from megatron_core.data_parallel.bucket_layout import Rule
@@ -125,25 +126,30 @@ class DataParallel:
         """Called when a bucket's ``grad_shard`` is complete, in the backward pass if its sum runs there."""
         self.grad_factor = 1.0  # of gradients from autograd; layers that add to main_grad themselves ignore it
         self._waiting: dict[Bucket, int] = {}
+        self._hooks: list[RemovableHandle] = []
         self._sync: dict[int, UnitSync] = {}
         if any(bucket.splits_grads or bucket.splits_weights for bucket in self.all_buckets):
             options = UnitOptions(overlap_grad_reduce, overlap_param_gather, keep_after_forward)
             self._sync = {stage: self._unit_sync(stage, module, options) for stage, module in stages.items()}
         for bucket in self.buckets:
             for parameter in bucket.parameters:
-                parameter.register_post_accumulate_grad_hook(self._accumulator(bucket))
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._accumulator(bucket)))
                 if bucket.splits_grads:
                     parameter.open_grad = self._opener(bucket)
         for module in (module for stage in stages.values() for module in stage.modules() if runs_graphs(module)):
             number_weights(p for p in module.parameters() if p.requires_grad)
-        if overlap_param_gather and zero_stage < 3:
-            for stage in stages:
-                self._wait_before_forward(stage, stages[stage])
+        for stage in stages if overlap_param_gather and zero_stage < 3 else ():
+            self._wait_before_forward(stage, stages[stage])
 
     @property
     def all_buckets(self) -> list[Bucket]:
         """Buckets of trained and of frozen parameters."""
         return self.buckets + self.frozen_buckets
+
+    def release(self) -> None:
+        """Remove the hooks of the parameters: the garbage collector does not see that they refer to this object."""
+        for hook in self._hooks:
+            hook.remove()
 
     def zero_grad(self) -> None:
         """Set the gradients of all buckets to zero, for a new step."""

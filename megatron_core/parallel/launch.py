@@ -24,6 +24,8 @@ import torch.distributed as dist
 from megatron_core.command import INTERRUPTED, begin_program
 from megatron_core.errors import LayoutError, MegatronError, visible
 from megatron_core.locations import path_of
+from megatron_core.parallel.recovery.memory import HostMemory
+from megatron_core.parallel.recovery.monitor import Monitor
 from megatron_core.parallel.shared_memory import backend as shared_memory
 from megatron_core.parallel.shared_memory.work import LostRankError
 from megatron_core.parallel.watchdog import Watchdog, within
@@ -59,8 +61,10 @@ class World:
     """The job's shared key-value store, once this process has joined."""
     prefix: str = ""
     """Prefix of this rank's messages (``[pp1 dp0 tp1]``), once the layout is known."""
-    watchdog: Watchdog | None = None
+    watchdog: Watchdog | Monitor | None = None
     """Detects lost or hanging ranks, once this process has joined."""
+    memory: HostMemory | None = None
+    """Memory that outlives this process, if a supervisor would start another one in its place."""
 
     @classmethod
     def from_environment(cls) -> World:
@@ -141,13 +145,13 @@ def start_world(world: World, *, backend: str = "auto", timeout_minutes: float =
     if world.size + world.spares == 1:
         return
     timeout = timedelta(minutes=timeout_minutes)
-    world.store = _meet(world, timeout)
+    world.store = meet(world, timeout)
     if world.size > 1 and not world.is_spare:
         join(backend, world.device.type, store=world.store, rank=world.rank, world_size=world.size, timeout=timeout)
     world.watchdog = Watchdog(world.store, world.rank, world.size, timeout.total_seconds(), RESTART)
 
 
-def _meet(world: World, timeout: timedelta) -> dist.Store:
+def meet(world: World, timeout: timedelta) -> dist.Store:
     """Connect to the store at ``MASTER_ADDR:MASTER_PORT``; ``LayoutError`` if the ranks cannot connect."""
     address, port = os.environ.get("MASTER_ADDR", ""), _read_integer("MASTER_PORT", 0)
     if not address or not 0 < port < 65536:

@@ -49,6 +49,11 @@ class Forwarding:
         setattr(object.__getattribute__(self, "_value")(), name, value)
 
 
+def forget() -> None:
+    """Remove all values of this rank, such as groups that no longer exist; each is made again at its next use."""
+    _values.get(_OF_THE_PROCESS).clear()
+
+
 def new_rank() -> Context:
     """A context without values, for the threads of a simulated rank."""
     context = copy_context()

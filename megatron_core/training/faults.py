@@ -11,10 +11,12 @@ from pathlib import Path
 from torch import Tensor
 
 from megatron_core.checkpoint.folder import iteration_folder, rank_file
-from megatron_core.config.resilience import FAULTS_ON_LINKS
+from megatron_core.config import RunConfig
+from megatron_core.config.resilience import FAULTS_ON_LINKS, Fault
 from megatron_core.errors import ConfigError
 from megatron_core.parallel.links.faults import LinkFault
 from megatron_core.parallel.links.recorder import LINKS
+from megatron_core.parallel.recovery.memory import HostMemory
 from megatron_core.storage import location
 from megatron_core.training.callbacks import Callback
 from megatron_core.training.setup import Run
@@ -36,9 +38,14 @@ class Faults(Callback):
 
     def __init__(self, run: Run) -> None:
         restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-        mine = [fault for fault in run.config.resilience.faults if fault.rank == run.world.rank]
+        self._memory = run.world.memory
+        own = run.world.rank if self._memory is None else self._memory.rank
+        mine = [fault for fault in run.config.resilience.faults if fault.rank == own]
         due = {(fault.kind, fault.step): fault for fault in mine if fault.always or not restarted}
-        self.run, self._left = run, list(due.values())
+        self.run = run
+        self._left = [fault for fault in due.values() if not self._was_injected(fault)]
+        if self._memory is not None:
+            self._memory.before_commit = lambda: self._die("kill-copy")
         self._file_limits: tuple[int, int] | None = None
         self._damage = ""
         LINKS.faults.remembers = any(fault.kind.endswith("-stale") for fault in self._left)
@@ -53,11 +60,15 @@ class Faults(Callback):
 
     def _due(self, *kinds: str) -> str | None:
         """Return the kind of a fault that is due in the current step, or None; each fault is injected once."""
-        step = self.run.state.iteration + ("nan" in kinds)  # of the next step, or of the checkpoint after a step
+        return self._due_in(self.run.state.iteration + ("nan" in kinds), *kinds)  # of the next step, or of a checkpoint
+
+    def _due_in(self, step: int, *kinds: str) -> str | None:
         due = next((f for f in self._left if f.kind in kinds and f.step == step), None)
         if due is None:
             return None
         self._left.remove(due)
+        if self._memory is not None and not due.always:
+            self._memory.mark_injected(self.run.config.resilience.faults.index(due))
         print(
             f"{self.run.world.prefix} injected fault: {due.kind} in step {step}".lstrip(), file=sys.stderr, flush=True
         )
@@ -65,9 +76,9 @@ class Faults(Callback):
 
     def before_step(self) -> None:
         """Inject the faults that are due in the next step."""
-        while kind := self._due("nan", "kill", "exception", "hang", "slow", *FAULTS_ON_LINKS):
-            if kind == "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
+        while kind := self._due("nan", "kill", "exception", "hang", "stop", "slow", *FAULTS_ON_LINKS):
+            if kind in ("kill", "stop"):
+                os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
             if kind == "exception":
                 raise InjectedError("an injected fault: exception")
             while kind == "hang":
@@ -80,8 +91,23 @@ class Faults(Callback):
             if fault is not None:
                 LINKS.faults.arm(fault)
 
+    def _was_injected(self, fault: Fault) -> bool:
+        faults = self.run.config.resilience.faults
+        return not fault.always and self._memory is not None and self._memory.was_injected(faults.index(fault))
+
+    def _die(self, kind: str, *, after: int = 1) -> None:
+        """Kill this process if ``kind`` is due in the step that is ``after`` steps after the complete ones."""
+        if self._due_in(self.run.state.iteration + after, kind):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def is_bad(self, loss: float, grad_norm: float) -> bool:
+        """Die when the step is about to update the weights, if this is due."""
+        self._die("kill-update")
+        return False
+
     def before_update(self) -> None:
         """Restore the weights that were NaN in this step."""
+        self._die("kill-gradients")
         if self._weights is not None:
             spoiled, kept = self._weights
             spoiled.copy_(kept)
@@ -114,6 +140,7 @@ class Faults(Callback):
 
     def before_save(self, temporary: bool) -> None:
         """Fill the disk, if this fault is due in the checkpoint of this step."""
+        self._die("kill-save", after=0)
         kind = None if temporary else self._due("disk-full", "truncated-write", "flip-bit")
         self._damage = kind or ""
         if kind == "disk-full":
@@ -135,6 +162,19 @@ class Faults(Callback):
         if self._file_limits is not None:
             resource.setrlimit(resource.RLIMIT_FSIZE, self._file_limits)
             self._file_limits = None
+
+
+def die_in_recovery(config: RunConfig, memory: HostMemory, step: int) -> None:
+    """Kill this process if ``kill-recovery`` is due in the recovery after which ``step`` is next.
+
+    The failure may have occurred in the step after it, before all ranks had copied their state.
+    """
+    for number, fault in enumerate(config.resilience.faults):
+        is_due = fault.kind == "kill-recovery" and fault.rank == memory.rank and fault.step in (step, step + 1)
+        if is_due and not memory.was_injected(number):
+            memory.mark_injected(number)
+            print(f"injected fault: kill-recovery before step {fault.step}", file=sys.stderr, flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _damage(path: Path, kind: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from megatron_core.checkpoint.host_copy import HostCopy
 from megatron_core.config import DataConfig, RunConfig
 from megatron_core.config.cli import DryRun, note_unread_flags, parse_command_line
 from megatron_core.config.partition import describe
@@ -35,6 +36,7 @@ from megatron_core.training.compatibility import (
 from megatron_core.training.data import DatasetsProvider
 from megatron_core.training.loop import evaluate_only, train
 from megatron_core.training.memory_report import describe_memory
+from megatron_core.training.recovery import Recovery, StateCopies, train_with_recovery
 from megatron_core.training.run_files import fetch_run_files
 from megatron_core.training.setup import Run, set_up
 from megatron_core.transformer.layer_spec import LayerSpecs, layer_spec
@@ -88,18 +90,40 @@ def pretrain(
     if config.resilience.elastic:
         world.use(largest_world_size(config, world.size))
     check(config, world.size)
+
+    def attempt(config: RunConfig, world: World, copy: HostCopy | None, recovery: Recovery) -> None:
+        run = set_up(config, world, datasets_provider, layer_specs, copy)
+        run.stop_reason = recovery.stop_reason
+        try:
+            _train(run, [*callbacks, StateCopies(recovery)], is_new=copy is None)
+        except Exception:
+            recovery.leave(run)
+            raise
+
+    if config.resilience.recover != "none" and world.size > 1 and not config.training.skip_train:
+        return train_with_recovery(config, world, attempt)
     parallel = config.parallel
     start_world(world, backend=parallel.distributed_backend, timeout_minutes=parallel.distributed_timeout_minutes)
     if world.is_spare:
         return world.wait_for_end()
     run = set_up(config, world, datasets_provider, layer_specs)
+    try:
+        _train(run, callbacks)
+    finally:
+        run.saver.leave()
+
+
+def _train(run: Run, callbacks: Sequence[Callback], *, is_new: bool = True) -> None:
+    """Train or evaluate ``run``; ``is_new``: it does not continue another in this job, so that it is described."""
+    config, world = run.config, run.world
     sinks: list[Sink] = []
     if config.checkpoint.save and not config.training.skip_train:
         run.saver.open(is_new=run.state.iteration == 0)
         fetch_run_files(config, world)
     with lenient_output():
         if world.rank == 0:
-            introduce(run)
+            if is_new:
+                introduce(run)
             sinks = build_sinks(
                 config.monitor,
                 config.checkpoint.run_folder,
@@ -110,7 +134,6 @@ def pretrain(
         try:
             (evaluate_only if config.training.skip_train else train)(run, sinks, callbacks)
         finally:
-            run.saver.leave()
             for sink in sinks:
                 sink.close()
 

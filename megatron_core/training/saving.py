@@ -229,7 +229,7 @@ class CheckpointSaver:
         save = Save(
             location(settings.temporary_folder(str(self.folder))) if temporary else self.folder,
             state.iteration,
-            self._manifest_state(state) | ({"run": self._run} if temporary else {}),
+            self.manifest_state(state) | ({"run": self._run} if temporary else {}),
             rank=groups.rank,
             ranks=dist.get_world_size() if dist.is_initialized() else 1,
             extra_files=files_to_store(self.tokenizer, self.config.data.chat_template),
@@ -296,6 +296,16 @@ class CheckpointSaver:
         if self._running is not None:
             self._running.join(LEAVE_SECONDS)
 
+    def abandon(self, seconds: float) -> bool:
+        """After a failure of another rank, release the locks; returns whether a background save has ended within
+        ``seconds``."""
+        running, self._running = self._running, None
+        if running is not None and not running.join(seconds):
+            return False
+        while self._locks:
+            self._locks.pop().release()
+        return True
+
     def _try(self, action: Callable[[], None]) -> bool:
         try:
             action()
@@ -306,7 +316,8 @@ class CheckpointSaver:
             return False
         return True
 
-    def _manifest_state(self, state: TrainState) -> dict[str, Any]:
+    def manifest_state(self, state: TrainState) -> dict[str, Any]:
+        """The counters and settings that are stored with the tensors."""
         compressed = {"compression_ranks": self.data.groups.size("dp")} if self.data.compressor is not None else {}
         return {
             **asdict(state),

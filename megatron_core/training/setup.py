@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from megatron_core import parallel_state
+from megatron_core.checkpoint.host_copy import HostCopy
 from megatron_core.config import OptimizerConfig, ParallelConfig, RunConfig
 from megatron_core.config.layout import Layout
 from megatron_core.config.validate import check
@@ -299,15 +300,15 @@ def set_up(
     world: World,
     datasets_provider: DatasetsProvider | None = None,
     layer_specs: LayerSpecs = layer_spec,
+    copy: HostCopy | None = None,
 ) -> Run:
     """Build plans, groups, data, model and optimizer, and load the configured checkpoint.
 
     ``datasets_provider`` builds the data sets for ``dataloader_type=external``; ``layer_specs`` chooses the parts of
-    each layer.
-    """
+    each layer; ``copy``: state of this rank to load instead of the checkpoint."""
     _set_process_switches(config)
     # The checkpoint, which may replace settings.
-    checkpoint, loaded = open_checkpoint(config, world.device)
+    checkpoint, loaded = open_checkpoint(config, world.device) if copy is None else (copy, config)
     if loaded != config:
         check(loaded, world.size)
         config = loaded

@@ -9,6 +9,7 @@ import torch
 
 from megatron_core.checkpoint import Box, CheckpointReader, TensorBox, open_newest, parameter_pieces, pieces_of
 from megatron_core.checkpoint.folder import complete_iterations, find_candidates, iteration_of
+from megatron_core.checkpoint.host_copy import HostCopy
 from megatron_core.checkpoint.reader import note
 from megatron_core.checkpoint.restore import CopiesReader, open_copies
 from megatron_core.config import CheckpointConfig, RunConfig
@@ -34,7 +35,7 @@ from megatron_core.training.compatibility import (
 from megatron_core.training.megatron_state import open_megatron
 
 CPU = torch.device("cpu")
-Reader = CheckpointReader | HuggingFaceReader | MegatronReader
+Reader = CheckpointReader | HuggingFaceReader | MegatronReader | HostCopy
 
 
 @dataclass
@@ -244,10 +245,11 @@ def load_state(
 ) -> TrainState:
     """Load weights and optimizer state; return the counters (all 0 for a Hugging Face folder or ``finetune``)."""
     settings = config.checkpoint
-    weights_only = settings.finetune or isinstance(reader, HuggingFaceReader)
-    fresh = weights_only or settings.no_load_optim
+    continues = isinstance(reader, HostCopy)
+    weights_only = not continues and (settings.finetune or isinstance(reader, HuggingFaceReader))
+    fresh = weights_only or (settings.no_load_optim and not continues)
     with reader:
-        if not isinstance(reader, HuggingFaceReader):
+        if not isinstance(reader, HuggingFaceReader | HostCopy):
             _check_names(reader, data, None if fresh else optimizer)
         if isinstance(reader, CopiesReader):
             reader.fetch(_needed_pieces(data, optimizer, fp8))
@@ -279,12 +281,21 @@ def _saved(data: DataParallel, pieces: Iterable[TensorBox]) -> Iterator[TensorBo
 
 def _needed_pieces(data: DataParallel, optimizer: Optimizer | None, fp8: AmaxHistories | None) -> Iterator[TensorBox]:
     """All pieces that this rank may load."""
+    yield from held_pieces(data, optimizer)
+    if fp8 is not None and fp8.is_delayed:
+        yield from fp8_pieces(fp8, fp8.allocate())
+
+
+def held_pieces(
+    data: DataParallel, optimizer: Optimizer | None, fp8: AmaxHistories | None = None
+) -> Iterator[TensorBox]:
+    """All pieces of this rank, with those that other ranks hold, too."""
     yield from _saved(data, held_weights(data))
     yield from () if optimizer is None else optimizer_pieces(optimizer)
     yield from compression_pieces(data)
     yield from coefficient_pieces(data)
     if fp8 is not None and fp8.is_delayed:
-        yield from fp8_pieces(fp8, fp8.allocate())
+        yield from fp8_pieces(fp8, fp8.histories())
 
 
 def _check_names(reader: CheckpointReader | MegatronReader, data: DataParallel, optimizer: Optimizer | None) -> None:
@@ -319,7 +330,7 @@ def _load_optimizer(reader: Reader, optimizer: Optimizer, *, fresh: bool) -> Non
     optimizer.loss_scale.load_state_dict(reader.state["loss_scale"])
 
 
-def _load_compression(reader: CheckpointReader | MegatronReader, data: DataParallel) -> None:
+def _load_compression(reader: CheckpointReader | MegatronReader | HostCopy, data: DataParallel) -> None:
     """Load compression errors, PowerSGD factors and the coefficients of 1-bit LAMB.
 
     Errors belong to data-parallel ranks: with another number of ranks they stay zero, and a note is printed. If the
@@ -344,7 +355,7 @@ def _load_compression(reader: CheckpointReader | MegatronReader, data: DataParal
         reader.fill(factors)
 
 
-def _load_histories(reader: CheckpointReader | MegatronReader, fp8: AmaxHistories) -> None:
+def _load_histories(reader: CheckpointReader | MegatronReader | HostCopy, fp8: AmaxHistories) -> None:
     """Load amax histories; if they are missing or of another length, reset them and print a note."""
     pieces = list(fp8_pieces(fp8, fp8.allocate()))
     length = reader.state["config"].get("fp8_amax_history_len")

@@ -30,6 +30,11 @@ def _create(opts: Any, _: Any) -> Any:
     return dist.ProcessGroupGloo(store, rank, size, timeout=opts.timeout)
 
 
+def forget() -> None:
+    """Release the memory of the latest world, whose groups no longer exist."""
+    _current.clear()
+
+
 def unavailable_reason() -> str | None:
     """Reason why the ranks of the world cannot all share memory; None if they can."""
     (host,) = _current

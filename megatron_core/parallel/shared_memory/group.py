@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_core.parallel import interrupt
 from megatron_core.parallel.shared_memory.host import Host, exchange_numbers, library
 from megatron_core.parallel.shared_memory.messages import Messages
 from megatron_core.parallel.shared_memory.work import KINDS, Finished, LostRankError, Members, Pending
@@ -75,6 +76,11 @@ class SharedMemoryGroup(_ProcessGroup):
     def group_name(self) -> str:
         """The name by which torch finds the group; torch's own attribute needs a backend in C++."""
         return str(dist.distributed_c10d._get_process_group_name(self))
+
+    def abort(self) -> None:
+        """Let the operations that run over gloo fail; the waits of the others end with ``interrupt.request``."""
+        if self._lazy_gloo is not None:
+            self._lazy_gloo.abort()
 
     def getBackendName(self) -> str:
         """The backend's name in torch.distributed."""
@@ -265,6 +271,7 @@ class SharedMemoryGroup(_ProcessGroup):
                     + ("its memory is full" if number < NO_ENTRY else "it has too many operations in flight")
                     + "; if they are only slow, raise distributed_timeout_minutes"
                 )
+            interrupt.check()
             time.sleep(1e-4)
         return number
 

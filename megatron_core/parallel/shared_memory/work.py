@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_core.parallel import interrupt
 from megatron_core.parallel.filled_work import FilledWork
 from megatron_core.parallel.shared_memory.host import Peer
 
@@ -43,6 +44,7 @@ class Members:
             return
         deadline = time.monotonic() + limit - SLICE / 1e6
         while missing:
+            interrupt.check()
             if missing < 0:
                 raise RuntimeError(self._mismatch(what, number, -1 - missing))
             member = missing - 1

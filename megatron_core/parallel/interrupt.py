@@ -1,0 +1,26 @@
+"""A request to end this process's waits for other ranks: a thread makes it, and the waiting thread raises."""
+
+import torch.distributed as dist
+
+
+class InterruptedWait(dist.DistBackendError):
+    """A wait for other ranks was ended because the job has failed elsewhere."""
+
+
+_reason = [""]
+
+
+def request(reason: str) -> None:
+    """Let all present and later waits of this process raise ``InterruptedWait`` with this ``reason``."""
+    _reason[0] = reason
+
+
+def withdraw() -> None:
+    """Allow waits again."""
+    _reason[0] = ""
+
+
+def check() -> None:
+    """Raise ``InterruptedWait`` if an end was requested."""
+    if _reason[0]:
+        raise InterruptedWait(_reason[0])

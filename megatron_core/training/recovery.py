@@ -1,0 +1,323 @@
+"""``--recover in-process``: training continues in the same processes after a rank has died, hung or raised.
+
+Each process of the launcher supervises a training process (``parallel.recovery``). Before every step each rank copies
+its state to memory that outlives its training process. After a failure the surviving processes interrupt their step,
+all ranks meet, a new process takes the place of a dead one, process groups and model are built again, and every rank
+loads the newest copy that all ranks have. A step is a function of state and samples, so that the weights at the end
+are those of an undisturbed run.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Collection, Sequence
+from datetime import timedelta
+from types import FrameType
+
+import torch.distributed as dist
+
+from megatron_core.checkpoint.host_copy import CopyWriter, HostCopy
+from megatron_core.config import RunConfig
+from megatron_core.config.validate import largest_world_size
+from megatron_core.errors import ConfigError, MegatronError
+from megatron_core.parallel import World, rank_local
+from megatron_core.parallel.current import grid_of
+from megatron_core.parallel.interrupt import InterruptedWait
+from megatron_core.parallel.launch import FAILED, RESTART, RestartNeeded, explained, join, meet
+from megatron_core.parallel.recovery.meeting import Failure, Meeting, Members, connection
+from megatron_core.parallel.recovery.memory import FINISHED, GENERATION, ITERATION, HostMemory
+from megatron_core.parallel.recovery.monitor import Monitor
+from megatron_core.parallel.recovery.supervisor import Supervisor
+from megatron_core.parallel.shared_memory import backend as shared_memory
+from megatron_core.parallel.texts import listed
+from megatron_core.training.callbacks import Callback
+from megatron_core.training.faults import die_in_recovery
+from megatron_core.training.setup import Run
+from megatron_core.training.state import held_pieces
+from megatron_core.training.stop import SIGNALS
+
+MEETING = 60.0
+"""Seconds that all ranks have to meet after a failure."""
+NOTICE = 2.0
+"""Seconds to wait for the reason of a lost connection."""
+SAVE_SECONDS = 1.0
+"""Seconds to wait for a background save after a failure; a process whose save takes longer is replaced."""
+MOST = 5
+"""Recoveries to one iteration after which the job ends."""
+POLL = 0.01
+SPARE_POLL = 0.5
+NEVER = 1 << 40
+"""A generation that never fails: its supervisor does not expect this process at a meeting."""
+
+_inherited: list[dist.Store] = []
+"""The supervisor's connection. A training process must not destroy it: its threads exist only in the supervisor."""
+Attempt = Callable[[RunConfig, World, HostCopy | None, "Recovery"], None]
+"""Sets up a run from a copy of the state and trains it to its end."""
+
+
+def train_with_recovery(config: RunConfig, world: World, attempt: Attempt) -> None:
+    """Supervise this rank's training process, and return in it after the last step.
+
+    Errors: ``ConfigError`` on GPUs; ``RestartNeeded`` if the job cannot continue.
+    """
+    if world.device.type == "cuda":
+        raise ConfigError(
+            "recover=in-process runs on CPU ranks only: aborting NCCL's collectives is not verified; hide the GPUs "
+            "with CUDA_VISIBLE_DEVICES='', or remove --recover and use torchrun --max-restarts"
+        )
+    timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
+    world.store = meet(world, timeout)
+    importlib.import_module("torch._dynamo")  # an optimizer loads it, in 1.5 s; loaded here, every new process has it
+    memory = HostMemory(rank=world.rank)
+    meeting = Meeting(dist.PrefixStore("recovery", world.store), world.rank, world.size)
+    _inherited.append(world.store)
+    respawns = not config.resilience.recover_without_spare
+    child = Supervisor(meeting, memory, restart_status=RESTART, respawns=respawns).start()
+    Recovery(config, world, memory, is_fresh=child.number > 0).run(attempt)
+
+
+def _nothing() -> None:
+    """The default of ``HostMemory.before_commit``."""
+
+
+class Recovery:
+    """The generations of one training process."""
+
+    def __init__(self, config: RunConfig, world: World, memory: HostMemory, *, is_fresh: bool) -> None:
+        """``is_fresh``: this process takes the place of one that has died."""
+        assert world.store is not None, "the supervisor has connected to it"
+        self.config, self.world, self.memory, self._is_fresh = config, world, memory, is_fresh
+        self._store = world.store = connection(world.store)
+        self._meeting = Meeting(dist.PrefixStore("recovery", self._store), world.rank, world.size)
+        self._limit = 60.0 * config.parallel.distributed_timeout_minutes
+        self._monitor = Monitor(self._meeting.clone(), memory, self._limit)
+        self._rank, self._size = world.rank, world.size
+        self.stop_reason = ""
+        """Reason to stop from a signal between two generations."""
+        self.generation = 0
+        for number in SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.stop_reason = signal.Signals(number).name
+
+    def run(self, attempt: Attempt) -> None:
+        """Train until the end, in as many generations as needed."""
+        self.world.watchdog, self.world.memory = self._monitor, self.memory
+        self.generation = self._meeting.next_generation(self.memory.numbers[GENERATION])
+        while True:
+            try:
+                self._run_generation(attempt)
+                return
+            except Exception as error:
+                self._monitor.pause()
+                self._explain(error)
+            self._tear_down()
+            self.generation = self._meeting.next_generation(self.generation + 1)
+
+    def _run_generation(self, attempt: Attempt) -> None:
+        """Meet, join the process groups of this generation, train, and wait until all ranks are complete."""
+        generation, world = self.generation, self.world
+        self.memory.numbers[GENERATION] = generation
+        self._monitor.watch(generation)
+        self._meeting.arrive(generation, self.memory.iterations(), fresh=self._is_fresh)
+        self._is_fresh = False
+        members = self._meet()
+        self._refuse_repetition(members)
+        ranks = whole_replicas(self.config, self._size, members.ranks)
+        if self._rank not in ranks:
+            return self._stand_aside(ranks)
+        world.rank, world.size = ranks.index(self._rank), len(ranks)
+        config, copy = self.config, None
+        if members.iteration >= 0:
+            copy = HostCopy(self.memory, members.iteration)
+            config = RunConfig.from_flat(copy.state["config"])
+        else:
+            self.memory.forget()
+        if world.size > 1:
+            join(
+                config.parallel.distributed_backend,
+                world.device.type,
+                store=dist.PrefixStore(f"world/{generation}", self._store),
+                rank=world.rank,
+                world_size=world.size,
+                timeout=timedelta(minutes=config.parallel.distributed_timeout_minutes),
+            )
+        if generation:
+            die_in_recovery(config, self.memory, members.iteration + 1)
+        attempt(config, world, copy, self)
+        self._meeting.finish(generation)
+        self._wait(lambda: self._meeting.all_finished(generation, ranks), self._limit, self._unfinished)
+        self._monitor.pause()
+        self.memory.numbers[FINISHED] = 1
+        self._meeting.end(0, "the job is complete")
+
+    def _stand_aside(self, ranks: Sequence[int]) -> None:
+        """Wait for the end of the job, because its batch or layout has no use for this rank."""
+        if not ranks:
+            self._meeting.end(RESTART, "no data-parallel replica has all of its ranks: a restart is needed")
+        self._meeting.lose(self._rank)
+        self._monitor.pause()
+        self.memory.numbers[GENERATION] = NEVER
+        while (ended := self._meeting.ended()) is None:
+            time.sleep(SPARE_POLL)
+        if ended.status:
+            raise RestartNeeded(ended.reason)
+        self.memory.numbers[FINISHED] = 1
+
+    def _meet(self) -> Members:
+        """Wait for the other ranks, which may have to start."""
+        found: list[Members] = []
+
+        def decided() -> bool:
+            members = self._meeting.members(self.generation)
+            found.extend([members] if members is not None else [])
+            return members is not None
+
+        limit = MEETING if self.generation else max(MEETING, self._limit)
+        self._wait(decided, limit, lambda: f"rank {listed(self._meeting.absent(self.generation))} did not reach")
+        return found[0]
+
+    def _wait(self, is_done: Callable[[], bool], limit: float, missing: Callable[[], str]) -> None:
+        """Wait until ``is_done``; ``InterruptedWait`` if the generation fails; it fails after ``limit`` seconds."""
+        deadline = time.monotonic() + limit
+        while not is_done():
+            failure, ended = self._meeting.failure(self.generation), self._meeting.ended()
+            if ended is not None and ended.status == 0:
+                return  # all ranks are complete
+            if failure is not None or ended is not None:
+                raise InterruptedWait(failure.what if failure is not None else ended.reason if ended else "")
+            if time.monotonic() > deadline:
+                what = f"{missing()} the meeting of the ranks within {limit:.0f} s"
+                self._meeting.fail(self.generation, Failure(self._rank, what, self.memory.numbers[ITERATION]))
+            time.sleep(POLL)
+
+    def _unfinished(self) -> str:
+        return "a rank that has not completed its last step did not reach"
+
+    def _refuse_repetition(self, members: Members) -> None:
+        """``MegatronError`` if the last ``MOST`` generations continued from the same iteration."""
+        count, last = 0, self.generation - 1
+        while last >= 0:
+            earlier = self._meeting.decided(last)
+            if earlier is not None and earlier.iteration != members.iteration:
+                break
+            count, last = count + 1, last - 1
+        failure = self._meeting.failure(self.generation - 1) if self.generation else None
+        if count > MOST and failure is not None:
+            raise MegatronError(
+                f"{count} recoveries to iteration {max(members.iteration, 0)} without a complete step; the last "
+                f"failure: {failure.what}. Change what causes it (data, settings, code, hardware)"
+            )
+
+    def _explain(self, error: Exception) -> None:
+        """Find out whether the job can continue after ``error``, and publish it if no other rank has failed before.
+
+        Errors: ``error`` if a user must fix it, ``RestartNeeded`` if another rank has ended the job.
+        """
+        found = explained(error)
+        deadline = time.monotonic() + (NOTICE if found is not None and found[0] == RESTART else 0.0)
+        while self._meeting.failure(self.generation) is None:
+            ended = self._meeting.ended()
+            if ended is not None and not (found is not None and found[0] == FAILED):
+                raise RestartNeeded(ended.reason) from error
+            if time.monotonic() >= deadline:
+                self._publish(error, found)
+                return
+            time.sleep(POLL)
+
+    def _publish(self, error: Exception, found: tuple[int, str] | None) -> None:
+        """Report this rank's own ``error`` as the failure of the generation; raise it if a user must fix it."""
+        if found is not None and found[0] == FAILED:
+            self._meeting.end(FAILED, f"rank {self._rank} has ended: {found[1].splitlines()[0][:200]}")
+            raise error
+        if found is None:
+            traceback.print_exception(error)
+        text = found[1] if found is not None else f"{type(error).__name__}: {error}"
+        what = f"rank {self._rank} raised {text.splitlines()[0][:200]}"
+        self._meeting.fail(self.generation, Failure(self._rank, what, self.memory.numbers[ITERATION]))
+
+    def _tear_down(self) -> None:
+        """Free groups, model and state of the failed generation."""
+        self.world.prefix, self.memory.before_commit = "", _nothing
+        try:
+            dist.destroy_process_group()
+        except (AssertionError, RuntimeError, ValueError):  # they were aborted, or not made yet
+            dist.distributed_c10d._world.pg_map.clear()
+        shared_memory.forget()
+        rank_local.forget()
+        gc.collect()
+
+    def leave(self, run: Run) -> None:
+        """Keep the reason to stop, and release the folders of a failed generation; without this the process is replaced
+        if a save in the background does not end."""
+        self.stop_reason = run.stop_reason or self.stop_reason
+        run.data_parallel.release()
+        if not run.saver.abandon(SAVE_SECONDS):
+            print(f"{run.world.prefix} note: a save in the background did not end", file=sys.stderr, flush=True)
+            os._exit(RESTART)
+
+    def report_training(self) -> None:
+        """Report that the first step of this generation starts."""
+        self._meeting.train(self.generation)
+
+    def story(self) -> str:
+        """One line about the failure before this generation and what was done."""
+        failures, members = self._meeting.failures(self.generation), self._meeting.decided(self.generation)
+        assert failures and members is not None, "this generation follows a failure"
+        failure = failures[0]
+        seconds, what = time.time() - failure.at, "; then ".join(each.what for each in failures)
+        done = f"a new process takes the place of rank {listed(members.fresh)}" if members.fresh else "no process died"
+        if len(members.ranks) < self._size:
+            done = f"{self.world.size} of {self._size} ranks continue"
+        since = f"after iteration {members.iteration}" if members.iteration >= 0 else "from the start"
+        first, last = max(members.iteration, 0) + 1, failure.iteration
+        repeats = f", repeating iteration {first}" + f" to {last}" * (last > first) if last >= first else ""
+        return f"recovered in {seconds:.1f} s: {what}; {done}; training continues {since}{repeats}"
+
+
+def whole_replicas(config: RunConfig, size: int, alive: Collection[int]) -> tuple[int, ...]:
+    """The ranks of the launcher that continue: those of as many complete data-parallel replicas as the batch can be
+    split over; empty if there is none. ``size``: number of ranks at the start."""
+    if len(alive) == size:
+        return tuple(range(size))
+    grid = grid_of(config.parallel, size)
+    replicas: dict[int, list[int]] = {}
+    for rank in range(size):
+        replicas.setdefault(grid.coordinates(rank)["dp"], []).append(rank)
+    whole = [ranks for ranks in replicas.values() if set(ranks) <= set(alive)]
+    if not whole:
+        return ()
+    wanted = largest_world_size(config, len(whole) * len(whole[0])) // len(whole[0])
+    return tuple(sorted(rank for ranks in whole[:wanted] for rank in ranks))
+
+
+class StateCopies(Callback):
+    """Copies the state of this rank before each step, after everything that belongs to the previous one."""
+
+    priority = -50  # before Faults
+
+    def __init__(self, recovery: Recovery) -> None:
+        self._recovery = recovery
+        self._writer = CopyWriter(recovery.memory)
+        self._is_first = True
+
+    def before_step(self) -> None:
+        """Copy the state, and in the first step after a failure say how it was survived."""
+        run = self.run
+        run.data_parallel.finish_param_sync()
+        run.optimizer.before_update()
+        state = run.saver.manifest_state(run.state)
+        self._writer.write(run.state.iteration, held_pieces(run.data_parallel, run.optimizer, run.fp8), state)
+        if self._is_first and self._recovery.generation and run.world.rank == 0:
+            print(self._recovery.story(), flush=True)
+        if self._is_first and run.world.rank == 0:
+            self._recovery.report_training()
+        self._is_first = False
