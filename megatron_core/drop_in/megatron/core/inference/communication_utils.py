@@ -77,7 +77,7 @@ def broadcast_list(
 def broadcast_int_list(
     size: int, int_list: Sequence[int] | None = None, rank: int = 0, data_parallel: bool = False
 ) -> Tensor:
-    """Return whole numbers of ``rank`` on all ranks; see ``broadcast_tensor``."""
+    """Return the integers of ``rank`` on all ranks; see ``broadcast_tensor``."""
     return broadcast_list(size, torch.int64, int_list, rank, data_parallel)
 
 

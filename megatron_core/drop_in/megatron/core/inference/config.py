@@ -38,7 +38,7 @@ class PrefixCachingCoordinatorPolicy(str, Enum):
 
 
 class KVCacheManagementMode(str, Enum):
-    """What happens to the cache when an engine is suspended."""
+    """Treatment of the cache when an engine is suspended."""
 
     PERSIST = "persist"
     OFFLOAD = "offload"

@@ -2,16 +2,16 @@
 
 import copy
 import hashlib
-import time
 import warnings
 from dataclasses import dataclass, field
-from enum import Enum, auto
+from enum import Enum
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from megatron.core.inference.inference_event import DynamicInferenceEvent, DynamicInferenceEventType
 from megatron.core.inference.sampling_params import SamplingParams
 
 RequestKind = TypeVar("RequestKind", bound="InferenceRequest")
@@ -131,67 +131,6 @@ class InferenceRequest:
                 setattr(self, name, deserialize_tensor(value[1]))
             elif _is_wrapped(value, "ndarray"):
                 setattr(self, name, deserialize_ndarray(value[1]))
-
-
-class DynamicInferenceEventType(Enum):
-    """Kind of an event in the life of a request."""
-
-    ADD_ENGINE = auto()
-    ADD_CONTEXT = auto()
-    GENERATED_TOKEN = auto()
-    PAUSE = auto()
-    EVICT = auto()
-    FINISH = auto()
-    FAIL = auto()
-    ERROR_TRANSIENT = auto()
-    ERROR_NONTRANSIENT = auto()
-
-
-_ERRORS = (DynamicInferenceEventType.ERROR_TRANSIENT, DynamicInferenceEventType.ERROR_NONTRANSIENT)
-
-
-@dataclass(kw_only=True)
-class DynamicInferenceEvent:
-    """An event: its time in seconds, kind, and payload, which errors and generated tokens have."""
-
-    timestamp: float | None = None
-    type: DynamicInferenceEventType
-    payload: Any = None
-
-    def __post_init__(self) -> None:
-        if self.timestamp is None:
-            self.timestamp = time.time()
-        assert isinstance(self.type, DynamicInferenceEventType), f"type={self.type!r} is no DynamicInferenceEventType"
-        if self.type in _ERRORS:
-            assert self.payload is not None, f"an event {self.type.name} needs the error as payload"
-        elif self.type == DynamicInferenceEventType.GENERATED_TOKEN:
-            has_token = isinstance(self.payload, dict) and "token_id" in self.payload
-            assert has_token, f"payload={self.payload!r} of a generated token has no token_id"
-        else:
-            assert self.payload is None, f"an event {self.type.name} has no payload"
-
-    def __str__(self) -> str:
-        text = ""
-        if self.type == DynamicInferenceEventType.GENERATED_TOKEN:
-            text = f", token={self.payload['token_id']}"
-        elif self.payload is not None:
-            text = f", {type(self.payload).__name__}"
-        return f"[{self.timestamp:.3f}] {self.type.name}{text}"
-
-    def serialize(self) -> dict[str, Any]:
-        """Return the fields as plain values; an error becomes the text of its type and message."""
-        payload = self.payload
-        if self.type in _ERRORS:
-            payload = {"type": type(payload).__name__, "message": str(payload)}
-        return {"timestamp": self.timestamp, "type": self.type.name, "payload": payload}
-
-    @classmethod
-    def deserialize(cls, obj: dict[str, Any]) -> "DynamicInferenceEvent":
-        """Return the event of ``serialize``; an error becomes a ``RuntimeError``."""
-        kind, payload = DynamicInferenceEventType[obj["type"]], obj["payload"]
-        if kind in _ERRORS:
-            payload = RuntimeError(f"{payload['type']}: {payload['message']}")
-        return cls(timestamp=obj["timestamp"], type=kind, payload=payload)
 
 
 @dataclass(kw_only=True)

@@ -40,7 +40,7 @@ class InferenceMode:
 
 
 class Counter:
-    """An iterator of whole numbers, which are the numbers of requests."""
+    """Iterator of the numbers of requests."""
 
     def __init__(self, start: int = 0) -> None:
         self.counter = start

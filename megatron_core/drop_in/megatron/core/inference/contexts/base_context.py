@@ -1,4 +1,4 @@
-"""What contexts of generation have in common."""
+"""Base class of contexts of generation."""
 
 from megatron.core.inference.config import InferenceConfig
 

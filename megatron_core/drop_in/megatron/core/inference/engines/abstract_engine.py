@@ -1,4 +1,4 @@
-"""What engines have in common."""
+"""Base class of engines."""
 
 from abc import ABC, abstractmethod
 from typing import Any
