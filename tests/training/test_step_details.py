@@ -195,7 +195,11 @@ def test_selective_recompute_runs_attention_again(monkeypatch: pytest.MonkeyPatc
         core = run.stages[0].decoder.layers["0"].self_attention.core_attention
         seen: list[int] = []
         attend = core._unfused
-        monkeypatch.setattr(core, "_unfused", lambda *given, seen=seen, attend=attend: seen.append(1) or attend(*given))
+        monkeypatch.setattr(
+            core,
+            "_unfused",
+            lambda *given, seen=seen, attend=attend, **named: seen.append(1) or attend(*given, **named),
+        )
         _output(run, _first_batch(run)).sum().backward()
         counts.append(len(seen))
     assert counts == [1, 2]
