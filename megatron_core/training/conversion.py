@@ -50,7 +50,7 @@ def import_hugging_face(source: Path, save: Path, *, dtype: torch.dtype | None =
         config = replace(reader.config, data=replace(reader.config.data, seq_length=reader.config.max_positions))
         shapes = global_shapes(config, reader.state["vocab_size"])
         verified = partial(HuggingFaceReader, source)
-        difference = compare_logits(verified, config, source, reader.dtype()) if verify else 0.0
+        difference = compare_logits(verified, config, source, reader.compared_dtype) if verify else 0.0
         others = [*vocabulary_files(source), *companion_files(source)]
         write_native(reader, config, shapes, save, dtype or reader.dtype(), others)
     return difference
