@@ -18,7 +18,7 @@ from megatron_core.config.tuning import TuningConfig
 from megatron_core.errors import CheckpointError
 from megatron_core.models import GPTModel
 from megatron_core.models.build import global_shapes
-from megatron_core.models.hf import HuggingFaceReader, architecture_for, write_hugging_face
+from megatron_core.models.hf import HuggingFaceReader, architecture_for, stored_dtype, write_hugging_face
 from megatron_core.models.megatron_lm import MegatronReader
 from megatron_core.models.megatron_lm.arguments import Progress
 from megatron_core.models.megatron_lm.tensor_map import FROZEN
@@ -50,7 +50,7 @@ def import_hugging_face(source: Path, save: Path, *, dtype: torch.dtype | None =
         config = replace(reader.config, data=replace(reader.config.data, seq_length=reader.config.max_positions))
         shapes = global_shapes(config, reader.state["vocab_size"])
         verified = partial(HuggingFaceReader, source)
-        difference = compare_logits(verified, config, source, reader.dtype()) if verify else 0.0
+        difference = compare_logits(verified, config, source, reader.compared_dtype) if verify else 0.0
         others = [*vocabulary_files(source), *companion_files(source)]
         write_native(reader, config, shapes, save, dtype or reader.dtype(), others)
     return difference
@@ -114,7 +114,7 @@ def write_native(
     """
     state = state_at(progress, reader.state["vocab_size"], config.flat())
     files = files_to_store(tokenizer_of(config.data)) or {f"tokenizer/{stored_name(path)}": path for path in others}
-    entries = [(f"model.{name}", dtype, shape) for name, shape in shapes.items()]
+    entries = [(f"model.{name}", stored_dtype(name, dtype), shape) for name, shape in shapes.items()]
     trained = {name: shape for name, shape in shapes.items() if not name.endswith(FROZEN)}
     entries += [(f"optimizer.{kind}.{name}", torch.float32, shape) for kind in kinds for name, shape in trained.items()]
     tensors = (read_whole(reader, name, shape, kind) for name, kind, shape in entries)
@@ -273,8 +273,8 @@ def our_logits(reader: Reader, config: RunConfig, prompts: list[Tensor], dtype: 
             post_process=layer == last,
         ).eval()
         reader.fill(parameter_pieces(stage.named_global_parameters()))
-        for parameter in stage.parameters():
-            parameter.copy_(parameter.to(dtype))
+        for name, parameter in stage.named_parameters():
+            parameter.copy_(parameter.to(stored_dtype(name, dtype)))
         inputs: list[Tensor | None] = [*hidden] or [None for _ in prompts]
         hidden = [stage(prompt, hidden_states=x) for prompt, x in zip(prompts, inputs, strict=True)]
     return hidden

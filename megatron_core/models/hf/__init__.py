@@ -3,4 +3,4 @@
 from megatron_core.models.hf.architecture import Architecture, architecture_for, architecture_of, register
 from megatron_core.models.hf.reader import HuggingFaceReader, config_of_folder, settings_of_folder
 from megatron_core.models.hf.rules import Rule
-from megatron_core.models.hf.writer import write_hugging_face
+from megatron_core.models.hf.writer import stored_dtype, write_hugging_face

@@ -57,6 +57,10 @@ _COMMON_TYPES = {"model_type": STRING, "vocab_size": LENGTH, "tie_word_embedding
 _COMMON_TYPES |= {"quantization_config": OBJECT, "quant_method": STRING}
 
 
+FP8 = "fp8"
+"""Value of ``quant_method`` for weights in FP8 with a scale for each block, which any architecture may have."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
     """One ``model_type`` of the hub: names and meaning of its settings and tensors, for import and export."""
@@ -90,7 +94,7 @@ class Architecture:
     mtp_layer_keys: tuple[str, ...] = ()
     """Keys with the number of layers for multi-token prediction, which follow the others and are ignored."""
     quantized: tuple[str, ...] = ()
-    """Values of ``quant_method`` in ``quantization_config`` whose weights can be read."""
+    """Values of ``quant_method`` in ``quantization_config`` whose weights can be read, besides fp8 with blocks."""
 
     def settings(self, hf_config: Mapping[str, Any]) -> Settings:
         """The model settings of a config.json. Errors: ``CheckpointError`` naming an unsupported or missing key."""
@@ -128,7 +132,7 @@ class Architecture:
     def _check_values(self, found: Settings, present: Settings) -> None:
         """``CheckpointError`` for missing keys, and for values with which the model would compute other logits."""
         quantization = found.get("quantization_config")
-        if quantization and quantization.get("quant_method") not in self.quantized:
+        if quantization and quantization.get("quant_method") not in (*self.quantized, FP8):
             refuse("quantization_config", quantization, "quantized weights are not supported")
         for key, only in {"is_causal": True, **self.required}.items():
             value = present.get(key, only)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,9 @@ from megatron_core.config import RunConfig
 from megatron_core.config.validate import problems, without_data
 from megatron_core.errors import CheckpointError
 from megatron_core.models.build import global_shapes
-from megatron_core.models.hf.architecture import architecture_of
+from megatron_core.models.hf.architecture import FP8, architecture_of
 from megatron_core.models.hf.files import TensorFiles, read_json
+from megatron_core.models.hf.fp8_blocks import Fp8BlockFiles
 from megatron_core.models.hf.mxfp4 import Mxfp4Files
 from megatron_core.models.hf.rules import Settings, refuse
 from megatron_core.models.hf.tensors import Index, TensorSource
@@ -26,6 +27,17 @@ from megatron_core.parallel.texts import listed
 CONFIG = "config.json"
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 PREFIXES = ("model.", "optimizer.main.")
+
+
+def files_of(folder: Path, hf_config: Mapping[str, Any], *, packs_experts: bool) -> TensorFiles:
+    """The open files of a folder, which return quantized weights as bfloat16 or float32.
+
+    ``packs_experts``: the architecture may store experts in MXFP4.
+    """
+    quantization = hf_config.get("quantization_config") or {}
+    if quantization.get("quant_method") == FP8:
+        return Fp8BlockFiles(folder, quantization)
+    return Mxfp4Files(folder) if packs_experts else TensorFiles(folder)
 
 
 class HuggingFaceReader:
@@ -45,7 +57,7 @@ class HuggingFaceReader:
         self.state: dict[str, Any] = {"vocab_size": _vocab_size(self.hf_config)}
         self._sources: dict[tuple[str, tuple[int, ...]], TensorSource] = {}
         """Sources of our tensors, by name and shape, after the stored shapes and dtypes were checked."""
-        self._files = (Mxfp4Files if self.architecture.quantized else TensorFiles)(self.folder)
+        self._files = files_of(self.folder, self.hf_config, packs_experts=bool(self.architecture.quantized))
         try:
             self._check_sizes()
             self._check_complete()
@@ -77,6 +89,11 @@ class HuggingFaceReader:
     def dtype(self) -> torch.dtype:
         """The dtype of the stored weights, taken from the embedding."""
         return self._files.dtype(self._needed(self.architecture.source(EMBEDDING).names[0]))
+
+    @property
+    def compared_dtype(self) -> torch.dtype:
+        """The dtype in which values are compared with transformers: float32 for FP8 with scales, else ``dtype()``."""
+        return torch.float32 if isinstance(self._files, Fp8BlockFiles) else self.dtype()
 
     def _check_sizes(self) -> None:
         """Compare the sizes in config.json with the files before building a model description of these sizes."""

@@ -33,6 +33,14 @@ class Weights(Protocol):
         ...
 
 
+def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which our weight ``name`` is stored: ``dtype``, but at least float32 for the routers' expert biases.
+
+    Their differences decide about experts. Training and transformers keep them in float32, too.
+    """
+    return torch.promote_types(dtype, torch.float32) if name.endswith("router.expert_bias") else dtype
+
+
 def write_hugging_face(
     reader: Weights,
     folder: Path,
@@ -44,66 +52,68 @@ def write_hugging_face(
     extra_keys: Mapping[str, Any],
     file_bytes: int = 5 * 10**9,
 ) -> None:
-    """Write config.json and the weights of ``reader`` as ``dtype`` into ``folder``, in files of ``file_bytes`` at most.
+    """Write config.json and the weights of ``reader`` into ``folder``, in files of ``file_bytes`` at most.
 
     ``shapes`` are the global shapes of all weights by name. ``extra_keys`` are keys of config.json that do not follow
-    from the model's settings. A tensor larger than ``file_bytes`` gets a file of its own.
+    from the model's settings. A tensor larger than ``file_bytes`` gets a file of its own. ``dtype``: see
+    ``stored_dtype``.
     """
     names = [name for name in shapes if not name.startswith("mtp.")]  # used in training only
     shapes = {name: shapes[name] for name in sorted(names, key=_natural)}
     own = {"vocab_size": reader.state["vocab_size"], "torch_dtype": str(dtype).removeprefix("torch.")}
     hf_config = {**extra_keys, **own, **architecture.config_json(model)}
-    files = _files(architecture, model, shapes, dtype.itemsize, file_bytes)
+    sizes = {name: _bytes(architecture, model, name, shape, dtype) for name, shape in shapes.items()}
+    files = _files(shapes, sizes, file_bytes)
     weight_map: dict[str, str] = {}
     for number, ours in enumerate(files, 1):
         name = WEIGHTS if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        entries = [(key, dtype, shape) for key, shape in _stored_shapes(architecture, model, ours).items()]
+        entries = [
+            (key, stored_dtype(own, dtype), size)
+            for own, shape in ours.items()
+            for key, size in architecture.source(own).stored_shapes(model, shape).items()
+        ]
         tensors = _stored_tensors(reader, architecture, model, ours, dtype)
         write_safetensors(folder / name, entries, tensors, {"format": "pt"})
         weight_map |= dict.fromkeys((key for key, _, _ in entries), name)
     if len(files) > 1:
-        total = sum(prod(shape) for shape in _stored_shapes(architecture, model, shapes).values()) * dtype.itemsize
-        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        _write_json(folder / INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map})
     _write_json(folder / CONFIG, hf_config)
 
 
-def _files(
-    architecture: Architecture, model: ModelConfig, shapes: Shapes, itemsize: int, file_bytes: int
-) -> list[dict[str, tuple[int, ...]]]:
-    """Distribute our tensors over files."""
+def _bytes(
+    architecture: Architecture, model: ModelConfig, name: str, shape: tuple[int, ...], dtype: torch.dtype
+) -> int:
+    """Bytes of the stored tensors of our weight ``name``."""
+    stored = architecture.source(name).stored_shapes(model, shape)
+    return sum(map(prod, stored.values())) * stored_dtype(name, dtype).itemsize
+
+
+def _files(shapes: Shapes, sizes: Mapping[str, int], file_bytes: int) -> list[dict[str, tuple[int, ...]]]:
+    """Distribute our tensors, of ``sizes`` in bytes, over files."""
     files: list[dict[str, tuple[int, ...]]] = [{}]
     size = 0
     for name, shape in shapes.items():
-        own = sum(map(prod, _stored_shapes(architecture, model, {name: shape}).values())) * itemsize
-        if size and size + own > file_bytes:
+        if size and size + sizes[name] > file_bytes:
             files.append({})
             size = 0
         files[-1][name] = shape
-        size += own
+        size += sizes[name]
     return files
-
-
-def _stored_shapes(architecture: Architecture, model: ModelConfig, shapes: Shapes) -> dict[str, tuple[int, ...]]:
-    return {
-        stored: found
-        for name, shape in shapes.items()
-        for stored, found in architecture.source(name).stored_shapes(model, shape).items()
-    }
 
 
 def _stored_tensors(
     reader: Weights, architecture: Architecture, model: ModelConfig, shapes: Shapes, dtype: torch.dtype
 ) -> Iterator[Tensor]:
-    """The tensors to store, in the order of ``_stored_shapes``."""
+    """The tensors to store, in the order of the stored names of ``shapes``."""
     for name, shape in shapes.items():
         whole = Box((0,) * len(shape), shape)
-        ours = torch.empty(shape, dtype=dtype)
+        ours = torch.empty(shape, dtype=stored_dtype(name, dtype))
         reader.fill([TensorBox(f"model.{name}", shape, whole, ours, owned=True)])
         source = architecture.source(name)
         if source.rows is None:
             yield source.turned(ours)
             continue
-        stored = {key: torch.empty(size, dtype=dtype) for key, size in source.stored_shapes(model, shape).items()}
+        stored = {key: ours.new_empty(size) for key, size in source.stored_shapes(model, shape).items()}
         for key, index, own in source.parts(model, shape, whole):
             source.turned(stored[key])[index] = ours[own.index]
         yield from stored.values()
