@@ -37,7 +37,7 @@ class CheckpointConfig:
     )
     """With --save: also write checkpoints in another format, below --save in a folder of its name. torch_dist: for
     Megatron Core, with the state of Adam. torch_dcp: tensors under the names of this framework for
-    torch.distributed.checkpoint. They are all kept."""
+    torch.distributed.checkpoint. They are all kept. Training waits while they are written, also with --async-save."""
     ckpt_format_interval: int | None = setting(None, r.COUNT, needs=c.OTHER_FORMAT)
     """With --ckpt-format: write the other format only at steps that are multiples of this; default: each checkpoint."""
     async_save: bool = setting(False, needs=c.SAVE, when=c.TRAINING)

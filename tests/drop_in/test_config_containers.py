@@ -67,6 +67,7 @@ def test_a_container_survives_dictionary_and_file(tmp_path: Path) -> None:
             "torch.load",
             "torch.hub.load",
             "torch.utils.collect_env.run",
+            "torch.from_file",
             "torch.nn.modules.module.torch.load",
         ),
         *(
@@ -76,6 +77,7 @@ def test_a_container_survives_dictionary_and_file(tmp_path: Path) -> None:
         ),
         *("megatron.training.argument_utils.import_module", "megatron.core.utils.functools.reduce", "torch.os.system"),
         "megatron.training.config.instantiate_utils.target_allowlist.disable",
+        *("megatron.core.dist_checkpointing.save", "megatron.training.checkpointing.load_checkpoint"),
     ],
 )
 def test_a_file_cannot_name_functions_that_run_code(target: str) -> None:

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from http.client import HTTPConnection
 from typing import Any
 
 import pytest
 import torch
+import uvicorn
 
 from megatron.core.inference.apis import MegatronAsyncLLM, MegatronLLM
 from megatron.core.inference.config import InferenceConfig
@@ -25,6 +31,7 @@ from megatron.core.inference.inference_request import (
 from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.core.inference.text_generation_controllers.text_generation_controller import TextGenerationController
+from megatron.core.inference.text_generation_server import MegatronServer
 from megatron.core.inference.text_generation_server.run_mcore_engine import run_mcore_engine
 from megatron.core.inference.text_generation_server.text_generation_server import settings_of
 from megatron.core.models.gpt import GPTModel
@@ -206,6 +213,53 @@ def test_the_server_answers_with_prompts_and_log_probabilities() -> None:
         new, of_prompt, own = greedy(model, prompt, 3)
         assert tokens == Characters().tokenize(prompt) + new
         assert scores == pytest.approx(of_prompt + own, abs=1e-9)
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    listening = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(MegatronServer(static(gpt())).app, log_level="critical"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+    thread.start()
+    yield listening.getsockname()[1]
+    server.should_exit = True
+    thread.join(timeout=20)
+
+
+def put(port: int, body: str) -> tuple[int, Any]:
+    connection = HTTPConnection("127.0.0.1", port, timeout=20)
+    connection.request("PUT", "/api", body, {"Content-Type": "application/json"})
+    found = connection.getresponse()
+    status, text = found.status, found.read()
+    connection.close()
+    return status, json.loads(text)
+
+
+def test_the_server_answers_after_requests_that_it_refuses(port: int) -> None:
+    good = json.dumps({"prompts": PROMPTS, "tokens_to_generate": 3, "top_k": 1})
+    too_long = json.dumps({"prompts": ["a", "b" * LENGTH + "c"], "tokens_to_generate": 3})
+    expected = [prompt + Characters().detokenize(greedy(gpt(), prompt, 3)[0]) for prompt in PROMPTS]
+    status, found = put(port, good)
+    assert (status, found["text"]) == (200, expected)
+    for body, words in (
+        (too_long, "prompts [1] and their new tokens do not fit the 32"),
+        ("{", "Expecting"),
+        ("{}", "prompts"),
+    ):
+        status, found = put(port, body)
+        assert status == 400
+        assert words in found
+    status, found = put(port, good)
+    assert (status, found["text"]) == (200, expected)
+
+
+def test_static_engine_reports_a_request_that_does_not_fit() -> None:
+    engine = static(gpt())
+    with pytest.warns(UserWarning, match="failed: request 0: A prompt with"):
+        long, short = engine.generate(["a" * LENGTH + "b", "ab"], sampling_params=GREEDY)
+    assert (long.status, long.generated_length) == (Status.FAILED, 0)
+    assert short.generated_tokens.tolist() == greedy(gpt(), "ab", 6)[0]
+    assert not engine.scheduler.have_requests_pending()
 
 
 @pytest.mark.parametrize(

@@ -294,7 +294,7 @@ def _computes(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 REFUSED = {
-    "quantized": ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantized weights are not supported"),
+    "quantized": ("llama", {"quantization_config": {"quant_method": "awq"}}, "quantized weights are not supported"),
     "number of heads": ("llama", {"num_attention_heads": None}, "has no num_attention_heads; llama models need it"),
     "no heads": ("llama", {"num_attention_heads": 0}, "num_attention_heads=0; it must be an integer from 1 to"),
     "no causal mask": ("llama", {"is_causal": False}, "is_causal=False; for llama only True is supported"),

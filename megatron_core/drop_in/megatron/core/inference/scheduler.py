@@ -81,9 +81,9 @@ class Scheduler:
             self._activate(self.waiting_request_pool.popitem(last=False)[1])
 
     def update_requests_pools(self, result_dict: Mapping[int, InferenceRequest] | None = None) -> None:
-        """Move the completed requests of ``result_dict``, and activate as many waiting ones as fit."""
+        """Move the completed and failed requests of ``result_dict``, and activate as many waiting ones as fit."""
         for number in list(result_dict or ()):
-            if self.active_request_pool[number].status == Status.COMPLETED:
+            if self.active_request_pool[number].status in (Status.COMPLETED, Status.FAILED):
                 self.completed_request_pool[number] = self.active_request_pool.pop(number)
         while self.waiting_request_pool and len(self.active_request_pool) < self.max_batch_size:
             self.add_earliest_waiting_request_to_active_pool()

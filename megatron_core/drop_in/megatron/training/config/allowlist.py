@@ -19,8 +19,12 @@ _REFUSED = (
     "megatron.core.transformer.spec_utils.",
     "megatron.core.msc_utils.",
     "megatron.training.config.allowlist.locate",
+    "megatron.training.checkpointing.",
+    "megatron.training.activation_logging.",
+    "megatron.core.dist_checkpointing.",
+    "torch.from_file",
 )
-"""Functions that import or open whatever their arguments name."""
+"""Functions that import, open or write whatever their arguments name."""
 
 
 class TargetAllowlist:
@@ -122,7 +126,7 @@ def locate(path: str) -> Any:
     """Return the module, class or attribute with a dotted path, importing the longest module in it.
 
     Attributes are followed only from modules, under their own names, and from classes. Raises ValueError for a path
-    that is not dotted names, and ImportError if there is no such object.
+    with an empty name between two dots, and ImportError if there is no such object.
     """
     if not path:
         raise ImportError("Empty path")

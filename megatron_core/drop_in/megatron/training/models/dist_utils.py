@@ -170,17 +170,19 @@ def _ddp_wrap(
         kind = TorchFullyShardedDataParallel
     else:
         _set_bucket_size(model, ddp_config, pg_collection)
-    wrap = lambda: [  # noqa: E731
-        kind(
-            config=get_model_config(chunk),
-            ddp_config=ddp_config,
-            module=chunk,
-            disable_bucketing=index > 0 or overlap_param_gather_with_optimizer_step,
-            **({} if use_torch_fsdp2 else {"pg_collection": pg_collection}),
-            **_layout(kind, chunk, index > 0 or overlap_param_gather_with_optimizer_step, ddp_config, pg_collection),
-        )
-        for index, chunk in enumerate(model)
-    ]
+    groups = {} if use_torch_fsdp2 else {"pg_collection": pg_collection}
+
+    def wrap() -> list[Any]:
+        found = []
+        for index, chunk in enumerate(model):
+            whole = index > 0 or overlap_param_gather_with_optimizer_step
+            layout = _layout(kind, chunk, whole, ddp_config, pg_collection)
+            config = get_model_config(chunk)
+            found.append(
+                kind(config=config, ddp_config=ddp_config, module=chunk, disable_bucketing=whole, **groups, **layout)
+            )
+        return found
+
     if torch.cuda.is_available():
         whole = get_model_config(model[0]).cuda_graph_impl == "full_iteration"
         stream: Any = get_shared_capture_stream() if whole else torch.cuda.Stream()

@@ -54,7 +54,7 @@ class DynamicInferenceEngine(AbstractEngine):
     """Generates for all requests, at most ``max_requests`` of the context at a time.
 
     Every rank of a model calls the same methods. ``step_modern`` computes one step; the future of ``add_request`` has
-    the record of a finished request.
+    the record of a finished request. After a change of the weights, ``reset`` clears the cache of common prefixes.
     """
 
     def __init__(self, controller: TextGenerationController, context: DynamicInferenceContext, *args: Any) -> None:
@@ -84,8 +84,8 @@ class DynamicInferenceEngine(AbstractEngine):
         context.reset()
 
     def has_unfinished_requests(self) -> bool:
-        """Return whether there are requests."""
-        return bool(self.requests)
+        """Return whether there are requests that no step has returned as finished."""
+        return bool(self.requests or self._failed)
 
     def get_request(self, request_id: int) -> DynamicInferenceRequest:
         """Return an unfinished request."""
@@ -210,7 +210,7 @@ class DynamicInferenceEngine(AbstractEngine):
         for prompt in prompts:
             self.add_request(next(self.request_counter), prompt, sampling_params)
         records: list[DynamicInferenceRequestRecord] = []
-        while self.has_unfinished_requests() or self._failed:
+        while self.has_unfinished_requests():
             records += self.step_modern()["finished_request_records"]
         return sorted(records, key=lambda record: record.request_id)
 

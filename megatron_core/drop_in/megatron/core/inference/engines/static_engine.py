@@ -101,7 +101,10 @@ class StaticInferenceEngine(AbstractEngine):
         sampling_params: SamplingParams | None = None,
         inference_requests: Sequence[InferenceRequest] | None = None,
     ) -> list[InferenceRequest]:
-        """Return the completed requests of ``prompts``, or ``inference_requests``, in their order."""
+        """Return the requests of ``prompts``, or ``inference_requests``, in their order.
+
+        The ``status`` of a request that does not fit the context is FAILED; the others are not affected.
+        """
         if encoder_prompts is not None:
             raise ConfigError("encoder_prompts is not supported: models here have no encoder; leave it out")
         if (prompts is None) == (inference_requests is None):
@@ -120,13 +123,14 @@ class StaticInferenceEngine(AbstractEngine):
             active = dict(self.scheduler.active_request_pool)
             for request in active.values():
                 self._start(request)
-            while self.dynamic_engine.has_unfinished_requests() or self.dynamic_engine._failed:
+            while self.dynamic_engine.has_unfinished_requests():
                 records = self.dynamic_engine.step_modern()["finished_request_records"]
                 for number in self.dynamic_engine.requests:
                     self._publish(active[number], self.dynamic_engine.get_request(number))
                 for record in records:
-                    self._publish(active[record.request_id], record.merge())
-                    self._complete(active[record.request_id], record.merge())
+                    state = record.merge()
+                    self._publish(active[record.request_id], state)
+                    self._complete(active[record.request_id], state)
             self.scheduler.update_requests_pools(active)
 
     async def run_engine_async(self) -> None:
@@ -164,10 +168,10 @@ class StaticInferenceEngine(AbstractEngine):
 
     def _complete(self, request: InferenceRequest, state: DynamicInferenceRequest) -> None:
         self._copy(request, state)
-        if state.failed():
-            errors = [event.payload for event in state.events if isinstance(event.payload, Exception)]
-            raise ConfigError(f"request {request.request_id}: {errors[0] if errors else 'it has failed'}")
-        request.status, request.generated_text = Status.COMPLETED, state.generated_text
+        request.status, request.generated_text = state.status, state.generated_text
+        errors = [event.payload for event in state.events if isinstance(event.payload, Exception)]
+        if errors:
+            warnings.warn(f"failed: {errors[0]}", stacklevel=2)
         if request.sampling_params is not None and request.sampling_params.return_segments:
             request.segments = self._texts(list(request.prompt_tokens) + state.generated_tokens)
             request.generated_segments = self._texts(state.generated_tokens)

@@ -5,7 +5,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron.core.inference.engines.static_engine import StaticInferenceEngine
+from megatron.core.inference.inference_request import Status
 from megatron.core.inference.sampling_params import SamplingParams
+from megatron_core.errors import ConfigError
 from megatron_core.parallel.texts import tell_from
 
 
@@ -23,7 +25,8 @@ def run_mcore_engine(
     """Continue the ``prompts`` of rank 0 with its settings; all ranks call it, the others with ``engine`` alone.
 
     Returns ``text``, ``tokens`` and ``segments`` of prompts with their continuations, and with ``logprobs`` the log
-    probabilities of all tokens but the first; None on ranks without ``prompts``.
+    probabilities of all tokens but the first; None on ranks without ``prompts``. Errors: ``ConfigError``, a
+    ``ValueError``, on all ranks for prompts that are too long.
     """
     settings = {
         "temperature": temperature,
@@ -38,6 +41,11 @@ def run_mcore_engine(
     if seed > 0:
         engine.controller.sampling_rng.manual_seed(seed)
     results = engine.generate(prompts=texts, sampling_params=SamplingParams(**given, return_segments=True))
+    if failed := [number for number, each in enumerate(results) if each.status != Status.COMPLETED]:
+        longest = engine.dynamic_engine.context.max_sequence_length
+        raise ConfigError(
+            f"prompts {failed} and their new tokens do not fit the {longest} positions; give shorter ones"
+        )
     if prompts is None:
         return None
     answer: dict[str, Any] = {
