@@ -445,3 +445,17 @@ def test_import_loads_little_beside_torch() -> None:
     face = f"import {PACKAGE}\nfrom {PACKAGE} import parallel_state\nimport {PACKAGE}.tensor_parallel"
     extra = packages_loaded_by(face) - packages_loaded_by("import torch, torch.distributed, yaml, tyro")
     assert extra == {PACKAGE, "lazy_loader"}
+
+
+def test_training_starts_without_slow_imports() -> None:
+    """Each process of a job imports ``training``; these modules of torch take 0.3 to 1.7 s each."""
+    code = f"import sys, {PACKAGE}.commands.train, {PACKAGE}.training.setup\nprint(*sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True)
+    slow = {
+        "torch._dynamo",
+        "torch.distributed.checkpoint",
+        "torch.distributed.fsdp",
+        "torch.distributed.tensor",
+        "sympy",
+    }
+    assert slow & set(result.stdout.split()) == set()

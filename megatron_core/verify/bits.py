@@ -94,7 +94,9 @@ def check_bits(
 
     def results(layout: Layout) -> tuple[list[HashRecord], list[str]]:
         if device == "simulated" and layout.world_size > 1:
-            return run_simulated(layout.world_size, experiment.hashes, layout, dtype, finish=_joined).result
+            return run_simulated(
+                layout.world_size, experiment.hashes, layout, dtype, finish=_joined, layout=layout
+            ).result
         return _joined(
             run_ranks(
                 layout.world_size, experiment.hashes, layout, dtype, timeout=timeout, device=device, backend=backend

@@ -164,7 +164,7 @@ class _Runner:
     def trace(self, layout: Layout, dtype: str) -> tuple[Trace, dict[str, Any]]:
         """Run the experiment under a layout and return its trace, and of a simulated world what it took."""
         if self.device == "simulated" and layout.world_size > 1:
-            found = run_simulated(layout.world_size, self.experiment, layout, dtype, finish=assemble)
+            found = run_simulated(layout.world_size, self.experiment, layout, dtype, finish=assemble, layout=layout)
             return found.result, {"processor_seconds": found.processor_seconds, "memory": found.bytes / 1e9}
         traces = run_ranks(
             layout.world_size,
@@ -205,7 +205,7 @@ class _Runner:
     def _results(self, layout: Layout, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Call ``function(*args)`` on the ranks of a layout."""
         if self.device == "simulated" and layout.world_size > 1:
-            results: list[Any] = run_simulated(layout.world_size, function, *args).result
+            results: list[Any] = run_simulated(layout.world_size, function, *args, layout=layout).result
             return results
         device = "cuda" if self.device == "cuda" else "cpu"
         return run_ranks(

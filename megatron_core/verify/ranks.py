@@ -18,10 +18,12 @@ import torch._dynamo  # recomputation imports it, which takes 1.5 s; forked rank
 import torch.distributed as dist
 
 from megatron_core import parallel_state
+from megatron_core.config.layout import Layout
 from megatron_core.errors import MegatronError
 from megatron_core.parallel import World
+from megatron_core.parallel.grid import Grid
 from megatron_core.parallel.launch import join
-from megatron_core.parallel.simulated.divided import run_divided
+from megatron_core.parallel.simulated.divided import consecutive, run_divided
 
 DIVIDED = 64
 """Ranks of a simulated world from which on it is divided over processes."""
@@ -106,19 +108,34 @@ def run_simulated(
     *args: Any,
     finish: Callable[[list[Any]], Any] = list,
     timeout: float | None = None,
+    layout: Layout | None = None,
 ) -> Simulated:
     """Call ``function(*args)`` on ``world_size`` simulated ranks in forked processes; return ``finish(results)``.
 
-    Worlds of ``DIVIDED`` ranks are divided over the cores of this machine. Ranks that wait for each other are found
-    without a time limit; ``timeout`` seconds end ranks that compute forever.
+    Worlds of ``DIVIDED`` ranks are divided over the cores of this machine, by copies of the model if ``layout`` is
+    given and has enough. Ranks that wait for each other are found without a time limit; ``timeout`` seconds end ranks
+    that compute forever.
     Errors: ``RankFailure`` with the first rank that fails, or with what each rank waits for if all do.
     """
     processes = min(len(os.sched_getaffinity(0)), MOST_PROCESSES) if world_size >= DIVIDED else 1
+    parts = (whole_copies(layout, processes) if layout else None) or consecutive(world_size, processes)
     try:
-        found = run_divided(world_size, processes, partial(function, *args), timeout)
+        found = run_divided(parts, partial(function, *args), timeout)
     except MegatronError as error:
         raise RankFailure(str(error)) from None
     return Simulated(finish(found.results), found.processor_seconds, found.bytes)
+
+
+def whole_copies(layout: Layout, processes: int) -> list[list[int]] | None:
+    """The ranks of ``processes`` parts of whole copies of the model; None if experts are split over more of them.
+
+    Copies exchange little, so that all processes compute at the same time.
+    """
+    grid = Grid(tp=layout.tp, cp=layout.cp, dp=layout.dp, pp=layout.pp, ep=layout.ep, etp=layout.etp)
+    part = {rank: grid.coordinates(rank)["dp"] * processes // layout.dp for rank in grid.ranks()}
+    if layout.dp < processes or any(len({part[rank] for rank in ranks}) > 1 for ranks in grid.groups("etp-ep")):
+        return None
+    return [[rank for rank in grid.ranks() if part[rank] == each] for each in range(processes)]
 
 
 def this_world() -> World:

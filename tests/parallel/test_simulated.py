@@ -9,6 +9,7 @@ import re
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -17,16 +18,17 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_core.config import ParallelConfig
+from megatron_core.config.layout import Layout
 from megatron_core.parallel import current
 from megatron_core.parallel.collectives import all_reduce_, all_to_all_rows, start_ring_shift
 from megatron_core.parallel.grid import WORLD
 from megatron_core.parallel.interleave import Interleaver, hand_over
 from megatron_core.parallel.meter import METER
 from megatron_core.parallel.rank_local import RankLocal
-from megatron_core.parallel.simulated.divided import Connections, Failed, run_divided
+from megatron_core.parallel.simulated.divided import Connections, Failed, consecutive, run_divided
 from megatron_core.parallel.simulated.meeting import Meeting
 from megatron_core.parallel.simulated.world import WorldError
-from megatron_core.verify.ranks import RankFailure, run_ranks, run_simulated, this_world
+from megatron_core.verify.ranks import RankFailure, run_ranks, run_simulated, this_world, whole_copies
 
 
 def simulate(*args: object) -> list[object]:
@@ -36,7 +38,7 @@ def simulate(*args: object) -> list[object]:
 
 def divide(size: int, function: Callable[..., object], *args: object) -> list[object]:
     """As ``run_ranks``, divided over two processes."""
-    return run_divided(size, 2, partial(function, *args), None).results
+    return run_divided(consecutive(size, 2), partial(function, *args), None).results
 
 
 ALL = [run_ranks, simulate, divide]
@@ -80,8 +82,16 @@ def every_collective() -> list[object]:
 
 def test_collectives_are_those_of_processes() -> None:
     expected = run_ranks(3, every_collective)
-    for processes in (1, 2, 3):
-        assert run_divided(3, processes, every_collective, None).results == expected
+    for parts in (*(consecutive(3, processes) for processes in (1, 2, 3)), [[0, 2], [1]]):
+        assert run_divided(parts, every_collective, None).results == expected
+
+
+def test_processes_hold_whole_copies_of_the_model() -> None:
+    layout = Layout(tp=2, dp=4, pp=2)
+    assert whole_copies(layout, 2) == [[0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]]
+    assert whole_copies(replace(layout, ep=4, etp=1), 2) == whole_copies(layout, 2)  # experts within each part
+    assert whole_copies(replace(layout, ep=8, etp=1), 2) is None  # experts over all copies
+    assert whole_copies(replace(layout, dp=1), 2) is None
 
 
 def messages() -> list[float]:
@@ -164,6 +174,28 @@ def test_copies_of_a_model_compute_one_after_another() -> None:
     """Only one of them then has activations."""
     order = run_simulated(4, one_copy_after_another).result[0]
     assert order == [order[0]] * 6 + [order[-1]] * 6
+
+
+def in_stages() -> list[int]:
+    """The order in which the two stages of a pipeline compute three micro-batches."""
+    rank = dist.get_rank()
+    dist.barrier()
+    for number in range(3):
+        if rank == 0:
+            dist.isend(torch.full((1,), float(number)), 1).wait()
+        else:
+            dist.irecv(torch.empty(1), 0).wait()
+        STAGES.append(rank)
+    dist.barrier()
+    return STAGES
+
+
+STAGES: list[int] = []
+
+
+def test_a_receiver_computes_before_its_sender_continues() -> None:
+    """Stages of other processes then have messages early."""
+    assert run_simulated(2, in_stages).result[0] == [1, 0, 1, 0, 1, 0]
 
 
 COUNTER: RankLocal[list[int]] = RankLocal(list)
@@ -256,7 +288,7 @@ def faulty(kind: str) -> None:
 )
 def test_one_message_names_rank_module_and_collective(kind: str, message: str, processes: int) -> None:
     with pytest.raises(WorldError) as caught:
-        run_divided(8, processes, partial(faulty, kind), None)
+        run_divided(consecutive(8, processes), partial(faulty, kind), None)
     last = str(caught.value).splitlines()[-1]
     assert re.search(message, last), str(caught.value)
 
@@ -273,7 +305,7 @@ def test_a_rank_that_ends_early_is_a_deadlock(rank: int, processes: int) -> None
     with pytest.raises(
         WorldError, match=r"deadlock: 2 ranks wait for each other, and 1 have ended; rank 0 waits in bar"
     ):
-        run_divided(3, processes, partial(leave, rank), None)
+        run_divided(consecutive(3, processes), partial(leave, rank), None)
 
 
 def exit_at_once() -> None:
@@ -284,7 +316,7 @@ def exit_at_once() -> None:
 
 def test_the_end_of_a_process_is_reported() -> None:
     with pytest.raises(WorldError, match="a process of the simulated world ended without a result"):
-        run_divided(2, 2, exit_at_once, None)
+        run_divided(consecutive(2, 2), exit_at_once, None)
 
 
 def run_forever() -> None:

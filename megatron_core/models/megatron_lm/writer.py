@@ -15,17 +15,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron_core.checkpoint import CheckpointReader
 from megatron_core.checkpoint.folder import delete, iteration_folder, replace_file
@@ -167,15 +156,17 @@ def _write_share(
 
 def _complete(reader: CheckpointReader, partial: Path, final: Path, form: Format, records: list[list[Any]]) -> None:
     """Write the state and the metadata, give the folder its name and record the iteration."""
+    from torch.distributed import checkpoint as dcp  # imported here: it takes 1.1 s, which other programs save
+
     entries: dict[str, Any] = {}
-    storage: list[WriteResult] = []
+    storage: list[Any] = []
     paths: dict[str, tuple[str, ...]] = {}
     for name, size, offset, shape, dtype, file, at, length in records:
-        properties = TensorProperties(TORCH_DTYPES[dtype])
-        entry = entries.setdefault(name, TensorStorageMetadata(properties, torch.Size(size), []))
-        index = MetadataIndex(name, torch.Size(offset), len(entry.chunks))
-        entry.chunks.append(ChunkStorageMetadata(torch.Size(offset), torch.Size(shape)))
-        storage.append(WriteResult(index, length, _StorageInfo(file, at, length)))
+        properties = dcp.metadata.TensorProperties(TORCH_DTYPES[dtype])
+        entry = entries.setdefault(name, dcp.metadata.TensorStorageMetadata(properties, torch.Size(size), []))
+        index = dcp.metadata.MetadataIndex(name, torch.Size(offset), len(entry.chunks))
+        entry.chunks.append(dcp.metadata.ChunkStorageMetadata(torch.Size(offset), torch.Size(shape)))
+        storage.append(dcp.storage.WriteResult(index, length, dcp.filesystem._StorageInfo(file, at, length)))
         paths[name] = tuple(name.split(".", 2 if name.startswith("optimizer.") else 1))
     if form == "torch_dist":
         common = common_state(reader.state, has_adam=_has_adam(reader))
@@ -186,14 +177,14 @@ def _complete(reader: CheckpointReader, partial: Path, final: Path, form: Format
     file, written = "__state.distcp", b""
     for name, value in objects.items():
         data = _bytes(value)
-        entries[name] = BytesStorageMetadata()
-        place = _StorageInfo(file, len(written), len(data))
-        storage.append(WriteResult(MetadataIndex(name), len(data), place))
+        entries[name] = dcp.metadata.BytesStorageMetadata()
+        place = dcp.filesystem._StorageInfo(file, len(written), len(data))
+        storage.append(dcp.storage.WriteResult(dcp.metadata.MetadataIndex(name), len(data), place))
         paths[name] = (name,)
         written += data
     write_file(partial / file, written)
     planner = paths if form == "torch_dcp" else None
-    FileSystemWriter(partial).finish(Metadata(entries, planner), [storage])
+    dcp.FileSystemWriter(partial).finish(dcp.metadata.Metadata(entries, planner), [storage])
     if form == "torch_dist":
         backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
         write_file(partial / "metadata.json", json.dumps(backend).encode())
@@ -204,7 +195,7 @@ def _complete(reader: CheckpointReader, partial: Path, final: Path, form: Format
     replace_file(final.parent / TRACKER, final.parent / f".{TRACKER}", iteration)
 
 
-def _empty_states(entries: Mapping[str, TensorStorageMetadata]) -> Iterator[str]:
+def _empty_states(entries: Mapping[str, Any]) -> Iterator[str]:
     """The names of Megatron Core's extra states of linear layers and attention, which are empty without FP8.
 
     Each has a number of the layer and of the expert where the weights are stacked over these.

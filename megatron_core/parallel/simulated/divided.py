@@ -1,9 +1,9 @@
 """A simulated world whose ranks are divided over processes, so that it uses several cores.
 
-Each process runs the threads of consecutive ranks. A call of a collective is repeated in all other processes that have
-ranks of the group, and each of them computes the result, in rank order; a message goes to the process of its receiver.
-In the usual order of ranks, processes hold consecutive pipeline stages, and only messages between two of these, and
-sums over all ranks, pass between processes.
+Each process runs the threads of some ranks. A call of a collective is repeated in all other processes that have ranks
+of the group, and each of them computes the result, in rank order; a message goes to the process of its receiver. If
+processes hold whole copies of the model, only what copies exchange passes between them. If they hold consecutive ranks,
+which in the usual order are consecutive pipeline stages, messages between two stages and sums over all ranks do.
 
 The parent of the processes finds deadlocks: no process can continue if each waits, and if it has received everything
 that the others have sent to it.
@@ -122,8 +122,11 @@ DESCRIBE = "describe the threads that wait"
 class Connections:
     """One process's connections to the others and to their parent."""
 
-    def __init__(self, own: int, parts: Sequence[range], peers: Mapping[int, Connection], parent: Connection) -> None:
-        self._own, self._parts, self._peers, self._parent = own, parts, peers, parent
+    def __init__(
+        self, own: int, parts: Sequence[Sequence[int]], peers: Mapping[int, Connection], parent: Connection
+    ) -> None:
+        self._own, self._peers, self._parent = own, peers, parent
+        self._part_of = {rank: part for part, ranks in enumerate(parts) for rank in ranks}
         self._inbox: SimpleQueue[tuple[int, Any]] = SimpleQueue()
         self._sent, self._received = [0] * len(parts), [0] * len(parts)
         self._world: SimulatedWorld | None = None
@@ -149,10 +152,7 @@ class Connections:
 
     def homes(self, ranks: Sequence[int]) -> list[int]:
         """The other processes that have some of ``ranks``."""
-        return [part for part in dict.fromkeys(map(self._part_of, ranks)) if part != self._own]
-
-    def _part_of(self, rank: int) -> int:
-        return next(part for part, ranks in enumerate(self._parts) if rank < ranks.stop)
+        return [part for part in dict.fromkeys(self._part_of[rank] for rank in ranks) if part != self._own]
 
     def repeat(self, homes: Sequence[int], call: Call) -> None:
         """Repeat a rank's call of a collective in the processes ``homes``."""
@@ -162,7 +162,7 @@ class Connections:
 
     def send(self, message: Message) -> bool:
         """Send a message if its receiver is a rank of another process."""
-        home = self._part_of(message.channel[0][message.key[1]])
+        home = self._part_of[message.channel[0][message.key[1]]]
         if home != self._own:
             self._post(home, _Packet.of_message(message))
         return home != self._own
@@ -223,12 +223,17 @@ class Divided:
     """Sum of the largest memory of each process; what they share is counted in each."""
 
 
-def run_divided(size: int, processes: int, function: Callable[[], Any], timeout: float | None) -> Divided:
-    """Call ``function()`` on all ranks of a simulated world in ``processes`` forked processes.
+def consecutive(size: int, processes: int) -> list[range]:
+    """Equal parts of consecutive ranks."""
+    return [range(size * i // processes, size * (i + 1) // processes) for i in range(processes)]
+
+
+def run_divided(parts: Sequence[Sequence[int]], function: Callable[[], Any], timeout: float | None) -> Divided:
+    """Call ``function()`` on all ranks of a simulated world, those of each of ``parts`` in a forked process.
 
     Errors: ``WorldError`` as in ``SimulatedWorld.run``.
     """
-    parts = [range(size * i // processes, size * (i + 1) // processes) for i in range(processes)]
+    size, processes = sum(map(len, parts)), len(parts)
     context: Any = mp.get_context("fork")
     pairs = {(a, b): context.Pipe() for b in range(processes) for a in range(b)}
     parents = [context.Pipe() for _ in parts]
@@ -256,7 +261,7 @@ def run_divided(size: int, processes: int, function: Callable[[], Any], timeout:
 
 def _run_part(
     size: int,
-    ranks: range,
+    ranks: Sequence[int],
     connections: Connections,
     closed: Sequence[Connection],
     function: Callable[[], Any],

@@ -209,19 +209,20 @@ class Channel:
     def send(self, key: tuple[int, int, int], values: Tensor) -> None:
         """Send ``values``, which must not change any more; ``key``: sender, receiver and tag."""
         message = Message(self.key, key, values)
-        if not self._elsewhere.send(message):
-            self.deliver(message)
+        if not self._elsewhere.send(message) and self.deliver(message):
+            self.scheduler.give_way()
 
-    def deliver(self, message: Message) -> None:
-        """Give a message to its receiver."""
+    def deliver(self, message: Message) -> bool:
+        """Give a message to its receiver; return whether this resumed a thread."""
         wanted = self._receives.get(message.key)
         if not wanted:
             self._messages.setdefault(message.key, deque()).append(message.values)
-            return
+            return False
         receive = wanted.popleft()
         receive.message = message.values
         if receive.waiting is not None:
             self.scheduler.resume(receive.waiting)
+        return receive.waiting is not None
 
     def receive(self, key: tuple[int, int, int], buffer: Tensor) -> Receive:
         """Receive the next message of ``key`` in the order of sending."""

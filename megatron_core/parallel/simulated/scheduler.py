@@ -66,6 +66,14 @@ class Scheduler:
         del self._waiting[waiting]
         self._ready.append(waiting.lock)
 
+    def give_way(self) -> None:
+        """Let the thread that was resumed last run first, and continue afterwards."""
+        own = threading.Lock()
+        own.acquire()
+        self._ready.insert(-1, own)
+        self.pass_on()
+        own.acquire()
+
     @property
     def waiting(self) -> list[Waiting]:
         """All threads that wait."""

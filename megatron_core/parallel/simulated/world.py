@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import Context
 from typing import Any, Protocol, cast
 
@@ -67,7 +67,7 @@ class OtherProcesses(Elsewhere, Arrivals, Protocol):
 class SimulatedWorld:
     """Runs a function on the ``ranks`` of this process, each in a thread of its own; make one for each run."""
 
-    def __init__(self, size: int, ranks: range, others: OtherProcesses) -> None:
+    def __init__(self, size: int, ranks: Sequence[int], others: OtherProcesses) -> None:
         self.size, self._ranks, self._others = size, ranks, others
         self._scheduler = Scheduler(others)
         self._channels: dict[ChannelKey, Channel] = {}
