@@ -126,8 +126,11 @@ class AlgorithmConfig:
 
     @property
     def kinds(self) -> tuple[OptimizerKind, ...]:
-        """The optimizers of all parameters."""
-        return tuple(dict.fromkeys((self.kind_of(hidden=True), self.kind_of(hidden=False))))
+        """The optimizers of all parameters; none with an unknown name, which the validation reports."""
+        try:
+            return tuple(dict.fromkeys((self.kind_of(hidden=True), self.kind_of(hidden=False))))
+        except KeyError:
+            return ()
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ def holds(words: list[tuple[str, str]], variables: Variables, *, globs: bool) ->
         return holds(words[1:-1], variables, globs=globs)
     if len(values) == 2 and values[0] == "-v":
         return variables.get(values[1]) is not None
+    variables.has_doubt = variables.has_doubt or any(map(UNKNOWN.search, values))
     found = [known(value) for value in values]
     if None in found:
         return None

@@ -8,6 +8,7 @@ import operator
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from megatron_core.errors import ConfigError
 from megatron_core.shell.syntax import end_of
@@ -15,6 +16,8 @@ from megatron_core.shell.syntax import end_of
 Value = str | list[str] | dict[str, str]
 LONGEST = 1_000_000
 """Maximum number of characters of a value."""
+MOST_ROUNDS = 1_000
+"""Maximum number of rounds of a loop, and of numbers in a sequence."""
 _START, _END = "\ue000", "\ue001"
 UNKNOWN = re.compile(f"{_START}([^{_END}]*){_END}")
 """Place of a value that is not known without running the script; the group is its name."""
@@ -91,6 +94,12 @@ class Variables:
     """Output of a command in ``$(...)``."""
     unset: dict[str, None] = field(default_factory=dict)
     """Names of the variables that were read without being set, in this order."""
+    has_doubt: bool = False
+    """Whether a condition since this was set to False has a value that is not known."""
+    skipped: set[str] = field(default_factory=set)
+    """Names that branches assign which are not followed; such a variable is empty if it is not set."""
+    doubtful: set[str] = field(default_factory=set)
+    """The same if the condition has a value that is not known; such a variable is not known."""
 
     def fields(self, raw: str) -> list[str]:
         """The words that a word of the script becomes."""
@@ -119,6 +128,10 @@ class Variables:
         if name in "@*":
             return self.arguments
         return {"#": str(len(self.arguments)), "?": "0", "$": "1", "!": "1", "-": ""}.get(name, self.values.get(name))
+
+    def is_empty(self, name: str) -> bool:
+        """Whether a variable that is not set is empty, because only branches assign it which are not followed."""
+        return name in self.skipped and name not in self.doubtful
 
     def _expand(self, raw: str, into: _Fields) -> None:
         at = 0
@@ -214,6 +227,8 @@ class Variables:
                 return values or []
             case "+":
                 return [self.text(rest)] if is_set else []
+        if values is None and self.is_empty(name):
+            values = [""]
         if values is None:
             self.unset.setdefault(name)
             return [unknown(name if not name.isdigit() else f"argument-{name}")]
@@ -240,7 +255,9 @@ class Variables:
 
     def arithmetic(self, raw: str) -> str:
         """The value of an arithmetic expression; an unknown one if a variable is not set."""
-        text = self.text(raw).strip()
+        into = _Fields(whole=True)
+        self._expand_quoted(raw.replace('"', ""), into)
+        text = (into.current or "").strip()
         change = re.fullmatch(r"([A-Za-z_]\w*)\s*(\+\+|--|[-+*/%]?=(?!=))\s*(.*)", text, re.DOTALL)
         if change:
             name, how, right = change.groups()
@@ -263,6 +280,8 @@ class Variables:
 
     def _number(self, found: re.Match[str]) -> str:
         value = self.get(found[0])
+        if value is None and self.is_empty(found[0]):
+            return "0"
         if value is None:
             self.unset.setdefault(found[0])
         text = value if isinstance(value, str) else "?"
@@ -319,3 +338,21 @@ def _calculate(node: ast.expr) -> int:
 
 def _truths(values: list[ast.expr]) -> Iterator[bool]:
     return (bool(_calculate(value)) for value in values)
+
+
+def printed(words: list[str]) -> str | None:
+    """The output of a program that only computes with its arguments; None for others."""
+    path = words[1] if len(words) > 1 else ""
+    match words[0]:
+        case "dirname":
+            return str(Path(path).parent)
+        case "basename":
+            return Path(path).name.removesuffix(words[2] if len(words) > 2 else "")
+        case "realpath" | "readlink":
+            return words[-1]
+        case "expr":
+            return Variables([], {}).arithmetic(" ".join(words[1:]))
+        case "seq" if all(word.isdigit() for word in words[1:]) and len(words) in (2, 3):
+            first, last = (1, int(words[1])) if len(words) == 2 else map(int, words[1:])
+            return "\n".join(map(str, range(first, min(last, first + MOST_ROUNDS) + 1)))
+    return None

@@ -5,14 +5,14 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megatron_core.errors import ConfigError
 from megatron_core.shell.conditions import holds, known
-from megatron_core.shell.expansion import UNKNOWN, Value, Variables, readable, unknown
+from megatron_core.shell.expansion import MOST_ROUNDS, UNKNOWN, Value, Variables, printed, readable, unknown
 from megatron_core.shell.syntax import ASSIGNMENT, parse, tokens
 from megatron_core.shell.tree import (
     Arithmetic,
@@ -27,13 +27,12 @@ from megatron_core.shell.tree import (
     Simple,
     Test,
     While,
+    words_of,
 )
 from megatron_core.text_file import read_text
 
 MOST_STEPS = 100_000
 """Maximum number of commands that are followed."""
-MOST_ROUNDS = 1_000
-"""Maximum number of rounds of a loop."""
 DEEPEST = 30
 """Maximum nesting of functions and scripts."""
 _SHELLS = ("bash", "sh", "zsh", "/bin/bash", "/bin/sh", "/usr/bin/bash")
@@ -108,7 +107,7 @@ class Interpreter:
                         status = self.run(each)
                 return status
             case Pipe(parts=parts, negated=negated):
-                with self._captured() if len(parts) > 1 else self._nothing():
+                with self._captured() if len(parts) > 1 else nullcontext():
                     for each in parts:
                         status = self.run(each)
                 if len(parts) > 1 and self._output is not None:
@@ -124,19 +123,31 @@ class Interpreter:
                 return True
 
     def _branch(self, node: If | Case) -> bool | None:
+        self.variables.has_doubt = False
+        bodies = [body for _, body in node.branches] + ([node.otherwise] if isinstance(node, If) else [])
+        at = self._chosen(node)
+        skipped = {
+            match[1] for word in words_of((*bodies[:at], *bodies[at + 1 :])) if (match := ASSIGNMENT.match(word))
+        }
+        (self.variables.doubtful if self.variables.has_doubt else self.variables.skipped).update(skipped)
+        return self.run(bodies[at]) if at < len(bodies) else True
+
+    def _chosen(self, node: If | Case) -> int:
+        """Index of the branch that is followed; the number of branches for ``else``, or if none is."""
         if isinstance(node, If):
-            for condition, body in node.branches:
-                if self._holds(self.run(condition), node.line):
-                    return self.run(body)
-            return self.run(node.otherwise)
-        word = known(self.variables.text(node.word))
-        for patterns, body in node.branches:
-            if any(fnmatch.fnmatchcase(word or "", self.variables.text(pattern)) for pattern in patterns):
-                return self.run(body)
-        return True
+            holds = (self._holds(self.run(condition), node.line) for condition, _ in node.branches)
+        else:
+            text = self.variables.text(node.word)
+            word, self.variables.has_doubt = known(text) or "", UNKNOWN.search(text) is not None
+            holds = (
+                any(fnmatch.fnmatchcase(word, self.variables.text(pattern)) for pattern in patterns)
+                for patterns, _ in node.branches
+            )
+        return next((at for at, each in enumerate(holds) if each), len(node.branches))
 
     def _holds(self, status: bool | None, line: int) -> bool:
         if status is None:
+            self.variables.has_doubt = True
             self.notes.setdefault(f"{self._script} line {line}: this condition is not known, and is taken as false")
         return status is True
 
@@ -202,7 +213,7 @@ class Interpreter:
     def _program(self, words: list[str], node: Simple) -> bool | None:
         self.commands.append(Command(tuple(words), str(self._script), self._line or node.line))
         if self._output is not None:
-            self._output.append(_printed(words) or unknown(f"output-of-{words[0]}"))
+            self._output.append(printed(words) or unknown(f"output-of-{words[0]}"))
         at = next((at for at, word in enumerate(words) if word in (*_SHELLS, "sbatch")), None)
         if at is None:
             return None
@@ -355,10 +366,6 @@ class Interpreter:
         finally:
             self._output = before
 
-    @contextmanager
-    def _nothing(self) -> Any:
-        yield
-
     def _output_of(self, text: str) -> str:
         """The output of a command in ``$(...)``; unknown unless it only prints."""
         with self._captured() as printed:
@@ -374,21 +381,3 @@ _BUILT_IN = {
     "set": "set", "unset": "unset", "let": "let", "read": "read", "eval": "eval", "source": "source", ".": "source",
     "exit": "exit", "return": "return", "break": "return", "continue": "return",
 }  # fmt: skip
-
-
-def _printed(words: list[str]) -> str | None:
-    """The output of a program that only computes with its arguments; None for others."""
-    path = words[1] if len(words) > 1 else ""
-    match words[0]:
-        case "dirname":
-            return str(Path(path).parent)
-        case "basename":
-            return Path(path).name.removesuffix(words[2] if len(words) > 2 else "")
-        case "realpath" | "readlink":
-            return words[-1]
-        case "expr":
-            return Variables([], {}).arithmetic(" ".join(words[1:]))
-        case "seq" if all(word.isdigit() for word in words[1:]) and len(words) in (2, 3):
-            first, last = (1, int(words[1])) if len(words) == 2 else map(int, words[1:])
-            return "\n".join(map(str, range(first, min(last, first + MOST_ROUNDS) + 1)))
-    return None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass
 
 
 @dataclass(frozen=True)
@@ -99,3 +100,18 @@ class Block:
 
 
 Node = Simple | Test | Arithmetic | Chain | Pipe | If | For | While | Case | Function | Block
+
+
+def words_of(part: object) -> Iterator[str]:
+    """The words of all commands in a part of a tree."""
+    if isinstance(part, Simple):
+        yield from part.words
+    elif isinstance(part, For):
+        yield f"{part.name}="
+        yield from words_of(part.body)
+    elif isinstance(part, tuple):
+        for each in part:
+            yield from words_of(each)
+    elif is_dataclass(part):
+        for each in fields(part):
+            yield from words_of(getattr(part, each.name))

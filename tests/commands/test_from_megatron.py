@@ -124,6 +124,14 @@ def test_an_unknown_number_is_named(tmp_path: Path, capsys: pytest.CaptureFixtur
     )
 
 
+def test_an_optimizer_that_does_not_exist(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "a.sh"
+    path.write_text("python3 train.py --optimizer $OPTIMIZER --mock-data --vocab-size 64 --train-iters 2")
+    assert main([str(path)]) == 1
+    text = " ".join(capsys.readouterr().out.split())
+    assert "optimizer=<OPTIMIZER> is unknown; legal: adam," in text
+
+
 def test_several_launches_and_other_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "a.sh"
     common = "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --mock-data --vocab-size 64 --train-iters 2"

@@ -115,3 +115,20 @@ def test_other_scripts_and_variables(tmp_path: Path) -> None:
 def test_scripts_that_cannot_be_followed(text: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         Interpreter.of(text, "script.sh", [], {})
+
+
+def test_variables_of_branches_that_are_not_followed() -> None:
+    """They are empty if the condition is known, and otherwise not known."""
+    found = Interpreter.of(
+        "OFFLOAD=false; TP=4\n"
+        'if [ $OFFLOAD != false ]; then offload="--offload"; fi\n'
+        "case $1 in a) model=--a;; esac\n"
+        "if [ $SIZE = 7B ]; then LAYERS=32; fi\n"
+        "case $TP in 2) two=1;; esac\n"
+        'train $offload "$offload" $model $LAYERS $((two + 1)) $(( ($TP > 1) ? 5 : 6 ))',
+        "s",
+        [],
+        {},
+    )
+    (launch,) = found.commands
+    assert [readable(word) for word in launch.words] == ["train", "", "<model>", "<LAYERS>", "1", "5"]
