@@ -22,6 +22,12 @@ from unittest.mock import patch
 import torch
 
 ROOT = Path(__file__).parents[1]
+VARIABLES = {
+    "python": (),
+    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    "mpirun": tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
+}
+"""Launcher -> its variables with the rank, the number of ranks, and both on this machine."""
 
 
 def run_program(path: str, *flags: object, cwd: Path = ROOT) -> CompletedProcess[str]:
@@ -52,13 +58,13 @@ def free_port() -> int:
 def run_ranks_of(command: str, cwd: Path = ROOT, seconds: float = 300) -> CompletedProcess[str]:
     """Run ``python PROGRAM ...``, ``torchrun --nproc-per-node N PROGRAM ...`` or the same with ``-m MODULE``.
 
-    Each rank is a fork of this process with the environment variables that torchrun sets. If one fails, the others are
-    ended, as torchrun does. For tests of the launcher itself and of restarts, use torchrun.
+    Each rank is a fork of this process with the environment variables that torchrun, or mpirun, sets. If one fails, the
+    others are ended, as torchrun does. For tests of the launcher itself and of restarts, use torchrun.
     """
     launcher, *words = shlex.split(command)
-    assert launcher in {"python", "torchrun"}
+    names = VARIABLES[launcher]
     ranks = 1
-    while launcher == "torchrun" and (word := words[0]) in {"--nproc-per-node", "--standalone"}:
+    while launcher != "python" and (word := words[0]) in {"--nproc-per-node", "--standalone"}:
         ranks = int(words[1]) if word == "--nproc-per-node" else ranks
         del words[: 2 if word == "--nproc-per-node" else 1]
     torch.set_num_threads(1)
@@ -66,13 +72,10 @@ def run_ranks_of(command: str, cwd: Path = ROOT, seconds: float = 300) -> Comple
     files = [folder / "stdout", folder / "stderr"]
     for file in files:
         file.touch()
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-    meetings = [meeting | {"RANK": rank, "LOCAL_RANK": rank} for rank in range(ranks)]
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()} if names else {}
+    meetings = [meeting | dict(zip(names, (rank, ranks, rank, ranks), strict=bool(names))) for rank in range(ranks)]
     context = multiprocessing.get_context("fork")
-    processes = [
-        context.Process(target=_run_rank, args=(words, cwd, files, each if launcher == "torchrun" else {}))
-        for each in meetings
-    ]
+    processes = [context.Process(target=_run_rank, args=(words, cwd, files, each)) for each in meetings]
     try:
         for process in processes:
             process.start()

@@ -23,6 +23,7 @@ LEVELS = {
     "errors": 0,
     "command": 0,
     "locations": 0,
+    "launcher": 0,
     "schema": 0,
     "terminal": 0,
     "text_file": 0,

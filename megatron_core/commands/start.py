@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron_core.command import end_on_interrupt, program, run_tool
+from megatron_core.launcher import read_launcher
 from megatron_core.terminal import PRINT_COMPLETION
 
 DISTRIBUTION = "megatron-native"
@@ -53,7 +54,8 @@ def start(module: str) -> NoReturn:
     """Import a module of this package, run its ``main`` and exit as ``run_tool`` does.
 
     ``--version`` alone prints the version, ``--print-completion bash`` (or zsh, tcsh) a script that completes the
-    command's flags. ``--nproc-per-node N`` of a command that runs on several ranks starts N of them with torchrun.
+    command's flags. ``--nproc-per-node N`` of a command that runs on several ranks starts N of them with torchrun; srun
+    and mpirun start them too.
     """
     end_on_interrupt()
     if Path(sys.argv[0]).parent == Path(__file__).parent:  # python -m
@@ -65,6 +67,8 @@ def start(module: str) -> NoReturn:
         sys.argv[1] = PRINT_COMPLETION
     if module in RANKED and any(word.split("=")[0].replace("_", "-") == NPROC for word in sys.argv[1:]):
         _start_ranks(module, sys.argv[1:])
+    if module in RANKED:
+        read_launcher()
     run_tool(program(), importlib.import_module(f"{__package__}.{module}").main)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron_core.drop_in import FOLDER, report_other_copies
+from megatron_core.launcher import read_launcher
 
 USAGE = """usage: python -m megatron_core.drop_in PROGRAM [ARGS ...]
        python -m megatron_core.drop_in -m MODULE [ARGS ...]
@@ -38,6 +39,7 @@ def main(arguments: list[str]) -> None:
         sys.path.append(root)
     report_other_copies()
     sys.argv = [target, *rest]
+    read_launcher()
     if is_module:
         runpy.run_module(target, run_name="__main__", alter_sys=True)
     else:

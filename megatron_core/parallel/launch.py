@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from megatron_core.command import INTERRUPTED, begin_program
 from megatron_core.errors import LayoutError, MegatronError, visible
+from megatron_core.launcher import read_launcher
 from megatron_core.locations import path_of
 from megatron_core.parallel.recovery.memory import HostMemory
 from megatron_core.parallel.recovery.monitor import Monitor
@@ -68,10 +69,12 @@ class World:
 
     @classmethod
     def from_environment(cls) -> World:
-        """Read ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK``, set by torchrun; a single process if they are unset.
+        """Read ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK``, set by torchrun, or else the variables of srun or mpirun; a
+        single process if all are unset.
 
         Errors: ``LayoutError`` for values that are missing, not integers, or out of range.
         """
+        read_launcher()
         size = _read_integer("WORLD_SIZE", 1, least=1)
         rank, local_rank = _read_integer("RANK", 0), _read_integer("LOCAL_RANK", 0)
         if size > 1 and "RANK" not in os.environ:
@@ -157,7 +160,7 @@ def meet(world: World, timeout: timedelta) -> dist.Store:
     if not address or not 0 < port < 65536:
         raise LayoutError(
             f"MASTER_ADDR={address!r} and MASTER_PORT={port}: the ranks meet at rank 0's address and a free port from "
-            "1 to 65535; start them with torchrun, which sets both"
+            "1 to 65535; start them with torchrun, which sets both, or export both to all ranks"
         )
     try:
         store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
