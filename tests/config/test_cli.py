@@ -257,6 +257,7 @@ def test_aliases_mean_the_same():
     assert parse("--use-rotary-position-embeddings").model.position_embedding_type == "rope"
     assert parse("--recompute-activations").model.recompute_granularity == "selective"
     assert parse("--attention-backend flash").model.attention_backend == "auto"
+    assert parse("--eval-iters -1").training.eval_iters == 0
     assert parse("--attention-backend=local").model.attention_backend == "unfused"
     assert parse("--check-weight-hash-across-dp-replicas-interval 7").monitor.replica_check_interval == 7
     assert parse("--cross-entropy-fusion-impl te") == RunConfig()
