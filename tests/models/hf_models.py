@@ -111,6 +111,15 @@ QWEN2_MOE = {
     "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 40,
 }
+DELTA_NET = {
+    "head_dim": 16,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", LLAMA | {"rms_norm_eps": 1e-5}),
     "llama, tied": ("Llama", LLAMA | {"tie_word_embeddings": True, "rope_parameters": {"rope_theta": 5e5}}),
@@ -232,6 +241,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "qwen3_next": ("Qwen3Next", LLAMA | QWEN2_MOE | DELTA_NET | {"mlp_only_layers": [1]}),
+    "qwen3_next, every fourth layer": ("Qwen3Next", LLAMA | QWEN2_MOE | DELTA_NET | {"layer_types": None}),
+    "qwen3_5": ("Qwen3_5Text", LLAMA | DELTA_NET),
+    "qwen3_5_moe": ("Qwen3_5MoeText", LLAMA | QWEN2_MOE | DELTA_NET),
     "gpt2": ("GPT2", GPT2),
     "gpt2, exact GELU": ("GPT2", GPT2 | {"activation_function": "gelu"}),
     "gpt_neox": ("GPTNeoX", NEOX),

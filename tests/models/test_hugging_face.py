@@ -46,8 +46,9 @@ def no_progress_bars() -> None:
 def test_there_and_back(name: str, tmp_path: Path) -> None:  # C43
     """The same logits, and bytewise equal tensors with the same names after export."""
     save_model(name, tmp_path / "theirs")
-    assert import_hugging_face(tmp_path / "theirs", tmp_path / "ours") < 2e-6
-    assert export_hugging_face(tmp_path / "ours", tmp_path / "again") < 2e-6
+    bound = 5e-6 if "linear_key_head_dim" in MODELS[name][1] else 2e-6  # states add up rounding errors of float32
+    assert import_hugging_face(tmp_path / "theirs", tmp_path / "ours") < bound
+    assert export_hugging_face(tmp_path / "ours", tmp_path / "again") < bound
     before, after = (load_file(tmp_path / folder / "model.safetensors") for folder in ("theirs", "again"))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) for key in before)
