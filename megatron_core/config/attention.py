@@ -232,89 +232,8 @@ class MultiLatent(AttentionKind):
         return latents, self.core_elements()
 
 
-class GatedDeltaNet(AttentionKind):
-    """A recurrence instead of attention: a convolution of queries, keys and values, and the gated delta rule (Yang et
-    al. 2025, arXiv 2412.06464). Its heads have their own numbers and sizes."""
-
-    name = "gated_delta_net"
-    has_own_head_sizes = True
-
-    @property
-    def query_head_size(self) -> int:
-        """Channels of a query or key head."""
-        return self.model.linear_key_head_dim
-
-    @property
-    def value_head_size(self) -> int:
-        """Channels of a value head."""
-        return self.model.linear_value_head_dim
-
-    @property
-    def pieces(self) -> tuple[int, int, int, int, int, int]:
-        """Channels of queries, keys, values, gates of the output, update rates and decays over all ranks."""
-        model = self.model
-        keys = model.linear_num_key_heads * model.linear_key_head_dim
-        values = model.linear_num_value_heads * model.linear_value_head_dim
-        return keys, keys, values, values, model.linear_num_value_heads, model.linear_num_value_heads
-
-    @property
-    def convolved(self) -> int:
-        """Channels of the convolution over all ranks."""
-        return sum(self.pieces[:3])
-
-    @property
-    def has_rotary(self) -> bool:
-        """False: the order of tokens is that of the recurrence."""
-        return False
-
-    def cached_elements(self, tp: int) -> int:
-        """0: the cache does not grow with the text."""
-        return 0
-
-    def state_elements(self, tp: int) -> int:
-        """The states of a rank's heads, and the tokens before the next one that its convolution reads."""
-        model = self.model
-        states = model.linear_num_value_heads // tp * self.query_head_size * self.value_head_size
-        return states + self.convolved // tp * (model.linear_conv_kernel_dim - 1)
-
-    def vectors(self, tp: int) -> int:
-        """Weights of the convolution, of decays (two per head) and of the norm of a head's output."""
-        model = self.model
-        convolution = self.convolved // tp * model.linear_conv_kernel_dim
-        return convolution + 2 * model.linear_num_value_heads // tp + self.value_head_size
-
-    def score_flops(self, keys: int) -> tuple[int, int]:
-        """The recurrence, as Megatron-LM counts it: convolution; four products of ``[dk, dv]`` and token per head."""
-        model = self.model
-        state = self.query_head_size * self.value_head_size * model.linear_num_value_heads
-        return 2 * self.convolved * model.linear_conv_kernel_dim, 8 * state
-
-    def projections(self, tp: int) -> list[Projection]:
-        """One projection to all ``pieces``, and the output projection."""
-        model = self.model
-        width = "2 (key heads x channels + value heads x channels + value heads)"
-        columns, values = sum(self.pieces) // tp, self.pieces[2] // tp
-        return [
-            Projection(model.hidden_size, columns, "outputs", False, width, "in_proj"),
-            Projection(values, model.hidden_size, "inputs", False, "value heads x channels", "out_proj"),
-        ]
-
-    def norms(self, tp: int) -> tuple[int, ...]:
-        """None: the norm of outputs is always an RMSNorm, see ``vectors``."""
-        return ()
-
-    def saved(self) -> tuple[int, int]:
-        """All pieces; the convolution's input and output before and after silu; outputs of the heads before and after
-        the norm, silu of the gates and their product. The recurrence is computed again."""
-        if self.model.recomputes("core_attn"):
-            return 0, sum(self.pieces) + self.pieces[2]
-        return 0, sum(self.pieces) + 3 * self.convolved + 4 * self.pieces[2]
-
-
 ATTENTION_KINDS: dict[str, type[AttentionKind]] = {kind.name: kind for kind in (GroupedQuery, MultiLatent)}
 """All kinds of attention by name."""
-RECURRENT_KINDS: dict[str, type[AttentionKind]] = {kind.name: kind for kind in (GatedDeltaNet,)}
-"""All kinds of recurrences by name, the values of --experimental-attention-variant."""
 
 
 def add_attention(kind: type[AttentionKind]) -> None:
@@ -328,14 +247,6 @@ def attention_of(model: ModelConfig) -> AttentionKind:
     """The attention of the layers of ``model``; while rules are checked, an unknown kind counts as grouped-query."""
     flagged = (kind.name for kind in ATTENTION_KINDS.values() if kind.flag is not None and getattr(model, kind.flag))
     return ATTENTION_KINDS.get(next(flagged, model.attention_kind), GroupedQuery)(model)
-
-
-def mixer_of(model: ModelConfig, layer_number: int) -> AttentionKind:
-    """The attention of a layer (numbered from 0), or its recurrence."""
-    if not model.is_recurrent(layer_number):
-        return attention_of(model)
-    assert model.experimental_attention_variant is not None, "the kind of recurrent layers"
-    return RECURRENT_KINDS[model.experimental_attention_variant](model)
 
 
 QUERY_BLOCK = 256

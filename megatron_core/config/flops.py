@@ -11,7 +11,7 @@ older releases of Megatron-LM. Newer ones count half of them, and so print less 
 
 from dataclasses import replace
 
-from megatron_core.config.attention import mixer_of
+from megatron_core.config.mixers import mixer_of
 from megatron_core.config.model import ModelConfig
 
 

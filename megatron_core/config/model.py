@@ -31,6 +31,8 @@ class LatentAttentionConfig:
     """Channels of a query head with rotary positions; all heads share these channels of the key."""
     v_head_dim: int = setting(128, r.SIZE)
     """Channels of a value head."""
+    latent_norm_epsilon: float | None = setting(None, r.POSITIVE, when=c.QK_LAYERNORM)
+    """Added to the variance in the norms of latents; default: --norm-epsilon."""
 
 
 @dataclass(frozen=True, kw_only=True)

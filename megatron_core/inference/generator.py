@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from megatron_core import parallel_state
 from megatron_core.checkpoint import CheckpointReader, parameter_pieces
 from megatron_core.config import RunConfig
-from megatron_core.config.attention import AttentionKind, mixer_of
+from megatron_core.config.attention import AttentionKind
+from megatron_core.config.mixers import mixer_of
 from megatron_core.config.parallel import BALANCED_STAGES
 from megatron_core.config.rules_invariance import invariance_problems
 from megatron_core.config.rules_parallel import parallel_problems

@@ -2,9 +2,10 @@
 
     S_t = e^(g_t) S_(t-1) + k_t (b_t (v_t - k_t^T e^(g_t) S_(t-1)))^T        o_t = S_t^T q_t
 
-S is the state ``[dk, dv]`` of a head, g <= 0 the logarithm of its decay and b the rate of the update. ``first`` marks
-tokens that start from a state of 0. Source: Yang, Kautz and Hatamizadeh 2025 (arXiv 2412.06464), equation 10 and
-section 3.3.
+S is the state ``[dk, dv]`` of a head, g <= 0 the logarithm of its decay, one number or one for each key channel, and b
+the rate of the update. ``first`` marks tokens that start from a state of 0. Source: Yang, Kautz and Hatamizadeh 2025
+(arXiv 2412.06464), equation 10 and section 3.3; with a decay for each channel Kimi Team 2025 (arXiv 2510.26692),
+equation 1.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from torch import Tensor
 
 CHUNK = 64
 """Tokens of a chunk, as in Megatron Core and flash-linear-attention."""
+CHANNEL_CHUNK = 16
+"""Tokens of a chunk if every channel has a decay, whose products of tokens are not matrix products."""
 
 
 class Transition(NamedTuple):
@@ -43,7 +46,8 @@ def delta_rule_by_steps(
     Args:
         query, key: ``[b, s, heads, dk]``.
         value: ``[b, s, heads, dv]``.
-        decay, rate: ``[b, s, heads]``, g and b of the equation.
+        decay: ``[b, s, heads]``, or ``[b, s, heads, dk]`` with a decay for each channel; g of the equation.
+        rate: ``[b, s, heads]``, b of the equation.
         state: ``[b, heads, dk, dv]``, the state before the first token; None: 0.
         first: ``[b, s]``, True for tokens that start from a state of 0.
 
@@ -52,9 +56,9 @@ def delta_rule_by_steps(
     """
     if state is None:
         state = value.new_zeros(*value.shape[::2], key.shape[-1], value.shape[-1])
-    outputs = []
+    outputs, decay = [], decay.unsqueeze(-1) if decay.dim() == 3 else decay
     for t in range(query.shape[1]):
-        state = decay[:, t].exp()[..., None, None] * state
+        state = decay[:, t].exp().unsqueeze(-1) * state
         if first is not None:
             state = state.masked_fill(first[:, t, None, None, None], 0.0)
         stored = torch.einsum("bhkv,bhk->bhv", state, key[:, t])
@@ -74,7 +78,7 @@ def chunked_delta_rule(
     state: Tensor | None = None,
     first: Tensor | None = None,
     state_after: Callable[[Transition], Tensor] | None = None,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``delta_rule_by_steps`` with matrix products over chunks of ``chunk`` tokens, for training.
 
@@ -82,11 +86,11 @@ def chunked_delta_rule(
     the next. ``state_after`` returns the state before the first token from the transition of all tokens, for sequences
     that are split over ranks; it replaces ``state``.
     """
-    length = query.shape[1]
-    chunk = min(chunk, length)
+    length, by_channel = query.shape[1], decay.dim() == 4
+    chunk = min(chunk or (CHANNEL_CHUNK if by_channel else CHUNK), length)
     query, key, value = (_chunks(x, chunk) for x in (query, key, value))  # [b, heads, chunks, chunk, d]
-    decay, rate = (_chunks(x.unsqueeze(-1), chunk) for x in (decay, rate))
-    total = decay.squeeze(-1).cumsum(-1)
+    decay, rate = (_chunks(x if x.dim() == 4 else x.unsqueeze(-1), chunk) for x in (decay, rate))
+    total = decay.cumsum(-2)  # [b, heads, chunks, chunk, 1 or dk]
     # Decay between two tokens, from the state before the chunk to a token, and from a token to the end of the chunk.
     seen = torch.ones(chunk, chunk, dtype=torch.bool, device=query.device).tril()
     from_start = to_end = None
@@ -94,27 +98,36 @@ def chunked_delta_rule(
         number = _chunks(first[:, :, None, None].long(), chunk).squeeze(-1).cumsum(-1)  # of the document in the chunk
         seen = seen & (number.unsqueeze(-1) == number.unsqueeze(-2))
         from_start, to_end = number != 0, number != number[..., -1:]
-    between = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(~seen, -torch.inf).exp()
-    start, end = total.exp(), (total[..., -1:] - total).exp()
+    between = (total.unsqueeze(-2) - total.unsqueeze(-3)).masked_fill(~seen.unsqueeze(-1), -torch.inf).exp()
+    start, end = total.exp(), (total[..., -1:, :] - total).exp()
     if from_start is not None and to_end is not None:
-        start, end = start.masked_fill(from_start, 0.0), end.masked_fill(to_end, 0.0)
+        start = start.masked_fill(from_start.unsqueeze(-1), 0.0)
+        end = end.masked_fill(to_end.unsqueeze(-1), 0.0)
+
+    near = (key.unsqueeze(-3) * between).contiguous() if by_channel else None  # keys as each token sees them
+
+    def decayed(x: Tensor) -> Tensor:
+        """Products of ``x`` and the keys, each decayed between the two tokens."""
+        if near is None:
+            return x @ key.mT * between.squeeze(-1)
+        return (near @ x.unsqueeze(-1)).squeeze(-1)
 
     # Updates of a chunk's tokens: ``own`` - ``read`` S for the state S before the chunk.
     weighted = key * rate
-    system = (weighted @ key.mT * between).tril(-1)
-    sides = torch.cat([value * rate, weighted * start.unsqueeze(-1)], dim=-1)
+    system = decayed(weighted).tril(-1)
+    sides = torch.cat([value * rate, weighted * start], dim=-1)
     solved = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
     own, read = solved.split([value.shape[-1], key.shape[-1]], dim=-1)
 
     # States before the chunks, one after another.
-    late, kept = key * end.unsqueeze(-1), start[..., -1:, None]
+    late, kept = key * end, start[..., -1, :, None]
     if state_after is None:
         if state is None:
             state = value.new_zeros(*key.shape[:2], key.shape[-1], value.shape[-1])
         states, last = _states(state, own, read, late, kept)
     else:
         states, last = _states_after(state_after, own, read, late, kept)
-    outputs = (query * start.unsqueeze(-1)) @ states + (query @ key.mT * between) @ (own - read @ states)
+    outputs = (query * start) @ states + decayed(query) @ (own - read @ states)
     return outputs.flatten(2, 3)[:, :, :length].transpose(1, 2), last
 
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron_core.config import RunConfig
-from megatron_core.config.attention import attention_of, computed_weights, mixer_of
+from megatron_core.config.attention import attention_of, computed_weights
+from megatron_core.config.mixers import mixer_of
 from megatron_core.planner.context import layer_pairs, layer_traffic
 from megatron_core.planner.hardware import Hardware, Rings
 from megatron_core.planner.memory import layer_activations
@@ -322,13 +323,12 @@ class LayerClock:
         self.eight_bit = number in self.config.training.fp8_layers(model.num_layers)
         recurrent = model.is_recurrent(number)
         forward, backward = self.recurrence() if recurrent else self.core_attention(number)
-        attention = self.attention(number)
+        attention, (before, behind) = self.attention(number), self.between(recurrent=recurrent)
         mlp = self.experts() if model.has_experts(number) else self.mlp(model.ffn_size)
-        before, behind = self.between(recurrent=recurrent)
         again = [forward] if model.recomputes("core_attn") else []
         again += [mlp.forward] if model.recomputes("moe" if model.has_experts(number) else "mlp") else []
         again += [before] if model.recomputes("layernorm") else []
-        if model.recomputes("mla_up_proj") and model.multi_latent_attention:
+        if model.recomputes("mla_up_proj") and model.multi_latent_attention and not recurrent:
             again.append({"products": 0.5 * attention.forward["products"]})
         if model.recomputes("moe_act") and model.has_experts(number):
             again.append({"elements": 0.3 * mlp.forward["elements"]})

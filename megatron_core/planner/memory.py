@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from megatron_core.config import OptimizerConfig, RunConfig
-from megatron_core.config.attention import computed_weights, mixer_of
+from megatron_core.config.attention import computed_weights
+from megatron_core.config.mixers import mixer_of
 
 ADAM = OptimizerConfig()
 

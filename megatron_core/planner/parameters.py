@@ -7,7 +7,8 @@ from dataclasses import astuple, dataclass, replace
 from operator import add
 
 from megatron_core.config import ParallelConfig, RunConfig
-from megatron_core.config.attention import attention_of, mixer_of
+from megatron_core.config.attention import attention_of
+from megatron_core.config.mixers import mixer_of
 from megatron_core.config.model import ModelConfig
 from megatron_core.config.tuning import WHOLE
 

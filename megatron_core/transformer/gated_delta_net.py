@@ -1,22 +1,25 @@
-"""Gated delta net: a layer with a state of fixed size per head instead of attention over all earlier tokens."""
+"""Gated delta nets: layers with a state of fixed size per head instead of attention over all earlier tokens."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megatron_core.config.attention import GatedDeltaNet as Sizes
+from megatron_core.config import mixers as kinds
 from megatron_core.context_parallel.states import StateExchange
 from megatron_core.errors import LayoutError
 from megatron_core.ops import rms_norm
 from megatron_core.ops.delta_rule import chunked_delta_rule, delta_rule_by_steps
 from megatron_core.ops.rows import wide
 from megatron_core.parallel.sharding import allocate, replicated, split, split_fused
+from megatron_core.tensor_parallel import ColumnParallelLinear
 from megatron_core.transformer.context import LayerContext, SequenceContext
+from megatron_core.transformer.latent_attention import DownProjection
 from megatron_core.transformer.paged_attention import KeyValueStore
 from megatron_core.transformer.recompute import recomputed
 
@@ -78,23 +81,21 @@ class GatedDeltaNet(nn.Module):
     the norm of outputs does not depend on ``apply_layernorm_1p``, as in Qwen3-Next.
     """
 
+    kind: type[kinds.GatedDeltaNet] = kinds.GatedDeltaNet
+    gate_activation: Callable[[Tensor], Tensor] = staticmethod(nn.functional.silu)
+
     def __init__(self, context: LayerContext, layer_number: int, **_: Any) -> None:
         super().__init__()
         config, parallel, group = context.config, context.parallel, context.tp_group
-        sizes, size = Sizes(config), group.size()
+        sizes, size = self.kind(config), group.size()
         self.layer_number, self.epsilon, self.backend = layer_number, config.norm_epsilon, config.kernel_backend
         self.keys, self.values = config.linear_key_head_dim, config.linear_value_head_dim
         self.shared = config.linear_num_value_heads // config.linear_num_key_heads
         pieces = sizes.pieces
-        self.in_proj = context.column_linear(
-            config.hidden_size,
-            sum(pieces),
-            bias=False,
-            spec=lambda shape, index, size: split_fused(shape, pieces, index, size),
-        )
+        self._make_projections(context, pieces)
         self.conv1d = Convolution(context, pieces[:3], config.linear_conv_kernel_dim)
-        heads = split((config.linear_num_value_heads,), 0, group.rank(), size)
-        self.A_log, self.dt_bias = (allocate(heads, parallel.params_dtype, parallel.device) for _ in range(2))
+        heads = [split((count,), 0, group.rank(), size) for count in (config.linear_num_value_heads, pieces[5])]
+        self.A_log, self.dt_bias = (allocate(spec, parallel.params_dtype, parallel.device) for spec in heads)
         self.A_log.init_method, self.dt_bias.init_method = log_of_decay_rates, nn.init.ones_
         # Each rank normalizes only its own heads.
         norm = replicated((self.values,), group.rank(), partial_grad=True)
@@ -108,11 +109,23 @@ class GatedDeltaNet(nn.Module):
 
     def forward(self, hidden: Tensor, context: SequenceContext) -> tuple[Tensor, Tensor | None]:
         """Return (output, None)."""
-        mixed, _ = self.in_proj(hidden)
+        mixed = self._projected(hidden)
         if context.cache is not None:
             return self.out_proj(self._mix_with_cache(mixed[:, 0], context.cache)[:, None])
         mix = recomputed(self._mix) if self.recompute_core and self.training else self._mix
         return self.out_proj(mix(mixed, context))
+
+    def _make_projections(self, context: LayerContext, pieces: tuple[int, ...]) -> None:
+        self.in_proj = _fused_linear(context, pieces)
+
+    def _projected(self, hidden: Tensor) -> Tensor:
+        """Return this rank's queries, keys, values, gates, rates and decays, ``[s, b, c]``."""
+        mixed, _ = self.in_proj(hidden)
+        return mixed
+
+    def _decays(self, x: Tensor) -> Tensor:
+        """Logarithms of the decays ``[b, n, heads]``, or ``[b, n, heads, dk]``, from their projections."""
+        return -self.A_log.to(x.dtype).exp() * nn.functional.softplus(x + self.dt_bias.to(x.dtype))
 
     def _mix(self, mixed: Tensor, context: SequenceContext) -> Tensor:
         """Projections ``[s, b, c]`` of whole sequences, or of this rank's parts -> ``[s, b, heads * dv]``."""
@@ -154,9 +167,8 @@ class GatedDeltaNet(nn.Module):
         query, key, value = convolved.to(dtype).split(self.pieces[:3], dim=-1)
         query, key = (self._normed(x.unflatten(-1, (-1, self.keys))) for x in (query, key))
         _, rate, decay = rest.split(self.pieces[3:], dim=-1)
-        decay = -self.A_log.to(dtype).exp() * nn.functional.softplus(decay.to(dtype) + self.dt_bias.to(dtype))
         value = value.unflatten(-1, (-1, self.values))
-        return query * self.keys**-0.5, key, value, decay, rate.to(dtype).sigmoid()
+        return query * self.keys**-0.5, key, value, self._decays(decay.to(dtype)), rate.to(dtype).sigmoid()
 
     def _normed(self, x: Tensor) -> Tensor:
         """Heads of length 1, repeated for the value heads that share them."""
@@ -164,10 +176,10 @@ class GatedDeltaNet(nn.Module):
         return x.repeat_interleave(self.shared, dim=-2)
 
     def _gated(self, outputs: Tensor, rest: Tensor) -> Tensor:
-        """Norm of each head's output, times silu of its gate; ``[..., heads, dv]`` -> ``[..., heads * dv]``."""
+        """Norm of each head's output, times its activated gate; ``[..., heads, dv]`` -> ``[..., heads * dv]``."""
         gate = rest[..., : self.pieces[3]].unflatten(-1, (-1, self.values))
         normed = rms_norm(outputs, self.out_norm, self.epsilon, backend=self.backend)
-        return (normed * nn.functional.silu(gate)).flatten(-2)
+        return (normed * self.gate_activation(gate)).flatten(-2)
 
     def _mix_with_cache(self, mixed: Tensor, cache: KeyValueStore) -> Tensor:
         """Update the states of the texts of a step with its tokens ``[tokens, c]``; return ``[tokens, heads * dv]``."""
@@ -206,3 +218,46 @@ class GatedDeltaNet(nn.Module):
     @property
     def _state_shape(self) -> tuple[int, int, int]:
         return self.pieces[3] // self.values, self.keys, self.values
+
+
+class KimiDeltaAttention(GatedDeltaNet):
+    """``GatedDeltaNet`` with a decay for each key channel, and with gates and decays that are projections of few
+    channels:
+
+        decay     g = -e^A softplus(W_fb W_fa x + c), for each key channel of a head
+        gate      the norm of o is multiplied by sigmoid(W_gb W_ga x)
+
+    W_fa and W_ga are replicated over the tensor-parallel ranks.
+    Source: Kimi Team 2025 (arXiv 2510.26692), section 3.
+    """
+
+    kind = kinds.KimiDelta
+    gate_activation = staticmethod(torch.sigmoid)
+
+    def _make_projections(self, context: LayerContext, pieces: tuple[int, ...]) -> None:
+        rank = kinds.KimiDelta(context.config).rank
+        self.in_proj = _fused_linear(context, (*pieces[:3], pieces[4]))
+        self.f_a_proj, self.g_a_proj = DownProjection(context, rank), DownProjection(context, rank)
+        self.f_b_proj = context.column_linear(rank, pieces[5], bias=False)
+        self.g_b_proj = context.column_linear(rank, pieces[3], bias=False)
+
+    def _projected(self, hidden: Tensor) -> Tensor:
+        mixed, _ = self.in_proj(hidden)
+        convolved, rates = mixed.split([self.convolved, self.pieces[4]], dim=-1)
+        gates, _ = self.g_b_proj(self.g_a_proj(hidden))
+        decays, _ = self.f_b_proj(self.f_a_proj(hidden))
+        return torch.cat([convolved, gates, rates, decays], dim=-1)
+
+    def _decays(self, x: Tensor) -> Tensor:
+        own = nn.functional.softplus(x + self.dt_bias.to(x.dtype)).unflatten(-1, (-1, self.keys))
+        return -self.A_log.to(x.dtype).exp().unsqueeze(-1) * own
+
+
+def _fused_linear(context: LayerContext, pieces: tuple[int, ...]) -> ColumnParallelLinear:
+    """A projection to several pieces, of each of which every rank has its part."""
+    return context.column_linear(
+        context.config.hidden_size,
+        sum(pieces),
+        bias=False,
+        spec=lambda shape, index, size: split_fused(shape, pieces, index, size),
+    )

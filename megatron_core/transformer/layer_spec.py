@@ -7,11 +7,12 @@ from functools import partial
 from torch import nn
 
 from megatron_core.config import ModelConfig
-from megatron_core.config.attention import AttentionKind, add_attention, mixer_of
+from megatron_core.config.attention import AttentionKind, add_attention
+from megatron_core.config.mixers import mixer_of
 from megatron_core.transformer.attention import SelfAttention
 from megatron_core.transformer.context import LayerContext
 from megatron_core.transformer.context_parallel_attention import core_attention_of
-from megatron_core.transformer.gated_delta_net import GatedDeltaNet
+from megatron_core.transformer.gated_delta_net import GatedDeltaNet, KimiDeltaAttention
 from megatron_core.transformer.latent_attention import LatentAttention
 from megatron_core.transformer.mlp import MLP
 from megatron_core.transformer.moe import MoELayer, moe_loss_names
@@ -47,8 +48,11 @@ Its constructor is called as ``SelfAttention``'s: with the context, the layer's 
 """
 
 
-RECURRENT_LAYERS: dict[str, Callable[..., nn.Module]] = {"gated_delta_net": GatedDeltaNet}
-"""The layer of each kind of recurrence, by the names in ``config.attention.RECURRENT_KINDS``; constructed the same."""
+RECURRENT_LAYERS: dict[str, Callable[..., nn.Module]] = {
+    "gated_delta_net": GatedDeltaNet,
+    "kimi_delta_attention": KimiDeltaAttention,
+}
+"""The layer of each kind of recurrence, by the names in ``config.mixers.RECURRENT_KINDS``; constructed the same."""
 
 
 def register_attention(kind: type[AttentionKind], layer: Callable[..., nn.Module]) -> None:

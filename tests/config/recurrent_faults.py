@@ -18,10 +18,16 @@ RECURRENT_FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
         2,
         ("seq_length=16", "linear_conv_kernel_dim=9", "longer sequences"),
     ),
+    (
+        DELTA | {"experimental_attention_variant": "kimi_delta_attention"},
+        1,
+        ("linear_num_value_heads=32", "linear_num_key_heads=16", "kimi_delta_attention"),
+    ),
     (DELTA | {"use_mup": True}, 1, ("use_mup=True", "remove --use-mup")),
     (DELTA | {"compile": True}, 1, ("compile=True", "remove --compile")),
     (DELTA | {"layout_invariant": True}, 1, ("experimental_attention_variant", "layout_invariant=True")),
     (DELTA | {"fp8_format": "hybrid", "bf16": True}, 1, ("fp8_format=hybrid", "remove --fp8-format")),
+    (DELTA | {"save": "out", "ckpt_format": "torch_dist"}, 1, ("ckpt_format=torch_dist", "use torch_dcp")),
     (
         DELTA | {"cuda_graph_impl": "local"},
         1,

@@ -15,7 +15,7 @@ from megatron_core.checkpoint import parameter_pieces
 from megatron_core.models import GPTModel
 from megatron_core.models.hf import HuggingFaceReader
 from megatron_core.tensor_parallel import ModelParallelConfig
-from tests.models.hf_models import MODELS, VOCABULARY, save_model
+from tests.models.hf_models import MODELS, RECURRENT, VOCABULARY, save_model
 
 TOLERANCE = 1e-5
 """Their norms, rotary tables and routers are float32 in a float64 model, too."""
@@ -29,8 +29,8 @@ def loaded(folder: Path) -> GPTModel:
     return model
 
 
-OTHERS = [name for name in MODELS if not name.startswith(("qwen3_next", "qwen3_5"))]
-"""``test_delta_net`` compares gated delta nets, which `transformers` computes in float32 throughout."""
+OTHERS = [name for name in MODELS if not name.startswith(RECURRENT)]
+"""``test_delta_net`` compares those with a recurrence."""
 
 
 @pytest.mark.drawn(8)

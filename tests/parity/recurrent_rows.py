@@ -36,6 +36,23 @@ PACKED = {"tokenizer_type": "NullTokenizer", "reset_position_ids": True, "reset_
 ZERO3 = {"zero_stage": 3}
 IN_FOUR = DELTA | {"num_layers": 4, "linear_attention_freq": (1, 1, 0, 1)}
 
+KIMI = DELTA | {
+    **{name: value for name, value in SMALL.items() if "expert" in name or name == "moe_ffn_hidden_size"},
+    "experimental_attention_variant": "kimi_delta_attention",
+    "linear_num_key_heads": 4,
+    "num_layers": 2,
+    "apply_layernorm_1p": False,
+    "attention_output_gate": False,
+    "rotary_percent": 1.0,
+    "multi_latent_attention": True,
+    "kv_lora_rank": 8,
+    "qk_head_dim": 6,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 10,
+    "latent_norm_epsilon": 1e-3,
+    "no_rope_freq": (1,),
+    "moe_router_score_function": "sigmoid",
+}
 RECURRENT_ROWS: dict[str, tuple[int, dict, dict]] = {
     "delta net, tp2": (2, DELTA, TP2),
     "delta net, tp2 sp": (2, DELTA, TP2 | SP),
@@ -61,5 +78,15 @@ RECURRENT_ROWS: dict[str, tuple[int, dict, dict]] = {
         4,
         QWEN3_NEXT | PACKED | {"mtp_num_layers": 1},
         CP2 | EP2 | {"zero_stage": 1},
+    ),
+    "kimi linear, tp2": (2, KIMI, TP2),
+    "kimi linear, tp2 sp ep2 etp1": (2, KIMI, TP2 | SP | EP2 | ETP1),
+    "kimi linear, packed, cp2": (2, KIMI | PACKED, CP2),
+    "kimi linear, dp2 ep2 zero3": (2, KIMI, EP2 | ZERO3),
+    "kimi linear, pp2 zb_h1": (2, KIMI, PP2 | ZB_H1),
+    "kimi linear, recomputed core, cp2 tp2 sp": (
+        4,
+        KIMI,
+        CP2 | TP2 | SP | {"recompute_granularity": "selective"},
     ),
 }

@@ -49,6 +49,11 @@ CASES: dict[str, dict[str, Any]] = {
     "gated attention, tp2": LLAMA | GROUPS | {"attention_output_gate": True, "tensor_model_parallel_size": 2},
     "gated delta net, tp2": LLAMA | DELTA_NET | {"tensor_model_parallel_size": 2, "optimizer": "muon"},
     "gated delta net, experts, pp2, lora": LLAMA | DELTA_NET | EXPERTS | PIPELINE | {"lora_rank": 4},
+    "kimi delta attention, latents, tp2": LLAMA
+    | LATENTS
+    | DELTA_NET
+    | {"experimental_attention_variant": "kimi_delta_attention", "linear_num_key_heads": 4}
+    | {"tensor_model_parallel_size": 2, "no_rope_freq": (1,), "qk_layernorm": True, "latent_norm_epsilon": 1e-6},
     "norms over heads": LLAMA | {"qk_layernorm": True, "qk_layernorm_over_heads": True},
     "experts, ep2": EXPERTS | LLAMA | {"expert_model_parallel_size": 2, "moe_layer_freq": (0, 1)},
     "experts, tp2 etp1": EXPERTS

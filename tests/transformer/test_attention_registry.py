@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron_core.config.attention import ATTENTION_KINDS, RECURRENT_KINDS, GroupedQuery, Projection
+from megatron_core.config.attention import ATTENTION_KINDS, GroupedQuery, Projection
 from megatron_core.config.flops import forward_flops_per_token
+from megatron_core.config.mixers import RECURRENT_KINDS
 from megatron_core.config.validate import problems
 from megatron_core.errors import ConfigError
 from megatron_core.models import GPTModel
@@ -80,13 +81,21 @@ KINDS: dict[str, dict[str, Any]] = {
         "linear_key_head_dim": 6,
         "linear_value_head_dim": 10,
     },
+    "kimi delta attention": {
+        "experimental_attention_variant": "kimi_delta_attention",
+        "linear_attention_freq": (1, 0),
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 6,
+        "linear_value_head_dim": 10,
+    },
     "a user's": GROUPS | {"attention_kind": "output_gate", "qk_layernorm": True},
 }
 
 
 def test_every_kind_is_compared(output_gate: None) -> None:
     assert ATTENTION_KINDS.keys() == ATTENTION_LAYERS.keys() == {"grouped_query", "latent", "output_gate"}
-    assert RECURRENT_KINDS.keys() == RECURRENT_LAYERS.keys() == {"gated_delta_net"}
+    assert RECURRENT_KINDS.keys() == RECURRENT_LAYERS.keys() == {"gated_delta_net", "kimi_delta_attention"}
 
 
 @pytest.mark.parametrize("settings", KINDS.values(), ids=KINDS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_core.config import ModelConfig
-from megatron_core.config.attention import GatedDeltaNet
+from megatron_core.config.mixers import GatedDeltaNet
 from megatron_core.models.hf.architecture import register
 from megatron_core.models.hf.families.llama import LLAMA, QK_NORMS
 from megatron_core.models.hf.families.qwen import EXPERT_LAYERS, QWEN2_MOE, QWEN3_MOE, ROUTER_SOFTMAX
@@ -25,7 +25,8 @@ def _layers(hf_config: Settings) -> Settings:
 
 
 def _layers_json(config: ModelConfig) -> Settings:
-    return {"layer_types": [KINDS[config.is_recurrent(n)] for n in range(config.num_layers)]}
+    kinds = [KINDS[config.is_recurrent(n)] for n in range(config.num_layers)]
+    return {"layer_types": kinds, "partial_rotary_factor": config.rotary_percent}
 
 
 def _gated_qkv_rows(config: ModelConfig, _: int) -> list[RowRange]:
