@@ -146,7 +146,7 @@ IN_RECURRENCES = (
         "self.f_b_proj(self.f_a_proj(hidden))",
         "self.f_b_proj(self.f_a_proj(hidden).detach())",
         "kimi linear, tp2",
-        culprit="gradient of the parameter *f_a_proj.weight",
+        culprit="gradient",
     ),
     Defect(
         "rates and gates of Kimi delta attention change places",
