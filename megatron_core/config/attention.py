@@ -72,6 +72,19 @@ class AttentionKind:
         """Elements per token and layer in the key-value cache of a rank."""
         return self.key_value_heads(tp) * (self.query_head_size + self.value_head_size)
 
+    def state_elements(self, tp: int) -> int:
+        """Elements per text and layer in the cache of a rank, whatever the length of the text."""
+        return 0
+
+    def vectors(self, tp: int) -> int:
+        """Elements on a rank of parameters that are neither projections nor ``norms``."""
+        return self.model.num_attention_heads // tp if self.model.softmax_type == "learnable" else 0
+
+    def score_flops(self, keys: int) -> tuple[int, int]:
+        """Forward FLOPs per token of scores, and of weighted values, for ``keys`` keys of a query."""
+        heads = self.model.num_attention_heads
+        return 2 * keys * heads * self.query_head_size, 2 * keys * heads * self.value_head_size
+
     @property
     def has_rotary(self) -> bool:
         """Whether heads have rotary positions."""

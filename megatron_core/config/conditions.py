@@ -14,6 +14,7 @@ GPU = Condition("a GPU", lambda run: run.device != "cpu")
 
 # The model.
 LATENT_ATTENTION = given("multi_latent_attention")
+RECURRENT = given("experimental_attention_variant", "gated_delta_net")
 NO_LATENT_ATTENTION = unless("--multi-latent-attention", lambda run: run.model.multi_latent_attention)
 ROTARY = Condition("--position-embedding-type rope", lambda run: run.attention.has_rotary)
 POSITIONS = Condition("positions", lambda run: run.model.position_embedding_type != "none" or run.attention.has_rotary)

@@ -11,7 +11,7 @@ older releases of Megatron-LM. Newer ones count half of them, and so print less 
 
 from dataclasses import replace
 
-from megatron_core.config.attention import attention_of
+from megatron_core.config.mixers import mixer_of
 from megatron_core.config.model import ModelConfig
 
 
@@ -36,22 +36,24 @@ def forward_flops_per_token(model: ModelConfig, seq_length: int, vocab_size: int
     output is 2 a v h L, and qkv is
 
         2 (h (q + c + r) + a (q (d + r) + c (d + v))) L    without the queries' latent h a (d + r) for both terms of q
+
+    A layer with a recurrence has the terms of its kind: scores are its convolution, values its updates of the state.
     """
-    layers, hidden, attention = model.num_layers, model.hidden_size, attention_of(model)
-    query = model.num_attention_heads * attention.query_head_size
-    value = model.num_attention_heads * attention.value_head_size
-    *inputs, output = attention.projections(1)
+    layers, hidden = model.num_layers, model.hidden_size
+    mixers = [mixer_of(model, layer) for layer in range(layers)]
+    projections = [mixer.projections(1) for mixer in mixers]
     matrices = 3 if model.gated_linear_unit else 2
     windows = [model.window_of_layer(layer) for layer in range(layers)]
     widths = [seq_length if w is None or w[0] < 0 else min(seq_length, w[0] + 1) for w in windows]
-    keys = sum(min(width, model.chunk_of_layer(layer) or width) for layer, width in enumerate(widths))
+    keys = [min(width, model.chunk_of_layer(layer) or width) for layer, width in enumerate(widths)]
+    scores = [mixer.score_flops(count) for mixer, count in zip(mixers, keys, strict=True)]
     sparse = sum(map(model.has_experts, range(layers)))
     shared = model.moe_shared_expert_intermediate_size or 0
     terms = {
-        "qkv": 2 * sum(each.elements for each in inputs) * layers,
-        "scores": 2 * keys * query,
-        "values": 2 * keys * value,
-        "output": 2 * output.elements * layers,
+        "qkv": 2 * sum(each.elements for own in projections for each in own[:-1]),
+        "scores": sum(score for score, _ in scores),
+        "values": sum(value for _, value in scores),
+        "output": 2 * sum(own[-1].elements for own in projections),
         "mlp": 2 * hidden * model.ffn_size * matrices * (layers - sparse),
         "logits": 2 * hidden * vocab_size,
     }
@@ -67,6 +69,7 @@ def forward_flops_per_token(model: ModelConfig, seq_length: int, vocab_size: int
             mtp_num_layers=None,
             window_size=model.window_of_layer(layers - 1),
             window_attn_skip_freq=None,
+            linear_attention_freq=(1 + model.is_recurrent(layers - 1),),
             num_experts=model.num_experts if model.has_experts(layers - 1) else None,
             moe_layer_freq=(1,),
         )

@@ -16,15 +16,16 @@ class InferenceConfig:
     """Positions in a block of the key-value cache; texts share full blocks of a common prefix."""
     inference_dynamic_batching_buffer_size_gb: float | None = setting(None, r.POSITIVE, when=ALWAYS)
     """Largest memory of the key-value cache on each rank, in GB (1e9 bytes); memory is allocated as texts grow, and
-    returned. If it is full, the text that came last waits. Default: half of the free memory at the start."""
+    returned. If it is full, the text that came last waits. States of recurrent layers, whose size does not grow with a
+    text, are in addition to it. Default: half of the free memory at the start."""
     inference_dynamic_batching_max_tokens: int = setting(512, r.SIZE, when=ALWAYS)
     """Tokens of a step. A longer prompt is computed in chunks, between which running texts get their next tokens: a
     smaller number delays them less, a larger one computes prompts faster. A step has at least one block of prompts."""
     enable_chunked_prefill: bool = setting(True, when=ALWAYS)
     """Divide long prompts into chunks; --no-enable-chunked-prefill: running texts wait for a whole prompt."""
     inference_dynamic_batching_prefix_caching: bool = setting(True, when=ALWAYS)
-    """Compute a prefix that is common to several texts once; --no-inference-dynamic-batching-prefix-caching: for each
-    text."""
+    """Compute a prefix that is common to several texts once; --no-inference-dynamic-batching-prefix-caching, and models
+    with recurrent layers: for each text."""
 
     def __post_init__(self) -> None:
         for name, declared in declarations(InferenceConfig):

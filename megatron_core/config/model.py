@@ -6,6 +6,7 @@ from typing import Literal
 from megatron_core.config import conditions as c
 from megatron_core.config import ranges as r
 from megatron_core.config.moe import MoEConfig
+from megatron_core.config.recurrent import RecurrentConfig
 from megatron_core.config.rotary import RotaryConfig
 from megatron_core.config.setting import ALWAYS, Resume, given, section, setting
 
@@ -30,6 +31,8 @@ class LatentAttentionConfig:
     """Channels of a query head with rotary positions; all heads share these channels of the key."""
     v_head_dim: int = setting(128, r.SIZE)
     """Channels of a value head."""
+    latent_norm_epsilon: float | None = setting(None, r.POSITIVE, when=c.QK_LAYERNORM)
+    """Added to the variance in the norms of latents; default: --norm-epsilon."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +60,7 @@ class MuPConfig:
 
 @dataclass(frozen=True, kw_only=True)
 @section(resume=Resume.FUNCTION)
-class ModelConfig(LatentAttentionConfig, RotaryConfig, MoEConfig, MuPConfig):
+class ModelConfig(LatentAttentionConfig, RecurrentConfig, RotaryConfig, MoEConfig, MuPConfig):
     """The model: sizes, norms, positions, activations, experts, dropout and initialisation."""
 
     num_layers: int = setting(2, r.SMALL_COUNT, when=ALWAYS, resume=Resume.TENSORS, aliases="encoder_num_layers")
@@ -310,6 +313,13 @@ class ModelConfig(LatentAttentionConfig, RotaryConfig, MoEConfig, MuPConfig):
         windowed = (layer_number + 1) % skip[0] != 0 if len(skip) == 1 else skip[layer_number] == 1
         return self.window_size if windowed else None
 
+    def is_recurrent(self, layer_number: int) -> bool:
+        """Whether a layer (numbered from 0) has a recurrence instead of attention."""
+        pattern, layer_number = self.linear_attention_freq, min(layer_number, self.num_layers - 1)
+        if self.experimental_attention_variant is None or pattern is None:
+            return False
+        return (layer_number + 1) % pattern[0] != 0 if len(pattern) == 1 else pattern[layer_number] == 1
+
     def chunk_of_layer(self, layer_number: int) -> int | None:
         """Tokens of a chunk within which a layer (numbered from 0) attends; None: whole documents."""
         return self.attention_chunk_size if self.has_rotary(layer_number) else None
@@ -320,6 +330,11 @@ class ModelConfig(LatentAttentionConfig, RotaryConfig, MoEConfig, MuPConfig):
         if skip is None:
             return True
         return (layer_number + 1) % skip[0] != 0 if len(skip) == 1 else skip[layer_number] == 0
+
+    @property
+    def has_recurrence(self) -> bool:
+        """Whether any layer has a recurrence."""
+        return any(map(self.is_recurrent, range(self.num_layers)))
 
     @property
     def has_windows(self) -> bool:

@@ -21,13 +21,15 @@ class RotaryConfig:
     """Base in layers with the window of --window-size, which is not scaled (Gemma 3); default: --rotary-base."""
     rotary_percent: float = setting(1.0, r.POSITIVE_UP_TO_1, when=c.ROTARY)
     """Fraction of each head's channels that have rotary positions."""
-    no_rope_freq: tuple[int, ...] | None = setting(None, needs=(c.ROTARY, c.NO_LATENT_ATTENTION))
+    no_rope_freq: tuple[int, ...] | None = setting(None, needs=c.ROTARY)
     """Layers without rotary positions (Llama 4, SmolLM3). One number n: every n-th layer. One number per layer: 1
     without, 0 with rotary positions; also an expression such as ([0]*3+[1])*12. Default: all layers have them."""
     attention_chunk_size: int | None = setting(None, r.SIZE, needs=(c.ROTARY, c.NO_LATENT_ATTENTION))
     """Layers with rotary positions attend within chunks of this number of tokens of a document (Llama 4); default:
     within whole documents."""
-    query_temperature_scale: float = setting(0.0, r.NON_NEGATIVE, needs=given("no_rope_freq", "N"))
+    query_temperature_scale: float = setting(
+        0.0, r.NON_NEGATIVE, needs=(given("no_rope_freq", "N"), c.NO_LATENT_ATTENTION)
+    )
     """Scale a of the temperature in layers without rotary positions: the query at position p is multiplied by
     1 + a ln(1 + floor((p + 1) / --query-temperature-floor)) (Llama 4)."""
     query_temperature_floor: int = setting(8192, r.SIZE, needs=given("query_temperature_scale", "A"))

@@ -8,6 +8,7 @@ from megatron_core.config.run import RunConfig
 REFUSED = {
     "fp16": "its loss scale moves gradients out of the range of exact sums; use --bf16",
     "fp8_format": "scales are those of a rank's block; remove --fp8-format",
+    "experimental_attention_variant": "sums over chunks have no canonical parts; use attention in all layers",
     "compile": "a graph has its own order of sums; remove --compile",
     "qk_layernorm_over_heads": "it is a sum over the heads of all ranks; remove it",
     "moe_apply_probs_on_input": "gradients of probabilities are sums over parts of experts; remove it",

@@ -247,6 +247,7 @@ def graph_problems(config: RunConfig) -> Iterator[str]:
         f"zero_stage={parallel.dp_zero_stage}": parallel.dp_zero_stage >= 2,
         f"cp_comm_type={' '.join(parallel.cp_comm_type)}": parallel.context_parallel_size > 1 and passes_messages,
         f"pipeline_schedule={schedule}": schedule in splits or parallel.overlap_moe_expert_parallel_comm,
+        f"experimental_attention_variant={model.experimental_attention_variant}": model.has_recurrence,
         "reset_attention_mask=True": config.data.reset_attention_mask,
         "recompute_granularity=full": model.recompute_granularity == "full",
         f"recompute_modules={' '.join(model.recompute_modules)}": any(

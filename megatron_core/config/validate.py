@@ -10,6 +10,7 @@ from megatron_core.config.rules_fp8 import fp8_problems
 from megatron_core.config.rules_invariance import invariance_problems
 from megatron_core.config.rules_moe import moe_problems
 from megatron_core.config.rules_parallel import context_problems, parallel_problems, recompute_problems
+from megatron_core.config.rules_recurrent import recurrent_problems
 from megatron_core.config.rules_run import checkpoint_problems, monitor_problems, resilience_problems
 from megatron_core.config.rules_sharding import sharding_problems
 from megatron_core.config.rules_single import illegal_values, needless_settings, unknown_words
@@ -40,6 +41,7 @@ def problems(config: RunConfig, world_size: int) -> Iterator[str]:
         return  # the other rules assume known words
     yield from needless_settings(config)
     yield from model_problems(config)
+    yield from recurrent_problems(config)
     yield from moe_problems(config)
     yield from recompute_problems(config)
     yield from stage_problems(config)

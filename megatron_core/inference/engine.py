@@ -53,7 +53,7 @@ class Engine:
         self.max_length = min(limits, default=None)
         """Maximum number of tokens of a prompt and its continuation; None: unlimited."""
         block_size, groups = config.inference_dynamic_batching_block_size, generator.groups.size("pp")
-        capacity = cache_blocks(config, generator)
+        capacity = cache_blocks(config, generator, max_batch_size)
         self.scheduler = Scheduler(
             BlockPool(capacity),
             block_size,
@@ -61,9 +61,10 @@ class Engine:
             max_batch_size=max_batch_size,
             max_tokens=config.inference_dynamic_batching_max_tokens,
             chunked=config.enable_chunked_prefill,
-            sharing=config.inference_dynamic_batching_prefix_caching,
+            # The states of recurrent layers are not kept for the ends of blocks.
+            sharing=config.inference_dynamic_batching_prefix_caching and not generator.config.model.has_recurrence,
         )
-        self.cache = KVCache(generator.device, block_size, capacity)
+        self.cache = KVCache(generator.device, block_size, capacity, max_batch_size)
         self._flights: list[_Flight | None] = [None] * groups
         self._turn = 0
         self._numbers = count()
@@ -155,7 +156,7 @@ class Engine:
         self.cache.reserve(self.scheduler.pool.top)
         # Texts with the same first blocks are adjacent, so that attention reads these once.
         segments.sort(key=lambda each: (each.count > 1, each.first == 0, each.text.table))
-        spans = [Span(each.first, each.count, each.text.table) for each in segments]
+        spans = [Span(each.first, each.count, each.text.table, each.text.state) for each in segments]
         ids = [token for each in segments for token in each.text.tokens[each.first : each.first + each.count]]
         ends = accumulate(each.count for each in segments)
         rows = [row for each, end in zip(segments, ends, strict=True) for row in range(end - each.rows, end)]

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from megatron_core import parallel_state
 from megatron_core.checkpoint import CheckpointReader, parameter_pieces
 from megatron_core.config import RunConfig
-from megatron_core.config.attention import attention_of
+from megatron_core.config.attention import AttentionKind
+from megatron_core.config.mixers import mixer_of
 from megatron_core.config.parallel import BALANCED_STAGES
 from megatron_core.config.rules_invariance import invariance_problems
 from megatron_core.config.rules_parallel import parallel_problems
@@ -83,9 +84,20 @@ class Generator:
         tp = self.groups.size("tp")
         # With --layout-invariant, each canonical part of the heads has its own copy of its keys and values.
         parts = max(self.config.invariant_parts, tp) if self.config.parallel.layout_invariant else tp
-        elements = attention_of(self.config.model).cached_elements(parts) * (parts // tp)
-        layers = sum(len(stage.decoder.layers) for stage in self.stages.values())
-        return layers * elements * getattr(torch, self.config.training.compute_dtype).itemsize
+        elements = sum(mixer.cached_elements(parts) for mixer in self._mixers) * (parts // tp)
+        return elements * getattr(torch, self.config.training.compute_dtype).itemsize
+
+    @property
+    def bytes_per_text(self) -> int:
+        """Memory of the states of a text in the recurrent layers of this rank; states are at least in float32."""
+        size = max(getattr(torch, self.config.training.compute_dtype).itemsize, 4)
+        return size * sum(mixer.state_elements(self.groups.size("tp")) for mixer in self._mixers)
+
+    @property
+    def _mixers(self) -> list[AttentionKind]:
+        """The kinds of the layers of this rank."""
+        names = [name for stage in self.stages.values() for name, _ in stage.decoder.layers.items()]
+        return [mixer_of(self.config.model, int(name)) for name in names]
 
     @property
     def losses(self) -> Losses | None:

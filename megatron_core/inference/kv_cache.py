@@ -1,4 +1,4 @@
-"""Memory of keys and values in blocks, which the texts of a step use through tables of block numbers."""
+"""Memory of keys and values in blocks, which the texts of a step use through tables of block numbers, and of states."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,26 +17,31 @@ class Span:
     """First position; the earlier ones are in the cache."""
     count: int
     table: Sequence[int]
+    text: int = 0
+    """Number of the text in the memory of states."""
 
 
 class KVCache:
-    """Keys and values of each layer of this rank, ``[blocks, positions of a block, heads, channels]``.
+    """Keys and values of each layer of this rank, ``[blocks, positions of a block, heads, channels]``, and the states
+    of up to ``texts`` texts in recurrent layers.
 
     A step is ``begin``, followed by the model's forward, which calls ``write`` in every layer before its attention.
     """
 
-    def __init__(self, device: torch.device, block_size: int, capacity: int) -> None:
-        self.block_size, self.capacity = block_size, capacity
+    def __init__(self, device: torch.device, block_size: int, capacity: int, texts: int = 1) -> None:
+        self.block_size, self.capacity, self.texts = block_size, capacity, texts
         self.blocks = 0
         """Number of blocks for which memory is allocated."""
         self.step = PagedStep.of_nothing()
         self._device = device
         self._layers: dict[int, tuple[Tensor, ...]] = {}
+        self._states: dict[int, tuple[Tensor, ...]] = {}
 
     @property
     def bytes(self) -> int:
         """Allocated memory."""
-        return sum(memory.nbytes for layer in self._layers.values() for memory in layer)
+        layers = (*self._layers.values(), *self._states.values())
+        return sum(memory.nbytes for layer in layers for memory in layer)
 
     def begin(self, spans: Sequence[Span]) -> Tensor:
         """Begin a step of ``spans``, concatenated into one row; return their positions ``[1, sum of counts]``.
@@ -72,6 +77,7 @@ class KVCache:
             longest=max((span.first + 1 for span in singles), default=0),
             chunks=parts,
             fresh=[span.count for span in fresh],
+            texts=torch.tensor([span.text for span in spans], dtype=torch.int64, device=device),
         )
         return torch.cat(positions)[None].to(device)
 
@@ -87,6 +93,16 @@ class KVCache:
         for stored, new in zip(memory, values, strict=True):
             stored.view(-1, *stored.shape[2:]).index_copy_(0, self.step.slots, new)
         return memory
+
+    def states(self, layer: int, *shapes: tuple[tuple[int, ...], torch.dtype]) -> tuple[Tensor, ...]:
+        """Return the memory of a layer's states, ``[texts, ...]`` for each of ``shapes``, for the layer to update.
+
+        A text that begins does not read what an earlier one left there.
+        """
+        if layer not in self._states:
+            device, texts = self._device, self.texts
+            self._states[layer] = tuple(torch.zeros(texts, *shape, dtype=d, device=device) for shape, d in shapes)
+        return self._states[layer]
 
     @torch.inference_mode()
     def reserve(self, blocks: int) -> None:

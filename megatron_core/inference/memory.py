@@ -16,15 +16,16 @@ MOST_POSITIONS = 2**31
 """Upper bound for a model whose positions and memory are not limited."""
 
 
-def cache_blocks(config: InferenceConfig, generator: Generator) -> int:
-    """Number of blocks for which every rank has memory; a collective call.
+def cache_blocks(config: InferenceConfig, generator: Generator, texts: int) -> int:
+    """Number of blocks for which every rank has memory in addition to the states of ``texts`` texts; a collective call.
 
     Errors: ``ConfigError`` if there is not memory for one block.
     """
     group, device = generator.groups.group(WORLD), generator.device
     size = config.inference_dynamic_batching_block_size * generator.bytes_per_position
     given = config.inference_dynamic_batching_buffer_size_gb
-    memory = _free_bytes(device) / 2 / (1 if device.type == "cuda" else group.size()) if given is None else given * 1e9
+    free = _free_bytes(device) / 2 / (1 if device.type == "cuda" else group.size())
+    memory = max(free - texts * generator.bytes_per_text, 0) if given is None else given * 1e9
     blocks = int(min(memory // max(size, 1), MOST_POSITIONS // config.inference_dynamic_batching_block_size))
     # The smallest number of all ranks.
     least = torch.tensor([-blocks], dtype=torch.int64, device=device)

@@ -3,6 +3,7 @@
 from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 
 import torch
 
@@ -36,6 +37,8 @@ class Text:
     """Whether it has used such blocks."""
     group: int | None = None
     """The group of texts that are computed together; None: waiting, finished or cancelled."""
+    state: int = 0
+    """Number of its states in the cache, while it is in a group."""
 
     @property
     def remaining(self) -> int:
@@ -79,6 +82,7 @@ class Scheduler:
         self.max_batch_size, self.max_tokens, self.chunked, self.sharing = max_batch_size, max_tokens, chunked, sharing
         self.waiting: list[Text] = []
         self.groups: list[list[Text]] = [[] for _ in range(groups)]
+        self._free_states = list(range(max_batch_size))
         self.preempted = 0
         """Number of times that a text returned its blocks."""
         self.reused = 0
@@ -101,6 +105,7 @@ class Scheduler:
             return
         self.groups[text.group].remove(text)
         self.pool.release(text.table)
+        heappush(self._free_states, text.state)
         text.table, text.computed, text.group = [], 0, None
 
     def find(self, number: int) -> Text | None:
@@ -219,6 +224,7 @@ class Scheduler:
         own = self._blocks(len(text.tokens)) - len(shared)
         text.table = shared + [self.pool.allocate() for _ in range(own)]
         text.computed, text.group = len(shared) * self.block_size, slot
+        text.state = heappop(self._free_states)
         text.has_shared = bool(shared)
         self.reused += text.computed
         insort(self.groups[slot], text, key=_number)

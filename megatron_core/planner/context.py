@@ -21,6 +21,7 @@ from math import lcm
 
 from megatron_core.config import RunConfig
 from megatron_core.config.attention import attention_of
+from megatron_core.planner.recurrence import Recurrence
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,9 @@ class _Sizes:
 
 def layer_traffic(config: RunConfig, layer_number: int) -> AttentionTraffic:
     """Bytes sent in a layer; 0 without context parallelism."""
+    if config.model.is_recurrent(layer_number):
+        own = Recurrence.of(config)
+        return AttentionTraffic(own.sent, own.sent_back)
     kind, cp, sizes = _kind(config, layer_number), config.parallel.context_parallel_size, _Sizes.of(config)
     if kind == "p2p":
         return _ring(cp, sizes.groups * sizes.head * sizes.tokens, sizes)
@@ -86,7 +90,10 @@ def layer_pairs(config: RunConfig, layer_number: int, cp_rank: int) -> float:
 
     A rank that exchanges heads has the pairs of more tokens for fewer heads; the result is the mean over all heads that
     the rank has without the exchange.
+    A layer with a recurrence has none.
     """
+    if config.model.is_recurrent(layer_number):
+        return 0.0
     kind, cp, length = _kind(config, layer_number), config.parallel.context_parallel_size, config.data.seq_length
     heads = {"a2a": cp, "a2a+p2p": config.parallel.a2a_size}.get(kind, 1)
     size, rank, chunk = cp // heads, cp_rank // heads, length / (2 * (cp // heads))
@@ -121,6 +128,8 @@ def _arriving(config: RunConfig, layer_number: int) -> float:
     block = sizes.groups * sizes.head * sizes.tokens
     if cp == 1:
         return 0.0
+    if config.model.is_recurrent(layer_number):  # of all ranks, and their gradients
+        return 2 * Recurrence.of(config).sent * cp / (cp - 1)
     if kind == "all_gather":  # all blocks, and the gradients of all
         return block * cp * (sizes.number + sizes.gradient)
     if kind == "p2p":  # the current block, the next block, the current gradient, and the gradient in transfer

@@ -18,6 +18,7 @@ from megatron_core.planner.memory import (
     transient_activations,
 )
 from megatron_core.planner.parameters import Parameters, layer_kinds, padded_vocabulary
+from megatron_core.planner.recurrence import Recurrence
 from megatron_core.schedules.actions import Plan
 from megatron_core.schedules.simulate import peak_activations
 
@@ -106,10 +107,9 @@ class Footprint:
         return [self._moving(rank) for rank in range(len(self.plan.ranks))]
 
     def _moving(self, rank: int) -> dict[str, float]:
-        where = self.plan.stage_to_rank
-        own = [layer for stage, run in enumerate(self.layers) if where[stage] == rank for layer in run]
+        own = self._layers_of(rank)
         working = self.transient + self.temporary(rank)
-        if where[-1] == rank:  # the head's activations are freed before the layers' backward begins
+        if self.plan.stage_to_rank[-1] == rank:  # the head's activations are freed before the layers' backward begins
             working = max(working - self.head_bytes, 0.0)
         found = {"activations": self.activations[rank], "keys": arriving_bytes(self.config, own), "temporary": working}
         return found | {"fragments": FRAGMENTS * sum(found.values())}
@@ -206,7 +206,14 @@ class Footprint:
         found = n * tokens * (width + 4 * model.hidden_size)
         if self.plan.stage_to_rank[-1] == rank and model.fuses_output_layer_with_loss:
             found = max(found, n * tokens * 2 * model.hidden_size)
+        if any(model.is_recurrent(layer) for layer in self._layers_of(rank)):
+            found = max(found, Recurrence.of(config).again)
         return found
+
+    def _layers_of(self, rank: int) -> list[int]:
+        """The layers of all stages of a pipeline rank."""
+        where = self.plan.stage_to_rank
+        return [layer for stage, run in enumerate(self.layers) if where[stage] == rank for layer in run]
 
     @property
     def tokens(self) -> float:

@@ -14,10 +14,12 @@ from functools import cached_property
 
 from megatron_core.config import RunConfig
 from megatron_core.config.attention import attention_of, computed_weights
+from megatron_core.config.mixers import mixer_of
 from megatron_core.planner.context import layer_pairs, layer_traffic
 from megatron_core.planner.hardware import Hardware, Rings
 from megatron_core.planner.memory import layer_activations
 from megatron_core.planner.parameters import padded_vocabulary
+from megatron_core.planner.recurrence import Recurrence
 
 Seconds = dict[str, float]
 """Seconds by kind: products, attention, elements, launches; exposed communication by axis: tp, cp, ep; host."""
@@ -91,16 +93,8 @@ class LayerClock:
         if min(m, k, n) <= 0:
             return 0.0
         edge, size = self.hardware.product_edge, self.bytes
-        arithmetic = (
-            2
-            * m
-            * k
-            * n
-            / (self.fast_rate if self.eight_bit else self.rate)
-            * (1 + edge / m)
-            * (1 + edge / k)
-            * (1 + edge / n)
-        )
+        flops = 2 * m * k * n * (1 + edge / m) * (1 + edge / k) * (1 + edge / n)
+        arithmetic = flops / (self.fast_rate if self.eight_bit else self.rate)
         moved = (1 if self.eight_bit else size) * (m * k + k * n) + (
             size if result_bytes is None else result_bytes
         ) * m * n
@@ -228,13 +222,19 @@ class LayerClock:
         bounded = model.attention_backend == "auto" and model.attn_logit_softcapping is not None
         return model.attention_backend != "unfused" and not bounded and not model.attention_dropout
 
-    def between(self) -> tuple[Seconds, Seconds]:
+    def recurrence(self) -> tuple[Seconds, Seconds]:
+        """Forward and backward of a recurrence, which backward computes again."""
+        forward = Recurrence.of(self.config).seconds(self.hardware, self.rings.ring("cp"))
+        return forward, {kind: 3 * seconds for kind, seconds in forward.items()}
+
+    def between(self, *, recurrent: bool) -> tuple[Seconds, Seconds]:
         """Forward and backward of norms, residual additions and rotary embeddings."""
         model, n = self.config.model, self.bytes
         rows = self.tokens * model.hidden_size / self.parts
         norms = {"pre": 2, "sandwich": 4, "post": 2}[model.norm_placement]
-        rotated = self.tokens * (self.queries + self.keys) * bool(self.attention_kind.rotary_channels)
-        normed = self.tokens * (self.queries + self.keys) * (model.qk_layernorm or model.qk_l2_norm)
+        channels = 0 if recurrent else self.tokens * (self.queries + self.keys)
+        rotated = channels * bool(self.attention_kind.rotary_channels)
+        normed = channels * (model.qk_layernorm or model.qk_l2_norm)
         forward = n * (rows * (2 * norms + 6) + 2 * rotated + 2 * normed)
         backward = n * (rows * (3 * norms + 6 + (4 if model.hidden_dropout else 0)) + 2 * rotated + 3 * normed)
         kernels = norms + 2 + 2 * bool(rotated) + 2 * bool(normed)
@@ -301,9 +301,9 @@ class LayerClock:
 
     # --- whole parts of the model
 
-    def attention(self) -> Passes:
+    def attention(self, layer: int) -> Passes:
         """Projections to queries, keys and values, and the output projection."""
-        *inputs, output = self.attention_kind.projections(self.tp)
+        *inputs, output = mixer_of(self.config.model, layer).projections(self.tp)
         first = next(each for each in inputs if each.split == "outputs")
         main = self.pair(self.tokens, first.inputs, first.outputs, output.inputs, output.outputs)
         own = self.tokens / self.parts
@@ -321,14 +321,14 @@ class LayerClock:
         """A layer without recomputation or with selective recomputation."""
         model = self.config.model
         self.eight_bit = number in self.config.training.fp8_layers(model.num_layers)
-        forward, backward = self.core_attention(number)
-        attention = self.attention()
+        recurrent = model.is_recurrent(number)
+        forward, backward = self.recurrence() if recurrent else self.core_attention(number)
+        attention, (before, behind) = self.attention(number), self.between(recurrent=recurrent)
         mlp = self.experts() if model.has_experts(number) else self.mlp(model.ffn_size)
-        before, behind = self.between()
         again = [forward] if model.recomputes("core_attn") else []
         again += [mlp.forward] if model.recomputes("moe" if model.has_experts(number) else "mlp") else []
         again += [before] if model.recomputes("layernorm") else []
-        if model.recomputes("mla_up_proj") and model.multi_latent_attention:
+        if model.recomputes("mla_up_proj") and model.multi_latent_attention and not recurrent:
             again.append({"products": 0.5 * attention.forward["products"]})
         if model.recomputes("moe_act") and model.has_experts(number):
             again.append({"elements": 0.3 * mlp.forward["elements"]})

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from megatron_core.config import OptimizerConfig, RunConfig
-from megatron_core.config.attention import attention_of, computed_weights
+from megatron_core.config.attention import computed_weights
+from megatron_core.config.mixers import mixer_of
 
 ADAM = OptimizerConfig()
 
@@ -82,7 +83,7 @@ def layer_activations(config: RunConfig, layer_number: int = 0) -> float:
     In a layer with experts ``_expert_bytes`` is added, and f is the width of the shared expert (0 without one).
     """
     model, n = config.model, _number_size(config)
-    replicated, of_heads = attention_of(model).saved()
+    replicated, of_heads = mixer_of(model, layer_number).saved()
     whole: float = 4 * n * model.hidden_size + (2 * model.hidden_size if model.hidden_dropout else 0)
     if model.recomputes("layernorm"):
         whole -= 2 * n * model.hidden_size
@@ -94,7 +95,8 @@ def layer_activations(config: RunConfig, layer_number: int = 0) -> float:
     split: float = n * of_heads + n * width * (3 if model.gated_linear_unit else 2)
     if model.norm_placement == "sandwich":
         whole += 2 * n * model.hidden_size
-    split += _score_bytes(config) + (_expert_bytes(config) if experts else 0)
+    split += _expert_bytes(config) if experts else 0
+    split += 0 if model.is_recurrent(layer_number) else _score_bytes(config)
     tp = config.parallel.tensor_model_parallel_size
     return _tokens(config) * (whole / _sequence_parts(config) + split / tp)
 

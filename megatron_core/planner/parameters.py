@@ -8,6 +8,7 @@ from operator import add
 
 from megatron_core.config import ParallelConfig, RunConfig
 from megatron_core.config.attention import attention_of
+from megatron_core.config.mixers import mixer_of
 from megatron_core.config.model import ModelConfig
 from megatron_core.config.tuning import WHOLE
 
@@ -57,13 +58,12 @@ def layer_parameters(config: RunConfig, layer_number: int) -> Parameters:
     E h f_e 2 / (ep etp) (gated: 3), router h E; biases; norms.
     """
     model, tp = config.model, config.parallel.tensor_model_parallel_size
-    hidden, attention = model.hidden_size, attention_of(model)
+    hidden, attention = model.hidden_size, mixer_of(model, layer_number)
     norms = sum(norm_parameters(model, size) for size in attention.norms(tp))
     found = _vectors(norms + norm_parameters(model) * {"pre": 2, "sandwich": 4, "post": 2}[model.norm_placement])
     for projection in attention.projections(tp):
         found += Parameters(projection.elements) + _vectors(projection.outputs * projection.has_bias)
-    if model.softmax_type == "learnable":
-        found += _vectors(model.num_attention_heads // tp)
+    found += _vectors(attention.vectors(tp))
     if not model.has_experts(layer_number):
         return found + _mlp(model, model.ffn_size, tp)
     experts = model.num_experts or 0
@@ -142,7 +142,8 @@ def layer_kinds(config: RunConfig) -> list[int]:
     for layer in range(model.num_layers):
         eight_bit = layer in config.training.fp8_layers(model.num_layers)
         comm_type, adapted = comm[layer if len(comm) > 1 else 0], adapter_parameters(config, layer)
-        kind = model.has_experts(layer), model.window_of_layer(layer), comm_type, eight_bit, adapted
+        mixer = model.is_recurrent(layer), model.window_of_layer(layer)
+        kind = model.has_experts(layer), mixer, comm_type, eight_bit, adapted
         found.append(seen.setdefault(kind, len(seen)))
     return found
 
@@ -157,6 +158,8 @@ def adapter_parameters(config: RunConfig, layer_number: int) -> Parameters:
         name = f"decoder.layers.{layer_number}.{path}"
         if (".mlp.linear" in name) == model.has_experts(layer_number) and ".mlp." in name:
             continue
+        if ".self_attention." in name and model.is_recurrent(layer_number):
+            continue  # without adapters
         whole = {WHOLE: sum(parts.values())}
         for part in tuning.parts_of(name, fused=len(parts) > 1):
             rows = (whole | parts)[part]

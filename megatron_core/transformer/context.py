@@ -87,14 +87,14 @@ class LayerContext:
         own: dict[str, Any] = {"config": self.parallel, "init_method": self.init_method, "tp_group": self.tp_group}
         return ColumnParallelLinear(input_size, output_size, **own, **settings)
 
-    def output_linear(self, input_size: int) -> RowParallelLinear:
-        """Construct the linear layer before a residual addition, which also adds the bias."""
+    def output_linear(self, input_size: int, *, bias: bool | None = None) -> RowParallelLinear:
+        """Construct the linear layer before a residual addition, which also adds the bias, if there is one."""
         return RowParallelLinear(
             input_size,
             self.config.hidden_size,
             config=self.parallel,
             init_method=self.output_layer_init_method,
-            bias=self.config.add_bias_linear,
+            bias=self.config.add_bias_linear if bias is None else bias,
             skip_bias_add=True,
             tp_group=self.tp_group,
         )
@@ -142,6 +142,15 @@ class PackedDocuments:
         starts = torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32)
         on_host = starts.pin_memory() if self.device.type == "cuda" else starts
         return on_host.to(self.device, non_blocking=True)
+
+    @cached_property
+    def ages(self) -> Tensor:
+        """``[b, s]`` int64: the number of tokens of its document before each token.
+
+        Computed at the first use, as ``masked``.
+        """
+        ages = torch.stack([torch.cat([torch.arange(length) for length in own]) for own in self.lengths])
+        return ages.to(self.device, non_blocking=True)
 
     @property
     def longest(self) -> int:

@@ -78,7 +78,8 @@ class _SharedByHeads(torch.autograd.Function):
 
 
 class LatentAttention(nn.Module):
-    """x -> W_o attention, where each head has (R: rotary embedding, which rotates pairs of adjacent channels)
+    """x -> W_o attention, where each head has (R: rotary embedding, which rotates pairs of adjacent channels,
+    or nothing in layers of ``no_rope_freq``)
 
         query  [W_uq c_q; R(W_qr c_q)]    c_q = norm(W_dq x), or x without ``q_lora_rank``
         key    [W_uk c; R(W_kr x)]        c = norm(W_dkv x); the second part is the same for all heads
@@ -104,7 +105,9 @@ class LatentAttention(nn.Module):
         self.layer_number, self.heads = layer_number, heads // self.tp_group.size()
         self.plain, self.turned, self.value = config.qk_head_dim, config.qk_pos_emb_head_dim, config.v_head_dim
         up = partial(context.column_linear, bias=False)
-        norm = nn.Identity if qk_layernorm is None else partial(qk_layernorm, context)
+        norm = (
+            nn.Identity if qk_layernorm is None else partial(qk_layernorm, context, epsilon=config.latent_norm_epsilon)
+        )
         if q_rank is None:
             self.linear_q_proj = up(config.hidden_size, heads * (self.plain + self.turned))
         else:
@@ -118,15 +121,17 @@ class LatentAttention(nn.Module):
         self.recompute_core, self.recompute_up = config.recomputes("core_attn"), config.recomputes("mla_up_proj")
         self.linear_proj = context.output_linear(heads * self.value)
         self.has_query_latent, self.sequence_parallel = q_rank is not None, context.sequence_parallel
-        self.backend = config.kernel_backend
+        self.backend, self.has_rotary = config.kernel_backend, config.has_rotary(layer_number)
         self.query_factor = query_factor(config)
         self.invariance = context.parallel.invariance
 
     def forward(self, hidden: Tensor, context: SequenceContext) -> tuple[Tensor, Tensor | None]:
         """Return (output, bias to add to the output, or None)."""
         assert context.rotary is not None, "the model computes the rotary table for every position_embedding_type"
-        cos, sin = context.rotary
-        rotate = partial(rope, cos=cos, sin=sin, interleaved=True, backend=self.backend)
+        rotate: Callable[[Tensor], Tensor] = nn.Identity()
+        if self.has_rotary:
+            cos, sin = context.rotary
+            rotate = partial(rope, cos=cos, sin=sin, interleaved=True, backend=self.backend)
         query_latent = self.q_layernorm(self.linear_q_down_proj(hidden)) if self.has_query_latent else hidden
         latent, shared_key = self._latent(hidden, rotate)
         if context.cache is not None:

@@ -7,10 +7,12 @@ from functools import partial
 from torch import nn
 
 from megatron_core.config import ModelConfig
-from megatron_core.config.attention import AttentionKind, add_attention, attention_of
+from megatron_core.config.attention import AttentionKind, add_attention
+from megatron_core.config.mixers import mixer_of
 from megatron_core.transformer.attention import SelfAttention
 from megatron_core.transformer.context import LayerContext
 from megatron_core.transformer.context_parallel_attention import core_attention_of
+from megatron_core.transformer.gated_delta_net import GatedDeltaNet, KimiDeltaAttention
 from megatron_core.transformer.latent_attention import LatentAttention
 from megatron_core.transformer.mlp import MLP
 from megatron_core.transformer.moe import MoELayer, moe_loss_names
@@ -46,6 +48,13 @@ Its constructor is called as ``SelfAttention``'s: with the context, the layer's 
 """
 
 
+RECURRENT_LAYERS: dict[str, Callable[..., nn.Module]] = {
+    "gated_delta_net": GatedDeltaNet,
+    "kimi_delta_attention": KimiDeltaAttention,
+}
+"""The layer of each kind of recurrence, by the names in ``config.mixers.RECURRENT_KINDS``; constructed the same."""
+
+
 def register_attention(kind: type[AttentionKind], layer: Callable[..., nn.Module]) -> None:
     """Make a kind of attention from outside of this package available as ``--attention-kind NAME``.
 
@@ -69,13 +78,14 @@ def layer_spec(config: ModelConfig, layer_number: int) -> LayerSpec:
     after = None if config.norm_placement == "pre" else Norm
     head_norm = L2Norm if config.qk_l2_norm else HeadsNorm if config.qk_layernorm_over_heads else Norm
     l2_norm = config.qk_l2_norm and (config.has_rotary(layer_number) or not config.qk_l2_norm_rotary_only)
+    mixer = mixer_of(config, layer_number).name
     return LayerSpec(
         input_layernorm=before,
         pre_mlp_layernorm=before,
         post_self_attn_layernorm=after,
         post_mlp_layernorm=after,
         self_attention=partial(
-            ATTENTION_LAYERS[attention_of(config).name],
+            (ATTENTION_LAYERS | RECURRENT_LAYERS)[mixer],
             core_attention=partial(core_attention_of, window_size=config.window_of_layer(layer_number)),
             qk_layernorm=head_norm if config.qk_layernorm or l2_norm else None,
         ),

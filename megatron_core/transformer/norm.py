@@ -16,15 +16,17 @@ class Norm(nn.Module):
     """y = (x - mean) / sqrt(var + eps) * weight + bias, or RMSNorm: y = x / sqrt(mean(x^2) + eps) * weight.
 
     ``x`` is ``[..., size]``. ``partial_grad``: each tensor-parallel rank normalizes only a part of the activations, so
-    its weight gradient must be summed over these ranks. The configuration's ``kernel_backend`` selects the backend of
-    the operation.
+    its weight gradient must be summed over these ranks. ``epsilon`` replaces ``norm_epsilon``. The configuration's
+    ``kernel_backend`` selects the backend of the operation.
     Source: Ba et al. 2016; Zhang and Sennrich 2019.
     """
 
-    def __init__(self, context: LayerContext, size: int, *, partial_grad: bool, heads: int = 1) -> None:
+    def __init__(
+        self, context: LayerContext, size: int, *, partial_grad: bool, heads: int = 1, epsilon: float | None = None
+    ) -> None:
         super().__init__()
         config, parallel = context.config, context.parallel
-        self.size, self.epsilon = size, config.norm_epsilon
+        self.size, self.epsilon = size, config.norm_epsilon if epsilon is None else epsilon
         spec = replicated((size,), context.tp_group.rank(), partial_grad=partial_grad)
         self.weight = allocate(spec, parallel.params_dtype, parallel.device)
         self.weight_minus_one = config.apply_layernorm_1p

@@ -39,6 +39,8 @@ class PagedStep:
     chunks: Sequence[Chunk]
     fresh: Sequence[int]
     """Numbers of tokens of the chunks from position 0 on; they attend to the step's own keys and values."""
+    texts: Tensor
+    """``[texts]``, the number of each text in the memory of states, in the order of the row."""
     _hidden: dict[tuple[int | None, int | None], Tensor | None] = field(default_factory=dict)
     _biases: dict[tuple[int | None, int | None, torch.dtype], Tensor | None] = field(default_factory=dict)
 
@@ -46,7 +48,7 @@ class PagedStep:
     def of_nothing(cls) -> PagedStep:
         """A step without tokens."""
         nothing = torch.empty(0, dtype=torch.int64)
-        return cls(nothing, nothing[:, None], nothing, 0, 0, [], [])
+        return cls(nothing, nothing[:, None], nothing, 0, 0, [], [], nothing)
 
     @property
     def cached(self) -> int:
@@ -83,7 +85,7 @@ class PagedStep:
 
 
 class KeyValueStore(Protocol):
-    """Keys and values of the texts of a step, for generation."""
+    """Keys and values, and states, of the texts of a step, for generation."""
 
     @property
     def step(self) -> PagedStep:
@@ -95,6 +97,10 @@ class KeyValueStore(Protocol):
 
         Returns the memory of the layer for each, ``[blocks, positions of a block, heads, channels]``.
         """
+        ...
+
+    def states(self, layer: int, *shapes: tuple[tuple[int, ...], torch.dtype]) -> tuple[Tensor, ...]:
+        """Return the memory of a layer's states, ``[texts, ...]`` for each of the given shapes."""
         ...
 
 

@@ -20,6 +20,7 @@ SIZES = """
     num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels num_query_groups seq_length num_experts
     moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_router_topk moe_router_num_groups moe_router_group_topk
     q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim window_size moe_layer_freq recompute_num_layers
+    linear_attention_freq linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads
     micro_batch_size global_batch_size vocab_size"""
 """Settings that ``changes`` reports."""
 VOCABULARY = 101  # a prime: some rank always has padding in its part of the vocabulary
@@ -130,11 +131,30 @@ def _model(config: RunConfig, tp: int, cp: int, stages: int, layouts: Sequence[L
         sizes["attention_chunk_size"] = min(model.attention_chunk_size, sequence // 4)
     if model.no_rope_freq is not None and len(model.no_rope_freq) > 1:
         sizes["no_rope_freq"] = (model.no_rope_freq * layers)[:layers]
+    if model.has_recurrence:
+        sizes |= _recurrence(model, tp, layers)
+        needed = 2 * cp * (model.linear_conv_kernel_dim - 1)  # tokens of each part for the convolution
+        sizes["seq_length"] = max(sizes["seq_length"], -(-needed // unit) * unit)
     if len(config.parallel.cp_comm_type) > 1:
         sizes["cp_comm_type"] = (config.parallel.cp_comm_type * layers)[:layers]
     if model.recompute_num_layers is not None:
         sizes["recompute_num_layers"] = min(model.recompute_num_layers, max(layers // stages, 1))
     return sizes
+
+
+def _recurrence(model: ModelConfig, tp: int, layers: int) -> dict[str, Any]:
+    """Sizes of few small heads, and the kinds of the last layers, among them both kinds if the model has both."""
+    pattern = [model.is_recurrent(layer) for layer in range(model.num_layers)]
+    pattern = [any(pattern), *(pattern * layers)[-(layers - 1) :]] if layers > 1 else [True]
+    heads = tp * max(MOST_HEADS // tp, 1)
+    shared = model.linear_num_value_heads // model.linear_num_key_heads
+    return {
+        "linear_attention_freq": tuple(map(int, pattern)) if layers > 1 else (2,),
+        "linear_key_head_dim": 6,
+        "linear_value_head_dim": 4,
+        "linear_num_key_heads": heads,
+        "linear_num_value_heads": heads * min(shared, 2),
+    }
 
 
 def _heads(model: ModelConfig, tp: int, head_ranks: int) -> tuple[int, int]:

@@ -44,6 +44,7 @@ PARAMETERS = {
     "deepseek-v3": 671_026_404_352 + 58 * 256,  # the routers' biases, without the layer that predicts a second token
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-235b-a22b": 235_093_634_560,
+    "qwen3-next-80b-a3b": 79_674_391_296,  # without the layer that predicts a second token
 }
 
 

@@ -13,11 +13,13 @@ from megatron_core.config import RunConfig
 from megatron_core.context_parallel import attention, exchange
 from megatron_core.parallel import collectives
 from megatron_core.parallel.groups import Group
+from megatron_core.parallel.meter import METER
 from megatron_core.planner.context import attention_flops, layer_pairs, layer_traffic, traffic
 from megatron_core.training.setup import set_up
 from megatron_core.training.step import train_step
 from megatron_core.verify.ranks import run_ranks, this_world
 from tests.parity.context_rows import CP4, GATHER, HEADS, NESTED
+from tests.parity.recurrent_rows import DELTA
 from tests.parity.rows import BASE, GQA1, GQA2, SDPA, WINDOW
 
 SETTINGS = BASE | SDPA | {"num_layers": 2, "global_batch_size": 1, "micro_batch_size": 1}
@@ -70,6 +72,26 @@ def test_bytes_and_work_are_those_of_the_formulas(settings: dict) -> None:
             heads = config.parallel.a2a_size
             # Once forward, once backward.
             assert pairs == 2 * heads * sum(layer_pairs(config, layer, rank) for layer in range(2))
+
+
+def _gathered(settings: dict) -> float:
+    """Bytes that a rank sends to gather the states of recurrent layers and scatter their gradients, in one step."""
+    run = set_up(RunConfig.from_flat(SETTINGS | settings), this_world())
+    METER.start(run.groups, run.world.device)
+    train_step(run)
+    found = METER.take().traffic
+    METER.stop()
+    return sum(each.bytes for name, each in found.items() if name in ("cp all_gather", "cp reduce_scatter"))
+
+
+def test_bytes_of_states_do_not_depend_on_the_length() -> None:
+    sent = set()
+    for length in (32, 64):
+        settings = CP4 | DELTA | {"linear_attention_freq": (1, 1), "global_batch_size": 1, "seq_length": length}
+        expected = traffic(RunConfig.from_flat(SETTINGS | settings), range(2))
+        assert run_ranks(4, _gathered, settings) == [expected.forward + expected.backward] * 4
+        sent.add(expected)
+    assert len(sent) == 1
 
 
 @pytest.mark.parametrize("size", [2, 4, 8, 16])

@@ -9,6 +9,7 @@ from tests.defects.in_fp8 import IN_FP8
 from tests.defects.in_hub import IN_HUB
 from tests.defects.in_latents import IN_LATENTS
 from tests.defects.in_layers import IN_LAYERS
+from tests.defects.in_recurrences import IN_RECURRENCES
 from tests.defects.in_sinks import IN_SINKS
 from tests.defects.in_steps import IN_STEPS
 from tests.defects.in_zero import IN_ZERO
@@ -23,5 +24,6 @@ DEFECTS = (
     *IN_FP8,
     *IN_ADAPTERS,
     *IN_SINKS,
+    *IN_RECURRENCES,
     *IN_HUB,
 )

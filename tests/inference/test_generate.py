@@ -87,10 +87,26 @@ LLAMA4 = MODERN | {
 }
 
 
+DELTA_NET = MODERN | {
+    "experimental_attention_variant": "gated_delta_net",
+    "linear_attention_freq": (2,),
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+
+KIMI = (
+    {name: value for name, value in DELTA_NET.items() if "group" not in name}
+    | LATENT
+    | {"experimental_attention_variant": "kimi_delta_attention", "linear_num_key_heads": 4, "no_rope_freq": (1,)}
+)
+
+
 @pytest.mark.parametrize(
     "model",
-    [{}, MODERN, WINDOW, EXPERTS, LATENT, GPT_OSS, LLAMA4],
-    ids=["gpt2", "llama", "window", "experts", "latent", "gpt-oss", "llama 4"],
+    [{}, MODERN, WINDOW, EXPERTS, LATENT, GPT_OSS, LLAMA4, DELTA_NET, KIMI],
+    ids=["gpt2", "llama", "window", "experts", "latent", "gpt-oss", "llama 4", "delta net", "kimi linear"],
 )
 def test_cache_changes_nothing(model: dict) -> None:
     assert _generate(model, Sampling()) == _without_cache(model)

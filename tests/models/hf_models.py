@@ -111,6 +111,15 @@ QWEN2_MOE = {
     "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 40,
 }
+DELTA_NET = {
+    "head_dim": 16,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", LLAMA | {"rms_norm_eps": 1e-5}),
     "llama, tied": ("Llama", LLAMA | {"tie_word_embeddings": True, "rope_parameters": {"rope_theta": 5e5}}),
@@ -232,12 +241,26 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "qwen3_next": ("Qwen3Next", LLAMA | QWEN2_MOE | DELTA_NET | {"mlp_only_layers": [1]}),
+    "qwen3_next, every fourth layer": ("Qwen3Next", LLAMA | QWEN2_MOE | DELTA_NET | {"layer_types": None}),
+    "qwen3_5": ("Qwen3_5Text", LLAMA | DELTA_NET),
+    "qwen3_5_moe": ("Qwen3_5MoeText", LLAMA | QWEN2_MOE | DELTA_NET),
+    "kimi_linear": (
+        "KimiLinear",
+        {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
+        | {key: DEEPSEEK[key] for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")}
+        | {"num_key_value_heads": 4, "linear_num_heads": 3, "linear_head_dim": 6, "linear_conv_kernel_dim": 3}
+        | {"num_local_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 24}
+        | {"layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"]},
+    ),
     "gpt2": ("GPT2", GPT2),
     "gpt2, exact GELU": ("GPT2", GPT2 | {"activation_function": "gelu"}),
     "gpt_neox": ("GPTNeoX", NEOX),
     "gpt_neox, 20B's GELU": ("GPTNeoX", NEOX | {"hidden_act": "gelu_fast"}),
     "gpt_neox, one after the other": ("GPTNeoX", NEOX | {"use_parallel_residual": False}),
 }
+RECURRENT = ("qwen3_next", "qwen3_5", "kimi_linear")
+"""Beginnings of the names of models with a recurrence, which `transformers` computes in float32 throughout."""
 
 
 def save_model(name: str, folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> None:

@@ -30,7 +30,7 @@ from megatron_core.training.pretrain import notes, read_settings
 from megatron_core.training.setup import set_up
 from megatron_core.training.step import train_step
 from megatron_core.verify.ranks import run_ranks
-from tests.models.hf_models import DEEPSEEK_YARN, MODELS, VOCABULARY, save_model, transformers
+from tests.models.hf_models import DEEPSEEK_YARN, MODELS, RECURRENT, VOCABULARY, save_model, transformers
 from tests.runs import TINY, tiny_run
 from tests.sample import WHOLE_MATRIX
 from tests.tokenizers.corpus import write_gpt2_files, write_sentence_piece, write_tokenizer_json
@@ -46,8 +46,9 @@ def no_progress_bars() -> None:
 def test_there_and_back(name: str, tmp_path: Path) -> None:  # C43
     """The same logits, and bytewise equal tensors with the same names after export."""
     save_model(name, tmp_path / "theirs")
-    assert import_hugging_face(tmp_path / "theirs", tmp_path / "ours") < 2e-6
-    assert export_hugging_face(tmp_path / "ours", tmp_path / "again") < 2e-6
+    bound = 5e-6 if name.startswith(RECURRENT) else 2e-6  # states add up rounding errors of float32
+    assert import_hugging_face(tmp_path / "theirs", tmp_path / "ours") < bound
+    assert export_hugging_face(tmp_path / "ours", tmp_path / "again") < bound
     before, after = (load_file(tmp_path / folder / "model.safetensors") for folder in ("theirs", "again"))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) for key in before)

@@ -143,3 +143,14 @@ def test_other_folders_are_not_replaced(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "iter_0000003").mkdir()
     with pytest.raises(CheckpointError, match="iter_0000003 exists and is not a checkpoint of this format"):
         convert(Settings(source="native", to="megatron", load=str(folder / READ_AGAIN), save=str(tmp_path)))
+
+
+def test_recurrent_layers_are_refused(tmp_path: Path) -> None:
+    """Megatron Core stores the parts of their projections under names of their own."""
+    run = start(
+        {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": (2,)} | {"save": str(tmp_path)}
+    )
+    run.saver.save(run.state)
+    run.saver.close()
+    with pytest.raises(CheckpointError, match="cannot be written as torch_dist"):
+        convert(Settings(source="native", to="megatron", load=str(tmp_path), save=str(tmp_path / "out")))

@@ -12,6 +12,7 @@ from megatron_core.verify.noise import rounding_noise
 from tests.parity.hub_rows import HUB_ROWS
 from tests.parity.latent_rows import LATENT_ROWS
 from tests.parity.moe_rows import MOE_ROWS
+from tests.parity.recurrent_rows import RECURRENT_ROWS
 from tests.parity.sink_rows import SINK_ROWS
 
 BASE = {
@@ -259,6 +260,7 @@ ROWS: dict[str, tuple[int, dict, dict]] = {
     **MOE_ROWS,
     **LATENT_ROWS,
     **SINK_ROWS,
+    **RECURRENT_ROWS,
     **HUB_ROWS,
 }
 

@@ -28,6 +28,15 @@ LATENTS = {
     "qk_pos_emb_head_dim": 4,
     "v_head_dim": 8,
 }
+DELTA_NET = {
+    "experimental_attention_variant": "gated_delta_net",
+    "linear_attention_freq": (2,),
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10,
+    "linear_conv_kernel_dim": 3,
+}
 CASES: dict[str, dict[str, Any]] = {
     "one rank": {},
     "tp2": {"tensor_model_parallel_size": 2},
@@ -38,6 +47,13 @@ CASES: dict[str, dict[str, Any]] = {
     "interleaved": PIPELINE | {"num_virtual_stages_per_pipeline_rank": 2},
     "sandwich, norms of heads": LLAMA | {"norm_placement": "sandwich", "qk_layernorm": True},
     "gated attention, tp2": LLAMA | GROUPS | {"attention_output_gate": True, "tensor_model_parallel_size": 2},
+    "gated delta net, tp2": LLAMA | DELTA_NET | {"tensor_model_parallel_size": 2, "optimizer": "muon"},
+    "gated delta net, experts, pp2, lora": LLAMA | DELTA_NET | EXPERTS | PIPELINE | {"lora_rank": 4},
+    "kimi delta attention, latents, tp2": LLAMA
+    | LATENTS
+    | DELTA_NET
+    | {"experimental_attention_variant": "kimi_delta_attention", "linear_num_key_heads": 4}
+    | {"tensor_model_parallel_size": 2, "no_rope_freq": (1,), "qk_layernorm": True, "latent_norm_epsilon": 1e-6},
     "norms over heads": LLAMA | {"qk_layernorm": True, "qk_layernorm_over_heads": True},
     "experts, ep2": EXPERTS | LLAMA | {"expert_model_parallel_size": 2, "moe_layer_freq": (0, 1)},
     "experts, tp2 etp1": EXPERTS
@@ -88,7 +104,10 @@ def test_every_pipeline_rank_has_the_parameters_of_the_model(settings: dict[str,
 
 @pytest.mark.parametrize(
     "name",
-    ["one rank", "tp2", "interleaved", "zero1", "zero2, overlap", "zero3, experts", "lora, interleaved", BIASED],
+    [
+        *("one rank", "tp2", "interleaved", "zero1", "zero2, overlap", "zero3, experts", "lora, interleaved", BIASED),
+        "gated delta net, tp2",
+    ],
 )
 def test_state_is_that_of_the_buffers_but_for_their_padding(name: str) -> None:
     config = tiny_config(**CASES[name], hidden_size=128, vocab_size=512)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from megatron_core.config.attention import ATTENTION_KINDS, GroupedQuery, Projection
 from megatron_core.config.flops import forward_flops_per_token
+from megatron_core.config.mixers import RECURRENT_KINDS
 from megatron_core.config.validate import problems
 from megatron_core.errors import ConfigError
 from megatron_core.models import GPTModel
@@ -21,7 +22,7 @@ from megatron_core.planner.parameters import rank_units
 from megatron_core.tensor_parallel import ModelParallelConfig
 from megatron_core.training.dry_run import RankEstimate
 from megatron_core.transformer import LayerContext, SelfAttention, SequenceContext, register_attention
-from megatron_core.transformer.layer_spec import ATTENTION_LAYERS
+from megatron_core.transformer.layer_spec import ATTENTION_LAYERS, RECURRENT_LAYERS
 from megatron_core.verify.gpt import GPTExperiment
 from megatron_core.verify.parity import check_parity
 from tests.runs import tiny_config
@@ -72,12 +73,29 @@ KINDS: dict[str, dict[str, Any]] = {
     "gated": GROUPS | {"attention_output_gate": True},
     "latent": LATENTS | {"v_head_dim": 10},
     "latent queries": LATENTS | {"v_head_dim": 4, "q_lora_rank": 12, "qk_layernorm": True},
+    "gated delta net": {
+        "experimental_attention_variant": "gated_delta_net",
+        "linear_attention_freq": (1, 0),
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 6,
+        "linear_value_head_dim": 10,
+    },
+    "kimi delta attention": {
+        "experimental_attention_variant": "kimi_delta_attention",
+        "linear_attention_freq": (1, 0),
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 6,
+        "linear_value_head_dim": 10,
+    },
     "a user's": GROUPS | {"attention_kind": "output_gate", "qk_layernorm": True},
 }
 
 
 def test_every_kind_is_compared(output_gate: None) -> None:
     assert ATTENTION_KINDS.keys() == ATTENTION_LAYERS.keys() == {"grouped_query", "latent", "output_gate"}
+    assert RECURRENT_KINDS.keys() == RECURRENT_LAYERS.keys() == {"gated_delta_net", "kimi_delta_attention"}
 
 
 @pytest.mark.parametrize("settings", KINDS.values(), ids=KINDS)

@@ -55,8 +55,13 @@ GPT2 = {
 HUNDRED_HEADS = {"num_attention_heads": 96, "hidden_size": 96 * 64, "num_layers": 3, "train_iters": 1}
 
 
-@pytest.mark.parametrize("model", [LLAMA_8B, GPT2, HUNDRED_HEADS, {}])
-@pytest.mark.parametrize("layout", ["tp2 sp", "tp3", "tp8 sp dp2", "pp4 v2", "pp3 v4", "dp3 zero1", "tp6 pp2"])
+DELTA_NET = {"num_layers": 12, "experimental_attention_variant": "gated_delta_net", "linear_attention_freq": (4,)}
+
+
+@pytest.mark.parametrize("model", [LLAMA_8B, GPT2, HUNDRED_HEADS, {}, DELTA_NET])
+@pytest.mark.parametrize(
+    "layout", ["cp4 tp2", "tp2 sp", "tp3", "tp8 sp dp2", "pp4 v2", "pp3 v4", "dp3 zero1", "tp6 pp2"]
+)
 def test_the_small_model_fits_the_layout(model: dict, layout: str) -> None:
     layout = Layout.parse(layout)
     small = configured(shrunk(RunConfig.from_flat(model), [layout]), layout, "float64")

@@ -209,6 +209,7 @@ def function_settings(config: ModelConfig) -> Settings:
         "add_qkv_bias": config.has_qkv_bias,
         "window_size": [config.window_of_layer(n) for n in range(config.num_layers)],
         "window_attn_skip_freq": None,
+        "linear_attention_freq": [config.is_recurrent(n) for n in range(config.num_layers)],
         "no_rope_freq": [config.has_rotary(n) for n in range(config.num_layers)],
         "moe_layer_freq": [config.has_experts(n) for n in range(config.num_layers)],
         "moe_ffn_hidden_size": config.expert_ffn_size,

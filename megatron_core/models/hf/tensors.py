@@ -53,8 +53,8 @@ class TensorSource:
     """Whether matrices are stored as ``[in, out]``; vectors are not affected."""
     stacked: bool = False
     """Whether the stored tensors, too, stack those of all experts along their first dim."""
-    as_row: bool = False
-    """Whether a vector is stored as a matrix of one row."""
+    ones: tuple[int, int] = (0, 0)
+    """Numbers of dims of one element that a stored vector has before and after its own."""
 
     def parts(self, config: ModelConfig, shape: tuple[int, ...], box: Box) -> Iterator[tuple[str, Index, Box]]:
         """Split ``box`` of our tensor of ``shape``: stored name, index in the stored tensor (before transposing), box
@@ -72,8 +72,8 @@ class TensorSource:
             common = box.intersect(rows)
             if common is not None:
                 stored_rows = block.rows(common.start[0] - at, common.stop[0] - at)
-                before = (slice(0, 1),) if self.as_row else ()
-                yield self.names[block.tensor], (*before, stored_rows, *common.index[1:]), common
+                leading, trailing = ([slice(0, 1)] * count for count in self.ones)
+                yield self.names[block.tensor], (*leading, stored_rows, *common.index[1:], *trailing), common
 
     def stored_shapes(self, config: ModelConfig, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
         """The shapes of the stored tensors by name, for our tensor of ``shape``."""
@@ -88,8 +88,8 @@ class TensorSource:
         for _, block in self._placed(config, shape[0]):
             name = self.names[block.tensor]
             rows[name] = max(rows[name], block.rows(0, block.count).stop)
-        before = (1,) if self.as_row else ()
-        shapes = {name: (*before, count, *shape[1:]) for name, count in rows.items()}
+        before, after = ((1,) * count for count in self.ones)
+        shapes = {name: (*before, count, *shape[1:], *after) for name, count in rows.items()}
         return {name: found[::-1] if self.transposed else found for name, found in shapes.items()}
 
     def rows_by_name(self, config: ModelConfig, count: int) -> dict[str, list[int]]:
@@ -102,8 +102,9 @@ class TensorSource:
 
     def turned(self, tensor: Tensor) -> Tensor:
         """A stored tensor, or part of one, as ours and the reverse: matrices are transposed if they are stored so."""
-        if self.as_row:
-            return tensor.squeeze(0) if tensor.dim() == 2 else tensor.unsqueeze(0)
+        if any(self.ones):
+            before, after = ((1,) * count for count in self.ones)
+            return tensor.flatten() if tensor.dim() > 1 else tensor.view(*before, -1, *after)
         return tensor.transpose(-1, -2) if self.transposed and tensor.dim() - self.stacked == 2 else tensor
 
     def turned_index(self, index: Index) -> Index:

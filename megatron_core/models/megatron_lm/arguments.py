@@ -19,7 +19,7 @@ OFF: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("apply_residual_connection_post_layernorm", "attention_output_gate"), (False,)),
     "use_mup": (False,),
     "heterogeneous_layers_config_path": (None,),
-    **dict.fromkeys(("hybrid_layer_pattern", "moe_latent_size"), (None,)),
+    **dict.fromkeys(("hybrid_layer_pattern", "moe_latent_size", "experimental_attention_variant"), (None,)),
 }
 """Arguments of unsupported features that change the model's function -> the values with which they are off."""
 TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")
@@ -50,6 +50,7 @@ def settings_of_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     plain = not any(arguments.get(name) for name in ("swiglu", "quick_geglu", "squared_relu"))
     if plain and arguments.get("bias_gelu_fusion") and arguments.get("add_bias_linear", True):
         given["openai_gelu"] = True  # the fused kernel computes the approximation by tanh
+    given = {name: value for name, value in given.items() if not name.startswith("linear_")}  # of that variant
     if not arguments.get("num_experts"):
         given = {name: value for name, value in given.items() if not name.startswith("moe_")}
     if not arguments.get("group_query_attention"):

@@ -79,7 +79,7 @@ ERNIE_MOE = register(
         **LLAMA.layer_tensors,
         **EXPERT_MATRICES,
         **SHARED_MATRICES,
-        "mlp.router.expert_bias": TensorSource(("mlp.moe_statics.e_score_correction_bias",), as_row=True),
+        "mlp.router.expert_bias": TensorSource(("mlp.moe_statics.e_score_correction_bias",), ones=(1, 0)),
     },
     derived=rf"{LLAMA.derived}|mtp_.*",  # layers for multi-token prediction, which transformers ignores, too
 )

@@ -1,0 +1,165 @@
+"""The gated delta rule: a recurrence over tokens, and the same function in chunks of tokens.
+
+    S_t = e^(g_t) S_(t-1) + k_t (b_t (v_t - k_t^T e^(g_t) S_(t-1)))^T        o_t = S_t^T q_t
+
+S is the state ``[dk, dv]`` of a head, g <= 0 the logarithm of its decay, one number or one for each key channel, and b
+the rate of the update. ``first`` marks tokens that start from a state of 0. Source: Yang, Kautz and Hatamizadeh 2025
+(arXiv 2412.06464), equation 10 and section 3.3; with a decay for each channel Kimi Team 2025 (arXiv 2510.26692),
+equation 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+CHUNK = 64
+"""Tokens of a chunk, as in Megatron Core and flash-linear-attention."""
+CHANNEL_CHUNK = 16
+"""Tokens of a chunk if every channel has a decay, whose products of tokens are not matrix products."""
+
+
+class Transition(NamedTuple):
+    """The state after some tokens as a function of the state before them: S -> ``factor`` S + ``shift``."""
+
+    factor: Tensor
+    """``[b, heads, dk, dk]``."""
+    shift: Tensor
+    """``[b, heads, dk, dv]``."""
+
+
+def delta_rule_by_steps(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    rate: Tensor,
+    *,
+    state: Tensor | None = None,
+    first: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute the recurrence token by token: the reference, and the step of generation.
+
+    Args:
+        query, key: ``[b, s, heads, dk]``.
+        value: ``[b, s, heads, dv]``.
+        decay: ``[b, s, heads]``, or ``[b, s, heads, dk]`` with a decay for each channel; g of the equation.
+        rate: ``[b, s, heads]``, b of the equation.
+        state: ``[b, heads, dk, dv]``, the state before the first token; None: 0.
+        first: ``[b, s]``, True for tokens that start from a state of 0.
+
+    Returns:
+        The outputs ``[b, s, heads, dv]``, and the state after the last token.
+    """
+    if state is None:
+        state = value.new_zeros(*value.shape[::2], key.shape[-1], value.shape[-1])
+    outputs, decay = [], decay.unsqueeze(-1) if decay.dim() == 3 else decay
+    for t in range(query.shape[1]):
+        state = decay[:, t].exp().unsqueeze(-1) * state
+        if first is not None:
+            state = state.masked_fill(first[:, t, None, None, None], 0.0)
+        stored = torch.einsum("bhkv,bhk->bhv", state, key[:, t])
+        update = rate[:, t, :, None] * (value[:, t] - stored)
+        state = state + key[:, t, :, :, None] * update[:, :, None]
+        outputs.append(torch.einsum("bhkv,bhk->bhv", state, query[:, t]))
+    return torch.stack(outputs, dim=1), state
+
+
+def chunked_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    rate: Tensor,
+    *,
+    state: Tensor | None = None,
+    first: Tensor | None = None,
+    state_after: Callable[[Transition], Tensor] | None = None,
+    chunk: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``delta_rule_by_steps`` with matrix products over chunks of ``chunk`` tokens, for training.
+
+    Within a chunk, the updates of all tokens follow from a triangular system; only states are passed from one chunk to
+    the next. ``state_after`` returns the state before the first token from the transition of all tokens, for sequences
+    that are split over ranks; it replaces ``state``.
+    """
+    length, by_channel = query.shape[1], decay.dim() == 4
+    chunk = min(chunk or (CHANNEL_CHUNK if by_channel else CHUNK), length)
+    query, key, value = (_chunks(x, chunk) for x in (query, key, value))  # [b, heads, chunks, chunk, d]
+    decay, rate = (_chunks(x if x.dim() == 4 else x.unsqueeze(-1), chunk) for x in (decay, rate))
+    total = decay.cumsum(-2)  # [b, heads, chunks, chunk, 1 or dk]
+    # Decay between two tokens, from the state before the chunk to a token, and from a token to the end of the chunk.
+    seen = torch.ones(chunk, chunk, dtype=torch.bool, device=query.device).tril()
+    from_start = to_end = None
+    if first is not None:
+        number = _chunks(first[:, :, None, None].long(), chunk).squeeze(-1).cumsum(-1)  # of the document in the chunk
+        seen = seen & (number.unsqueeze(-1) == number.unsqueeze(-2))
+        from_start, to_end = number != 0, number != number[..., -1:]
+    between = (total.unsqueeze(-2) - total.unsqueeze(-3)).masked_fill(~seen.unsqueeze(-1), -torch.inf).exp()
+    start, end = total.exp(), (total[..., -1:, :] - total).exp()
+    if from_start is not None and to_end is not None:
+        start = start.masked_fill(from_start.unsqueeze(-1), 0.0)
+        end = end.masked_fill(to_end.unsqueeze(-1), 0.0)
+
+    near = (key.unsqueeze(-3) * between).contiguous() if by_channel else None  # keys as each token sees them
+
+    def decayed(x: Tensor) -> Tensor:
+        """Products of ``x`` and the keys, each decayed between the two tokens."""
+        if near is None:
+            return x @ key.mT * between.squeeze(-1)
+        return (near @ x.unsqueeze(-1)).squeeze(-1)
+
+    # Updates of a chunk's tokens: ``own`` - ``read`` S for the state S before the chunk.
+    weighted = key * rate
+    system = decayed(weighted).tril(-1)
+    sides = torch.cat([value * rate, weighted * start], dim=-1)
+    solved = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
+    own, read = solved.split([value.shape[-1], key.shape[-1]], dim=-1)
+
+    # States before the chunks, one after another.
+    late, kept = key * end, start[..., -1, :, None]
+    if state_after is None:
+        if state is None:
+            state = value.new_zeros(*key.shape[:2], key.shape[-1], value.shape[-1])
+        states, last = _states(state, own, read, late, kept)
+    else:
+        states, last = _states_after(state_after, own, read, late, kept)
+    outputs = (query * start) @ states + decayed(query) @ (own - read @ states)
+    return outputs.flatten(2, 3)[:, :, :length].transpose(1, 2), last
+
+
+def _chunks(x: Tensor, chunk: int) -> Tensor:
+    """``[b, s, heads, d]`` -> ``[b, heads, chunks, chunk, d]``, filled up with tokens of 0, which change no state."""
+    rest = -x.shape[1] % chunk
+    x = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, rest)) if rest else x
+    return x.transpose(1, 2).unflatten(2, (-1, chunk))
+
+
+def _states(state: Tensor, own: Tensor, read: Tensor, late: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the states before the chunks, ``[b, heads, chunks, dk, dv]``, and the state after the last one."""
+    states = []
+    for n in range(own.shape[2]):
+        states.append(state)
+        update = own[:, :, n] - read[:, :, n] @ state
+        state = kept[:, :, n] * state + late[:, :, n].mT @ update
+    return torch.stack(states, dim=2), state
+
+
+def _states_after(
+    state_after: Callable[[Transition], Tensor], own: Tensor, read: Tensor, late: Tensor, kept: Tensor
+) -> tuple[Tensor, Tensor]:
+    """As ``_states``, for a first state that depends on the transition of all chunks.
+
+    The columns of the identity and of 0, as states before the first chunk, give factor and shift of every chunk.
+    """
+    keys, values = read.shape[-1], own.shape[-1]
+    identity = torch.eye(keys, dtype=own.dtype, device=own.device).expand(*own.shape[:2], -1, -1)
+    columns = torch.cat([identity, own.new_zeros(*own.shape[:2], keys, values)], dim=-1)
+    of_columns = torch.nn.functional.pad(own, (keys, 0))
+    transitions, whole = _states(columns, of_columns, read, late, kept)
+    state = state_after(Transition(*whole.split([keys, values], dim=-1)))
+    factors, shifts = transitions.split([keys, values], dim=-1)
+    return factors @ state.unsqueeze(2) + shifts, whole[..., :keys] @ state + whole[..., keys:]

@@ -1,0 +1,75 @@
+"""Models with gated delta nets against `transformers`, all of whose operations are in float64 here."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_core.config import RunConfig
+from megatron_core.models.hf import architecture_of
+from megatron_core.planner.parameters import model_parameters
+from tests.models.hf_models import MODELS, RECURRENT
+from tests.models.test_gradients import compare_gradients
+
+NAMES = [name for name in MODELS if name.startswith(RECURRENT)]
+MODULES = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "kimi_linear")
+
+
+class WideTorch:
+    """torch, with float64 for float32."""
+
+    float = float32 = torch.float64
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_and_gradients_are_theirs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    for module in MODULES:
+        monkeypatch.setattr(
+            importlib.import_module(f"transformers.models.{module}.modeling_{module}"), "torch", WideTorch()
+        )
+    compare_gradients(name, tmp_path, tolerance=1e-10)
+
+
+KIMI_48B = {
+    "model_type": "kimi_linear", "vocab_size": 163840, "hidden_size": 2304, "intermediate_size": 9216,
+    "num_hidden_layers": 27, "num_attention_heads": 32, "num_key_value_heads": 32, "model_max_length": 1048576,
+    "kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "mla_use_nope": True, "num_experts": 256, "num_experts_per_token": 8, "num_shared_experts": 1,
+    "moe_intermediate_size": 1024, "moe_renormalize": True, "moe_router_activation_func": "sigmoid",
+    "routed_scaling_factor": 2.446, "first_k_dense_replace": 1, "moe_layer_freq": 1, "num_expert_group": 1,
+    "topk_group": 1, "use_grouped_topk": True, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+    "linear_attn_config": {
+        "full_attn_layers": [4, 8, 12, 16, 20, 24, 27], "head_dim": 128, "num_heads": 32, "short_conv_kernel_size": 4,
+        "kda_layers": [n for n in range(1, 27) if n % 4],
+    },
+}  # fmt: skip
+"""The keys of Kimi-Linear-48B-A3B's config.json that have a meaning."""
+QWEN3_NEXT_80B = {
+    "model_type": "qwen3_next", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 5120,
+    "num_hidden_layers": 48, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256,
+    "max_position_embeddings": 262144, "rms_norm_eps": 1e-6, "full_attention_interval": 4, "num_experts": 512,
+    "num_experts_per_tok": 10, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+    "rope_theta": 10000000, "tie_word_embeddings": False, "partial_rotary_factor": 0.25, "norm_topk_prob": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("hf_config", "parameters", "attention"),
+    [(KIMI_48B, 49_122_675_072, [3, 7, 11, 15, 19, 23, 26]), (QWEN3_NEXT_80B, 79_674_391_296, list(range(3, 48, 4)))],
+    ids=["kimi-linear-48b", "qwen3-next-80b"],
+)
+def test_published_models(hf_config: dict[str, Any], parameters: int, attention: list[int]) -> None:
+    """Parameters as `transformers` counts them; files of the hub count layers from 1, or give an interval."""
+    settings = architecture_of(hf_config).settings(hf_config)
+    config = RunConfig.from_flat(settings | {"vocab_size": hf_config["vocab_size"], "seq_length": 4096})
+    assert [n for n in range(config.model.num_layers) if not config.model.is_recurrent(n)] == attention
+    assert model_parameters(config, hf_config["vocab_size"]) == parameters
