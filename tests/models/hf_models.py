@@ -206,6 +206,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"attention_chunk_size": None, "attn_temperature_tuning": False},
     ),
     "exaone4": ("Exaone4", LLAMA | {"sliding_window": 5, "sliding_window_pattern": 2}),
+    "stablelm, all channels rotated": (
+        "StableLm",
+        LLAMA | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}},
+    ),
     "minimax_m2": (
         "MiniMaxM2",
         LLAMA

@@ -154,8 +154,12 @@ def _rope_scaling_settings(rope: Settings, hf_config: Settings) -> Settings:
 
 def _rope_json(config: ModelConfig) -> Settings:
     """Written as ``rope_theta`` and ``rope_scaling``, which every release of transformers reads."""
-    part = {} if config.rotary_percent == 1.0 else {"partial_rotary_factor": config.rotary_percent}
-    return {"rope_theta": config.rotary_base, "rope_scaling": _rope_scaling_json(config), **part}
+    return {"rope_theta": config.rotary_base, "rope_scaling": _rope_scaling_json(config)}
+
+
+def _partial_rope_json(config: ModelConfig) -> Settings:
+    """Also of 1.0, because several families have another default."""
+    return _rope_json(config) | {"partial_rotary_factor": config.rotary_percent}
 
 
 def _rope_scaling_json(config: ModelConfig) -> Settings | None:
@@ -187,7 +191,7 @@ _ROPE_TYPES = {
 }
 ROPE = Rule(lambda hf_config: _rope_settings(hf_config, partial=False), _rope_json, _ROPE_TYPES)
 """Rotary positions: ``rope_parameters`` (transformers 5), or ``rope_theta`` and ``rope_scaling``."""
-PARTIAL_ROPE = Rule(lambda hf_config: _rope_settings(hf_config, partial=True), _rope_json, _ROPE_TYPES)
+PARTIAL_ROPE = Rule(lambda hf_config: _rope_settings(hf_config, partial=True), _partial_rope_json, _ROPE_TYPES)
 """The same in a part of each head's channels: ``partial_rotary_factor``."""
 
 

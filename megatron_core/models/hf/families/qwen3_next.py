@@ -26,7 +26,7 @@ def _layers(hf_config: Settings) -> Settings:
 
 def _layers_json(config: ModelConfig) -> Settings:
     kinds = [KINDS[config.is_recurrent(n)] for n in range(config.num_layers)]
-    return {"layer_types": kinds, "partial_rotary_factor": config.rotary_percent}
+    return {"layer_types": kinds}
 
 
 def _gated_qkv_rows(config: ModelConfig, _: int) -> list[RowRange]:
