@@ -70,9 +70,10 @@ class DataConfig:
     one line of the file, padded."""
     sft_loss: Literal["answers", "last_answer"] = setting("answers", needs=given("sft"))
     """The assistant's turns in the loss: all, or the last one of each conversation."""
-    dpo: bool = setting(False, needs=given("lora_rank", "N"))
+    dpo: bool = setting(False, when=ALWAYS)
     """Fine-tune on preferences (DPO): data files are JSON Lines with prompt, chosen and rejected. The reference is the
-    model without its adapters. Samples are single answers: chosen and rejected in turn."""
+    model without its adapters, or without --lora-rank a frozen copy of its initial weights. Samples are single answers:
+    chosen and rejected in turn."""
     chat_template: str | None = setting(None, needs=CONVERSATIONS)
     """File with the Jinja chat template for --sft and --dpo; default: the template in the tokenizer's folder."""
     mock_data: bool = setting(False, when=ALWAYS)

@@ -21,8 +21,7 @@ def build_conversations(data: DataConfig, *, seed: int, tokenizer: Tokenizer | N
             f"{'dpo' if data.dpo else 'sft'}=True needs a chat template, which is a part of many tokenizers of Hugging "
             "Face; give its folder as --tokenizer-model, or a template as --chat-template FILE"
         )
-    # Answers that both sides of a preference share do not change its loss.
-    encoder = ConversationTokenizer(tokenizer, template, last_only=data.dpo or data.sft_loss == "last_answer")
+    encoder = ConversationTokenizer(tokenizer, template, last_only=data.sft_loss == "last_answer", to_end=data.dpo)
     paths, packs = read_paths(data), data.sft_packing == "first_fit"
     kind = PreferenceDataset if data.dpo else ConversationDataset
 

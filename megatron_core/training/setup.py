@@ -41,9 +41,10 @@ from megatron_core.training.data import DatasetsProvider, compare_data, make_spl
 from megatron_core.training.driver import Trainable
 from megatron_core.training.pipeline_trace import trace_writer
 from megatron_core.training.plans import Plans, StepSize
+from megatron_core.training.reference import Reference, build_reference
 from megatron_core.training.saving import CheckpointSaver
 from megatron_core.training.state import TrainState, load_state, open_checkpoint
-from megatron_core.training.tuning import adapters_only, open_base, prepare_adapters
+from megatron_core.training.tuning import adapters_only, open_base, prepare_weights
 from megatron_core.transformer.compiled import compile_layers
 from megatron_core.transformer.cuda_graphs import graph_layers
 from megatron_core.transformer.flex_attention import validate_flex
@@ -73,6 +74,8 @@ class Run(Trainable):
     state: TrainState
     loaded: bool
     """Whether a checkpoint was loaded."""
+    reference: Reference | None = None
+    """The frozen model that preferences are compared with, if it is not the model without its adapters."""
     total_iterations: int
     """Steps of the whole training, including the steps before a resume."""
     bad_steps: list[int] = field(default_factory=list)
@@ -231,6 +234,12 @@ def use_deterministic_kernels() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
+def _total_iterations(config: RunConfig, state: TrainState, replicas: int) -> int:
+    """The steps of the whole training, with those before ``state``."""
+    done = state.iteration, state.consumed_samples
+    return state.iteration + config.training.steps_left(replicas, *done, config.data.seq_length)
+
+
 def _check_data(splits: Splits, *, skip_train: bool) -> None:
     if skip_train and splits.valid is None and splits.test is None:
         raise ConfigError(
@@ -324,8 +333,8 @@ def set_up(
     _check_data(splits, skip_train=config.training.skip_train)
     # This rank's stages, their gradients and the optimizer.
     deferred, tunes = parallel.dp_zero_stage == 3, config.tuning.lora_rank is not None
-    frozen = open_base(config, world.device) if tunes else None
-    base = frozen if tunes else checkpoint
+    frozen = open_base(config, world.device) if tunes or (config.data.dpo and checkpoint is None) else None
+    base = frozen or checkpoint
     layers, stages = build_stages(
         config,
         groups,
@@ -339,14 +348,13 @@ def set_up(
     _freeze_or_graph(config, stages, world)
     draw = _drawing(config, base_is_stored=base is not None) if deferred else None
     data_parallel = data_parallel_of(parallel, config.optimizer, stages, groups, world.device, draw)
-    prepare_adapters(config, data_parallel, list(stages.values()), frozen, resumes=checkpoint is not None)
+    prepare_weights(config, data_parallel, list(stages.values()), frozen, resumes=checkpoint is not None)
     optimizer = _optimizer_of(config, data_parallel, groups)
     fp8 = _histories_of(config, stages, groups, world.device)
     # The state of the checkpoint, and the remaining steps.
     state = TrainState() if checkpoint is None else load_state(config, checkpoint, data_parallel, optimizer, fp8)
     state.data = compare_data(config, state, world)
-    done, replicas = (state.iteration, state.consumed_samples), groups.size("dp")
-    total = state.iteration + config.training.steps_left(replicas, *done, config.data.seq_length)
+    total = _total_iterations(config, state, groups.size("dp"))
     decoupled = config.optimizer.decoupled()
     return Run(
         config=config,
@@ -370,6 +378,7 @@ def set_up(
         deferrable=[parameter for stage in stages.values() for parameter in stage.decoder.parameters()],
         schedule=learning_rate_schedule(config, config.optimizer, total),
         loaded=checkpoint is not None,
+        reference=build_reference(config, groups, vocab_size, world.device, plans.stage_to_rank, layer_specs),
         decoupled_schedule=learning_rate_schedule(config, decoupled, total) if decoupled is not None else None,
         total_iterations=total,
         splits=splits,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_core.datasets import Dataset
 from megatron_core.datasets.base import sources_of
+from megatron_core.models import GPTModel
 from megatron_core.ops.exact_sum import exact_loss_sum
 from megatron_core.optimizer.clip import part_names
 from megatron_core.parallel.collectives import all_reduce_
@@ -197,7 +198,7 @@ def forward_step(
 
     ``spoiled``: losses of the first micro-batch are NaN, for tests.
     """
-    last, forward_model = len(run.layers) - 1, _model_step(run, batches, auxiliary)
+    last, forward_model = len(run.layers) - 1, _model_step(run, run.stages, batches, auxiliary)
     if run.config.data.dpo:
         return _preference_step(run, batches, forward_model, statistics)
     tokens: int | None = None
@@ -222,13 +223,15 @@ ModelStep = Callable[[int, int, Tensor | None], Tensor]
 """(stage, micro-batch, hidden states of the previous stage) -> hidden states, or losses on the last stage."""
 
 
-def _model_step(run: Run, batches: list[MicroBatch], auxiliary: AuxiliaryLosses | None) -> ModelStep:
-    """Return the forward function of a stage whose output on the last stage are the losses of tokens ``[b, n]``."""
+def _model_step(
+    run: Run, stages: Mapping[int, GPTModel], batches: list[MicroBatch], auxiliary: AuxiliaryLosses | None
+) -> ModelStep:
+    """Return the forward function of ``stages`` whose output on the last stage are the losses of tokens ``[b, n]``."""
     last = len(run.layers) - 1
 
     def forward(stage: int, micro: int, hidden: Tensor | None) -> Tensor:
         batch = batches[micro]
-        return run.stages[stage](
+        return stages[stage](
             batch.tokens,
             batch.position_ids,
             positions=batch.positions,
@@ -248,7 +251,9 @@ def _preference_step(
     run: Run, batches: list[MicroBatch], forward_model: ModelStep, statistics: StepStatistics | None
 ) -> ForwardStep:
     """As ``forward_step``, for pairs of answers; the reference runs here, before the returned function."""
-    reference = reference_log_probs(run, batches, _model_step(run, batches, None), message_lengths(batches))
+    stages = run.stages if run.reference is None else run.reference.stages
+    step, lengths = _model_step(run, stages, batches, None), message_lengths(batches)
+    reference = reference_log_probs(run, batches, step, list(stages.values()), lengths)
     last, tuning = len(run.layers) - 1, run.config.tuning
     settings = run.groups.group("cp"), tuning.dpo_beta, tuning.dpo_label_smoothing
 
