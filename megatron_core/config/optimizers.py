@@ -12,7 +12,7 @@ from typing import Literal
 
 from megatron_core.config import conditions as c
 from megatron_core.config import ranges as r
-from megatron_core.config.setting import Condition, Resume, section, setting
+from megatron_core.config.setting import Condition, Resume, given, section, setting
 from megatron_core.errors import ConfigError
 
 
@@ -105,6 +105,13 @@ class AlgorithmConfig:
     is the number of steps in which the learning rate halves."""
     zero_one_local_step_clipper: int = setting(16, r.COUNT, when=c.ZERO_ONE_ADAM)
     """Largest number of local steps between two synchronizations of zero-one-adam."""
+    qk_clip: bool = setting(False)
+    """QK-clip, which with --optimizer muon is MuonClip (Kimi K2): after each update, scale the query and key weights of
+    heads whose largest attention logit in the batch exceeds --qk-clip-threshold. Scores are computed a second time."""
+    qk_clip_threshold: float = setting(100.0, r.POSITIVE, needs=given("qk_clip"))
+    """Largest attention logit (scaled, before the softmax) that --qk-clip leaves unchanged."""
+    qk_clip_alpha: float = setting(0.5, r.UP_TO_1, needs=given("qk_clip"))
+    """Share of the queries in the factor g of --qk-clip: g^alpha for queries, g^(1 - alpha) for keys."""
     use_layer_wise_param_layout: bool = setting(True, when=c.MUON_ZERO_1, resume=Resume.FREE)
     """For --optimizer muon with ZeRO stage 1: shards consist of whole matrices, each updated by one rank;
     --no-use-layer-wise-param-layout: shards cut matrices, and ranks exchange the parts in every step."""

@@ -194,6 +194,11 @@ class ConversationDataset:
             sizes = ((line, sum(len(ids) for ids, _ in self._line(line))) for line in chosen)
             self.packs = first_fit(sizes, sequence_length)
 
+    @property
+    def samples_per_epoch(self) -> int:
+        """The number of samples of a round."""
+        return len(self.packs)
+
     def __getitem__(self, index: int) -> PackedSample:
         """The sample at a position of the endless order."""
         return self._sample([encoded for line in self.lines_of(index) for encoded in self._line(line)])

@@ -27,6 +27,7 @@ from megatron_core.models import GPTModel
 from megatron_core.models.build import build_stages
 from megatron_core.ops.backend import validate_backend
 from megatron_core.optimizer.lr_schedule import LearningRateSchedule
+from megatron_core.optimizer.qk_clip import QKClip
 from megatron_core.optimizer.sharded import Optimizer, make_loss_scale
 from megatron_core.parallel import ParallelGroups, World, poison
 from megatron_core.parallel.initialization import draw_by_name
@@ -83,6 +84,7 @@ class Run(Trainable):
     stop_reason: str = ""
     """This rank's reason to stop, or ""; any rank's reason ends the run with a checkpoint after the current step, or
     after the next one if it is given between steps."""
+    qk_clip: QKClip | None = field(init=False, default=None)
     train_loader: BatchLoader = field(init=False)
     saver: CheckpointSaver = field(init=False)
 
@@ -96,6 +98,9 @@ class Run(Trainable):
             tokenizer=self.tokenizer,
             fp8=self.fp8,
         )
+        if self.config.optimizer.qk_clip and not self.config.training.skip_train:
+            stages = self.stages.values()
+            self.qk_clip = QKClip(self.config, stages, self.optimizer, self.groups, self.world.device)
         if self.splits.train is not None:
             self.train_loader = self.loader(self.splits.train)
 
@@ -241,7 +246,7 @@ def _total_iterations(config: RunConfig, state: TrainState, replicas: int) -> in
 
 
 def _check_data(splits: Splits, *, skip_train: bool) -> None:
-    if skip_train and splits.valid is None and splits.test is None:
+    if skip_train and not (splits.of("validation") or splits.of("test") or splits.choices):
         raise ConfigError(
             "skip_train=True: there is no data to evaluate on; give --valid-data-path or --test-data-path"
         )

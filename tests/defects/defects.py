@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.defects.in_adapters import IN_ADAPTERS
+from tests.defects.in_clip import IN_CLIP
 from tests.defects.in_context import IN_CONTEXT
 from tests.defects.in_experts import IN_EXPERTS
 from tests.defects.in_fp8 import IN_FP8
@@ -24,4 +25,5 @@ DEFECTS = (
     *IN_ADAPTERS,
     *IN_SINKS,
     *IN_HUB,
+    *IN_CLIP,
 )
