@@ -67,6 +67,11 @@ def _preference_problems(config: RunConfig) -> Iterator[str]:
             "dpo=True cannot be used with auxiliary losses of experts, which are means over tokens; use "
             "--moe-router-load-balancing-type none and no --moe-z-loss-coeff"
         )
+    if config.model.output_z_loss_coeff:
+        yield (
+            f"output_z_loss_coeff={config.model.output_z_loss_coeff:g} is a mean over tokens, which dpo=True does not "
+            "have; remove it"
+        )
     if (mode := config.resilience.rerun_mode) != "disabled":
         yield f"rerun_mode={mode} compares losses of tokens, which dpo=True does not have; use --rerun-mode disabled"
     if config.tuning.lora_rank is not None:

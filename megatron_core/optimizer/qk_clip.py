@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,10 @@ from megatron_core.parallel.sharding import spec_of
 from megatron_core.transformer.attention import SelfAttention
 from megatron_core.transformer.latent_attention import LatentAttention
 from megatron_core.transformer.max_logits import MaxLogits
+
+Attention = SelfAttention | LatentAttention
+Blocks = tuple[tuple[Tensor, int], ...]
+"""The factors of the rows of each group, and the number of these rows, for the parts of a group in their order."""
 
 
 class QKClip:
@@ -38,22 +43,26 @@ class QKClip:
     ) -> None:
         self.model, self.settings, self.optimizer, self.groups = config.model, config.optimizer, optimizer, groups
         self.device = device
-        self.layers = [module for stage in stages for module in stage.modules() if hasattr(module, "core_attention")]
+        self.layers: list[Attention] = []
+        self.recorders: list[MaxLogits] = []
         self.largest = -math.inf
         """The largest logit of this rank's stages in the last step."""
         heads = config.model.num_attention_heads // groups.size("tp")
-        for layer in self.layers:
+        modules = (module for stage in stages for module in stage.modules() if hasattr(module, "core_attention"))
+        for layer in modules:
             if not isinstance(layer, SelfAttention | LatentAttention):
                 raise ConfigError(f"qk_clip=True does not know the weights of {type(layer).__name__}; remove --qk-clip")
             window = config.model.window_of_layer(layer.layer_number)
             seen = None if window is None or window[0] < 0 else window[0] + 1
             layer.max_logits = MaxLogits(heads, device, groups.group("cp"), seen)
+            self.layers.append(layer)
+            self.recorders.append(layer.max_logits)
         optimizer.after_update = self.clip
 
     def reset(self) -> None:
         """Begin a step."""
-        for layer in self.layers:
-            layer.max_logits.reset()
+        for recorder in self.recorders:
+            recorder.reset()
 
     @torch.no_grad()
     def clip(self) -> None:
@@ -65,8 +74,8 @@ class QKClip:
         own = heads // self.groups.size("tp")
         first = self.groups.index("tp") * own
         largest = torch.full((len(self.layers), heads), -math.inf, dtype=torch.float64, device=self.device)
-        for row, layer in zip(largest, self.layers, strict=True):
-            row[first : first + own] = layer.max_logits.largest
+        for row, recorder in zip(largest, self.recorders, strict=True):
+            row[first : first + own] = recorder.largest
         all_reduce_(largest, self.groups.group("tp-dp-cp"), maximum=True)
         self.largest = largest.max().item()
         # The factors of the rows of each layer with a large logit.
@@ -85,19 +94,18 @@ class QKClip:
         all_reduce_(largest, self.groups.group("pp"), maximum=True)
         return {"max attention logit": largest.item()}
 
-    def _rows(self, layer: nn.Module, factors: Tensor) -> dict[nn.Parameter, Tensor]:
+    def _rows(self, layer: Attention, factors: Tensor) -> dict[nn.Parameter, Tensor]:
         """The factor of each row of the global weights of queries and keys, by this rank's parameters."""
         alpha, model = self.settings.qk_clip_alpha, self.model
         query, key = factors**alpha, factors ** (1.0 - alpha)
         if isinstance(layer, LatentAttention):
             plain, turned, value = layer.plain, layer.turned, layer.value
             up = layer.linear_q_up_proj if layer.has_query_latent else layer.linear_q_proj
-            parts = {
+            parts: dict[Any, Blocks] = {
                 up: ((query, plain), (factors, turned)),
                 layer.linear_kv_up_proj: ((key, plain), (torch.ones_like(key), value)),
             }
         else:
-            assert isinstance(layer, SelfAttention), "the constructor refuses others"
             d, queries = layer.head_size, model.num_attention_heads // model.query_groups * layer.head_size
             one = torch.ones_like(key)
             parts = {layer.linear_qkv: ((query, queries), (one, queries * layer.gated), (key, d), (one, d))}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from tests.defects.in_adapters import IN_ADAPTERS
-from tests.defects.in_clip import IN_CLIP
 from tests.defects.in_context import IN_CONTEXT
 from tests.defects.in_experts import IN_EXPERTS
 from tests.defects.in_fp8 import IN_FP8
@@ -11,6 +10,7 @@ from tests.defects.in_hub import IN_HUB
 from tests.defects.in_latents import IN_LATENTS
 from tests.defects.in_layers import IN_LAYERS
 from tests.defects.in_sinks import IN_SINKS
+from tests.defects.in_stability import IN_STABILITY
 from tests.defects.in_steps import IN_STEPS
 from tests.defects.in_zero import IN_ZERO
 
@@ -25,5 +25,5 @@ DEFECTS = (
     *IN_ADAPTERS,
     *IN_SINKS,
     *IN_HUB,
-    *IN_CLIP,
+    *IN_STABILITY,
 )

@@ -1,10 +1,31 @@
-"""Defects of QK-clip: maxima of a part of the batch, wrong rows, wrong shards."""
+"""Defects of QK-clip and z-loss: maxima of a part of the batch, wrong rows, wrong columns."""
 
 from __future__ import annotations
 
 from tests.defects.defect import Defect
 
-IN_CLIP = (
+IN_STABILITY = (
+    Defect(
+        "the gradient of log Z is missing at the target",
+        "tensor_parallel.log_z:_CrossEntropyAndLogZ.backward",
+        "of_log_z.where(here, 0.0)",
+        "0 * of_log_z.where(here, 0.0)",
+        "z-loss, tp2 sp",
+    ),
+    Defect(
+        "every rank adds the gradient of log Z to its own column of the target",
+        "tensor_parallel.log_z:_CrossEntropyAndLogZ.backward",
+        "column = (target - loss.first).where(here, 0)",
+        "column, here = (target - loss.first).clamp(0, loss.valid - 1), target >= 0",
+        "z-loss, tp2 sp",
+    ),
+    Defect(
+        "the z-loss ignores the mask",
+        "transformer.z_loss:with_z_loss",
+        "log_z.square() * loss_mask.transpose(0, 1)",
+        "log_z.square()",
+        "z-loss, packed, cp2",
+    ),
     Defect(
         "the largest logit is that of a rank's part of the batch",
         "optimizer.qk_clip:QKClip.clip",
