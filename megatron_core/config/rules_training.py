@@ -234,6 +234,23 @@ def _fit_problems(name: str, ramp: Ramp, end_name: str, divisor: int, divisor_sh
         yield f"{name}={ramp}: {' and '.join(uneven)} must be a multiple of {divisor_shown}"
 
 
+def average_problems(config: RunConfig) -> Iterator[str]:
+    """Settings with which there is no average of the weights."""
+    if config.optimizer.ema_decay is None:
+        return
+    if config.parallel.grad_compression in ("onebit-lamb", "zero-one-adam"):
+        yield (
+            f"grad_compression={config.parallel.grad_compression} cannot be used with "
+            f"ema_decay={config.optimizer.ema_decay:g}: weights change between updates; remove one of them"
+        )
+    for name in ("optimizer_offload_dir", "zero3_param_offload_dir"):
+        if (value := config.flat()[name]) is not None:
+            yield (
+                f"{name}={value} cannot be used with ema_decay={config.optimizer.ema_decay:g}, whose average is "
+                "updated in memory; remove one of them"
+            )
+
+
 def clip_problems(config: RunConfig) -> Iterator[str]:
     """Settings with which QK-clip cannot record logits or scale weights."""
     if not config.optimizer.qk_clip:

@@ -5,6 +5,7 @@ from functools import partial
 
 from megatron_core.monitor.events import Sink, ValidationEvent
 from megatron_core.parallel.meter import METER
+from megatron_core.training.averages import averaged_weights
 from megatron_core.training.bad_steps import BadSteps, leave_out_listed
 from megatron_core.training.callbacks import Callback, Callbacks, is_due
 from megatron_core.training.checks import RunChecks
@@ -115,14 +116,22 @@ def evaluate_split(run: Run, called: Callbacks, split: str) -> None:
         consumed_samples=run.state.consumed_samples,
         consumed_tokens=run.state.consumed_tokens,
     )
-    losses, events = [], []
+    events: list[ValidationEvent] = []
+
+    def measure(suffix: str = "") -> list[float]:
+        found = [evaluate(run, dataset, run.config.training.eval_iters) for dataset in sets.values()]
+        events.extend(event(loss=loss, split=name + suffix) for name, loss in zip(sets, found, strict=True))
+        events.extend(
+            event(split=name + suffix, **vars(evaluate_choices(run, asked))) for name, asked in questions.items()
+        )
+        return found
+
     with METER.phase("evaluation", whole=True):
         run.optimizer.synchronize()
-        for name, dataset in sets.items():
-            losses.append(evaluate(run, dataset, run.config.training.eval_iters))
-            events.append(event(loss=losses[-1], split=name))
-        for name, asked in questions.items():
-            events.append(event(split=name, **vars(evaluate_choices(run, asked))))
+        losses = measure()
+        if run.config.optimizer.ema_decay is not None and not run.config.training.skip_train:
+            with averaged_weights(run):
+                measure(" average")
     if split == "validation" and losses:
         run.state.validation_loss = sum(losses) / len(losses)
     for each in events:
