@@ -29,8 +29,8 @@ def averaged_weights(run: Run) -> Iterator[None]:
     try:
         yield
     finally:
-        for shard, weights in kept:
-            shard.copy_(weights)
+        for weights, values in kept:
+            weights.copy_(values)
         run.data_parallel.start_param_sync()
 
 

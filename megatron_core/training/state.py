@@ -330,7 +330,8 @@ def _load_optimizer(reader: Reader, optimizer: Optimizer, *, fresh: bool) -> Non
         reader.fill(piece for piece in pieces if piece.name.startswith("optimizer.main."))
         optimizer.start_averages()
         return
-    if optimizer.config.ema_decay is not None and not (isinstance(reader, HostCopy) or AVERAGE.name in reader.kinds):
+    lacks_average = isinstance(reader, CheckpointReader | MegatronReader) and AVERAGE.name not in reader.kinds
+    if optimizer.config.ema_decay is not None and lacks_average:
         note("the average of the weights starts at the weights of the checkpoint, which has none")
         pieces = [piece for piece in pieces if not piece.name.startswith(f"optimizer.{AVERAGE.name}.")]
         optimizer.start_averages()

@@ -416,7 +416,7 @@ IN_LAYERS = (
     ),
     Defect(
         "rotary positions do not restart",
-        "training.step:_model_step",
+        "training.step:model_step",
         "batch.position_ids,",
         "None,",
         "positions restart, modern, dp2, micro-batches of 4",

@@ -116,7 +116,7 @@ IN_STEPS = (
     ),
     Defect(
         "second micro-batch is counted twice and the first not at all",
-        "training.step:_model_step",
+        "training.step:model_step",
         "batches[micro]",
         "batches[max(micro, 1)]",
         "pp2",

@@ -45,6 +45,7 @@ def _config(folder: Path, **settings: Any) -> RunConfig:
         "eval_iters": 2,
         "train_iters": STEPS,
         "lr": 1e-2,
+        "lr_decay_style": "constant",
         "ema_decay": DECAY,
         "fp64": True,
         "kernel_backend": "reference",
