@@ -16,7 +16,7 @@ HEAD_SIZE, BASE_DEPTH, DEEPEST = 64, 4, 1024
 SEQUENCE = 2048
 TOKENS_PER_PARAMETER = 20
 """Hoffmann et al. 2022 (arXiv 2203.15556), table 3."""
-LEARNING_RATE = 4e-3
+LEARNING_RATE = 1e-3
 """AdamW's at the base width; see docs/dial.md for the runs."""
 
 
