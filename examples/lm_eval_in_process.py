@@ -2,7 +2,7 @@
 
 pip install lm_eval; then, with checkpoints of --save or a folder of Hugging Face:
 
-torchrun --nproc-per-node 2 examples/lm_eval_in_process.py --load SmolLM2-135M --tasks piqa --tensor-model-parallel-size 2
+torchrun --nproc-per-node 2 examples/lm_eval_in_process.py --tensor-model-parallel-size 2 --load MODEL --tasks piqa
 """
 
 from __future__ import annotations
