@@ -10,6 +10,7 @@ import torch
 
 from megatron_core.checkpoint import CheckpointReader, TensorBox
 from megatron_core.config.optimizers import AVERAGE
+from megatron_core.training.driver import gather_weights
 from megatron_core.training.setup import Run
 
 PREFIX = f"optimizer.{AVERAGE.name}."
@@ -25,13 +26,13 @@ def averaged_weights(run: Run) -> Iterator[None]:
     kept = [(shard.bucket.weight_shard, shard.bucket.weight_shard.clone()) for shard in run.optimizer.shards]
     for shard in run.optimizer.shards:
         shard.bucket.weight_shard.copy_(shard.state[AVERAGE.name])
-    run.data_parallel.start_param_sync()
+    gather_weights([run.data_parallel])
     try:
         yield
     finally:
         for weights, values in kept:
             weights.copy_(values)
-        run.data_parallel.start_param_sync()
+        gather_weights([run.data_parallel])
 
 
 class AveragedReader(CheckpointReader):

@@ -114,7 +114,7 @@ DEFECTS = {
     "averages of other ranks are not gathered": (
         "dp2 zero1",
         "training.averages:averaged_weights",
-        "    run.data_parallel.start_param_sync()\n    try:",
+        "    gather_weights([run.data_parallel])\n    try:",
         "    try:",
     ),
     "averages start at 0": ("tp2 sp", "optimizer.sharded:Optimizer.start_averages", "copy_(shard.main)", "zero_()"),
