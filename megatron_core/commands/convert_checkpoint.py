@@ -80,6 +80,8 @@ class Settings:
     optimizer: bool | None = None
     """From megatron and deepspeed to native: read the optimizer's state, so that training continues at its iteration,
     or only the weights; default: the state if it can be read."""
+    average: bool = False
+    """From native to hf: the moving averages of --ema-decay instead of the weights."""
     verify: bool = True
     """Compare the logits of a Hugging Face folder with `transformers`, from deepspeed names and shapes; if they differ,
     nothing is written."""
@@ -95,6 +97,8 @@ def convert(settings: Settings) -> str:
     dtype = None if settings.dtype is None else getattr(torch, settings.dtype)
     if settings.source == settings.to:
         raise ConfigError(f"--from {settings.source} --to {settings.to}: nothing to convert; give two formats")
+    if settings.average and (settings.source, settings.to) != ("native", "hf"):
+        raise ConfigError(f"--average needs --from native --to hf, not --from {settings.source} --to {settings.to}")
     if settings.to in FORMATS:
         if settings.source != "native":
             raise ConfigError(f"--to {settings.to} needs --from native; convert to native first")
@@ -119,7 +123,13 @@ def convert(settings: Settings) -> str:
     else:
         with native_folder(settings, load, save) as (native, step):
             difference = export_hugging_face(
-                native, save, step=step, dtype=dtype, model_type=settings.model_type, verify=settings.verify
+                native,
+                save,
+                step=step,
+                dtype=dtype,
+                model_type=settings.model_type,
+                verify=settings.verify,
+                average=settings.average,
             )
     compared = settings.verify and difference is not None
     checked = f"logits differ by {difference:.1e} of the largest" if compared else "not verified"

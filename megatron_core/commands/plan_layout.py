@@ -36,6 +36,7 @@ from megatron_core.planner.explain import (
     objection,
     parse_words,
     table,
+    whole_training,
     why_slower,
 )
 from megatron_core.planner.footprint import Footprint
@@ -53,6 +54,8 @@ class Settings:
     """Number of devices."""
     hardware: str = "h100"
     """Name of a machine (a100, b200, h100, h200), or a file written by megatron-diagnose --machine."""
+    price_per_hour: float | None = None
+    """Price of a device for an hour; prints the price of the training and of a million tokens."""
     top: int = 10
     """Number of layouts to print."""
     objection: Annotated[str | None, tyro.conf.arg(name="why-not")] = None
@@ -70,6 +73,8 @@ def plan(settings: Settings, arguments: Sequence[str]) -> None:
     base = parse_run_config(list(arguments), prog=program())
     if settings.png is not None and not settings.explain_memory:
         raise ConfigError(f"png={settings.png!r} has no effect without explain_memory; add --explain-memory")
+    if settings.price_per_hour is not None and not 0.0 <= settings.price_per_hour < 1e9:
+        raise ConfigError(f"price_per_hour={settings.price_per_hour:g} is out of range; legal: 0 or more")
     if settings.top < 1:
         raise ConfigError(f"top={settings.top} is out of range; legal: 1, 2, 3, ...")
     if settings.json not in (None, "-"):
@@ -94,6 +99,7 @@ def plan(settings: Settings, arguments: Sequence[str]) -> None:
     )
     print(table(found, settings.gpus))
     print(f"\n1: {describe_layout(found[0].config, settings.gpus)}\n{details(found[0])}")
+    print(whole_training(found[0], settings.gpus, settings.price_per_hour))
     for number, each in enumerate(found[1:], 2):
         print(f"{number}: {why_slower(each, found[0])}")
     print()

@@ -10,6 +10,7 @@ from typing import Any, NoReturn, TypeVar, get_type_hints
 
 import tyro
 
+from megatron_core.config.dial import dial
 from megatron_core.config.file import read_config
 from megatron_core.config.file import write_config as write_config
 from megatron_core.config.help import WITHOUT_BOXES, requested_topic, shown
@@ -35,6 +36,9 @@ class _CommandLine(RunConfig):
     model_preset: str | None = None
     """Name of a published model, such as llama3-8b: its shape, vocabulary size and sequence length are the defaults.
     --config and flags override it."""
+    depth: int | None = None
+    """Number of layers of a model whose width, heads, learning rate (muP), batch size and number of steps follow from
+    it (docs/dial.md). --config and flags override them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,9 +121,14 @@ def _parse(
     if topic is not None:
         _print_help(kind, topic, prog, defaults or RunConfig())
     found = Translation.of(given, _types(kind))
-    path, model = (_last_value(found.flags, flag) for flag in ("--config", "--model-preset"))
+    path, model, depth = (_last_value(found.flags, flag) for flag in ("--config", "--model-preset", "--depth"))
     defaults = defaults or RunConfig()
-    defaults = defaults if model is None else RunConfig.from_flat(defaults.flat() | preset(model))
+    if model is not None and depth is not None:
+        raise ConfigError(f"model_preset={model} and depth={depth} both choose the model; remove one of them")
+    if model is not None:
+        defaults = RunConfig.from_flat(defaults.flat() | preset(model))
+    if depth is not None and depth.isdecimal():  # any other value is an error of its type
+        defaults = RunConfig.from_flat(defaults.flat() | dial(int(depth)))
     defaults = defaults if path is None else read_config(path, defaults)
     parsed = parse_flags(
         kind,
@@ -173,7 +182,7 @@ def note_unread_flags(config: RunConfig, args: list[str] | None = None) -> None:
 def _types(kind: type[_CommandLine]) -> dict[str, Any]:
     """The type of each flag of a command line."""
     dry = get_type_hints(DryRun) if kind is _TrainingCommandLine else {}
-    return field_types() | {"config": str, "model_preset": str} | dry
+    return field_types() | {"config": str, "model_preset": str, "depth": int} | dry
 
 
 def _description(prog: str) -> str:
@@ -183,7 +192,7 @@ def _description(prog: str) -> str:
     if not script.endswith(".py"):
         alone, several = script, f"{script} --nproc-per-node 2"
     return (
-        "Settings come from defaults, then --model-preset, then --config FILE, then flags.\n\n"
+        "Settings come from defaults, then --model-preset or --depth, then --config FILE, then flags.\n\n"
         "Hyphens and underscores are equivalent; every switch --x can be turned off with --no-x.\n\n"
         f"One process:  {alone} --mock-data --vocab-size 256 --train-iters 20\n\n"
         f"Two ranks:  {several} --tensor-model-parallel-size 2 ..."

@@ -39,6 +39,15 @@ class DataConfig:
     """As --data-path, for validation only."""
     test_data_path: tuple[str, ...] = setting((), when=c.EVALUATION)
     """As --data-path, for the test split only."""
+    multiple_validation_sets: bool = setting(False, when=c.EVALUATION)
+    """Evaluate each file of --valid-data-path alone, with a loss of its own."""
+    validation_set_names: tuple[str, ...] = setting((), needs=given("multiple_validation_sets"), resume=Resume.FREE)
+    """Names of these files in reports; default: their names without folders."""
+    full_validation: bool = setting(False, when=c.EVALUATION)
+    """Evaluate on all validation and test samples, once, instead of --eval-iters batches."""
+    choices_data_path: tuple[str, ...] = setting((), when=c.EVALUATION, resume=Resume.FREE)
+    """JSON Lines with multiple-choice questions: query, choices, and gold, the index of the correct choice. Each
+    evaluation reports the accuracy by log-likelihood, as lm-eval's acc and acc_norm."""
     per_split_data_args_path: str | None = setting(None, when=BY_RULE)
     """JSON file with the keys train, valid and test: the arguments of --train-data-path etc."""
     data_phases: str | None = setting(None, when=BY_RULE)
@@ -70,9 +79,10 @@ class DataConfig:
     one line of the file, padded."""
     sft_loss: Literal["answers", "last_answer"] = setting("answers", needs=given("sft"))
     """The assistant's turns in the loss: all, or the last one of each conversation."""
-    dpo: bool = setting(False, needs=given("lora_rank", "N"))
+    dpo: bool = setting(False, when=ALWAYS)
     """Fine-tune on preferences (DPO): data files are JSON Lines with prompt, chosen and rejected. The reference is the
-    model without its adapters. Samples are single answers: chosen and rejected in turn."""
+    model without its adapters, or without --lora-rank a frozen copy of its initial weights. Samples are single answers:
+    chosen and rejected in turn."""
     chat_template: str | None = setting(None, needs=CONVERSATIONS)
     """File with the Jinja chat template for --sft and --dpo; default: the template in the tokenizer's folder."""
     mock_data: bool = setting(False, when=ALWAYS)

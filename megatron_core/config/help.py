@@ -14,7 +14,7 @@ from difflib import get_close_matches
 ALL = "all"
 """The topic of the complete help."""
 MOST_USED = {
-    "": ("config", "model_preset"),
+    "": ("config", "model_preset", "depth"),
     "model": (
         *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "swiglu"),
         *("normalization", "position_embedding_type", "num_experts", "moe_router_topk", "recompute_granularity"),

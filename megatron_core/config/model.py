@@ -193,6 +193,9 @@ class ModelConfig(LatentAttentionConfig, RecurrentConfig, RotaryConfig, MoEConfi
     )
     """With --cross-entropy-loss-fusion. native: the loss in one pass over the logits. linear: output layer and loss
     together, a few tokens at a time, which saves the memory of logits and costs one more matrix product."""
+    output_z_loss_coeff: float = setting(0.0, r.from_0(1e6), when=c.TRAINING)
+    """Add this times the mean of log^2 Z to the loss, where Z is the sum of the exponentials of a token's logits
+    (PaLM: 1e-4); it keeps logits near 0. The reported loss does not include it."""
     init_method_std: float = setting(0.02, r.POSITIVE, when=ALWAYS, resume=Resume.INITIAL)
     """Standard deviation of initial weights; divided by sqrt(2 num_layers) if their output joins the residual
     stream."""

@@ -12,7 +12,7 @@ from typing import Literal
 
 from megatron_core.config import conditions as c
 from megatron_core.config import ranges as r
-from megatron_core.config.setting import Condition, Resume, section, setting
+from megatron_core.config.setting import Condition, Resume, given, section, setting
 from megatron_core.errors import ConfigError
 
 
@@ -105,6 +105,16 @@ class AlgorithmConfig:
     is the number of steps in which the learning rate halves."""
     zero_one_local_step_clipper: int = setting(16, r.COUNT, when=c.ZERO_ONE_ADAM)
     """Largest number of local steps between two synchronizations of zero-one-adam."""
+    ema_decay: float | None = setting(None, r.BELOW_1)
+    """Also keep an exponential moving average of the weights, e = d e + (1 - d) w after each update, which begins with
+    the initial weights. Evaluations report its loss, too; megatron-convert --average exports it."""
+    qk_clip: bool = setting(False)
+    """QK-clip, which with --optimizer muon is MuonClip (Kimi K2): after each update, scale the query and key weights of
+    heads whose largest attention logit in the batch exceeds --qk-clip-threshold. Scores are computed a second time."""
+    qk_clip_threshold: float = setting(100.0, r.POSITIVE, needs=given("qk_clip"))
+    """Largest attention logit (scaled, before the softmax) that --qk-clip leaves unchanged."""
+    qk_clip_alpha: float = setting(0.5, r.UP_TO_1, needs=given("qk_clip"))
+    """Share of the queries in the factor g of --qk-clip: g^alpha for queries, g^(1 - alpha) for keys."""
     use_layer_wise_param_layout: bool = setting(True, when=c.MUON_ZERO_1, resume=Resume.FREE)
     """For --optimizer muon with ZeRO stage 1: shards consist of whole matrices, each updated by one rank;
     --no-use-layer-wise-param-layout: shards cut matrices, and ranks exchange the parts in every step."""
@@ -153,6 +163,10 @@ class Moment:
         return self.dtype_setting is not None and getattr(config, self.dtype_setting) == "bf16"
 
 
+AVERAGE = Moment("ema", None)
+"""The average of the weights with ``ema_decay``, initially the weights."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class OptimizerKind:
     """A row of the table of optimizers; its update rule is the one of the same name in ``optimizer.algorithms``."""
@@ -176,7 +190,8 @@ class OptimizerKind:
 
     def moments(self, config: AlgorithmConfig) -> tuple[Moment, ...]:
         """The moments that the optimizer stores with these settings."""
-        return tuple(moment for moment in self.all_moments if moment.exists(config))
+        averages = () if config.ema_decay is None else (AVERAGE,)
+        return (*(moment for moment in self.all_moments if moment.exists(config)), *averages)
 
     def moment_bytes(self, config: AlgorithmConfig, wide: int = 4) -> int:
         """Bytes of state per parameter, without main weights; ``wide``: bytes of a number that is not bfloat16."""

@@ -49,6 +49,29 @@ def data_problems(config: RunConfig) -> Iterator[str]:
     for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
         yield from _blend_problems(name, getattr(data, name))
     yield from _sft_problems(config)
+    yield from _evaluation_problems(config)
+
+
+def _evaluation_problems(config: RunConfig) -> Iterator[str]:
+    """Settings of validation sets that contradict one another."""
+    data = config.data
+    if data.multiple_validation_sets and not (data.valid_data_path or data.per_split_data_args_path):
+        yield (
+            "multiple_validation_sets=True needs files of their own; give --valid-data-path or "
+            "--per-split-data-args-path"
+        )
+    if data.multiple_validation_sets and any(_number(path) is not None for path in data.valid_data_path):
+        yield (
+            f"valid_data_path={shown(data.valid_data_path)} has weights, and with multiple_validation_sets=True each "
+            "file is evaluated alone; remove them"
+        )
+    names = data.validation_set_names
+    if names and (len(set(names)) < len(names) or len(names) != len(data.valid_data_path or names)):
+        yield f"validation_set_names={shown(names)} must be different, one for each file of --valid-data-path"
+    if data.full_validation and data.dpo:
+        yield "full_validation=True cannot be used with dpo=True, whose last batch would be cut; use --eval-iters"
+    if data.choices_data_path and data.tokenizer is None:
+        yield f"choices_data_path={shown(data.choices_data_path)} has texts, and tokenizer_type=None; give a tokenizer"
 
 
 def _number(text: str) -> float | None:

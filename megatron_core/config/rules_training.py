@@ -234,6 +234,54 @@ def _fit_problems(name: str, ramp: Ramp, end_name: str, divisor: int, divisor_sh
         yield f"{name}={ramp}: {' and '.join(uneven)} must be a multiple of {divisor_shown}"
 
 
+def average_problems(config: RunConfig) -> Iterator[str]:
+    """Settings with which there is no average of the weights."""
+    if config.optimizer.ema_decay is None:
+        return
+    if config.parallel.grad_compression in ("onebit-lamb", "zero-one-adam"):
+        yield (
+            f"grad_compression={config.parallel.grad_compression} cannot be used with "
+            f"ema_decay={config.optimizer.ema_decay:g}: weights change between updates; remove one of them"
+        )
+    for name in ("optimizer_offload_dir", "zero3_param_offload_dir"):
+        if (value := config.flat()[name]) is not None:
+            yield (
+                f"{name}={value} cannot be used with ema_decay={config.optimizer.ema_decay:g}, whose average is "
+                "updated in memory; remove one of them"
+            )
+
+
+def clip_problems(config: RunConfig) -> Iterator[str]:
+    """Settings with which QK-clip cannot record logits or scale weights."""
+    if not config.optimizer.qk_clip:
+        return
+    model, flat = config.model, config.flat()
+    reasons = {
+        "compile": "compiled layers do not record logits",
+        "layout_invariant": "its scores depend on the layout",
+        "lora_rank": "the weights of queries and keys are frozen",
+        "optimizer_cpu_offload": "it scales weights on the device",
+        "optimizer_offload_dir": "it scales weights on the device",
+        "zero3_param_cpu_offload": "it scales weights on the device",
+        "zero3_param_offload_dir": "it scales weights on the device",
+    }
+    for name, reason in reasons.items():
+        if flat[name]:
+            yield f"{name}={flat[name]} cannot be used with qk_clip=True: {reason}; remove one of them"
+    if config.training.cuda_graph_impl != "none":
+        yield (
+            f"cuda_graph_impl={config.training.cuda_graph_impl} cannot be used with qk_clip=True: graphs do not record "
+            "logits; remove one of them"
+        )
+    if model.qk_layernorm and not model.multi_latent_attention:
+        yield "qk_layernorm=True cannot be used with qk_clip=True: norms undo the scaling; remove one of them"
+    if config.parallel.grad_compression in ("onebit-lamb", "zero-one-adam"):
+        yield (
+            f"grad_compression={config.parallel.grad_compression} cannot be used with qk_clip=True: its updates "
+            "are not synchronized; remove one of them"
+        )
+
+
 def graph_problems(config: RunConfig) -> Iterator[str]:
     """Settings that a CUDA graph, which repeats the same kernels on the same memory, excludes."""
     training, parallel, model = config.training, config.parallel, config.model

@@ -16,9 +16,17 @@ REFUSED = {
 """Settings that cannot be used with adapters, with the reason and the remedy."""
 
 
+REFUSED_WITH_PREFERENCES = {
+    "layout_invariant": "sums of its losses depend on the layout; remove --layout-invariant",
+    "mtp_num_layers": "losses of multi-token prediction are means over tokens; remove --mtp-num-layers",
+}
+"""Settings that cannot be used with preferences without adapters, with the reason and the remedy."""
+
+
 def tuning_problems(config: RunConfig) -> Iterator[str]:
     """Settings that adapters do not support, and contradictory names of layers."""
     tuning, model = config.tuning, config.model
+    yield from _preference_problems(config)
     if tuning.lora_rank is None:
         return
     flat = config.flat()
@@ -31,7 +39,6 @@ def tuning_problems(config: RunConfig) -> Iterator[str]:
             "layers with adapters are not captured; remove --cuda-graph-impl"
         )
     yield from _target_problems(config)
-    yield from _preference_problems(config)
     adapts_experts = model.num_experts is not None and _adapts_experts(config)
     if tuning.use_dora and adapts_experts:
         yield (
@@ -60,8 +67,29 @@ def _preference_problems(config: RunConfig) -> Iterator[str]:
             "dpo=True cannot be used with auxiliary losses of experts, which are means over tokens; use "
             "--moe-router-load-balancing-type none and no --moe-z-loss-coeff"
         )
+    if config.model.output_z_loss_coeff:
+        yield (
+            f"output_z_loss_coeff={config.model.output_z_loss_coeff:g} is a mean over tokens, which dpo=True does not "
+            "have; remove it"
+        )
     if (mode := config.resilience.rerun_mode) != "disabled":
         yield f"rerun_mode={mode} compares losses of tokens, which dpo=True does not have; use --rerun-mode disabled"
+    if config.tuning.lora_rank is not None:
+        return
+    flat = config.flat()
+    for name, reason in REFUSED_WITH_PREFERENCES.items():
+        if flat[name]:
+            yield f"{name}={flat[name]} cannot be used with dpo=True: {reason}"
+    if config.training.fp8_format is not None and config.training.fp8_recipe == "delayed":
+        yield (
+            "fp8_recipe=delayed cannot be used with dpo=True and lora_rank=None: the reference has no amax histories; "
+            "use another --fp8-recipe"
+        )
+    if config.checkpoint.load_hf is None and config.tuning.pretrained_checkpoint is None:
+        yield (
+            "load_hf=None and pretrained_checkpoint=None: dpo=True without adapters needs the weights of its "
+            "reference, also when it resumes; give one of them"
+        )
 
 
 def _target_problems(config: RunConfig) -> Iterator[str]:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from megatron_core.config import ranges as r
-from megatron_core.config.setting import ALWAYS, Resume, given, section, setting
+from megatron_core.config.setting import ALWAYS, Condition, Resume, given, section, setting
 
 LORA = given("lora_rank", "N")
+TUNES = Condition("--lora-rank N or --dpo", lambda run: run.tuning.lora_rank is not None or run.data.dpo)
 WHOLE = "all"
 """The only part of a matrix that is not divided."""
 PARTS = {"linear_qkv": ("q", "k", "v"), "linear_fc1": ("gate", "up")}
@@ -76,8 +77,9 @@ class TuningConfig:
     """Also train the norm m of each row: W' = m (W + s B A) / |W + s B A| (DoRA)."""
     lora_load: str | None = setting(None, r.FOLDER, needs=LORA, resume=Resume.FREE)
     """Folder with adapters in PEFT's format to start from. A checkpoint in --load takes precedence."""
-    pretrained_checkpoint: str | None = setting(None, r.FOLDER, needs=LORA, resume=Resume.FREE)
-    """Folder of checkpoints with the frozen weights; --load then holds adapters. (Or: --load-hf.)"""
+    pretrained_checkpoint: str | None = setting(None, r.FOLDER, needs=TUNES, resume=Resume.FREE)
+    """Folder of checkpoints with the frozen weights of --lora-rank, of which --load then holds adapters, or with the
+    initial weights and the reference of --dpo. (Or: --load-hf.)"""
 
     dpo_beta: float = setting(0.1, r.POSITIVE, needs=given("dpo"), resume=Resume.REPORTED)
     """Factor of the log-probability ratios in the loss of --dpo."""

@@ -16,7 +16,9 @@ from megatron_core.config.rules_sharding import sharding_problems
 from megatron_core.config.rules_single import illegal_values, needless_settings, unknown_words
 from megatron_core.config.rules_stages import schedule_problems, stage_problems
 from megatron_core.config.rules_training import (
+    average_problems,
     batch_problems,
+    clip_problems,
     graph_problems,
     learning_rate_problems,
     length_problems,
@@ -55,6 +57,8 @@ def problems(config: RunConfig, world_size: int) -> Iterator[str]:
     yield from learning_rate_problems(config, world_size)
     yield from optimizer_problems(config.optimizer)
     yield from precision_problems(config)
+    yield from clip_problems(config)
+    yield from average_problems(config)
     yield from graph_problems(config)
     yield from fp8_problems(config)
     yield from invariance_problems(config)

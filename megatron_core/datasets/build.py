@@ -1,8 +1,8 @@
 """Builds the data sets of training, validation and test from the data flags."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any, TypeVar
 
@@ -12,11 +12,12 @@ from megatron_core.config import DataConfig, RunConfig, TrainingConfig
 from megatron_core.config.rules_data import data_problems
 from megatron_core.datasets.base import Dataset
 from megatron_core.datasets.blend import BlendedDataset, MixPhase, PhasedDataset, parse_blend
+from megatron_core.datasets.choices import ChoiceDataset
 from megatron_core.datasets.header import check_counts, check_tokenizer, check_vocabulary, read_header
 from megatron_core.datasets.indexed import IndexedDataset, get_idx_path
 from megatron_core.datasets.keyed_dataset import CyclicDataset, KeyedGPTDataset
 from megatron_core.datasets.megatron_order import build_megatron_order
-from megatron_core.datasets.paths import DEFAULT_SPLIT, NAMES, Phase, parse_split, read_paths, split_ranges
+from megatron_core.datasets.paths import DEFAULT_SPLIT, NAMES, Phase, named_paths, parse_split, read_paths, split_ranges
 from megatron_core.errors import ConfigError, DataError
 from megatron_core.tokenizers import Tokenizer
 
@@ -37,6 +38,17 @@ class Splits:
     valid: Dataset | None
     test: Dataset | None
     notes: tuple[str, ...] = ()
+    named: Mapping[str, Dataset] = field(default_factory=dict)
+    """Validation sets that are evaluated alone, by name; `valid` is then None."""
+    choices: Mapping[str, ChoiceDataset] = field(default_factory=dict)
+    """Multiple-choice questions, by name."""
+
+    def of(self, split: str) -> dict[str, Dataset]:
+        """The data sets of `validation` or `test`, by the names of their losses."""
+        if split == "validation" and self.named:
+            return {f"validation {name}": own for name, own in self.named.items()}
+        own = self.valid if split == "validation" else self.test
+        return {} if own is None else {split: own}
 
 
 def build_datasets(
@@ -51,15 +63,17 @@ def build_datasets(
     # The caller decides whether training data is required.
     for sentence in data_problems(RunConfig(data=data, training=TrainingConfig(skip_train=True))):
         raise ConfigError(sentence)
-    builder, paths = _Builder(data, seed, tokenizer, wanted or {}), read_paths(data)
+    builder, paths, named = _Builder(data, seed, tokenizer, wanted or {}), read_paths(data), {}
     if not paths.phases:
-        train, valid, test = (builder.whole(own, name) for own, name in zip(paths.own, NAMES, strict=True))
+        named = {name: builder.whole((path,), "valid") for name, path in named_paths(data, paths).items()}
+        own = (paths.own[0], () if named else paths.own[1], paths.own[2])
+        train, valid, test = (builder.whole(each, name) for each, name in zip(own, NAMES, strict=True))
     else:
         fractions = parse_split(data.split or DEFAULT_SPLIT)
         train, valid, test = builder.divided(paths.phases[-1], fractions)
         if len(paths.phases) > 1:
             train = PhasedDataset([builder.mix(phase, fractions) for phase in paths.phases])
-    splits = Splits(train, valid, test, tuple(builder.notes))
+    splits = Splits(train, valid, test, tuple(builder.notes), {name: own for name, own in named.items() if own})
     if data.dataloader_type == "cyclic" and train is not None:
         once: Any = train
         return replace(splits, train=CyclicDataset(once, once.samples_per_epoch, seed))
@@ -134,7 +148,7 @@ class _Builder:
             [file for file, _ in shares],
             [sequences for _, sequences in shares],
             weights,
-            self._wanted.get(name),
+            None if self._data.full_validation and name != "train" else self._wanted.get(name),
             self._data.seq_length,
             self._seed,
             name,

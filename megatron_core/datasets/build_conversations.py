@@ -6,7 +6,7 @@ from megatron_core.config import DataConfig
 from megatron_core.datasets.blend import parse_blend
 from megatron_core.datasets.build import Splits
 from megatron_core.datasets.conversations import ConversationDataset, ConversationFile, ConversationTokenizer
-from megatron_core.datasets.paths import DEFAULT_SPLIT, parse_split, read_paths, split_ranges
+from megatron_core.datasets.paths import DEFAULT_SPLIT, named_paths, parse_split, read_paths, split_ranges
 from megatron_core.datasets.preferences import PreferenceDataset, PreferenceFile
 from megatron_core.errors import ConfigError
 from megatron_core.tokenizers import Tokenizer
@@ -21,8 +21,7 @@ def build_conversations(data: DataConfig, *, seed: int, tokenizer: Tokenizer | N
             f"{'dpo' if data.dpo else 'sft'}=True needs a chat template, which is a part of many tokenizers of Hugging "
             "Face; give its folder as --tokenizer-model, or a template as --chat-template FILE"
         )
-    # Answers that both sides of a preference share do not change its loss.
-    encoder = ConversationTokenizer(tokenizer, template, last_only=data.dpo or data.sft_loss == "last_answer")
+    encoder = ConversationTokenizer(tokenizer, template, last_only=data.sft_loss == "last_answer", to_end=data.dpo)
     paths, packs = read_paths(data), data.sft_packing == "first_fit"
     kind = PreferenceDataset if data.dpo else ConversationDataset
 
@@ -34,9 +33,11 @@ def build_conversations(data: DataConfig, *, seed: int, tokenizer: Tokenizer | N
         ranges = split_ranges(parse_split(data.split or DEFAULT_SPLIT), sum(map(len, files)))
         train, valid, test = (dataset(files, lines) for lines in ranges)
         return Splits(train, valid, test)
-    own = [_files(each, data) for each in paths.own]
+    named = {name: _files([path], data) for name, path in named_paths(data, paths).items()}
+    own = [_files(each, data) for each in (paths.own[0], () if named else paths.own[1], paths.own[2])]
     train, valid, test = (dataset(files, range(sum(map(len, files)))) for files in own)
-    return Splits(train, valid, test)
+    sets = {name: dataset(files, range(sum(map(len, files)))) for name, files in named.items()}
+    return Splits(train, valid, test, named={name: own for name, own in sets.items() if own is not None})
 
 
 def _files(paths: Sequence[str], data: DataConfig) -> list[ConversationFile]:

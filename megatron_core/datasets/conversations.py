@@ -96,6 +96,9 @@ class ConversationTokenizer:
     template: ChatTemplate
     last_only: bool = False
     """Whether only the last answer of a conversation counts."""
+    to_end: bool = False
+    """Whether the only answer is all text after the prompt of the last message, with what follows its end-of-turn
+    token, as in trl's DPO."""
 
     def encode(self, messages: Sequence[Message], tools: Any = None) -> tuple[list[int], list[bool]]:
         """Tokens of the whole conversation as one text, and True for those with a character of an answer.
@@ -106,7 +109,10 @@ class ConversationTokenizer:
         """
         text, marked = self.template.render_answers(messages, tools=tools)
         ids, offsets = cast(BaseTokenizer, self.tokenizer).tokenize_with_offsets(text)
-        answers = marked if self.template.marks_answers else list(self._answers(messages, tools, text))
+        if self.to_end:
+            answers = [self._end_of(messages, tools, text)]
+        else:
+            answers = marked if self.template.marks_answers else list(self._answers(messages, tools, text))
         if not any(begin < end for begin, end in answers) and any(
             message["role"] == "assistant" and message.get("content") for message in messages
         ):
@@ -116,7 +122,7 @@ class ConversationTokenizer:
             )
         counted = [False] * len(ids)
         for begin, end in answers[-1:] if self.last_only else answers:
-            if not self.template.marks_answers:
+            if not (self.template.marks_answers or self.to_end):
                 end = self._turn_end(ids, offsets, begin + len(text[begin:end].rstrip()), end)
             for number, (first, last) in enumerate(offsets):
                 counted[number] |= first < end and max(last, first + 1) > begin
@@ -140,6 +146,12 @@ class ConversationTokenizer:
                         "one with --chat-template"
                     )
                 yield len(asked), len(whole)
+
+    def _end_of(self, messages: Sequence[Message], tools: Any, text: str) -> Span:
+        """The characters of ``text`` from the first one that the prompt of the last message does not have."""
+        asked = self.template.render(messages[:-1], tools=tools, add_generation_prompt=True)
+        same = (at for at, (own, other) in enumerate(zip(asked, text, strict=False)) if own != other)
+        return next(same, min(len(asked), len(text))), len(text)
 
     def _turn_end(self, ids: Sequence[int], offsets: Offsets, visible: int, end: int) -> int:
         """End of an answer up to ``end``: after its last ``visible`` character if an end-of-turn token is there."""
@@ -181,6 +193,11 @@ class ConversationDataset:
             chosen = (lines[order[at]] for at in range(len(lines)))
             sizes = ((line, sum(len(ids) for ids, _ in self._line(line))) for line in chosen)
             self.packs = first_fit(sizes, sequence_length)
+
+    @property
+    def samples_per_epoch(self) -> int:
+        """The number of samples of a round."""
+        return len(self.packs)
 
     def __getitem__(self, index: int) -> PackedSample:
         """The sample at a position of the endless order."""

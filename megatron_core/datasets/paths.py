@@ -7,6 +7,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from megatron_core.config import DataConfig
+from megatron_core.datasets.base import short_names
 from megatron_core.errors import ConfigError
 from megatron_core.text_file import parse_json, parse_yaml, read_text
 
@@ -40,6 +41,20 @@ def read_paths(data: DataConfig) -> DataPaths:
     if data.data_path:
         return DataPaths(phases=(Phase(data.data_path),))
     return DataPaths(own=(data.train_data_path, data.valid_data_path, data.test_data_path))
+
+
+def named_paths(data: DataConfig, paths: DataPaths) -> dict[str, str]:
+    """The validation files of `--multiple-validation-sets` by name; empty without it."""
+    if not data.multiple_validation_sets:
+        return {}
+    given = paths.own[1]
+    names = data.validation_set_names or short_names(given)
+    if len(set(names)) < len(names) or len(names) != len(given):
+        raise ConfigError(
+            f"{len(names)} names of validation sets ({', '.join(names)}) for {len(given)} files; give "
+            "--validation-set-names with a different name for each"
+        )
+    return dict(zip(names, given, strict=True))
 
 
 def _text(setting: str, path: str) -> str:

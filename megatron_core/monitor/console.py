@@ -80,6 +80,11 @@ def step_line(events: Sequence[StepEvent], now: datetime) -> str:
 def validation_line(event: ValidationEvent) -> str:
     """Return the line for an evaluation."""
     where = "" if event.split == "validation" else f" on {event.split} set"
+    if event.accuracy is not None and event.accuracy_norm is not None:
+        return (
+            f" accuracy at iteration {event.iteration} on {event.split} | acc: {event.accuracy:.4f} | "
+            f"acc_norm: {event.accuracy_norm:.4f} | loss of the correct choice: {event.loss:.4f} | "
+        )
     return (
         f" validation loss at iteration {event.iteration}{where} | "
         f"lm loss value: {_scientific(event.loss)} | "

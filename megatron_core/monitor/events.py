@@ -84,12 +84,24 @@ class ValidationEvent:
     consumed_tokens: int = 0
     """Training tokens read so far."""
     split: str = "validation"
-    """The evaluated split: ``validation`` or ``test``."""
+    """The evaluated split: ``validation``, ``test``, ``validation NAME``, or the name of a file of questions."""
+    accuracy: float | None = None
+    """Share of multiple-choice questions whose most likely choice is correct; their ``loss`` is the mean negative
+    log-likelihood of the correct choice."""
+    accuracy_norm: float | None = None
+    """As ``accuracy``, with the log-likelihood per character."""
 
     @property
     def perplexity(self) -> float:
         """exp(min(loss, 20)), as in Megatron-LM, which limits the number of digits."""
         return math.nan if math.isnan(self.loss) else math.exp(min(self.loss, 20.0))
+
+    @property
+    def scalars(self) -> dict[str, float]:
+        """The values by their names in logs."""
+        found = {f"lm loss {self.split}": self.loss, f"lm loss {self.split} ppl": self.perplexity}
+        shares = {"accuracy": self.accuracy, "accuracy norm": self.accuracy_norm}
+        return found | {f"{name} {self.split}": share for name, share in shares.items() if share is not None}
 
 
 class Sink(Protocol):

@@ -67,8 +67,7 @@ class MlflowSink:
 
     def on_validation(self, event: ValidationEvent) -> None:
         """Log one evaluation."""
-        name = f"lm loss {event.split}"
-        self._log({name: event.loss, f"{name} ppl": event.perplexity}, event.iteration)
+        self._log(event.scalars, event.iteration)
 
     def close(self) -> None:
         """End the run."""

@@ -39,7 +39,7 @@ class PrometheusSink:
 
     def on_validation(self, event: ValidationEvent) -> None:
         """Write one evaluation."""
-        self._values[f"lm loss {event.split}"] = event.loss
+        self._values |= {name: value for name, value in event.scalars.items() if not name.endswith(" ppl")}
         self._write()
 
     def close(self) -> None:

@@ -24,7 +24,13 @@ STEP_OPTIONAL = {
     "utilisation": maybe(real()), "layout": maybe(text),
 }  # fmt: skip
 VALIDATION = {"iteration": whole(), "loss": any_real, "split": text}
-VALIDATION_OPTIONAL = {"consumed_samples": whole(), "consumed_tokens": whole(), "perplexity": any_real}
+VALIDATION_OPTIONAL = {
+    "consumed_samples": whole(),
+    "consumed_tokens": whole(),
+    "perplexity": any_real,
+    "accuracy": maybe(real(0.0, 1.0)),
+    "accuracy_norm": maybe(real(0.0, 1.0)),
+}
 START = {"rank": whole(0, 2**20), "world_size": whole(1, 2**20)}
 TIMES = {
     "first": whole(), "last": whole(), "at": SECONDS, "seconds": SECONDS, "phases": mapping(SECONDS),

@@ -37,9 +37,9 @@ class TensorBoardSink:
 
     def on_validation(self, event: ValidationEvent) -> None:
         """Write one evaluation."""
-        for tag, value in (("", event.loss), (" ppl", event.perplexity)):
-            self._writer.add_scalar(f"lm loss {event.split}{tag}", value, event.iteration)
-            self._writer.add_scalar(f"lm loss {event.split}{tag} vs samples", value, event.consumed_samples)
+        for tag, value in event.scalars.items():
+            self._writer.add_scalar(tag, value, event.iteration)
+            self._writer.add_scalar(f"{tag} vs samples", value, event.consumed_samples)
         self._writer.flush()
 
     def close(self) -> None:

@@ -44,8 +44,7 @@ class WandbSink:
 
     def on_validation(self, event: ValidationEvent) -> None:
         """Log one evaluation."""
-        values = {f"lm loss {event.split}": event.loss, f"lm loss {event.split} ppl": event.perplexity}
-        self._run.log(values, step=event.iteration)
+        self._run.log(event.scalars, step=event.iteration)
 
     def close(self) -> None:
         """Upload pending data and end the run."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_core.config import OptimizerConfig
+from megatron_core.config.optimizers import AVERAGE
 from megatron_core.data_parallel import Bucket, DataParallel
 from megatron_core.data_parallel.bucket_kind import BucketKind
 from megatron_core.data_parallel.buffer import Compressor
@@ -79,9 +80,12 @@ class Optimizer:
             self.compressor.moments = {shard.bucket: shard.state for shard in self.shards}
         of_matrices = [shard for shard in self.shards if isinstance(shard.algorithm, MatrixAlgorithm)]
         self._matrices = MatrixUpdates(of_matrices, groups, seed)
+        self.start_averages()
         self.steps_taken = 0
         self.before_update: Callable[[], None] = lambda: None
         """Called before weights and state change, for example to finish an asynchronous copy."""
+        self.after_update: Callable[[], None] = lambda: None
+        """Called after the shards are updated, and before the weights of other ranks are gathered."""
         self._runs = self._runs_by_group()
         self._pipeline = UpdatePipeline()
         sending = {shard.bucket: shard for shard in self.shards if shard.sends_gradient}
@@ -130,7 +134,22 @@ class Optimizer:
                 shard.bucket.grad_shard.mul_(factor).clamp_(-self.config.clip_grad_value, self.config.clip_grad_value)
             factor = 1.0
         self._update_all(lr, decoupled_lr, weight_decay, factor)
+        self.after_update()
+        self._update_averages()
         return False
+
+    def _update_averages(self) -> None:
+        """e = d e + (1 - d) w, with the main weights w of each shard."""
+        if self.config.ema_decay is None:
+            return
+        for shard in self.shards:
+            average = shard.state[AVERAGE.name]
+            average.lerp_(shard.main.to(average.dtype), 1.0 - self.config.ema_decay)
+
+    def start_averages(self) -> None:
+        """Set the averages to the main weights, which were loaded or changed outside of ``step``."""
+        for shard in self.shards if self.config.ema_decay is not None else ():
+            shard.state[AVERAGE.name].copy_(shard.main)
 
     def _update_all(self, lr: float, decoupled_lr: float | None, weight_decay: float | None, factor: float) -> None:
         """Update each group of runs with its own rates; ``factor`` is the factor of the gradients.

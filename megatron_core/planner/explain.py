@@ -64,6 +64,22 @@ def details(candidate: Candidate) -> str:
     return f"time: {', '.join(times)}\nmemory of pipeline rank {candidate.rank}: {', '.join(sizes)}{host}"
 
 
+def whole_training(candidate: Candidate, world_size: int, price: float | None) -> str:
+    """Return tokens, time and device hours of the training, and its price for ``price`` of a device and an hour.
+
+    Only steps are counted, at full batch size.
+    """
+    cost = candidate.cost
+    replicas = candidate.config.parallel.data_parallel_size(world_size)
+    steps = candidate.config.training.num_iterations(replicas, candidate.config.data.seq_length)
+    hours, tokens = steps * cost.seconds / 3600, steps * cost.tokens
+    paid = f"training: {steps:,} steps, {tokens:.3g} tokens, {hours:.3g} h, {hours * world_size:.3g} device hours"
+    if price is None:
+        return paid
+    total = hours * world_size * price
+    return f"{paid}; price {total:,.2f}, {total / tokens * 1e6:.4g} for a million tokens"
+
+
 def why_slower(slower: Candidate, best: Candidate) -> str:
     """Explain why a layout is slower: the kinds of time that differ, largest difference first."""
     kinds = set(slower.cost.by_kind) | set(best.cost.by_kind)

@@ -122,7 +122,8 @@ def rank_units(
             head = head_parameters(config, vocab_size, with_embedding=with_embedding)
             units.append(head + ahead_parameters(config, vocab_size, with_embedding=with_embedding))
     if config.tuning.lora_rank is None:
-        return ranks
+        # The reference of preferences is a frozen copy of each unit.
+        return [[unit + unit.freeze() for unit in units] for units in ranks] if config.data.dpo else ranks
     # Adapters are trained, everything else is frozen.
     added = {kind: adapter_parameters(config, layer) for layer, kind in enumerate(kinds)}
     left = [[unit.freeze() for unit in units] for units in ranks]

@@ -14,6 +14,7 @@ from megatron_core.checkpoint import CheckpointReader, TensorBox, find_checkpoin
 from megatron_core.checkpoint.manifest import MANIFEST
 from megatron_core.checkpoint.writer import save_tensors
 from megatron_core.config import RunConfig
+from megatron_core.config.optimizers import AVERAGE
 from megatron_core.config.tuning import TuningConfig
 from megatron_core.errors import CheckpointError
 from megatron_core.models import GPTModel
@@ -28,6 +29,7 @@ from megatron_core.tensor_parallel import ModelParallelConfig
 from megatron_core.tokenizers import tokenizer_of
 from megatron_core.tokenizers.companions import companion_files, files_to_store, stored_name, vocabulary_files
 from megatron_core.training.adapter_export import MergedReader
+from megatron_core.training.averages import AveragedReader
 from megatron_core.training.compatibility import stored_config, tokenizer_folder
 from megatron_core.training.megatron_state import state_at
 
@@ -129,10 +131,11 @@ def export_hugging_face(
     dtype: torch.dtype | None = None,
     model_type: str | None = None,
     verify: bool = True,
+    average: bool = False,
 ) -> float:
     """Write the checkpoint in ``load`` as a Hugging Face folder, with its stored tokenizer files.
 
-    Low-rank adapters are merged with the frozen weights.
+    Low-rank adapters are merged with the frozen weights. ``average``: the moving averages instead of the weights.
 
     ``dtype`` defaults to the dtype of the stored weights, ``model_type`` to the architecture that was imported. The
     folder is created only if it is complete and, with ``verify``, computes the same logits. Sizes and hashes of the
@@ -150,14 +153,14 @@ def export_hugging_face(
     shutil.rmtree(incomplete, ignore_errors=True)
     try:
         incomplete.mkdir(parents=True)
-        with _opened(stored, config) as reader:
+        with _opened(stored, config, average=average) as reader:
             kept = reader.dtype_of(EMBEDDING) if dtype is None else dtype
             model = replace(config.model, max_position_embeddings=config.max_positions)
             whole = replace(config, tuning=TuningConfig())
             shapes, keys = global_shapes(whole, reader.state["vocab_size"]), special_tokens(config)
             write_hugging_face(reader, incomplete, architecture, model, shapes, dtype=kept, extra_keys=keys)
             export_tokenizer(config, tokenizer_folder(found), incomplete)
-        verified = partial(_opened, CheckpointReader(found), config)
+        verified = partial(_opened, CheckpointReader(found), config, average=average)
         difference = compare_logits(verified, whole, incomplete, kept) if verify else 0.0
         if folder.exists():
             folder.rmdir()
@@ -314,6 +317,12 @@ def read_whole(
     return tensor
 
 
-def _opened(stored: CheckpointReader, config: RunConfig) -> CheckpointReader | MergedReader:
-    """A checkpoint's whole weights: adapters merged with the frozen weights."""
+def _opened(stored: CheckpointReader, config: RunConfig, *, average: bool) -> CheckpointReader | MergedReader:
+    """A checkpoint's whole weights, or their averages; adapters are merged with the frozen weights."""
+    if average:
+        stored = AveragedReader(stored.folder)
+        if AVERAGE.name not in stored.kinds:
+            raise CheckpointError(
+                f"{stored.folder} has no average of the weights; train with --ema-decay, or export the weights"
+            )
     return stored if config.tuning.lora_rank is None else MergedReader(stored, config)

@@ -242,9 +242,14 @@ def update_weights(
     The arguments are those of ``Optimizer.step``.
     """
     skipped = optimizer.step(lr, grad_norm, decoupled_lr, weight_decay, skip=skip)
+    gather_weights(wrappers)
+    return skipped
+
+
+def gather_weights(wrappers: Iterable[DataParallel]) -> None:
+    """Start to gather the weights of shards that have changed, also outside of an update."""
     for data in wrappers:
         data.start_param_sync()
-    return skipped
 
 
 def sum_of(model: Trainable, losses: Sequence[Tensor]) -> Tensor:

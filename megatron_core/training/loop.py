@@ -1,12 +1,15 @@
 """The training loop: steps, evaluations and checkpoints; everything else is a callback."""
 
 from collections.abc import Sequence
+from functools import partial
 
 from megatron_core.monitor.events import Sink, ValidationEvent
 from megatron_core.parallel.meter import METER
+from megatron_core.training.averages import averaged_weights
 from megatron_core.training.bad_steps import BadSteps, leave_out_listed
 from megatron_core.training.callbacks import Callback, Callbacks, is_due
 from megatron_core.training.checks import RunChecks
+from megatron_core.training.choices import evaluate_choices
 from megatron_core.training.failures import FailureLog, Heartbeat
 from megatron_core.training.faults import Faults
 from megatron_core.training.hash_records import HashRecords
@@ -90,7 +93,7 @@ def evaluate_only(run: Run, sinks: Sequence[Sink], callbacks: Sequence[Callback]
 def confirm_layout_change(run: Run, called: Callbacks) -> None:
     """If a checkpoint of another layout was loaded, evaluate it in this layout too and print both losses."""
     before, layout = run.state.validation_loss, run.state.layout
-    if before is None or layout == run.layout or run.splits.valid is None or run.config.training.eval_iters == 0:
+    if before is None or layout == run.layout or not run.splits.of("validation") or run.config.training.eval_iters == 0:
         return
     evaluate_split(run, called, "validation")
     if run.world.rank == 0:
@@ -102,23 +105,37 @@ def confirm_layout_change(run: Run, called: Callbacks) -> None:
 
 
 def evaluate_split(run: Run, called: Callbacks, split: str) -> None:
-    """Evaluate on ``validation`` or ``test`` data, if present, and call ``after_evaluation``."""
-    dataset = run.splits.valid if split == "validation" else run.splits.test
-    if dataset is None or run.config.training.eval_iters == 0:
+    """Evaluate on each set of ``validation`` or ``test`` data, and with ``validation`` on multiple-choice questions;
+    call ``after_evaluation`` for each. The validation loss of the run is the mean over the sets."""
+    sets, questions = run.splits.of(split), run.splits.choices if split == "validation" else {}
+    if run.config.training.eval_iters == 0 or not (sets or questions):
         return
-    with METER.phase("evaluation", whole=True):
-        run.optimizer.synchronize()
-        loss = evaluate(run, dataset, run.config.training.eval_iters)
-    if split == "validation":
-        run.state.validation_loss = loss
-    event = ValidationEvent(
+    event = partial(
+        ValidationEvent,
         iteration=run.state.iteration,
-        loss=loss,
         consumed_samples=run.state.consumed_samples,
         consumed_tokens=run.state.consumed_tokens,
-        split=split,
     )
-    called.call("after_evaluation", event)
+    events: list[ValidationEvent] = []
+
+    def measure(suffix: str = "") -> list[float]:
+        found = [evaluate(run, dataset, run.config.training.eval_iters) for dataset in sets.values()]
+        events.extend(event(loss=loss, split=name + suffix) for name, loss in zip(sets, found, strict=True))
+        events.extend(
+            event(split=name + suffix, **vars(evaluate_choices(run, asked))) for name, asked in questions.items()
+        )
+        return found
+
+    with METER.phase("evaluation", whole=True):
+        run.optimizer.synchronize()
+        losses = measure()
+        if run.config.optimizer.ema_decay is not None and not run.config.training.skip_train:
+            with averaged_weights(run):
+                measure(" average")
+    if split == "validation" and losses:
+        run.state.validation_loss = sum(losses) / len(losses)
+    for each in events:
+        called.call("after_evaluation", each)
 
 
 def save_when_due(run: Run, called: Callbacks) -> bool:

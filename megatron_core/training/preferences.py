@@ -2,7 +2,7 @@
 
 With x the prompt, y_w the chosen and y_l the rejected answer, and margin h = beta (log pi(y_w|x) / ref(y_w|x) - log
 pi(y_l|x) / ref(y_l|x)), the loss of a pair is -(1 - e) log sigmoid(h) - e log sigmoid(-h) for label smoothing e. The
-reference is the model without its adapters, so that there is no second copy of the weights.
+reference is the model without its adapters, or without adapters a frozen copy (``training/reference.py``).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
 from megatron_core.ops.rows import wide
@@ -40,14 +40,14 @@ def count_pairs(run: Run, batches: Sequence[MicroBatch]) -> Tensor:
 
 @torch.no_grad()
 def reference_log_probs(
-    run: Run, batches: Sequence[MicroBatch], forward: ForwardStep, lengths: dict[int, int]
+    run: Run, batches: Sequence[MicroBatch], forward: ForwardStep, stages: Sequence[nn.Module], lengths: dict[int, int]
 ) -> dict[int, Tensor]:
     """``log_probs`` of each micro-batch by the reference; empty on ranks without the last stage.
 
-    ``forward`` returns a micro-batch's losses ``[b, n]`` on the last stage.
+    ``forward`` computes with ``stages`` and returns a micro-batch's losses ``[b, n]`` on the last stage.
     """
     found: dict[int, Tensor] = {}
-    last, stages = len(run.layers) - 1, list(run.stages.values())
+    last = len(run.layers) - 1
     modes = [stage.training for stage in stages]
 
     def keep(stage: int, micro: int, hidden: object) -> object:

@@ -27,6 +27,7 @@ from megatron_core.models import GPTModel
 from megatron_core.models.build import build_stages
 from megatron_core.ops.backend import validate_backend
 from megatron_core.optimizer.lr_schedule import LearningRateSchedule
+from megatron_core.optimizer.qk_clip import QKClip
 from megatron_core.optimizer.sharded import Optimizer, make_loss_scale
 from megatron_core.parallel import ParallelGroups, World, poison
 from megatron_core.parallel.initialization import draw_by_name
@@ -41,9 +42,10 @@ from megatron_core.training.data import DatasetsProvider, compare_data, make_spl
 from megatron_core.training.driver import Trainable
 from megatron_core.training.pipeline_trace import trace_writer
 from megatron_core.training.plans import Plans, StepSize
+from megatron_core.training.reference import Reference, build_reference
 from megatron_core.training.saving import CheckpointSaver
 from megatron_core.training.state import TrainState, load_state, open_checkpoint
-from megatron_core.training.tuning import adapters_only, open_base, prepare_adapters
+from megatron_core.training.tuning import adapters_only, open_base, prepare_weights
 from megatron_core.transformer.compiled import compile_layers
 from megatron_core.transformer.cuda_graphs import graph_layers
 from megatron_core.transformer.flex_attention import validate_flex
@@ -73,6 +75,8 @@ class Run(Trainable):
     state: TrainState
     loaded: bool
     """Whether a checkpoint was loaded."""
+    reference: Reference | None = None
+    """The frozen model that preferences are compared with, if it is not the model without its adapters."""
     total_iterations: int
     """Steps of the whole training, including the steps before a resume."""
     bad_steps: list[int] = field(default_factory=list)
@@ -80,6 +84,7 @@ class Run(Trainable):
     stop_reason: str = ""
     """This rank's reason to stop, or ""; any rank's reason ends the run with a checkpoint after the current step, or
     after the next one if it is given between steps."""
+    qk_clip: QKClip | None = field(init=False, default=None)
     train_loader: BatchLoader = field(init=False)
     saver: CheckpointSaver = field(init=False)
 
@@ -93,6 +98,9 @@ class Run(Trainable):
             tokenizer=self.tokenizer,
             fp8=self.fp8,
         )
+        if self.config.optimizer.qk_clip and not self.config.training.skip_train:
+            stages = self.stages.values()
+            self.qk_clip = QKClip(self.config, stages, self.optimizer, self.groups, self.world.device)
         if self.splits.train is not None:
             self.train_loader = self.loader(self.splits.train)
 
@@ -231,8 +239,14 @@ def use_deterministic_kernels() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
+def _total_iterations(config: RunConfig, state: TrainState, replicas: int) -> int:
+    """The steps of the whole training, with those before ``state``."""
+    done = state.iteration, state.consumed_samples
+    return state.iteration + config.training.steps_left(replicas, *done, config.data.seq_length)
+
+
 def _check_data(splits: Splits, *, skip_train: bool) -> None:
-    if skip_train and splits.valid is None and splits.test is None:
+    if skip_train and not (splits.of("validation") or splits.of("test") or splits.choices):
         raise ConfigError(
             "skip_train=True: there is no data to evaluate on; give --valid-data-path or --test-data-path"
         )
@@ -324,8 +338,8 @@ def set_up(
     _check_data(splits, skip_train=config.training.skip_train)
     # This rank's stages, their gradients and the optimizer.
     deferred, tunes = parallel.dp_zero_stage == 3, config.tuning.lora_rank is not None
-    frozen = open_base(config, world.device) if tunes else None
-    base = frozen if tunes else checkpoint
+    frozen = open_base(config, world.device) if tunes or (config.data.dpo and checkpoint is None) else None
+    base = frozen or checkpoint
     layers, stages = build_stages(
         config,
         groups,
@@ -339,14 +353,13 @@ def set_up(
     _freeze_or_graph(config, stages, world)
     draw = _drawing(config, base_is_stored=base is not None) if deferred else None
     data_parallel = data_parallel_of(parallel, config.optimizer, stages, groups, world.device, draw)
-    prepare_adapters(config, data_parallel, list(stages.values()), frozen, resumes=checkpoint is not None)
+    prepare_weights(config, data_parallel, list(stages.values()), frozen, resumes=checkpoint is not None)
     optimizer = _optimizer_of(config, data_parallel, groups)
     fp8 = _histories_of(config, stages, groups, world.device)
     # The state of the checkpoint, and the remaining steps.
     state = TrainState() if checkpoint is None else load_state(config, checkpoint, data_parallel, optimizer, fp8)
     state.data = compare_data(config, state, world)
-    done, replicas = (state.iteration, state.consumed_samples), groups.size("dp")
-    total = state.iteration + config.training.steps_left(replicas, *done, config.data.seq_length)
+    total = _total_iterations(config, state, groups.size("dp"))
     decoupled = config.optimizer.decoupled()
     return Run(
         config=config,
@@ -370,6 +383,7 @@ def set_up(
         deferrable=[parameter for stage in stages.values() for parameter in stage.decoder.parameters()],
         schedule=learning_rate_schedule(config, config.optimizer, total),
         loaded=checkpoint is not None,
+        reference=build_reference(config, groups, vocab_size, world.device, plans.stage_to_rank, layer_specs),
         decoupled_schedule=learning_rate_schedule(config, decoupled, total) if decoupled is not None else None,
         total_iterations=total,
         splits=splits,

@@ -13,6 +13,7 @@ from megatron_core.checkpoint.host_copy import HostCopy
 from megatron_core.checkpoint.reader import note
 from megatron_core.checkpoint.restore import CopiesReader, open_copies
 from megatron_core.config import CheckpointConfig, RunConfig
+from megatron_core.config.optimizers import AVERAGE
 from megatron_core.data_parallel import Bucket, DataParallel
 from megatron_core.data_parallel.onebit import OneBitLAMB
 from megatron_core.errors import CheckpointError
@@ -311,6 +312,9 @@ def _check_names(reader: CheckpointReader | MegatronReader, data: DataParallel, 
             needed[name] = tuple(int(n) for n in shape if n)
     kinds = sorted({name.split(".")[1] for name in needed if name.startswith("optimizer.")} - {"main"})
     absent = [kind for kind in kinds if kind not in reader.kinds]
+    if AVERAGE.name in absent:  # training continues with averages that begin at the stored weights
+        absent.remove(AVERAGE.name)
+        needed = {name: shape for name, shape in needed.items() if not name.startswith(f"optimizer.{AVERAGE.name}.")}
     if absent and optimizer is not None:
         raise CheckpointError(
             f"{reader.folder} has no state of --optimizer {optimizer.config.optimizer} ({listed(absent)}); load "
@@ -324,7 +328,13 @@ def _load_optimizer(reader: Reader, optimizer: Optimizer, *, fresh: bool) -> Non
     optimizer.forget_local_changes()
     if fresh:
         reader.fill(piece for piece in pieces if piece.name.startswith("optimizer.main."))
+        optimizer.start_averages()
         return
+    lacks_average = isinstance(reader, CheckpointReader | MegatronReader) and AVERAGE.name not in reader.kinds
+    if optimizer.config.ema_decay is not None and lacks_average:
+        note("the average of the weights starts at the weights of the checkpoint, which has none")
+        pieces = [piece for piece in pieces if not piece.name.startswith(f"optimizer.{AVERAGE.name}.")]
+        optimizer.start_averages()
     reader.fill(pieces)
     optimizer.set_steps_taken(reader.state["optimizer_steps"])
     optimizer.loss_scale.load_state_dict(reader.state["loss_scale"])

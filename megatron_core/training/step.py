@@ -12,6 +12,8 @@ from torch import Tensor
 
 from megatron_core.datasets import Dataset
 from megatron_core.datasets.base import sources_of
+from megatron_core.datasets.whole_round import WholeRound
+from megatron_core.models import GPTModel
 from megatron_core.ops.exact_sum import exact_loss_sum
 from megatron_core.optimizer.clip import part_names
 from megatron_core.parallel.collectives import all_reduce_
@@ -60,6 +62,8 @@ def train_step(
         else state.iteration - state.skipped_iterations + (0 if later else 1)
     )
     lr = run.schedule.lr(step)
+    if run.qk_clip is not None:
+        run.qk_clip.reset()
 
     def compute(number: int = 0, *, shift: int = 0, discard: bool = False) -> Attempt:
         mine = batches
@@ -97,7 +101,8 @@ def train_step(
     if not outcome.skipped and run.config.tuning.lora_rank is None:
         update_expert_biases(run.stages.values(), {n: load[:-1] for n, load in outcome.expert_load.items()})
     _advance(run, size, skipped=outcome.skipped)
-    return StepResult(**vars(outcome), learning_rate=lr, loss_scale=scale, size=size, breakdown=attempt.statistics())
+    breakdown = attempt.statistics() | ({} if run.qk_clip is None else run.qk_clip.metrics())
+    return StepResult(**vars(outcome), learning_rate=lr, loss_scale=scale, size=size, breakdown=breakdown)
 
 
 def _auxiliary_losses(run: Run, size: StepSize, batches: list[MicroBatch]) -> AuxiliaryLosses:
@@ -130,7 +135,8 @@ def _advance(run: Run, size: StepSize, *, skipped: bool) -> None:
 
 @torch.no_grad()
 def evaluate(run: Run, dataset: Dataset, iterations: int) -> float:
-    """Sum of losses / number of their terms (tokens, or pairs of answers) over the first ``iterations`` batches.
+    """Sum of losses / number of their terms (tokens, or pairs of answers) over the first ``iterations`` batches, or
+    over all samples of a ``WholeRound``.
 
     The batches are the same each time, so that results are comparable. Evaluation uses no dropout and changes neither
     generators nor counters.
@@ -139,6 +145,8 @@ def evaluate(run: Run, dataset: Dataset, iterations: int) -> float:
         stage.eval()
     loader = run.loader(dataset)
     size = StepSize.of_evaluation(run.config, run.groups.size("dp"))
+    if isinstance(dataset, WholeRound):
+        iterations = -(-len(dataset) // size.batch_size)
     totals = torch.zeros(2, dtype=torch.float64, device=run.world.device)
     for iteration in range(iterations):
         batches = run.micro_batches(loader.step(iteration * size.batch_size, size.num_microbatches))
@@ -197,7 +205,7 @@ def forward_step(
 
     ``spoiled``: losses of the first micro-batch are NaN, for tests.
     """
-    last, forward_model = len(run.layers) - 1, _model_step(run, batches, auxiliary)
+    last, forward_model = len(run.layers) - 1, model_step(run, run.stages, batches, auxiliary)
     if run.config.data.dpo:
         return _preference_step(run, batches, forward_model, statistics)
     tokens: int | None = None
@@ -222,13 +230,15 @@ ModelStep = Callable[[int, int, Tensor | None], Tensor]
 """(stage, micro-batch, hidden states of the previous stage) -> hidden states, or losses on the last stage."""
 
 
-def _model_step(run: Run, batches: list[MicroBatch], auxiliary: AuxiliaryLosses | None) -> ModelStep:
-    """Return the forward function of a stage whose output on the last stage are the losses of tokens ``[b, n]``."""
+def model_step(
+    run: Run, stages: Mapping[int, GPTModel], batches: list[MicroBatch], auxiliary: AuxiliaryLosses | None
+) -> ModelStep:
+    """Return the forward function of ``stages`` whose output on the last stage are the losses of tokens ``[b, n]``."""
     last = len(run.layers) - 1
 
     def forward(stage: int, micro: int, hidden: Tensor | None) -> Tensor:
         batch = batches[micro]
-        return run.stages[stage](
+        return stages[stage](
             batch.tokens,
             batch.position_ids,
             positions=batch.positions,
@@ -248,7 +258,9 @@ def _preference_step(
     run: Run, batches: list[MicroBatch], forward_model: ModelStep, statistics: StepStatistics | None
 ) -> ForwardStep:
     """As ``forward_step``, for pairs of answers; the reference runs here, before the returned function."""
-    reference = reference_log_probs(run, batches, _model_step(run, batches, None), message_lengths(batches))
+    stages = run.stages if run.reference is None else run.reference.stages
+    step, lengths = model_step(run, stages, batches, None), message_lengths(batches)
+    reference = reference_log_probs(run, batches, step, list(stages.values()), lengths)
     last, tuning = len(run.layers) - 1, run.config.tuning
     settings = run.groups.group("cp"), tuning.dpo_beta, tuning.dpo_label_smoothing
 

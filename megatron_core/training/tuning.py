@@ -1,4 +1,4 @@
-"""Fine-tuning with low-rank adapters: frozen weights, initial adapters, and export."""
+"""The weights that fine-tuning starts from: frozen weights, initial adapters, and export."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Base = CheckpointReader | HuggingFaceReader
 
 
 def open_base(config: RunConfig, device: torch.device) -> Base | None:
-    """Open the frozen weights of a run with adapters: --pretrained-checkpoint or --load-hf; None: drawn by the seed."""
+    """Open the weights that a run fine-tunes: --pretrained-checkpoint or --load-hf; None: drawn by the seed."""
     settings = config.checkpoint
     if (folder := config.tuning.pretrained_checkpoint) is not None:
         reader = open_newest(folder, None, verify=settings.verify_checkpoint, device=device)
@@ -52,19 +52,19 @@ def adapters_only(draw: Initialise) -> Initialise:
     return lambda name, parameter: draw(name, parameter) if is_adapter(name) else None
 
 
-def prepare_adapters(
+def prepare_weights(
     config: RunConfig, data: DataParallel, stages: Iterable[GPTModel], base: Base | None, *, resumes: bool
 ) -> None:
-    """With adapters, load the frozen weights; set the initial adapters unless the run ``resumes`` from others.
+    """Load the weights of ``base``; with adapters, set the initial ones unless the run ``resumes`` from others.
 
     It precedes the construction of the optimizer, which copies the trained weights.
     """
-    if config.tuning.lora_rank is None:
-        return
-    data.is_saved = is_adapter
     if base is not None:
         with base:
             base.fill(piece for piece in held_weights(data) if not is_adapter(piece.name))
+    if config.tuning.lora_rank is None:
+        return
+    data.is_saved = is_adapter
     if resumes:
         return
     stages = list(stages)

@@ -12,6 +12,7 @@ from megatron_core.ops import rope
 from megatron_core.parallel.sharding import allocate, split, split_qkv
 from megatron_core.transformer.context import LayerContext, SequenceContext
 from megatron_core.transformer.core_attention import CoreAttention
+from megatron_core.transformer.max_logits import MaxLogits
 from megatron_core.transformer.paged_attention import KeyValueStore
 from megatron_core.transformer.recompute import recomputed
 
@@ -85,6 +86,8 @@ class SelfAttention(nn.Module):
         # Kernels divide by sqrt(d); any other scale is applied to the queries, which works with every kernel.
         scale = config.attention_scale
         self.query_factor = None if scale is None else scale * math.sqrt(d)
+        self.max_logits: MaxLogits | None = None
+        """Recorder of QK-clip."""
 
     def forward(self, hidden: Tensor, context: SequenceContext) -> tuple[Tensor, Tensor | None]:
         """Return (output, bias to add to the output, or None)."""
@@ -110,6 +113,8 @@ class SelfAttention(nn.Module):
         query = query.flatten(2, 3)
         if self.has_chunks:
             context = replace(context, documents=context.chunks)
+        if self.max_logits is not None and self.training:
+            self.max_logits.record(query, key, context)
         if context.cache is None:
             attend = recomputed(self.core_attention) if self.recompute_core and self.training else self.core_attention
             attended = attend(query, key, value, context, *self._sinks(query))

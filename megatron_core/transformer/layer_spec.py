@@ -94,10 +94,14 @@ def layer_spec(config: ModelConfig, layer_number: int) -> LayerSpec:
     )
 
 
+OUTPUT_Z_LOSS = "output_z_loss"
+
+
 def auxiliary_loss_names(config: ModelConfig, layer_specs: LayerSpecs = layer_spec) -> tuple[str, ...]:
     """Return the names of the auxiliary losses of all layers of the model, in the same order on every rank."""
     of_layers = {name for i in range(config.num_layers) for name in layer_specs(config, i).auxiliary_losses}
-    return (*sorted(of_layers), *mtp_loss_names(config))
+    of_output = (OUTPUT_Z_LOSS,) if config.output_z_loss_coeff else ()
+    return (*sorted(of_layers), *mtp_loss_names(config), *of_output)
 
 
 def mtp_loss_names(config: ModelConfig) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from tests.defects.in_latents import IN_LATENTS
 from tests.defects.in_layers import IN_LAYERS
 from tests.defects.in_recurrences import IN_RECURRENCES
 from tests.defects.in_sinks import IN_SINKS
+from tests.defects.in_stability import IN_STABILITY
 from tests.defects.in_steps import IN_STEPS
 from tests.defects.in_zero import IN_ZERO
 
@@ -26,4 +27,5 @@ DEFECTS = (
     *IN_SINKS,
     *IN_RECURRENCES,
     *IN_HUB,
+    *IN_STABILITY,
 )

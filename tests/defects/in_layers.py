@@ -246,8 +246,8 @@ IN_LAYERS = (
     Defect(  # C50
         "cross entropy runs over the data-parallel group",
         "models.gpt.model:GPTModel._losses",
-        "tp_group=self.tp_group,",
-        "tp_group=current().group('dp'),",
+        '"tp_group": self.tp_group',
+        "\"tp_group\": current().group('dp')",
         "tp2",
         "C50",
         culprit="*; the loss is wrong before it or the loss that is reported",
@@ -416,7 +416,7 @@ IN_LAYERS = (
     ),
     Defect(
         "rotary positions do not restart",
-        "training.step:_model_step",
+        "training.step:model_step",
         "batch.position_ids,",
         "None,",
         "positions restart, modern, dp2, micro-batches of 4",

@@ -116,7 +116,7 @@ IN_STEPS = (
     ),
     Defect(
         "second micro-batch is counted twice and the first not at all",
-        "training.step:_model_step",
+        "training.step:model_step",
         "batches[micro]",
         "batches[max(micro, 1)]",
         "pp2",
@@ -232,10 +232,8 @@ IN_STEPS = (
     Defect(  # C59
         "weights are gathered before they are updated",
         "training.driver:update_weights",
-        "skipped = optimizer.step(lr, grad_norm, decoupled_lr, weight_decay, skip=skip)\n"
-        "    for data in wrappers:\n        data.start_param_sync()",
-        "for data in wrappers:\n        data.start_param_sync()\n"
-        "    skipped = optimizer.step(lr, grad_norm, decoupled_lr, weight_decay, skip=skip)",
+        "skipped = optimizer.step(lr, grad_norm, decoupled_lr, weight_decay, skip=skip)\n    gather_weights(wrappers)",
+        "gather_weights(wrappers)\n    skipped = optimizer.step(lr, grad_norm, decoupled_lr, weight_decay, skip=skip)",
         "dp2 zero1",
         "C59",
         culprit="updated weight ",

@@ -115,6 +115,37 @@ def test_layout_trains_as_one_process(layout: str, alone: list, tmp_path: Path) 
             assert ours == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
+def _trained(config: RunConfig) -> list[float]:
+    """Losses up to the last step; the run is saved if its configuration has a folder for that."""
+    run = set_up(config, this_world())
+    losses = [train_step(run).loss for _ in range(run.state.iteration, run.total_iterations)]
+    if config.checkpoint.save is not None:
+        run.saver.save(run.state)
+        run.saver.close()
+    return losses
+
+
+def test_a_resumed_run_keeps_its_reference(tmp_path: Path) -> None:
+    """Without adapters: six steps from a checkpoint of ours equal three, and three more in another layout."""
+    first = {"dpo": False, "sft": True, "data_path": (str(tmp_path / "talks.jsonl"),), "train_iters": 1}
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    (tmp_path / "talks.jsonl").write_text(json.dumps({"messages": talk}) + "\n")
+    base = {"lora_rank": None, "lr": SLOW, "dpo_beta": 0.5, "dpo_label_smoothing": 0.1}
+    only_sft = base | {"dpo_beta": 0.1, "dpo_label_smoothing": 0.0} | first
+    run_ranks(1, _trained, _config(tmp_path, **only_sft, save=str(tmp_path / "tuned")))
+    base |= {"pretrained_checkpoint": str(tmp_path / "tuned")}
+    (straight,) = run_ranks(1, _trained, _config(tmp_path, **base, train_iters=6))
+    saved = {"save": str(tmp_path / "run"), "load": str(tmp_path / "run")}
+    (begun,) = run_ranks(1, _trained, _config(tmp_path, **base, **saved, train_iters=3))
+    for rest in run_ranks(2, _trained, _config(tmp_path, **base, **saved, train_iters=6, zero_stage=3)):
+        assert begun + rest == pytest.approx(straight, rel=1e-9)
+
+
+def test_reference_needs_weights(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="needs the weights of its"):
+        check(_config(tmp_path, lora_rank=None), 1)
+
+
 def test_pairs_stay_in_a_micro_batch(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="micro_batch_size=1 would separate pairs"):
         check(_config(tmp_path, micro_batch_size=1), 1)

@@ -92,6 +92,15 @@ def test_packed_documents_stay() -> None:
         assert packing_of(small.data, tokenizer_of(small.data)).eod == small.data.vocab_size - 1
 
 
+@pytest.mark.parametrize(
+    "given", [{"dpo": True, "dpo_beta": 0.5, "load_hf": "model"}, {"sft": True, "sft_packing": "first_fit"}]
+)
+def test_fine_tuning_is_compared_without_its_files(given: dict[str, object]) -> None:
+    evaluated = {"choices_data_path": ("facts.jsonl",), "full_validation": True}
+    small = shrunk(RunConfig.from_flat(LLAMA_8B | given | evaluated), [Layout(tp=2)])
+    assert list(problems(configured(small, Layout(tp=2), "float64"), 2)) == []
+
+
 def test_layers_and_heads_up_to_eight_are_kept() -> None:
     small = shrunk(RunConfig.from_flat({"num_layers": 8, "num_attention_heads": 8}), [Layout()])
     assert (small.model.num_layers, small.model.num_attention_heads) == (8, 8)

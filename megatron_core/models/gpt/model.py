@@ -1,7 +1,9 @@
 """The GPT model, whole or as a pipeline stage."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +26,7 @@ from megatron_core.tensor_parallel import (
     vocab_parallel_cross_entropy,
 )
 from megatron_core.tensor_parallel.invariant_linear import invariant_lookup
+from megatron_core.tensor_parallel.log_z import cross_entropy_and_log_z
 from megatron_core.transformer import SequenceContext, TransformerBlock, layer_spec
 from megatron_core.transformer.auxiliary_loss import MicroBatchAuxiliaryLosses
 from megatron_core.transformer.context import LayerContext, PackedDocuments, RouterReplay, in_chunks
@@ -31,6 +34,7 @@ from megatron_core.transformer.layer_spec import LayerSpecs, mtp_loss_names
 from megatron_core.transformer.multi_token import MultiTokenPredictionBlock
 from megatron_core.transformer.paged_attention import KeyValueStore
 from megatron_core.transformer.rotary import plain_frequencies, query_temperature, rotary_table, scaled_frequencies
+from megatron_core.transformer.z_loss import with_z_loss
 
 EMBEDDING = "embedding.word_embeddings.weight"
 TIED_COPIES = ("output_layer.weight", "mtp.word_embeddings")
@@ -292,7 +296,9 @@ class GPTModel(nn.Module):
         # Losses or logits.
         tied = self._shared_weight() if self.output_layer.weight is None else None
         if labels is not None:
-            losses = self._losses(hidden_states, labels.transpose(0, 1), tied)
+            adds_z_loss = self.config.output_z_loss_coeff and auxiliary_losses is not None
+            add_z_loss = partial(with_z_loss, self.config, loss_mask, context, self.parallel) if adds_z_loss else None
+            losses = self._losses(hidden_states, labels.transpose(0, 1), tied, add_z_loss)
             if self.mtp is not None and self.training and later is not None:
                 losses = self._with_later_losses(losses, hidden_states, labels, later, tied, context)
             return losses.transpose(0, 1)
@@ -334,8 +340,17 @@ class GPTModel(nn.Module):
             )
         return losses
 
-    def _losses(self, hidden_states: Tensor, target: Tensor, tied: nn.Parameter | None) -> Tensor:
-        """Final hidden states ``[s, b, h]`` and targets ``[s, b]`` -> losses ``[s, b]``."""
+    def _losses(
+        self,
+        hidden_states: Tensor,
+        target: Tensor,
+        tied: nn.Parameter | None,
+        add_z_loss: Callable[[Tensor, Tensor], Tensor] | None = None,
+    ) -> Tensor:
+        """Final hidden states ``[s, b, h]`` and targets ``[s, b]`` -> losses ``[s, b]``.
+
+        ``add_z_loss``: function of losses and log Z that returns the losses.
+        """
         size, backend = self.vocab_size, self.model_config.kernel_backend
         assert self.output_layer is not None
         hidden_states = self._scaled(hidden_states)
@@ -345,16 +360,12 @@ class GPTModel(nn.Module):
             comm = self.output_layer.comm
             return linear_cross_entropy(hidden_states, weight, target, comm, vocab_size=size, backend=backend)
         logits, _ = self.output_layer(hidden_states, weight=tied)
-        invariance = self.parallel.invariance
-        return vocab_parallel_cross_entropy(
-            self._capped(logits),
-            target,
-            tp_group=self.tp_group,
-            vocab_size=size,
-            overwrite_logits=True,
-            backend=backend,
-            parts=1 if invariance is None else invariance.local_parts(self.tp_group),
-        )
+        invariance, logits = self.parallel.invariance, self._capped(logits)
+        parts = 1 if invariance is None else invariance.local_parts(self.tp_group)
+        of: dict[str, Any] = {"tp_group": self.tp_group, "vocab_size": size, "backend": backend, "parts": parts}
+        if add_z_loss is not None:
+            return add_z_loss(*cross_entropy_and_log_z(logits, target, **of))
+        return vocab_parallel_cross_entropy(logits, target, overwrite_logits=True, **of)
 
     def _scaled(self, hidden: Tensor) -> Tensor:
         """Scale the input of the output layer by ``ModelConfig.logit_factor``."""

@@ -1,0 +1,63 @@
+"""``--depth N``: one number gives the shape, learning rate, batch size and length of training of a model.
+
+The width grows with the depth, so that one family of models spans all sizes, and maximal update parametrisation keeps
+the learning rate that was found for the narrow ones. Every value is a default, which other flags replace.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from megatron_core.errors import ConfigError
+
+HEAD_SIZE, BASE_DEPTH, DEEPEST = 64, 4, 1024
+"""Channels of a head, of which a model has as many as layers; the depth whose learning rate is ``LEARNING_RATE``."""
+SEQUENCE = 2048
+TOKENS_PER_PARAMETER = 20
+"""Hoffmann et al. 2022 (arXiv 2203.15556), table 3."""
+LEARNING_RATE = 1e-3
+"""AdamW's at the base width; see docs/dial.md for the runs."""
+
+
+def dial(depth: int) -> dict[str, Any]:
+    """The settings of the model of ``depth`` layers. Errors: ``ConfigError`` for a depth out of range.
+
+    Width 64 depth, ``depth`` heads, MLP width 4 times the width; N = 12 depth width^2 parameters, and 20 N tokens.
+    The batch has 0.292 C^0.3271 tokens for C = 6 N 20 N FLOP (DeepSeek-AI 2024, arXiv 2401.02954, section 3.1), rounded
+    to a power of 2 sequences, which many layouts divide.
+    """
+    if not 1 <= depth <= DEEPEST:
+        raise ConfigError(f"depth={depth} is out of range; legal: 1 to {DEEPEST}")
+    width = HEAD_SIZE * depth
+    parameters = 12 * depth * width**2
+    tokens = TOKENS_PER_PARAMETER * parameters
+    batch_tokens = 0.2920 * (6.0 * parameters * tokens) ** 0.3271
+    batch = 2 ** max(round(math.log2(batch_tokens / SEQUENCE)), 0)
+    return {
+        "num_layers": depth,
+        "hidden_size": width,
+        "num_attention_heads": depth,
+        "ffn_hidden_size": 4 * width,
+        "squared_relu": True,
+        "normalization": "RMSNorm",
+        "position_embedding_type": "rope",
+        "disable_bias_linear": True,
+        "untie_embeddings_and_output_weights": True,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "use_mup": True,
+        "mup_base_hidden_size": HEAD_SIZE * BASE_DEPTH,
+        "mup_base_head_dim": float(HEAD_SIZE),
+        "seq_length": SEQUENCE,
+        "max_position_embeddings": SEQUENCE,
+        "global_batch_size": batch,
+        "train_iters": -(-tokens // (batch * SEQUENCE)),
+        "lr": LEARNING_RATE,
+        "min_lr": LEARNING_RATE / 10.0,
+        "lr_decay_style": "cosine",
+        "lr_warmup_fraction": 0.02,
+        "adam_beta2": 0.95,
+        "weight_decay": 0.1,
+        "clip_grad": 1.0,
+    }

@@ -1,0 +1,132 @@
+"""QK-clip: limits attention logits by scaling the weights of queries and keys (MuonClip, Kimi K2, arXiv 2507.20534).
+
+After each update, with the largest logit S_h of head h in the global batch and threshold t: g_h = min(1, t / S_h); the
+rows of head h of W_q are multiplied by g_h^a and those of W_k by g_h^(1 - a), so that its logits shrink by g_h. Heads
+that share a key head share the smallest g_h. In latent attention the rotary part of the queries, whose keys all heads
+share, is multiplied by g_h, and that of the keys is not changed (section 2.1, algorithm 1).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_core.config import RunConfig
+from megatron_core.errors import ConfigError
+from megatron_core.optimizer.sharded import Optimizer
+from megatron_core.parallel.collectives import all_reduce_
+from megatron_core.parallel.groups import ParallelGroups
+from megatron_core.parallel.sharding import spec_of
+from megatron_core.transformer.attention import SelfAttention
+from megatron_core.transformer.latent_attention import LatentAttention
+from megatron_core.transformer.max_logits import MaxLogits
+
+Attention = SelfAttention | LatentAttention
+Blocks = tuple[tuple[Tensor, int], ...]
+"""The factors of the rows of each group, and the number of these rows, for the parts of a group in their order."""
+
+
+class QKClip:
+    """Records the logits of the attention layers of ``stages``, and clips their weights after each update."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        stages: Iterable[nn.Module],
+        optimizer: Optimizer,
+        groups: ParallelGroups,
+        device: torch.device,
+    ) -> None:
+        self.model, self.settings, self.optimizer, self.groups = config.model, config.optimizer, optimizer, groups
+        self.device = device
+        self.layers: list[Attention] = []
+        self.recorders: list[MaxLogits] = []
+        self.largest = -math.inf
+        """The largest logit of this rank's stages in the last step."""
+        heads = config.model.num_attention_heads // groups.size("tp")
+        modules = (module for stage in stages for module in stage.modules() if hasattr(module, "core_attention"))
+        for layer in modules:
+            if not isinstance(layer, SelfAttention | LatentAttention):
+                raise ConfigError(f"qk_clip=True does not know the weights of {type(layer).__name__}; remove --qk-clip")
+            window = config.model.window_of_layer(layer.layer_number)
+            seen = None if window is None or window[0] < 0 else window[0] + 1
+            layer.max_logits = MaxLogits(heads, device, groups.group("cp"), seen)
+            self.layers.append(layer)
+            self.recorders.append(layer.max_logits)
+        optimizer.after_update = self.clip
+
+    def reset(self) -> None:
+        """Begin a step."""
+        for recorder in self.recorders:
+            recorder.reset()
+
+    @torch.no_grad()
+    def clip(self) -> None:
+        """Scale the weights of heads above the threshold; a collective call of all ranks of the pipeline stage."""
+        if not self.layers:
+            return
+        # The largest logit of each head of the model, over all ranks that compute parts of the batch.
+        model, heads = self.model, self.model.num_attention_heads
+        own = heads // self.groups.size("tp")
+        first = self.groups.index("tp") * own
+        largest = torch.full((len(self.layers), heads), -math.inf, dtype=torch.float64, device=self.device)
+        for row, recorder in zip(largest, self.recorders, strict=True):
+            row[first : first + own] = recorder.largest
+        all_reduce_(largest, self.groups.group("tp-dp-cp"), maximum=True)
+        self.largest = largest.max().item()
+        # The factors of the rows of each layer with a large logit.
+        shared = heads if model.multi_latent_attention else model.query_groups
+        groups = largest.view(len(self.layers), shared, -1).amax(-1)
+        factors = (self.settings.qk_clip_threshold / groups).where(groups > self.settings.qk_clip_threshold, 1.0)
+        rows: dict[nn.Parameter, Tensor] = {}
+        for layer, own_factors in zip(self.layers, factors, strict=True):
+            if (own_factors < 1.0).any():
+                rows.update(self._rows(layer, own_factors))
+        self._scale(rows)
+
+    def metrics(self) -> dict[str, float]:
+        """The largest attention logit of the model in the last step; a collective call of all ranks."""
+        largest = torch.tensor(self.largest, dtype=torch.float64, device=self.device)
+        all_reduce_(largest, self.groups.group("pp"), maximum=True)
+        return {"max attention logit": largest.item()}
+
+    def _rows(self, layer: Attention, factors: Tensor) -> dict[nn.Parameter, Tensor]:
+        """The factor of each row of the global weights of queries and keys, by this rank's parameters."""
+        alpha, model = self.settings.qk_clip_alpha, self.model
+        query, key = factors**alpha, factors ** (1.0 - alpha)
+        if isinstance(layer, LatentAttention):
+            plain, turned, value = layer.plain, layer.turned, layer.value
+            up = layer.linear_q_up_proj if layer.has_query_latent else layer.linear_q_proj
+            parts: dict[Any, Blocks] = {
+                up: ((query, plain), (factors, turned)),
+                layer.linear_kv_up_proj: ((key, plain), (torch.ones_like(key), value)),
+            }
+        else:
+            d, queries = layer.head_size, model.num_attention_heads // model.query_groups * layer.head_size
+            one = torch.ones_like(key)
+            parts = {layer.linear_qkv: ((query, queries), (one, queries * layer.gated), (key, d), (one, d))}
+        found = {}
+        for linear, blocks in parts.items():
+            whole = torch.cat([part[:, None].expand(-1, size) for part, size in blocks], dim=1).flatten()
+            for parameter in (linear.weight, linear.bias):
+                if isinstance(parameter, nn.Parameter):
+                    found[parameter] = whole
+        return found
+
+    def _scale(self, rows: dict[nn.Parameter, Tensor]) -> None:
+        """Multiply the rows of global weights, in this rank's shards of main weights, and copy them to the model's."""
+        for shard in self.optimizer.shards if rows else ():
+            for _, parameter, start, stop, at in shard.bucket.pieces():
+                if parameter not in rows:
+                    continue
+                spec, whole = spec_of(parameter), rows[parameter]
+                local = whole.new_empty(spec.local_shape)
+                spec.localise(whole.view(-1, *[1] * (local.dim() - 1)).expand(spec.global_shape), local)
+                main, weight = (tensor[at : at + stop - start] for tensor in (shard.main, shard.bucket.weight_shard))
+                main.mul_(local.view(-1)[start:stop].to(main))
+                if shard.is_narrow:
+                    weight.copy_(main)

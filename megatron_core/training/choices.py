@@ -1,0 +1,80 @@
+"""Accuracy of multiple-choice questions during training, from the log-likelihoods of their choices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_core.datasets.choices import ChoiceDataset
+from megatron_core.parallel.collectives import all_reduce_
+from megatron_core.parallel.grid import WORLD
+from megatron_core.training.driver import run_plan
+from megatron_core.training.plans import StepSize
+from megatron_core.training.preferences import log_probs
+from megatron_core.training.setup import Run
+from megatron_core.training.step import message_lengths, model_step
+
+
+@dataclass(frozen=True)
+class ChoiceScores:
+    """The result of an evaluation."""
+
+    loss: float
+    """Mean negative log-likelihood of the correct choices."""
+    accuracy: float
+    """Share of questions whose most likely choice is correct: lm-eval's acc."""
+    accuracy_norm: float
+    """As ``accuracy``, with the log-likelihood per character of the choice: lm-eval's acc_norm."""
+
+
+@torch.no_grad()
+def log_likelihoods(run: Run, dataset: ChoiceDataset) -> Tensor:
+    """The log-likelihood of each choice, float64 ``[choices]`` in host memory, equal on all ranks.
+
+    Evaluation uses no dropout and changes neither generators nor counters.
+    """
+    stages, last = list(run.stages.values()), len(run.layers) - 1
+    for stage in stages:
+        stage.eval()
+    loader, size = run.loader(dataset), StepSize.of_evaluation(run.config, run.groups.size("dp"))
+    iterations = -(-len(dataset) // size.batch_size)
+    found = torch.zeros(iterations * size.batch_size, dtype=torch.float64, device=run.world.device)
+    for iteration in range(iterations):
+        batches = run.micro_batches(loader.step(iteration * size.batch_size, size.num_microbatches))
+        compute = model_step(run, run.stages, batches, None)
+
+        def forward(stage: int, micro: int, hidden: Tensor | None) -> Tensor:
+            output = compute(stage, micro, hidden)  # noqa: B023 (called in this iteration)
+            if stage < last:
+                return output
+            batch = batches[micro]  # noqa: B023
+            scores = log_probs(output, batch)
+            if run.split.owns_loss:
+                found.index_add_(0, batch.sample_index, scores.to(found.dtype))
+            return scores.sum()
+
+        run_plan(run, run.plans.evaluation(size.num_microbatches), forward, lengths=message_lengths(batches))
+    for stage in stages:
+        stage.train()
+    all_reduce_(found, run.groups.group(WORLD))
+    return found[: len(dataset)].cpu()
+
+
+def evaluate_choices(run: Run, dataset: ChoiceDataset) -> ChoiceScores:
+    """Compare the log-likelihoods of the choices of each question. Source: EleutherAI's lm-eval, multiple_choice."""
+    scores = log_likelihoods(run, dataset).split([len(lengths) for lengths in dataset.lengths])
+    correct = [own[gold].item() for own, gold in zip(scores, dataset.gold, strict=True)]
+    per_character = [
+        own / torch.tensor(lengths, dtype=own.dtype).clamp_min(1)
+        for own, lengths in zip(scores, dataset.lengths, strict=True)
+    ]
+    return ChoiceScores(
+        -sum(correct) / len(correct), _accuracy(scores, dataset.gold), _accuracy(per_character, dataset.gold)
+    )
+
+
+def _accuracy(scores: Sequence[Tensor], gold: Sequence[int]) -> float:
+    return sum(int(own.argmax()) == right for own, right in zip(scores, gold, strict=True)) / len(gold)

@@ -1,0 +1,28 @@
+"""Rows of the parity matrix with QK-clip and z-loss, in the form of ``rows.ROWS``."""
+
+from __future__ import annotations
+
+from tests.parity.context_rows import CP2
+from tests.parity.latent_rows import LATENT
+from tests.parity.rows import GQA1, GQA2, OVERLAP, PACKED, PP2, SP, TP2, UNTIED, ZERO, ZERO3
+
+# Below the logits that occur here, so that every step clips heads.
+CLIP = {"qk_clip": True, "qk_clip_threshold": 0.5, "qk_clip_alpha": 0.3, "lr": 3e-2, "num_layers": 2}
+CLIP |= {"global_batch_size": 4}
+ONE_GROUP = GQA1 | {"qk_layernorm": False}
+Z_LOSS = {"output_z_loss_coeff": 0.03, "num_layers": 2, "global_batch_size": 4}
+MUON = {"optimizer": "muon"}
+
+STABILITY_ROWS: dict[str, tuple[int, dict, dict]] = {
+    "qk-clip, 1 group, tp2 sp": (2, CLIP | ONE_GROUP, TP2 | SP),
+    "qk-clip, packed, 2 groups, cp2": (2, CLIP | PACKED | GQA2, CP2),
+    "qk-clip, pp2": (2, CLIP, PP2),
+    "z-loss, tp2 sp": (2, Z_LOSS, TP2 | SP),
+    "z-loss, untied, soft cap, pp2": (2, Z_LOSS | UNTIED | {"final_logit_softcapping": 2.0}, PP2),
+    "z-loss, packed, cp2": (2, Z_LOSS | PACKED, CP2),
+    "z-loss, dp2 zero3": (2, Z_LOSS, ZERO3),
+    "qk-clip, window, cp2": (2, CLIP | {"window_size": (2, 0)}, CP2),
+    "muonclip, dp2 zero1, overlap": (2, CLIP | MUON, ZERO | OVERLAP),
+    "muonclip, dp2 zero3": (2, CLIP | MUON, ZERO3),
+    "muonclip of latents, tp2 sp": (2, CLIP | MUON | LATENT | {"num_layers": 2, "global_batch_size": 4}, TP2 | SP),
+}
