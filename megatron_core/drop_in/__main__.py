@@ -11,12 +11,13 @@ from typing import NoReturn
 from megatron_core.drop_in import FOLDER, report_other_copies
 from megatron_core.launcher import read_launcher
 
-USAGE = """usage: python -m megatron_core.drop_in PROGRAM [ARGS ...]
-       python -m megatron_core.drop_in -m MODULE [ARGS ...]
+USAGE = """usage: python -m megatron_core.drop_in [--cpu] PROGRAM [ARGS ...]
+       python -m megatron_core.drop_in [--cpu] -m MODULE [ARGS ...]
        python -m megatron_core.drop_in --path
 
 Run a Python program whose imports of megatron.core, megatron.training and deepspeed find this package's modules.
 Under torchrun: torchrun --nproc-per-node N -m megatron_core.drop_in PROGRAM [ARGS ...]
+--cpu runs a program that asks for GPUs on the CPU: cuda() and device="cuda" leave tensors there, and nccl is gloo.
 --path prints the folder to put on PYTHONPATH instead."""
 
 
@@ -28,6 +29,8 @@ def main(arguments: list[str]) -> None:
     if arguments == ["--path"]:
         print(FOLDER)
         return
+    on_cpu = arguments[0] == "--cpu"
+    arguments = arguments[on_cpu:] or [""]
     is_module = arguments[0] == "-m"
     target, *rest = arguments[is_module:] or [""]
     if not target or (not is_module and not Path(target).is_file()):
@@ -40,12 +43,22 @@ def main(arguments: list[str]) -> None:
     report_other_copies()
     sys.argv = [target, *rest]
     read_launcher()
+    if on_cpu:
+        _emulate_cuda()
     if is_module:
         runpy.run_module(target, run_name="__main__", alter_sys=True)
     else:
         runpy.run_path(target, run_name="__main__")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         _exit_without_destructors()
+
+
+def _emulate_cuda() -> None:
+    """Hide GPUs and let requests for them resolve to the CPU."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # read when torch is imported
+    from megatron_core.drop_in.cpu_mode import emulate_cuda
+
+    emulate_cuda()
 
 
 def _exit_without_destructors() -> NoReturn:

@@ -90,7 +90,7 @@ def test_a_missing_program_is_one_sentence(arguments: list[str]) -> None:
 def test_without_arguments_the_usage_is_printed() -> None:
     found = python("-m", "megatron_core.drop_in")
     assert (found.returncode, found.stdout) == (2, "")
-    assert found.stderr.startswith("usage: python -m megatron_core.drop_in PROGRAM")
+    assert found.stderr.startswith("usage: python -m megatron_core.drop_in [--cpu] PROGRAM")
 
 
 def test_transformers_and_accelerate_find_deepspeed(program: Path) -> None:
