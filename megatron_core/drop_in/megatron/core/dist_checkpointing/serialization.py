@@ -23,6 +23,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     TorchDistLoadShardedStrategy,
     TorchDistSaveShardedStrategy,
 )
+from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron_core.checkpoint import (
     CheckpointReader,
     Save,

@@ -7,6 +7,7 @@ from megatron.core.models.common.embeddings.rope_utils import (
     apply_rotary_pos_emb,
     get_pos_emb_on_this_cp_rank,
 )
+from megatron.core.unsupported import Unsupported
 from megatron_core.parallel.groups import Group
 from megatron_core.parallel.micro_batch import SequenceSplit
 from megatron_core.transformer.rotary import llama3_frequencies, plain_frequencies
@@ -49,3 +50,9 @@ class RotaryEmbedding(nn.Module):
         angles = torch.outer((split.positions(max_seq_len) + offset).to(torch.float64), self.frequencies)
         twice = torch.stack([angles, angles], -1).flatten(1) if self.rotary_interleaved else torch.cat([angles] * 2, -1)
         return twice[:, None, None, :]
+
+
+class MultimodalRotaryEmbedding(Unsupported, nn.Module):
+    """Stands for Megatron's class; building it raises ConfigError."""
+
+    message = "multimodal models are not supported; use RotaryEmbedding for text"
