@@ -142,7 +142,7 @@ def test_experts_alone() -> None:
     shared = SharedExpertMLP(settings, MLPSubmodules(), gate=False)
     shared.load_state_dict(inside.shared_experts.state_dict())
     assert isinstance(inside.shared_experts, SharedExpertMLP)
-    weights = [inside.shared_experts.linear_fc1.weight, inside.shared_experts.linear_fc2.weight]
+    weights: list[Any] = [inside.shared_experts.linear_fc1.weight, inside.shared_experts.linear_fc2.weight]
     expected = nn.functional.gelu(x[:, None] @ weights[0].T) @ weights[1].T
     torch.testing.assert_close(shared(x[:, None]), expected, rtol=0, atol=1e-12)
     with pytest.raises(LayoutError, match="num_local_experts=3, but num_moe_experts=4"):
@@ -179,6 +179,11 @@ def test_latent_attention_alone(rope_type: str) -> None:
     assert torch.equal(alone(seen["x"])[0], seen["y"])
     positions = torch.arange(LENGTH).expand(2, -1) + 3
     torch.testing.assert_close(alone(seen["x"], position_ids=positions)[0], seen["y"], rtol=0, atol=1e-9)
+    spec = get_gpt_layer_local_spec()
+    spec.submodules.self_attention = MLASelfAttention
+    assert torch.equal(gpt(settings, spec, position_embedding_type="rope")(IDS), model(IDS))
+    with pytest.raises(ConfigError, match=r"layer 0: the specification has .*MLASelfAttention"):
+        gpt(spec=spec)
     with pytest.raises(ConfigError, match="multi_latent_attention=False"):
         MLASelfAttention(config())
 

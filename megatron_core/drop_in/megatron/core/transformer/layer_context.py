@@ -200,6 +200,11 @@ def _layer_spec(config: TransformerConfig, model: ModelConfig, number: int, spec
         changes["auxiliary_losses"] = ()
     if _extends_ours(parts.self_attention, SelfAttention, LatentAttention):
         changes["self_attention"] = _built(config, parts.self_attention)
+    elif is_ours(parts.self_attention, LatentAttention) and not model.multi_latent_attention:
+        raise ConfigError(
+            f"layer {number}: the specification has {get_module(parts.self_attention)}, but multi_latent_attention is "
+            "False; pass an MLATransformerConfig"
+        )
     elif is_ours(parts.self_attention, SelfAttention, LatentAttention):
         core = getattr(getattr(parts.self_attention, "submodules", None), "core_attention", None)
         if core is not None and not is_ours(core):
