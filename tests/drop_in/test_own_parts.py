@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
+from argparse import Namespace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +23,8 @@ from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_ba
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.rerun_state_machine import RerunDataIterator, destroy_rerun_state_machine, get_rerun_state_machine
 from megatron.core.tensor_parallel.layers import _initialize_affine_weight_cpu, _initialize_affine_weight_gpu
+from megatron.core.tokenizers import MegatronTokenizer
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -36,8 +41,11 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from megatron_core import parallel_state
 from megatron_core.errors import ConfigError, LayoutError
 from megatron_core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron_core.tokenizers.base import Tokenizer
+from megatron_core.tokenizers.hugging_face import HuggingFaceTokenizer
 from megatron_core.verify.ranks import run_ranks
 from tests.drop_in.test_gpt_model import IDS, LENGTH, MASK, config, gpt
+from tests.tokenizers.corpus import write_tokenizer_json
 
 EXPERTS = {"num_moe_experts": 4, "moe_shared_expert_intermediate_size": 8, "add_bias_linear": False}
 
@@ -310,3 +318,37 @@ def test_small_names() -> None:
     before = get_rerun_state_machine()
     destroy_rerun_state_machine()
     assert get_rerun_state_machine() is not before
+
+
+def test_tokenizers_have_megatrons_names(tmp_path: Path) -> None:
+    path = write_tokenizer_json(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps(
+            {"eos_token": "<|endoftext|>", "chat_template": "{% for m in messages %}{{ m.content }}|{% endfor %}"}
+        )
+    )
+    tokenizer = MegatronTokenizer.from_pretrained(str(tmp_path), {"library": "huggingface"})
+    ids = tokenizer.tokenize("some words")
+    assert isinstance(tokenizer.engine, HuggingFaceTokenizer) and isinstance(tokenizer, Tokenizer)
+    assert ids == tokenizer.engine.tokenize("some words") and tokenizer.vocab_size == tokenizer.engine.vocab_size
+    assert tokenizer.eos_id == tokenizer.eos == tokenizer.eod and tokenizer.bos_id is tokenizer.pad_id is None
+    assert tokenizer.detokenize([*ids, tokenizer.eos_id]) == "some words<|endoftext|>"
+    assert tokenizer.detokenize([*ids, tokenizer.eos_id], skip_special_tokens=True) == "some words"
+    messages = [{"role": "user", "content": "some"}, {"role": "assistant", "content": "words"}]
+    assert tokenizer.apply_chat_template(messages, tokenize=False) == "some|words|"
+    assert tokenizer.apply_chat_template(messages) == tokenizer.tokenize("some|words|")
+    other = "{{ messages[1].role }}"
+    assert tokenizer.apply_chat_template(messages, other, tokenize=False) == "assistant"
+    with_own = MegatronTokenizer.from_pretrained(str(path), {"library": "huggingface", "chat_template": other})
+    assert with_own.apply_chat_template(messages, tokenize=False) == "assistant"
+    assert tokenizer.unique_identifiers["fingerprint"] == with_own.fingerprint()
+    plain = build_tokenizer(
+        Namespace(
+            tokenizer_type="NullTokenizer", vocab_size=9, make_vocab_size_divisible_by=8, tensor_model_parallel_size=1
+        )
+    )
+    assert (plain.library, plain.tokenize("1 3")) == ("NullTokenizer", [1, 3])
+    with pytest.raises(ConfigError, match="has no chat template; pass chat_template="):
+        plain.apply_chat_template(messages)
+    with pytest.raises(AttributeError):
+        _ = plain.missing

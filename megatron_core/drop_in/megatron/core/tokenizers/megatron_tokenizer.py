@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from megatron.core.tokenizers.text.text_tokenizer import MegatronTokenizerText
 from megatron_core.errors import ConfigError
-from megatron_core.tokenizers.base import Tokenizer
 from megatron_core.tokenizers.build import build_tokenizer
 
 _TYPES = {
@@ -28,7 +28,7 @@ class MegatronTokenizer:
     @staticmethod
     def from_pretrained(
         tokenizer_path: str | None = None, metadata_path: str | dict[str, Any] | None = None, **kwargs: Any
-    ) -> Tokenizer:
+    ) -> MegatronTokenizerText:
         """Return the tokenizer of a path.
 
         ``metadata_path`` is a dict, a JSON file, or None for the file next to the path. ``vocab_size`` applies to
@@ -45,7 +45,9 @@ class MegatronTokenizer:
         library = metadata.get("library")
         if library not in _TYPES:
             raise ConfigError(f"the tokenizer library {library!r} is not supported; legal: {', '.join(_TYPES)}")
-        return build_tokenizer(_TYPES[library], tokenizer_path, **kwargs)
+        template = metadata.get("chat_template") or kwargs.pop("chat_template", None)
+        engine = build_tokenizer(_TYPES[library], tokenizer_path, **kwargs)
+        return MegatronTokenizerText(engine, library, tokenizer_path, template)
 
     @staticmethod
     def write_metadata(
