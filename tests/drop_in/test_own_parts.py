@@ -6,7 +6,9 @@ import json
 import math
 from argparse import Namespace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +19,12 @@ from megatron.core.datasets.megatron_tokenizer import MegatronLegacyTokenizer
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 from megatron.core.models.backends import LocalSpecProvider
-from megatron.core.models.common.embeddings import RotaryEmbedding, YarnRotaryEmbedding, yarn_rotary_pos_embedding
+from megatron.core.models.common.embeddings import (
+    RotaryEmbedding,
+    YarnRotaryEmbedding,
+    apply_rotary_pos_emb,
+    yarn_rotary_pos_embedding,
+)
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -38,14 +45,15 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from megatron_core import parallel_state
 from megatron_core.errors import ConfigError, LayoutError
 from megatron_core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron_core.tokenizers.base import Tokenizer
-from megatron_core.tokenizers.hugging_face import HuggingFaceTokenizer
+from megatron_core.tokenizers.hugging_face import GPT2BPETokenizer, HuggingFaceTokenizer
 from megatron_core.verify.ranks import run_ranks
 from tests.drop_in.test_gpt_model import IDS, LENGTH, MASK, config, gpt
-from tests.tokenizers.corpus import write_tokenizer_json
+from tests.tokenizers.corpus import write_gpt2_files, write_tokenizer_json
 
 EXPERTS = {"num_moe_experts": 4, "moe_shared_expert_intermediate_size": 8, "add_bias_linear": False}
 
@@ -244,6 +252,38 @@ def test_positions_with_yarn() -> None:
     assert magnitude == yarn_rotary_pos_embedding._yarn_get_mscale(4.0) == 1 + 0.1 * math.log(4.0)
 
 
+@pytest.mark.parametrize(("interleaved", "separated"), [(False, False), (True, False), (False, True)])
+def test_rotary_positions_of_documents(interleaved: bool, separated: bool) -> None:
+    settings = config(rotary_interleaved=interleaved)
+    rotary = RotaryEmbedding(8, 1.0, interleaved)
+    x, borders = torch.randn(9, 2, 8, dtype=torch.float64), torch.tensor([0, 4, 5, 9])
+    found = apply_rotary_pos_emb(x, rotary(4), settings, borders, mla_rotary_interleaved=separated)
+    for start, stop in pairwise(borders.tolist()):
+        given = x[start:stop, None]
+        if separated:
+            given = torch.cat([given[..., ::2], given[..., 1::2]], dim=-1)
+        expected = apply_rotary_pos_emb(given, rotary(stop - start), settings)
+        torch.testing.assert_close(found[start:stop], expected.squeeze(1))
+    whole = apply_rotary_pos_emb(x, rotary(9), settings, borders)
+    torch.testing.assert_close(whole, apply_rotary_pos_emb(x[:, None], rotary(9), settings).squeeze(1))
+
+
+def test_tables_of_rotary_positions() -> None:
+    rotary = RotaryEmbedding(8, 1.0)
+    torch.testing.assert_close(rotary.inv_freq, 10000.0 ** -(torch.arange(0, 8, 2) / 8))
+    cos, sin = rotary.get_cos_sin(3, 5)
+    angles = torch.arange(5, 8)[:, None] * rotary.frequencies
+    torch.testing.assert_close((cos, sin), (angles.cos(), angles.sin()))
+    x, block = torch.empty(6, 1, 16), SimpleNamespace(input_tensor=None)
+    parallel = SimpleNamespace(sequence_parallel=True, tensor_model_parallel_size=2, context_parallel_size=4)
+    assert rotary.get_rotary_seq_len(None, block, x, parallel) == 48
+    assert rotary.get_rotary_seq_len(None, SimpleNamespace(input_tensor=x[:3]), x, config()) == 3
+    packed = PackedSeqParams(max_seqlen_q=5, max_seqlen_kv=7)
+    assert rotary.get_rotary_seq_len(None, block, x, config(), packed) == 7
+    with pytest.raises(ConfigError, match="generate with the engines"):
+        rotary.get_rotary_seq_len(object(), block, x, config())
+
+
 @pytest.mark.parametrize("provider", [TESpecProvider(), LocalSpecProvider()])
 def test_a_specification_from_a_provider(provider: LocalSpecProvider) -> None:
     fused = provider.fuse_layernorm_and_linear()
@@ -315,6 +355,8 @@ def test_small_names() -> None:
     assert [*items] == [1, 2]
     with pytest.raises(ConfigError, match=r"pretrain_gpt\.py repeats steps with --rerun-mode"):
         items.rewind()
+    assert ensure_metadata_has_dp_cp_group(None)["dp_cp_group"].size() == 1
+    assert ensure_metadata_has_dp_cp_group({"dp_cp_group": 3, "a": 1}) == {"dp_cp_group": 3, "a": 1}
     before = get_rerun_state_machine()
     destroy_rerun_state_machine()
     assert get_rerun_state_machine() is not before
@@ -329,6 +371,7 @@ def test_tokenizers_have_megatrons_names(tmp_path: Path) -> None:
     )
     tokenizer = MegatronTokenizer.from_pretrained(str(tmp_path), {"library": "huggingface"})
     ids = tokenizer.tokenize("some words")
+    assert tokenizer.eos_id is not None
     assert isinstance(tokenizer.engine, HuggingFaceTokenizer) and isinstance(tokenizer, Tokenizer)
     assert ids == tokenizer.engine.tokenize("some words") and tokenizer.vocab_size == tokenizer.engine.vocab_size
     assert tokenizer.eos_id == tokenizer.eos == tokenizer.eod and tokenizer.bos_id is tokenizer.pad_id is None
@@ -342,6 +385,12 @@ def test_tokenizers_have_megatrons_names(tmp_path: Path) -> None:
     with_own = MegatronTokenizer.from_pretrained(str(path), {"library": "huggingface", "chat_template": other})
     assert with_own.apply_chat_template(messages, tokenize=False) == "assistant"
     assert tokenizer.unique_identifiers["fingerprint"] == with_own.fingerprint()
+    files = {"vocab_file": str(tmp_path / "vocab.json"), "merges_file": str(tmp_path / "merges.txt")}
+    write_gpt2_files(tmp_path)
+    gpt2 = MegatronTokenizer.from_pretrained("GPT2BPETokenizer", {"library": "megatron"}, **files)
+    assert isinstance(gpt2.engine, GPT2BPETokenizer) and gpt2.detokenize(gpt2.tokenize("some words")) == "some words"
+    with pytest.raises(ConfigError, match="additional_special_tokens is not supported; store special tokens in"):
+        MegatronTokenizer.from_pretrained(str(tmp_path), {"library": "huggingface"}, additional_special_tokens=["a"])
     plain = build_tokenizer(
         Namespace(
             tokenizer_type="NullTokenizer", vocab_size=9, make_vocab_size_divisible_by=8, tensor_model_parallel_size=1
