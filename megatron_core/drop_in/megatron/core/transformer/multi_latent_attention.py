@@ -15,6 +15,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.exported import ExportedModule, adopt, refuse
 from megatron.core.transformer.layer_context import MLASelfAttentionSubmodules, check_submodules, layer_context
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.unsupported import Unsupported
 from megatron.core.utils import deprecate_inference_params
 from megatron_core.config.attention import attention_of
 from megatron_core.errors import ConfigError
@@ -85,3 +86,9 @@ class MLASelfAttention(ExportedModule, latent_attention.LatentAttention):
 
 
 MultiLatentAttention = MLASelfAttention
+
+
+class FusedMLASelfAttention(Unsupported):
+    """Stands for Megatron's class; building it raises ConfigError."""
+
+    message = "FusedMLASelfAttention is not supported; use MLASelfAttention, which computes the same"

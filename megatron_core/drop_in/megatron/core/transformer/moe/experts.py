@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.transformer.exported import ExportedModule, adopt
-from megatron.core.transformer.layer_context import SampleNumbers, check_submodules, layer_context
+from megatron.core.transformer.layer_context import MLPSubmodules, SampleNumbers, check_submodules, layer_context
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_core.errors import LayoutError
 from megatron_core.transformer.context import LayerContext
@@ -61,6 +61,7 @@ class TEGroupedMLP(ExportedModule, experts.Experts):
 
 
 GroupedMLP = TEGroupedMLP
+GroupedMLPSubmodules = MLPSubmodules
 
 
 class SequentialMLP(TEGroupedMLP):

@@ -46,3 +46,7 @@ class SharedExpertMLP(ExportedModule, layer.SharedExperts):
             refuse("SharedExpertMLP.forward", locals())
             context = SequenceContext()
         return super().forward(hidden_states, context)
+
+
+class FusedSharedExpertMLP(SharedExpertMLP):
+    """``SharedExpertMLP``."""
