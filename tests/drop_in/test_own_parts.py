@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from megatron.core.datasets.megatron_tokenizer import MegatronLegacyTokenizer
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+from megatron.core.inference.engine_model import generator_of
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.common.embeddings import (
     RotaryEmbedding,
@@ -135,6 +136,8 @@ def test_core_attention_of_attention_alone_and_its_limits() -> None:
     packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=torch.tensor([0, 5, 12, 20, 24]))
     with pytest.raises(ConfigError, match="packed documents are not supported by a core_attention"):
         gpt(spec=with_core(Softmax))(IDS, packed_seq_params=packed)
+    with pytest.raises(ConfigError, match="generation does not support core_attention of your own"):
+        generator_of(gpt(spec=with_core(Softmax)))
     with pytest.raises(ConfigError, match=r"core_attention=.*Softmax.* does not support softmax_scale=0.5"):
         gpt(config(softmax_scale=0.5), with_core(Softmax))
 
