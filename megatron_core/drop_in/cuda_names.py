@@ -6,12 +6,12 @@ import contextlib
 import os
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
 
 from megatron_core.drop_in.cuda_calls import CPU, in_program
 
@@ -23,7 +23,8 @@ CONSTANTS: dict[str, Any] = {
     "get_arch_list": [],
     "is_bf16_supported": True,
     "is_current_stream_capturing": False,
-    "memory_stats": {},
+    "memory_stats": defaultdict(int),
+    "can_device_access_peer": False,
     "memory_snapshot": [],
     "memory_summary": "",
     **dict.fromkeys(("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"), 0),
@@ -37,18 +38,10 @@ WITHOUT_EFFECT = (
 )
 NOT_ON_A_CPU = ("CUDAGraph", "graph", "graph_pool_handle", "make_graphed_callables", "MemPool", "use_mem_pool")
 """Names that raise NotImplementedError when they are called."""
-DTYPES = {
-    "FloatTensor": torch.float32,
-    "DoubleTensor": torch.float64,
-    "HalfTensor": torch.float16,
-    "BFloat16Tensor": torch.bfloat16,
-    "LongTensor": torch.int64,
-    "IntTensor": torch.int32,
-    "ShortTensor": torch.int16,
-    "CharTensor": torch.int8,
-    "ByteTensor": torch.uint8,
-    "BoolTensor": torch.bool,
-}
+NO_HISTORY = ("_record_memory_history", "_dump_snapshot")
+"""Names of ``torch.cuda.memory`` that raise NotImplementedError, too."""
+TYPES = ("Float", "Double", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool")
+"""The classes ``torch.cuda.FloatTensor`` and so on, which are those of the CPU."""
 
 
 class Event:
@@ -140,13 +133,21 @@ def install() -> None:
         setattr(cuda, name, lambda *args, **kwargs: None)
     for name in NOT_ON_A_CPU:
         setattr(cuda, name, refusal(f"torch.cuda.{name}"))
-    for name, dtype in DTYPES.items():
-        setattr(cuda, name, constructor(dtype))
+    for name in NO_HISTORY:
+        setattr(cuda.memory, name, refusal(f"torch.cuda.memory.{name}"))
+    for name in TYPES:
+        setattr(cuda, f"{name}Tensor", getattr(torch, f"{name}Tensor"))
     for name in ("is_available", "is_initialized"):
         setattr(cuda, name, lambda: in_program(sys._getframe(1).f_code.co_filename))
-    cuda.get_device_properties = lambda *args, **kwargs: SimpleNamespace(
-        name="CPU", major=0, minor=0, total_memory=host_memory("SC_PHYS_PAGES"), multi_processor_count=os.cpu_count()
-    )
+    real = cuda.get_device_properties
+
+    def get_device_properties(*args: Any, **kwargs: Any) -> Any:
+        if not in_program(sys._getframe(1).f_code.co_filename):
+            return real(*args, **kwargs)  # an error, after which libraries use their code for CPUs
+        memory = host_memory("SC_PHYS_PAGES")
+        return SimpleNamespace(name="CPU", major=0, minor=0, total_memory=memory, multi_processor_count=os.cpu_count())
+
+    cuda.get_device_properties = get_device_properties
     cuda.mem_get_info = lambda *args: (host_memory("SC_AVPHYS_PAGES"), host_memory("SC_PHYS_PAGES"))
     _install_streams(cuda)
     _install_generators(cuda)
@@ -165,17 +166,6 @@ def refusal(name: str) -> Callable[..., NoReturn]:
         raise NotImplementedError(f"{name} has no counterpart on a CPU; switch it off for runs with --cpu")
 
     return refuse
-
-
-def constructor(dtype: torch.dtype) -> Callable[..., Tensor]:
-    """``torch.cuda.FloatTensor`` and the like: a tensor of these sizes, or with these values."""
-
-    def construct(*data: Any) -> Tensor:
-        if len(data) == 1 and not isinstance(data[0], (int, torch.Size)):
-            return torch.as_tensor(data[0]).to(dtype, copy=True)
-        return torch.empty(*data, dtype=dtype)
-
-    return construct
 
 
 def _install_streams(cuda: Any) -> None:

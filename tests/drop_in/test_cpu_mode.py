@@ -117,6 +117,9 @@ VALUES = {
     "dist.barrier(device_ids=[0])": "None",
     "reduced(torch.tensor([4.0]), op=dist.ReduceOp.AVG).tolist()": "[4.0]",
     "torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1).cuda(), [0], 0)(x).shape": "torch.Size([1])",
+    "torch.cuda.FloatTensor(2, 3).shape, isinstance(x, (torch.cuda.HalfTensor, torch.cuda.FloatTensor))": "3]) True",
+    "torch.cuda.memory_stats()['allocated_bytes.all.current'], torch.cuda.memory_allocated()": "0 0",
+    "error(torch.cuda.memory._record_memory_history)": "torch.cuda.memory._record_memory_history has no counterpart",
     "error(torch.cuda.CUDAGraph)": "torch.cuda.CUDAGraph has no counterpart on a CPU; switch it off for runs",
     "error(dist.all_reduce, x, dist.ReduceOp.AVG, None, True)": "wait for the collective or use ReduceOp.SUM",
 }
