@@ -11,12 +11,15 @@ from typing import NoReturn
 from megatron_core.drop_in import FOLDER, report_other_copies
 from megatron_core.launcher import read_launcher
 
-USAGE = """usage: python -m megatron_core.drop_in PROGRAM [ARGS ...]
-       python -m megatron_core.drop_in -m MODULE [ARGS ...]
+USAGE = """usage: python -m megatron_core.drop_in [--cpu] PROGRAM [ARGS ...]
+       python -m megatron_core.drop_in [--cpu] -m MODULE [ARGS ...]
+       python -m megatron_core.drop_in --check PATH
        python -m megatron_core.drop_in --path
 
 Run a Python program whose imports of megatron.core, megatron.training and deepspeed find this package's modules.
 Under torchrun: torchrun --nproc-per-node N -m megatron_core.drop_in PROGRAM [ARGS ...]
+--cpu runs a program that asks for GPUs on the CPU: cuda() and device="cuda" leave tensors there, and nccl is gloo.
+--check lists the names of megatron that a file or the files of a folder import and that are missing or unsupported.
 --path prints the folder to put on PYTHONPATH instead."""
 
 
@@ -28,6 +31,11 @@ def main(arguments: list[str]) -> None:
     if arguments == ["--path"]:
         print(FOLDER)
         return
+    if arguments[0] == "--check":
+        _check(arguments[1:])
+        return
+    on_cpu = arguments[0] == "--cpu"
+    arguments = arguments[on_cpu:] or [""]
     is_module = arguments[0] == "-m"
     target, *rest = arguments[is_module:] or [""]
     if not target or (not is_module and not Path(target).is_file()):
@@ -40,12 +48,31 @@ def main(arguments: list[str]) -> None:
     report_other_copies()
     sys.argv = [target, *rest]
     read_launcher()
+    if on_cpu:
+        _emulate_cuda()
     if is_module:
         runpy.run_module(target, run_name="__main__", alter_sys=True)
     else:
         runpy.run_path(target, run_name="__main__")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         _exit_without_destructors()
+
+
+def _check(arguments: list[str]) -> None:
+    """Print the report of ``program_imports``."""
+    if len(arguments) != 1 or not Path(arguments[0]).exists():
+        sys.exit(f"error: --check {' '.join(arguments)}: give one existing file or folder")
+    from megatron_core.drop_in.program_imports import report
+
+    print(report(Path(arguments[0])))
+
+
+def _emulate_cuda() -> None:
+    """Hide GPUs and let requests for them resolve to the CPU."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # read when torch is imported
+    from megatron_core.drop_in.cpu_mode import emulate_cuda
+
+    emulate_cuda()
 
 
 def _exit_without_destructors() -> NoReturn:

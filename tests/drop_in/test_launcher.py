@@ -90,7 +90,7 @@ def test_a_missing_program_is_one_sentence(arguments: list[str]) -> None:
 def test_without_arguments_the_usage_is_printed() -> None:
     found = python("-m", "megatron_core.drop_in")
     assert (found.returncode, found.stdout) == (2, "")
-    assert found.stderr.startswith("usage: python -m megatron_core.drop_in PROGRAM")
+    assert found.stderr.startswith("usage: python -m megatron_core.drop_in [--cpu] PROGRAM")
 
 
 def test_transformers_and_accelerate_find_deepspeed(program: Path) -> None:
@@ -121,3 +121,25 @@ def test_a_rank_ends_as_the_interpreter_does(tmp_path: Path) -> None:
     assert (found.returncode, found.stdout) == (0, "main\nthread\nexit\n")
     program.write_text("import sys\nsys.exit(3)\n")
     assert python("-m", "megatron_core.drop_in", program, WORLD_SIZE="2").returncode == 3
+
+
+def test_imports_of_a_program_are_checked_before_it_runs(program: Path) -> None:
+    (program.parent / "more.py").write_text(
+        "import megatron.core.enums\nimport os\nfrom megatron.energon import Batch\n"
+        "from megatron.core.models.hybrid.hybrid_model import HybridModel\n"
+        "from megatron.core import parallel_state, missing\nfrom megatron.core.nothing import name\n"
+        "def later():\n    from megatron.core.nothing import name\n"
+    )
+    found = python("-m", "megatron_core.drop_in", "--check", program.parent)
+    lines = [line.split() for line in found.stdout.splitlines()]
+    assert " ".join(lines[0]) == "9 imported names, 66.7 % resolve, 1 raise an error when they are used", found.stderr
+    places = {(kind, module, name): (int(count), Path(place).name) for kind, count, module, name, place in lines[1:]}
+    assert places == {
+        ("missing", "megatron.core.nothing", "name"): (2, "more.py:6"),
+        ("missing", "megatron.core", "missing"): (1, "more.py:5"),
+        ("unsupported", "megatron.core.models.hybrid.hybrid_model", "HybridModel"): (1, "more.py:4"),
+    }
+    one = python("-m", "megatron_core.drop_in", "--check", program)
+    assert one.stdout == "3 imported names, 100.0 % resolve, 0 raise an error when they are used\n"
+    wrong = python("-m", "megatron_core.drop_in", "--check", "nowhere")
+    assert wrong.stderr == "error: --check nowhere: give one existing file or folder\n"

@@ -16,3 +16,6 @@ def get_fp8_context(config: Any, layer_no: int = -1, is_init: bool = False) -> A
 def is_float8tensor(tensor: Tensor) -> bool:
     """Return False: weights are never stored in Transformer Engine's FP8 tensors."""
     return False
+
+
+is_mxfp8tensor = is_float8tensor

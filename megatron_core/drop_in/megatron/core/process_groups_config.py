@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron.core.unsupported import Unsupported
 from megatron_core import parallel_state
 from megatron_core.errors import ConfigError
 
@@ -92,3 +93,9 @@ def _ranks(group: Any) -> list[int]:
 
 ModelCommProcessGroups = ProcessGroupCollection
 """The name of the class before release 0.15."""
+
+
+class MultiModuleProcessGroupCollection(Unsupported):
+    """Stands for Megatron's class; building it raises ConfigError."""
+
+    message = "models of several modules are not supported; use one ProcessGroupCollection"

@@ -1,10 +1,39 @@
 """Checks of results, without repeating a step to find the cause of an error."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from enum import Enum
 from typing import Any
 
-from megatron_core.errors import DataError
+from megatron_core.errors import ConfigError, DataError
+
+
+class RerunMode(str, Enum):
+    """The values of ``--rerun-mode``."""
+
+    DISABLED = "disabled"
+    VALIDATE_RESULTS = "validate_results"
+    REPORT_DETERMINISM_STATS = "report_determinism_stats"
+
+
+class RerunDataIterator:
+    """The items of an iterator. A step runs once, so that no item is read again: ``rewind`` raises ConfigError."""
+
+    def __init__(self, iterable: Any) -> None:
+        self.iterable = iterable
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self.iterable)
+
+    def advance(self) -> None:
+        """Continue: no items are stored."""
+
+    def rewind(self) -> None:
+        """Raise ConfigError."""
+        raise ConfigError("a program's step is not repeated; pretrain_gpt.py repeats steps with --rerun-mode")
 
 
 class RerunStateMachine:
@@ -12,6 +41,10 @@ class RerunStateMachine:
 
     def __init__(self) -> None:
         self._has_run, self._largest = False, dict[str, list[float]]()
+
+    def get_mode(self) -> RerunMode:
+        """Return DISABLED: a step runs once."""
+        return RerunMode.DISABLED
 
     def should_run_forward_backward(self, data_iterator: Any) -> bool:
         """Return True and False in turn: each step runs once."""
@@ -41,9 +74,14 @@ class RerunStateMachine:
         return value >= max(seen) * threshold
 
 
-_MACHINE = RerunStateMachine()
+_MACHINES = [RerunStateMachine()]
 
 
 def get_rerun_state_machine() -> RerunStateMachine:
     """Return the instance of this process."""
-    return _MACHINE
+    return _MACHINES[0]
+
+
+def destroy_rerun_state_machine() -> None:
+    """Replace the instance of this process by a new one."""
+    _MACHINES[0] = RerunStateMachine()

@@ -12,6 +12,7 @@ def unsupported(message: str) -> Callable[..., NoReturn]:
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
         raise ConfigError(message)
 
+    refuse.message = message  # type: ignore[attr-defined]
     return refuse
 
 
@@ -22,3 +23,10 @@ class Unsupported:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise ConfigError(self.message)
+
+
+def is_unsupported(value: Any) -> bool:
+    """Whether ``value`` is such a function or class."""
+    if isinstance(value, type):
+        return issubclass(value, Unsupported)
+    return callable(value) and isinstance(getattr(value, "message", None), str)

@@ -55,6 +55,16 @@ def read_frozen_resume_iteration(load_dir: str | None) -> int:
     return read_metadata(tracker)[0] if tracker and Path(tracker).is_file() else 0
 
 
+def get_load_checkpoint_path_by_args(args: Any, load_arg: str = "load") -> str:
+    """Return the folder of ``args.ckpt_step``, or of the latest checkpoint in ``args.load``."""
+    root = getattr(args, load_arg)
+    if root is None:
+        raise CheckpointError(f"--{load_arg} is not given; name the folder of the checkpoints")
+    if step := getattr(args, "ckpt_step", None):
+        return get_checkpoint_name(root, step, return_base_dir=True)
+    return get_checkpoint_name(root, *read_metadata(get_checkpoint_tracker_filename(root)), return_base_dir=True)
+
+
 def save_checkpoint(
     iteration: int,
     model: Sequence[Any],

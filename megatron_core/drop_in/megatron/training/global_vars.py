@@ -71,3 +71,9 @@ def destroy_global_vars() -> None:
 
 
 unset_global_variables = destroy_global_vars
+
+
+def _build_tokenizer(args: Any) -> Any:
+    """Build the tokenizer of ``args`` for ``get_tokenizer``."""
+    _KEPT["tokenizer"] = tokenizer_of_args(args)
+    return _KEPT["tokenizer"]

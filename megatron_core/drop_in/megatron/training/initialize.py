@@ -64,3 +64,7 @@ def write_args_to_tensorboard(writer: Any) -> None:
     args = get_args()
     for name, value in vars(args).items():
         writer.add_text(name, str(value), global_step=args.iteration)
+
+
+def _initialize_tp_communicators() -> None:
+    """Return: ``tp_comm_overlap`` needs no buffers of the program here."""

@@ -13,9 +13,10 @@ from megatron_core.errors import CheckpointError, LayoutError
 from megatron_core.parallel.sharding import ShardSpec, Split, spec_of
 
 ShardedStateDict = dict[str, Any]
+ReplicaId = int | tuple[int, ...]
 
 
-def is_main_replica(replica_id: int | tuple[int, ...]) -> bool:
+def is_main_replica(replica_id: ReplicaId) -> bool:
     """Whether the number is 0, or all numbers of a tuple."""
     return not any(replica_id) if isinstance(replica_id, tuple) else replica_id == 0
 

@@ -23,6 +23,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     TorchDistLoadShardedStrategy,
     TorchDistSaveShardedStrategy,
 )
+from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron_core.checkpoint import (
     CheckpointReader,
     Save,
@@ -50,6 +51,7 @@ def save(
     async_sharded_save: bool = False,
     preprocess_common_before_consistancy_check: Callable[..., Any] | None = None,
     content_metadata: dict[str, Any] | None = None,
+    verify_integrity: bool = True,
     *,
     iteration: int = 0,
 ) -> None:
@@ -57,8 +59,8 @@ def save(
 
     A ``ShardedTensor`` is a part of the global tensor of its key, the main replica writes each ``ShardedObject``, and
     rank 0 writes all other values; factories are stored as the result of ``build``. The folder has the layout of this
-    package's checkpoints, with the number ``iteration``. Raises CheckpointError for values of other kinds, for a part
-    that no rank or two ranks wrote, and if a rank failed.
+    package's checkpoints, with the number ``iteration``, and always the hash of each file. Raises CheckpointError for
+    values of other kinds, for a part that no rank or two ranks wrote, and if a rank failed.
     """
     _refuse(common_strategy=common_strategy, async_sharded_save=async_sharded_save)
     if not isinstance(sharded_strategy, TorchDistSaveShardedStrategy | None):
@@ -89,11 +91,12 @@ def load(
     common_strategy: Any = None,
     validate_access_integrity: bool = True,
     strict: Any = None,
+    verify_integrity: bool = True,
 ) -> dict[str, Any]:
     """Return the same nested dict with loaded values; tensors in it are filled in place. A collective call.
 
-    All ranks first compare the hashes of the files. Loading is always strict: CheckpointError for a tensor that is not
-    stored or has another shape.
+    All ranks always compare the hashes of the files first. Loading is always strict: CheckpointError for a tensor that
+    is not stored or has another shape.
     """
     _refuse(common_strategy=common_strategy)
     if not isinstance(sharded_strategy, TorchDistLoadShardedStrategy | None):

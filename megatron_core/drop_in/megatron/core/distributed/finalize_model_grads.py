@@ -4,9 +4,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from megatron.core.process_groups_config import check_groups
 from megatron.core.transformer.exported import update_expert_biases_of
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.current import current
 

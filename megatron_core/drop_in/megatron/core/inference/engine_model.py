@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from megatron.core.transformer.foreign import ForeignAttention
 from megatron_core.config import RunConfig
 from megatron_core.config.training import TrainingConfig
 from megatron_core.errors import ConfigError
@@ -49,6 +50,7 @@ def generator_of(model: GPTModel) -> Generator:
         f"expert_model_parallel_size={groups.size('ep')}": groups.size("ep") > 1,
         f"vp_stage={model.vp_stage}": model.vp_stage is not None,
         "fp8": config.fp8 is not None,
+        "core_attention of your own": any(isinstance(module, ForeignAttention) for module in model.modules()),
     }
     if wrong := [name for name, value in refused.items() if value]:
         raise ConfigError(f"generation does not support {', '.join(wrong)}; build the model without")

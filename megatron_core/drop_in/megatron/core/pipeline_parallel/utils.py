@@ -2,6 +2,7 @@
 
 import torch.distributed as dist
 
+from megatron.core.utils import unwrap_model
 from megatron_core.parallel.groups import Group
 
 

@@ -33,5 +33,14 @@ from megatron_core.tensor_parallel import (
     scatter_to_tensor_model_parallel_region,
     vocab_parallel_cross_entropy,
 )
-from megatron_core.tensor_parallel.mappings import all_to_all, all_to_all_hp2sp, all_to_all_sp2hp
-from megatron_core.tensor_parallel.random import get_expert_parallel_rng_tracker_name
+from megatron_core.tensor_parallel.mappings import (
+    all_to_all,
+    all_to_all_hp2sp,
+    all_to_all_sp2hp,
+    gather_from_sequence_parallel_region_to_moe,
+    reduce_scatter_to_sequence_parallel_region_from_moe,
+)
+from megatron_core.tensor_parallel.random import (
+    get_data_parallel_rng_tracker_name,
+    get_expert_parallel_rng_tracker_name,
+)

@@ -1,12 +1,15 @@
 """``megatron_core.tensor_parallel.layers`` at Megatron's path, and attributes of split parameters."""
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron_core.errors import LayoutError
 from megatron_core.parallel.current import current
 from megatron_core.tensor_parallel.layers import *  # noqa: F403
+from megatron_core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
 
 _DEFAULTS = {"tensor_model_parallel": False, "partition_dim": -1, "partition_stride": 1}
 
@@ -43,3 +46,41 @@ def param_is_not_tensor_parallel_duplicate(param: Any, tp_group: Any = None, exp
     if not getattr(param, "allreduce", True) and expert_tp_group is not None:
         tp_group = expert_tp_group
     return bool((tp_group or current().group("tp")).rank() == 0)
+
+
+def _initialize_affine_weight_gpu(
+    weight: Tensor, init_method: Callable[[Tensor], Any], partition_dim: int, stride: int = 1, is_expert: bool = False
+) -> None:
+    set_tensor_model_parallel_attributes(weight, True, partition_dim, stride)
+    name = get_expert_parallel_rng_tracker_name() if is_expert else "model-parallel-rng"
+    with get_cuda_rng_tracker().fork(name):
+        init_method(weight)
+
+
+def _initialize_affine_weight_cpu(
+    weight: Tensor,
+    output_size: int,
+    input_size: int,
+    per_partition_size: int,
+    partition_dim: int,
+    init_method: Callable[[Tensor], Any],
+    stride: int = 1,
+    return_master_weight: bool = False,
+    *,
+    params_dtype: torch.dtype = torch.float32,
+    rank: int | None = None,
+    world_size: int | None = None,
+    skip_set_tensor_parallel_attributes: bool = False,
+) -> Tensor | None:
+    """Draw the whole weight on every rank, and copy this rank's part of each of ``stride`` fused matrices."""
+    if not skip_set_tensor_parallel_attributes:
+        set_tensor_model_parallel_attributes(weight, True, partition_dim, stride)
+    group = current().group("tp")
+    rank, size = group.rank() if rank is None else rank, group.size() if world_size is None else world_size
+    whole = torch.empty(output_size, input_size)
+    init_method(whole)
+    whole = whole.to(params_dtype)
+    parts = whole.split(per_partition_size // stride, dim=partition_dim)[rank::size]
+    with torch.no_grad():
+        weight.copy_(torch.cat(parts, dim=partition_dim))
+    return whole if return_master_weight else None

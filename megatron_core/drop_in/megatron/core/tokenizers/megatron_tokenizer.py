@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from megatron.core.tokenizers.text.text_tokenizer import MegatronTokenizerText
 from megatron_core.errors import ConfigError
-from megatron_core.tokenizers.base import Tokenizer
 from megatron_core.tokenizers.build import build_tokenizer
 
 _TYPES = {
@@ -16,6 +16,7 @@ _TYPES = {
     "sentencepiece": "SentencePieceTokenizer",
     "tiktoken": "TikTokenizer",
 }
+_FLAGS = ("vocab_file", "merge_file", "vocab_size", "tiktoken_pattern", "tiktoken_num_special_tokens")
 METADATA = "tokenizer_metadata.json"
 
 
@@ -28,24 +29,37 @@ class MegatronTokenizer:
     @staticmethod
     def from_pretrained(
         tokenizer_path: str | None = None, metadata_path: str | dict[str, Any] | None = None, **kwargs: Any
-    ) -> Tokenizer:
+    ) -> MegatronTokenizerText:
         """Return the tokenizer of a path.
 
         ``metadata_path`` is a dict, a JSON file, or None for the file next to the path. ``vocab_size`` applies to
-        ``null-text``. Raises ConfigError for an unsupported library.
+        ``null-text``; for the library ``megatron`` the path is a value of ``--tokenizer-type``. Raises ConfigError for
+        an unsupported library or argument.
         """
         metadata = metadata_path
         if metadata is None and tokenizer_path is not None:
-            path = Path(tokenizer_path)
-            metadata = str((path if path.is_dir() else path.parent) / METADATA)
+            home = Path(tokenizer_path)
+            metadata = str((home if home.is_dir() else home.parent) / METADATA)
         if not isinstance(metadata, dict):
             if metadata is None or not Path(metadata).is_file():
                 raise ConfigError(f"no metadata at {metadata}; pass metadata_path={{'library': ...}}")
             metadata = json.loads(Path(metadata).read_text())
         library = metadata.get("library")
-        if library not in _TYPES:
+        if library not in _TYPES and library != "megatron":
             raise ConfigError(f"the tokenizer library {library!r} is not supported; legal: {', '.join(_TYPES)}")
-        return build_tokenizer(_TYPES[library], tokenizer_path, **kwargs)
+        if library == "megatron":  # the path is a value of --tokenizer-type
+            kind, path = tokenizer_path or "GPT2BPETokenizer", kwargs.pop("tokenizer_model", None)
+            kwargs |= {"merge_file": kwargs.pop("merges_file", None)} if "merges_file" in kwargs else {}
+        else:
+            kind, path = _TYPES[library], tokenizer_path
+        template = metadata.get("chat_template") or kwargs.pop("chat_template", None)
+        if wrong := [name for name in kwargs if name not in _FLAGS]:
+            raise ConfigError(
+                f"MegatronTokenizer.from_pretrained: {', '.join(wrong)} is not supported; store special tokens in the "
+                "tokenizer's files, and leave the argument out"
+            )
+        engine = build_tokenizer(kind, path, **kwargs)
+        return MegatronTokenizerText(engine, library, tokenizer_path, template)
 
     @staticmethod
     def write_metadata(

@@ -31,3 +31,35 @@ class AttnBackend(Enum):
     unfused = 3
     local = 4
     auto = 5
+
+
+class CudaGraphModule(Enum):
+    """The modules of a layer that a CUDA graph captures."""
+
+    attn = 1
+    mlp = 2
+    moe = 3
+    moe_router = 4
+    moe_preprocess = 5
+    mamba = 6
+
+
+class CudaGraphScope(Enum):
+    """Scopes of CUDA graphs up to release 0.17."""
+
+    full_iteration = 1
+    attn = 2
+    mlp = 3
+    moe = 4
+    moe_router = 5
+    moe_preprocess = 6
+    mamba = 7
+    full_iteration_inference = 8
+
+
+class InferenceCudaGraphScope(Enum):
+    """Scopes of CUDA graphs in generation."""
+
+    none = 1
+    layer = 2
+    block = 3

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron.core.transformer.foreign import foreign, foreign_norm, with_core_attention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module, get_module
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -24,6 +25,7 @@ from megatron_core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron_core.tensor_parallel.random import current_seed
 from megatron_core.transformer.attention import SelfAttention
 from megatron_core.transformer.context import LayerContext, PackedDocuments, SequenceContext
+from megatron_core.transformer.latent_attention import LatentAttention
 from megatron_core.transformer.layer_spec import LayerSpec, LayerSpecs, layer_spec
 from megatron_core.transformer.mlp import MLP
 from megatron_core.transformer.moe import MoELayer
@@ -32,13 +34,32 @@ from megatron_core.transformer.norm import Norm
 
 @dataclass
 class SelfAttentionSubmodules:
-    """The parts of ``SelfAttention`` in a layer's specification; they must be classes of the engine."""
+    """The parts of ``SelfAttention`` in a layer's specification; they must be classes of the engine.
+
+    ``core_attention`` can be the caller's, see ``foreign.with_core_attention``.
+    """
 
     linear_qkv: Any = ColumnParallelLinear
     core_attention: Any = None
     linear_proj: Any = RowParallelLinear
     q_layernorm: Any = None
     k_layernorm: Any = None
+
+
+@dataclass
+class MLASelfAttentionSubmodules:
+    """The parts of ``MLASelfAttention`` in a layer's specification; they must be classes of the engine."""
+
+    linear_proj: Any = None
+    q_layernorm: Any = None
+    kv_layernorm: Any = None
+    linear_q_proj: Any = None
+    linear_q_down_proj: Any = None
+    linear_q_up_proj: Any = None
+    linear_kv_down_proj: Any = None
+    linear_kv_up_proj: Any = None
+    linear_qkv_down_proj: Any = None
+    core_attention: Any = None
 
 
 @dataclass
@@ -164,8 +185,8 @@ def _layer_spec(config: TransformerConfig, model: ModelConfig, number: int, spec
         check_submodules(model, getattr(part, "submodules", None))
     own = layer_spec(model, number)
     changes: dict[str, Any] = {}
-    has_experts = _is_ours(parts.mlp, MoELayer)
-    if _is_ours(parts.mlp, MLP, MoELayer):
+    has_experts = is_ours(parts.mlp, MoELayer)
+    if is_ours(parts.mlp, MLP, MoELayer):
         if has_experts != model.has_experts(number):
             raise ConfigError(
                 f"layer {number}: the specification has {'experts' if has_experts else 'a dense MLP'}, contrary to "
@@ -175,24 +196,33 @@ def _layer_spec(config: TransformerConfig, model: ModelConfig, number: int, spec
     elif _extends_ours(parts.mlp, MoELayer):
         changes["mlp"] = _built(config, parts.mlp)
     else:
-        changes["mlp"] = _foreign(config, parts.mlp, lambda module, hidden, context: module(hidden))
+        changes["mlp"] = foreign(config, parts.mlp, lambda module, hidden, context: module(hidden))
         changes["auxiliary_losses"] = ()
-    if _extends_ours(parts.self_attention, SelfAttention):
+    if _extends_ours(parts.self_attention, SelfAttention, LatentAttention):
         changes["self_attention"] = _built(config, parts.self_attention)
-    elif not _is_ours(parts.self_attention, SelfAttention):
+    elif is_ours(parts.self_attention, LatentAttention) and not model.multi_latent_attention:
+        raise ConfigError(
+            f"layer {number}: the specification has {get_module(parts.self_attention)}, but multi_latent_attention is "
+            "False; pass an MLATransformerConfig"
+        )
+    elif is_ours(parts.self_attention, SelfAttention, LatentAttention):
+        core = getattr(getattr(parts.self_attention, "submodules", None), "core_attention", None)
+        if core is not None and not is_ours(core):
+            changes["self_attention"] = with_core_attention(config, own.self_attention, core)
+    else:
         call = lambda module, hidden, context: module(hidden, attention_mask=context.attention_mask)  # noqa: E731
-        changes["self_attention"] = _foreign(config, parts.self_attention, call)
+        changes["self_attention"] = foreign(config, parts.self_attention, call)
     for name, after in (("input_layernorm", "self_attention"), ("pre_mlp_layernorm", "mlp")):
         norm = getattr(parts, name)
         if get_module(norm) is IdentityOp:
             if not _normalizes(getattr(parts, after)):
                 changes[name] = nn.Identity
-        elif not _is_ours(norm, Norm, WrappedTorchNorm):
-            changes[name] = partial(_foreign_norm, config, norm)
+        elif not is_ours(norm, Norm, WrappedTorchNorm):
+            changes[name] = partial(foreign_norm, config, norm)
     return replace(own, **changes)
 
 
-def _is_ours(part: Any, *kinds: type) -> bool:
+def is_ours(part: Any, *kinds: type) -> bool:
     """Whether a part is one of these classes and defined in this package."""
     module = get_module(part)
     own = isinstance(module, type) and module.__module__.startswith(("megatron.core.", "megatron_core."))
@@ -202,7 +232,7 @@ def _is_ours(part: Any, *kinds: type) -> bool:
 def _extends_ours(part: Any, *kinds: type) -> bool:
     """Whether a part is a caller's subclass of one of these classes."""
     module = get_module(part)
-    return isinstance(module, type) and issubclass(module, kinds) and not _is_ours(part)
+    return isinstance(module, type) and issubclass(module, kinds) and not is_ours(part)
 
 
 def _built(config: TransformerConfig, spec: Any) -> Callable[[LayerContext, int], nn.Module]:
@@ -218,38 +248,17 @@ def _normalizes(spec: Any) -> bool:
 
 def check_submodules(model: ModelConfig, parts: Any) -> None:
     """Raise ConfigError for parts of attention or of an MLP that would not be used."""
-    if not isinstance(parts, SelfAttentionSubmodules | MLPSubmodules | MoESubmodules):
+    if not isinstance(parts, SelfAttentionSubmodules | MLASelfAttentionSubmodules | MLPSubmodules | MoESubmodules):
         return
     for name, part in vars(parts).items():
-        if part is not None and not _is_ours(part):
+        if part is not None and name != "core_attention" and not is_ours(part):
             raise ConfigError(
                 f"{type(parts).__name__}: {name}={get_module(part)} is not a class of this package; replace the whole "
                 "attention or MLP by your module"
             )
         is_norm = name in ("q_layernorm", "k_layernorm") and part is not None and get_module(part) is not IdentityOp
-        if is_norm and not (model.qk_layernorm and _is_ours(part, Norm, WrappedTorchNorm)):
+        if is_norm and not (model.qk_layernorm and is_ours(part, Norm, WrappedTorchNorm)):
             raise ConfigError(f"{name}={get_module(part)} needs qk_layernorm=True and the norm of config.normalization")
-
-
-class _Foreign(nn.Module):
-    """A caller's module in place of one of the engine's."""
-
-    def __init__(self, module: nn.Module, call: Callable[..., tuple[Tensor, Tensor | None]]) -> None:
-        super().__init__()
-        self.module, self.call = module, call
-
-    def forward(self, hidden: Tensor, context: SequenceContext) -> tuple[Tensor, Tensor | None]:
-        return self.call(self.module, hidden, context)
-
-
-def _foreign(
-    config: TransformerConfig, spec: Any, call: Callable[..., Any]
-) -> Callable[[LayerContext, int], nn.Module]:
-    return lambda context, number: _Foreign(build_module(spec, config=config, layer_number=number + 1), call)
-
-
-def _foreign_norm(config: TransformerConfig, spec: Any, context: LayerContext, size: int, **kwargs: Any) -> nn.Module:
-    return build_module(spec, config=config, hidden_size=size, eps=config.layernorm_epsilon)
 
 
 class SampleNumbers:

@@ -9,11 +9,13 @@ from torch import Tensor
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.exported import ExportedModule, adopt, refuse
+from megatron.core.transformer.foreign import with_core_attention
 from megatron.core.transformer.layer_context import (
     MLPSubmodules,
     SampleNumbers,
     SelfAttentionSubmodules,
     check_submodules,
+    is_ours,
     layer_context,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -49,6 +51,9 @@ class SelfAttention(ExportedModule, attention.SelfAttention):
         check_submodules(model, submodules)
         context = layer_context(config, model, pg_collection)
         given: Any = layer_spec(model, number).self_attention
+        core = None if submodules is None else submodules.core_attention
+        if core is not None and not is_ours(core):
+            given = with_core_attention(config, given, core)
         attention.SelfAttention.__init__(self, context, number, **given.keywords)
         self.attn_mask_type = attn_mask_type
         adopt(self, PARTS, config, context, f"decoder.layers.{number}.self_attention.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import LAYER_PARTS, TransformerLayer
 from megatron_core import parallel_state
 from megatron_core.errors import ConfigError
+from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.transformer import multi_token
 from megatron_core.transformer.layer_spec import auxiliary_loss_names
 from megatron_core.transformer.multi_token import MultiTokenPredictionLayer
@@ -179,6 +180,69 @@ class MTPLossAutoScaler(torch.autograd.Function):
     def set_loss_scale(cls, scale: Tensor) -> None:
         """Set the factor of the main loss in backward: the loss scale divided by the number of micro-batches."""
         cls.scale = scale
+
+
+class MTPLossLoggingHelper:
+    """Sums of the losses of each depth over the micro-batches, for logging; ``GPTModel`` adds its own.
+
+    ``tracker`` has them under "values", ``[depths]``, and the groups over which they are summed and averaged.
+    """
+
+    tracker: ClassVar[dict[str, Any]] = {}
+
+    @classmethod
+    def save_loss_to_tracker(
+        cls,
+        loss: Tensor,
+        layer_number: int | None,
+        num_layers: int,
+        reduce_group: Any = None,
+        avg_group: Any = None,
+    ) -> None:
+        """Add the loss of the depth ``layer_number``, from 0; without a number do nothing."""
+        if layer_number is None:
+            return
+        if "values" not in cls.tracker:
+            cls.tracker["values"] = torch.zeros(num_layers, device=loss.device)
+        cls.tracker["values"][layer_number] += loss.detach()
+        cls.tracker.update(reduce_group=reduce_group, avg_group=avg_group)
+
+    @classmethod
+    def clean_loss_in_tracker(cls) -> None:
+        """Set the sums to 0."""
+        cls.tracker["values"].zero_()
+        cls.tracker.update(reduce_group=None, avg_group=None)
+
+    @classmethod
+    def reduce_loss_in_tracker(cls) -> None:
+        """Sum the values over ``reduce_group``, and average them over ``avg_group``."""
+        for name in ("reduce_group", "avg_group"):
+            if "values" in cls.tracker and (group := cls.tracker.get(name)) is not None:
+                all_reduce_(cls.tracker["values"], group)
+                cls.tracker["values"].div_(group.size() if name == "avg_group" else 1)
+
+    @classmethod
+    def track_mtp_metrics(
+        cls,
+        loss_scale: float,
+        iteration: int,
+        writer: Any,
+        wandb_writer: Any = None,
+        total_loss_dict: dict[str, Any] | None = None,
+    ) -> None:
+        """Reduce the sums, write them times ``loss_scale`` as "mtp_1 loss" and so on, and set them to 0."""
+        if "values" not in cls.tracker:
+            return
+        cls.reduce_loss_in_tracker()
+        for depth, loss in enumerate(cls.tracker["values"] * loss_scale):
+            name = f"mtp_{depth + 1} loss"
+            if total_loss_dict is not None:
+                total_loss_dict[name] = total_loss_dict.get(name, 0.0) + loss
+            if writer is not None:
+                writer.add_scalar(name, loss, iteration)
+            if wandb_writer is not None:
+                wandb_writer.log({name: loss}, iteration)
+        cls.clean_loss_in_tracker()
 
 
 def process_mtp_loss(

@@ -13,7 +13,12 @@ from megatron.core.transformer.layer_context import (
     stage_layers,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import LAYER_PARTS, LayerCall, TransformerLayer
+from megatron.core.transformer.transformer_layer import (
+    LAYER_PARTS,
+    LayerCall,
+    TransformerLayer,
+    get_transformer_layer_offset,
+)
 from megatron_core.transformer import block
 from megatron_core.transformer.context import LayerContext, SequenceContext
 from megatron_core.transformer.layer_spec import auxiliary_loss_names

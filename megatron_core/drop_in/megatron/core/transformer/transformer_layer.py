@@ -12,13 +12,14 @@ from megatron.core.transformer.layer_context import (
     stage_layers,
 )
 from megatron.core.transformer.layer_parts import PARTS
-from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_layer import MOE_PARTS, MoELayer
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_core.errors import ConfigError, LayoutError
 from megatron_core.transformer import block
 from megatron_core.transformer.context import SequenceContext
 
-LAYER_PARTS = (*PARTS, MoELayer)
+LAYER_PARTS = (*PARTS, *MOE_PARTS, MLASelfAttention, MoELayer)
 """The classes of the parts of a layer."""
 
 
@@ -27,6 +28,10 @@ def get_transformer_layer_offset(
 ) -> int:
     """Return the number of layers on all stages before a stage of this pipeline rank, or of ``pp_rank``."""
     return stage_layers(config, vp_stage, pp_rank).start
+
+
+class BaseTransformerLayer:
+    """Base of the classes that a layer's specification can name."""
 
 
 class LayerCall(ExportedModule):
@@ -78,7 +83,7 @@ class LayerCall(ExportedModule):
         raise NotImplementedError
 
 
-class TransformerLayer(LayerCall, block.TransformerLayer):  # type: ignore[misc]  # both arguments of ``forward``
+class TransformerLayer(LayerCall, block.TransformerLayer, BaseTransformerLayer):  # type: ignore[misc]  # both arguments of ``forward``
     """One layer with Megatron Core's arguments.
 
     The argument ``layer_number`` counts from 1, within the stage of this rank unless ``add_layer_offset`` is False; the

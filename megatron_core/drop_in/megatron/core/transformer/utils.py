@@ -12,6 +12,7 @@ from megatron.core.dist_checkpointing.tensors import (
     make_tp_sharded_tensor_for_checkpoint,
 )
 from megatron.core.transformer.module import sharded
+from megatron_core import parallel_state
 from megatron_core.errors import ConfigError
 from megatron_core.parallel.groups import Group
 
@@ -116,6 +117,13 @@ def sharded_state_dict_default(
     if sharded_offsets:
         raise ConfigError(f"sharded_offsets={sharded_offsets} is not supported; give every layer its own name")
     return dict(sharded(module, prefix))
+
+
+def ensure_metadata_has_dp_cp_group(metadata: dict[str, Any] | None) -> dict[str, Any]:
+    """Return ``metadata`` with the group of data and context parallelism under "dp_cp_group"."""
+    found = {} if metadata is None else metadata
+    found.setdefault("dp_cp_group", parallel_state.get_data_parallel_group(with_context_parallel=True))
+    return found
 
 
 def _device() -> torch.device:

@@ -3,12 +3,14 @@
 from typing import Any
 
 from megatron.core.transformer.layer_context import (
+    MLASelfAttentionSubmodules,
     MLPSubmodules,
     SelfAttentionSubmodules,
     TransformerBlockSubmodules,
     TransformerLayerSubmodules,
 )
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlock,
     MultiTokenPredictionBlockSubmodules,
@@ -19,6 +21,21 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.unsupported import unsupported
 from megatron_core.errors import ConfigError
 from megatron_core.transformer import MLP, Norm, SelfAttention
+
+_WITHOUT_EFFECT = ("kitchen_attention_backend", "use_te_op_fuser", "mla_down_proj_fusion")
+
+
+def get_mlp_module_spec(
+    use_te: bool = True,
+    num_experts: int | None = None,
+    moe_grouped_gemm: bool = False,
+    fp8: Any = None,
+    use_te_op_fuser: bool = False,
+) -> ModuleSpec:
+    """Return the specification of an MLP, or of a layer of experts with ``num_experts``; the others have no effect."""
+    dense, sparse = (MLP, MLPSubmodules()), (MoELayer, MoESubmodules())
+    module, submodules = dense if num_experts is None else sparse
+    return ModuleSpec(module, submodules=submodules)
 
 
 def get_gpt_layer_local_submodules(
@@ -31,26 +48,26 @@ def get_gpt_layer_local_submodules(
     qk_l2_norm: bool = False,
     **unsupported: Any,
 ) -> TransformerLayerSubmodules:
-    """Return the parts of a layer; only ``num_experts`` changes the classes.
+    """Return the parts of a layer; ``num_experts`` and ``multi_latent_attention`` change the classes.
 
     ``TransformerConfig`` determines norms, attention and precision: ``qk_layernorm``, ``normalization``,
     ``qk_l2_norm``, ``multi_latent_attention`` and ``fp8`` must be set there. ``moe_grouped_gemm`` has no effect. Raises
     ConfigError if another argument is set.
     """
     wrong = [name for name, value in unsupported.items() if value]
-    wrong = [name for name in wrong if name not in ("kitchen_attention_backend", "use_te_op_fuser")]
+    wrong = [name for name in wrong if name not in _WITHOUT_EFFECT]
     if wrong:
         raise ConfigError(f"a layer specification with {', '.join(wrong)} is not supported; leave it out")
-    dense, sparse = (MLP, MLPSubmodules()), (MoELayer, MoESubmodules())
-    module, submodules = dense if num_experts is None else sparse
-    mlp = ModuleSpec(module, submodules=submodules)
+    mlp = get_mlp_module_spec(num_experts=num_experts)
     metainfo = {
         "qk_layernorm": qk_layernorm,
         "qk_l2_norm": qk_l2_norm,
         "multi_latent_attention": multi_latent_attention,
     }
     set_ones = {name: value for name, value in metainfo.items() if value}
-    attention = ModuleSpec(SelfAttention, submodules=SelfAttentionSubmodules(), metainfo=set_ones)
+    plain, latent = (SelfAttention, SelfAttentionSubmodules()), (MLASelfAttention, MLASelfAttentionSubmodules())
+    kind, parts = latent if multi_latent_attention else plain
+    attention = ModuleSpec(kind, submodules=parts, metainfo=set_ones)
     if normalization is not None:
         attention.metainfo["normalization"] = normalization
     return TransformerLayerSubmodules(input_layernorm=Norm, self_attention=attention, pre_mlp_layernorm=Norm, mlp=mlp)

@@ -17,7 +17,7 @@ from megatron.core.transformer.exported import LossCollector, adopt, refuse
 from megatron.core.transformer.layer_context import SampleNumbers, layer_context, layer_specs_of, stage_layers
 from megatron.core.transformer.module import sharded
 from megatron.core.transformer.moe.router_replay import RouterReplay
-from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper, MultiTokenPredictionBlock
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -176,7 +176,19 @@ class GPTModel(LossCollector, LanguageModule, model.GPTModel):
             auxiliary_losses=auxiliary,
             later=later,
         )
+        if later is not None:
+            self._log_later_losses()
         return output if labels is None or not self.post_process else output.contiguous()
+
+    def _log_later_losses(self) -> None:
+        """Add the losses of multi-token prediction of this micro-batch to ``MTPLossLoggingHelper``."""
+        names, losses = mtp_loss_names(self.model_config), self.auxiliary_losses
+        assert losses is not None, "_auxiliary has made them"
+        device = next(self.parameters()).device
+        group = ProcessGroupCollection.use_mpu_process_groups(["dp_cp"]).dp_cp
+        sums, counts, _ = losses.totals(device, owns_loss=True).view(3, -1)
+        for depth, at in enumerate(losses.names.index(name) for name in names):
+            MTPLossLoggingHelper.save_loss_to_tracker(sums[at] / counts[at], depth, len(names), avg_group=group)
 
     def _received_tokens(self) -> Tensor:
         """Return zeros ``[b, s]`` as tokens, for a stage without embedding that received hidden states."""

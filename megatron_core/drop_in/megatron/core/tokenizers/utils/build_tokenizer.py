@@ -2,14 +2,15 @@
 
 from typing import Any
 
+from megatron.core.tokenizers.text.text_tokenizer import MegatronTokenizerText
 from megatron_core.errors import ConfigError
-from megatron_core.tokenizers import TOKENIZER_TYPES, Tokenizer
+from megatron_core.tokenizers import TOKENIZER_TYPES
 from megatron_core.tokenizers import build_tokenizer as build
 
 _READ = ("tokenizer_model", "vocab_file", "merge_file", "vocab_size", "tiktoken_pattern", "tiktoken_num_special_tokens")
 
 
-def build_tokenizer(args: Any, **kwargs: Any) -> Tokenizer:
+def build_tokenizer(args: Any, **kwargs: Any) -> MegatronTokenizerText:
     """Return the tokenizer of ``args.tokenizer_type`` and the attributes that it needs.
 
     If ``args.padded_vocab_size`` is missing, it is set by ``vocab_size_with_padding``.
@@ -20,7 +21,7 @@ def build_tokenizer(args: Any, **kwargs: Any) -> Tokenizer:
     tokenizer = build(args.tokenizer_type, **{name: value for name, value in given.items() if value is not None})
     if getattr(args, "padded_vocab_size", None) is None:
         args.padded_vocab_size = vocab_size_with_padding(tokenizer.vocab_size, args)
-    return tokenizer
+    return MegatronTokenizerText(tokenizer, args.tokenizer_type, given.get("tokenizer_model"))
 
 
 def vocab_size_with_padding(orig_vocab_size: int, args: Any, logging_enabled: bool = True) -> int:

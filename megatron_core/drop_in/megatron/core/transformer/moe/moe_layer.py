@@ -7,9 +7,14 @@ from torch import Tensor
 from megatron.core.transformer.exported import ExportedModule, adopt, refuse
 from megatron.core.transformer.layer_context import MoESubmodules, SampleNumbers, layer_context
 from megatron.core.transformer.layer_parts import PARTS
+from megatron.core.transformer.moe.experts import TEGroupedMLP
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_core.transformer.context import LayerContext, SequenceContext
 from megatron_core.transformer.moe import layer
+
+MOE_PARTS = (TEGroupedMLP, SharedExpertMLP)
+"""The classes of the parts of a layer of experts."""
 
 
 class MoELayer(ExportedModule, layer.MoELayer):
@@ -34,7 +39,7 @@ class MoELayer(ExportedModule, layer.MoELayer):
     ) -> None:
         context, number = layer_context(config, config.model_config(), pg_collection), (layer_number or 1) - 1
         layer.MoELayer.__init__(self, context, number)
-        adopt(self, PARTS, config, context, f"decoder.layers.{number}.mlp.")
+        adopt(self, (*PARTS, *MOE_PARTS), config, context, f"decoder.layers.{number}.mlp.")
 
     def bind(self, config: TransformerConfig, context: LayerContext, samples: SampleNumbers) -> None:
         """Bind the layer and number it from 1."""
@@ -55,3 +60,6 @@ class MoELayer(ExportedModule, layer.MoELayer):
         passed = self.sequence(hidden_states, padding_mask=padding_mask)
         passed = self.with_losses(layer.moe_loss_names(self.context.config), hidden_states, passed)
         return super().forward(hidden_states, passed)
+
+
+BaseMoELayer = MoELayer

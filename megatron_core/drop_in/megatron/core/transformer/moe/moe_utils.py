@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron_core.config import ModelConfig
 from megatron_core.errors import ConfigError
 from megatron_core.transformer.moe import choice
@@ -134,3 +135,68 @@ class MoEAuxLossAutoScaler(torch.autograd.Function):
         if not isinstance(scale, Tensor):
             raise ConfigError(f"set_loss_scale({scale!r}): pass a tensor")
         MoEAuxLossAutoScaler.main_loss_backward_scale = scale
+
+
+def permute(
+    tokens: Tensor,
+    routing_map: Tensor,
+    probs: Tensor | None = None,
+    num_out_tokens: int | None = None,
+    fused: bool = False,
+    drop_and_pad: bool = False,
+    tokens_per_expert: Tensor | None = None,
+    align_size: int = 0,
+) -> tuple[Tensor, Tensor | None, Tensor, None, Tensor | None]:
+    """Tokens ``[T, h]`` and the choice ``[T, E]`` -> (rows sorted by expert, their probabilities, their tokens, None,
+    ``tokens_per_expert``).
+
+    ``fused``, ``num_out_tokens`` and ``align_size`` have no effect: rows are counted, and not padded. Raises
+    ConfigError for ``drop_and_pad``.
+    """
+    _check_rows("permute", drop_and_pad)
+    experts, chosen = routing_map.bool().T.nonzero(as_tuple=True)
+    weights = None if probs is None else probs[chosen, experts]
+    return tokens.index_select(0, chosen), weights, chosen, None, tokens_per_expert
+
+
+def unpermute(
+    permuted_tokens: Tensor,
+    sorted_indices: Tensor,
+    restore_shape: torch.Size,
+    probs: Tensor | None = None,
+    routing_map: Tensor | None = None,
+    fused: bool = False,
+    drop_and_pad: bool = False,
+    pad_offsets: Tensor | None = None,
+) -> Tensor:
+    """Sum the rows of ``permute`` by token, with ``probs`` ``[T, E]`` as factors: ``restore_shape`` ``[T, h]``."""
+    _check_rows("unpermute", drop_and_pad)
+    rows = permuted_tokens
+    if probs is not None:
+        if routing_map is None:
+            raise ConfigError("unpermute: probs need routing_map")
+        experts, chosen = routing_map.bool().T.nonzero(as_tuple=True)
+        rows = rows * probs[chosen, experts].unsqueeze(-1)
+    return rows.new_zeros(restore_shape).index_add_(0, sorted_indices, rows).to(permuted_tokens.dtype)
+
+
+def _check_rows(user: str, drop_and_pad: bool) -> None:
+    if drop_and_pad:
+        raise ConfigError(
+            f"{user}: drop_and_pad=True is not supported; MoELayer pads with moe_pad_expert_input_to_capacity"
+        )
+
+
+def sort_chunks_by_idxs(
+    input: Tensor, split_sizes: Tensor, sorted_idxs: Tensor, probs: Tensor | None = None, fused: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Split into chunks of ``split_sizes`` rows and join them in the order ``sorted_idxs``, also ``probs``."""
+    sizes, order = split_sizes.tolist(), sorted_idxs.tolist()
+    joined = [torch.cat([x.split(sizes)[i] for i in order]) for x in (input, probs) if x is not None]
+    return joined[0], joined[1] if len(joined) > 1 else None
+
+
+def get_default_pg_collection() -> ProcessGroupCollection:
+    """Return the groups of the current layout for layers of experts."""
+    names = ["ep", "tp", "cp", "expt_tp", "expt_dp", "tp_ep", "tp_cp", "tp_dp_cp"]
+    return ProcessGroupCollection.use_mpu_process_groups(names)

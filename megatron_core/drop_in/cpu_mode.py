@@ -1,0 +1,127 @@
+"""``python -m megatron_core.drop_in --cpu``: run a program that asks for GPUs on the CPU.
+
+``emulate_cuda`` is called by the launcher alone, before the program starts. In that process
+
+- tensors and modules that go to ``cuda`` stay in CPU memory (``cuda_calls``),
+- ``torch.cuda`` describes a device that is the CPU (``cuda_names``),
+- process groups use gloo.
+
+Names without a counterpart on a CPU, such as CUDA graphs, raise ``NotImplementedError`` with a sentence.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import distributed
+from torch.distributed import device_mesh
+
+from megatron_core.drop_in import cuda_names
+from megatron_core.drop_in.cuda_calls import CallsOnCPU, device_on_cpu
+
+AVERAGE = (
+    "ReduceOp.AVG with async_op=True does not exist on gloo; with --cpu, wait for the collective or use ReduceOp.SUM"
+)
+
+
+def emulate_cuda() -> None:
+    """Let every request for a GPU in this process resolve to the CPU, until the process ends."""
+    cuda_names.install()
+    _patch_devices()
+    _patch_process_groups()
+    _patch_threads()
+    CallsOnCPU().__enter__()
+
+
+def changed(owner: Any, name: str, change: Callable[[dict[str, Any]], None]) -> None:
+    """Let ``change`` edit the named arguments of each call of the function ``owner.name``."""
+    function = getattr(owner, name)
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        change(bound.arguments)
+        return function(*bound.args, **bound.kwargs)
+
+    setattr(owner, name, call)
+
+
+def _patch_devices() -> None:
+    """Classes and functions that read the name of a device without a call of an operator."""
+
+    def load(given: dict[str, Any]) -> None:
+        location = given.get("map_location")
+        given["map_location"] = "cpu" if location is None else device_on_cpu(location)
+
+    def type_of_device(name: str) -> Callable[[dict[str, Any]], None]:
+        def change(given: dict[str, Any]) -> None:
+            if name in given:
+                given[name] = str(device_on_cpu(given[name]))
+
+        return change
+
+    def anywhere(given: dict[str, Any]) -> None:
+        given.pop("device_ids", None)
+        given.pop("output_device", None)
+
+    changed(torch, "load", load)
+    changed(torch.nn.parallel.DistributedDataParallel, "__init__", anywhere)
+    changed(torch.autocast, "__init__", type_of_device("device_type"))
+    changed(torch.amp.GradScaler, "__init__", lambda given: given.update(device="cpu"))
+    changed(device_mesh.DeviceMesh, "__init__", type_of_device("device_type"))
+    changed(device_mesh, "init_device_mesh", type_of_device("device_type"))
+    distributed.init_device_mesh = device_mesh.init_device_mesh
+
+
+def _patch_process_groups() -> None:
+    """Groups of gloo, whichever backend is requested."""
+
+    def on_gloo(given: dict[str, Any]) -> None:
+        given["backend"] = "gloo"
+        given.pop("device_id", None)
+        given.pop("pg_options", None)
+
+    changed(distributed, "init_process_group", on_gloo)
+    changed(distributed, "new_group", on_gloo)
+    changed(distributed, "barrier", lambda given: given.update(device_ids=None))
+    for name in ("all_reduce", "reduce_scatter_tensor"):
+        setattr(distributed, name, averaging(getattr(distributed, name)))
+
+
+def averaging(collective: Callable[..., Any]) -> Callable[..., Any]:
+    """``collective`` with ``ReduceOp.AVG``, which gloo lacks, as a sum that is divided by the size of the group."""
+    signature = inspect.signature(collective)
+
+    @functools.wraps(collective)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        given = bound.arguments
+        if given.get("op") != distributed.ReduceOp.AVG:
+            return collective(*args, **kwargs)
+        if given.get("async_op"):
+            raise NotImplementedError(AVERAGE)
+        given["op"] = distributed.ReduceOp.SUM
+        result = collective(*bound.args, **bound.kwargs)
+        output = given["tensor"] if "tensor" in given else given["output"]
+        output.div_(distributed.get_world_size(given.get("group")))
+        return result
+
+    return call
+
+
+def _patch_threads() -> None:
+    """Enter the mode in each thread, because a mode belongs to one."""
+    run = threading.Thread.run
+
+    def on_cpu(self: threading.Thread) -> None:
+        with CallsOnCPU():
+            run(self)
+
+    setattr(threading.Thread, "run", on_cpu)  # noqa: B010

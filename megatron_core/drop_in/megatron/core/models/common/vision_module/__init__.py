@@ -1,0 +1,1 @@
+"""Vision models, which are not supported."""

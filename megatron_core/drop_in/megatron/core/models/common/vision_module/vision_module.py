@@ -1,0 +1,10 @@
+"""Vision models, which are not supported."""
+
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.unsupported import Unsupported
+
+
+class VisionModule(Unsupported, MegatronModule):
+    """Stands for Megatron's class; building it raises ConfigError."""
+
+    message = "vision models are not supported; use GPTModel for text"

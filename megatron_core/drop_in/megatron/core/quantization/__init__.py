@@ -1,0 +1,1 @@
+"""Quantization recipes by layer, which are not supported."""
