@@ -1,20 +1,26 @@
-"""A rank's own state in ``HostMemory``: written after every step, read after a failure, in the same layout."""
+"""A rank's state in ``HostMemory``: written before every step, read after a failure, in the same or another layout.
+
+In another layout, or in the place of another rank, a rank reads the parts that its own memory lacks from the keepers of
+the ranks that have them.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_core.checkpoint.boxes import TensorBox
+from megatron_core.checkpoint.boxes import Box, TensorBox
 from megatron_core.checkpoint.manifest import TORCH_DTYPES
 from megatron_core.checkpoint.writer import DTYPES
 from megatron_core.errors import CheckpointError
-from megatron_core.parallel.recovery.memory import HostMemory
+from megatron_core.parallel.recovery.keeper import RemoteCopy
+from megatron_core.parallel.recovery.memory import Copy, HostMemory
 
 Key = tuple[str, tuple[int, ...], tuple[int, ...]]
 """Name, start and stop of a box."""
@@ -67,17 +73,47 @@ class CopyWriter:
         self._keys, self._bytes, self._table = keys, at, json.dumps(table).encode()
 
 
-class HostCopy:
-    """The copy of one iteration; the interface of ``CheckpointReader`` that loading uses."""
+class LocalCopy:
+    """A copy in this host's memory."""
 
-    def __init__(self, memory: HostMemory, iteration: int) -> None:
-        """Errors: ``KeyError`` if ``memory`` has no copy of ``iteration``."""
-        table, self.state, self._room = memory.choose(iteration)
+    def __init__(self, memory: HostMemory, copy: Copy) -> None:
+        """Errors: ``KeyError`` if ``memory`` does not have it."""
+        self.table, self.state, self._data = memory.read(copy)
+
+    def read(self, spans: Sequence[tuple[int, int]]) -> list[Tensor]:
+        """Views of the bytes of ``spans``, offsets and lengths."""
+        return [self._data[at : at + length] for at, length in spans]
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A box in a copy."""
+
+    source: int
+    """The index of its copy."""
+    box: Box
+    dtype: torch.dtype
+    at: int
+
+    @property
+    def span(self) -> tuple[int, int]:
+        return self.at, self.box.numel * self.dtype.itemsize
+
+
+class HostCopy:
+    """The copies of one iteration; the interface of ``CheckpointReader`` that loading uses."""
+
+    def __init__(self, sources: Sequence[LocalCopy | RemoteCopy]) -> None:
+        """``sources``: those read first at the beginning. In all of them, boxes of a tensor are equal or disjoint."""
+        self._sources = sources
+        self.state: dict[str, Any] = json.loads(sources[0].state)
         self.folder = Path("the copy in host memory")
-        self._found: dict[Key, tuple[torch.dtype, int]] = {
-            (name, tuple(start), tuple(stop)): (TORCH_DTYPES[dtype], at) for name, start, stop, dtype, at in table
-        }
-        self._names = {name for name, _, _ in self._found}
+        self._found: dict[str, dict[Box, _Stored]] = {}
+        for number, source in enumerate(sources):
+            for name, start, stop, dtype, at in json.loads(source.table):
+                box = Box(tuple(start), tuple(stop))
+                stored = _Stored(number, box, TORCH_DTYPES[dtype], at)
+                self._found.setdefault(name, {}).setdefault(box, stored)
 
     def __enter__(self) -> HostCopy:
         return self
@@ -86,19 +122,41 @@ class HostCopy:
         return None
 
     def has(self, name: str, shape: tuple[int, ...] | None = None) -> bool:
-        """Whether this rank has a part of the tensor; its ``shape`` cannot have changed."""
-        return name in self._names
+        """Whether there is a part of the tensor; its ``shape`` cannot have changed."""
+        return name in self._found
 
     @torch.no_grad()
     def fill(self, pieces: Iterable[TensorBox]) -> None:
-        """Copy the stored values into the memory of every piece. Errors: ``CheckpointError`` for an absent piece."""
-        targets, sources = list[Tensor](), list[Tensor]()
+        """Copy the stored values into the memory of every piece. Errors: ``CheckpointError`` for absent elements."""
+        wanted: dict[int, list[tuple[TensorBox, _Stored]]] = {}
         for piece in pieces:
-            found = self._found.get(_key(piece))
-            if found is None or found[0] != piece.memory.dtype:
-                raise CheckpointError(f"{self.folder} of iteration {self.state['iteration']} has no {piece.name}")
-            at = found[1]
-            targets.append(piece.memory)
-            sources.append(self._room[at : at + piece.memory.nbytes].view(found[0]).view(piece.memory.shape))
-        if targets:
-            torch._foreach_copy_(targets, sources)
+            for stored in self._parts(piece):
+                wanted.setdefault(stored.source, []).append((piece, stored))
+        for number, parts in wanted.items():
+            source, spans = self._sources[number], [stored.span for _, stored in parts]
+            targets, values = list[Tensor](), list[Tensor]()
+            for (piece, stored), view in zip(parts, source.read(spans), strict=True):
+                common = piece.box.intersect(stored.box)
+                assert common is not None, "the box is a part of the piece"
+                targets.append(piece.memory[common.within(piece.box)])
+                values.append(_typed(view, stored)[common.within(stored.box)])
+            torch._foreach_copy_(targets, values)
+
+    def _parts(self, piece: TensorBox) -> list[_Stored]:
+        """The boxes that ``piece`` consists of."""
+        boxes = self._found.get(piece.name, {})
+        same = boxes.get(piece.box)
+        found = [same] if same is not None else [each for each in boxes.values() if piece.box.intersect(each.box)]
+        count = sum(common.numel for each in found if (common := piece.box.intersect(each.box)) is not None)
+        if count != piece.box.numel or any(each.dtype != piece.memory.dtype for each in found):
+            raise CheckpointError(
+                f"{self.folder} of iteration {self.state['iteration']} has {count} of {piece.box.numel} elements of "
+                f"{piece.name}"
+            )
+        return found
+
+
+def _typed(data: Tensor, stored: _Stored) -> Tensor:
+    if data.storage_offset() * data.element_size() % stored.dtype.itemsize:
+        data = data.clone()
+    return data.view(stored.dtype).view(stored.box.shape)

@@ -73,7 +73,13 @@ class ResilienceConfig:
     copies its state to host memory before every step."""
     recover_without_spare: bool = setting(False, needs=c.RECOVERY)
     """With --recover: start no new process for a rank that dies. Training continues with fewer data-parallel replicas,
-    the same global batch and the same samples."""
+    the same global batch and the same samples, until the rank joins again."""
+    recover_mirror: bool = setting(False, needs=c.NO_SPARE)
+    """With --recover-without-spare: each rank also keeps a copy of another rank's state, of another host if there is
+    one, so that the loss of a host loses no state."""
+    recover_join: bool = setting(False, needs=c.NO_SPARE)
+    """With --recover-without-spare: this process takes the place of the lost rank RANK of a running job, at its next
+    step."""
     iterations_to_skip: tuple[int, ...] = setting((), when=c.TRAINING)
     """Iterations whose batches are skipped."""
     rerun_mode: Literal["disabled", "validate_results", "report_stats"] = setting(

@@ -98,11 +98,6 @@ def _recovery_problems(config: RunConfig) -> Iterator[str]:
     parallel, training = config.parallel, config.training
     if config.resilience.recover_without_spare:
         name = "recover_without_spare=True"
-        if parallel.dp_zero_stage:
-            yield exclusive(name, f"zero_stage={parallel.dp_zero_stage}, whose shards have no copy on other ranks")
-        if parallel.expert_model_parallel_size > 1:
-            size = parallel.expert_model_parallel_size
-            yield exclusive(name, f"expert_model_parallel_size={size}, whose experts have no copy on other ranks")
         if parallel.grad_compression != "none":
             yield exclusive(name, f"grad_compression={parallel.grad_compression}, whose errors belong to a rank")
         if training.global_batch_size is None and training.rampup_batch_size is None:

@@ -19,6 +19,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from megatron_core.errors import visible
+from megatron_core.parallel.recovery.keeper import start_keeper
 from megatron_core.parallel.recovery.meeting import End, Failure, Meeting
 from megatron_core.parallel.recovery.memory import BEATS, FINISHED, GENERATION, ITERATION, HostMemory
 
@@ -60,12 +61,14 @@ class Child:
 class Supervisor:
     """Starts and watches the training processes of one rank."""
 
-    def __init__(self, meeting: Meeting, memory: HostMemory, *, restart_status: int, respawns: bool = True) -> None:
-        """``restart_status``: exit status if a restart of the job may help. ``respawns``: start a new process after a
-        death; otherwise the job continues without this rank."""
+    def __init__(
+        self, meeting: Meeting, memory: HostMemory, *, restart_status: int, mirror: HostMemory | None = None
+    ) -> None:
+        """``restart_status``: exit status if a restart of the job may help. ``mirror``: start no new process after a
+        death; the job continues without this rank, and a keeper gives the copies in both memories to the others."""
         self._meeting, self._memory, self._restart = meeting, memory, restart_status
-        self._respawns = respawns
-        self._pid = 0
+        self._mirror, self._respawns = mirror, mirror is None
+        self._pid = self._keeper = 0
         self._reason = ""
         """Why the supervisor has killed the process."""
         self._deaths: list[int] = []
@@ -83,6 +86,7 @@ class Supervisor:
         while True:
             sys.stdout.flush()
             sys.stderr.flush()
+            self._keep()
             parent, numbers = os.getpid(), self._memory.numbers
             numbers[FINISHED] = 0
             self._pid = os.fork()
@@ -92,6 +96,11 @@ class Supervisor:
             self._beats = (numbers[BEATS], time.monotonic())
             self._after(self._wait())
             number += 1
+
+    def _keep(self) -> None:
+        """Start the keeper if there is none."""
+        if self._mirror is not None and (not self._keeper or os.waitpid(self._keeper, os.WNOHANG)[0]):
+            self._keeper = start_keeper(self._meeting, self._memory, self._mirror)
 
     def _begin(self, number: int, parent: int, previous: dict[signal.Signals, Any]) -> Child:
         """In the training process: restore the signal handlers, and end with the supervisor."""
@@ -145,6 +154,7 @@ class Supervisor:
         self._next_question = now + ASK
         if now > self._next_beat:
             self._next_beat = now + BEAT
+            self._keep()
             self._ask(self._watch_neighbour, None)
         return self._is_late(now)
 
@@ -206,7 +216,8 @@ class Supervisor:
             self._ask(lambda: self._meeting.end(self._restart, f"{what}; {end}"), None)
             self._exit(self._restart)
         if not self._respawns:
-            self._ask(lambda: self._meeting.lose(self._meeting.rank), None)
+            held = self._memory.copies() + (self._mirror.copies() if self._mirror is not None else [])
+            self._ask(lambda: self._meeting.lose(self._meeting.rank, held), None)
         failure = Failure(self._meeting.rank, what, numbers[ITERATION])
         self._ask(lambda: self._meeting.fail(generation, failure), None)
         if not self._respawns:
@@ -220,6 +231,7 @@ class Supervisor:
             ended = self._ask(self._meeting.ended, End(self._restart, ""))
             if ended is not None:
                 self._exit(ended.status)
+            self._keep()
             self._ask(self._meeting.beat, None)
             time.sleep(BEAT)
 
