@@ -39,33 +39,37 @@ class CopyWriter:
         self._keys: list[Key] = []
         self._table, self._bytes = b"", 0
         self._offsets: list[int] = []
+        self._targets: dict[int, list[Tensor]] = {}
+        """The memory of the pieces in each of the two copies, by its address."""
 
     @torch.no_grad()
-    def write(self, iteration: int, pieces: Iterable[TensorBox], state: Mapping[str, Any]) -> int:
+    def write(self, iteration: int, pieces: Sequence[TensorBox], state: Mapping[str, Any]) -> int:
         """Copy ``pieces``, the state after ``iteration``; returns their bytes."""
-        given = list(pieces)
-        self._describe(given)
+        self._describe(pieces)
         if self._bytes > self._memory.room:
             raise CheckpointError(
                 f"recover=in-process: the copies of {self._bytes} bytes of state do not fit into the host memory of "
                 f"{self._memory.room} bytes; use more ranks or a higher --zero-stage"
             )
         room = self._memory.begin()
-        targets = [
-            room[at : at + piece.memory.nbytes].view(piece.memory.dtype).view(piece.memory.shape)
-            for at, piece in zip(self._offsets, given, strict=True)
-        ]
-        torch._foreach_copy_(targets, [piece.memory for piece in given])
+        targets = self._targets.get(room.data_ptr())
+        if targets is None:
+            targets = self._targets[room.data_ptr()] = [
+                room[at : at + piece.memory.nbytes].view(piece.memory.dtype).view(piece.memory.shape)
+                for at, piece in zip(self._offsets, pieces, strict=True)
+            ]
+        torch._foreach_copy_(targets, [piece.memory for piece in pieces])
         self._memory.commit(iteration, self._table, dict(state), self._bytes)
         return self._bytes
 
-    def _describe(self, pieces: list[TensorBox]) -> None:
+    def _describe(self, pieces: Sequence[TensorBox]) -> None:
         """Lay out the pieces, unless they are those of the previous copy."""
         keys = [_key(piece) for piece in pieces]
         if keys == self._keys:
             return
         table, at = [], 0
         self._offsets = []
+        self._targets.clear()
         for piece in pieces:
             self._offsets.append(at)
             table.append([piece.name, piece.box.start, piece.box.stop, DTYPES[piece.memory.dtype], at])
@@ -103,17 +107,28 @@ class _Stored:
 class HostCopy:
     """The copies of one iteration; the interface of ``CheckpointReader`` that loading uses."""
 
-    def __init__(self, sources: Sequence[LocalCopy | RemoteCopy]) -> None:
-        """``sources``: those read first at the beginning. In all of them, boxes of a tensor are equal or disjoint."""
-        self._sources = sources
-        self.state: dict[str, Any] = json.loads(sources[0].state)
-        self.folder = Path("the copy in host memory")
+    def __init__(self, sources: Iterable[LocalCopy | RemoteCopy]) -> None:
+        """``sources``: opened in this order until all is found; boxes of a tensor are equal or disjoint in all of them.
+        Errors: ``KeyError`` if there are none."""
+        self._left = iter(sources)
+        self._sources = list[LocalCopy | RemoteCopy]()
         self._found: dict[str, dict[Box, _Stored]] = {}
-        for number, source in enumerate(sources):
-            for name, start, stop, dtype, at in json.loads(source.table):
-                box = Box(tuple(start), tuple(stop))
-                stored = _Stored(number, box, TORCH_DTYPES[dtype], at)
-                self._found.setdefault(name, {}).setdefault(box, stored)
+        self.folder = Path("the copy in host memory")
+        if not self._open_next():
+            raise KeyError("no copy")
+        self.state: dict[str, Any] = json.loads(self._sources[0].state)
+
+    def _open_next(self) -> bool:
+        """Open another source; False if there is none."""
+        source = next(self._left, None)
+        if source is None:
+            return False
+        for name, start, stop, dtype, at in json.loads(source.table):
+            box = Box(tuple(start), tuple(stop))
+            stored = _Stored(len(self._sources), box, TORCH_DTYPES[dtype], at)
+            self._found.setdefault(name, {}).setdefault(box, stored)
+        self._sources.append(source)
+        return True
 
     def __enter__(self) -> HostCopy:
         return self
@@ -123,7 +138,10 @@ class HostCopy:
 
     def has(self, name: str, shape: tuple[int, ...] | None = None) -> bool:
         """Whether there is a part of the tensor; its ``shape`` cannot have changed."""
-        return name in self._found
+        while name not in self._found:
+            if not self._open_next():
+                return False
+        return True
 
     @torch.no_grad()
     def fill(self, pieces: Iterable[TensorBox]) -> None:
@@ -144,16 +162,19 @@ class HostCopy:
 
     def _parts(self, piece: TensorBox) -> list[_Stored]:
         """The boxes that ``piece`` consists of."""
-        boxes = self._found.get(piece.name, {})
-        same = boxes.get(piece.box)
-        found = [same] if same is not None else [each for each in boxes.values() if piece.box.intersect(each.box)]
-        count = sum(common.numel for each in found if (common := piece.box.intersect(each.box)) is not None)
-        if count != piece.box.numel or any(each.dtype != piece.memory.dtype for each in found):
-            raise CheckpointError(
-                f"{self.folder} of iteration {self.state['iteration']} has {count} of {piece.box.numel} elements of "
-                f"{piece.name}"
-            )
-        return found
+        while True:
+            boxes = self._found.get(piece.name, {})
+            same = boxes.get(piece.box)
+            found = [same] if same is not None else [each for each in boxes.values() if piece.box.intersect(each.box)]
+            count = sum(common.numel for each in found if (common := piece.box.intersect(each.box)) is not None)
+            is_whole = count == piece.box.numel and all(each.dtype == piece.memory.dtype for each in found)
+            if is_whole:
+                return found
+            if not self._open_next():
+                raise CheckpointError(
+                    f"{self.folder} of iteration {self.state['iteration']} has {count} of {piece.box.numel} elements "
+                    f"of {piece.name}"
+                )
 
 
 def _typed(data: Tensor, stored: _Stored) -> Tensor:

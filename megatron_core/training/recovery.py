@@ -23,6 +23,7 @@ from types import FrameType
 
 import torch.distributed as dist
 
+from megatron_core.checkpoint import TensorBox
 from megatron_core.checkpoint.host_copy import CopyWriter, HostCopy
 from megatron_core.config import RunConfig
 from megatron_core.errors import ConfigError, MegatronError
@@ -37,9 +38,9 @@ from megatron_core.parallel.shared_memory import backend as shared_memory
 from megatron_core.parallel.texts import listed
 from megatron_core.training.callbacks import Callback
 from megatron_core.training.faults import die_in_recovery
-from megatron_core.training.recovery_choice import choice_of
+from megatron_core.training.recovery_choice import choice_of, copies_are_whole
 from megatron_core.training.setup import Run
-from megatron_core.training.state import held_pieces
+from megatron_core.training.state import held_pieces, other_pieces, updated_pieces
 from megatron_core.training.state_copies import await_mirror, choose_mirror, sources_of
 from megatron_core.training.stop import SIGNALS
 
@@ -75,11 +76,11 @@ def train_with_recovery(config: RunConfig, world: World, attempt: Attempt) -> No
     joins, without_spare = config.resilience.recover_join, config.resilience.recover_without_spare
     world.store = (meet_again if joins else meet)(world, timeout)
     importlib.import_module("torch._dynamo")  # an optimizer loads it, in 1.5 s; loaded here, every new process has it
-    memory, mirror = HostMemory(rank=world.rank), HostMemory(rank=world.rank) if without_spare else None
+    memory, mirror = HostMemory(rank=world.rank), HostMemory(rank=world.rank)
     store = dist.PrefixStore("recovery", world.store)
     meeting = Meeting(store, world.rank, world.size, choice_of(config, world.size))
     _inherited.append(world.store)
-    child = Supervisor(meeting, memory, restart_status=RESTART, mirror=mirror).start()
+    child = Supervisor(meeting, memory, mirror, restart_status=RESTART, respawns=not without_spare).start()
     Recovery(config, world, memory, mirror, is_fresh=child.number > 0 or joins).run(attempt)
 
 
@@ -95,7 +96,7 @@ class Recovery:
     """The generations of one training process."""
 
     def __init__(
-        self, config: RunConfig, world: World, memory: HostMemory, mirror: HostMemory | None, *, is_fresh: bool
+        self, config: RunConfig, world: World, memory: HostMemory, mirror: HostMemory, *, is_fresh: bool
     ) -> None:
         """``mirror``: copies of another rank. ``is_fresh``: this process takes the place of one that has died."""
         assert world.store is not None, "the supervisor has connected to it"
@@ -156,8 +157,7 @@ class Recovery:
         generation, world = self.generation, self.world
         self.memory.numbers[GENERATION] = generation
         self._monitor.watch(generation)
-        held = self.memory.copies() + ([] if self._mirror is None else self._mirror.copies())
-        self._meeting.arrive(generation, held, fresh=self._is_fresh)
+        self._meeting.arrive(generation, self.memory.copies() + self._mirror.copies(), fresh=self._is_fresh)
         self._is_fresh = False
         members = self._meet()
         self._refuse_repetition(members)
@@ -350,6 +350,8 @@ class StateCopies(Callback):
         self._recovery = recovery
         self._writer = CopyWriter(recovery.memory)
         self._is_first = True
+        self._memory = list[int]()
+        self._updated = list[TensorBox]()
 
     def before_step(self) -> None:
         """Copy the state, and in the first step after a failure say how it was survived."""
@@ -358,11 +360,24 @@ class StateCopies(Callback):
         run.optimizer.before_update()
         if run.config.resilience.recover_mirror and run.world.size > 1:
             await_mirror(self._recovery.memory)
-        state = run.saver.manifest_state(run.state)
-        self._writer.write(run.state.iteration, held_pieces(run.data_parallel, run.optimizer, run.fp8), state)
+        self._writer.write(run.state.iteration, self._pieces(), run.saver.manifest_state(run.state))
         if self._is_first and self._recovery.generation and run.world.rank == 0:
             print(self._recovery.story(), flush=True)
         if self._is_first and run.world.rank == 0:
             self._recovery.report_training()
         self._is_first = False
         self._recovery.regroup_when_due(run.state.iteration)
+
+    def _pieces(self) -> list[TensorBox]:
+        """The pieces to copy; those of weights and optimizer state are the same as long as their memory is."""
+        run = self.run
+        if copies_are_whole(run.config):
+            return list(held_pieces(run.data_parallel, run.optimizer, run.fp8))
+        flat = [bucket.weight_shard for bucket in run.data_parallel.all_buckets]
+        flat += [tensor for _, tensors in run.optimizer.tensors() for tensor in tensors.values()]
+        memory = [tensor.data_ptr() for tensor in flat]
+        if memory != self._memory:
+            self._memory = memory
+            self._updated = [piece for piece in updated_pieces(run.data_parallel, run.optimizer) if piece.owned]
+        others = other_pieces(run.data_parallel, run.optimizer, run.fp8)
+        return [*self._updated, *(piece for piece in others if piece.owned)]

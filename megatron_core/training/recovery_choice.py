@@ -39,10 +39,20 @@ def training_ranks(config: RunConfig, size: int, alive: Collection[int]) -> tupl
     return tuple(sorted([rank for ranks in ordered for rank in ranks][:wanted]))
 
 
+def copies_are_whole(config: RunConfig) -> bool:
+    """Whether each rank copies its whole state, so that any replica survives the loss of the others' memory.
+
+    Otherwise it copies its part of a checkpoint, which is one of data-parallel size parts.
+    """
+    resilience, parallel = config.resilience, config.parallel
+    survives = resilience.recover_without_spare and not resilience.recover_mirror
+    return survives and parallel.dp_zero_stage == 0 and parallel.expert_model_parallel_size == 1
+
+
 def has_all_parts(config: RunConfig, ranks: Sequence[int], owners: Collection[int]) -> bool:
     """Whether the copies of ``owners`` contain every part of the state of a layout of ``ranks``."""
-    parallel, grid = config.parallel, grid_of(config.parallel, len(ranks))
-    is_whole = parallel.dp_zero_stage == 0 and parallel.expert_model_parallel_size == 1
+    grid = grid_of(config.parallel, len(ranks))
+    is_whole = copies_are_whole(config)
     axes = [axis for axis in DENSE_AXES if axis not in ("dp", "cp") or not is_whole]
 
     def part(place: int) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from megatron_core.checkpoint.host_copy import LocalCopy
 from megatron_core.parallel import interrupt
@@ -17,31 +17,25 @@ POLL = 0.001
 
 
 def sources_of(
-    members: Members, meeting: Meeting, memory: HostMemory, mirror: HostMemory | None
-) -> list[LocalCopy | RemoteCopy]:
-    """The copies to load: this rank's own one in the same layout, otherwise all, those in this host's memory first.
+    members: Members, meeting: Meeting, memory: HostMemory, mirror: HostMemory
+) -> Iterator[LocalCopy | RemoteCopy]:
+    """The copies to load, as far as they are needed: this rank's own one, those in ``mirror``, and those of others.
 
-    The own copy becomes the only one in ``memory``. ``mirror`` has copies of another rank.
+    The own copy becomes the only one in ``memory``.
     """
     copies = [Copy(owner, members.iteration, members.written) for owner in members.holders]
-    own = next((copy for copy in memory.copies() if copy in copies), None)
-    writers = meeting.decided(members.written)
-    if own is not None:
-        memory.choose(own)
-        if writers is not None and writers.training == members.training:
-            return [LocalCopy(memory, own)]
-    mirrored = [] if mirror is None else mirror.copies()
-    found = [LocalCopy(memory, own)] if own is not None else []
-    found += [LocalCopy(mirror, copy) for copy in copies if mirror is not None and copy != own and copy in mirrored]
-    remote = [copy for copy in copies if copy != own and copy not in mirrored]
-    remote.sort(key=lambda copy: (copy.owner - memory.rank) % meeting.size)  # different readers begin at others
-    return [*found, *(_remote(meeting, members.holders[copy.owner], copy) for copy in remote)]
-
-
-def _remote(meeting: Meeting, holder: int, copy: Copy) -> RemoteCopy:
-    address = meeting.keeper(holder)
-    assert address is not None, "a keeper starts before its rank trains"
-    return RemoteCopy(Connection(address), copy)
+    own = [copy for copy in memory.copies() if copy in copies]
+    for copy in own:
+        memory.choose(copy)
+        yield LocalCopy(memory, copy)
+    mirrored = [copy for copy in mirror.copies() if copy in copies and copy not in own]
+    for copy in mirrored:
+        yield LocalCopy(mirror, copy)
+    remote = [copy for copy in copies if copy not in own and copy not in mirrored]
+    for copy in sorted(remote, key=lambda copy: (copy.owner - memory.rank) % meeting.size):
+        address = meeting.keeper(members.holders[copy.owner])
+        assert address is not None, "a keeper starts before its rank trains"
+        yield RemoteCopy(Connection(address), copy)
 
 
 def choose_mirror(memory: HostMemory, ranks: Sequence[int]) -> None:

@@ -176,7 +176,7 @@ def test_whole_replicas_continue_first(layout: str, alive: tuple[int, ...], expe
 def test_copies_that_are_the_whole_state(layout: str, owners: tuple[int, ...], expected: bool) -> None:
     parsed = Layout.parse(layout)
     settings = {"num_experts": 4, "disable_bias_linear": True} if "ep2" in layout else {}
-    config = tiny_config(**parsed.settings(), **settings)
+    config = tiny_config(recover_without_spare=True, **parsed.settings(), **settings)
     assert has_all_parts(config, tuple(range(parsed.world_size)), owners) is expected
 
 
