@@ -26,7 +26,7 @@ import torch.distributed as dist
 from megatron_core.checkpoint import TensorBox
 from megatron_core.checkpoint.host_copy import CopyWriter, HostCopy
 from megatron_core.config import RunConfig
-from megatron_core.errors import ConfigError, MegatronError
+from megatron_core.errors import ConfigError, MegatronError, WrongStepError
 from megatron_core.parallel import World, rank_local
 from megatron_core.parallel.interrupt import InterruptedWait
 from megatron_core.parallel.launch import FAILED, RESTART, RestartNeeded, explained, join, meet, meet_again
@@ -276,6 +276,8 @@ class Recovery:
 
         Errors: ``error`` if a user must fix it, ``RestartNeeded`` if another rank has ended the job.
         """
+        if isinstance(error, WrongStepError) and self._steps_back(error):
+            return
         found = explained(error)
         deadline = time.monotonic() + (NOTICE if found is not None and found[0] == RESTART else 0.0)
         while self._meeting.failure(self.generation) is None:
@@ -286,6 +288,20 @@ class Recovery:
                 self._publish(error, found)
                 return
             time.sleep(POLL)
+
+    def _steps_back(self, error: WrongStepError) -> bool:
+        """Publish wrong values of a step, and forget the copies that may have them; False if no other copy is left.
+
+        The process of a rank that must not continue ends here.
+        """
+        self.memory.keep_before(error.first)
+        if not self.memory.copies():
+            return False
+        what = str(error).partition(". ")[0]
+        self._meeting.fail(self.generation, Failure(self._rank, what, self.memory.numbers[ITERATION]))
+        if self.world.rank in error.ranks:
+            os._exit(RESTART)
+        return True
 
     def _publish(self, error: Exception, found: tuple[int, str] | None) -> None:
         """Report this rank's own ``error`` as the failure of the generation; raise it if a user must fix it."""

@@ -152,6 +152,45 @@ def test_errors_and_hangs_are_survived_and_named(fault: str, words: str, backend
     assert re.search(rf"recovered in [\d.]+ s: {words}", output), output
 
 
+@pytest.mark.parametrize(
+    ("layout", "fault", "words"),
+    [
+        (
+            "dp2 zero1",
+            "dp-flipped@1:3",
+            "wrong data arrived in step 3: rank 1 received wrong values .*; no process died",
+        ),
+        ("tp2", "tp-lost@1:3", "rank . .*; no process died"),
+    ],
+)
+def test_wrong_and_lost_transfers_are_survived_and_named(layout: str, fault: str, words: str, tmp_path: Path) -> None:
+    settings = {"link_check_interval": 1, "distributed_timeout_minutes": 0.05}
+    expected, _ = run(tmp_path / "undisturbed", layout, **settings)
+    found, output = run(tmp_path / "disturbed", layout, inject_fault=(fault,), **settings)
+    assert_same(found, expected)
+    assert re.search(rf"recovered in [\d.]+ s: {words}", output), output
+
+
+def test_a_delayed_transfer_changes_nothing(tmp_path: Path) -> None:
+    expected, _ = run(tmp_path / "undisturbed", "dp2")
+    began = time.monotonic()
+    found, output = run(tmp_path / "disturbed", "dp2", inject_fault=("dp-delayed@1:3",))
+    assert_same(found, expected)
+    assert time.monotonic() - began > 2.0 and "recovered" not in output and "has not happened" not in output
+
+
+def test_a_rank_that_computes_wrong_numbers_is_named_and_excluded(tmp_path: Path) -> None:
+    settings = {"global_batch_size": 8, "micro_batch_size": 1, "replay_interval": 2}
+    expected, calm = run(tmp_path / "undisturbed", "dp4 zero1", **settings)
+    fault = {"inject_fault": ("wrong-numbers@2:4",), "recover_without_spare": True}
+    found, output = run(tmp_path / "disturbed", "dp4 zero1", **fault, **settings)
+    assert "wrong values" not in calm
+    assert re.search(r"rank 2 computed wrong values in step 4: other ranks have other losses", output)
+    assert "2 of 4 ranks continue; training continues after iteration 3" in output
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-9, msg=name)
+
+
 def test_a_death_in_a_recovery_is_survived(tmp_path: Path) -> None:
     expected, _ = run(tmp_path / "undisturbed", "dp2")
     found, output = run(tmp_path / "disturbed", "dp2", inject_fault=("kill@1:3", "kill-recovery@0:3"))
