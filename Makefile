@@ -8,7 +8,8 @@
 #             and runs with planted bottlenecks, diagnosed; writes docs/bottlenecks.md
 # browser:    needs Chromium: tests the chat page in it
 # chaos:      kills random ranks of jobs that train and save, 1,000 times; writes what it saw to runs/chaos.json; then
-#             disturbs 300 times jobs with --recover; writes runs/recovery.json and a table
+#             disturbs 300 times jobs with --recover, and 10,000 times jobs in simulated worlds; writes runs/recovery.json,
+#             runs/recovery_simulated.json and tables
 # docs:       pictures of docs/pipeline.md, one of them from a short training on two ranks
 # book:       runs the chapters of docs/book on two cores, and writes their pages and pictures
 # site:       the documentation as a web site, in build/site; its links are checked
@@ -84,6 +85,7 @@ browser: install-test
 chaos: install-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.checkpoint.chaos --kills 1000 --out runs/chaos.json
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.end_to_end.recovery_chaos --faults 300 --out runs/recovery.json
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.end_to_end.recovery_simulated --faults 10000 --out runs/recovery_simulated.json
 
 docs: install
 	$(BIN)/python tools/show_schedule.py --compare 1f1b,zb_h1,zb_v --pipeline-size 4 --microbatches 8 \

@@ -4,6 +4,7 @@ They also inherit from the built-in exceptions that users of Megatron Core catch
 """
 
 import re
+from collections.abc import Sequence
 
 MOST_SHOWN = 200
 """Maximum length of a value in a message."""
@@ -61,6 +62,15 @@ class DataError(MegatronError, ValueError, AssertionError):
 
 class CheckpointError(MegatronError, RuntimeError):
     """A checkpoint cannot be written, or does not match the run that reads it."""
+
+
+class WrongStepError(MegatronError):
+    """Wrong values arrived or were computed; the state before step ``first`` is right, or no known one if it is 0."""
+
+    def __init__(self, message: str, first: int, ranks: Sequence[int] = ()) -> None:
+        """``ranks``: those that must not continue."""
+        super().__init__(message)
+        self.first, self.ranks = first, tuple(ranks)
 
 
 class LayoutError(MegatronError, RuntimeError, ValueError, AssertionError):

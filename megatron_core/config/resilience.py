@@ -16,11 +16,13 @@ LINK_AXES = ("tp", "cp", "dp", "pp", "ep")
 """Axes over which ``inject_fault`` can damage a received tensor."""
 LINK_DAMAGES = ("zeros", "shifted", "stale", "flipped")
 """Damages of a received tensor."""
-FAULTS_ON_LINKS = tuple(f"{axis}-{damage}" for axis in LINK_AXES for damage in LINK_DAMAGES)
+LINK_DELAYS = ("delayed", "lost")
+"""Faults of a transfer that arrives 2 s later, or never."""
+FAULTS_ON_LINKS = tuple(f"{axis}-{fault}" for axis in LINK_AXES for fault in (*LINK_DAMAGES, *LINK_DELAYS))
 DEATHS = ("kill", "kill-gradients", "kill-update", "kill-copy", "kill-save", "kill-recovery")
 """Deaths of a rank at points of a step: before it, with the sums of gradients, with the decision to update, while the
 state is copied, before its checkpoint, and in a recovery."""
-FAULTS_OF_RANKS = (*DEATHS, "exception", "hang", "stop", "nan", "slow")
+FAULTS_OF_RANKS = (*DEATHS, "exception", "hang", "stop", "nan", "slow", "wrong-numbers")
 """Faults of a rank before or during a step."""
 FAULTS = (*FAULTS_OF_RANKS, *FAULTS_ON_LINKS, *FAULTS_ON_DISK)
 """All faults that ``inject_fault`` can cause."""
@@ -73,7 +75,13 @@ class ResilienceConfig:
     copies its state to host memory before every step."""
     recover_without_spare: bool = setting(False, needs=c.RECOVERY)
     """With --recover: start no new process for a rank that dies. Training continues with fewer data-parallel replicas,
-    the same global batch and the same samples."""
+    the same global batch and the same samples, until the rank joins again."""
+    recover_mirror: bool = setting(False, needs=c.NO_SPARE)
+    """With --recover-without-spare: each rank also keeps a copy of another rank's state, of another host if there is
+    one, so that the loss of a host loses no state."""
+    recover_join: bool = setting(False, needs=c.NO_SPARE)
+    """With --recover-without-spare: this process takes the place of the lost rank RANK of a running job, at its next
+    step."""
     iterations_to_skip: tuple[int, ...] = setting((), when=c.TRAINING)
     """Iterations whose batches are skipped."""
     rerun_mode: Literal["disabled", "validate_results", "report_stats"] = setting(
@@ -82,6 +90,10 @@ class ResilienceConfig:
     """validate_results: compute a step with a suspicious result (loss or gradient norm not finite, or rejected as by
     --spike-factor) again, on the same and on other ranks, and report whether it is transient, persistent or correct; a
     persistent error ends the run. report_stats: compute every step twice and report differences."""
+    replay_interval: int | None = setting(None, r.COUNT, needs=c.NO_FP8, when=(c.TRAINING, c.SEVERAL_DATA_RANKS))
+    """Number of steps between two in which each data-parallel replica also computes the samples of the next one, before
+    the update. If their losses differ beyond rounding, the rank that computes wrong values is named; with --recover the
+    step is repeated, and with --recover-without-spare and three replicas or more without this rank."""
     error_injection_rate: int = setting(0, r.COUNT_FROM_0, needs=c.RERUN)
     """With --rerun-mode: replace the loss of about one in this number of steps by NaN on some ranks, for tests; 0: of
     none."""
@@ -92,10 +104,12 @@ class ResilienceConfig:
     the same ranks. correct_result: for the same samples on any rank."""
     inject_fault: tuple[str, ...] = setting((), when=ALWAYS)
     """Faults to inject, as KIND@RANK:STEP or, in restarts too, KIND@RANK:STEP:always. kill, exception, hang, stop (by
-    SIGSTOP), nan (in the weights during the step), slow (a step of 5 s); deaths within a step: kill-gradients,
+    SIGSTOP), nan (in the weights during the step), slow (a step of 5 s),
+    wrong-numbers (computed by the rank from this step on); deaths within a step: kill-gradients,
     kill-update, kill-save, and with --recover kill-copy (of the state) and kill-recovery (to the step before); for the
     checkpoint of the step: disk-full, truncated-write, flip-bit; in a tensor received over tp, cp, dp, pp or ep:
-    tp-zeros, tp-shifted (by one element), tp-stale (the tensor before it), tp-flipped (one bit)."""
+    tp-zeros, tp-shifted (by one element), tp-stale (the tensor before it), tp-flipped (one bit), tp-delayed (by 2 s),
+    tp-lost (it never arrives)."""
 
     @property
     def faults(self) -> list[Fault]:

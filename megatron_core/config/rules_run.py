@@ -4,7 +4,15 @@ import os.path
 from collections.abc import Iterator
 
 from megatron_core.config.checkpoint import CheckpointConfig
-from megatron_core.config.resilience import FAULTS_OF_RANKS, FAULTS_ON_DISK, LINK_AXES, LINK_DAMAGES, MOST_FAULTS, Fault
+from megatron_core.config.resilience import (
+    FAULTS_OF_RANKS,
+    FAULTS_ON_DISK,
+    LINK_AXES,
+    LINK_DAMAGES,
+    LINK_DELAYS,
+    MOST_FAULTS,
+    Fault,
+)
 from megatron_core.config.rules_single import exclusive, shown
 from megatron_core.config.run import RunConfig
 from megatron_core.locations import path_of
@@ -75,7 +83,7 @@ def resilience_problems(config: RunConfig) -> Iterator[str]:
             yield (
                 f"inject_fault={text[:100]} is not a fault; use KIND@RANK:STEP, where KIND is one of "
                 f"{', '.join((*FAULTS_OF_RANKS, *FAULTS_ON_DISK))}, or an axis ({', '.join(LINK_AXES)}) and a damage "
-                f"({', '.join(LINK_DAMAGES)}) such as tp-zeros"
+                f"({', '.join((*LINK_DAMAGES, *LINK_DELAYS))}) such as tp-zeros"
             )
     on_disk = [fault.kind for fault in resilience.faults if fault.kind in FAULTS_ON_DISK]
     if on_disk and config.checkpoint.async_save:
@@ -98,11 +106,6 @@ def _recovery_problems(config: RunConfig) -> Iterator[str]:
     parallel, training = config.parallel, config.training
     if config.resilience.recover_without_spare:
         name = "recover_without_spare=True"
-        if parallel.dp_zero_stage:
-            yield exclusive(name, f"zero_stage={parallel.dp_zero_stage}, whose shards have no copy on other ranks")
-        if parallel.expert_model_parallel_size > 1:
-            size = parallel.expert_model_parallel_size
-            yield exclusive(name, f"expert_model_parallel_size={size}, whose experts have no copy on other ranks")
         if parallel.grad_compression != "none":
             yield exclusive(name, f"grad_compression={parallel.grad_compression}, whose errors belong to a rank")
         if training.global_batch_size is None and training.rampup_batch_size is None:

@@ -72,6 +72,8 @@ def _preference_problems(config: RunConfig) -> Iterator[str]:
             f"output_z_loss_coeff={config.model.output_z_loss_coeff:g} is a mean over tokens, which dpo=True does not "
             "have; remove it"
         )
+    if (interval := config.resilience.replay_interval) is not None:
+        yield f"replay_interval={interval} compares losses of tokens, which dpo=True does not have; remove it"
     if (mode := config.resilience.rerun_mode) != "disabled":
         yield f"rerun_mode={mode} compares losses of tokens, which dpo=True does not have; use --rerun-mode disabled"
     if config.tuning.lora_rank is not None:

@@ -7,8 +7,9 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_core.checkpoint.folder import iteration_folder, rank_file
 from megatron_core.config import RunConfig
@@ -76,7 +77,7 @@ class Faults(Callback):
 
     def before_step(self) -> None:
         """Inject the faults that are due in the next step."""
-        while kind := self._due("nan", "kill", "exception", "hang", "stop", "slow", *FAULTS_ON_LINKS):
+        while kind := self._due("nan", "kill", "exception", "hang", "stop", "slow", "wrong-numbers", *FAULTS_ON_LINKS):
             if kind in ("kill", "stop"):
                 os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
             if kind == "exception":
@@ -87,6 +88,9 @@ class Faults(Callback):
                 time.sleep(SLOW_SECONDS)
             if kind == "nan":
                 self._spoil_weights()
+            if kind == "wrong-numbers":
+                for stage in self.run.stages.values():
+                    stage.decoder.layers[-1].register_forward_pre_hook(_compute_wrong_numbers)
             fault = LinkFault.of(kind)
             if fault is not None:
                 LINKS.faults.arm(fault)
@@ -175,6 +179,12 @@ def die_in_recovery(config: RunConfig, memory: HostMemory, step: int) -> None:
             memory.mark_injected(number)
             print(f"injected fault: kill-recovery before step {fault.step}", file=sys.stderr, flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _compute_wrong_numbers(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Change hidden states slightly."""
+    first, *others = arguments
+    return first * 1.01, *others
 
 
 def _damage(path: Path, kind: str) -> None:

@@ -1,6 +1,6 @@
 """Checks during training that collectives and messages deliver what was sent (``link_check_interval``)."""
 
-from megatron_core.errors import MegatronError
+from megatron_core.errors import WrongStepError
 from megatron_core.parallel.links.compare import wrong_deliveries
 from megatron_core.parallel.links.recorder import LINKS
 from megatron_core.parallel.meter import METER
@@ -15,7 +15,7 @@ class LinkChecks(Callback):
     Collectives that end later (of the update, and gathers of weights) are compared before the next update, also if
     every step is checked, or at the end of the run.
 
-    Errors: ``MegatronError``, the same one on all ranks together, if a rank received wrong data.
+    Errors: ``WrongStepError``, the same one on all ranks together, if a rank received wrong data.
     """
 
     priority = 475
@@ -65,9 +65,11 @@ class LinkChecks(Callback):
         with METER.phase("other", whole=True):
             found = wrong_deliveries(self.run.groups, self.run.world.device)
         if found:
-            raise MegatronError(
+            steps = [int(text.removeprefix("step ").partition(":")[0]) for text in found]
+            raise WrongStepError(
                 f"wrong data arrived in {'; '.join(found)}. Steps from {self._suspect} on may be wrong, too: "
                 "load a checkpoint from before (--load, --ckpt-step), and test the links and the memory of these ranks "
-                "if it happens again"
+                "if it happens again",
+                first=min(steps) if self._settings.link_check_interval == 1 else 0,
             )
         self._suspect = f"step {LINKS.iteration}"  # its update is not compared yet

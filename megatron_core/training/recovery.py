@@ -11,26 +11,26 @@ from __future__ import annotations
 
 import gc
 import importlib
+import math
 import os
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from types import FrameType
 
 import torch.distributed as dist
 
+from megatron_core.checkpoint import TensorBox
 from megatron_core.checkpoint.host_copy import CopyWriter, HostCopy
 from megatron_core.config import RunConfig
-from megatron_core.config.validate import largest_world_size
-from megatron_core.errors import ConfigError, MegatronError
+from megatron_core.errors import ConfigError, MegatronError, WrongStepError
 from megatron_core.parallel import World, rank_local
-from megatron_core.parallel.current import grid_of
 from megatron_core.parallel.interrupt import InterruptedWait
-from megatron_core.parallel.launch import FAILED, RESTART, RestartNeeded, explained, join, meet
-from megatron_core.parallel.recovery.meeting import Failure, Meeting, Members, connection
+from megatron_core.parallel.launch import FAILED, RESTART, RestartNeeded, explained, join, meet, meet_again
+from megatron_core.parallel.recovery.meeting import LOST_STATE, Failure, Meeting, Members, connection
 from megatron_core.parallel.recovery.memory import FINISHED, GENERATION, ITERATION, HostMemory
 from megatron_core.parallel.recovery.monitor import Monitor
 from megatron_core.parallel.recovery.supervisor import Supervisor
@@ -38,8 +38,10 @@ from megatron_core.parallel.shared_memory import backend as shared_memory
 from megatron_core.parallel.texts import listed
 from megatron_core.training.callbacks import Callback
 from megatron_core.training.faults import die_in_recovery
+from megatron_core.training.recovery_choice import choice_of, copies_are_whole
 from megatron_core.training.setup import Run
-from megatron_core.training.state import held_pieces
+from megatron_core.training.state import held_pieces, other_pieces, updated_pieces
+from megatron_core.training.state_copies import await_mirror, choose_mirror, sources_of
 from megatron_core.training.stop import SIGNALS
 
 MEETING = 60.0
@@ -51,7 +53,6 @@ SAVE_SECONDS = 1.0
 MOST = 5
 """Recoveries to one iteration after which the job ends."""
 POLL = 0.01
-SPARE_POLL = 0.5
 NEVER = 1 << 40
 """A generation that never fails: its supervisor does not expect this process at a meeting."""
 
@@ -72,14 +73,19 @@ def train_with_recovery(config: RunConfig, world: World, attempt: Attempt) -> No
             "with CUDA_VISIBLE_DEVICES='', or remove --recover and use torchrun --max-restarts"
         )
     timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
-    world.store = meet(world, timeout)
+    joins, without_spare = config.resilience.recover_join, config.resilience.recover_without_spare
+    world.store = (meet_again if joins else meet)(world, timeout)
     importlib.import_module("torch._dynamo")  # an optimizer loads it, in 1.5 s; loaded here, every new process has it
-    memory = HostMemory(rank=world.rank)
-    meeting = Meeting(dist.PrefixStore("recovery", world.store), world.rank, world.size)
+    memory, mirror = HostMemory(rank=world.rank), HostMemory(rank=world.rank)
+    store = dist.PrefixStore("recovery", world.store)
+    meeting = Meeting(store, world.rank, world.size, choice_of(config, world.size))
     _inherited.append(world.store)
-    respawns = not config.resilience.recover_without_spare
-    child = Supervisor(meeting, memory, restart_status=RESTART, respawns=respawns).start()
-    Recovery(config, world, memory, is_fresh=child.number > 0).run(attempt)
+    child = Supervisor(meeting, memory, mirror, restart_status=RESTART, respawns=not without_spare).start()
+    Recovery(config, world, memory, mirror, is_fresh=child.number > 0 or joins).run(attempt)
+
+
+class Regrouped(InterruptedWait):
+    """The process groups are made again, for a rank that has joined; no rank has failed."""
 
 
 def _nothing() -> None:
@@ -89,18 +95,22 @@ def _nothing() -> None:
 class Recovery:
     """The generations of one training process."""
 
-    def __init__(self, config: RunConfig, world: World, memory: HostMemory, *, is_fresh: bool) -> None:
-        """``is_fresh``: this process takes the place of one that has died."""
+    def __init__(
+        self, config: RunConfig, world: World, memory: HostMemory, mirror: HostMemory, *, is_fresh: bool
+    ) -> None:
+        """``mirror``: copies of another rank. ``is_fresh``: this process takes the place of one that has died."""
         assert world.store is not None, "the supervisor has connected to it"
         self.config, self.world, self.memory, self._is_fresh = config, world, memory, is_fresh
+        self._mirror = mirror
         self._store = world.store = connection(world.store)
-        self._meeting = Meeting(dist.PrefixStore("recovery", self._store), world.rank, world.size)
+        store, choice = dist.PrefixStore("recovery", self._store), choice_of(config, world.size)
+        self._meeting = Meeting(store, world.rank, world.size, choice)
         self._limit = 60.0 * config.parallel.distributed_timeout_minutes
         self._monitor = Monitor(self._meeting.clone(), memory, self._limit)
         self._rank, self._size = world.rank, world.size
         self.stop_reason = ""
         """Reason to stop from a signal between two generations."""
-        self.generation = 0
+        self.generation = self._joins = 0
         for number in SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._on_signal)
@@ -111,6 +121,8 @@ class Recovery:
     def run(self, attempt: Attempt) -> None:
         """Train until the end, in as many generations as needed."""
         self.world.watchdog, self.world.memory = self._monitor, self.memory
+        if self.config.resilience.recover_join and self._is_fresh and not self._await_invitation():
+            return
         self.generation = self._meeting.next_generation(self.memory.numbers[GENERATION])
         while True:
             try:
@@ -118,29 +130,50 @@ class Recovery:
                 return
             except Exception as error:
                 self._monitor.pause()
-                self._explain(error)
+                if not isinstance(error, Regrouped):
+                    self._explain(error)
             self._tear_down()
             self.generation = self._meeting.next_generation(self.generation + 1)
+
+    def _await_invitation(self) -> bool:
+        """Ask the others to take this rank in, and wait until they meet; False if the job has ended before."""
+        memory, rank = self.memory.numbers, self._rank
+        memory[GENERATION] = NEVER
+        self._meeting.ask_to_join()
+        while self._meeting.is_lost(rank):
+            if self._meeting.ended() is not None:
+                memory[FINISHED] = 1
+                return False
+            time.sleep(POLL)
+        others, generation = [other for other in range(self._size) if other != rank], self._meeting.next_generation(0)
+        while not any(self._meeting.has_arrived(generation, other) for other in others):  # they complete their step
+            time.sleep(POLL)
+            generation = self._meeting.next_generation(generation)
+        memory[GENERATION] = generation
+        return True
 
     def _run_generation(self, attempt: Attempt) -> None:
         """Meet, join the process groups of this generation, train, and wait until all ranks are complete."""
         generation, world = self.generation, self.world
         self.memory.numbers[GENERATION] = generation
         self._monitor.watch(generation)
-        self._meeting.arrive(generation, self.memory.iterations(), fresh=self._is_fresh)
+        self._meeting.arrive(generation, self.memory.copies() + self._mirror.copies(), fresh=self._is_fresh)
         self._is_fresh = False
         members = self._meet()
         self._refuse_repetition(members)
-        ranks = whole_replicas(self.config, self._size, members.ranks)
+        ranks = members.training
+        self._end_without_state(members)
         if self._rank not in ranks:
-            return self._stand_aside(ranks)
+            return self._stand_aside()
         world.rank, world.size = ranks.index(self._rank), len(ranks)
         config, copy = self.config, None
         if members.iteration >= 0:
-            copy = HostCopy(self.memory, members.iteration)
+            copy = HostCopy(sources_of(members, self._meeting, self.memory, self._mirror))
             config = RunConfig.from_flat(copy.state["config"])
         else:
             self.memory.forget()
+        if config.resilience.recover_mirror:
+            choose_mirror(self.memory, ranks)
         if world.size > 1:
             join(
                 config.parallel.distributed_backend,
@@ -159,18 +192,39 @@ class Recovery:
         self.memory.numbers[FINISHED] = 1
         self._meeting.end(0, "the job is complete")
 
-    def _stand_aside(self, ranks: Sequence[int]) -> None:
-        """Wait for the end of the job, because its batch or layout has no use for this rank."""
-        if not ranks:
+    def _end_without_state(self, members: Members) -> None:
+        """End the job if the remaining ranks are too few for a replica, or lack a part of its state."""
+        if not members.training:
             self._meeting.end(RESTART, "no data-parallel replica has all of its ranks: a restart is needed")
-        self._meeting.lose(self._rank)
+        elif members.iteration == LOST_STATE:
+            what = "a part of the weights or the optimizer state has no copy left: a restart is needed"
+            self._meeting.end(RESTART, f"{what}; --recover-mirror keeps a copy of each rank's state on another host")
+
+    def _stand_aside(self) -> None:
+        """Wait for the end of this generation, because its batch or layout has no use for this rank."""
+        self._wait(lambda: self._meeting.replaced(self.generation) is not None, math.inf, self._unfinished)
+        if self._meeting.replaced(self.generation) is not None:
+            raise Regrouped
         self._monitor.pause()
-        self.memory.numbers[GENERATION] = NEVER
-        while (ended := self._meeting.ended()) is None:
-            time.sleep(SPARE_POLL)
-        if ended.status:
-            raise RestartNeeded(ended.reason)
         self.memory.numbers[FINISHED] = 1
+
+    def regroup_when_due(self, iteration: int) -> None:
+        """Raise ``Regrouped`` if the groups are made again after ``iteration``; this rank has copied its state.
+
+        The first rank announces it one step ahead, when a lost rank has asked to join: a later step of any other rank
+        begins after a collective of this step, and so after the announcement.
+        """
+        if not self.config.resilience.recover_without_spare:
+            return
+        planned = self._meeting.replaced(self.generation)
+        if planned is not None and iteration >= planned[0]:
+            raise Regrouped(planned[1])
+        if self.world.rank == 0 and planned is None and self._meeting.count_joins() > self._joins:
+            joining, count = self._meeting.joining(), self._meeting.count_joins()
+            if joining:
+                self._meeting.replace(self.generation, iteration + 1, f"rank {listed(joining)} joins")
+                self._meeting.take_in(joining)
+            self._joins = count
 
     def _meet(self) -> Members:
         """Wait for the other ranks, which may have to start."""
@@ -222,6 +276,8 @@ class Recovery:
 
         Errors: ``error`` if a user must fix it, ``RestartNeeded`` if another rank has ended the job.
         """
+        if isinstance(error, WrongStepError) and self._steps_back(error):
+            return
         found = explained(error)
         deadline = time.monotonic() + (NOTICE if found is not None and found[0] == RESTART else 0.0)
         while self._meeting.failure(self.generation) is None:
@@ -232,6 +288,20 @@ class Recovery:
                 self._publish(error, found)
                 return
             time.sleep(POLL)
+
+    def _steps_back(self, error: WrongStepError) -> bool:
+        """Publish wrong values of a step, and forget the copies that may have them; False if no other copy is left.
+
+        The process of a rank that must not continue ends here.
+        """
+        self.memory.keep_before(error.first)
+        if not self.memory.copies():
+            return False
+        what = str(error).partition(". ")[0]
+        self._meeting.fail(self.generation, Failure(self._rank, what, self.memory.numbers[ITERATION]))
+        if self.world.rank in error.ranks:
+            os._exit(RESTART)
+        return True
 
     def _publish(self, error: Exception, found: tuple[int, str] | None) -> None:
         """Report this rank's own ``error`` as the failure of the generation; raise it if a user must fix it."""
@@ -271,7 +341,11 @@ class Recovery:
     def story(self) -> str:
         """One line about the failure before this generation and what was done."""
         failures, members = self._meeting.failures(self.generation), self._meeting.decided(self.generation)
-        assert failures and members is not None, "this generation follows a failure"
+        assert members is not None, "all ranks have met"
+        planned = self._meeting.replaced(self.generation - 1)
+        if not failures and planned is not None:
+            size, before = self.world.size, f"after iteration {members.iteration}"
+            return f"{planned[1]}: {size} of {self._size} ranks continue {before}"
         failure = failures[0]
         seconds, what = time.time() - failure.at, "; then ".join(each.what for each in failures)
         done = f"a new process takes the place of rank {listed(members.fresh)}" if members.fresh else "no process died"
@@ -283,22 +357,6 @@ class Recovery:
         return f"recovered in {seconds:.1f} s: {what}; {done}; training continues {since}{repeats}"
 
 
-def whole_replicas(config: RunConfig, size: int, alive: Collection[int]) -> tuple[int, ...]:
-    """The ranks of the launcher that continue: those of as many complete data-parallel replicas as the batch can be
-    split over; empty if there is none. ``size``: number of ranks at the start."""
-    if len(alive) == size:
-        return tuple(range(size))
-    grid = grid_of(config.parallel, size)
-    replicas: dict[int, list[int]] = {}
-    for rank in range(size):
-        replicas.setdefault(grid.coordinates(rank)["dp"], []).append(rank)
-    whole = [ranks for ranks in replicas.values() if set(ranks) <= set(alive)]
-    if not whole:
-        return ()
-    wanted = largest_world_size(config, len(whole) * len(whole[0])) // len(whole[0])
-    return tuple(sorted(rank for ranks in whole[:wanted] for rank in ranks))
-
-
 class StateCopies(Callback):
     """Copies the state of this rank before each step, after everything that belongs to the previous one."""
 
@@ -308,16 +366,34 @@ class StateCopies(Callback):
         self._recovery = recovery
         self._writer = CopyWriter(recovery.memory)
         self._is_first = True
+        self._memory = list[int]()
+        self._updated = list[TensorBox]()
 
     def before_step(self) -> None:
         """Copy the state, and in the first step after a failure say how it was survived."""
         run = self.run
         run.data_parallel.finish_param_sync()
         run.optimizer.before_update()
-        state = run.saver.manifest_state(run.state)
-        self._writer.write(run.state.iteration, held_pieces(run.data_parallel, run.optimizer, run.fp8), state)
+        if run.config.resilience.recover_mirror and run.world.size > 1:
+            await_mirror(self._recovery.memory)
+        self._writer.write(run.state.iteration, self._pieces(), run.saver.manifest_state(run.state))
         if self._is_first and self._recovery.generation and run.world.rank == 0:
             print(self._recovery.story(), flush=True)
         if self._is_first and run.world.rank == 0:
             self._recovery.report_training()
         self._is_first = False
+        self._recovery.regroup_when_due(run.state.iteration)
+
+    def _pieces(self) -> list[TensorBox]:
+        """The pieces to copy; those of weights and optimizer state are the same as long as their memory is."""
+        run = self.run
+        if copies_are_whole(run.config):
+            return list(held_pieces(run.data_parallel, run.optimizer, run.fp8))
+        flat = [bucket.weight_shard for bucket in run.data_parallel.all_buckets]
+        flat += [tensor for _, tensors in run.optimizer.tensors() for tensor in tensors.values()]
+        memory = [tensor.data_ptr() for tensor in flat]
+        if memory != self._memory:
+            self._memory = memory
+            self._updated = [piece for piece in updated_pieces(run.data_parallel, run.optimizer) if piece.owned]
+        others = other_pieces(run.data_parallel, run.optimizer, run.fp8)
+        return [*self._updated, *(piece for piece in others if piece.owned)]

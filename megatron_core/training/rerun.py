@@ -9,6 +9,8 @@ another order there), and the gradient norm within rounding, because it is a sum
 correct     the samples and weights give this result everywhere; the step is a bad step.
 transient   the repetition in place has another result.
 persistent  the same ranks repeat the result, other ranks do not: these ranks compute wrong values.
+
+With ``replay_interval`` also steps whose result is not suspicious are computed by the next copy, before their update.
 """
 
 from __future__ import annotations
@@ -20,11 +22,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from megatron_core.errors import WrongStepError
+from megatron_core.parallel.texts import listed
 from megatron_core.training.driver import StepOutcome
 from megatron_core.training.setup import Run
 
 TOLERANCE = 1e-4
 """Relative difference that another order of summation explains, in 16-bit precision."""
+TOLERANCES = {"float64": 1e-9, "float32": 1e-5}
+"""The same in other precisions."""
 
 
 @dataclass(frozen=True)
@@ -71,13 +77,38 @@ class Reruns:
         self._largest = 0.0
 
     def take(self, compute: Compute) -> Attempt:
-        """Compute a step, and again if it is suspicious, or always with ``report_stats``."""
+        """Compute a step, and again if it is suspicious or replayed, or always with ``report_stats``.
+
+        Errors: ``WrongStepError`` if other ranks compute other losses for the same samples.
+        """
+        settings, scale = self.run.config.resilience, self.run.optimizer.loss_scale.state_dict()
+        interval, copies = settings.replay_interval, self.run.groups.size("dp")
+        if interval is not None and copies > 1 and (self.run.state.iteration + 1) % interval == 0:
+            moved = compute(1, shift=1, discard=True)
+            self.run.optimizer.loss_scale.load_state_dict(scale)
+            first = compute()
+            self._compare(first, moved)
+            return first
         if self._mode == "disabled":
             return compute()
         if self._mode == "report_stats":
             return self._measure(compute)
         first = compute()
         return self._validate(first, compute) if self._is_suspicious(first) else first
+
+    def _compare(self, first: Attempt, moved: Attempt) -> None:
+        tolerance = TOLERANCES.get(self.run.config.training.compute_dtype, TOLERANCE)
+        wrong = _wrong_copies(first, moved, tolerance)
+        if not wrong:
+            return
+        step, ranks = self.run.state.iteration + 1, self._members(wrong)
+        which = "one of ranks" if len(ranks) > 1 else "rank"
+        raise WrongStepError(
+            f"{which} {listed(ranks)} computed wrong values in step {step}: other ranks have other losses for the same "
+            "samples. Exclude or replace it, and test its processor and memory",
+            first=step,
+            ranks=ranks if len(wrong) == 1 else (),
+        )
 
     def _is_suspicious(self, attempt: Attempt) -> bool:
         """Whether a step was skipped, except for an overflow that lowers a dynamic loss scale."""
@@ -133,9 +164,12 @@ class Reruns:
 
     def _ranks(self, copies: Sequence[int]) -> str:
         """The ranks of some copies, in words."""
-        grid = self.run.groups.grid
-        ranks = [rank for rank in range(grid.world_size) if grid.coordinates(rank)["dp"] in copies]
+        ranks = self._members(copies)
         return f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))}" if ranks else "unknown ranks"
+
+    def _members(self, copies: Sequence[int]) -> list[int]:
+        grid = self.run.groups.grid
+        return [rank for rank in range(grid.world_size) if grid.coordinates(rank)["dp"] in copies]
 
     def report(self) -> None:
         """Print the counts at the end of a run."""
@@ -146,10 +180,10 @@ class Reruns:
         print(f"repeated steps: {counts}{largest}", flush=True)
 
 
-def _wrong_copies(again: Attempt, moved: Attempt) -> list[int]:
+def _wrong_copies(again: Attempt, moved: Attempt, tolerance: float = TOLERANCE) -> list[int]:
     """The copies that compute wrong values, as far as two attempts show it: copy c computed the samples c in ``again``
     and c + 1 in ``moved``, so that both differ if it is wrong."""
-    different, copies = again.different(moved, TOLERANCE), len(again.losses)
+    different, copies = again.different(moved, tolerance), len(again.losses)
     not_finite = [copy for copy in different if not math.isfinite(again.losses[copy])]
     return not_finite or [copy for copy in different if (copy + 1) % copies in different] or different
 

@@ -288,7 +288,9 @@ class StepStatistics:
         self._layers = run.config.model.num_layers if monitor.log_norms_by_layer else None
         self._sources, self._owns_loss = sources_of(run.splits.train), run.split.owns_loss
         self._losses = torch.zeros(2, len(self._sources), dtype=torch.float64, device=run.world.device)
-        copies = run.groups.size("dp") if run.config.resilience.rerun_mode != "disabled" else 0
+        resilience = run.config.resilience
+        repeats = resilience.rerun_mode != "disabled" or resilience.replay_interval is not None
+        copies = run.groups.size("dp") if repeats else 0
         self._copies = torch.zeros(copies, dtype=torch.float64, device=run.world.device)
         self._copy = (run.groups.index("dp") + shift) % max(copies, 1)
         self._margins = torch.zeros(3 * run.config.data.dpo, dtype=torch.float64, device=run.world.device)
@@ -316,7 +318,7 @@ class StepStatistics:
         return torch.cat([*parts, self._margins, self._losses.flatten(), self._copies])
 
     def copies(self, sums: Sequence[float]) -> tuple[float, ...]:
-        """The sum of the losses of each copy's samples, with ``rerun_mode``."""
+        """The sum of the losses of each copy's samples, with ``rerun_mode`` or ``replay_interval``."""
         return tuple(sums[len(sums) - len(self._copies) :])
 
     def read(self, sums: Sequence[float], loss_scale: float) -> dict[str, float]:

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from megatron_core.checkpoint import Box, TensorBox
-from megatron_core.checkpoint.host_copy import CopyWriter, HostCopy
+from megatron_core.checkpoint.host_copy import CopyWriter, HostCopy, LocalCopy
 from megatron_core.errors import CheckpointError
-from megatron_core.parallel.recovery.memory import HostMemory
+from megatron_core.parallel.recovery.memory import Copy, HostMemory
 from tests.memory import needs_proc
 
 pytestmark = needs_proc
@@ -34,6 +34,17 @@ def filled(copy: HostCopy) -> list[torch.Tensor]:
     return [piece.memory for piece in targets]
 
 
+def iterations(memory: HostMemory) -> list[int]:
+    """The iterations of the complete copies."""
+    return [copy.iteration for copy in memory.copies()]
+
+
+def chosen(memory: HostMemory, iteration: int) -> HostCopy:
+    """The copy of ``iteration``, from which training continues."""
+    memory.choose(Copy(0, iteration, 0))
+    return HostCopy([LocalCopy(memory, Copy(0, iteration, 0))])
+
+
 def test_another_process_reads_the_two_newest_copies() -> None:
     memory = HostMemory(ROOM)
     pid = os.fork()
@@ -43,11 +54,11 @@ def test_another_process_reads_the_two_newest_copies() -> None:
             writer.write(step, pieces(float(step)), {"iteration": step})
         os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0
-    assert memory.iterations() == [2, 3]
-    copy = HostCopy(memory, 2)
+    assert iterations(memory) == [2, 3]
+    copy = chosen(memory, 2)
     assert copy.state == {"iteration": 2}
     assert all(torch.equal(value, torch.full_like(value, 2.0)) for value in filled(copy))
-    assert memory.iterations() == [2], "the state of a later step is of another course of the training"
+    assert iterations(memory) == [2], "the state of a later step is of another course of the training"
 
 
 def test_a_copy_that_was_not_completed_leaves_the_other_intact() -> None:
@@ -60,8 +71,8 @@ def test_a_copy_that_was_not_completed_leaves_the_other_intact() -> None:
         memory.before_commit = lambda: os._exit(0)
         writer.write(2, pieces(2.0), {"iteration": 2})
     assert os.waitpid(pid, 0)[1] == 0
-    assert memory.iterations() == [1]
-    assert all(torch.equal(value, torch.full_like(value, 1.0)) for value in filled(HostCopy(memory, 1)))
+    assert iterations(memory) == [1]
+    assert all(torch.equal(value, torch.full_like(value, 1.0)) for value in filled(chosen(memory, 1)))
 
 
 def test_the_chosen_copy_is_not_the_next_one_to_be_replaced() -> None:
@@ -69,21 +80,21 @@ def test_the_chosen_copy_is_not_the_next_one_to_be_replaced() -> None:
     writer = CopyWriter(memory)
     for step in range(4):
         writer.write(step, pieces(float(step)), {"iteration": step})
-    HostCopy(memory, 2)
+    chosen(memory, 2)
     memory.begin()
-    assert memory.iterations() == [2]
+    assert iterations(memory) == [2]
     memory.forget()
-    assert memory.iterations() == []
+    assert iterations(memory) == []
 
 
 def test_what_is_not_there_is_an_error() -> None:
     memory = HostMemory(ROOM)
     CopyWriter(memory).write(1, pieces(1.0)[:1], {"iteration": 1})
     with pytest.raises(KeyError):
-        HostCopy(memory, 0)
-    copy = HostCopy(memory, 1)
+        chosen(memory, 0)
+    copy = chosen(memory, 1)
     assert copy.has("model.weight") and not copy.has("optimizer.exp_avg.weight")
-    with pytest.raises(CheckpointError, match=r"iteration 1 has no optimizer\.exp_avg\.weight"):
+    with pytest.raises(CheckpointError, match=r"iteration 1 has 0 of 7 elements of optimizer\.exp_avg\.weight"):
         copy.fill(pieces(0.0))
     with pytest.raises(CheckpointError, match="do not fit into the host memory"):
         CopyWriter(HostMemory(64)).write(1, pieces(1.0), {"iteration": 1})

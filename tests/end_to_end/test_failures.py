@@ -77,10 +77,14 @@ def _rank(rank: int, size: int, port: int, log: Path, settings: dict[str, object
 
 
 @contextmanager
-def ranks_without_launcher(logs: list[Path], **settings: object) -> Iterator[list[Any]]:
-    """Forked ranks, of which rank 0 hosts the store and each prints to its log; all are ended afterwards."""
-    context, port = multiprocessing.get_context("fork"), free_port()
-    ranks = [context.Process(target=_rank, args=(n, len(logs), port, log, settings)) for n, log in enumerate(logs)]
+def ranks_without_launcher(logs: list[Path], *, port: int = 0, first: int = 0, **settings: object) -> Iterator[Any]:
+    """Forked ranks, of which rank 0 hosts the store and each prints to its log; all are ended afterwards.
+
+    ``port``: of the store; ``first``: start only the ranks from this one on.
+    """
+    context, size = multiprocessing.get_context("fork"), len(logs)
+    port = port or free_port()
+    ranks = [context.Process(target=_rank, args=(n, size, port, logs[n], settings)) for n in range(first, size)]
     try:
         for rank in ranks:
             rank.start()

@@ -1,18 +1,23 @@
-"""Injected transmission faults: one received tensor is zeroed, shifted, outdated, or has a flipped bit."""
+"""Injected transmission faults: one received tensor is zeroed, shifted, outdated, late, lost, or has a flipped bit."""
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megatron_core.config.resilience import LINK_AXES, LINK_DAMAGES
+from megatron_core.config.resilience import LINK_AXES, LINK_DAMAGES, LINK_DELAYS
+from megatron_core.parallel import interrupt
 from megatron_core.parallel.groups import Group, ParallelGroups
 
 FEWEST = 16
 """Elements of the smallest tensor that is damaged: wrong counts and flags would end a run instead of changing it."""
+DELAY = 2.0
+"""Seconds by which a transfer is delayed."""
 _BITS = {torch.float64: 52, torch.float32: 23, torch.bfloat16: 7, torch.float16: 10}
 """The lowest bit of the exponent: an element is doubled or halved."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -26,13 +31,13 @@ class LinkFault:
     axis: str
     """One of ``LINK_AXES``."""
     damage: str
-    """One of ``LINK_DAMAGES``."""
+    """One of ``LINK_DAMAGES`` and ``LINK_DELAYS``."""
 
     @classmethod
     def of(cls, kind: str) -> LinkFault | None:
         """The fault of a kind of ``--inject-fault``, such as ``tp-zeros``; None for other kinds."""
         axis, _, damage = kind.partition("-")
-        return cls(axis, damage) if axis in LINK_AXES and damage in LINK_DAMAGES else None
+        return cls(axis, damage) if axis in LINK_AXES and damage in (*LINK_DAMAGES, *LINK_DELAYS) else None
 
 
 class LinkFaults:
@@ -92,10 +97,21 @@ class LinkFaults:
             key = (*link, number, part.numel(), part.dtype)
             arrived = part.clone() if self.remembers else None
             for fault in [fault for fault in self._armed if fault.axis in axes]:
-                if damage(part, fault.damage, self._previous.get(key)):
+                if fault.damage in LINK_DELAYS:
+                    self._armed.remove(fault)
+                    wait_for_transfer(is_lost=fault.damage == "lost")
+                elif damage(part, fault.damage, self._previous.get(key)):
                     self._armed.remove(fault)
             if arrived is not None:
                 self._previous[key] = arrived
+
+
+def wait_for_transfer(*, is_lost: bool) -> None:
+    """Wait as for a transfer that arrives late or never, until the wait is interrupted."""
+    until = math.inf if is_lost else time.monotonic() + DELAY
+    while time.monotonic() < until:
+        interrupt.check()
+        time.sleep(0.02)
 
 
 def damage(x: Tensor, kind: str, previous: Tensor | None = None) -> bool:

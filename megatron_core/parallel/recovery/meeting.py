@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch.distributed as dist
+
+from megatron_core.parallel.recovery.memory import Copy
+
+NO_STATE, LOST_STATE = -1, -2
+"""Iterations of ``Members``: no rank has begun to train; a part of the state has no copy left."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +35,36 @@ class Failure:
 
 @dataclass(frozen=True)
 class Members:
-    """The ranks of a generation and the iteration whose state they continue from; -1: none has all state."""
+    """The ranks of a generation and the copies from which they continue."""
 
     ranks: tuple[int, ...]
+    """All ranks that are present."""
+    training: tuple[int, ...]
+    """Ranks that train, in the order of their ranks in the process groups; the others wait."""
     iteration: int
+    """The iteration of the copies; ``NO_STATE`` or ``LOST_STATE`` if there are none."""
+    written: int
+    """The generation in which the copies were written."""
+    holders: dict[int, int]
+    """The rank whose memory has the copy of each owner."""
     fresh: tuple[int, ...]
     """Ranks whose process is new."""
+
+    @classmethod
+    def of(cls, text: str) -> Members:
+        """The members that ``text`` describes."""
+        found = json.loads(text)
+        lists = {name: tuple(found[name]) for name in ("ranks", "training", "fresh")}
+        return cls(**found | lists | {"holders": {int(owner): rank for owner, rank in found["holders"].items()}})
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Decides which of the present ranks train, and which copies are the whole state."""
+
+    training: Callable[[Sequence[int]], tuple[int, ...]] = tuple
+    suffices: Callable[[Sequence[int], Collection[int]], bool] = lambda ranks, owners: set(ranks) <= set(owners)
+    """Whether the copies of ``owners`` are the whole state of a generation that was trained by ``ranks``."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +83,14 @@ def connection(store: Any) -> Any:
 class Meeting:
     """One process's view of the store; each thread needs its own."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+    def __init__(self, store: dist.Store, rank: int, size: int, choice: Choice | None = None) -> None:
+        """``choice`` must be equal on all ranks."""
         self._store, self.rank, self.size = store, rank, size
+        self._choice = choice or Choice()
 
     def clone(self) -> Meeting:
         """The same with a connection of its own, for another thread."""
-        return Meeting(connection(self._store), self.rank, self.size)
+        return Meeting(connection(self._store), self.rank, self.size, self._choice)
 
     def fail(self, generation: int, failure: Failure) -> None:
         """Publish a failure, unless this generation has failed already."""
@@ -85,20 +116,22 @@ class Meeting:
         return found[::-1]
 
     def next_generation(self, after: int) -> int:
-        """The first generation from ``after`` on that has not failed."""
-        while self.failure(after) is not None:
+        """The first generation from ``after`` on that has neither failed nor been replaced."""
+        while self.failure(after) is not None or self.replaced(after) is not None:
             after += 1
         return after
 
-    def arrive(self, generation: int, iterations: Sequence[int], *, fresh: bool) -> None:
-        """Report that this rank is ready for ``generation`` and has the state of these ``iterations``."""
-        self._store.set(f"{generation}/at/{self.rank}", json.dumps([list(iterations), fresh]))
+    def arrive(self, generation: int, copies: Iterable[Copy], *, fresh: bool) -> None:
+        """Report that this rank is ready for ``generation`` and that its memory has ``copies``."""
+        self._store.set(f"{generation}/at/{self.rank}", json.dumps([list(copies), fresh]))
+
+    def has_arrived(self, generation: int, rank: int) -> bool:
+        """Whether ``rank`` is ready for ``generation``."""
+        return self._has(f"{generation}/at/{rank}")
 
     def absent(self, generation: int) -> list[int]:
         """Ranks that have not arrived, without those that are lost."""
-        return [
-            rank for rank in range(self.size) if not self._has(f"{generation}/at/{rank}") and not self.is_lost(rank)
-        ]
+        return [rank for rank in range(self.size) if not self.has_arrived(generation, rank) and not self.is_lost(rank)]
 
     def members(self, generation: int) -> Members | None:
         """The members of ``generation``, once all ranks that are not lost have arrived; the same on all of them."""
@@ -111,29 +144,77 @@ class Meeting:
     def decided(self, generation: int) -> Members | None:
         """The members of ``generation`` if a rank has decided them."""
         text = self._get(f"{generation}/members")
-        if text is None:
-            return None
-        found = json.loads(text)
-        return Members(tuple(found["ranks"]), found["iteration"], tuple(found["fresh"]))
+        return None if text is None else Members.of(text)
 
     def _count(self, generation: int) -> Members:
-        there, fresh, iterations = [], [], list[set[int]]()
+        there, fresh = list[int](), list[int]()
+        holders: dict[tuple[int, int], dict[int, int]] = {}
         for rank in range(self.size):
-            text = None if self.is_lost(rank) else self._get(f"{generation}/at/{rank}")
-            if text is not None:
-                own, is_fresh = json.loads(text)
+            lost = self.is_lost(rank)
+            text = self._get(f"held/{rank}" if lost else f"{generation}/at/{rank}")
+            copies, is_fresh = ([], False) if text is None else json.loads(text)
+            if not lost:
                 there.append(rank)
                 fresh += [rank] * is_fresh
-                iterations.append(set(own))
-        common = set.intersection(*iterations) if iterations else set()
-        return Members(tuple(there), max(common, default=-1), tuple(fresh))
+            for owner, iteration, written in copies:
+                found = holders.setdefault((iteration, written), {})
+                if owner not in found or rank == owner:
+                    found[owner] = rank
+        earlier = {each: self.decided(each) for each in range(generation)}
+        training = self._choice.training(there)
+        for (iteration, written), found in sorted(holders.items(), reverse=True):
+            writers = earlier.get(written)
+            if writers is not None and self._choice.suffices(writers.training, found):
+                return Members(tuple(there), training, iteration, written, found, tuple(fresh))
+        # All ranks copy their state before the first step is complete, after which one of them may have two copies.
+        has_trained = any(each is not None and each.iteration >= 0 for each in earlier.values())
+        has_trained |= len({iteration for iteration, _ in holders}) > 1
+        return Members(tuple(there), training, LOST_STATE if has_trained else NO_STATE, 0, {}, tuple(fresh))
 
-    def lose(self, rank: int) -> None:
-        """Report that ``rank`` will not come back."""
+    def replace(self, generation: int, iteration: int, what: str) -> None:
+        """End ``generation`` after ``iteration``, when all its ranks have copied their state. ``what``: the reason."""
+        self._first(f"{generation}/replaced", json.dumps([iteration, what]))
+
+    def replaced(self, generation: int) -> tuple[int, str] | None:
+        """The last iteration of a generation that ends without a failure, and the reason; None if it does not."""
+        text = self._get(f"{generation}/replaced")
+        return None if text is None else tuple(json.loads(text))
+
+    def offer(self, address: tuple[str, int, str]) -> None:
+        """Publish the address of this rank's keeper."""
+        self._store.set(f"keeper/{self.rank}", json.dumps(address))
+
+    def keeper(self, rank: int) -> tuple[str, int, str] | None:
+        """The address of the keeper of ``rank``, if it has one."""
+        text = self._get(f"keeper/{rank}")
+        return None if text is None else tuple(json.loads(text))
+
+    def ask_to_join(self) -> None:
+        """Ask the ranks that train to take this lost rank in again."""
+        self._store.set(f"joins/{self.rank}", "1")
+        self._store.add("joins", 1)
+
+    def count_joins(self) -> int:
+        """How often a lost rank has asked to be taken in again."""
+        return int(self._store.add("joins", 0))
+
+    def joining(self) -> list[int]:
+        """Lost ranks that have asked to be taken in again."""
+        return [rank for rank in range(self.size) if self._has(f"joins/{rank}")]
+
+    def take_in(self, ranks: Iterable[int]) -> None:
+        """Expect ``ranks``, which have asked to join, at the next meeting."""
+        for rank in ranks:
+            for key in (f"joins/{rank}", f"left/{rank}", f"lost/{rank}"):
+                self._store.delete_key(key)
+
+    def lose(self, rank: int, copies: Iterable[Copy] = ()) -> None:
+        """Report that ``rank`` cannot train. Its memory still has ``copies``."""
+        self._store.set(f"held/{rank}", json.dumps([list(copies), False]))
         self._store.set(f"lost/{rank}", "1")
 
     def is_lost(self, rank: int) -> bool:
-        """Whether ``rank`` will not come back."""
+        """Whether ``rank`` cannot train."""
         return self._has(f"lost/{rank}")
 
     def finish(self, generation: int) -> None:

@@ -1,4 +1,4 @@
-"""Memory of a rank that outlives its training process: numbers that its supervisor reads, and two copies of its state.
+"""Memory of a rank that outlives its training process: numbers that its supervisor reads, and two copies of a state.
 
 It is an anonymous file mapped before the training process is forked, so that the supervisor, this process and every
 later one share it. Only written pages use memory. The copies are written in turn: a process that dies while it writes
@@ -11,18 +11,34 @@ import json
 import mmap
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 PAGE = mmap.PAGESIZE
-GENERATION, BEATS, FINISHED, ITERATION, INJECTED = range(5)
+GENERATION, BEATS, FINISHED, ITERATION, INJECTED, MIRRORS, MIRRORED = range(7)
 """Indices of the numbers: generation of the process groups, beats of the process's thread, whether training is
-complete, the running iteration, and a bit for each injected fault."""
+complete, the running iteration, a bit for each injected fault, 1 + the rank whose state is mirrored here, and the stamp
+of the newest copy of which another rank has a mirror."""
 _SLOTS = 8
 """Index of the first number of the copies."""
-_VALID, _TABLE, _TABLE_BYTES, _STATE, _STATE_BYTES, _FIELDS = range(6)
+_VALID, _WRITTEN, _OWNER, _TABLE, _TABLE_BYTES, _STATE, _STATE_BYTES, _FIELDS = range(8)
+
+
+class Copy(NamedTuple):
+    """The state of a rank after an iteration."""
+
+    owner: int
+    """The rank of the launcher whose state it is."""
+    iteration: int
+    generation: int
+    """The generation of process groups in which it was written: its ranks have the other parts of the state."""
+
+    @property
+    def stamp(self) -> int:
+        """A positive number that increases from each copy of a rank to the next one."""
+        return (self.generation << 32) + self.iteration + 1
 
 
 class HostMemory:
@@ -40,7 +56,7 @@ class HostMemory:
             os.close(descriptor)
         self.numbers = memoryview(self._mapping)[:PAGE].cast("q")
         self._slot = 1
-        """The copy that was written or chosen last."""
+        """The copy that is being written."""
         self.before_commit: Callable[[], None] = lambda: None
         """Called when a copy is written but not yet complete."""
 
@@ -52,49 +68,66 @@ class HostMemory:
         """Do not inject the fault with this number again."""
         self.numbers[INJECTED] |= 1 << number
 
-    def iterations(self) -> list[int]:
-        """The iterations of the complete copies."""
-        return sorted({self._number(slot, _VALID) - 1 for slot in (0, 1)} - {-1})
+    def copies(self) -> list[Copy]:
+        """The complete copies, oldest first."""
+        return sorted((self._copy(slot) for slot in (0, 1) if self._number(slot, _VALID)), key=lambda copy: copy.stamp)
 
     def begin(self) -> Tensor:
         """Invalidate the older copy and return its bytes, to be filled before ``commit``."""
-        self._slot = 1 - self._slot
+        self._slot = min((0, 1), key=lambda slot: self._copy(slot).stamp if self._number(slot, _VALID) else 0)
         self._set(self._slot, _VALID, 0)
         return self._bytes(self._slot)
 
     def commit(self, iteration: int, table: bytes, state: dict[str, Any], at: int) -> None:
-        """Complete the copy begun last: ``table`` describes its tensors, which occupy its first ``at`` bytes."""
+        """Complete the copy begun last, of this rank in the current generation.
+
+        ``table`` describes its tensors, which occupy its first ``at`` bytes.
+        """
+        self.commit_copy(Copy(self.rank, iteration, self.numbers[GENERATION]), table, json.dumps(state).encode(), at)
+
+    def commit_copy(self, copy: Copy, table: bytes, state: bytes, at: int) -> None:
+        """Complete the copy begun last, of any rank; ``state`` is JSON."""
         self.before_commit()
-        text = json.dumps(state).encode()
-        if at + len(table) + len(text) > self.room:
+        if at + len(table) + len(state) > self.room:
             raise MemoryError(f"recover=in-process: a copy of {at} bytes of state does not fit into {self.room} bytes")
         start = PAGE + self._slot * self.room + at
-        self._mapping[start : start + len(table) + len(text)] = table + text
-        for field, value in ((_TABLE, at), (_TABLE_BYTES, len(table))):
-            self._set(self._slot, field, value)
-        for field, value in ((_STATE, at + len(table)), (_STATE_BYTES, len(text)), (_VALID, iteration + 1)):
+        self._mapping[start : start + len(table) + len(state)] = table + state
+        fields = {_TABLE: at, _TABLE_BYTES: len(table), _STATE: at + len(table), _STATE_BYTES: len(state)}
+        fields |= {_OWNER: copy.owner, _WRITTEN: copy.generation, _VALID: copy.iteration + 1}  # valid at last
+        for field, value in fields.items():
             self._set(self._slot, field, value)
 
-    def choose(self, iteration: int) -> tuple[Any, dict[str, Any], Tensor]:
-        """The table, the state and the bytes of the copy of ``iteration``; the other copy becomes invalid.
+    def choose(self, copy: Copy) -> None:
+        """Keep only ``copy``, from which training continues. ``KeyError`` if it is absent."""
+        self._set(1 - self._slot_of(copy), _VALID, 0)
 
-        Errors: ``KeyError`` if there is none.
-        """
-        slot = next((slot for slot in (0, 1) if self._number(slot, _VALID) == iteration + 1), None)
-        if slot is None:
-            raise KeyError(iteration)
-        self._set(1 - slot, _VALID, 0)
-        self._slot = slot
-        found = []
+    def keep_before(self, iteration: int) -> None:
+        """Invalidate the copies of ``iteration`` and later ones."""
+        for slot in (0, 1):
+            if self._copy(slot).iteration >= iteration:
+                self._set(slot, _VALID, 0)
+
+    def read(self, copy: Copy) -> tuple[bytes, bytes, Tensor]:
+        """Table and state of ``copy``, both JSON, and the bytes of its tensors. ``KeyError`` if it is absent."""
+        slot, found = self._slot_of(copy), []
         for at, length in ((_TABLE, _TABLE_BYTES), (_STATE, _STATE_BYTES)):
             start = PAGE + slot * self.room + self._number(slot, at)
-            found.append(json.loads(self._mapping[start : start + self._number(slot, length)]))
-        return found[0], found[1], self._bytes(slot)
+            found.append(self._mapping[start : start + self._number(slot, length)])
+        return found[0], found[1], self._bytes(slot)[: self._number(slot, _TABLE)]
 
     def forget(self) -> None:
         """Invalidate both copies."""
         for slot in (0, 1):
             self._set(slot, _VALID, 0)
+
+    def _slot_of(self, copy: Copy) -> int:
+        for slot in (0, 1):
+            if self._number(slot, _VALID) and self._copy(slot) == copy:
+                return slot
+        raise KeyError(copy)
+
+    def _copy(self, slot: int) -> Copy:
+        return Copy(self._number(slot, _OWNER), self._number(slot, _VALID) - 1, self._number(slot, _WRITTEN))
 
     def _bytes(self, slot: int) -> Tensor:
         return torch.frombuffer(self._mapping, dtype=torch.uint8, offset=PAGE + slot * self.room, count=self.room)

@@ -22,6 +22,8 @@ from megatron_core.parallel.watchdog import SLACK
 
 POLL = 0.05
 """Seconds between questions to the store."""
+ENDS = 5
+"""Questions to the store of which one is whether the job has ended."""
 GRACE = 0.5
 """Seconds until a thread that does not reach a wait gets the exception between two instructions of Python."""
 LOST = "the job's store has ended"
@@ -88,7 +90,9 @@ class Monitor:
                 continue
             try:
                 self._report_hang(generation)
-                ended, failure = self._meeting.ended(), self._meeting.failure(generation)
+                failure = self._meeting.failure(generation)
+                # An end is less urgent.
+                ended = self._meeting.ended() if self._numbers[BEATS] % ENDS == 0 else None
                 if ended is not None and ended.status == 0:
                     continue  # all ranks are complete
                 reason = ended.reason if ended is not None else failure.what if failure is not None else ""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import select
 import signal
 import sys
 import time
@@ -19,13 +20,14 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from megatron_core.errors import visible
+from megatron_core.parallel.recovery.keeper import start_keeper
 from megatron_core.parallel.recovery.meeting import End, Failure, Meeting
 from megatron_core.parallel.recovery.memory import BEATS, FINISHED, GENERATION, ITERATION, HostMemory
 
+CHECK = 0.2
+"""Seconds between checks of the training process and questions to the store; a death is noticed at once."""
 POLL = 0.02
-"""Seconds between checks of the training process."""
-ASK = 0.05
-"""Seconds between questions to the store."""
+"""Seconds between questions whether the other supervisors have left."""
 STOPPED = 1.0
 """Seconds after which a process stopped by SIGSTOP counts as hanging."""
 SILENT = 60.0
@@ -60,19 +62,21 @@ class Child:
 class Supervisor:
     """Starts and watches the training processes of one rank."""
 
-    def __init__(self, meeting: Meeting, memory: HostMemory, *, restart_status: int, respawns: bool = True) -> None:
-        """``restart_status``: exit status if a restart of the job may help. ``respawns``: start a new process after a
-        death; otherwise the job continues without this rank."""
+    def __init__(
+        self, meeting: Meeting, memory: HostMemory, mirror: HostMemory, *, restart_status: int, respawns: bool = True
+    ) -> None:
+        """``mirror``: copies of another rank. ``restart_status``: exit status if a restart of the job may help.
+        ``respawns``: start a new process after a death; otherwise the job continues without this rank."""
         self._meeting, self._memory, self._restart = meeting, memory, restart_status
-        self._respawns = respawns
-        self._pid = 0
+        self._mirror, self._respawns = mirror, respawns
+        self._pid = self._keeper = 0
         self._reason = ""
         """Why the supervisor has killed the process."""
         self._deaths: list[int] = []
         self._signals: list[int] = []
         self._stopped_since = self._late_since = 0.0
         self._beats = (0, 0.0)
-        self._next_question = self._next_beat = 0.0
+        self._next_beat = 0.0
         self._neighbour: tuple[tuple[int, int] | None, float] = (None, 0.0)
         """The rank whose supervisor this one watches, its beats, and when they last changed."""
 
@@ -83,6 +87,7 @@ class Supervisor:
         while True:
             sys.stdout.flush()
             sys.stderr.flush()
+            self._keep()
             parent, numbers = os.getpid(), self._memory.numbers
             numbers[FINISHED] = 0
             self._pid = os.fork()
@@ -92,6 +97,11 @@ class Supervisor:
             self._beats = (numbers[BEATS], time.monotonic())
             self._after(self._wait())
             number += 1
+
+    def _keep(self) -> None:
+        """Start the keeper if there is none."""
+        if not self._keeper or os.waitpid(self._keeper, os.WNOHANG)[0]:
+            self._keeper = start_keeper(self._meeting, self._memory, self._mirror)
 
     def _begin(self, number: int, parent: int, previous: dict[signal.Signals, Any]) -> Child:
         """In the training process: restore the signal handlers, and end with the supervisor."""
@@ -115,17 +125,21 @@ class Supervisor:
     def _wait(self) -> int:
         """Wait until the training process ends, or kill it; returns its status as ``waitpid`` does."""
         self._reason = ""
-        while True:
-            pid, status = os.waitpid(self._pid, os.WNOHANG)
-            if pid:
-                self._pid = 0
-                return status
-            now = time.monotonic()
-            reason = self._reason or self._hang(now)
-            if reason and not self._reason:
-                self._reason = reason
-                os.kill(self._pid, signal.SIGKILL)
-            time.sleep(POLL)
+        process = os.pidfd_open(self._pid)
+        try:
+            while True:
+                pid, status = os.waitpid(self._pid, os.WNOHANG)
+                if pid:
+                    self._pid = 0
+                    return status
+                now = time.monotonic()
+                reason = self._reason or self._hang(now)
+                if reason and not self._reason:
+                    self._reason = reason
+                    os.kill(self._pid, signal.SIGKILL)
+                select.select([process], [], [], CHECK)  # returns when the process ends
+        finally:
+            os.close(process)
 
     def _hang(self, now: float) -> str:
         """Why the training process must be killed, or ""."""
@@ -140,11 +154,9 @@ class Supervisor:
             self._beats = beats, now
         elif now - self._beats[1] > SILENT:
             return f"did not respond for {SILENT:.0f} s and was killed"
-        if now < self._next_question:
-            return ""
-        self._next_question = now + ASK
         if now > self._next_beat:
             self._next_beat = now + BEAT
+            self._keep()
             self._ask(self._watch_neighbour, None)
         return self._is_late(now)
 
@@ -206,7 +218,8 @@ class Supervisor:
             self._ask(lambda: self._meeting.end(self._restart, f"{what}; {end}"), None)
             self._exit(self._restart)
         if not self._respawns:
-            self._ask(lambda: self._meeting.lose(self._meeting.rank), None)
+            held = self._memory.copies() + self._mirror.copies()
+            self._ask(lambda: self._meeting.lose(self._meeting.rank, held), None)
         failure = Failure(self._meeting.rank, what, numbers[ITERATION])
         self._ask(lambda: self._meeting.fail(generation, failure), None)
         if not self._respawns:
@@ -220,6 +233,7 @@ class Supervisor:
             ended = self._ask(self._meeting.ended, End(self._restart, ""))
             if ended is not None:
                 self._exit(ended.status)
+            self._keep()
             self._ask(self._meeting.beat, None)
             time.sleep(BEAT)
 

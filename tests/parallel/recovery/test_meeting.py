@@ -7,8 +7,9 @@ import torch.distributed as dist
 
 from megatron_core.config.layout import Layout
 from megatron_core.parallel import interrupt
-from megatron_core.parallel.recovery.meeting import End, Failure, Meeting
-from megatron_core.training.recovery import whole_replicas
+from megatron_core.parallel.recovery.meeting import LOST_STATE, NO_STATE, End, Failure, Meeting
+from megatron_core.parallel.recovery.memory import Copy
+from megatron_core.training.recovery_choice import has_all_parts, training_ranks
 from tests.runs import tiny_config
 
 
@@ -28,33 +29,94 @@ def test_the_first_failure_of_a_generation_counts() -> None:
     assert second.next_generation(0) == 1 and second.failure(1) is None
 
 
+def copies(owner: int, *iterations: int, written: int = 0) -> list[Copy]:
+    """Copies of the state of ``owner``."""
+    return [Copy(owner, iteration, written) for iteration in iterations]
+
+
+def begun(size: int) -> list[Meeting]:
+    """The views after the first meeting, in which all ranks had no state."""
+    ranks = meetings(size)
+    for rank in ranks:
+        rank.arrive(0, [], fresh=False)
+    found = ranks[0].members(0)
+    assert found is not None and (found.iteration, found.training) == (NO_STATE, tuple(range(size)))
+    return ranks
+
+
 def test_members_are_decided_once_with_the_newest_common_iteration() -> None:
-    ranks = meetings(3)
-    ranks[0].arrive(1, [4, 5], fresh=False)
-    ranks[1].arrive(1, [3, 4], fresh=True)
+    ranks = begun(3)
+    ranks[0].arrive(1, copies(0, 4, 5), fresh=False)
+    ranks[1].arrive(1, copies(1, 3, 4), fresh=True)
     assert ranks[0].members(1) is None and ranks[0].absent(1) == [2]
-    ranks[2].arrive(1, [4, 5], fresh=False)
+    ranks[2].arrive(1, copies(2, 4, 5), fresh=False)
     found = ranks[2].members(1)
     assert found is not None and (found.ranks, found.iteration, found.fresh) == ((0, 1, 2), 4, (1,))
-    ranks[1].arrive(1, [9], fresh=False)  # too late to change it
+    assert found.holders == {0: 0, 1: 1, 2: 2}
+    ranks[1].arrive(1, copies(1, 9), fresh=False)  # too late to change it
     assert ranks[1].members(1) == found
 
 
 def test_without_a_common_iteration_training_starts_again() -> None:
-    first, second = meetings(2)
-    first.arrive(1, [0], fresh=False)
+    first, second = begun(2)
+    first.arrive(1, copies(0, 0), fresh=False)
     second.arrive(1, [], fresh=True)
     found = first.members(1)
-    assert found is not None and found.iteration == -1
+    assert found is not None and found.iteration == NO_STATE
 
 
-def test_lost_ranks_are_not_awaited() -> None:
-    first, second = meetings(2)
-    first.arrive(1, [2], fresh=False)
+def test_a_lost_rank_is_not_awaited_and_its_memory_is_used() -> None:
+    first, second = begun(2)
+    first.arrive(1, copies(0, 2, 3), fresh=False)
     assert first.members(1) is None
-    second.lose(1)
+    second.lose(1, copies(1, 1, 2))
     found = first.members(1)
-    assert found is not None and found.ranks == (0,)
+    assert found is not None and (found.training, found.iteration, found.holders) == ((0,), 2, {0: 0, 1: 1})
+
+
+def test_a_mirror_takes_the_place_of_a_lost_memory() -> None:
+    ranks = begun(3)
+    ranks[2].lose(1)
+    ranks[0].arrive(1, [*copies(0, 6, 7), *copies(1, 6)], fresh=False)
+    ranks[2].arrive(1, [*copies(2, 6, 7), *copies(0, 6)], fresh=False)
+    found = ranks[0].members(1)
+    assert found is not None and (found.iteration, found.holders) == (6, {0: 0, 1: 0, 2: 2})
+
+
+def test_state_without_a_copy_is_not_replaced_by_a_new_start() -> None:
+    first, second = begun(2)
+    first.lose(1)
+    first.arrive(1, copies(0, 6, 7), fresh=False)
+    found = second.members(1)
+    assert found is not None and found.iteration == LOST_STATE
+
+
+def test_copies_of_two_layouts_are_not_mixed() -> None:
+    ranks = begun(3)
+    ranks[0].lose(2, copies(2, 5))
+    for rank in ranks[:2]:
+        rank.arrive(1, copies(rank.rank, 5), fresh=False)
+    assert ranks[0].members(1) is not None
+    # Rank 1 fails before its first copy in the new layout.
+    ranks[0].arrive(2, [Copy(0, 5, 0), Copy(0, 5, 1)], fresh=False)
+    ranks[1].arrive(2, copies(1, 5), fresh=False)
+    found = ranks[1].members(2)
+    assert found is not None and (found.iteration, found.written, set(found.holders)) == (5, 0, {0, 1, 2})
+
+
+def test_a_rank_that_joins_is_expected_at_the_next_meeting() -> None:
+    first, second = begun(2)
+    second.lose(1)
+    first.arrive(1, [], fresh=False)
+    assert first.count_joins() == 0
+    second.ask_to_join()
+    assert first.count_joins() == 1 and first.joining() == [1]
+    first.replace(1, 8, "rank 1 joins")
+    first.take_in([1])
+    assert not second.is_lost(1) and second.next_generation(1) == 2 and first.joining() == []
+    assert first.replaced(1) == (8, "rank 1 joins")
+    first.arrive(2, [], fresh=False)
+    assert first.absent(2) == [1]
 
 
 def test_the_first_end_of_the_job_counts() -> None:
@@ -85,15 +147,37 @@ def test_supervisors_are_watched_in_a_ring_until_they_leave() -> None:
         ("dp2", (1,), (1,)),
         ("tp2 dp2", (0, 1, 3), (0, 1)),
         ("tp2 dp2", (0, 2, 3), (2, 3)),
-        ("tp2 dp2", (0, 3), ()),
+        ("tp2 dp2", (0, 3), (0, 3)),  # of two replicas
+        ("tp2 dp2", (3,), ()),
+        ("tp2 dp4", (0, 2, 3, 5, 7), (0, 2, 3, 5)),
         ("pp2 dp2", (0, 1, 2), (0, 2)),
         ("dp4", (0, 2, 3), (0, 2)),  # 4 micro-batches cannot be split over 3 ranks
     ],
 )
-def test_whole_replicas_continue(layout: str, alive: tuple[int, ...], expected: tuple[int, ...]) -> None:
+def test_whole_replicas_continue_first(layout: str, alive: tuple[int, ...], expected: tuple[int, ...]) -> None:
     parsed = Layout.parse(layout)
     config = tiny_config(**parsed.settings())
-    assert whole_replicas(config, parsed.world_size, alive) == expected
+    assert training_ranks(config, parsed.world_size, alive) == expected
+
+
+@pytest.mark.parametrize(
+    ("layout", "owners", "expected"),
+    [
+        ("tp2 dp2", (0, 3), True),
+        ("tp2 dp2", (1, 3), False),
+        ("cp2 dp2", (2,), True),
+        ("pp2 dp2", (0, 1), False),
+        ("dp2 zero1", (0,), False),
+        ("dp2 zero1", (0, 1), True),
+        ("cp2 dp2 zero2", (0, 1, 2), False),
+        ("dp2 ep2", (1,), False),
+    ],
+)
+def test_copies_that_are_the_whole_state(layout: str, owners: tuple[int, ...], expected: bool) -> None:
+    parsed = Layout.parse(layout)
+    settings = {"num_experts": 4, "disable_bias_linear": True} if "ep2" in layout else {}
+    config = tiny_config(recover_without_spare=True, **parsed.settings(), **settings)
+    assert has_all_parts(config, tuple(range(parsed.world_size)), owners) is expected
 
 
 def test_a_wait_ends_only_while_an_end_is_requested() -> None:

@@ -1,0 +1,218 @@
+"""A process next to each supervisor that gives the rank's copies of its state to other ranks.
+
+A rank whose part of the state has changed with the layout reads the parts it lacks from the keepers of the ranks that
+have them, also of a rank whose training process is dead. With a mirror, a keeper also reads every copy of another rank,
+in the background, so that the loss of a host loses no state.
+
+Each request is a line of JSON; each answer is a line of JSON, followed by bytes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hmac
+import json
+import os
+import secrets
+import signal
+import socket
+import socketserver
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_core.parallel import interrupt
+from megatron_core.parallel.recovery.meeting import Meeting
+from megatron_core.parallel.recovery.memory import MIRRORED, MIRRORS, Copy, HostMemory
+
+PATIENCE = 30.0
+"""Seconds without an arriving byte after which a keeper counts as lost."""
+TICK = 0.2
+"""Seconds after which a reader checks whether its wait was interrupted."""
+POLL = 0.002
+"""Seconds between checks for a new copy to mirror."""
+IDLE = 0.2
+"""Seconds between checks whether there is anything to mirror."""
+LONGEST = 2**26
+"""Bytes of the longest request."""
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+Address = tuple[str, int, str]
+"""Host, port, and the word without which a keeper does not answer."""
+
+
+class Connection:
+    """A connection to the keeper of another rank."""
+
+    def __init__(self, address: Address) -> None:
+        """Errors: ``OSError`` if the keeper cannot be reached."""
+        host, port, self._word = address
+        self._socket = socket.create_connection((host, port), PATIENCE)
+        self._socket.settimeout(TICK)
+
+    def ask(self, what: str, copy: Copy, **details: Any) -> dict[str, Any]:
+        """Send a request about ``copy``, and return the answer. ``KeyError`` if the keeper does not have the copy."""
+        request = {"word": self._word, "what": what, "copy": list(copy), **details}
+        self._socket.sendall(json.dumps(request).encode() + b"\n")
+        line = bytearray()
+        while not line.endswith(b"\n"):
+            line += self.receive(1)
+        answer: dict[str, Any] = json.loads(line)
+        if not answer["found"]:
+            raise KeyError(copy)
+        return answer
+
+    def receive(self, size: int, out: memoryview | None = None) -> memoryview:
+        """The next ``size`` bytes, in ``out`` if it is given. ``InterruptedWait`` if the wait is interrupted."""
+        view = memoryview(bytearray(size)) if out is None else out[:size]
+        at, last = 0, time.monotonic()
+        while at < size:
+            try:
+                count = self._socket.recv_into(view[at:])
+            except TimeoutError:
+                interrupt.check()
+                if time.monotonic() - last > PATIENCE:
+                    raise
+                continue
+            if count == 0:
+                raise ConnectionResetError("the process that keeps the state of another rank has ended")
+            at, last = at + count, time.monotonic()
+        return view
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._socket.close()
+
+
+class RemoteCopy:
+    """A copy in the memory of another rank's keeper."""
+
+    def __init__(self, connection: Connection, copy: Copy) -> None:
+        """Errors: ``KeyError`` if the keeper does not have ``copy``."""
+        self._connection, self.copy = connection, copy
+        answer = connection.ask("open", copy)
+        self.size = int(answer["size"])
+        """Bytes of its tensors."""
+        self.table, self.state = (bytes(connection.receive(answer[key])) for key in ("table", "state"))
+
+    def read(self, spans: Sequence[tuple[int, int]]) -> list[Tensor]:
+        """The bytes of ``spans``, offsets and lengths."""
+        self._connection.ask("read", self.copy, spans=list(spans))
+        return [torch.frombuffer(self._connection.receive(length), dtype=torch.uint8) for _, length in spans]
+
+    def read_all(self, out: memoryview) -> None:
+        """Read all bytes into the beginning of ``out``."""
+        self._connection.ask("read", self.copy, spans=[(0, self.size)])
+        self._connection.receive(self.size, out)
+
+
+class _Answers(socketserver.StreamRequestHandler):
+    """Answers the requests of one reader."""
+
+    server: _Server
+
+    def handle(self) -> None:
+        while line := self.rfile.readline(LONGEST):
+            request = json.loads(line)
+            if not hmac.compare_digest(str(request.get("word")), self.server.word):
+                return
+            try:
+                for part in self.server.answer(request["what"], Copy(*request["copy"]), request):
+                    self.wfile.write(part)
+            except KeyError:
+                self.wfile.write(b'{"found": false}\n')
+
+
+class _Server(socketserver.ThreadingTCPServer):
+    daemon_threads = True
+
+    def __init__(self, address: str, memory: HostMemory, mirror: HostMemory) -> None:
+        super().__init__((address, 0), _Answers)
+        self._memory, self._mirror = memory, mirror
+        self.word = secrets.token_hex(16)
+
+    def answer(self, what: str, copy: Copy, request: dict[str, Any]) -> Iterable[bytes | memoryview]:
+        """The parts of an answer. ``KeyError`` if ``copy`` is absent."""
+        memory = self._memory if copy.owner == self._memory.rank else self._mirror
+        if what == "newest":
+            copy = self._newest(after=copy.stamp)
+            return [_line(copy=list(copy))]
+        table, state, data = memory.read(copy)
+        if what == "open":
+            return [_line(size=len(data), table=len(table), state=len(state)), table, state]
+        if what == "mirrored":
+            memory.numbers[MIRRORED] = copy.stamp
+        if what != "read":
+            return [_line()]
+        view = data.numpy().data
+        return [_line(), *(view[at : at + length] for at, length in request["spans"])]
+
+    def _newest(self, after: int) -> Copy:
+        """Wait for a copy of this rank whose stamp is greater than ``after``; at most ``PATIENCE`` / 2."""
+        deadline = time.monotonic() + PATIENCE / 2
+        while time.monotonic() < deadline:
+            found = self._memory.copies()
+            if found and found[-1].stamp > after:
+                return found[-1]
+            time.sleep(POLL)
+        raise KeyError(after)
+
+
+def _line(**answer: Any) -> bytes:
+    return json.dumps({"found": True, **answer}).encode() + b"\n"
+
+
+def start_keeper(meeting: Meeting, memory: HostMemory, mirror: HostMemory) -> int:
+    """Fork the keeper of this rank; returns its process id. It ends with this process."""
+    parent = os.getpid()
+    pid = os.fork()
+    if pid:
+        return pid
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    if os.getppid() == parent:
+        with suppress(RuntimeError, OSError):  # the job's store has ended
+            _keep(meeting.clone(), memory, mirror)
+    os._exit(1)
+
+
+def _keep(meeting: Meeting, memory: HostMemory, mirror: HostMemory) -> None:
+    server = _Server(own_address(), memory, mirror)
+    host, port = server.socket.getsockname()[:2]
+    meeting.offer((host, port, server.word))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    while True:
+        owner = memory.numbers[MIRRORS] - 1
+        address = None if owner < 0 else meeting.keeper(owner)
+        if address is None:
+            time.sleep(IDLE)
+            continue
+        with suppress(OSError, KeyError):  # the other keeper is lost, or its rank is idle
+            _mirror(Connection(address), owner, memory, mirror)
+        time.sleep(POLL)
+
+
+def _mirror(connection: Connection, owner: int, memory: HostMemory, mirror: HostMemory) -> None:
+    """Read the next copies of ``owner`` as long as its copies are wanted."""
+    last = [Copy(owner, -1, 0), *(copy for copy in mirror.copies() if copy.owner == owner)][-1]
+    while memory.numbers[MIRRORS] - 1 == owner:
+        newest = Copy(*connection.ask("newest", last)["copy"])
+        remote = RemoteCopy(connection, newest)
+        remote.read_all(mirror.begin().numpy().data)
+        connection.ask("check", newest)  # its memory was not written again meanwhile
+        mirror.commit_copy(newest, remote.table, remote.state, remote.size)
+        connection.ask("mirrored", newest)
+        last = newest
+    connection.close()
+
+
+def own_address() -> str:
+    """The address of this host on its way to ``MASTER_ADDR``, at which the other ranks can reach it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), 9))
+        return str(probe.getsockname()[0])

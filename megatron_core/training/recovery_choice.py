@@ -1,0 +1,62 @@
+"""Which ranks train after a failure, and which copies are the whole state."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from megatron_core.config import RunConfig
+from megatron_core.config.validate import largest_world_size
+from megatron_core.parallel.current import grid_of
+from megatron_core.parallel.grid import DENSE_AXES
+from megatron_core.parallel.recovery.meeting import Choice
+
+
+def choice_of(config: RunConfig, size: int) -> Choice:
+    """The rules of a job of ``size`` ranks for its meetings."""
+    return Choice(
+        training=lambda alive: training_ranks(config, size, alive),
+        suffices=lambda ranks, owners: has_all_parts(config, ranks, owners),
+    )
+
+
+def training_ranks(config: RunConfig, size: int, alive: Collection[int]) -> tuple[int, ...]:
+    """The ranks of the launcher that train: as many data-parallel replicas as the batch can be split over.
+
+    Complete replicas of the layout of all ``size`` ranks come first; if there are too few, ranks of others form
+    further ones. Empty if the ranks are too few for one replica.
+    """
+    if len(alive) == size:
+        return tuple(range(size))
+    each = config.parallel.model_parallel_size
+    if len(alive) < each:
+        return ()
+    wanted = largest_world_size(config, len(alive) // each * each)
+    grid = grid_of(config.parallel, size)
+    replicas: dict[int, list[int]] = {}
+    for rank in sorted(alive):
+        replicas.setdefault(grid.coordinates(rank)["dp"], []).append(rank)
+    ordered = sorted(replicas.values(), key=lambda ranks: -len(ranks))
+    return tuple(sorted([rank for ranks in ordered for rank in ranks][:wanted]))
+
+
+def copies_are_whole(config: RunConfig) -> bool:
+    """Whether each rank copies its whole state, so that any replica survives the loss of the others' memory.
+
+    Otherwise it copies its part of a checkpoint, which is one of data-parallel size parts.
+    """
+    resilience, parallel = config.resilience, config.parallel
+    survives = resilience.recover_without_spare and not resilience.recover_mirror
+    return survives and parallel.dp_zero_stage == 0 and parallel.expert_model_parallel_size == 1
+
+
+def has_all_parts(config: RunConfig, ranks: Sequence[int], owners: Collection[int]) -> bool:
+    """Whether the copies of ``owners`` contain every part of the state of a layout of ``ranks``."""
+    grid = grid_of(config.parallel, len(ranks))
+    is_whole = copies_are_whole(config)
+    axes = [axis for axis in DENSE_AXES if axis not in ("dp", "cp") or not is_whole]
+
+    def part(place: int) -> tuple[int, ...]:
+        return tuple(grid.coordinates(place)[axis] for axis in axes)
+
+    parts = {part(place) for place in range(len(ranks))}
+    return parts == {part(place) for place, rank in enumerate(ranks) if rank in owners}

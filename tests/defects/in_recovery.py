@@ -1,0 +1,169 @@
+"""Defects in recoveries without a restart, and what finds each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from tests.checkpoint import test_host_copy
+from tests.end_to_end.recovery_simulated import Planned, differences, run_job, undisturbed
+from tests.parallel.recovery import test_meeting
+
+
+def same_end(case: str, *faults: Planned) -> None:
+    """``AssertionError`` or ``RankFailure`` unless a disturbed simulated job ends as an undisturbed one."""
+    found = run_job(case, faults)
+    assert differences(found, undisturbed(case)) == [], f"{case} {faults}"
+
+
+@dataclass(frozen=True)
+class RecoveryDefect:
+    """A changed fragment of a function, and a check that must fail with it."""
+
+    name: str
+    """Title of the defect."""
+    target: str
+    """The function, ``module:Qualname`` inside the package."""
+    old: str
+    """A fragment that its source contains exactly once."""
+    new: str
+    check: Callable[[], None]
+
+
+IN_PLACE = partial(same_end, "dp2 zero3", Planned("kill-update", 1, 4))
+FEWER = partial(same_end, "dp4 zero1", Planned("kill-gradients", 1, 4, "process"))
+WITHOUT_HOST = partial(same_end, "dp4 zero1", Planned("kill-gradients", 1, 4, "host"))
+IN_COPY = partial(same_end, "dp4 zero1", Planned("kill-copy", 2, 4))
+LOADING, STEPS = "training.state:load_state", "training.state:_load_optimizer"
+IN_RECOVERY = (
+    # The state.
+    RecoveryDefect(
+        "second moments are not restored",
+        STEPS,
+        "reader.fill(pieces)",
+        "reader.fill(piece for piece in pieces if 'exp_avg_sq' not in piece.name)",
+        IN_PLACE,
+    ),
+    RecoveryDefect(
+        "the step count of the optimizer starts again",
+        STEPS,
+        'optimizer.set_steps_taken(reader.state["optimizer_steps"])',
+        "optimizer.set_steps_taken(0)",
+        IN_PLACE,
+    ),
+    RecoveryDefect(
+        "the samples of a step are repeated after the layout has changed",
+        LOADING,
+        "**reader.state}",
+        "**reader.state, 'consumed_samples': reader.state['consumed_samples'] - 8}",
+        FEWER,
+    ),
+    RecoveryDefect(
+        "the samples of a step are skipped",
+        LOADING,
+        "**reader.state}",
+        "**reader.state, 'consumed_samples': reader.state['consumed_samples'] + 8}",
+        IN_PLACE,
+    ),
+    RecoveryDefect(
+        "the weights are not those of the copy",
+        LOADING,
+        "reader.fill(_saved(data, held_weights(data)))",
+        "pass",
+        IN_PLACE,
+    ),
+    # The copies.
+    RecoveryDefect(
+        "parts of other ranks are read from the beginning of their copies",
+        "checkpoint.host_copy:_Stored.span",
+        "return self.at,",
+        "return 0,",
+        FEWER,
+    ),
+    RecoveryDefect(
+        "only the first copy has tensors",
+        "checkpoint.host_copy:CopyWriter.write",
+        "torch._foreach_copy_(targets,",
+        "self._memory.copies() or torch._foreach_copy_(targets,",
+        IN_PLACE,
+    ),
+    RecoveryDefect(
+        "a copy is complete before its tensors are",
+        "parallel.recovery.memory:HostMemory.begin",
+        "self._set(self._slot, _VALID, 0)",
+        "pass",
+        test_host_copy.test_a_copy_that_was_not_completed_leaves_the_other_intact,
+    ),
+    RecoveryDefect(
+        "the newest copy is replaced instead of the older one",
+        "parallel.recovery.memory:HostMemory.begin",
+        "self._slot = min(",
+        "self._slot = max(",
+        test_host_copy.test_the_chosen_copy_is_not_the_next_one_to_be_replaced,
+    ),
+    RecoveryDefect(
+        "copies of discarded steps remain",
+        "parallel.recovery.memory:HostMemory.choose",
+        "self._set(1 - self._slot_of(copy), _VALID, 0)",
+        "self._slot_of(copy)",
+        test_host_copy.test_another_process_reads_the_two_newest_copies,
+    ),
+    # The meeting.
+    RecoveryDefect(
+        "the newest copy of any rank counts, not the newest common one",
+        "parallel.recovery.meeting:Meeting._count",
+        "holders.setdefault((iteration, written), {})",
+        "holders.setdefault((max(each[1] for each in copies), written), {})",
+        IN_COPY,
+    ),
+    RecoveryDefect(
+        "a rank is left out of the meeting",
+        "parallel.recovery.meeting:Meeting.absent",
+        "range(self.size)",
+        "range(self.size - 1)",
+        test_meeting.test_members_are_decided_once_with_the_newest_common_iteration,
+    ),
+    RecoveryDefect(
+        "copies of two layouts are mixed",
+        "parallel.recovery.meeting:Meeting._count",
+        "if writers is not None and self._choice.suffices(writers.training, found):",
+        "if writers is not None:",
+        test_meeting.test_copies_of_two_layouts_are_not_mixed,
+    ),
+    RecoveryDefect(
+        "lost state is a new start",
+        "parallel.recovery.meeting:Meeting._count",
+        "LOST_STATE if has_trained else NO_STATE",
+        "NO_STATE",
+        test_meeting.test_state_without_a_copy_is_not_replaced_by_a_new_start,
+    ),
+    RecoveryDefect(
+        "the memory of a dead rank is forgotten",
+        "parallel.recovery.meeting:Meeting._count",
+        'f"held/{rank}" if lost else',
+        '"" if lost else',
+        test_meeting.test_a_lost_rank_is_not_awaited_and_its_memory_is_used,
+    ),
+    RecoveryDefect(
+        "a rank that has joined is still lost",
+        "parallel.recovery.meeting:Meeting.take_in",
+        ', f"lost/{rank}"',
+        "",
+        test_meeting.test_a_rank_that_joins_is_expected_at_the_next_meeting,
+    ),
+    RecoveryDefect(
+        "one replica of sharded state is enough",
+        "training.recovery_choice:has_all_parts",
+        "or not is_whole",
+        "and is_whole",
+        partial(test_meeting.test_copies_that_are_the_whole_state, "dp2 zero1", (0,), False),
+    ),
+    RecoveryDefect(
+        "mirrors are not used",
+        "parallel.recovery.meeting:Meeting._count",
+        "for owner, iteration, written in copies:",
+        "for owner, iteration, written in [each for each in copies if each[0] == rank]:",
+        WITHOUT_HOST,
+    ),
+)

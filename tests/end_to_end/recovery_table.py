@@ -1,0 +1,27 @@
+"""Results of disturbed jobs by the kind of fault."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Seen:
+    """Results of one kind of fault."""
+
+    faults: int = 0
+    named: int = 0
+    """Number of recoveries whose message names the rank and the kind."""
+    seconds: list[float] = field(default_factory=list)
+    """Time from the detection to the next step."""
+
+
+def table(seen: dict[str, Seen]) -> str:
+    """The results as a Markdown table."""
+    rows = ["| fault | number | named | median s | longest s |", "|---|---|---|---|---|"]
+    for kind, own in sorted(seen.items()):
+        times = own.seconds or [0.0]
+        row = f"| `{kind}` | {own.faults} | {own.named} | {statistics.median(times):.1f} | {max(times):.1f} |"
+        rows.append(row)
+    return "\n".join(rows) + "\n"
