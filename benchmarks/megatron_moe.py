@@ -20,7 +20,6 @@ def megatron_layer(checkout: Path, ours: MoELayer, dtype: torch.dtype) -> tuple[
     """Megatron Core's layer with the weights of ``ours``, and its version; ``checkout`` is a folder of Megatron-LM."""
     import_megatron(checkout)
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
-
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.transformer_config import TransformerConfig
 
