@@ -22,9 +22,10 @@ class _Launcher(NamedTuple):
 
 
 _LAUNCHERS = (
-    _Launcher("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
     _Launcher("mpirun", *(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
     _Launcher("mpirun", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # MPICH, Intel MPI
+    # Last, because ranks of mpirun in a job of Slurm inherit the variables of the task that started them.
+    _Launcher("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
 )
 _MPI_PORT = 29500
 """torchrun's default."""
@@ -82,5 +83,5 @@ def _meeting_point(environment: MutableMapping[str, str], launcher: _Launcher, *
 
 def _first_host(hosts: str) -> str:
     """The first of Slurm's hosts, such as ``node007`` of ``node[007-012,020],other3``."""
-    found = re.match(r"([^\[,]*)(?:\[(\w+)[^\]]*\])?([^,]*)", hosts)
-    return "".join(part or "" for part in found.groups()) if found else ""
+    first = re.match(r"(?:[^\[,]|\[[^\]]*\])*", hosts)
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0]) if first else ""

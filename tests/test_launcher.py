@@ -40,7 +40,14 @@ def test_ranks_of_slurm() -> None:
 
 @pytest.mark.parametrize(
     ("hosts", "first"),
-    [("a", "a"), ("a,b", "a"), ("a[1-3]", "a1"), ("a[09,11]b,c", "a09b"), ("a-1,a-2", "a-1"), ("a[01]", "a01")],
+    [
+        ("a", "a"),
+        ("a,b", "a"),
+        ("a[1-3]", "a1"),
+        ("a[09,11]b,c", "a09b"),
+        ("a-1,a-2", "a-1"),
+        ("r[1-2]n[3-4],b", "r1n3"),
+    ],
 )
 def test_first_host_of_slurm(hosts: str, first: str) -> None:
     found = SLURM | {"SLURM_STEP_NODELIST": hosts}
@@ -54,6 +61,13 @@ def test_ranks_of_mpi() -> None:
     given = [found[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")]
     assert given == ["1", "2", "1", "2"]
     assert (found["MASTER_ADDR"], found["MASTER_PORT"]) == ("127.0.0.1", "29500")
+
+
+def test_ranks_of_mpi_in_a_job_of_slurm() -> None:
+    """They inherit the variables of the task of srun that started them."""
+    found = MPI | SLURM
+    read_launcher(found)
+    assert [found[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")] == ["1", "2", "1"]
 
 
 def test_what_is_given_has_precedence() -> None:

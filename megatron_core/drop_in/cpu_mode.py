@@ -110,7 +110,10 @@ def averaging(collective: Callable[..., Any]) -> Callable[..., Any]:
         given["op"] = distributed.ReduceOp.SUM
         result = collective(*bound.args, **bound.kwargs)
         output = given["tensor"] if "tensor" in given else given["output"]
-        output.div_(distributed.get_world_size(given.get("group")))
+        output.div_(
+            distributed.get_world_size(given.get("group")),
+            rounding_mode=None if output.is_floating_point() or output.is_complex() else "trunc",
+        )
         return result
 
     return call
@@ -118,10 +121,10 @@ def averaging(collective: Callable[..., Any]) -> Callable[..., Any]:
 
 def _patch_threads() -> None:
     """Enter the mode in each thread, because a mode belongs to one."""
-    run = threading.Thread.run
+    bootstrap = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]  # calls run, which subclasses replace
 
     def on_cpu(self: threading.Thread) -> None:
         with CallsOnCPU():
-            run(self)
+            bootstrap(self)
 
-    setattr(threading.Thread, "run", on_cpu)  # noqa: B010
+    setattr(threading.Thread, "_bootstrap_inner", on_cpu)  # noqa: B010

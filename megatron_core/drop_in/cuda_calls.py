@@ -36,8 +36,12 @@ class CallsOnCPU(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in (Tensor.cuda, Tensor.pin_memory):
             return args[0]
-        if func is Tensor.cpu or (func is Tensor.to and (args[1:] == ("cpu",) or kwargs == {"device": "cpu"})):
-            return args[0].clone() if in_program(sys._getframe(1).f_code.co_filename) else args[0].to(CPU)
+        if func is Tensor.cpu or (
+            func is Tensor.to and _names_cpu(kwargs.get("device", args[1] if args[1:] else None))
+        ):
+            found = func(*args, **kwargs)
+            is_same = found.data_ptr() == args[0].data_ptr() and in_program(sys._getframe(1).f_code.co_filename)
+            return found.clone() if is_same else found
         if func is Tensor.type and args[1:]:
             args = (args[0], str(args[1]).replace("torch.cuda.", "torch.")) if isinstance(args[1], str) else args
         by_index = func in TAKE_INDEX
@@ -49,6 +53,10 @@ class CallsOnCPU(TorchFunctionMode):
         if func is torch.device and (CPU in args or device_on_cpu(kwargs.get("type")) == CPU):
             return CPU
         return func(*args, **kwargs)
+
+
+def _names_cpu(device: Any) -> bool:
+    return device.type == "cpu" if isinstance(device, torch.device) else device == "cpu"
 
 
 KINDS = (str, int, torch.device)

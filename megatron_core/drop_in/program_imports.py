@@ -24,12 +24,16 @@ class Use(NamedTuple):
     name: str
 
 
-def uses(root: Path) -> Iterator[Use]:
-    """Yield the imports of ``megatron.*`` in a file, or in all Python files of a folder."""
+def uses(root: Path, unread: list[str]) -> Iterator[Use]:
+    """Yield the imports of ``megatron.*`` in a file, or in all Python files of a folder.
+
+    Files that cannot be parsed are added to ``unread`` with the reason.
+    """
     for file in [root] if root.is_file() else sorted(root.rglob("*.py")):
         try:
             tree = ast.parse(file.read_text(errors="replace"))
-        except SyntaxError:
+        except (SyntaxError, ValueError, RecursionError) as error:
+            unread.append(f"not parsed   {file}:{getattr(error, 'lineno', None) or 1}  {error.args[0]}")
             continue
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and not node.level and node.module:
@@ -59,12 +63,13 @@ def status(module: str, name: str) -> str:
 
 
 def report(root: Path) -> str:
-    """Return counts of the imports below ``root``, and a line for each name that is missing or unsupported."""
+    """Return counts of the imports below ``root``, and a line for each file that cannot be parsed, and for each name
+    that is missing or unsupported."""
     places: dict[tuple[str, str], list[Use]] = {}
-    for use in uses(root):
+    lines: list[str] = []
+    for use in uses(root, lines):
         places.setdefault((use.module, use.name), []).append(use)
     counts: Counter[str] = Counter()
-    lines = []
     for (module, name), found in sorted(places.items(), key=lambda item: -len(item[1])):
         with contextlib.redirect_stderr(io.StringIO()):
             kind = status(module, name)

@@ -123,14 +123,18 @@ class Interpreter:
                 return True
 
     def _branch(self, node: If | Case) -> bool | None:
-        self.variables.has_doubt = False
+        before, self.variables.has_doubt = self.variables.has_doubt, False
         bodies = [body for _, body in node.branches] + ([node.otherwise] if isinstance(node, If) else [])
         at = self._chosen(node)
+        has_doubt = self.variables.has_doubt
         skipped = {
             match[1] for word in words_of((*bodies[:at], *bodies[at + 1 :])) if (match := ASSIGNMENT.match(word))
         }
-        (self.variables.doubtful if self.variables.has_doubt else self.variables.skipped).update(skipped)
-        return self.run(bodies[at]) if at < len(bodies) else True
+        (self.variables.doubtful if has_doubt else self.variables.skipped).update(skipped)
+        try:
+            return self.run(bodies[at]) if at < len(bodies) else True
+        finally:
+            self.variables.has_doubt = before or has_doubt
 
     def _chosen(self, node: If | Case) -> int:
         """Index of the branch that is followed; the number of branches for ``else``, or if none is."""

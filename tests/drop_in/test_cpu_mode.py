@@ -107,8 +107,13 @@ VALUES = {
     "in_thread(lambda: torch.ones(1, device='cuda').device)": "cpu",
     "(x.cpu().add_(1), x.tolist())[1]": "[1.0]",
     "(x.to('cpu').add_(1), x.tolist())[1]": "[1.0]",
+    "(x.to(torch.device('cpu'), torch.float32).add_(1), x.tolist())[1]": "[1.0]",
+    "(x.to(device=torch.device('cpu'), non_blocking=True).add_(1), x.tolist())[1]": "[1.0]",
+    "x.to('cpu', torch.float64).dtype": "torch.float64",
     "x.cuda() is x": "True",
     "x.is_cuda": "False",
+    "in_own_thread('cuda')": "cpu",
+    "reduced(torch.tensor([5]), op=dist.ReduceOp.AVG).tolist()": "[5]",
     "torch.cuda.mem_get_info()[1] == torch.cuda.get_device_properties(0).total_memory > 0": "True",
     "torch.cuda.nvtx.range_push('a'), torch.cuda.cudart().cudaProfilerStart()": "None 0",
     "torch.compile(lambda t: t, backend='eager')(x).tolist()": "[1.0]",
@@ -157,6 +162,20 @@ def in_thread(function):
     thread.start()
     thread.join()
     return found[0]
+
+class OwnThread(threading.Thread):
+    def __init__(self, device):
+        super().__init__()
+        self.device = device
+
+    def run(self):
+        self.device = torch.ones(1, device=self.device).device
+
+def in_own_thread(device):
+    thread = OwnThread(device)
+    thread.start()
+    thread.join()
+    return thread.device
 
 def reduced(tensor, **given):
     dist.all_reduce(tensor, **given)

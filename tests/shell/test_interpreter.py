@@ -125,10 +125,11 @@ def test_variables_of_branches_that_are_not_followed() -> None:
         "case $1 in a) model=--a;; esac\n"
         "if [ $SIZE = 7B ]; then LAYERS=32; fi\n"
         "case $TP in 2) two=1;; esac\n"
-        'train $offload "$offload" $model $LAYERS $((two + 1)) $(( ($TP > 1) ? 5 : 6 ))',
+        'if [ "$SIZE" = 2 ] || { if false; then x=1; fi; false; }; then nested=4; fi\n'
+        'train $offload "$offload" $model $LAYERS $nested $((two + 1)) $(( ($TP > 1) ? 5 : 6 ))',
         "s",
         [],
         {},
     )
     (launch,) = found.commands
-    assert [readable(word) for word in launch.words] == ["train", "", "<model>", "<LAYERS>", "1", "5"]
+    assert [readable(word) for word in launch.words] == ["train", "", "<model>", "<LAYERS>", "<nested>", "1", "5"]

@@ -296,8 +296,10 @@ class GPTModel(nn.Module):
         # Losses or logits.
         tied = self._shared_weight() if self.output_layer.weight is None else None
         if labels is not None:
-            adds_z_loss = self.config.output_z_loss_coeff and auxiliary_losses is not None
-            add_z_loss = partial(with_z_loss, self.config, loss_mask, context, self.parallel) if adds_z_loss else None
+            adds_z_loss = self.model_config.output_z_loss_coeff and auxiliary_losses is not None
+            add_z_loss = (
+                partial(with_z_loss, self.model_config, loss_mask, context, self.parallel) if adds_z_loss else None
+            )
             losses = self._losses(hidden_states, labels.transpose(0, 1), tied, add_z_loss)
             if self.mtp is not None and self.training and later is not None:
                 losses = self._with_later_losses(losses, hidden_states, labels, later, tied, context)
@@ -323,7 +325,7 @@ class GPTModel(nn.Module):
         """
         weight = self._shared_weight()
         assert self.mtp is not None and weight is not None, "only the last stage computes losses"
-        names, tokens = mtp_loss_names(self.config), labels
+        names, tokens = mtp_loss_names(self.model_config), labels
         for depth, layer in enumerate(self.mtp.layers):
             hidden = layer(self.mtp.embed(tokens, weight), hidden, context)
             tokens, mask = later.labels[depth], later.masks[depth].transpose(0, 1)
@@ -334,8 +336,8 @@ class GPTModel(nn.Module):
                 losses,
                 names[depth],
                 own.sum() if invariance is None else exact_loss_sum(own, invariance.tokens),
-                layer_number=self.config.num_layers + depth,
-                coefficient=self.config.mtp_loss_scaling_factor / len(names),
+                layer_number=self.model_config.num_layers + depth,
+                coefficient=self.model_config.mtp_loss_scaling_factor / len(names),
                 per="counted",
             )
         return losses
