@@ -71,9 +71,14 @@ def _patch_devices() -> None:
         given.pop("device_ids", None)
         given.pop("output_device", None)
 
+    def autocast(given: dict[str, Any]) -> None:
+        if given.get("device_type") == "cuda" and given.get("dtype") is None:
+            given["dtype"] = torch.float16  # the default of GPUs; that of a CPU is bfloat16
+        type_of_device("device_type")(given)
+
     changed(torch, "load", load)
     changed(torch.nn.parallel.DistributedDataParallel, "__init__", anywhere)
-    changed(torch.autocast, "__init__", type_of_device("device_type"))
+    changed(torch.autocast, "__init__", autocast)
     changed(torch.amp.GradScaler, "__init__", lambda given: given.update(device="cpu"))
     changed(device_mesh.DeviceMesh, "__init__", type_of_device("device_type"))
     changed(device_mesh, "init_device_mesh", type_of_device("device_type"))

@@ -103,6 +103,7 @@ VALUES = {
     "torch.cuda.manual_seed(5), torch.equal(torch.rand(2, device='cuda'), seeded(5, 2))": "None True",
     "restored('cuda:0').tolist(), restored(None).tolist()": "[1.0] [1.0]",
     "product(torch.autocast('cuda', dtype=torch.bfloat16)).dtype": "torch.bfloat16",
+    "product(torch.autocast('cuda')).dtype": "torch.float16",
     "torch.amp.GradScaler('cuda', init_scale=8.0).scale(torch.ones(1)).tolist()": "[8.0]",
     "in_thread(lambda: torch.ones(1, device='cuda').device)": "cpu",
     "(x.cpu().add_(1), x.tolist())[1]": "[1.0]",
