@@ -23,8 +23,7 @@ from types import FrameType
 
 import torch.distributed as dist
 
-from megatron_core.checkpoint import TensorBox
-from megatron_core.checkpoint.host_copy import CopyWriter, HostCopy
+from megatron_core.checkpoint.host_copy import HostCopy
 from megatron_core.config import RunConfig
 from megatron_core.errors import ConfigError, MegatronError, WrongStepError
 from megatron_core.parallel import World, rank_local
@@ -36,12 +35,10 @@ from megatron_core.parallel.recovery.monitor import Monitor
 from megatron_core.parallel.recovery.supervisor import Supervisor
 from megatron_core.parallel.shared_memory import backend as shared_memory
 from megatron_core.parallel.texts import listed
-from megatron_core.training.callbacks import Callback
 from megatron_core.training.faults import die_in_recovery
-from megatron_core.training.recovery_choice import choice_of, copies_are_whole
+from megatron_core.training.recovery_choice import choice_of
 from megatron_core.training.setup import Run
-from megatron_core.training.state import held_pieces, other_pieces, updated_pieces
-from megatron_core.training.state_copies import await_mirror, choose_mirror, sources_of
+from megatron_core.training.state_copies import choose_mirror, sources_of
 from megatron_core.training.stop import SIGNALS
 
 MEETING = 60.0
@@ -193,12 +190,21 @@ class Recovery:
         self._meeting.end(0, "the job is complete")
 
     def _end_without_state(self, members: Members) -> None:
-        """End the job if the remaining ranks are too few for a replica, or lack a part of its state."""
+        """End the job if the remaining ranks are too few for a replica, or lack a part of its state.
+
+        Errors: ``RestartNeeded`` with the reason.
+        """
+        what = ""
         if not members.training:
-            self._meeting.end(RESTART, "no data-parallel replica has all of its ranks: a restart is needed")
+            what = "no data-parallel replica has all of its ranks: a restart is needed"
         elif members.iteration == LOST_STATE:
-            what = "a part of the weights or the optimizer state has no copy left: a restart is needed"
-            self._meeting.end(RESTART, f"{what}; --recover-mirror keeps a copy of each rank's state on another host")
+            what = (
+                "a part of the weights or the optimizer state has no copy left: a restart is needed; --recover-mirror "
+                "keeps a copy of each rank's state on another host"
+            )
+        if what:
+            self._meeting.end(RESTART, what)
+            raise RestartNeeded(what)
 
     def _stand_aside(self) -> None:
         """Wait for the end of this generation, because its batch or layout has no use for this rank."""
@@ -355,45 +361,3 @@ class Recovery:
         first, last = max(members.iteration, 0) + 1, failure.iteration
         repeats = f", repeating iteration {first}" + f" to {last}" * (last > first) if last >= first else ""
         return f"recovered in {seconds:.1f} s: {what}; {done}; training continues {since}{repeats}"
-
-
-class StateCopies(Callback):
-    """Copies the state of this rank before each step, after everything that belongs to the previous one."""
-
-    priority = -50  # before Faults
-
-    def __init__(self, recovery: Recovery) -> None:
-        self._recovery = recovery
-        self._writer = CopyWriter(recovery.memory)
-        self._is_first = True
-        self._memory = list[int]()
-        self._updated = list[TensorBox]()
-
-    def before_step(self) -> None:
-        """Copy the state, and in the first step after a failure say how it was survived."""
-        run = self.run
-        run.data_parallel.finish_param_sync()
-        run.optimizer.before_update()
-        if run.config.resilience.recover_mirror and run.world.size > 1:
-            await_mirror(self._recovery.memory)
-        self._writer.write(run.state.iteration, self._pieces(), run.saver.manifest_state(run.state))
-        if self._is_first and self._recovery.generation and run.world.rank == 0:
-            print(self._recovery.story(), flush=True)
-        if self._is_first and run.world.rank == 0:
-            self._recovery.report_training()
-        self._is_first = False
-        self._recovery.regroup_when_due(run.state.iteration)
-
-    def _pieces(self) -> list[TensorBox]:
-        """The pieces to copy; those of weights and optimizer state are the same as long as their memory is."""
-        run = self.run
-        if copies_are_whole(run.config):
-            return list(held_pieces(run.data_parallel, run.optimizer, run.fp8))
-        flat = [bucket.weight_shard for bucket in run.data_parallel.all_buckets]
-        flat += [tensor for _, tensors in run.optimizer.tensors() for tensor in tensors.values()]
-        memory = [tensor.data_ptr() for tensor in flat]
-        if memory != self._memory:
-            self._memory = memory
-            self._updated = [piece for piece in updated_pieces(run.data_parallel, run.optimizer) if piece.owned]
-        others = other_pieces(run.data_parallel, run.optimizer, run.fp8)
-        return [*self._updated, *(piece for piece in others if piece.owned)]

@@ -1,0 +1,72 @@
+"""Decisions of one training process in a recovery; the other ranks are views of the same store."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_core.parallel.launch import RESTART, RestartNeeded, World
+from megatron_core.parallel.recovery.meeting import LOST_STATE, Failure, Meeting, Members
+from megatron_core.parallel.recovery.memory import HostMemory
+from megatron_core.training import recovery
+from megatron_core.training.recovery import Recovery
+from megatron_core.training.stop import SIGNALS
+from tests.memory import needs_proc
+from tests.runs import tiny_config
+
+pytestmark = needs_proc
+Make = Callable[..., tuple[Recovery, list[Meeting]]]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """Makes the process of the last rank of a job, and the views of all ranks."""
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    quiet = SimpleNamespace(watch=lambda generation: None, pause=lambda: None)
+    monkeypatch.setattr(recovery, "Monitor", lambda *_: quiet)
+
+    def make(size: int, *, is_fresh: bool = False, **settings: Any) -> tuple[Recovery, list[Meeting]]:
+        store = dist.HashStore()
+        config = tiny_config(recover="in-process", **settings)
+        memory, mirror = (HostMemory(1 << 16, rank=size - 1) for _ in range(2))
+        process = Recovery(config, World(size - 1, size, 0, CPU, store=store), memory, mirror, is_fresh=is_fresh)
+        return process, [Meeting(dist.PrefixStore("recovery", store), rank, size) for rank in range(size)]
+
+    yield make
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def never(*_: object) -> None:
+    """An attempt that must not begin."""
+    raise AssertionError("training has begun")
+
+
+def decide(meeting: Meeting, generation: int, iteration: int, training: tuple[int, ...] | None = None) -> None:
+    """Decide the members of a generation, in which all ranks are present."""
+    ranks = tuple(range(meeting.size))
+    members = Members(ranks, ranks if training is None else training, iteration, 0, {}, ())
+    meeting._first(f"{generation}/members", json.dumps(asdict(members)))
+
+
+@pytest.mark.parametrize(
+    ("iteration", "training", "words"),
+    [(LOST_STATE, (0,), "no copy left.*--recover-mirror"), (4, (), "no data-parallel replica")],
+)
+def test_a_job_without_its_state_ends(iteration: int, training: tuple[int, ...], words: str, made: Make) -> None:
+    process, (meeting,) = made(1)
+    meeting.fail(0, Failure(0, "rank 0 was killed", 4))
+    decide(meeting, 1, iteration, training)
+    with pytest.raises(RestartNeeded, match=words):
+        process.run(never)
+    end = meeting.ended()
+    assert end is not None and end.status == RESTART
