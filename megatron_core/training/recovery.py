@@ -263,13 +263,16 @@ class Recovery:
         return "a rank that has not completed its last step did not reach"
 
     def _refuse_repetition(self, members: Members) -> None:
-        """``MegatronError`` if the last ``MOST`` generations continued from the same iteration."""
-        count, last = 0, self.generation - 1
-        while last >= 0:
+        """``MegatronError`` if the last ``MOST`` generations continued from the same iteration.
+
+        A generation that failed before its members were decided is a part of the recovery after it.
+        """
+        count = 0
+        for last in range(self.generation - 1, -1, -1):
             earlier = self._meeting.decided(last)
-            if earlier is not None and earlier.iteration != members.iteration:
+            if earlier is not None and (earlier.iteration, earlier.rollbacks) != (members.iteration, members.rollbacks):
                 break
-            count, last = count + 1, last - 1
+            count += earlier is not None
         failure = self._meeting.failure(self.generation - 1) if self.generation else None
         if count > MOST and failure is not None:
             raise MegatronError(

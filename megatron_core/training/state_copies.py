@@ -12,7 +12,7 @@ from megatron_core.checkpoint.host_copy import CopyWriter, LocalCopy
 from megatron_core.parallel import interrupt
 from megatron_core.parallel.recovery.keeper import Connection, RemoteCopy
 from megatron_core.parallel.recovery.meeting import Meeting, Members
-from megatron_core.parallel.recovery.memory import MIRRORED, MIRRORS, Copy, HostMemory
+from megatron_core.parallel.recovery.memory import MIRRORED, MIRRORS, HostMemory
 from megatron_core.training.callbacks import Callback
 from megatron_core.training.recovery_choice import copies_are_whole
 from megatron_core.training.state import held_pieces, other_pieces, updated_pieces
@@ -28,7 +28,7 @@ def sources_of(
 
     The own copy becomes the only one in ``memory``.
     """
-    copies = [Copy(owner, members.iteration, members.written) for owner in members.holders]
+    copies = members.copies
     own = [copy for copy in memory.copies() if copy in copies]
     for copy in own:
         memory.choose(copy)
@@ -94,7 +94,9 @@ class StateCopies(Callback):
         run.optimizer.before_update()
         if run.config.resilience.recover_mirror and run.world.size > 1:
             await_mirror(self._recovery.memory)
-        self._writer.write(run.state.iteration, self._pieces(), run.saver.manifest_state(run.state))
+        self._writer.write(
+            run.state.iteration, self._pieces(), run.saver.manifest_state(run.state), rollbacks=run.state.rollbacks
+        )
         if self._is_first and self._recovery.generation and run.world.rank == 0:
             print(self._recovery.story(), flush=True)
         if self._is_first and run.world.rank == 0:

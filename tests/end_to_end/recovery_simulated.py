@@ -120,8 +120,7 @@ class Disturbed:
 
 def sources(members: Members, memory: HostMemory, all_memory: Sequence[Sequence[HostMemory]]) -> Iterator[LocalCopy]:
     """As ``sources_of``, with the memory of all ranks at hand."""
-    copies = [Copy(owner, members.iteration, members.written) for owner in members.holders]
-    for copy in sorted(copies, key=lambda copy: (copy.owner - memory.rank) % len(all_memory)):
+    for copy in sorted(members.copies, key=lambda copy: (copy.owner - memory.rank) % len(all_memory)):
         for held in all_memory[members.holders[copy.owner]]:
             if copy in held.copies():
                 if held is memory:

@@ -15,12 +15,13 @@ import torch.distributed as dist
 
 from megatron_core.parallel.launch import RESTART, RestartNeeded, World
 from megatron_core.parallel.recovery.meeting import LOST_STATE, Failure, Meeting, Members
-from megatron_core.parallel.recovery.memory import HostMemory
+from megatron_core.parallel.recovery.memory import Copy, HostMemory
 from megatron_core.training import recovery
 from megatron_core.training.recovery import Recovery
+from megatron_core.training.state_copies import StateCopies
 from megatron_core.training.stop import SIGNALS
 from tests.memory import needs_proc
-from tests.runs import tiny_config
+from tests.runs import tiny_config, tiny_run
 
 pytestmark = needs_proc
 Make = Callable[..., tuple[Recovery, list[Meeting]]]
@@ -44,6 +45,21 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     yield make
     for number, handler in handlers.items():
         signal.signal(number, handler)
+
+
+def test_a_copy_counts_the_rollbacks_before_it() -> None:
+    memory, run = HostMemory(1 << 22), tiny_run(num_layers=1)
+    run.state.iteration, run.state.rollbacks = 3, 2
+    writer = StateCopies(
+        SimpleNamespace(memory=memory, generation=0, report_training=nothing, regroup_when_due=nothing)
+    )
+    writer.run = run
+    writer.before_step()
+    assert memory.copies() == [Copy(0, 3, 0, rollbacks=2)]
+
+
+def nothing(*_: object) -> None:
+    """A part of a recovery that a test does not need."""
 
 
 def never(*_: object) -> None:

@@ -49,6 +49,13 @@ class Members:
     """The rank whose memory has the copy of each owner."""
     fresh: tuple[int, ...]
     """Ranks whose process is new."""
+    rollbacks: int = 0
+    """The number of rollbacks to a checkpoint before the copies were written."""
+
+    @property
+    def copies(self) -> list[Copy]:
+        """The copies from which the ranks continue."""
+        return [Copy(owner, self.iteration, self.written, self.rollbacks) for owner in self.holders]
 
     @classmethod
     def of(cls, text: str) -> Members:
@@ -148,7 +155,7 @@ class Meeting:
 
     def _count(self, generation: int) -> Members:
         there, fresh = list[int](), list[int]()
-        holders: dict[tuple[int, int], dict[int, int]] = {}
+        holders: dict[tuple[int, int, int], dict[int, int]] = {}  # by written, rollbacks and iteration
         for rank in range(self.size):
             lost = self.is_lost(rank)
             text = self._get(f"held/{rank}" if lost else f"{generation}/at/{rank}")
@@ -156,19 +163,19 @@ class Meeting:
             if not lost:
                 there.append(rank)
                 fresh += [rank] * is_fresh
-            for owner, iteration, written in copies:
-                found = holders.setdefault((iteration, written), {})
-                if owner not in found or rank == owner:
-                    found[owner] = rank
+            for copy in map(Copy._make, copies):
+                found = holders.setdefault((copy.generation, copy.rollbacks, copy.iteration), {})
+                if copy.owner not in found or rank == copy.owner:
+                    found[copy.owner] = rank
         earlier = {each: self.decided(each) for each in range(generation)}
         training = self._choice.training(there)
-        for (iteration, written), found in sorted(holders.items(), reverse=True):
+        for (written, rollbacks, iteration), found in sorted(holders.items(), reverse=True):
             writers = earlier.get(written)
             if writers is not None and self._choice.suffices(writers.training, found):
-                return Members(tuple(there), training, iteration, written, found, tuple(fresh))
+                return Members(tuple(there), training, iteration, written, found, tuple(fresh), rollbacks)
         # All ranks copy their state before the first step is complete, after which one of them may have two copies.
         has_trained = any(each is not None and each.iteration >= 0 for each in earlier.values())
-        has_trained |= len({iteration for iteration, _ in holders}) > 1
+        has_trained |= len({iteration for _, _, iteration in holders}) > 1
         return Members(tuple(there), training, LOST_STATE if has_trained else NO_STATE, 0, {}, tuple(fresh))
 
     def replace(self, generation: int, iteration: int, what: str) -> None:

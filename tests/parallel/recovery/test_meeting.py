@@ -104,6 +104,15 @@ def test_copies_of_two_layouts_are_not_mixed() -> None:
     assert found is not None and (found.iteration, found.written, set(found.holders)) == (5, 0, {0, 1, 2})
 
 
+def test_copies_after_a_rollback_count() -> None:
+    """Rank 0 has a copy of a later iteration before the rollback, and rank 1 one of the same iteration."""
+    ranks = begun(2)
+    ranks[0].arrive(1, [Copy(0, 9, 0), Copy(0, 5, 0, rollbacks=1)], fresh=False)
+    ranks[1].arrive(1, [Copy(1, 5, 0), Copy(0, 9, 0), Copy(1, 9, 0), Copy(1, 5, 0, rollbacks=1)], fresh=False)
+    found = ranks[0].members(1)
+    assert found is not None and found.copies == [Copy(0, 5, 0, rollbacks=1), Copy(1, 5, 0, rollbacks=1)]
+
+
 def test_a_rank_that_joins_is_expected_at_the_next_meeting() -> None:
     first, second = begun(2)
     second.lose(1)
