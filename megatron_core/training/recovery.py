@@ -129,6 +129,9 @@ class Recovery:
                 self._monitor.pause()
                 if not isinstance(error, Regrouped):
                     self._explain(error)
+            wrong = self._meeting.wrong(self.generation)
+            if wrong is not None and self._rank in wrong.ranks:
+                os._exit(RESTART)
             self._tear_down()
             self.generation = self._meeting.next_generation(self.generation + 1)
 
@@ -162,7 +165,7 @@ class Recovery:
         self._end_without_state(members)
         if self._rank not in ranks:
             return self._stand_aside()
-        world.rank, world.size = ranks.index(self._rank), len(ranks)
+        world.rank, world.size, world.launched = ranks.index(self._rank), len(ranks), ranks
         config, copy = self.config, None
         if members.iteration >= 0:
             copy = HostCopy(sources_of(members, self._meeting, self.memory, self._mirror))
@@ -299,17 +302,12 @@ class Recovery:
             time.sleep(POLL)
 
     def _steps_back(self, error: WrongStepError) -> bool:
-        """Publish wrong values of a step, and forget the copies that may have them; False if no other copy is left.
-
-        The process of a rank that must not continue ends here.
-        """
-        self.memory.keep_before(error.first)
-        if not self.memory.copies():
+        """Publish wrong values of a step, whose copies do not count any more; False if no other copy is left."""
+        if all(copy.iteration >= error.first for copy in self.memory.copies()):
             return False
-        what = str(error).partition(". ")[0]
-        self._meeting.fail(self.generation, Failure(self._rank, what, self.memory.numbers[ITERATION]))
-        if self.world.rank in error.ranks:
-            os._exit(RESTART)
+        what, iteration = str(error).partition(". ")[0], self.memory.numbers[ITERATION]
+        failure = Failure(self._rank, what, iteration, first=error.first, ranks=error.ranks)
+        self._meeting.fail(self.generation, failure)
         return True
 
     def _publish(self, error: Exception, found: tuple[int, str] | None) -> None:

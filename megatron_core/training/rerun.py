@@ -168,8 +168,10 @@ class Reruns:
         return f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))}" if ranks else "unknown ranks"
 
     def _members(self, copies: Sequence[int]) -> list[int]:
+        """The launcher's ranks of some copies."""
         grid = self.run.groups.grid
-        return [rank for rank in range(grid.world_size) if grid.coordinates(rank)["dp"] in copies]
+        found = [rank for rank in range(grid.world_size) if grid.coordinates(rank)["dp"] in copies]
+        return [self.run.world.launcher_rank(rank) for rank in found]
 
     def report(self) -> None:
         """Print the counts at the end of a run."""

@@ -118,6 +118,13 @@ IN_RECOVERY = (
     ),
     # The meeting.
     RecoveryDefect(
+        "copies of wrong values count",
+        "parallel.recovery.meeting:Meeting._count",
+        "iteration >= first for",
+        "iteration > first for",
+        test_meeting.test_copies_of_wrong_values_do_not_count,
+    ),
+    RecoveryDefect(
         "copies before a rollback count",
         "parallel.recovery.meeting:Meeting._count",
         "copy.rollbacks, copy.iteration",

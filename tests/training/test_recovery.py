@@ -13,9 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_core.errors import WrongStepError
+from megatron_core.parallel.interrupt import InterruptedWait
 from megatron_core.parallel.launch import RESTART, RestartNeeded, World
 from megatron_core.parallel.recovery.meeting import LOST_STATE, Failure, Meeting, Members
-from megatron_core.parallel.recovery.memory import Copy, HostMemory
+from megatron_core.parallel.recovery.memory import GENERATION, Copy, HostMemory
 from megatron_core.training import recovery
 from megatron_core.training.recovery import Recovery
 from megatron_core.training.state_copies import StateCopies
@@ -34,6 +36,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
     quiet = SimpleNamespace(watch=lambda generation: None, pause=lambda: None)
     monkeypatch.setattr(recovery, "Monitor", lambda *_: quiet)
+    monkeypatch.setattr(recovery, "join", lambda *_, **__: None)
 
     def make(size: int, *, is_fresh: bool = False, **settings: Any) -> tuple[Recovery, list[Meeting]]:
         store = dist.HashStore()
@@ -65,6 +68,41 @@ def nothing(*_: object) -> None:
 def never(*_: object) -> None:
     """An attempt that must not begin."""
     raise AssertionError("training has begun")
+
+
+def exits(status: int) -> None:
+    """The end of the process."""
+    raise SystemExit(status)
+
+
+def test_a_rank_with_wrong_values_ends_also_if_it_was_interrupted(made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovery.os, "_exit", exits)
+    process, (other, _) = made(2)
+    other.arrive(0, [], fresh=False)
+
+    def attempt(*_: object) -> None:
+        other.fail(0, Failure(0, "rank 1 computed wrong values", 4, first=4, ranks=(1,)))
+        raise InterruptedWait("rank 1 computed wrong values")
+
+    with pytest.raises(SystemExit, match=str(RESTART)):
+        process.run(attempt)
+    assert process.memory.numbers[GENERATION] == 0
+
+
+def test_the_published_failure_names_the_first_wrong_step(made: Make) -> None:
+    process, (meeting,) = made(1)
+    begin(process.memory, 3, 4)
+    assert process._steps_back(WrongStepError("rank 5 computed wrong values. Replace it", first=4, ranks=(5,)))
+    found = meeting.wrong(0)
+    assert found is not None and (found.what, found.first, found.ranks) == ("rank 5 computed wrong values", 4, (5,))
+    assert not process._steps_back(WrongStepError("wrong data arrived", first=3))
+
+
+def begin(memory: HostMemory, *iterations: int) -> None:
+    """Write empty copies."""
+    for iteration in iterations:
+        memory.begin()
+        memory.commit(iteration, b"[]", {}, 0)
 
 
 def decide(meeting: Meeting, generation: int, iteration: int, training: tuple[int, ...] | None = None) -> None:

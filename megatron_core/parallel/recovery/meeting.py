@@ -31,6 +31,16 @@ class Failure:
     """The running iteration of the rank; 0 before the first one."""
     at: float = field(default_factory=time.time)
     """Time of the detection, in seconds since 1970."""
+    first: int | None = None
+    """The first step with wrong values, if they are the failure; the state before it is right."""
+    ranks: tuple[int, ...] = ()
+    """Ranks whose processes must not continue."""
+
+    @classmethod
+    def of(cls, text: str) -> Failure:
+        """The failure that ``text`` describes."""
+        found = json.loads(text)
+        return cls(**found | {"ranks": tuple(found["ranks"])})
 
 
 @dataclass(frozen=True)
@@ -100,13 +110,21 @@ class Meeting:
         return Meeting(connection(self._store), self.rank, self.size, self._choice)
 
     def fail(self, generation: int, failure: Failure) -> None:
-        """Publish a failure, unless this generation has failed already."""
-        self._first(f"{generation}/failed", json.dumps(asdict(failure)))
+        """Publish a failure, unless this generation has failed already; wrong values also if it has."""
+        text = json.dumps(asdict(failure))
+        if failure.first is not None:
+            self._first(f"{generation}/wrong", text)
+        self._first(f"{generation}/failed", text)
 
     def failure(self, generation: int) -> Failure | None:
         """The first failure of ``generation``, or None."""
         text = self._get(f"{generation}/failed")
-        return None if text is None else Failure(**json.loads(text))
+        return None if text is None else Failure.of(text)
+
+    def wrong(self, generation: int) -> Failure | None:
+        """The failure of ``generation`` by wrong values, or None."""
+        text = self._get(f"{generation}/wrong")
+        return None if text is None else Failure.of(text)
 
     def train(self, generation: int) -> None:
         """Report that the first step of ``generation`` starts."""
@@ -169,8 +187,12 @@ class Meeting:
                     found[copy.owner] = rank
         earlier = {each: self.decided(each) for each in range(generation)}
         training = self._choice.training(there)
+        failures = [(each, self.wrong(each)) for each in range(generation)]
+        wrong = [(each, failure.first or 0) for each, failure in failures if failure is not None]
         for (written, rollbacks, iteration), found in sorted(holders.items(), reverse=True):
             writers = earlier.get(written)
+            if any(written <= each and iteration >= first for each, first in wrong):
+                continue
             if writers is not None and self._choice.suffices(writers.training, found):
                 return Members(tuple(there), training, iteration, written, found, tuple(fresh), rollbacks)
         # All ranks copy their state before the first step is complete, after which one of them may have two copies.

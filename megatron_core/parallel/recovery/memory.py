@@ -105,12 +105,6 @@ class HostMemory:
         """Keep only ``copy``, from which training continues. ``KeyError`` if it is absent."""
         self._set(1 - self._slot_of(copy), _VALID, 0)
 
-    def keep_before(self, iteration: int) -> None:
-        """Invalidate the copies of ``iteration`` and later ones."""
-        for slot in (0, 1):
-            if self._copy(slot).iteration >= iteration:
-                self._set(slot, _VALID, 0)
-
     def read(self, copy: Copy) -> tuple[bytes, bytes, Tensor]:
         """Table and state of ``copy``, both JSON, and the bytes of its tensors. ``KeyError`` if it is absent."""
         slot, found = self._slot_of(copy), []
