@@ -13,13 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_core.errors import WrongStepError
+from megatron_core.errors import MegatronError, WrongStepError
 from megatron_core.parallel.interrupt import InterruptedWait
 from megatron_core.parallel.launch import RESTART, RestartNeeded, World
 from megatron_core.parallel.recovery.meeting import LOST_STATE, Failure, Meeting, Members
 from megatron_core.parallel.recovery.memory import GENERATION, Copy, HostMemory
 from megatron_core.training import recovery
-from megatron_core.training.recovery import Recovery
+from megatron_core.training.recovery import MOST, Recovery
 from megatron_core.training.state_copies import StateCopies
 from megatron_core.training.stop import SIGNALS
 from tests.memory import needs_proc
@@ -96,6 +96,20 @@ def test_the_published_failure_names_the_first_wrong_step(made: Make) -> None:
     found = meeting.wrong(0)
     assert found is not None and (found.what, found.first, found.ranks) == ("rank 5 computed wrong values", 4, (5,))
     assert not process._steps_back(WrongStepError("wrong data arrived", first=3))
+
+
+def test_only_recoveries_that_were_decided_repeat_an_iteration(made: Make) -> None:
+    process, (meeting,) = made(1)
+    for generation in range(2 * MOST):
+        meeting.fail(generation, Failure(0, "a rank of a host was lost", 4))
+    for generation in (0, *range(MOST, 2 * MOST - 1)):
+        decide(meeting, generation, 4)
+    process.generation = 2 * MOST
+    process._refuse_repetition(Members((0,), (0,), 4, 0, {}, ()))
+    decide(meeting, 2 * MOST - 1, 4)
+    with pytest.raises(MegatronError, match=f"{MOST + 1} recoveries to iteration 4 without a complete step"):
+        process._refuse_repetition(Members((0,), (0,), 4, 0, {}, ()))
+    process._refuse_repetition(Members((0,), (0,), 4, 0, {}, (), rollbacks=1))
 
 
 def begin(memory: HostMemory, *iterations: int) -> None:

@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch.distributed as dist
@@ -267,13 +268,11 @@ class Meeting:
         """Report that this rank's supervisor runs."""
         self._store.add(f"beats/{self.rank}", 1)
 
-    def watched(self) -> tuple[int, int] | None:
-        """The next rank whose supervisor has not left, and its number of beats; None if there is
-        none."""
-        for rank in (*range(self.rank + 1, self.size), *range(self.rank)):
-            if not self._has(f"left/{rank}"):
-                return rank, self._store.add(f"beats/{rank}", 0)
-        return None
+    def watched(self, count: int = 1) -> dict[int, int]:
+        """The next ``count`` ranks whose supervisors have not left, in order, and their numbers of beats."""
+        others = (*range(self.rank + 1, self.size), *range(self.rank))
+        present = islice((rank for rank in others if not self._has(f"left/{rank}")), count)
+        return {rank: self._store.add(f"beats/{rank}", 0) for rank in present}
 
     def leave(self, rank: int | None = None) -> None:
         """Report that the supervisor of ``rank``, by default this one, no longer needs the store."""

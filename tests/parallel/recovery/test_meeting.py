@@ -157,15 +157,15 @@ def test_the_first_end_of_the_job_counts() -> None:
 
 def test_supervisors_are_watched_in_a_ring_until_they_leave() -> None:
     ranks = meetings(3)
-    assert ranks[2].watched() == (0, 0)
+    assert ranks[2].watched() == {0: 0}
     ranks[0].beat()
-    assert ranks[2].watched() == (0, 1)
+    assert ranks[2].watched() == {0: 1} and ranks[1].watched(5) == {2: 0, 0: 1}
     ranks[0].leave()
-    assert ranks[2].watched() == (1, 0)
+    assert ranks[2].watched() == {1: 0}
     assert not ranks[2].all_left()
     ranks[1].leave()
     ranks[1].leave(2)
-    assert ranks[0].all_left() and ranks[2].watched() is None
+    assert ranks[0].all_left() and ranks[2].watched() == {}
 
 
 @pytest.mark.parametrize(
