@@ -30,7 +30,7 @@ from megatron_core.parallel import World, rank_local
 from megatron_core.parallel.interrupt import InterruptedWait
 from megatron_core.parallel.launch import FAILED, RESTART, RestartNeeded, explained, join, meet, meet_again
 from megatron_core.parallel.recovery.meeting import LOST_STATE, Failure, Meeting, Members, connection
-from megatron_core.parallel.recovery.memory import FINISHED, GENERATION, ITERATION, HostMemory
+from megatron_core.parallel.recovery.memory import FINISHED, GENERATION, INVITED, ITERATION, WAITS, HostMemory
 from megatron_core.parallel.recovery.monitor import Monitor
 from megatron_core.parallel.recovery.supervisor import Supervisor
 from megatron_core.parallel.shared_memory import backend as shared_memory
@@ -50,8 +50,6 @@ SAVE_SECONDS = 1.0
 MOST = 5
 """Recoveries to one iteration after which the job ends."""
 POLL = 0.01
-NEVER = 1 << 40
-"""A generation that never fails: its supervisor does not expect this process at a meeting."""
 
 _inherited: list[dist.Store] = []
 """The supervisor's connection. A training process must not destroy it: its threads exist only in the supervisor."""
@@ -74,6 +72,8 @@ def train_with_recovery(config: RunConfig, world: World, attempt: Attempt) -> No
     world.store = (meet_again if joins else meet)(world, timeout)
     importlib.import_module("torch._dynamo")  # an optimizer loads it, in 1.5 s; loaded here, every new process has it
     memory, mirror = HostMemory(rank=world.rank), HostMemory(rank=world.rank)
+    if joins:
+        memory.numbers[GENERATION] = WAITS
     store = dist.PrefixStore("recovery", world.store)
     meeting = Meeting(store, world.rank, world.size, choice_of(config, world.size))
     _inherited.append(world.store)
@@ -136,20 +136,32 @@ class Recovery:
             self.generation = self._meeting.next_generation(self.generation + 1)
 
     def _await_invitation(self) -> bool:
-        """Ask the others to take this rank in, and wait until they meet; False if the job has ended before."""
-        memory, rank = self.memory.numbers, self._rank
-        memory[GENERATION] = NEVER
-        self._meeting.ask_to_join()
-        while self._meeting.is_lost(rank):
+        """Ask the others to take this rank in, once they have lost it, and wait until they meet; False if the job has
+        ended before."""
+        memory, rank, meeting = self.memory.numbers, self._rank, self._meeting
+        memory[GENERATION] = WAITS
+        others = [other for other in range(self._size) if other != rank]
+
+        def they_meet() -> bool:  # they complete their step before
+            self.generation = meeting.next_generation(self.generation)
+            return any(meeting.has_arrived(self.generation, other) for other in others)
+
+        joined = self._until(lambda: meeting.is_lost(rank))
+        if joined:
+            meeting.ask_to_join()
+            joined = self._until(lambda: not meeting.is_lost(rank))
+        if joined:
+            memory[GENERATION] = INVITED
+            joined = self._until(they_meet)
+        memory[GENERATION], memory[FINISHED] = self.generation, not joined
+        return joined
+
+    def _until(self, is_reached: Callable[[], bool]) -> bool:
+        """Wait until ``is_reached``; False if the job ends before."""
+        while not is_reached():
             if self._meeting.ended() is not None:
-                memory[FINISHED] = 1
                 return False
             time.sleep(POLL)
-        others, generation = [other for other in range(self._size) if other != rank], self._meeting.next_generation(0)
-        while not any(self._meeting.has_arrived(generation, other) for other in others):  # they complete their step
-            time.sleep(POLL)
-            generation = self._meeting.next_generation(generation)
-        memory[GENERATION] = generation
         return True
 
     def _run_generation(self, attempt: Attempt) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +19,7 @@ from megatron_core.errors import MegatronError, WrongStepError
 from megatron_core.parallel.interrupt import InterruptedWait
 from megatron_core.parallel.launch import RESTART, RestartNeeded, World
 from megatron_core.parallel.recovery.meeting import LOST_STATE, Failure, Meeting, Members
-from megatron_core.parallel.recovery.memory import GENERATION, Copy, HostMemory
+from megatron_core.parallel.recovery.memory import FINISHED, GENERATION, INVITED, WAITS, Copy, HostMemory
 from megatron_core.training import recovery
 from megatron_core.training.recovery import MOST, Recovery
 from megatron_core.training.state_copies import StateCopies
@@ -110,6 +112,56 @@ def test_only_recoveries_that_were_decided_repeat_an_iteration(made: Make) -> No
     with pytest.raises(MegatronError, match=f"{MOST + 1} recoveries to iteration 4 without a complete step"):
         process._refuse_repetition(Members((0,), (0,), 4, 0, {}, ()))
     process._refuse_repetition(Members((0,), (0,), 4, 0, {}, (), rollbacks=1))
+
+
+def joining(made: Make) -> tuple[Recovery, list[Meeting], Thread, list[bool]]:
+    """A rank that asks to join from a thread, and a list for the result."""
+    process, meetings = made(2, is_fresh=True)
+    found = list[bool]()
+    thread = Thread(target=lambda: found.append(process._await_invitation()), daemon=True)
+    thread.start()
+    return process, meetings, thread, found
+
+
+def reach(is_reached: Callable[[], bool]) -> None:
+    """Wait until ``is_reached``."""
+    deadline = time.monotonic() + 10
+    while not is_reached():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_a_rank_joins_only_after_its_loss_was_noticed(made: Make) -> None:
+    process, (first, _), thread, found = joining(made)
+    first.arrive(0, [], fresh=False)
+    time.sleep(0.1)
+    assert not found and not first.joining() and process.memory.numbers[GENERATION] == WAITS
+    first.lose(1)
+    first.fail(0, Failure(1, "the supervisor of rank 1 has not answered", 3))
+    reach(lambda: first.joining() == [1])
+    first.arrive(1, [], fresh=False)
+    first.replace(1, 5, "rank 1 joins")
+    first.take_in([1])
+    reach(lambda: process.memory.numbers[GENERATION] == INVITED)
+    assert not found
+    first.arrive(2, [], fresh=False)
+    thread.join(10)
+    assert found == [True] and process.memory.numbers[GENERATION] == 2 and not process.memory.numbers[FINISHED]
+
+
+@pytest.mark.parametrize("reached", ["running", "lost", "invited"])
+def test_a_rank_that_joins_leaves_at_the_end_of_the_job(reached: str, made: Make) -> None:
+    process, (first, _), thread, found = joining(made)
+    if reached != "running":
+        first.lose(1)
+        reach(lambda: first.joining() == [1])
+    if reached == "invited":
+        first.replace(0, 5, "rank 1 joins")
+        first.take_in([1])
+        reach(lambda: process.memory.numbers[GENERATION] == INVITED)
+    first.end(0, "the job is complete")
+    thread.join(10)
+    assert found == [False] and process.memory.numbers[FINISHED] == 1
 
 
 def begin(memory: HostMemory, *iterations: int) -> None:

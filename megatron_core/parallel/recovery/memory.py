@@ -21,6 +21,8 @@ GENERATION, BEATS, FINISHED, ITERATION, INJECTED, MIRRORS, MIRRORED = range(7)
 """Indices of the numbers: generation of the process groups, beats of the process's thread, whether training is
 complete, the running iteration, a bit for each injected fault, 1 + the rank whose state is mirrored here, and the stamp
 of the newest copy of which another rank has a mirror."""
+WAITS, INVITED = 1 << 40, (1 << 40) + 1
+"""Generations that never fail, of a rank that joins a running job: before the others expect it, and then."""
 _SLOTS = 8
 """Index of the first number of the copies."""
 _VALID, _WRITTEN, _OWNER, _TABLE, _TABLE_BYTES, _STATE, _STATE_BYTES, _ROLLBACKS, _FIELDS = range(9)

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 from megatron_core.errors import visible
 from megatron_core.parallel.recovery.keeper import start_keeper
 from megatron_core.parallel.recovery.meeting import End, Failure, Meeting
-from megatron_core.parallel.recovery.memory import BEATS, FINISHED, GENERATION, ITERATION, HostMemory
+from megatron_core.parallel.recovery.memory import BEATS, FINISHED, GENERATION, INVITED, ITERATION, WAITS, HostMemory
 from megatron_core.parallel.texts import listed
 
 CHECK = 0.2
@@ -169,7 +169,11 @@ class Supervisor:
 
         All ranks of a host are lost together. The rank before the first of them reports them.
         """
+        if self._memory.numbers[GENERATION] == WAITS:
+            return  # a beat would be one of the lost process
         self._meeting.beat()
+        if self._memory.numbers[GENERATION] == INVITED:
+            return  # the others have not met this rank, so that it has no generation that could fail
         count, now = max(WATCHED, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))), time.monotonic()
         known, self._watched = self._watched, {}
         for rank, beats in self._meeting.watched(count).items():

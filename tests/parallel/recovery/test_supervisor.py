@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from megatron_core.parallel.recovery import supervisor
 from megatron_core.parallel.recovery.meeting import Meeting
-from megatron_core.parallel.recovery.memory import HostMemory
+from megatron_core.parallel.recovery.memory import GENERATION, INVITED, WAITS, HostMemory
 from megatron_core.parallel.recovery.supervisor import Supervisor
 from tests.memory import needs_proc
 
@@ -63,6 +63,15 @@ def test_the_ranks_of_a_host_are_lost_in_one_failure(clock: Clock) -> None:
         "the supervisors of ranks 2, 3, 4 have not answered for 15 s"
     )
     assert meetings[0].failure(1) is None and meetings[0].absent(1) == [0, 1, 5]
+
+
+def test_the_supervisor_of_a_rank_that_joins_beats_only_once_it_is_expected(clock: Clock) -> None:
+    meetings, made = supervisors()
+    for generation, beats in ((WAITS, 0), (INVITED, 1), (3, 2)):
+        made[1]._memory.numbers[GENERATION] = generation
+        made[1]._watch_others()
+        assert meetings[0].watched() == {1: beats}
+    assert set(made[1]._watched) == {0, 2, 3, 4, 5}
 
 
 def test_without_replacement_a_lost_host_ends_the_job(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
