@@ -66,6 +66,8 @@ class World:
     """Detects lost or hanging ranks, once this process has joined."""
     launched: tuple[int, ...] = ()
     """The launcher's rank of each rank, if the ranks of the process groups may be others; for messages."""
+    launcher_size: int = 0
+    """The launcher's number of ranks, if the process groups may have fewer."""
     memory: HostMemory | None = None
     """Memory that outlives this process, if a supervisor would start another one in its place."""
 

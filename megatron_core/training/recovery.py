@@ -178,6 +178,7 @@ class Recovery:
         if self._rank not in ranks:
             return self._stand_aside()
         world.rank, world.size, world.launched = ranks.index(self._rank), len(ranks), ranks
+        world.launcher_size = self._size
         config, copy = self.config, None
         if members.iteration >= 0:
             copy = HostCopy(sources_of(members, self._meeting, self.memory, self._mirror))

@@ -75,6 +75,9 @@ class Reruns:
         self.counts: Counter[str] = Counter()
         """Number of repeated steps by verdict; with ``report_stats`` of steps that were equal or different."""
         self._largest = 0.0
+        interval = run.config.resilience.replay_interval
+        if interval is not None and run.groups.size("dp") == 1 and run.world.rank == 0:
+            print(f"note: replay_interval={interval} has no effect: no other data-parallel replica is left", flush=True)
 
     def take(self, compute: Compute) -> Attempt:
         """Compute a step, and again if it is suspicious or replayed, or always with ``report_stats``.
@@ -88,7 +91,8 @@ class Reruns:
             self.run.optimizer.loss_scale.load_state_dict(scale)
             first = compute()
             self._compare(first, moved)
-            return first
+            validates = self._mode == "validate_results" and self._is_suspicious(first)
+            return self._validate(first, compute) if validates else first
         if self._mode == "disabled":
             return compute()
         if self._mode == "report_stats":

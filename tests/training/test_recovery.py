@@ -21,6 +21,7 @@ from megatron_core.parallel.launch import RESTART, RestartNeeded, World
 from megatron_core.parallel.recovery.meeting import LOST_STATE, Failure, Meeting, Members
 from megatron_core.parallel.recovery.memory import FINISHED, GENERATION, INVITED, WAITS, Copy, HostMemory
 from megatron_core.training import recovery
+from megatron_core.training.faults import Faults
 from megatron_core.training.recovery import MOST, Recovery
 from megatron_core.training.state_copies import StateCopies
 from megatron_core.training.stop import SIGNALS
@@ -162,6 +163,14 @@ def test_a_rank_that_joins_leaves_at_the_end_of_the_job(reached: str, made: Make
     first.end(0, "the job is complete")
     thread.join(10)
     assert found == [False] and process.memory.numbers[FINISHED] == 1
+
+
+def test_faults_of_lost_ranks_are_not_reported_as_absent(capsys: pytest.CaptureFixture[str]) -> None:
+    config = tiny_config(inject_fault=("kill@1:2", "kill@2:3", "kill@4:2"))
+    world = World(0, 2, 0, CPU, launched=(0, 3), launcher_size=4)
+    Faults.after_run(SimpleNamespace(run=SimpleNamespace(config=config, world=world), _left=[]))  # type: ignore[arg-type]
+    notes = capsys.readouterr().err
+    assert notes.count("has not happened") == 1 and "kill@4:2" in notes
 
 
 def begin(memory: HostMemory, *iterations: int) -> None:
