@@ -9,6 +9,7 @@ from typing import Protocol
 
 from megatron_core.checkpoint import TensorBox
 from megatron_core.checkpoint.host_copy import CopyWriter, LocalCopy
+from megatron_core.errors import MegatronError
 from megatron_core.parallel import interrupt
 from megatron_core.parallel.recovery.keeper import Connection, RemoteCopy
 from megatron_core.parallel.recovery.meeting import Meeting, Members
@@ -17,6 +18,8 @@ from megatron_core.training.callbacks import Callback
 from megatron_core.training.recovery_choice import copies_are_whole
 from megatron_core.training.state import held_pieces, other_pieces, updated_pieces
 
+LONGEST_WAIT = 300.0
+"""Seconds that another rank has to mirror a copy."""
 POLL = 0.001
 """Seconds between checks whether a mirror is complete."""
 
@@ -46,16 +49,30 @@ def sources_of(
 def choose_mirror(memory: HostMemory, ranks: Sequence[int]) -> None:
     """Let the keeper read the copies of a rank on another host, or on this one if there is no other."""
     if len(ranks) > 1:
-        shift = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        shift = shift if shift % len(ranks) else 1
-        memory.numbers[MIRRORS] = 1 + ranks[(ranks.index(memory.rank) + shift) % len(ranks)]
+        memory.numbers[MIRRORS] = 1 + ranks[(ranks.index(memory.rank) + _shift(ranks)) % len(ranks)]
 
 
-def await_mirror(memory: HostMemory) -> None:
-    """Wait until another rank has a mirror of the newest copy; ``InterruptedWait`` if the job fails meanwhile."""
+def _shift(ranks: Sequence[int]) -> int:
+    """Number of places between a rank and the one that it mirrors."""
+    shift = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return shift if shift % len(ranks) else 1
+
+
+def await_mirror(memory: HostMemory, ranks: Sequence[int]) -> None:
+    """Wait until another one of ``ranks``, those that train, has a mirror of the newest copy.
+
+    Errors: ``InterruptedWait`` if the job fails meanwhile, ``MegatronError`` after ``LONGEST_WAIT`` seconds.
+    """
     newest = [copy.stamp for copy in memory.copies()][-1:]
+    deadline = time.monotonic() + LONGEST_WAIT
     while newest and memory.numbers[MIRRORED] < newest[0]:
         interrupt.check()
+        if time.monotonic() > deadline:
+            reader = ranks[(ranks.index(memory.rank) - _shift(ranks)) % len(ranks)]
+            raise MegatronError(
+                f"recover_mirror: rank {reader} has not read the copy of rank {memory.rank} within {LONGEST_WAIT:.0f} "
+                "s; check that its host reaches this one at any port, or remove --recover-mirror"
+            )
         time.sleep(POLL)
 
 
@@ -93,7 +110,7 @@ class StateCopies(Callback):
         run.data_parallel.finish_param_sync()
         run.optimizer.before_update()
         if run.config.resilience.recover_mirror and run.world.size > 1:
-            await_mirror(self._recovery.memory)
+            await_mirror(self._recovery.memory, run.world.launched)
         self._writer.write(
             run.state.iteration, self._pieces(), run.saver.manifest_state(run.state), rollbacks=run.state.rollbacks
         )

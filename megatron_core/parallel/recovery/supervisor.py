@@ -21,7 +21,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from megatron_core.errors import visible
-from megatron_core.parallel.recovery.keeper import start_keeper
+from megatron_core.parallel.recovery.keeper import own_address, start_keeper
 from megatron_core.parallel.recovery.meeting import End, Failure, Meeting
 from megatron_core.parallel.recovery.memory import BEATS, FINISHED, GENERATION, INVITED, ITERATION, WAITS, HostMemory
 from megatron_core.parallel.texts import listed
@@ -70,9 +70,12 @@ class Supervisor:
         self, meeting: Meeting, memory: HostMemory, mirror: HostMemory, *, restart_status: int, respawns: bool = True
     ) -> None:
         """``mirror``: copies of another rank. ``restart_status``: exit status if a restart of the job may help.
-        ``respawns``: start a new process after a death; otherwise the job continues without this rank."""
+        ``respawns``: start a new process after a death; otherwise the job continues without this rank.
+
+        Errors: ``LayoutError`` if other hosts could not reach this one."""
         self._meeting, self._memory, self._restart = meeting, memory, restart_status
         self._mirror, self._respawns = mirror, respawns
+        self._address = own_address(meeting.size)
         self._pid = self._keeper = 0
         self._reason = ""
         """Why the supervisor has killed the process."""
@@ -105,7 +108,7 @@ class Supervisor:
     def _keep(self) -> None:
         """Start the keeper if there is none."""
         if not self._keeper or os.waitpid(self._keeper, os.WNOHANG)[0]:
-            self._keeper = start_keeper(self._meeting, self._memory, self._mirror)
+            self._keeper = start_keeper(self._meeting, self._memory, self._mirror, self._address)
 
     def _begin(self, number: int, parent: int, previous: dict[signal.Signals, Any]) -> Child:
         """In the training process: restore the signal handlers, and end with the supervisor."""
