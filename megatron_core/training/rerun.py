@@ -102,9 +102,11 @@ class Reruns:
 
     def _compare(self, first: Attempt, moved: Attempt) -> None:
         tolerance = TOLERANCES.get(self.run.config.training.compute_dtype, TOLERANCE)
-        wrong = _wrong_copies(first, moved, tolerance)
+        wrong, different = _wrong_copies(first, moved, tolerance), first.different(moved, tolerance)
         if not wrong:
             return
+        if wrong == different and len(wrong) == 1 and math.isfinite(first.losses[wrong[0]]):
+            wrong = sorted({*wrong, (wrong[0] - 1) % len(first.losses)})  # one of two copies, in one attempt
         step, ranks = self.run.state.iteration + 1, self._members(wrong)
         which = "one of ranks" if len(ranks) > 1 else "rank"
         raise WrongStepError(
@@ -188,10 +190,11 @@ class Reruns:
 
 def _wrong_copies(again: Attempt, moved: Attempt, tolerance: float = TOLERANCE) -> list[int]:
     """The copies that compute wrong values, as far as two attempts show it: copy c computed the samples c in ``again``
-    and c + 1 in ``moved``, so that both differ if it is wrong."""
+    and c + 1 in ``moved``, so that both differ if it is wrong in both."""
     different, copies = again.different(moved, tolerance), len(again.losses)
     not_finite = [copy for copy in different if not math.isfinite(again.losses[copy])]
-    return not_finite or [copy for copy in different if (copy + 1) % copies in different] or different
+    not_finite += [(copy - 1) % copies for copy in different if not math.isfinite(moved.losses[copy])]
+    return sorted(set(not_finite)) or [copy for copy in different if (copy + 1) % copies in different] or different
 
 
 def injected_error(run: Run, number: int, shift: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import re
 from contextlib import redirect_stdout
 from types import SimpleNamespace
@@ -12,10 +13,11 @@ import pytest
 import torch
 
 from megatron_core.config.validate import problems
+from megatron_core.errors import WrongStepError
 from megatron_core.parallel import World
 from megatron_core.parallel.grid import Grid
 from megatron_core.training.loop import train
-from megatron_core.training.rerun import Reruns
+from megatron_core.training.rerun import Attempt, Reruns
 from megatron_core.verify.ranks import run_ranks
 from tests.defects.plant import planted
 from tests.runs import tiny_config, tiny_run
@@ -119,6 +121,28 @@ def test_a_replay_needs_another_copy() -> None:
     with redirect_stdout(out):
         Reruns(run)
     assert out.getvalue() == "note: replay_interval=2 has no effect: no other data-parallel replica is left\n"
+
+
+@pytest.mark.parametrize(
+    ("first", "moved", "expected"),
+    [
+        ((1.0, 2.0, 3.0, 4.0), (1.0, 2.5, 3.5, 4.0), "rank 1"),  # wrong in both attempts
+        ((1.0, math.nan, 3.0, 4.0), (1.0, 2.0, 3.0, 4.0), "rank 1"),
+        ((1.0, 2.0, 3.0, 4.0), (math.nan, 2.0, 3.0, 4.0), "rank 3"),
+        ((1.0, 2.0, 3.0, 4.0), (1.0, 2.5, 3.0, 4.0), "one of ranks 0, 1"),
+    ],
+)
+def test_a_replay_names_the_copies_that_may_be_wrong(
+    first: tuple[float, ...], moved: tuple[float, ...], expected: str
+) -> None:
+    groups = SimpleNamespace(grid=Grid(dp=4), size=Grid(dp=4).size)
+    run = SimpleNamespace(
+        config=tiny_config(**RERUN), world=World(0, 4, 0, torch.device("cpu")), groups=groups,
+        state=SimpleNamespace(iteration=6),
+    )  # fmt: skip
+    with pytest.raises(WrongStepError, match=f"^{expected} computed wrong values in step 7") as caught:
+        Reruns(run)._compare(*(Attempt(None, losses, dict) for losses in (first, moved)))
+    assert caught.value.ranks == ((int(expected[-1]),) if expected.startswith("rank") else ())
 
 
 class Groups:
