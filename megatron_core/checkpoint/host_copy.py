@@ -43,8 +43,10 @@ class CopyWriter:
         """The memory of the pieces in each of the two copies, by its address."""
 
     @torch.no_grad()
-    def write(self, iteration: int, pieces: Sequence[TensorBox], state: Mapping[str, Any]) -> int:
-        """Copy ``pieces``, the state after ``iteration``; returns their bytes."""
+    def write(
+        self, iteration: int, pieces: Sequence[TensorBox], state: Mapping[str, Any], *, rollbacks: int = 0
+    ) -> int:
+        """Copy ``pieces``, the state after ``iteration`` and ``rollbacks`` to a checkpoint; returns their bytes."""
         self._describe(pieces)
         if self._bytes > self._memory.room:
             raise CheckpointError(
@@ -59,7 +61,7 @@ class CopyWriter:
                 for at, piece in zip(self._offsets, pieces, strict=True)
             ]
         torch._foreach_copy_(targets, [piece.memory for piece in pieces])
-        self._memory.commit(iteration, self._table, dict(state), self._bytes)
+        self._memory.commit(iteration, self._table, dict(state), self._bytes, rollbacks)
         return self._bytes
 
     def _describe(self, pieces: Sequence[TensorBox]) -> None:

@@ -64,6 +64,10 @@ class World:
     """Prefix of this rank's messages (``[pp1 dp0 tp1]``), once the layout is known."""
     watchdog: Watchdog | Monitor | None = None
     """Detects lost or hanging ranks, once this process has joined."""
+    launched: tuple[int, ...] = ()
+    """The launcher's rank of each rank, if the ranks of the process groups may be others; for messages."""
+    launcher_size: int = 0
+    """The launcher's number of ranks, if the process groups may have fewer."""
     memory: HostMemory | None = None
     """Memory that outlives this process, if a supervisor would start another one in its place."""
 
@@ -87,6 +91,10 @@ class World:
     def use(self, size: int) -> None:
         """Use the first ``size`` ranks and make the others spare."""
         self.size, self.spares = size, self.size + self.spares - size
+
+    def launcher_rank(self, rank: int) -> int:
+        """The launcher's rank of a rank of the process groups."""
+        return self.launched[rank] if self.launched else rank
 
     @property
     def is_spare(self) -> bool:

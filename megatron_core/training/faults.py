@@ -126,7 +126,8 @@ class Faults(Callback):
     def after_run(self) -> None:
         """Report faults that were not injected, so that a mistyped step does not look like a fault the run survived."""
         absent = self.run.config.resilience.faults if self.run.world.rank == 0 else ()
-        absent = [fault for fault in absent if fault.rank >= self.run.world.size]
+        size = self.run.world.launcher_size or self.run.world.size
+        absent = [fault for fault in absent if fault.rank >= size]
         for fault in (*self._left, *absent):
             print(
                 f"note: inject_fault={fault.kind}@{fault.rank}:{fault.step} has not happened: there was no such rank, "

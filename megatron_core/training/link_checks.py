@@ -63,7 +63,8 @@ class LinkChecks(Callback):
 
     def _compare(self) -> None:
         with METER.phase("other", whole=True):
-            found = wrong_deliveries(self.run.groups, self.run.world.device)
+            world = self.run.world
+            found = wrong_deliveries(self.run.groups, world.device, world.launcher_rank)
         if found:
             steps = [int(text.removeprefix("step ").partition(":")[0]) for text in found]
             raise WrongStepError(

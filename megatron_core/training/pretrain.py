@@ -36,9 +36,10 @@ from megatron_core.training.compatibility import (
 from megatron_core.training.data import DatasetsProvider
 from megatron_core.training.loop import evaluate_only, train
 from megatron_core.training.memory_report import describe_memory
-from megatron_core.training.recovery import Recovery, StateCopies, train_with_recovery
+from megatron_core.training.recovery import Recovery, train_with_recovery
 from megatron_core.training.run_files import fetch_run_files
 from megatron_core.training.setup import Run, set_up
+from megatron_core.training.state_copies import StateCopies
 from megatron_core.transformer.layer_spec import LayerSpecs, layer_spec
 
 

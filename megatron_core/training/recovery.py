@@ -23,25 +23,22 @@ from types import FrameType
 
 import torch.distributed as dist
 
-from megatron_core.checkpoint import TensorBox
-from megatron_core.checkpoint.host_copy import CopyWriter, HostCopy
+from megatron_core.checkpoint.host_copy import HostCopy
 from megatron_core.config import RunConfig
 from megatron_core.errors import ConfigError, MegatronError, WrongStepError
 from megatron_core.parallel import World, rank_local
 from megatron_core.parallel.interrupt import InterruptedWait
 from megatron_core.parallel.launch import FAILED, RESTART, RestartNeeded, explained, join, meet, meet_again
 from megatron_core.parallel.recovery.meeting import LOST_STATE, Failure, Meeting, Members, connection
-from megatron_core.parallel.recovery.memory import FINISHED, GENERATION, ITERATION, HostMemory
+from megatron_core.parallel.recovery.memory import FINISHED, GENERATION, INVITED, ITERATION, WAITS, HostMemory
 from megatron_core.parallel.recovery.monitor import Monitor
 from megatron_core.parallel.recovery.supervisor import Supervisor
 from megatron_core.parallel.shared_memory import backend as shared_memory
 from megatron_core.parallel.texts import listed
-from megatron_core.training.callbacks import Callback
 from megatron_core.training.faults import die_in_recovery
-from megatron_core.training.recovery_choice import choice_of, copies_are_whole
+from megatron_core.training.recovery_choice import choice_of
 from megatron_core.training.setup import Run
-from megatron_core.training.state import held_pieces, other_pieces, updated_pieces
-from megatron_core.training.state_copies import await_mirror, choose_mirror, sources_of
+from megatron_core.training.state_copies import choose_mirror, sources_of
 from megatron_core.training.stop import SIGNALS
 
 MEETING = 60.0
@@ -53,8 +50,6 @@ SAVE_SECONDS = 1.0
 MOST = 5
 """Recoveries to one iteration after which the job ends."""
 POLL = 0.01
-NEVER = 1 << 40
-"""A generation that never fails: its supervisor does not expect this process at a meeting."""
 
 _inherited: list[dist.Store] = []
 """The supervisor's connection. A training process must not destroy it: its threads exist only in the supervisor."""
@@ -77,6 +72,8 @@ def train_with_recovery(config: RunConfig, world: World, attempt: Attempt) -> No
     world.store = (meet_again if joins else meet)(world, timeout)
     importlib.import_module("torch._dynamo")  # an optimizer loads it, in 1.5 s; loaded here, every new process has it
     memory, mirror = HostMemory(rank=world.rank), HostMemory(rank=world.rank)
+    if joins:
+        memory.numbers[GENERATION] = WAITS
     store = dist.PrefixStore("recovery", world.store)
     meeting = Meeting(store, world.rank, world.size, choice_of(config, world.size))
     _inherited.append(world.store)
@@ -132,24 +129,39 @@ class Recovery:
                 self._monitor.pause()
                 if not isinstance(error, Regrouped):
                     self._explain(error)
+            wrong = self._meeting.wrong(self.generation)
+            if wrong is not None and self._rank in wrong.ranks:
+                os._exit(RESTART)
             self._tear_down()
             self.generation = self._meeting.next_generation(self.generation + 1)
 
     def _await_invitation(self) -> bool:
-        """Ask the others to take this rank in, and wait until they meet; False if the job has ended before."""
-        memory, rank = self.memory.numbers, self._rank
-        memory[GENERATION] = NEVER
-        self._meeting.ask_to_join()
-        while self._meeting.is_lost(rank):
+        """Ask the others to take this rank in, once they have lost it, and wait until they meet; False if the job has
+        ended before."""
+        memory, rank, meeting = self.memory.numbers, self._rank, self._meeting
+        memory[GENERATION] = WAITS
+        others = [other for other in range(self._size) if other != rank]
+
+        def they_meet() -> bool:  # they complete their step before
+            self.generation = meeting.next_generation(self.generation)
+            return any(meeting.has_arrived(self.generation, other) for other in others)
+
+        joined = self._until(lambda: meeting.is_lost(rank))
+        if joined:
+            meeting.ask_to_join()
+            joined = self._until(lambda: not meeting.is_lost(rank))
+        if joined:
+            memory[GENERATION] = INVITED
+            joined = self._until(they_meet)
+        memory[GENERATION], memory[FINISHED] = self.generation, not joined
+        return joined
+
+    def _until(self, is_reached: Callable[[], bool]) -> bool:
+        """Wait until ``is_reached``; False if the job ends before."""
+        while not is_reached():
             if self._meeting.ended() is not None:
-                memory[FINISHED] = 1
                 return False
             time.sleep(POLL)
-        others, generation = [other for other in range(self._size) if other != rank], self._meeting.next_generation(0)
-        while not any(self._meeting.has_arrived(generation, other) for other in others):  # they complete their step
-            time.sleep(POLL)
-            generation = self._meeting.next_generation(generation)
-        memory[GENERATION] = generation
         return True
 
     def _run_generation(self, attempt: Attempt) -> None:
@@ -165,7 +177,8 @@ class Recovery:
         self._end_without_state(members)
         if self._rank not in ranks:
             return self._stand_aside()
-        world.rank, world.size = ranks.index(self._rank), len(ranks)
+        world.rank, world.size, world.launched = ranks.index(self._rank), len(ranks), ranks
+        world.launcher_size = self._size
         config, copy = self.config, None
         if members.iteration >= 0:
             copy = HostCopy(sources_of(members, self._meeting, self.memory, self._mirror))
@@ -193,12 +206,21 @@ class Recovery:
         self._meeting.end(0, "the job is complete")
 
     def _end_without_state(self, members: Members) -> None:
-        """End the job if the remaining ranks are too few for a replica, or lack a part of its state."""
+        """End the job if the remaining ranks are too few for a replica, or lack a part of its state.
+
+        Errors: ``RestartNeeded`` with the reason.
+        """
+        what = ""
         if not members.training:
-            self._meeting.end(RESTART, "no data-parallel replica has all of its ranks: a restart is needed")
+            what = "no data-parallel replica has all of its ranks: a restart is needed"
         elif members.iteration == LOST_STATE:
-            what = "a part of the weights or the optimizer state has no copy left: a restart is needed"
-            self._meeting.end(RESTART, f"{what}; --recover-mirror keeps a copy of each rank's state on another host")
+            what = (
+                "a part of the weights or the optimizer state has no copy left: a restart is needed; --recover-mirror "
+                "keeps a copy of each rank's state on another host"
+            )
+        if what:
+            self._meeting.end(RESTART, what)
+            raise RestartNeeded(what)
 
     def _stand_aside(self) -> None:
         """Wait for the end of this generation, because its batch or layout has no use for this rank."""
@@ -257,13 +279,16 @@ class Recovery:
         return "a rank that has not completed its last step did not reach"
 
     def _refuse_repetition(self, members: Members) -> None:
-        """``MegatronError`` if the last ``MOST`` generations continued from the same iteration."""
-        count, last = 0, self.generation - 1
-        while last >= 0:
+        """``MegatronError`` if the last ``MOST`` generations continued from the same iteration.
+
+        A generation that failed before its members were decided is a part of the recovery after it.
+        """
+        count = 0
+        for last in range(self.generation - 1, -1, -1):
             earlier = self._meeting.decided(last)
-            if earlier is not None and earlier.iteration != members.iteration:
+            if earlier is not None and (earlier.iteration, earlier.rollbacks) != (members.iteration, members.rollbacks):
                 break
-            count, last = count + 1, last - 1
+            count += earlier is not None
         failure = self._meeting.failure(self.generation - 1) if self.generation else None
         if count > MOST and failure is not None:
             raise MegatronError(
@@ -290,17 +315,12 @@ class Recovery:
             time.sleep(POLL)
 
     def _steps_back(self, error: WrongStepError) -> bool:
-        """Publish wrong values of a step, and forget the copies that may have them; False if no other copy is left.
-
-        The process of a rank that must not continue ends here.
-        """
-        self.memory.keep_before(error.first)
-        if not self.memory.copies():
+        """Publish wrong values of a step, whose copies do not count any more; False if no other copy is left."""
+        if all(copy.iteration >= error.first for copy in self.memory.copies()):
             return False
-        what = str(error).partition(". ")[0]
-        self._meeting.fail(self.generation, Failure(self._rank, what, self.memory.numbers[ITERATION]))
-        if self.world.rank in error.ranks:
-            os._exit(RESTART)
+        what, iteration = str(error).partition(". ")[0], self.memory.numbers[ITERATION]
+        failure = Failure(self._rank, what, iteration, first=error.first, ranks=error.ranks)
+        self._meeting.fail(self.generation, failure)
         return True
 
     def _publish(self, error: Exception, found: tuple[int, str] | None) -> None:
@@ -355,45 +375,3 @@ class Recovery:
         first, last = max(members.iteration, 0) + 1, failure.iteration
         repeats = f", repeating iteration {first}" + f" to {last}" * (last > first) if last >= first else ""
         return f"recovered in {seconds:.1f} s: {what}; {done}; training continues {since}{repeats}"
-
-
-class StateCopies(Callback):
-    """Copies the state of this rank before each step, after everything that belongs to the previous one."""
-
-    priority = -50  # before Faults
-
-    def __init__(self, recovery: Recovery) -> None:
-        self._recovery = recovery
-        self._writer = CopyWriter(recovery.memory)
-        self._is_first = True
-        self._memory = list[int]()
-        self._updated = list[TensorBox]()
-
-    def before_step(self) -> None:
-        """Copy the state, and in the first step after a failure say how it was survived."""
-        run = self.run
-        run.data_parallel.finish_param_sync()
-        run.optimizer.before_update()
-        if run.config.resilience.recover_mirror and run.world.size > 1:
-            await_mirror(self._recovery.memory)
-        self._writer.write(run.state.iteration, self._pieces(), run.saver.manifest_state(run.state))
-        if self._is_first and self._recovery.generation and run.world.rank == 0:
-            print(self._recovery.story(), flush=True)
-        if self._is_first and run.world.rank == 0:
-            self._recovery.report_training()
-        self._is_first = False
-        self._recovery.regroup_when_due(run.state.iteration)
-
-    def _pieces(self) -> list[TensorBox]:
-        """The pieces to copy; those of weights and optimizer state are the same as long as their memory is."""
-        run = self.run
-        if copies_are_whole(run.config):
-            return list(held_pieces(run.data_parallel, run.optimizer, run.fp8))
-        flat = [bucket.weight_shard for bucket in run.data_parallel.all_buckets]
-        flat += [tensor for _, tensors in run.optimizer.tensors() for tensor in tensors.values()]
-        memory = [tensor.data_ptr() for tensor in flat]
-        if memory != self._memory:
-            self._memory = memory
-            self._updated = [piece for piece in updated_pieces(run.data_parallel, run.optimizer) if piece.owned]
-        others = other_pieces(run.data_parallel, run.optimizer, run.fp8)
-        return [*self._updated, *(piece for piece in others if piece.owned)]

@@ -75,6 +75,9 @@ class Reruns:
         self.counts: Counter[str] = Counter()
         """Number of repeated steps by verdict; with ``report_stats`` of steps that were equal or different."""
         self._largest = 0.0
+        interval = run.config.resilience.replay_interval
+        if interval is not None and run.groups.size("dp") == 1 and run.world.rank == 0:
+            print(f"note: replay_interval={interval} has no effect: no other data-parallel replica is left", flush=True)
 
     def take(self, compute: Compute) -> Attempt:
         """Compute a step, and again if it is suspicious or replayed, or always with ``report_stats``.
@@ -88,7 +91,8 @@ class Reruns:
             self.run.optimizer.loss_scale.load_state_dict(scale)
             first = compute()
             self._compare(first, moved)
-            return first
+            validates = self._mode == "validate_results" and self._is_suspicious(first)
+            return self._validate(first, compute) if validates else first
         if self._mode == "disabled":
             return compute()
         if self._mode == "report_stats":
@@ -98,9 +102,11 @@ class Reruns:
 
     def _compare(self, first: Attempt, moved: Attempt) -> None:
         tolerance = TOLERANCES.get(self.run.config.training.compute_dtype, TOLERANCE)
-        wrong = _wrong_copies(first, moved, tolerance)
+        wrong, different = _wrong_copies(first, moved, tolerance), first.different(moved, tolerance)
         if not wrong:
             return
+        if wrong == different and len(wrong) == 1 and math.isfinite(first.losses[wrong[0]]):
+            wrong = sorted({*wrong, (wrong[0] - 1) % len(first.losses)})  # one of two copies, in one attempt
         step, ranks = self.run.state.iteration + 1, self._members(wrong)
         which = "one of ranks" if len(ranks) > 1 else "rank"
         raise WrongStepError(
@@ -168,8 +174,10 @@ class Reruns:
         return f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))}" if ranks else "unknown ranks"
 
     def _members(self, copies: Sequence[int]) -> list[int]:
+        """The launcher's ranks of some copies."""
         grid = self.run.groups.grid
-        return [rank for rank in range(grid.world_size) if grid.coordinates(rank)["dp"] in copies]
+        found = [rank for rank in range(grid.world_size) if grid.coordinates(rank)["dp"] in copies]
+        return [self.run.world.launcher_rank(rank) for rank in found]
 
     def report(self) -> None:
         """Print the counts at the end of a run."""
@@ -182,10 +190,11 @@ class Reruns:
 
 def _wrong_copies(again: Attempt, moved: Attempt, tolerance: float = TOLERANCE) -> list[int]:
     """The copies that compute wrong values, as far as two attempts show it: copy c computed the samples c in ``again``
-    and c + 1 in ``moved``, so that both differ if it is wrong."""
+    and c + 1 in ``moved``, so that both differ if it is wrong in both."""
     different, copies = again.different(moved, tolerance), len(again.losses)
     not_finite = [copy for copy in different if not math.isfinite(again.losses[copy])]
-    return not_finite or [copy for copy in different if (copy + 1) % copies in different] or different
+    not_finite += [(copy - 1) % copies for copy in different if not math.isfinite(moved.losses[copy])]
+    return sorted(set(not_finite)) or [copy for copy in different if (copy + 1) % copies in different] or different
 
 
 def injected_error(run: Run, number: int, shift: int) -> bool:

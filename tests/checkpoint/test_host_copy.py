@@ -87,6 +87,20 @@ def test_the_chosen_copy_is_not_the_next_one_to_be_replaced() -> None:
     assert iterations(memory) == []
 
 
+def test_copies_after_a_rollback_are_newer() -> None:
+    memory = HostMemory(ROOM)
+    writer = CopyWriter(memory)
+    for step in (4, 5):
+        writer.write(step, pieces(float(step)), {"iteration": step})
+    for step in (2, 3, 4):  # after the checkpoint of iteration 2
+        writer.write(step, pieces(10.0 + step), {"iteration": step}, rollbacks=1)
+        assert memory.copies()[-1] == Copy(0, step, 0, rollbacks=1)
+    assert memory.copies() == [Copy(0, 3, 0, rollbacks=1), Copy(0, 4, 0, rollbacks=1)]
+    memory.choose(Copy(0, 4, 0, rollbacks=1))
+    values = filled(HostCopy([LocalCopy(memory, Copy(0, 4, 0, rollbacks=1))]))
+    assert all(torch.equal(value, torch.full_like(value, 14.0)) for value in values)
+
+
 def test_what_is_not_there_is_an_error() -> None:
     memory = HostMemory(ROOM)
     CopyWriter(memory).write(1, pieces(1.0)[:1], {"iteration": 1})

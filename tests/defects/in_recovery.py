@@ -109,12 +109,33 @@ IN_RECOVERY = (
         "self._slot_of(copy)",
         test_host_copy.test_another_process_reads_the_two_newest_copies,
     ),
+    RecoveryDefect(
+        "a rollback does not replace the copies before it",
+        "parallel.recovery.memory:Copy.stamp",
+        "(self.rollbacks << 32)",
+        "0",
+        test_host_copy.test_copies_after_a_rollback_are_newer,
+    ),
     # The meeting.
+    RecoveryDefect(
+        "copies of wrong values count",
+        "parallel.recovery.meeting:Meeting._count",
+        "iteration >= first for",
+        "iteration > first for",
+        test_meeting.test_copies_of_wrong_values_do_not_count,
+    ),
+    RecoveryDefect(
+        "copies before a rollback count",
+        "parallel.recovery.meeting:Meeting._count",
+        "copy.rollbacks, copy.iteration",
+        "0, copy.iteration",
+        test_meeting.test_copies_after_a_rollback_count,
+    ),
     RecoveryDefect(
         "the newest copy of any rank counts, not the newest common one",
         "parallel.recovery.meeting:Meeting._count",
-        "holders.setdefault((iteration, written), {})",
-        "holders.setdefault((max(each[1] for each in copies), written), {})",
+        "copy.iteration), {})",
+        "max(each[1] for each in copies)), {})",
         IN_COPY,
     ),
     RecoveryDefect(
@@ -162,8 +183,8 @@ IN_RECOVERY = (
     RecoveryDefect(
         "mirrors are not used",
         "parallel.recovery.meeting:Meeting._count",
-        "for owner, iteration, written in copies:",
-        "for owner, iteration, written in [each for each in copies if each[0] == rank]:",
+        "map(Copy._make, copies)",
+        "map(Copy._make, [each for each in copies if each[0] == rank])",
         WITHOUT_HOST,
     ),
 )

@@ -40,9 +40,9 @@ from megatron_core.parallel.recovery.meeting import LOST_STATE, Failure, Meeting
 from megatron_core.parallel.recovery.memory import GENERATION, MIRRORED, Copy, HostMemory
 from megatron_core.training.callbacks import Callback, Callbacks
 from megatron_core.training.link_checks import LinkChecks
-from megatron_core.training.recovery import StateCopies
 from megatron_core.training.recovery_choice import choice_of
 from megatron_core.training.setup import set_up
+from megatron_core.training.state_copies import StateCopies
 from megatron_core.training.step import StepResult, train_step
 from megatron_core.verify.ranks import RankFailure, run_simulated
 from tests.checkpoint.runs import SMALL
@@ -120,8 +120,7 @@ class Disturbed:
 
 def sources(members: Members, memory: HostMemory, all_memory: Sequence[Sequence[HostMemory]]) -> Iterator[LocalCopy]:
     """As ``sources_of``, with the memory of all ranks at hand."""
-    copies = [Copy(owner, members.iteration, members.written) for owner in members.holders]
-    for copy in sorted(copies, key=lambda copy: (copy.owner - memory.rank) % len(all_memory)):
+    for copy in sorted(members.copies, key=lambda copy: (copy.owner - memory.rank) % len(all_memory)):
         for held in all_memory[members.holders[copy.owner]]:
             if copy in held.copies():
                 if held is memory:
@@ -139,7 +138,7 @@ def rank_of_job(
     neighbour = members.training[place - 1]
     memory = memories[rank][0]
     job = Disturbed(memory, memories[neighbour][1] if len(members.training) > 1 else None, faults, members)
-    world = World(place, len(members.training), 0, torch.device("cpu"), memory=memory)
+    world = World(place, len(members.training), 0, torch.device("cpu"), memory=memory, launched=members.training)
     copy = None if members.iteration < 0 else HostCopy(sources(members, memory, memories))
     run = set_up(RunConfig.from_flat(settings), world, copy=copy)
     if job.generation:
@@ -225,7 +224,7 @@ def run_job(case: str, faults: Sequence[Planned] = ()) -> Outcome:
             message = str(failure).strip().splitlines()[-1]
             outcome.messages.append(message)
             outcome.seconds.append(time.monotonic() - began)
-            fault = next((fault for fault in left if is_named(message, fault, members.training)), None)
+            fault = next((fault for fault in left if is_named(message, fault)), None)
             assert fault is not None, f"{case} {faults}: {failure}"
             left.remove(fault)
             if fault.kind in DEATHS and fault.loss != "spare":
@@ -242,12 +241,11 @@ def run_job(case: str, faults: Sequence[Planned] = ()) -> Outcome:
     raise AssertionError(f"{case} {faults}: {outcome.messages}")
 
 
-def is_named(message: str, fault: Planned, training: Sequence[int]) -> bool:
+def is_named(message: str, fault: Planned) -> bool:
     """Whether ``message`` names the rank, the step and the class of ``fault``."""
     if fault.kind in DEATHS:
         return f"rank {fault.rank} died in step {fault.step} by {fault.kind}" in message
-    place = training.index(fault.rank) if fault.rank in training else -1
-    return f"step {fault.step}: " in message and f"rank {place} received" in message.replace("ranks", "rank")
+    return f"step {fault.step}: " in message and f"rank {fault.rank} received" in message.replace("ranks", "rank")
 
 
 def ends(training: Sequence[int], memories: Sequence[Sequence[HostMemory]], generation: int) -> dict[str, torch.Tensor]:
@@ -319,7 +317,7 @@ def disturb(number: int, seed: int) -> tuple[list[tuple[str, bool, float]], str]
     seen = []
     left = list(zip(found.messages, found.seconds, strict=True))
     for fault in given:
-        mine = [each for each in left if is_named(each[0], fault, range(64))]
+        mine = [each for each in left if is_named(each[0], fault)]
         if mine:
             left.remove(mine[0])
             seen.append((fault.kind, True, mine[0][1]))

@@ -231,5 +231,5 @@ def test_unchecked_collectives_in_cuda_graphs_are_noted(settings: dict[str, Any]
 
 def test_settings() -> None:
     assert tiny_config().monitor.link_check_interval == 100
-    with pytest.raises(ConfigError, match="inject_fault=tp-gone@0:1 is not a fault"):
-        check(tiny_config(inject_fault=("tp-gone@0:1",)), 2)
+    with pytest.raises(ConfigError, match="inject_fault=tp-torn@0:1 is not a fault"):
+        check(tiny_config(inject_fault=("tp-torn@0:1",)), 2)

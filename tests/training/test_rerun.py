@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import re
 from contextlib import redirect_stdout
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megatron_core.config.validate import problems
+from megatron_core.errors import WrongStepError
+from megatron_core.parallel import World
+from megatron_core.parallel.grid import Grid
 from megatron_core.training.loop import train
+from megatron_core.training.rerun import Attempt, Reruns
 from megatron_core.verify.ranks import run_ranks
 from tests.defects.plant import planted
 from tests.runs import tiny_config, tiny_run
@@ -99,6 +106,59 @@ def test_a_flipped_bit_is_transient(undisturbed: dict[int, float]) -> None:
     """NaN in the weights of a rank during one step."""
     taken, skipped, said, _ = on_ranks(2, **RERUN, inject_fault=("nan@1:2",))[0]
     assert taken == undisturbed and not skipped and re.search(r"iteration 2 .*: transient on rank 1", said)
+
+
+def test_a_replayed_step_is_validated_too() -> None:
+    _, skipped, said, stopped = on_ranks(2, **injected("correct_result"), replay_interval=1)[0]
+    verdicts = re.findall(r"iteration (\d).*: correct: it is the same on the same and on other ranks", said)
+    assert verdicts and skipped == [int(each) for each in verdicts] and not stopped
+
+
+def test_a_replay_needs_another_copy() -> None:
+    config = tiny_config(**SETTINGS | RERUN | {"replay_interval": 2})
+    run = SimpleNamespace(config=config, world=World(0, 1, 0, torch.device("cpu")), groups=Groups())
+    out = io.StringIO()
+    with redirect_stdout(out):
+        Reruns(run)
+    assert out.getvalue() == "note: replay_interval=2 has no effect: no other data-parallel replica is left\n"
+
+
+@pytest.mark.parametrize(
+    ("first", "moved", "expected"),
+    [
+        ((1.0, 2.0, 3.0, 4.0), (1.0, 2.5, 3.5, 4.0), "rank 1"),  # wrong in both attempts
+        ((1.0, math.nan, 3.0, 4.0), (1.0, 2.0, 3.0, 4.0), "rank 1"),
+        ((1.0, 2.0, 3.0, 4.0), (math.nan, 2.0, 3.0, 4.0), "rank 3"),
+        ((1.0, 2.0, 3.0, 4.0), (1.0, 2.5, 3.0, 4.0), "one of ranks 0, 1"),
+    ],
+)
+def test_a_replay_names_the_copies_that_may_be_wrong(
+    first: tuple[float, ...], moved: tuple[float, ...], expected: str
+) -> None:
+    groups = SimpleNamespace(grid=Grid(dp=4), size=Grid(dp=4).size)
+    run = SimpleNamespace(
+        config=tiny_config(**RERUN), world=World(0, 4, 0, torch.device("cpu")), groups=groups,
+        state=SimpleNamespace(iteration=6),
+    )  # fmt: skip
+    with pytest.raises(WrongStepError, match=f"^{expected} computed wrong values in step 7") as caught:
+        Reruns(run)._compare(*(Attempt(None, losses, dict) for losses in (first, moved)))
+    assert caught.value.ranks == ((int(expected[-1]),) if expected.startswith("rank") else ())
+
+
+class Groups:
+    """Two ranks of one data-parallel copy, which were others in the launcher."""
+
+    grid = Grid(tp=2)
+
+    def size(self, axis: str) -> int:
+        """The size of an axis."""
+        return self.grid.size(axis)
+
+
+def test_copies_are_named_by_the_ranks_of_the_launcher() -> None:
+    world = World(0, 2, 0, torch.device("cpu"), launched=(3, 5))
+    run = SimpleNamespace(config=tiny_config(**RERUN), world=world, groups=Groups())
+    assert Reruns(run)._members([0]) == [3, 5]
 
 
 def test_experts_and_a_pipeline() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -18,17 +18,17 @@ MOST = 4
 """Wrong deliveries that each rank describes."""
 
 
-def wrong_deliveries(groups: ParallelGroups, device: torch.device) -> list[str]:
+def wrong_deliveries(groups: ParallelGroups, device: torch.device, named: Callable[[int], int] = int) -> list[str]:
     """Compare the complete calls and messages recorded since the last comparison; a collective call of all ranks.
 
     Returns a description of each wrong delivery, equal on all ranks: receiver, sender, collective and axis. Calls that
-    are not complete on all ranks of their group stay recorded.
+    are not complete on all ranks of their group stay recorded. ``named``: the launcher's rank of a rank.
     """
     checking, LINKS.checking = LINKS.checking, False  # the comparison itself is not recorded
     try:
-        found = list(_wrong_messages())
+        found = list(_wrong_messages(named))
         for group, names in groups.named():
-            found += _wrong_calls(group, names, groups, device)
+            found += _wrong_calls(group, names, [named(rank) for rank in groups.global_ranks(group)], device)
         number = torch.tensor([len(found)], dtype=torch.int64, device=device)
         world = groups.group(WORLD)
         all_reduce_(number, world)
@@ -40,21 +40,20 @@ def wrong_deliveries(groups: ParallelGroups, device: torch.device) -> list[str]:
         LINKS.checking = checking
 
 
-def _wrong_messages() -> Iterable[str]:
+def _wrong_messages(named: Callable[[int], int]) -> Iterable[str]:
     """Describe the wrong messages between pipeline stages that this rank received."""
     arrived, LINKS.deliveries = LINKS.deliveries, []
     for each in arrived:
         if not each.right:
             yield (
-                f"step {each.iteration}: rank {each.receiver} received a wrong {each} from rank {each.sender} over pp "
-                f"(message {each.number} of this link)"
+                f"step {each.iteration}: rank {named(each.receiver)} received a wrong {each} from rank "
+                f"{named(each.sender)} over pp (message {each.number} of this link)"
             )
 
 
-def _wrong_calls(group: Group, names: Sequence[str], groups: ParallelGroups, device: torch.device) -> list[str]:
-    """Compare the calls over one group; describe those that delivered wrong data to this rank."""
+def _wrong_calls(group: Group, names: Sequence[str], ranks: Sequence[int], device: torch.device) -> list[str]:
+    """Compare the calls over one group of ``ranks``; describe those that delivered wrong data to this rank."""
     calls = _complete_on_all(group, device)
-    ranks = groups.global_ranks(group)
     where = f"over {' = '.join(names)} (ranks {listed(ranks)})"
     found: list[tuple[tuple[int, int], str]] = []
     for call, sources in _wrong_moves([call for call in calls if not call.is_sum], group):

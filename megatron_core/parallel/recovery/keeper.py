@@ -17,6 +17,7 @@ import secrets
 import signal
 import socket
 import socketserver
+import sys
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -26,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_core.errors import LayoutError, visible
 from megatron_core.parallel import interrupt
 from megatron_core.parallel.recovery.meeting import Meeting
 from megatron_core.parallel.recovery.memory import MIRRORED, MIRRORS, Copy, HostMemory
@@ -41,6 +43,7 @@ IDLE = 0.2
 LONGEST = 2**26
 """Bytes of the longest request."""
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+LOOPBACK = "127.0.0.1"
 Address = tuple[str, int, str]
 """Host, port, and the word without which a keeper does not answer."""
 
@@ -117,8 +120,12 @@ class _Answers(socketserver.StreamRequestHandler):
 
     def handle(self) -> None:
         while line := self.rfile.readline(LONGEST):
-            request = json.loads(line)
-            if not hmac.compare_digest(str(request.get("word")), self.server.word):
+            try:
+                request = json.loads(line)
+            except ValueError:
+                return
+            word = str(request.get("word")) if isinstance(request, dict) else ""
+            if not hmac.compare_digest(word.encode(errors="replace"), self.server.word.encode()):
                 return
             try:
                 for part in self.server.answer(request["what"], Copy(*request["copy"]), request):
@@ -131,6 +138,7 @@ class _Server(socketserver.ThreadingTCPServer):
     daemon_threads = True
 
     def __init__(self, address: str, memory: HostMemory, mirror: HostMemory) -> None:
+        self.address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
         super().__init__((address, 0), _Answers)
         self._memory, self._mirror = memory, mirror
         self.word = secrets.token_hex(16)
@@ -166,8 +174,8 @@ def _line(**answer: Any) -> bytes:
     return json.dumps({"found": True, **answer}).encode() + b"\n"
 
 
-def start_keeper(meeting: Meeting, memory: HostMemory, mirror: HostMemory) -> int:
-    """Fork the keeper of this rank; returns its process id. It ends with this process."""
+def start_keeper(meeting: Meeting, memory: HostMemory, mirror: HostMemory, address: str = LOOPBACK) -> int:
+    """Fork the keeper of this rank at ``address``; returns its process id. It ends with this process."""
     parent = os.getpid()
     pid = os.fork()
     if pid:
@@ -175,14 +183,19 @@ def start_keeper(meeting: Meeting, memory: HostMemory, mirror: HostMemory) -> in
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    if os.getppid() == parent:
-        with suppress(RuntimeError, OSError):  # the job's store has ended
-            _keep(meeting.clone(), memory, mirror)
-    os._exit(1)
+    try:
+        if os.getppid() == parent:
+            server = _Server(address, memory, mirror)
+            with suppress(RuntimeError, OSError):  # the job's store has ended
+                _keep(meeting.clone(), server, memory, mirror)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        print(visible(f"error: the keeper of rank {memory.rank} has ended: {reason}"), file=sys.stderr, flush=True)
+    finally:
+        os._exit(1)
 
 
-def _keep(meeting: Meeting, memory: HostMemory, mirror: HostMemory) -> None:
-    server = _Server(own_address(), memory, mirror)
+def _keep(meeting: Meeting, server: _Server, memory: HostMemory, mirror: HostMemory) -> None:
     host, port = server.socket.getsockname()[:2]
     meeting.offer((host, port, server.word))
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -211,8 +224,29 @@ def _mirror(connection: Connection, owner: int, memory: HostMemory, mirror: Host
     connection.close()
 
 
-def own_address() -> str:
-    """The address of this host on its way to ``MASTER_ADDR``, at which the other ranks can reach it."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), 9))
-        return str(probe.getsockname()[0])
+def own_address(size: int) -> str:
+    """The address of this host at which the keepers of a job of ``size`` ranks can reach it.
+
+    It is the one on the way to ``MASTER_ADDR``, or the loopback address if all ranks are on this host. Errors:
+    ``LayoutError`` if the address cannot be found, or is the loopback address although there are other hosts.
+    """
+    if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) == size:
+        return LOOPBACK
+    master = os.environ.get("MASTER_ADDR", LOOPBACK)
+    try:
+        family, kind, _, _, where = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(where)
+            found = str(probe.getsockname()[0])
+    except OSError as error:
+        raise LayoutError(
+            f"MASTER_ADDR={master!r}: this host has no way to it ({error}), so that other ranks could not read the "
+            "copies of its state; set MASTER_ADDR to an address of rank 0's host that all hosts can reach"
+        ) from None
+    if "LOCAL_WORLD_SIZE" in os.environ and (found.startswith("127.") or found == "::1"):
+        raise LayoutError(
+            f"MASTER_ADDR={master!r} is {found} on this host, which other hosts cannot reach, but "
+            f"{os.environ['LOCAL_WORLD_SIZE']} of {size} ranks are here; set MASTER_ADDR to an address of rank 0's "
+            "host that all hosts can reach, such as its IP address"
+        )
+    return found

@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch.distributed as dist
@@ -31,6 +32,16 @@ class Failure:
     """The running iteration of the rank; 0 before the first one."""
     at: float = field(default_factory=time.time)
     """Time of the detection, in seconds since 1970."""
+    first: int | None = None
+    """The first step with wrong values, if they are the failure; the state before it is right."""
+    ranks: tuple[int, ...] = ()
+    """Ranks whose processes must not continue."""
+
+    @classmethod
+    def of(cls, text: str) -> Failure:
+        """The failure that ``text`` describes."""
+        found = json.loads(text)
+        return cls(**found | {"ranks": tuple(found["ranks"])})
 
 
 @dataclass(frozen=True)
@@ -49,6 +60,13 @@ class Members:
     """The rank whose memory has the copy of each owner."""
     fresh: tuple[int, ...]
     """Ranks whose process is new."""
+    rollbacks: int = 0
+    """The number of rollbacks to a checkpoint before the copies were written."""
+
+    @property
+    def copies(self) -> list[Copy]:
+        """The copies from which the ranks continue."""
+        return [Copy(owner, self.iteration, self.written, self.rollbacks) for owner in self.holders]
 
     @classmethod
     def of(cls, text: str) -> Members:
@@ -93,13 +111,21 @@ class Meeting:
         return Meeting(connection(self._store), self.rank, self.size, self._choice)
 
     def fail(self, generation: int, failure: Failure) -> None:
-        """Publish a failure, unless this generation has failed already."""
-        self._first(f"{generation}/failed", json.dumps(asdict(failure)))
+        """Publish a failure, unless this generation has failed already; wrong values also if it has."""
+        text = json.dumps(asdict(failure))
+        if failure.first is not None:
+            self._first(f"{generation}/wrong", text)
+        self._first(f"{generation}/failed", text)
 
     def failure(self, generation: int) -> Failure | None:
         """The first failure of ``generation``, or None."""
         text = self._get(f"{generation}/failed")
-        return None if text is None else Failure(**json.loads(text))
+        return None if text is None else Failure.of(text)
+
+    def wrong(self, generation: int) -> Failure | None:
+        """The failure of ``generation`` by wrong values, or None."""
+        text = self._get(f"{generation}/wrong")
+        return None if text is None else Failure.of(text)
 
     def train(self, generation: int) -> None:
         """Report that the first step of ``generation`` starts."""
@@ -148,7 +174,7 @@ class Meeting:
 
     def _count(self, generation: int) -> Members:
         there, fresh = list[int](), list[int]()
-        holders: dict[tuple[int, int], dict[int, int]] = {}
+        holders: dict[tuple[int, int, int], dict[int, int]] = {}  # by written, rollbacks and iteration
         for rank in range(self.size):
             lost = self.is_lost(rank)
             text = self._get(f"held/{rank}" if lost else f"{generation}/at/{rank}")
@@ -156,19 +182,23 @@ class Meeting:
             if not lost:
                 there.append(rank)
                 fresh += [rank] * is_fresh
-            for owner, iteration, written in copies:
-                found = holders.setdefault((iteration, written), {})
-                if owner not in found or rank == owner:
-                    found[owner] = rank
+            for copy in map(Copy._make, copies):
+                found = holders.setdefault((copy.generation, copy.rollbacks, copy.iteration), {})
+                if copy.owner not in found or rank == copy.owner:
+                    found[copy.owner] = rank
         earlier = {each: self.decided(each) for each in range(generation)}
         training = self._choice.training(there)
-        for (iteration, written), found in sorted(holders.items(), reverse=True):
+        failures = [(each, self.wrong(each)) for each in range(generation)]
+        wrong = [(each, failure.first or 0) for each, failure in failures if failure is not None]
+        for (written, rollbacks, iteration), found in sorted(holders.items(), reverse=True):
             writers = earlier.get(written)
+            if any(written <= each and iteration >= first for each, first in wrong):
+                continue
             if writers is not None and self._choice.suffices(writers.training, found):
-                return Members(tuple(there), training, iteration, written, found, tuple(fresh))
+                return Members(tuple(there), training, iteration, written, found, tuple(fresh), rollbacks)
         # All ranks copy their state before the first step is complete, after which one of them may have two copies.
         has_trained = any(each is not None and each.iteration >= 0 for each in earlier.values())
-        has_trained |= len({iteration for iteration, _ in holders}) > 1
+        has_trained |= len({iteration for _, _, iteration in holders}) > 1
         return Members(tuple(there), training, LOST_STATE if has_trained else NO_STATE, 0, {}, tuple(fresh))
 
     def replace(self, generation: int, iteration: int, what: str) -> None:
@@ -238,13 +268,11 @@ class Meeting:
         """Report that this rank's supervisor runs."""
         self._store.add(f"beats/{self.rank}", 1)
 
-    def watched(self) -> tuple[int, int] | None:
-        """The next rank whose supervisor has not left, and its number of beats; None if there is
-        none."""
-        for rank in (*range(self.rank + 1, self.size), *range(self.rank)):
-            if not self._has(f"left/{rank}"):
-                return rank, self._store.add(f"beats/{rank}", 0)
-        return None
+    def watched(self, count: int = 1) -> dict[int, int]:
+        """The next ``count`` ranks whose supervisors have not left, in order, and their numbers of beats."""
+        others = (*range(self.rank + 1, self.size), *range(self.rank))
+        present = islice((rank for rank in others if not self._has(f"left/{rank}")), count)
+        return {rank: self._store.add(f"beats/{rank}", 0) for rank in present}
 
     def leave(self, rank: int | None = None) -> None:
         """Report that the supervisor of ``rank``, by default this one, no longer needs the store."""

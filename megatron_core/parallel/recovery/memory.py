@@ -21,9 +21,11 @@ GENERATION, BEATS, FINISHED, ITERATION, INJECTED, MIRRORS, MIRRORED = range(7)
 """Indices of the numbers: generation of the process groups, beats of the process's thread, whether training is
 complete, the running iteration, a bit for each injected fault, 1 + the rank whose state is mirrored here, and the stamp
 of the newest copy of which another rank has a mirror."""
+WAITS, INVITED = 1 << 40, (1 << 40) + 1
+"""Generations that never fail, of a rank that joins a running job: before the others expect it, and then."""
 _SLOTS = 8
 """Index of the first number of the copies."""
-_VALID, _WRITTEN, _OWNER, _TABLE, _TABLE_BYTES, _STATE, _STATE_BYTES, _FIELDS = range(8)
+_VALID, _WRITTEN, _OWNER, _TABLE, _TABLE_BYTES, _STATE, _STATE_BYTES, _ROLLBACKS, _FIELDS = range(9)
 
 
 class Copy(NamedTuple):
@@ -34,11 +36,13 @@ class Copy(NamedTuple):
     iteration: int
     generation: int
     """The generation of process groups in which it was written: its ranks have the other parts of the state."""
+    rollbacks: int = 0
+    """The number of rollbacks to a checkpoint before it; each of them lowers the iteration."""
 
     @property
     def stamp(self) -> int:
         """A positive number that increases from each copy of a rank to the next one."""
-        return (self.generation << 32) + self.iteration + 1
+        return (self.generation << 48) + (self.rollbacks << 32) + self.iteration + 1
 
 
 class HostMemory:
@@ -78,12 +82,13 @@ class HostMemory:
         self._set(self._slot, _VALID, 0)
         return self._bytes(self._slot)
 
-    def commit(self, iteration: int, table: bytes, state: dict[str, Any], at: int) -> None:
+    def commit(self, iteration: int, table: bytes, state: dict[str, Any], at: int, rollbacks: int = 0) -> None:
         """Complete the copy begun last, of this rank in the current generation.
 
         ``table`` describes its tensors, which occupy its first ``at`` bytes.
         """
-        self.commit_copy(Copy(self.rank, iteration, self.numbers[GENERATION]), table, json.dumps(state).encode(), at)
+        copy = Copy(self.rank, iteration, self.numbers[GENERATION], rollbacks)
+        self.commit_copy(copy, table, json.dumps(state).encode(), at)
 
     def commit_copy(self, copy: Copy, table: bytes, state: bytes, at: int) -> None:
         """Complete the copy begun last, of any rank; ``state`` is JSON."""
@@ -93,19 +98,14 @@ class HostMemory:
         start = PAGE + self._slot * self.room + at
         self._mapping[start : start + len(table) + len(state)] = table + state
         fields = {_TABLE: at, _TABLE_BYTES: len(table), _STATE: at + len(table), _STATE_BYTES: len(state)}
-        fields |= {_OWNER: copy.owner, _WRITTEN: copy.generation, _VALID: copy.iteration + 1}  # valid at last
+        fields |= {_OWNER: copy.owner, _WRITTEN: copy.generation, _ROLLBACKS: copy.rollbacks}
+        fields |= {_VALID: copy.iteration + 1}  # valid at last
         for field, value in fields.items():
             self._set(self._slot, field, value)
 
     def choose(self, copy: Copy) -> None:
         """Keep only ``copy``, from which training continues. ``KeyError`` if it is absent."""
         self._set(1 - self._slot_of(copy), _VALID, 0)
-
-    def keep_before(self, iteration: int) -> None:
-        """Invalidate the copies of ``iteration`` and later ones."""
-        for slot in (0, 1):
-            if self._copy(slot).iteration >= iteration:
-                self._set(slot, _VALID, 0)
 
     def read(self, copy: Copy) -> tuple[bytes, bytes, Tensor]:
         """Table and state of ``copy``, both JSON, and the bytes of its tensors. ``KeyError`` if it is absent."""
@@ -127,7 +127,8 @@ class HostMemory:
         raise KeyError(copy)
 
     def _copy(self, slot: int) -> Copy:
-        return Copy(self._number(slot, _OWNER), self._number(slot, _VALID) - 1, self._number(slot, _WRITTEN))
+        owner, iteration = self._number(slot, _OWNER), self._number(slot, _VALID) - 1
+        return Copy(owner, iteration, self._number(slot, _WRITTEN), self._number(slot, _ROLLBACKS))
 
     def _bytes(self, slot: int) -> Tensor:
         return torch.frombuffer(self._mapping, dtype=torch.uint8, offset=PAGE + slot * self.room, count=self.room)

@@ -13,16 +13,18 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
 from megatron_core.errors import visible
-from megatron_core.parallel.recovery.keeper import start_keeper
+from megatron_core.parallel.recovery.keeper import own_address, start_keeper
 from megatron_core.parallel.recovery.meeting import End, Failure, Meeting
-from megatron_core.parallel.recovery.memory import BEATS, FINISHED, GENERATION, ITERATION, HostMemory
+from megatron_core.parallel.recovery.memory import BEATS, FINISHED, GENERATION, INVITED, ITERATION, WAITS, HostMemory
+from megatron_core.parallel.texts import listed
 
 CHECK = 0.2
 """Seconds between checks of the training process and questions to the store; a death is noticed at once."""
@@ -40,6 +42,8 @@ BEAT = 0.5
 """Seconds between the beats of a supervisor."""
 LOST = 15.0
 """Seconds without a beat after which a supervisor counts as lost."""
+WATCHED = 8
+"""Number of the next ranks that each supervisor watches; all of a host if it has more."""
 ENDING = 20.0
 """Seconds that a training process has to exit after the end of the job."""
 LEAVING = 10.0
@@ -66,9 +70,12 @@ class Supervisor:
         self, meeting: Meeting, memory: HostMemory, mirror: HostMemory, *, restart_status: int, respawns: bool = True
     ) -> None:
         """``mirror``: copies of another rank. ``restart_status``: exit status if a restart of the job may help.
-        ``respawns``: start a new process after a death; otherwise the job continues without this rank."""
+        ``respawns``: start a new process after a death; otherwise the job continues without this rank.
+
+        Errors: ``LayoutError`` if other hosts could not reach this one."""
         self._meeting, self._memory, self._restart = meeting, memory, restart_status
         self._mirror, self._respawns = mirror, respawns
+        self._address = own_address(meeting.size)
         self._pid = self._keeper = 0
         self._reason = ""
         """Why the supervisor has killed the process."""
@@ -77,8 +84,8 @@ class Supervisor:
         self._stopped_since = self._late_since = 0.0
         self._beats = (0, 0.0)
         self._next_beat = 0.0
-        self._neighbour: tuple[tuple[int, int] | None, float] = (None, 0.0)
-        """The rank whose supervisor this one watches, its beats, and when they last changed."""
+        self._watched = dict[int, tuple[int, float]]()
+        """The ranks whose supervisors this one watches, their beats, and when these last changed."""
 
     def start(self) -> Child:
         """Return in a new training process, and again in each one that takes its place; the supervisor exits here."""
@@ -101,7 +108,7 @@ class Supervisor:
     def _keep(self) -> None:
         """Start the keeper if there is none."""
         if not self._keeper or os.waitpid(self._keeper, os.WNOHANG)[0]:
-            self._keeper = start_keeper(self._meeting, self._memory, self._mirror)
+            self._keeper = start_keeper(self._meeting, self._memory, self._mirror, self._address)
 
     def _begin(self, number: int, parent: int, previous: dict[signal.Signals, Any]) -> Child:
         """In the training process: restore the signal handlers, and end with the supervisor."""
@@ -157,28 +164,41 @@ class Supervisor:
         if now > self._next_beat:
             self._next_beat = now + BEAT
             self._keep()
-            self._ask(self._watch_neighbour, None)
+            self._ask(self._watch_others, None)
         return self._is_late(now)
 
-    def _watch_neighbour(self) -> None:
-        """Report the loss of the next rank's supervisor, for example with its host."""
-        self._meeting.beat()
-        found, now = self._meeting.watched(), time.monotonic()
-        if found != self._neighbour[0]:
-            self._neighbour = found, now
-        elif found is not None and now - self._neighbour[1] > LOST:
-            what = f"the supervisor of rank {found[0]} has not answered for {LOST:.0f} s: its host may be lost"
-            self._lose(found[0], what)
+    def _watch_others(self) -> None:
+        """Report the loss of the next ranks' supervisors, for example with their host.
 
-    def _lose(self, rank: int, what: str) -> None:
-        """Continue without ``rank``, or end the job if it must have a process for every rank."""
+        All ranks of a host are lost together. The rank before the first of them reports them.
+        """
+        if self._memory.numbers[GENERATION] == WAITS:
+            return  # a beat would be one of the lost process
+        self._meeting.beat()
+        if self._memory.numbers[GENERATION] == INVITED:
+            return  # the others have not met this rank, so that it has no generation that could fail
+        count, now = max(WATCHED, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))), time.monotonic()
+        known, self._watched = self._watched, {}
+        for rank, beats in self._meeting.watched(count).items():
+            same = rank in known and known[rank][0] == beats
+            self._watched[rank] = known[rank] if same else (beats, now)
+        lost = list(takewhile(lambda rank: now - self._watched[rank][1] > LOST, self._watched))
+        if lost:
+            self._lose(lost)
+
+    def _lose(self, ranks: Sequence[int]) -> None:
+        """Continue without ``ranks``, or end the job if it must have a process for every rank."""
+        who = "supervisors of ranks" if len(ranks) > 1 else "supervisor of rank"
+        have = "have" if len(ranks) > 1 else "has"
+        what = f"the {who} {listed(ranks)} {have} not answered for {LOST:.0f} s: a host may be lost"
         if self._respawns:
             self._say(f"error: {what}; restart the job, or start it with --recover-without-spare")
             return self._meeting.end(self._restart, what)
         generation = self._meeting.next_generation(self._memory.numbers[GENERATION])
-        self._meeting.lose(rank)
-        self._meeting.leave(rank)
-        self._meeting.fail(generation, Failure(rank, what, self._memory.numbers[ITERATION]))
+        for rank in ranks:
+            self._meeting.lose(rank)
+            self._meeting.leave(rank)
+        self._meeting.fail(generation, Failure(ranks[0], what, self._memory.numbers[ITERATION]))
 
     def _is_late(self, now: float) -> str:
         """Whether the process misses the meeting after a failure, or the end of the job; the reason or ""."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from collections.abc import Iterator
 
@@ -13,10 +14,12 @@ import torch.distributed as dist
 
 from megatron_core.checkpoint import Box, TensorBox
 from megatron_core.checkpoint.host_copy import CopyWriter, HostCopy, LocalCopy
-from megatron_core.errors import CheckpointError
-from megatron_core.parallel.recovery.keeper import Connection, RemoteCopy, start_keeper
+from megatron_core.errors import CheckpointError, LayoutError, MegatronError
+from megatron_core.parallel.recovery.keeper import Connection, RemoteCopy, own_address, start_keeper
 from megatron_core.parallel.recovery.meeting import Meeting
 from megatron_core.parallel.recovery.memory import MIRRORED, MIRRORS, Copy, HostMemory
+from megatron_core.training import state_copies
+from megatron_core.training.state_copies import await_mirror
 from tests.memory import needs_proc
 
 pytestmark = needs_proc
@@ -99,3 +102,46 @@ def test_a_keeper_answers_only_who_knows_its_word_and_what_it_has(ranks: list) -
     host, port, _ = meeting.keeper(1) or ("", 0, "")
     with pytest.raises(ConnectionResetError):
         Connection((host, port, "another word")).ask("open", Copy(1, 5, 0))
+
+
+@pytest.mark.parametrize(
+    "line", [b"[1]\n", b"null\n", b"no JSON\n", '{"word": "\u00e4"}\n'.encode(), b'{"word": "\\ud800"}\n']
+)
+def test_a_keeper_closes_connections_without_a_valid_request(line: bytes, ranks: list) -> None:
+    meeting = ranks[0][0]
+    connect(meeting, 1).close()
+    host, port, _ = meeting.keeper(1) or ("", 0, "")
+    with socket.create_connection((host, port), 10) as connection:
+        connection.sendall(line)
+        assert connection.recv(1) == b""
+
+
+def test_addresses_of_this_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    assert own_address(4) == "127.0.0.1"
+    with pytest.raises(
+        LayoutError, match=r"MASTER_ADDR='localhost' is (127\.0\.0\.1|::1) .* 4 of 8 ranks are here; set"
+    ):
+        own_address(8)
+    monkeypatch.setenv("MASTER_ADDR", "::1")
+    with pytest.raises(LayoutError, match="MASTER_ADDR='::1'"):
+        own_address(8)
+    monkeypatch.setenv("MASTER_ADDR", "no host")
+    with pytest.raises(LayoutError, match="MASTER_ADDR='no host': this host has no way to it"):
+        own_address(8)
+
+
+def test_a_keeper_that_cannot_listen_says_why(capfd: pytest.CaptureFixture[str]) -> None:
+    memory = HostMemory(ROOM, rank=5)
+    pid = start_keeper(Meeting(dist.HashStore(), 5, 6), memory, memory, "192.0.2.1")
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
+    assert "error: the keeper of rank 5 has ended: OSError" in capfd.readouterr().err
+
+
+def test_a_mirror_that_nobody_reads_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_copies, "LONGEST_WAIT", 0.02)
+    memory = HostMemory(ROOM, rank=2)
+    CopyWriter(memory).write(5, [piece((0, 2), WHOLE[:2])], {"iteration": 5})
+    with pytest.raises(MegatronError, match="rank 0 has not read the copy of rank 2 within 0 s; check that its host"):
+        await_mirror(memory, (0, 2, 3))

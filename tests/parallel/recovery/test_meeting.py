@@ -104,6 +104,34 @@ def test_copies_of_two_layouts_are_not_mixed() -> None:
     assert found is not None and (found.iteration, found.written, set(found.holders)) == (5, 0, {0, 1, 2})
 
 
+def test_copies_after_a_rollback_count() -> None:
+    """Rank 0 has a copy of a later iteration before the rollback, and rank 1 one of the same iteration."""
+    ranks = begun(2)
+    ranks[0].arrive(1, [Copy(0, 9, 0), Copy(0, 5, 0, rollbacks=1)], fresh=False)
+    ranks[1].arrive(1, [Copy(1, 5, 0), Copy(0, 9, 0), Copy(1, 9, 0), Copy(1, 5, 0, rollbacks=1)], fresh=False)
+    found = ranks[0].members(1)
+    assert found is not None and found.copies == [Copy(0, 5, 0, rollbacks=1), Copy(1, 5, 0, rollbacks=1)]
+
+
+def test_copies_of_wrong_values_do_not_count() -> None:
+    """Neither own copies, mirrors nor those of a lost rank, also if another failure was published before."""
+    ranks = begun(3)
+    ranks[0].fail(0, Failure(0, "rank 0 was killed", 8))
+    ranks[1].fail(0, Failure(1, "rank 2 computed wrong values", 8, first=7, ranks=(2,)))
+    ranks[2].lose(2, copies(2, 6, 7))
+    ranks[0].arrive(1, [*copies(0, 6, 7), *copies(1, 6, 7)], fresh=False)
+    ranks[1].arrive(1, [*copies(1, 6, 7), *copies(2, 6, 7)], fresh=False)
+    found = ranks[0].members(1)
+    assert found is not None and (found.iteration, found.training) == (6, (0, 1))
+    wrong = ranks[2].wrong(0)
+    assert wrong is not None and (wrong.first, wrong.ranks) == (7, (2,))
+    # The repeated step is right.
+    ranks[0].arrive(2, copies(0, 6, 7, written=1), fresh=False)
+    ranks[1].arrive(2, copies(1, 7, written=1), fresh=False)
+    found = ranks[1].members(2)
+    assert found is not None and (found.iteration, found.written) == (7, 1)
+
+
 def test_a_rank_that_joins_is_expected_at_the_next_meeting() -> None:
     first, second = begun(2)
     second.lose(1)
@@ -129,15 +157,15 @@ def test_the_first_end_of_the_job_counts() -> None:
 
 def test_supervisors_are_watched_in_a_ring_until_they_leave() -> None:
     ranks = meetings(3)
-    assert ranks[2].watched() == (0, 0)
+    assert ranks[2].watched() == {0: 0}
     ranks[0].beat()
-    assert ranks[2].watched() == (0, 1)
+    assert ranks[2].watched() == {0: 1} and ranks[1].watched(5) == {2: 0, 0: 1}
     ranks[0].leave()
-    assert ranks[2].watched() == (1, 0)
+    assert ranks[2].watched() == {1: 0}
     assert not ranks[2].all_left()
     ranks[1].leave()
     ranks[1].leave(2)
-    assert ranks[0].all_left() and ranks[2].watched() is None
+    assert ranks[0].all_left() and ranks[2].watched() == {}
 
 
 @pytest.mark.parametrize(
