@@ -154,11 +154,11 @@ def test_evaluation_equals_transformers(layout: str, tmp_path: Path) -> None:
         for scores in (choices, normed)
     )
     for events in run_ranks(1 if layout == "one process" else 2, _events, config):
-        assert [event.split for event in events] == ["validation one", "validation two", "facts"]
+        assert [event.split for event in events] == ["validation one", "validation two", "questions facts"]
         assert [event.loss for event in events[:2]] == pytest.approx(list(losses.values()), rel=1e-9)
         assert events[2].loss == pytest.approx(-sum(gold) / len(gold), rel=1e-9)
         assert (events[2].accuracy, events[2].accuracy_norm) == (right, right_normed)
-        assert events[2].scalars["accuracy facts"] == right
+        assert events[2].scalars["accuracy questions facts"] == right
         assert f"acc: {right:.4f}" in validation_line(events[2])
 
 
