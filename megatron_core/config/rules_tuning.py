@@ -19,6 +19,8 @@ REFUSED = {
 REFUSED_WITH_PREFERENCES = {
     "layout_invariant": "sums of its losses depend on the layout; remove --layout-invariant",
     "mtp_num_layers": "losses of multi-token prediction are means over tokens; remove --mtp-num-layers",
+    "zero3_param_cpu_offload": "the reference stays on the device; remove it, or add --lora-rank",
+    "zero3_param_offload_dir": "the reference stays on the device; remove it, or add --lora-rank",
 }
 """Settings that cannot be used with preferences without adapters, with the reason and the remedy."""
 

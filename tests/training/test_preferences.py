@@ -163,6 +163,14 @@ def test_weights_and_reference_are_the_same(settings: dict[str, object], message
         check(_config(tmp_path, **settings), 1)
 
 
+@pytest.mark.parametrize("name", ["zero3_param_cpu_offload", "zero3_param_offload_dir"])
+def test_the_reference_is_not_offloaded(name: str, tmp_path: Path) -> None:
+    place = {name: str(tmp_path) if name.endswith("dir") else True, "optimizer_cpu_offload": True, "zero_stage": 3}
+    check(_config(tmp_path, **place), 1)
+    with pytest.raises(ConfigError, match=f"{name}=.* cannot be used with dpo=True: the reference stays"):
+        check(_config(tmp_path, **place, lora_rank=None, load_hf="a"), 1)
+
+
 def test_pairs_stay_in_a_micro_batch(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="micro_batch_size=1 would separate pairs"):
         check(_config(tmp_path, micro_batch_size=1), 1)
