@@ -153,9 +153,7 @@ KIMI_LINEAR = register(
     },
     rules=(
         Rule(_mixers, _mixers_json, MIXER_TYPES),
-        Rule(
-            _heads, lambda config: {"num_key_value_heads": config.num_attention_heads}, {"num_key_value_heads": COUNT}
-        ),
+        Rule(_heads, _heads_json, {"num_key_value_heads": COUNT}),
         Rule(_experts, _experts_json, EXPERT_TYPES),
     ),
     layer_tensors={
