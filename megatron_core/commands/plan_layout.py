@@ -55,7 +55,8 @@ class Settings:
     hardware: str = "h100"
     """Name of a machine (a100, b200, h100, h200), or a file written by megatron-diagnose --machine."""
     price_per_hour: float | None = None
-    """Price of a device for an hour; prints the price of the training and of a million tokens."""
+    """Price of a device for an hour; prints the price of a million tokens, and that of the training if its length is
+    known."""
     top: int = 10
     """Number of layouts to print."""
     objection: Annotated[str | None, tyro.conf.arg(name="why-not")] = None
@@ -99,7 +100,8 @@ def plan(settings: Settings, arguments: Sequence[str]) -> None:
     )
     print(table(found, settings.gpus))
     print(f"\n1: {describe_layout(found[0].config, settings.gpus)}\n{details(found[0])}")
-    print(whole_training(found[0], settings.gpus, settings.price_per_hour))
+    if training := whole_training(found[0], settings.gpus, settings.price_per_hour):
+        print(training)
     for number, each in enumerate(found[1:], 2):
         print(f"{number}: {why_slower(each, found[0])}")
     print()

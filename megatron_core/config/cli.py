@@ -11,7 +11,7 @@ from typing import Any, NoReturn, TypeVar, get_type_hints
 import tyro
 
 from megatron_core.config.dial import dial
-from megatron_core.config.file import read_config
+from megatron_core.config.file import names_in, read_config
 from megatron_core.config.file import write_config as write_config
 from megatron_core.config.help import WITHOUT_BOXES, requested_topic, shown
 from megatron_core.config.presets import preset
@@ -127,8 +127,9 @@ def _parse(
         raise ConfigError(f"model_preset={model} and depth={depth} both choose the model; remove one of them")
     if model is not None:
         defaults = RunConfig.from_flat(defaults.flat() | preset(model))
-    if depth is not None and depth.isdecimal():  # any other value is an error of its type
-        defaults = RunConfig.from_flat(defaults.flat() | dial(int(depth)))
+    if depth is not None and depth.removeprefix("-").isdecimal():  # any other value is an error of its type
+        names = {plain(flag) for flag, _ in grouped(found.flags)} | (set() if path is None else names_in(path))
+        defaults = RunConfig.from_flat(defaults.flat() | dial(int(depth), names))
     defaults = defaults if path is None else read_config(path, defaults)
     parsed = parse_flags(
         kind,

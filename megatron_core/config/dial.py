@@ -7,6 +7,7 @@ the learning rate that was found for the narrow ones. Every value is a default, 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import Any
 
 from megatron_core.errors import ConfigError
@@ -20,8 +21,19 @@ LEARNING_RATE = 1e-3
 """AdamW's at the base width; see docs/dial.md for the runs."""
 
 
-def dial(depth: int) -> dict[str, Any]:
-    """The settings of the model of ``depth`` layers. Errors: ``ConfigError`` for a depth out of range.
+ALTERNATIVES = {
+    "squared_relu": ("swiglu", "geglu", "quick_geglu", "openai_gelu"),
+    "train_iters": ("train_samples",),
+    "lr_warmup_fraction": ("lr_warmup_iters", "lr_warmup_samples"),
+    "use_mup": ("no_use_mup", "multi_latent_attention", "experimental_attention_variant"),
+}
+"""Settings of the dial, each with the settings that exclude it."""
+
+
+def dial(depth: int, given: Collection[str] = ()) -> dict[str, Any]:
+    """The settings of the model of ``depth`` layers, without those that the settings ``given`` exclude.
+
+    Errors: ``ConfigError`` for a depth out of range.
 
     Width 64 depth, ``depth`` heads, MLP width 4 times the width; N = 12 depth width^2 parameters, and 20 N tokens.
     The batch has 0.292 C^0.3271 tokens for C = 6 N 20 N FLOP (DeepSeek-AI 2024, arXiv 2401.02954, section 3.1), rounded
@@ -34,7 +46,7 @@ def dial(depth: int) -> dict[str, Any]:
     tokens = TOKENS_PER_PARAMETER * parameters
     batch_tokens = 0.2920 * (6.0 * parameters * tokens) ** 0.3271
     batch = 2 ** max(round(math.log2(batch_tokens / SEQUENCE)), 0)
-    return {
+    settings = {
         "num_layers": depth,
         "hidden_size": width,
         "num_attention_heads": depth,
@@ -61,3 +73,7 @@ def dial(depth: int) -> dict[str, Any]:
         "weight_decay": 0.1,
         "clip_grad": 1.0,
     }
+    excluded = {name for name, others in ALTERNATIVES.items() if not set(others).isdisjoint(given)}
+    if "use_mup" in excluded:
+        excluded |= {"mup_base_hidden_size", "mup_base_head_dim"}
+    return {name: value for name, value in settings.items() if name not in excluded}

@@ -40,6 +40,12 @@ def read_config(path: str | Path, defaults: RunConfig | None = None) -> RunConfi
     return RunConfig.from_flat((defaults or RunConfig()).flat() | values)
 
 
+def names_in(path: str | Path) -> set[str]:
+    """The names of the settings in a file, without those that are null; a switch turned off is ``no_x``."""
+    values = dict(_flat_items(_load(Path(path)), str(path)))
+    return {f"no_{name}" if value is False else name for name, value in values.items() if value is not None}
+
+
 def write_config(
     config: RunConfig, path: str | Path, named: str = "the configuration is not written", *, changed_only: bool = False
 ) -> None:

@@ -42,7 +42,8 @@ def recurrent_problems(config: RunConfig) -> Iterator[str]:
     if kind == "kimi_delta_attention" and model.linear_num_value_heads != model.linear_num_key_heads:
         yield (
             f"linear_num_value_heads={model.linear_num_value_heads} must be linear_num_key_heads="
-            f"{model.linear_num_key_heads} with experimental_attention_variant={kind}, whose heads share nothing"
+            f"{model.linear_num_key_heads} with experimental_attention_variant={kind}: each value head has its own key "
+            "head"
         )
     tp, parts = parallel.tensor_model_parallel_size, 2 * parallel.context_parallel_size
     yield from uneven("linear_num_key_heads", model.linear_num_key_heads, "tensor_model_parallel_size", tp)

@@ -36,7 +36,7 @@ def _format_problems(config: RunConfig) -> Iterator[str]:
     if path_of(checkpoint.save) is None:
         yield f"{named} cannot be written to save={checkpoint.save}; give a local folder, or remove --ckpt-format"
     variant = config.model.experimental_attention_variant
-    if checkpoint.ckpt_format == "torch_dist" and config.model.has_recurrence:
+    if checkpoint.ckpt_format == "torch_dist" and variant is not None:
         yield f"{named} does not write experimental_attention_variant={variant}; use torch_dcp, or remove --ckpt-format"
     if config.tuning.lora_rank is not None:
         yield f"{named} does not write low-rank adapters: lora_rank={config.tuning.lora_rank}; remove --ckpt-format"

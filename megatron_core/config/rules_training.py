@@ -273,8 +273,16 @@ def clip_problems(config: RunConfig) -> Iterator[str]:
             f"cuda_graph_impl={config.training.cuda_graph_impl} cannot be used with qk_clip=True: graphs do not record "
             "logits; remove one of them"
         )
-    if model.qk_layernorm and not model.multi_latent_attention:
-        yield "qk_layernorm=True cannot be used with qk_clip=True: norms undo the scaling; remove one of them"
+    for name in ("qk_layernorm", "qk_l2_norm"):
+        if flat[name] and not model.multi_latent_attention:
+            yield f"{name}=True cannot be used with qk_clip=True: norms undo the scaling; remove one of them"
+    pattern, layers = model.linear_attention_freq or (1,), model.num_layers
+    only_recurrent = pattern[0] > layers if len(pattern) == 1 else len(pattern) == layers and all(pattern)
+    if model.experimental_attention_variant is not None and only_recurrent:
+        yield (
+            f"qk_clip=True has no effect with linear_attention_freq={pattern}, which leaves no layer with attention; "
+            "remove --qk-clip"
+        )
     if config.parallel.grad_compression in ("onebit-lamb", "zero-one-adam"):
         yield (
             f"grad_compression={config.parallel.grad_compression} cannot be used with qk_clip=True: its updates "
@@ -295,7 +303,9 @@ def graph_problems(config: RunConfig) -> Iterator[str]:
         f"zero_stage={parallel.dp_zero_stage}": parallel.dp_zero_stage >= 2,
         f"cp_comm_type={' '.join(parallel.cp_comm_type)}": parallel.context_parallel_size > 1 and passes_messages,
         f"pipeline_schedule={schedule}": schedule in splits or parallel.overlap_moe_expert_parallel_comm,
-        f"experimental_attention_variant={model.experimental_attention_variant}": model.has_recurrence,
+        f"experimental_attention_variant={model.experimental_attention_variant}": bool(
+            model.experimental_attention_variant
+        ),
         "reset_attention_mask=True": config.data.reset_attention_mask,
         "recompute_granularity=full": model.recompute_granularity == "full",
         f"recompute_modules={' '.join(model.recompute_modules)}": any(

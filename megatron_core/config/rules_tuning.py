@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from megatron_core.config.rules_single import shown
+from megatron_core.config.rules_single import exclusive, shown
 from megatron_core.config.run import RunConfig
 from megatron_core.config.tuning import NAMES, PARTS, WHOLE
 
@@ -19,6 +19,8 @@ REFUSED = {
 REFUSED_WITH_PREFERENCES = {
     "layout_invariant": "sums of its losses depend on the layout; remove --layout-invariant",
     "mtp_num_layers": "losses of multi-token prediction are means over tokens; remove --mtp-num-layers",
+    "zero3_param_cpu_offload": "the reference stays on the device; remove it, or add --lora-rank",
+    "zero3_param_offload_dir": "the reference stays on the device; remove it, or add --lora-rank",
 }
 """Settings that cannot be used with preferences without adapters, with the reason and the remedy."""
 
@@ -26,6 +28,8 @@ REFUSED_WITH_PREFERENCES = {
 def tuning_problems(config: RunConfig) -> Iterator[str]:
     """Settings that adapters do not support, and contradictory names of layers."""
     tuning, model = config.tuning, config.model
+    if (folder := tuning.pretrained_checkpoint) is not None and config.checkpoint.load_hf is not None:
+        yield exclusive(f"pretrained_checkpoint={folder}", f"load_hf={config.checkpoint.load_hf}")
     yield from _preference_problems(config)
     if tuning.lora_rank is None:
         return
@@ -91,6 +95,11 @@ def _preference_problems(config: RunConfig) -> Iterator[str]:
         yield (
             "load_hf=None and pretrained_checkpoint=None: dpo=True without adapters needs the weights of its "
             "reference, also when it resumes; give one of them"
+        )
+    if config.checkpoint.finetune:
+        yield (
+            f"finetune=True starts dpo=True from load={config.checkpoint.load}, and its reference would have other "
+            "weights; give that folder as --pretrained-checkpoint, without --finetune and --load"
         )
 
 

@@ -28,12 +28,13 @@ class ChoiceDataset:
         self.gold: list[int] = []
         """The correct choice of each question."""
         self.lengths: list[list[int]] = []
-        """The number of characters of each choice of each question."""
+        """The number of characters of each choice of each question, without a space at its beginning: lm-eval divides
+        by the length of the choice without its ``target_delimiter``, which is a space."""
         self._tokens: list[tuple[list[int], int]] = []
         self._tokenizer = tokenizer
         self._padding = next((i for i in (tokenizer.pad, tokenizer.eod) if i is not None), 0)
         try:
-            lines = Path(path).read_text(encoding="utf-8").splitlines()
+            lines = Path(path).read_text(encoding="utf-8").split("\n")  # texts may contain other line separators
         except (OSError, ValueError) as error:
             raise DataError(f"choices_data_path={path} cannot be read: {error}") from None
         for number, line in enumerate(lines, 1):
@@ -69,7 +70,7 @@ class ChoiceDataset:
             raise DataError(f"gold={gold!r} must be an index of choices, from 0 to {len(choices) - 1}")
         self._tokens += [self._encoded(query, text(choice, "choices")) for choice in choices]
         self.gold.append(gold)
-        self.lengths.append([len(choice) for choice in choices])
+        self.lengths.append([len(choice.removeprefix(" ")) for choice in choices])
 
     def _encoded(self, query: str, choice: str) -> tuple[list[int], int]:
         """The tokens of a query and a choice, and the number of tokens of the choice."""

@@ -70,6 +70,11 @@ class FIMDataset:
             loss_mask[whole[:-1] == self._tokenizer.eod] = 0.0
         return Sample(tokens=whole[:-1], labels=whole[1:], loss_mask=loss_mask)
 
+    @property
+    def samples_per_epoch(self) -> int:
+        """Samples in an epoch; ``AttributeError`` for a data set without epochs."""
+        return int(self._dataset.samples_per_epoch)
+
     def source_of(self, index: int) -> int:
         """Number in `sources` of the data set of a sample."""
         return self._dataset.source_of(index)

@@ -89,7 +89,7 @@ class ValidationEvent:
     """Share of multiple-choice questions whose most likely choice is correct; their ``loss`` is the mean negative
     log-likelihood of the correct choice."""
     accuracy_norm: float | None = None
-    """As ``accuracy``, with the log-likelihood per character."""
+    """As ``accuracy``, with the log-likelihood per character, without a space at the beginning of a choice."""
 
     @property
     def perplexity(self) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,6 +19,7 @@ XAxis = Literal["iteration", "tokens"]
 Record = dict[str, Any]
 
 _COLOURS = ("#2563eb", "#dc7a1e", "#12876f", "#a3348f", "#6b7280", "#b3261e")
+_MARKERS = "osD^v"
 _INK = "#1f2937"
 _GREY = "#6b7280"
 # A curve with at least this number of steps is drawn twice: each step pale, and the mean over 1/50 of the curve bold.
@@ -73,6 +74,15 @@ def _of_kind(records: list[Record], kind: str) -> list[Record]:
     return [record for record in records if record["kind"] == kind]
 
 
+def validations(records: Iterable[Record]) -> dict[str, list[Record]]:
+    """The evaluations of each set of validation data; questions and test data are not among them."""
+    found: dict[str, list[Record]] = {}
+    for record in records:
+        if record["kind"] == "validation" and record["split"].split(" ")[0] == "validation":
+            found.setdefault(record["split"], []).append(record)
+    return found
+
+
 def _along(records: list[Record], x: XAxis) -> list[int]:
     """Positions of records on the x axis."""
     return [record["iteration" if x == "iteration" else "consumed_tokens"] for record in records]
@@ -90,18 +100,17 @@ def _draw_losses(axes: Axes, records: list[Record], x: XAxis, colour: str, name:
     if gaps:
         top = axes.get_xaxis_transform()
         axes.plot(gaps, [0.98] * len(gaps), "x", color=colour, transform=top, label=f"{name}not finite")
-    checks = [r for r in _of_kind(records, "validation") if r["split"] == "validation"]
-    if checks:
+    for number, (split, checks) in enumerate(validations(records).items()):
         axes.plot(
             _along(checks, x),
             [check["loss"] for check in checks],
             color=_INK if not name else colour,
             linewidth=1.0,
             linestyle=(0, (4, 2)),
-            marker="o",
+            marker=_MARKERS[number % len(_MARKERS)],
             markersize=4.5,
             markerfacecolor="white",
-            label=f"{name}validation",
+            label=f"{name}{split}",
         )
 
 

@@ -18,6 +18,7 @@ from megatron_core.monitor.diagnosis_rules import diagnose
 from megatron_core.monitor.expert_load import ExpertLoad, recorded_loads
 from megatron_core.monitor.goodput import LOST
 from megatron_core.monitor.page import BLOCKS, GENERATOR, bars, chart, digits, page, picture, table
+from megatron_core.monitor.plot import validations
 from megatron_core.monitor.plot_experts import plot_expert_load
 from megatron_core.monitor.plot_pipeline import plot_timelines
 from megatron_core.monitor.rank_records import find_metrics, read_run
@@ -105,10 +106,13 @@ def _diagnosis(diagnosis: Diagnosis) -> Markup:
     return BLOCKS.findings(diagnosis.findings)
 
 
-def _curve(summary: Summary, field: str, kind: str = "step", *, by_layout: bool = False) -> list[tuple[float, float]]:
-    """The points of a field; ``by_layout``: with a gap where the layout changes."""
-    known = (r for r in summary.records.metrics if r["kind"] == kind and r.get("split") in (None, "validation"))
-    chosen = [r for r in known if r.get(field) is not None]
+def _curve(summary: Summary, field: str, *, by_layout: bool = False) -> list[tuple[float, float]]:
+    """The points of a field of steps; ``by_layout``: with a gap where the layout changes."""
+    return _points(summary.records.steps(), field, by_layout=by_layout)
+
+
+def _points(records: Sequence[Mapping[str, Any]], field: str, *, by_layout: bool = False) -> list[tuple[float, float]]:
+    chosen = [r for r in records if r.get(field) is not None]
     found, layout = [], None
     for record in chosen[:: max(len(chosen) // 1500, 1)]:
         if by_layout and layout is not None and record.get("layout") != layout:
@@ -128,7 +132,7 @@ def _changes(summary: Summary) -> list[tuple[float, str]]:
 
 
 def _loss(summary: Summary, others: Mapping[str, Summary]) -> Markup:
-    curves = {"training": _curve(summary, "loss"), "validation": _curve(summary, "loss", "validation")}
+    curves = {"training": _curve(summary, "loss"), **_validation(summary)}
     curves |= {f"training of {name}": _curve(other, "loss") for name, other in others.items()}
     shown = {name: curve for name, curve in curves.items() if curve}
     sources = {name.partition("/")[2]: _curve(summary, name) for name in _names(summary, "lm loss by source")}
@@ -137,6 +141,11 @@ def _loss(summary: Summary, others: Mapping[str, Summary]) -> Markup:
     norms = chart({"gradient norm": _curve(summary, "grad_norm")}, "iteration", "gradient norm")
     more = BLOCKS.details("More", rates + norms + _norms_by_layer(summary))
     return chart(shown, "iteration", "loss per token", _changes(summary)) + by_source + more
+
+
+def _validation(summary: Summary) -> dict[str, list[tuple[float, float]]]:
+    """The losses of each set of validation data."""
+    return {split: _points(checks, "loss") for split, checks in validations(summary.records.metrics).items()}
 
 
 def _names(summary: Summary, metric: str) -> list[str]:

@@ -81,6 +81,8 @@ class Pipeline:
         self.layers = layer_times.split(config, self.plan.num_stages)
         self.units = rank_units(config, self.layers, self.plan.stage_to_rank, clock.vocab_size)
         self.passes = [layer_times.stage(config, run, at, len(self.layers)) for at, run in enumerate(self.layers)]
+        if config.data.dpo:  # the reference has a forward of its own
+            self.passes = [Passes.sum([each, Passes(each.forward, {}, {})]) for each in self.passes]
 
     def variant(self, config: RunConfig) -> Pipeline:
         """Return these stages with another ``config``, which differs only in ZeRO, overlap, optimizer and offload."""
@@ -151,8 +153,12 @@ class Pipeline:
             if parallel.dp_zero_stage == 3 and not parallel.zero3_keep_after_forward:
                 frozen = Parameters(parameters.frozen, parameters.frozen_experts)
                 gather = self._sharded(parameters + frozen, clock.bytes)
-                forward = clock.exposed(gather, f) if parallel.overlap_param_gather else gather
                 backward = gather
+                if self.config.data.dpo and self.config.tuning.lora_rank is None:  # the frozen copy has no backward
+                    backward = self._sharded(parameters, clock.bytes)
+                elif self.config.data.dpo:
+                    gather *= 2
+                forward = clock.exposed(gather, f) if parallel.overlap_param_gather else gather
             if parallel.dp_zero_stage >= 2:
                 backward += self._sharded(parameters, self.wire_bytes)
             hides = parallel.overlap_grad_reduce or parallel.overlap_param_gather

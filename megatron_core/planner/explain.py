@@ -14,7 +14,7 @@ from megatron_core.config.layout import Layout
 from megatron_core.errors import LayoutError
 from megatron_core.planner.cost import KINDS, Pipeline
 from megatron_core.planner.footprint import MEMORY_KINDS, Footprint
-from megatron_core.planner.search import KEPT, Candidate, Search, describe_layout, with_settings
+from megatron_core.planner.search import KEPT, Candidate, Search, describe_layout, micro_batch_sizes, with_settings
 
 WORDS = {"other": "data, logging", "products": "matrix products", "elements": "norms, activations", "host": "offload"}
 """Descriptions of the kinds of time with unclear names."""
@@ -67,11 +67,15 @@ def details(candidate: Candidate) -> str:
 def whole_training(candidate: Candidate, world_size: int, price: float | None) -> str:
     """Return tokens, time and device hours of the training, and its price for ``price`` of a device and an hour.
 
-    Only steps are counted, at full batch size.
+    Only steps are counted, at full batch size. If the length of the training is unknown, only the price of a million
+    tokens is known; without ``price`` the result is empty.
     """
     cost = candidate.cost
     replicas = candidate.config.parallel.data_parallel_size(world_size)
     steps = candidate.config.training.num_iterations(replicas, candidate.config.data.seq_length)
+    if steps == 0:
+        own = cost.seconds / 3600 * world_size / cost.tokens * 1e6
+        return "" if price is None else f"price {own * price:.4g} for a million tokens"
     hours, tokens = steps * cost.seconds / 3600, steps * cost.tokens
     paid = f"training: {steps:,} steps, {tokens:.3g} tokens, {hours:.3g} h, {hours * world_size:.3g} device hours"
     if price is None:
@@ -146,8 +150,7 @@ def parse_words(config: RunConfig, text: str, world_size: int) -> list[RunConfig
     settings = layout.settings()
     if layout.tp > 1 and "sp" not in words:
         settings["sequence_parallel"] = True
-    batch = config.training.global_batch_size or 1
-    copies = [1 << power for power in range(10) if batch % ((1 << power) * layout.dp) == 0]
+    sizes = micro_batch_sizes(config, layout.dp)
     kept = [choice for choice in KEPT[:3]] if not set(extra) - {"optimizer-offload"} else [{}]
     chosen = {name: value for word in extra for name, value in _EXTRA[word].items()}
     if chosen.get("cpu_offloading"):
@@ -155,7 +158,7 @@ def parse_words(config: RunConfig, text: str, world_size: int) -> list[RunConfig
     stages = [{}] if "zero" in text else [{"zero_stage": stage} for stage in range(4)]
     return [
         with_settings(config, settings | choice | stage | chosen | {"micro_batch_size": size} | _overlap(stage))
-        for choice, stage, size in product(kept, stages, micro or copies or [1])
+        for choice, stage, size in product(kept, stages, micro or sizes or [1])
     ]
 
 

@@ -153,7 +153,7 @@ class Search:
             room = self.devices // ranks
             if room not in stages_of:
                 stages_of[room] = self._stage_settings(room)
-            for micro, kept in product(self._micro_batches(), KEPT[: None if self.hardware.has_host else -1]):
+            for micro, kept in product(micro_batch_sizes(self.config), KEPT[: None if self.hardware.has_host else -1]):
                 away = {"cpu_offloading_num_layers": self.config.model.num_layers * kept["cpu_offloading"]}
                 point = layers | kept | away | {"micro_batch_size": micro}
                 bound = self._bound(point)
@@ -174,11 +174,6 @@ class Search:
                 for etp, ep in product(sorted({1, tp}), divisors(experts)):
                     if self.devices % (ep * etp) == 0:
                         yield split | {"expert_model_parallel_size": ep, "expert_tensor_parallel_size": etp}
-
-    def _micro_batches(self) -> list[int]:
-        """Powers of two that divide the batch."""
-        batch = self.config.training.global_batch_size or 1
-        return [1 << power for power in range(10) if batch % (1 << power) == 0]
 
     def _stage_settings(self, room: int) -> list[Settings]:
         """Legal combinations of PP, chunks and schedule for ``room`` ranks."""
@@ -309,7 +304,8 @@ class Search:
 
     def _with(self, settings: Settings) -> RunConfig:
         """Return the configuration with ``settings``, and with neutral values of all other layout settings."""
-        return with_settings(self.config, NEUTRAL | settings)
+        smallest = {"micro_batch_size": 2} if self.config.data.dpo else {}
+        return with_settings(self.config, NEUTRAL | smallest | settings)
 
     def _is_legal(self, config: RunConfig, world_size: int | None = None) -> bool:
         return next(problems(without_data(config), world_size or self.devices), None) is None
@@ -331,6 +327,12 @@ class Search:
             f"{needed / 2**30:.1f} GiB; take about {more:.0f} devices, a shorter seq_length="
             f"{self.config.data.seq_length}, or devices with more memory"
         )
+
+
+def micro_batch_sizes(config: RunConfig, copies: int = 1) -> list[int]:
+    """Powers of two whose product with ``copies`` divides the batch; with ``--dpo`` from 2, for pairs of answers."""
+    batch, powers = config.training.global_batch_size or 1, range(1 if config.data.dpo else 0, 10)
+    return [1 << power for power in powers if batch % ((1 << power) * copies) == 0]
 
 
 def with_settings(config: RunConfig, settings: Settings) -> RunConfig:

@@ -27,7 +27,8 @@ class ChoiceScores:
     accuracy: float
     """Share of questions whose most likely choice is correct: lm-eval's acc."""
     accuracy_norm: float
-    """As ``accuracy``, with the log-likelihood per character of the choice: lm-eval's acc_norm."""
+    """As ``accuracy``, with the log-likelihood per character of the choice, without a space at its beginning:
+    lm-eval's acc_norm."""
 
 
 @torch.no_grad()

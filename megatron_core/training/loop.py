@@ -122,7 +122,8 @@ def evaluate_split(run: Run, called: Callbacks, split: str) -> None:
         found = [evaluate(run, dataset, run.config.training.eval_iters) for dataset in sets.values()]
         events.extend(event(loss=loss, split=name + suffix) for name, loss in zip(sets, found, strict=True))
         events.extend(
-            event(split=name + suffix, **vars(evaluate_choices(run, asked))) for name, asked in questions.items()
+            event(split=f"questions {name}{suffix}", **vars(evaluate_choices(run, asked)))
+            for name, asked in questions.items()
         )
         return found
 

@@ -131,7 +131,7 @@ class GatedDeltaNet(nn.Module):
         """Projections ``[s, b, c]`` of whole sequences, or of this rank's parts -> ``[s, b, heads * dv]``."""
         if context.attention_mask is not None:
             raise LayoutError(
-                "an attention mask cannot be used with experimental_attention_variant=gated_delta_net, whose states "
+                f"an attention mask cannot be used with experimental_attention_variant={self.kind.name}, whose states "
                 "hold all earlier tokens; give document_lengths instead"
             )
         exchange, ages = self.exchange, self._ages(mixed, context)

@@ -148,6 +148,7 @@ FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
         1,
         ("the 7 channels", "7 rotating channels", "qk_pos_emb_head_dim"),
     ),
+    ({"qk_l2_norm": True, "qk_clip": True}, 1, ("qk_l2_norm=True cannot be used with qk_clip=True", "undo")),
     ({"qk_l2_norm": True, "qk_layernorm": True}, 1, ("qk_l2_norm=True", "qk_layernorm=True")),
     ({"no_rope_freq": (2,)}, 1, ("no_rope_freq=(2,)", "--position-embedding-type rope")),
     ({"no_rope_freq": (0,), "position_embedding_type": "rope"}, 1, ("no_rope_freq=(0,)", "n >= 1")),

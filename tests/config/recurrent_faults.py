@@ -29,6 +29,16 @@ RECURRENT_FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
     (DELTA | {"fp8_format": "hybrid", "bf16": True}, 1, ("fp8_format=hybrid", "remove --fp8-format")),
     (DELTA | {"save": "out", "ckpt_format": "torch_dist"}, 1, ("ckpt_format=torch_dist", "use torch_dcp")),
     (
+        DELTA | {"linear_attention_freq": (3,), "num_layers": 2, "qk_clip": True},
+        1,
+        ("qk_clip=True has no effect", "linear_attention_freq=(3,)", "remove --qk-clip"),
+    ),
+    (
+        DELTA | {"linear_attention_freq": (1, 1), "num_layers": 2, "qk_clip": True},
+        1,
+        ("qk_clip=True has no effect", "linear_attention_freq=(1, 1)"),
+    ),
+    (
         DELTA | {"cuda_graph_impl": "local"},
         1,
         ("cuda_graph_impl=local", "experimental_attention_variant=gated_delta_net"),

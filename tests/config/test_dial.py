@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_core.config import RunConfig
 from megatron_core.config.cli import parse_run_config
 from megatron_core.config.dial import dial
 from megatron_core.config.validate import check
@@ -31,6 +32,44 @@ def test_flags_and_files_override_the_dial(tmp_path) -> None:
     (tmp_path / "run.yaml").write_text("hidden_size: 256\nlr: 0.5\n")
     config = parse_run_config(["--depth", "3", "--config", str(tmp_path / "run.yaml"), "--lr", "0.25"])
     assert (config.model.num_layers, config.model.hidden_size, config.optimizer.lr) == (3, 256, 0.25)
+
+
+LATENT = "--multi-latent-attention --q-lora-rank 64 --kv-lora-rank 64"
+DELTA = "--experimental-attention-variant gated_delta_net --linear-attention-freq 2"
+
+
+@pytest.mark.parametrize(
+    ("flags", "gone"),
+    [
+        ("--swiglu", "squared_relu"),
+        ("--quick-geglu", "squared_relu"),
+        ("--train-samples 3200", "train_iters"),
+        ("--lr-warmup-iters 7", "lr_warmup_fraction"),
+        ("--train-samples 3200 --lr-warmup-samples 320", "lr_warmup_fraction"),
+        (LATENT, "use_mup"),
+        (DELTA, "use_mup"),
+        ("--no-use-mup", "use_mup"),
+    ],
+)
+def test_flags_that_exclude_a_value_of_the_dial_replace_it(flags: str, gone: str) -> None:
+    config = parse_run_config(["--depth", "4", "--mock-data", "--vocab-size", "256", *flags.split()])
+    check(config, 1)
+    values, defaults = config.flat(), RunConfig().flat()
+    assert values[gone] == defaults[gone] != dial(4)[gone]
+
+
+def test_a_file_excludes_values_of_the_dial(tmp_path) -> None:
+    (tmp_path / "run.yaml").write_text("swiglu: true\nmodel:\n  use_mup: false\ntrain_samples: null\n")
+    model = (config := parse_run_config(["--depth", "4", "--config", str(tmp_path / "run.yaml")])).model
+    assert (model.swiglu, model.squared_relu, model.mup_base_hidden_size) == (True, False, None)
+    assert config.training.train_iters == dial(4)["train_iters"]
+    (tmp_path / "run.yaml").write_text("swiglu: false\n")
+    assert parse_run_config(["--depth", "4", "--config", str(tmp_path / "run.yaml")]).model.squared_relu
+
+
+def test_a_negative_depth_is_out_of_range() -> None:
+    with pytest.raises(ConfigError, match="depth=-1 is out of range; legal: 1 to 1024"):
+        parse_run_config(["--depth", "-1"])
 
 
 @pytest.mark.parametrize("depth", [0, 2000])

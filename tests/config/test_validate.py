@@ -107,6 +107,16 @@ def test_sound_configurations_have_no_problems(name):
     check(run_config(**changes), world_size)
 
 
+@pytest.mark.parametrize(
+    "other", [{"cuda_graph_impl": "local"}, {"save": "out", "ckpt_format": "torch_dist"}, {"qk_clip": True}]
+)
+@pytest.mark.parametrize("pattern", [(0,), (1, 0, 1)])
+def test_other_rules_do_not_need_a_sound_pattern_of_recurrent_layers(pattern, other):
+    changes = {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": pattern, "num_layers": 4}
+    found = list(problems(run_config(**changes, **other), 1))
+    assert sum("must be one number n >= 1" in sentence for sentence in found) == 1
+
+
 @pytest.mark.parametrize(("changes", "world_size", "words"), FAULTS, ids=lambda x: str(x)[:60])
 def test_each_fault_has_one_sentence_with_the_way_out(changes, world_size, words):  # C19 C34 C56
     found = list(problems(run_config(**changes), world_size))

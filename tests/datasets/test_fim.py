@@ -15,6 +15,7 @@ from megatron_core.config import DataConfig
 from megatron_core.datasets import Sample
 from megatron_core.datasets.fim import FIMDataset
 from megatron_core.datasets.loader import BatchLoader
+from megatron_core.datasets.whole_round import WholeRound
 from megatron_core.errors import ConfigError
 from megatron_core.tokenizers import Tokenizer, build_tokenizer
 from tests.tokenizers.corpus import TEXTS, write_tokenizer_json
@@ -101,6 +102,13 @@ def test_rearranged_text_puts_together_to_the_original(
         kind, original = restored(document, tokenizer)
         assert original == text
         assert kind in (("plain",) if not text else ("PSM", "SPM") if spm_rate < 1 else ("SPM",))
+
+
+def test_an_epoch_has_an_end_only_if_the_data_set_has_one(tokenizer: Tokenizer) -> None:
+    dataset = wrapped([tokenizer.tokenize(TEXTS[0])], tokenizer)
+    assert not hasattr(dataset, "samples_per_epoch")
+    dataset._dataset.samples_per_epoch = 3
+    assert len(WholeRound(dataset)) == 3
 
 
 def test_rate_zero_is_the_identity(tokenizer: Tokenizer) -> None:

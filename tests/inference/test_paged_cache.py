@@ -250,6 +250,15 @@ def test_a_request_that_never_fits_is_refused() -> None:
         Engine(generator, config=InferenceConfig(inference_dynamic_batching_buffer_size_gb=1e-9))
 
 
+def test_states_that_leave_no_memory_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = generator_of(MODERN)
+    monkeypatch.setattr(type(generator), "bytes_per_text", 10**15)
+    with pytest.raises(
+        ConfigError, match=r"max_batch_size=7: states of 7 texts need 7e\+06 GB on rank 0.* --max-batch-size"
+    ):
+        Engine(generator, max_batch_size=7)
+
+
 def test_memory_is_that_of_the_blocks_and_is_returned() -> None:
     for model in (MODERN, MODELS["latent"]):
         generator = generator_of(model)

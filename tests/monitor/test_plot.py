@@ -61,6 +61,17 @@ def test_the_picture_has_each_step_once_with_marks(tmp_path, figures):
     assert rate_axes.get_xlabel() == "iteration"
 
 
+def test_each_validation_set_has_a_curve(tmp_path, figures):
+    path = metrics(tmp_path / "metrics.jsonl")
+    sink = JsonLinesSink(path)
+    for split in ("validation web", "validation code", "questions validation", "test"):
+        sink.on_validation(validation(6, loss=3.5, split=split))
+    sink.close()
+    plot_loss(path, tmp_path / "loss.png")
+    labels = [line.get_label() for line in figures[0][1][0].get_lines()]
+    assert [label for label in labels if "valid" in label] == ["validation", "validation web", "validation code"]
+
+
 def test_several_runs_over_tokens_are_told_apart(tmp_path, figures):
     paths = [metrics(tmp_path / name / "metrics.jsonl") for name in ("a", "b")]
     plot_loss(paths, tmp_path / "loss.png", x="tokens")

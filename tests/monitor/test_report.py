@@ -46,7 +46,7 @@ def _run(folder: Path, **changes: object) -> Path:
         memory=memory, expert_load=loads, breakdown=parts,
     )  # fmt: skip
     sink = JsonLinesSink(folder / "metrics.jsonl")
-    sink.on_validation(validation(6))
+    sink.on_validation(validation(6, split="validation web"))
     sink.close()
     return folder
 
@@ -64,6 +64,7 @@ def test_every_section_is_there(tmp_path: Path, capsys: pytest.CaptureFixture) -
     assert found["comparison"].split()[-3:] == ["num_workers", "2", "7"]
     assert "rank 1" in found["imbalance"] and "dp all_reduce" in found["collectives"]
     assert "<books>" in found["loss"] and "layer 0 0.500 0.500 1.00" in " ".join(found["loss"].split())
+    assert "training of b" in found["loss"] and "validation web" in found["loss"]
     assert "head nan 0.500 nan" in " ".join(found["loss"].split())
     assert "exposed communication over dp" in found["diagnosis"] and "weights" in found["memory"]
     assert text.count("<img") == 1 and "data:image/png;base64," in text, "the heat map of the experts"

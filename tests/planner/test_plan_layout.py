@@ -15,9 +15,10 @@ from megatron_core.config.cli import parse_command_line
 from megatron_core.config.presets import preset
 from megatron_core.config.validate import problems, without_data
 from megatron_core.errors import ConfigError, LayoutError
-from megatron_core.planner.cost import step_cost
-from megatron_core.planner.explain import command_line, flag_of, objection, parse_words
+from megatron_core.planner.cost import LayerTimes, Pipeline, step_cost
+from megatron_core.planner.explain import command_line, flag_of, objection, parse_words, whole_training
 from megatron_core.planner.hardware import Hardware, known_hardware, read_hardware
+from megatron_core.planner.layer_time import LayerClock
 from megatron_core.planner.search import KEPT, NEUTRAL, Search, with_settings
 from megatron_core.schedules import TRAINING
 from tests.sample import WHOLE_MATRIX
@@ -153,6 +154,33 @@ def test_bad_input_is_one_sentence(flags: list[str], message: str, capsys: pytes
     assert main([*GIVEN, *flags]) == 1
     error = capsys.readouterr().err.strip()
     assert message in error and error.count("\n") == 0
+
+
+def test_preferences() -> None:
+    """Pairs stay together, the reference needs memory, and its forward needs time."""
+    data = {"dpo": True, "data_path": ("pairs.jsonl",), "tokenizer_type": "ByteLevelTokenizer", "vocab_size": None}
+    given = data | {"pretrained_checkpoint": "sft", "zero_stage": 3, "micro_batch_size": 2, "global_batch_size": 16}
+    own, hardware = _config(**given, chat_template="chat.jinja"), read_hardware("h100")
+    (found,) = _search(own, 2).best(1)
+    assert found.config.training.micro_batch_size % 2 == 0
+    assert {each.training.micro_batch_size for each in parse_words(own, "dp2 tp4", 8)} == {2, 4, 8}
+    plain = with_settings(own, {"dpo": False, "sft": True, "pretrained_checkpoint": None})
+    pairs, alone = (_search(each, 8).candidate(each) for each in (own, plain))
+    copy = sum(pairs.memory.values()) - sum(alone.memory.values())
+    assert copy > 0 and pairs.seconds > alone.seconds
+    clock = LayerClock(plain, hardware, 8, 32000)
+    once, twice = (Pipeline(each, 8, clock, LayerTimes(clock)).passes[0] for each in (plain, own))
+    assert twice.sums == pytest.approx((2 * once.sums[0], *once.sums[1:]), rel=1e-12)
+
+
+def test_price_without_the_length_of_the_training() -> None:
+    """A million tokens cost as much as in a training of any length."""
+    config = _config()
+    short = _search(config, 8).candidate(config)
+    long = replace(short, config=with_settings(short.config, {"train_iters": 100}))
+    assert whole_training(short, 8, None) == ""
+    known, unknown = (whole_training(each, 8, 2.5) for each in (long, short))
+    assert unknown.startswith("price ") and known.endswith(unknown.removeprefix("price"))
 
 
 def test_messages_between_experts_that_another_micro_batch_hides() -> None:

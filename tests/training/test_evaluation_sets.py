@@ -20,6 +20,7 @@ from megatron_core.models.hf import config_of_folder
 from megatron_core.monitor.console import validation_line
 from megatron_core.monitor.events import ValidationEvent
 from megatron_core.tokenizers.built_in import ByteLevelTokenizer
+from megatron_core.training import choices as scoring
 from megatron_core.training.choices import log_likelihoods
 from megatron_core.training.loop import evaluate_only
 from megatron_core.training.setup import set_up
@@ -147,18 +148,18 @@ def test_evaluation_equals_transformers(layout: str, tmp_path: Path) -> None:
     config = _config(tmp_path, **LAYOUTS[layout])
     losses, choices = _their_losses(tmp_path), _their_choices(tmp_path)
     gold = [own[question["gold"]] for own, question in zip(choices, QUESTIONS, strict=True)]
-    lengths = [[len(choice) for choice in question["choices"]] for question in QUESTIONS]
+    lengths = [[len(choice.removeprefix(" ")) for choice in question["choices"]] for question in QUESTIONS]
     normed = [[a / b for a, b in zip(*each, strict=True)] for each in zip(choices, lengths, strict=True)]
     right, right_normed = (
         sum(own.index(max(own)) == q["gold"] for own, q in zip(scores, QUESTIONS, strict=True)) / len(QUESTIONS)
         for scores in (choices, normed)
     )
     for events in run_ranks(1 if layout == "one process" else 2, _events, config):
-        assert [event.split for event in events] == ["validation one", "validation two", "facts"]
+        assert [event.split for event in events] == ["validation one", "validation two", "questions facts"]
         assert [event.loss for event in events[:2]] == pytest.approx(list(losses.values()), rel=1e-9)
         assert events[2].loss == pytest.approx(-sum(gold) / len(gold), rel=1e-9)
         assert (events[2].accuracy, events[2].accuracy_norm) == (right, right_normed)
-        assert events[2].scalars["accuracy facts"] == right
+        assert events[2].scalars["accuracy questions facts"] == right
         assert f"acc: {right:.4f}" in validation_line(events[2])
 
 
@@ -234,6 +235,22 @@ def test_a_damaged_file_is_refused(line: str, message: str, tmp_path: Path) -> N
     (tmp_path / "facts.jsonl").write_text(line)
     with pytest.raises(DataError, match=message):
         ChoiceDataset(str(tmp_path / "facts.jsonl"), ByteLevelTokenizer(), 16)
+
+
+def test_characters_are_counted_as_in_lm_eval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tasks have the choices "no" and "always", and its ``target_delimiter`` is the space: -1 / 2 is less than
+    -2.8 / 6, but -1 / 3 is more than -2.8 / 7."""
+    (tmp_path / "facts.jsonl").write_text('{"query": "a", "choices": [" no", " always"], "gold": 1}')
+    dataset = ChoiceDataset(str(tmp_path / "facts.jsonl"), ByteLevelTokenizer(), 16)
+    monkeypatch.setattr(scoring, "log_likelihoods", lambda run, dataset: torch.tensor([-1.0, -2.8]))
+    scores = scoring.evaluate_choices(None, dataset)
+    assert (scores.accuracy, scores.accuracy_norm) == (0.0, 1.0)
+
+
+def test_line_separators_in_texts_do_not_end_a_question(tmp_path: Path) -> None:
+    line = '{"query": "a\u2028b\x85", "choices": ["c\u2029", "d"], "gold": 1}\r\n'
+    (tmp_path / "facts.jsonl").write_text(2 * line, encoding="utf-8", newline="")
+    assert ChoiceDataset(str(tmp_path / "facts.jsonl"), ByteLevelTokenizer(), 16).gold == [1, 1]
 
 
 def test_whole_validation_needs_an_end() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -135,6 +136,7 @@ def test_a_resumed_run_keeps_its_reference(tmp_path: Path) -> None:
     run_ranks(1, _trained, _config(tmp_path, **only_sft, save=str(tmp_path / "tuned")))
     base |= {"pretrained_checkpoint": str(tmp_path / "tuned")}
     (straight,) = run_ranks(1, _trained, _config(tmp_path, **base, train_iters=6))
+    assert straight[0] == pytest.approx(math.log(2), rel=1e-12)
     saved = {"save": str(tmp_path / "run"), "load": str(tmp_path / "run")}
     (begun,) = run_ranks(1, _trained, _config(tmp_path, **base, **saved, train_iters=3))
     for rest in run_ranks(2, _trained, _config(tmp_path, **base, **saved, train_iters=6, zero_stage=3)):
@@ -144,6 +146,29 @@ def test_a_resumed_run_keeps_its_reference(tmp_path: Path) -> None:
 def test_reference_needs_weights(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="needs the weights of its"):
         check(_config(tmp_path, lora_rank=None), 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"load_hf": "a", "pretrained_checkpoint": "b"}, "pretrained_checkpoint=b and load_hf=a exclude one another"),
+        (
+            {"load_hf": "a", "load": "c", "finetune": True, "lora_rank": None},
+            "finetune=True starts dpo=True from load=c",
+        ),
+    ],
+)
+def test_weights_and_reference_are_the_same(settings: dict[str, object], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check(_config(tmp_path, **settings), 1)
+
+
+@pytest.mark.parametrize("name", ["zero3_param_cpu_offload", "zero3_param_offload_dir"])
+def test_the_reference_is_not_offloaded(name: str, tmp_path: Path) -> None:
+    place = {name: str(tmp_path) if name.endswith("dir") else True, "optimizer_cpu_offload": True, "zero_stage": 3}
+    check(_config(tmp_path, **place), 1)
+    with pytest.raises(ConfigError, match=f"{name}=.* cannot be used with dpo=True: the reference stays"):
+        check(_config(tmp_path, **place, lora_rank=None, load_hf="a"), 1)
 
 
 def test_pairs_stay_in_a_micro_batch(tmp_path: Path) -> None:

@@ -77,9 +77,12 @@ def test_activations_are_those_kept_for_backward(dtype: str, granularity: str | 
     assert planned == pytest.approx(found, rel=0.05)
 
 
-def test_an_attention_mask_is_refused() -> None:
-    with pytest.raises(LayoutError, match="give document_lengths instead"):
-        layer_of(torch.float64)(
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_an_attention_mask_is_refused(kind: dict) -> None:
+    layer = layer_of(torch.float64, **kind)
+    name = (SIZES | kind)["experimental_attention_variant"]
+    with pytest.raises(LayoutError, match=f"variant={name}, whose states hold all earlier tokens; give document_le"):
+        layer(
             torch.zeros(4, 1, 64, dtype=torch.float64),
             SequenceContext(attention_mask=torch.zeros(1, 1, 4, 4, dtype=torch.bool)),
         )

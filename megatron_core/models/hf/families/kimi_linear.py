@@ -52,10 +52,10 @@ def _mixers_json(config: ModelConfig) -> Settings:
 
 
 def _heads(hf_config: Settings) -> Settings:
-    """Latent attention has as many key heads as query heads; ``head_dim`` has no meaning."""
-    heads = hf_config["num_attention_heads"]
-    if hf_config.get("num_key_value_heads", heads) != heads:
-        refuse("num_key_value_heads", hf_config["num_key_value_heads"], f"supported is num_attention_heads={heads}")
+    """Latent attention has as many key heads as query heads, by default 32; ``head_dim`` has no meaning."""
+    heads, key_heads = hf_config["num_attention_heads"], hf_config.get("num_key_value_heads", 32)
+    if key_heads != heads:
+        refuse("num_key_value_heads", key_heads, f"supported is num_attention_heads={heads}")
     return {}
 
 
@@ -153,9 +153,7 @@ KIMI_LINEAR = register(
     },
     rules=(
         Rule(_mixers, _mixers_json, MIXER_TYPES),
-        Rule(
-            _heads, lambda config: {"num_key_value_heads": config.num_attention_heads}, {"num_key_value_heads": COUNT}
-        ),
+        Rule(_heads, _heads_json, {"num_key_value_heads": COUNT}),
         Rule(_experts, _experts_json, EXPERT_TYPES),
     ),
     layer_tensors={
