@@ -32,6 +32,7 @@ class RecoveryDefect:
 
 
 IN_PLACE = partial(same_end, "dp2 zero3", Planned("kill-update", 1, 4))
+BEFORE_LAST = partial(same_end, "dp2 zero3", Planned("kill-update", 1, 3))  # the learning rate of step 4 may be 0
 FEWER = partial(same_end, "dp4 zero1", Planned("kill-gradients", 1, 4, "process"))
 WITHOUT_HOST = partial(same_end, "dp4 zero1", Planned("kill-gradients", 1, 4, "host"))
 IN_COPY = partial(same_end, "dp4 zero1", Planned("kill-copy", 2, 4))
@@ -50,7 +51,7 @@ IN_RECOVERY = (
         STEPS,
         'optimizer.set_steps_taken(reader.state["optimizer_steps"])',
         "optimizer.set_steps_taken(0)",
-        IN_PLACE,
+        BEFORE_LAST,
     ),
     RecoveryDefect(
         "the samples of a step are repeated after the layout has changed",
