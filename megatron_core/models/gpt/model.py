@@ -249,8 +249,7 @@ class GPTModel(nn.Module):
 
         Args:
             input_ids, labels: ``[b, s]``.
-            position_ids: ``[b, s]``, or ``[1, s]`` for all sequences, for learned and rotary positions; by default
-                ``positions``.
+            position_ids: ``[b, s]``, or ``[1, s]`` for all sequences; by default ``positions``.
             hidden_states: output of the previous stage.
             sample_index: ``[b]``, keys of dropout.
             document_lengths: lengths of the documents of each whole sequence; no document attends to another.
@@ -296,10 +295,9 @@ class GPTModel(nn.Module):
         # Losses or logits.
         tied = self._shared_weight() if self.output_layer.weight is None else None
         if labels is not None:
-            adds_z_loss = self.model_config.output_z_loss_coeff and auxiliary_losses is not None
-            add_z_loss = (
-                partial(with_z_loss, self.model_config, loss_mask, context, self.parallel) if adds_z_loss else None
-            )
+            config, add_z_loss = self.model_config, None
+            if config.output_z_loss_coeff and auxiliary_losses is not None:
+                add_z_loss = partial(with_z_loss, config, loss_mask, context, self.parallel)
             losses = self._losses(hidden_states, labels.transpose(0, 1), tied, add_z_loss)
             if self.mtp is not None and self.training and later is not None:
                 losses = self._with_later_losses(losses, hidden_states, labels, later, tied, context)
