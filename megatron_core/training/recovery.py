@@ -212,7 +212,7 @@ class Recovery:
         """
         what = ""
         if not members.training:
-            what = "no data-parallel replica has all of its ranks: a restart is needed"
+            what = "the remaining ranks are too few for a copy of the model and its experts: a restart is needed"
         elif members.iteration == LOST_STATE:
             what = (
                 "a part of the weights or the optimizer state has no copy left: a restart is needed; --recover-mirror "

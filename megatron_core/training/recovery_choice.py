@@ -23,11 +23,11 @@ def training_ranks(config: RunConfig, size: int, alive: Collection[int]) -> tupl
     """The ranks of the launcher that train: as many data-parallel replicas as the batch can be split over.
 
     Complete replicas of the layout of all ``size`` ranks come first; if there are too few, ranks of others form
-    further ones. Empty if the ranks are too few for one replica.
+    further ones. Empty if the ranks are too few for one replica, or for the ranks over which experts are split.
     """
     if len(alive) == size:
         return tuple(range(size))
-    each = config.parallel.model_parallel_size
+    each = config.parallel.smallest_world_size
     if len(alive) < each:
         return ()
     wanted = largest_world_size(config, len(alive) // each * each)

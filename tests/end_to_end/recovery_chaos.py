@@ -174,7 +174,8 @@ def main() -> None:
             if case not in expected:
                 run_job(Path(name) / f"alone{number}", case, [])
                 expected[case] = end_of(Path(name) / f"alone{number}")
-            without_spare = "dp" in case and number % 4 == 3
+            layout = Layout.parse(case)
+            without_spare = layout.dp > layout.ep and number % 4 == 3
             given = drawn(chance, case, without_spare=without_spare)
             folder = Path(name) / f"job{number}"
             count(run_job(folder, case, given, recover_without_spare=without_spare), given, seen)

@@ -179,12 +179,14 @@ def test_supervisors_are_watched_in_a_ring_until_they_leave() -> None:
         ("tp2 dp2", (3,), ()),
         ("tp2 dp4", (0, 2, 3, 5, 7), (0, 2, 3, 5)),
         ("pp2 dp2", (0, 1, 2), (0, 2)),
+        ("dp2 ep2", (0,), ()),  # the experts of the other rank have no place
+        ("dp4 ep2", (0, 2, 3), (0, 2)),
         ("dp4", (0, 2, 3), (0, 2)),  # 4 micro-batches cannot be split over 3 ranks
     ],
 )
 def test_whole_replicas_continue_first(layout: str, alive: tuple[int, ...], expected: tuple[int, ...]) -> None:
     parsed = Layout.parse(layout)
-    config = tiny_config(**parsed.settings())
+    config = tiny_config(**parsed.settings(), num_experts=4 if parsed.ep > 1 else None)
     assert training_ranks(config, parsed.world_size, alive) == expected
 
 
