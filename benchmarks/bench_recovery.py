@@ -65,10 +65,10 @@ class WithoutFailures:
         self.memory = HostMemory()
 
     def report_training(self) -> None:
-        """Nobody waits for it."""
+        """No effect: no failure was before this step."""
 
     def regroup_when_due(self, iteration: int) -> None:
-        """No rank joins."""
+        """No effect: no rank joins."""
 
 
 def measure(layout: dict[str, Any], repeats: int) -> list[tuple[float, float]]:

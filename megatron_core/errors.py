@@ -68,7 +68,7 @@ class WrongStepError(MegatronError):
     """Wrong values arrived or were computed; the state before step ``first`` is right, or no known one if it is 0."""
 
     def __init__(self, message: str, first: int, ranks: Sequence[int] = ()) -> None:
-        """``ranks``: those that must not continue, of the launcher."""
+        """``ranks``: launcher ranks that must not continue."""
         super().__init__(message)
         self.first, self.ranks = first, tuple(ranks)
 

@@ -31,7 +31,7 @@ ALTERNATIVES = {
 
 
 def dial(depth: int, given: Collection[str] = ()) -> dict[str, Any]:
-    """The settings of the model of ``depth`` layers, without those that the settings ``given`` exclude.
+    """The settings of the model of ``depth`` layers, except those that the settings ``given`` exclude.
 
     Errors: ``ConfigError`` for a depth out of range.
 

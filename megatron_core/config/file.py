@@ -41,7 +41,7 @@ def read_config(path: str | Path, defaults: RunConfig | None = None) -> RunConfi
 
 
 def names_in(path: str | Path) -> set[str]:
-    """The names of the settings in a file, without those that are null; a switch turned off is ``no_x``."""
+    """The names of the settings in a file that are not null; a switch that is off is ``no_x``."""
     values = dict(_flat_items(_load(Path(path)), str(path)))
     return {f"no_{name}" if value is False else name for name, value in values.items() if value is not None}
 

@@ -205,7 +205,7 @@ def _install_generators(cuda: Any) -> None:
 
 
 def _install_profiling(cuda: Any) -> None:
-    """Ranges of NVTX and CUDA's profiler: nobody records them."""
+    """Ranges of NVTX and the switches of CUDA's profiler, which have no effect."""
     for module, names in {
         cuda.nvtx: ("range_push", "range_pop", "mark", "range_start", "range_end"),
         cuda.profiler: ("start", "stop", "init"),

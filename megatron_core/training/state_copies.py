@@ -59,7 +59,7 @@ def _shift(ranks: Sequence[int]) -> int:
 
 
 def await_mirror(memory: HostMemory, ranks: Sequence[int]) -> None:
-    """Wait until another one of ``ranks``, those that train, has a mirror of the newest copy.
+    """Wait until another of the training ``ranks`` has a mirror of the newest copy.
 
     Errors: ``InterruptedWait`` if the job fails meanwhile, ``MegatronError`` after ``LONGEST_WAIT`` seconds.
     """

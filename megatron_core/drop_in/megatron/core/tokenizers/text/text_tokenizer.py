@@ -52,7 +52,7 @@ class MegatronTokenizerText:
         }
 
     def detokenize(self, ids: Sequence[int], skip_special_tokens: bool | None = None) -> str:
-        """Return the text of ids, with ``skip_special_tokens`` without those that begin, end and pad a text."""
+        """Return the text of ids; ``skip_special_tokens`` leaves out tokens that begin, end and pad a text."""
         if skip_special_tokens:
             own = self.engine
             special = {own.bos, own.eos, own.eod, own.pad, *getattr(own, "turn_ends", ())}
