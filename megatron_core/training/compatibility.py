@@ -66,6 +66,16 @@ def check_same_model(stored: Mapping[str, Any], config: RunConfig) -> None:
         )
 
 
+def check_same_reference(stored: Mapping[str, Any], config: RunConfig, folder: Path) -> None:
+    """Raise ``CheckpointError`` if a run of preferences without adapters resumes from another training in ``folder``,
+    whose weights are not those of the reference."""
+    if config.data.dpo and config.tuning.lora_rank is None and not stored.get("dpo", False):
+        raise CheckpointError(
+            f"dpo=True, but the checkpoint {folder} is of a training without it, so that the reference would have "
+            "other weights; to begin with its weights, give the folder as --pretrained-checkpoint, not as --load"
+        )
+
+
 def check_state(state: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Check the types of all values that a run reads from a checkpoint's state, and return the stored settings.
 

@@ -14,7 +14,7 @@ from megatron_core.config.validate import check
 from megatron_core.errors import ConfigError
 from megatron_core.training.setup import set_up
 from megatron_core.training.step import StepResult, train_step
-from megatron_core.verify.ranks import run_ranks, this_world
+from megatron_core.verify.ranks import RankFailure, run_ranks, this_world
 from tests.runs import TINY, tiny_run
 
 EACH = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
@@ -141,6 +141,8 @@ def test_a_resumed_run_keeps_its_reference(tmp_path: Path) -> None:
     (begun,) = run_ranks(1, _trained, _config(tmp_path, **base, **saved, train_iters=3))
     for rest in run_ranks(2, _trained, _config(tmp_path, **base, **saved, train_iters=6, zero_stage=3)):
         assert begun + rest == pytest.approx(straight, rel=1e-9)
+    with pytest.raises(RankFailure, match="tuned/iter_0000001 is of a training without it"):
+        run_ranks(1, _trained, _config(tmp_path, **base, load=str(tmp_path / "tuned")))
 
 
 def test_reference_needs_weights(tmp_path: Path) -> None:
