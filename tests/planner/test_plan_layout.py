@@ -21,6 +21,7 @@ from megatron_core.planner.hardware import Hardware, known_hardware, read_hardwa
 from megatron_core.planner.layer_time import LayerClock
 from megatron_core.planner.search import KEPT, NEUTRAL, Search, with_settings
 from megatron_core.schedules import TRAINING
+from tests.runs import TINY
 from tests.sample import WHOLE_MATRIX
 
 SMALL = {
@@ -154,6 +155,13 @@ def test_bad_input_is_one_sentence(flags: list[str], message: str, capsys: pytes
     assert main([*GIVEN, *flags]) == 1
     error = capsys.readouterr().err.strip()
     assert message in error and error.count("\n") == 0
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_runs_on_conversations_are_planned_without_data(kind: str) -> None:
+    """There are no generated conversations to put in their place."""
+    settings = TINY | {kind: True, "mock_data": False, "lora_rank": 2}
+    assert list(problems(without_data(RunConfig.from_flat(settings)), 2)) == []
 
 
 def test_preferences() -> None:
