@@ -30,6 +30,9 @@ for name in ("CI", "BUILD_NUMBER"):
     os.environ.pop(name, None)
 # Help and progress use the width of the terminal; a narrow one would change line breaks.
 os.environ["COLUMNS"] = "80"
+# torch's TCPStore looks up the name of each address that connects. Where the name server loses a question, each store
+# would wait 5 s for an answer that nobody reads (glibc's resolver; seen for 1 in 15 stores).
+os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
 
 # A shell starts background jobs with Ctrl-C ignored, and nohup any job with SIGHUP; programs started by tests would
 # inherit this.

@@ -189,7 +189,7 @@ def decide(meeting: Meeting, generation: int, iteration: int, training: tuple[in
 
 @pytest.mark.parametrize(
     ("iteration", "training", "words"),
-    [(LOST_STATE, (0,), "no copy left.*--recover-mirror"), (4, (), "no data-parallel replica")],
+    [(LOST_STATE, (0,), "no copy left.*--recover-mirror"), (4, (), "too few for a copy of the model")],
 )
 def test_a_job_without_its_state_ends(iteration: int, training: tuple[int, ...], words: str, made: Make) -> None:
     process, (meeting,) = made(1)
