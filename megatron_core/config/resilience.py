@@ -10,7 +10,7 @@ from megatron_core.config import conditions as c
 from megatron_core.config import ranges as r
 from megatron_core.config.setting import ALWAYS, BY_RULE, section, setting
 
-FAULTS_ON_DISK = ("disk-full", "truncated-write", "flip-bit")
+FAULTS_ON_DISK = ("disk-full", "disk-slow", "truncated-write", "flip-bit")
 """Faults of a checkpoint that ``inject_fault`` can cause."""
 LINK_AXES = ("tp", "cp", "dp", "pp", "ep")
 """Axes over which ``inject_fault`` can damage a received tensor."""
@@ -22,7 +22,7 @@ FAULTS_ON_LINKS = tuple(f"{axis}-{fault}" for axis in LINK_AXES for fault in (*L
 DEATHS = ("kill", "kill-gradients", "kill-update", "kill-copy", "kill-save", "kill-recovery")
 """Deaths of a rank at points of a step: before it, with the sums of gradients, with the decision to update, while the
 state is copied, before its checkpoint, and in a recovery."""
-FAULTS_OF_RANKS = (*DEATHS, "exception", "hang", "stop", "nan", "slow", "wrong-numbers")
+FAULTS_OF_RANKS = (*DEATHS, "exception", "hang", "stop", "nan", "slow", "wrong-numbers", "clock")
 """Faults of a rank before or during a step."""
 FAULTS = (*FAULTS_OF_RANKS, *FAULTS_ON_LINKS, *FAULTS_ON_DISK)
 """All faults that ``inject_fault`` can cause."""

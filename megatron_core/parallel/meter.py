@@ -23,11 +23,16 @@ import torch
 from megatron_core.parallel.groups import COMBINATIONS, ParallelGroups
 from megatron_core.parallel.rank_local import Forwarding, RankLocal
 
-PROCESS_BEGAN = time.time()
+PROCESS_BEGAN, _BEGAN = time.time(), time.monotonic()
 """Unix time when this module was loaded; time between it and the first step is counted as lost to training."""
 OTHER = "other"
 COMPRESSED = "compressed gradients"
 """Label of messages with gradients that are rounded or approximated."""
+
+
+def unix_time() -> float:
+    """Seconds since 1970; after the start of the process, changes of the system's clock have no effect."""
+    return PROCESS_BEGAN + time.monotonic() - _BEGAN
 
 
 @dataclass

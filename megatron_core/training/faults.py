@@ -6,6 +6,9 @@ import resource
 import signal
 import sys
 import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ from torch import Tensor, nn
 
 from megatron_core.checkpoint.folder import iteration_folder, rank_file
 from megatron_core.config import RunConfig
-from megatron_core.config.resilience import FAULTS_ON_LINKS, Fault
+from megatron_core.config.resilience import FAULTS_ON_DISK, FAULTS_ON_LINKS, Fault
 from megatron_core.errors import ConfigError
 from megatron_core.parallel.links.faults import LinkFault
 from megatron_core.parallel.links.recorder import LINKS
@@ -23,7 +26,10 @@ from megatron_core.training.callbacks import Callback
 from megatron_core.training.setup import Run
 from megatron_core.training.step import StepResult
 
+BEFORE_STEP = ("nan", "kill", "exception", "hang", "stop", "slow", "wrong-numbers", "clock")
 SLOW_SECONDS = 5.0
+CLOCK_SECONDS = 3600.0
+"""Seconds by which the clock is set back."""
 FULL_BYTES = 4096
 """Maximum size of a file with the fault ``disk-full``."""
 
@@ -47,7 +53,7 @@ class Faults(Callback):
         self._left = [fault for fault in due.values() if not self._was_injected(fault)]
         if self._memory is not None:
             self._memory.before_commit = lambda: self._die("kill-copy")
-        self._file_limits: tuple[int, int] | None = None
+        self._undo, self._undo_after_save = ExitStack(), ExitStack()
         self._damage = ""
         LINKS.faults.remembers = any(fault.kind.endswith("-stale") for fault in self._left)
         LINKS.faults.name_groups(run.groups)
@@ -77,7 +83,7 @@ class Faults(Callback):
 
     def before_step(self) -> None:
         """Inject the faults that are due in the next step."""
-        while kind := self._due("nan", "kill", "exception", "hang", "stop", "slow", "wrong-numbers", *FAULTS_ON_LINKS):
+        while kind := self._due(*BEFORE_STEP, *FAULTS_ON_LINKS):
             if kind in ("kill", "stop"):
                 os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
             if kind == "exception":
@@ -91,6 +97,9 @@ class Faults(Callback):
             if kind == "wrong-numbers":
                 for stage in self.run.stages.values():
                     stage.decoder.layers[-1].register_forward_pre_hook(_compute_wrong_numbers)
+            if kind == "clock":
+                self._undo.callback(setattr, time, "time", time.time)
+                time.time = partial(_set_back, time.time)
             fault = LinkFault.of(kind)
             if fault is not None:
                 LINKS.faults.arm(fault)
@@ -144,29 +153,32 @@ class Faults(Callback):
         weights.fill_(math.nan)
 
     def before_save(self, temporary: bool) -> None:
-        """Fill the disk, if this fault is due in the checkpoint of this step."""
+        """Fill or slow down the disk, if this fault is due in the checkpoint of this step."""
         self._die("kill-save", after=0)
-        kind = None if temporary else self._due("disk-full", "truncated-write", "flip-bit")
+        kind = None if temporary else self._due(*FAULTS_ON_DISK)
         self._damage = kind or ""
         if kind == "disk-full":
-            self._file_limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (FULL_BYTES, self._file_limits[1]))
+            limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+            self._undo_after_save.callback(resource.setrlimit, resource.RLIMIT_FSIZE, limits)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (FULL_BYTES, limits[1]))
+        if kind == "disk-slow":
+            self._undo_after_save.callback(setattr, os, "fsync", os.fsync)
+            os.fsync = partial(_flush_slowly, os.fsync)
 
     def after_save(self, temporary: bool, saved: bool) -> None:
         """Damage the checkpoint, if this fault is due."""
-        self.close()
+        self._undo_after_save.close()
         folder = iteration_folder(location(self.run.config.checkpoint.save or "."), self.run.state.iteration)
         part = folder / rank_file(self.run.world.rank)
         if self._damage in ("truncated-write", "flip-bit"):
             _damage(part, self._damage)
 
     def close(self) -> None:
-        """Restore the limit of file sizes, and inject no more transmission faults."""
+        """Restore the disk and the clock, and inject no more transmission faults."""
         LINKS.faults.remembers = False
         LINKS.faults.disarm()
-        if self._file_limits is not None:
-            resource.setrlimit(resource.RLIMIT_FSIZE, self._file_limits)
-            self._file_limits = None
+        self._undo_after_save.close()
+        self._undo.close()
 
 
 def die_in_recovery(config: RunConfig, memory: HostMemory, step: int) -> None:
@@ -186,6 +198,17 @@ def _compute_wrong_numbers(module: nn.Module, arguments: tuple[Any, ...]) -> tup
     """Change hidden states slightly."""
     first, *others = arguments
     return first * 1.01, *others
+
+
+def _set_back(clock: Callable[[], float]) -> float:
+    """Return the time of a clock that was set back."""
+    return clock() - CLOCK_SECONDS
+
+
+def _flush_slowly(flush: Callable[[int], None], descriptor: int) -> None:
+    """Flush a file to a slow disk."""
+    time.sleep(SLOW_SECONDS)
+    flush(descriptor)
 
 
 def _damage(path: Path, kind: str) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from megatron_core.monitor.chrome_trace import events_of, merge, profiler_events
 from megatron_core.output_file import TRACE, refuse_other_file
 from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.grid import WORLD
-from megatron_core.parallel.meter import METER, StepTimes
+from megatron_core.parallel.meter import METER, StepTimes, unix_time
 from megatron_core.schedules.draw import tracks
 from megatron_core.training.setup import Run
 
@@ -37,7 +36,7 @@ class Profile:
         """Collect events of the last step; write all after the final one. ``times``: the result of ``METER.take``."""
         iteration = self.run.state.iteration
         if METER.keep_spans:
-            rank, began = self.run.world.rank, time.time() - times.seconds
+            rank, began = self.run.world.rank, unix_time() - times.seconds
             self._events += events_of(METER.spans, rank, began)
             for track, flights in enumerate(tracks(METER.flights), start=1):
                 self._events += events_of(flights, rank, began, track=track)

@@ -29,6 +29,7 @@ from megatron_core.errors import ConfigError, MegatronError, WrongStepError
 from megatron_core.parallel import World, rank_local
 from megatron_core.parallel.interrupt import InterruptedWait
 from megatron_core.parallel.launch import FAILED, RESTART, RestartNeeded, explained, join, meet, meet_again
+from megatron_core.parallel.meter import unix_time
 from megatron_core.parallel.recovery.meeting import LOST_STATE, Failure, Meeting, Members, connection
 from megatron_core.parallel.recovery.memory import FINISHED, GENERATION, INVITED, ITERATION, WAITS, HostMemory
 from megatron_core.parallel.recovery.monitor import Monitor
@@ -368,7 +369,7 @@ class Recovery:
             size, before = self.world.size, f"after iteration {members.iteration}"
             return f"{planned[1]}: {size} of {self._size} ranks continue {before}"
         failure = failures[0]
-        seconds, what = time.time() - failure.at, "; then ".join(each.what for each in failures)
+        seconds, what = unix_time() - failure.at, "; then ".join(each.what for each in failures)
         done = f"a new process takes the place of rank {listed(members.fresh)}" if members.fresh else "no process died"
         if len(members.ranks) < self._size:
             done = f"{self.world.size} of {self._size} ranks continue"

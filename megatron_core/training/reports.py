@@ -27,7 +27,7 @@ from megatron_core.monitor.goodput import Goodput
 from megatron_core.monitor.rank_records import DETAILED, RankWriter, rank_file, read_rank_file
 from megatron_core.monitor.timers import slowest_ranks, timer_lines
 from megatron_core.parallel.grid import WORLD
-from megatron_core.parallel.meter import METER, PROCESS_BEGAN, StepTimes
+from megatron_core.parallel.meter import METER, PROCESS_BEGAN, StepTimes, unix_time
 from megatron_core.parallel.texts import gather_texts
 from megatron_core.training.callbacks import Callback, is_due
 from megatron_core.training.memory_report import found_bytes
@@ -157,7 +157,7 @@ class Measurements(Callback):
         return about
 
     def _write(self, iteration: int, memory: Mapping[str, int], complete: bool = False) -> None:
-        stretch = (self._first, iteration, time.time(), self._stretch, memory, self._skipped, complete)
+        stretch = (self._first, iteration, unix_time(), self._stretch, memory, self._skipped, complete)
         if self._writer is not None:
             self.goodput.add(self._writer.write(*stretch))
         self._first, self._skipped, self._stretch = iteration + 1, 0, StepTimes()

@@ -55,8 +55,10 @@ CASES: dict[str, dict[str, Any]] = {
 }
 DAMAGED = "wrong data"
 """Kind of all faults in which a transfer delivers wrong data."""
+HARMLESS = ("clock", "slow")
+"""Faults that need no recovery."""
 FROM_OUTSIDE = {"SIGKILL": signal.SIGKILL, "SIGSTOP": signal.SIGSTOP}
-KINDS = (*(kind for kind in DEATHS if kind != "kill-recovery"), "exception", "hang", "stop", *FROM_OUTSIDE)
+KINDS = (*(kind for kind in DEATHS if kind != "kill-recovery"), "exception", "hang", "stop", *HARMLESS, *FROM_OUTSIDE)
 NAMED = {"exception": "raised InjectedError", "stop": "was stopped", "SIGSTOP": "was stopped", "hang": "no progress"}
 """Words of the message by the kind of fault; the others are ``was killed by SIGKILL``."""
 
@@ -110,6 +112,7 @@ def end_of(folder: Path) -> dict[str, torch.Tensor]:
 def count(output: str, faults: Sequence[Planned], seen: dict[str, Seen]) -> None:
     """Add the recoveries of a job to ``seen``."""
     lines = re.findall(r"recovered in ([\d.]+) s: (.*)", output)
+    recoveries, harmful = len(lines), sum(fault.kind not in HARMLESS for fault in faults)
     for fault in faults:
         axis, _, damage = fault.kind.partition("-")
         is_link = axis in LINK_AXES
@@ -122,6 +125,9 @@ def count(output: str, faults: Sequence[Planned], seen: dict[str, Seen]) -> None
             words = rf"wrong data arrived in step {fault.step}: .*ranks? .*\b{fault.rank}\b.* received"
         own = seen.setdefault((DAMAGED if damage in LINK_DAMAGES else damage) if is_link else fault.kind, Seen())
         own.faults += 1
+        if fault.kind in HARMLESS:
+            own.named += recoveries <= harmful
+            continue
         found = next((line for line in lines if re.match(words, line[1])), None)
         if found is not None:
             own.named += 1

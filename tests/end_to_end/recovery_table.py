@@ -12,7 +12,8 @@ class Seen:
 
     faults: int = 0
     named: int = 0
-    """Number of recoveries whose message names the rank and the kind."""
+    """Number of recoveries whose message names the rank and the kind; of harmless faults, jobs without a
+    recovery for them."""
     seconds: list[float] = field(default_factory=list)
     """Time from the detection to the next step."""
 

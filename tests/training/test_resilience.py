@@ -20,6 +20,7 @@ from megatron_core.commands import replay_step
 from megatron_core.config.validate import check
 from megatron_core.errors import ConfigError, MegatronError
 from megatron_core.monitor.events import StepEvent
+from megatron_core.monitor.rank_records import read_run
 from megatron_core.training import faults
 from megatron_core.training.bad_steps import BadSteps
 from megatron_core.training.failures import FILE
@@ -231,6 +232,26 @@ def test_a_slow_step_is_waited_for(tmp_path: Path) -> None:
     plain, slow = (run_ranks(2, _with_fault, tmp_path / f"run{fault}", fault) for fault in ("", "slow@1:3"))
     for (_, _, expected), (seen, _, found) in zip(plain, slow, strict=True):
         assert seen[2] >= 500 and found == expected
+
+
+def test_a_clock_that_is_set_back_changes_nothing(tmp_path: Path) -> None:
+    """Neither results nor times: the records of a run are in order, although its clock is not."""
+    plain, moved = (run_ranks(2, _with_fault, tmp_path / f"run{fault}", fault) for fault in ("", "clock@1:3"))
+    assert [found for _, _, found in moved] == [expected for _, _, expected in plain]
+    records = read_run(tmp_path / "runclock@1:3")
+    for lines in records.ranks.values():
+        times = [line["at"] for line in lines if line["kind"] == "times"]
+        assert len(times) > 3, times
+        assert times == sorted(times) and times[-1] - times[0] < 600
+
+
+def test_a_slow_disk_is_waited_for(tmp_path: Path) -> None:
+    plain, slow = (run_ranks(2, _with_fault, tmp_path / f"run{fault}", fault) for fault in ("", "disk-slow@1:4"))
+    assert [found for _, _, found in slow] == [expected for _, _, expected in plain]
+    lines = read_run(tmp_path / "rundisk-slow@1:4").ranks[1]
+    saving = {line["last"]: line["phases"].get("checkpoint", 0.0) for line in lines if line["kind"] == "times"}
+    assert max(saving.values()) >= 0.5, saving
+    assert complete_iterations(tmp_path / "rundisk-slow@1:4") == [2, 4, 6]
 
 
 def test_a_full_disk_leaves_the_checkpoint_before_it(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ set of process groups. Ranks here are those of the launcher. Every function retu
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_core.parallel.meter import unix_time
 from megatron_core.parallel.recovery.memory import Copy
 
 NO_STATE, LOST_STATE = -1, -2
@@ -30,7 +30,7 @@ class Failure:
     """Description with the rank as the subject, such as ``rank 1 (process 77) was killed by SIGKILL``."""
     iteration: int
     """The running iteration of the rank; 0 before the first one."""
-    at: float = field(default_factory=time.time)
+    at: float = field(default_factory=unix_time)
     """Time of the detection, in seconds since 1970."""
     first: int | None = None
     """The first step with wrong values, if they are the failure; the state before it is right."""

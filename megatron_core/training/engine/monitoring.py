@@ -15,7 +15,7 @@ from megatron_core.monitor.goodput import Goodput
 from megatron_core.monitor.lenient import LenientSink
 from megatron_core.monitor.rank_records import RankWriter
 from megatron_core.parallel import ParallelGroups, World
-from megatron_core.parallel.meter import METER, PROCESS_BEGAN
+from megatron_core.parallel.meter import METER, PROCESS_BEGAN, unix_time
 from megatron_core.training.state import TrainState
 
 DESTINATIONS = ("metrics_file", "tensorboard_dir", "wandb_project", "mlflow_experiment", "prometheus_file")
@@ -99,7 +99,7 @@ class StepMonitor:
         times, in_use, peak = METER.take(), current_memory_bytes(), peak_memory_bytes()
         memory = {"current": in_use, "peak": peak, "activations and buffers": max(peak - in_use, 0)}
         if self._writer is not None:
-            at = (state.iteration, state.iteration, time.time())
+            at = (state.iteration, state.iteration, unix_time())
             self._goodput.add(self._writer.write(*at, times, memory, int(skipped)))
         event = StepEvent(
             iteration=state.iteration,
