@@ -50,7 +50,7 @@ from tests.end_to_end.recovery_table import Seen, table
 
 STEPS = 4
 ROOM = 1 << 22
-JOB = SMALL | {"num_layers": 2, "train_iters": STEPS, "hidden_dropout": 0.1, "global_batch_size": 8, "seed": 7}
+JOB = SMALL | {"num_layers": 2, "train_iters": STEPS, "hidden_dropout": 0.1, "global_batch_size": 4, "seed": 7}
 JOB |= {"micro_batch_size": 1, "recover": "in-process"}
 CHECKED = {"link_check_interval": 1, "check_pipeline_messages": True}
 MOE = {"num_experts": 4, "moe_router_topk": 2, "disable_bias_linear": True}
