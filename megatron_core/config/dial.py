@@ -30,22 +30,28 @@ ALTERNATIVES = {
 """Settings of the dial, each with the settings that exclude it."""
 
 
+def batch_size(parameters: int, tokens: float, seq_length: int) -> int:
+    """Number of sequences in a batch of 0.292 C^0.3271 tokens for C = 6 parameters tokens FLOP.
+
+    It is a power of 2, which many layouts divide. Source: DeepSeek-AI 2024 (arXiv 2401.02954), section 3.1.
+    """
+    batch_tokens = 0.2920 * (6.0 * parameters * tokens) ** 0.3271
+    return int(2 ** max(round(math.log2(batch_tokens / seq_length)), 0))
+
+
 def dial(depth: int, given: Collection[str] = ()) -> dict[str, Any]:
     """The settings of the model of ``depth`` layers, except those that the settings ``given`` exclude.
 
     Errors: ``ConfigError`` for a depth out of range.
 
     Width 64 depth, ``depth`` heads, MLP width 4 times the width; N = 12 depth width^2 parameters, and 20 N tokens.
-    The batch has 0.292 C^0.3271 tokens for C = 6 N 20 N FLOP (DeepSeek-AI 2024, arXiv 2401.02954, section 3.1), rounded
-    to a power of 2 sequences, which many layouts divide.
     """
     if not 1 <= depth <= DEEPEST:
         raise ConfigError(f"depth={depth} is out of range; legal: 1 to {DEEPEST}")
     width = HEAD_SIZE * depth
     parameters = 12 * depth * width**2
     tokens = TOKENS_PER_PARAMETER * parameters
-    batch_tokens = 0.2920 * (6.0 * parameters * tokens) ** 0.3271
-    batch = 2 ** max(round(math.log2(batch_tokens / SEQUENCE)), 0)
+    batch = batch_size(parameters, tokens, SEQUENCE)
     settings = {
         "num_layers": depth,
         "hidden_size": width,
