@@ -97,7 +97,6 @@ DELTA_NET = MODERN | {
 }
 
 MAMBA = {name: value for name, value in MODERN.items() if "rotary" not in name} | {
-    "num_layers": 4,
     "hybrid_layer_pattern": "M-*M",
     "position_embedding_type": "none",
     "mamba_state_dim": 6,
