@@ -48,14 +48,14 @@ from megatron_core.shell.expansion import UNKNOWN, readable
 from megatron_core.shell.launch import Launch, LaunchScript, is_script, read_command_line, read_script
 from megatron_core.terminal import parse_flags
 
-GPT = ("pretrain_gpt.py", "train.py", "megatron_core.commands.train")
+GPT = ("pretrain_gpt.py", "pretrain_mamba.py", "pretrain_hybrid.py", "train.py", "megatron_core.commands.train")
 """Training programs whose flags mean the same here."""
 _GENERATION = "generates text; use megatron-serve or megatron-generate"
 _MODEL = "trains another kind of model than GPT; use Megatron-LM, or a program of your own (docs/any_model.md)"
 OTHERS = {
     "text_generation": _GENERATION,
     "inference": _GENERATION,
-    **dict.fromkeys(("bert", "t5", "mamba", "hybrid", "vlm", "vision", "multimodal", "ict", "retro", "mimo"), _MODEL),
+    **dict.fromkeys(("bert", "t5", "vlm", "vision", "multimodal", "ict", "retro", "mimo"), _MODEL),
 }
 """Words in the paths of programs that cannot be replaced, and the alternative."""
 _WIDTH = 110

@@ -4,7 +4,7 @@ import io
 import os
 import sys
 from contextlib import redirect_stdout, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_type_hints
 
@@ -131,6 +131,11 @@ def _parse(
         names = {plain(flag) for flag, _ in grouped(found.flags)} | (set() if path is None else names_in(path))
         defaults = RunConfig.from_flat(defaults.flat() | dial(int(depth), names))
     defaults = defaults if path is None else read_config(path, defaults)
+    pattern = _last_value(found.flags, "--hybrid-layer-pattern")
+    if pattern is None and path is not None and "num_layers" not in names_in(path):
+        pattern = defaults.model.hybrid_layer_pattern
+    if pattern:
+        defaults = replace(defaults, model=replace(defaults.model, num_layers=len(pattern)))
     parsed = parse_flags(
         kind,
         prog=prog,

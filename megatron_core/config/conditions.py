@@ -1,5 +1,7 @@
 """Conditions that several settings share: the flags or properties of a run without which it does not read them."""
 
+from dataclasses import replace
+
 from megatron_core.config.setting import Condition, given, unless
 
 # Training, ranks and devices.
@@ -14,7 +16,17 @@ GPU = Condition("a GPU", lambda run: run.device != "cpu")
 
 # The model.
 LATENT_ATTENTION = given("multi_latent_attention")
-RECURRENT = given("experimental_attention_variant", "gated_delta_net")
+RECURRENT = replace(
+    given("experimental_attention_variant", "gated_delta_net"),
+    holds=lambda run: run.model.experimental_attention_variant or "G" in (run.model.hybrid_layer_pattern or ""),
+)
+MAMBA = Condition(
+    "a Mamba layer (M) in --hybrid-layer-pattern", lambda run: "M" in (run.model.hybrid_layer_pattern or "")
+)
+ANY_RECURRENCE = Condition(
+    "--experimental-attention-variant gated_delta_net, or M or G in --hybrid-layer-pattern",
+    lambda run: MAMBA.holds(run) or RECURRENT.holds(run),
+)
 NO_LATENT_ATTENTION = unless("--multi-latent-attention", lambda run: run.model.multi_latent_attention)
 ROTARY = Condition("--position-embedding-type rope", lambda run: run.attention.has_rotary)
 POSITIONS = Condition("positions", lambda run: run.model.position_embedding_type != "none" or run.attention.has_rotary)
@@ -58,7 +70,10 @@ SELECTIVE_RECOMPUTE = Condition(
 EXPERTS = given("num_experts", "N")
 DENSE_LAYER = unless(
     "experts of --moe-ffn-hidden-size in every layer",
-    lambda run: run.model.moe_ffn_hidden_size and all(map(run.model.has_experts, range(run.model.num_layers))),
+    lambda run: (
+        (run.model.moe_ffn_hidden_size or not run.model.may_have("E"))
+        and not any(map(run.model.has_dense_mlp, range(run.model.num_layers)))
+    ),
 )
 SHARED_EXPERTS = given("moe_shared_expert_intermediate_size", "N")
 SOFTMAX_SCORES = Condition(

@@ -25,7 +25,7 @@ ALTERNATIVES = {
     "squared_relu": ("swiglu", "geglu", "quick_geglu", "openai_gelu"),
     "train_iters": ("train_samples",),
     "lr_warmup_fraction": ("lr_warmup_iters", "lr_warmup_samples"),
-    "use_mup": ("no_use_mup", "multi_latent_attention", "experimental_attention_variant"),
+    "use_mup": ("no_use_mup", "multi_latent_attention", "experimental_attention_variant", "hybrid_layer_pattern"),
 }
 """Settings of the dial, each with the settings that exclude it."""
 

@@ -38,6 +38,7 @@ def forward_flops_per_token(model: ModelConfig, seq_length: int, vocab_size: int
         2 (h (q + c + r) + a (q (d + r) + c (d + v))) L    without the queries' latent h a (d + r) for both terms of q
 
     A layer with a recurrence has the terms of its kind: scores are its convolution, values its updates of the state.
+    With a pattern of layers, each layer has only the terms of its part.
     """
     layers, hidden = model.num_layers, model.hidden_size
     mixers = [mixer_of(model, layer) for layer in range(layers)]
@@ -47,14 +48,14 @@ def forward_flops_per_token(model: ModelConfig, seq_length: int, vocab_size: int
     widths = [seq_length if w is None or w[0] < 0 else min(seq_length, w[0] + 1) for w in windows]
     keys = [min(width, model.chunk_of_layer(layer) or width) for layer, width in enumerate(widths)]
     scores = [mixer.score_flops(count) for mixer, count in zip(mixers, keys, strict=True)]
-    sparse = sum(map(model.has_experts, range(layers)))
+    sparse, dense = (sum(map(has, range(layers))) for has in (model.has_experts, model.has_dense_mlp))
     shared = model.moe_shared_expert_intermediate_size or 0
     terms = {
         "qkv": 2 * sum(each.elements for own in projections for each in own[:-1]),
         "scores": sum(score for score, _ in scores),
         "values": sum(value for _, value in scores),
-        "output": 2 * sum(own[-1].elements for own in projections),
-        "mlp": 2 * hidden * model.ffn_size * matrices * (layers - sparse),
+        "output": 2 * sum(own[-1].elements for own in projections if own),
+        "mlp": 2 * hidden * model.ffn_size * matrices * dense,
         "logits": 2 * hidden * vocab_size,
     }
     if sparse:

@@ -22,6 +22,7 @@ RENAMED = {alias: name for name, declared in settings().items() for alias in dec
 SAME_VALUE: dict[str, dict[str, str]] = _TABLES["same_value"]
 OTHER_DEFAULTS: dict[str, tuple[str, str]] = {name: tuple(pair) for name, pair in _TABLES["other_defaults"].items()}
 FURTHER_VALUES: dict[str, str] = _TABLES["further_values"]
+TOGETHER: dict[str, str] = _TABLES["together"]
 LISTS = frozenset(_TABLES["lists"].split())
 
 

@@ -1,21 +1,92 @@
-"""The kinds of recurrences, and the kind of each layer: attention or a recurrence.
+"""The kinds of recurrences, and the kind of each layer: attention, a recurrence, or neither.
 
-To add a recurrence, add a subclass of ``AttentionKind`` and its row here, its name to ``config.recurrent``, and its
-layer to ``RECURRENT_LAYERS`` in ``megatron_core/transformer/layer_spec.py``.
+To add a recurrence, add a subclass of ``Recurrence`` and its row here, its name to ``config.recurrent`` or its letter
+to ``config.hybrid``, and its layer to ``RECURRENT_LAYERS`` in ``megatron_core/transformer/layer_spec.py``.
 """
 
 from __future__ import annotations
+
+from typing import ClassVar
 
 from megatron_core.config.attention import AttentionKind, Projection, attention_of
 from megatron_core.config.model import ModelConfig
 
 
-class GatedDeltaNet(AttentionKind):
-    """A recurrence instead of attention: a convolution of queries, keys and values, and the gated delta rule (Yang et
-    al. 2025, arXiv 2412.06464). Its heads have their own numbers and sizes."""
+class Recurrence(AttentionKind):
+    """A recurrence instead of attention, after a convolution. Its heads have their own numbers and sizes."""
+
+    has_own_head_sizes = True
+    convolution_has_bias: ClassVar[bool] = False
+
+    @property
+    def heads(self) -> int:
+        """Number of heads, each with a state, over all ranks."""
+        raise NotImplementedError
+
+    @property
+    def groups(self) -> int:
+        """Number of query and key heads over all ranks, each of which serves several adjacent heads."""
+        raise NotImplementedError
+
+    @property
+    def pieces(self) -> tuple[int, ...]:
+        """Channels of the parts of the input projections over all ranks; the first three are convolved."""
+        raise NotImplementedError
+
+    @property
+    def decay_channels(self) -> int:
+        """Channels of a decay: 1, or with a decay for each channel of a key their number."""
+        return 1
+
+    @property
+    def transition_elements(self) -> int:
+        """Numbers of the transition of a head's state over a part of a sequence."""
+        return self.query_head_size * (self.query_head_size + self.value_head_size)
+
+    @property
+    def convolved(self) -> int:
+        """Channels of the convolution over all ranks."""
+        return sum(self.pieces[:3])
+
+    @property
+    def has_rotary(self) -> bool:
+        """False: the order of tokens is that of the recurrence."""
+        return False
+
+    def cached_elements(self, tp: int) -> int:
+        """0: the cache does not grow with the text."""
+        return 0
+
+    def state_elements(self, tp: int) -> int:
+        """The states of a rank's heads, and the tokens before the next one that its convolution reads."""
+        states = self.heads // tp * self.query_head_size * self.value_head_size
+        return states + self.convolved // tp * (self.model.linear_conv_kernel_dim - 1)
+
+    def norms(self, tp: int) -> tuple[int, ...]:
+        """None: the norm of outputs is always an RMSNorm, see ``vectors``."""
+        return ()
+
+    def saved(self) -> tuple[int, int]:
+        """All pieces; the convolution's input and output before and after silu; the gated outputs of the heads. The
+        recurrence with the norm and the gate is computed again."""
+        convolved = 0 if self.model.recomputes("core_attn") else 3 * self.convolved
+        return 0, sum(self.pieces) + convolved + self.heads * self.value_head_size
+
+
+class GatedDeltaNet(Recurrence):
+    """A convolution of queries, keys and values, and the gated delta rule (Yang et al. 2025, arXiv 2412.06464)."""
 
     name = "gated_delta_net"
-    has_own_head_sizes = True
+
+    @property
+    def heads(self) -> int:
+        """Value heads."""
+        return self.model.linear_num_value_heads
+
+    @property
+    def groups(self) -> int:
+        """Key heads."""
+        return self.model.linear_num_key_heads
 
     @property
     def query_head_size(self) -> int:
@@ -34,26 +105,6 @@ class GatedDeltaNet(AttentionKind):
         keys = model.linear_num_key_heads * model.linear_key_head_dim
         values = model.linear_num_value_heads * model.linear_value_head_dim
         return keys, keys, values, values, model.linear_num_value_heads, model.linear_num_value_heads
-
-    @property
-    def convolved(self) -> int:
-        """Channels of the convolution over all ranks."""
-        return sum(self.pieces[:3])
-
-    @property
-    def has_rotary(self) -> bool:
-        """False: the order of tokens is that of the recurrence."""
-        return False
-
-    def cached_elements(self, tp: int) -> int:
-        """0: the cache does not grow with the text."""
-        return 0
-
-    def state_elements(self, tp: int) -> int:
-        """The states of a rank's heads, and the tokens before the next one that its convolution reads."""
-        model = self.model
-        states = model.linear_num_value_heads // tp * self.query_head_size * self.value_head_size
-        return states + self.convolved // tp * (model.linear_conv_kernel_dim - 1)
 
     def vectors(self, tp: int) -> int:
         """Weights of the convolution, of decays (two per head) and of the norm of a head's output."""
@@ -77,23 +128,17 @@ class GatedDeltaNet(AttentionKind):
             Projection(values, model.hidden_size, "inputs", False, "value heads x channels", "out_proj"),
         ]
 
-    def norms(self, tp: int) -> tuple[int, ...]:
-        """None: the norm of outputs is always an RMSNorm, see ``vectors``."""
-        return ()
-
-    def saved(self) -> tuple[int, int]:
-        """All pieces; the convolution's input and output before and after silu; outputs of the heads before and after
-        the norm, silu of the gates and their product. The recurrence is computed again."""
-        if self.model.recomputes("core_attn"):
-            return 0, sum(self.pieces) + self.pieces[2]
-        return 0, sum(self.pieces) + 3 * self.convolved + 4 * self.pieces[2]
-
 
 class KimiDelta(GatedDeltaNet):
     """The gated delta net with a decay for each key channel of a head, and with gates and decays that are projections
     of few channels (Kimi Team 2025, arXiv 2510.26692, section 3)."""
 
     name = "kimi_delta_attention"
+
+    @property
+    def decay_channels(self) -> int:
+        """Channels of a key."""
+        return self.query_head_size
 
     @property
     def rank(self) -> int:
@@ -126,13 +171,107 @@ class KimiDelta(GatedDeltaNet):
         return 2 * self.rank, of_heads
 
 
-RECURRENT_KINDS: dict[str, type[GatedDeltaNet]] = {kind.name: kind for kind in (GatedDeltaNet, KimiDelta)}
-"""All kinds of recurrences by name, the values of --experimental-attention-variant."""
+class Mamba2(Recurrence):
+    """A convolution of inputs, keys (B) and queries (C), and a state space of each head (Dao and Gu 2024, arXiv
+    2405.21060)."""
+
+    name = "mamba2"
+    convolution_has_bias = True
+
+    @property
+    def heads(self) -> int:
+        """Number of heads after defaults."""
+        model = self.model
+        return model.mamba_num_heads or 2 * model.hidden_size // model.mamba_head_dim
+
+    @property
+    def groups(self) -> int:
+        """Groups of heads that share B and C."""
+        return self.model.mamba_num_groups
+
+    @property
+    def query_head_size(self) -> int:
+        """Channels of B and C of a group."""
+        return self.model.mamba_state_dim
+
+    @property
+    def value_head_size(self) -> int:
+        """Channels of a head."""
+        return self.model.mamba_head_dim
+
+    @property
+    def pieces(self) -> tuple[int, int, int, int, int]:
+        """Channels of inputs, B, C, gates of the output and steps over all ranks."""
+        inputs, keys = self.heads * self.value_head_size, self.groups * self.query_head_size
+        return inputs, keys, keys, inputs, self.heads
+
+    @property
+    def transition_elements(self) -> int:
+        """A number as factor, and the state."""
+        return 1 + self.query_head_size * self.value_head_size
+
+    def vectors(self, tp: int) -> int:
+        """Weights and biases of the convolution; decay, step and D of each head; the norm of outputs."""
+        convolution = self.convolved * (self.model.linear_conv_kernel_dim + 1)
+        return (convolution + 3 * self.heads + self.pieces[0]) // tp
+
+    def score_flops(self, keys: int) -> tuple[int, int]:
+        """7 for each element of the states and token, as Megatron-LM counts the recurrence."""
+        return 0, 7 * self.pieces[0] * self.query_head_size
+
+    def projections(self, tp: int) -> list[Projection]:
+        """One projection to all ``pieces``, and the output projection."""
+        model, inputs = self.model, self.pieces[0]
+        width = "2 heads x channels + 2 groups x states + heads"
+        return [
+            Projection(model.hidden_size, sum(self.pieces) // tp, "outputs", False, width, "in_proj"),
+            Projection(inputs // tp, model.hidden_size, "inputs", False, "heads x channels", "out_proj"),
+        ]
+
+
+class NoMixer(AttentionKind):
+    """A layer with an MLP or experts alone."""
+
+    name = "none"
+
+    @property
+    def has_rotary(self) -> bool:
+        """False."""
+        return False
+
+    def cached_elements(self, tp: int) -> int:
+        """0."""
+        return 0
+
+    def vectors(self, tp: int) -> int:
+        """0."""
+        return 0
+
+    def score_flops(self, keys: int) -> tuple[int, int]:
+        """0."""
+        return 0, 0
+
+    def projections(self, tp: int) -> list[Projection]:
+        """None."""
+        return []
+
+    def norms(self, tp: int) -> tuple[int, ...]:
+        """None."""
+        return ()
+
+    def saved(self) -> tuple[int, int]:
+        """0."""
+        return 0, 0
+
+
+RECURRENT_KINDS: dict[str, type[Recurrence]] = {kind.name: kind for kind in (GatedDeltaNet, KimiDelta, Mamba2)}
+"""All kinds of recurrences by name: the values of --experimental-attention-variant, and Mamba-2, a letter of
+--hybrid-layer-pattern."""
 
 
 def mixer_of(model: ModelConfig, layer_number: int) -> AttentionKind:
     """The attention of a layer (numbered from 0), or its recurrence."""
-    if not model.is_recurrent(layer_number):
-        return attention_of(model)
-    assert model.experimental_attention_variant is not None, "the kind of recurrent layers"
-    return RECURRENT_KINDS[model.experimental_attention_variant](model)
+    kind = model.recurrence_of(layer_number)
+    if kind is not None:
+        return RECURRENT_KINDS[kind](model)
+    return attention_of(model) if model.has_mixer(layer_number) else NoMixer(model)

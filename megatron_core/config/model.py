@@ -5,6 +5,7 @@ from typing import Literal
 
 from megatron_core.config import conditions as c
 from megatron_core.config import ranges as r
+from megatron_core.config.hybrid import EXPERTS, RECURRENCES, HybridConfig
 from megatron_core.config.moe import MoEConfig
 from megatron_core.config.recurrent import RecurrentConfig
 from megatron_core.config.rotary import RotaryConfig
@@ -60,7 +61,7 @@ class MuPConfig:
 
 @dataclass(frozen=True, kw_only=True)
 @section(resume=Resume.FUNCTION)
-class ModelConfig(LatentAttentionConfig, RecurrentConfig, RotaryConfig, MoEConfig, MuPConfig):
+class ModelConfig(LatentAttentionConfig, RecurrentConfig, HybridConfig, RotaryConfig, MoEConfig, MuPConfig):
     """The model: sizes, norms, positions, activations, experts, dropout and initialisation."""
 
     num_layers: int = setting(2, r.SMALL_COUNT, when=ALWAYS, resume=Resume.TENSORS, aliases="encoder_num_layers")
@@ -197,8 +198,8 @@ class ModelConfig(LatentAttentionConfig, RecurrentConfig, RotaryConfig, MoEConfi
     """Add this times the mean of log^2 Z to the loss, where Z is the sum of the exponentials of a token's logits
     (PaLM: 1e-4); it keeps logits near 0. The reported loss does not include it."""
     init_method_std: float = setting(0.02, r.POSITIVE, when=ALWAYS, resume=Resume.INITIAL)
-    """Standard deviation of initial weights; divided by sqrt(2 num_layers) if their output joins the residual
-    stream."""
+    """Standard deviation of initial weights; divided by sqrt(2 num_layers) if their output joins the residual stream,
+    or with --hybrid-layer-pattern by sqrt(num_layers)."""
     embedding_init_method_std: float | None = setting(None, r.POSITIVE, when=ALWAYS, resume=Resume.INITIAL)
     """Standard deviation of initial embeddings and of a tied output layer; default: --init-method-std."""
     make_vocab_size_divisible_by: int = setting(128, r.SIZE, when=ALWAYS, resume=Resume.SHAPE)
@@ -255,7 +256,13 @@ class ModelConfig(LatentAttentionConfig, RecurrentConfig, RotaryConfig, MoEConfi
 
     def has_experts(self, layer_number: int) -> bool:
         """Whether a layer (numbered from 0) has experts; multi-token prediction layers are as the last layer."""
+        if (letter := self.letter_of(layer_number)) is not None:
+            return letter == EXPERTS and self.num_experts is not None
         return super().has_experts(min(layer_number, self.num_layers - 1))
+
+    def has_dense_mlp(self, layer_number: int) -> bool:
+        """Whether a layer (numbered from 0) has an MLP without experts."""
+        return self.has_mlp(layer_number) and not self.has_experts(layer_number)
 
     @property
     def head_size(self) -> int:
@@ -316,12 +323,23 @@ class ModelConfig(LatentAttentionConfig, RecurrentConfig, RotaryConfig, MoEConfi
         windowed = (layer_number + 1) % skip[0] != 0 if len(skip) == 1 else skip[layer_number] == 1
         return self.window_size if windowed else None
 
+    def recurrence_of(self, layer_number: int) -> str | None:
+        """The kind of the recurrence of a layer (numbered from 0); None: it has attention or no mixer."""
+        if (letter := self.letter_of(layer_number)) is not None:
+            return RECURRENCES.get(letter)
+        pattern, layer_number = self.linear_attention_freq, min(layer_number, self.num_layers - 1)
+        if pattern is None:
+            return None
+        is_so = (layer_number + 1) % pattern[0] != 0 if len(pattern) == 1 else pattern[layer_number] == 1
+        return self.experimental_attention_variant if is_so else None
+
     def is_recurrent(self, layer_number: int) -> bool:
         """Whether a layer (numbered from 0) has a recurrence instead of attention."""
-        pattern, layer_number = self.linear_attention_freq, min(layer_number, self.num_layers - 1)
-        if self.experimental_attention_variant is None or pattern is None:
-            return False
-        return (layer_number + 1) % pattern[0] != 0 if len(pattern) == 1 else pattern[layer_number] == 1
+        return self.recurrence_of(layer_number) is not None
+
+    def has_attention(self, layer_number: int) -> bool:
+        """Whether a layer (numbered from 0) has attention."""
+        return self.has_mixer(layer_number) and not self.is_recurrent(layer_number)
 
     def chunk_of_layer(self, layer_number: int) -> int | None:
         """Tokens of a chunk within which a layer (numbered from 0) attends; None: whole documents."""
@@ -338,6 +356,11 @@ class ModelConfig(LatentAttentionConfig, RecurrentConfig, RotaryConfig, MoEConfi
     def has_recurrence(self) -> bool:
         """Whether any layer has a recurrence."""
         return any(map(self.is_recurrent, range(self.num_layers)))
+
+    @property
+    def attention_layers(self) -> list[int]:
+        """Ascending numbers of the layers with attention, without multi-token prediction layers."""
+        return [layer for layer in range(self.num_layers) if self.has_attention(layer)]
 
     @property
     def has_windows(self) -> bool:

@@ -22,8 +22,6 @@ class RecurrentConfig:
     linear_attention_freq: tuple[int, ...] | None = setting(None)
     """Layers with the recurrence. One number n: all but every n-th layer, which has attention. One number per layer: 1
     recurrence, 0 attention; also an expression such as ([1]*3+[0])*12."""
-    linear_conv_kernel_dim: int = setting(4, r.SMALL_COUNT)
-    """Tokens of the causal convolution before the recurrence."""
     linear_key_head_dim: int = setting(128, r.SIZE)
     """Channels of a query or key head of the recurrence."""
     linear_value_head_dim: int = setting(128, r.SIZE)

@@ -52,7 +52,7 @@ def _split_problems(config: RunConfig, size: int) -> Iterator[str]:
     tp, etp = parallel.tensor_model_parallel_size, parallel.expert_tensor_size
     projections = [each for each in attention_of(model).projections(1) if each.split is not None]
     widths = [(each.width, each.inputs if each.split == "inputs" else each.outputs, tp) for each in projections]
-    if len(model.expert_layers) < model.num_layers:
+    if any(map(model.has_dense_mlp, range(model.num_layers))):
         widths.append(("ffn_hidden_size", model.ffn_size, tp))
     if model.mtp_num_layers:
         widths.append(("hidden_size", model.hidden_size, tp))

@@ -9,6 +9,7 @@ REFUSED = {
     "fp16": "its loss scale moves gradients out of the range of exact sums; use --bf16",
     "fp8_format": "scales are those of a rank's block; remove --fp8-format",
     "experimental_attention_variant": "sums over chunks have no canonical parts; use attention in all layers",
+    "hybrid_layer_pattern": "it is tested with attention and an MLP in every layer; remove it",
     "compile": "a graph has its own order of sums; remove --compile",
     "qk_layernorm_over_heads": "it is a sum over the heads of all ranks; remove it",
     "moe_apply_probs_on_input": "gradients of probabilities are sums over parts of experts; remove it",
@@ -56,7 +57,7 @@ def _part_problems(config: RunConfig) -> Iterator[str]:
     """Parts of features: of all ranks the same number, and neighbouring ones."""
     model, parallel, parts = config.model, config.parallel, config.invariant_parts
     sizes = {"num_attention_heads": model.num_attention_heads}
-    if len(model.expert_layers) < model.num_layers:
+    if any(map(model.has_dense_mlp, range(model.num_layers))):
         sizes["ffn_hidden_size"] = model.ffn_size
     if model.mtp_num_layers:
         sizes["hidden_size"] = model.hidden_size

@@ -105,16 +105,24 @@ def tensor_parallel_sizes(config: RunConfig, world_size: int) -> list[int]:
     lengths = [config.data.seq_length]
     if config.data.seq_length_warmup is not None:
         lengths += [config.data.length_ramp.start, config.data.length_ramp.increment]
-    even = [model.num_attention_heads, model.ffn_size, *(n // cp for n in lengths if parallel.sequence_parallel)]
-    groups = model.query_groups
+    even = [*_split_sizes(config).values(), *(n // cp for n in lengths if parallel.sequence_parallel)]
+    groups = model.query_groups if model.may_have("*") else even[0]
     # Fewer groups than ranks are legal if each rank belongs to exactly one group.
     legal = [
         tp
-        for tp in divisors(model.num_attention_heads)
+        for tp in divisors(even[0])
         if not any(leaves_rest(size, tp) for size in even) and (groups % tp == 0 or tp % groups == 0)
     ]
     others = parallel.pipeline_model_parallel_size * parallel.context_parallel_size
     return [tp for tp in legal if not leaves_rest(world_size, tp * others)] or legal
+
+
+def _split_sizes(config: RunConfig) -> dict[str, int]:
+    """The sizes of the model's layers that tensor parallelism must split evenly."""
+    model = config.model
+    sizes = {"num_attention_heads": model.num_attention_heads} if model.may_have("*") else {}
+    sizes |= {"mamba_num_groups": model.mamba_num_groups} if "M" in (model.hybrid_layer_pattern or "") else {}
+    return sizes | ({"ffn_hidden_size": model.ffn_size} if model.may_have("-", "E") else {})
 
 
 def nearest_multiples(number: int, unit: int) -> str:
@@ -128,10 +136,9 @@ def _tensor_problems(config: RunConfig, world_size: int) -> Iterator[str]:
     model, tp, length = config.model, config.parallel.tensor_model_parallel_size, config.data.seq_length
     if min(tp, model.hidden_size, model.num_attention_heads, model.query_groups) < 1:
         return
-    splits = {"num_attention_heads": model.num_attention_heads, "ffn_hidden_size": model.ffn_size}
-    wrong = [f"{name}={size}" for name, size in splits.items() if leaves_rest(size, tp)]
+    wrong = [f"{name}={size}" for name, size in _split_sizes(config).items() if leaves_rest(size, tp)]
     groups = model.query_groups
-    if model.group_query_attention and leaves_rest(groups, tp) and leaves_rest(tp, groups):
+    if model.group_query_attention and model.may_have("*") and leaves_rest(groups, tp) and leaves_rest(tp, groups):
         wrong.append(f"num_query_groups={groups}")
     way_out = ""
     if config.parallel.sequence_parallel and config.parallel.context_parallel_size == 1 and leaves_rest(length, tp):
@@ -265,7 +272,7 @@ def context_problems(config: RunConfig) -> Iterator[str]:
 def _head_problems(config: RunConfig, ranks: dict[str, int]) -> Iterator[str]:
     """Numbers of heads that cannot be exchanged evenly; ``ranks``: number of ranks that exchange heads, by kind."""
     heads, tp = config.model.num_attention_heads, max(config.parallel.tensor_model_parallel_size, 1)
-    for kind in dict.fromkeys(config.parallel.cp_comm_type):
+    for kind in dict.fromkeys(config.parallel.cp_comm_type if config.model.may_have("*") else ()):
         if leaves_rest(heads // tp, ranks.get(kind, 1)):
             legal = ", ".join(map(str, divisors(heads // tp)))
             yield (

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from megatron_core.config.model import ModelConfig
 from megatron_core.config.rules_parallel import uneven
 from megatron_core.config.run import RunConfig
 
@@ -10,15 +11,39 @@ REFUSED = {
     "fp8_format": "the widths of its projections do not consist of whole blocks; remove --fp8-format",
     "compile": "its loop over chunks is not compiled; remove --compile",
 }
-"""Settings that cannot be used with recurrent layers, with the reason and the remedy."""
+"""Settings that cannot be used with recurrent layers or layers with one part, with the reason and the remedy."""
 
 
 def recurrent_problems(config: RunConfig) -> Iterator[str]:
     """Settings of recurrent layers that contradict each other or the layout."""
     model, parallel, flat = config.model, config.parallel, config.flat()
-    kind, pattern = model.experimental_attention_variant, model.linear_attention_freq
-    if kind is None:
+    kind, pattern = model.experimental_attention_variant, model.hybrid_layer_pattern
+    if kind is None and pattern is None:
         return
+    if kind is not None and pattern is None:
+        yield from _variant_problems(model, kind)
+    named = f"experimental_attention_variant={kind}" if pattern is None else f"hybrid_layer_pattern={pattern}"
+    tp, parts = parallel.tensor_model_parallel_size, 2 * parallel.context_parallel_size
+    if model.may_have("G"):
+        yield from uneven(
+            "linear_num_value_heads", model.linear_num_value_heads, "linear_num_key_heads", model.linear_num_key_heads
+        )
+        yield from uneven("linear_num_key_heads", model.linear_num_key_heads, "tensor_model_parallel_size", tp)
+    short = config.data.seq_length // parts < model.linear_conv_kernel_dim - 1
+    if parts > 2 and short and model.may_have("M", "G"):
+        yield (
+            f"seq_length={config.data.seq_length} in {parts} parts for context_parallel_size={parts // 2} is shorter "
+            f"than the {model.linear_conv_kernel_dim - 1} earlier tokens of linear_conv_kernel_dim="
+            f"{model.linear_conv_kernel_dim}; use longer sequences or fewer ranks"
+        )
+    for name, reason in REFUSED.items():
+        if flat[name]:
+            yield f"{name}={flat[name]} cannot be used with {named}: {reason}"
+
+
+def _variant_problems(model: ModelConfig, kind: str) -> Iterator[str]:
+    """Which layers have the recurrence --experimental-attention-variant."""
+    pattern = model.linear_attention_freq
     if pattern is None:
         yield (
             f"experimental_attention_variant={kind} needs linear_attention_freq; for example 4: every fourth layer has "
@@ -36,23 +61,9 @@ def recurrent_problems(config: RunConfig) -> Iterator[str]:
             f"experimental_attention_variant={kind} has no effect with linear_attention_freq={pattern}, which gives no "
             "layer the recurrence; choose another pattern, or remove it"
         )
-    yield from uneven(
-        "linear_num_value_heads", model.linear_num_value_heads, "linear_num_key_heads", model.linear_num_key_heads
-    )
     if kind == "kimi_delta_attention" and model.linear_num_value_heads != model.linear_num_key_heads:
         yield (
             f"linear_num_value_heads={model.linear_num_value_heads} must be linear_num_key_heads="
             f"{model.linear_num_key_heads} with experimental_attention_variant={kind}: each value head has its own key "
             "head"
         )
-    tp, parts = parallel.tensor_model_parallel_size, 2 * parallel.context_parallel_size
-    yield from uneven("linear_num_key_heads", model.linear_num_key_heads, "tensor_model_parallel_size", tp)
-    if parts > 2 and config.data.seq_length // parts < model.linear_conv_kernel_dim - 1:
-        yield (
-            f"seq_length={config.data.seq_length} in {parts} parts for context_parallel_size={parts // 2} is shorter "
-            f"than the {model.linear_conv_kernel_dim - 1} earlier tokens of linear_conv_kernel_dim="
-            f"{model.linear_conv_kernel_dim}; use longer sequences or fewer ranks"
-        )
-    for name, reason in REFUSED.items():
-        if flat[name]:
-            yield f"{name}={flat[name]} cannot be used with experimental_attention_variant={kind}: {reason}"

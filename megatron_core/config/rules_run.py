@@ -35,9 +35,9 @@ def _format_problems(config: RunConfig) -> Iterator[str]:
     named = f"ckpt_format={checkpoint.ckpt_format}"
     if path_of(checkpoint.save) is None:
         yield f"{named} cannot be written to save={checkpoint.save}; give a local folder, or remove --ckpt-format"
-    variant = config.model.experimental_attention_variant
-    if checkpoint.ckpt_format == "torch_dist" and variant is not None:
-        yield f"{named} does not write experimental_attention_variant={variant}; use torch_dcp, or remove --ckpt-format"
+    for name in ("experimental_attention_variant", "hybrid_layer_pattern"):
+        if checkpoint.ckpt_format == "torch_dist" and (value := getattr(config.model, name)) is not None:
+            yield f"{named} does not write {name}={value}; use torch_dcp, or remove --ckpt-format"
     if config.tuning.lora_rank is not None:
         yield f"{named} does not write low-rank adapters: lora_rank={config.tuning.lora_rank}; remove --ckpt-format"
 

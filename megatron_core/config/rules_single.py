@@ -103,7 +103,7 @@ def _absent_parts(model: ModelConfig) -> Iterator[str]:
     needed = {
         "layernorm": (model.norm_placement != "post", "norms before attention and MLP"),
         "mla_up_proj": (model.multi_latent_attention, "--multi-latent-attention"),
-        "mlp": (not all(map(model.has_experts, layers)), "a layer without experts"),
+        "mlp": (any(map(model.has_dense_mlp, layers)), "a layer without experts"),
         "moe": (experts, "--num-experts N"),
         "moe_act": (experts, "--num-experts N"),
         "shared_experts": (shared, "--moe-shared-expert-intermediate-size N"),

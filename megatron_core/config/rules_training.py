@@ -276,6 +276,11 @@ def clip_problems(config: RunConfig) -> Iterator[str]:
     for name in ("qk_layernorm", "qk_l2_norm"):
         if flat[name] and not model.multi_latent_attention:
             yield f"{name}=True cannot be used with qk_clip=True: norms undo the scaling; remove one of them"
+    if not model.may_have("*"):
+        yield (
+            f"qk_clip=True has no effect with hybrid_layer_pattern={model.hybrid_layer_pattern}, which has no layer * "
+            "with attention; remove --qk-clip"
+        )
     pattern, layers = model.linear_attention_freq or (1,), model.num_layers
     only_recurrent = pattern[0] > layers if len(pattern) == 1 else len(pattern) == layers and all(pattern)
     if model.experimental_attention_variant is not None and only_recurrent:
@@ -306,6 +311,7 @@ def graph_problems(config: RunConfig) -> Iterator[str]:
         f"experimental_attention_variant={model.experimental_attention_variant}": bool(
             model.experimental_attention_variant
         ),
+        f"hybrid_layer_pattern={model.hybrid_layer_pattern}": bool(model.hybrid_layer_pattern),
         "reset_attention_mask=True": config.data.reset_attention_mask,
         "recompute_granularity=full": model.recompute_granularity == "full",
         f"recompute_modules={' '.join(model.recompute_modules)}": any(

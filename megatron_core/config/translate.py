@@ -112,6 +112,8 @@ class Translation:
                 values = _numbers(values)
             found = convert(values if _is_list(kind) else _one(values), kind)
             values = values if isinstance(found, tuple) else [str(found)]  # 1e3 for an integer
+            if kind == str | None and values[0].startswith("-"):  # a pattern of layers
+                flag, values = f"{flag}={values[0]}", []
         except (TypeError, ValueError, OverflowError, SyntaxError, RecursionError):
             many = len(single) > 1 and not _is_list(kind)
             legal = describe(kind, "None") + (", one value (in quotes if it has spaces)" if many else "")
@@ -134,6 +136,8 @@ class Translation:
             self.faults.append(f"{shown}: neither a flag of this project nor of Megatron-LM; {hint}")
         elif values and not entry.takes_values:
             self._switch(flag, [], values)
+        elif self._is_alone(name, values, effective):
+            self.faults.append(f"{shown}: this needs --{megatron_flags.TOGETHER[name].replace('_', '-')}")
         elif only and set(values) <= set(only):
             self.ignored[shown] = "this is done in any case"
         elif entry.fate == "accepted":
@@ -144,6 +148,14 @@ class Translation:
             self.ignored[flag] = f"no effect without --{entry.reason.replace('_', '-')}"
         elif entry.reason in self.known:
             self.faults.append(f"{shown}: not supported with --{entry.reason.replace('_', '-')}; remove it")
+
+    @staticmethod
+    def _is_alone(name: str, values: list[str], effective: set[str]) -> bool:
+        """Whether a flag that could be accepted is given without the setting that has to be given with it."""
+        needed = megatron_flags.TOGETHER.get(name)
+        only = megatron_flags.ONLY_VALUE.get(name, values)
+        given = {megatron_flags.RENAMED.get(other, other) for other in effective}
+        return needed is not None and set(values) <= set(only) and needed not in given
 
 
 def plain(flag: str) -> str:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron_core.errors import LayoutError
-from megatron_core.ops.delta_rule import Transition
+from megatron_core.ops.recurrence import Transition
 from megatron_core.parallel.collectives import gather_from_sequence
 from megatron_core.parallel.groups import Group
 
@@ -17,7 +17,8 @@ class StateExchange:
     A rank of c holds the parts r and 2c - 1 - r of each sequence (``parallel.micro_batch.zigzag``); a tensor of all
     parts on a rank is ``[parts b, ...]``, the first parts of all sequences before the second ones. The transitions of
     all parts are gathered at once, and each rank computes the states before its parts: the message has a fixed size,
-    2 dk (dk + dv) elements per head and sequence, and no rank waits for the one before.
+    2 dk (dk + dv) elements per head and sequence, or 2 (1 + dk dv) if states have a number as factor, and no rank waits
+    for the one before.
     Source: Sun et al. 2025 (arXiv 2502.07563, LASP-2), for linear attention.
     """
 
@@ -49,12 +50,15 @@ class StateExchange:
 
     def state_before(self, transition: Transition) -> Tensor:
         """Return the states before the parts on this rank, ``[parts b, heads, dk, dv]``; 0 before a sequence."""
-        keys = transition.factor.shape[-1]
-        of_parts = self._gathered(torch.cat(transition, dim=-1))
-        state = torch.zeros_like(of_parts[0, ..., keys:])
+        shapes = [x.shape[-2:] for x in transition]
+        of_parts = self._gathered(torch.cat([x.flatten(-2) for x in transition], dim=-1))
+        state = torch.zeros_like(transition.shift.unflatten(0, (self.parts, -1))[0])
         states = [state]
         for each in of_parts[: self._own[-1]]:
-            state = each[..., :keys] @ state + each[..., keys:]
+            matrices = each.split([shape.numel() for shape in shapes], dim=-1)
+            state = Transition(*(x.unflatten(-1, shape) for x, shape in zip(matrices, shapes, strict=True))).apply(
+                state
+            )
             states.append(state)
         return torch.cat([states[part] for part in self._own])
 

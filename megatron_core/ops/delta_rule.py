@@ -11,24 +11,14 @@ equation 1.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-CHUNK = 64
-"""Tokens of a chunk, as in Megatron Core and flash-linear-attention."""
+from megatron_core.ops.recurrence import CHUNK, Transition, decays_in_chunks, in_chunks
+
 CHANNEL_CHUNK = 16
 """Tokens of a chunk if every channel has a decay, whose products of tokens are not matrix products."""
-
-
-class Transition(NamedTuple):
-    """The state after some tokens as a function of the state before them: S -> ``factor`` S + ``shift``."""
-
-    factor: Tensor
-    """``[b, heads, dk, dk]``."""
-    shift: Tensor
-    """``[b, heads, dk, dv]``."""
 
 
 def delta_rule_by_steps(
@@ -88,22 +78,9 @@ def chunked_delta_rule(
     """
     length, by_channel = query.shape[1], decay.dim() == 4
     chunk = min(chunk or (CHANNEL_CHUNK if by_channel else CHUNK), length)
-    query, key, value = (_chunks(x, chunk) for x in (query, key, value))  # [b, heads, chunks, chunk, d]
-    decay, rate = (_chunks(x if x.dim() == 4 else x.unsqueeze(-1), chunk) for x in (decay, rate))
-    total = decay.cumsum(-2)  # [b, heads, chunks, chunk, 1 or dk]
-    # Decay between two tokens, from the state before the chunk to a token, and from a token to the end of the chunk.
-    seen = torch.ones(chunk, chunk, dtype=torch.bool, device=query.device).tril()
-    from_start = to_end = None
-    if first is not None:
-        number = _chunks(first[:, :, None, None].long(), chunk).squeeze(-1).cumsum(-1)  # of the document in the chunk
-        seen = seen & (number.unsqueeze(-1) == number.unsqueeze(-2))
-        from_start, to_end = number != 0, number != number[..., -1:]
-    between = (total.unsqueeze(-2) - total.unsqueeze(-3)).masked_fill(~seen.unsqueeze(-1), -torch.inf).exp()
-    start, end = total.exp(), (total[..., -1:, :] - total).exp()
-    if from_start is not None and to_end is not None:
-        start = start.masked_fill(from_start.unsqueeze(-1), 0.0)
-        end = end.masked_fill(to_end.unsqueeze(-1), 0.0)
-
+    query, key, value = (in_chunks(x, chunk) for x in (query, key, value))  # [b, heads, chunks, chunk, d]
+    decay, rate = (in_chunks(x if x.dim() == 4 else x.unsqueeze(-1), chunk) for x in (decay, rate))
+    between, start, end = decays_in_chunks(decay, first)
     near = (key.unsqueeze(-3) * between).contiguous() if by_channel else None  # keys as each token sees them
 
     def decayed(x: Tensor) -> Tensor:
@@ -129,13 +106,6 @@ def chunked_delta_rule(
         states, last = _states_after(state_after, own, read, late, kept)
     outputs = (query * start) @ states + decayed(query) @ (own - read @ states)
     return outputs.flatten(2, 3)[:, :, :length].transpose(1, 2), last
-
-
-def _chunks(x: Tensor, chunk: int) -> Tensor:
-    """``[b, s, heads, d]`` -> ``[b, heads, chunks, chunk, d]``, filled up with tokens of 0, which change no state."""
-    rest = -x.shape[1] % chunk
-    x = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, rest)) if rest else x
-    return x.transpose(1, 2).unflatten(2, (-1, chunk))
 
 
 def _states(state: Tensor, own: Tensor, read: Tensor, late: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:

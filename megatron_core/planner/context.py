@@ -63,8 +63,10 @@ class _Sizes:
 
 def layer_traffic(config: RunConfig, layer_number: int) -> AttentionTraffic:
     """Bytes sent in a layer; 0 without context parallelism."""
+    if not config.model.has_mixer(layer_number):
+        return AttentionTraffic(0.0, 0.0)
     if config.model.is_recurrent(layer_number):
-        own = Recurrence.of(config)
+        own = Recurrence.of(config, layer_number)
         return AttentionTraffic(own.sent, own.sent_back)
     kind, cp, sizes = _kind(config, layer_number), config.parallel.context_parallel_size, _Sizes.of(config)
     if kind == "p2p":
@@ -90,9 +92,9 @@ def layer_pairs(config: RunConfig, layer_number: int, cp_rank: int) -> float:
 
     A rank that exchanges heads has the pairs of more tokens for fewer heads; the result is the mean over all heads that
     the rank has without the exchange.
-    A layer with a recurrence has none.
+    A layer without attention has none.
     """
-    if config.model.is_recurrent(layer_number):
+    if not config.model.has_attention(layer_number):
         return 0.0
     kind, cp, length = _kind(config, layer_number), config.parallel.context_parallel_size, config.data.seq_length
     heads = {"a2a": cp, "a2a+p2p": config.parallel.a2a_size}.get(kind, 1)
@@ -126,10 +128,10 @@ def arriving_bytes(config: RunConfig, layers: Iterable[int]) -> float:
 def _arriving(config: RunConfig, layer_number: int) -> float:
     kind, cp, sizes = _kind(config, layer_number), config.parallel.context_parallel_size, _Sizes.of(config)
     block = sizes.groups * sizes.head * sizes.tokens
-    if cp == 1:
+    if cp == 1 or not config.model.has_mixer(layer_number):
         return 0.0
     if config.model.is_recurrent(layer_number):  # of all ranks, and their gradients
-        return 2 * Recurrence.of(config).sent * cp / (cp - 1)
+        return 2 * Recurrence.of(config, layer_number).sent * cp / (cp - 1)
     if kind == "all_gather":  # all blocks, and the gradients of all
         return block * cp * (sizes.number + sizes.gradient)
     if kind == "p2p":  # the current block, the next block, the current gradient, and the gradient in transfer

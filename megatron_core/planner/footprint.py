@@ -199,16 +199,16 @@ class Footprint:
         n, parallel = number_size(config.training.compute_dtype), config.parallel
         tp, tokens = parallel.tensor_model_parallel_size, self.tokens
         gated = 2 if model.gated_linear_unit else 1
-        width = (1 + gated) * model.ffn_size / tp
+        dense = any(map(model.has_dense_mlp, range(model.num_layers)))
+        width = (1 + gated) * model.ffn_size / tp if dense else 0.0
         if model.num_experts is not None:
             rows = model.moe_router_topk * (model.hidden_size + (1 + gated) * model.expert_ffn_size) / tp
-            width = max(rows, width if len(model.expert_layers) < model.num_layers else 0.0)
+            width = max(rows, width)
         found = n * tokens * (width + 4 * model.hidden_size)
         if self.plan.stage_to_rank[-1] == rank and model.fuses_output_layer_with_loss:
             found = max(found, n * tokens * 2 * model.hidden_size)
-        if any(model.is_recurrent(layer) for layer in self._layers_of(rank)):
-            found = max(found, Recurrence.of(config).again)
-        return found
+        recurrent = filter(model.is_recurrent, self._layers_of(rank))
+        return max([found, *(Recurrence.of(config, layer).again for layer in recurrent)])
 
     def _layers_of(self, rank: int) -> list[int]:
         """The layers of all stages of a pipeline rank."""

@@ -8,10 +8,6 @@ reads its input and writes its output; its backward reads input and gradient and
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from functools import cached_property
-
 from megatron_core.config import RunConfig
 from megatron_core.config.attention import attention_of, computed_weights
 from megatron_core.config.mixers import mixer_of
@@ -19,51 +15,12 @@ from megatron_core.planner.context import layer_pairs, layer_traffic
 from megatron_core.planner.hardware import Hardware, Rings
 from megatron_core.planner.memory import layer_activations
 from megatron_core.planner.parameters import padded_vocabulary
+from megatron_core.planner.passes import Passes, Seconds, total
 from megatron_core.planner.recurrence import Recurrence
-
-Seconds = dict[str, float]
-"""Seconds by kind: products, attention, elements, launches; exposed communication by axis: tp, cp, ep; host."""
-
 
 ATTENTION_EDGE = 250
 """Overhead of fused attention per query, in keys: published rates of causal FlashAttention 2 and 3 and of cuDNN on A100
 and H100 are lower by a factor of 1.7 to 2.1 for 512 tokens than for 16,384 (tests/planner/test_published_time.py)."""
-
-
-def total(parts: Iterable[Seconds]) -> Seconds:
-    """Sum by kind."""
-    found: Seconds = {}
-    for part in parts:
-        for kind, seconds in part.items():
-            found[kind] = found.get(kind, 0.0) + seconds
-    return found
-
-
-@dataclass(frozen=True)
-class Passes:
-    """Times of forward and backward of a part of the model."""
-
-    forward: Seconds
-    input_grad: Seconds
-    weight_grad: Seconds
-    hidden: float = 0.0
-    """Seconds of communication that overlap with the weight gradient if backward is not split."""
-
-    @cached_property
-    def sums(self) -> tuple[float, float, float]:
-        """Seconds of forward, input gradient and weight gradient."""
-        return sum(self.forward.values()), sum(self.input_grad.values()), sum(self.weight_grad.values())
-
-    @staticmethod
-    def sum(parts: Iterable[Passes]) -> Passes:
-        """Sum of parts that run one after another."""
-        parts = list(parts)
-        return Passes(
-            total(p.forward for p in parts),
-            total(p.input_grad for p in parts),
-            total(p.weight_grad for p in parts),
-            sum(p.hidden for p in parts),
-        )
 
 
 class LayerClock:
@@ -222,22 +179,27 @@ class LayerClock:
         bounded = model.attention_backend == "auto" and model.attn_logit_softcapping is not None
         return model.attention_backend != "unfused" and not bounded and not model.attention_dropout
 
-    def recurrence(self) -> tuple[Seconds, Seconds]:
-        """Forward and backward of a recurrence, which backward computes again."""
-        forward = Recurrence.of(self.config).seconds(self.hardware, self.rings.ring("cp"))
+    def mixing(self, layer: int) -> tuple[Seconds, Seconds]:
+        """Forward and backward of core attention, or of a recurrence, which backward computes again."""
+        model = self.config.model
+        if not model.is_recurrent(layer):
+            return self.core_attention(layer) if model.has_attention(layer) else ({}, {})
+        forward = Recurrence.of(self.config, layer).seconds(self.hardware, self.rings.ring("cp"))
         return forward, {kind: 3 * seconds for kind, seconds in forward.items()}
 
-    def between(self, *, recurrent: bool) -> tuple[Seconds, Seconds]:
+    def between(self, layer: int) -> tuple[Seconds, Seconds]:
         """Forward and backward of norms, residual additions and rotary embeddings."""
         model, n = self.config.model, self.bytes
         rows = self.tokens * model.hidden_size / self.parts
-        norms = {"pre": 2, "sandwich": 4, "post": 2}[model.norm_placement]
-        channels = 0 if recurrent else self.tokens * (self.queries + self.keys)
+        added = model.has_mixer(layer) + model.has_mlp(layer)
+        norms = added * (2 if model.norm_placement == "sandwich" else 1)
+        channels = self.tokens * (self.queries + self.keys) if model.has_attention(layer) else 0
         rotated = channels * bool(self.attention_kind.rotary_channels)
         normed = channels * (model.qk_layernorm or model.qk_l2_norm)
-        forward = n * (rows * (2 * norms + 6) + 2 * rotated + 2 * normed)
-        backward = n * (rows * (3 * norms + 6 + (4 if model.hidden_dropout else 0)) + 2 * rotated + 3 * normed)
-        kernels = norms + 2 + 2 * bool(rotated) + 2 * bool(normed)
+        forward = n * (rows * (2 * norms + 3 * added) + 2 * rotated + 2 * normed)
+        dropped = 2 if model.hidden_dropout else 0
+        backward = n * (rows * (3 * norms + (3 + dropped) * added) + 2 * rotated + 3 * normed)
+        kernels = norms + added + 2 * bool(rotated) + 2 * bool(normed)
         return (
             {"elements": self.elements(forward), "launches": self.launches(kernels)},
             {"elements": self.elements(backward), "launches": self.launches(2 * kernels)},
@@ -303,6 +265,8 @@ class LayerClock:
 
     def attention(self, layer: int) -> Passes:
         """Projections to queries, keys and values, and the output projection."""
+        if not self.config.model.has_mixer(layer):
+            return Passes({}, {}, {})
         *inputs, output = mixer_of(self.config.model, layer).projections(self.tp)
         first = next(each for each in inputs if each.split == "outputs")
         main = self.pair(self.tokens, first.inputs, first.outputs, output.inputs, output.outputs)
@@ -321,14 +285,14 @@ class LayerClock:
         """A layer without recomputation or with selective recomputation."""
         model = self.config.model
         self.eight_bit = number in self.config.training.fp8_layers(model.num_layers)
-        recurrent = model.is_recurrent(number)
-        forward, backward = self.recurrence() if recurrent else self.core_attention(number)
-        attention, (before, behind) = self.attention(number), self.between(recurrent=recurrent)
-        mlp = self.experts() if model.has_experts(number) else self.mlp(model.ffn_size)
+        (forward, backward), (before, behind) = self.mixing(number), self.between(number)
+        attention, mlp = self.attention(number), self.experts() if model.has_experts(number) else Passes({}, {}, {})
+        if model.has_dense_mlp(number):
+            mlp = self.mlp(model.ffn_size)
         again = [forward] if model.recomputes("core_attn") else []
         again += [mlp.forward] if model.recomputes("moe" if model.has_experts(number) else "mlp") else []
         again += [before] if model.recomputes("layernorm") else []
-        if model.recomputes("mla_up_proj") and model.multi_latent_attention and not recurrent:
+        if model.recomputes("mla_up_proj") and model.multi_latent_attention and model.has_attention(number):
             again.append({"products": 0.5 * attention.forward["products"]})
         if model.recomputes("moe_act") and model.has_experts(number):
             again.append({"elements": 0.3 * mlp.forward["elements"]})

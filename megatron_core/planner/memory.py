@@ -79,24 +79,23 @@ def layer_activations(config: RunConfig, layer_number: int = 0) -> float:
         + a s (2 n + 1) / t                                 attention weights and their dropout, unless fused; for
                                                             more than 256 tokens only those of a block's keys
 
-    Selective recomputation removes the terms of its modules.
+    Selective recomputation removes the terms of its modules. A layer with one part has half of the first two terms.
     In a layer with experts ``_expert_bytes`` is added, and f is the width of the shared expert (0 without one).
     """
     model, n = config.model, _number_size(config)
     replicated, of_heads = mixer_of(model, layer_number).saved()
-    whole: float = 4 * n * model.hidden_size + (2 * model.hidden_size if model.hidden_dropout else 0)
-    if model.recomputes("layernorm"):
-        whole -= 2 * n * model.hidden_size
+    parts = model.has_mixer(layer_number) + model.has_mlp(layer_number)
+    each = (1 if model.recomputes("layernorm") else 2) + (model.norm_placement == "sandwich")
+    whole: float = parts * model.hidden_size * (n * each + (1 if model.hidden_dropout else 0)) + n * replicated
     experts = model.has_experts(layer_number)
-    width = (model.moe_shared_expert_intermediate_size or 0) if experts else model.ffn_size
-    whole += n * replicated
+    width = model.ffn_size if model.has_dense_mlp(layer_number) else 0
+    if experts:
+        width = model.moe_shared_expert_intermediate_size or 0
     if model.recomputes("shared_experts" if experts else "mlp"):
         width = 0
     split: float = n * of_heads + n * width * (3 if model.gated_linear_unit else 2)
-    if model.norm_placement == "sandwich":
-        whole += 2 * n * model.hidden_size
     split += _expert_bytes(config) if experts else 0
-    split += 0 if model.is_recurrent(layer_number) else _score_bytes(config)
+    split += _score_bytes(config) if model.has_attention(layer_number) else 0
     tp = config.parallel.tensor_model_parallel_size
     return _tokens(config) * (whole / _sequence_parts(config) + split / tp)
 

@@ -60,12 +60,13 @@ def layer_parameters(config: RunConfig, layer_number: int) -> Parameters:
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     hidden, attention = model.hidden_size, mixer_of(model, layer_number)
     norms = sum(norm_parameters(model, size) for size in attention.norms(tp))
-    found = _vectors(norms + norm_parameters(model) * {"pre": 2, "sandwich": 4, "post": 2}[model.norm_placement])
+    parts = model.has_mixer(layer_number) + model.has_mlp(layer_number)
+    found = _vectors(norms + norm_parameters(model) * parts * (2 if model.norm_placement == "sandwich" else 1))
     for projection in attention.projections(tp):
         found += Parameters(projection.elements) + _vectors(projection.outputs * projection.has_bias)
     found += _vectors(attention.vectors(tp))
     if not model.has_experts(layer_number):
-        return found + _mlp(model, model.ffn_size, tp)
+        return found + (_mlp(model, model.ffn_size, tp) if model.has_mlp(layer_number) else Parameters())
     experts = model.num_experts or 0
     found += Parameters(hidden * experts) + _vectors(experts * model.add_bias_linear)
     shared = model.moe_shared_expert_intermediate_size
@@ -143,8 +144,8 @@ def layer_kinds(config: RunConfig) -> list[int]:
     for layer in range(model.num_layers):
         eight_bit = layer in config.training.fp8_layers(model.num_layers)
         comm_type, adapted = comm[layer if len(comm) > 1 else 0], adapter_parameters(config, layer)
-        mixer = model.is_recurrent(layer), model.window_of_layer(layer)
-        kind = model.has_experts(layer), mixer, comm_type, eight_bit, adapted
+        mixer = mixer_of(model, layer).name, model.window_of_layer(layer)
+        kind = model.has_experts(layer), model.has_mlp(layer), mixer, comm_type, eight_bit, adapted
         found.append(seen.setdefault(kind, len(seen)))
     return found
 
@@ -157,10 +158,11 @@ def adapter_parameters(config: RunConfig, layer_number: int) -> Parameters:
     tuning, model, found = config.tuning, config.model, Parameters()
     for path, inputs, parts, experts in _linear_layers(config) if tuning.lora_rank is not None else ():
         name = f"decoder.layers.{layer_number}.{path}"
-        if (".mlp.linear" in name) == model.has_experts(layer_number) and ".mlp." in name:
+        dense, sparse = model.has_dense_mlp(layer_number), model.has_experts(layer_number)
+        if ".mlp." in name and not (dense if ".mlp.linear" in name else sparse):
             continue
-        if ".self_attention." in name and model.is_recurrent(layer_number):
-            continue  # without adapters
+        if ".self_attention." in name and not model.has_attention(layer_number):
+            continue  # recurrences have no adapters
         whole = {WHOLE: sum(parts.values())}
         for part in tuning.parts_of(name, fused=len(parts) > 1):
             rows = (whole | parts)[part]

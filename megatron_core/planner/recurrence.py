@@ -1,15 +1,21 @@
-"""Work, traffic and temporary memory of layers with a recurrence (gated delta nets), of one micro-batch on one rank.
+"""Work, traffic and temporary memory of layers with a recurrence, of one micro-batch on one rank.
 
-With dk and dv channels of keys and values of each of a rank's v value heads, chunks of C tokens, c context-parallel
-ranks, per token:
+Gated delta nets, with dk and dv channels of keys and values of each of a rank's v value heads, chunks of C tokens, c
+context-parallel ranks, per token:
 
     products     2 v (3 C dk + 2 C dv + 3 dk dv)          within a chunk, and with the state
     saved again  v (5 C + A) in float32                    what backward computes once more and holds until its end
                  v (2 C + 2 C dk + A) in float32           the same with a decay for each channel, and chunks of 16
                  A = 8 dk + 3 dv + 2 dk dv / C             inputs of products, and states (dk + dv columns if c > 1)
-    sent         (c-1) 2 dk (dk + dv) v per sequence       transitions of the two parts, in float32; the tokens before a
-                                                           part for the convolution; backward gathers the
-                                                           transitions again, and sends the gradients of both
+
+Mamba-2, with v heads in g groups:
+
+    products     2 g C dk + 2 v (C dv + 2 dk dv)
+    saved again  v (2 C + 2 + 3 dv + 2 dk dv / C) + g (4 dk + C) in float32
+
+Both send (c-1) 2 T v numbers per sequence in float32 (T: ``transition_elements``), the transitions of the two parts,
+and the tokens before a part for the convolution; backward gathers the transitions again, and sends the gradients of
+both.
 """
 
 from __future__ import annotations
@@ -17,16 +23,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_core.config import RunConfig
-from megatron_core.config.mixers import RECURRENT_KINDS, KimiDelta
+from megatron_core.config import mixers as kinds
 from megatron_core.planner.hardware import GroupBandwidth, Hardware
 
 CHUNK, CHANNEL_CHUNK = 64, 16
-"""Tokens of a chunk, also with a decay for each channel: those of ``ops.delta_rule``."""
+"""Tokens of a chunk, also with a decay for each channel: those of ``ops.recurrence`` and ``ops.delta_rule``."""
 
 
 @dataclass(frozen=True)
 class Recurrence:
-    """Numbers of a recurrent layer on a rank."""
+    """Numbers of a layer with a recurrence on a rank."""
 
     flops: float
     """Forward."""
@@ -42,25 +48,22 @@ class Recurrence:
     """Number of chunks, one after another."""
 
     @classmethod
-    def of(cls, config: RunConfig) -> Recurrence:
-        """The numbers of a layer of ``config``, which has recurrent layers."""
+    def of(cls, config: RunConfig, layer_number: int) -> Recurrence:
+        """The numbers of a layer of ``config`` that has a recurrence."""
         model, parallel = config.model, config.parallel
-        sizes = RECURRENT_KINDS[model.experimental_attention_variant or ""](model)
-        by_channel = isinstance(sizes, KimiDelta)
+        sizes = kinds.mixer_of(model, layer_number)
+        assert isinstance(sizes, kinds.Recurrence), layer_number
         tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
         batch, length = config.training.micro_batch_size, config.data.seq_length / cp
         number = {"float64": 8, "float32": 4}.get(config.training.compute_dtype, 2)
-        heads, key, value = model.linear_num_value_heads / tp, sizes.query_head_size, sizes.value_head_size
-        part = length / (1 if cp == 1 else 2)
-        chunk = min(CHANNEL_CHUNK if by_channel else CHUNK, part)
-        columns = value if cp == 1 else value + key  # of states, and with context parallelism of transitions
-        tokens, wide = length * batch, max(number, 4)
-        pairs = 2 * chunk * (1 + key) if by_channel else 5 * chunk
-        again = tokens * heads * (pairs + 8 * key + 3 * value + 2 * key * columns / chunk) * wide
-        transitions = 2 * key * (key + value) * heads * batch * wide
+        part, tokens, wide = length / (1 if cp == 1 else 2), length * batch, max(number, 4)
+        chunk = min(CHUNK if sizes.decay_channels == 1 else CHANNEL_CHUNK, part)
+        flops, elements = _work(sizes, chunk, passes_transitions=cp > 1)
+        again = tokens * elements / tp * wide
+        transitions = 2 * sizes.transition_elements * sizes.heads / tp * batch * wide
         tails = 2 * (model.linear_conv_kernel_dim - 1) * sizes.convolved / tp * batch * number
         return cls(
-            flops=2 * tokens * heads * (3 * chunk * key + 2 * chunk * value + 3 * key * value),
+            flops=tokens * flops / tp,
             elements=2 * again + 8 * number * tokens * sizes.convolved / tp,
             sent=(cp - 1) * (transitions + tails),
             sent_back=(cp - 1) * (2 * transitions + tails),
@@ -77,3 +80,16 @@ class Recurrence:
             "cp": self.sent / ring.bandwidth + ring.steps * ring.latency if self.sent else 0.0,
             "launches": (30 + 5 * self.steps) * hardware.launch_seconds,
         }
+
+
+def _work(sizes: kinds.Recurrence, chunk: float, *, passes_transitions: bool) -> tuple[float, float]:
+    """Forward FLOPs per token, and elements per token that backward computes once more, over all ranks."""
+    heads, key, value = sizes.heads, sizes.query_head_size, sizes.value_head_size
+    if isinstance(sizes, kinds.Mamba2):
+        of_heads = 2 * chunk + 2 + 3 * value + 2 * key * value / chunk
+        products = 2 * sizes.groups * chunk * key + 2 * heads * (chunk * value + 2 * key * value)
+        return products, heads * of_heads + sizes.groups * (4 * key + chunk)
+    columns = value + (key if passes_transitions else 0)  # of states, or of transitions
+    pairs = 2 * chunk * (1 + key) if sizes.decay_channels > 1 else 5 * chunk
+    products = 2 * heads * (3 * chunk * key + 2 * chunk * value + 3 * key * value)
+    return products, heads * (pairs + 8 * key + 3 * value + 2 * key * columns / chunk)

@@ -79,19 +79,27 @@ class TransformerLayer(nn.Module):
     With ``parallel_residual`` both use the same x (Wang and Komatsuzaki 2021). Each += also adds the bias of the
     preceding matrix product, in one pass over x; ``residual_multiplier`` scales both. ``layer_number`` is global and
     counts from 0, independent of the stage. ``spec`` has the constructors of the parts, which may include norms of the
-    two outputs.
+    two outputs. A layer without attention, or without MLP, has neither the norms nor the addition of this part.
     """
 
     def __init__(self, context: LayerContext, layer_number: int, spec: LayerSpec) -> None:
         super().__init__()
-        size, p, partial_grad = context.config.hidden_size, context.config.hidden_dropout, context.sequence_parallel
-        self.input_layernorm = spec.input_layernorm(context, size, partial_grad=partial_grad)
-        self.self_attention = spec.self_attention(context, layer_number)
-        self.post_self_attn_layernorm = self._after(spec.post_self_attn_layernorm, context)
+        p, norm = context.config.hidden_dropout, partial(_norm, context)
+        self.input_layernorm: Any = None
+        self.self_attention: Any = None
+        self.post_self_attn_layernorm = None
+        if spec.self_attention is not None:
+            self.input_layernorm = norm(spec.input_layernorm)
+            self.self_attention = spec.self_attention(context, layer_number)
+            self.post_self_attn_layernorm = norm(spec.post_self_attn_layernorm)
         self.attention_dropout = context.dropout(p, f"layers.{layer_number}.attention")
-        self.pre_mlp_layernorm = spec.pre_mlp_layernorm(context, size, partial_grad=partial_grad)
-        self.mlp = spec.mlp(context, layer_number)
-        self.post_mlp_layernorm = self._after(spec.post_mlp_layernorm, context)
+        self.pre_mlp_layernorm: Any = None
+        self.mlp: Any = None
+        self.post_mlp_layernorm = None
+        if spec.mlp is not None:
+            self.pre_mlp_layernorm = norm(spec.pre_mlp_layernorm)
+            self.mlp = spec.mlp(context, layer_number)
+            self.post_mlp_layernorm = norm(spec.post_mlp_layernorm)
         self.mlp_dropout = context.dropout(p, f"layers.{layer_number}.mlp")
         self.parallel_residual = context.config.parallel_residual
         self.residual_multiplier = context.config.residual_multiplier
@@ -100,7 +108,9 @@ class TransformerLayer(nn.Module):
 
     def forward(self, hidden: Tensor, context: SequenceContext) -> Tensor:
         """``[s, b, h]`` (``[s/tp, b, h]`` with sequence parallelism) -> the same shape."""
-        attended = self.attend(hidden, context)
+        attended = hidden if self.self_attention is None else self.attend(hidden, context)
+        if self.mlp is None:
+            return attended
         return self.feed_forward(attended, hidden if self.parallel_residual else attended, context)
 
     def attend(self, hidden: Tensor, context: SequenceContext) -> Tensor:
@@ -124,17 +134,18 @@ class TransformerLayer(nn.Module):
         """Return a context in which autograd does not keep ``normed``, if norms are recomputed."""
         return outputs_dropped([normed], lambda: [norm(x)], active=self.recompute_norms and self.training)
 
-    @staticmethod
-    def _after(norm: Callable[..., nn.Module] | None, context: LayerContext) -> nn.Module | None:
-        size, partial_grad = context.config.hidden_size, context.sequence_parallel
-        return None if norm is None else norm(context, size, partial_grad=partial_grad)
-
     def _add(
         self, hidden: Tensor, x: Tensor, bias: Tensor | None, dropout: KeyedDropout, context: SequenceContext
     ) -> Tensor:
         if self.residual_multiplier != 1.0:
             x, bias = x * self.residual_multiplier, None if bias is None else bias * self.residual_multiplier
         return dropout(x, context.sample_index, bias=bias, residual=hidden, position_ids=context.residual_positions)
+
+
+def _norm(context: LayerContext, made: Callable[..., nn.Module] | None) -> Any:
+    """Construct a norm of hidden states; None without one."""
+    size, partial_grad = context.config.hidden_size, context.sequence_parallel
+    return None if made is None else made(context, size, partial_grad=partial_grad)
 
 
 def _normed(norm: nn.Module | None, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:

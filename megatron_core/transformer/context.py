@@ -78,9 +78,11 @@ class LayerContext:
     def output_layer_init_method(self) -> Normal:
         """N(0, std / sqrt(2 L)) for matrices whose output is added to the residual stream.
 
-        The scale keeps the variance of the residual stream independent of depth (Radford et al. 2019, section 2.3).
+        With a pattern of layers, L layers have L of them instead of 2 L. The scale keeps the variance of the residual
+        stream independent of depth (Radford et al. 2019, section 2.3).
         """
-        return Normal(self.config.hidden_init_std / math.sqrt(2.0 * self.config.num_layers))
+        added = self.config.num_layers * (2 if self.config.hybrid_layer_pattern is None else 1)
+        return Normal(self.config.hidden_init_std / math.sqrt(added))
 
     def column_linear(self, input_size: int, output_size: int, **settings: Any) -> ColumnParallelLinear:
         """Construct a column-parallel linear layer: the rows of its weight are split over ranks."""

@@ -14,6 +14,7 @@ from megatron_core.transformer.context import LayerContext
 from megatron_core.transformer.context_parallel_attention import core_attention_of
 from megatron_core.transformer.gated_delta_net import GatedDeltaNet, KimiDeltaAttention
 from megatron_core.transformer.latent_attention import LatentAttention
+from megatron_core.transformer.mamba import MambaMixer
 from megatron_core.transformer.mlp import MLP
 from megatron_core.transformer.moe import MoELayer, moe_loss_names
 from megatron_core.transformer.norm import HeadsNorm, L2Norm, Norm
@@ -27,10 +28,11 @@ class LayerSpec:
     from 0; norms receive their size and ``partial_grad``, like ``Norm``.
     """
 
-    self_attention: Callable[[LayerContext, int], nn.Module]
-    """With the same ``forward(hidden, context)`` as ``SelfAttention``."""
-    mlp: Callable[[LayerContext, int], nn.Module]
-    """With the same ``forward(hidden, context)`` as ``MLP``; the ``SequenceContext`` collects auxiliary losses."""
+    self_attention: Callable[[LayerContext, int], nn.Module] | None
+    """With the same ``forward(hidden, context)`` as ``SelfAttention``; None: the layer has only an MLP."""
+    mlp: Callable[[LayerContext, int], nn.Module] | None
+    """With the same ``forward(hidden, context)`` as ``MLP``; the ``SequenceContext`` collects auxiliary losses.
+    None: the layer has only attention or a recurrence."""
     input_layernorm: Callable[..., nn.Module] = Norm
     pre_mlp_layernorm: Callable[..., nn.Module] = Norm
     post_self_attn_layernorm: Callable[..., nn.Module] | None = None
@@ -51,6 +53,7 @@ Its constructor is called as ``SelfAttention``'s: with the context, the layer's 
 RECURRENT_LAYERS: dict[str, Callable[..., nn.Module]] = {
     "gated_delta_net": GatedDeltaNet,
     "kimi_delta_attention": KimiDeltaAttention,
+    "mamba2": MambaMixer,
 }
 """The layer of each kind of recurrence, by the names in ``config.mixers.RECURRENT_KINDS``; constructed the same."""
 
@@ -78,18 +81,20 @@ def layer_spec(config: ModelConfig, layer_number: int) -> LayerSpec:
     after = None if config.norm_placement == "pre" else Norm
     head_norm = L2Norm if config.qk_l2_norm else HeadsNorm if config.qk_layernorm_over_heads else Norm
     l2_norm = config.qk_l2_norm and (config.has_rotary(layer_number) or not config.qk_l2_norm_rotary_only)
-    mixer = mixer_of(config, layer_number).name
+    mixer = None
+    if config.has_mixer(layer_number):
+        mixer = partial(
+            (ATTENTION_LAYERS | RECURRENT_LAYERS)[mixer_of(config, layer_number).name],
+            core_attention=partial(core_attention_of, window_size=config.window_of_layer(layer_number)),
+            qk_layernorm=head_norm if config.qk_layernorm or l2_norm else None,
+        )
     return LayerSpec(
         input_layernorm=before,
         pre_mlp_layernorm=before,
         post_self_attn_layernorm=after,
         post_mlp_layernorm=after,
-        self_attention=partial(
-            (ATTENTION_LAYERS | RECURRENT_LAYERS)[mixer],
-            core_attention=partial(core_attention_of, window_size=config.window_of_layer(layer_number)),
-            qk_layernorm=head_norm if config.qk_layernorm or l2_norm else None,
-        ),
-        mlp=MoELayer if has_experts else MLP,
+        self_attention=mixer,
+        mlp=MoELayer if has_experts else MLP if config.has_mlp(layer_number) else None,
         auxiliary_losses=moe_loss_names(config) if has_experts else (),
     )
 

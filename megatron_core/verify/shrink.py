@@ -7,6 +7,7 @@ from typing import Any
 from megatron_core.config import ModelConfig, RunConfig
 from megatron_core.config.attention import attention_of
 from megatron_core.config.layout import Layout
+from megatron_core.config.mixers import Mamba2
 from megatron_core.tokenizers import tokenizer_of
 from megatron_core.training.data import vocabulary_size
 
@@ -21,6 +22,7 @@ SIZES = """
     moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_router_topk moe_router_num_groups moe_router_group_topk
     q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim window_size moe_layer_freq recompute_num_layers
     linear_attention_freq linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads
+    hybrid_layer_pattern mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads
     micro_batch_size global_batch_size vocab_size"""
 """Settings that ``changes`` reports."""
 VOCABULARY = 101  # a prime: some rank always has padding in its part of the vocabulary
@@ -133,8 +135,10 @@ def _model(config: RunConfig, tp: int, cp: int, stages: int, layouts: Sequence[L
         sizes["attention_chunk_size"] = min(model.attention_chunk_size, sequence // 4)
     if model.no_rope_freq is not None and len(model.no_rope_freq) > 1:
         sizes["no_rope_freq"] = (model.no_rope_freq * layers)[:layers]
+    if model.hybrid_layer_pattern is not None:
+        sizes |= _pattern(model, tp, layers)
     if model.has_recurrence:
-        sizes |= _recurrence(model, tp, layers)
+        sizes |= _recurrence(model, tp, layers) if model.may_have("G") else {}
         needed = 2 * cp * (model.linear_conv_kernel_dim - 1)  # tokens of each part for the convolution
         sizes["seq_length"] = max(sizes["seq_length"], -(-needed // unit) * unit)
     if len(config.parallel.cp_comm_type) > 1:
@@ -146,17 +150,33 @@ def _model(config: RunConfig, tp: int, cp: int, stages: int, layouts: Sequence[L
 
 def _recurrence(model: ModelConfig, tp: int, layers: int) -> dict[str, Any]:
     """Sizes of few small heads, and the kinds of the last layers, among them both kinds if the model has both."""
-    pattern = [model.is_recurrent(layer) for layer in range(model.num_layers)]
-    pattern = [any(pattern), *(pattern * layers)[-(layers - 1) :]] if layers > 1 else [True]
     heads = tp * max(MOST_HEADS // tp, 1)
     shared = model.linear_num_value_heads // model.linear_num_key_heads
-    return {
-        "linear_attention_freq": tuple(map(int, pattern)) if layers > 1 else (2,),
+    kinds: dict[str, Any] = {}
+    if model.hybrid_layer_pattern is None:
+        pattern = [model.is_recurrent(layer) for layer in range(model.num_layers)]
+        pattern = [any(pattern), *(pattern * layers)[-(layers - 1) :]] if layers > 1 else [True]
+        kinds["linear_attention_freq"] = tuple(map(int, pattern)) if layers > 1 else (2,)
+    return kinds | {
         "linear_key_head_dim": 6,
         "linear_value_head_dim": 4,
         "linear_num_key_heads": heads,
         "linear_num_value_heads": heads * min(shared, 2),
     }
+
+
+def _pattern(model: ModelConfig, tp: int, layers: int) -> dict[str, Any]:
+    """A pattern of ``layers`` letters with all letters of the model, and sizes of few small Mamba heads."""
+    pattern = model.hybrid_layer_pattern or ""
+    letters = "".join(dict.fromkeys(pattern))
+    rest = (pattern * layers)[: max(layers - len(letters), 0)]
+    sizes: dict[str, Any] = {"hybrid_layer_pattern": (letters + rest)[:layers]}
+    if "M" not in pattern:
+        return sizes
+    groups = tp * max(min(model.mamba_num_groups, MOST_HEADS) // tp, 1)
+    shared = min(Mamba2(model).heads // model.mamba_num_groups, 2)
+    heads = {"mamba_num_groups": groups, "mamba_num_heads": groups * shared}
+    return sizes | heads | {"mamba_state_dim": 6, "mamba_head_dim": 4}
 
 
 def _heads(model: ModelConfig, tp: int, head_ranks: int) -> tuple[int, int]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 DELTA = {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": (2,)}
+HYBRID = {"hybrid_layer_pattern": "M*", "mamba_num_heads": 16}
+MOE = {"num_experts": 4, "moe_router_topk": 2}
 RECURRENT_FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
     ({"linear_attention_freq": (2,)}, 1, ("linear_attention_freq=(2,)", "--experimental-attention-variant")),
     (DELTA | {"linear_attention_freq": None}, 1, ("experimental_attention_variant", "needs linear_attention_freq")),
@@ -38,6 +40,28 @@ RECURRENT_FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
         1,
         ("qk_clip=True has no effect", "linear_attention_freq=(1, 1)"),
     ),
+    ({"hybrid_layer_pattern": "**-"}, 1, ("num_layers=2 must be 3", "leave it out")),
+    ({"hybrid_layer_pattern": ""}, 1, ("hybrid_layer_pattern=", "legal: M G * - E")),
+    ({"hybrid_layer_pattern": "*X"}, 1, ("hybrid_layer_pattern=*X", "legal: M G * - E")),
+    ({"hybrid_layer_pattern": "*|-"}, 1, ("hybrid_layer_pattern=*|-", "--pipeline-model-parallel-layout")),
+    ({"hybrid_layer_pattern": "*-/*"}, 1, ("hybrid_layer_pattern=*-/*", "multi-token prediction")),
+    ({"hybrid_layer_pattern": "*E"}, 1, ("hybrid_layer_pattern=*E", "add --num-experts")),
+    (HYBRID | MOE | {"moe_layer_freq": (1,)}, 1, ("num_experts=4", "hybrid_layer_pattern=M*", "write E")),
+    (MOE | {"hybrid_layer_pattern": "*E", "moe_layer_freq": (2,)}, 1, ("moe_layer_freq=(2,)", "remove it")),
+    (HYBRID | {"parallel_residual": True}, 1, ("parallel_residual=True", "remove one of them")),
+    (HYBRID | DELTA, 1, ("experimental_attention_variant", "write G")),
+    ({"hybrid_layer_pattern": "G*", "linear_attention_freq": (2,)}, 1, ("linear_attention_freq=(2,)", "remove one")),
+    (HYBRID | {"mtp_num_layers": 1, "position_embedding_type": "rope"}, 1, ("mtp_num_layers=1", "remove one of them")),
+    (HYBRID | {"mamba_num_heads": 12}, 1, ("mamba_num_heads=12", "mamba_num_groups=8", "legal: 1, 2, 3, 4, 6, 12")),
+    (HYBRID | {"mamba_num_heads": None}, 1, ("2 x hidden_size=240", "mamba_head_dim=64", "set mamba_num_heads")),
+    (HYBRID | {"mamba_dt_min": 0.5, "mamba_dt_max": 0.1}, 1, ("mamba_dt_max=0.1", "mamba_dt_min=0.5")),
+    (HYBRID | {"tensor_model_parallel_size": 3}, 3, ("mamba_num_groups=8", "tensor_model_parallel_size=3")),
+    ({"mamba_state_dim": 64}, 1, ("mamba_state_dim=64", "--hybrid-layer-pattern")),
+    ({"hybrid_layer_pattern": "*-", "linear_conv_kernel_dim": 3}, 1, ("linear_conv_kernel_dim=3", "M or G")),
+    (HYBRID | {"use_mup": True}, 1, ("use_mup=True", "remove --use-mup")),
+    (HYBRID | {"layout_invariant": True}, 1, ("hybrid_layer_pattern", "layout_invariant=True")),
+    (HYBRID | {"save": "out", "ckpt_format": "torch_dist"}, 1, ("ckpt_format=torch_dist", "use torch_dcp")),
+    (HYBRID | {"hybrid_layer_pattern": "M-", "qk_clip": True}, 1, ("qk_clip=True has no effect", "remove --qk-clip")),
     (
         DELTA | {"cuda_graph_impl": "local"},
         1,

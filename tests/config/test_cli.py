@@ -239,6 +239,18 @@ def test_all_refused_flags_are_in_one_message():
             assert f"{' '.join(_given(name))}: {megatron_flags.FLAGS[name].reason}" in str(error.value)
 
 
+def test_a_pattern_of_layers_gives_their_number(tmp_path):
+    """As in Megatron-LM, and a pattern may begin with a hyphen; the specification of hybrid models needs it."""
+    spec = "--spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec"
+    found = parse(f"--hybrid-override-pattern -M*M --is-hybrid-model {spec}").model
+    assert (found.hybrid_layer_pattern, found.num_layers) == ("-M*M", 4)
+    (tmp_path / "run.yaml").write_text("hybrid_layer_pattern: M-M\n")
+    assert parse(f"--config {tmp_path}/run.yaml").model.num_layers == 3
+    assert parse(f"--config {tmp_path}/run.yaml --hybrid-layer-pattern M-").model.num_layers == 2
+    with pytest.raises(ConfigError, match="hybrid_stack_spec: this needs --hybrid-layer-pattern"):
+        parse(spec)
+
+
 def test_a_flag_that_belongs_to_a_refused_one_is_not_reported_itself():
     with pytest.raises(ConfigError) as error:
         parse("--fp4-format e2m1 --fp4-recipe nvfp4")

@@ -9,8 +9,8 @@ IN_LAYERS = (
     Defect(  # C17
         "sequence-parallel norm gradients are not summed over tp",
         "transformer.block:TransformerLayer.__init__",
-        "self.input_layernorm = spec.input_layernorm(context, size, partial_grad=partial_grad)",
-        "self.input_layernorm = spec.input_layernorm(context, size, partial_grad=False)",
+        "norm(spec.input_layernorm)",
+        "spec.input_layernorm(context, context.config.hidden_size, partial_grad=False)",
         "tp2 sp",
         "C17",
         culprit="gradient of the parameter decoder.layers.3.input_layernorm",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.defects.defect import Defect
 
 EXCHANGE, LAYER = "context_parallel.states:StateExchange", "transformer.gated_delta_net:GatedDeltaNet"
+SHARED, MAMBA = "transformer.recurrent_layer:RecurrentLayer", "transformer.mamba:MambaMixer"
 FIRST = "output of decoder.layers.0.self_attention"
 
 IN_RECURRENCES = (
@@ -36,9 +37,9 @@ IN_RECURRENCES = (
     ),
     Defect(
         "states are added without the decay of the parts between",
-        f"{EXCHANGE}.state_before",
-        "state = each[..., :keys] @ state + each[..., keys:]",
-        "state = state + each[..., keys:]",
+        "ops.recurrence:Transition.apply",
+        "self.factor @ state",
+        "state",
         "delta net, cp4, parts of 4 tokens",
         culprit=FIRST,
     ),
@@ -70,7 +71,7 @@ IN_RECURRENCES = (
     # Documents.
     Defect(
         "the state crosses the border of documents",
-        f"{LAYER}._mix",
+        f"{SHARED}._mix",
         "None if ages is None else ages == 0",
         "None",
         "delta net, packed, tp2 sp",
@@ -79,7 +80,7 @@ IN_RECURRENCES = (
     ),
     Defect(
         "the convolution crosses the border of documents",
-        f"{LAYER}._mix",
+        f"{SHARED}._mix",
         "torch.cat([before, convolved], dim=1), ages)",
         "torch.cat([before, convolved], dim=1), None)",
         "delta net, packed, tp2 sp",
@@ -88,7 +89,7 @@ IN_RECURRENCES = (
     ),
     Defect(
         "documents are looked up at the positions of the first rank",
-        f"{LAYER}._ages",
+        f"{SHARED}._ages",
         "ages[:, context.positions]",
         "ages[:, : mixed.shape[0]]",
         "delta net, packed, cp2",
@@ -97,7 +98,7 @@ IN_RECURRENCES = (
     ),
     Defect(
         "the documents of the second parts are those of other sequences",
-        f"{LAYER}._ages",
+        f"{SHARED}._ages",
         "(self.exchange.parts, -1)).transpose(0, 1)",
         "(self.exchange.parts, -1))",
         "delta net, cp2, micro-batches of 2",
@@ -107,15 +108,15 @@ IN_RECURRENCES = (
     # Heads split over ranks.
     Defect(
         "every tensor-parallel rank has the decays of the first heads",
-        f"{LAYER}.__init__",
-        "split((count,), 0, group.rank(), size)",
-        "split((count,), 0, 0, size)",
+        "transformer.recurrent_layer:of_heads",
+        "split((count,), 0, context.tp_group.rank()",
+        "split((count,), 0, 0",
         "delta net, tp2",
         culprit=f"{FIRST} or initial weight *A_log",
     ),
     Defect(  # C42
         "the rows of queries, keys, values and gates are cut as one matrix",
-        "transformer.gated_delta_net:_fused_linear",
+        "transformer.recurrent_layer:fused_linear",
         "split_fused(shape, pieces, index, size)",
         "split(shape, 0, index, size)",
         "delta net, tp2",
@@ -124,9 +125,9 @@ IN_RECURRENCES = (
     ),
     Defect(
         "the channels of the convolution are cut as one matrix",
-        "transformer.gated_delta_net:Convolution.__init__",
-        "(sum(pieces), 1, width), pieces, context",
-        "(sum(pieces), 1, width), (sum(pieces),), context",
+        "transformer.recurrent_layer:Convolution.__init__",
+        "split_fused((sum(pieces), 1, width), pieces,",
+        "split_fused((sum(pieces), 1, width), (sum(pieces),),",
         "delta net, tp2",
         "C42",
         culprit=FIRST,
@@ -212,5 +213,104 @@ IN_RECURRENCES = (
         "decayed(query).tril(-1) @",
         "delta net, micro-batches of 2",
         culprit=FIRST,
+    ),
+    # Mamba-2: states of heads, groups of B and C, steps, and layers with one part.
+    Defect(
+        "states are added without their factor between parts",
+        "ops.recurrence:Transition.apply",
+        "self.factor * state",
+        "state",
+        "mamba, cp2",
+        culprit=FIRST,
+    ),
+    Defect(
+        "the state of another part crosses the border of documents",
+        "ops.recurrence:decays_in_chunks",
+        "start.masked_fill(from_start.unsqueeze(-1), 0.0)",
+        "start",
+        "mamba, packed, cp2, micro-batches of 2",
+        "C45",
+        culprit=FIRST,
+    ),
+    Defect(
+        "the biases of the convolution are cut as one vector",
+        "transformer.recurrent_layer:Convolution.__init__",
+        "split_fused((sum(pieces),), pieces,",
+        "split_fused((sum(pieces),), (sum(pieces),),",
+        "mamba, tp2",
+        "C42",
+        culprit=f"{FIRST} or initial weight *conv1d.bias",
+    ),
+    Defect(
+        "heads alternate over the groups of B and C",
+        "ops.state_space:chunked_state_space",
+        "(x.unflatten(1, (groups, -1)) for x in",
+        "(x.unflatten(1, (-1, groups)).transpose(1, 2) for x in",
+        "mamba, cp2",
+        culprit=FIRST,
+    ),
+    Defect(
+        "the norm of outputs is over the heads of a rank",
+        f"{MAMBA}._gated",
+        "size = gated.shape[-1] // self.groups",
+        "size = gated.shape[-1]",
+        "mamba, pp2",
+        culprit=FIRST,
+    ),
+    Defect(
+        "the bias of steps is added after softplus",
+        f"{MAMBA}._recur",
+        "+ self.dt_bias.to(dtype))",
+        ") + self.dt_bias.to(dtype)",
+        "mamba, tp2",
+        culprit=FIRST,
+    ),
+    Defect(
+        "steps are not bounded",
+        f"{MAMBA}._recur",
+        "step.clamp(*self.step_range)",
+        "step",
+        "mamba, tp2",
+        culprit=FIRST,
+    ),
+    Defect(
+        "B and C change places",
+        f"{MAMBA}._recur",
+        "inputs, key, query = convolved",
+        "inputs, query, key = convolved",
+        "mamba, recomputed core and MLP, cp2 tp2 sp",
+        culprit=FIRST,
+    ),
+    Defect(
+        "outputs are not gated",
+        f"{MAMBA}._gated",
+        "* nn.functional.silu(",
+        "+ 0 * nn.functional.silu(",
+        "mamba, tp2 sp",
+        culprit=FIRST,
+    ),
+    Defect(
+        "the skip connection adds the inputs times their steps",
+        f"{MAMBA}._recur",
+        "self.D.to(dtype).unsqueeze(-1) * inputs",
+        "self.D.to(dtype).unsqueeze(-1) * inputs * step.unsqueeze(-1)",
+        "mamba, dp2 zero3",
+        culprit=FIRST,
+    ),
+    Defect(
+        "a layer with an MLP alone drops its residual",
+        "transformer.block:TransformerLayer.forward",
+        "attended = hidden if self.self_attention is None else",
+        "attended = 0 * hidden if self.self_attention is None else",
+        "mamba, pp2",
+        culprit="output of decoder.layers.1",
+    ),
+    Defect(
+        "output projections have the scale of layers with two parts",
+        "transformer.context:LayerContext.output_layer_init_method",
+        "is None else 1)",
+        "is None else 2)",
+        "mamba, tp2",
+        culprit="initial weight *",
     ),
 )

@@ -96,6 +96,16 @@ DELTA_NET = MODERN | {
     "linear_num_value_heads": 4,
 }
 
+MAMBA = {name: value for name, value in MODERN.items() if "rotary" not in name} | {
+    "hybrid_layer_pattern": "M-*M",
+    "position_embedding_type": "none",
+    "mamba_state_dim": 6,
+    "mamba_head_dim": 4,
+    "mamba_num_groups": 2,
+    "mamba_num_heads": 8,
+    "mamba_dt_min": 0.02,
+}
+
 KIMI = (
     {name: value for name, value in DELTA_NET.items() if "group" not in name}
     | LATENT
@@ -105,8 +115,8 @@ KIMI = (
 
 @pytest.mark.parametrize(
     "model",
-    [{}, MODERN, WINDOW, EXPERTS, LATENT, GPT_OSS, LLAMA4, DELTA_NET, KIMI],
-    ids=["gpt2", "llama", "window", "experts", "latent", "gpt-oss", "llama 4", "delta net", "kimi linear"],
+    [{}, MODERN, WINDOW, EXPERTS, LATENT, GPT_OSS, LLAMA4, DELTA_NET, KIMI, MAMBA],
+    ids=["gpt2", "llama", "window", "experts", "latent", "gpt-oss", "llama 4", "delta net", "kimi linear", "mamba"],
 )
 def test_cache_changes_nothing(model: dict) -> None:
     assert _generate(model, Sampling()) == _without_cache(model)

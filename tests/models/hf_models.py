@@ -120,6 +120,11 @@ DELTA_NET = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
 }
+MAMBA2 = {key: LLAMA[key] for key in ("vocab_size", "hidden_size", "bos_token_id", "eos_token_id", "pad_token_id")}
+MAMBA2 |= {"num_hidden_layers": 2, "num_heads": 8, "head_dim": 8, "state_size": 6, "n_groups": 2, "chunk_size": 8}
+NEMOTRON_H = {key: value for key, value in LLAMA.items() if key != "num_hidden_layers"}
+NEMOTRON_H |= {"mamba_num_heads": 6, "mamba_head_dim": 10, "ssm_state_size": 6, "n_groups": 2, "chunk_size": 8}
+NEMOTRON_H |= {"head_dim": 12, "conv_kernel": 3, "time_step_min": 0.5}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", LLAMA | {"rms_norm_eps": 1e-5}),
     "llama, tied": ("Llama", LLAMA | {"tie_word_embeddings": True, "rope_parameters": {"rope_theta": 5e5}}),
@@ -257,13 +262,26 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_local_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 24}
         | {"layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"]},
     ),
+    "mamba2": ("Mamba2", MAMBA2),
+    "mamba2, limited steps, tied": ("Mamba2", MAMBA2 | {"time_step_limit": [0.5, 0.9], "tie_word_embeddings": True}),
+    "nemotron_h": (
+        "NemotronH",
+        NEMOTRON_H | {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]},
+    ),
+    "nemotron_h, experts": (
+        "NemotronH",
+        NEMOTRON_H
+        | {"layers_block_type": ["linear_attention", "moe", "full_attention", "moe"]}
+        | {"n_routed_experts": 4, "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 20}
+        | {"routed_scaling_factor": 2.5, "n_group": 2},
+    ),
     "gpt2": ("GPT2", GPT2),
     "gpt2, exact GELU": ("GPT2", GPT2 | {"activation_function": "gelu"}),
     "gpt_neox": ("GPTNeoX", NEOX),
     "gpt_neox, 20B's GELU": ("GPTNeoX", NEOX | {"hidden_act": "gelu_fast"}),
     "gpt_neox, one after the other": ("GPTNeoX", NEOX | {"use_parallel_residual": False}),
 }
-RECURRENT = ("qwen3_next", "qwen3_5", "kimi_linear")
+RECURRENT = ("qwen3_next", "qwen3_5", "kimi_linear", "mamba2", "nemotron_h")
 """Beginnings of the names of models with a recurrence, which `transformers` computes in float32 throughout."""
 
 

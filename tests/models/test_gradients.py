@@ -30,7 +30,7 @@ def loaded(folder: Path) -> GPTModel:
 
 
 OTHERS = [name for name in MODELS if not name.startswith(RECURRENT)]
-"""``test_delta_net`` compares those with a recurrence."""
+"""``test_recurrences`` compares those with a recurrence."""
 
 
 @pytest.mark.drawn(8)

@@ -53,6 +53,29 @@ KIMI = DELTA | {
     "no_rope_freq": (1,),
     "moe_router_score_function": "sigmoid",
 }
+MAMBA = {
+    **{name: DELTA[name] for name in ("global_batch_size", "normalization", "ffn_hidden_size", "disable_bias_linear")},
+    "num_layers": 4,
+    "hybrid_layer_pattern": "M-*M",
+    "position_embedding_type": "none",
+    "squared_relu": True,
+    "mamba_state_dim": 6,
+    "mamba_head_dim": 4,
+    "mamba_num_groups": 2,
+    "mamba_num_heads": 8,
+    "mamba_dt_min": 0.02,
+    "mamba_dt_max": 0.1,
+    **NO_DROPOUT,
+}
+NEMOTRON_H = MAMBA | {
+    **{name: value for name, value in SMALL.items() if "expert" in name or name == "moe_ffn_hidden_size"},
+    "num_layers": 4,
+    "hybrid_layer_pattern": "ME*E",
+    "moe_aux_loss_coeff": 0.1,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_shared_expert_intermediate_size": 16,
+}
 RECURRENT_ROWS: dict[str, tuple[int, dict, dict]] = {
     "delta net, tp2": (2, DELTA, TP2),
     "delta net, tp2 sp": (2, DELTA, TP2 | SP),
@@ -79,6 +102,33 @@ RECURRENT_ROWS: dict[str, tuple[int, dict, dict]] = {
         QWEN3_NEXT | PACKED | {"mtp_num_layers": 1},
         CP2 | EP2 | {"zero_stage": 1},
     ),
+    "mamba, tp2": (2, MAMBA, TP2),
+    "mamba, tp2 sp": (2, MAMBA, TP2 | SP),
+    "mamba, pp2": (2, MAMBA, PP2),
+    "mamba, cp2": (2, MAMBA, CP2),
+    "mamba, cp4, parts of 4 tokens": (4, MAMBA | {"seq_length": 32}, {"context_parallel_size": 4}),
+    "mamba, packed, cp2, micro-batches of 2": (2, MAMBA | PACKED, CP2 | {"micro_batch_size": 2}),
+    "mamba, packed, tp2 sp": (2, MAMBA | PACKED, TP2 | SP),
+    "mamba, dp2 zero3": (2, MAMBA, ZERO3 | OVERLAP),
+    "mamba, muon, dp2 tp2 zero1": (4, MAMBA | {"optimizer": "muon"}, TP2 | {"use_distributed_optimizer": True}),
+    "mamba, recomputed core and MLP, cp2 tp2 sp": (
+        4,
+        MAMBA,
+        CP2 | TP2 | SP | {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "mlp", "layernorm")},
+    ),
+    "mamba, dropout, full recompute, pp2 zb_v": (2, MAMBA | {"hidden_dropout": 0.1}, PP2 | ZB_V | RECOMPUTE),
+    "mamba, delta net, tp2": (
+        2,
+        MAMBA
+        | {"hybrid_layer_pattern": "MG*-"}
+        | {name: DELTA[name] for name in DELTA if name[:7] == "linear_"}
+        | {"linear_attention_freq": None},
+        TP2,
+    ),
+    "nemotron-h, dp2 ep2 zero3": (2, NEMOTRON_H, EP2 | ZERO3),
+    "nemotron-h, tp2 sp ep2 etp1": (2, NEMOTRON_H, TP2 | SP | EP2 | ETP1),
+    "nemotron-h, packed, cp2 dp2 ep2 zero1": (4, NEMOTRON_H | PACKED, CP2 | EP2 | {"zero_stage": 1}),
+    "nemotron-h, pp2 zb_h1": (2, NEMOTRON_H, PP2 | ZB_H1),
     "kimi linear, tp2": (2, KIMI, TP2),
     "kimi linear, tp2 sp ep2 etp1": (2, KIMI, TP2 | SP | EP2 | ETP1),
     "kimi linear, packed, cp2": (2, KIMI | PACKED, CP2),

@@ -37,6 +37,13 @@ DELTA_NET = {
     "linear_value_head_dim": 10,
     "linear_conv_kernel_dim": 3,
 }
+MAMBA = {
+    "hybrid_layer_pattern": "ME*M",
+    "mamba_state_dim": 6,
+    "mamba_head_dim": 4,
+    "mamba_num_groups": 2,
+    "mamba_num_heads": 6,
+}
 CASES: dict[str, dict[str, Any]] = {
     "one rank": {},
     "tp2": {"tensor_model_parallel_size": 2},
@@ -54,6 +61,9 @@ CASES: dict[str, dict[str, Any]] = {
     | DELTA_NET
     | {"experimental_attention_variant": "kimi_delta_attention", "linear_num_key_heads": 4}
     | {"tensor_model_parallel_size": 2, "no_rope_freq": (1,), "qk_layernorm": True, "latent_norm_epsilon": 1e-6},
+    "pattern of layers, experts, pp2, lora": MAMBA | EXPERTS | PIPELINE | {"lora_rank": 4},
+    "pattern of layers, sandwich, tp2": MAMBA
+    | {"hybrid_layer_pattern": "M-", "norm_placement": "sandwich", "tensor_model_parallel_size": 2},
     "norms over heads": LLAMA | {"qk_layernorm": True, "qk_layernorm_over_heads": True},
     "experts, ep2": EXPERTS | LLAMA | {"expert_model_parallel_size": 2, "moe_layer_freq": (0, 1)},
     "experts, tp2 etp1": EXPERTS

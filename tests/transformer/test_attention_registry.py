@@ -89,13 +89,21 @@ KINDS: dict[str, dict[str, Any]] = {
         "linear_key_head_dim": 6,
         "linear_value_head_dim": 10,
     },
+    "mamba": {
+        "hybrid_layer_pattern": "M-",
+        "mamba_state_dim": 6,
+        "mamba_head_dim": 4,
+        "mamba_num_groups": 2,
+        "mamba_num_heads": 6,
+    },
     "a user's": GROUPS | {"attention_kind": "output_gate", "qk_layernorm": True},
 }
 
 
 def test_every_kind_is_compared(output_gate: None) -> None:
     assert ATTENTION_KINDS.keys() == ATTENTION_LAYERS.keys() == {"grouped_query", "latent", "output_gate"}
-    assert RECURRENT_KINDS.keys() == RECURRENT_LAYERS.keys() == {"gated_delta_net", "kimi_delta_attention"}
+    names = {"gated_delta_net", "kimi_delta_attention", "mamba2"}
+    assert RECURRENT_KINDS.keys() == RECURRENT_LAYERS.keys() == names
 
 
 @pytest.mark.parametrize("settings", KINDS.values(), ids=KINDS)

@@ -58,7 +58,10 @@ HUNDRED_HEADS = {"num_attention_heads": 96, "hidden_size": 96 * 64, "num_layers"
 DELTA_NET = {"num_layers": 12, "experimental_attention_variant": "gated_delta_net", "linear_attention_freq": (4,)}
 
 
-@pytest.mark.parametrize("model", [LLAMA_8B, GPT2, HUNDRED_HEADS, {}, DELTA_NET])
+HYBRID = {"num_layers": 52, "hybrid_layer_pattern": "M-M-M-M*-M-M-" * 4, "hidden_size": 4096}
+
+
+@pytest.mark.parametrize("model", [LLAMA_8B, GPT2, HUNDRED_HEADS, {}, DELTA_NET, HYBRID])
 @pytest.mark.parametrize(
     "layout", ["cp4 tp2", "tp2 sp", "tp3", "tp8 sp dp2", "pp4 v2", "pp3 v4", "dp3 zero1", "tp6 pp2"]
 )

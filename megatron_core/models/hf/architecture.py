@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 from megatron_core.config import ModelConfig
 from megatron_core.config.file import field_types
+from megatron_core.config.mixers import Mamba2
 from megatron_core.config.setting import Resume, names_by_resume
 from megatron_core.errors import CheckpointError
 from megatron_core.models.hf import families
@@ -104,10 +105,10 @@ class Architecture:
         self._check_values(found, present)
         settings = {name: found[key] for key, name in self.keys.items() if key in found}
         # Defaults that depend on other settings are left to our configuration.
-        heads, groups = settings["num_attention_heads"], settings.pop("num_query_groups", None)
+        heads, groups = settings.get("num_attention_heads"), settings.pop("num_query_groups", None)
         if groups is not None and groups != heads:
             settings |= {"group_query_attention": True, "num_query_groups": groups}
-        if settings.get("kv_channels") == settings["hidden_size"] // heads:
+        if heads is not None and settings.get("kv_channels") == settings["hidden_size"] // heads:
             settings["kv_channels"] = None
         settings["untie_embeddings_and_output_weights"] = not found.get("tie_word_embeddings", False)
         try:
@@ -201,6 +202,9 @@ def function_settings(config: ModelConfig) -> Settings:
     """The settings that determine the logits of trained weights, with defaults filled in."""
     names = names_by_resume(ModelConfig, Resume.TENSORS, Resume.FUNCTION)
     own = {name: getattr(config, name) for name in (*names, "moe_shared_expert_intermediate_size")}
+    of_attention = ("num_attention_heads", "num_query_groups", "kv_channels", "add_qkv_bias")
+    unused: tuple[str, ...] = () if config.may_have("*") else of_attention
+    unused += () if config.may_have("-", "E") else ("ffn_hidden_size",)
     return own | {
         "group_query_attention": None,
         "num_query_groups": config.query_groups,
@@ -216,6 +220,8 @@ def function_settings(config: ModelConfig) -> Settings:
         "moe_router_num_groups": None if config.group_score_topk is None else config.moe_router_num_groups,
         "moe_router_group_topk": None if config.group_score_topk is None else config.moe_router_group_topk,
         "moe_router_group_score_topk": config.group_score_topk,
+        "mamba_num_heads": Mamba2(config).heads,
+        **dict.fromkeys(unused),
     }
 
 

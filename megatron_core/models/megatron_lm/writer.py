@@ -105,10 +105,11 @@ def write_checkpoint(
     ``exchange`` returns the texts of all ranks. The folder appears complete, by one rename; then the file that names
     the latest iteration is replaced. Errors: ``CheckpointError`` on all ranks.
     """
-    if form == "torch_dist" and model.has_recurrence:
+    if form == "torch_dist" and (model.has_recurrence or model.hybrid_layer_pattern):
         raise CheckpointError(
-            f"experimental_attention_variant={model.experimental_attention_variant} cannot be written as torch_dist, "
-            "where Megatron Core has other tensors; use torch_dcp or hf"
+            f"experimental_attention_variant={model.experimental_attention_variant} and hybrid_layer_pattern="
+            f"{model.hybrid_layer_pattern} cannot be written as torch_dist, where Megatron Core has other tensors; use "
+            "torch_dcp or hf"
         )
     iteration = int(reader.state["iteration"])
     final = iteration_folder(save, iteration)

@@ -184,6 +184,7 @@ def _layer_spec(config: TransformerConfig, model: ModelConfig, number: int, spec
     for part in (parts.self_attention, parts.mlp):
         check_submodules(model, getattr(part, "submodules", None))
     own = layer_spec(model, number)
+    attention: Any = own.self_attention
     changes: dict[str, Any] = {}
     has_experts = is_ours(parts.mlp, MoELayer)
     if is_ours(parts.mlp, MLP, MoELayer):
@@ -208,7 +209,7 @@ def _layer_spec(config: TransformerConfig, model: ModelConfig, number: int, spec
     elif is_ours(parts.self_attention, SelfAttention, LatentAttention):
         core = getattr(getattr(parts.self_attention, "submodules", None), "core_attention", None)
         if core is not None and not is_ours(core):
-            changes["self_attention"] = with_core_attention(config, own.self_attention, core)
+            changes["self_attention"] = with_core_attention(config, attention, core)
     else:
         call = lambda module, hidden, context: module(hidden, attention_mask=context.attention_mask)  # noqa: E731
         changes["self_attention"] = foreign(config, parts.self_attention, call)

@@ -1,4 +1,4 @@
-"""The layer of gated delta nets: packed documents, its memory, its state in generation, and what it refuses."""
+"""Layers with a recurrence: packed documents, its memory, its state in generation, and what it refuses."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import torch
 from torch import Tensor
 
 from megatron_core.config import ModelConfig
+from megatron_core.config.mixers import mixer_of
 from megatron_core.errors import LayoutError
 from megatron_core.parallel.groups import LocalGroup
 from megatron_core.planner import layer_activations
 from megatron_core.tensor_parallel import ModelParallelConfig
 from megatron_core.transformer.context import LayerContext, PackedDocuments, SequenceContext
-from megatron_core.transformer.gated_delta_net import GatedDeltaNet
 from megatron_core.transformer.layer_spec import RECURRENT_LAYERS
+from megatron_core.transformer.recurrent_layer import RecurrentLayer
 from tests.runs import tiny_config
 
 SIZES = {
@@ -25,12 +26,19 @@ SIZES = {
     "linear_num_value_heads": 8,
 }
 KIMI = {"experimental_attention_variant": "kimi_delta_attention", "linear_num_key_heads": 8}
-KINDS = {"gated delta net": {}, "kimi delta attention": KIMI}
+MAMBA = {
+    "hybrid_layer_pattern": "M*",
+    "mamba_state_dim": 24,
+    "mamba_head_dim": 8,
+    "mamba_num_groups": 4,
+    "mamba_dt_max": 0.8,
+}
+KINDS = {"gated delta net": SIZES, "kimi delta attention": SIZES | KIMI, "mamba": MAMBA}
 
 
-def layer_of(dtype: torch.dtype, **settings: object) -> GatedDeltaNet:
-    config = ModelConfig(num_layers=2, hidden_size=64, num_attention_heads=4, **SIZES | settings)
-    made = RECURRENT_LAYERS[config.experimental_attention_variant]
+def layer_of(dtype: torch.dtype, **settings: object) -> RecurrentLayer:
+    config = ModelConfig(num_layers=2, hidden_size=64, num_attention_heads=4, **settings)
+    made = RECURRENT_LAYERS[mixer_of(config, 0).name]
     layer = made(LayerContext(config, ModelParallelConfig(params_dtype=dtype), LocalGroup(), 1), 0)
     torch.manual_seed(5)
     for parameter in layer.parameters():
@@ -55,10 +63,10 @@ def test_documents_are_computed_alone(width: int, kind: dict) -> None:
 @pytest.mark.parametrize("granularity", [None, "selective"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_activations_are_those_kept_for_backward(dtype: str, granularity: str | None, kind: dict) -> None:
-    """In addition to those of a layer without attention: norms, MLP and inputs."""
+    """In addition to those of a layer with attention alone or with an MLP: norms, MLP and inputs."""
     recompute = {"recompute_granularity": granularity} if granularity else {}
     sizes = {"hidden_size": 64, "seq_length": 128, "micro_batch_size": 2, "num_layers": 2, "bf16": dtype == "bf16"}
-    config = tiny_config(**sizes, **SIZES | kind, **recompute)
+    config = tiny_config(**sizes, **kind, **recompute)
     layer = layer_of(torch.bfloat16 if dtype == "bf16" else torch.float32, **recompute, **kind)
     weights = {parameter.data_ptr() for parameter in layer.parameters()}
     kept: dict[int, Tensor] = {}
@@ -80,8 +88,7 @@ def test_activations_are_those_kept_for_backward(dtype: str, granularity: str | 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_an_attention_mask_is_refused(kind: dict) -> None:
     layer = layer_of(torch.float64, **kind)
-    name = (SIZES | kind)["experimental_attention_variant"]
-    with pytest.raises(LayoutError, match=f"variant={name}, whose states hold all earlier tokens; give document_le"):
+    with pytest.raises(LayoutError, match=f"kind {layer.kind.name}, whose states hold all earlier tokens; give docum"):
         layer(
             torch.zeros(4, 1, 64, dtype=torch.float64),
             SequenceContext(attention_mask=torch.zeros(1, 1, 4, 4, dtype=torch.bool)),

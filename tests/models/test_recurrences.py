@@ -1,4 +1,4 @@
-"""Models with gated delta nets against `transformers`, all of whose operations are in float64 here."""
+"""Models with recurrences against `transformers`, all of whose operations are in float64 here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.models.hf_models import MODELS, RECURRENT
 from tests.models.test_gradients import compare_gradients
 
 NAMES = [name for name in MODELS if name.startswith(RECURRENT)]
-MODULES = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "kimi_linear")
+MODULES = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "kimi_linear", "mamba2", "nemotron_h")
 
 
 class WideTorch:
@@ -62,14 +62,35 @@ QWEN3_NEXT_80B = {
 }  # fmt: skip
 
 
+NEMOTRON_H_8B = {
+    "model_type": "nemotron_h", "vocab_size": 131072, "hidden_size": 4096, "num_hidden_layers": 52,
+    "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-", "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 21504, "max_position_embeddings": 8192,
+    "mamba_num_heads": 128, "mamba_head_dim": 64, "ssm_state_size": 128, "n_groups": 8, "conv_kernel": 4,
+    "layer_norm_epsilon": 1e-5, "time_step_limit": [0.0, float("inf")], "use_bias": False, "use_conv_bias": True,
+    "mlp_hidden_act": "relu2", "tie_word_embeddings": False,
+}  # fmt: skip
+NEMOTRON_3_NANO = NEMOTRON_H_8B | {
+    "hidden_size": 2688, "num_hidden_layers": 52, "num_key_value_heads": 2, "intermediate_size": 1856,
+    "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME", "mamba_num_heads": 64,
+    "n_routed_experts": 128, "num_experts_per_tok": 6, "moe_intermediate_size": 1856, "n_group": 1, "topk_group": 1,
+    "moe_shared_expert_intermediate_size": 3712, "routed_scaling_factor": 2.5,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("hf_config", "parameters", "attention"),
-    [(KIMI_48B, 49_122_675_072, [3, 7, 11, 15, 19, 23, 26]), (QWEN3_NEXT_80B, 79_674_391_296, list(range(3, 48, 4)))],
-    ids=["kimi-linear-48b", "qwen3-next-80b"],
+    [
+        (KIMI_48B, 49_122_675_072, [3, 7, 11, 15, 19, 23, 26]),
+        (QWEN3_NEXT_80B, 79_674_391_296, list(range(3, 48, 4))),
+        (NEMOTRON_H_8B, 8_100_852_736, [7, 18, 29, 40]),
+        (NEMOTRON_3_NANO, 31_577_937_344, [5, 12, 19, 26, 33, 42]),
+    ],
+    ids=["kimi-linear-48b", "qwen3-next-80b", "nemotron-h-8b", "nemotron-3-nano-30b"],
 )
 def test_published_models(hf_config: dict[str, Any], parameters: int, attention: list[int]) -> None:
     """Parameters as `transformers` counts them; files of the hub count layers from 1, or give an interval."""
     settings = architecture_of(hf_config).settings(hf_config)
     config = RunConfig.from_flat(settings | {"vocab_size": hf_config["vocab_size"], "seq_length": 4096})
-    assert [n for n in range(config.model.num_layers) if not config.model.is_recurrent(n)] == attention
+    assert config.model.attention_layers == attention
     assert model_parameters(config, hf_config["vocab_size"]) == parameters

@@ -1,0 +1,55 @@
+"""Layers with one part each, a mixer or an MLP, in the order of a pattern; settings of Mamba-2 mixers."""
+
+from dataclasses import dataclass
+
+from megatron_core.config import conditions as c
+from megatron_core.config import ranges as r
+from megatron_core.config.setting import ALWAYS, Resume, section, setting
+
+RECURRENCES = {"M": "mamba2", "G": "gated_delta_net"}
+"""Letter of a layer with a recurrence -> its kind in ``config.mixers.RECURRENT_KINDS``."""
+ATTENTION, DENSE, EXPERTS = "*", "-", "E"
+"""Letters of layers with attention, a dense MLP, or experts."""
+LETTERS = (*RECURRENCES, ATTENTION, DENSE, EXPERTS)
+
+
+@dataclass(frozen=True, kw_only=True)
+@section(resume=Resume.TENSORS)
+class HybridConfig:
+    """Layers with one norm, one part and one residual addition, of which some are Mamba-2 mixers (Dao and Gu 2024,
+    arXiv 2405.21060; hybrid models: Waleffe et al. 2024, arXiv 2406.07887)."""
+
+    hybrid_layer_pattern: str | None = setting(None, when=ALWAYS, aliases="hybrid_override_pattern")
+    """Part of each layer, one letter per layer. M: Mamba-2; G: gated delta net; *: attention; -: MLP; E: experts.
+    --num-layers follows from it. Default: every layer has attention (or a recurrence) and an MLP (or experts)."""
+    mamba_state_dim: int = setting(128, r.SIZE, needs=c.MAMBA)
+    """Channels of B and C of a group: with --mamba-head-dim the size of a head's state."""
+    mamba_head_dim: int = setting(64, r.SIZE, needs=c.MAMBA)
+    """Channels of a Mamba head."""
+    mamba_num_groups: int = setting(8, r.SIZE, needs=c.MAMBA)
+    """Number of groups of Mamba heads; those of a group share B, C and a norm."""
+    mamba_num_heads: int | None = setting(None, r.SIZE, needs=c.MAMBA)
+    """Number of Mamba heads; default: 2 x --hidden-size / --mamba-head-dim."""
+    mamba_dt_min: float = setting(0.0, r.NON_NEGATIVE, needs=c.MAMBA, resume=Resume.FUNCTION)
+    """Smallest step dt of a Mamba head."""
+    mamba_dt_max: float | None = setting(None, r.POSITIVE, needs=c.MAMBA, resume=Resume.FUNCTION)
+    """Largest step dt of a Mamba head; default: none."""
+    linear_conv_kernel_dim: int = setting(4, r.SMALL_COUNT, needs=c.ANY_RECURRENCE)
+    """Tokens of the causal convolution before a recurrence."""
+
+    def letter_of(self, layer_number: int) -> str | None:
+        """The letter of a layer (numbered from 0); None without a pattern."""
+        pattern = self.hybrid_layer_pattern
+        return pattern[min(layer_number, len(pattern) - 1)] if pattern else None
+
+    def may_have(self, *letters: str) -> bool:
+        """Whether a layer may have one of the parts ``letters``: always without a pattern."""
+        return not self.hybrid_layer_pattern or any(letter in self.hybrid_layer_pattern for letter in letters)
+
+    def has_mixer(self, layer_number: int) -> bool:
+        """Whether a layer (numbered from 0) has attention or a recurrence."""
+        return self.letter_of(layer_number) in (None, ATTENTION, *RECURRENCES)
+
+    def has_mlp(self, layer_number: int) -> bool:
+        """Whether a layer (numbered from 0) has an MLP or experts."""
+        return self.letter_of(layer_number) in (None, DENSE, EXPERTS)

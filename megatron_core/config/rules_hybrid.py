@@ -1,0 +1,67 @@
+"""Rules for --hybrid-layer-pattern, whose layers have one part each, and for Mamba-2 mixers."""
+
+from collections.abc import Iterator
+
+from megatron_core.config.hybrid import LETTERS
+from megatron_core.config.mixers import Mamba2
+from megatron_core.config.model import ModelConfig
+from megatron_core.config.rules_parallel import uneven
+from megatron_core.config.run import RunConfig
+
+OTHER_CHOICES = {
+    "experimental_attention_variant": "write G for a layer with a gated delta net",
+    "parallel_residual": "a layer has one part",
+    "mtp_num_layers": "layers of multi-token prediction have attention and an MLP",
+}
+"""Settings that cannot be used with a pattern, with the reason or the other way."""
+
+
+def hybrid_problems(config: RunConfig) -> Iterator[str]:
+    """Letters of the pattern, their number, other settings about the same, and sizes of Mamba-2 mixers."""
+    model, pattern = config.model, config.model.hybrid_layer_pattern
+    if pattern is None:
+        return
+    named = f"hybrid_layer_pattern={pattern}"
+    yield from _letter_problems(pattern, model.num_layers)
+    for name, reason in OTHER_CHOICES.items():
+        if value := getattr(model, name):
+            yield f"{name}={value} cannot be used with {named}: {reason}; remove one of them"
+    if model.linear_attention_freq is not None and model.experimental_attention_variant is None:
+        yield f"linear_attention_freq={model.linear_attention_freq} cannot be used with {named}; remove one of them"
+    if model.moe_layer_freq != (1,):
+        yield f"moe_layer_freq={model.moe_layer_freq} cannot be used with {named}, where E means experts; remove it"
+    if "E" in pattern and model.num_experts is None:
+        yield f"{named} has layers E with experts, and num_experts=None; add --num-experts N"
+    if "M" in pattern:
+        yield from _mamba_problems(model)
+
+
+def _letter_problems(pattern: str, num_layers: int) -> Iterator[str]:
+    named, unknown = f"hybrid_layer_pattern={pattern}", sorted(set(pattern) - set(LETTERS))
+    legal = f"legal: {' '.join(LETTERS)}, one for each layer"
+    if "|" in unknown:
+        yield f"{named}: stages are not separated by |; remove it and give --pipeline-model-parallel-layout; {legal}"
+    elif "/" in unknown:
+        yield f"{named}: layers of multi-token prediction, after /, are not supported; remove them; {legal}"
+    elif unknown or not pattern:
+        yield f"{named} has the letters {' '.join(unknown) or 'of no layer'}; {legal}"
+    elif len(pattern) != num_layers:
+        yield f"num_layers={num_layers} must be {len(pattern)}, the number of letters in {named}; leave it out"
+
+
+def _mamba_problems(model: ModelConfig) -> Iterator[str]:
+    heads, groups = Mamba2(model).heads, model.mamba_num_groups
+    if min(model.mamba_head_dim, groups, model.hidden_size, heads) < 1:
+        return  # reported as out of range
+    if model.mamba_num_heads is None:
+        yield from uneven(
+            "2 x hidden_size",
+            2 * model.hidden_size,
+            "mamba_head_dim",
+            model.mamba_head_dim,
+            " (or set mamba_num_heads)",
+        )
+    if model.mamba_num_heads is not None or 2 * model.hidden_size % model.mamba_head_dim == 0:
+        yield from uneven("mamba_num_heads", heads, "mamba_num_groups", groups)
+    if model.mamba_dt_max is not None and model.mamba_dt_max < model.mamba_dt_min:
+        yield f"mamba_dt_max={model.mamba_dt_max} is less than mamba_dt_min={model.mamba_dt_min}; exchange them"

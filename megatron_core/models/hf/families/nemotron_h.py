@@ -1,0 +1,179 @@
+"""Nemotron-H: layers with one part each: a Mamba-2 mixer, attention without positions, an MLP, or experts."""
+
+from __future__ import annotations
+
+from megatron_core.config import ModelConfig
+from megatron_core.config.mixers import Mamba2
+from megatron_core.models.hf.architecture import register
+from megatron_core.models.hf.expert_rules import GROUP_TYPES, MTP_LAYERS, groups_json, limited_to_groups
+from megatron_core.models.hf.families.mamba2 import INITIAL, MAMBA2, MIXER, PRECISION
+from megatron_core.models.hf.rules import COUNT, POSITIVE, STRING, STRINGS, WIDTH, Rule, Settings, refuse
+from megatron_core.models.hf.tensors import separate_qkv
+
+KINDS = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"}
+"""Values of ``layers_block_type`` -> letters of the pattern."""
+EARLIER = {"mamba": "M", "attention": "*"}
+"""Names of earlier releases."""
+
+
+def _layers(hf_config: Settings) -> Settings:
+    pattern, kinds = hf_config.get("hybrid_override_pattern"), hf_config.get("layers_block_type")
+    if kinds is not None:
+        letters = KINDS | EARLIER
+        if set(kinds) - set(letters):
+            refuse("layers_block_type", kinds, f"supported are {', '.join(KINDS)}")
+        pattern = "".join(letters[kind] for kind in kinds)
+    if not pattern or set(pattern) - set(KINDS.values()):
+        refuse("hybrid_override_pattern", pattern, f"supported are {' '.join(KINDS.values())}, one for each layer")
+    return {"num_layers": len(pattern), "hybrid_layer_pattern": pattern}
+
+
+def _layers_json(config: ModelConfig) -> Settings:
+    names, pattern = {letter: kind for kind, letter in KINDS.items()}, config.hybrid_layer_pattern or ""
+    return {
+        "layers_block_type": [names.get(letter, letter) for letter in pattern],
+        "num_hidden_layers": config.num_layers,
+        "mamba_num_heads": Mamba2(config).heads,
+    }
+
+
+def _experts(hf_config: Settings) -> Settings:
+    """Settings of experts, which models without them have in config.json, too."""
+    if "E" not in _layers(hf_config)["hybrid_layer_pattern"]:
+        return {}
+    return {
+        "num_experts": hf_config["n_routed_experts"],
+        "moe_router_topk": hf_config["num_experts_per_tok"],
+        "moe_ffn_hidden_size": hf_config["moe_intermediate_size"],
+        "moe_shared_expert_intermediate_size": hf_config["moe_shared_expert_intermediate_size"],
+        "moe_router_topk_scaling_factor": float(hf_config["routed_scaling_factor"]),
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_aux_loss_coeff": 0.0,
+        **limited_to_groups(hf_config["n_group"], hf_config["topk_group"], 2),
+    }
+
+
+def _experts_json(config: ModelConfig) -> Settings:
+    if config.num_experts is None:
+        return {}
+    return {
+        "n_routed_experts": config.num_experts,
+        "num_experts_per_tok": config.moe_router_topk,
+        "moe_intermediate_size": config.expert_ffn_size,
+        "moe_shared_expert_intermediate_size": config.moe_shared_expert_intermediate_size,
+        "routed_scaling_factor": config.moe_router_topk_scaling_factor or 1.0,
+        **groups_json(config),
+    }
+
+
+NEMOTRON_H = register(
+    MAMBA2,
+    model_type="nemotron_h",
+    class_name="NemotronHForCausalLM",
+    keys={
+        "hidden_size": "hidden_size",
+        "num_attention_heads": "num_attention_heads",
+        "num_key_value_heads": "num_query_groups",
+        "head_dim": "kv_channels",
+        "intermediate_size": "ffn_hidden_size",
+        "max_position_embeddings": "max_position_embeddings",
+        "attention_dropout": "attention_dropout",
+        "layer_norm_epsilon": "norm_epsilon",
+        "mamba_num_heads": "mamba_num_heads",
+        "mamba_head_dim": "mamba_head_dim",
+        "ssm_state_size": "mamba_state_dim",
+        "n_groups": "mamba_num_groups",
+        "conv_kernel": "linear_conv_kernel_dim",
+        "time_step_min": "mamba_dt_min",
+        "initializer_range": "init_method_std",
+    },
+    fixed={
+        "normalization": "RMSNorm",
+        "position_embedding_type": "none",
+        "disable_bias_linear": True,
+        "squared_relu": True,
+        "hidden_dropout": 0.0,
+    },
+    # transformers bounds steps from below by time_step_min, and does not read time_step_limit and expand.
+    defaults={
+        **INITIAL,
+        **PRECISION,
+        "layer_norm_epsilon": 1e-5,
+        "head_dim": 128,
+        "time_step_limit": None,
+        "expand": 2,
+        "hidden_dropout": 0.0,
+        "use_mamba_kernels": True,
+        "mamba_ssm_cache_dtype": "float32",
+        "moe_shared_expert_overlap": True,
+        "mtp_layers_block_type": None,
+        "mtp_hybrid_override_pattern": None,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 7688,
+        "moe_shared_expert_intermediate_size": 7688,
+        "routed_scaling_factor": 1.0,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    required={
+        "mlp_hidden_act": "relu2",
+        "mamba_hidden_act": "silu",
+        "use_conv_bias": True,
+        "use_bias": False,
+        "mlp_bias": False,
+        "mamba_proj_bias": False,
+        "attention_bias": False,
+        "sliding_window": None,
+        "moe_latent_size": None,
+        "norm_topk_prob": True,
+        "n_shared_experts": 1,
+    },
+    aliases={
+        "mamba_n_groups": "n_groups",
+        "mamba_d_conv": "conv_kernel",
+        "mamba_expand": "expand",
+        "mamba_dt_min": "time_step_min",
+        "mamba_chunk_size": "chunk_size",
+    },
+    rules=(
+        Rule(
+            _layers,
+            _layers_json,
+            {
+                "hybrid_override_pattern": STRING,
+                "layers_block_type": STRINGS,
+                "num_hidden_layers": COUNT,
+                "expand": COUNT,
+                "chunk_size": COUNT,
+            },
+        ),
+        Rule(
+            _experts,
+            _experts_json,
+            {
+                **GROUP_TYPES,
+                "routed_scaling_factor": POSITIVE,
+                **dict.fromkeys(("n_routed_experts", "num_experts_per_tok"), COUNT),
+                **dict.fromkeys(("moe_intermediate_size", "moe_shared_expert_intermediate_size"), WIDTH),
+            },
+        ),
+    ),
+    layer_tensors={
+        **MIXER,
+        "pre_mlp_layernorm": "norm",
+        "self_attention.linear_qkv": separate_qkv("mixer.q_proj", "mixer.k_proj", "mixer.v_proj"),
+        "self_attention.linear_proj": "mixer.o_proj",
+        "mlp.linear_fc1": "mixer.up_proj",
+        "mlp.linear_fc2": "mixer.down_proj",
+        "mlp.router": "mixer.gate",
+        "mlp.router.expert_bias": "mixer.gate.e_score_correction_bias",
+        "mlp.experts.linear_fc1": "mixer.experts.{e}.up_proj",
+        "mlp.experts.linear_fc2": "mixer.experts.{e}.down_proj",
+        "mlp.shared_experts.linear_fc1": "mixer.shared_experts.up_proj",
+        "mlp.shared_experts.linear_fc2": "mixer.shared_experts.down_proj",
+    },
+    derived=rf"{MAMBA2.derived}|mtp\..*",
+    mtp_layer_keys=MTP_LAYERS,
+)
