@@ -75,6 +75,12 @@ def _missing(conditions: tuple[Condition, ...], run: RunContext) -> Condition | 
     return next((condition for condition in conditions if not condition.holds(run)), None)
 
 
+def has_effect(name: str, config: RunConfig) -> bool:
+    """Whether a run on one rank reads the setting ``name``."""
+    declared = settings()[name]
+    return _missing(declared.needs + declared.when, RunContext(**config.sections())) is None
+
+
 def unread_settings(
     config: RunConfig, world_size: int = 1, device: str = "cpu", names: Collection[str] | None = None
 ) -> str:

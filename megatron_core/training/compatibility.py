@@ -14,6 +14,7 @@ from megatron_core.checkpoint.manifest import MANIFEST, Manifest
 from megatron_core.checkpoint.reader import note
 from megatron_core.config import CheckpointConfig, DataConfig, ModelConfig, OptimizerConfig, RunConfig
 from megatron_core.config.file import convert
+from megatron_core.config.rules_single import has_effect
 from megatron_core.config.run import field_types, settings
 from megatron_core.config.setting import Resume, names_by_resume
 from megatron_core.config.tuning import TuningConfig
@@ -44,14 +45,14 @@ SCHEDULE = names_by_resume(OptimizerConfig, Resume.SCHEDULE)
 def check_same_model(stored: Mapping[str, Any], config: RunConfig) -> None:
     """Raise ``CheckpointError`` with all model settings that differ from ``stored``, the flat settings of a run.
 
-    Floats are compared in float32 precision. Settings named in ``--changed-model-settings`` may differ.
+    Floats are compared in float32 precision. Settings without effect in this run and those named in
+    ``--changed-model-settings`` may differ.
     """
     allowed, current = config.checkpoint.changed_model_settings, config.flat()
     kinds = Resume.FUNCTION, Resume.TENSORS
     compared = names_by_resume(ModelConfig, *kinds) + names_by_resume(TuningConfig, *kinds)
-    changed = [
-        name for name in compared if name in stored and name not in allowed and not _equal(stored[name], current[name])
-    ]
+    different = [name for name in compared if name in stored and not _equal(stored[name], current[name])]
+    changed = [name for name in different if name not in allowed and has_effect(name, config)]
     if changed:
         faults = [
             f"  - {name}={current[name]!r}, but the checkpoint was trained with {name}={stored[name]!r}"

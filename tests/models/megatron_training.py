@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import queue
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partialmethod
 from importlib import import_module
@@ -149,7 +150,7 @@ def _without_channels(
 class Training:
     """A model of Megatron Core with its optimizer and schedule.
 
-    ``layout``: ``tp2``, ``pp2``, ``ep2``; ``vocabulary``: its size in the arguments.
+    ``layout``: ``tp2``, ``pp2``, ``ep2``; ``vocabulary``: its size in the arguments; ``data``: an iteration's tokens.
     """
 
     def __init__(
@@ -161,12 +162,13 @@ class Training:
         bf16: bool = False,
         chunks: int = 1,
         vocabulary: int = VOCABULARY,
+        data: Callable[[int], Tensor] = tokens_of,
     ) -> None:
         from megatron.core import parallel_state
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
         from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-        self.shape, self.iteration, self.distributed = shape, 0, distributed
+        self.shape, self.iteration, self.distributed, self.data = shape, 0, distributed, data
         sizes = {SIZES[word[:2]]: int(word[2:]) for word in layout.split()}
         virtual = {"virtual_pipeline_model_parallel_size": chunks} if chunks > 1 else {}
         parallel_state.destroy_model_parallel()
@@ -267,7 +269,7 @@ class Training:
         self.iteration += 1
         size, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
         count = BATCH // MICRO_BATCH // size
-        batches = tokens_of(self.iteration).view(count, size, MICRO_BATCH, LENGTH + 1)[:, rank]
+        batches = self.data(self.iteration).view(count, size, MICRO_BATCH, LENGTH + 1)[:, rank]
         self.config.finalize_model_grads_func = finalize_model_grads
         self.config.grad_scale_func = self.optimizer.scale_loss
         self.config.timers = None

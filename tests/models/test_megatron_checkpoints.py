@@ -231,6 +231,9 @@ def test_meanings_that_differ() -> None:
     yarn = settings_of_arguments(base | {"position_embedding_type": "yarn", "rotary_scaling_factor": 4.0})
     assert (yarn["rope_scaling_type"], yarn["rope_scaling_factor"]) == ("yarn", 4.0)
     assert yarn["original_max_position_embeddings"] == 4096
+    both = base | {"use_rope_scaling": True, "rope_scaling_factor": 32.0, "rotary_scaling_factor": 1.0}
+    assert settings_of_arguments(both)["rope_scaling_factor"] == 32.0, "the other argument is of YaRN"
+    assert settings_of_arguments(both | {"position_embedding_type": "yarn"})["rope_scaling_factor"] == 1.0
     assert settings_of_arguments(base | {"moe_layer_freq": 1, "num_experts": None}).get("moe_layer_freq") is None
     assert settings_of_arguments(base | {"moe_layer_freq": [0, 1], "num_experts": 2})["moe_layer_freq"] == (0, 1)
 

@@ -15,13 +15,16 @@ import pytest
 import torch
 
 from megatron_core.checkpoint import find_checkpoint
+from megatron_core.config.cli import parse_run_config
 from megatron_core.datasets.base import Sample
 from megatron_core.errors import CheckpointError
+from megatron_core.models.megatron_lm import MegatronReader
 from megatron_core.models.megatron_lm.pickles import load_metadata
-from megatron_core.training.compatibility import stored_config
+from megatron_core.training.compatibility import check_same_model, stored_config
 from megatron_core.training.conversion import import_megatron
 from megatron_core.verify.ranks import run_ranks
 from tests.checkpoint.runs import start, train
+from tests.models.megatron_0_20.make_files import COMMON
 from tests.models.test_megatron_checkpoints import imported
 
 DATA = Path(__file__).parent / "megatron_0_20"
@@ -76,6 +79,27 @@ def continued(folder: str, name: str, layout: dict[str, Any]) -> list[float]:
     assert (run.state.iteration, run.state.consumed_samples, run.optimizer.steps_taken) == (3, 12, 3)
     run.train_loader = run.loader(Recorded(name))
     return [loss for loss, _ in train(run, 3)]
+
+
+LLAMA = (
+    *("--group-query-attention", "--num-query-groups", "2", "--swiglu", "--disable-bias-linear"),
+    *("--position-embedding-type", "rope", "--normalization", "RMSNorm", "--untie-embeddings-and-output-weights"),
+)
+FLAGS = {"gpt": (), "llama_tp2_fully": LLAMA, "llama_tp2_rank_files": LLAMA}
+"""Of checkpoints, the flags of the model besides ``COMMON``."""
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_the_flags_of_megatron_are_those_of_its_checkpoint(name: str, tmp_path: Path) -> None:
+    """Arguments without effect have other defaults there, such as add_qkv_bias with biases."""
+    stored = MegatronReader(unpack(name, tmp_path)).settings
+    config = parse_run_config([*COMMON, *FLAGS[name]])
+    assert {"add_qkv_bias", "rope_scaling_factor", "kv_lora_rank"} <= stored.keys()
+    check_same_model(stored, config)
+    with pytest.raises(CheckpointError, match="add_qkv_bias=True, but"):
+        check_same_model(
+            stored | {"add_qkv_bias": False}, parse_run_config([*COMMON, "--disable-bias-linear", "--add-qkv-bias"])
+        )
 
 
 CONTINUED = NAMES

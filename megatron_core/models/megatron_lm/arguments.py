@@ -43,8 +43,9 @@ def settings_of_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
         if arguments.get(name, values[0]) not in values:
             raise CheckpointError(_unsupported(name, arguments[name]))
 
-    # Translate names, and arguments with another form here.
-    given = {RENAMED.get(name, name): value for name, value in arguments.items() if value is not None}
+    # Translate names, and arguments with another form here; an argument with our name precedes its aliases.
+    present = {name: value for name, value in arguments.items() if value is not None}
+    given = {RENAMED.get(name, name): value for name, value in present.items()} | present
     given |= {"disable_bias_linear": not arguments.get("add_bias_linear", True)}
     given |= _positions(arguments)
     plain = not any(arguments.get(name) for name in ("swiglu", "quick_geglu", "squared_relu"))
@@ -85,6 +86,8 @@ def _positions(arguments: Mapping[str, Any]) -> dict[str, Any]:
         return {"position_embedding_type": kind}
     original = arguments.get("yarn_original_max_position_embeddings") or 4096
     scaled = {"use_rope_scaling": True, "rope_scaling_type": "yarn", "original_max_position_embeddings": original}
+    if arguments.get("rotary_scaling_factor") is not None:
+        scaled["rope_scaling_factor"] = arguments["rotary_scaling_factor"]  # rope_scaling_factor is that of Llama 3
     return {"position_embedding_type": "rope", **scaled}
 
 

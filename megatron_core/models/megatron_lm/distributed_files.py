@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_core.config import ModelConfig
 from megatron_core.errors import CheckpointError
 from megatron_core.models.megatron_lm.flat_buffers import BUFFER, FlatBuffer, FlatState, bucket_limits, coalesced
-from megatron_core.models.megatron_lm.pickles import load_metadata, load_tensors
+from megatron_core.models.megatron_lm.pickles import load_tensors
 from megatron_core.models.megatron_lm.tensor_map import LAYER, MODEL, Sizes, TensorPart, TensorParts, plain_name
 from megatron_core.parallel.boxes import Box
 
@@ -29,19 +29,23 @@ GATHERED = re.compile(r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx
 class DistributedFiles:
     """The tensors and objects in a folder with ``.metadata``."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, metadata: Any) -> None:
         self.folder = folder
-        self._entries, self._storage = _indexed(load_metadata(folder / ".metadata"))
-        common = folder / "common.pt"
-        content = load_tensors(common) if common.is_file() else self._object("common_state/shard_0_1")
-        if isinstance(content, list) and len(content) == 1:  # as Megatron Core 0.19 and 0.20 store it
-            content = content[0]
+        self._entries, self._storage = _indexed(metadata)
+        self._last: tuple[Any, Tensor] | None = None
+        content = self._content()
         arguments = getattr(content.get("args") if isinstance(content, dict) else None, "arguments", None)
         if not isinstance(arguments, dict):
             raise CheckpointError(f"{folder} has no arguments of the training, which describe the model")
         self.arguments: Mapping[str, Any] = arguments
         self.common: Mapping[str, Any] = content
-        self._last: tuple[Any, Tensor] | None = None
+
+    def _content(self) -> Any:
+        """The state of the training without its tensors."""
+        common = self.folder / "common.pt"
+        content = load_tensors(common) if common.is_file() else self._object("common_state/shard_0_1")
+        is_wrapped = isinstance(content, list) and len(content) == 1  # as Megatron Core 0.19 and 0.20 store it
+        return content[0] if is_wrapped else content
 
     def parts(self, model: ModelConfig) -> TensorParts:
         """All stored parts of our weights by name."""
@@ -49,7 +53,7 @@ class DistributedFiles:
         for stored in self._entries:
             if stored.startswith(MODEL):
                 self._add(found, stored, stored)
-        return _without_copies(found, model)
+        return without_copies(found, model)
 
     def optimizer_parts(self, model: ModelConfig) -> dict[str, TensorParts]:
         """The parts of each kind of Adam's state; empty if it is absent or its order of parameters is unknown."""
@@ -58,7 +62,7 @@ class DistributedFiles:
             if (match := STATE.fullmatch(stored)) is not None:
                 self._add(found.setdefault(KINDS[match[1]], {}), stored, match[2])
         if found:
-            return {kind: _without_copies(parts, model) for kind, parts in found.items()}
+            return {kind: without_copies(parts, model) for kind, parts in found.items()}
         buffers = self._buffers()
         if not buffers[False]:
             return {}
@@ -195,7 +199,8 @@ def _indexed(metadata: Any) -> tuple[dict[str, Any], dict[tuple[str, tuple[int, 
     return entries, places
 
 
-def _without_copies(found: TensorParts, model: ModelConfig) -> TensorParts:
+def without_copies(found: TensorParts, model: ModelConfig) -> TensorParts:
+    """The parts without the output layer's copy of a tied embedding."""
     if model.share_embeddings_and_output_weights:
         found.pop("output_layer.weight", None)
     return found

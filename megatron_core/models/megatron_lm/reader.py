@@ -16,7 +16,7 @@ from megatron_core.config import ModelConfig
 from megatron_core.config.file import field_types
 from megatron_core.errors import CheckpointError
 from megatron_core.models.megatron_lm.arguments import Progress, settings_of_arguments
-from megatron_core.models.megatron_lm.distributed_files import DistributedFiles
+from megatron_core.models.megatron_lm.fsdp_files import open_distributed
 from megatron_core.models.megatron_lm.rank_files import RankFiles
 from megatron_core.models.megatron_lm.tensor_map import FROZEN, TIED, TensorPart, TensorParts, whole_shape
 from megatron_core.parallel.texts import listed
@@ -25,7 +25,9 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 
 class MegatronReader:
-    """Weights and Adam state of one iteration of Megatron-LM, ``torch`` or ``torch_dist``; a context manager.
+    """Weights and Adam state of one iteration of Megatron-LM; a context manager.
+
+    Formats: ``torch``, ``torch_dist`` and ``fsdp_dtensor``.
 
     ``folder`` is Megatron-LM's ``--save`` folder or one iteration in it. No code that the files name is executed.
     The two matrices over the vocabulary may have further rows, which pad the vocabulary to a divisible size.
@@ -35,7 +37,7 @@ class MegatronReader:
     def __init__(self, folder: str | Path, step: int | None = None) -> None:
         self.folder = iteration_folder(Path(folder), step)
         distributed = (self.folder / ".metadata").is_file()
-        files = DistributedFiles(self.folder) if distributed else RankFiles(self.folder)
+        files = open_distributed(self.folder) if distributed else RankFiles(self.folder)
         self.arguments = files.arguments
         self.settings = settings_of_arguments(files.arguments)
         names = ModelConfig.__dataclass_fields__.keys() & field_types()
