@@ -23,7 +23,7 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from examples.commands import launch, run
-from megatron_core.config.dial import HEAD_SIZE, TOKENS_PER_PARAMETER, batch_size
+from megatron_core.config.dial import HEAD_SIZE, TOKENS_PER_PARAMETER, batch_tokens
 from megatron_core.errors import ConfigError
 
 EVALUATED = 64
@@ -69,12 +69,18 @@ class Size:
 
     @classmethod
     def of(cls, depth: int, settings: Settings) -> Size:
-        """The model of ``depth`` layers, and its training by the rules of ``--depth``."""
+        """The model of ``depth`` layers, and its training by the rules of ``--depth``, but for the rounding."""
         width = settings.channels * depth
         parameters = 12 * depth * width**2
         tokens = settings.tokens_per_parameter * parameters
-        batch = batch_size(parameters, tokens, settings.seq_length)
+        # Rounded to the two ranks: with powers of 2, as ``--depth`` has them, the losses would lie on no curve.
+        batch = 2 * max(round(batch_tokens(parameters, tokens) / settings.seq_length / 2), 1)
         return cls(depth, width, parameters, batch, math.ceil(tokens / (batch * settings.seq_length)))
+
+    @property
+    def micro_batch(self) -> int:
+        """Sequences of a micro-batch: the largest divisor of a rank's share up to 16."""
+        return max(size for size in range(1, 17) if self.batch // 2 % size == 0)
 
     def compute(self, seq_length: int) -> float:
         """C = 6 N D in FLOP."""
@@ -85,7 +91,7 @@ class Size:
         return [
             *("--depth", self.depth, "--hidden-size", self.width, "--ffn-hidden-size", 4 * self.width),
             *("--seq-length", seq_length, "--max-position-embeddings", seq_length, "--train-iters", self.steps),
-            *("--global-batch-size", self.batch, "--micro-batch-size", min(self.batch // 2, 16)),
+            *("--global-batch-size", self.batch, "--micro-batch-size", self.micro_batch),
         ]
 
 

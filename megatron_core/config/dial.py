@@ -30,13 +30,12 @@ ALTERNATIVES = {
 """Settings of the dial, each with the settings that exclude it."""
 
 
-def batch_size(parameters: int, tokens: float, seq_length: int) -> int:
-    """Number of sequences in a batch of 0.292 C^0.3271 tokens for C = 6 parameters tokens FLOP.
+def batch_tokens(parameters: int, tokens: float) -> float:
+    """Tokens of a batch: 0.292 C^0.3271 for C = 6 parameters tokens FLOP.
 
-    It is a power of 2, which many layouts divide. Source: DeepSeek-AI 2024 (arXiv 2401.02954), section 3.1.
+    Source: DeepSeek-AI 2024 (arXiv 2401.02954), section 3.1.
     """
-    batch_tokens = 0.2920 * (6.0 * parameters * tokens) ** 0.3271
-    return int(2 ** max(round(math.log2(batch_tokens / seq_length)), 0))
+    return float(0.2920 * (6.0 * parameters * tokens) ** 0.3271)
 
 
 def dial(depth: int, given: Collection[str] = ()) -> dict[str, Any]:
@@ -51,7 +50,8 @@ def dial(depth: int, given: Collection[str] = ()) -> dict[str, Any]:
     width = HEAD_SIZE * depth
     parameters = 12 * depth * width**2
     tokens = TOKENS_PER_PARAMETER * parameters
-    batch = batch_size(parameters, tokens, SEQUENCE)
+    # A power of 2 sequences, which many layouts divide.
+    batch = 2 ** max(round(math.log2(batch_tokens(parameters, tokens) / SEQUENCE)), 0)
     settings = {
         "num_layers": depth,
         "hidden_size": width,
