@@ -7,7 +7,7 @@ from tests.parity.context_rows import CP2, GATHER, HEADS
 from tests.parity.fp8_rows import DELAYED
 from tests.parity.latent_rows import ALL_PARTS, DEEPSEEK_V3, LATENT, LATER
 from tests.parity.moe_rows import ALL_GATHER, DEEPSEEK, DROP, EP2, MIXTRAL, PADDED, PAIRS, SINKHORN
-from tests.parity.recurrent_rows import DELTA, KIMI
+from tests.parity.recurrent_rows import DELTA, KIMI, MAMBA
 from tests.parity.rows import GQA2, MODERN, PACKED, PP2, SDPA, SP, TP2, ZERO, ZERO2, ZERO3
 
 BASE = rows.BASE | {
@@ -33,7 +33,7 @@ ONE_RANK: dict[str, list[dict[str, object]]] = {
     "experts": [MIXTRAL | BF16, MIXTRAL | ALL_GATHER, DEEPSEEK, SINKHORN],
     "capacity": [MIXTRAL | DROP, MIXTRAL | PADDED],
     "latent": [LATENT, LATER, DEEPSEEK_V3 | {"recompute_granularity": "selective", "recompute_modules": ALL_PARTS}],
-    "recurrent": [DELTA | PACKED, DELTA | BF16, KIMI],
+    "recurrent": [DELTA | PACKED, DELTA | BF16, KIMI, MAMBA | PACKED],
     "optimizers": [{"optimizer": "sgd"}, {"optimizer": "lion"}, BF16 | {"optimizer": "muon"}],
     "sharded": [ZERO, ZERO2 | BF16, ZERO3 | OVERLAP | BF16],
     "recomputed": [rows.FULL_UNIFORM, rows.FULL_BLOCK, {"recompute_granularity": "selective"}],
