@@ -109,6 +109,13 @@ def read_flags(args: list[str], *, prog: str = "pretrain_gpt.py") -> tuple[RunCo
     return RunConfig(**parsed.sections()), faults
 
 
+def known_flags(args: list[str]) -> tuple[list[str], list[str]]:
+    """The part of ``args`` with flags of this project or of Megatron-LM, and the other flags without their values."""
+    groups = list(Translation.each(args, _types(_TrainingCommandLine)))
+    known = [word for words, one in groups if not one.unknown for word in words]
+    return known, [flag for _, one in groups for flag in one.unknown]
+
+
 def _parse(
     kind: type[Parsed], args: list[str] | None, prog: str, defaults: RunConfig | None
 ) -> tuple[Parsed, list[str]]:

@@ -28,6 +28,8 @@ class Translation:
     """Flags without effect, and the reason."""
     faults: list[str] = field(default_factory=list)
     """A message for each flag that cannot be used."""
+    unknown: list[str] = field(default_factory=list)
+    """Flags of neither project, and words that belong to no flag; each has a message in ``faults``, too."""
 
     @property
     def flags(self) -> list[str]:
@@ -43,6 +45,7 @@ class Translation:
             found.strong += one.strong
             found.ignored |= one.ignored
             found.faults += one.faults
+            found.unknown += one.unknown
         return found
 
     @classmethod
@@ -62,6 +65,7 @@ class Translation:
     def _add(self, flag: str, name: str, values: list[str], effective: set[str]) -> None:
         """Translate one flag with its values; ``effective``: the names of all flags that change something."""
         if not flag.startswith("--"):
+            self.unknown.append(flag)
             self.faults.append(f"{' '.join([flag, *values])}: this belongs to no flag; remove it")
         elif flag == "--":
             self.faults += [f"{value}: this belongs to no flag; remove it" for value in values]
@@ -133,6 +137,7 @@ class Translation:
         if entry is None:
             names = {*self.known, *megatron_flags.FLAGS, *megatron_flags.RENAMED, *megatron_flags.SAME_AS}
             hint = perhaps(name, names, "--")
+            self.unknown.append(flag)
             self.faults.append(f"{shown}: neither a flag of this project nor of Megatron-LM; {hint}")
         elif values and not entry.takes_values:
             self._switch(flag, [], values)

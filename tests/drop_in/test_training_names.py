@@ -27,6 +27,7 @@ from megatron.training.checkpointing import (
     read_frozen_resume_iteration,
     read_metadata,
 )
+from megatron.training.config import ValidationConfig
 from megatron.training.global_vars import destroy_global_vars, set_args, set_global_variables
 from megatron.training.training import (
     consume_seqlen_stats_in_iteration,
@@ -96,6 +97,25 @@ def args(monkeypatch: pytest.MonkeyPatch) -> Namespace:
     more = "--swiglu --bf16 --train-iters 10 --global-batch-size 8 --micro-batch-size 2 --seq-length 16 --my-flag 7"
     monkeypatch.setattr(sys, "argv", f"{COMMAND} {more}".split())
     return validate_args(parse_args(extra), {"eval_interval": 5})
+
+
+def test_values_without_a_declared_type_are_numbers_if_they_can_be() -> None:
+    parser = ArgumentParser()
+    ArgumentGroupFactory(ValidationConfig).build_group(parser)
+    assert parser.parse_args(["--start-eval-at-iter", "100"]).start_eval_at_iter == 100
+
+
+def test_unknown_flags_are_ignored_on_request(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = "--my-size 4 --swiglu --my-kind grpo word --seed 5 --my-switch"
+    monkeypatch.setattr(sys, "argv", f"{COMMAND} {more}".split())
+    args = parse_args(ignore_unknown_args=True)
+    assert (args.swiglu, args.seed, args.hidden_size) == (True, 5, 32)
+    said = "--my-size --my-kind --my-switch"
+    assert f"flags of neither this project nor Megatron-LM: {said}\n" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="--my-size 4: neither a flag"):
+        parse_args()
 
 
 def test_arguments_of_the_command_line(args: Namespace) -> None:

@@ -121,3 +121,10 @@ def test_a_state_dict_without_a_model_is_refused(tmp_path: Path, monkeypatch: py
     with pytest.raises(CheckpointError, match="do not agree; missing: decoder") as found:
         import_megatron(path, tmp_path / "ours")
     assert "\n" not in str(found.value)
+
+
+def test_a_state_dict_of_another_program_is_refused(tmp_path: Path) -> None:
+    save({"model": {"layer.weight": torch.ones(2)}}, checkpoint_id=tmp_path / "iter_0000007", no_dist=True)
+    with pytest.raises(CheckpointError, match="another program than Megatron-LM wrote it; convert") as found:
+        MegatronReader(tmp_path / "iter_0000007")
+    assert "\n" not in str(found.value)

@@ -166,7 +166,10 @@ class DistributedFiles:
 
     def _object(self, name: str) -> Any:
         if name not in self._entries:
-            raise CheckpointError(f"{self.folder} has neither common.pt nor {name}")
+            raise CheckpointError(
+                f"{self.folder} has neither common.pt nor {name} nor args, so that another program than Megatron-LM "
+                "wrote it; convert it to --ckpt-format torch_dist or to a model of Hugging Face there"
+            )
         return load_tensors(self._bytes(name, None))
 
     def _bytes(self, name: str, offset: tuple[int, ...] | None) -> bytes:

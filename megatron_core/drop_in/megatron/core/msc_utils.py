@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from megatron_core.errors import ConfigError
+
 
 class _Files:
     """``open``, ``os``, ``Path`` and ``path_isdir`` of the local file system."""
@@ -33,6 +35,11 @@ class MultiStorageClientFeature:
     def is_enabled() -> bool:
         """Return False."""
         return False
+
+    @staticmethod
+    def enable() -> None:
+        """Raise ConfigError."""
+        raise ConfigError("multi-storage-client is not supported; mount the object storage and give local paths")
 
     @staticmethod
     def disable() -> None:

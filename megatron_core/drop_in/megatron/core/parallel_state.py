@@ -169,3 +169,13 @@ def __getattr__(name: str) -> Any:
     if name in _PRIVATE:
         return _PRIVATE[name]() if model_parallel_is_initialized() else None
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def default_embedding_ranks(pp_ranks: Sequence[int]) -> list[int]:
+    """The ranks of a pipeline that have word embeddings or the output layer: the first and the last."""
+    return list(dict.fromkeys((pp_ranks[0], pp_ranks[-1])))
+
+
+def default_position_embedding_ranks(pp_ranks: Sequence[int]) -> list[int]:
+    """The ranks of a pipeline that have position embeddings: the first."""
+    return [pp_ranks[0]]

@@ -83,6 +83,8 @@ class ArgumentGroupFactory:
         origin, options = typing.get_origin(config_type), typing.get_args(config_type)
         if isinstance(config_type, enum.EnumMeta):
             return {"type": config_type.__getitem__, "choices": list(config_type)}
+        if config_type is Any:
+            return {"type": _number_or_text}
         if isinstance(config_type, type) and origin is None:
             return {"type": config_type}
         if origin in (types.UnionType, typing.Union):
@@ -96,6 +98,16 @@ class ArgumentGroupFactory:
             count = len(options) if origin is tuple and Ellipsis not in options else "+"
             return self._extract_type(options[0]) | {"nargs": count}
         raise TypeInferenceError(f"Unsupported type: {config_type}; give argparse_meta")
+
+
+def _number_or_text(word: str) -> int | float | str:
+    """The value of a flag whose type is not declared."""
+    for kind in (int, float):
+        try:
+            return kind(word)
+        except ValueError:
+            continue
+    return word
 
 
 def _docstrings(kind: type) -> dict[str, str]:

@@ -16,12 +16,13 @@ from megatron.training.argument_utils import (
     core_transformer_config_from_args,
 )
 from megatron.training.global_vars import of_one_rank, set_global_variables
+from megatron_core.checkpoint.reader import note
 from megatron_core.config import ModelConfig, RunConfig
+from megatron_core.config.cli import known_flags
 from megatron_core.config.file import field_types
 from megatron_core.config.megatron_flags import FLAGS
 from megatron_core.config.translate import grouped, plain
 from megatron_core.config.validate import check, without_data
-from megatron_core.errors import ConfigError
 from megatron_core.training.pretrain import read_settings
 
 GENERATION = {
@@ -39,15 +40,17 @@ def parse_args(
 ) -> Namespace:
     """Return all settings of the command line by name, with ``rank`` and ``world_size``.
 
-    It includes the flags of ``extra_args_provider``. Raises ConfigError for ``ignore_unknown_args``, because an unknown
-    flag may be misspelt.
+    It includes the flags of ``extra_args_provider``. Raises ConfigError for a flag of neither project; with
+    ``ignore_unknown_args`` a note names it, because it may be misspelt.
     """
-    if ignore_unknown_args:
-        raise ConfigError("ignore_unknown_args=True is not supported; name the flags in an extra_args_provider")
     given, extra = sys.argv[1:], Namespace()
     if extra_args_provider is not None:
         parser = extra_args_provider(ArgumentParser(add_help=False, allow_abbrev=False))
         extra, given = parser.parse_known_args(given)
+    if ignore_unknown_args:
+        given, unknown = known_flags(given)
+        if unknown:
+            note(f"ignored, because they are flags of neither this project nor Megatron-LM: {' '.join(unknown)}")
     config, _ = read_settings(Path(sys.argv[0]).name, given, stored_schedule=False)  # load_checkpoint has it
     args = Namespace(**_others(given) | config.flat() | vars(extra))
     if dist.is_initialized():

@@ -21,7 +21,7 @@ from megatron.training.from_arguments import (
     settings_of,
     update_seqlen_stats_from_cu_seqlens,
 )
-from megatron.training.global_vars import get_args
+from megatron.training.global_vars import get_args, get_timers, get_tokenizer
 from megatron.training.initialize import initialize_megatron
 from megatron.training.job import pretrain
 from megatron.training.program import (
