@@ -40,7 +40,7 @@ class Parameters:
 
     def freeze(self) -> Parameters:
         """The same elements without training."""
-        return Parameters(frozen=self.dense, frozen_experts=self.experts)
+        return Parameters(frozen=self.dense + self.frozen, frozen_experts=self.experts + self.frozen_experts)
 
 
 def padded_vocabulary(config: RunConfig, vocab_size: int) -> int:
@@ -63,8 +63,9 @@ def layer_parameters(config: RunConfig, layer_number: int) -> Parameters:
     parts = model.has_mixer(layer_number) + model.has_mlp(layer_number)
     found = _vectors(norms + norm_parameters(model) * parts * (2 if model.norm_placement == "sandwich" else 1))
     for projection in attention.projections(tp):
-        found += Parameters(projection.elements) + _vectors(projection.outputs * projection.has_bias)
-    found += _vectors(attention.vectors(tp))
+        own = Parameters(projection.elements) + _vectors(projection.outputs * projection.has_bias)
+        found += own.freeze() if projection.frozen else own
+    found += _vectors(attention.vectors(tp)) + _vectors(attention.frozen_vectors()).freeze()
     if not model.has_experts(layer_number):
         return found + (_mlp(model, model.ffn_size, tp) if model.has_mlp(layer_number) else Parameters())
     experts = model.num_experts or 0
