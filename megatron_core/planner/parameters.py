@@ -7,10 +7,9 @@ from dataclasses import astuple, dataclass, replace
 from operator import add
 
 from megatron_core.config import ParallelConfig, RunConfig
-from megatron_core.config.attention import attention_of
 from megatron_core.config.mixers import mixer_of
 from megatron_core.config.model import ModelConfig
-from megatron_core.config.tuning import WHOLE
+from megatron_core.config.tuning import PARTS, WHOLE
 
 
 @dataclass(frozen=True)
@@ -157,32 +156,26 @@ def adapter_parameters(config: RunConfig, layer_number: int) -> Parameters:
     Only one side of a split matrix is divided over the ranks, and each expert has its own adapters.
     """
     tuning, model, found = config.tuning, config.model, Parameters()
-    for path, inputs, parts, experts in _linear_layers(config) if tuning.lora_rank is not None else ():
+    for path, inputs, pieces, experts in _linear_layers(config, layer_number) if tuning.lora_rank is not None else ():
         name = f"decoder.layers.{layer_number}.{path}"
         dense, sparse = model.has_dense_mlp(layer_number), model.has_experts(layer_number)
         if ".mlp." in name and not (dense if ".mlp.linear" in name else sparse):
             continue
-        if ".self_attention." in name and not model.has_attention(layer_number):
-            continue  # recurrences have no adapters
-        whole = {WHOLE: sum(parts.values())}
-        for part in tuning.parts_of(name, fused=len(parts) > 1):
-            rows = (whole | parts)[part]
+        for part in tuning.parts_of(name, fused=len(pieces)):
+            first, last = (0, len(pieces)) if part == WHOLE else PARTS[path.rpartition(".")[2], len(pieces)][part]
+            rows = sum(pieces[first:last])
             elements = (tuning.lora_rank or 0) * (inputs + rows)
             found += Parameters(experts=experts * elements) if experts else Parameters(elements)
             found += _vectors(rows * tuning.use_dora)
     return found
 
 
-def _linear_layers(config: RunConfig) -> Iterator[tuple[str, int, dict[str, int], int]]:
-    """Path in a layer, inputs, outputs of each part on a rank, and experts on a rank of all linear layers."""
+def _linear_layers(config: RunConfig, layer_number: int) -> Iterator[tuple[str, int, tuple[int, ...], int]]:
+    """Path in a layer, inputs, outputs of each fused matrix on a rank, and experts on a rank of all linear layers."""
     model, parallel = config.model, config.parallel
-    tp, attention = parallel.tensor_model_parallel_size, attention_of(model)
-    keys = attention.key_value_heads(tp) * attention.query_head_size
-    for own in attention.projections(tp):
-        parts = {WHOLE: own.outputs}
-        if own.module == "linear_qkv":
-            parts = {"q": own.outputs - 2 * keys, "k": keys, "v": keys}
-        yield f"self_attention.{own.module}", own.inputs, parts, 0
+    tp = parallel.tensor_model_parallel_size
+    for own in mixer_of(model, layer_number).projections(tp):
+        yield f"self_attention.{own.module}", own.inputs, own.pieces or (own.outputs,), 0
     widths = [("mlp", model.ffn_size // tp, 0)]
     if model.num_experts is not None:
         local = model.num_experts // parallel.expert_model_parallel_size
@@ -190,9 +183,9 @@ def _linear_layers(config: RunConfig) -> Iterator[tuple[str, int, dict[str, int]
         if (shared := model.moe_shared_expert_intermediate_size) is not None:
             widths.append(("mlp.shared_experts", shared // tp, 0))
     for path, width, experts in widths:
-        inner = {"gate": width, "up": width} if model.gated_linear_unit else {WHOLE: width}
+        inner = (width, width) if model.gated_linear_unit else (width,)
         yield f"{path}.linear_fc1", model.hidden_size, inner, experts
-        yield f"{path}.linear_fc2", width, {WHOLE: model.hidden_size}, experts
+        yield f"{path}.linear_fc2", width, (model.hidden_size,), experts
 
 
 def norm_parameters(model: ModelConfig, size: int | None = None) -> int:

@@ -94,6 +94,10 @@ CASES: dict[str, dict[str, Any]] = {
     | PIPELINE
     | {"zero_stage": 3, "expert_model_parallel_size": 2, "moe_layer_freq": (0, 1, 1, 0), "lora_rank": 4}
     | {"moe_shared_expert_intermediate_size": 64, "pipeline_schedule": "zb_v"},
+    "lora of parts of delta nets, tp2": LLAMA
+    | DELTA_NET
+    | {"tensor_model_parallel_size": 2, "lora_rank": 4, "use_dora": True}
+    | {"lora_target_modules": ("in_proj_qkv", "in_proj_b", "out_proj", "gate_proj")},
     "lora of a layer, latents, tp2": LLAMA
     | LATENTS
     | {"tensor_model_parallel_size": 2, "q_lora_rank": 24, "lora_rank": 4}
