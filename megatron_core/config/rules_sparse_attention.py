@@ -14,6 +14,13 @@ REFUSED = {
     "compile": "its choice of keys is not compiled; remove --compile",
 }
 """Settings that cannot be used with sparse attention, with the reason and the remedy."""
+REFUSED_IN_WARMUP = {
+    "dsa_indexer_use_sparse_loss": "no keys are selected; remove it",
+    "mtp_num_layers": "these layers are frozen as a whole; leave them out until the indexers are trained",
+    "qk_clip": "the weights of queries and keys are frozen; remove it",
+    "dpo": "its loss trains no indexer; remove it",
+}
+"""Settings that cannot be used while only indexers are trained, with the reason and the remedy."""
 
 
 def sparse_attention_problems(config: RunConfig) -> Iterator[str]:
@@ -39,6 +46,10 @@ def sparse_attention_problems(config: RunConfig) -> Iterator[str]:
             f"cp_comm_type={' '.join(parallel.cp_comm_type)} cannot be used with {chosen}, whose queries choose among "
             "the keys of all ranks; add --cp-comm-type all_gather"
         )
+    if model.dsa_indexer_warmup:
+        for name, reason in REFUSED_IN_WARMUP.items():
+            if flat[name]:
+                yield f"{name}={flat[name]} cannot be used with dsa_indexer_warmup=True: {reason}"
     if model.trains_indexers and config.tuning.lora_rank is not None:
         yield (
             f"dsa_indexer_loss_coeff={model.dsa_indexer_loss_coeff:g} cannot be used with lora_rank="

@@ -27,4 +27,7 @@ class SparseAttentionConfig:
     """Train the indexers with this times the mean divergence of their softmax from the mean attention weights of all
     heads; 0: the indexers are not trained."""
     dsa_indexer_use_sparse_loss: bool = setting(False, needs=c.INDEXER_LOSS, when=c.TRAINING, resume=Resume.REPORTED)
-    """Compute this loss over the selected keys; default: over all keys (the dense warm-up of DeepSeek-V3.2)."""
+    """Compute this loss over the selected keys; default: over all keys."""
+    dsa_indexer_warmup: bool = setting(False, needs=c.INDEXER_LOSS, when=c.TRAINING, resume=Resume.REPORTED)
+    """Attend to all keys and train only the indexers, with all other weights frozen, before the indexers select keys
+    (dense warm-up of DeepSeek-V3.2)."""

@@ -122,11 +122,12 @@ def rank_units(
             with_embedding = ends[0] == ends[1]
             head = head_parameters(config, vocab_size, with_embedding=with_embedding)
             units.append(head + ahead_parameters(config, vocab_size, with_embedding=with_embedding))
-    if config.tuning.lora_rank is None:
+    if config.tuning.lora_rank is None and not config.model.dsa_indexer_warmup:
         # The reference of preferences is a frozen copy of each unit.
         return [[unit + unit.freeze() for unit in units] for units in ranks] if config.data.dpo else ranks
-    # Adapters are trained, everything else is frozen.
-    added = {kind: adapter_parameters(config, layer) for layer, kind in enumerate(kinds)}
+    # Adapters or indexers are trained, everything else is frozen.
+    trained = adapter_parameters if config.tuning.lora_rank is not None else _indexer_parameters
+    added = {kind: trained(config, layer) for layer, kind in enumerate(kinds)}
     left = [[unit.freeze() for unit in units] for units in ranks]
     for stage, run in enumerate(layers):
         rank = stage_to_rank[stage]
@@ -134,6 +135,14 @@ def rank_units(
         for number, layer in enumerate(run, start=at):
             left[rank][number] += added[kinds[layer]]
     return left
+
+
+def _indexer_parameters(config: RunConfig, layer_number: int) -> Parameters:
+    """The elements of a layer's indexer, of which a frozen layer counts as many as frozen."""
+    attention, tp = mixer_of(config.model, layer_number), config.parallel.tensor_model_parallel_size
+    vectors = 2 * config.model.dsa_indexer_head_dim
+    matrices = sum(each.elements for each in attention.projections(tp) if "indexer" in each.module)
+    return Parameters(matrices + vectors, outside=vectors, frozen=-matrices - vectors)
 
 
 def layer_kinds(config: RunConfig) -> list[int]:

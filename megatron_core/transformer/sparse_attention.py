@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +23,8 @@ from megatron_core.transformer.norm import Norm
 from megatron_core.transformer.paged_attention import PagedStep, gathered
 from megatron_core.transformer.recompute import recomputed
 
+INDEXER = ".indexer."
+"""Occurs in the names of all parameters of indexers, and in no other name."""
 INDEXER_LOSS = "indexer_loss"
 """Name of the indexers' auxiliary loss."""
 
@@ -105,7 +108,8 @@ class SparseAttention(nn.Module):
         config = context.config
         self.layer_number, self.split = layer_number, context.split
         self.indexer = Indexer(context, layer_number)
-        self.topk, self.unfused = config.dsa_indexer_topk, config.attention_backend == "unfused"
+        self.topk = sys.maxsize if config.dsa_indexer_warmup else config.dsa_indexer_topk
+        self.unfused = config.attention_backend == "unfused"
         self.coefficient, self.sparse_loss = config.dsa_indexer_loss_coeff, config.dsa_indexer_use_sparse_loss
         self.num_heads, self.backend = config.num_attention_heads, config.kernel_backend
         self.tp_group, self.cp_group = context.tp_group, context.cp.whole
@@ -122,16 +126,17 @@ class SparseAttention(nn.Module):
         positions = context.positions
         if positions is None:
             positions = torch.arange(len(query), device=query.device)
-        selected = self._select(index, positions, context)
-        outputs = [
-            self.attend(block, key, value, _hidden(at, len(key), context) | not_selected(chosen, len(key)))
-            for block, at, chosen in zip(
-                query.split(QUERY_BLOCK), positions.split(QUERY_BLOCK), selected.split(QUERY_BLOCK, dim=1), strict=True
-            )
-        ]
+        selected = self._select(index, positions, context) if self.topk < len(key) else None
+        outputs = []
+        for rows in torch.arange(len(query), device=query.device).split(QUERY_BLOCK):
+            hidden = _hidden(positions[rows], len(key), context)
+            if selected is not None:
+                hidden = hidden | not_selected(selected[:, rows], len(key))
+            outputs.append(self.attend(query[rows], key, value, hidden))
         out = torch.cat(outputs)
         if self.training and self.coefficient and torch.is_grad_enabled():
-            loss = self._loss(index, query.detach(), key.detach(), selected, positions, context)
+            chosen = selected if self.sparse_loss else None
+            loss = self._loss(index, query.detach(), key.detach(), chosen, positions, context)
             out = context.add_auxiliary_loss(
                 out,
                 INDEXER_LOSS,
@@ -166,19 +171,25 @@ class SparseAttention(nn.Module):
         return out.permute(2, 0, 1, 3).flatten(2)
 
     def _loss(
-        self, index: Index, query: Tensor, key: Tensor, selected: Tensor, positions: Tensor, context: SequenceContext
+        self,
+        index: Index,
+        query: Tensor,
+        key: Tensor,
+        selected: Tensor | None,
+        positions: Tensor,
+        context: SequenceContext,
     ) -> Tensor:
-        """The sum of the divergences of this rank's queries whose tokens count, a scalar."""
+        """The sum of the divergences, over the ``selected`` or all keys, of this rank's queries whose tokens count."""
         parts = self.tp_group.size() if self.sequence_parallel else 1
         # Rows are numbered within the part of a rank; a block has the same rows of all parts.
         query, positions = query.unflatten(0, (parts, -1)), positions.unflatten(0, (parts, -1))
-        selected = selected.unflatten(1, (parts, -1))
+        selected = None if selected is None else selected.unflatten(1, (parts, -1))
         own = self.split.tp_rank if parts > 1 else 0
         total = torch.zeros((), dtype=wide(query.dtype), device=query.device)
 
         def divergence(rows: Tensor, queries: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
             hidden = _hidden(positions[:, rows].flatten(), len(key), context)
-            if self.sparse_loss:
+            if selected is not None:
                 hidden = hidden | not_selected(selected[:, :, rows].flatten(1, 2), len(key))
             target = self._target(query[:, rows].flatten(0, 1), key, hidden)
             hidden = hidden.expand(len(hidden), parts * len(rows), -1).unflatten(1, (parts, -1))[:, own]

@@ -17,6 +17,7 @@ INDEXER = {
     **NO_DROPOUT,
 }
 DSA = LATENT | INDEXER
+WARMUP = {"dsa_indexer_warmup": True}
 SPARSE = DSA | {"dsa_indexer_use_sparse_loss": True}
 DEEPSEEK_V32 = LATENT | DEEPSEEK | INDEXER | {"dsa_indexer_use_sparse_loss": True}
 
@@ -36,6 +37,8 @@ SPARSE_ROWS: dict[str, tuple[int, dict, dict]] = {
         DSA | {"dsa_indexer_loss_coeff": 0.0, "q_lora_rank": None},
         TP2 | ZERO3,
     ),
+    "sparse attention, warm-up, cp2 tp2 sp": (4, DSA | WARMUP, CP2 | TP2 | SP),
+    "sparse attention, warm-up, dp2 pp2 zero3": (4, DSA | WARMUP, PP2 | ZERO3),
     "sparse attention, recomputed core, cp2 tp2 sp": (
         4,
         SPARSE | {"attention_backend": "unfused"},

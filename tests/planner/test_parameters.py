@@ -77,6 +77,11 @@ CASES: dict[str, dict[str, Any]] = {
     "latents of keys alone": LLAMA | LATENTS,
     "sparse attention, pp2": LLAMA | LATENTS | INDEXER | PIPELINE | {"dsa_indexer_loss_coeff": 0.1},
     "sparse attention, indexers not trained, tp2": LLAMA | LATENTS | INDEXER | {"tensor_model_parallel_size": 2},
+    "sparse attention, warm-up, zb_v": LLAMA
+    | LATENTS
+    | INDEXER
+    | PIPELINE
+    | {"dsa_indexer_loss_coeff": 0.1, "dsa_indexer_warmup": True, "pipeline_schedule": "zb_v"},
     "sparse attention, lora": LLAMA | LATENTS | INDEXER | {"lora_rank": 4},
     "two tokens ahead, pp2": LLAMA | PIPELINE | {"mtp_num_layers": 2},
     "two tokens ahead, tied, pp2": PIPELINE | {"mtp_num_layers": 2, "position_embedding_type": "rope"},
@@ -117,7 +122,8 @@ def test_every_pipeline_rank_has_the_parameters_of_the_model(settings: dict[str,
         held = sum(unit.total + unit.frozen + unit.frozen_experts for unit in units[own])
         assert held == found.parameters
         model = found.config.model
-        frozen = found.config.tuning.lora_rank is not None or model.has_sparse_attention > model.trains_indexers
+        frozen = found.config.tuning.lora_rank is not None or model.dsa_indexer_warmup
+        frozen = frozen or model.has_sparse_attention > model.trains_indexers
         assert any(unit.total for unit in units[own]) and any(unit.frozen for unit in units[own]) == frozen
 
 

@@ -11,13 +11,14 @@ from torch import Tensor
 from megatron_core.models import GPTModel
 from megatron_core.parallel.groups import LocalGroup
 from megatron_core.tensor_parallel import ModelParallelConfig
+from megatron_core.training.step import train_step
 from megatron_core.transformer import LayerContext, SequenceContext
 from megatron_core.transformer.auxiliary_loss import AuxiliaryLosses
 from megatron_core.transformer.context import PackedDocuments
 from megatron_core.transformer.layer_spec import layer_spec
 from megatron_core.transformer.sparse_attention import INDEXER_LOSS, SparseLatentAttention
 from tests.parity.sparse_rows import DSA
-from tests.runs import tiny_config
+from tests.runs import tiny_config, tiny_run
 
 LENGTH, BATCH, TOPK = 11, 2, 4
 SIZES = {"hidden_size": 16, "num_attention_heads": 2, "dsa_indexer_topk": TOPK, "dsa_indexer_n_heads": 3}
@@ -166,3 +167,19 @@ def test_a_model_outside_of_training_has_no_loss_to_lose() -> None:
     assert model.eval()(tokens).requires_grad
     with pytest.raises(Exception, match="adds the auxiliary loss 'indexer_loss'"):
         model.train()(tokens)
+
+
+def test_warmup_trains_only_indexers_and_attends_to_all_keys() -> None:
+    """The first loss is that of latent attention; the indexers follow its weights."""
+    settings = DSA | SIZES | {"fp64": True, "lr": 1e-2, "lr_decay_style": "constant"}
+    run = tiny_run(**settings, dsa_indexer_warmup=True)
+    (stage,) = run.stages.values()
+    before = {name: parameter.detach().clone() for name, parameter in stage.named_parameters()}
+    results = [train_step(run) for _ in range(6)]
+    moved = {name for name, parameter in stage.named_parameters() if not torch.equal(parameter, before[name])}
+    assert moved == {name for name in before if ".indexer." in name}
+    plain = {name: value for name, value in settings.items() if "dsa" not in name and name != "cp_comm_type"}
+    plain_run = tiny_run(**plain | {"experimental_attention_variant": None})
+    assert train_step(plain_run).loss == pytest.approx(results[0].loss, rel=1e-12)
+    losses = [result.auxiliary_losses["indexer_loss"] for result in results]
+    assert losses[-1] < 0.9 * losses[0]
