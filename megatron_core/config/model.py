@@ -7,7 +7,6 @@ from megatron_core.config import conditions as c
 from megatron_core.config import ranges as r
 from megatron_core.config.hybrid import EXPERTS, RECURRENCES, HybridConfig
 from megatron_core.config.moe import MoEConfig
-from megatron_core.config.recurrent import RecurrentConfig
 from megatron_core.config.rotary import RotaryConfig
 from megatron_core.config.setting import ALWAYS, Resume, given, section, setting
 from megatron_core.config.sparse_attention import SparseAttentionConfig
@@ -62,9 +61,7 @@ class MuPConfig:
 
 @dataclass(frozen=True, kw_only=True)
 @section(resume=Resume.FUNCTION)
-class ModelConfig(
-    LatentAttentionConfig, RecurrentConfig, HybridConfig, SparseAttentionConfig, RotaryConfig, MoEConfig, MuPConfig
-):
+class ModelConfig(LatentAttentionConfig, SparseAttentionConfig, HybridConfig, RotaryConfig, MoEConfig, MuPConfig):
     """The model: sizes, norms, positions, activations, experts, dropout and initialisation."""
 
     num_layers: int = setting(2, r.SMALL_COUNT, when=ALWAYS, resume=Resume.TENSORS, aliases="encoder_num_layers")
@@ -354,16 +351,6 @@ class ModelConfig(
         if skip is None:
             return True
         return (layer_number + 1) % skip[0] != 0 if len(skip) == 1 else skip[layer_number] == 0
-
-    @property
-    def has_sparse_attention(self) -> bool:
-        """Whether queries attend to the keys that an indexer selects."""
-        return self.experimental_attention_variant == "dsa"
-
-    @property
-    def trains_indexers(self) -> bool:
-        """Whether the indexers of sparse attention have a loss."""
-        return self.has_sparse_attention and self.dsa_indexer_loss_coeff > 0
 
     @property
     def has_recurrence(self) -> bool:

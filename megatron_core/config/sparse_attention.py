@@ -4,12 +4,13 @@ from dataclasses import dataclass
 
 from megatron_core.config import conditions as c
 from megatron_core.config import ranges as r
+from megatron_core.config.recurrent import RecurrentConfig
 from megatron_core.config.setting import Resume, section, setting
 
 
 @dataclass(frozen=True, kw_only=True)
 @section(needs=c.SPARSE_ATTENTION, resume=Resume.FUNCTION)
-class SparseAttentionConfig:
+class SparseAttentionConfig(RecurrentConfig):
     """DeepSeek sparse attention: an indexer with few channels selects the keys of each query (DeepSeek-AI 2025,
     DeepSeek-V3.2, section 2.1)."""
 
@@ -31,3 +32,13 @@ class SparseAttentionConfig:
     dsa_indexer_warmup: bool = setting(False, needs=c.INDEXER_LOSS, when=c.TRAINING, resume=Resume.REPORTED)
     """Attend to all keys and train only the indexers, with all other weights frozen, before the indexers select keys
     (dense warm-up of DeepSeek-V3.2)."""
+
+    @property
+    def has_sparse_attention(self) -> bool:
+        """Whether queries attend to the keys that an indexer selects."""
+        return self.experimental_attention_variant == "dsa"
+
+    @property
+    def trains_indexers(self) -> bool:
+        """Whether the indexers of sparse attention have a loss."""
+        return self.has_sparse_attention and self.dsa_indexer_loss_coeff > 0
