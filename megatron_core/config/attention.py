@@ -32,6 +32,10 @@ class Projection:
     """Formula of the split side over all ranks, for messages."""
     module: str = ""
     """Name of the layer in the attention module."""
+    frozen: bool = False
+    """Whether the matrix is not trained."""
+    pieces: tuple[int, ...] = ()
+    """Output features of each matrix that a fused one consists of."""
 
     @property
     def elements(self) -> int:
@@ -79,6 +83,10 @@ class AttentionKind:
     def vectors(self, tp: int) -> int:
         """Elements on a rank of parameters that are neither projections nor ``norms``."""
         return self.model.num_attention_heads // tp if self.model.softmax_type == "learnable" else 0
+
+    def frozen_vectors(self) -> int:
+        """Further elements as ``vectors`` that are not trained."""
+        return 0
 
     def score_flops(self, keys: int) -> tuple[int, int]:
         """Forward FLOPs per token of scores, and of weighted values, for ``keys`` keys of a query."""
@@ -142,7 +150,9 @@ class GroupedQuery(AttentionKind):
         queries = model.num_attention_heads // tp * (1 + model.attention_output_gate)
         columns = (queries + 2 * self.key_value_heads(tp)) * model.head_size
         width = f"({'2 heads' if model.attention_output_gate else 'heads'} + 2 groups) x channels"
-        qkv = Projection(model.hidden_size, columns, "outputs", model.has_qkv_bias, width, "linear_qkv")
+        groups = self.key_value_heads(tp) * model.head_size
+        pieces = columns - 2 * groups, groups, groups
+        qkv = Projection(model.hidden_size, columns, "outputs", model.has_qkv_bias, width, "linear_qkv", pieces=pieces)
         return [qkv, self.output_projection(tp)]
 
     def norms(self, tp: int) -> tuple[int, ...]:
@@ -232,7 +242,54 @@ class MultiLatent(AttentionKind):
         return latents, self.core_elements()
 
 
-ATTENTION_KINDS: dict[str, type[AttentionKind]] = {kind.name: kind for kind in (GroupedQuery, MultiLatent)}
+class SparseLatent(MultiLatent):
+    """Latent attention to the keys that an indexer selects (DeepSeek-AI 2025, DeepSeek-V3.2, section 2.1)."""
+
+    name = "sparse_latent"
+    flag = "has_sparse_attention"
+
+    def cached_elements(self, tp: int) -> int:
+        """The latent, the shared key channels, and the indexer's key."""
+        return super().cached_elements(tp) + self.model.dsa_indexer_head_dim
+
+    def projections(self, tp: int) -> list[Projection]:
+        """The projections of latent attention, and of the indexer, which every rank has."""
+        model = self.model
+        heads, channels, frozen = model.dsa_indexer_n_heads, model.dsa_indexer_head_dim, not model.trains_indexers
+        sizes = {
+            "linear_wq_b": (model.q_lora_rank or model.hidden_size, heads * channels),
+            "linear_wk": (model.hidden_size, channels),
+            "linear_weights_proj": (model.hidden_size, heads),
+        }
+        indexer = [
+            Projection(*size, module=f"core_attention.indexer.{name}", frozen=frozen) for name, size in sizes.items()
+        ]
+        return [*indexer, *super().projections(tp)]
+
+    def vectors(self, tp: int) -> int:
+        """Weight and bias of the LayerNorm of the indexer's keys."""
+        return super().vectors(tp) + 2 * self.model.dsa_indexer_head_dim * self.model.trains_indexers
+
+    def frozen_vectors(self) -> int:
+        """Weight and bias of the LayerNorm if the indexers are not trained."""
+        return 2 * self.model.dsa_indexer_head_dim * (not self.model.trains_indexers)
+
+    def score_flops(self, keys: int) -> tuple[int, int]:
+        """Products of the selected keys, and scores of the indexer."""
+        model = self.model
+        scores, values = super().score_flops(min(keys, model.dsa_indexer_topk))
+        return scores + 2 * keys * model.dsa_indexer_n_heads * (model.dsa_indexer_head_dim + 1), values
+
+    def saved(self) -> tuple[int, int]:
+        """Elements of latent attention, and with the loss the indexer's queries, keys and weights."""
+        replicated, of_heads = super().saved()
+        model = self.model
+        own = (model.dsa_indexer_n_heads + 2) * model.dsa_indexer_head_dim + model.dsa_indexer_n_heads
+        return replicated + own * model.trains_indexers, of_heads
+
+
+_KINDS: tuple[type[AttentionKind], ...] = (GroupedQuery, SparseLatent, MultiLatent)
+ATTENTION_KINDS: dict[str, type[AttentionKind]] = {kind.name: kind for kind in _KINDS}
 """All kinds of attention by name."""
 
 
@@ -272,7 +329,7 @@ def attention_problems(model: ModelConfig) -> Iterator[str]:
         yield f"attention_kind={model.attention_kind} is unknown; legal: {', '.join(legal)}"
         return
     if flags and model.attention_kind != GroupedQuery.name:
-        yield f"attention_kind={model.attention_kind} and {flags[0]}=True exclude one another; keep one of them"
+        yield f"attention_kind={model.attention_kind} and {flags[-1]}=True exclude one another; keep one of them"
         return
     kind = attention_of(model)
     chosen = kind.flag or f"attention_kind={kind.name}"

@@ -18,7 +18,9 @@ GPU = Condition("a GPU", lambda run: run.device != "cpu")
 LATENT_ATTENTION = given("multi_latent_attention")
 RECURRENT = replace(
     given("experimental_attention_variant", "gated_delta_net"),
-    holds=lambda run: run.model.experimental_attention_variant or "G" in (run.model.hybrid_layer_pattern or ""),
+    holds=lambda run: (
+        run.model.experimental_attention_variant not in (None, "dsa") or "G" in (run.model.hybrid_layer_pattern or "")
+    ),
 )
 MAMBA = Condition(
     "a Mamba layer (M) in --hybrid-layer-pattern", lambda run: "M" in (run.model.hybrid_layer_pattern or "")
@@ -27,6 +29,8 @@ ANY_RECURRENCE = Condition(
     "--experimental-attention-variant gated_delta_net, or M or G in --hybrid-layer-pattern",
     lambda run: MAMBA.holds(run) or RECURRENT.holds(run),
 )
+SPARSE_ATTENTION = Condition("--experimental-attention-variant dsa", lambda run: run.model.has_sparse_attention)
+INDEXER_LOSS = given("dsa_indexer_loss_coeff", "X")
 NO_LATENT_ATTENTION = unless("--multi-latent-attention", lambda run: run.model.multi_latent_attention)
 ROTARY = Condition("--position-embedding-type rope", lambda run: run.attention.has_rotary)
 POSITIONS = Condition("positions", lambda run: run.model.position_embedding_type != "none" or run.attention.has_rotary)

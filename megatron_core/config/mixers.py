@@ -122,9 +122,9 @@ class GatedDeltaNet(Recurrence):
         """One projection to all ``pieces``, and the output projection."""
         model = self.model
         width = "2 (key heads x channels + value heads x channels + value heads)"
-        columns, values = sum(self.pieces) // tp, self.pieces[2] // tp
+        pieces, values = tuple(piece // tp for piece in self.pieces), self.pieces[2] // tp
         return [
-            Projection(model.hidden_size, columns, "outputs", False, width, "in_proj"),
+            Projection(model.hidden_size, sum(pieces), "outputs", False, width, "in_proj", pieces=pieces),
             Projection(values, model.hidden_size, "inputs", False, "value heads x channels", "out_proj"),
         ]
 
@@ -156,8 +156,9 @@ class KimiDelta(GatedDeltaNet):
         """To queries, keys, values and rates; to decays and to gates, each in two steps; and the output projection."""
         hidden, (keys, _, values, gates, rates, decays) = self.model.hidden_size, self.pieces
         up, width = "value heads x channels", "2 key heads x channels + value heads x channels + value heads"
+        pieces = tuple(piece // tp for piece in (keys, keys, values, rates))
         return [
-            Projection(hidden, (2 * keys + values + rates) // tp, "outputs", False, width, "in_proj"),
+            Projection(hidden, sum(pieces), "outputs", False, width, "in_proj", pieces=pieces),
             Projection(hidden, self.rank, module="f_a_proj"),
             Projection(self.rank, decays // tp, "outputs", False, "key heads x channels", "f_b_proj"),
             Projection(hidden, self.rank, module="g_a_proj"),
@@ -221,10 +222,10 @@ class Mamba2(Recurrence):
 
     def projections(self, tp: int) -> list[Projection]:
         """One projection to all ``pieces``, and the output projection."""
-        model, inputs = self.model, self.pieces[0]
+        model, inputs, pieces = self.model, self.pieces[0], tuple(piece // tp for piece in self.pieces)
         width = "2 heads x channels + 2 groups x states + heads"
         return [
-            Projection(model.hidden_size, sum(self.pieces) // tp, "outputs", False, width, "in_proj"),
+            Projection(model.hidden_size, sum(pieces), "outputs", False, width, "in_proj", pieces=pieces),
             Projection(inputs // tp, model.hidden_size, "inputs", False, "heads x channels", "out_proj"),
         ]
 

@@ -7,9 +7,9 @@ from megatron_core.config import conditions as c
 from megatron_core.config import ranges as r
 from megatron_core.config.hybrid import EXPERTS, RECURRENCES, HybridConfig
 from megatron_core.config.moe import MoEConfig
-from megatron_core.config.recurrent import RecurrentConfig
 from megatron_core.config.rotary import RotaryConfig
 from megatron_core.config.setting import ALWAYS, Resume, given, section, setting
+from megatron_core.config.sparse_attention import SparseAttentionConfig
 
 RecomputeModule = Literal["core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"]
 
@@ -61,7 +61,7 @@ class MuPConfig:
 
 @dataclass(frozen=True, kw_only=True)
 @section(resume=Resume.FUNCTION)
-class ModelConfig(LatentAttentionConfig, RecurrentConfig, HybridConfig, RotaryConfig, MoEConfig, MuPConfig):
+class ModelConfig(LatentAttentionConfig, SparseAttentionConfig, HybridConfig, RotaryConfig, MoEConfig, MuPConfig):
     """The model: sizes, norms, positions, activations, experts, dropout and initialisation."""
 
     num_layers: int = setting(2, r.SMALL_COUNT, when=ALWAYS, resume=Resume.TENSORS, aliases="encoder_num_layers")

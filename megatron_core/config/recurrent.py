@@ -13,12 +13,13 @@ from megatron_core.config.setting import ALWAYS, Resume, section, setting
 class RecurrentConfig:
     """Layers with a state of fixed size that each token updates, in place of attention over all earlier tokens."""
 
-    experimental_attention_variant: Literal["gated_delta_net", "kimi_delta_attention"] | None = setting(
+    experimental_attention_variant: Literal["gated_delta_net", "kimi_delta_attention", "dsa"] | None = setting(
         None, when=ALWAYS
     )
     """Kind of the layers of --linear-attention-freq. gated_delta_net: a short convolution and the gated delta rule
     (Yang et al. 2025, arXiv 2412.06464; Qwen3-Next). kimi_delta_attention: the same with a decay for each channel of a
-    key (Kimi Team 2025, arXiv 2510.26692). Default: attention in all layers."""
+    key (Kimi Team 2025, arXiv 2510.26692). Or dsa: in all layers, attention to the keys that an indexer selects
+    (DeepSeek-V3.2). Default: attention in all layers."""
     linear_attention_freq: tuple[int, ...] | None = setting(None)
     """Layers with the recurrence. One number n: all but every n-th layer, which has attention. One number per layer: 1
     recurrence, 0 attention; also an expression such as ([1]*3+[0])*12."""

@@ -18,7 +18,7 @@ def recurrent_problems(config: RunConfig) -> Iterator[str]:
     """Settings of recurrent layers that contradict each other or the layout."""
     model, parallel, flat = config.model, config.parallel, config.flat()
     kind, pattern = model.experimental_attention_variant, model.hybrid_layer_pattern
-    if kind is None and pattern is None:
+    if pattern is None and (kind is None or model.has_sparse_attention):
         return
     if kind is not None and pattern is None:
         yield from _variant_problems(model, kind)

@@ -110,14 +110,21 @@ def _target_problems(config: RunConfig) -> Iterator[str]:
     unknown = [each for each in tuning.lora_target_modules if each.rpartition(".")[2] not in NAMES]
     if unknown:
         yield f"lora_target_modules={shown(tuple(unknown))} are unknown layers; legal: {', '.join(NAMES)}"
-    for module, parts in PARTS.items():
+    for module in dict.fromkeys(module for module, _ in PARTS):
         named = {
             part for target in tuning.lora_target_modules for layer, part in NAMES.get(target, ()) if layer == module
         }
+        parts = dict.fromkeys(part for (layer, _), own in PARTS.items() if layer == module for part in own)
         if WHOLE in named and len(named) > 1:
             yield (
                 f"lora_target_modules={shown(tuning.lora_target_modules)} names {module} and some of its parts "
                 f"{', '.join(parts)}; name either the whole matrix or parts"
+            )
+        overlaps = [part for part in named & {"qkv", "z", "b", "a"} if {"qkvz", "ba"} & named and module == "in_proj"]
+        if overlaps:
+            yield (
+                f"lora_target_modules={shown(tuning.lora_target_modules)} names parts of in_proj that overlap; name "
+                "in_proj_qkvz in_proj_ba (Qwen3-Next), or in_proj_qkv in_proj_z in_proj_b in_proj_a (Qwen3.5)"
             )
 
 
@@ -127,4 +134,4 @@ def _adapts_experts(config: RunConfig) -> bool:
         for layer in config.model.expert_layers
         for name in ("linear_fc1", "linear_fc2")
     )
-    return any(config.tuning.parts_of(path, fused=True) for path in paths)
+    return any(config.tuning.parts_of(path, fused=2) for path in paths)

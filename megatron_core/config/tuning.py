@@ -13,11 +13,24 @@ LORA = given("lora_rank", "N")
 TUNES = Condition("--lora-rank N or --dpo", lambda run: run.tuning.lora_rank is not None or run.data.dpo)
 WHOLE = "all"
 """The only part of a matrix that is not divided."""
-PARTS = {"linear_qkv": ("q", "k", "v"), "linear_fc1": ("gate", "up")}
-"""The matrices that a fused one consists of, in the order of its rows; gates of attention belong to the queries."""
+_QKV = {"q": (0, 1), "k": (1, 2), "v": (2, 3)}
+_DELTA_NET = {"qkv": (0, 3), "z": (3, 4), "b": (4, 5), "a": (5, 6), "qkvz": (0, 4), "ba": (4, 6)}
+PARTS: dict[tuple[str, int], dict[str, tuple[int, int]]] = {
+    ("linear_qkv", 3): _QKV,
+    ("linear_qkv", 4): {"q": (0, 2), "k": (2, 3), "v": (3, 4)},
+    ("linear_fc1", 2): {"gate": (0, 1), "up": (1, 2)},
+    ("in_proj", 6): _DELTA_NET,
+    ("in_proj", 4): _QKV | {"b": (3, 4)},
+}
+"""Name of a fused matrix, and number of matrices that it consists of -> its parts: half-open ranges of these matrices.
+
+Gates of attention follow the queries, and belong to them. ``in_proj`` of a gated delta net consists of queries, keys,
+values, gates z, rates b and decays a; that of Kimi delta attention of queries, keys, values and rates.
+"""
 _ATTENTION = ("linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj")
-LAYERS = ("linear_qkv", *_ATTENTION, "linear_proj", "linear_fc1", "linear_fc2")
-"""The linear layers of attention and MLP."""
+_RECURRENT = ("in_proj", "f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj", "out_proj")
+LAYERS = ("linear_qkv", *_ATTENTION, "linear_proj", *_RECURRENT, "linear_fc1", "linear_fc2")
+"""The linear layers of attention, recurrent layers and MLP."""
 NAMES: dict[str, tuple[tuple[str, str], ...]] = {
     **{name: ((name, WHOLE),) for name in LAYERS},
     "all-linear": tuple((name, WHOLE) for name in LAYERS),
@@ -28,13 +41,16 @@ NAMES: dict[str, tuple[tuple[str, str], ...]] = {
     "linear_fc1_gate": (("linear_fc1", "gate"),),
     "linear_fc1_up": (("linear_fc1", "up"),),
     # Hugging Face: Llama and most others.
-    "q_proj": (("linear_qkv", "q"), ("linear_q_proj", WHOLE)),
-    "k_proj": (("linear_qkv", "k"),),
-    "v_proj": (("linear_qkv", "v"),),
-    "o_proj": (("linear_proj", WHOLE),),
+    "q_proj": (("linear_qkv", "q"), ("linear_q_proj", WHOLE), ("in_proj", "q")),
+    "k_proj": (("linear_qkv", "k"), ("in_proj", "k")),
+    "v_proj": (("linear_qkv", "v"), ("in_proj", "v")),
+    "o_proj": (("linear_proj", WHOLE), ("out_proj", WHOLE)),
     "gate_proj": (("linear_fc1", "gate"),),
     "up_proj": (("linear_fc1", "up"),),
     "down_proj": (("linear_fc2", WHOLE),),
+    # Kimi Linear, Qwen3-Next, Qwen3.5.
+    "b_proj": (("in_proj", "b"),),
+    **{f"in_proj_{part}": (("in_proj", part),) for part in _DELTA_NET},
     # Phi-3, GPT-NeoX, GPT-2, DeepSeek, Mixtral.
     "qkv_proj": (("linear_qkv", WHOLE),),
     "gate_up_proj": (("linear_fc1", WHOLE),),
@@ -92,16 +108,16 @@ class TuningConfig:
         assert self.lora_rank is not None, "there are adapters"
         return self.lora_alpha / (self.lora_rank**0.5 if self.use_rslora else self.lora_rank)
 
-    def parts_of(self, path: str, *, fused: bool) -> tuple[str, ...]:
-        """The parts of a layer's matrix with an adapter; ``fused``: whether it consists of several matrices.
+    def parts_of(self, path: str, *, fused: int) -> tuple[str, ...]:
+        """The parts of a layer's matrix with an adapter; ``fused``: number of matrices that it consists of.
 
         ``path`` is the module's name in the model, such as decoder.layers.0.mlp.linear_fc1.
         """
         own = path.rpartition(".")[2]
         found = {part for target in self.lora_target_modules for part in _parts(target, path)}
-        if not fused:
+        if fused <= 1:
             return (WHOLE,) if found else ()
-        return tuple(part for part in (WHOLE, *PARTS.get(own, ())) if part in found)
+        return tuple(part for part in (WHOLE, *PARTS.get((own, fused), ())) if part in found)
 
 
 def _parts(target: str, path: str) -> Iterator[str]:

@@ -20,6 +20,7 @@ from megatron_core.tensor_parallel import ModelParallelConfig
 from megatron_core.tensor_parallel.fp8 import FP8Precision
 from megatron_core.transformer.adapters import add_adapters, is_adapter
 from megatron_core.transformer.layer_spec import LayerSpecs, layer_spec
+from megatron_core.transformer.sparse_attention import INDEXER
 
 
 def meta_model(config: RunConfig, vocab_size: int) -> GPTModel:
@@ -103,7 +104,10 @@ def build_stages(
 
 
 def _tune(config: RunConfig, model: GPTModel, groups: ParallelGroups, *, initialise: bool) -> None:
-    """Freeze a stage and add low-rank adapters, if configured."""
+    """Freeze a stage but its indexers, or freeze it and add low-rank adapters, if configured."""
+    if config.model.dsa_indexer_warmup:
+        for name, parameter in model.named_global_parameters():
+            parameter.requires_grad_(INDEXER in name)
     if config.tuning.lora_rank is None:
         return
     model.requires_grad_(False)

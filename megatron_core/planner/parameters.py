@@ -7,10 +7,9 @@ from dataclasses import astuple, dataclass, replace
 from operator import add
 
 from megatron_core.config import ParallelConfig, RunConfig
-from megatron_core.config.attention import attention_of
 from megatron_core.config.mixers import mixer_of
 from megatron_core.config.model import ModelConfig
-from megatron_core.config.tuning import WHOLE
+from megatron_core.config.tuning import PARTS, WHOLE
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class Parameters:
 
     def freeze(self) -> Parameters:
         """The same elements without training."""
-        return Parameters(frozen=self.dense, frozen_experts=self.experts)
+        return Parameters(frozen=self.dense + self.frozen, frozen_experts=self.experts + self.frozen_experts)
 
 
 def padded_vocabulary(config: RunConfig, vocab_size: int) -> int:
@@ -63,8 +62,9 @@ def layer_parameters(config: RunConfig, layer_number: int) -> Parameters:
     parts = model.has_mixer(layer_number) + model.has_mlp(layer_number)
     found = _vectors(norms + norm_parameters(model) * parts * (2 if model.norm_placement == "sandwich" else 1))
     for projection in attention.projections(tp):
-        found += Parameters(projection.elements) + _vectors(projection.outputs * projection.has_bias)
-    found += _vectors(attention.vectors(tp))
+        own = Parameters(projection.elements) + _vectors(projection.outputs * projection.has_bias)
+        found += own.freeze() if projection.frozen else own
+    found += _vectors(attention.vectors(tp)) + _vectors(attention.frozen_vectors()).freeze()
     if not model.has_experts(layer_number):
         return found + (_mlp(model, model.ffn_size, tp) if model.has_mlp(layer_number) else Parameters())
     experts = model.num_experts or 0
@@ -122,11 +122,12 @@ def rank_units(
             with_embedding = ends[0] == ends[1]
             head = head_parameters(config, vocab_size, with_embedding=with_embedding)
             units.append(head + ahead_parameters(config, vocab_size, with_embedding=with_embedding))
-    if config.tuning.lora_rank is None:
+    if config.tuning.lora_rank is None and not config.model.dsa_indexer_warmup:
         # The reference of preferences is a frozen copy of each unit.
         return [[unit + unit.freeze() for unit in units] for units in ranks] if config.data.dpo else ranks
-    # Adapters are trained, everything else is frozen.
-    added = {kind: adapter_parameters(config, layer) for layer, kind in enumerate(kinds)}
+    # Adapters or indexers are trained, everything else is frozen.
+    trained = adapter_parameters if config.tuning.lora_rank is not None else _indexer_parameters
+    added = {kind: trained(config, layer) for layer, kind in enumerate(kinds)}
     left = [[unit.freeze() for unit in units] for units in ranks]
     for stage, run in enumerate(layers):
         rank = stage_to_rank[stage]
@@ -134,6 +135,14 @@ def rank_units(
         for number, layer in enumerate(run, start=at):
             left[rank][number] += added[kinds[layer]]
     return left
+
+
+def _indexer_parameters(config: RunConfig, layer_number: int) -> Parameters:
+    """The elements of a layer's indexer, of which a frozen layer counts as many as frozen."""
+    attention, tp = mixer_of(config.model, layer_number), config.parallel.tensor_model_parallel_size
+    vectors = 2 * config.model.dsa_indexer_head_dim
+    matrices = sum(each.elements for each in attention.projections(tp) if "indexer" in each.module)
+    return Parameters(matrices + vectors, outside=vectors, frozen=-matrices - vectors)
 
 
 def layer_kinds(config: RunConfig) -> list[int]:
@@ -156,32 +165,26 @@ def adapter_parameters(config: RunConfig, layer_number: int) -> Parameters:
     Only one side of a split matrix is divided over the ranks, and each expert has its own adapters.
     """
     tuning, model, found = config.tuning, config.model, Parameters()
-    for path, inputs, parts, experts in _linear_layers(config) if tuning.lora_rank is not None else ():
+    for path, inputs, pieces, experts in _linear_layers(config, layer_number) if tuning.lora_rank is not None else ():
         name = f"decoder.layers.{layer_number}.{path}"
         dense, sparse = model.has_dense_mlp(layer_number), model.has_experts(layer_number)
         if ".mlp." in name and not (dense if ".mlp.linear" in name else sparse):
             continue
-        if ".self_attention." in name and not model.has_attention(layer_number):
-            continue  # recurrences have no adapters
-        whole = {WHOLE: sum(parts.values())}
-        for part in tuning.parts_of(name, fused=len(parts) > 1):
-            rows = (whole | parts)[part]
+        for part in tuning.parts_of(name, fused=len(pieces)):
+            first, last = (0, len(pieces)) if part == WHOLE else PARTS[path.rpartition(".")[2], len(pieces)][part]
+            rows = sum(pieces[first:last])
             elements = (tuning.lora_rank or 0) * (inputs + rows)
             found += Parameters(experts=experts * elements) if experts else Parameters(elements)
             found += _vectors(rows * tuning.use_dora)
     return found
 
 
-def _linear_layers(config: RunConfig) -> Iterator[tuple[str, int, dict[str, int], int]]:
-    """Path in a layer, inputs, outputs of each part on a rank, and experts on a rank of all linear layers."""
+def _linear_layers(config: RunConfig, layer_number: int) -> Iterator[tuple[str, int, tuple[int, ...], int]]:
+    """Path in a layer, inputs, outputs of each fused matrix on a rank, and experts on a rank of all linear layers."""
     model, parallel = config.model, config.parallel
-    tp, attention = parallel.tensor_model_parallel_size, attention_of(model)
-    keys = attention.key_value_heads(tp) * attention.query_head_size
-    for own in attention.projections(tp):
-        parts = {WHOLE: own.outputs}
-        if own.module == "linear_qkv":
-            parts = {"q": own.outputs - 2 * keys, "k": keys, "v": keys}
-        yield f"self_attention.{own.module}", own.inputs, parts, 0
+    tp = parallel.tensor_model_parallel_size
+    for own in mixer_of(model, layer_number).projections(tp):
+        yield f"self_attention.{own.module}", own.inputs, own.pieces or (own.outputs,), 0
     widths = [("mlp", model.ffn_size // tp, 0)]
     if model.num_experts is not None:
         local = model.num_experts // parallel.expert_model_parallel_size
@@ -189,9 +192,9 @@ def _linear_layers(config: RunConfig) -> Iterator[tuple[str, int, dict[str, int]
         if (shared := model.moe_shared_expert_intermediate_size) is not None:
             widths.append(("mlp.shared_experts", shared // tp, 0))
     for path, width, experts in widths:
-        inner = {"gate": width, "up": width} if model.gated_linear_unit else {WHOLE: width}
+        inner = (width, width) if model.gated_linear_unit else (width,)
         yield f"{path}.linear_fc1", model.hidden_size, inner, experts
-        yield f"{path}.linear_fc2", width, {WHOLE: model.hidden_size}, experts
+        yield f"{path}.linear_fc2", width, (model.hidden_size,), experts
 
 
 def norm_parameters(model: ModelConfig, size: int | None = None) -> int:

@@ -71,7 +71,8 @@ def train_with_recovery(config: RunConfig, world: World, attempt: Attempt) -> No
     timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
     joins, without_spare = config.resilience.recover_join, config.resilience.recover_without_spare
     world.store = (meet_again if joins else meet)(world, timeout)
-    if config.model.recompute_granularity is not None or config.model.has_recurrence:
+    model = config.model
+    if model.recompute_granularity is not None or model.has_recurrence or model.trains_indexers:
         importlib.import_module("torch._dynamo")  # recomputation loads it, in 1.5 s; loaded here, new processes have it
     memory, mirror = HostMemory(rank=world.rank), HostMemory(rank=world.rank)
     if joins:

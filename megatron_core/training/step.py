@@ -98,7 +98,7 @@ def train_step(
     # Take the step; then update the experts' biases and the counters.
     attempt = take(compute)
     outcome = attempt.outcome
-    if not outcome.skipped and run.config.tuning.lora_rank is None:
+    if not outcome.skipped and run.config.tuning.lora_rank is None and not run.config.model.dsa_indexer_warmup:
         update_expert_biases(run.stages.values(), {n: load[:-1] for n, load in outcome.expert_load.items()})
     _advance(run, size, skipped=outcome.skipped)
     breakdown = attempt.statistics() | ({} if run.qk_clip is None else run.qk_clip.metrics())

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from megatron_core.config.tuning import PARTS, WHOLE, TuningConfig
-from megatron_core.errors import ConfigError
 from megatron_core.parallel.groups import ParallelGroups
 from megatron_core.parallel.sharding import Range, ShardSpec, spec_of
 from megatron_core.tensor_parallel import KeyedDropout
@@ -51,7 +50,7 @@ def add_adapters(
     for name, linear in linears_of(layers):
         assert linear.weight is not None, "linear layers inside of layers own their weight"
         spec, is_expert = spec_of(linear.weight), isinstance(linear, GroupedLinear)
-        chosen = tuning.parts_of(name, fused=spec.fused is not None)
+        chosen = tuning.parts_of(name, fused=1 if spec.fused is None else len(spec.fused.rows))
         if not chosen:
             continue
         axis = "etp" if is_expert else "tp"
@@ -147,11 +146,7 @@ def rows_of(spec: ShardSpec, part: str, name: str) -> tuple[Range, ...]:
     rows = spec.global_shape[-2]
     if part == WHOLE or spec.fused is None:
         return ((0, rows),)
-    names = PARTS[name.rpartition(".")[2]]
-    sizes = list(spec.fused.rows)
-    if len(sizes) == len(names) + 1:  # the gates of attention follow the queries
-        sizes[:2] = [sum(sizes[:2])]
-    if len(sizes) != len(names):
-        raise ConfigError(f"lora_target_modules: {name} consists of {len(sizes)} matrices; name the whole matrix")
-    start, at = sum(sizes[: names.index(part)]), names.index(part)
-    return tuple((block + start, block + start + sizes[at]) for block in range(0, rows, sum(sizes)))
+    sizes = spec.fused.rows
+    first, last = PARTS[name.rpartition(".")[2], len(sizes)][part]
+    start, stop = sum(sizes[:first]), sum(sizes[:last])
+    return tuple((block + start, block + stop) for block in range(0, rows, sum(sizes)))

@@ -19,7 +19,7 @@ from megatron_core.tensor_parallel.lora import LoRA
 from megatron_core.transformer.context import LayerContext, SequenceContext
 from megatron_core.transformer.core_attention import CoreAttention
 from megatron_core.transformer.max_logits import MaxLogits
-from megatron_core.transformer.paged_attention import KeyValueStore, PagedStep
+from megatron_core.transformer.paged_attention import PagedStep
 from megatron_core.transformer.recompute import outputs_dropped, recomputed
 from megatron_core.transformer.rotary import yarn_mscale
 
@@ -40,12 +40,12 @@ def query_factor(config: ModelConfig) -> float:
 class DownProjection(nn.Module):
     """y = W x, ``[s, b, h]`` -> ``[s, b, size]``; W is replicated over the tensor-parallel ranks.
 
-    With sequence parallelism, input and output are this rank's part of the sequence.
+    With sequence parallelism, input and output are this rank's part of the sequence. ``inputs`` replaces h.
     """
 
-    def __init__(self, context: LayerContext, size: int) -> None:
+    def __init__(self, context: LayerContext, size: int, *, inputs: int | None = None) -> None:
         super().__init__()
-        shape = (size, context.config.hidden_size)
+        shape = (size, inputs or context.config.hidden_size)
         spec = replicated(shape, context.tp_group.rank(), partial_grad=context.sequence_parallel)
         self.weight = allocate(spec, context.parallel.params_dtype, context.parallel.device)
         self.weight.init_method = context.init_method
@@ -139,7 +139,8 @@ class LatentAttention(nn.Module):
         latent, shared_key = self._latent(hidden, rotate)
         if context.cache is not None:
             query = self._query(query_latent, rotate)
-            return self.linear_proj(self._attend_with_cache(query, latent, shared_key, context.cache))
+            inputs = self._core_inputs(hidden, query_latent)
+            return self.linear_proj(self._attend_with_cache(query, latent, shared_key, context, *inputs))
 
         def project_up() -> tuple[Tensor, Tensor, Tensor]:
             return self._query(query_latent, rotate), *self._key_and_value(latent, shared_key)
@@ -149,8 +150,12 @@ class LatentAttention(nn.Module):
         if self.max_logits is not None and self.training:
             self.max_logits.record(heads[0], heads[1], context)
         with outputs_dropped(heads, project_up, active=self.recompute_up and self.training):
-            attended = attend(*heads, context)
+            attended = attend(*heads, context, *self._core_inputs(hidden, query_latent))
         return self.linear_proj(attended)
+
+    def _core_inputs(self, hidden: Tensor, query_latent: Tensor) -> tuple[Tensor, ...]:
+        """Further inputs of the core attention, from the layer's input and the latent of the queries."""
+        return ()
 
     def _query(self, latent: Tensor, rotate: Callable[[Tensor], Tensor]) -> Tensor:
         """Return the queries ``[s, b, heads, d + r]``."""
@@ -184,8 +189,12 @@ class LatentAttention(nn.Module):
             shared = _SharedByHeads.apply(shared_key, self.heads, parts, self.tp_group)
         return torch.cat([plain, shared], dim=-1), value
 
-    def _attend_with_cache(self, query: Tensor, latent: Tensor, shared_key: Tensor, cache: KeyValueStore) -> Tensor:
+    def _attend_with_cache(
+        self, query: Tensor, latent: Tensor, shared_key: Tensor, context: SequenceContext, *inputs: Tensor
+    ) -> Tensor:
         """Store the latents of a step's tokens; return their attention ``[tokens, 1, heads * v]``."""
+        cache = context.cache
+        assert cache is not None, "only in generation"
         (memory,) = cache.write(self.layer_number, torch.cat([latent, shared_key], dim=-1))
         step, core, parts = cache.step, self.core_attention, []
         assert isinstance(core, CoreAttention), "validated: generation does not split sequences over ranks"
@@ -202,12 +211,16 @@ class LatentAttention(nn.Module):
         q (W_uk c) = (W_uk^T q) c, and W_uv is applied to the weighted sum of latents. Source: DeepSeek-AI 2024,
         appendix C.
         """
+        query, up_value = self._of_latents(query)
+        query = query * math.sqrt((self.rank + self.turned) / (self.plain + self.turned))
+        out = core.attend_cached(query, memory, memory[..., : self.rank], step)
+        return torch.einsum("sac,avc->sav", out.unflatten(-1, (self.heads, -1)), up_value).flatten(1)
+
+    def _of_latents(self, query: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries W_uk^T q of latents and shared keys, ``[tokens, heads, rank + r]``, and W_uv ``[heads, v, rank]``."""
         own, adapter = self.linear_kv_up_proj.weight, self.linear_kv_up_proj.adapter
         assert own is not None, "the layer owns its weight"
         weight = own if adapter is None else adapter.merged(own)
         up_key, up_value = weight.unflatten(0, (self.heads, -1)).split([self.plain, self.value], dim=1)
         plain, turned = query.split([self.plain, self.turned], dim=-1)
-        query = torch.cat([torch.einsum("sad,adc->sac", plain, up_key), turned], dim=-1)
-        query = query * math.sqrt((self.rank + self.turned) / (self.plain + self.turned))
-        out = core.attend_cached(query, memory, memory[..., : self.rank], step)
-        return torch.einsum("sac,avc->sav", out.unflatten(-1, (self.heads, -1)), up_value).flatten(1)
+        return torch.cat([torch.einsum("sad,adc->sac", plain, up_key), turned], dim=-1), up_value

@@ -18,6 +18,7 @@ from megatron_core.transformer.mamba import MambaMixer
 from megatron_core.transformer.mlp import MLP
 from megatron_core.transformer.moe import MoELayer, moe_loss_names
 from megatron_core.transformer.norm import HeadsNorm, L2Norm, Norm
+from megatron_core.transformer.sparse_attention import SparseLatentAttention, indexer_loss_names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +43,11 @@ class LayerSpec:
     """Names of the auxiliary losses added by the layer; every rank needs the names of all layers."""
 
 
-ATTENTION_LAYERS: dict[str, Callable[..., nn.Module]] = {"grouped_query": SelfAttention, "latent": LatentAttention}
+ATTENTION_LAYERS: dict[str, Callable[..., nn.Module]] = {
+    "grouped_query": SelfAttention,
+    "latent": LatentAttention,
+    "sparse_latent": SparseLatentAttention,
+}
 """The layer of each kind of attention, by the names in ``config.attention.ATTENTION_KINDS``.
 
 Its constructor is called as ``SelfAttention``'s: with the context, the layer's number, and the constructors
@@ -95,7 +100,7 @@ def layer_spec(config: ModelConfig, layer_number: int) -> LayerSpec:
         post_mlp_layernorm=after,
         self_attention=mixer,
         mlp=MoELayer if has_experts else MLP if config.has_mlp(layer_number) else None,
-        auxiliary_losses=moe_loss_names(config) if has_experts else (),
+        auxiliary_losses=(*indexer_loss_names(config), *(moe_loss_names(config) if has_experts else ())),
     )
 
 

@@ -124,6 +124,9 @@ def _model(config: RunConfig, tp: int, cp: int, stages: int, layouts: Sequence[L
     if model.multi_latent_attention:
         rank = None if model.q_lora_rank is None else 12
         sizes |= {"q_lora_rank": rank, "kv_lora_rank": 8, "qk_head_dim": 6, "qk_pos_emb_head_dim": 8, "v_head_dim": 10}
+    if model.has_sparse_attention:
+        sizes |= {"dsa_indexer_n_heads": 3, "dsa_indexer_head_dim": 10}
+        sizes["dsa_indexer_topk"] = min(model.dsa_indexer_topk, sequence // 4)
     if attention_of(model).rotary_channels:
         sizes["rotary_percent"] = max(round(head_size * model.rotary_percent / 2), 1) * 2 / head_size
     # Windows, lists by layer, and recomputation.

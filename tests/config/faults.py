@@ -11,6 +11,7 @@ from typing import Any
 
 from tests.config.moe_faults import MOE, MOE_FAULTS
 from tests.config.recurrent_faults import RECURRENT_FAULTS
+from tests.config.sparse_faults import SPARSE_FAULTS
 from tests.config.stage_faults import STAGE_FAULTS
 
 EQUAL = {"layout_invariant": True}
@@ -272,6 +273,7 @@ FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
     *STAGE_FAULTS,
     *MOE_FAULTS,
     *RECURRENT_FAULTS,
+    *SPARSE_FAULTS,
     (
         {"num_layers": 7, "num_virtual_stages_per_pipeline_rank": 4, **PP2},
         2,

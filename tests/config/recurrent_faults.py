@@ -25,6 +25,11 @@ RECURRENT_FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
         1,
         ("linear_num_value_heads=32", "linear_num_key_heads=16", "kimi_delta_attention"),
     ),
+    (
+        DELTA | {"lora_rank": 4, "lora_target_modules": ("in_proj_qkvz", "in_proj_z")},
+        1,
+        ("lora_target_modules=", "overlap", "in_proj_ba"),
+    ),
     (DELTA | {"use_mup": True}, 1, ("use_mup=True", "remove --use-mup")),
     (DELTA | {"compile": True}, 1, ("compile=True", "remove --compile")),
     (DELTA | {"layout_invariant": True}, 1, ("experimental_attention_variant", "layout_invariant=True")),

@@ -11,6 +11,7 @@ from tests.defects.in_latents import IN_LATENTS
 from tests.defects.in_layers import IN_LAYERS
 from tests.defects.in_recurrences import IN_RECURRENCES
 from tests.defects.in_sinks import IN_SINKS
+from tests.defects.in_sparse_attention import IN_SPARSE_ATTENTION
 from tests.defects.in_stability import IN_STABILITY
 from tests.defects.in_steps import IN_STEPS
 from tests.defects.in_zero import IN_ZERO
@@ -26,6 +27,7 @@ DEFECTS = (
     *IN_ADAPTERS,
     *IN_SINKS,
     *IN_RECURRENCES,
+    *IN_SPARSE_ATTENTION,
     *IN_HUB,
     *IN_STABILITY,
 )

@@ -113,10 +113,22 @@ KIMI = (
 )
 
 
+DSA = LATENT | {
+    "experimental_attention_variant": "dsa",
+    "dsa_indexer_n_heads": 3,
+    "dsa_indexer_head_dim": 6,
+    "dsa_indexer_topk": 3,
+    "attention_dropout": 0.0,
+}
+
+
 @pytest.mark.parametrize(
     "model",
-    [{}, MODERN, WINDOW, EXPERTS, LATENT, GPT_OSS, LLAMA4, DELTA_NET, KIMI, MAMBA],
-    ids=["gpt2", "llama", "window", "experts", "latent", "gpt-oss", "llama 4", "delta net", "kimi linear", "mamba"],
+    [{}, MODERN, WINDOW, EXPERTS, LATENT, GPT_OSS, LLAMA4, DELTA_NET, KIMI, MAMBA, DSA],
+    ids=[
+        *("gpt2", "llama", "window", "experts", "latent", "gpt-oss", "llama 4", "delta net", "kimi linear", "mamba"),
+        "dsa",
+    ],
 )
 def test_cache_changes_nothing(model: dict) -> None:
     assert _generate(model, Sampling()) == _without_cache(model)

@@ -18,7 +18,7 @@ from megatron_core.verify.ranks import run_ranks
 from tests.defects.plant import planted
 from tests.inference import fuzz
 from tests.inference.fuzz import MODERN, Draw, generator_of
-from tests.inference.test_generate import DELTA_NET, EXPERTS, KIMI, LATENT, LONG_WINDOW, MAMBA, PP2, TP2, WINDOW
+from tests.inference.test_generate import DELTA_NET, DSA, EXPERTS, KIMI, LATENT, LONG_WINDOW, MAMBA, PP2, TP2, WINDOW
 from tests.sample import WHOLE_MATRIX
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -32,6 +32,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "delta net": DELTA_NET | {"seq_length": 64},
     "kimi linear": KIMI | {"seq_length": 64},
     "mamba": MAMBA | {"seq_length": 64},
+    "sparse attention": DSA | {"seq_length": 64},
 }
 
 

@@ -55,6 +55,7 @@ DEEPSEEK: dict[str, Any] = {
     "num_mtp_layers": 0,
     "num_key_value_heads": 4,
 }
+INDEXER = {"index_n_heads": 8, "index_head_dim": 6, "index_topk": 5}
 DEEPSEEK_YARN = {
     "rope_type": "yarn",
     "rope_theta": 1e4,
@@ -151,6 +152,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": ("DeepseekV3", LLAMA | DEEPSEEK | {"q_lora_rank": 10}),
     "deepseek_v3, yarn": ("DeepseekV3", LLAMA | DEEPSEEK | {"q_lora_rank": 10, "rope_parameters": DEEPSEEK_YARN}),
     "deepseek_v3, queries without latent": ("DeepseekV3", LLAMA | DEEPSEEK | {"q_lora_rank": None}),
+    "deepseek_v32": ("DeepseekV32", LLAMA | DEEPSEEK | INDEXER | {"q_lora_rank": 10}),
+    "deepseek_v32, yarn": (
+        "DeepseekV32",
+        LLAMA | DEEPSEEK | INDEXER | {"q_lora_rank": 10, "rope_parameters": DEEPSEEK_YARN},
+    ),
+    "glm_moe_dsa": (
+        "GlmMoeDsa",
+        LLAMA | DEEPSEEK | INDEXER | {"q_lora_rank": 10, "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-5},
+    ),
     "olmo2": ("Olmo2", LLAMA),
     "olmoe": ("Olmoe", LLAMA | {"num_experts": 4, "num_experts_per_tok": 2}),
     "olmoe, normalized": ("Olmoe", LLAMA | {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}),

@@ -21,7 +21,8 @@ from megatron_core.training.setup import Run, set_up
 from megatron_core.training.step import train_step
 from megatron_core.verify.gpt import RaggedDataset
 from megatron_core.verify.ranks import run_ranks, this_world
-from tests.models.hf_models import VOCABULARY, save_model
+from tests.models.hf_models import RECURRENT, VOCABULARY, save_model
+from tests.models.test_delta_net import compute_in_float64
 
 peft = pytest.importorskip("peft")
 SEPARATE = ["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -48,6 +49,21 @@ CASES: dict[str, tuple[str, dict[str, Any], float]] = {
     # Their rotary angles are in float32.
     "gpt_neox": ("gpt_neox", {"target_modules": ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"]}, 1e-7),
     "phi3": ("phi3", {"target_modules": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]}, 1e-5),
+    "qwen3_5": (
+        "qwen3_5",
+        {"target_modules": ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj", "q_proj", "v_proj"]},
+        1e-9,
+    ),
+    "qwen3_next, DoRA": (
+        "qwen3_next",
+        {"target_modules": ["in_proj_qkvz", "in_proj_ba", "out_proj", "o_proj"], "use_dora": True},
+        1e-9,
+    ),
+    "kimi_linear": (
+        "kimi_linear",
+        {"target_modules": [f"{name}_proj" for name in ("q", "k", "v", "b", "g_a", "g_b", "o")]},
+        1e-9,
+    ),
     "deepseek": (
         "deepseek_v3",
         {"target_modules": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]},
@@ -131,9 +147,11 @@ def _logits(model: Any) -> torch.Tensor:
 
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("case", CASES)
-def test_training_equals_peft(case: str, tmp_path: Path) -> None:
+def test_training_equals_peft(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The losses of 20 steps from the same adapters; the trained adapters in `peft`, and merged, give its logits."""
     model, settings, tolerance = CASES[case]
+    if model.startswith(RECURRENT):
+        compute_in_float64(monkeypatch)
     theirs = _adapter(model, settings, tmp_path)
     config = _config(tmp_path, save=str(tmp_path / "run"))
     (ours,) = run_ranks(1, _losses, config)

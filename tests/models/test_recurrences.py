@@ -28,14 +28,19 @@ class WideTorch:
         return getattr(torch, name)
 
 
-@pytest.mark.drawn(2)
-@pytest.mark.parametrize("name", NAMES)
-def test_logits_and_gradients_are_theirs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def compute_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let these models compute in float64 where they convert to float32."""
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     for module in MODULES:
         monkeypatch.setattr(
             importlib.import_module(f"transformers.models.{module}.modeling_{module}"), "torch", WideTorch()
         )
+
+
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_and_gradients_are_theirs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compute_in_float64(monkeypatch)
     compare_gradients(name, tmp_path, tolerance=1e-10)
 
 

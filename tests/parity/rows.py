@@ -14,6 +14,7 @@ from tests.parity.latent_rows import LATENT_ROWS
 from tests.parity.moe_rows import MOE_ROWS
 from tests.parity.recurrent_rows import RECURRENT_ROWS
 from tests.parity.sink_rows import SINK_ROWS
+from tests.parity.sparse_rows import SPARSE_ROWS
 
 BASE = {
     "num_layers": 4,
@@ -261,6 +262,7 @@ ROWS: dict[str, tuple[int, dict, dict]] = {
     **LATENT_ROWS,
     **SINK_ROWS,
     **RECURRENT_ROWS,
+    **SPARSE_ROWS,
     **HUB_ROWS,
 }
 

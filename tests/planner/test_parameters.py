@@ -28,6 +28,7 @@ LATENTS = {
     "qk_pos_emb_head_dim": 4,
     "v_head_dim": 8,
 }
+INDEXER = {"experimental_attention_variant": "dsa", "dsa_indexer_n_heads": 3, "attention_dropout": 0.0}
 DELTA_NET = {
     "experimental_attention_variant": "gated_delta_net",
     "linear_attention_freq": (2,),
@@ -74,6 +75,14 @@ CASES: dict[str, dict[str, Any]] = {
     | {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "optimizer": "muon"},
     "latents, tp2": LLAMA | LATENTS | {"tensor_model_parallel_size": 2, "q_lora_rank": 24, "qk_layernorm": True},
     "latents of keys alone": LLAMA | LATENTS,
+    "sparse attention, pp2": LLAMA | LATENTS | INDEXER | PIPELINE | {"dsa_indexer_loss_coeff": 0.1},
+    "sparse attention, indexers not trained, tp2": LLAMA | LATENTS | INDEXER | {"tensor_model_parallel_size": 2},
+    "sparse attention, warm-up, zb_v": LLAMA
+    | LATENTS
+    | INDEXER
+    | PIPELINE
+    | {"dsa_indexer_loss_coeff": 0.1, "dsa_indexer_warmup": True, "pipeline_schedule": "zb_v"},
+    "sparse attention, lora": LLAMA | LATENTS | INDEXER | {"lora_rank": 4},
     "two tokens ahead, pp2": LLAMA | PIPELINE | {"mtp_num_layers": 2},
     "two tokens ahead, tied, pp2": PIPELINE | {"mtp_num_layers": 2, "position_embedding_type": "rope"},
     "two tokens ahead, zb_v": LLAMA | PIPELINE | {"pipeline_schedule": "zb_v", "mtp_num_layers": 1},
@@ -90,6 +99,10 @@ CASES: dict[str, dict[str, Any]] = {
     | PIPELINE
     | {"zero_stage": 3, "expert_model_parallel_size": 2, "moe_layer_freq": (0, 1, 1, 0), "lora_rank": 4}
     | {"moe_shared_expert_intermediate_size": 64, "pipeline_schedule": "zb_v"},
+    "lora of parts of delta nets, tp2": LLAMA
+    | DELTA_NET
+    | {"tensor_model_parallel_size": 2, "lora_rank": 4, "use_dora": True}
+    | {"lora_target_modules": ("in_proj_qkv", "in_proj_b", "out_proj", "gate_proj")},
     "lora of a layer, latents, tp2": LLAMA
     | LATENTS
     | {"tensor_model_parallel_size": 2, "q_lora_rank": 24, "lora_rank": 4}
@@ -108,7 +121,9 @@ def test_every_pipeline_rank_has_the_parameters_of_the_model(settings: dict[str,
         own = found.groups.index("pp")
         held = sum(unit.total + unit.frozen + unit.frozen_experts for unit in units[own])
         assert held == found.parameters
-        frozen = found.config.tuning.lora_rank is not None
+        model = found.config.model
+        frozen = found.config.tuning.lora_rank is not None or model.dsa_indexer_warmup
+        frozen = frozen or model.has_sparse_attention > model.trains_indexers
         assert any(unit.total for unit in units[own]) and any(unit.frozen for unit in units[own]) == frozen
 
 

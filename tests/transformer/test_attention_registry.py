@@ -66,6 +66,12 @@ def output_gate() -> Iterator[None]:
 
 
 LATENTS = {"multi_latent_attention": True, "kv_lora_rank": 8, "qk_head_dim": 6, "qk_pos_emb_head_dim": 4}
+INDEXER = {
+    "experimental_attention_variant": "dsa",
+    "dsa_indexer_n_heads": 3,
+    "dsa_indexer_head_dim": 6,
+    "attention_dropout": 0.0,
+}
 GROUPS = {"group_query_attention": True, "num_query_groups": 2}
 KINDS: dict[str, dict[str, Any]] = {
     "multi-head": {},
@@ -73,6 +79,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "gated": GROUPS | {"attention_output_gate": True},
     "latent": LATENTS | {"v_head_dim": 10},
     "latent queries": LATENTS | {"v_head_dim": 4, "q_lora_rank": 12, "qk_layernorm": True},
+    "sparse": LATENTS | INDEXER | {"q_lora_rank": 12, "qk_layernorm": True, "dsa_indexer_loss_coeff": 1.0},
     "gated delta net": {
         "experimental_attention_variant": "gated_delta_net",
         "linear_attention_freq": (1, 0),
@@ -101,7 +108,9 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def test_every_kind_is_compared(output_gate: None) -> None:
-    assert ATTENTION_KINDS.keys() == ATTENTION_LAYERS.keys() == {"grouped_query", "latent", "output_gate"}
+    assert (
+        ATTENTION_KINDS.keys() == ATTENTION_LAYERS.keys() == {"grouped_query", "latent", "sparse_latent", "output_gate"}
+    )
     names = {"gated_delta_net", "kimi_delta_attention", "mamba2"}
     assert RECURRENT_KINDS.keys() == RECURRENT_LAYERS.keys() == names
 

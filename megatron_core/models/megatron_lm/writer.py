@@ -105,7 +105,7 @@ def write_checkpoint(
     ``exchange`` returns the texts of all ranks. The folder appears complete, by one rename; then the file that names
     the latest iteration is replaced. Errors: ``CheckpointError`` on all ranks.
     """
-    if form == "torch_dist" and (model.has_recurrence or model.hybrid_layer_pattern):
+    if form == "torch_dist" and (model.experimental_attention_variant or model.hybrid_layer_pattern):
         raise CheckpointError(
             f"experimental_attention_variant={model.experimental_attention_variant} and hybrid_layer_pattern="
             f"{model.hybrid_layer_pattern} cannot be written as torch_dist, where Megatron Core has other tensors; use "
