@@ -69,7 +69,7 @@ class Size:
 
     @classmethod
     def of(cls, depth: int, settings: Settings) -> Size:
-        """The model of ``depth`` layers, and its training by the rules of ``--depth``, but for the rounding."""
+        """The model of ``depth`` layers, and its training by the rules of ``--depth`` with other rounding."""
         width = settings.channels * depth
         parameters = 12 * depth * width**2
         tokens = settings.tokens_per_parameter * parameters
