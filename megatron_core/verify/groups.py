@@ -106,7 +106,7 @@ class GroupsInOneProcess:
         return self.config.outer_fragments - 1
 
     def _rounded(self, gradient: Tensor) -> Tensor:
-        """What arrives of a message, by the nearest of all numbers that can be sent."""
+        """The gradient as it arrives: the nearest of all numbers that can be sent."""
         kind, largest = self.config.outer_exchange, gradient.abs().max()
         if kind == "full" or not largest:
             return gradient

@@ -11,7 +11,9 @@ import torch
 from megatron_core.errors import CheckpointError
 from megatron_core.optimizer.outer_messages import from_e3m0, packed, to_e3m0, unpacked
 from megatron_core.parallel.meter import METER
+from megatron_core.training.driver import StepHooks
 from megatron_core.training.loop import evaluate_split
+from megatron_core.training.memory_report import found_bytes, planned_bytes
 from megatron_core.training.setup import Run
 from megatron_core.training.step import evaluate, train_step
 from megatron_core.verify.ranks import run_ranks
@@ -40,6 +42,26 @@ def test_an_exchange_after_each_step_of_sgd_is_plain_data_parallelism() -> None:
     for name, expected in together.items():
         for found in alone:
             np.testing.assert_allclose(found[name], expected, rtol=1e-9, atol=1e-12, err_msg=name)
+
+
+def _together() -> tuple[bool, bool, bool, bool, bool]:
+    """A step with a gradient that is not finite in the second group, and one whose second group requests a stop."""
+    run = tiny_run(outer_steps=2, zero_stage=1)
+    before = [shard.main.clone() for shard in run.optimizer.shards]
+
+    def spoil() -> None:
+        if run.world.rank == 1:
+            run.data_parallel.buckets[0].grad_shard[0] = torch.nan
+
+    bad = train_step(run, hooks=StepHooks(before_update=spoil))
+    same = all(torch.equal(a, shard.main) for a, shard in zip(before, run.optimizer.shards, strict=True))
+    good = train_step(run, stop=run.world.rank == 1)
+    planned = planned_bytes(run) == sum(found_bytes(run)[kind] for kind in ("weights", "gradients", "optimizer"))
+    return bad.skipped, same, good.skipped, good.stop, planned
+
+
+def test_groups_skip_and_stop_together() -> None:
+    assert run_ranks(2, _together) == [(True, True, False, True, True)] * 2
 
 
 def _evaluated() -> tuple[float, float, float, bool]:

@@ -10,8 +10,6 @@ from tests.parity.outer_rows import OUTER_ROWS
 from tests.parity.rows import compare
 from tests.parity.test_matrix import faults
 
-SGD = {"optimizer": "sgd", "sgd_momentum": 0.0, "clip_grad": 0.0, "num_layers": 2, "weight_decay": 0.1}
-
 
 @pytest.mark.drawn(3)
 @pytest.mark.parametrize("row", drawn(OUTER_ROWS))
