@@ -134,14 +134,11 @@ def take_step(
     report = torch.cat([own, added, further, load.flatten()])
     all_reduce_(report, model.groups.group(WORLD))
     by_group = read_reports(torch.cat([report, divisor.view(1)]), model)
-    own_norm, losses_and_norms = (
-        by_group[model.groups.outer.rank()][0],
-        [(row[1] / row[-1], row[0]) for row in by_group],
-    )
-    loss, norm = (sum(each) / len(by_group) for each in zip(*losses_and_norms, strict=True))
+    own_norm, groups = by_group[model.groups.outer.rank()][0], [(row[1] / row[-1], row[0]) for row in by_group]
+    loss, norm = (_mean(each) for each in zip(*groups, strict=True))
     sums = [sum(each) for each in zip(*by_group, strict=True)]
-    means = [each / len(by_group) for each in sums[3 : 3 + len(added) + len(further)]]
-    at = 3 + len(added) + len(further)
+    first, at = 3 + len(added), 3 + len(added) + len(further)
+    added_means = [auxiliary.means(row[3:first]) for row in by_group]
     # Update the weights, unless the step is skipped, which all groups decide together.
     skip = hooks.is_bad(loss, norm) or not math.isfinite(norm)
     skipped = update_weights(optimizer, [data], own_norm, lr, decoupled_lr, weight_decay, skip=skip)
@@ -151,10 +148,10 @@ def take_step(
         norm,
         skipped,
         sums[2] > 0.0,
-        auxiliary.means(means[: len(added)]),
-        means[len(added) :],
+        {name: _mean([means[name] for means in added_means]) for name in added_means[0]},
+        [each / len(by_group) for each in sums[first:at]],
         dict(zip(auxiliary.expert_layers, _in_rows(sums[at:-1], load.shape[1]), strict=True)),
-        losses_and_norms if len(by_group) > 1 else (),
+        groups if len(by_group) > 1 else (),
     )
 
 
@@ -279,6 +276,10 @@ def sum_of(model: Trainable, losses: Sequence[Tensor]) -> Tensor:
     if not losses or not model.split.owns_loss:
         return torch.zeros((), dtype=torch.float64, device=model.data_parallel.device)
     return torch.stack(list(losses)).sum(dtype=torch.float64)
+
+
+def _mean(numbers: Sequence[float]) -> float:
+    return sum(numbers) / len(numbers)
 
 
 def _in_rows(numbers: list[float], length: int) -> list[list[int]]:

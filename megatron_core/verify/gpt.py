@@ -130,7 +130,7 @@ def trace_groups(config: RunConfig, steps: int) -> RankTrace:
         reports = [_reports(each) for each in results]
         for name in reports[0]:
             total = np.sum([each[name] for each in reports], axis=0)
-            trace.add_reports(step, {name: total if name.startswith("load") else total / len(results)})
+            trace.add_reports(step, {name: total if name.startswith("load of layer") else total / len(results)})
         each_group = [number for each in results for number in (each.loss, each.grad_norm)]
         trace.add_reports(step, {"loss and norm of each group": each_group})
     for number, run in enumerate(groups.runs):
