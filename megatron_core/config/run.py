@@ -12,6 +12,7 @@ from megatron_core.config.data import DataConfig
 from megatron_core.config.invariance import default_parts
 from megatron_core.config.model import ModelConfig
 from megatron_core.config.monitor import MonitorConfig
+from megatron_core.config.outer import OuterConfig
 from megatron_core.config.parallel import ParallelConfig
 from megatron_core.config.resilience import ResilienceConfig
 from megatron_core.config.setting import Setting, declarations
@@ -27,6 +28,8 @@ class RunConfig:
     """The shape of the transformer."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     """How the model and its batch are split over ranks."""
+    outer: OuterConfig = field(default_factory=OuterConfig)
+    """Groups of replicas that exchange their weights every few steps."""
     training: TrainingConfig = field(default_factory=TrainingConfig)
     """Batches, length of training, precision."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -117,8 +120,9 @@ class RunContext(RunConfig):
     @property
     def data_ranks(self) -> int:
         """Ranks over which the gradients of dense layers, or of experts if they are more, are summed."""
-        copies = self.parallel.data_parallel_size(self.world_size) * self.parallel.context_parallel_size
-        return max(copies, self.world_size // self.parallel.expert_model_size if self.model.num_experts else 1)
+        size = self.world_size // self.outer.num_groups
+        copies = self.parallel.data_parallel_size(size) * self.parallel.context_parallel_size
+        return max(copies, size // self.parallel.expert_model_size if self.model.num_experts else 1)
 
     @property
     def expert_ranks(self) -> int:

@@ -64,7 +64,7 @@ class GradientNorm:
         for bucket, owned in self.owned:
             for name, _, start, stop, at in bucket.pieces():
                 inside = [(max(first, at), min(last, at + stop - start)) for first, last in owned]
-                spans[_part_of(name, num_layers)] += [(bucket, span) for span in inside if span[0] < span[1]]
+                spans[part_of(name, num_layers)] += [(bucket, span) for span in inside if span[0] < span[1]]
         grads = [[bucket.grad_shard[start:stop] for bucket, (start, stop) in each] for each in spans]
         weights = [[bucket.weight_shard[start:stop] for bucket, (start, stop) in each] for each in spans]
         found = [squared_norm(each, backend=self.backend).to(self.device) for each in grads + weights]
@@ -107,7 +107,7 @@ def part_names(num_layers: int) -> list[str]:
     return ["embedding", *(f"layer {number}" for number in range(num_layers)), "head"]
 
 
-def _part_of(name: str, num_layers: int) -> int:
+def part_of(name: str, num_layers: int) -> int:
     """Return the index in ``part_names`` of a parameter, given its global name."""
     layer = _LAYER.match(name)
     if layer is not None:

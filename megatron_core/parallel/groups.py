@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 
@@ -78,6 +78,11 @@ class ParallelGroups:
     embedding. ``reverse_pp`` is a second group over the pipeline ranks: messages up and down the pipeline use different
     communicators, so they cannot block each other.
 
+    With ``outer_groups`` the ranks of the job form as many groups of neighbours with equal layouts, and ``grid`` is
+    that of this rank's group: all groups above lie within it. ``outer`` contains the ranks at the same place in each
+    group, which hold the same parts of the model; ``outer_reports`` are the same ranks, for small messages in every
+    step.
+
     Without torch.distributed every group is a ``LocalGroup`` of the size in the grid.
     """
 
@@ -86,6 +91,7 @@ class ParallelGroups:
         grid: Grid,
         rank: int,
         *,
+        outer_groups: int = 1,
         ends: tuple[int, int] = (0, -1),
         instances: int = 1,
         a2a_size: int = 1,
@@ -94,6 +100,10 @@ class ParallelGroups:
         self.grid = grid
         self.rank = rank
         self.coordinates = grid.coordinates(rank)
+        size = grid.world_size
+        self._grids = (
+            [replace(grid, rank_offset=at * size) for at in range(outer_groups)] if outer_groups > 1 else [grid]
+        )
         self._timeout = timeout
         self._made: dict[tuple[int, ...], Group] = {}
         self._groups = {frozenset(axes.split("-")): self._whole_group(axes) for axes in COMBINATIONS}
@@ -112,6 +122,7 @@ class ParallelGroups:
         self.context = ContextGroups(self.group("cp"), *self._levels("cp", a2a_size))
         self._made.clear()
         self.reverse_pp = self._whole_group("pp") if grid.pp > 1 else self.group("pp")
+        self.outer, self.outer_reports = self._outer_group(), self._outer_group()
 
     @classmethod
     def single(cls) -> ParallelGroups:
@@ -146,6 +157,11 @@ class ParallelGroups:
         """Number of ranks along ``axis``."""
         return self.grid.size(axis)
 
+    @property
+    def replicas(self) -> int:
+        """Number of copies of the model in the job, in all outer groups."""
+        return self.size("dp") * len(self._grids)
+
     def index(self, axis: str) -> int:
         """Index of this rank on ``axis``."""
         return self.coordinates[axis]
@@ -178,6 +194,7 @@ class ParallelGroups:
         own += [(f"{each} between instances", self.instance_group(each)) for each in self._sharding]
         own += [("cp heads", self.context.heads), ("cp ring", self.context.ring)]
         own += [(f"tied weights of pipeline ranks {ranks}", group) for ranks, group in self._tied.items()]
+        own += [("outer groups", self.outer), ("reports of outer groups", self.outer_reports)]
         names: dict[Group, list[str]] = {}
         for name, group in own:
             if group is not None and group.size() > 1:
@@ -194,7 +211,8 @@ class ParallelGroups:
     def prefix(self) -> str:
         """Prefix of this rank's messages, such as ``[pp1 dp0 tp1]``."""
         context = f" cp{self.index('cp')}" if self.size("cp") > 1 else ""
-        return f"[pp{self.index('pp')} dp{self.index('dp')}{context} tp{self.index('tp')}]"
+        outer = f"group{self.outer.rank()} " if self.outer.size() > 1 else ""
+        return f"[{outer}pp{self.index('pp')} dp{self.index('dp')}{context} tp{self.index('tp')}]"
 
     def _whole_group(self, axes: str) -> Group:
         group = self._own_group(axes)
@@ -208,14 +226,30 @@ class ParallelGroups:
         creation. Groups of another world, such as those of a single process within a job, are ``LocalGroup``s.
         """
         mine = None
-        distributed = dist.is_initialized() and dist.get_world_size() == self.grid.world_size
-        for ranks in self.grid.constant_groups(axes) if distributed else [tuple(self.ranks(axes))]:
+        distributed = self._is_distributed
+        everyone = [ranks for grid in self._grids for ranks in grid.constant_groups(axes)] if distributed else []
+        for ranks in everyone or [tuple(self.ranks(axes))]:
             for members in parts(ranks):
                 if distributed and members not in self._made:
                     self._made[members] = dist.new_group(list(members), timeout=self._timeout)
                 if self.rank in members:
                     mine = self._made.get(members) or LocalGroup(len(members), members.index(self.rank))
         return mine
+
+    @property
+    def _is_distributed(self) -> bool:
+        """Whether torch.distributed's world is that of the grids."""
+        return dist.is_initialized() and dist.get_world_size() == self.grid.world_size * len(self._grids)
+
+    def _outer_group(self) -> Group:
+        """This rank's group over the outer groups, with a communicator of its own."""
+        number, size = len(self._grids), self.grid.world_size
+        if number == 1 or not self._is_distributed:
+            return LocalGroup(number, self.grid.rank_offset // size if number > 1 else 0)
+        made = [
+            dist.new_group([place + at * size for at in range(number)], timeout=self._timeout) for place in range(size)
+        ]
+        return made[self.rank % size]
 
     def _split_group(self, axes: str, instances: int) -> tuple[Group, Group]:
         """This rank's group within its instance of ``axes``, and the group of the same index in all instances."""

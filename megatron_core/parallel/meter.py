@@ -310,6 +310,7 @@ def _names_of(groups: ParallelGroups) -> dict[Any, str]:
         if groups.group(axes).size() > 1:
             names.setdefault(groups.group(axes), axes)
     own = {"embedding": groups.embedding, "cp heads": groups.context.heads, "cp ring": groups.context.ring}
+    own |= {"outer": groups.outer, "outer reports": groups.outer_reports}
     for name, group in own.items():
         if group is not None and group.size() > 1:
             names.setdefault(group, name)

@@ -167,6 +167,9 @@ class Footprint:
             )
             for kind, bytes_ in each.items():
                 found[kind] += elements * bytes_
+        if config.outer.outer_steps:  # global weights and momentum
+            wide = max(number_size(config.training.compute_dtype), 4)
+            found["optimizer"] += 2 * wide * (total.dense / dense + total.experts / experts)
         for elements, size in ((total.frozen, dense), (total.frozen_experts, experts)):
             parts = size if config.parallel.dp_zero_stage == 3 else 1
             found["weights"] += elements * number_size(config.training.compute_dtype) / parts
@@ -183,9 +186,8 @@ class Footprint:
     @property
     def shard_sizes(self) -> tuple[int, int]:
         """Number of ranks that shard dense parameters, and number of ranks that shard experts."""
-        parallel = self.config.parallel
-        dense = parallel.data_parallel_size(self.world_size) * parallel.context_parallel_size
-        return dense, self.world_size // parallel.expert_model_size
+        parallel, size = self.config.parallel, self.world_size // self.config.outer.num_groups
+        return parallel.data_parallel_size(size) * parallel.context_parallel_size, size // parallel.expert_model_size
 
     @cached_property
     def head_bytes(self) -> float:

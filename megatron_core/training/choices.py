@@ -40,7 +40,7 @@ def log_likelihoods(run: Run, dataset: ChoiceDataset) -> Tensor:
     stages, last = list(run.stages.values()), len(run.layers) - 1
     for stage in stages:
         stage.eval()
-    loader, size = run.loader(dataset), StepSize.of_evaluation(run.config, run.groups.size("dp"))
+    loader, size = run.loader(dataset), StepSize.of_evaluation(run.config, run.groups.replicas)
     iterations = -(-len(dataset) // size.batch_size)
     found = torch.zeros(iterations * size.batch_size, dtype=torch.float64, device=run.world.device)
     for iteration in range(iterations):

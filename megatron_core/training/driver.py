@@ -6,6 +6,7 @@ phases one by one. A step synchronizes with the device once: the reported values
 to the host together.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from megatron_core.data_parallel import DataParallel
 from megatron_core.ops.exact_sum import scale_gradient
 from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.parallel import ParallelGroups
-from megatron_core.parallel.collectives import all_reduce_
+from megatron_core.parallel.collectives import all_gather_flat_, all_reduce_
 from megatron_core.parallel.grid import WORLD
 from megatron_core.parallel.meter import METER
 from megatron_core.parallel.micro_batch import SequenceSplit
@@ -90,6 +91,8 @@ class StepOutcome:
     expert_load: Mapping[int, Sequence[int]]
     """For each layer with experts: how often each expert was chosen in the global batch, followed by the number of
     dropped choices."""
+    groups: Sequence[tuple[float, float]]
+    """With several outer groups: loss and gradient norm of each group; ``loss`` and ``grad_norm`` are their means."""
 
 
 def take_step(
@@ -130,21 +133,25 @@ def take_step(
     further = own.new_zeros(0) if hooks.statistics is None else hooks.statistics()
     report = torch.cat([own, added, further, load.flatten()])
     all_reduce_(report, model.groups.group(WORLD))
-    found = read_norm_and(torch.cat([report, divisor.view(1)]), optimizer)
-    norm, loss, stops, *means = found[: 3 + len(added)]
-    loss /= found.pop()
-    at = 3 + len(added) + len(further)
-    # Update the weights, unless the step is skipped.
-    skipped = update_weights(optimizer, [data], norm, lr, decoupled_lr, weight_decay, skip=hooks.is_bad(loss, norm))
+    by_group = read_reports(torch.cat([report, divisor.view(1)]), model)
+    own_norm, groups = by_group[model.groups.outer.rank()][0], [(row[1] / row[-1], row[0]) for row in by_group]
+    loss, norm = (_mean(each) for each in zip(*groups, strict=True))
+    sums = [sum(each) for each in zip(*by_group, strict=True)]
+    first, at = 3 + len(added), 3 + len(added) + len(further)
+    added_means = [auxiliary.means(row[3:first]) for row in by_group]
+    # Update the weights, unless the step is skipped, which all groups decide together.
+    skip = hooks.is_bad(loss, norm) or not math.isfinite(norm)
+    skipped = update_weights(optimizer, [data], own_norm, lr, decoupled_lr, weight_decay, skip=skip)
     METER.switch("other")
     return StepOutcome(
         loss,
         norm,
         skipped,
-        stops > 0.0,
-        auxiliary.means(means),
-        found[3 + len(added) : at],
-        dict(zip(auxiliary.expert_layers, _in_rows(found[at:], load.shape[1]), strict=True)),
+        sums[2] > 0.0,
+        {name: _mean([means[name] for means in added_means]) for name in added_means[0]},
+        [each / len(by_group) for each in sums[first:at]],
+        dict(zip(auxiliary.expert_layers, _in_rows(sums[at:-1], load.shape[1]), strict=True)),
+        groups if len(by_group) > 1 else (),
     )
 
 
@@ -227,6 +234,18 @@ def read_norm_and(report: Tensor, optimizer: Optimizer) -> list[float]:
     return torch.cat([optimizer.gradient_norm().view(1), report]).tolist()
 
 
+def read_reports(report: Tensor, model: Trainable) -> list[list[float]]:
+    """``read_norm_and`` of each outer group, by group."""
+    group = model.groups.outer_reports
+    if group.size() == 1:
+        return [read_norm_and(report, model.optimizer)]
+    own = torch.cat([model.optimizer.gradient_norm().view(1), report])
+    rows = own.new_empty(group.size() * own.numel())
+    all_gather_flat_(rows, own, group)
+    found: list[list[float]] = rows.view(group.size(), -1).tolist()
+    return found
+
+
 def update_weights(
     optimizer: Optimizer,
     wrappers: Iterable[DataParallel],
@@ -257,6 +276,10 @@ def sum_of(model: Trainable, losses: Sequence[Tensor]) -> Tensor:
     if not losses or not model.split.owns_loss:
         return torch.zeros((), dtype=torch.float64, device=model.data_parallel.device)
     return torch.stack(list(losses)).sum(dtype=torch.float64)
+
+
+def _mean(numbers: Sequence[float]) -> float:
+    return sum(numbers) / len(numbers)
 
 
 def _in_rows(numbers: list[float], length: int) -> list[list[int]]:

@@ -35,7 +35,7 @@ from megatron_core.tensor_parallel import ModelParallelConfig
 from megatron_core.tokenizers import tokenizer_of
 from megatron_core.training.data import vocabulary_size
 from megatron_core.training.plans import Plans
-from megatron_core.training.setup import data_parallel_of
+from megatron_core.training.setup import data_parallel_of, outer_of
 
 META = torch.device("meta")
 ASSUMED_VOCABULARY = 50_257
@@ -68,8 +68,9 @@ class RankEstimate:
         micros = config.training.final_batch_size(copies) // (config.training.micro_batch_size * copies)
         plan = Plans(config, copies).training(micros)
         groups = ParallelGroups(
-            grid_of(config.parallel, world_size),
+            grid_of(config.parallel, world_size, rank, config.outer.num_groups),
             rank,
+            outer_groups=config.outer.num_groups,
             ends=(plan.stage_to_rank[0], plan.stage_to_rank[-1]),
             instances=config.parallel.num_distributed_optimizer_instances,
             a2a_size=config.parallel.a2a_size,
@@ -113,11 +114,13 @@ class RankEstimate:
         backend = self.config.model.kernel_backend
         optimizer = Optimizer(data_parallel, self.config.optimizer, self.groups, ConstantLossScale(1.0), backend)
         units = rank_units(self.config, self.layers, self.plan.stage_to_rank, self.vocab_size)
-        world = self.groups.grid.world_size
+        world = self.groups.grid.world_size * self.groups.outer.size()
+        outer = outer_of(self.config, data_parallel, optimizer, self.groups)
         formula = Footprint.of(self.config, world, self.plan, self.layers, units, self.vocab_size)
         return {
             **data_parallel.resident_bytes(),
-            "optimizer": sum(shard.nbytes for shard in optimizer.shards if not shard.placement.is_offloaded),
+            "optimizer": sum(shard.nbytes for shard in optimizer.shards if not shard.placement.is_offloaded)
+            + (0 if outer is None else outer.nbytes),
             "elsewhere": sum(shard.nbytes for shard in optimizer.shards if shard.placement.is_offloaded),
             **{kind: round(size) for kind, size in formula.moving(self.groups.index("pp")).items()},
         }
@@ -193,8 +196,10 @@ def _settings(config: RunConfig) -> str:
 
 def _groups(found: RankEstimate) -> str:
     groups, config = found.groups, found.config
-    layout = Layout.of(config.parallel, config.model.num_layers, groups.grid.world_size)
-    lines = [f"groups of rank {groups.rank} of {groups.grid.world_size}, layout {layout} {groups.prefix}"]
+    outer = groups.outer.size()
+    among, world = f" in {outer} groups" if outer > 1 else "", groups.grid.world_size * outer
+    layout = Layout.of(config.parallel, config.model.num_layers, world)
+    lines = [f"groups of rank {groups.rank} of {world}, layout {layout}{among} {groups.prefix}"]
     names: dict[tuple[int, ...], list[str]] = {}
     for axes in COMBINATIONS:
         names.setdefault(tuple(groups.ranks(axes)), []).append(axes)

@@ -1,6 +1,7 @@
 """The training loop: steps, evaluations and checkpoints; everything else is a callback."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 
 from megatron_core.monitor.events import Sink, ValidationEvent
@@ -129,7 +130,8 @@ def evaluate_split(run: Run, called: Callbacks, split: str) -> None:
 
     with METER.phase("evaluation", whole=True):
         run.optimizer.synchronize()
-        losses = measure()
+        with nullcontext() if run.outer is None else run.outer.global_weights():
+            losses = measure()
         if run.config.optimizer.ema_decay is not None and not run.config.training.skip_train:
             with averaged_weights(run):
                 measure(" average")

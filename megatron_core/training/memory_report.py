@@ -34,27 +34,27 @@ MUCH_LESS = 0.9
 
 def planned_bytes(run: Run) -> float:
     """Predicted bytes of weights, gradients and optimizer state; each bucket is sharded over its own group."""
-    config = run.config
-    return sum(
-        sum(parameter.numel() for parameter in shard.bucket.parameters)
-        * sum(
-            state_by_kind(
-                config.training.compute_dtype,
-                shard.bucket.dp_group.size(),
-                zero_stage=config.parallel.dp_zero_stage,
-                optimizer=config.optimizer,
-                hidden=shard.bucket.kind.is_hidden_matrix,
-                compression=config.parallel.grad_compression,
-            ).values()
+    config, found = run.config, 0.0
+    for shard in run.optimizer.shards:
+        size = shard.bucket.dp_group.size()
+        each = state_by_kind(
+            config.training.compute_dtype,
+            size,
+            zero_stage=config.parallel.dp_zero_stage,
+            optimizer=config.optimizer,
+            hidden=shard.bucket.kind.is_hidden_matrix,
+            compression=config.parallel.grad_compression,
         )
-        for shard in run.optimizer.shards
-    )
+        outer = 0 if run.outer is None else 2 * shard.main.element_size() / size  # global weights and momentum
+        found += sum(parameter.numel() for parameter in shard.bucket.parameters) * (sum(each.values()) + outer)
+    return found
 
 
 def found_bytes(run: Run) -> dict[str, int]:
     """Bytes of this rank's weights, gradients and optimizer state, and of temporarily gathered units."""
     state = [tensor for _, named in run.optimizer.tensors() for tensor in named.values()]
-    return run.data_parallel.resident_bytes() | {"optimizer": sum(tensor.nbytes for tensor in state)}
+    outer = 0 if run.outer is None else run.outer.nbytes
+    return run.data_parallel.resident_bytes() | {"optimizer": sum(tensor.nbytes for tensor in state) + outer}
 
 
 def describe_memory(run: Run, *, after_step: int = 0) -> str:

@@ -33,9 +33,11 @@ class StepSize:
 
     @classmethod
     def of_evaluation(cls, config: RunConfig, data_parallel_size: int) -> StepSize:
-        """The first batch of an evaluation; all evaluation batches have full size, so that results are comparable."""
+        """The first batch of an evaluation; all evaluation batches have full size, so that results are comparable.
+
+        Each outer group evaluates the whole batch."""
         batch = config.training.evaluation_batch_size(data_parallel_size)
-        micro = batch // (config.training.micro_batch_size * data_parallel_size)
+        micro = batch * config.outer.num_groups // (config.training.micro_batch_size * data_parallel_size)
         return cls(0, batch, micro, config.data.seq_length)
 
     @property
@@ -62,6 +64,8 @@ class Plans:
         batch = config.training.final_batch_size(data_parallel_size)
         largest = self.training(batch // (config.training.micro_batch_size * data_parallel_size))
         self.stage_to_rank = largest.stage_to_rank
+        self.ends = self.stage_to_rank[0], self.stage_to_rank[-1]
+        """Pipeline ranks of the first and the last stage."""
 
     def _training(self, num_microbatches: int) -> Plan:
         """The plan of a training step."""

@@ -41,6 +41,7 @@ from megatron_core.config.file import write_config
 from megatron_core.data_parallel import DataParallel
 from megatron_core.errors import CheckpointError, ConfigError, MegatronError
 from megatron_core.models.megatron_lm.writer import write_checkpoint
+from megatron_core.optimizer.outer import OuterOptimizer
 from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.output_file import make_folder
 from megatron_core.parallel.texts import all_agree, tell_all, tell_from
@@ -48,6 +49,7 @@ from megatron_core.storage import in_storage, location
 from megatron_core.tensor_parallel.amax_history import AmaxHistories
 from megatron_core.tokenizers.base import Tokenizer
 from megatron_core.tokenizers.companions import files_to_store
+from megatron_core.training.outer_state import global_pieces, outer_state, pieces_of_group
 from megatron_core.training.state import TrainState, other_pieces, updated_pieces
 
 LEAVE_SECONDS = 60.0
@@ -70,6 +72,8 @@ class CheckpointSaver:
     vocab_size: int = field(kw_only=True)
     tokenizer: Tokenizer | None = field(kw_only=True)
     fp8: AmaxHistories | None = field(default=None, kw_only=True)
+    outer: OuterOptimizer | None = field(default=None, kw_only=True)
+    """The global weights of groups of replicas; checkpoints then contain the weights of each group, too."""
     further: Callable[[], Iterable[TensorBox]] = field(default=tuple, kw_only=True)
     """Returns additional pieces to save."""
 
@@ -240,6 +244,11 @@ class CheckpointSaver:
         optimizer = None if settings.no_save_optim else self.optimizer
         updated = updated_pieces(self.data, optimizer)
         others = chain(other_pieces(self.data, optimizer, self.fp8), self.further())
+        if self.outer is not None:
+            group = pieces_of_group(updated, self.optimizer, self.outer.groups.outer.rank())
+            updated = iter(()) if optimizer is None else group
+            first = others if self.outer.groups.outer.rank() == 0 else ()
+            others = chain(first, global_pieces(self.outer, weights_only=optimizer is None))
         if temporary and self._hosts is not None:
             self._save_copies(save, chain(updated, others), self._hosts)
         elif settings.async_save:
@@ -326,4 +335,5 @@ class CheckpointSaver:
             "vocab_size": self.vocab_size,
             "config": self.config.flat(),
             **compressed,
+            **({} if self.outer is None else outer_state(self.outer)),
         }

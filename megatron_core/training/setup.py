@@ -1,6 +1,5 @@
 """Setup of a training run from a configuration."""
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,30 +24,30 @@ from megatron_core.datasets.loader import Batch, BatchLoader, packing_of
 from megatron_core.errors import ConfigError
 from megatron_core.models import GPTModel
 from megatron_core.models.build import build_stages
-from megatron_core.ops.backend import validate_backend
 from megatron_core.optimizer.lr_schedule import LearningRateSchedule
+from megatron_core.optimizer.outer import OuterOptimizer
 from megatron_core.optimizer.qk_clip import QKClip
 from megatron_core.optimizer.sharded import Optimizer, make_loss_scale
-from megatron_core.parallel import ParallelGroups, World, poison
+from megatron_core.parallel import ParallelGroups, World
 from megatron_core.parallel.initialization import draw_by_name
 from megatron_core.parallel.micro_batch import MicroBatch, SequenceSplit
 from megatron_core.pipeline_parallel.messages import MessageFormat
 from megatron_core.pipeline_parallel.p2p import PipelineP2P
 from megatron_core.schedules.trace import TraceWriter
 from megatron_core.tensor_parallel.amax_history import AmaxHistories
-from megatron_core.tensor_parallel.invariant_kernels import check_same_kernels
 from megatron_core.tokenizers import Tokenizer, tokenizer_of
 from megatron_core.training.data import DatasetsProvider, compare_data, make_splits, vocabulary_size
-from megatron_core.training.driver import Trainable
+from megatron_core.training.driver import Trainable, gather_weights
+from megatron_core.training.outer_state import load_with_groups
 from megatron_core.training.pipeline_trace import trace_writer
 from megatron_core.training.plans import Plans, StepSize
+from megatron_core.training.process import check_kernels, set_process_switches
 from megatron_core.training.reference import Reference, build_reference
 from megatron_core.training.saving import CheckpointSaver
-from megatron_core.training.state import TrainState, load_state, open_checkpoint
+from megatron_core.training.state import TrainState, open_checkpoint
 from megatron_core.training.tuning import adapters_only, open_base, prepare_weights
 from megatron_core.transformer.compiled import compile_layers
 from megatron_core.transformer.cuda_graphs import graph_layers
-from megatron_core.transformer.flex_attention import validate_flex
 from megatron_core.transformer.layer_spec import LayerSpecs, auxiliary_loss_names, layer_spec
 
 
@@ -75,6 +74,8 @@ class Run(Trainable):
     state: TrainState
     loaded: bool
     """Whether a checkpoint was loaded."""
+    outer: OuterOptimizer | None = None
+    """The global weights of groups of replicas, with ``outer_steps``."""
     reference: Reference | None = None
     """The frozen model that preferences are compared with, if it is not the model without its adapters."""
     total_iterations: int
@@ -97,6 +98,7 @@ class Run(Trainable):
             vocab_size=self.vocab_size,
             tokenizer=self.tokenizer,
             fp8=self.fp8,
+            outer=self.outer,
         )
         if self.config.optimizer.qk_clip and not self.config.training.skip_train:
             stages = self.stages.values()
@@ -106,7 +108,11 @@ class Run(Trainable):
 
     def step_after(self, consumed_samples: int) -> StepSize:
         """The size of the step after ``consumed_samples`` samples."""
-        return StepSize.at(self.config, self.groups.size("dp"), consumed_samples)
+        return StepSize.at(self.config, self.groups.replicas, consumed_samples)
+
+    def first_sample(self, size: StepSize) -> int:
+        """The first sample of a step for this rank's outer group: group g of G has the g-th G-th of the batch."""
+        return size.consumed_samples + self.groups.outer.rank() * size.batch_size // self.groups.outer.size()
 
     def micro_batches(self, batches: list[Batch]) -> list[MicroBatch]:
         """This rank's part of its loader's batches, on its device."""
@@ -118,6 +124,7 @@ class Run(Trainable):
         """Short description of the layout, such as ``tp2 pp2 v2 sp``."""
         own = self.config.parallel.pipeline_plan
         layout = str(Layout.of(self.config.parallel, self.config.model.num_layers, self.world.size))
+        layout += f" in {self.groups.outer.size()} groups" if self.groups.outer.size() > 1 else ""
         return f"{layout} plan {Path(own).name}" if own else layout
 
     def loader(self, dataset: Dataset, shift: int = 0) -> BatchLoader:
@@ -232,11 +239,20 @@ def learning_rate_schedule(
     return LearningRateSchedule(optimizer, total or total_iterations, by_samples=by_samples)
 
 
-def use_deterministic_kernels() -> None:
-    """Restrict torch to deterministic kernels (``--deterministic-mode``)."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before cuBLAS is initialized; torch requires it
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+def _decoupled_schedule(config: RunConfig, total_iterations: int) -> LearningRateSchedule | None:
+    """The schedule of embeddings and output layer, if it is separate."""
+    decoupled = config.optimizer.decoupled()
+    return None if decoupled is None else learning_rate_schedule(config, decoupled, total_iterations)
+
+
+def outer_of(
+    config: RunConfig, data: DataParallel, optimizer: Optimizer, groups: ParallelGroups
+) -> OuterOptimizer | None:
+    """The global weights of groups of replicas; None without ``outer_steps``, and in runs that do not train."""
+    if config.outer.outer_steps == 0 or config.training.skip_train:
+        return None
+    gather = partial(gather_weights, [data])
+    return OuterOptimizer(config.outer, data, optimizer, groups, config.model.num_layers, gather)
 
 
 def _total_iterations(config: RunConfig, state: TrainState, replicas: int) -> int:
@@ -245,13 +261,16 @@ def _total_iterations(config: RunConfig, state: TrainState, replicas: int) -> in
     return state.iteration + config.training.steps_left(replicas, *done, config.data.seq_length)
 
 
-def _check_data(splits: Splits, *, skip_train: bool) -> None:
+def _checked(splits: Splits, config: RunConfig) -> Splits:
+    """Return ``splits``; ConfigError if the run needs others."""
+    skip_train = config.training.skip_train
     if skip_train and not (splits.of("validation") or splits.of("test") or splits.choices):
         raise ConfigError(
             "skip_train=True: there is no data to evaluate on; give --valid-data-path or --test-data-path"
         )
     if splits.train is None and not skip_train:
         raise ConfigError("there is no data to train on; give --data-path or --train-data-path")
+    return splits
 
 
 def _p2p_of(groups: ParallelGroups, device: torch.device, plans: Plans) -> PipelineP2P:
@@ -294,21 +313,6 @@ def _freeze_or_graph(config: RunConfig, stages: Mapping[int, GPTModel], world: W
         print(f"{name}: {'; '.join(dict.fromkeys(filter(None, eager)))}", flush=True)
 
 
-def _set_process_switches(config: RunConfig) -> None:
-    if config.monitor.poison_buffers:
-        poison.turn_on()
-    if config.training.deterministic_mode:
-        use_deterministic_kernels()
-
-
-def _check_kernels(config: RunConfig, device: torch.device) -> None:
-    """ConfigError unless the configured kernels are available, and with ``layout_invariant`` equal on all ranks."""
-    validate_backend(config.model.kernel_backend, device.type, getattr(torch, config.training.compute_dtype))
-    validate_flex(config.model.attention_backend, device)
-    if config.parallel.layout_invariant:
-        check_same_kernels(device)
-
-
 def set_up(
     config: RunConfig,
     world: World,
@@ -320,22 +324,21 @@ def set_up(
 
     ``datasets_provider`` builds the data sets for ``dataloader_type=external``; ``layer_specs`` chooses the parts of
     each layer; ``copy``: state of this rank to load instead of the checkpoint."""
-    _set_process_switches(config)
+    set_process_switches(config)
     # The checkpoint, which may replace settings.
     checkpoint, loaded = open_checkpoint(config, world.device) if copy is None else (copy, config)
     if loaded != config:
         check(loaded, world.size)
         config = loaded
-    _check_kernels(config, world.device)
+    check_kernels(config, world.device)
     # Plans, process groups and data.
     parallel = config.parallel
     plans = Plans(config, parallel.data_parallel_size(world.size))
-    groups = parallel_state.make_groups(parallel, world, ends=(plans.stage_to_rank[0], plans.stage_to_rank[-1]))
+    groups = parallel_state.make_groups(parallel, world, ends=plans.ends, outer_groups=config.outer.num_groups)
     split = SequenceSplit.of(groups, sequence_parallel=parallel.sequence_parallel)
     tokenizer = tokenizer_of(config.data)
     vocab_size = vocabulary_size(config, tokenizer)
-    splits = make_splits(config, groups.size("dp"), tokenizer, vocab_size, datasets_provider)
-    _check_data(splits, skip_train=config.training.skip_train)
+    splits = _checked(make_splits(config, groups.replicas, tokenizer, vocab_size, datasets_provider), config)
     # This rank's stages, their gradients and the optimizer.
     deferred, tunes = parallel.dp_zero_stage == 3, config.tuning.lora_rank is not None
     frozen = open_base(config, world.device) if tunes or (config.data.dpo and checkpoint is None) else None
@@ -357,10 +360,10 @@ def set_up(
     optimizer = _optimizer_of(config, data_parallel, groups)
     fp8 = _histories_of(config, stages, groups, world.device)
     # The state of the checkpoint, and the remaining steps.
-    state = TrainState() if checkpoint is None else load_state(config, checkpoint, data_parallel, optimizer, fp8)
+    outer = outer_of(config, data_parallel, optimizer, groups)
+    state = load_with_groups(config, checkpoint, data_parallel, optimizer, fp8, outer)
     state.data = compare_data(config, state, world)
-    total = _total_iterations(config, state, groups.size("dp"))
-    decoupled = config.optimizer.decoupled()
+    total = _total_iterations(config, state, groups.replicas)
     return Run(
         config=config,
         world=world,
@@ -383,8 +386,9 @@ def set_up(
         deferrable=[parameter for stage in stages.values() for parameter in stage.decoder.parameters()],
         schedule=learning_rate_schedule(config, config.optimizer, total),
         loaded=checkpoint is not None,
+        outer=outer,
         reference=build_reference(config, groups, vocab_size, world.device, plans.stage_to_rank, layer_specs),
-        decoupled_schedule=learning_rate_schedule(config, decoupled, total) if decoupled is not None else None,
+        decoupled_schedule=_decoupled_schedule(config, total),
         total_iterations=total,
         splits=splits,
         state=state,

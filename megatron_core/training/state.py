@@ -27,6 +27,7 @@ from megatron_core.storage import location, real
 from megatron_core.tensor_parallel.amax_history import AmaxHistories
 from megatron_core.training.compatibility import (
     changed_settings,
+    check_same_groups,
     check_same_model,
     check_same_reference,
     check_state,
@@ -179,6 +180,7 @@ def open_checkpoint(config: RunConfig, device: torch.device = CPU) -> tuple[Read
     check_same_model(stored, config)
     if not settings.finetune and not config.training.skip_train:
         check_same_reference(stored, config, reader.folder)
+        check_same_groups(stored, config, reader.folder)
         changes = schedule_changes(stored, config)
         if changes:
             note(f"the schedule has changed since the checkpoint: {'; '.join(changes)}")

@@ -101,7 +101,11 @@ def train_step(
     if not outcome.skipped and run.config.tuning.lora_rank is None and not run.config.model.dsa_indexer_warmup:
         update_expert_biases(run.stages.values(), {n: load[:-1] for n, load in outcome.expert_load.items()})
     _advance(run, size, skipped=outcome.skipped)
+    if run.outer is not None:
+        run.outer.after_step(run.state.iteration)
     breakdown = attempt.statistics() | ({} if run.qk_clip is None else run.qk_clip.metrics())
+    for number, (loss, norm) in enumerate(outcome.groups):
+        breakdown |= {f"lm loss by group/{number}": loss, f"grad-norm by group/{number}": norm}
     return StepResult(**vars(outcome), learning_rate=lr, loss_scale=scale, size=size, breakdown=breakdown)
 
 
@@ -109,7 +113,7 @@ def _auxiliary_losses(run: Run, size: StepSize, batches: list[MicroBatch]) -> Au
     model = run.config.model
     return AuxiliaryLosses(
         run.auxiliary_loss_names,
-        size.batch_size,
+        size.batch_size // run.groups.outer.size(),
         expert_layers=model.expert_layers,
         num_experts=model.num_experts or 0,
         counts=count_later_tokens(batches, mtp_loss_names(model)),
@@ -144,7 +148,7 @@ def evaluate(run: Run, dataset: Dataset, iterations: int) -> float:
     for stage in run.stages.values():
         stage.eval()
     loader = run.loader(dataset)
-    size = StepSize.of_evaluation(run.config, run.groups.size("dp"))
+    size = StepSize.of_evaluation(run.config, run.groups.replicas)
     if isinstance(dataset, WholeRound):
         iterations = -(-len(dataset) // size.batch_size)
     totals = torch.zeros(2, dtype=torch.float64, device=run.world.device)
@@ -163,10 +167,10 @@ def evaluate(run: Run, dataset: Dataset, iterations: int) -> float:
 
 def load_batches(run: Run, size: StepSize) -> list[MicroBatch]:
     """Load this rank's micro-batches of the next step to its device, and prefetch those of the following step."""
-    batches = run.train_loader.step(size.consumed_samples, size.num_microbatches, size.sequence_length)
+    batches = run.train_loader.step(run.first_sample(size), size.num_microbatches, size.sequence_length)
     if run.state.iteration + 1 < run.total_iterations:
         after = run.step_after(size.end)
-        run.train_loader.prefetch(after.consumed_samples, after.num_microbatches, after.sequence_length)
+        run.train_loader.prefetch(run.first_sample(after), after.num_microbatches, after.sequence_length)
     return run.micro_batches(batches)
 
 

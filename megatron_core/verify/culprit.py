@@ -124,8 +124,8 @@ class _Watch:
 class Recorder(_Watch):
     """Stores the tensors of one process."""
 
-    def __init__(self, run: Run) -> None:
-        whole = assemble([_weights(run)]).tensors
+    def __init__(self, run: Run, group: str = "") -> None:
+        whole = assemble([_weights(run, group)]).tensors
         self.reference = Reference({name.removeprefix("weight."): values for name, values in whole.items()})
         super().__init__(run)
 
@@ -137,11 +137,11 @@ class Recorder(_Watch):
 class Comparer(_Watch):
     """Compares a rank's tensors with those of one process; keeps the first wrong tensor of each module."""
 
-    def __init__(self, run: Run, reference: Reference, bound: float = FLOAT64_BOUND) -> None:
+    def __init__(self, run: Run, reference: Reference, bound: float = FLOAT64_BOUND, *, group: str = "") -> None:
         self._reference, self._bound = reference, bound
         self._rank = f"rank {run.world.rank} {run.groups.prefix}"
         self.found = Found()
-        for label, _, box, values in _weights(run).parts:
+        for label, _, box, values in _weights(run, group).parts:
             name = label.removeprefix("weight.")
             whole = reference.weights.get(name)
             error = np.inf if whole is None else _error(values, whole[box])
@@ -167,9 +167,9 @@ class Comparer(_Watch):
             )
 
 
-def _weights(run: Run) -> RankTrace:
-    """This rank's parts of the weights."""
-    trace = RankTrace()
+def _weights(run: Run, group: str) -> RankTrace:
+    """This rank's parts of the weights, with the outer group in their names."""
+    trace = RankTrace(owner=group)
     trace.add_weights(run.data_parallel, run.stages.values())
     return trace
 

@@ -18,6 +18,7 @@ from megatron_core.training.setup import Run, set_up
 from megatron_core.training.state_hashes import HashedSteps, StateHashes
 from megatron_core.training.step import StepResult, train_step
 from megatron_core.verify.culprit import Comparer, Found, Recorder, Reference
+from megatron_core.verify.groups import GroupsInOneProcess
 from megatron_core.verify.ranks import run_ranks, this_world
 from megatron_core.verify.trace import RankTrace, Trace, assemble
 
@@ -84,8 +85,10 @@ def prepared(config: RunConfig) -> Run:
 
 def train_traced(config: RunConfig, steps: int) -> RankTrace:
     """Train ``steps`` steps as ``pretrain_gpt.py`` does, in this rank's world."""
+    if in_one_process(config):
+        return trace_groups(config, steps)
     run = prepared(config)
-    trace = RankTrace()
+    trace = RankTrace(owner=group_of(run))
     hooks = StepHooks(before_update=lambda: trace.add_gradients(run.data_parallel, run.state.iteration))
     for _ in range(steps):
         result = train_step(run, hooks=hooks)
@@ -93,6 +96,47 @@ def train_traced(config: RunConfig, steps: int) -> RankTrace:
         trace.norms.append(result.grad_norm)
         trace.add_reports(run.state.iteration - 1, _reports(result))
     trace.add_weights(run.data_parallel, run.stages.values())
+    if group_of(run) and run.outer is not None:
+        parts = (each for fragment in run.outer.fragments for each in fragment.parts(fragment.weights))
+        trace.add_global((part.name, part.parameter, part.start, part.stop, values) for part, values in parts)
+    return trace
+
+
+def in_one_process(config: RunConfig) -> bool:
+    """Whether this rank is alone and computes all outer groups of ``config``, one after the other."""
+    return config.outer.num_groups > 1 and this_world().size == 1
+
+
+def group_of(run: Run) -> str:
+    """The name of this rank's outer group; empty without groups."""
+    return f"group {run.groups.outer.rank()}" if run.groups.outer.size() > 1 else ""
+
+
+def trace_groups(config: RunConfig, steps: int) -> RankTrace:
+    """As ``train_traced``, of all groups in one process."""
+    groups, trace = GroupsInOneProcess(config, prepared), RankTrace()
+
+    def hooks(group: int) -> StepHooks:
+        def add() -> None:
+            trace.owner = f"group {group}"
+            trace.add_gradients(groups.runs[group].data_parallel, groups.runs[group].state.iteration)
+
+        return StepHooks(before_update=add)
+
+    for step in range(steps):
+        results = groups.step(hooks)
+        trace.losses.append(sum(each.loss for each in results) / len(results))
+        trace.norms.append(sum(each.grad_norm for each in results) / len(results))
+        reports = [_reports(each) for each in results]
+        for name in reports[0]:
+            total = np.sum([each[name] for each in reports], axis=0)
+            trace.add_reports(step, {name: total if name.startswith("load of layer") else total / len(results)})
+        each_group = [number for each in results for number in (each.loss, each.grad_norm)]
+        trace.add_reports(step, {"loss and norm of each group": each_group})
+    for number, run in enumerate(groups.runs):
+        trace.owner = f"group {number}"
+        trace.add_weights(run.data_parallel, run.stages.values())
+    trace.add_global(groups.global_weights())
     return trace
 
 
@@ -111,16 +155,32 @@ def train_hashed(config: RunConfig, steps: int) -> list[HashRecord]:
 
 def record_step(config: RunConfig, step: int) -> Reference:
     """The tensors of ``step``, from 0, in one process."""
+    if in_one_process(config):
+        return record_step_of_groups(config, step)
     run = _trained(config, step)
     recorder = Recorder(run)
     train_step(run)
     return recorder.reference
 
 
+def record_step_of_groups(config: RunConfig, step: int) -> Reference:
+    """As ``record_step``, of all groups in one process."""
+    groups = GroupsInOneProcess(config, prepared)
+    for _ in range(step):
+        groups.step(lambda group: StepHooks())
+    recorders = [Recorder(run, f"group {group}") for group, run in enumerate(groups.runs)]
+    groups.step(lambda group: StepHooks())
+    found = Reference()
+    for recorder in recorders:
+        found.weights |= recorder.reference.weights
+        found.values |= recorder.reference.values
+    return found
+
+
 def compare_step(config: RunConfig, reference: Reference, step: int) -> Found:
     """This rank's tensors of ``step`` that differ from those of one process."""
     run = _trained(config, step)
-    comparer = Comparer(run, reference)
+    comparer = Comparer(run, reference, group=group_of(run))
     train_step(run)
     return comparer.found
 
@@ -135,7 +195,9 @@ def _trained(config: RunConfig, steps: int) -> Run:
 
 def _reports(result: StepResult) -> dict[str, Sequence[float]]:
     """The auxiliary losses of layers, and the load of their experts."""
-    added = {name: [value] for name, value in result.auxiliary_losses.items()}
+    added: dict[str, Sequence[float]] = {name: [value] for name, value in result.auxiliary_losses.items()}
+    if result.groups:
+        added["loss and norm of each group"] = [number for each in result.groups for number in each]
     return added | {f"load of layer {layer}": load for layer, load in result.expert_load.items()}
 
 

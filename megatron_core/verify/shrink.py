@@ -23,7 +23,7 @@ SIZES = """
     q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim window_size moe_layer_freq recompute_num_layers
     linear_attention_freq linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads
     hybrid_layer_pattern mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads
-    micro_batch_size global_batch_size vocab_size"""
+    micro_batch_size global_batch_size vocab_size outer_steps outer_fragments outer_delay"""
 """Settings that ``changes`` reports."""
 VOCABULARY = 101  # a prime: some rank always has padding in its part of the vocabulary
 # Compressed reductions depend on the layout, optimizer files on the machine; FP8 gathers round the weights.
@@ -53,7 +53,8 @@ def shrunk(config: RunConfig, layouts: Sequence[Layout], *, keep_layers: bool = 
     """
     tp, cp = (lcm(*(getattr(layout, axis) for layout in layouts)) for axis in ("tp", "cp"))
     stages = max(layout.num_stages for layout in layouts)
-    small = config.flat() | small_run() | _training(layouts) | _model(config, tp, cp, stages, layouts)
+    small = config.flat() | small_run() | _training(layouts) | _outer(config)
+    small |= _model(config, tp, cp, stages, layouts)
     return RunConfig.from_flat(small | ({"num_layers": config.model.num_layers} if keep_layers else {}))
 
 
@@ -245,6 +246,13 @@ def _training(layouts: Sequence[Layout]) -> dict[str, Any]:
         # Several buckets instead of one.
         "ddp_bucket_size": 3000,
     }
+
+
+def _outer(config: RunConfig) -> dict[str, Any]:
+    """Exchanges of groups of replicas that begin and end within three steps."""
+    outer = config.outer
+    steps = {"outer_steps": min(outer.outer_steps, 2), "outer_delay": min(outer.outer_delay, 1)}
+    return steps | {"outer_fragments": min(outer.outer_fragments, 2)}
 
 
 def small_run() -> dict[str, Any]:

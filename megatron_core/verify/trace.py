@@ -29,6 +29,8 @@ class RankTrace:
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     parts: list[Part] = field(default_factory=list)
+    owner: str = ""
+    """Whose tensors are added, with outer groups: ``group 1`` or ``all groups``; names then end with it."""
 
     def add_gradients(self, data_parallel: DataParallel, step: int) -> None:
         """Copy this rank's shards of the final gradients of ``step`` (from 0)."""
@@ -43,6 +45,12 @@ class RankTrace:
             for (name, _), parameter in zip(pairs, data_parallel.reading([p for _, p in pairs]), strict=True):
                 self._add("weight", parameter_pieces([(name, parameter)]))
 
+    def add_global(self, named: Iterable[tuple[str, torch.nn.Parameter, int, int, torch.Tensor]]) -> None:
+        """Copy this rank's parts of the global weights of outer groups: name, parameter, first element, end, values."""
+        self.owner = "all groups"
+        for name, parameter, start, stop, flat in named:
+            self._add("weight", pieces_of(name, spec_of(parameter), tuple(parameter.shape), start, stop, flat))
+
     def add_reports(self, step: int, reports: Mapping[str, Sequence[float]]) -> None:
         """Store numbers reported by a step, which are equal on every rank, as ``report0.NAME``."""
         for name, numbers in reports.items():
@@ -54,7 +62,7 @@ class RankTrace:
             box = tuple(slice(a, b) for a, b in zip(piece.box.start, piece.box.stop, strict=True))
             values = piece.memory.detach().to("cpu", torch.float64, copy=True).numpy()
             name = piece.name.removeprefix("model.") if label == "weight" else piece.name  # that of parameter_pieces
-            name = f"{label}.{name}"
+            name = f"{label}.{name}" + (f" [{self.owner}]" if self.owner else "")
             known = _COPIES.setdefault((name, tuple((each.start, each.stop) for each in box)), values)
             same = np.array_equal(known, values, equal_nan=True)
             self.parts.append((name, piece.global_shape, box, known if same else values))

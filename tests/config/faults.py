@@ -10,6 +10,7 @@ import math
 from typing import Any
 
 from tests.config.moe_faults import MOE, MOE_FAULTS
+from tests.config.outer_faults import OUTER_FAULTS
 from tests.config.recurrent_faults import RECURRENT_FAULTS
 from tests.config.sparse_faults import SPARSE_FAULTS
 from tests.config.stage_faults import STAGE_FAULTS
@@ -272,6 +273,7 @@ FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
     ),
     *STAGE_FAULTS,
     *MOE_FAULTS,
+    *OUTER_FAULTS,
     *RECURRENT_FAULTS,
     *SPARSE_FAULTS,
     (

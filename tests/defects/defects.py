@@ -9,6 +9,7 @@ from tests.defects.in_fp8 import IN_FP8
 from tests.defects.in_hub import IN_HUB
 from tests.defects.in_latents import IN_LATENTS
 from tests.defects.in_layers import IN_LAYERS
+from tests.defects.in_outer import IN_OUTER
 from tests.defects.in_recurrences import IN_RECURRENCES
 from tests.defects.in_sinks import IN_SINKS
 from tests.defects.in_sparse_attention import IN_SPARSE_ATTENTION
@@ -30,4 +31,5 @@ DEFECTS = (
     *IN_SPARSE_ATTENTION,
     *IN_HUB,
     *IN_STABILITY,
+    *IN_OUTER,
 )

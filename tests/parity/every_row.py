@@ -9,11 +9,12 @@ from zlib import crc32
 from tests.parity.context_rows import CONTEXT_ROWS
 from tests.parity.fp8_rows import FP8_ROWS
 from tests.parity.lora_rows import LORA_ROWS
+from tests.parity.outer_rows import OUTER_ROWS
 from tests.parity.rows import ROWS
 from tests.parity.stability_rows import STABILITY_ROWS
 from tests.sample import WHOLE_MATRIX
 
-EVERY_ROW = ROWS | CONTEXT_ROWS | FP8_ROWS | LORA_ROWS | STABILITY_ROWS
+EVERY_ROW = ROWS | CONTEXT_ROWS | FP8_ROWS | LORA_ROWS | STABILITY_ROWS | OUTER_ROWS
 AXES = {
     "context_parallel_size",
     "expert_model_parallel_size",

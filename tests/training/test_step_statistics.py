@@ -56,7 +56,7 @@ SQUARES = "optimizer.clip:GradientNorm.squares_by_part"
     [
         ("tp2", SQUARES, "for first, last in owned]", "for first, last in [(0, 10**9)]]"),
         ("dp2 zero1", SQUARES, "(max(first, at), min(last, at + stop - start))", "(max(first, at), last)"),
-        ("pp2", SQUARES, "_part_of(name, num_layers)", "_part_of(name.split('layers.')[-1], num_layers)"),
+        ("pp2", SQUARES, "part_of(name, num_layers)", "part_of(name.split('layers.')[-1], num_layers)"),
         ("pp2", "parallel.sharding:ShardSpec.parts", "not self.is_copy and all", "all"),
         (
             *("dp2 zero1", "training.step:StepStatistics.own"),

@@ -31,10 +31,12 @@ def wrong_deliveries(groups: ParallelGroups, device: torch.device, named: Callab
             found += _wrong_calls(group, names, [named(rank) for rank in groups.global_ranks(group)], device)
         number = torch.tensor([len(found)], dtype=torch.int64, device=device)
         world = groups.group(WORLD)
-        all_reduce_(number, world)
+        for group in (world, groups.outer_reports):
+            all_reduce_(number, group)
         if not int(number):
             return []
-        texts = gather_texts("\n".join(found[:MOST]), world, device)
+        text = "\n".join(gather_texts("\n".join(found[:MOST]), world, device))
+        texts = gather_texts(text, groups.outer_reports, device)
         return list(dict.fromkeys(line for text in texts for line in text.splitlines()))
     finally:
         LINKS.checking = checking

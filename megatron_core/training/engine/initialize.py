@@ -30,7 +30,7 @@ from megatron_core.training.engine.optimizer import EngineOptimizer, settings_fr
 from megatron_core.training.engine.pipeline import PipelineEngine
 from megatron_core.training.engine.tensor import split_model
 from megatron_core.training.engine.tensor_plan import Plan
-from megatron_core.training.setup import use_deterministic_kernels
+from megatron_core.training.process import use_deterministic_kernels
 
 
 class Initialized(NamedTuple):

@@ -1,0 +1,135 @@
+"""Checkpoints of groups of replicas: the global weights as the model, and the state of each group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+
+from megatron_core.checkpoint import CheckpointReader, TensorBox, pieces_of
+from megatron_core.checkpoint.reader import note
+from megatron_core.config import RunConfig
+from megatron_core.data_parallel import DataParallel
+from megatron_core.errors import CheckpointError
+from megatron_core.optimizer.outer import Fragment, OuterOptimizer
+from megatron_core.optimizer.rule import write_copy
+from megatron_core.optimizer.sharded import Optimizer
+from megatron_core.parallel.sharding import spec_of
+from megatron_core.parallel.texts import tell_all
+from megatron_core.tensor_parallel.amax_history import AmaxHistories
+from megatron_core.training.driver import gather_weights
+from megatron_core.training.state import Reader, TrainState, load_state, optimizer_pieces, weight_pieces
+
+IN_FLIGHT = "outer_in_flight"
+"""Fragments whose mean is stored, but not applied."""
+
+
+def pieces_of_group(pieces: Iterable[TensorBox], optimizer: Optimizer, group: int) -> Iterator[TensorBox]:
+    """Rename the weights and optimizer state of this rank's group; frozen weights are those of the first group.
+
+    Weights of 16 bits are left out, because they follow from the main weights.
+    """
+    trained = {f"model.{name}": shard for shard in optimizer.shards for name in shard.bucket.names}
+    for piece in pieces:
+        if piece.name.startswith("optimizer.") or (piece.name in trained and not trained[piece.name].is_narrow):
+            yield replace(piece, name=f"group{group}.{piece.name}")
+        elif piece.name not in trained and group == 0:
+            yield piece
+
+
+def global_pieces(outer: OuterOptimizer, *, weights_only: bool = False) -> Iterator[TensorBox]:
+    """The global weights, as those of a run without groups, and the state of their optimizer; from the first group."""
+    if outer.groups.outer.rank():
+        return
+    for fragment in outer.fragments:
+        fragment.arrive()
+        yield from _pieces(fragment, "weights", "model", narrow=True)
+        if not weights_only:
+            yield from _state(fragment, fragment.in_flight)
+
+
+def _state(fragment: Fragment, in_flight: bool) -> Iterator[TensorBox]:
+    """Main weights of 16-bit weights, momentum, and the mean of an exchange that is not applied."""
+    if any(piece.shard.is_narrow for piece in fragment.pieces):
+        yield from _pieces(fragment, "weights", "optimizer.main")
+    yield from _pieces(fragment, "momentum", "outer.momentum")
+    if in_flight:
+        yield from _pieces(fragment, "mean", "outer.mean")
+
+
+def _pieces(fragment: Fragment, kind: str, prefix: str, *, narrow: bool = False) -> Iterator[TensorBox]:
+    """Boxes ``PREFIX.NAME`` of a flat tensor of ``fragment``; ``narrow``: in the dtype of the model's weights."""
+    for (_, name, parameter, start, stop, _), flat in fragment.parts(getattr(fragment, kind)):
+        flat = flat.to(parameter.dtype) if narrow else flat
+        yield from pieces_of(f"{prefix}.{name}", spec_of(parameter), tuple(parameter.shape), start, stop, flat)
+
+
+def outer_state(outer: OuterOptimizer) -> dict[str, Any]:
+    """Values that are stored with the tensors."""
+    return {IN_FLIGHT: [fragment.number for fragment in outer.fragments if fragment.in_flight]}
+
+
+def load_with_groups(
+    config: RunConfig,
+    reader: Reader | None,
+    data: DataParallel,
+    optimizer: Optimizer,
+    fp8: AmaxHistories | None,
+    outer: OuterOptimizer | None,
+) -> TrainState:
+    """``load_state`` for runs with and without groups of replicas; return the counters, 0 without a checkpoint.
+
+    Weights without the state of groups, and those of a run without groups, are the start of all groups.
+    """
+    if reader is None:
+        return TrainState()
+    settings = config.checkpoint
+    fresh = settings.finetune or settings.no_load_optim or not isinstance(reader, CheckpointReader)
+    if outer is None or fresh or IN_FLIGHT not in reader.state:
+        state = load_state(config, reader, data, optimizer, fp8)
+        if outer is not None:
+            outer.start()
+            if not fresh:
+                note("the groups start with the weights and the optimizer state of the checkpoint, which has none")
+        return state
+    assert isinstance(reader, CheckpointReader)
+    with reader:
+        _load_groups(reader, data, optimizer, outer)
+        known = {each.name for each in fields(TrainState)}
+        return TrainState(**{name: value for name, value in reader.state.items() if name in known})
+
+
+def _load_groups(reader: CheckpointReader, data: DataParallel, optimizer: Optimizer, outer: OuterOptimizer) -> None:
+    in_flight = reader.state[IN_FLIGHT]
+    if not isinstance(in_flight, list) or not set(in_flight) <= set(range(len(outer.fragments))):
+        raise CheckpointError(
+            f"{reader.folder}: {IN_FLIGHT}={in_flight} are not fragments of this run, which has "
+            f"{len(outer.fragments)}; give the same --outer-fragments and --outer-delay"
+        )
+    # The state of this rank's group.
+    shards = [piece for bucket in data.buckets for piece in weight_pieces(bucket)]
+    pieces = list(pieces_of_group([*shards, *optimizer_pieces(optimizer)], optimizer, outer.groups.outer.rank()))
+    # The global weights and their state.
+    for fragment in outer.fragments:
+        fragment.message, fragment.in_flight = None, fragment.number in in_flight
+        fragment.mean = torch.zeros_like(fragment.weights) if fragment.in_flight else fragment.mean
+        is_narrow = any(piece.shard.is_narrow for piece in fragment.pieces)
+        pieces += _pieces(fragment, "weights", "optimizer.main" if is_narrow else "model")
+        pieces += [
+            piece for piece in _state(fragment, fragment.in_flight) if not piece.name.startswith("optimizer.main.")
+        ]
+    lines = {f"{piece.name} {' '.join(map(str, piece.global_shape))}" for piece in pieces}
+    needed = {
+        name: tuple(map(int, shape))
+        for text in tell_all("\n".join(sorted(lines)), data.device)
+        for name, *shape in (line.split() for line in text.splitlines())
+    }
+    reader.check_names(needed)
+    reader.fill(pieces)
+    for shard in optimizer.shards:
+        write_copy(shard.whole)
+    gather_weights([data])
+    optimizer.set_steps_taken(reader.state["optimizer_steps"])
+    optimizer.loss_scale.load_state_dict(reader.state["loss_scale"])

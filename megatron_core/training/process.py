@@ -1,0 +1,34 @@
+"""Switches of torch and kernels for the whole process, from a configuration."""
+
+import os
+
+import torch
+
+from megatron_core.config import RunConfig
+from megatron_core.ops.backend import validate_backend
+from megatron_core.parallel import poison
+from megatron_core.tensor_parallel.invariant_kernels import check_same_kernels
+from megatron_core.transformer.flex_attention import validate_flex
+
+
+def use_deterministic_kernels() -> None:
+    """Restrict torch to deterministic kernels (``--deterministic-mode``)."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before cuBLAS is initialized; torch requires it
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def set_process_switches(config: RunConfig) -> None:
+    """Turn on the poisoning of buffers and deterministic kernels, if configured."""
+    if config.monitor.poison_buffers:
+        poison.turn_on()
+    if config.training.deterministic_mode:
+        use_deterministic_kernels()
+
+
+def check_kernels(config: RunConfig, device: torch.device) -> None:
+    """ConfigError unless the configured kernels are available, and with ``layout_invariant`` equal on all ranks."""
+    validate_backend(config.model.kernel_backend, device.type, getattr(torch, config.training.compute_dtype))
+    validate_flex(config.model.attention_backend, device)
+    if config.parallel.layout_invariant:
+        check_same_kernels(device)

@@ -1,0 +1,200 @@
+"""Groups of replicas: the step without drift, evaluation, traffic, checkpoints, and 4-bit numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_core.errors import CheckpointError
+from megatron_core.optimizer.outer_messages import from_e3m0, packed, to_e3m0, unpacked
+from megatron_core.parallel.meter import METER
+from megatron_core.training.driver import StepHooks
+from megatron_core.training.loop import evaluate_split
+from megatron_core.training.memory_report import found_bytes, planned_bytes
+from megatron_core.training.setup import Run
+from megatron_core.training.step import evaluate, train_step
+from megatron_core.verify.ranks import run_ranks
+from tests.runs import tiny_run
+
+SGD = {"optimizer": "sgd", "sgd_momentum": 0.0, "clip_grad": 0.0, "weight_decay": 0.1, "lr": 0.1}
+ALONE = {"outer_steps": 1, "outer_lr": 1.0, "outer_momentum": 0.0}
+STREAMS = {"outer_steps": 3, "outer_fragments": 2, "outer_delay": 2, "outer_alpha": 0.25, "fp64": True}
+BF16 = {"outer_steps": 2, "outer_exchange": "bf16", "bf16": True}
+TP2 = {"tensor_model_parallel_size": 2}
+
+
+def _weights(settings: dict) -> dict[str, np.ndarray]:
+    """The weights after three steps of two ranks, on text without masks."""
+    run = tiny_run(fp64=True, **settings)
+    for _ in range(3):
+        train_step(run)
+    names = [name for stage in run.stages.values() for name, _ in stage.named_global_parameters()]
+    parameters = [parameter for stage in run.stages.values() for parameter in stage.parameters()]
+    return {name: each.detach().numpy().copy() for name, each in zip(names, parameters, strict=True)}
+
+
+def test_an_exchange_after_each_step_of_sgd_is_plain_data_parallelism() -> None:
+    """The mean of the groups' steps is the step with the mean gradient, if all groups have as many tokens."""
+    together, alone = run_ranks(2, _weights, SGD)[0], run_ranks(2, _weights, SGD | ALONE)
+    for name, expected in together.items():
+        for found in alone:
+            np.testing.assert_allclose(found[name], expected, rtol=1e-9, atol=1e-12, err_msg=name)
+
+
+def _together() -> tuple[bool, bool, bool, bool, bool]:
+    """A step with a gradient that is not finite in the second group, and one whose second group requests a stop."""
+    run = tiny_run(outer_steps=2, zero_stage=1)
+    before = [shard.main.clone() for shard in run.optimizer.shards]
+
+    def spoil() -> None:
+        if run.world.rank == 1:
+            run.data_parallel.buckets[0].grad_shard[0] = torch.nan
+
+    bad = train_step(run, hooks=StepHooks(before_update=spoil))
+    same = all(torch.equal(a, shard.main) for a, shard in zip(before, run.optimizer.shards, strict=True))
+    good = train_step(run, stop=run.world.rank == 1)
+    planned = planned_bytes(run) == sum(found_bytes(run)[kind] for kind in ("weights", "gradients", "optimizer"))
+    return bad.skipped, same, good.skipped, good.stop, planned
+
+
+def test_groups_skip_and_stop_together() -> None:
+    assert run_ranks(2, _together) == [(True, True, False, True, True)] * 2
+
+
+def _evaluated() -> tuple[float, float, float, bool]:
+    """The loss of the evaluation in training, that of the global and of the own weights, and whether bits remain."""
+    run = tiny_run(outer_steps=3, fp64=True, eval_iters=1)
+    for _ in range(4):
+        train_step(run)
+    (dataset,) = run.splits.of("validation").values()
+    before = [shard.main.clone() for shard in run.optimizer.shards]
+    own = evaluate(run, dataset, 1)
+    losses: list[float] = []
+
+    class Called:
+        def call(self, name: str, event: object) -> None:
+            losses.append(event.loss)
+
+    evaluate_split(run, Called(), "validation")
+    same = all(torch.equal(a, shard.main) for a, shard in zip(before, run.optimizer.shards, strict=True))
+    with torch.no_grad():
+        for fragment in run.outer.fragments:
+            for piece, values in fragment.parts(fragment.weights):
+                piece.main.copy_(values)
+    return losses[0], evaluate(run, dataset, 1), own, same
+
+
+def test_evaluation_uses_the_global_weights() -> None:
+    first, second = run_ranks(2, _evaluated)
+    assert first[0] == first[1] == second[0] == second[1]
+    assert first[2] != first[0] and second[2] != first[2]
+    assert first[3] and second[3]
+
+
+def _sent(settings: dict) -> dict[str, float]:
+    """The bytes that this rank sends in four steps, by group."""
+    run = tiny_run(**settings)
+    METER.start(run.groups, run.world.device)
+    for _ in range(4):
+        result = train_step(run)
+    found: dict[str, float] = {}
+    for name, traffic in METER.take().traffic.items():
+        axes = name.rpartition(" ")[0]
+        found[axes] = found.get(axes, 0.0) + traffic.bytes
+    METER.stop()
+    groups = len(result.groups)
+    assert groups == 0 or result.breakdown["lm loss by group/1"] == result.groups[1][0] != result.groups[0][0]
+    return found | {"groups": groups}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(("exchange", "share"), [("full", 1.0), ("bf16", 0.5), ("fp8", 0.25), ("fp4", 0.125)])
+def test_four_steps_send_the_weights_once(exchange: str, share: float) -> None:
+    """Of two groups each sends 4 bytes of each parameter at once, instead of in each step."""
+    whole, groups = (run_ranks(2, _sent, each)[0] for each in ({}, {"outer_steps": 4, "outer_exchange": exchange}))
+    assert groups["groups"] == 2 and whole["groups"] == 0
+    assert groups["outer"] == pytest.approx(share * whole["dp"] / 4, rel=0.02)
+    assert groups["outer reports"] < 4 * 200
+
+
+def _steps(settings: dict, steps: int, save: bool = False) -> list[dict[str, np.ndarray]]:
+    """Train and return the losses, and the state of this rank's group and of the global weights, by name."""
+    run = tiny_run(**settings)
+    losses = [train_step(run).loss for _ in range(steps - run.state.iteration)]
+    if save:
+        run.saver.save(run.state)
+        run.saver.close()
+    return [{"losses": np.array(losses)}, _state(run)]
+
+
+def _state(run: Run) -> dict[str, np.ndarray]:
+    assert run.outer is not None
+    found = {}
+    for shard in run.optimizer.shards:
+        for kind, flat in (shard.state | {"main": shard.main}).items():
+            for name, _, start, stop, at in shard.bucket.pieces():
+                found[f"{kind} {name} {start}"] = flat[at : at + stop - start].double().numpy().copy()
+    for fragment in run.outer.fragments:
+        fragment.arrive()
+        for kind in ("weights", "momentum"):
+            for piece, values in fragment.parts(getattr(fragment, kind)):
+                found[f"global {kind} {piece.name} {piece.start}"] = values.double().numpy().copy()
+    return found
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("settings", [STREAMS, BF16], ids=["streams", "bf16"])
+def test_a_resumed_run_continues_exactly(settings: dict, tmp_path: Path) -> None:
+    """The checkpoint of step 4 is between two exchanges, with one in flight."""
+    folder = {"save": str(tmp_path), "load": str(tmp_path)}
+    whole = run_ranks(2, _steps, settings, 7)
+    run_ranks(2, _steps, settings | folder, 4, True)
+    resumed = run_ranks(2, _steps, settings | folder, 7)
+    for (losses, expected), (later, found) in zip(whole, resumed, strict=True):
+        assert np.array_equal(losses["losses"][4:], later["losses"])
+        assert expected.keys() == found.keys()
+        assert [name for name in expected if not np.array_equal(expected[name], found[name])] == []
+
+
+def _reloaded(settings: dict, steps: int) -> list[float]:
+    """The losses of further steps."""
+    run = tiny_run(**settings)
+    return [train_step(run).loss for _ in range(steps)]
+
+
+def test_a_checkpoint_continues_in_another_layout(tmp_path: Path) -> None:
+    folder = {"save": str(tmp_path), "load": str(tmp_path)}
+    run_ranks(2, _steps, STREAMS | folder, 4, True)
+    alike = run_ranks(2, _reloaded, STREAMS | folder, 3)[0]
+    other = run_ranks(4, _reloaded, STREAMS | folder | {"use_distributed_optimizer": True, "micro_batch_size": 1}, 3)[0]
+    split = run_ranks(4, _reloaded, STREAMS | folder | TP2, 3)[0]
+    assert other == pytest.approx(alike, rel=1e-9) and split == pytest.approx(alike, rel=1e-9)
+
+
+def _refused(settings: dict) -> str:
+    try:
+        tiny_run(**settings)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_the_number_of_groups_is_that_of_the_checkpoint(tmp_path: Path) -> None:
+    folder = {"save": str(tmp_path), "load": str(tmp_path)}
+    run_ranks(2, _steps, {"outer_steps": 2} | folder, 3, True)
+    assert "outer_steps=0" in run_ranks(2, _refused, folder)[0]
+    message = run_ranks(4, _refused, {"outer_steps": 2, "outer_groups": 4} | folder | {"micro_batch_size": 1})[0]
+    assert "outer_groups=4" in message and "has the state of 2 groups" in message and "--no-load-optim" in message
+    assert run_ranks(1, _refused, folder | {"no_load_optim": True})[0] == ""
+
+
+def test_numbers_of_4_bits_are_the_nearest_ones() -> None:
+    values = torch.linspace(-1.0, 1.0, 4001, dtype=torch.float64)
+    known = from_e3m0(torch.arange(16), torch.float64)
+    found = from_e3m0(unpacked(packed(to_e3m0(values)), len(values)), torch.float64)
+    nearest = (values.view(-1, 1) - known).abs().min(1).values
+    torch.testing.assert_close((values - found).abs(), nearest, rtol=0, atol=1e-15)
+    assert len(packed(to_e3m0(values))) == 2001
