@@ -81,8 +81,8 @@ def resilience_problems(config: RunConfig) -> Iterator[str]:
     for text in resilience.inject_fault:
         if Fault.of(text) is None:
             yield (
-                f"inject_fault={text[:100]} is not a fault; use KIND@RANK:STEP, where KIND is one of "
-                f"{', '.join((*FAULTS_OF_RANKS, *FAULTS_ON_DISK))}, or an axis ({', '.join(LINK_AXES)}) and a damage "
+                f"inject_fault={text[:100]} is not a fault; use KIND@RANK:STEP; kinds: "
+                f"{', '.join((*FAULTS_OF_RANKS, *FAULTS_ON_DISK))}, or an axis ({', '.join(LINK_AXES)}) and damage "
                 f"({', '.join((*LINK_DAMAGES, *LINK_DELAYS))}) such as tp-zeros"
             )
     on_disk = [fault.kind for fault in resilience.faults if fault.kind in FAULTS_ON_DISK]

@@ -312,7 +312,7 @@ def test_the_configuration_takes_what_the_launcher_takes() -> None:
     flags = read_table(str(Path(config_package.__file__).parent / "megatron_flags.py"))
     accepted = {name.rstrip("=") for names in flags["accepted"].values() for name in names.split()}
     assert "moe_enable_deepep" in accepted
-    # The positions of images for position_embedding_type="mrope"; models with a pattern of layers are not built by GPTModel.
+    # The positions of images for position_embedding_type="mrope"; GPTModel has no pattern of layers.
     assert accepted & refused == {"mrope_section", "is_hybrid_model"}
 
 

@@ -22,7 +22,7 @@ from megatron_core.training.step import train_step
 from megatron_core.verify.gpt import RaggedDataset
 from megatron_core.verify.ranks import run_ranks, this_world
 from tests.models.hf_models import RECURRENT, VOCABULARY, save_model
-from tests.models.test_delta_net import compute_in_float64
+from tests.models.test_recurrences import compute_in_float64
 
 peft = pytest.importorskip("peft")
 SEPARATE = ["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

@@ -37,7 +37,7 @@ def wrong_deliveries(groups: ParallelGroups, device: torch.device, named: Callab
             return []
         text = "\n".join(gather_texts("\n".join(found[:MOST]), world, device))
         texts = gather_texts(text, groups.outer_reports, device)
-        return list(dict.fromkeys(line for text in texts for line in text.splitlines()))
+        return list(dict.fromkeys(line for text in texts for line in text.splitlines() if line))
     finally:
         LINKS.checking = checking
 
