@@ -45,14 +45,16 @@ SCHEDULE = names_by_resume(OptimizerConfig, Resume.SCHEDULE)
 def check_same_model(stored: Mapping[str, Any], config: RunConfig) -> None:
     """Raise ``CheckpointError`` with all model settings that differ from ``stored``, the flat settings of a run.
 
-    Floats are compared in float32 precision. Settings without effect in this run and those named in
-    ``--changed-model-settings`` may differ.
+    Floats are compared in float32 precision. Settings without effect both in this run and with the stored
+    settings, and those named in ``--changed-model-settings``, may differ.
     """
     allowed, current = config.checkpoint.changed_model_settings, config.flat()
     kinds = Resume.FUNCTION, Resume.TENSORS
     compared = names_by_resume(ModelConfig, *kinds) + names_by_resume(TuningConfig, *kinds)
     different = [name for name in compared if name in stored and not _equal(stored[name], current[name])]
-    changed = [name for name in different if name not in allowed and has_effect(name, config)]
+    model = {**vars(config.model), **vars(config.tuning)}.keys() & stored.keys()
+    before = RunConfig.from_flat(current | {name: stored[name] for name in model})
+    changed = [name for name in different if name not in allowed and any(has_effect(name, c) for c in (config, before))]
     if changed:
         faults = [
             f"  - {name}={current[name]!r}, but the checkpoint was trained with {name}={stored[name]!r}"

@@ -18,6 +18,7 @@ from megatron_core.errors import CheckpointError
 from megatron_core.models.gpt import model as gpt
 from megatron_core.parallel import World
 from megatron_core.training import pretrain, setup
+from megatron_core.training.compatibility import check_same_model
 from tests.checkpoint.runs import SMALL, save_run, start, stored
 from tests.datasets.files import write_counting
 
@@ -67,6 +68,23 @@ def test_settings_that_change_the_function_are_named(finetune: bool, tmp_path: P
     with pytest.raises(CheckpointError, match=r"settings swiglu geglu$"):
         start(load | other | {"changed_model_settings": ("rotary_base",)})
     start(load | other | {"changed_model_settings": tuple(other)})
+
+
+WINDOW = ROPE | {"num_layers": 2, "window_size": (3, 0), "window_attn_skip_freq": (2,)}
+
+
+@pytest.mark.parametrize("name", ["window_size", "window_attn_skip_freq"])
+def test_a_setting_with_an_effect_only_in_the_checkpoint_is_compared(name: str) -> None:
+    trained = SMALL | WINDOW
+    config = RunConfig.from_flat(trained | {"window_size": None, "window_attn_skip_freq": None})
+    with pytest.raises(CheckpointError, match=rf"{name}=None, but the checkpoint was trained with {name}="):
+        check_same_model(RunConfig.from_flat(trained).flat(), config)
+
+
+def test_a_setting_without_effect_in_both_is_not_compared() -> None:
+    config = RunConfig.from_flat(SMALL | ROPE)
+    assert not config.model.disable_bias_linear, "otherwise the next setting has an effect"
+    check_same_model(config.flat() | {"add_qkv_bias": True}, config)
 
 
 def _refuse(*args: object, **settings: object) -> None:
