@@ -18,7 +18,6 @@ REFUSED_IN_WARMUP = {
     "dsa_indexer_use_sparse_loss": "no keys are selected; remove it",
     "mtp_num_layers": "these layers are frozen as a whole; leave them out until the indexers are trained",
     "qk_clip": "the weights of queries and keys are frozen; remove it",
-    "dpo": "its loss trains no indexer; remove it",
 }
 """Settings that cannot be used while only indexers are trained, with the reason and the remedy."""
 

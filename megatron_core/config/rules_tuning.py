@@ -76,6 +76,11 @@ def _preference_problems(config: RunConfig) -> Iterator[str]:
             f"output_z_loss_coeff={config.model.output_z_loss_coeff:g} is a mean over tokens, which dpo=True does not "
             "have; remove it"
         )
+    if config.model.trains_indexers:
+        yield (
+            f"dsa_indexer_loss_coeff={config.model.dsa_indexer_loss_coeff:g} adds a mean over tokens, which dpo=True "
+            "does not have; use 0"
+        )
     if (interval := config.resilience.replay_interval) is not None:
         yield f"replay_interval={interval} compares losses of tokens, which dpo=True does not have; remove it"
     if (mode := config.resilience.rerun_mode) != "disabled":
