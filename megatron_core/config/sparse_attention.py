@@ -29,7 +29,7 @@ class SparseAttentionConfig(RecurrentConfig):
     heads; 0: the indexers are not trained."""
     dsa_indexer_use_sparse_loss: bool = setting(False, needs=c.INDEXER_LOSS, when=c.TRAINING, resume=Resume.REPORTED)
     """Compute this loss over the selected keys; default: over all keys."""
-    dsa_indexer_warmup: bool = setting(False, needs=c.INDEXER_LOSS, when=c.TRAINING, resume=Resume.REPORTED)
+    dsa_indexer_warmup: bool = setting(False, needs=c.INDEXER_LOSS, resume=Resume.REPORTED)
     """Attend to all keys and train only the indexers, with all other weights frozen, before the indexers select keys
     (dense warm-up of DeepSeek-V3.2)."""
 
