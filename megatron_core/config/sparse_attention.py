@@ -7,6 +7,9 @@ from megatron_core.config import ranges as r
 from megatron_core.config.recurrent import RecurrentConfig
 from megatron_core.config.setting import Resume, section, setting
 
+INDEXER_LOSS = "indexer_loss"
+"""Name of the indexers' auxiliary loss."""
+
 
 @dataclass(frozen=True, kw_only=True)
 @section(needs=c.SPARSE_ATTENTION, resume=Resume.FUNCTION)
