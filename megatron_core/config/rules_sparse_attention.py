@@ -32,8 +32,8 @@ def sparse_attention_problems(config: RunConfig) -> Iterator[str]:
         yield f"{chosen} needs multi_latent_attention=True, whose keys it selects; add --multi-latent-attention"
     if model.dsa_indexer_head_dim < model.qk_pos_emb_head_dim:
         yield (
-            f"dsa_indexer_head_dim={model.dsa_indexer_head_dim} must be qk_pos_emb_head_dim="
-            f"{model.qk_pos_emb_head_dim} or more, of which channels have rotary positions"
+            f"dsa_indexer_head_dim={model.dsa_indexer_head_dim} is too small for the qk_pos_emb_head_dim="
+            f"{model.qk_pos_emb_head_dim} channels with rotary positions; use at least as many"
         )
     for name, reason in REFUSED.items():
         if flat[name]:

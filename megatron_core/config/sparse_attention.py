@@ -22,7 +22,7 @@ class SparseAttentionConfig(RecurrentConfig):
     dsa_indexer_head_dim: int = setting(128, r.SIZE, resume=Resume.TENSORS)
     """Channels of a head of the indexer; the first --qk-pos-emb-head-dim have rotary positions."""
     dsa_indexer_topk: int = setting(2048, r.SIZE)
-    """Number of keys that a query attends to; at least --seq-length: all."""
+    """Number of keys that a query attends to; all keys if it is --seq-length or more."""
     dsa_indexer_rope_interleaved: bool = setting(False)
     """Rotate pairs of adjacent channels in the indexer (GLM-5); default: channels of the two halves (DeepSeek-V3.2)."""
     dsa_indexer_k_norm_epsilon: float | None = setting(None, r.POSITIVE)
