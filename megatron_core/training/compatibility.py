@@ -48,6 +48,11 @@ def check_same_model(stored: Mapping[str, Any], config: RunConfig) -> None:
     Floats are compared in float32 precision. Settings without effect both in this run and with the stored
     settings, and those named in ``--changed-model-settings``, may differ.
     """
+    if config.model.has_sparse_attention and stored.get("experimental_attention_variant", "dsa") != "dsa":
+        raise CheckpointError(
+            "experimental_attention_variant=dsa, but the checkpoint has no indexers, and indexers cannot be added to a "
+            "trained model; load one that has them, or continue without --experimental-attention-variant"
+        )
     allowed, current = config.checkpoint.changed_model_settings, config.flat()
     kinds = Resume.FUNCTION, Resume.TENSORS
     compared = names_by_resume(ModelConfig, *kinds) + names_by_resume(TuningConfig, *kinds)
@@ -76,6 +81,22 @@ def check_same_reference(stored: Mapping[str, Any], config: RunConfig, folder: P
         raise CheckpointError(
             f"dpo=True, but the checkpoint {folder} is of a training without it, so that the reference would have "
             "other weights; to begin with its weights, give the folder as --pretrained-checkpoint, not as --load"
+        )
+
+
+def check_same_stage(stored: Mapping[str, Any], config: RunConfig, folder: Path) -> None:
+    """Raise ``CheckpointError`` if a run resumes a stage of sparse attention that trained other weights, whose
+    optimizer state is not that of this run."""
+    if not config.model.has_sparse_attention or config.checkpoint.no_load_optim:
+        return
+    names = "dsa_indexer_warmup", "dsa_indexer_loss_coeff"
+    now = {name: getattr(config.model, name) for name in names}
+    before = {name: stored.get(name, now[name]) for name in names}
+    if any(bool(before[name]) != bool(now[name]) for name in names):
+        given, trained = (", ".join(f"{name}={value}" for name, value in each.items()) for each in (now, before))
+        raise CheckpointError(
+            f"{given}, but the checkpoint {folder} was trained with {trained}, so that its optimizer state is of other "
+            "weights; to begin this stage with its weights and new optimizer state, add --finetune"
         )
 
 
