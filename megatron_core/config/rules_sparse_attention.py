@@ -18,7 +18,6 @@ REFUSED_IN_WARMUP = {
     "dsa_indexer_use_sparse_loss": "no keys are selected; remove it",
     "mtp_num_layers": "these layers are frozen as a whole; leave them out until the indexers are trained",
     "qk_clip": "the weights of queries and keys are frozen; remove it",
-    "dpo": "its loss trains no indexer; remove it",
 }
 """Settings that cannot be used while only indexers are trained, with the reason and the remedy."""
 
@@ -33,8 +32,8 @@ def sparse_attention_problems(config: RunConfig) -> Iterator[str]:
         yield f"{chosen} needs multi_latent_attention=True, whose keys it selects; add --multi-latent-attention"
     if model.dsa_indexer_head_dim < model.qk_pos_emb_head_dim:
         yield (
-            f"dsa_indexer_head_dim={model.dsa_indexer_head_dim} must be qk_pos_emb_head_dim="
-            f"{model.qk_pos_emb_head_dim} or more, of which channels have rotary positions"
+            f"dsa_indexer_head_dim={model.dsa_indexer_head_dim} is too small for the qk_pos_emb_head_dim="
+            f"{model.qk_pos_emb_head_dim} channels with rotary positions; use at least as many"
         )
     for name, reason in REFUSED.items():
         if flat[name]:

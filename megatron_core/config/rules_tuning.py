@@ -1,11 +1,20 @@
 """Rules for low-rank adapters."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
-from megatron_core.config.rules_single import exclusive, shown
+from megatron_core.config.mixers import mixer_of
+from megatron_core.config.model import ModelConfig
+from megatron_core.config.rules_attention import model_problems
+from megatron_core.config.rules_hybrid import hybrid_problems
+from megatron_core.config.rules_moe import moe_problems
+from megatron_core.config.rules_recurrent import recurrent_problems
+from megatron_core.config.rules_single import exclusive, illegal_values, shown
 from megatron_core.config.run import RunConfig
 from megatron_core.config.tuning import NAMES, PARTS, WHOLE
 
+OF_LAYERS = illegal_values, model_problems, recurrent_problems, hybrid_problems, moe_problems
+"""Rules for the settings that determine the layers of a model."""
 REFUSED = {
     "layout_invariant": "sums of adapters depend on the layout; remove --layout-invariant",
     "compile": "layers with adapters are not compiled; remove --compile",
@@ -76,6 +85,11 @@ def _preference_problems(config: RunConfig) -> Iterator[str]:
             f"output_z_loss_coeff={config.model.output_z_loss_coeff:g} is a mean over tokens, which dpo=True does not "
             "have; remove it"
         )
+    if config.model.trains_indexers:
+        yield (
+            f"dsa_indexer_loss_coeff={config.model.dsa_indexer_loss_coeff:g} adds a mean over tokens, which dpo=True "
+            "does not have; use 0"
+        )
     if (interval := config.resilience.replay_interval) is not None:
         yield f"replay_interval={interval} compares losses of tokens, which dpo=True does not have; remove it"
     if (mode := config.resilience.rerun_mode) != "disabled":
@@ -110,6 +124,8 @@ def _target_problems(config: RunConfig) -> Iterator[str]:
     unknown = [each for each in tuning.lora_target_modules if each.rpartition(".")[2] not in NAMES]
     if unknown:
         yield f"lora_target_modules={shown(tuple(unknown))} are unknown layers; legal: {', '.join(NAMES)}"
+    elif not any(fault for rule in OF_LAYERS for fault in rule(config)):  # otherwise the layers are not known
+        yield from _absent_targets(config)
     for module in dict.fromkeys(module for module, _ in PARTS):
         named = {
             part for target in tuning.lora_target_modules for layer, part in NAMES.get(target, ()) if layer == module
@@ -126,6 +142,27 @@ def _target_problems(config: RunConfig) -> Iterator[str]:
                 f"lora_target_modules={shown(tuning.lora_target_modules)} names parts of in_proj that overlap; name "
                 "in_proj_qkvz in_proj_ba (Qwen3-Next), or in_proj_qkv in_proj_z in_proj_b in_proj_a (Qwen3.5)"
             )
+
+
+def _absent_targets(config: RunConfig) -> Iterator[str]:
+    """Names that stand for no layer of the model."""
+    for target in config.tuning.lora_target_modules:
+        alone = replace(config.tuning, lora_target_modules=(target,))
+        if not any(alone.parts_of(path, fused=fused) for path, fused in _linear_layers(config.model)):
+            yield f"lora_target_modules={target} names no layer of this model; remove it, or name another layer"
+
+
+def _linear_layers(model: ModelConfig) -> Iterator[tuple[str, int]]:
+    """Name of each linear layer in the model, and number of matrices that it consists of."""
+    for layer in range(model.num_layers):
+        for own in mixer_of(model, layer).projections(1):
+            yield f"decoder.layers.{layer}.self_attention.{own.module}", len(own.pieces) or 1
+        sparse = model.has_experts(layer)
+        shared = sparse and model.moe_shared_expert_intermediate_size is not None
+        present = {"mlp": model.has_dense_mlp(layer), "mlp.experts": sparse, "mlp.shared_experts": shared}
+        for path in (path for path, is_there in present.items() if is_there):
+            yield f"decoder.layers.{layer}.{path}.linear_fc1", 1 + model.gated_linear_unit
+            yield f"decoder.layers.{layer}.{path}.linear_fc2", 1
 
 
 def _adapts_experts(config: RunConfig) -> bool:

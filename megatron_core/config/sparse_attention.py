@@ -7,6 +7,9 @@ from megatron_core.config import ranges as r
 from megatron_core.config.recurrent import RecurrentConfig
 from megatron_core.config.setting import Resume, section, setting
 
+INDEXER_LOSS = "indexer_loss"
+"""Name of the indexers' auxiliary loss."""
+
 
 @dataclass(frozen=True, kw_only=True)
 @section(needs=c.SPARSE_ATTENTION, resume=Resume.FUNCTION)
@@ -19,7 +22,7 @@ class SparseAttentionConfig(RecurrentConfig):
     dsa_indexer_head_dim: int = setting(128, r.SIZE, resume=Resume.TENSORS)
     """Channels of a head of the indexer; the first --qk-pos-emb-head-dim have rotary positions."""
     dsa_indexer_topk: int = setting(2048, r.SIZE)
-    """Number of keys that a query attends to; at least --seq-length: all."""
+    """Number of keys that a query attends to; all keys if it is --seq-length or more."""
     dsa_indexer_rope_interleaved: bool = setting(False)
     """Rotate pairs of adjacent channels in the indexer (GLM-5); default: channels of the two halves (DeepSeek-V3.2)."""
     dsa_indexer_k_norm_epsilon: float | None = setting(None, r.POSITIVE)
@@ -29,7 +32,7 @@ class SparseAttentionConfig(RecurrentConfig):
     heads; 0: the indexers are not trained."""
     dsa_indexer_use_sparse_loss: bool = setting(False, needs=c.INDEXER_LOSS, when=c.TRAINING, resume=Resume.REPORTED)
     """Compute this loss over the selected keys; default: over all keys."""
-    dsa_indexer_warmup: bool = setting(False, needs=c.INDEXER_LOSS, when=c.TRAINING, resume=Resume.REPORTED)
+    dsa_indexer_warmup: bool = setting(False, needs=c.INDEXER_LOSS, resume=Resume.REPORTED)
     """Attend to all keys and train only the indexers, with all other weights frozen, before the indexers select keys
     (dense warm-up of DeepSeek-V3.2)."""
 

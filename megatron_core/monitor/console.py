@@ -10,6 +10,7 @@ from typing import TextIO
 
 from tqdm import tqdm
 
+from megatron_core.config.sparse_attention import INDEXER_LOSS
 from megatron_core.monitor.events import StepEvent, ValidationEvent
 from megatron_core.terminal import colours, exact
 
@@ -23,14 +24,16 @@ _BOLD, _RED, _RESET = "\x1b[1m", "\x1b[31m", "\x1b[0m"
 def short_line(events: Sequence[StepEvent], now: datetime) -> str:
     """Return a line of at most ``WIDTH`` columns for the steps since the last line.
 
-    Means and counts are those of ``step_line``. Values for which there is no space, the last ones first, are in the
-    metrics file.
+    The loss of indexers comes second, since it alone shows the progress of their warm-up. Means and counts are those
+    of ``step_line``. Values for which there is no space, the last ones first, are in the metrics file.
     """
     last = events[-1]
     skipped, nan = sum(event.skipped for event in events), sum(event.is_nan for event in events)
+    losses = {name: f"{name}: {_scientific(value)}" for name, value in last.auxiliary_losses.items()}
     fields = [
         f" {now:%H:%M} iteration {last.iteration}/{last.total_iterations}",
         f"lm loss: {_scientific(_mean_loss(events))}",
+        *([losses.pop(INDEXER_LOSS)] if INDEXER_LOSS in losses else []),
         *([f"skipped: {skipped}"] if skipped else []),
         *([f"nan: {nan}"] if nan else []),
         *([] if last.grad_norm is None else [f"grad norm: {last.grad_norm:.3f}"]),
@@ -38,7 +41,7 @@ def short_line(events: Sequence[StepEvent], now: datetime) -> str:
         f"{_mean([event.elapsed_ms for event in events]):.1f} ms",
         f"{_mean([event.tokens_per_second for event in events]):,.0f} tok/s",
         *([] if (rate := _utilisation(events)) is None else [f"util {rate:.0%}"]),
-        *(f"{name}: {_scientific(value)}" for name, value in last.auxiliary_losses.items()),
+        *losses.values(),
         *([] if last.params_norm is None else [f"params norm: {last.params_norm:.3f}"]),
     ]
     line = fields[0]

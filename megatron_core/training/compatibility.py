@@ -45,14 +45,21 @@ SCHEDULE = names_by_resume(OptimizerConfig, Resume.SCHEDULE)
 def check_same_model(stored: Mapping[str, Any], config: RunConfig) -> None:
     """Raise ``CheckpointError`` with all model settings that differ from ``stored``, the flat settings of a run.
 
-    Floats are compared in float32 precision. Settings without effect in this run and those named in
-    ``--changed-model-settings`` may differ.
+    Floats are compared in float32 precision. Settings without effect both in this run and with the stored
+    settings, and those named in ``--changed-model-settings``, may differ.
     """
+    if config.model.has_sparse_attention and stored.get("experimental_attention_variant", "dsa") != "dsa":
+        raise CheckpointError(
+            "experimental_attention_variant=dsa, but the checkpoint has no indexers, and indexers cannot be added to a "
+            "trained model; load one that has them, or continue without --experimental-attention-variant"
+        )
     allowed, current = config.checkpoint.changed_model_settings, config.flat()
     kinds = Resume.FUNCTION, Resume.TENSORS
     compared = names_by_resume(ModelConfig, *kinds) + names_by_resume(TuningConfig, *kinds)
     different = [name for name in compared if name in stored and not _equal(stored[name], current[name])]
-    changed = [name for name in different if name not in allowed and has_effect(name, config)]
+    model = {**vars(config.model), **vars(config.tuning)}.keys() & stored.keys()
+    before = RunConfig.from_flat(current | {name: stored[name] for name in model})
+    changed = [name for name in different if name not in allowed and any(has_effect(name, c) for c in (config, before))]
     if changed:
         faults = [
             f"  - {name}={current[name]!r}, but the checkpoint was trained with {name}={stored[name]!r}"
@@ -74,6 +81,22 @@ def check_same_reference(stored: Mapping[str, Any], config: RunConfig, folder: P
         raise CheckpointError(
             f"dpo=True, but the checkpoint {folder} is of a training without it, so that the reference would have "
             "other weights; to begin with its weights, give the folder as --pretrained-checkpoint, not as --load"
+        )
+
+
+def check_same_stage(stored: Mapping[str, Any], config: RunConfig, folder: Path) -> None:
+    """Raise ``CheckpointError`` if a run resumes a stage of sparse attention that trained other weights, whose
+    optimizer state is not that of this run."""
+    if not config.model.has_sparse_attention or config.checkpoint.no_load_optim:
+        return
+    names = "dsa_indexer_warmup", "dsa_indexer_loss_coeff"
+    now = {name: getattr(config.model, name) for name in names}
+    before = {name: stored.get(name, now[name]) for name in names}
+    if any(bool(before[name]) != bool(now[name]) for name in names):
+        given, trained = (", ".join(f"{name}={value}" for name, value in each.items()) for each in (now, before))
+        raise CheckpointError(
+            f"{given}, but the checkpoint {folder} was trained with {trained}, so that its optimizer state is of other "
+            "weights; to begin this stage with its weights and new optimizer state, add --finetune"
         )
 
 

@@ -30,6 +30,7 @@ from megatron_core.training.compatibility import (
     check_same_groups,
     check_same_model,
     check_same_reference,
+    check_same_stage,
     check_state,
     moved_end,
     schedule_changes,
@@ -180,6 +181,7 @@ def open_checkpoint(config: RunConfig, device: torch.device = CPU) -> tuple[Read
     check_same_model(stored, config)
     if not settings.finetune and not config.training.skip_train:
         check_same_reference(stored, config, reader.folder)
+        check_same_stage(stored, config, reader.folder)
         check_same_groups(stored, config, reader.folder)
         changes = schedule_changes(stored, config)
         if changes:

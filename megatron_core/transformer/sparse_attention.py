@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from megatron_core.config import ModelConfig
 from megatron_core.config.attention import QUERY_BLOCK
+from megatron_core.config.sparse_attention import INDEXER_LOSS
 from megatron_core.ops import attention_softmax, rope
 from megatron_core.ops.index_scores import index_divergence, index_scores, not_selected, select_keys
 from megatron_core.ops.rows import wide
@@ -25,8 +26,6 @@ from megatron_core.transformer.recompute import recomputed
 
 INDEXER = ".indexer."
 """Occurs in the names of all parameters of indexers, and in no other name."""
-INDEXER_LOSS = "indexer_loss"
-"""Name of the indexers' auxiliary loss."""
 
 
 def indexer_loss_names(config: ModelConfig) -> tuple[str, ...]:

@@ -18,8 +18,10 @@ from megatron_core.errors import CheckpointError
 from megatron_core.models.gpt import model as gpt
 from megatron_core.parallel import World
 from megatron_core.training import pretrain, setup
+from megatron_core.training.compatibility import check_same_model, check_same_stage
 from tests.checkpoint.runs import SMALL, save_run, start, stored
 from tests.datasets.files import write_counting
+from tests.parity.sparse_rows import INDEXER
 
 ROPE = {"num_layers": 1, "position_embedding_type": "rope", "eval_iters": 0}
 NARROW = {"norm_epsilon": 9.999999747378752e-06}  # 1e-5 in float32, as stored by other programs
@@ -67,6 +69,45 @@ def test_settings_that_change_the_function_are_named(finetune: bool, tmp_path: P
     with pytest.raises(CheckpointError, match=r"settings swiglu geglu$"):
         start(load | other | {"changed_model_settings": ("rotary_base",)})
     start(load | other | {"changed_model_settings": tuple(other)})
+
+
+WINDOW = ROPE | {"num_layers": 2, "window_size": (3, 0), "window_attn_skip_freq": (2,)}
+
+
+@pytest.mark.parametrize("name", ["window_size", "window_attn_skip_freq"])
+def test_a_setting_with_an_effect_only_in_the_checkpoint_is_compared(name: str) -> None:
+    trained = SMALL | WINDOW
+    config = RunConfig.from_flat(trained | {"window_size": None, "window_attn_skip_freq": None})
+    with pytest.raises(CheckpointError, match=rf"{name}=None, but the checkpoint was trained with {name}="):
+        check_same_model(RunConfig.from_flat(trained).flat(), config)
+
+
+def test_a_setting_without_effect_in_both_is_not_compared() -> None:
+    config = RunConfig.from_flat(SMALL | ROPE)
+    assert not config.model.disable_bias_linear, "otherwise the next setting has an effect"
+    check_same_model(config.flat() | {"add_qkv_bias": True}, config)
+
+
+SPARSE = ROPE | INDEXER | {"multi_latent_attention": True, "qk_pos_emb_head_dim": 4}
+WARM = {"dsa_indexer_warmup": True}
+
+
+@pytest.mark.parametrize(
+    ("before", "now"), [(WARM, {}), ({}, WARM), ({"dsa_indexer_loss_coeff": 0.0}, {"dsa_indexer_loss_coeff": 0.1})]
+)
+def test_the_next_stage_of_indexers_needs_new_optimizer_state(before: dict, now: dict) -> None:
+    stored = RunConfig.from_flat(SMALL | SPARSE | before).flat()
+    same, other = (RunConfig.from_flat(SMALL | SPARSE | settings) for settings in (before, now))
+    check_same_stage(stored, same, Path("folder"))
+    check_same_stage(stored, RunConfig.from_flat(other.flat() | {"no_load_optim": True}), Path("folder"))
+    with pytest.raises(CheckpointError, match=r"folder was trained with dsa_indexer_warmup=.*add --finetune$"):
+        check_same_stage(stored, other, Path("folder"))
+
+
+def test_a_checkpoint_without_indexers_is_refused_for_that_reason() -> None:
+    stored = RunConfig.from_flat(SMALL | SPARSE | {"experimental_attention_variant": None}).flat()
+    with pytest.raises(CheckpointError, match="the checkpoint has no indexers"):
+        check_same_model(stored, RunConfig.from_flat(SMALL | SPARSE | WARM))
 
 
 def _refuse(*args: object, **settings: object) -> None:

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+KIMI = {
+    "experimental_attention_variant": "kimi_delta_attention",
+    "linear_attention_freq": (2,),
+    "linear_num_value_heads": 16,
+}
 DELTA = {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": (2,)}
 HYBRID = {"hybrid_layer_pattern": "M*", "mamba_num_heads": 16}
 MOE = {"num_experts": 4, "moe_router_topk": 2}
@@ -30,6 +35,13 @@ RECURRENT_FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
         1,
         ("lora_target_modules=", "overlap", "in_proj_ba"),
     ),
+    (
+        KIMI | {"lora_rank": 4, "lora_target_modules": ("q_proj", "in_proj_z")},
+        1,
+        ("lora_target_modules=in_proj_z names no layer",),
+    ),
+    ({"lora_rank": 4, "lora_target_modules": ("q_proj", "q_a_proj")}, 1, ("=q_a_proj names no layer",)),
+    ({"lora_rank": 4, "lora_target_modules": ("*.layers.9.*.linear_qkv",)}, 1, ("linear_qkv names no layer",)),
     (DELTA | {"use_mup": True}, 1, ("use_mup=True", "remove --use-mup")),
     (DELTA | {"compile": True}, 1, ("compile=True", "remove --compile")),
     (DELTA | {"layout_invariant": True}, 1, ("experimental_attention_variant", "layout_invariant=True")),

@@ -11,6 +11,7 @@ DSA = {
     "attention_dropout": 0.0,
 }
 WARMUP = {"dsa_indexer_loss_coeff": 0.5, "dsa_indexer_warmup": True}
+DPO = {"dpo": True, "mock_data": False, "data_path": ("pairs",), "micro_batch_size": 2, "pretrained_checkpoint": "in"}
 NAMED = "experimental_attention_variant=dsa"
 SPARSE_FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
     ({"dsa_indexer_topk": 64}, 1, ("dsa_indexer_topk=64", "--experimental-attention-variant dsa")),
@@ -21,6 +22,7 @@ SPARSE_FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
     (DSA | WARMUP | {"dsa_indexer_use_sparse_loss": True}, 1, ("dsa_indexer_use_sparse_loss=True", "warmup=True")),
     (DSA | WARMUP | {"mtp_num_layers": 1}, 1, ("mtp_num_layers=1", "dsa_indexer_warmup=True")),
     (DSA | WARMUP | {"qk_clip": True, "optimizer": "muon"}, 1, ("qk_clip=True", "dsa_indexer_warmup=True")),
+    (DSA | DPO | {"dsa_indexer_loss_coeff": 0.5}, 1, ("dsa_indexer_loss_coeff=0.5", "dpo=True")),
     (DSA | {"attention_dropout": 0.1}, 1, ("attention_dropout=0.1", NAMED)),
     (DSA | {"window_size": (4, 0)}, 1, ("window_size=(4, 0)", NAMED)),
     (DSA | {"attn_logit_softcapping": 5.0}, 1, ("attn_logit_softcapping=5.0", NAMED)),

@@ -472,6 +472,7 @@ def test_a_choice_of_numbers() -> None:
             "--moe-num-experts 4 --moe-loss-weight 0.02 --moe-top-k 2 --moe-capacity-factor 1.5",
             "--num-experts 4 --moe-aux-loss-coeff 0.02 --moe-router-topk 2 --moe-expert-capacity-factor 1.5",
         ),
+        ("--dsa-indexer-topk-freq 1 --dsa-indexer-skip-topk-offset 0", ""),
         ("--use-fused-swiglu --no-shared-storage --swap-attention --ds-sequence-parallel-size 1", ""),
     ],
 )

@@ -39,6 +39,8 @@ def test_the_short_line_has_the_values_that_users_watch():
     large = {"iteration": 250_000, "total_iterations": 500_000, "elapsed_ms": 43_210.5, "tokens_per_second": 9.9e6}
     line = short_line([step(1, loss=2.0), step(**large | many | {"loss": math.nan, "skipped": True})], NOW)
     assert len(line) <= WIDTH and "lm loss: 2.0" in line and "skipped: 1 | nan: 1 |" in line and line.endswith(" |")
+    indexed = step(250_000, total_iterations=500_000, auxiliary_losses={"z_loss": 0.25, "indexer_loss": 0.5})
+    assert "| lm loss: 4.809311E+00 | indexer_loss: 5.000000E-01 | grad norm: " in short_line([indexed], NOW)
     assert "| util 50% |" in short_line([step(1, **many)], NOW)
     assert short_line([step(1, **many | {"grad_norm": None})], NOW).endswith("| util 50% | z_loss: 2.500000E-01 |")
 

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_core.config.rules_single import unread_settings
+from megatron_core.config.sparse_attention import INDEXER_LOSS
 from megatron_core.models import GPTModel
 from megatron_core.parallel.groups import LocalGroup
 from megatron_core.tensor_parallel import ModelParallelConfig
@@ -16,7 +18,7 @@ from megatron_core.transformer import LayerContext, SequenceContext
 from megatron_core.transformer.auxiliary_loss import AuxiliaryLosses
 from megatron_core.transformer.context import PackedDocuments
 from megatron_core.transformer.layer_spec import layer_spec
-from megatron_core.transformer.sparse_attention import INDEXER_LOSS, SparseLatentAttention
+from megatron_core.transformer.sparse_attention import SparseLatentAttention
 from tests.parity.sparse_rows import DSA
 from tests.runs import tiny_config, tiny_run
 
@@ -51,6 +53,20 @@ def rotated(x: Tensor, at: int, *, interleaved: bool) -> Tensor:
         out[..., a] = x[..., a] * cos[at, 0, i] - x[..., b] * sin[at, 0, i]
         out[..., b] = x[..., b] * cos[at, 0, i] + x[..., a] * sin[at, 0, i]
     return out
+
+
+def test_an_evaluation_attends_to_all_keys_in_the_warm_up() -> None:
+    """So that no note says that the setting has no effect with --skip-train."""
+    evaluated = tiny_config(**DSA | SIZES | {"dsa_indexer_warmup": True, "skip_train": True, "train_iters": None})
+    assert "dsa_indexer_warmup" not in unread_settings(evaluated)
+    torch.manual_seed(7)
+    hidden = torch.randn(LENGTH, BATCH, SIZES["hidden_size"], dtype=torch.float64)
+    warm, whole, sparse = (
+        layer_of(**settings).eval()(hidden, SequenceContext(rotary=rotary()))[0]
+        for settings in ({"dsa_indexer_warmup": True}, {"dsa_indexer_topk": LENGTH}, {})
+    )
+    torch.testing.assert_close(warm, whole, rtol=0, atol=1e-12)
+    assert not torch.allclose(warm, sparse)
 
 
 def by_equations(
