@@ -1,7 +1,6 @@
 """Rules for low-rank adapters."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from megatron_core.config.mixers import mixer_of
 from megatron_core.config.model import ModelConfig
@@ -145,11 +144,10 @@ def _target_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _absent_targets(config: RunConfig) -> Iterator[str]:
-    """Names that stand for no layer of the model."""
-    for target in config.tuning.lora_target_modules:
-        alone = replace(config.tuning, lora_target_modules=(target,))
-        if not any(alone.parts_of(path, fused=fused) for path, fused in _linear_layers(config.model)):
-            yield f"lora_target_modules={target} names no layer of this model; remove it, or name another layer"
+    """A problem if no name stands for a layer. As in PEFT, some may stand for none: lists are used for many models."""
+    tuning = config.tuning
+    if not any(tuning.parts_of(path, fused=fused) for path, fused in _linear_layers(config.model)):
+        yield f"lora_target_modules={shown(tuning.lora_target_modules)} names no layer of this model; name other layers"
 
 
 def _linear_layers(model: ModelConfig) -> Iterator[tuple[str, int]]:
