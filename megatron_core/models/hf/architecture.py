@@ -178,15 +178,15 @@ class Architecture:
         for module in self.layer_tensors:
             yield from self.source(f"decoder.layers.{number}.{module}.weight").names
 
-    def changed_settings(self, config: ModelConfig) -> Settings | None:
+    def changed_settings(self, config: ModelConfig) -> Settings:
         """Settings that the way into config.json and back changes, with the values that come back.
 
-        None if the model lacks a setting that every config.json of the architecture needs.
+        Errors: ``CheckpointError`` for a value that no config.json of the architecture can have.
         """
         try:
             again = ModelConfig(**self.settings(self.config_json(config)))
-        except (CheckpointError, KeyError):
-            return None
+        except KeyError as error:
+            raise CheckpointError(f"config.json has no word for {error.args[0]!r}") from None
         own = function_settings(config)
         return {name: value for name, value in function_settings(again).items() if value != own[name]}
 
@@ -265,14 +265,19 @@ def architecture_for(config: ModelConfig, model_type: str | None = None) -> Arch
     """The architecture ``model_type``, or by default the first one, that can express a model's settings."""
     candidates = list(ARCHITECTURES.values()) if model_type is None else [architecture_of({"model_type": model_type})]
     nearest: tuple[Architecture, Settings] | None = None
+    refusals: list[str] = []
     for found in candidates:
-        changed = found.changed_settings(config)
-        if changed == {}:
+        try:
+            changed = found.changed_settings(config)
+        except CheckpointError as error:
+            refusals.append(f"{found.model_type}: {error}")
+            continue
+        if not changed:
             return found
-        if changed and (nearest is None or len(changed) < len(nearest[1])):
+        if nearest is None or len(changed) < len(nearest[1]):
             nearest = found, changed
     tried = ", ".join(candidate.model_type for candidate in candidates)
-    reason = ""
+    reason = f"; {'; '.join(refusals)}" if len(refusals) == len(candidates) else ""
     if nearest:
         faults = (f"{name}={getattr(config, name)}, there {value}" for name, value in nearest[1].items())
         reason = f"; nearest is {nearest[0].model_type}, except for {'; '.join(faults)}"

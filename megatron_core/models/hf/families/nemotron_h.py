@@ -7,13 +7,15 @@ from megatron_core.config.mixers import Mamba2
 from megatron_core.models.hf.architecture import register
 from megatron_core.models.hf.expert_rules import GROUP_TYPES, MTP_LAYERS, groups_json, limited_to_groups
 from megatron_core.models.hf.families.mamba2 import INITIAL, MAMBA2, MIXER, PRECISION
-from megatron_core.models.hf.rules import COUNT, POSITIVE, STRING, STRINGS, WIDTH, Rule, Settings, refuse
+from megatron_core.models.hf.rules import COUNT, NUMBER, POSITIVE, STRING, STRINGS, WIDTH, Rule, Settings, refuse
 from megatron_core.models.hf.tensors import separate_qkv
 
 KINDS = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"}
 """Values of ``layers_block_type`` -> letters of the pattern."""
 EARLIER = {"mamba": "M", "attention": "*"}
 """Names of earlier releases."""
+NO_LEAST_STEP = 1e-20
+"""``time_step_min`` for steps without a lower bound: `transformers` takes its logarithm for initial weights."""
 
 
 def _layers(hf_config: Settings) -> Settings:
@@ -67,6 +69,15 @@ def _experts_json(config: ModelConfig) -> Settings:
     }
 
 
+def _steps(hf_config: Settings) -> Settings:
+    least = hf_config["time_step_min"]
+    return {"mamba_dt_min": 0.0 if least <= NO_LEAST_STEP else float(least)}
+
+
+def _steps_json(config: ModelConfig) -> Settings:
+    return {"time_step_min": config.mamba_dt_min or NO_LEAST_STEP}
+
+
 NEMOTRON_H = register(
     MAMBA2,
     model_type="nemotron_h",
@@ -85,7 +96,6 @@ NEMOTRON_H = register(
         "ssm_state_size": "mamba_state_dim",
         "n_groups": "mamba_num_groups",
         "conv_kernel": "linear_conv_kernel_dim",
-        "time_step_min": "mamba_dt_min",
         "initializer_range": "init_method_std",
     },
     fixed={
@@ -149,6 +159,7 @@ NEMOTRON_H = register(
                 "chunk_size": COUNT,
             },
         ),
+        Rule(_steps, _steps_json, {"time_step_min": NUMBER}),
         Rule(
             _experts,
             _experts_json,
