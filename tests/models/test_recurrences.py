@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from megatron_core.config import RunConfig
 from megatron_core.models.hf import architecture_of
+from megatron_core.models.hf.families.nemotron_h import NEMOTRON_H
 from megatron_core.planner.parameters import model_parameters
 from tests.models.hf_models import MODELS, RECURRENT
 from tests.models.test_gradients import compare_gradients
@@ -99,3 +101,13 @@ def test_published_models(hf_config: dict[str, Any], parameters: int, attention:
     config = RunConfig.from_flat(settings | {"vocab_size": hf_config["vocab_size"], "seq_length": 4096})
     assert config.model.attention_layers == attention
     assert model_parameters(config, hf_config["vocab_size"]) == parameters
+
+
+def test_a_limit_of_steps_that_transformers_does_not_read_is_in_a_note() -> None:
+    """The code published with Nemotron-H bounds steps by ``time_step_limit``; `transformers` by ``time_step_min``."""
+    model = RunConfig.from_flat(architecture_of(NEMOTRON_H_8B).settings(NEMOTRON_H_8B)).model
+    assert model.mamba_dt_min == 0.001
+    (note,) = NEMOTRON_H.notes(NEMOTRON_H_8B, model)
+    assert "time_step_limit=[0.0, inf] has no effect" in note and "give --mamba-dt-min 0," in note
+    assert not [*NEMOTRON_H.notes(NEMOTRON_H_8B, replace(model, mamba_dt_min=0.0))]
+    assert not [*NEMOTRON_H.notes(NEMOTRON_H_8B | {"time_step_limit": None}, model)]

@@ -1,7 +1,7 @@
 """Architectures of the Hugging Face hub: their declaration, their registry, and the choice of one for export."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
 from pkgutil import iter_modules
@@ -62,6 +62,11 @@ FP8 = "fp8"
 """Value of ``quant_method`` for weights in FP8 with a scale for each block, which any architecture may have."""
 
 
+def no_notes(_: Settings, __: ModelConfig) -> Iterator[str]:
+    """Nothing to say about a config.json: it has one meaning."""
+    return iter(())
+
+
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
     """One ``model_type`` of the hub: names and meaning of its settings and tensors, for import and export."""
@@ -94,6 +99,8 @@ class Architecture:
     """Regular expression of stored names, without ``base``, that are computed from the configuration and ignored."""
     mtp_layer_keys: tuple[str, ...] = ()
     """Keys with the number of layers for multi-token prediction, which follow the others and are ignored."""
+    notes: Callable[[Settings, ModelConfig], Iterator[str]] = no_notes
+    """Notes for the user about a config.json whose model runs with these settings."""
     quantized: tuple[str, ...] = ()
     """Values of ``quant_method`` in ``quantization_config`` whose weights can be read, besides fp8 with blocks."""
 
