@@ -67,6 +67,13 @@ def no_notes(_: Settings, __: ModelConfig) -> Iterator[str]:
     return iter(())
 
 
+ACTIVATIONS = (
+    *("swiglu", "geglu", "quick_geglu", "squared_relu", "openai_gelu"),
+    *("glu_linear_offset", "activation_func_clamp_value"),
+)
+"""Settings of the function between the matrices of an MLP or an expert."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
     """One ``model_type`` of the hub: names and meaning of its settings and tensors, for import and export."""
@@ -211,7 +218,8 @@ def function_settings(config: ModelConfig) -> Settings:
     own = {name: getattr(config, name) for name in (*names, "moe_shared_expert_intermediate_size")}
     of_attention = ("num_attention_heads", "num_query_groups", "kv_channels", "add_qkv_bias")
     unused: tuple[str, ...] = () if config.may_have("*") else of_attention
-    unused += () if config.may_have("-", "E") else ("ffn_hidden_size",)
+    of_mlps = ("ffn_hidden_size", "moe_ffn_hidden_size", *ACTIVATIONS)
+    unused += () if config.may_have("-", "E") else of_mlps
     return own | {
         "group_query_attention": None,
         "num_query_groups": config.query_groups,
