@@ -48,7 +48,9 @@ from megatron_core.shell.expansion import UNKNOWN, readable
 from megatron_core.shell.launch import Launch, LaunchScript, is_script, read_command_line, read_script
 from megatron_core.terminal import parse_flags
 
-GPT = ("pretrain_gpt.py", "pretrain_mamba.py", "pretrain_hybrid.py", "train.py", "megatron_core.commands.train")
+HYBRID = ("pretrain_mamba.py", "pretrain_hybrid.py")
+"""Training programs of models that need a pattern of layers."""
+GPT = (*HYBRID, "pretrain_gpt.py", "train.py", "megatron_core.commands.train")
 """Training programs whose flags mean the same here."""
 _GENERATION = "generates text; use megatron-serve or megatron-generate"
 _MODEL = "trains another kind of model than GPT; use Megatron-LM, or a program of your own (docs/any_model.md)"
@@ -112,8 +114,13 @@ class TranslatedLaunch:
 
     @property
     def other_model(self) -> str:
-        """Why the program cannot be replaced; empty if it trains a GPT."""
+        """Why the program cannot be replaced; empty if it trains a GPT, or a hybrid model whose pattern is given."""
         word = next((word for word in OTHERS if word in self.launch.program), None)
+        if word is None and self.launch.program.endswith(HYBRID) and self.config.model.hybrid_layer_pattern is None:
+            return (
+                f"{readable(self.launch.program)} trains a hybrid model; give --hybrid-layer-pattern; M for each layer "
+                "if the model has only Mamba layers"
+            )
         return f"{readable(self.launch.program)} {OTHERS[word]}" if word else ""
 
 

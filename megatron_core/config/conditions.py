@@ -22,9 +22,7 @@ RECURRENT = replace(
         run.model.experimental_attention_variant not in (None, "dsa") or "G" in (run.model.hybrid_layer_pattern or "")
     ),
 )
-MAMBA = Condition(
-    "a Mamba layer (M) in --hybrid-layer-pattern", lambda run: "M" in (run.model.hybrid_layer_pattern or "")
-)
+MAMBA = Condition("a Mamba layer (M) in --hybrid-layer-pattern", lambda run: run.model.may_have_mamba)
 ANY_RECURRENCE = Condition(
     "--experimental-attention-variant gated_delta_net, or M or G in --hybrid-layer-pattern",
     lambda run: MAMBA.holds(run) or RECURRENT.holds(run),

@@ -46,6 +46,12 @@ class HybridConfig:
         """Whether a layer may have one of the parts ``letters``: always without a pattern."""
         return not self.hybrid_layer_pattern or any(letter in self.hybrid_layer_pattern for letter in letters)
 
+    @property
+    def may_have_mamba(self) -> bool:
+        """Whether a layer may be a Mamba-2 mixer: also with unknown letters or none, which are refused themselves."""
+        pattern = self.hybrid_layer_pattern
+        return pattern is not None and (not pattern or not set(pattern) <= {*LETTERS} - {"M"})
+
     def has_mixer(self, layer_number: int) -> bool:
         """Whether a layer (numbered from 0) has attention or a recurrence."""
         return self.letter_of(layer_number) in (None, ATTENTION, *RECURRENCES)

@@ -22,9 +22,9 @@ def hybrid_problems(config: RunConfig) -> Iterator[str]:
     if pattern is None:
         return
     named = f"hybrid_layer_pattern={pattern}"
-    yield from _letter_problems(pattern, model.num_layers)
+    yield from _letter_problems(pattern, model)
     for name, reason in OTHER_CHOICES.items():
-        if value := getattr(model, name):
+        if (value := getattr(model, name)) and not (name == "mtp_num_layers" and "/" in pattern):
             yield f"{name}={value} cannot be used with {named}: {reason}; remove one of them"
     if model.linear_attention_freq is not None and model.experimental_attention_variant is None:
         yield f"linear_attention_freq={model.linear_attention_freq} cannot be used with {named}; remove one of them"
@@ -36,17 +36,21 @@ def hybrid_problems(config: RunConfig) -> Iterator[str]:
         yield from _mamba_problems(model)
 
 
-def _letter_problems(pattern: str, num_layers: int) -> Iterator[str]:
+def _letter_problems(pattern: str, model: ModelConfig) -> Iterator[str]:
     named, unknown = f"hybrid_layer_pattern={pattern}", sorted(set(pattern) - set(LETTERS))
     legal = f"legal: {' '.join(LETTERS)}, one for each layer"
     if "|" in unknown:
         yield f"{named}: stages are not separated by |; remove it and give --pipeline-model-parallel-layout; {legal}"
     elif "/" in unknown:
-        yield f"{named}: layers of multi-token prediction, after /, are not supported; remove them; {legal}"
-    elif unknown or not pattern:
-        yield f"{named} has the letters {' '.join(unknown) or 'of no layer'}; {legal}"
-    elif len(pattern) != num_layers:
-        yield f"num_layers={num_layers} must be {len(pattern)}, the number of letters in {named}; leave it out"
+        flag = " and remove --mtp-num-layers" if model.mtp_num_layers else ""
+        yield f"{named}: layers of multi-token prediction, after /, are not supported; remove them{flag}; {legal}"
+    elif not pattern:
+        yield f"hybrid_layer_pattern='' is empty; {legal}"
+    elif unknown:
+        capitals = " (capitals)" if {letter.upper() for letter in unknown} & set(LETTERS) else ""
+        yield f"{named} has the letters {' '.join(unknown)}; {legal}{capitals}"
+    elif len(pattern) != model.num_layers:
+        yield f"num_layers={model.num_layers} must be {len(pattern)}, the number of letters in {named}; leave it out"
 
 
 def _mamba_problems(model: ModelConfig) -> Iterator[str]:

@@ -7,9 +7,9 @@ from megatron_core.config.rules_parallel import uneven
 from megatron_core.config.run import RunConfig
 
 REFUSED = {
-    "use_mup": "its multipliers are those of attention; remove --use-mup",
-    "fp8_format": "the widths of its projections do not consist of whole blocks; remove --fp8-format",
-    "compile": "its loop over chunks is not compiled; remove --compile",
+    "use_mup": "multipliers of muP are those of attention; remove --use-mup",
+    "fp8_format": "the widths of the projections of recurrences do not consist of whole blocks; remove --fp8-format",
+    "compile": "the loop over chunks is not compiled; remove --compile",
 }
 """Settings that cannot be used with recurrent layers or layers with one part, with the reason and the remedy."""
 

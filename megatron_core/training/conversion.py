@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_core.checkpoint import CheckpointReader, TensorBox, find_checkpoint, open_newest, parameter_pieces
 from megatron_core.checkpoint.manifest import MANIFEST
+from megatron_core.checkpoint.reader import note
 from megatron_core.checkpoint.writer import save_tensors
 from megatron_core.config import RunConfig
 from megatron_core.config.optimizers import AVERAGE
@@ -19,7 +20,13 @@ from megatron_core.config.tuning import TuningConfig
 from megatron_core.errors import CheckpointError
 from megatron_core.models import GPTModel
 from megatron_core.models.build import global_shapes
-from megatron_core.models.hf import HuggingFaceReader, architecture_for, stored_dtype, write_hugging_face
+from megatron_core.models.hf import (
+    HuggingFaceReader,
+    architecture_for,
+    notes_of_folder,
+    stored_dtype,
+    write_hugging_face,
+)
 from megatron_core.models.megatron_lm import MegatronReader
 from megatron_core.models.megatron_lm.arguments import Progress
 from megatron_core.models.megatron_lm.tensor_map import FROZEN
@@ -50,6 +57,8 @@ def import_hugging_face(source: Path, save: Path, *, dtype: torch.dtype | None =
     with HuggingFaceReader(source) as reader:
         # A run that continues from it uses the model's sequence length, unless --seq-length is given.
         config = replace(reader.config, data=replace(reader.config.data, seq_length=reader.config.max_positions))
+        for text in notes_of_folder(source, config.model):
+            note(text)
         shapes = global_shapes(config, reader.state["vocab_size"])
         verified = partial(HuggingFaceReader, source)
         difference = compare_logits(verified, config, source, reader.compared_dtype) if verify else 0.0

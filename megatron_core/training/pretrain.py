@@ -17,7 +17,7 @@ from megatron_core.config.rules_single import unread_settings
 from megatron_core.config.training import OptimizerConfig
 from megatron_core.config.validate import check, largest_world_size
 from megatron_core.errors import ConfigError
-from megatron_core.models.hf import config_of_folder
+from megatron_core.models.hf import config_of_folder, notes_of_folder
 from megatron_core.models.hf.peft import adapter_settings
 from megatron_core.monitor.build import build_sinks
 from megatron_core.monitor.events import Sink
@@ -217,6 +217,8 @@ def notes(run: Run) -> Iterator[str]:
             f"seq_length={length} is the default, and the model of load_hf={settings.load_hf!r} has {positions:,} "
             "positions; set the length of your sequences with --seq-length"
         )
+    if settings.load_hf is not None:
+        yield from notes_of_folder(settings.load_hf, run.config.model)
     model, from_scratch = run.config.model, settings.load_hf is None and not run.loaded
     exact_gelu = not (model.swiglu or model.squared_relu or model.openai_gelu)
     if from_scratch and exact_gelu and model.add_bias_linear and not run.config.training.skip_train:

@@ -148,6 +148,18 @@ def test_several_launches_and_other_models(tmp_path: Path, capsys: pytest.Captur
     assert "pretrain_bert.py on 4 ranks" in text and "another kind of model" in text
 
 
+@pytest.mark.parametrize("program", ["pretrain_mamba.py", "pretrain_hybrid.py"])
+def test_a_hybrid_model_needs_its_pattern(program: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without it the model would be a GPT."""
+    flags = "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --mock-data --vocab-size 64 --train-iters 2"
+    launch = ["--", "python", program, *flags.split()]
+    assert main(launch) == 1
+    changes = " ".join(capsys.readouterr().out.split()).partition("What to change first")[2]
+    assert "give --hybrid-layer-pattern; M for each layer if the model has only Mamba layers" in changes
+    assert main([*launch, "--is-hybrid-model", "--hybrid-override-pattern", "M*", "--mamba-head-dim", "16"]) == 0
+    assert "starts unchanged" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -18,7 +18,7 @@ from megatron_core.config import ModelConfig
 from megatron_core.errors import CheckpointError
 from megatron_core.models import GPTModel
 from megatron_core.models.hf import HuggingFaceReader, settings_of_folder
-from megatron_core.models.hf.architecture import architecture_of, function_settings
+from megatron_core.models.hf.architecture import architecture_for, architecture_of, function_settings
 from megatron_core.models.hf.reader import _vocab_size
 from megatron_core.parallel import World
 from megatron_core.parallel.groups import LocalGroup
@@ -188,6 +188,22 @@ def test_a_model_trained_here_goes_out(tmp_path: Path) -> None:  # C21 C43
         export_hugging_face(tmp_path / "ours", tmp_path / "no", model_type="llama")
     with pytest.raises(CheckpointError, match="not empty"):
         export_hugging_face(tmp_path / "ours", tmp_path / "theirs")
+
+
+def test_a_hybrid_model_trained_here_goes_out(tmp_path: Path) -> None:  # C43
+    """Steps of Mamba-2 have no lower bound by default; a value that no config.json can have is in the message."""
+    sizes = {"mamba_head_dim": 16, "mamba_num_groups": 2, "mamba_state_dim": 8, "position_embedding_type": "none"}
+    llm = {"normalization": "RMSNorm", "disable_bias_linear": True, "squared_relu": True, "train_iters": 1}
+    hybrid = {"hybrid_layer_pattern": "M-*", "num_layers": 3, "untie_embeddings_and_output_weights": True}
+    run = tiny_run(**sizes, **llm, **hybrid, save=str(tmp_path / "ours"))
+    run.saver.save(run.state)
+    assert export_hugging_face(tmp_path / "ours", tmp_path / "theirs") < 1e-5
+    theirs = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    assert (theirs["model_type"], theirs["time_step_min"]) == ("nemotron_h", 1e-20)
+    assert settings_of_folder(tmp_path / "theirs")["mamba_dt_min"] == 0
+    wide = ModelConfig(**sizes, hybrid_layer_pattern="M", hidden_size=32, num_layers=1, mamba_num_heads=3)
+    with pytest.raises(CheckpointError, match=r"mamba2: config.json says expand=1; expand x hidden_size=32 must be"):
+        architecture_for(wide, "mamba2")
 
 
 def test_a_tokenizer_of_any_name_goes_out_under_theirs(tmp_path: Path) -> None:  # C43

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 import torch
 
 from megatron_core.config import RunConfig
-from megatron_core.models.hf import architecture_of
+from megatron_core.models.hf import architecture_for, architecture_of
+from megatron_core.models.hf.families.nemotron_h import NEMOTRON_H
 from megatron_core.planner.parameters import model_parameters
 from tests.models.hf_models import MODELS, RECURRENT
 from tests.models.test_gradients import compare_gradients
@@ -99,3 +101,23 @@ def test_published_models(hf_config: dict[str, Any], parameters: int, attention:
     config = RunConfig.from_flat(settings | {"vocab_size": hf_config["vocab_size"], "seq_length": 4096})
     assert config.model.attention_layers == attention
     assert model_parameters(config, hf_config["vocab_size"]) == parameters
+
+
+def test_a_limit_of_steps_that_transformers_does_not_read_is_in_a_note() -> None:
+    """The code published with Nemotron-H bounds steps by ``time_step_limit``; `transformers` by ``time_step_min``."""
+    model = RunConfig.from_flat(architecture_of(NEMOTRON_H_8B).settings(NEMOTRON_H_8B)).model
+    assert model.mamba_dt_min == 0.001
+    (note,) = NEMOTRON_H.notes(NEMOTRON_H_8B, model)
+    assert "time_step_limit=[0.0, inf] has no effect" in note and "give --mamba-dt-min 0," in note
+    assert not [*NEMOTRON_H.notes(NEMOTRON_H_8B, replace(model, mamba_dt_min=0.0))]
+    assert not [*NEMOTRON_H.notes(NEMOTRON_H_8B | {"time_step_limit": None}, model)]
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "squared_relu"])
+def test_an_activation_without_mlps_does_not_prevent_export(activation: str) -> None:
+    sizes = {"hidden_size": 32, "num_layers": 2, "mamba_head_dim": 16, "mamba_num_groups": 2, "hidden_dropout": 0.0}
+    fixed = {"position_embedding_type": "none", "normalization": "RMSNorm", "disable_bias_linear": True}
+    model = RunConfig.from_flat(sizes | fixed | {"hybrid_layer_pattern": "MM", activation: True}).model
+    assert architecture_for(model, "mamba2").changed_settings(model) == {}
+    hybrid = replace(model, hybrid_layer_pattern="M-")
+    assert ("swiglu" in NEMOTRON_H.changed_settings(hybrid)) == (activation == "swiglu")

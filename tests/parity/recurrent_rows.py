@@ -125,6 +125,14 @@ RECURRENT_ROWS: dict[str, tuple[int, dict, dict]] = {
         | {"linear_attention_freq": None},
         TP2,
     ),
+    "mamba, delta net, three chunks, tp2 sp": (
+        2,
+        MAMBA
+        | {"hybrid_layer_pattern": "MG", "num_layers": 2, "seq_length": 130, "global_batch_size": 2, "train_iters": 3}
+        | {name: DELTA[name] for name in DELTA if name[:7] == "linear_"}
+        | {"linear_attention_freq": None},
+        TP2 | SP,
+    ),
     "nemotron-h, dp2 ep2 zero3": (2, NEMOTRON_H, EP2 | ZERO3),
     "nemotron-h, tp2 sp ep2 etp1": (2, NEMOTRON_H, TP2 | SP | EP2 | ETP1),
     "nemotron-h, packed, cp2 dp2 ep2 zero1": (4, NEMOTRON_H | PACKED, CP2 | EP2 | {"zero_stage": 1}),

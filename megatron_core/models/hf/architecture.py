@@ -1,7 +1,7 @@
 """Architectures of the Hugging Face hub: their declaration, their registry, and the choice of one for export."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
 from pkgutil import iter_modules
@@ -62,6 +62,18 @@ FP8 = "fp8"
 """Value of ``quant_method`` for weights in FP8 with a scale for each block, which any architecture may have."""
 
 
+def no_notes(_: Settings, __: ModelConfig) -> Iterator[str]:
+    """Nothing to say about a config.json: it has one meaning."""
+    return iter(())
+
+
+ACTIVATIONS = (
+    *("swiglu", "geglu", "quick_geglu", "squared_relu", "openai_gelu"),
+    *("glu_linear_offset", "activation_func_clamp_value"),
+)
+"""Settings of the function between the matrices of an MLP or an expert."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
     """One ``model_type`` of the hub: names and meaning of its settings and tensors, for import and export."""
@@ -94,6 +106,8 @@ class Architecture:
     """Regular expression of stored names, without ``base``, that are computed from the configuration and ignored."""
     mtp_layer_keys: tuple[str, ...] = ()
     """Keys with the number of layers for multi-token prediction, which follow the others and are ignored."""
+    notes: Callable[[Settings, ModelConfig], Iterator[str]] = no_notes
+    """Notes for the user about a config.json whose model runs with these settings."""
     quantized: tuple[str, ...] = ()
     """Values of ``quant_method`` in ``quantization_config`` whose weights can be read, besides fp8 with blocks."""
 
@@ -178,15 +192,15 @@ class Architecture:
         for module in self.layer_tensors:
             yield from self.source(f"decoder.layers.{number}.{module}.weight").names
 
-    def changed_settings(self, config: ModelConfig) -> Settings | None:
+    def changed_settings(self, config: ModelConfig) -> Settings:
         """Settings that the way into config.json and back changes, with the values that come back.
 
-        None if the model lacks a setting that every config.json of the architecture needs.
+        Errors: ``CheckpointError`` for a value that no config.json of the architecture can have.
         """
         try:
             again = ModelConfig(**self.settings(self.config_json(config)))
-        except (CheckpointError, KeyError):
-            return None
+        except KeyError as error:
+            raise CheckpointError(f"config.json has no word for {error.args[0]!r}") from None
         own = function_settings(config)
         return {name: value for name, value in function_settings(again).items() if value != own[name]}
 
@@ -204,7 +218,8 @@ def function_settings(config: ModelConfig) -> Settings:
     own = {name: getattr(config, name) for name in (*names, "moe_shared_expert_intermediate_size")}
     of_attention = ("num_attention_heads", "num_query_groups", "kv_channels", "add_qkv_bias")
     unused: tuple[str, ...] = () if config.may_have("*") else of_attention
-    unused += () if config.may_have("-", "E") else ("ffn_hidden_size",)
+    of_mlps = ("ffn_hidden_size", "moe_ffn_hidden_size", *ACTIVATIONS)
+    unused += () if config.may_have("-", "E") else of_mlps
     return own | {
         "group_query_attention": None,
         "num_query_groups": config.query_groups,
@@ -265,14 +280,19 @@ def architecture_for(config: ModelConfig, model_type: str | None = None) -> Arch
     """The architecture ``model_type``, or by default the first one, that can express a model's settings."""
     candidates = list(ARCHITECTURES.values()) if model_type is None else [architecture_of({"model_type": model_type})]
     nearest: tuple[Architecture, Settings] | None = None
+    refusals: list[str] = []
     for found in candidates:
-        changed = found.changed_settings(config)
-        if changed == {}:
+        try:
+            changed = found.changed_settings(config)
+        except CheckpointError as error:
+            refusals.append(f"{found.model_type}: {error}")
+            continue
+        if not changed:
             return found
-        if changed and (nearest is None or len(changed) < len(nearest[1])):
+        if nearest is None or len(changed) < len(nearest[1]):
             nearest = found, changed
     tried = ", ".join(candidate.model_type for candidate in candidates)
-    reason = ""
+    reason = f"; {'; '.join(refusals)}" if len(refusals) == len(candidates) else ""
     if nearest:
         faults = (f"{name}={getattr(config, name)}, there {value}" for name, value in nearest[1].items())
         reason = f"; nearest is {nearest[0].model_type}, except for {'; '.join(faults)}"

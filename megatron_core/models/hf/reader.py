@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_core.checkpoint import TensorBox
-from megatron_core.config import RunConfig
+from megatron_core.config import ModelConfig, RunConfig
 from megatron_core.config.validate import problems, without_data
 from megatron_core.errors import CheckpointError
 from megatron_core.models.build import global_shapes
@@ -204,6 +204,12 @@ def settings_of_folder(folder: str | Path) -> Settings:
     if (Path(folder) / "tokenizer.json").is_file():
         settings |= {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(folder)}
     return settings
+
+
+def notes_of_folder(folder: str | Path, config: ModelConfig) -> list[str]:
+    """Notes for the user about the model in ``folder``, which runs with the settings ``config``."""
+    hf_config = read_json(Path(folder) / CONFIG)
+    return list(architecture_of(hf_config).notes(hf_config, config))
 
 
 def config_of_folder(folder: str | Path) -> RunConfig:

@@ -36,7 +36,8 @@ def _layers_json(config: ModelConfig) -> Settings:
     return {"num_hidden_layers": config.num_layers, "expand": expand, "num_heads": sizes.heads}
 
 
-def _limits(hf_config: Settings) -> Settings:
+def limits(hf_config: Settings) -> Settings:
+    """The bounds of steps in ``time_step_limit``."""
     least, most = hf_config["time_step_limit"]
     return {"mamba_dt_min": float(least), "mamba_dt_max": None if most in (INFINITY, math.inf) else float(most)}
 
@@ -92,7 +93,7 @@ MAMBA2 = register(
         required={"hidden_act": "silu", "use_bias": False, "use_conv_bias": True},
         rules=(
             Rule(_layers, _layers_json, {"num_hidden_layers": COUNT, "expand": COUNT}),
-            Rule(_limits, _limits_json, {"time_step_limit": LIMITS}),
+            Rule(limits, _limits_json, {"time_step_limit": LIMITS}),
         ),
         tensors={
             "embedding.word_embeddings": "backbone.embeddings",

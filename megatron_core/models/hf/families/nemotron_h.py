@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from megatron_core.config import ModelConfig
 from megatron_core.config.mixers import Mamba2
 from megatron_core.models.hf.architecture import register
 from megatron_core.models.hf.expert_rules import GROUP_TYPES, MTP_LAYERS, groups_json, limited_to_groups
-from megatron_core.models.hf.families.mamba2 import INITIAL, MAMBA2, MIXER, PRECISION
-from megatron_core.models.hf.rules import COUNT, POSITIVE, STRING, STRINGS, WIDTH, Rule, Settings, refuse
+from megatron_core.models.hf.families.mamba2 import INITIAL, LIMITS, MAMBA2, MIXER, PRECISION, limits
+from megatron_core.models.hf.rules import COUNT, NUMBER, POSITIVE, STRING, STRINGS, WIDTH, Rule, Settings, refuse
 from megatron_core.models.hf.tensors import separate_qkv
 
 KINDS = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"}
 """Values of ``layers_block_type`` -> letters of the pattern."""
 EARLIER = {"mamba": "M", "attention": "*"}
 """Names of earlier releases."""
+NO_LEAST_STEP = 1e-20
+"""``time_step_min`` for steps without a lower bound: `transformers` takes its logarithm for initial weights."""
 
 
 def _layers(hf_config: Settings) -> Settings:
@@ -67,6 +71,33 @@ def _experts_json(config: ModelConfig) -> Settings:
     }
 
 
+def _steps(hf_config: Settings) -> Settings:
+    least = hf_config["time_step_min"]
+    return {"mamba_dt_min": 0.0 if least <= NO_LEAST_STEP else float(least)}
+
+
+def _steps_json(config: ModelConfig) -> Settings:
+    return {"time_step_min": config.mamba_dt_min or NO_LEAST_STEP}
+
+
+def _notes(hf_config: Settings, config: ModelConfig) -> Iterator[str]:
+    """Say that the code published with these models bounds steps by another key."""
+    limit = hf_config.get("time_step_limit")
+    if limit is None or "M" not in (config.hybrid_layer_pattern or ""):
+        return
+    settings = limits(hf_config)
+    if settings != {"mamba_dt_min": config.mamba_dt_min, "mamba_dt_max": config.mamba_dt_max}:
+        flags = " ".join(
+            f"--{name.replace('_', '-')} {value:g}" for name, value in settings.items() if value is not None
+        )
+        yield (
+            f"time_step_limit={limit} has no effect: steps are between mamba_dt_min={config.mamba_dt_min:g} and "
+            f"mamba_dt_max={config.mamba_dt_max}, by default from time_step_min as in transformers; the code published "
+            f"with Nemotron models bounds them by time_step_limit instead: to compute as it does, give {flags}, with a "
+            "converted checkpoint also --changed-model-settings mamba_dt_min mamba_dt_max"
+        )
+
+
 NEMOTRON_H = register(
     MAMBA2,
     model_type="nemotron_h",
@@ -85,7 +116,6 @@ NEMOTRON_H = register(
         "ssm_state_size": "mamba_state_dim",
         "n_groups": "mamba_num_groups",
         "conv_kernel": "linear_conv_kernel_dim",
-        "time_step_min": "mamba_dt_min",
         "initializer_range": "init_method_std",
     },
     fixed={
@@ -95,7 +125,7 @@ NEMOTRON_H = register(
         "squared_relu": True,
         "hidden_dropout": 0.0,
     },
-    # transformers bounds steps from below by time_step_min, and does not read time_step_limit and expand.
+    # transformers bounds steps from below by time_step_min, and does not read time_step_limit (_notes) and expand.
     defaults={
         **INITIAL,
         **PRECISION,
@@ -149,6 +179,7 @@ NEMOTRON_H = register(
                 "chunk_size": COUNT,
             },
         ),
+        Rule(_steps, _steps_json, {"time_step_min": NUMBER, "time_step_limit": LIMITS}),
         Rule(
             _experts,
             _experts_json,
@@ -176,4 +207,5 @@ NEMOTRON_H = register(
     },
     derived=rf"{MAMBA2.derived}|mtp\..*",
     mtp_layer_keys=MTP_LAYERS,
+    notes=_notes,
 )
