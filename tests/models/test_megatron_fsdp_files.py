@@ -171,6 +171,14 @@ FAULTS: dict[str, tuple[Callable[[Any], object], str]] = {
     ),
     "a huge length": (lambda m: setattr(only_place(m, WEIGHT), "length", 2**62), "is truncated: .* is incomplete"),
     "a negative offset": (lambda m: setattr(only_place(m, WEIGHT), "offset", -5), r"fc2\.weight' has bytes -5 to -5"),
+    "no chunk of a weight": (
+        lambda m: m.state_dict_metadata[WEIGHT].chunks.clear(),
+        r"missing: decoder.*fc2\.weight",
+    ),
+    "a short chunk": (
+        edit(WEIGHT, offsets=torch.Size([1, 0]), sizes=torch.Size([31, 128])),
+        r": 3968 of 4096 elements of decoder.*fc2\.weight are stored",
+    ),
 }
 
 
