@@ -118,10 +118,11 @@ def _expert_bytes(config: RunConfig) -> float:
 
 
 def _score_bytes(config: RunConfig) -> int:
-    """Bytes per token of attention weights over all heads: 0 with selective recomputation; only the log-sum-exp of each
-    row if attention is fused or if keys are on other ranks, because backward computes the weights again."""
+    """Bytes per token of attention weights over all heads: 0 with selective recomputation, and with sparse attention,
+    which always recomputes; only the log-sum-exp of each row if attention is fused or if keys are on other ranks,
+    because backward computes the weights again."""
     model, n = config.model, _number_size(config)
-    if model.recomputes("core_attn"):
+    if model.recomputes("core_attn") or model.has_sparse_attention:
         return 0
     shared = config.parallel.context_parallel_size > 1 and set(config.parallel.cp_comm_type) != {"a2a"}
     if shared or (model.attention_backend != "unfused" and not model.attention_dropout):

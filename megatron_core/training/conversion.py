@@ -252,9 +252,11 @@ def compare_logits(open_reader: Callable[[], Reader], config: RunConfig, folder:
     scale = max(logits.abs().max().item() for logits in theirs)
     difference = max((a - b).abs().max().item() for a, b in zip(ours, theirs, strict=True)) / scale
     if not difference <= TOLERANCE:
+        selects = config.model.has_sparse_attention and config.model.dsa_indexer_topk < max(PROMPT_LENGTHS)
+        ties = ", or transformers selects other keys of equal index scores (then convert with --no-verify)"
         raise CheckpointError(
             f"the logits of both sides differ by {difference:.1e} of the largest one, more than {TOLERANCE:.0e}: "
-            f"{folder} has unsupported settings, or a file is damaged; nothing was written"
+            f"{folder} has unsupported settings, or a file is damaged{ties if selects else ''}; nothing was written"
         )
     return difference
 

@@ -126,13 +126,16 @@ class SparseAttention(nn.Module):
         if positions is None:
             positions = torch.arange(len(query), device=query.device)
         selected = self._select(index, positions, context) if self.topk < len(key) else None
-        outputs = []
-        for rows in torch.arange(len(query), device=query.device).split(QUERY_BLOCK):
-            hidden = _hidden(positions[rows], len(key), context)
+
+        def attended(rows: Tensor, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            hidden = _hidden(positions[rows], len(keys), context)
             if selected is not None:
-                hidden = hidden | not_selected(selected[:, rows], len(key))
-            outputs.append(self.attend(query[rows], key, value, hidden))
-        out = torch.cat(outputs)
+                hidden = hidden | not_selected(selected[:, rows], len(keys))
+            return self.attend(queries, keys, values, hidden)
+
+        # Backward computes each block again, whose mask and weights have as many elements as it has pairs of tokens.
+        blocks = torch.arange(len(query), device=query.device).split(QUERY_BLOCK)
+        out = torch.cat([recomputed(attended)(rows, query[rows], key, value) for rows in blocks])
         if self.training and self.coefficient and torch.is_grad_enabled():
             chosen = selected if self.sparse_loss else None
             loss = self._loss(index, query.detach(), key.detach(), chosen, positions, context)

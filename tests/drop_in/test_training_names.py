@@ -108,11 +108,11 @@ def test_values_without_a_declared_type_are_numbers_if_they_can_be() -> None:
 def test_unknown_flags_are_ignored_on_request(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    more = "--my-size 4 --swiglu --my-kind grpo word --seed 5 --my-switch"
+    more = "--my-size 4 --swiglu --my-kind grpo word --seed 5 --my-switch -- x --y"
     monkeypatch.setattr(sys, "argv", f"{COMMAND} {more}".split())
     args = parse_args(ignore_unknown_args=True)
     assert (args.swiglu, args.seed, args.hidden_size) == (True, 5, 32)
-    said = "--my-size --my-kind --my-switch"
+    said = "--my-size --my-kind --my-switch -- x --y"
     assert f"flags of neither this project nor Megatron-LM: {said}\n" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="--my-size 4: neither a flag"):
         parse_args()

@@ -325,6 +325,12 @@ REFUSED = {
     "bias": ("mistral, window", {"attention_bias": True}, "attention_bias=True"),
     "an empty window": ("mistral, window", {"sliding_window": 0}, "1 or more, or null"),
     "kinds of layers": ("qwen3", {"use_sliding_window": True, "layer_types": ["linear_attention"] * 4}, "layer_types"),
+    "shared choices of keys": ("glm_moe_dsa", {"index_topk_freq": 4}, "index_topk_freq=4; only 1"),
+    "a pattern of shared choices": ("deepseek_v32", {"index_topk_pattern": "FSSF"}, "index_topk_pattern='FSSF'"),
+    "halves in an indexer": ("glm_moe_dsa", {"indexer_rope_interleave": False}, "indexer_rope_interleave=False"),
+    "pairs in an indexer": ("deepseek_v32", {"indexer_rope_interleave": True}, "indexer_rope_interleave=True"),
+    "halves of latent attention": ("deepseek_v32", {"rope_interleave": False}, "rope_interleave=False"),
+    "unknown kinds of MLPs": ("glm_moe_dsa", {"mlp_layer_types": ["moe"] * 4}, "supported are sparse and dense"),
     "kinds without windows": ("qwen3", {"layer_types": ["sliding_attention"] * 4}, "use_sliding_window=False; but"),
     "other scores": ("deepseek_v3", {"scoring_func": "softmax"}, "only 'sigmoid' is supported"),
     "null for what is on": ("deepseek_v3", {"rope_interleave": None}, "rope_interleave=None"),
@@ -380,14 +386,17 @@ def test_a_file_outside_of_the_folder_is_not_read(tmp_path: Path) -> None:
         HuggingFaceReader(tmp_path / "theirs")
 
 
-def test_another_function_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "cause"), [("llama", "damaged"), ("deepseek_v32", "equal index scores .*--no-verify")]
+)
+def test_another_function_is_refused(name: str, cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The logits reveal settings that this project does not support."""
-    save_model("llama", tmp_path / "theirs")
+    save_model(name, tmp_path / "theirs")
     monkeypatch.setattr(
         "megatron_core.training.conversion.their_logits",
         lambda folder, prompts: [1.001 * logits for logits in their_logits(folder, prompts)],
     )
-    with pytest.raises(CheckpointError, match=r"differ by 1.0e-03 of the largest one.*nothing was written"):
+    with pytest.raises(CheckpointError, match=rf"differ by 1.0e-03 of the largest one.*{cause}.*; nothing was written"):
         import_hugging_face(tmp_path / "theirs", tmp_path / "ours")
     assert not (tmp_path / "ours").exists()
 

@@ -230,6 +230,9 @@ def test_meanings_that_differ() -> None:
     assert settings_of_arguments(base | {"add_bias_linear": False})["disable_bias_linear"]
     yarn = settings_of_arguments(base | {"position_embedding_type": "yarn", "rotary_scaling_factor": 4.0})
     assert (yarn["rope_scaling_type"], yarn["rope_scaling_factor"]) == ("yarn", 4.0)
+    latest = base | {"position_embedding_type": "yarn", "rotary_scaling_factor": 1.0}
+    assert settings_of_arguments(latest | {"yarn_rotary_scaling_factor": 32.0})["rope_scaling_factor"] == 32.0
+    assert settings_of_arguments(latest | {"enable_gpt_oss": True})["rope_scaling_factor"] == 32.0
     assert yarn["original_max_position_embeddings"] == 4096
     both = base | {"use_rope_scaling": True, "rope_scaling_factor": 32.0, "rotary_scaling_factor": 1.0}
     assert settings_of_arguments(both)["rope_scaling_factor"] == 32.0, "the other argument is of YaRN"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint import save
+from torch.distributed.checkpoint import FileSystemReader, save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -127,4 +129,69 @@ def test_a_state_dict_of_another_program_is_refused(tmp_path: Path) -> None:
     save({"model": {"layer.weight": torch.ones(2)}}, checkpoint_id=tmp_path / "iter_0000007", no_dist=True)
     with pytest.raises(CheckpointError, match="another program than Megatron-LM wrote it; convert") as found:
         MegatronReader(tmp_path / "iter_0000007")
+    assert "\n" not in str(found.value)
+
+
+WEIGHT, SCHEDULED = "model.module.module.decoder.layers.0.mlp.linear_fc2.weight", "opt_param_scheduler.num_steps"
+"""Keys of tensors in the files that are spoiled."""
+
+
+def only_place(metadata: Any, name: str) -> Any:
+    """The place of a tensor of one chunk."""
+    return next(info for index, info in metadata.storage_data.items() if index.fqn == name)
+
+
+def another_place(metadata: Any) -> None:
+    place, other = only_place(metadata, WEIGHT), only_place(metadata, WEIGHT.replace("weight", "bias"))
+    place.offset, place.length = other.offset, other.length
+
+
+def edit(name: str, **values: Any) -> Callable[[Any], None]:
+    """Set attributes of the only chunk of a tensor."""
+    return lambda metadata: vars(metadata.state_dict_metadata[name].chunks[0]).update(values)
+
+
+FAULTS: dict[str, tuple[Callable[[Any], object], str]] = {
+    "a chunk in another place": (another_place, r"a chunk of model\..*fc2\.weight has the shape \[\d+\], its metadata"),
+    "offsets of another rank": (
+        edit(WEIGHT, offsets=torch.Size([0])),
+        r"cannot be read: .*fc2\.weight with .* at \[0\]",
+    ),
+    "a size of another rank": (
+        lambda m: setattr(m.state_dict_metadata[WEIGHT], "size", torch.Size([64])),
+        r"cannot be read: .*fc2\.weight with the shape \[64\]",
+    ),
+    "a key that is not a string": (
+        lambda m: m.state_dict_metadata.update({5: m.state_dict_metadata[WEIGHT]}),
+        "cannot be read: the name 5 is not a string",
+    ),
+    "a tensor without chunks": (
+        lambda m: m.state_dict_metadata[SCHEDULED].chunks.clear(),
+        rf"metadata lists no part of {SCHEDULED}; copy",
+    ),
+    "a huge length": (lambda m: setattr(only_place(m, WEIGHT), "length", 2**62), "is truncated: .* is incomplete"),
+    "a negative offset": (lambda m: setattr(only_place(m, WEIGHT), "offset", -5), r"fc2\.weight' has bytes -5 to -5"),
+    "no chunk of a weight": (
+        lambda m: m.state_dict_metadata[WEIGHT].chunks.clear(),
+        r"missing: decoder.*fc2\.weight",
+    ),
+    "a short chunk": (
+        edit(WEIGHT, offsets=torch.Size([1, 0]), sizes=torch.Size([31, 128])),
+        r": 3968 of 4096 elements of decoder.*fc2\.weight are stored",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_damaged_metadata_is_one_sentence(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, path = make_model(GPT, biases=True), tmp_path / "iter_0000007"
+    weights = {f"module.module.{name}": weight for name, weight in theirs(weights_of(model), "fused", False).items()}
+    content = {"args": named(GPT, model, monkeypatch), "iteration": 7, "model": weights}
+    save(content | {"opt_param_scheduler": {"num_steps": torch.tensor([24])}}, checkpoint_id=path, no_dist=True)
+    metadata = FileSystemReader(path).read_metadata()
+    spoil, message = FAULTS[fault]
+    spoil(metadata)
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=message) as found:
+        import_megatron(path, tmp_path / "ours")
     assert "\n" not in str(found.value)

@@ -199,3 +199,28 @@ def test_warmup_trains_only_indexers_and_attends_to_all_keys() -> None:
     assert train_step(plain_run).loss == pytest.approx(results[0].loss, rel=1e-12)
     losses = [result.auxiliary_losses["indexer_loss"] for result in results]
     assert losses[-1] < 0.9 * losses[0]
+
+
+@pytest.mark.parametrize("backend", ["auto", "unfused"])
+def test_memory_for_backward_is_linear_in_the_tokens(backend: str) -> None:
+    layer, sizes = layer_of(attention_backend=backend), []
+    for length in (256, 512):
+        saved: dict[int, Tensor] = {}
+        losses = AuxiliaryLosses((INDEXER_LOSS,), sequences=1, tokens=torch.tensor(length, dtype=torch.float64))
+        angles = torch.arange(length, dtype=torch.float64)[:, None, None] * torch.ones(2, dtype=torch.float64)
+        hidden = torch.ones(length, 1, 16, dtype=torch.float64, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda x, saved=saved: saved.setdefault(x.untyped_storage().data_ptr(), x), lambda x: x
+        ):
+            layer(
+                hidden,
+                SequenceContext(
+                    rotary=(angles.cos(), angles.sin()),
+                    auxiliary_losses=losses.of_micro_batch(0),
+                    positions=torch.arange(length),
+                ),
+            )
+        for parameter in layer.parameters():
+            saved.pop(parameter.untyped_storage().data_ptr(), None)
+        sizes.append(sum(each.untyped_storage().nbytes() for each in saved.values()))
+    assert 0 < sizes[1] <= 2 * sizes[0]

@@ -86,8 +86,12 @@ def _positions(arguments: Mapping[str, Any]) -> dict[str, Any]:
         return {"position_embedding_type": kind}
     original = arguments.get("yarn_original_max_position_embeddings") or 4096
     scaled = {"use_rope_scaling": True, "rope_scaling_type": "yarn", "original_max_position_embeddings": original}
-    if arguments.get("rotary_scaling_factor") is not None:
-        scaled["rope_scaling_factor"] = arguments["rotary_scaling_factor"]  # rope_scaling_factor is that of Llama 3
+    own = 32.0 if arguments.get("enable_gpt_oss") else None  # the factor that this flag stands for
+    named = [arguments.get(name) for name in ("yarn_rotary_scaling_factor", "rotary_scaling_factor")]
+    given = named[1:] if latent else [named[0], own, named[1]]
+    factor = next((value for value in given if value is not None), None)
+    if factor is not None:
+        scaled["rope_scaling_factor"] = factor  # rope_scaling_factor is that of Llama 3
     return {"position_embedding_type": "rope", **scaled}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -32,6 +33,11 @@ class DistributedFiles:
     def __init__(self, folder: Path, metadata: Any) -> None:
         self.folder = folder
         self._entries, self._storage = _indexed(metadata)
+        self._shapes = {
+            (name, tuple(chunk.offsets)): tuple(chunk.sizes)
+            for name, entry in self._entries.items()
+            for chunk in getattr(entry, "chunks", ())
+        }
         self._last: tuple[Any, Tensor] | None = None
         content = self._content()
         arguments = getattr(content.get("args") if isinstance(content, dict) else None, "arguments", None)
@@ -161,6 +167,11 @@ class DistributedFiles:
             found = load_tensors(self._bytes(name, offset))
             if not isinstance(found, Tensor):
                 raise CheckpointError(f"{self.folder}: {name} is a {type(found).__name__}, not a tensor")
+            if tuple(found.shape) != self._shapes[name, offset]:
+                raise CheckpointError(
+                    f"{self.folder}: a chunk of {name} has the shape {list(found.shape)}, its metadata says "
+                    f"{list(self._shapes[name, offset])}; copy the whole checkpoint again"
+                )
             self._last = ((name, offset), found)
         return self._last[1]
 
@@ -183,13 +194,12 @@ class DistributedFiles:
             raise CheckpointError(f"{path} is compressed, which is not supported; save it uncompressed")
         try:
             with path.open("rb") as file:
+                if info.offset + info.length > os.fstat(file.fileno()).st_size:
+                    raise CheckpointError(f"{path} is truncated: {name} is incomplete; copy the whole checkpoint")
                 file.seek(info.offset)
-                data = file.read(info.length)
-        except OSError as error:
+                return file.read(info.length)
+        except (OSError, ValueError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from None
-        if len(data) != info.length:
-            raise CheckpointError(f"{path} is truncated: {name} is incomplete; copy the whole checkpoint")
-        return data
 
 
 def _indexed(metadata: Any) -> tuple[dict[str, Any], dict[tuple[str, tuple[int, ...] | None], Any]]:

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_core.config import ModelConfig
+from megatron_core.errors import CheckpointError
 from megatron_core.models.megatron_lm.distributed_files import DistributedFiles, without_copies
 from megatron_core.models.megatron_lm.pickles import load_metadata
 from megatron_core.models.megatron_lm.tensor_map import EXPERT, LAYER, MODEL, TensorPart, TensorParts, plain_name
@@ -64,7 +65,11 @@ class FSDPFiles(DistributedFiles):
     def _value(self, name: str) -> Any:
         """An object, or a tensor of one element."""
         chunks = getattr(self._entries[name], "chunks", None)
-        return self._object(name) if chunks is None else self._chunk(name, tuple(chunks[0].offsets))
+        if chunks is None:
+            return self._object(name)
+        if not chunks:
+            raise CheckpointError(f"{self.folder}: its metadata lists no part of {name}; copy the whole checkpoint")
+        return self._chunk(name, tuple(chunks[0].offsets))
 
     def _add_parts(self, found: TensorParts, stored: str, name: str) -> None:
         """Add the parts of the tensor ``stored``, which belongs to the weight ``name`` of Megatron-LM's model."""

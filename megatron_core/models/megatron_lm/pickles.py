@@ -8,6 +8,7 @@ import io
 import pickle
 import re
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,14 +90,28 @@ def load_metadata(path: Path) -> Any:
     """Load the ``.metadata`` of ``torch.distributed.checkpoint``. Errors: as ``load_tensors``."""
     try:
         found = _MetadataUnpickler(io.BytesIO(path.read_bytes())).load()
-        for entry in found.state_dict_metadata.values():
-            if hasattr(entry, "chunks"):
-                _ = [entry.size, *((*chunk.offsets, *chunk.sizes) for chunk in entry.chunks)]
+        for name, entry in found.state_dict_metadata.items():
+            if not isinstance(name, str):
+                raise ValueError(f"the name {name!r} is not a string")
+            for chunk in entry.chunks if hasattr(entry, "chunks") else ():
+                if not _same_rank(entry.size, chunk.offsets, chunk.sizes):
+                    raise ValueError(
+                        f"{name} with the shape {list(entry.size)} has a chunk of the shape {list(chunk.sizes)} at "
+                        f"{list(chunk.offsets)}"
+                    )
         for index, info in found.storage_data.items():
-            _ = [index.fqn, Path(info.relative_path), info.offset + info.length]
+            _ = Path(info.relative_path)
+            if not isinstance(index.fqn, str) or not _same_rank((info.offset,), (info.length,)):
+                raise ValueError(f"{index.fqn!r} has bytes {info.offset} to {info.offset} + {info.length}")
         return found
     except DAMAGE as error:
         raise CheckpointError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
+
+
+def _same_rank(*lists: Sequence[Any]) -> bool:
+    """Whether all are lists of as many integers, none of which is negative."""
+    numbers = [number for each in lists for number in each]
+    return len({len(each) for each in lists}) == 1 and all(isinstance(n, int) and n >= 0 for n in numbers)
 
 
 class _MetadataUnpickler(pickle.Unpickler):

@@ -129,7 +129,7 @@ class MegatronReader:
             self._check(trained, self._optimizer[kind])
 
     def _check(self, ours: Mapping[str, tuple[int, ...]], parts: TensorParts) -> None:
-        missing, unused = sorted(set(ours) - set(parts)), sorted(set(parts) - set(ours))
+        missing, unused = sorted(name for name in ours if not parts.get(name)), sorted(set(parts) - set(ours))
         if missing or unused:
             faults = {"missing": missing, "unexpected": unused}
             listing = "; ".join(f"{kind}: {listed(names)}" for kind, names in faults.items() if names)
@@ -137,9 +137,14 @@ class MegatronReader:
         for name, shape in ours.items():
             found = whole_shape(parts[name])
             padded = (max(found[0], shape[0]), *shape[1:]) if name in TIED else shape
-            if found != padded or sum(box.numel for box in {part.box for part in parts[name]}) != prod(found):
+            if found != padded:
                 raise CheckpointError(
                     f"{self.folder}: {name} has the shape {list(found)}, its arguments ask for {list(shape)}"
+                )
+            stored = sum(box.numel for box in {part.box for part in parts[name]})
+            if stored != prod(found):
+                raise CheckpointError(
+                    f"{self.folder}: {stored} of {prod(found)} elements of {name} are stored; copy the whole checkpoint"
                 )
 
     def dtype(self) -> torch.dtype:

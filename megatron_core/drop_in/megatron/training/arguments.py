@@ -41,16 +41,21 @@ def parse_args(
     """Return all settings of the command line by name, with ``rank`` and ``world_size``.
 
     It includes the flags of ``extra_args_provider``. Raises ConfigError for a flag of neither project; with
-    ``ignore_unknown_args`` a note names it, because it may be misspelt.
+    ``ignore_unknown_args`` a note names it, because it may be misspelt, and the words after ``--``.
     """
     given, extra = sys.argv[1:], Namespace()
     if extra_args_provider is not None:
         parser = extra_args_provider(ArgumentParser(add_help=False, allow_abbrev=False))
         extra, given = parser.parse_known_args(given)
     if ignore_unknown_args:
-        given, unknown = known_flags(given)
-        if unknown:
-            note(f"ignored, because they are flags of neither this project nor Megatron-LM: {' '.join(unknown)}")
+        end = given.index("--") if "--" in given else len(given)
+        rest = given[end:]
+        given, unknown = known_flags(given[:end])
+        if unknown or rest:
+            note(
+                "ignored, because they are flags of neither this project nor Megatron-LM: "
+                f"{' '.join([*unknown, *rest])}"
+            )
     config, _ = read_settings(Path(sys.argv[0]).name, given, stored_schedule=False)  # load_checkpoint has it
     args = Namespace(**_others(given) | config.flat() | vars(extra))
     if dist.is_initialized():

@@ -7,7 +7,7 @@ from megatron_core.models.hf.families.deepseek_v3 import DEEPSEEK_V3, LATENT_POS
 from megatron_core.models.hf.rules import ROPE, STRINGS, Rule, Settings, refuse
 from megatron_core.models.hf.tensors import TensorSource
 
-INDEXED, SPARSE, FULL = "indexed_attention", "sparse", "full"
+INDEXED, SPARSE, DENSE, FULL = "indexed_attention", "sparse", "dense", "full"
 
 
 def _layer_types(hf_config: Settings) -> Settings:
@@ -15,12 +15,25 @@ def _layer_types(hf_config: Settings) -> Settings:
     for key, only in (("layer_types", INDEXED), ("indexer_types", FULL)):
         if set(hf_config.get(key, ())) - {only}:
             refuse(key, hf_config[key], f"for {hf_config.get('model_type')} only {only} is supported")
+    pattern = hf_config.get("index_topk_pattern")
+    if hf_config.get("index_topk_freq", 1) != 1:
+        refuse("index_topk_freq", hf_config["index_topk_freq"], "only 1 is supported: an indexer in every layer")
+    if pattern is not None and (
+        not isinstance(pattern, str | list) or any(each not in ("F", FULL) for each in pattern)
+    ):
+        refuse("index_topk_pattern", pattern, "only F (full) is supported: an indexer in every layer")
+    interleaved = hf_config.get("model_type") == "glm_moe_dsa"
+    for key, value in (("rope_interleave", True), ("indexer_rope_interleave", interleaved)):
+        if hf_config.get(key, value) != value:
+            refuse(key, hf_config[key], f"for {hf_config.get('model_type')} only {value} is supported")
     kinds = hf_config.get("mlp_layer_types")
+    if set(kinds or ()) - {SPARSE, DENSE}:
+        refuse("mlp_layer_types", kinds, f"supported are {SPARSE} and {DENSE}")
     return {} if kinds is None else {"moe_layer_freq": tuple(int(kind == SPARSE) for kind in kinds)}
 
 
 def _layer_types_json(config: ModelConfig) -> Settings:
-    kinds = [SPARSE if config.has_experts(layer) else "dense" for layer in range(config.num_layers)]
+    kinds = [SPARSE if config.has_experts(layer) else DENSE for layer in range(config.num_layers)]
     return {"mlp_layer_types": kinds, "layer_types": [INDEXED] * config.num_layers}
 
 
