@@ -210,7 +210,7 @@ def _given(name: str) -> list[str]:
 
 
 def test_every_other_flag_does_what_its_table_says():
-    """Accepted flags set nothing and a note names them; refused flags raise an error with a reason."""
+    """Accepted flags set nothing and a note names them; others are errors with a reason, or name the flag they need."""
     for name, flag in megatron_flags.FLAGS.items():
         given = _given(name)
         found = Translation.of(given, field_types())
@@ -218,6 +218,9 @@ def test_every_other_flag_does_what_its_table_says():
         if flag.fate == "refused":
             assert found.faults == [f"{' '.join(given)}: {flag.reason}"]
             assert re.search(r"remove|use|only|give|set|prepare|write|go to|describe|legal|take", flag.reason)
+        elif name in megatron_flags.TOGETHER:
+            needed = megatron_flags.TOGETHER[name].replace("_", "-")
+            assert found.faults == [f"{given[0]}: this needs --{needed}"]
         else:
             assert not found.faults and given[0] in found.ignored, name
 
