@@ -55,7 +55,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 DAMAGED = "wrong data"
 """Kind of all faults in which a transfer delivers wrong data."""
-HARMLESS = ("clock", "slow")
+HARMLESS = ("clock",)
 """Faults that need no recovery."""
 FROM_OUTSIDE = {"SIGKILL": signal.SIGKILL, "SIGSTOP": signal.SIGSTOP}
 KINDS = (*(kind for kind in DEATHS if kind != "kill-recovery"), "exception", "hang", "stop", *HARMLESS, *FROM_OUTSIDE)
