@@ -30,8 +30,8 @@ for name in ("CI", "BUILD_NUMBER"):
     os.environ.pop(name, None)
 # Help and progress use the width of the terminal; a narrow one would change line breaks.
 os.environ["COLUMNS"] = "80"
-# torch's TCPStore looks up the name of each address that connects. Where the name server loses a question, each store
-# would wait 5 s for an answer that nobody reads (glibc's resolver; seen for 1 in 15 stores).
+# torch's TCPStore looks up the host name of each peer, only to log it. If the name server drops a query, glibc
+# waits 5 s by default (seen for 1 in 15 stores).
 os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
 
 # A shell starts background jobs with Ctrl-C ignored, and nohup any job with SIGHUP; programs started by tests would

@@ -9,7 +9,7 @@ REFUSED = {
     "fp16": "its loss scale moves gradients out of the range of exact sums; use --bf16",
     "fp8_format": "scales are those of a rank's block; remove --fp8-format",
     "experimental_attention_variant": "its sums have no canonical parts; use plain attention in all layers",
-    "hybrid_layer_pattern": "it is tested with attention and an MLP in every layer; remove it",
+    "hybrid_layer_pattern": "equal bits are not tested with such layers; remove --hybrid-layer-pattern",
     "compile": "a graph has its own order of sums; remove --compile",
     "qk_layernorm_over_heads": "it is a sum over the heads of all ranks; remove it",
     "moe_apply_probs_on_input": "gradients of probabilities are sums over parts of experts; remove it",

@@ -5,19 +5,19 @@ from collections.abc import Iterator
 from megatron_core.config.run import RunConfig
 
 REFUSED = {
-    "attention_dropout": "selected keys have no dropout; use 0",
-    "attn_logit_softcapping": "it has no bounded scores; remove it",
-    "window_size": "the indexer chooses among all keys; remove it",
-    "attention_chunk_size": "the indexer chooses among all keys; remove it",
-    "hybrid_layer_pattern": "its attention layers have no indexer; remove it",
+    "attention_dropout": "attention to selected keys has no dropout; use 0",
+    "attn_logit_softcapping": "scores of selected keys are not bounded; remove --attn-logit-softcapping",
+    "window_size": "the indexer chooses among all keys; remove --window-size",
+    "attention_chunk_size": "the indexer chooses among all keys; remove --attention-chunk-size",
+    "hybrid_layer_pattern": "the attention layers of a pattern have no indexer; remove one of them",
     "fp8_format": "the indexer's projections are not computed in FP8; remove --fp8-format",
-    "compile": "its choice of keys is not compiled; remove --compile",
+    "compile": "the choice of keys is not compiled; remove --compile",
 }
 """Settings that cannot be used with sparse attention, with the reason and the remedy."""
 REFUSED_IN_WARMUP = {
-    "dsa_indexer_use_sparse_loss": "no keys are selected; remove it",
-    "mtp_num_layers": "these layers are frozen as a whole; leave them out until the indexers are trained",
-    "qk_clip": "the weights of queries and keys are frozen; remove it",
+    "dsa_indexer_use_sparse_loss": "no keys are selected; remove --dsa-indexer-use-sparse-loss",
+    "mtp_num_layers": "these layers are frozen as a whole; remove --mtp-num-layers until the indexers are trained",
+    "qk_clip": "the weights of queries and keys are frozen; remove --qk-clip",
 }
 """Settings that cannot be used while only indexers are trained, with the reason and the remedy."""
 

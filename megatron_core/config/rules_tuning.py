@@ -1,9 +1,9 @@
 """Rules for low-rank adapters."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
-from megatron_core.config.mixers import mixer_of
-from megatron_core.config.model import ModelConfig
+from megatron_core.config.linear_layers import LinearLayer, linear_layers, mlp_layers
+from megatron_core.config.parallel import ParallelConfig
 from megatron_core.config.rules_attention import model_problems
 from megatron_core.config.rules_hybrid import hybrid_problems
 from megatron_core.config.rules_moe import moe_problems
@@ -51,7 +51,7 @@ def tuning_problems(config: RunConfig) -> Iterator[str]:
             "layers with adapters are not captured; remove --cuda-graph-impl"
         )
     yield from _target_problems(config)
-    adapts_experts = model.num_experts is not None and _adapts_experts(config)
+    adapts_experts = model.num_experts is not None and _adapts(config, mlp_layers, experts=True)
     if tuning.use_dora and adapts_experts:
         yield (
             "use_dora=True cannot be used with adapters of experts; name only other layers in --lora-target-modules, "
@@ -145,28 +145,16 @@ def _target_problems(config: RunConfig) -> Iterator[str]:
 
 def _absent_targets(config: RunConfig) -> Iterator[str]:
     """A problem if no name stands for a layer. As in PEFT, some may stand for none: lists are used for many models."""
-    tuning = config.tuning
-    if not any(tuning.parts_of(path, fused=fused) for path, fused in _linear_layers(config.model)):
-        yield f"lora_target_modules={shown(tuning.lora_target_modules)} names no layer of this model; name other layers"
+    if not _adapts(config, linear_layers):
+        names = shown(config.tuning.lora_target_modules)
+        yield f"lora_target_modules={names} names no layer of this model; name other layers"
 
 
-def _linear_layers(model: ModelConfig) -> Iterator[tuple[str, int]]:
-    """Name of each linear layer in the model, and number of matrices that it consists of."""
-    for layer in range(model.num_layers):
-        for own in mixer_of(model, layer).projections(1):
-            yield f"decoder.layers.{layer}.self_attention.{own.module}", len(own.pieces) or 1
-        sparse = model.has_experts(layer)
-        shared = sparse and model.moe_shared_expert_intermediate_size is not None
-        present = {"mlp": model.has_dense_mlp(layer), "mlp.experts": sparse, "mlp.shared_experts": shared}
-        for path in (path for path, is_there in present.items() if is_there):
-            yield f"decoder.layers.{layer}.{path}.linear_fc1", 1 + model.gated_linear_unit
-            yield f"decoder.layers.{layer}.{path}.linear_fc2", 1
-
-
-def _adapts_experts(config: RunConfig) -> bool:
-    paths = (
-        f"decoder.layers.{layer}.mlp.experts.{name}"
-        for layer in config.model.expert_layers
-        for name in ("linear_fc1", "linear_fc2")
+def _adapts(config: RunConfig, layers: Callable[..., Iterable[LinearLayer]], *, experts: bool = False) -> bool:
+    """Whether a name stands for one of the linear ``layers`` of the model; ``experts``: for one in an expert."""
+    return any(
+        config.tuning.parts_of(f"decoder.layers.{number}.{each.path}", fused=len(each.pieces))
+        for number in range(config.model.num_layers)
+        for each in layers(config.model, ParallelConfig(), number)
+        if each.experts or not experts
     )
-    return any(config.tuning.parts_of(path, fused=2) for path in paths)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 from operator import add
 
 from megatron_core.config import ParallelConfig, RunConfig
+from megatron_core.config.linear_layers import linear_layers
 from megatron_core.config.mixers import mixer_of
 from megatron_core.config.model import ModelConfig
 from megatron_core.config.tuning import PARTS, WHOLE
@@ -164,37 +165,17 @@ def adapter_parameters(config: RunConfig, layer_number: int) -> Parameters:
 
     Only one side of a split matrix is divided over the ranks, and each expert has its own adapters.
     """
-    tuning, model, found = config.tuning, config.model, Parameters()
-    for path, inputs, pieces, experts in _linear_layers(config, layer_number) if tuning.lora_rank is not None else ():
-        name = f"decoder.layers.{layer_number}.{path}"
-        dense, sparse = model.has_dense_mlp(layer_number), model.has_experts(layer_number)
-        if ".mlp." in name and not (dense if ".mlp.linear" in name else sparse):
-            continue
-        for part in tuning.parts_of(name, fused=len(pieces)):
+    tuning, found = config.tuning, Parameters()
+    if tuning.lora_rank is None:
+        return found
+    for path, inputs, pieces, experts in linear_layers(config.model, config.parallel, layer_number):
+        for part in tuning.parts_of(f"decoder.layers.{layer_number}.{path}", fused=len(pieces)):
             first, last = (0, len(pieces)) if part == WHOLE else PARTS[path.rpartition(".")[2], len(pieces)][part]
             rows = sum(pieces[first:last])
-            elements = (tuning.lora_rank or 0) * (inputs + rows)
+            elements = tuning.lora_rank * (inputs + rows)
             found += Parameters(experts=experts * elements) if experts else Parameters(elements)
             found += _vectors(rows * tuning.use_dora)
     return found
-
-
-def _linear_layers(config: RunConfig, layer_number: int) -> Iterator[tuple[str, int, tuple[int, ...], int]]:
-    """Path in a layer, inputs, outputs of each fused matrix on a rank, and experts on a rank of all linear layers."""
-    model, parallel = config.model, config.parallel
-    tp = parallel.tensor_model_parallel_size
-    for own in mixer_of(model, layer_number).projections(tp):
-        yield f"self_attention.{own.module}", own.inputs, own.pieces or (own.outputs,), 0
-    widths = [("mlp", model.ffn_size // tp, 0)]
-    if model.num_experts is not None:
-        local = model.num_experts // parallel.expert_model_parallel_size
-        widths.append(("mlp.experts", model.expert_ffn_size // parallel.expert_tensor_size, local))
-        if (shared := model.moe_shared_expert_intermediate_size) is not None:
-            widths.append(("mlp.shared_experts", shared // tp, 0))
-    for path, width, experts in widths:
-        inner = (width, width) if model.gated_linear_unit else (width,)
-        yield f"{path}.linear_fc1", model.hidden_size, inner, experts
-        yield f"{path}.linear_fc2", width, (model.hidden_size,), experts
 
 
 def norm_parameters(model: ModelConfig, size: int | None = None) -> int:

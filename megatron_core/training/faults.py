@@ -27,6 +27,7 @@ from megatron_core.training.setup import Run
 from megatron_core.training.step import StepResult
 
 BEFORE_STEP = ("nan", "kill", "exception", "hang", "stop", "slow", "wrong-numbers", "clock")
+"""Kinds of faults at the start of a step, besides those of transfers."""
 SLOW_SECONDS = 5.0
 CLOCK_SECONDS = 3600.0
 """Seconds by which the clock is set back."""

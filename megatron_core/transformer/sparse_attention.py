@@ -127,7 +127,7 @@ class SparseAttention(nn.Module):
             positions = torch.arange(len(query), device=query.device)
         selected = self._select(index, positions, context) if self.topk < len(key) else None
 
-        def attended(rows: Tensor, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        def attend_block(rows: Tensor, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             hidden = _hidden(positions[rows], len(keys), context)
             if selected is not None:
                 hidden = hidden | not_selected(selected[:, rows], len(keys))
@@ -135,7 +135,7 @@ class SparseAttention(nn.Module):
 
         # Backward computes each block again, whose mask and weights have as many elements as it has pairs of tokens.
         blocks = torch.arange(len(query), device=query.device).split(QUERY_BLOCK)
-        out = torch.cat([recomputed(attended)(rows, query[rows], key, value) for rows in blocks])
+        out = torch.cat([recomputed(attend_block)(rows, query[rows], key, value) for rows in blocks])
         if self.training and self.coefficient and torch.is_grad_enabled():
             chosen = selected if self.sparse_loss else None
             loss = self._loss(index, query.detach(), key.detach(), chosen, positions, context)

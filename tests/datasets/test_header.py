@@ -36,9 +36,10 @@ def test_round_trip(tmp_path: Path) -> None:
 
 
 def test_without_header_nothing_is_checked(tmp_path: Path) -> None:
-    check_tokenizer(str(tmp_path / "a"), BYTES)
     (tmp_path / "b.json").write_text("not ours")
-    check_tokenizer(str(tmp_path / "b"), BYTES)
+    for prefix in (str(tmp_path / "a"), str(tmp_path / "b")):
+        assert read_header(prefix) is None
+        check_tokenizer(prefix, BYTES)
 
 
 def test_another_tokenizer_is_told(tmp_path: Path) -> None:

@@ -1,0 +1,45 @@
+"""The linear layers in a transformer layer, for low-rank adapters and for counting their parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from megatron_core.config.mixers import mixer_of
+from megatron_core.config.model import ModelConfig
+from megatron_core.config.parallel import ParallelConfig
+
+
+class LinearLayer(NamedTuple):
+    """A linear layer with its sizes on a rank."""
+
+    path: str
+    """Name in the transformer layer, such as ``mlp.linear_fc1``."""
+    inputs: int
+    pieces: tuple[int, ...]
+    """Outputs of each matrix that it consists of; several if it is fused."""
+    experts: int = 0
+    """Number of experts on a rank, each of which has its own; 0 outside of experts."""
+
+
+def linear_layers(model: ModelConfig, parallel: ParallelConfig, layer_number: int) -> Iterator[LinearLayer]:
+    """The linear layers of attention, or of a recurrence, and of the MLP or the experts."""
+    for own in mixer_of(model, layer_number).projections(parallel.tensor_model_parallel_size):
+        yield LinearLayer(f"self_attention.{own.module}", own.inputs, own.pieces or (own.outputs,))
+    yield from mlp_layers(model, parallel, layer_number)
+
+
+def mlp_layers(model: ModelConfig, parallel: ParallelConfig, layer_number: int) -> Iterator[LinearLayer]:
+    """The linear layers of the MLP, or of the experts and the shared expert."""
+    widths, tp = [], parallel.tensor_model_parallel_size
+    if model.has_dense_mlp(layer_number):
+        widths.append(("mlp", model.ffn_size // tp, 0))
+    if model.has_experts(layer_number):
+        local = (model.num_experts or 0) // parallel.expert_model_parallel_size
+        widths.append(("mlp.experts", model.expert_ffn_size // parallel.expert_tensor_size, local))
+        if (shared := model.moe_shared_expert_intermediate_size) is not None:
+            widths.append(("mlp.shared_experts", shared // tp, 0))
+    for path, width, experts in widths:
+        inner = (width, width) if model.gated_linear_unit else (width,)
+        yield LinearLayer(f"{path}.linear_fc1", model.hidden_size, inner, experts)
+        yield LinearLayer(f"{path}.linear_fc2", width, (model.hidden_size,), experts)
