@@ -1,6 +1,7 @@
 """Collect the text files of a folder as JSON Lines, one document for each file.
 
 megatron-collect-corpus --output corpus.jsonl
+
 megatron-collect-corpus --folder ~/notes --output corpus.jsonl
 
 Default: the source code of Python's standard library, about 9 MB.

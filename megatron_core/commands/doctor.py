@@ -32,9 +32,8 @@ from megatron_core.terminal import parse_flags
 from megatron_core.verify.ranks import RankFailure, run_ranks
 
 OPTIONAL = {
-    "gigatoken": 'tokenizes several times as fast (used if it gives the same tokens): pip install ".[fast]"',
-    "nltk": 'splits documents into sentences (--split-sentences): pip install ".[sentences]"',
-    "pytest": 'runs the tests: pip install ".[test]"',
+    "gigatoken": "tokenizes several times as fast (used if it gives the same tokens): pip install gigatoken",
+    "nltk": "splits documents into sentences (--split-sentences): pip install nltk",
 }
 REQUIRED = ("numpy", "tyro", "tokenizers", "sentencepiece", "tiktoken", "safetensors")
 RANKS = 2

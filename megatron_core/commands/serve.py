@@ -4,7 +4,7 @@ megatron-serve --load runs/quickstart/checkpoints
 
 megatron-serve --nproc-per-node 2 --load SmolLM2-135M --tensor-model-parallel-size 2
 
-Needs the extra: pip install ".[server]" in a clone
+Needs pip install starlette uvicorn h11 pydantic, or the extra "server" of this package.
 """
 
 from __future__ import annotations

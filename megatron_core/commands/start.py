@@ -39,7 +39,7 @@ def command_name(module: str) -> str:
 def modules() -> dict[str, str]:
     """The module of each command, by the command's name."""
     found = sorted(path.stem for path in Path(__file__).parent.glob("*.py"))
-    return {command_name(name): name for name in found if name not in ("__init__", "start")}
+    return {command_name(name): name for name in found if not name.startswith(("__init__", "start"))}
 
 
 def command() -> NoReturn:
@@ -73,7 +73,7 @@ def start(module: str) -> NoReturn:
 
 
 def _start_ranks(module: str, words: list[str]) -> NoReturn:
-    """Replace this process by torchrun on this machine, with the other ``words`` for the ranks."""
+    """Replace this process by one that starts the ranks, with the other ``words`` as their flags."""
     at = next(at for at, word in enumerate(words) if word.split("=")[0].replace("_", "-") == NPROC)
     _, equals, value = words[at].partition("=")
     rest = words[at + 1 :] if equals else words[at + 2 :]
@@ -82,8 +82,8 @@ def _start_ranks(module: str, words: list[str]) -> NoReturn:
         sys.exit(f"{program()}: {NPROC} {value} must be an integer >= 1: the number of ranks on this machine")
     if "RANK" in os.environ:
         sys.exit(f"{program()}: {NPROC} starts ranks, but torchrun has started this one; remove {NPROC}")
-    torchrun = ["-m", "torch.distributed.run", "--standalone", NPROC, value, "-m", f"{__package__}.{module}"]
+    starter = ["-m", f"{__package__}.start_ranks", value, f"{__package__}.{module}"]
     # The ranks import this package, also if a script of another folder started it.
     places = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(places)}
-    os.execve(sys.executable, [sys.executable, *torchrun, *words[:at], *rest], environment)
+    os.execve(sys.executable, [sys.executable, *starter, *words[:at], *rest], environment)
