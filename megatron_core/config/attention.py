@@ -135,7 +135,7 @@ class AttentionKind:
         """The projection of all heads to the hidden state."""
         model, heads = self.model, self.model.num_attention_heads // tp
         width = "heads x v_head_dim" if self.has_own_head_sizes else "heads x channels"
-        inputs, has_bias = heads * self.value_head_size, model.add_bias_linear
+        inputs, has_bias = heads * self.value_head_size, model.has_attention_output_bias
         return Projection(inputs, model.hidden_size, "inputs", has_bias, width, "linear_proj")
 
 

@@ -81,6 +81,9 @@ SHARED_EXPERTS = given("moe_shared_expert_intermediate_size", "N")
 SOFTMAX_SCORES = Condition(
     "--moe-router-score-function softmax", lambda run: run.model.moe_router_score_function == "softmax"
 )
+SPARSEMIXER = Condition(
+    "--moe-router-score-function sparsemixer", lambda run: run.model.moe_router_score_function == "sparsemixer"
+)
 CAPACITY = given("moe_expert_capacity_factor", "X")
 AUXILIARY_LOSS = Condition(
     "--moe-router-load-balancing-type seq_aux_loss, aux_loss or global_aux_loss",

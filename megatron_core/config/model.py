@@ -7,6 +7,7 @@ from megatron_core.config import conditions as c
 from megatron_core.config import ranges as r
 from megatron_core.config.hybrid import EXPERTS, RECURRENCES, HybridConfig
 from megatron_core.config.moe import MoEConfig
+from megatron_core.config.norms import NormConfig
 from megatron_core.config.rotary import RotaryConfig
 from megatron_core.config.setting import ALWAYS, Resume, given, section, setting
 from megatron_core.config.sparse_attention import SparseAttentionConfig
@@ -61,7 +62,9 @@ class MuPConfig:
 
 @dataclass(frozen=True, kw_only=True)
 @section(resume=Resume.FUNCTION)
-class ModelConfig(LatentAttentionConfig, SparseAttentionConfig, HybridConfig, RotaryConfig, MoEConfig, MuPConfig):
+class ModelConfig(
+    LatentAttentionConfig, SparseAttentionConfig, HybridConfig, NormConfig, RotaryConfig, MoEConfig, MuPConfig
+):
     """The model: sizes, norms, positions, activations, experts, dropout and initialisation."""
 
     num_layers: int = setting(2, r.SMALL_COUNT, when=ALWAYS, resume=Resume.TENSORS, aliases="encoder_num_layers")
@@ -90,27 +93,6 @@ class ModelConfig(LatentAttentionConfig, SparseAttentionConfig, HybridConfig, Ro
     """Number of learned positions, the maximum sequence length; default: --seq-length."""
     position_embedding_type: Literal["learned_absolute", "rope", "none"] = setting("learned_absolute", when=ALWAYS)
     """Learned positions, rotary positions (Su et al. 2021), or none."""
-    normalization: Literal["LayerNorm", "RMSNorm"] = setting("LayerNorm", when=ALWAYS, resume=Resume.TENSORS)
-    """Type of normalization."""
-    apply_layernorm_1p: bool = setting(False, when=ALWAYS)
-    """Store weights of norms minus one, so that they are small numbers around 0 (Gemma)."""
-    norm_epsilon: float = setting(1e-5, r.POSITIVE, when=ALWAYS, aliases="layernorm_epsilon")
-    """Added to the variance inside the normalization."""
-    norm_placement: Literal["pre", "sandwich", "post"] = setting("pre", when=ALWAYS, resume=Resume.TENSORS)
-    """Position of norms. pre: before attention and MLP. post: after them, before the residual sum (OLMo 2). sandwich:
-    both (Gemma 2)."""
-    qk_layernorm: bool = setting(False, when=ALWAYS, resume=Resume.TENSORS)
-    """Normalize queries and keys, separately for each head."""
-    qk_layernorm_over_heads: bool = setting(
-        False, needs=c.NO_LATENT_ATTENTION, when=c.QK_LAYERNORM, resume=Resume.TENSORS
-    )
-    """With --qk-layernorm: normalize over all heads together (OLMo 2); needs RMSNorm."""
-    qk_l2_norm: bool = setting(False, needs=c.NO_LATENT_ATTENTION)
-    """Divide queries and keys of each head by their root mean square, without weights (Llama 4)."""
-    qk_l2_norm_rotary_only: bool = setting(False, needs=given("qk_l2_norm"))
-    """With --qk-l2-norm: only in layers with rotary positions."""
-    apply_wd_to_qk_layernorm: bool = setting(False, needs=c.QK_LAYERNORM, resume=Resume.REPORTED)
-    """With --qk-layernorm: apply weight decay to the weights of these norms."""
     attention_output_gate: bool = setting(False, needs=c.NO_LATENT_ATTENTION)
     """Multiply the output of attention, per channel, by a sigmoid of the layer's input (Qwen3-Next)."""
     swiglu: bool = setting(False, when=ALWAYS)
@@ -134,6 +116,12 @@ class ModelConfig(LatentAttentionConfig, SparseAttentionConfig, HybridConfig, Ro
         False, needs=c.NO_LATENT_ATTENTION, when=given("disable_bias_linear"), resume=Resume.TENSORS
     )
     """Add a bias to the QKV projection even with --disable-bias-linear."""
+    add_attention_output_bias: bool = setting(
+        False, needs=c.NO_LATENT_ATTENTION, when=given("disable_bias_linear"), resume=Resume.TENSORS
+    )
+    """Add a bias to the output projection of attention even with --disable-bias-linear (Phi-3.5-MoE, Cohere)."""
+    add_output_layer_bias: bool = setting(False, when=ALWAYS, resume=Resume.TENSORS)
+    """Add a bias to the output layer, after --logit-multiplier (Phi)."""
     mtp_num_layers: int | None = setting(None, r.SMALL_COUNT, when=ALWAYS, resume=Resume.REPORTED)
     """Number of multi-token prediction layers, which predict 2, 3, ... tokens ahead in training (DeepSeek-V3)."""
     mtp_loss_scaling_factor: float = setting(
@@ -371,6 +359,11 @@ class ModelConfig(LatentAttentionConfig, SparseAttentionConfig, HybridConfig, Ro
     def has_qkv_bias(self) -> bool:
         """Whether the QKV projection has a bias."""
         return self.add_bias_linear or self.add_qkv_bias
+
+    @property
+    def has_attention_output_bias(self) -> bool:
+        """Whether the output projection of grouped-query attention has a bias."""
+        return self.add_bias_linear or self.add_attention_output_bias
 
     @property
     def has_sinks(self) -> bool:

@@ -33,9 +33,13 @@ class MoEConfig:
     """Compute shared experts while tokens are sent to the other experts."""
     moe_router_topk: int = setting(2, r.COUNT, aliases="moe_top_k topk")
     """Number of experts of each token (k)."""
-    moe_router_score_function: Literal["softmax", "sigmoid", "sqrtsoftplus"] = setting("softmax")
+    moe_router_score_function: Literal["softmax", "sigmoid", "sqrtsoftplus", "sparsemixer"] = setting("softmax")
     """Function from logits to scores. With sigmoid and sqrtsoftplus, chosen scores are divided by their sum
-    (DeepSeek-V3)."""
+    (DeepSeek-V3). sparsemixer: the probability of each choice is its softmax over the experts that are not chosen yet
+    and have logits near the largest one, as in the evaluation of Phi-3.5-MoE (Liu et al. 2024); nothing is drawn at
+    random in training either."""
+    moe_sparsemixer_threshold: float = setting(0.01, r.NON_NEGATIVE, needs=c.SPARSEMIXER)
+    """Threshold t of sparsemixer: a logit x is near the largest one, m, if (m - x) / max(|x|, m) <= 2 t."""
     moe_router_pre_softmax: bool = setting(False, when=(c.NO_SINKHORN, c.SOFTMAX_SCORES))
     """Apply softmax to all experts before the choice, without renormalization; default: to the chosen experts after the
     choice."""

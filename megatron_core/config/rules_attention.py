@@ -37,6 +37,11 @@ def model_problems(config: RunConfig) -> Iterator[str]:
             f"output_z_loss_coeff={model.output_z_loss_coeff:g} cannot be used with cross_entropy_fusion_impl=linear, "
             "which does not store the sums of exponentials; use native"
         )
+    if model.add_output_layer_bias and model.fuses_output_layer_with_loss:
+        yield (
+            "add_output_layer_bias=True cannot be used with cross_entropy_fusion_impl=linear, which has no biases; use "
+            "native"
+        )
     if model.final_logit_softcapping is not None and model.fuses_output_layer_with_loss:
         yield (
             f"final_logit_softcapping={model.final_logit_softcapping} cannot be used with "

@@ -80,6 +80,13 @@ def _choice_problems(config: RunConfig) -> Iterator[str]:
             "moe_router_topk=1: the softmax over one chosen expert is always 1, so that the router would learn "
             "nothing; add --moe-router-pre-softmax, or use --moe-router-score-function sigmoid"
         )
+    if model.moe_router_score_function == "sparsemixer":
+        for name in ("moe_router_enable_expert_bias", "moe_router_num_groups"):
+            if value := getattr(model, name):
+                yield (
+                    f"{name}={value} cannot be used with moe_router_score_function=sparsemixer, which chooses by the "
+                    "logits alone; remove one of them"
+                )
     if model.moe_router_enable_expert_bias and _is_sinkhorn(config):
         yield (
             "moe_router_enable_expert_bias=True cannot be used with moe_router_load_balancing_type="

@@ -92,9 +92,10 @@ def embedding_parameters(config: RunConfig, vocab_size: int) -> Parameters:
 def head_parameters(config: RunConfig, vocab_size: int, *, with_embedding: bool) -> Parameters:
     """Elements of the last norm and of the output layer (0 if it is tied to an embedding on the same rank)."""
     model = config.model
-    table = padded_vocabulary(config, vocab_size) // config.parallel.tensor_model_parallel_size * model.hidden_size
+    rows = padded_vocabulary(config, vocab_size) // config.parallel.tensor_model_parallel_size
     tied = model.share_embeddings_and_output_weights and with_embedding
-    return _vectors(norm_parameters(model) + (0 if tied else table))
+    table = 0 if tied else rows * model.hidden_size
+    return _vectors(norm_parameters(model) + table + rows * model.add_output_layer_bias)
 
 
 def model_parameters(config: RunConfig, vocab_size: int) -> int:

@@ -76,7 +76,7 @@ class SelfAttention(nn.Module):
         self.has_sinks = config.has_sinks
         self.core_attention = core_attention(context, layer_number)
         self.recompute_core = config.recomputes("core_attn")
-        self.linear_proj = context.output_linear(config.num_attention_heads * d)
+        self.linear_proj = context.output_linear(config.num_attention_heads * d, bias=config.has_attention_output_bias)
         self.backend, self.rotary_interleaved = config.kernel_backend, config.rotary_interleaved
         self.keeps_projection = self.gated or qk_layernorm is not None  # autograd saves the projection in any case
         windowed = config.window_of_layer(layer_number) is not None

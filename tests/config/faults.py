@@ -157,6 +157,16 @@ FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
     ({"no_rope_freq": (1, 2), "position_embedding_type": "rope"}, 1, ("no_rope_freq=(1, 2)", "num_layers=2")),
     ({"qk_layernorm_over_heads": True}, 1, ("qk_layernorm_over_heads=True", "qk_layernorm=True")),
     (
+        {"add_output_layer_bias": True, "cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "linear"},
+        1,
+        ("add_output_layer_bias=True", "use native"),
+    ),
+    (
+        {"multi_latent_attention": True, "disable_bias_linear": True, "add_attention_output_bias": True},
+        1,
+        ("add_attention_output_bias=True", "cannot be used with --multi-latent-attention"),
+    ),
+    (
         {
             "final_logit_softcapping": 30.0,
             "cross_entropy_loss_fusion": True,

@@ -6,6 +6,7 @@ from typing import Any
 
 MOE = {"num_experts": 4, "disable_bias_linear": True}
 SIGMOID = {"moe_router_score_function": "sigmoid"}
+SPARSEMIXER = {"moe_router_score_function": "sparsemixer"}
 CAPACITY = {"moe_expert_capacity_factor": 1.0}
 SINKHORN = {"moe_router_load_balancing_type": "sinkhorn"}
 PAIRS = {"overlap_moe_expert_parallel_comm": True, "expert_model_parallel_size": 2}
@@ -74,6 +75,9 @@ MOE_FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
         1,
         ("moe_aux_loss_coeff=0.1", "--moe-router-load-balancing-type seq_aux_loss"),
     ),
+    (MOE | SPARSEMIXER | {"moe_router_enable_expert_bias": True}, 1, ("by the logits alone", "remove one of them")),
+    (MOE | SPARSEMIXER | groups(2, 1), 1, ("moe_router_num_groups=2", "sparsemixer", "remove one of them")),
+    (MOE | {"moe_sparsemixer_threshold": 0.1}, 1, ("moe_sparsemixer_threshold=0.1", "--moe-router-score-function")),
     (MOE | SINKHORN | SIGMOID, 1, ("moe_router_load_balancing_type=sinkhorn", "remove")),
     (MOE | SINKHORN | CAPACITY, 1, ("moe_expert_capacity_factor=1.0", "sinkhorn", "seq_aux_loss")),
     (

@@ -52,6 +52,7 @@ HARMLESS = {
     "rank_order": "tp-dp-pp-cp-ep",
     "optimizer_cpu_offload": True,
     "add_qkv_bias": True,
+    "add_attention_output_bias": True,
     "apply_query_key_layer_scaling": True,
     "expert_tensor_parallel_size": 1,
     "lr_warmup_init": 1e-4,

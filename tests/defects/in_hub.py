@@ -14,6 +14,14 @@ IN_HUB = (
         culprit="output of decoder.layers.1.self_attention",
     ),
     Defect(
+        "every tensor-parallel rank has the biases of the first tokens",
+        "models.gpt.model:GPTModel._make_output_layer",
+        "split((self.vocab_size, *shape[1:]), 0, index, size, padded=shape[0])",
+        "split((self.vocab_size, *shape[1:]), 0, index if shape[1:] else 0, size, padded=shape[0])",
+        "phi-3.5-moe, tp2",
+        culprit="gradient of the parameter output_layer.bias or update of the weight output_layer.bias",
+    ),
+    Defect(
         "chunks are counted from the first token of a sequence, not of a document",
         "transformer.context_parallel_attention:ContextParallelAttention.forward",
         "documents = None if context.documents is None else context.documents.lengths",

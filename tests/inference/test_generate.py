@@ -122,12 +122,20 @@ DSA = LATENT | {
 }
 
 
+PHIMOE = EXPERTS | {
+    "add_qkv_bias": True,
+    "add_attention_output_bias": True,
+    "add_output_layer_bias": True,
+    "moe_router_score_function": "sparsemixer",
+}
+
+
 @pytest.mark.parametrize(
     "model",
-    [{}, MODERN, WINDOW, EXPERTS, LATENT, GPT_OSS, LLAMA4, DELTA_NET, KIMI, MAMBA, DSA],
+    [{}, MODERN, WINDOW, EXPERTS, LATENT, GPT_OSS, LLAMA4, DELTA_NET, KIMI, MAMBA, DSA, PHIMOE],
     ids=[
         *("gpt2", "llama", "window", "experts", "latent", "gpt-oss", "llama 4", "delta net", "kimi linear", "mamba"),
-        "dsa",
+        *("dsa", "phi-3.5-moe"),
     ],
 )
 def test_cache_changes_nothing(model: dict) -> None:

@@ -231,6 +231,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
         | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e5, "partial_rotary_factor": 0.5}},
     ),
+    "phimoe": ("Phimoe", LLAMA | {"num_local_experts": 4} | dict.fromkeys(("attention_bias", "lm_head_bias"), True)),
+    "phimoe, without biases, window, other threshold": (
+        "Phimoe",
+        LLAMA | {"num_local_experts": 8, "sliding_window": 5, "router_jitter_noise": 0.3, "rope_theta": 1e4},
+    ),
     "starcoder2": ("Starcoder2", LLAMA | {"tie_word_embeddings": True, "sliding_window": 5}),
     "gemma": ("Gemma", LLAMA | {"tie_word_embeddings": True, "head_dim": 16}),
     "glm": ("Glm", LLAMA | {"head_dim": 16}),

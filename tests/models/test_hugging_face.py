@@ -322,6 +322,8 @@ REFUSED = {
     "a factor": ("llama", {"rope_parameters": {"rope_type": "linear"}}, "it needs a factor"),
     "positions by layer": ("llama", {"rope_parameters": {"full_attention": {"rope_theta": 5}}}, "one set of param"),
     "longrope": ("phi3", {"rope_parameters": {"rope_type": "longrope", "long_factor": [1.0] * 4}}, "for phi3 only"),
+    "one expert": ("phimoe", {"num_experts_per_tok": 1}, "num_experts_per_tok=1; transformers chooses 2"),
+    "longrope with experts": ("phimoe", {"rope_parameters": {"rope_type": "longrope"}}, "rope_type='longrope'"),
     "bias": ("mistral, window", {"attention_bias": True}, "attention_bias=True"),
     "an empty window": ("mistral, window", {"sliding_window": 0}, "1 or more, or null"),
     "kinds of layers": ("qwen3", {"use_sliding_window": True, "layer_types": ["linear_attention"] * 4}, "layer_types"),

@@ -58,6 +58,17 @@ LLAMA4 = SMALL | {
     "query_temperature_scale": 0.3,
     "query_temperature_floor": 3,
 }
+PHIMOE = SMALL | {
+    "normalization": "LayerNorm",
+    "add_qkv_bias": True,
+    "add_attention_output_bias": True,
+    "untie_embeddings_and_output_weights": True,
+    "add_output_layer_bias": True,
+    "num_experts": 8,
+    "moe_router_score_function": "sparsemixer",
+    "moe_sparsemixer_threshold": 0.3,
+    "moe_aux_loss_coeff": 0.1,
+}
 EXACT = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 PACKED = {"tokenizer_type": "NullTokenizer", "reset_position_ids": True, "reset_attention_mask": True}
 HEADS = {"cp_comm_type": ("a2a",)}
@@ -77,6 +88,12 @@ HUB_ROWS: dict[str, tuple[int, dict, dict]] = {
     "llama 4, cp2 a2a, dropout": (2, LLAMA4, CP2 | HEADS),
     "llama 4, packed, cp2 tp2": (4, LLAMA4 | EXACT | PACKED, CP2 | TP2),
     "llama 4, dp2 ep2 zero3": (2, LLAMA4 | EXACT, EP2 | ZERO3),
+    "phi-3.5-moe, tp2": (2, PHIMOE, TP2),
+    "phi-3.5-moe, tp2 sp ep2 etp1": (2, PHIMOE, TP2 | SP | EP2 | ETP1),
+    "phi-3.5-moe, ep2": (2, PHIMOE, EP2),
+    "phi-3.5-moe, dp2 zero3": (2, PHIMOE, ZERO3),
+    "phi-3.5-moe, tied, pp2": (2, PHIMOE | {"untie_embeddings_and_output_weights": False}, PP2),
+    "phi-3.5-moe, cp2": (2, PHIMOE, CP2),
     "deepseek-v2, tp2": (2, DEEPSEEK_V2, TP2),
     "deepseek-v2, pp2": (2, DEEPSEEK_V2, PP2),
     "deepseek-v2, dp2 ep2 zero3": (2, DEEPSEEK_V2, EP2 | ZERO3),

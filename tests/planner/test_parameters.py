@@ -73,6 +73,10 @@ CASES: dict[str, dict[str, Any]] = {
     "experts with biases, sinks, tp2 ep2": GROUPS
     | {"num_experts": 8, "moe_ffn_hidden_size": 48, "quick_geglu": True, "softmax_type": "learnable"}
     | {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "optimizer": "muon"},
+    "biases of attention and output layer, tp2 ep2": LLAMA
+    | EXPERTS
+    | {"add_qkv_bias": True, "add_attention_output_bias": True, "add_output_layer_bias": True}
+    | {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2},
     "latents, tp2": LLAMA | LATENTS | {"tensor_model_parallel_size": 2, "q_lora_rank": 24, "qk_layernorm": True},
     "latents of keys alone": LLAMA | LATENTS,
     "sparse attention, pp2": LLAMA | LATENTS | INDEXER | PIPELINE | {"dsa_indexer_loss_coeff": 0.1},

@@ -179,7 +179,7 @@ class GPTModel(nn.Module):
             per_rank * size,
             config=self.parallel,
             init_method=context.embedding_init_method if tied or context.config.use_mup else context.init_method,
-            bias=False,
+            bias=self.model_config.add_output_layer_bias,
             skip_weight_param_allocation=tied_here,
             tp_group=self.tp_group,
             spec=lambda shape, index, size: split((self.vocab_size, *shape[1:]), 0, index, size, padded=shape[0]),
@@ -190,8 +190,9 @@ class GPTModel(nn.Module):
         if self.embedding is not None:
             for parameter in self.embedding.parameters():
                 parameter.is_embedding_or_output_parameter = True
-        if self.output_layer is not None and self.output_layer.weight is not None:
-            self.output_layer.weight.is_embedding_or_output_parameter = True
+        if self.output_layer is not None:
+            for parameter in self.output_layer.parameters():
+                parameter.is_embedding_or_output_parameter = True
         if self.mtp is not None and self.mtp.word_embeddings is not None:
             self.mtp.word_embeddings.is_embedding_or_output_parameter = True
 

@@ -19,7 +19,7 @@ def log_scores(logits: Tensor, config: ModelConfig) -> Tensor:
 
     Logarithms keep the ratios of scores that are all tiny; dividing by a sum plus an epsilon would not.
     """
-    if config.moe_router_score_function == "softmax":
+    if config.moe_router_score_function in ("softmax", "sparsemixer"):
         return logits
     if config.moe_router_score_function == "sigmoid":
         return functional.logsigmoid(logits)
@@ -36,6 +36,8 @@ def choose(logits: Tensor, bias: Tensor | None, config: ModelConfig) -> Tensor:
     """
     if config.moe_router_score_function == "softmax":
         ranking = logits.softmax(-1) if config.moe_router_pre_softmax or bias is not None else logits
+    elif config.moe_router_score_function == "sparsemixer":
+        ranking = logits
     else:
         ranking = log_scores(logits, config).exp()
     ranking = ranking if bias is None else ranking + bias
@@ -54,10 +56,12 @@ def probabilities(logits: Tensor, experts: Tensor, config: ModelConfig) -> Tenso
     """Return the factors on the outputs of the chosen ``experts`` ``[..., k]``, from logits ``[..., E]``.
 
     For softmax, the softmax over the chosen experts, or over all experts with ``moe_router_pre_softmax``. For other
-    score functions, score / (sum of chosen scores), or the score itself if k = 1.
+    score functions, score / (sum of chosen scores), or the score itself if k = 1. For sparsemixer, see its function.
     """
     scores, k = log_scores(logits, config), config.moe_router_topk
-    if config.moe_router_score_function == "softmax" and config.moe_router_pre_softmax:
+    if config.moe_router_score_function == "sparsemixer":
+        chosen = sparsemixer_probabilities(logits, experts, config.moe_sparsemixer_threshold)
+    elif config.moe_router_score_function == "softmax" and config.moe_router_pre_softmax:
         chosen = scores.softmax(-1).gather(-1, experts)
     elif config.moe_router_score_function != "softmax" and k == 1:
         chosen = scores.gather(-1, experts).exp()
@@ -65,6 +69,23 @@ def probabilities(logits: Tensor, experts: Tensor, config: ModelConfig) -> Tenso
         chosen = scores.gather(-1, experts).softmax(-1)
     factor = config.moe_router_topk_scaling_factor
     return chosen if factor is None else chosen * factor
+
+
+def sparsemixer_probabilities(logits: Tensor, experts: Tensor, threshold: float) -> Tensor:
+    """Return the factors on the outputs of the ``experts``, chosen one after the other.
+
+    With m the largest logit of the experts that are not chosen before, the factor of a choice is the softmax over
+    those of them whose logit x is near it: (m - x) / max(|x|, m) <= 2 ``threshold``.
+    Source: Liu et al. 2024 (GRIN, arXiv 2409.12136), in the form for evaluation; in training they draw the experts.
+    """
+    left, found = logits, []
+    for chosen in experts.split(1, dim=-1):
+        with torch.no_grad():
+            largest = left.amax(-1, keepdim=True)
+            far = (largest - logits) / torch.maximum(logits.abs(), largest) > 2 * threshold
+        found.append(left.masked_fill(far, -inf).softmax(-1).gather(-1, chosen))
+        left = left.scatter(-1, chosen, -inf)
+    return torch.cat(found, dim=-1)
 
 
 def sinkhorn_probabilities(logits: Tensor, experts: Tensor, config: ModelConfig) -> Tensor:

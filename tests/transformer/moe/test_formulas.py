@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
+from transformers.models.phimoe.modeling_phimoe import sparsemixer as their_sparsemixer
 
 from megatron_core.config import ModelConfig
 from megatron_core.errors import LayoutError
@@ -122,6 +123,25 @@ def check_groups_by_their_best() -> None:
     experts = choose(_logits(), None, limited)
     torch.testing.assert_close(experts, expected.indices)
     torch.testing.assert_close(probabilities(_logits(), experts, limited), expected.values)
+
+
+def check_sparsemixer() -> None:
+    """Phi-3.5-MoE: choices, probabilities and gradients are those of transformers, for several thresholds."""
+    for threshold in (0.01, 0.3, 0.8):
+        config = replace(BASE, moe_router_score_function="sparsemixer", moe_sparsemixer_threshold=threshold)
+        ours, theirs = (_logits().requires_grad_() for _ in range(2))
+        experts = choose(ours, None, config)
+        found = probabilities(ours, experts, config)
+        expected, chosen = their_sparsemixer(theirs, jitter_eps=threshold, training=False)
+        torch.testing.assert_close(experts, chosen)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        weights = torch.linspace(-1, 1, found.numel(), dtype=found.dtype).view_as(found)
+        (found * weights).sum().backward()
+        (expected * weights).sum().backward()
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-12)
+    assert ours.grad is not None and bool(ours.grad.abs().sum() > 1)
+    factored = replace(config, moe_router_topk_scaling_factor=2.5)
+    torch.testing.assert_close(probabilities(ours, experts, factored), 2.5 * found)
 
 
 def check_softmax_and_bias() -> None:
@@ -469,6 +489,24 @@ DEFECTS: dict[str, tuple[Callable[[], None], str, str, str]] = {
         f"{ROUTER}._add_losses",
         "coefficient=config.balancing_losses[kind]",
         "coefficient=config.moe_aux_loss_coeff",
+    ),
+    "sparsemixer compares with the largest of all logits": (
+        check_sparsemixer,
+        f"{CHOICE}:sparsemixer_probabilities",
+        "largest = left.amax(-1, keepdim=True)",
+        "largest = logits.amax(-1, keepdim=True)",
+    ),
+    "sparsemixer divides by the largest logit alone": (
+        check_sparsemixer,
+        f"{CHOICE}:sparsemixer_probabilities",
+        "torch.maximum(logits.abs(), largest)",
+        "largest.abs()",
+    ),
+    "sparsemixer counts a chosen expert again": (
+        check_sparsemixer,
+        f"{CHOICE}:sparsemixer_probabilities",
+        "left.scatter(-1, chosen, -inf)",
+        "left",
     ),
     "the bias drives load to where it is": (
         check_bias_update,

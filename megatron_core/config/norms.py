@@ -1,0 +1,36 @@
+"""Norms: those of layers, and those of queries and keys."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_core.config import conditions as c
+from megatron_core.config import ranges as r
+from megatron_core.config.setting import ALWAYS, Resume, given, section, setting
+
+
+@dataclass(frozen=True, kw_only=True)
+@section(resume=Resume.FUNCTION)
+class NormConfig:
+    """Type and places of norms."""
+
+    normalization: Literal["LayerNorm", "RMSNorm"] = setting("LayerNorm", when=ALWAYS, resume=Resume.TENSORS)
+    """Type of normalization."""
+    apply_layernorm_1p: bool = setting(False, when=ALWAYS)
+    """Store weights of norms minus one, so that they are small numbers around 0 (Gemma)."""
+    norm_epsilon: float = setting(1e-5, r.POSITIVE, when=ALWAYS, aliases="layernorm_epsilon")
+    """Added to the variance inside the normalization."""
+    norm_placement: Literal["pre", "sandwich", "post"] = setting("pre", when=ALWAYS, resume=Resume.TENSORS)
+    """Position of norms. pre: before attention and MLP. post: after them, before the residual sum (OLMo 2). sandwich:
+    both (Gemma 2)."""
+    qk_layernorm: bool = setting(False, when=ALWAYS, resume=Resume.TENSORS)
+    """Normalize queries and keys, separately for each head."""
+    qk_layernorm_over_heads: bool = setting(
+        False, needs=c.NO_LATENT_ATTENTION, when=c.QK_LAYERNORM, resume=Resume.TENSORS
+    )
+    """With --qk-layernorm: normalize over all heads together (OLMo 2); needs RMSNorm."""
+    qk_l2_norm: bool = setting(False, needs=c.NO_LATENT_ATTENTION)
+    """Divide queries and keys of each head by their root mean square, without weights (Llama 4)."""
+    qk_l2_norm_rotary_only: bool = setting(False, needs=given("qk_l2_norm"))
+    """With --qk-l2-norm: only in layers with rotary positions."""
+    apply_wd_to_qk_layernorm: bool = setting(False, needs=c.QK_LAYERNORM, resume=Resume.REPORTED)
+    """With --qk-layernorm: apply weight decay to the weights of these norms."""

@@ -1,0 +1,59 @@
+"""Phi-3.5-MoE: Mixtral with LayerNorm, optional biases of attention and of the output layer, and experts that are
+chosen one after the other (sparsemixer)."""
+
+from megatron_core.config import ModelConfig
+from megatron_core.models.hf.architecture import register
+from megatron_core.models.hf.families.mistral import MIXTRAL
+from megatron_core.models.hf.rules import NUMBER, ROPE, SWITCH, WINDOW_OF_ALL_LAYERS, Rule, Settings, refuse
+
+
+def _attention_biases(hf_config: Settings) -> Settings:
+    return dict.fromkeys(ATTENTION_BIASES, hf_config.get("attention_bias", False))
+
+
+def _attention_biases_json(config: ModelConfig) -> Settings:
+    return {"attention_bias": config.add_qkv_bias and config.add_attention_output_bias}
+
+
+def _routing(hf_config: Settings) -> Settings:
+    if hf_config["num_experts_per_tok"] != 2:
+        refuse("num_experts_per_tok", hf_config["num_experts_per_tok"], "transformers chooses 2 in any case")
+    return {
+        "moe_sparsemixer_threshold": float(hf_config["router_jitter_noise"]),
+        "moe_input_jitter_eps": float(hf_config["input_jitter_noise"]) or None,
+    }
+
+
+def _routing_json(config: ModelConfig) -> Settings:
+    return {
+        "router_jitter_noise": config.moe_sparsemixer_threshold,
+        "input_jitter_noise": config.moe_input_jitter_eps or 0.0,
+    }
+
+
+ATTENTION_BIASES = ("add_qkv_bias", "add_attention_output_bias")
+PHIMOE = register(
+    MIXTRAL,
+    model_type="phimoe",
+    class_name="PhimoeForCausalLM",
+    keys={
+        **{key: name for key, name in MIXTRAL.keys.items() if key != "head_dim"},
+        "lm_head_bias": "add_output_layer_bias",
+    },
+    fixed={**MIXTRAL.fixed, "normalization": "LayerNorm", "moe_router_score_function": "sparsemixer"},
+    defaults={
+        "num_key_value_heads": 8,
+        "rope_theta": 1e6,
+        "num_experts_per_tok": 2,
+        "router_jitter_noise": 0.01,
+        "input_jitter_noise": 0.0,
+        "lm_head_bias": False,
+    },
+    required={"hidden_act": "silu", "hidden_dropout": 0.0},
+    rules=(
+        ROPE,
+        WINDOW_OF_ALL_LAYERS,
+        Rule(_attention_biases, _attention_biases_json, {"attention_bias": SWITCH}),
+        Rule(_routing, _routing_json, {"router_jitter_noise": NUMBER, "input_jitter_noise": NUMBER}),
+    ),
+)
