@@ -160,9 +160,16 @@ class GroupedQuery(AttentionKind):
         model, channels = self.model, self.model.head_size
         if not model.qk_layernorm:
             return ()
+        if model.qk_layernorm_weight_per_head:
+            return ()  # they have no biases: ``vectors``
         if not model.qk_layernorm_over_heads:
             return channels, channels
         return model.num_attention_heads // tp * channels, self.key_value_heads(tp) * channels
+
+    def vectors(self, tp: int) -> int:
+        """Sinks, and weights of norms with weights of their own for each head."""
+        heads = self.model.num_attention_heads // tp + self.key_value_heads(tp)
+        return super().vectors(tp) + heads * self.model.head_size * self.model.qk_layernorm_weight_per_head
 
     def saved(self) -> tuple[int, int]:
         """Inputs and outputs of the core attention; inputs of norms; gates and their product with the outputs."""

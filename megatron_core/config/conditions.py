@@ -47,6 +47,7 @@ SOFTMAX_SCALE_FROM_YARN = unless(
 )
 WINDOW = given("window_size", "BEFORE 0")
 WINDOWED_LAYER = Condition("a layer with the window", lambda run: run.model.has_windows)
+LAYER_NORM = Condition("--normalization LayerNorm", lambda run: run.model.normalization == "LayerNorm")
 QK_LAYERNORM = given("qk_layernorm")
 GELU = unless(
     "--swiglu, --quick-geglu or --squared-relu",

@@ -130,6 +130,8 @@ class ModelConfig(
     """Weight of the mean loss of the multi-token prediction layers."""
     parallel_residual: bool = setting(False, when=ALWAYS)
     """Apply attention and MLP to the same input and add both outputs (GPT-J, GPT-NeoX)."""
+    parallel_residual_shared_norm: bool = setting(False, needs=given("parallel_residual"), resume=Resume.TENSORS)
+    """With --parallel-residual: attention and MLP share one norm of their input (GPT-J, Phi-2, Falcon 7B, Cohere)."""
     untie_embeddings_and_output_weights: bool = setting(False, when=ALWAYS, resume=Resume.TENSORS)
     """Give the output layer its own weight instead of the word embedding's."""
     scale_embeddings: bool = setting(False, when=ALWAYS)
@@ -222,6 +224,11 @@ class ModelConfig(
     def gated_linear_unit(self) -> bool:
         """Whether the MLP's first projection computes a gate and a value."""
         return self.swiglu or self.geglu or self.quick_geglu
+
+    @property
+    def norms_have_biases(self) -> bool:
+        """Whether norms have biases."""
+        return self.normalization == "LayerNorm" and not self.disable_bias_layernorm
 
     @property
     def ffn_size(self) -> int:

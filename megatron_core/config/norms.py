@@ -15,6 +15,8 @@ class NormConfig:
 
     normalization: Literal["LayerNorm", "RMSNorm"] = setting("LayerNorm", when=ALWAYS, resume=Resume.TENSORS)
     """Type of normalization."""
+    disable_bias_layernorm: bool = setting(False, needs=c.LAYER_NORM, resume=Resume.TENSORS)
+    """LayerNorm with weights, but without biases (Cohere)."""
     apply_layernorm_1p: bool = setting(False, when=ALWAYS)
     """Store weights of norms minus one, so that they are small numbers around 0 (Gemma)."""
     norm_epsilon: float = setting(1e-5, r.POSITIVE, when=ALWAYS, aliases="layernorm_epsilon")
@@ -28,6 +30,10 @@ class NormConfig:
         False, needs=c.NO_LATENT_ATTENTION, when=c.QK_LAYERNORM, resume=Resume.TENSORS
     )
     """With --qk-layernorm: normalize over all heads together (OLMo 2); needs RMSNorm."""
+    qk_layernorm_weight_per_head: bool = setting(
+        False, needs=(c.QK_LAYERNORM, c.NO_LATENT_ATTENTION), resume=Resume.TENSORS
+    )
+    """With --qk-layernorm: weights of its own for each head, and no biases (Command R+)."""
     qk_l2_norm: bool = setting(False, needs=c.NO_LATENT_ATTENTION)
     """Divide queries and keys of each head by their root mean square, without weights (Llama 4)."""
     qk_l2_norm_rotary_only: bool = setting(False, needs=given("qk_l2_norm"))

@@ -19,6 +19,11 @@ def model_problems(config: RunConfig) -> Iterator[str]:
             " (or set the width of a head with kv_channels)",
         )
     yield from attention_problems(model)
+    if model.parallel_residual_shared_norm and model.norm_placement != "pre":
+        yield (
+            f"parallel_residual_shared_norm=True cannot be used with norm_placement={model.norm_placement}, which has "
+            "a norm for each output; use pre"
+        )
     yield from _group_problems(config)
     yield from _position_problems(config)
     yield from _window_problems(config)
@@ -87,6 +92,11 @@ def _group_problems(config: RunConfig) -> Iterator[str]:
                 f"qk_layernorm_over_heads=True needs qk_layernorm=True and normalization=RMSNorm; they are "
                 f"{model.qk_layernorm} and {model.normalization}"
             )
+        size = config.parallel.tensor_model_parallel_size
+        yield from uneven("num_query_groups", model.query_groups, "tensor_model_parallel_size", size)
+    if model.qk_layernorm_weight_per_head:
+        if model.qk_layernorm_over_heads:
+            yield "qk_layernorm_weight_per_head=True and qk_layernorm_over_heads=True exclude one another; keep one"
         size = config.parallel.tensor_model_parallel_size
         yield from uneven("num_query_groups", model.query_groups, "tensor_model_parallel_size", size)
     if model.qk_l2_norm and model.qk_layernorm:

@@ -312,6 +312,9 @@ def graph_problems(config: RunConfig) -> Iterator[str]:
             model.experimental_attention_variant
         ),
         f"hybrid_layer_pattern={model.hybrid_layer_pattern}": bool(model.hybrid_layer_pattern),
+        f"cuda_graph_modules={' '.join(training.cuda_graph_modules)} and parallel_residual_shared_norm=True": (
+            bool(training.cuda_graph_modules) and model.parallel_residual_shared_norm
+        ),
         "reset_attention_mask=True": config.data.reset_attention_mask,
         "recompute_granularity=full": model.recompute_granularity == "full",
         f"recompute_modules={' '.join(model.recompute_modules)}": any(

@@ -79,14 +79,16 @@ def layer_activations(config: RunConfig, layer_number: int = 0) -> float:
         + a s (2 n + 1) / t                                 attention weights and their dropout, unless fused; for
                                                             more than 256 tokens only those of a block's keys
 
-    Selective recomputation removes the terms of its modules. A layer with one part has half of the first two terms.
+    Selective recomputation removes the terms of its modules. A layer with one part has half of the first two terms,
+    one with one norm for two parts half of the first without its masks.
     In a layer with experts ``_expert_bytes`` is added, and f is the width of the shared expert (0 without one).
     """
     model, n = config.model, _number_size(config)
     replicated, of_heads = mixer_of(model, layer_number).saved()
     parts = model.has_mixer(layer_number) + model.has_mlp(layer_number)
     each = (1 if model.recomputes("layernorm") else 2) + (model.norm_placement == "sandwich")
-    whole: float = parts * model.hidden_size * (n * each + (1 if model.hidden_dropout else 0)) + n * replicated
+    norms, mask = 1 if model.parallel_residual_shared_norm else parts, 1 if model.hidden_dropout else 0
+    whole: float = model.hidden_size * (norms * n * each + parts * mask) + n * replicated
     experts = model.has_experts(layer_number)
     width = model.ffn_size if model.has_dense_mlp(layer_number) else 0
     if experts:

@@ -60,7 +60,7 @@ def layer_parameters(config: RunConfig, layer_number: int) -> Parameters:
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     hidden, attention = model.hidden_size, mixer_of(model, layer_number)
     norms = sum(norm_parameters(model, size) for size in attention.norms(tp))
-    parts = model.has_mixer(layer_number) + model.has_mlp(layer_number)
+    parts = 1 if model.parallel_residual_shared_norm else model.has_mixer(layer_number) + model.has_mlp(layer_number)
     found = _vectors(norms + norm_parameters(model) * parts * (2 if model.norm_placement == "sandwich" else 1))
     for projection in attention.projections(tp):
         own = Parameters(projection.elements) + _vectors(projection.outputs * projection.has_bias)
@@ -180,8 +180,8 @@ def adapter_parameters(config: RunConfig, layer_number: int) -> Parameters:
 
 
 def norm_parameters(model: ModelConfig, size: int | None = None) -> int:
-    """Elements of a norm: a weight per channel, and for LayerNorm a bias per channel."""
-    return (model.hidden_size if size is None else size) * (1 if model.normalization == "RMSNorm" else 2)
+    """Elements of a norm: a weight per channel, and usually for LayerNorm a bias per channel."""
+    return (model.hidden_size if size is None else size) * (1 + model.norms_have_biases)
 
 
 def _vectors(elements: int) -> Parameters:

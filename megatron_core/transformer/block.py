@@ -76,7 +76,8 @@ class TransformerBlock(nn.Module):
 class TransformerLayer(nn.Module):
     """Pre-norm layer: x += drop(attention(norm(x))); x += drop(mlp(norm(x))) (Radford et al. 2019, section 2.3).
 
-    With ``parallel_residual`` both use the same x (Wang and Komatsuzaki 2021). Each += also adds the bias of the
+    With ``parallel_residual`` both use the same x (Wang and Komatsuzaki 2021), and share one norm of it if ``spec`` has
+    no second one. Each += also adds the bias of the
     preceding matrix product, in one pass over x; ``residual_multiplier`` scales both. ``layer_number`` is global and
     counts from 0, independent of the stage. ``spec`` has the constructors of the parts, which may include norms of the
     two outputs. A layer without attention, or without MLP, has neither the norms nor the addition of this part.
@@ -102,12 +103,15 @@ class TransformerLayer(nn.Module):
             self.post_mlp_layernorm = norm(spec.post_mlp_layernorm)
         self.mlp_dropout = context.dropout(p, f"layers.{layer_number}.mlp")
         self.parallel_residual = context.config.parallel_residual
+        self.shares_norm = self.mlp is not None and self.pre_mlp_layernorm is None
         self.residual_multiplier = context.config.residual_multiplier
         self.recompute_norms = context.config.recomputes("layernorm")
         self.recompute_mlp = context.config.recomputes("moe" if context.config.has_experts(layer_number) else "mlp")
 
     def forward(self, hidden: Tensor, context: SequenceContext) -> Tensor:
         """``[s, b, h]`` (``[s/tp, b, h]`` with sequence parallelism) -> the same shape."""
+        if self.shares_norm:
+            return self.attend_and_feed_forward(hidden, context)
         attended = hidden if self.self_attention is None else self.attend(hidden, context)
         if self.mlp is None:
             return attended
@@ -124,11 +128,24 @@ class TransformerLayer(nn.Module):
     def feed_forward(self, attended: Tensor, mlp_input: Tensor, context: SequenceContext) -> Tensor:
         """Return ``attended`` + drop(mlp(norm(mlp_input)))."""
         normed = self.pre_mlp_layernorm(mlp_input)
-        mlp = recomputed(self.mlp) if self.recompute_mlp and self.training else self.mlp
         with self._dropped(normed, self.pre_mlp_layernorm, mlp_input):
-            output, bias = mlp(normed, context)
+            output, bias = self._run_mlp(normed, context)
         output, bias = _normed(self.post_mlp_layernorm, output, bias)
         return self._add(attended, output, bias, self.mlp_dropout, context)
+
+    def attend_and_feed_forward(self, hidden: Tensor, context: SequenceContext) -> Tensor:
+        """Return ``hidden`` + drop(attention(y)) + drop(mlp(y)) for y = norm(hidden)."""
+        normed = self.input_layernorm(hidden)
+        with self._dropped(normed, self.input_layernorm, hidden):
+            attended, attention_bias = self.self_attention(normed, context)
+            output, bias = self._run_mlp(normed, context)
+        hidden = self._add(hidden, attended, attention_bias, self.attention_dropout, context)
+        return self._add(hidden, output, bias, self.mlp_dropout, context)
+
+    def _run_mlp(self, normed: Tensor, context: SequenceContext) -> tuple[Tensor, Tensor | None]:
+        mlp = recomputed(self.mlp) if self.recompute_mlp and self.training else self.mlp
+        output: tuple[Tensor, Tensor | None] = mlp(normed, context)
+        return output
 
     def _dropped(self, normed: Tensor, norm: nn.Module, x: Tensor) -> AbstractContextManager[None]:
         """Return a context in which autograd does not keep ``normed``, if norms are recomputed."""

@@ -17,7 +17,7 @@ from megatron_core.transformer.latent_attention import LatentAttention
 from megatron_core.transformer.mamba import MambaMixer
 from megatron_core.transformer.mlp import MLP
 from megatron_core.transformer.moe import MoELayer, moe_loss_names
-from megatron_core.transformer.norm import HeadsNorm, L2Norm, Norm
+from megatron_core.transformer.norm import HeadsNorm, L2Norm, Norm, NormOfEachHead
 from megatron_core.transformer.sparse_attention import SparseLatentAttention, indexer_loss_names
 
 
@@ -35,7 +35,8 @@ class LayerSpec:
     """With the same ``forward(hidden, context)`` as ``MLP``; the ``SequenceContext`` collects auxiliary losses.
     None: the layer has only attention or a recurrence."""
     input_layernorm: Callable[..., nn.Module] = Norm
-    pre_mlp_layernorm: Callable[..., nn.Module] = Norm
+    pre_mlp_layernorm: Callable[..., nn.Module] | None = Norm
+    """None: attention and MLP share the first norm, with ``parallel_residual``."""
     post_self_attn_layernorm: Callable[..., nn.Module] | None = None
     """Norm of the attention output, before the residual addition; None: no norm."""
     post_mlp_layernorm: Callable[..., nn.Module] | None = None
@@ -84,7 +85,9 @@ def layer_spec(config: ModelConfig, layer_number: int) -> LayerSpec:
     has_experts = config.has_experts(layer_number)
     before = nn.Identity if config.norm_placement == "post" else Norm
     after = None if config.norm_placement == "pre" else Norm
-    head_norm = L2Norm if config.qk_l2_norm else HeadsNorm if config.qk_layernorm_over_heads else Norm
+    head_norm: type[nn.Module] = L2Norm if config.qk_l2_norm else Norm
+    if config.qk_layernorm_over_heads or config.qk_layernorm_weight_per_head:
+        head_norm = HeadsNorm if config.qk_layernorm_over_heads else NormOfEachHead
     l2_norm = config.qk_l2_norm and (config.has_rotary(layer_number) or not config.qk_l2_norm_rotary_only)
     mixer = None
     if config.has_mixer(layer_number):
@@ -95,7 +98,7 @@ def layer_spec(config: ModelConfig, layer_number: int) -> LayerSpec:
         )
     return LayerSpec(
         input_layernorm=before,
-        pre_mlp_layernorm=before,
+        pre_mlp_layernorm=None if config.parallel_residual_shared_norm else before,
         post_self_attn_layernorm=after,
         post_mlp_layernorm=after,
         self_attention=mixer,

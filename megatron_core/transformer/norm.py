@@ -14,6 +14,7 @@ from megatron_core.transformer.context import LayerContext
 
 class Norm(nn.Module):
     """y = (x - mean) / sqrt(var + eps) * weight + bias, or RMSNorm: y = x / sqrt(mean(x^2) + eps) * weight.
+    LayerNorm has no bias with ``disable_bias_layernorm``.
 
     ``x`` is ``[..., size]``. ``partial_grad``: each tensor-parallel rank normalizes only a part of the activations, so
     its weight gradient must be summed over these ranks. ``epsilon`` replaces ``norm_epsilon``. The configuration's
@@ -31,8 +32,9 @@ class Norm(nn.Module):
         self.weight = allocate(spec, parallel.params_dtype, parallel.device)
         self.weight_minus_one = config.apply_layernorm_1p
         self.weight.init_method = nn.init.zeros_ if self.weight_minus_one else nn.init.ones_
+        self.subtracts_mean = config.normalization == "LayerNorm"
         self.bias = None
-        if config.normalization == "LayerNorm":
+        if config.norms_have_biases:
             self.bias = allocate(spec, parallel.params_dtype, parallel.device)
             self.bias.init_method = nn.init.zeros_
         self.backend = config.kernel_backend
@@ -61,8 +63,9 @@ class Norm(nn.Module):
         return self._norm(x, weight, bias)
 
     def _norm(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if bias is None:
+        if not self.subtracts_mean:
             return rms_norm(x, weight, self.epsilon, backend=self.backend)
+        bias = torch.zeros_like(weight) if bias is None else bias
         return layer_norm(x, weight, bias, self.epsilon, backend=self.backend)
 
 
@@ -134,3 +137,27 @@ class HeadsNorm(nn.Module):
         total = copy_to_region(reduce_from_region(own, self.group), self.group)
         normed = flat * torch.rsqrt(total / self.channels + self.epsilon) * self.weight
         return normed.to(x.dtype).view_as(x)
+
+
+class NormOfEachHead(nn.Module):
+    """The configured norm of each head's channels, with weights of its own for each head and without biases.
+
+    y = (x - mean) / sqrt(var + eps) * weight (Command R+), or x / sqrt(mean(x^2) + eps) * weight. The weight of all
+    heads ``[heads * d]`` is split over the tensor-parallel ranks with the heads. It has the constructor of ``Norm``.
+    """
+
+    def __init__(self, context: LayerContext, size: int, *, partial_grad: bool, heads: int) -> None:
+        super().__init__()
+        config, parallel, group = context.config, context.parallel, context.tp_group
+        self.size, self.epsilon = size, config.norm_epsilon
+        self.subtracts_mean = config.normalization == "LayerNorm"
+        self.weight_minus_one = config.apply_layernorm_1p
+        spec = split((size * heads,), 0, group.rank(), group.size())
+        self.weight = allocate(spec, parallel.params_dtype, parallel.device)
+        self.weight.init_method = nn.init.zeros_ if self.weight_minus_one else nn.init.ones_
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[s, b, ..., d]`` of this rank's heads -> the same shape."""
+        dtype, norm = wide(x.dtype), nn.functional.layer_norm if self.subtracts_mean else nn.functional.rms_norm
+        weight = self.weight.to(dtype).view(x.shape[2:]) + float(self.weight_minus_one)
+        return (norm(x.to(dtype), (self.size,), eps=self.epsilon) * weight).to(x.dtype)

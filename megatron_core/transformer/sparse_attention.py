@@ -62,7 +62,8 @@ class Indexer(nn.Module):
             context, self.heads * self.channels, inputs=config.q_lora_rank or config.hidden_size
         )
         self.linear_wk = DownProjection(context, self.channels)
-        layer_norm = replace(context, config=replace(config, normalization="LayerNorm", apply_layernorm_1p=False))
+        plain = replace(config, normalization="LayerNorm", apply_layernorm_1p=False, disable_bias_layernorm=False)
+        layer_norm = replace(context, config=plain)
         epsilon = config.dsa_indexer_k_norm_epsilon
         self.k_norm = Norm(layer_norm, self.channels, partial_grad=context.sequence_parallel, epsilon=epsilon)
         self.linear_weights_proj = DownProjection(context, self.heads)

@@ -156,6 +156,39 @@ FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
     ({"no_rope_freq": (0,), "position_embedding_type": "rope"}, 1, ("no_rope_freq=(0,)", "n >= 1")),
     ({"no_rope_freq": (1, 2), "position_embedding_type": "rope"}, 1, ("no_rope_freq=(1, 2)", "num_layers=2")),
     ({"qk_layernorm_over_heads": True}, 1, ("qk_layernorm_over_heads=True", "qk_layernorm=True")),
+    ({"parallel_residual_shared_norm": True}, 1, ("parallel_residual_shared_norm=True", "--parallel-residual")),
+    (
+        {"parallel_residual": True, "parallel_residual_shared_norm": True, "norm_placement": "sandwich"},
+        1,
+        ("parallel_residual_shared_norm=True", "norm_placement=sandwich", "use pre"),
+    ),
+    (
+        {
+            "parallel_residual": True,
+            "parallel_residual_shared_norm": True,
+            "cuda_graph_impl": "local",
+            "cuda_graph_modules": ("attn",),
+        },
+        1,
+        ("cuda_graph_modules=attn and parallel_residual_shared_norm=True", "remove one of them"),
+    ),
+    (
+        {"qk_layernorm": True, "qk_layernorm_weight_per_head": True, "layout_invariant": True},
+        1,
+        ("qk_layernorm_weight_per_head=True", "layout_invariant=True", "remove it"),
+    ),
+    ({"disable_bias_layernorm": True, "normalization": "RMSNorm"}, 1, ("disable_bias_layernorm=True", "LayerNorm")),
+    ({"qk_layernorm_weight_per_head": True}, 1, ("qk_layernorm_weight_per_head=True", "--qk-layernorm")),
+    (
+        {
+            "qk_layernorm": True,
+            "qk_layernorm_weight_per_head": True,
+            "qk_layernorm_over_heads": True,
+            "normalization": "RMSNorm",
+        },
+        1,
+        ("qk_layernorm_weight_per_head=True and qk_layernorm_over_heads=True", "keep one"),
+    ),
     (
         {"add_output_layer_bias": True, "cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "linear"},
         1,

@@ -130,12 +130,26 @@ PHIMOE = EXPERTS | {
 }
 
 
+COHERE2 = MODERN | {
+    "normalization": "LayerNorm",
+    "disable_bias_layernorm": True,
+    "parallel_residual": True,
+    "parallel_residual_shared_norm": True,
+    "qk_layernorm": True,
+    "qk_layernorm_weight_per_head": True,
+    "rotary_interleaved": True,
+    "window_size": (2, 0),
+    "window_attn_skip_freq": (2,),
+    "no_rope_freq": (2,),
+}
+
+
 @pytest.mark.parametrize(
     "model",
-    [{}, MODERN, WINDOW, EXPERTS, LATENT, GPT_OSS, LLAMA4, DELTA_NET, KIMI, MAMBA, DSA, PHIMOE],
+    [{}, MODERN, WINDOW, EXPERTS, LATENT, GPT_OSS, LLAMA4, DELTA_NET, KIMI, MAMBA, DSA, PHIMOE, COHERE2],
     ids=[
         *("gpt2", "llama", "window", "experts", "latent", "gpt-oss", "llama 4", "delta net", "kimi linear", "mamba"),
-        *("dsa", "phi-3.5-moe"),
+        *("dsa", "phi-3.5-moe", "cohere 2"),
     ],
 )
 def test_cache_changes_nothing(model: dict) -> None:
@@ -210,8 +224,8 @@ LONG_WINDOW = WINDOW | {"window_size": (4, 0), "attn_logit_softcapping": 5.0}
 @pytest.mark.parametrize("engine", [{"max_batch_size": 3}, {"config": SHORT_STEPS}], ids=["3 at a time", "short steps"])
 @pytest.mark.parametrize(
     "model",
-    [{}, WINDOW, LONG_WINDOW, EXPERTS, LATENT, GPT_OSS, LLAMA4],
-    ids=["gpt2", "window", "capped", "experts", "latent", "gpt-oss", "llama 4"],
+    [{}, WINDOW, LONG_WINDOW, EXPERTS, LATENT, GPT_OSS, LLAMA4, COHERE2],
+    ids=["gpt2", "window", "capped", "experts", "latent", "gpt-oss", "llama 4", "cohere 2"],
 )
 def test_what_else_is_in_the_batch_changes_nothing(model: dict, engine: dict) -> None:
     """Requests of different lengths that join and leave: tokens and probabilities equal those of separate requests."""

@@ -221,6 +221,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"attention_chunk_size": None, "attn_temperature_tuning": False},
     ),
     "exaone4": ("Exaone4", LLAMA | {"sliding_window": 5, "sliding_window_pattern": 2}),
+    "stablelm, in parallel": ("StableLm", LLAMA | {"use_parallel_residual": True}),
     "stablelm, all channels rotated": (
         "StableLm",
         LLAMA | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}},
@@ -230,6 +231,31 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         LLAMA
         | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
         | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e5, "partial_rotary_factor": 0.5}},
+    ),
+    "cohere": ("Cohere", LLAMA | {"tie_word_embeddings": True, "logit_scale": 0.3}),
+    "cohere, norms of queries and keys, biases": (
+        "Cohere",
+        LLAMA | {"use_qk_norm": True, "attention_bias": True, "layer_norm_eps": 1e-3},
+    ),
+    "cohere2": ("Cohere2", LLAMA | {"tie_word_embeddings": True, "sliding_window": 5, "sliding_window_pattern": 3}),
+    "cohere2, biases, all layers with windows": (
+        "Cohere2",
+        LLAMA | {"attention_bias": True, "sliding_window": 6, "layer_types": ["sliding_attention"] * 4},
+    ),
+    "falcon": ("Falcon", NEOX | {"tie_word_embeddings": True}),
+    "falcon, groups, two norms": (
+        "Falcon",
+        NEOX | {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 48},
+    ),
+    "falcon, groups, one norm": (
+        "Falcon",
+        NEOX | {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1, "bias": True},
+    ),
+    "falcon, one after the other": ("Falcon", NEOX | {"parallel_attn": False, "multi_query": False, "bias": True}),
+    "phi": ("Phi", LLAMA | {"num_key_value_heads": 4}),
+    "phi, norms of queries and keys, exact GELU": (
+        "Phi",
+        LLAMA | {"qk_layernorm": True, "hidden_act": "gelu", "partial_rotary_factor": 1.0, "tie_word_embeddings": True},
     ),
     "phimoe": ("Phimoe", LLAMA | {"num_local_experts": 4} | dict.fromkeys(("attention_bias", "lm_head_bias"), True)),
     "phimoe, without biases, window, other threshold": (

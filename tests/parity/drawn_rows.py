@@ -43,6 +43,7 @@ def on(name: str) -> Choices:
 
 PACKED: Settings = {"reset_position_ids": True, "reset_attention_mask": True}
 NTK: Settings = {"use_rope_scaling": True, "rope_scaling_type": "ntk", "rope_scaling_factor": 4.0}
+QK_NORMS: Choices = [{}, {"qk_layernorm_over_heads": True}, {"qk_layernorm_weight_per_head": True}]
 EXPERTS: Settings = {"num_experts": 4, "moe_ffn_hidden_size": 24, "disable_bias_linear": True}
 LATENT: Settings = {
     "multi_latent_attention": True,
@@ -77,11 +78,12 @@ MODEL: list[tuple[float, Choices]] = [
     (0.2, on("add_output_layer_bias")),
     (0.4, either("normalization", "RMSNorm")),
     (0.2, on("apply_layernorm_1p")),
+    (0.2, on("disable_bias_layernorm")),
     (0.3, either("norm_placement", "sandwich", "post")),
-    (0.3, [{"qk_layernorm": True}, {"qk_layernorm": True, "qk_layernorm_over_heads": True}]),
+    (0.4, [{"qk_layernorm": True} | kind for kind in QK_NORMS]),
     (0.2, on("apply_wd_to_qk_layernorm")),
     (0.2, on("attention_output_gate")),
-    (0.2, on("parallel_residual")),
+    (0.3, [{"parallel_residual": True}, {"parallel_residual": True, "parallel_residual_shared_norm": True}]),
     (0.2, on("scale_embeddings")),
     (0.2, either("softmax_scale", 0.3)),
     (0.2, either("attn_logit_softcapping", 2.0)),

@@ -69,6 +69,42 @@ PHIMOE = SMALL | {
     "moe_sparsemixer_threshold": 0.3,
     "moe_aux_loss_coeff": 0.1,
 }
+COHERE = GRANITE | {
+    "normalization": "LayerNorm",
+    "disable_bias_layernorm": True,
+    "disable_bias_linear": True,
+    "parallel_residual": True,
+    "parallel_residual_shared_norm": True,
+    "qk_layernorm": True,
+    "qk_layernorm_weight_per_head": True,
+    "rotary_interleaved": True,
+}
+COHERE2 = COHERE | {
+    "num_layers": 4,
+    "qk_layernorm": False,
+    "qk_layernorm_weight_per_head": False,
+    "window_size": (3, 0),
+    "window_attn_skip_freq": (1, 1, 1, 0),
+    "no_rope_freq": (0, 0, 0, 1),
+}
+PHI = {
+    "num_layers": 4,
+    "global_batch_size": 4,
+    "position_embedding_type": "rope",
+    "rotary_percent": 0.5,
+    "parallel_residual": True,
+    "parallel_residual_shared_norm": True,
+    "untie_embeddings_and_output_weights": True,
+    "add_output_layer_bias": True,
+}
+ONE_NORM_AND_EXPERTS = {
+    "num_experts": 4,
+    "moe_ffn_hidden_size": 24,
+    "moe_shared_expert_intermediate_size": 16,
+    "moe_aux_loss_coeff": 0.1,
+}
+NORMS_AGAIN = {"recompute_granularity": "selective", "recompute_modules": ("layernorm", "mlp")}
+FULL = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
 EXACT = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 PACKED = {"tokenizer_type": "NullTokenizer", "reset_position_ids": True, "reset_attention_mask": True}
 HEADS = {"cp_comm_type": ("a2a",)}
@@ -94,6 +130,16 @@ HUB_ROWS: dict[str, tuple[int, dict, dict]] = {
     "phi-3.5-moe, dp2 zero3": (2, PHIMOE, ZERO3),
     "phi-3.5-moe, tied, pp2": (2, PHIMOE | {"untie_embeddings_and_output_weights": False}, PP2),
     "phi-3.5-moe, cp2": (2, PHIMOE, CP2),
+    "cohere, tp2": (2, COHERE, TP2),
+    "cohere, tp2 sp": (2, COHERE, TP2 | SP),
+    "cohere, tp2 sp, norms and MLPs recomputed": (2, COHERE, TP2 | SP | NORMS_AGAIN),
+    "cohere, dp2 zero3": (2, COHERE, ZERO3),
+    "cohere, experts, dp2 tp2 sp ep2 etp1": (4, COHERE | ONE_NORM_AND_EXPERTS, TP2 | SP | EP2 | ETP1),
+    "cohere 2, pp2 x 2 chunks": (2, COHERE2, PP2 | {"num_virtual_stages_per_pipeline_rank": 2}),
+    "cohere 2, pp2 zb_v, recompute": (2, COHERE2, PP2 | {"pipeline_schedule": "zb_v"} | FULL),
+    "cohere 2, cp2": (2, COHERE2 | EXACT, CP2),
+    "phi-2, tp2 pp2 zb_h1 sp": (4, PHI, TP2 | SP | PP2 | {"pipeline_schedule": "zb_h1"}),
+    "phi-2, pp2 dualpipe_v": (2, PHI, PP2 | {"pipeline_schedule": "dualpipe_v"}),
     "deepseek-v2, tp2": (2, DEEPSEEK_V2, TP2),
     "deepseek-v2, pp2": (2, DEEPSEEK_V2, PP2),
     "deepseek-v2, dp2 ep2 zero3": (2, DEEPSEEK_V2, EP2 | ZERO3),

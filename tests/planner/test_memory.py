@@ -172,12 +172,20 @@ LATENT = LLAMA | {
 }
 
 
+COHERE = LLAMA | {
+    "normalization": "LayerNorm",
+    "disable_bias_layernorm": True,
+    "parallel_residual": True,
+    "parallel_residual_shared_norm": True,
+}
+
+
 @pytest.mark.skipif(unavailable_reason("rms_norm", "cpu", torch.bfloat16) is not None, reason="no native kernels")
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize(
     "settings",
-    [{}, LLAMA, LLAMA | FULL, EXPERTS, LATENT],
-    ids=["GPT", "Llama", "Llama, recomputed", "experts", "latent attention"],
+    [{}, LLAMA, LLAMA | FULL, EXPERTS, LATENT, COHERE],
+    ids=["GPT", "Llama", "Llama, recomputed", "experts", "latent attention", "one norm"],
 )
 def test_formula_is_what_backward_keeps(settings: dict[str, Any], bf16: bool) -> None:
     """Within 10 %: dropout stores no mask here, and the norm's statistics, omitted by the formula, are small."""

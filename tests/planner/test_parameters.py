@@ -73,6 +73,12 @@ CASES: dict[str, dict[str, Any]] = {
     "experts with biases, sinks, tp2 ep2": GROUPS
     | {"num_experts": 8, "moe_ffn_hidden_size": 48, "quick_geglu": True, "softmax_type": "learnable"}
     | {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "optimizer": "muon"},
+    "one norm, norms without biases, weights of each head, tp2": LLAMA
+    | GROUPS
+    | {"normalization": "LayerNorm", "disable_bias_layernorm": True, "tensor_model_parallel_size": 2}
+    | {"parallel_residual": True, "parallel_residual_shared_norm": True}
+    | {"qk_layernorm": True, "qk_layernorm_weight_per_head": True},
+    "norms with biases, weights of each head": {"qk_layernorm": True, "qk_layernorm_weight_per_head": True},
     "biases of attention and output layer, tp2 ep2": LLAMA
     | EXPERTS
     | {"add_qkv_bias": True, "add_attention_output_bias": True, "add_output_layer_bias": True}

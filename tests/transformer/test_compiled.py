@@ -126,6 +126,17 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "cp2": (2, {}, CP2),
     "tp2, selective": (2, SELECTIVE, TP2),
     "tp2, norm over heads": (2, {"qk_layernorm": True, "qk_layernorm_over_heads": True}, TP2),
+    "tp2 sp, one norm, norms of each head": (
+        2,
+        {
+            "parallel_residual": True,
+            "parallel_residual_shared_norm": True,
+            "disable_bias_layernorm": True,
+            "qk_layernorm": True,
+            "qk_layernorm_weight_per_head": True,
+        },
+        TP2 | SP,
+    ),
     "tp2 sp, in parts": (2, {}, TP2 | SP | rows.IN_CHUNKS),
 }
 

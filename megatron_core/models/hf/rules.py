@@ -227,6 +227,15 @@ WINDOW_OF_ALL_LAYERS = Rule(
 )
 """``sliding_window`` in all layers, for architectures that do not read ``layer_types``."""
 
+ATTENTION_BIASES = Rule(
+    read=lambda hf_config: dict.fromkeys(
+        ("add_qkv_bias", "add_attention_output_bias"), hf_config.get("attention_bias", False)
+    ),
+    write=lambda config: {"attention_bias": config.has_qkv_bias and config.has_attention_output_bias},
+    types={"attention_bias": SWITCH},
+)
+"""``attention_bias``: biases of queries, keys, values and of attention's output, in a model without other biases."""
+
 GELU = {"gelu": False, "gelu_new": True, "gelu_fast": True, "gelu_pytorch_tanh": True}
 """Name of GELU -> whether it is the approximation by tanh; export writes the first name of each."""
 

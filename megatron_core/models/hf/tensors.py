@@ -55,6 +55,8 @@ class TensorSource:
     """Whether the stored tensors, too, stack those of all experts along their first dim."""
     ones: tuple[int, int] = (0, 0)
     """Numbers of dims of one element that a stored vector has before and after its own."""
+    by_head: bool = False
+    """Whether a vector of all heads is stored as ``[heads, channels]``."""
 
     def parts(self, config: ModelConfig, shape: tuple[int, ...], box: Box) -> Iterator[tuple[str, Index, Box]]:
         """Split ``box`` of our tensor of ``shape``: stored name, index in the stored tensor (before transposing), box
@@ -66,6 +68,9 @@ class TensorSource:
                 for name, stored, ours in self.of_expert(e).parts(config, shape[1:], inner):
                     yield name, (*before, *stored), Box((e, *ours.start), (e + 1, *ours.stop))
             return
+        if self.by_head:
+            yield from self._heads(config.head_size, box)
+            return
         zeros = (0,) * (len(shape) - 1)
         for at, block in self._placed(config, shape[0]):
             rows = Box((at, *zeros), (at + block.count, *shape[1:]))
@@ -74,6 +79,14 @@ class TensorSource:
                 stored_rows = block.rows(common.start[0] - at, common.stop[0] - at)
                 leading, trailing = ([slice(0, 1)] * count for count in self.ones)
                 yield self.names[block.tensor], (*leading, stored_rows, *common.index[1:], *trailing), common
+
+    def _heads(self, channels: int, box: Box) -> Iterator[tuple[str, Index, Box]]:
+        """The same for a vector that is stored by heads."""
+        for start in range(box.start[0] // channels * channels, box.stop[0], channels):
+            common = box.intersect(Box((start,), (start + channels,)))
+            if common is not None:
+                of_head = slice(common.start[0] - start, common.stop[0] - start)
+                yield self.names[0], (slice(start // channels, start // channels + 1), of_head), common
 
     def stored_shapes(self, config: ModelConfig, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
         """The shapes of the stored tensors by name, for our tensor of ``shape``."""
@@ -84,10 +97,12 @@ class TensorSource:
         if self._has_experts:
             each = (self.of_expert(e).stored_shapes(config, shape[1:]) for e in range(shape[0]))
             return {name: found for shapes in each for name, found in shapes.items()}
-        rows = dict.fromkeys(self.names, 0)
+        if self.by_head:
+            return {self.names[0]: (shape[0] // config.head_size, config.head_size)}
+        rows: dict[str, int] = {}  # a model may have only some of the tensors
         for _, block in self._placed(config, shape[0]):
             name = self.names[block.tensor]
-            rows[name] = max(rows[name], block.rows(0, block.count).stop)
+            rows[name] = max(rows.get(name, 0), block.rows(0, block.count).stop)
         before, after = ((1,) * count for count in self.ones)
         shapes = {name: (*before, count, *shape[1:], *after) for name, count in rows.items()}
         return {name: found[::-1] if self.transposed else found for name, found in shapes.items()}
@@ -102,8 +117,8 @@ class TensorSource:
 
     def turned(self, tensor: Tensor) -> Tensor:
         """A stored tensor, or part of one, as ours and the reverse: matrices are transposed if they are stored so."""
-        if any(self.ones):
-            before, after = ((1,) * count for count in self.ones)
+        if any(self.ones) or self.by_head:
+            before, after = ((1,) * count for count in ((1, 0) if self.by_head else self.ones))
             return tensor.flatten() if tensor.dim() > 1 else tensor.view(*before, -1, *after)
         return tensor.transpose(-1, -2) if self.transposed and tensor.dim() - self.stacked == 2 else tensor
 
@@ -161,6 +176,11 @@ def stacked_qkv(name: str, *, transposed: bool = False) -> TensorSource:
         return _qkv_rows(config, (0, 0, 0), (0, queries, queries + config.query_groups * config.head_size))
 
     return TensorSource((name,), rows, transposed)
+
+
+def of_each_head(name: str) -> TensorSource:
+    """A vector of all heads that is stored as ``[heads, channels]``."""
+    return TensorSource((name,), by_head=True)
 
 
 def transposed(name: str) -> TensorSource:

@@ -4,15 +4,7 @@ chosen one after the other (sparsemixer)."""
 from megatron_core.config import ModelConfig
 from megatron_core.models.hf.architecture import register
 from megatron_core.models.hf.families.mistral import MIXTRAL
-from megatron_core.models.hf.rules import NUMBER, ROPE, SWITCH, WINDOW_OF_ALL_LAYERS, Rule, Settings, refuse
-
-
-def _attention_biases(hf_config: Settings) -> Settings:
-    return dict.fromkeys(ATTENTION_BIASES, hf_config.get("attention_bias", False))
-
-
-def _attention_biases_json(config: ModelConfig) -> Settings:
-    return {"attention_bias": config.add_qkv_bias and config.add_attention_output_bias}
+from megatron_core.models.hf.rules import ATTENTION_BIASES, NUMBER, ROPE, WINDOW_OF_ALL_LAYERS, Rule, Settings, refuse
 
 
 def _routing(hf_config: Settings) -> Settings:
@@ -31,7 +23,6 @@ def _routing_json(config: ModelConfig) -> Settings:
     }
 
 
-ATTENTION_BIASES = ("add_qkv_bias", "add_attention_output_bias")
 PHIMOE = register(
     MIXTRAL,
     model_type="phimoe",
@@ -53,7 +44,7 @@ PHIMOE = register(
     rules=(
         ROPE,
         WINDOW_OF_ALL_LAYERS,
-        Rule(_attention_biases, _attention_biases_json, {"attention_bias": SWITCH}),
+        ATTENTION_BIASES,
         Rule(_routing, _routing_json, {"router_jitter_noise": NUMBER, "input_jitter_noise": NUMBER}),
     ),
 )
