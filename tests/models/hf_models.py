@@ -126,6 +126,8 @@ MAMBA2 |= {"num_hidden_layers": 2, "num_heads": 8, "head_dim": 8, "state_size": 
 NEMOTRON_H = {key: value for key, value in LLAMA.items() if key != "num_hidden_layers"}
 NEMOTRON_H |= {"mamba_num_heads": 6, "mamba_head_dim": 10, "ssm_state_size": 6, "n_groups": 2, "chunk_size": 8}
 NEMOTRON_H |= {"head_dim": 12, "conv_kernel": 3, "time_step_min": 0.5}
+BAMBA = LLAMA | {"num_hidden_layers": 3, "mamba_n_heads": 8, "mamba_d_state": 6, "mamba_n_groups": 2, "mamba_d_conv": 3}
+BAMBA |= {"mamba_chunk_size": 8}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", LLAMA | {"rms_norm_eps": 1e-5}),
     "llama, tied": ("Llama", LLAMA | {"tie_word_embeddings": True, "rope_parameters": {"rope_theta": 5e5}}),
@@ -303,6 +305,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_local_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 24}
         | {"layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"]},
     ),
+    "bamba": ("Bamba", BAMBA | {"attn_layer_indices": [1]}),
+    "bamba, limited steps, tied": (
+        "Bamba",
+        BAMBA | {"attn_layer_indices": [0, 2], "time_step_limit": [0.5, 0.9], "tie_word_embeddings": True},
+    ),
     "mamba2": ("Mamba2", MAMBA2),
     "mamba2, limited steps, tied": ("Mamba2", MAMBA2 | {"time_step_limit": [0.5, 0.9], "tie_word_embeddings": True}),
     "nemotron_h": (
@@ -322,7 +329,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox, 20B's GELU": ("GPTNeoX", NEOX | {"hidden_act": "gelu_fast"}),
     "gpt_neox, one after the other": ("GPTNeoX", NEOX | {"use_parallel_residual": False}),
 }
-RECURRENT = ("qwen3_next", "qwen3_5", "kimi_linear", "mamba2", "nemotron_h")
+RECURRENT = ("qwen3_next", "qwen3_5", "kimi_linear", "mamba2", "nemotron_h", "bamba")
 """Beginnings of the names of models with a recurrence, which `transformers` computes in float32 throughout."""
 
 

@@ -323,6 +323,12 @@ REFUSED = {
     "positions by layer": ("llama", {"rope_parameters": {"full_attention": {"rope_theta": 5}}}, "one set of param"),
     "longrope": ("phi3", {"rope_parameters": {"rope_type": "longrope", "long_factor": [1.0] * 4}}, "for phi3 only"),
     "positions by their distance": ("falcon", {"alibi": True}, "alibi=True; for falcon only False"),
+    "sizes of a mixer": ("bamba", {"mamba_d_head": 5}, "mamba_d_head=5; mamba_n_heads=8 x mamba_d_head must be"),
+    "other rotary channels": (
+        "bamba",
+        {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}},
+        "partial_rotary_factor=0.25; for bamba only 0.5",
+    ),
     "a third norm": ("falcon", {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn=2; supported are 1"),
     "one after the other": (
         "falcon, groups, two norms",

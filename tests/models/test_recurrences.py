@@ -18,7 +18,7 @@ from tests.models.hf_models import MODELS, RECURRENT
 from tests.models.test_gradients import compare_gradients
 
 NAMES = [name for name in MODELS if name.startswith(RECURRENT)]
-MODULES = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "kimi_linear", "mamba2", "nemotron_h")
+MODULES = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "kimi_linear", "mamba2", "nemotron_h", "bamba")
 
 
 class WideTorch:

@@ -67,6 +67,15 @@ MAMBA = {
     "mamba_dt_max": 0.1,
     **NO_DROPOUT,
 }
+BAMBA = {
+    **{name: value for name, value in MAMBA.items() if name != "squared_relu"},
+    "hybrid_layer_pattern": "M-*-",
+    "position_embedding_type": "rope",
+    "rotary_percent": 0.5,
+    "swiglu": True,
+    "group_query_attention": True,
+    "num_query_groups": 2,
+}
 NEMOTRON_H = MAMBA | {
     **{name: value for name, value in SMALL.items() if "expert" in name or name == "moe_ffn_hidden_size"},
     "num_layers": 4,
@@ -133,6 +142,8 @@ RECURRENT_ROWS: dict[str, tuple[int, dict, dict]] = {
         | {"linear_attention_freq": None},
         TP2 | SP,
     ),
+    "bamba, tp2 sp": (2, BAMBA, TP2 | SP),
+    "bamba, cp2": (2, BAMBA, CP2),
     "nemotron-h, dp2 ep2 zero3": (2, NEMOTRON_H, EP2 | ZERO3),
     "nemotron-h, tp2 sp ep2 etp1": (2, NEMOTRON_H, TP2 | SP | EP2 | ETP1),
     "nemotron-h, packed, cp2 dp2 ep2 zero1": (4, NEMOTRON_H | PACKED, CP2 | EP2 | {"zero_stage": 1}),

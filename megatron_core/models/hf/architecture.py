@@ -90,6 +90,8 @@ class Architecture:
     """The same inside a layer."""
     layer_prefix: str
     """Prefix of the stored names of layer ``{n}``."""
+    parts_of_layer: int = 1
+    """Number of our layers that a stored layer consists of."""
     base: str = "model."
     """Prefix of all stored names but the output layer's; files of the model without output layer omit it."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
@@ -180,7 +182,7 @@ class Architecture:
         """The stored tensors that hold our tensor ``name``."""
         layer = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name)
         table, rest = (self.layer_tensors, layer[2]) if layer else (self.tensors, name)
-        prefix = self.layer_prefix.replace("{n}", layer[1]) if layer else ""
+        prefix = self.layer_prefix.replace("{n}", str(int(layer[1]) // self.parts_of_layer)) if layer else ""
         module, _, parameter = rest.rpartition(".")
         entry, suffix = (table[rest], "") if rest in table else (table.get(module), f".{parameter}")
         if entry is None:

@@ -46,6 +46,10 @@ def _limits_json(config: ModelConfig) -> Settings:
     return {"time_step_limit": [config.mamba_dt_min, math.inf if config.mamba_dt_max is None else config.mamba_dt_max]}
 
 
+LIMITS_OF_STEPS = Rule(limits, _limits_json, {"time_step_limit": LIMITS})
+"""``time_step_limit``."""
+
+
 def projected_rows(config: ModelConfig, _: int) -> list[RowRange]:
     """Stored are gates, inputs, B, C and steps; ours has the gates before the steps."""
     sizes = Mamba2(config)
@@ -53,16 +57,16 @@ def projected_rows(config: ModelConfig, _: int) -> list[RowRange]:
     return [RowRange(0, inner, mixed), RowRange(0, 0, inner), RowRange(0, mixed, mixed + sizes.heads)]
 
 
-MIXER: dict[str, str | TensorSource] = {
-    "input_layernorm": "norm",
-    "self_attention.in_proj": TensorSource(("mixer.in_proj",), projected_rows),
-    "self_attention.conv1d": "mixer.conv1d",
-    "self_attention.A_log": "mixer.A_log",
-    "self_attention.dt_bias": "mixer.dt_bias",
-    "self_attention.D": "mixer.D",
-    "self_attention.norm": "mixer.norm.weight",
-    "self_attention.out_proj": "mixer.out_proj",
-}
+def mixer_tensors(module: str) -> dict[str, str | TensorSource]:
+    """The tensors of a mixer that is stored as ``module``."""
+    return {
+        "self_attention.in_proj": TensorSource((f"{module}.in_proj",), projected_rows),
+        **{f"self_attention.{name}": f"{module}.{name}" for name in ("conv1d", "A_log", "dt_bias", "D", "out_proj")},
+        "self_attention.norm": f"{module}.norm.weight",
+    }
+
+
+MIXER: dict[str, str | TensorSource] = {"input_layernorm": "norm", **mixer_tensors("mixer")}
 INITIAL = {"time_step_min": 0.001, "time_step_max": 0.1, "time_step_floor": 1e-4, "time_step_rank": "auto"}
 """Keys that determine initial weights alone."""
 PRECISION = {"chunk_size": 256, "residual_in_fp32": True, "rescale_prenorm_residual": False, "num_logits_to_keep": 1}
@@ -93,7 +97,7 @@ MAMBA2 = register(
         required={"hidden_act": "silu", "use_bias": False, "use_conv_bias": True},
         rules=(
             Rule(_layers, _layers_json, {"num_hidden_layers": COUNT, "expand": COUNT}),
-            Rule(limits, _limits_json, {"time_step_limit": LIMITS}),
+            LIMITS_OF_STEPS,
         ),
         tensors={
             "embedding.word_embeddings": "backbone.embeddings",
