@@ -19,7 +19,7 @@ IN_HUB = (
         "split((self.vocab_size, *shape[1:]), 0, index, size, padded=shape[0])",
         "split((self.vocab_size, *shape[1:]), 0, index if shape[1:] else 0, size, padded=shape[0])",
         "phi-3.5-moe, tp2",
-        culprit="gradient of the parameter output_layer.bias or update of the weight output_layer.bias",
+        culprit="gradient of the parameter output_layer.bias",
     ),
     Defect(
         "the MLP in parallel with attention has a detached input",
@@ -35,7 +35,7 @@ IN_HUB = (
         "self._dropped(normed, self.input_layernorm, hidden)",
         "self._dropped(normed, lambda x: self.input_layernorm(x) * 1.01, hidden)",
         "cohere, tp2 sp, norms and MLPs recomputed",
-        culprit="gradient of the parameter *",
+        culprit="gradient of the output of decoder.layers.1.input_layernorm",
     ),
     Defect(
         "every tensor-parallel rank has the norm weights of the first heads",
@@ -43,7 +43,7 @@ IN_HUB = (
         "split((size * heads,), 0, group.rank(), group.size())",
         "split((size * heads,), 0, 0, group.size())",
         "cohere, tp2",
-        culprit="gradient of the parameter *layernorm.weight or update of the weight *layernorm.weight",
+        culprit="gradient of the parameter *layernorm.weight",
     ),
     Defect(
         "ranks of a split sequence do not add their gradients of norms without biases",
