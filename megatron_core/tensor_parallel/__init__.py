@@ -2,6 +2,7 @@
 
 from megatron_core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron_core.tensor_parallel.data import broadcast_data
+from megatron_core.tensor_parallel.discarded_outputs import CheckpointWithoutOutput
 from megatron_core.tensor_parallel.layers import (
     ColumnParallelLinear,
     ModelParallelConfig,

@@ -9,7 +9,7 @@ needs a different generator state on each rank, which ``CudaRNGStatesTracker.for
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
 import torch
@@ -70,7 +70,8 @@ def _get_state() -> Tensor:
     return torch.cuda.get_rng_state() if torch.cuda.is_available() else torch.get_rng_state()
 
 
-def _set_state(state: Tensor) -> None:
+def _set_state(state: Tensor | torch.Generator) -> None:
+    state = state.get_state() if isinstance(state, torch.Generator) else state
     if torch.cuda.is_available():
         torch.cuda.set_rng_state(state)
     else:
@@ -93,43 +94,44 @@ class CudaRNGStatesTracker:
     def __init__(self, use_cudagraphable_rng: bool = False, is_inference_rng_tracker: bool = False) -> None:
         self.seed = DEFAULT_SEED
         """The last seed of ``model_parallel_cuda_manual_seed``."""
-        self._states: dict[str, Tensor] = {}
+        self.states_: dict[str, Tensor] = {}
+        """States by name, Megatron's attribute; of an active ``fork`` only ``get_states`` has the current one."""
         self._seeds: set[int] = set()
         self.forks: list[str] = []
         """Names of the states in use by ``fork``, outermost first."""
 
     def is_initialized(self) -> bool:
         """Whether any state was added."""
-        return bool(self._states)
+        return bool(self.states_)
 
     def reset(self) -> None:
         """Remove all states."""
-        self._states.clear()
+        self.states_.clear()
         self._seeds.clear()
 
     def get_states(self) -> dict[str, Tensor]:
         """A copy of the states by name, including the current one of an active ``fork``."""
         self._store_state_in_use()
-        return dict(self._states)
+        return dict(self.states_)
 
     def _store_state_in_use(self) -> None:
         if self.forks:
-            self._states[self.forks[-1]] = _get_state()
+            self.states_[self.forks[-1]] = _get_state()
 
     def set_states(self, states: dict[str, Tensor]) -> None:
         """Replace all states."""
-        self._states = dict(states)
+        self.states_ = dict(states)
 
     def add(self, name: str, seed: int) -> None:
         """Add a state with a new seed; ``ConfigError`` if the name or the seed is already used."""
-        if name in self._states:
+        if name in self.states_:
             raise ConfigError(f"the generator state {name!r} already exists; call reset() first, or use another name")
         if seed in self._seeds:
             raise ConfigError(f"seed={seed} is already used by another generator state; give {name!r} another seed")
         self._seeds.add(seed)
         outside = _get_state()
         _seed(seed)
-        self._states[name] = _get_state()
+        self.states_[name] = _get_state()
         _set_state(outside)
 
     @contextmanager
@@ -139,18 +141,18 @@ class CudaRNGStatesTracker:
         Forks may be nested: an inner fork continues a state that an outer one uses, and vice versa, so that no number
         is drawn twice.
         """
-        if name not in self._states:
-            known = ", ".join(self._states) or "none; call model_parallel_cuda_manual_seed first"
+        if name not in self.states_:
+            known = ", ".join(self.states_) or "none; call model_parallel_cuda_manual_seed first"
             raise ConfigError(f"there is no generator state {name!r}; known: {known}")
         outside = _get_state()
         self._store_state_in_use()
-        _set_state(self._states[name])
+        _set_state(self.states_[name])
         self.forks.append(name)
         try:
             yield
         finally:
-            self._states[self.forks.pop()] = _get_state()
-            _set_state(self._states.get(self.forks[-1], outside) if self.forks else outside)
+            self.states_[self.forks.pop()] = _get_state()
+            _set_state(self.states_.get(self.forks[-1], outside) if self.forks else outside)
 
 
 _TRACKER: CudaRNGStatesTracker = cast(CudaRNGStatesTracker, Forwarding(RankLocal(CudaRNGStatesTracker)))
@@ -228,20 +230,50 @@ def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool,
     """
     if distribute_saved_activations:
         raise ConfigError("distribute_saved_activations=True is not supported; use sequence_parallel")
-    before, forks = _TRACKER.get_states(), list(_TRACKER.forks)
-    passes: list[None] = []
+    again, passes = _same_states(), list[None]()
 
     def run(*inputs: Any) -> Any:
         passes.append(None)
         if len(passes) == 1:
             return function(*inputs)
+        with again():
+            return function(*inputs)
+
+    return torch.utils.checkpoint.checkpoint(run, *args, use_reentrant=False)
+
+
+def _same_states() -> Callable[[], AbstractContextManager[None]]:
+    """Return a context with the tracker's states and forks of now; it restores those that it found."""
+    before, forks = _TRACKER.get_states(), list(_TRACKER.forks)
+
+    @contextmanager
+    def again() -> Iterator[None]:
         now, forks_now = _TRACKER.get_states(), _TRACKER.forks
         _TRACKER.set_states(before)
         _TRACKER.forks = list(forks)
         try:
-            return function(*inputs)
+            yield
         finally:
             _TRACKER.forks = forks_now
             _TRACKER.set_states(now)
 
-    return torch.utils.checkpoint.checkpoint(run, *args, use_reentrant=False)
+    return again
+
+
+def same_random_numbers() -> Callable[[], AbstractContextManager[None]]:
+    """Return a context in which torch's generators and the tracker repeat the numbers that follow this call.
+
+    Outside it their states are as they were. Use it for recomputation.
+    """
+    states, on_cpu = _same_states(), torch.get_rng_state()
+    on_gpu = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+
+    @contextmanager
+    def again() -> Iterator[None]:
+        with torch.random.fork_rng(), states():
+            torch.set_rng_state(on_cpu)
+            if on_gpu is not None:
+                torch.cuda.set_rng_state(on_gpu)
+            yield
+
+    return again

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron_core import parallel_state
 from megatron_core.errors import ConfigError
 from megatron_core.optimizer.algorithms import newton_schulz
@@ -59,12 +61,7 @@ def trained(settings: dict[str, Any]) -> dict[str, Tensor]:
             spec = spec_of(weight)
             spec.localise(1e-3 * numbers(spec.global_shape, 100 + 10 * step + phase), weight.main_grad)
         optimizer.step()
-    found = {}
-    for name, weight in layer.named_parameters():
-        found[name] = torch.full(spec_of(weight).global_shape, torch.nan)
-        for part in spec_of(weight).parts:
-            found[name][part.whole.index] = weight.detach()[part.local.index]
-    return found
+    return {name: _whole(weight.detach(), spec_of(weight)) for name, weight in layer.named_parameters()}
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -80,6 +77,63 @@ def test_five_steps_are_megatrons(ranks: int) -> None:
                 assert held.sum() >= weight.numel() // ranks
                 difference = (weight - expected[key])[held].abs().max().item()
                 assert difference < bound, f"{name}, {key}: {difference}"
+
+
+def stepped(settings: dict[str, Any]) -> dict[str, Tensor]:
+    """The matrices without gate and up projection after five steps of ``TensorParallelMuon``, on every rank."""
+    world = torch.distributed.get_world_size()
+    parallel_state.initialize_model_parallel(world)
+    layer = Layer(torch.distributed.get_rank(), world)
+    named = {name: weight for name, weight in layer.named_parameters() if name != "fc1"}
+    for name, weight in named.items():
+        weight.partition_dim = 0 if name == "qkv" else 1  # type: ignore[attr-defined]
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    blocks = {"is_qkv_fn": lambda p: p is named["qkv"], "qkv_split_shapes": [4, 2, 2]}
+    optimizer = TensorParallelMuon(
+        named.values(), lr=0.02, weight_decay=0.1, pg_collection=groups, **(settings | blocks)
+    )
+    numbered = {name: phase for phase, (name, _) in enumerate(layer.named_parameters())}
+    for step in range(5):
+        for name, weight in named.items():
+            spec, weight.grad = spec_of(weight), torch.empty_like(weight)
+            spec.localise(1e-3 * numbers(spec.global_shape, 100 + 10 * step + numbered[name]), weight.grad)
+        optimizer.step()
+    return {name: _whole(weight.detach(), spec_of(weight)) for name, weight in named.items()}
+
+
+def _whole(weight: Tensor, spec: ShardSpec) -> Tensor:
+    found = torch.full(spec.global_shape, torch.nan)
+    for part in spec.parts:
+        found[part.whole.index] = weight[part.local.index]
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_optimizer_of_own_matrices_takes_megatrons_steps(ranks: int) -> None:
+    for name, case in CASES.items():
+        bound = 5e-3 if case["settings"]["fp32_matmul_prec"] == "medium" else 1e-5
+        for found in run_ranks(ranks, stepped, case["settings"]):
+            for key, weight in found.items():
+                held, expected = ~weight.isnan(), torch.tensor(case["weights"][key]).view(SHAPES[key])
+                assert held.sum() == weight.numel() // ranks
+                difference = (weight - expected)[held].abs().max().item()
+                assert difference < bound, f"{name}, {key}: {difference}"
+
+
+def test_optimizer_of_own_matrices_checks_its_settings() -> None:
+    matrix = nn.Parameter(torch.eye(4))
+    for settings, message in (
+        ({"coefficient_type": "cubic"}, "Unsupported muon coefficient type 'cubic'"),
+        ({"num_ns_steps": 0}, "num_ns_steps must be at least 1, got 0"),
+        ({"split_qkv": True}, "split_qkv=True needs is_qkv_fn and qkv_split_shapes"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            TensorParallelMuon([matrix], **settings)
+    optimizer = TensorParallelMuon([matrix], lr=0.1, weight_decay=0.5, use_decoupled_weight_decay=False, momentum=0.0)
+    matrix.grad = torch.zeros(4, 4)
+    optimizer.step()  # the decay is the gradient, 0.5 times the identity, whose orthogonal factor is the identity
+    assert (matrix.detach() - torch.diag(matrix.detach().diagonal())).abs().max() < 1e-6
+    assert 0.75 < matrix[0, 0].item() < 0.87
 
 
 @pytest.mark.parametrize("kind", ["simple", "quintic", "polar_express"])

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_core.errors import ConfigError
 from megatron_core.tensor_parallel import KeyedDropout
+from megatron_core.tensor_parallel.discarded_outputs import CheckpointWithoutOutput
 from megatron_core.tensor_parallel.random import (
     CudaRNGStatesTracker,
     checkpoint,
@@ -167,3 +168,52 @@ def test_recomputation_within_a_fork_sees_the_same_numbers() -> None:
     assert len(seen) == 4 and torch.equal(torch.cat(seen[:2]), torch.cat(seen[2:]))
     whole = torch.rand(16, generator=torch.Generator().manual_seed(5 + 2718))
     assert torch.equal(torch.cat([*seen[:2], after]), whole[4:])
+
+
+def test_discarded_outputs_are_recomputed_with_the_same_random_numbers() -> None:
+    model_parallel_cuda_manual_seed(5)
+    tracker, weight = get_cuda_rng_tracker(), torch.nn.Parameter(torch.randn(3, 4, dtype=torch.float64))
+    linear, x = torch.nn.Linear(4, 5).double(), torch.randn(2, 3, dtype=torch.float64)
+    calls: list[Tensor] = []
+
+    def noisy(inputs: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+        with tracker.fork():
+            mask = torch.rand(4, dtype=torch.float64)
+        hidden = torch.nn.functional.gelu(inputs @ weight) * mask * factor
+        calls.append(hidden)
+        return hidden, hidden * torch.rand(4, dtype=torch.float64)
+
+    def run(discard: bool) -> tuple[list[Tensor], Tensor, int]:
+        model_parallel_cuda_manual_seed(5)
+        leaf, discarded = x.clone().requires_grad_(), CheckpointWithoutOutput()
+        first, second = discarded.checkpoint(noisy, leaf, 0.5) if discard else noisy(leaf, 0.5)
+        out = linear(first.reshape(1, 2, 4)).sum(0) * linear(second).sigmoid()
+        if discard:
+            discarded.discard_output_and_register_recompute(out)
+        held = first.untyped_storage().nbytes()
+        wanted = [leaf, weight, *linear.parameters()]
+        for parameter in wanted[1:]:
+            parameter.grad = None
+        out.square().sum().backward()
+        return [each.grad for each in wanted], torch.rand(3), held  # type: ignore[misc]
+
+    gradients, after, _ = run(discard=False)
+    found, after_too, held = run(discard=True)
+    assert len(calls) == 3 and held == 0
+    assert torch.equal(after, after_too)
+    for a, b in zip(gradients, found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_outputs_that_are_not_discarded_keep_their_values() -> None:
+    x = torch.tensor([1.0, 2.0], requires_grad=True)
+    y = CheckpointWithoutOutput().checkpoint(torch.exp, x)
+    (y * 2).sum().backward()
+    torch.testing.assert_close(x.grad, 2 * torch.exp(x.detach()))
+    discarded = CheckpointWithoutOutput()
+    with pytest.raises(ConfigError, match="call checkpoint first"):
+        discarded.discard_output_and_register_recompute(y)
+    with torch.no_grad():
+        kept = discarded.checkpoint(torch.exp, x.detach())
+        discarded.discard_output_and_register_recompute(kept * 2)
+    torch.testing.assert_close(kept, torch.exp(x.detach()))

@@ -14,6 +14,11 @@ from megatron_core.errors import ConfigError, LayoutError
 _BASE = "base"
 
 
+def _is_process_group_member(pg: Any) -> bool:
+    """Whether this rank belongs to a group that ``torch.distributed`` returned."""
+    return pg is not None and pg is not dist.GroupMember.NON_GROUP_MEMBER
+
+
 @dataclass
 class _View:
     """A factorization of the ranks."""
@@ -116,6 +121,10 @@ class HyperCommGrid:
         found = self._view(view)
         return found.ranks(found.ordered(dims), self.rank_offset)
 
+    def _gen_rank_enum(self, dims: list[str]) -> list[list[int]]:
+        """Return the ranks of all groups over ``dims``, in their order."""
+        return self._views[_BASE].ranks(dims, self.rank_offset)
+
     def _order_dims_for(self, dim_names: list[str], dims: str | list[str]) -> tuple[list[str], str]:
         """Return ``dims`` in the order of groups, from the slowest, and their key."""
         ordered = _View(_BASE, [1] * len(dim_names), list(dim_names)).ordered(dims)
@@ -124,7 +133,7 @@ class HyperCommGrid:
     def destroy(self) -> None:
         """Destroy the groups of this rank."""
         for group in {id(pg): pg for pg in self._pgs.values()}.values():
-            if group is not None and group is not dist.GroupMember.NON_GROUP_MEMBER:
+            if _is_process_group_member(group):
                 dist.destroy_process_group(group)
         self._pgs.clear()
 

@@ -28,6 +28,8 @@ class PackedSeqParams:
     cp_group: Group | None = None
     total_tokens: int | None = None
     seq_idx: Tensor | None = None
+    tokens_per_sample: int | None = None
+    pad_between_seqs: bool | None = None
 
     def document_lengths(self, batch: int, length: int) -> list[list[int]]:
         """Return the lengths of the documents of each of ``batch`` sequences of ``length`` tokens.

@@ -229,17 +229,29 @@ class WrappedTensor:
         return self._held.pop()
 
 
-def get_batch_on_this_cp_rank(batch: dict[str, Any], cp_group: Group | None = None, **others: Any) -> dict[str, Any]:
+def get_batch_on_this_cp_rank(
+    batch: dict[str, Any], cp_group: Group | None = None, *, is_hybrid_cp: bool = False, **others: Any
+) -> dict[str, Any]:
     """Return this context-parallel rank's part of a batch, split by ``SequenceSplit``.
 
-    Sequences are ``[b, s]``; of a mask ``[b, 1, s, s]`` the queries are split.
+    Sequences are ``[b, s]``; of a mask ``[b, 1, s, s]`` the queries are split. Borders of documents stay: attention
+    here takes those of the whole sequence, which is cut whatever the documents are. ConfigError with ``is_hybrid_cp``.
     """
-    if cp_group is None:
-        cp_group = parallel_state.get_context_parallel_group()
-    split = SequenceSplit(cp_rank=cp_group.rank(), cp_size=cp_group.size())
+    if is_hybrid_cp:
+        raise ConfigError(_HYBRID)
+    group = parallel_state.get_context_parallel_group() if cp_group is None else cp_group
+    return _part_of_sequences(batch, group.rank(), group.size())
+
+
+def _get_batch_on_this_cp_rank_per_sequence_balancing(batch: dict[str, Any], cp_group: Any) -> dict[str, Any]:
+    return _part_of_sequences(batch, dist.get_rank(cp_group), dist.get_world_size(cp_group))
+
+
+def _part_of_sequences(batch: Mapping[str, Any], rank: int, size: int) -> dict[str, Any]:
+    split = SequenceSplit(cp_rank=rank, cp_size=size)
 
     def part(name: str, value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.dim() < 2:
+        if name in _PACKED or not isinstance(value, Tensor) or value.dim() < 2:
             return value
         return split.local(value.transpose(1, 2)).transpose(1, 2) if name == "attention_mask" else split.local(value)
 
@@ -249,7 +261,8 @@ def get_batch_on_this_cp_rank(batch: dict[str, Any], cp_group: Group | None = No
 get_thd_batch_on_this_cp_rank = unsupported(
     "get_thd_batch_on_this_cp_rank: batches with cu_seqlens are not supported; pass whole sequences"
 )
-get_batch_on_this_hybrid_cp_rank = unsupported("hybrid_context_parallel is not supported; set context_parallel_size")
+_HYBRID = "hybrid_context_parallel is not supported; set context_parallel_size"
+get_batch_on_this_hybrid_cp_rank = unsupported(_HYBRID)
 
 
 def get_batch_on_this_tp_rank(
@@ -264,23 +277,22 @@ def get_batch_on_this_tp_rank(
 
     Tokens, labels and positions ``[b, s]`` are int64, the loss mask float32, the attention mask bool; missing tensors
     are None. Other ranks may pass None or {}. Programs for newer releases pass ``has_cu_seqlens`` or ``is_sft`` and
-    read five more keys of packed sequences, which are None. Raises ConfigError if one of the switches is on.
+    read five more keys of packed sequences: ``cu_seqlens`` ``[b, n]`` and ``max_seqlen`` ``[b]``, int32, if the switch
+    is on; the others are None. Raises ConfigError with ``is_hybrid_cp``.
     """
-    if has_cu_seqlens or is_sft or is_hybrid_cp:
-        raise ConfigError(
-            f"get_batch_on_this_tp_rank: has_cu_seqlens={has_cu_seqlens}, is_sft={is_sft}, "
-            f"is_hybrid_cp={is_hybrid_cp} is not supported; leave the switches off"
-        )
+    if is_hybrid_cp:
+        raise ConfigError(_HYBRID)
     device, found = World.from_environment().device, dict[str, Tensor | None]()
     kinds = {torch.int64: ("tokens", "labels", "position_ids"), torch.float32: ("loss_mask",)}
-    for dtype, names in (kinds | {torch.bool: ("attention_mask",)}).items():
+    packed = {torch.int32: ("cu_seqlens", "max_seqlen")} if has_cu_seqlens or is_sft else {}
+    for dtype, names in (kinds | {torch.bool: ("attention_mask",)} | packed).items():
         given = [(batch or {}).get(name) for name in names]
         data = {n: torch.empty(0, dtype=dtype) if t is None else t for n, t in zip(names, given, strict=True)}
         parts = broadcast_data(names, data, dtype)
         found |= {name: part.to(device) if part.numel() else None for name, part in parts.items()}
     newer = () if has_cu_seqlens is None and is_sft is None else _PACKED
     order = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
-    return {name: found[name] for name in order} | dict.fromkeys(newer)
+    return {name: found[name] for name in order} | {name: found.get(name) for name in newer}
 
 
 _PACKED = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size", "hybrid_cp_group")

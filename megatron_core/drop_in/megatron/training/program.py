@@ -134,8 +134,12 @@ def train_step(
     config: Any,
     forward_backward_func: Callable[..., list[Any]] = forward_backward,
     iteration: int | None = None,
+    pg_collection: Any = None,
+    p2p_communicator: Any = None,
 ) -> tuple[dict[str, Tensor], int, bool, bool, int, float, int | None, int]:
     """Take one step through Megatron's public functions, each of which runs a phase of ``training.driver``.
+
+    ``pg_collection`` and ``p2p_communicator`` are passed to ``forward_backward_func``.
 
     Returns (losses by name on the last stage, 1 if the step was skipped else 0, False, False, 0, gradient norm, number
     of zero gradients or None, 0) as release 0.20 of Megatron-LM does; the constants belong to its rerun machine.
@@ -150,6 +154,8 @@ def train_step(
         seq_length=args.seq_length,
         micro_batch_size=args.micro_batch_size,
         forward_only=False,
+        p2p_communicator=p2p_communicator,
+        pg_collection=pg_collection,
     )
     taken, norm, zeros = optimizer.step()
     if taken:

@@ -1,0 +1,99 @@
+"""Recompute a function's outputs in backward instead of keeping them for the operations that follow it."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_core.errors import ConfigError
+from megatron_core.tensor_parallel.random import same_random_numbers
+
+
+class CheckpointWithoutOutput:
+    """Recompute a function in backward, and free its outputs in forward.
+
+    ``checkpoint`` recomputes the activations inside a function, but later operations save its outputs. Here the memory
+    of the outputs is freed after those operations, and filled again when the gradient of a later tensor is computed::
+
+        discarded = CheckpointWithoutOutput()
+        hidden = discarded.checkpoint(torch.nn.functional.gelu, x)
+        out = linear(hidden)
+        discarded.discard_output_and_register_recompute(out)
+
+    Outputs must be saved as they are, or as views, by the operations after them. An object serves one call.
+    ``fp8`` has no effect. Source: Megatron Core's class of this name.
+    """
+
+    def __init__(self, fp8: Any = False) -> None:
+        self.fp8 = fp8
+        self._outputs: tuple[Tensor, ...] = ()
+        self._call: Any = None
+
+    def checkpoint(self, run_function: Callable[..., Any], *args: Any) -> Any:
+        """Return ``run_function(*args)``, a tensor or a tuple of tensors; its activations are not kept."""
+        result = _Discarded.apply(self, run_function, *args)
+        self._outputs = (result,) if isinstance(result, Tensor) else tuple(result)
+        return result
+
+    def discard_output_and_register_recompute(self, hook_tensor: Tensor) -> None:
+        """Free the outputs; the gradient of ``hook_tensor`` restores them, which must precede their use in backward.
+
+        Nothing is freed if ``hook_tensor`` needs no gradient, because nothing would restore the outputs.
+        Errors: ConfigError if ``checkpoint`` was not called.
+        """
+        if not self._outputs:
+            raise ConfigError("discard_output_and_register_recompute needs outputs; call checkpoint first")
+        if hook_tensor.requires_grad:
+            sizes = [output.untyped_storage().nbytes() for output in self._outputs]
+            for output in self._outputs:
+                output.untyped_storage().resize_(0)
+            hook_tensor.register_hook(lambda _: self._restore(sizes))
+
+    def _restore(self, sizes: Sequence[int]) -> None:
+        """Compute the outputs again, into their memory; tensors that autograd saved do not count this as a change."""
+        call, outputs = self._call, self._outputs
+        if call is None:
+            return
+        self._call, self._outputs = None, ()
+        for output, size, computed in zip(outputs, sizes, _call_again(call), strict=True):
+            storage = output.untyped_storage()
+            storage.resize_(size)
+            into = torch.empty(0, dtype=output.dtype, device=output.device)
+            into.set_(storage, output.storage_offset(), output.size(), output.stride())
+            into.copy_(computed.detach())
+
+
+class _Discarded(torch.autograd.Function):
+    """Call a function without its graph; backward uses the graph of the call that restored the outputs."""
+
+    @staticmethod
+    def forward(ctx: Any, owner: CheckpointWithoutOutput, function: Callable[..., Any], *args: Any) -> Any:
+        """Call the function and describe how to call it again."""
+        ctx.function, ctx.random_numbers = function, same_random_numbers()
+        ctx.others = [None if isinstance(each, Tensor) else each for each in args]
+        ctx.places = [at for at, each in enumerate(args) if isinstance(each, Tensor)]
+        ctx.save_for_backward(*(args[at] for at in ctx.places))
+        owner._call = ctx
+        return function(*args)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        """Return the gradients of the arguments, and add those of parameters that the function reads."""
+        results = ctx.results if hasattr(ctx, "results") else _call_again(ctx)  # the latter if nothing was discarded
+        pairs = [(out, grad) for out, grad in zip(results, gradients, strict=True) if out.requires_grad]
+        torch.autograd.backward([out for out, _ in pairs], [grad for _, grad in pairs])
+        found = tuple(each.grad if isinstance(each, Tensor) else None for each in ctx.inputs)
+        del ctx.inputs, ctx.results
+        return None, None, *found
+
+
+def _call_again(ctx: Any) -> tuple[Tensor, ...]:
+    """Call the function of a ``_Discarded`` again with its graph, inputs and random numbers."""
+    ctx.inputs = list(ctx.others)
+    for at, saved in zip(ctx.places, ctx.saved_tensors, strict=True):
+        ctx.inputs[at] = saved.detach().requires_grad_(saved.requires_grad)
+    with torch.enable_grad(), ctx.random_numbers():
+        result = ctx.function(*ctx.inputs)
+    ctx.results = (result,) if isinstance(result, Tensor) else tuple(result)
+    return ctx.results
