@@ -126,7 +126,7 @@ def test_a_rank_ends_as_the_interpreter_does(tmp_path: Path) -> None:
 def test_imports_of_a_program_are_checked_before_it_runs(program: Path) -> None:
     (program.parent / "more.py").write_text(
         "import megatron.core.enums\nimport os\nfrom megatron.energon import Batch\n"
-        "from megatron.core.models.hybrid.hybrid_model import HybridModel\n"
+        "from megatron.core.models.multimodal.llava_model import LLaVAModel\n"
         "from megatron.core import parallel_state, missing\nfrom megatron.core.nothing import name\n"
         "def later():\n    from megatron.core.nothing import name\n"
     )
@@ -140,7 +140,7 @@ def test_imports_of_a_program_are_checked_before_it_runs(program: Path) -> None:
     assert places == {
         ("missing", "megatron.core.nothing", "name"): (2, "more.py:6"),
         ("missing", "megatron.core", "missing"): (1, "more.py:5"),
-        ("unsupported", "megatron.core.models.hybrid.hybrid_model", "HybridModel"): (1, "more.py:4"),
+        ("unsupported", "megatron.core.models.multimodal.llava_model", "LLaVAModel"): (1, "more.py:4"),
     }
     one = python("-m", "megatron_core.drop_in", "--check", program)
     assert one.stdout == "3 imported names, 100.0 % resolve, 0 raise an error when they are used\n"

@@ -25,7 +25,6 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_inference_spec,
 )
-from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.parallel_state import get_context_parallel_group, get_hybrid_data_context_parallel_groups
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.transformer.multi_token_prediction import get_mtp_ranks, mtp_on_this_rank
@@ -263,7 +262,7 @@ def test_packed_sequences_are_joined() -> None:
     assert joined["max_seqlen"].tolist() == [3]
 
 
-@pytest.mark.parametrize("use", [HybridModel, LossFuncCallable, ModelOptModelConfig, get_gpt_layer_with_inference_spec])
+@pytest.mark.parametrize("use", [LossFuncCallable, ModelOptModelConfig, get_gpt_layer_with_inference_spec])
 def test_features_that_are_not_supported_are_errors_when_used(use: Any) -> None:
     with pytest.raises(ConfigError, match="not supported"):
         use(**({"transformer": None} if use is ModelOptModelConfig else {}))

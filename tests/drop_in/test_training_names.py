@@ -6,6 +6,7 @@ import subprocess
 import sys
 from argparse import ArgumentParser, Namespace
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -184,8 +185,12 @@ def test_operations_of_a_batch() -> None:
     assert whole - num_floating_point_operations(args, 5, seqlen_squared_sum_in_batch=0) == attention * 5 * 32 * 32
     linear = 6 * (3 * (64 * 3 * 64 + 64 * 64 + 3 * 64 * 96) + 64 * 128)
     assert num_floating_point_operations(args, 5, 100, 0) == linear * 100
-    with pytest.raises(ConfigError, match="hybrid_layer_pattern"):
-        num_floating_point_operations(_shape(hybrid_layer_pattern="*M"), 5)
+    one_of_three = num_floating_point_operations(_shape(hybrid_layer_pattern="*--"), 5)
+    attention, linear = 6 * 64, 6 * (64 * 3 * 64 + 64 * 64 + 2 * 3 * 64 * 96 + 64 * 128)
+    assert one_of_three == 5 * (linear * 32 + attention * 32 * 32)
+    # The work of a recurrence is a multiple of the tokens.
+    recurrent = partial(num_floating_point_operations, _shape(hybrid_layer_pattern="M--", mamba_head_dim=16), 5)
+    assert recurrent(100, 0) == recurrent(100, 7) == recurrent(200, 0) // 2 > 0
 
 
 def test_all_keys_of_config_flops_are_twice_as_many() -> None:

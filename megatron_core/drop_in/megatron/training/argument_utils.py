@@ -20,13 +20,11 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.spec_utils import import_module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig, squared_relu
 from megatron.core.transformer.utils import openai_gelu
-from megatron.core.unsupported import unsupported
 from megatron.training import from_arguments
 from megatron.training.config import PretrainConfigContainer
 from megatron_core.errors import ConfigError
 
 Kind = TypeVar("Kind")
-hybrid_config_from_args = unsupported("hybrid models are not supported; leave --hybrid-layer-pattern out")
 
 
 class TypeInferenceError(ConfigError):
@@ -141,20 +139,37 @@ def gpt_config_from_args(
     """
     from megatron.training.models.gpt import GPTModelConfig  # imports the model, which other functions do not need
 
+    return _model_from_args(
+        model_config_cls or GPTModelConfig, args, config, "transformer_layer_spec", rope_scaling=args.use_rope_scaling
+    )
+
+
+def hybrid_config_from_args(
+    args: Namespace, config: TransformerConfig | None = None, model_config_cls: type[Any] | None = None
+) -> Any:
+    """Return the settings of a hybrid model as a ``HybridModelConfig``; see ``gpt_config_from_args``."""
+    from megatron.training.models.hybrid import HybridModelConfig  # imports the model, as above
+
+    return _model_from_args(model_config_cls or HybridModelConfig, args, config, "hybrid_stack_spec")
+
+
+def _model_from_args(
+    kind: type[Any], args: Namespace, config: TransformerConfig | None, spec_field: str, **others: Any
+) -> Any:
     spec = getattr(args, "spec", None)
     vocabulary = {"vocab_size": args.padded_vocab_size}
     if args.padded_vocab_size is None:
         vocabulary = {"vocab_size": args.vocab_size, "should_pad_vocab": True}
     return _from_args(
-        model_config_cls or GPTModelConfig,
+        kind,
         args,
         transformer=core_transformer_config_from_args(args) if config is None else config,
-        transformer_layer_spec=None if spec is None else import_module(tuple(spec)),
-        rope_scaling=args.use_rope_scaling,
         seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
         seq_length=args.max_position_embeddings,
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        **{spec_field: None if spec is None else import_module(tuple(spec))},
         **vocabulary,
+        **others,
     )
 
 

@@ -14,7 +14,6 @@ from megatron.training.utils import print_rank_0, print_rank_last, unwrap_model
 from megatron_core import parallel_state
 from megatron_core.config import ModelConfig
 from megatron_core.config.flops import forward_flops_per_token
-from megatron_core.errors import ConfigError
 from megatron_core.parallel.collectives import all_reduce_
 
 
@@ -30,18 +29,16 @@ def num_floating_point_operations(
     ``total_real_tokens_in_batch`` is the number of counted tokens and ``seqlen_squared_sum_in_batch`` the sum of the
     squared lengths of separate documents; by default whole sequences of ``args.seq_length``.
     """
-    if getattr(args, "hybrid_layer_pattern", None) is not None:
-        raise ConfigError(f"hybrid_layer_pattern={args.hybrid_layer_pattern!r} is not supported; leave it out")
     names = [each.name for each in fields(ModelConfig) if getattr(args, each.name, None) is not None]
     values = {name: getattr(args, name) for name in names if not name.startswith("window_")}
     frequency = values.get("moe_layer_freq", 1)
     values["moe_layer_freq"] = (frequency,) if isinstance(frequency, int) else tuple(frequency)
-    terms = forward_flops_per_token(ModelConfig(**values), 1, args.padded_vocab_size)
-    attention = terms.pop("scores") + terms.pop("values")
+    one, two = (sum(forward_flops_per_token(ModelConfig(**values), n, args.padded_vocab_size).values()) for n in (1, 2))
+    attention, others = two - one, 2 * one - two  # of a query and a key, and of a token
     tokens = batch_size * args.seq_length if total_real_tokens_in_batch is None else total_real_tokens_in_batch
     pairs = batch_size * args.seq_length**2 if seqlen_squared_sum_in_batch is None else seqlen_squared_sum_in_batch
     # Forward and backward of each product of a query and a key; the mask excludes half of the pairs.
-    return 3 * tokens * sum(terms.values()) + 3 * attention * pairs // 2
+    return 3 * tokens * others + 3 * attention * pairs // 2
 
 
 @dataclass

@@ -1,8 +1,8 @@
-"""State-space layers, which are not supported."""
+"""Parts of hybrid models, which are built by ``HybridModel`` only."""
 
 from megatron.core.unsupported import Unsupported
 
-_MESSAGE = "state-space layers are not supported; use GPTModel"
+_MESSAGE = "parts of a hybrid model cannot be built alone; use HybridModel with a hybrid_layer_pattern"
 
 
 class MLPLayer(Unsupported):

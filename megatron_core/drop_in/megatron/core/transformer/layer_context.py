@@ -106,6 +106,13 @@ class TransformerBlockSubmodules:
     layer_norm: Any = None
 
 
+@dataclass(frozen=True)
+class LayerPattern:
+    """The part of each layer as a letter, instead of a layer's specification; see ``HybridConfig``."""
+
+    letters: str
+
+
 def layer_context(
     config: TransformerConfig, model: ModelConfig, pg_collection: Any = None, tp_group: Any = None
 ) -> LayerContext:
@@ -166,6 +173,8 @@ def _all_stages(config: TransformerConfig, stages: int) -> list[range]:
 
 def layer_specs_of(config: TransformerConfig, spec: Any) -> LayerSpecs:
     """Return the engine's specifications for ``spec``: the ModuleSpec or the submodules of a layer or of a block."""
+    if isinstance(spec, LayerPattern):
+        return layer_spec
     if isinstance(spec, ModuleSpec) and isinstance(spec.submodules, TransformerBlockSubmodules):
         spec = spec.submodules
     if isinstance(spec, TransformerBlockSubmodules):

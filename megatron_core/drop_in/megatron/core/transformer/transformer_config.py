@@ -144,6 +144,7 @@ class TransformerConfig(ChangingConfig, mirror("TransformerConfig"), ModelParall
         Raises ConfigError that lists all unsupported fields that differ from their defaults.
         """
         known = {f.name for f in fields(ModelConfig)}
+        known |= {"is_hybrid_model"} if given.get("hybrid_layer_pattern") else set()
         if wrong := [name for name in refused_changes(self) if name not in known]:
             listed = ", ".join(f"{name}={getattr(self, name)!r}" for name in wrong)
             raise ConfigError(f"TransformerConfig: the models of this package do not support {listed}; leave them out")

@@ -213,26 +213,34 @@ class GPTModelBuilder(ModelBuilder[GPTModel, GPTModelConfig]):
         ConfigError without a ``vocab_size`` and for unsupported settings.
         """
         own: Any = self._model_config
+        given, spec = self._stage(pg_collection, pre_process, post_process, vp_stage), self._spec(vp_stage)
+        return GPTModel(
+            transformer_layer_spec=spec,
+            mtp_block_spec=mtp_block_spec(own, spec, vp_stage=vp_stage),
+            **given,
+            **{name: getattr(own, name) for name in _PASSED},
+        )
+
+    def _stage(self, pg_collection: Any, pre: bool | None, post: bool | None, vp_stage: int | None) -> dict[str, Any]:
+        """Return the arguments of the model of a stage that have other names in the configuration."""
+        own: Any = self._model_config
         if own.vocab_size is None:
-            raise ConfigError("GPTModelConfig: vocab_size=None; set the number of tokens")
-        spec, size = self._spec(vp_stage), own.vocab_size
+            raise ConfigError(f"{type(own).__name__}: vocab_size=None; set the number of tokens")
+        size = own.vocab_size
         if own.should_pad_vocab:
             unit = own.make_vocab_size_divisible_by
             size = calculate_padded_vocab_size(size, unit, own.transformer.tensor_model_parallel_size)
         pp = (pg_collection or ProcessGroupCollection.use_mpu_process_groups(["pp"])).pp
         chunk = {"vp_stage": vp_stage, "vp_size": own.virtual_pipeline_model_parallel_size}
-        return GPTModel(
-            config=own.transformer,
-            transformer_layer_spec=spec,
-            vocab_size=size,
-            max_sequence_length=own.seq_length,
-            pre_process=is_vp_first_stage(**chunk) and is_pp_first_stage(pp) if pre_process is None else pre_process,
-            post_process=is_vp_last_stage(**chunk) and is_pp_last_stage(pp) if post_process is None else post_process,
-            mtp_block_spec=mtp_block_spec(own, spec, vp_stage=vp_stage),
-            vp_stage=vp_stage,
-            pg_collection=pg_collection,
-            **{name: getattr(own, name) for name in _PASSED},
-        )
+        return {
+            "config": own.transformer,
+            "vocab_size": size,
+            "max_sequence_length": own.seq_length,
+            "pre_process": is_vp_first_stage(**chunk) and is_pp_first_stage(pp) if pre is None else pre,
+            "post_process": is_vp_last_stage(**chunk) and is_pp_last_stage(pp) if post is None else post,
+            "vp_stage": vp_stage,
+            "pg_collection": pg_collection,
+        }
 
     def _spec(self, vp_stage: int | None) -> Any:
         own: Any = self._model_config

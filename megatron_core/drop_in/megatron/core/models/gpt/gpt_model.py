@@ -14,7 +14,13 @@ from megatron.core.models.common.language_module.language_module import Language
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.exported import LossCollector, adopt, refuse
-from megatron.core.transformer.layer_context import SampleNumbers, layer_context, layer_specs_of, stage_layers
+from megatron.core.transformer.layer_context import (
+    LayerPattern,
+    SampleNumbers,
+    layer_context,
+    layer_specs_of,
+    stage_layers,
+)
 from megatron.core.transformer.module import sharded
 from megatron.core.transformer.moe.router_replay import RouterReplay
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper, MultiTokenPredictionBlock
@@ -72,19 +78,21 @@ class GPTModel(LossCollector, LanguageModule, model.GPTModel):
     ) -> None:
         _check_arguments(config, locals())
         # The engine's configuration of the model; Megatron passes some of its settings as arguments.
-        rotary = {
+        passed: dict[str, Any] = {
             "rotary_percent": rotary_percent,
             "rotary_base": float(rotary_base),
             "rotary_seq_len_interpolation_factor": seq_len_interpolation_factor,
         }
+        if isinstance(transformer_layer_spec, LayerPattern):
+            passed["hybrid_layer_pattern"] = transformer_layer_spec.letters
         if rope_scaling:
-            rotary |= {"use_rope_scaling": True, "rope_scaling_factor": rope_scaling_factor}
+            passed |= {"use_rope_scaling": True, "rope_scaling_factor": rope_scaling_factor}
         own = config.model_config(
             position_embedding_type=position_embedding_type,
             untie_embeddings_and_output_weights=not share_embeddings_and_output_weights,
             make_vocab_size_divisible_by=1,
             max_position_embeddings=max_sequence_length,
-            **rotary,
+            **passed,
         )
         # Build this stage with the process groups of the current layout.
         groups, specs = current(), layer_specs_of(config, transformer_layer_spec)

@@ -1,7 +1,6 @@
-"""State-space layers, which are not supported."""
+"""The specification of hybrid models: the parts of the layers follow from the pattern."""
 
-from megatron.core.unsupported import unsupported
+from megatron.core.models.hybrid.hybrid_block import HybridStack
+from megatron.core.transformer.spec_utils import ModuleSpec
 
-_MESSAGE = "state-space layers are not supported; use GPTModel"
-hybrid_stack_spec = unsupported(_MESSAGE)
-hybrid_inference_stack_spec = unsupported(_MESSAGE)
+hybrid_stack_spec = hybrid_inference_stack_spec = ModuleSpec(module=HybridStack)

@@ -1,10 +1,82 @@
-"""Models of attention and state-space layers, which are not supported."""
+"""Models whose layers have one part each: a Mamba-2 mixer, a gated delta net, attention, an MLP or experts."""
 
-from megatron.core.models.common.language_module.language_module import LanguageModule
-from megatron.core.unsupported import Unsupported
+from typing import Any
+
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.hybrid.hybrid_block import HybridStack
+from megatron.core.transformer.layer_context import LayerPattern
+from megatron.core.transformer.spec_utils import get_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron_core.config import RunConfig
+from megatron_core.config.rules_hybrid import hybrid_problems
+from megatron_core.errors import ConfigError
 
 
-class HybridModel(Unsupported, LanguageModule):
-    """A model with state-space layers."""
+class HybridModel(GPTModel):
+    """The engine's model with ``--hybrid-layer-pattern``, under Megatron's arguments.
 
-    message = "HybridModel is not supported: there are no state-space layers; use GPTModel"
+    ``hybrid_layer_pattern``, or its earlier name ``hybrid_override_pattern``, has one letter for each layer: M G * - E.
+    ``hybrid_stack_spec`` is that of Megatron, because the parts follow from the pattern. Raises ConfigError for stages
+    and layers of multi-token prediction in the pattern, and for ratios of layers.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        hybrid_stack_spec: Any,
+        vocab_size: int,
+        max_sequence_length: int,
+        hybrid_layer_pattern: str | None = None,
+        hybrid_attention_ratio: float | None = None,
+        hybrid_mlp_ratio: float | None = None,
+        hybrid_override_pattern: str | None = None,
+        pre_process: bool = True,
+        post_process: bool = True,
+        fp16_lm_cross_entropy: bool = False,
+        parallel_output: bool = True,
+        share_embeddings_and_output_weights: bool = False,
+        position_embedding_type: str = "none",
+        rotary_percent: float = 1.0,
+        rotary_base: float = 10000,
+        scatter_embedding_sequence_parallel: bool = True,
+        seq_len_interpolation_factor: float | None = None,
+        pg_collection: Any = None,
+        vp_stage: int | None = None,
+    ) -> None:
+        pattern = hybrid_layer_pattern or hybrid_override_pattern
+        if get_module(hybrid_stack_spec) is not HybridStack or getattr(hybrid_stack_spec, "submodules", None):
+            raise ConfigError("HybridModel: hybrid_stack_spec must be Megatron's; parts of its own are not supported")
+        if not pattern or hybrid_attention_ratio or hybrid_mlp_ratio:
+            raise ConfigError(
+                f"HybridModel: hybrid_layer_pattern={pattern!r}, hybrid_attention_ratio={hybrid_attention_ratio}, "
+                f"hybrid_mlp_ratio={hybrid_mlp_ratio}: give a pattern with one letter for each layer, and no ratios"
+            )
+        own = config.model_config(hybrid_layer_pattern=pattern)
+        if problems := list(hybrid_problems(RunConfig(model=own))):
+            raise ConfigError("; ".join(problems))
+        super().__init__(
+            config,
+            LayerPattern(pattern),
+            vocab_size,
+            max_sequence_length,
+            pre_process,
+            post_process,
+            fp16_lm_cross_entropy,
+            parallel_output=parallel_output,
+            share_embeddings_and_output_weights=share_embeddings_and_output_weights,
+            position_embedding_type=position_embedding_type,
+            rotary_percent=rotary_percent,
+            rotary_base=rotary_base,
+            scatter_embedding_sequence_parallel=scatter_embedding_sequence_parallel,
+            seq_len_interpolation_factor=seq_len_interpolation_factor,
+            pg_collection=pg_collection,
+            vp_stage=vp_stage,
+        )
+        self.hybrid_layer_pattern = pattern
+
+
+class MambaModel(HybridModel):
+    """The name of ``HybridModel`` in earlier releases, whose second argument is ``mamba_stack_spec``."""
+
+    def __init__(self, config: TransformerConfig, mamba_stack_spec: Any, *args: Any, **settings: Any) -> None:
+        super().__init__(config, mamba_stack_spec, *args, **settings)

@@ -1,3 +1,3 @@
-"""The name of ``HybridModel`` in older releases."""
+"""The name of ``HybridModel`` in earlier releases."""
 
-from megatron.core.models.hybrid.hybrid_model import HybridModel as MambaModel
+from megatron.core.models.hybrid.hybrid_model import MambaModel

@@ -1,3 +1,3 @@
-"""State-space layers, which are not supported."""
+"""The name of ``HybridModel`` in earlier releases."""
 
-from megatron.core.models.hybrid.hybrid_model import HybridModel as MambaModel
+from megatron.core.models.hybrid.hybrid_model import MambaModel

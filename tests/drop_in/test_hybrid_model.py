@@ -1,0 +1,85 @@
+"""``HybridModel`` is the engine's model with a pattern of layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.models.mamba import MambaModel
+from megatron.core.models.mamba.mamba_layer_specs import mamba_stack_spec
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron_core import parallel_state
+from megatron_core.errors import ConfigError
+from megatron_core.models.gpt import model as own
+from megatron_core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron_core.verify.ranks import run_ranks
+from tests.drop_in.test_gpt_model import IDS, LENGTH, VOCABULARY, config
+
+PATTERN = "M*-E"
+SIZES = {"num_layers": 4, "num_moe_experts": 4, "mamba_num_groups": 2, "mamba_head_dim": 8, "mamba_state_dim": 4}
+
+
+def settings(**more: Any) -> TransformerConfig:
+    return config(**SIZES, is_hybrid_model=True, **more)
+
+
+def hybrid(own_config: TransformerConfig | None = None, **given: Any) -> HybridModel:
+    model_parallel_cuda_manual_seed(7)
+    pattern = {"hybrid_layer_pattern": PATTERN} | given
+    return HybridModel(own_config or settings(), hybrid_stack_spec, VOCABULARY, LENGTH, **pattern)
+
+
+def test_it_is_the_same_model_as_this_packages() -> None:
+    model = hybrid()
+    given = {"hybrid_layer_pattern": PATTERN, "position_embedding_type": "none", "make_vocab_size_divisible_by": 1}
+    theirs = settings().model_config(**given, untie_embeddings_and_output_weights=True)
+    twin = own.GPTModel(theirs, VOCABULARY, LENGTH, parallel=settings().parallel_options(), seed=7)
+    assert list(model.state_dict()) == list(twin.state_dict())
+    assert torch.equal(model(IDS), twin(IDS))
+    assert model.decoder.num_layers_per_pipeline_rank == 4 and model.hybrid_layer_pattern == PATTERN
+
+
+def test_the_name_of_earlier_releases() -> None:
+    model_parallel_cuda_manual_seed(7)
+    pattern = {"hybrid_layer_pattern": None, "hybrid_override_pattern": PATTERN}
+    model = MambaModel(
+        settings(), mamba_stack_spec=mamba_stack_spec, vocab_size=VOCABULARY, max_sequence_length=LENGTH, **pattern
+    )
+    assert isinstance(model, HybridModel) and torch.equal(model(IDS), hybrid()(IDS))
+
+
+def losses(ranks: int) -> Tensor:
+    parallel_state.initialize_model_parallel(ranks)
+    model = hybrid(settings(tensor_model_parallel_size=ranks))
+    return model(IDS, labels=IDS).detach()
+
+
+def test_tensor_parallel_ranks_give_the_losses_of_one() -> None:
+    (expected,) = run_ranks(1, losses, 1)
+    for found in run_ranks(2, losses, 2):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"hybrid_layer_pattern": None}, "give a pattern with one letter for each layer, and no ratios"),
+        ({"hybrid_attention_ratio": 0.5}, "hybrid_attention_ratio=0.5"),
+        ({"hybrid_layer_pattern": "M*"}, "num_layers=4 must be 2, the number of letters in hybrid_layer_pattern=M"),
+        ({"hybrid_layer_pattern": "M*|-E"}, "stages are not separated by |"),
+    ],
+)
+def test_other_patterns_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message.replace("|", r"\|")):
+        hybrid(**given)
+
+
+def test_a_stack_of_own_parts_is_refused() -> None:
+    with pytest.raises(ConfigError, match="parts of its own are not supported"):
+        HybridModel(settings(), ModuleSpec(torch.nn.Linear), VOCABULARY, LENGTH, hybrid_layer_pattern=PATTERN)
