@@ -29,6 +29,7 @@ from megatron.core.tensor_parallel.utils import gather_split_1d_tensor
 from megatron.core.tokenizers import MegatronTokenizer
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.moe.moe_utils import compute_routing_scores_for_aux_loss
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module, get_submodules
 from megatron.core.utils import get_attr_wrapped_model, get_model_config, is_torch_min_version, unwrap_model
 from megatron.training.utils import get_blend_and_blend_per_split
@@ -340,3 +341,16 @@ def test_former_paths_have_the_same_objects() -> None:
     assert setup_model_and_optimizer is training.setup_model_and_optimizer
     assert tokenizer.build_tokenizer is build_tokenizer
     assert activations.squared_relu(torch.tensor([-1.0, 3.0])).tolist() == [0.0, 9.0]
+
+
+@pytest.mark.parametrize("function", ["softmax", "sigmoid", "sqrtsoftplus"])
+def test_scores_of_the_balancing_loss(function: str) -> None:
+    logits = torch.randn(5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    padding = torch.tensor([False, True, False, False, False])
+    chosen, scores = compute_routing_scores_for_aux_loss(logits, 2, function, padding_mask=padding)
+    raw = {"softmax": logits.exp(), "sigmoid": logits.sigmoid(), "sqrtsoftplus": (1 + logits.exp()).log().sqrt()}
+    expected = raw[function] / raw[function].sum(-1, keepdim=True)
+    torch.testing.assert_close(scores, expected * ~padding[:, None], rtol=1e-12, atol=0)
+    for token, row in enumerate(chosen):
+        best = [] if padding[token] else sorted(logits[token].argsort()[-2:].tolist())
+        assert row.nonzero().flatten().tolist() == best

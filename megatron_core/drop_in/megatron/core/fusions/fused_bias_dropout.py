@@ -33,3 +33,7 @@ def get_bias_dropout_add(training: bool, fused: bool) -> BiasDropoutAdd:
 def bias_dropout_add_unfused(training: bool) -> BiasDropoutAdd:
     """Return ``get_bias_dropout_add(training, False)``."""
     return get_bias_dropout_add(training, fused=False)
+
+
+bias_dropout_add_fused_train = get_bias_dropout_add(training=True, fused=True)
+bias_dropout_add_fused_inference = get_bias_dropout_add(training=False, fused=True)

@@ -13,6 +13,11 @@ def swiglu(y: Tensor) -> Tensor:
     return bias_activation(y, None, "swiglu")
 
 
+def bias_swiglu(y: Tensor, bias: Tensor) -> Tensor:
+    """``swiglu(y + bias)``."""
+    return bias_activation(y, bias, "swiglu")
+
+
 def bias_swiglu_impl(
     input: Tensor,
     bias: Tensor | None,

@@ -66,6 +66,23 @@ def group_limited_topk(
     return scores.gather(1, experts), experts
 
 
+def compute_routing_scores_for_aux_loss(
+    logits: Tensor, topk: int, score_function: str, fused: bool = False, padding_mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Logits ``[T, E]`` -> the best experts of each token as bool, and the normalized scores, both ``[T, E]``.
+
+    Both are zero for tokens with a True ``padding_mask`` ``[T]``; ``fused`` has no effect. Scores are at least float32.
+    """
+    config = ModelConfig(moe_router_topk=topk, moe_router_score_function=score_function)  # type: ignore[arg-type]
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    scores = choice.log_scores(wide, config).softmax(-1)
+    chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(1, scores.topk(topk).indices, True)
+    if padding_mask is not None:
+        counted = ~padding_mask.unsqueeze(-1)
+        chosen, scores = chosen & counted, scores * counted
+    return chosen, scores
+
+
 def switch_load_balancing_loss_func(
     probs: Tensor,
     tokens_per_expert: Tensor,
