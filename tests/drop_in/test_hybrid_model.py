@@ -15,11 +15,11 @@ from megatron.core.models.mamba.mamba_layer_specs import mamba_stack_spec
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_core import parallel_state
-from megatron_core.errors import ConfigError
+from megatron_core.errors import ConfigError, LayoutError
 from megatron_core.models.gpt import model as own
 from megatron_core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron_core.verify.ranks import run_ranks
-from tests.drop_in.test_gpt_model import IDS, LENGTH, VOCABULARY, config
+from tests.drop_in.test_gpt_model import IDS, LENGTH, MASK, VOCABULARY, config
 
 PATTERN = "M*-E"
 SIZES = {"num_layers": 4, "num_moe_experts": 4, "mamba_num_groups": 2, "mamba_head_dim": 8, "mamba_state_dim": 4}
@@ -52,6 +52,13 @@ def test_the_name_of_earlier_releases() -> None:
         settings(), mamba_stack_spec=mamba_stack_spec, vocab_size=VOCABULARY, max_sequence_length=LENGTH, **pattern
     )
     assert isinstance(model, HybridModel) and torch.equal(model(IDS), hybrid()(IDS))
+
+
+def test_a_causal_mask_is_what_no_mask_says() -> None:
+    model = hybrid()
+    assert torch.equal(model(IDS, None, MASK), model(IDS))
+    with pytest.raises(LayoutError, match="an attention mask cannot be used with layers of the kind mamba2"):
+        model(IDS, None, MASK | MASK.mT)
 
 
 def losses(ranks: int) -> Tensor:

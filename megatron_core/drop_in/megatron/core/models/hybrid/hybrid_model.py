@@ -2,6 +2,9 @@
 
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.hybrid.hybrid_block import HybridStack
 from megatron.core.transformer.layer_context import LayerPattern
@@ -73,6 +76,14 @@ class HybridModel(GPTModel):
             vp_stage=vp_stage,
         )
         self.hybrid_layer_pattern = pattern
+
+    def _whole_mask(self, mask: Tensor | None) -> Tensor | None:
+        """Return None for the causal mask, which Megatron-LM's loader makes: recurrences take no mask."""
+        whole = super()._whole_mask(mask)
+        if whole is None:
+            return None
+        causal = torch.ones(whole.shape[-2:], dtype=torch.bool, device=whole.device).triu(1)
+        return None if bool((whole == causal).all()) else whole
 
 
 class MambaModel(HybridModel):
