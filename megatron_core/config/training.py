@@ -55,6 +55,8 @@ class TrainingConfig(FP8Config):
     deterministic_mode: bool = setting(False, when=ALWAYS)
     """Use only deterministic kernels of torch; an operation without one is an error. Data order, initial weights and
     dropout always depend only on the seed, and on CPUs all results do."""
+    disable_bf16_reduced_precision_matmul: bool = setting(False, when=c.BF16)
+    """On GPUs: add the parts of a matrix product in float32, also where cuBLAS splits a sum and would add in bfloat16."""
     compile: bool = setting(False, needs=c.NO_FP8, when=c.TRAINING)
     """Compile each layer with torch.compile. Attention of packed documents or over CP ranks, and experts, stay eager
     between the graphs of a layer."""

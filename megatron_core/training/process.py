@@ -19,11 +19,13 @@ def use_deterministic_kernels() -> None:
 
 
 def set_process_switches(config: RunConfig) -> None:
-    """Turn on the poisoning of buffers and deterministic kernels, if configured."""
+    """Poison buffers, and restrict torch's kernels, if configured."""
     if config.monitor.poison_buffers:
         poison.turn_on()
     if config.training.deterministic_mode:
         use_deterministic_kernels()
+    if config.training.disable_bf16_reduced_precision_matmul:
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 
 
 def check_kernels(config: RunConfig, device: torch.device) -> None:

@@ -42,6 +42,18 @@ def test_deterministic_mode_turns_on_torchs_switch():
         torch.use_deterministic_algorithms(False)
 
 
+def test_sums_of_bfloat16_products_on_gpus():
+    switches = torch.backends.cuda.matmul
+    before = switches.allow_bf16_reduced_precision_reduction
+    try:
+        tiny_run(bf16=True)
+        assert switches.allow_bf16_reduced_precision_reduction == before
+        tiny_run(bf16=True, disable_bf16_reduced_precision_matmul=True)
+        assert switches.allow_bf16_reduced_precision_reduction is False
+    finally:
+        switches.allow_bf16_reduced_precision_reduction = before
+
+
 def test_checkpoints_between_retained_ones_are_deleted(tmp_path: Path):
     """Every step is saved; multiples of 2 and the newest are kept."""
     run = start({"save": str(tmp_path), "save_retain_interval": 2, "num_layers": 1})

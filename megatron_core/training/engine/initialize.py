@@ -11,7 +11,6 @@ from torch import nn
 
 from megatron_core.config import RunConfig
 from megatron_core.errors import ConfigError
-from megatron_core.parallel import poison
 from megatron_core.parallel.current import make_groups
 from megatron_core.parallel.launch import World, start_world
 from megatron_core.training.engine.data import EngineLoader
@@ -30,7 +29,7 @@ from megatron_core.training.engine.optimizer import EngineOptimizer, settings_fr
 from megatron_core.training.engine.pipeline import PipelineEngine
 from megatron_core.training.engine.tensor import split_model
 from megatron_core.training.engine.tensor_plan import Plan
-from megatron_core.training.process import use_deterministic_kernels
+from megatron_core.training.process import set_process_switches
 
 
 class Initialized(NamedTuple):
@@ -87,10 +86,7 @@ def initialize(
     world = _join(settings)
     check_same_settings(settings, world.device)
     settings = check_settings(settings, world.size)
-    if settings.training.deterministic_mode:
-        use_deterministic_kernels()
-    if settings.monitor.poison_buffers:
-        poison.turn_on()
+    set_process_switches(settings)
     options: dict[str, Any] = {
         "model_parameters": model_parameters,
         "own_optimizer": own_optimizer,
