@@ -1,11 +1,15 @@
-"""Compare saving with ``torch.distributed.checkpoint`` and with the disk, and measure its effect on training.
+"""Compare saving and loading with ``torch.distributed.checkpoint`` and with the disk, and measure the effect of saves
+on training.
 
 Two data-parallel ranks train a GPT, each with half of the optimizer state and weights. Contenders alternate: a plain
-file of the same bytes with ``fsync`` (the disk's raw rate), this framework with hashes, DCP; then a few steps with and
-without a save in the background, and DCP in the background. Medians over the rounds. Prints a table and appends it to
-benchmarks/results.csv; ``of_peak`` there is the rate relative to the disk, ``ratio`` the rate relative to DCP; for an
-asynchronous save the delay of the steps relative to the time of a synchronous save; for periodic saves the overhead of
-the steps in wall time and in CPU time of a rank, over all of its threads, which other programs do not affect.
+file of the same bytes with ``fsync`` (the disk's raw rate), this framework with hashes, DCP; then a few steps with
+and without a save in the background, and DCP in the background. A stored checkpoint is read as plain files by the
+ranks that wrote them, and loaded with its hashes into the two replicas, each time from the disk and not from the page
+cache; ``ratio`` of the load is its time relative to that of reading the bytes. Medians over the rounds. Prints a
+table and appends it to benchmarks/results.csv; ``of_peak`` there is the rate relative to the disk, ``ratio`` the rate
+relative to DCP; for an asynchronous save the delay of the steps relative to the time of a synchronous save; for
+periodic saves the overhead of the steps in wall time and in CPU time of a rank, over all of its threads, which other
+programs do not affect.
 
 python -m benchmarks.bench_checkpoint
 """
@@ -28,12 +32,14 @@ import torch.distributed.checkpoint as dcp
 import tyro
 
 from benchmarks.results import Row, append
-from megatron_core.checkpoint import Save, save_checkpoint
+from megatron_core.checkpoint import Save, open_newest, save_checkpoint
+from megatron_core.checkpoint.folder import iteration_folder, rank_file
+from megatron_core.checkpoint.hashes import READ_BYTES
 from megatron_core.config import RunConfig
 from megatron_core.parallel import World
 from megatron_core.training.checks import RunChecks
 from megatron_core.training.setup import set_up
-from megatron_core.training.state import other_pieces, updated_pieces
+from megatron_core.training.state import CPU, held_pieces, other_pieces, updated_pieces
 from megatron_core.training.step import train_step
 from megatron_core.verify.ranks import run_ranks
 
@@ -88,6 +94,34 @@ class Contenders:
         found = chain(updated_pieces(data, optimizer), other_pieces(data, optimizer, None))
         self.pieces = [piece for piece in found if piece.owned]
         self.state = {f"{self.rank}.{piece.name}": piece.memory for piece in self.pieces}
+
+    def store(self) -> None:
+        """Save the checkpoint that is read in each round."""
+        save_checkpoint(Save(self.root / "stored", 1, {}, rank=self.rank, ranks=RANKS), self.pieces, self.agree)
+
+    def forget(self) -> None:
+        """Drop this rank's file of the stored checkpoint from the page cache."""
+        with self.own_file.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+    @property
+    def own_file(self) -> Path:
+        """This rank's file of the stored checkpoint."""
+        return iteration_folder(self.root / "stored", 1) / rank_file(self.rank)
+
+    def read(self) -> None:
+        """Read the bytes of this rank's file."""
+        buffer = bytearray(READ_BYTES)
+        with self.own_file.open("rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+
+    def load(self) -> None:
+        """Load weights and optimizer state, and compare hashes."""
+        reader = open_newest(str(self.root / "stored"), None, hash_later=True, device=CPU)
+        assert reader is not None
+        with reader:
+            reader.fill_together(held_pieces(self.run.data_parallel, self.run.optimizer), CPU)
 
     def agree(self, ok: bool) -> bool:
         """Whether the condition is true on all ranks."""
@@ -162,15 +196,19 @@ def measure(settings: Settings, root: Path) -> Times:
     times: Times = {"bytes": [float(size)]}
     works: dict[str, Callable[[], object]] = {
         "raw file": contenders.raw,
+        "read": contenders.read,
+        "load": contenders.load,
         "ours": contenders.ours,
         "DCP": contenders.theirs,
         "steps": contenders.train,
         "steps and a save": contenders.train_and_save,
         "DCP, async": contenders.theirs_in_background,
     }
+    contenders.store()
     for number in range(settings.rounds + 1):  # warm-up
         for name, work in works.items():
             os.sync()
+            contenders.forget()
             dist.barrier()
             began, computed = time.perf_counter(), time.process_time()
             result = work()
@@ -196,6 +234,9 @@ def rows(settings: Settings, times: Times) -> list[Row]:
     for name in ("ours", "DCP"):
         ratio = rate["ours"] / rate["DCP"] if name == "ours" else None
         found.append(Row(name, rate[name], "MB/s", of_peak=rate[name] / rate["raw file"], ratio=ratio))
+    read, load = (medians["bytes"] / medians[name] / 1e6 for name in ("read", "load"))
+    found.append(Row("read", read, "MB/s"))
+    found.append(Row("load", load, "MB/s", of_peak=load / read, ratio=medians["load"] / medians["read"]))
     for name in ("ours", "DCP"):
         waited = medians[f"{name}, async"]
         found.append(Row(f"{name}, async", waited, "s", ratio=waited / medians[name]))
@@ -218,6 +259,7 @@ def main() -> None:
     for row in found:
         of_peak = "" if row.of_peak is None else f"  {row.of_peak:.2f} of the disk"
         what = {"MB/s": "of DCP"}.get(row.unit, "of a synchronous save" if "async" in row.contender else "of the steps")
+        what = "of the time of reading the bytes" if row.contender == "load" else what
         ratio = "" if row.ratio is None else f"  {row.ratio:.4f} {what}"
         seconds = times.get(row.contender, [])
         spread = f"  ({min(seconds):.3f} to {max(seconds):.3f} s)" if seconds else ""

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron_core.errors import CheckpointError
 from megatron_core.output_file import make_folder
 from megatron_core.parallel.texts import tell_all
+from megatron_core.storage import in_storage
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 """Differs between running kernels; only on Linux."""
@@ -54,6 +55,15 @@ class Hosts:
         return found
 
 
+def page_cache_of(folder: Path) -> str:
+    """A name that is equal on ranks whose reads of files in ``folder`` share a page cache; empty in object storage."""
+    if in_storage(folder) is not None:
+        return ""
+    status = folder.stat()
+    kernel = BOOT_ID.read_text().strip() if BOOT_ID.exists() else socket.gethostname()
+    return f"{kernel} {status.st_dev} {status.st_ino}"
+
+
 def meet(folder: Path, device: torch.device) -> Hosts:
     """Create ``folder`` on every host and find the ranks that share it; a collective call.
 
@@ -64,9 +74,7 @@ def meet(folder: Path, device: torch.device) -> Hosts:
         make_folder(folder)
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(13, "no permission to write there")
-        status = folder.stat()
-        kernel = BOOT_ID.read_text().strip() if BOOT_ID.exists() else socket.gethostname()
-        name = f"{kernel} {status.st_dev} {status.st_ino}"
+        name = page_cache_of(folder)
     except OSError as error:
         name = f"non_persistent_local_ckpt_dir={str(folder)!r}"
         problem = f"{name} cannot be written: {error}; choose a folder in each host's memory"

@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
@@ -68,6 +69,11 @@ class Manifest:
     state: Mapping[str, Any]
     tensors: Mapping[str, StoredTensor] = field(default_factory=dict)
     files: Mapping[str, StoredFile] = field(default_factory=dict)
+
+    @cached_property
+    def files_of_tensors(self) -> set[str]:
+        """The files that contain tensors."""
+        return {box.file for tensor in self.tensors.values() for box in tensor.boxes}
 
     def write(self, path: Path) -> None:
         """Write as JSON, flushed to disk."""

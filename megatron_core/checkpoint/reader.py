@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from megatron_core.checkpoint.boxes import Box, TensorBox
 from megatron_core.checkpoint.folder import Candidates, find_candidates, find_checkpoint, iteration_of
 from megatron_core.checkpoint.hashes import damaged_files, inside, wrong_sizes
 from megatron_core.checkpoint.manifest import MANIFEST, TORCH_DTYPES, Manifest, StoredBox, StoredTensor
+from megatron_core.checkpoint.one_pass import OnePass
 from megatron_core.checkpoint.tensors_in_storage import TensorsInStorage
 from megatron_core.errors import CheckpointError
 from megatron_core.parallel.texts import listed, tell_all
@@ -32,6 +34,8 @@ class CheckpointReader:
         self.folder = folder
         self.manifest = Manifest.read(folder / MANIFEST)
         self.state = self.manifest.state
+        self.is_hashed = False
+        """Whether the hashes of the files with tensors have been compared, or need not be."""
         self._files: dict[str, safe_open | TensorsInStorage] = {}
         self._open = ExitStack()
 
@@ -56,9 +60,18 @@ class CheckpointReader:
         """The stored dtype of a tensor."""
         return TORCH_DTYPES[self.manifest.tensors[name].dtype]
 
-    def verify(self, share: int = 0, shares: int = 1) -> list[str]:
-        """Check sizes and hashes of part ``share`` of ``shares`` of the files; returns the faults."""
-        return damaged_files(self.folder, self.manifest.files, share=share, shares=shares)
+    def verify(self, share: int = 0, shares: int = 1, *, with_tensors: bool = True) -> list[str]:
+        """Check sizes and hashes of part ``share`` of ``shares`` of the files; returns the faults.
+
+        ``with_tensors=False``: of the files with tensors only the sizes, because ``fill_together`` compares hashes.
+        """
+        files = self.manifest.files
+        self.is_hashed = with_tensors
+        if with_tensors:
+            return damaged_files(self.folder, files, share=share, shares=shares)
+        others = {name: file for name, file in files.items() if name not in self.manifest.files_of_tensors}
+        sizes = wrong_sizes(self.folder, files) if share == 0 else []
+        return [*sizes, *damaged_files(self.folder, others, share=share, shares=shares)]
 
     def read(self, name: str) -> Tensor:
         """Read the whole tensor ``name`` in its stored dtype."""
@@ -118,11 +131,36 @@ class CheckpointReader:
                 part = self._slice(tensor, stored)[common.within(stored.box)]
                 piece.memory[common.within(piece.box)] = part.to(piece.memory)
                 filled += common.numel
-            if filled != piece.box.numel:
-                raise CheckpointError(
-                    f"{self.folder}: {filled} of {piece.box.numel} elements of {piece.name} are stored; "
-                    "the checkpoint is damaged, load another iteration with --ckpt-step"
-                )
+            self._check_filled(piece, filled)
+
+    @torch.no_grad()
+    def fill_together(self, pieces: Iterable[TensorBox], device: torch.device) -> None:
+        """Like ``fill`` on all ranks of the job: each byte is read by one rank, which sends it to the others.
+
+        Files whose hashes have not been compared are hashed meanwhile. Errors: ``CheckpointError`` on all ranks, for
+        damaged files ``DamagedCheckpoint``; the memory of the pieces may have wrong values then.
+        """
+        named, problem = list[tuple[str, TensorBox]](), ""
+        try:
+            for piece in pieces:
+                tensor = self._tensor(piece)
+                parts = (piece.box.intersect(stored.box) for stored in tensor.boxes)
+                self._check_filled(piece, sum(part.numel for part in parts if part is not None))
+                named.append((self._source(piece.name), piece))
+        except CheckpointError as error:
+            problem = str(error)
+        told = next(filter(None, tell_all(problem, device)), "")
+        if told:
+            raise CheckpointError(told)
+        OnePass(self.folder, self.manifest, device, hashed=not self.is_hashed).fill(named)
+        self.is_hashed = True
+
+    def _check_filled(self, piece: TensorBox, filled: int) -> None:
+        if filled != piece.box.numel:
+            raise CheckpointError(
+                f"{self.folder}: {filled} of {piece.box.numel} elements of {piece.name} are stored; "
+                "the checkpoint is damaged, load another iteration with --ckpt-step"
+            )
 
     def _source(self, name: str) -> str:
         if name.startswith("model."):
@@ -190,13 +228,22 @@ def _kind(name: str) -> str:
 
 
 def open_newest(
-    load: str, step: int | None, temporary: Path | None = None, *, verify: bool = True, device: torch.device
+    load: str,
+    step: int | None,
+    temporary: Path | None = None,
+    *,
+    verify: bool = True,
+    hash_later: bool = False,
+    damaged: Mapping[Path, str] = MappingProxyType({}),
+    device: torch.device,
 ) -> CheckpointReader | None:
     """The first of ``find_candidates`` that is intact on every rank; None if the folder has none.
 
-    A collective call; each rank hashes a part of the files. ``temporary`` may contain a fast-restart checkpoint, which
-    is tried first if it is newer. A damaged checkpoint is never loaded: if ``load`` is a folder of several checkpoints,
-    the next one is tried and rank 0 prints a note. Errors: ``CheckpointError``.
+    A collective call; each rank hashes a part of the files, with ``hash_later`` only of those without tensors, because
+    the caller uses ``fill_together``. ``temporary`` may contain a fast-restart checkpoint, which is tried first if it
+    is newer. A damaged checkpoint is never loaded: if ``load`` is a folder of several checkpoints, the next one is
+    tried and rank 0 prints a note. ``damaged``: checkpoints that are known to be, with the reasons.
+    Errors: ``CheckpointError``.
     """
     candidates = _candidates(load, step, temporary)
     if candidates.note:
@@ -206,8 +253,11 @@ def open_newest(
     for folder in candidates.folders:
         reader, fault = None, ""
         try:
+            fault = damaged.get(folder, "")
             reader = CheckpointReader(folder)
-            fault = "; ".join(reader.verify(rank, size) if verify else ())
+            reader.is_hashed = not verify
+            if verify and not fault:
+                fault = "; ".join(reader.verify(rank, size, with_tensors=not hash_later))
         except CheckpointError as error:
             fault = str(error)
         faults = list(dict.fromkeys(text for text in tell_all(fault, device) if text))
@@ -237,8 +287,7 @@ def find_newest(load: str, step: int | None, temporary: Path | None = None, *, v
         except CheckpointError as error:
             refused.append(str(error))
             continue
-        of_tensors = {box.file for tensor in manifest.tensors.values() for box in tensor.boxes}
-        others = {name: file for name, file in manifest.files.items() if name not in of_tensors}
+        others = {name: file for name, file in manifest.files.items() if name not in manifest.files_of_tensors}
         faults = []
         if verify:
             faults = [*wrong_sizes(folder, manifest.files), *damaged_files(folder, others)]

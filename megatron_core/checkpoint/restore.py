@@ -31,6 +31,7 @@ from megatron_core.checkpoint.hashes import damage
 from megatron_core.checkpoint.hosts import Hosts, fail_together, meet
 from megatron_core.checkpoint.manifest import MANIFEST, TORCH_DTYPES, Manifest
 from megatron_core.checkpoint.reader import CheckpointReader, note
+from megatron_core.checkpoint.tensors_in_storage import read_header
 from megatron_core.checkpoint.transfer import Transfer, carry_out
 from megatron_core.checkpoint.writer import FAILURES, write_safetensors
 from megatron_core.errors import CheckpointError
@@ -84,6 +85,10 @@ class CopiesReader(CheckpointReader):
             size = sum(length for transfer in transfers for _, length in transfer.spans)
             note(f"{size / 2**20:.1f} MiB were received from other hosts")
 
+    def fill_together(self, pieces: Iterable[TensorBox], device: torch.device) -> None:
+        """Like ``fill``: every host has the files that its ranks need, in its memory."""
+        self.fill(pieces)
+
     def _transfers(self, needs: Sequence[str]) -> Iterator[Transfer]:
         """The transfers that give every host the boxes that its ranks need (``needs``); the same list on all ranks."""
         needed: dict[tuple[int, str], set[str]] = defaultdict(set)
@@ -109,10 +114,8 @@ class CopiesReader(CheckpointReader):
 
 def _starts(path: Path) -> dict[str, int]:
     """Offset of each tensor in a safetensors file."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-    return {key: 8 + length + entry["data_offsets"][0] for key, entry in header.items() if key != "__metadata__"}
+    begin, header = read_header(path)
+    return {key: begin + entry["data_offsets"][0] for key, entry in header.items() if key != "__metadata__"}
 
 
 def open_copies(

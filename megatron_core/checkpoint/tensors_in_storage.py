@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from megatron_core.checkpoint.manifest import TORCH_DTYPES
-from megatron_core.storage import StoragePath
+from megatron_core.storage import StoragePath, read_part
 
 _MOST_HEADER_BYTES = 100_000_000
 """The limit of the format."""
+
+
+def read_header(path: Path) -> tuple[int, dict[str, Any]]:
+    """The offset of the data in a safetensors file, and its header. Errors: ``OSError``, ``ValueError`` if it is
+    damaged."""
+    length = int.from_bytes(read_part(path, 0, 8), "little")
+    if not 0 < length <= _MOST_HEADER_BYTES:
+        raise ValueError(f"its header has {length} bytes")
+    found = json.loads(read_part(path, 8, length))
+    if not isinstance(found, dict):
+        raise ValueError("its header is not an object")
+    return 8 + length, found
 
 
 class TensorsInStorage:
@@ -22,14 +35,7 @@ class TensorsInStorage:
 
     def __init__(self, path: StoragePath) -> None:
         self.path = path
-        length = int.from_bytes(path.read_range(0, 8), "little")
-        if not 0 < length <= _MOST_HEADER_BYTES:
-            raise ValueError(f"its header has {length} bytes")
-        self._begin = 8 + length
-        found = json.loads(path.read_range(8, length))
-        if not isinstance(found, dict):
-            raise ValueError("its header is not an object")
-        self._header: dict[str, Any] = found
+        self._begin, self._header = read_header(cast(Path, path))
 
     def metadata(self) -> dict[str, str] | None:
         """The texts stored with the tensors."""

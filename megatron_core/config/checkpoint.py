@@ -71,7 +71,7 @@ class CheckpointConfig:
     """Architecture for export to Hugging Face, such as llama (megatron-convert); default: the architecture
     of --load-hf, or the first one that fits the model."""
     verify_checkpoint: bool = setting(True, when=c.LOAD)
-    """Check the size and hash of every file of a checkpoint before loading it."""
+    """Check the size and hash of every file of a checkpoint that is loaded."""
     ckpt_step: int | None = setting(None, r.COUNT_FROM_0, needs=c.LOAD)
     """Iteration to load; default: the latest."""
     use_checkpoint_args: bool = setting(False, needs=c.LOAD)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron_core.checkpoint import CheckpointReader, TensorBox, pieces_of
+from megatron_core.checkpoint.one_pass import DamagedCheckpoint
 from megatron_core.checkpoint.reader import note
 from megatron_core.config import RunConfig
 from megatron_core.data_parallel import DataParallel
@@ -20,7 +22,8 @@ from megatron_core.parallel.sharding import spec_of
 from megatron_core.parallel.texts import tell_all
 from megatron_core.tensor_parallel.amax_history import AmaxHistories
 from megatron_core.training.driver import gather_weights
-from megatron_core.training.state import Reader, TrainState, load_state, optimizer_pieces, weight_pieces
+from megatron_core.training.loading import load_state
+from megatron_core.training.state import Reader, TrainState, open_checkpoint, optimizer_pieces, weight_pieces
 
 IN_FLIGHT = "outer_in_flight"
 """Fragments whose mean is stored, but not applied."""
@@ -101,6 +104,31 @@ def load_with_groups(
         return TrainState(**{name: value for name, value in reader.state.items() if name in known})
 
 
+def load_intact(
+    config: RunConfig,
+    reader: Reader | None,
+    data: DataParallel,
+    optimizer: Optimizer,
+    fp8: AmaxHistories | None,
+    outer: OuterOptimizer | None,
+) -> TrainState:
+    """``load_with_groups``; if the files that it reads are damaged, from an older checkpoint in the same folder.
+
+    Errors: ``CheckpointError`` on all ranks if none is intact, or if settings taken from the older one differ.
+    """
+    damaged = dict[Path, str]()
+    while True:
+        try:
+            return load_with_groups(config, reader, data, optimizer, fp8, outer)
+        except DamagedCheckpoint as error:
+            damaged[error.folder] = str(error)
+            reader, changed = open_checkpoint(config, data.device, hash_later=True, damaged=damaged)
+            if changed != config:
+                raise CheckpointError(
+                    f"{error}; settings taken from the checkpoint before it differ: choose it with --ckpt-step"
+                ) from None
+
+
 def _load_groups(reader: CheckpointReader, data: DataParallel, optimizer: Optimizer, outer: OuterOptimizer) -> None:
     in_flight = reader.state[IN_FLIGHT]
     if not isinstance(in_flight, list) or not set(in_flight) <= set(range(len(outer.fragments))):
@@ -127,7 +155,7 @@ def _load_groups(reader: CheckpointReader, data: DataParallel, optimizer: Optimi
         for name, *shape in (line.split() for line in text.splitlines())
     }
     reader.check_names(needed)
-    reader.fill(pieces)
+    reader.fill_together(pieces, data.device)
     for shard in optimizer.shards:
         write_copy(shard.whole)
     gather_weights([data])

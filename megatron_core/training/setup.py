@@ -38,7 +38,7 @@ from megatron_core.tensor_parallel.amax_history import AmaxHistories
 from megatron_core.tokenizers import Tokenizer, tokenizer_of
 from megatron_core.training.data import DatasetsProvider, compare_data, make_splits, vocabulary_size
 from megatron_core.training.driver import Trainable, gather_weights
-from megatron_core.training.outer_state import load_with_groups
+from megatron_core.training.outer_state import load_intact
 from megatron_core.training.pipeline_trace import trace_writer
 from megatron_core.training.plans import Plans, StepSize
 from megatron_core.training.process import check_kernels, set_process_switches
@@ -326,7 +326,7 @@ def set_up(
     each layer; ``copy``: state of this rank to load instead of the checkpoint."""
     set_process_switches(config)
     # The checkpoint, which may replace settings.
-    checkpoint, loaded = open_checkpoint(config, world.device) if copy is None else (copy, config)
+    checkpoint, loaded = open_checkpoint(config, world.device, hash_later=True) if copy is None else (copy, config)
     if loaded != config:
         check(loaded, world.size)
         config = loaded
@@ -361,7 +361,7 @@ def set_up(
     fp8 = _histories_of(config, stages, groups, world.device)
     # The state of the checkpoint, and the remaining steps.
     outer = outer_of(config, data_parallel, optimizer, groups)
-    state = load_with_groups(config, checkpoint, data_parallel, optimizer, fp8, outer)
+    state = load_intact(config, checkpoint, data_parallel, optimizer, fp8, outer)
     state.data = compare_data(config, state, world)
     total = _total_iterations(config, state, groups.replicas)
     return Run(

@@ -2,7 +2,9 @@
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,7 +15,6 @@ from megatron_core.checkpoint.host_copy import HostCopy
 from megatron_core.checkpoint.reader import note
 from megatron_core.checkpoint.restore import CopiesReader, open_copies
 from megatron_core.config import CheckpointConfig, RunConfig
-from megatron_core.config.optimizers import AVERAGE
 from megatron_core.data_parallel import Bucket, DataParallel
 from megatron_core.data_parallel.onebit import OneBitLAMB
 from megatron_core.errors import CheckpointError
@@ -22,7 +23,6 @@ from megatron_core.models.megatron_lm import MegatronReader
 from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.parallel.grid import DENSE_AXES, EXPERT_AXES
 from megatron_core.parallel.sharding import spec_of
-from megatron_core.parallel.texts import listed, tell_all
 from megatron_core.storage import location, real
 from megatron_core.tensor_parallel.amax_history import AmaxHistories
 from megatron_core.training.compatibility import (
@@ -81,14 +81,14 @@ def updated_pieces(data: DataParallel, optimizer: Optimizer | None) -> Iterator[
 
     The pieces of all ranks, with ``other_pieces``, are the complete checkpoint."""
     for bucket in data.all_buckets:
-        yield from _saved(data, weight_pieces(bucket, bucket.saved_span))
+        yield from saved_pieces(data, weight_pieces(bucket, bucket.saved_span))
     if optimizer is not None:
         yield from optimizer_pieces(optimizer, saved=True)
 
 
 def other_pieces(data: DataParallel, optimizer: Optimizer | None, fp8: AmaxHistories | None) -> Iterator[TensorBox]:
     """The other pieces of a checkpoint, which may change at any point of a step."""
-    yield from _saved(data, parameter_pieces(data.frozen_on_first_copy()))
+    yield from saved_pieces(data, parameter_pieces(data.frozen_on_first_copy()))
     if optimizer is not None:
         yield from compression_pieces(data)
         yield from coefficient_pieces(data)
@@ -149,18 +149,25 @@ def fp8_pieces(fp8: AmaxHistories, histories: Mapping[str, torch.Tensor]) -> Ite
         yield TensorBox(f"fp8.amax_history.{name}", shape, Box((0, 0), shape), history, fp8.group.rank() == 0)
 
 
-def open_checkpoint(config: RunConfig, device: torch.device = CPU) -> tuple[Reader | None, RunConfig]:
+def open_checkpoint(
+    config: RunConfig,
+    device: torch.device = CPU,
+    *,
+    hash_later: bool = False,
+    damaged: Mapping[Path, str] = MappingProxyType({}),
+) -> tuple[Reader | None, RunConfig]:
     """Open the checkpoint to load (None if there is none); return its reader and ``config``.
 
     A damaged checkpoint is refused; if ``load`` is the folder of all checkpoints, the newest intact one is used
     instead, rank 0 prints a note, and settings taken from the checkpoint come from that one. All ranks call this
-    together. Errors: ``CheckpointError``, also if ``save`` has another run's checkpoints.
+    together. ``hash_later`` and ``damaged``: see ``open_newest``.
+    Errors: ``CheckpointError``, also if ``save`` has another run's checkpoints.
     """
     # Find the checkpoint or the Hugging Face folder.
     settings = config.checkpoint
     reader: CheckpointReader | MegatronReader | None = None
     if settings.load is not None:
-        reader = open_megatron(settings) or _open_stored(settings, settings.load, device)
+        reader = open_megatron(settings) or _open_stored(settings, device, hash_later, damaged)
     if not config.training.skip_train:
         _refuse_other_runs(settings, found=reader is not None)
     if reader is None and settings.load_hf is not None and config.tuning.lora_rank is None:
@@ -205,11 +212,15 @@ def open_checkpoint(config: RunConfig, device: torch.device = CPU) -> tuple[Read
     return reader, config
 
 
-def _open_stored(settings: CheckpointConfig, load: str, device: torch.device) -> CheckpointReader | None:
-    """Open the newest intact checkpoint, in the memory of the hosts or in the folder ``load``."""
-    step, local, verify = settings.ckpt_step, settings.local_folder, settings.verify_checkpoint
+def _open_stored(
+    settings: CheckpointConfig, device: torch.device, hash_later: bool, damaged: Mapping[Path, str]
+) -> CheckpointReader | None:
+    """Open the newest intact checkpoint, in the memory of the hosts or in the folder of ``load``."""
+    step, local, verify, load = settings.ckpt_step, settings.local_folder, settings.verify_checkpoint, settings.load
+    assert load is not None
     if local is None:
-        return open_newest(load, step, location(settings.temporary_folder(load)), verify=verify, device=device)
+        temporary = location(settings.temporary_folder(load))
+        return open_newest(load, step, temporary, verify=verify, hash_later=hash_later, damaged=damaged, device=device)
     found: CheckpointReader | None = open_copies(local, load, step, verify=verify, device=device)
     if found is not None:
         return found
@@ -243,36 +254,6 @@ def _refuse_other_runs(settings: CheckpointConfig, *, found: bool) -> None:
         )
 
 
-def load_state(
-    config: RunConfig,
-    reader: Reader,
-    data: DataParallel,
-    optimizer: Optimizer | None,
-    fp8: AmaxHistories | None = None,
-) -> TrainState:
-    """Load weights and optimizer state; return the counters (all 0 for a Hugging Face folder or ``finetune``)."""
-    settings = config.checkpoint
-    continues = isinstance(reader, HostCopy)
-    weights_only = not continues and (settings.finetune or isinstance(reader, HuggingFaceReader))
-    fresh = weights_only or (settings.no_load_optim and not continues)
-    with reader:
-        if not isinstance(reader, HuggingFaceReader | HostCopy):
-            _check_names(reader, data, None if fresh else optimizer)
-        if isinstance(reader, CopiesReader):
-            reader.fetch(_needed_pieces(data, optimizer, fp8))
-        reader.fill(_saved(data, held_weights(data)))
-        if optimizer is not None:
-            _load_optimizer(reader, optimizer, fresh=fresh)
-        if not fresh and not isinstance(reader, HuggingFaceReader):
-            _load_compression(reader, data)
-            if fp8 is not None and fp8.is_delayed:
-                _load_histories(reader, fp8)
-        if weights_only:
-            return TrainState()
-        counted = {**asdict(TrainState()), **reader.state}
-        return TrainState(**{each.name: counted[each.name] for each in fields(TrainState)})
-
-
 def held_weights(data: DataParallel) -> Iterator[TensorBox]:
     """All weights of this rank; for a bucket with split weights, this rank's shard."""
     yield from parameter_pieces(data.frozen)
@@ -281,103 +262,18 @@ def held_weights(data: DataParallel) -> Iterator[TensorBox]:
         yield from weight_pieces(bucket) if bucket.splits_weights else whole
 
 
-def _saved(data: DataParallel, pieces: Iterable[TensorBox]) -> Iterator[TensorBox]:
+def saved_pieces(data: DataParallel, pieces: Iterable[TensorBox]) -> Iterator[TensorBox]:
     """The pieces of weights that checkpoints contain."""
     return (piece for piece in pieces if data.is_saved(piece.name))
-
-
-def _needed_pieces(data: DataParallel, optimizer: Optimizer | None, fp8: AmaxHistories | None) -> Iterator[TensorBox]:
-    """All pieces that this rank may load."""
-    yield from held_pieces(data, optimizer)
-    if fp8 is not None and fp8.is_delayed:
-        yield from fp8_pieces(fp8, fp8.allocate())
 
 
 def held_pieces(
     data: DataParallel, optimizer: Optimizer | None, fp8: AmaxHistories | None = None
 ) -> Iterator[TensorBox]:
     """All pieces of this rank, with those that other ranks hold, too."""
-    yield from _saved(data, held_weights(data))
+    yield from saved_pieces(data, held_weights(data))
     yield from () if optimizer is None else optimizer_pieces(optimizer)
     yield from compression_pieces(data)
     yield from coefficient_pieces(data)
     if fp8 is not None and fp8.is_delayed:
         yield from fp8_pieces(fp8, fp8.histories())
-
-
-def _check_names(reader: CheckpointReader | MegatronReader, data: DataParallel, optimizer: Optimizer | None) -> None:
-    """Compare the tensors needed by all ranks with the stored tensors."""
-    pieces = [piece for bucket in data.all_buckets for piece in _saved(data, weight_pieces(bucket))]
-    pieces += _saved(data, parameter_pieces(data.frozen))
-    pieces += [] if optimizer is None else optimizer_pieces(optimizer)
-    lines = {f"{piece.name} {' '.join(map(str, piece.global_shape))}" for piece in pieces}
-    needed: dict[str, tuple[int, ...]] = {}
-    for text in tell_all("\n".join(sorted(lines)), data.device):
-        for line in text.splitlines():
-            name, *shape = line.split(" ")
-            needed[name] = tuple(int(n) for n in shape if n)
-    kinds = sorted({name.split(".")[1] for name in needed if name.startswith("optimizer.")} - {"main"})
-    absent = [kind for kind in kinds if kind not in reader.kinds]
-    if AVERAGE.name in absent:  # training continues with averages that begin at the stored weights
-        absent.remove(AVERAGE.name)
-        needed = {name: shape for name, shape in needed.items() if not name.startswith(f"optimizer.{AVERAGE.name}.")}
-    if absent and optimizer is not None:
-        raise CheckpointError(
-            f"{reader.folder} has no state of --optimizer {optimizer.config.optimizer} ({listed(absent)}); load "
-            "only the weights with --no-load-optim"
-        )
-    reader.check_names(needed)
-
-
-def _load_optimizer(reader: Reader, optimizer: Optimizer, *, fresh: bool) -> None:
-    pieces = list(optimizer_pieces(optimizer))
-    optimizer.forget_local_changes()
-    if fresh:
-        reader.fill(piece for piece in pieces if piece.name.startswith("optimizer.main."))
-        optimizer.start_averages()
-        return
-    lacks_average = isinstance(reader, CheckpointReader | MegatronReader) and AVERAGE.name not in reader.kinds
-    if optimizer.config.ema_decay is not None and lacks_average:
-        note("the average of the weights starts at the weights of the checkpoint, which has none")
-        pieces = [piece for piece in pieces if not piece.name.startswith(f"optimizer.{AVERAGE.name}.")]
-        optimizer.start_averages()
-    reader.fill(pieces)
-    optimizer.set_steps_taken(reader.state["optimizer_steps"])
-    optimizer.loss_scale.load_state_dict(reader.state["loss_scale"])
-
-
-def _load_compression(reader: CheckpointReader | MegatronReader | HostCopy, data: DataParallel) -> None:
-    """Load compression errors, PowerSGD factors and the coefficients of 1-bit LAMB.
-
-    Errors belong to data-parallel ranks: with another number of ranks they stay zero, and a note is printed. If the
-    layout or the PowerSGD rank differs, factors are initialized again, on all ranks, because copies must be equal."""
-    if data.compressor is None:
-        return
-    data.compressor.forget()
-    reader.fill(coefficient_pieces(data))
-    kinds: dict[bool, list[TensorBox]] = {True: [], False: []}
-    for piece in compression_pieces(data):
-        kinds[piece.name.startswith("compression.factor")].append(piece)
-    factors, errors = kinds[True], kinds[False]
-    ranks = reader.state.get("compression_ranks")
-    has_errors = ranks == data.groups.size("dp") and all(reader.has(piece.name) for piece in errors)
-    has_factors = all(reader.has(piece.name, piece.global_shape) for piece in factors)
-    told = tell_all(f"{has_errors:d}{has_factors:d}", data.device)
-    if any(text[0] == "0" for text in told):
-        note(f"the compression errors of gradients start at zero: the checkpoint has the errors of {ranks or 0} ranks")
-        return
-    reader.fill(errors)
-    if all(text[1] == "1" for text in told):
-        reader.fill(factors)
-
-
-def _load_histories(reader: CheckpointReader | MegatronReader | HostCopy, fp8: AmaxHistories) -> None:
-    """Load amax histories; if they are missing or of another length, reset them and print a note."""
-    pieces = list(fp8_pieces(fp8, fp8.allocate()))
-    length = reader.state["config"].get("fp8_amax_history_len")
-    if length == fp8.settings.fp8_amax_history_len and all(reader.has(piece.name) for piece in pieces):
-        reader.fill(pieces)
-        return
-    fp8.forget()
-    if fp8.group.rank() == 0:
-        print("note: the checkpoint has no amax histories of this length; FP8 starts with the scales of tensors")

@@ -36,14 +36,14 @@ BEFORE_LAST = partial(same_end, "dp2 zero3", Planned("kill-update", 1, 3))  # th
 FEWER = partial(same_end, "dp4 zero1", Planned("kill-gradients", 1, 4, "process"))
 WITHOUT_HOST = partial(same_end, "dp4 zero1", Planned("kill-gradients", 1, 4, "host"))
 IN_COPY = partial(same_end, "dp4 zero1", Planned("kill-copy", 2, 4))
-LOADING, STEPS = "training.state:load_state", "training.state:_load_optimizer"
+LOADING, STEPS = "training.loading:load_state", "training.loading:_finish_optimizer"
 IN_RECOVERY = (
     # The state.
     RecoveryDefect(
         "second moments are not restored",
-        STEPS,
-        "reader.fill(pieces)",
-        "reader.fill(piece for piece in pieces if 'exp_avg_sq' not in piece.name)",
+        LOADING,
+        "fill_together(reader, pieces,",
+        "fill_together(reader, [piece for piece in pieces if 'exp_avg_sq' not in piece.name],",
         IN_PLACE,
     ),
     RecoveryDefect(

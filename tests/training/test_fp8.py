@@ -10,9 +10,10 @@ import torch
 
 from megatron_core.config import RunConfig
 from megatron_core.config.rules_fp8 import describe_fp8
+from megatron_core.training.loading import load_state
 from megatron_core.training.pretrain import notes
 from megatron_core.training.reports import Fp8Statistics
-from megatron_core.training.state import load_state, open_checkpoint
+from megatron_core.training.state import open_checkpoint
 from megatron_core.training.step import evaluate
 from megatron_core.verify.gpt import RaggedDataset
 from megatron_core.verify.ranks import run_ranks

@@ -15,8 +15,9 @@ from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.optimizer.torch_optimizer import TorchOptimizer
 from megatron_core.tensor_parallel.amax_history import AmaxHistories
 from megatron_core.training.engine.deepspeed import load_deepspeed, open_deepspeed
+from megatron_core.training.loading import load_state
 from megatron_core.training.saving import CheckpointSaver
-from megatron_core.training.state import TrainState, load_state, open_checkpoint
+from megatron_core.training.state import TrainState, open_checkpoint
 
 
 @dataclass

@@ -1,0 +1,168 @@
+"""Loading a checkpoint into the tensors of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, fields
+
+import torch
+
+from megatron_core.checkpoint import CheckpointReader, TensorBox, parameter_pieces
+from megatron_core.checkpoint.host_copy import HostCopy
+from megatron_core.checkpoint.reader import note
+from megatron_core.checkpoint.restore import CopiesReader
+from megatron_core.config import RunConfig
+from megatron_core.config.optimizers import AVERAGE
+from megatron_core.data_parallel import DataParallel
+from megatron_core.errors import CheckpointError
+from megatron_core.models.hf import HuggingFaceReader
+from megatron_core.models.megatron_lm import MegatronReader
+from megatron_core.optimizer.sharded import Optimizer
+from megatron_core.parallel.texts import listed, tell_all
+from megatron_core.tensor_parallel.amax_history import AmaxHistories
+from megatron_core.training.state import (
+    Reader,
+    TrainState,
+    coefficient_pieces,
+    compression_pieces,
+    fp8_pieces,
+    held_pieces,
+    held_weights,
+    optimizer_pieces,
+    saved_pieces,
+    weight_pieces,
+)
+
+
+def load_state(
+    config: RunConfig,
+    reader: Reader,
+    data: DataParallel,
+    optimizer: Optimizer | None,
+    fp8: AmaxHistories | None = None,
+) -> TrainState:
+    """Load weights and optimizer state; return the counters (all 0 for a Hugging Face folder or ``finetune``)."""
+    settings = config.checkpoint
+    continues = isinstance(reader, HostCopy)
+    weights_only = not continues and (settings.finetune or isinstance(reader, HuggingFaceReader))
+    fresh = weights_only or (settings.no_load_optim and not continues)
+    with reader:
+        if not isinstance(reader, HuggingFaceReader | HostCopy):
+            _check_names(reader, data, None if fresh else optimizer)
+        if isinstance(reader, CopiesReader):
+            reader.fetch(_needed_pieces(data, optimizer, fp8))
+        pieces = list(saved_pieces(data, held_weights(data)))
+        if optimizer is not None:
+            pieces += _pieces_of_optimizer(reader, optimizer, fresh=fresh)
+        if not fresh and not isinstance(reader, HuggingFaceReader):
+            pieces += _pieces_of_compression(reader, data)
+            if fp8 is not None and fp8.is_delayed:
+                pieces += _pieces_of_histories(reader, fp8)
+        fill_together(reader, pieces, data.device)
+        if optimizer is not None:
+            _finish_optimizer(reader, optimizer, fresh=fresh)
+        if weights_only:
+            return TrainState()
+        counted = {**asdict(TrainState()), **reader.state}
+        return TrainState(**{each.name: counted[each.name] for each in fields(TrainState)})
+
+
+def _needed_pieces(data: DataParallel, optimizer: Optimizer | None, fp8: AmaxHistories | None) -> Iterator[TensorBox]:
+    """All pieces that this rank may load."""
+    yield from held_pieces(data, optimizer)
+    if fp8 is not None and fp8.is_delayed:
+        yield from fp8_pieces(fp8, fp8.allocate())
+
+
+def _check_names(reader: CheckpointReader | MegatronReader, data: DataParallel, optimizer: Optimizer | None) -> None:
+    """Compare the tensors needed by all ranks with the stored tensors."""
+    pieces = [piece for bucket in data.all_buckets for piece in saved_pieces(data, weight_pieces(bucket))]
+    pieces += saved_pieces(data, parameter_pieces(data.frozen))
+    pieces += [] if optimizer is None else optimizer_pieces(optimizer)
+    lines = {f"{piece.name} {' '.join(map(str, piece.global_shape))}" for piece in pieces}
+    needed: dict[str, tuple[int, ...]] = {}
+    for text in tell_all("\n".join(sorted(lines)), data.device):
+        for line in text.splitlines():
+            name, *shape = line.split(" ")
+            needed[name] = tuple(int(n) for n in shape if n)
+    kinds = sorted({name.split(".")[1] for name in needed if name.startswith("optimizer.")} - {"main"})
+    absent = [kind for kind in kinds if kind not in reader.kinds]
+    if AVERAGE.name in absent:  # training continues with averages that begin at the stored weights
+        absent.remove(AVERAGE.name)
+        needed = {name: shape for name, shape in needed.items() if not name.startswith(f"optimizer.{AVERAGE.name}.")}
+    if absent and optimizer is not None:
+        raise CheckpointError(
+            f"{reader.folder} has no state of --optimizer {optimizer.config.optimizer} ({listed(absent)}); load "
+            "only the weights with --no-load-optim"
+        )
+    reader.check_names(needed)
+
+
+def fill_together(reader: Reader, pieces: Iterable[TensorBox], device: torch.device) -> None:
+    """Fill ``pieces`` on all ranks; of a checkpoint of this framework each byte is read by one rank."""
+    if isinstance(reader, CheckpointReader):
+        reader.fill_together(pieces, device)
+    else:
+        reader.fill(pieces)
+
+
+def _lacks_average(reader: Reader, optimizer: Optimizer) -> bool:
+    is_stored = isinstance(reader, CheckpointReader | MegatronReader) and AVERAGE.name not in reader.kinds
+    return optimizer.config.ema_decay is not None and is_stored
+
+
+def _pieces_of_optimizer(reader: Reader, optimizer: Optimizer, *, fresh: bool) -> Iterator[TensorBox]:
+    """The pieces of ``optimizer`` to load; ``fresh``: only the main weights."""
+    optimizer.forget_local_changes()
+    lacks_average = _lacks_average(reader, optimizer)
+    for piece in optimizer_pieces(optimizer):
+        kind = piece.name.split(".")[1]
+        if kind == "main" or not (fresh or (lacks_average and kind == AVERAGE.name)):
+            yield piece
+
+
+def _finish_optimizer(reader: Reader, optimizer: Optimizer, *, fresh: bool) -> None:
+    """Set the counters of ``optimizer`` and missing averages after its pieces have been filled."""
+    if fresh:
+        optimizer.start_averages()
+        return
+    if _lacks_average(reader, optimizer):
+        note("the average of the weights starts at the weights of the checkpoint, which has none")
+        optimizer.start_averages()
+    optimizer.set_steps_taken(reader.state["optimizer_steps"])
+    optimizer.loss_scale.load_state_dict(reader.state["loss_scale"])
+
+
+def _pieces_of_compression(reader: CheckpointReader | MegatronReader | HostCopy, data: DataParallel) -> list[TensorBox]:
+    """Compression errors, PowerSGD factors and the coefficients of 1-bit LAMB, as far as they can be loaded.
+
+    Errors belong to data-parallel ranks: with another number of ranks they stay zero, and a note is printed. If the
+    layout or the PowerSGD rank differs, factors are initialized again, on all ranks, because copies must be equal."""
+    if data.compressor is None:
+        return []
+    data.compressor.forget()
+    coefficients = list(coefficient_pieces(data))
+    kinds: dict[bool, list[TensorBox]] = {True: [], False: []}
+    for piece in compression_pieces(data):
+        kinds[piece.name.startswith("compression.factor")].append(piece)
+    factors, errors = kinds[True], kinds[False]
+    ranks = reader.state.get("compression_ranks")
+    has_errors = ranks == data.groups.size("dp") and all(reader.has(piece.name) for piece in errors)
+    has_factors = all(reader.has(piece.name, piece.global_shape) for piece in factors)
+    told = tell_all(f"{has_errors:d}{has_factors:d}", data.device)
+    if any(text[0] == "0" for text in told):
+        note(f"the compression errors of gradients start at zero: the checkpoint has the errors of {ranks or 0} ranks")
+        return coefficients
+    return [*coefficients, *errors, *(factors if all(text[1] == "1" for text in told) else ())]
+
+
+def _pieces_of_histories(reader: CheckpointReader | MegatronReader | HostCopy, fp8: AmaxHistories) -> list[TensorBox]:
+    """Amax histories; if they are missing or of another length, reset them and print a note."""
+    pieces = list(fp8_pieces(fp8, fp8.allocate()))
+    length = reader.state["config"].get("fp8_amax_history_len")
+    if length == fp8.settings.fp8_amax_history_len and all(reader.has(piece.name) for piece in pieces):
+        return pieces
+    fp8.forget()
+    if fp8.group.rank() == 0:
+        print("note: the checkpoint has no amax histories of this length; FP8 starts with the scales of tensors")
+    return []

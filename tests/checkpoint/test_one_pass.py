@@ -1,0 +1,171 @@
+"""Loading in one pass: every byte is read by one rank of the job, and damage is reported on all ranks."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_core.checkpoint import one_pass
+from megatron_core.checkpoint.boxes import Box
+from megatron_core.errors import CheckpointError
+from megatron_core.verify.ranks import RankFailure, run_ranks
+from tests.checkpoint.runs import MODERN, compare, save_run, start, stored, train
+from tests.checkpoint.test_integrity import flip
+from tests.defects.plant import planted
+from tests.parity.moe_rows import DEEPSEEK, EP2
+from tests.parity.rows import TP2, ZERO, ZERO3
+
+EXPERTS = MODERN | DEEPSEEK | {"moe_ffn_hidden_size": 8, "global_batch_size": 4, "qk_layernorm": False}
+LAYOUTS = {"dp2": {}, "tp2": TP2, "dp2 zero1": ZERO, "dp2 zero3": ZERO3, "ep2": EXPERTS | EP2}
+PAIRS = [*((layout, layout) for layout in LAYOUTS), ("tp2", "dp2 zero1"), ("dp2 zero3", "tp2")]
+CHUNK = 4096
+"""Small enough for several rounds, and for tensors of several chunks."""
+
+
+def _save(layout: str, folder: Path, steps: int = 1) -> None:
+    run = start(LAYOUTS[layout] | {"save": str(folder)})
+    for _ in range(steps):
+        train(run, 1)
+        save_run(run)
+
+
+def _load(layout: str, folder: Path, hosts: int, verify: bool = True) -> tuple[dict[str, list[int]], int]:
+    """Load with small chunks; return how often this rank read each byte of each file, and the loaded iteration."""
+    counts: dict[str, list[int]] = {path.name: [0] * path.stat().st_size for path in folder.rglob("*.safetensors")}
+    read, rank = one_pass._read, dist.get_rank()
+
+    def counted(path: Path, first: int, data: torch.Tensor) -> str:
+        for at in range(first, first + len(data)):
+            counts[path.name][at] += 1
+        return read(path, first, data)
+
+    with (
+        mock.patch.object(one_pass, "CHUNK_BYTES", CHUNK),
+        mock.patch.object(one_pass, "_read", counted),
+        mock.patch.object(one_pass, "page_cache_of", lambda _: str(rank % hosts)),
+    ):
+        run = start(LAYOUTS[layout] | {"load": str(folder), "verify_checkpoint": verify})
+    compare(run, stored(folder / f"iter_{run.state.iteration:07d}"))
+    return counts, run.state.iteration
+
+
+@pytest.mark.drawn(4)
+@pytest.mark.parametrize(("saver", "loader"), PAIRS)
+def test_every_byte_is_read_by_one_rank(saver: str, loader: str, tmp_path: Path) -> None:
+    """Ranks on two hosts; in the layout of the saving job each rank reads its own file."""
+    run_ranks(2, _save, saver, tmp_path)
+    (first, _), (second, _) = run_ranks(2, _load, loader, tmp_path, 2)
+    for name in first:
+        together = [a + b for a, b in zip(first[name], second[name], strict=True)]
+        assert set(together) == {1}, f"{name} is read {set(together)} times"
+    if saver == loader and saver != "ep2":  # with experts, files have unequal sizes
+        assert not any(first["rank_00001.safetensors"]) and not any(second["rank_00000.safetensors"])
+
+
+def test_on_one_host_parts_come_from_the_page_cache(tmp_path: Path) -> None:
+    """No messages are sent; without hashes only chunks with needed parts are read."""
+    run_ranks(2, _save, "dp2 zero3", tmp_path)
+    with mock.patch.object(dist, "batch_isend_irecv", side_effect=AssertionError):
+        for verify in (True, False):
+            counts = [each for each, _ in run_ranks(2, _load, "tp2", tmp_path, 1, verify)]
+            assert any(counts[0]["rank_00001.safetensors"]) and any(counts[1]["rank_00000.safetensors"])
+
+
+def test_an_older_checkpoint_replaces_a_damaged_one(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run_ranks(2, _save, "dp2 zero1", tmp_path, 2)
+    damaged = tmp_path / "iter_0000002" / "rank_00001.safetensors"
+    flip(damaged, 8 * damaged.stat().st_size - 3)
+    assert [each for _, each in run_ranks(2, _load_newest, tmp_path)] == [1, 1]
+    told = capfd.readouterr().out
+    assert told.count(f"skipped a damaged checkpoint: {damaged} is damaged: its hash differs") == 1
+    with pytest.raises(RankFailure, match=r"rank_00001\.safetensors is damaged: its hash differs"):
+        run_ranks(2, _load_newest, tmp_path / "iter_0000002")
+
+
+def _load_newest(folder: Path) -> tuple[None, int]:
+    return None, start(LAYOUTS["dp2 zero1"] | {"load": str(folder)}).state.iteration
+
+
+def _fail_to_read(folder: Path, dies: bool, told: Path) -> str:
+    """Rank 1 cannot read, or dies, in its second chunk; return the error of this rank."""
+    read, rank = one_pass._read, dist.get_rank()
+
+    def failing(path: Path, first: int, data: torch.Tensor) -> str:
+        if rank == 1 and first:
+            if dies:
+                os._exit(7)
+            return "Input/output error"
+        return read(path, first, data)
+
+    with (
+        mock.patch.object(one_pass, "CHUNK_BYTES", CHUNK),
+        mock.patch.object(one_pass, "_read", failing),
+        mock.patch.object(one_pass, "page_cache_of", lambda _: str(rank)),
+    ):
+        try:
+            start(LAYOUTS["dp2"] | {"load": str(folder / "iter_0000001")})
+        except (CheckpointError, RuntimeError) as error:
+            (told / f"told_{rank}").write_text(str(error))
+            return str(error)
+    return ""
+
+
+def test_a_reader_that_cannot_read_is_named_on_all_ranks(tmp_path: Path) -> None:
+    run_ranks(2, _save, "dp2", tmp_path)
+    file = tmp_path / "iter_0000001" / "rank_00001.safetensors"
+    first, second = run_ranks(2, _fail_to_read, tmp_path, False, tmp_path)
+    assert first == second and first.startswith(f"{file} cannot be read: Input/output error; ")
+
+
+def test_ranks_do_not_wait_for_a_reader_that_died(tmp_path: Path) -> None:
+    run_ranks(2, _save, "dp2", tmp_path)
+    began = time.monotonic()
+    with pytest.raises(RankFailure):
+        run_ranks(2, _fail_to_read, tmp_path, True, tmp_path, backend="gloo")
+    assert time.monotonic() - began < 20
+
+
+@pytest.fixture
+def small_chunks() -> Iterator[None]:
+    with mock.patch.object(one_pass, "CHUNK_BYTES", 64):
+        yield
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("box", [Box((), ()), Box((2,), (60,)), Box((1, 0), (4, 30)), Box((0, 0, 3), (1, 7, 10))])
+def test_blocks_are_consecutive(box: Box) -> None:
+    values = torch.arange(box.numel, dtype=torch.float64).view(box.shape)
+    blocks = list(one_pass.blocks_of(box, 8))
+    found = torch.cat([values[block.within(box)].reshape(-1) for block in blocks])
+    assert found.tolist() == list(range(box.numel)) and all(8 * block.numel <= 64 for block in blocks)
+
+
+def test_files_are_spread_over_the_readers() -> None:
+    assert list(one_pass.readers_of({f"rank_{r}": 100 + r for r in range(8)}, 8).values()) == list(range(8))
+    assert set(one_pass.readers_of({f"rank_{r}": 5 for r in range(9)}, 3).values()) == {0, 1, 2}
+    assert list(one_pass.readers_of({"a": 0, "b": 7}, 4).values()) == [0, 2]
+
+
+DEFECTS = {
+    "a part goes to the wrong place": ("OnePass._store", "common.within(box)", "common.within(common)"),
+    "hashes are not compared": ("read_chunks", ".hexdigest() != expected.hash", ".hexdigest() == ''"),
+    "a fault stays on its rank": ("OnePass.fill", "for text in told", "for text in told[self._rank : self._rank + 1]"),
+}
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_defects_are_found(defect: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    target, old, new = DEFECTS[defect]
+    check = {
+        "hashes are not compared": lambda: test_an_older_checkpoint_replaces_a_damaged_one(tmp_path, capfd),
+        "a fault stays on its rank": lambda: test_a_reader_that_cannot_read_is_named_on_all_ranks(tmp_path),
+    }.get(defect, lambda: test_every_byte_is_read_by_one_rank("tp2", "dp2 zero1", tmp_path))
+    with planted(f"checkpoint.one_pass:{target}", old, new), pytest.raises((AssertionError, RankFailure)):
+        check()
