@@ -283,7 +283,7 @@ def with_settings_of(config: RunConfig, folder: Path) -> RunConfig:
 
     Settings changed by flags or --config are kept.
     """
-    source = settings_folder(config.checkpoint) if _takes_settings(config.checkpoint) else None
+    source = settings_folder(config.checkpoint) if takes_settings(config.checkpoint) else None
     if source is None or source == folder:
         return config
     current = config.flat()
@@ -294,7 +294,8 @@ def with_settings_of(config: RunConfig, folder: Path) -> RunConfig:
     return RunConfig.from_flat(current | changed)
 
 
-def _takes_settings(settings: CheckpointConfig) -> bool:
+def takes_settings(settings: CheckpointConfig) -> bool:
+    """Whether settings of the run come from the checkpoint that is loaded."""
     return settings.use_checkpoint_args or settings.use_checkpoint_opt_param_scheduler
 
 

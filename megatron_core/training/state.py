@@ -34,6 +34,7 @@ from megatron_core.training.compatibility import (
     check_state,
     moved_end,
     schedule_changes,
+    takes_settings,
     with_settings_of,
 )
 from megatron_core.training.megatron_state import open_megatron
@@ -160,13 +161,15 @@ def open_checkpoint(
 
     A damaged checkpoint is refused; if ``load`` is the folder of all checkpoints, the newest intact one is used
     instead, rank 0 prints a note, and settings taken from the checkpoint come from that one. All ranks call this
-    together. ``hash_later`` and ``damaged``: see ``open_newest``.
+    together. ``hash_later`` and ``damaged``: see ``open_newest``; if settings are taken from the checkpoint, all hashes
+    are compared at once.
     Errors: ``CheckpointError``, also if ``save`` has another run's checkpoints.
     """
     # Find the checkpoint or the Hugging Face folder.
     settings = config.checkpoint
     reader: CheckpointReader | MegatronReader | None = None
     if settings.load is not None:
+        hash_later = hash_later and not takes_settings(settings)
         reader = open_megatron(settings) or _open_stored(settings, device, hash_later, damaged)
     if not config.training.skip_train:
         _refuse_other_runs(settings, found=reader is not None)
