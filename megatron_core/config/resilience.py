@@ -75,7 +75,8 @@ class ResilienceConfig:
     copies its state to host memory before every step."""
     recover_without_spare: bool = setting(False, needs=c.RECOVERY)
     """With --recover: start no new process for a rank that dies. Training continues with fewer data-parallel replicas,
-    the same global batch and the same samples, until the rank joins again."""
+    the same global batch and the same samples, until the rank joins again; with --outer-steps without the group of the
+    rank."""
     recover_mirror: bool = setting(False, needs=c.NO_SPARE)
     """With --recover-without-spare: each rank also keeps a copy of another rank's state, of another host if there is
     one, so that the loss of a host loses no state."""

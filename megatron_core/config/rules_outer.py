@@ -59,8 +59,8 @@ def _excluded(config: RunConfig) -> Iterator[str]:
         yield "moe_router_enable_expert_bias=True, whose biases would differ between groups"
     if config.tuning.lora_rank is not None:
         yield f"lora_rank={config.tuning.lora_rank}"
-    if resilience.recover != "none":
-        yield f"recover={resilience.recover}; use torchrun's --max-restarts"
+    if resilience.recover_join:
+        yield "recover_join=True, because a lost group has no newer state; restart the job to have all groups"
     if resilience.elastic:
         yield "elastic=True"
     if resilience.rerun_mode != "disabled":

@@ -57,6 +57,8 @@ class Fragment:
     message: Message | None = field(init=False, default=None)
     in_flight: bool = field(init=False, default=False)
     """Whether ``mean``, or the message that becomes it, is still to be applied."""
+    sent: Tensor | None = field(init=False, default=None)
+    """This group's outer gradient while its message is in flight, if the run copies its state before each step."""
 
     def own_weights(self) -> Tensor:
         """A copy of this group's weights."""
@@ -93,11 +95,16 @@ class OuterOptimizer:
         groups: ParallelGroups,
         num_layers: int,
         gather: Callable[[], None],
+        *,
+        keeps_sent: bool = False,
+        number: int | None = None,
     ) -> None:
-        """``gather`` starts to gather weights within a group after their shards have changed."""
+        """``gather`` starts to gather weights within a group after their shards have changed; ``keeps_sent``: keep sent
+        outer gradients, so that they can be sent again after a failure; ``number``: of this group in the job, if other
+        groups have been lost."""
         self.config, self.groups, self._data, self._optimizer = config, groups, data, optimizer
-        self._gather = gather
-        self._num_layers = num_layers
+        self._gather, self.number = gather, groups.outer.rank() if number is None else number
+        self._num_layers, self._keeps_sent = num_layers, keeps_sent
         self.fragments = [self._fragment(number) for number in range(config.outer_fragments)]
         self.start()
 
@@ -109,7 +116,7 @@ class OuterOptimizer:
             fragment.weights = torch.zeros(0, dtype=dtype, device=self._data.device)
             fragment.weights = fragment.own_weights()
             fragment.momentum, fragment.mean = torch.zeros_like(fragment.weights), fragment.weights.new_zeros(0)
-            fragment.message, fragment.in_flight = None, False
+            fragment.message, fragment.in_flight, fragment.sent = None, False, None
 
     @property
     def nbytes(self) -> int:
@@ -127,7 +134,9 @@ class OuterOptimizer:
     def _advance(self, fragment: Fragment, step: int) -> bool:
         """Start or end the exchange of a fragment; return whether its global weights have changed."""
         if self.config.sent_at(fragment.number, step):
-            fragment.message, fragment.in_flight = self._send(fragment), True
+            gradient = fragment.weights - fragment.own_weights()
+            fragment.sent = gradient.clone() if self._keeps_sent else None
+            self.send(fragment, gradient)
         if not (fragment.in_flight and self.config.applied_at(fragment.number, step)):
             return False
         fragment.arrive()
@@ -136,16 +145,17 @@ class OuterOptimizer:
         fragment.momentum.mul_(momentum).add_(fragment.mean)
         direction = fragment.mean.add(fragment.momentum, alpha=momentum)
         fragment.weights.sub_(direction, alpha=self.config.outer_lr)
-        fragment.mean = fragment.mean.new_zeros(0)
+        fragment.mean, fragment.sent = fragment.mean.new_zeros(0), None
         return True
 
-    def _send(self, fragment: Fragment) -> Message:
-        gradient = fragment.weights - fragment.own_weights()
+    def send(self, fragment: Fragment, gradient: Tensor) -> None:
+        """Start the exchange of this group's outer ``gradient``, whose memory is used; all groups call this."""
         largest = gradient.new_zeros(len(fragment.pieces))
         if self.config.outer_exchange in ("fp8", "fp4"):
             largest = self._largest(fragment, gradient)
         lengths = [piece.stop - piece.start for piece in fragment.pieces]
-        return Message(gradient, self.config.outer_exchange, lengths, largest, self.groups.outer)
+        fragment.message = Message(gradient, self.config.outer_exchange, lengths, largest, self.groups.outer)
+        fragment.in_flight = True
 
     def _largest(self, fragment: Fragment, gradient: Tensor) -> Tensor:
         """The largest absolute value of each piece's whole tensor in this group."""

@@ -115,7 +115,7 @@ class RankEstimate:
         optimizer = Optimizer(data_parallel, self.config.optimizer, self.groups, ConstantLossScale(1.0), backend)
         units = rank_units(self.config, self.layers, self.plan.stage_to_rank, self.vocab_size)
         world = self.groups.grid.world_size * self.groups.outer.size()
-        outer = outer_of(self.config, data_parallel, optimizer, self.groups)
+        outer = outer_of(self.config, data_parallel, optimizer, self.groups, self.groups.outer.rank())
         formula = Footprint.of(self.config, world, self.plan, self.layers, units, self.vocab_size)
         return {
             **data_parallel.resident_bytes(),

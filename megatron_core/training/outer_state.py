@@ -1,15 +1,18 @@
-"""Checkpoints of groups of replicas: the global weights as the model, and the state of each group."""
+"""State of groups of replicas: in checkpoints the global weights as the model, and the state of each group; in copies
+in host memory also outer gradients that are in flight."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import fields, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron_core.checkpoint import CheckpointReader, TensorBox, pieces_of
+from megatron_core.checkpoint import CheckpointReader, TensorBox, parameter_pieces, pieces_of
+from megatron_core.checkpoint.host_copy import HostCopy
 from megatron_core.checkpoint.one_pass import DamagedCheckpoint
 from megatron_core.checkpoint.reader import note
 from megatron_core.config import RunConfig
@@ -23,14 +26,26 @@ from megatron_core.parallel.texts import tell_all
 from megatron_core.tensor_parallel.amax_history import AmaxHistories
 from megatron_core.training.driver import gather_weights
 from megatron_core.training.loading import load_state
-from megatron_core.training.state import Reader, TrainState, open_checkpoint, optimizer_pieces, weight_pieces
+from megatron_core.training.state import (
+    Reader,
+    TrainState,
+    open_checkpoint,
+    optimizer_pieces,
+    saved_pieces,
+    weight_pieces,
+)
 
 IN_FLIGHT = "outer_in_flight"
 """Fragments whose mean is stored, but not applied."""
+SENT = "outer_sent"
+"""Fragments whose outer gradients are in a copy in host memory, to be sent again."""
 
 
-def pieces_of_group(pieces: Iterable[TensorBox], optimizer: Optimizer, group: int) -> Iterator[TensorBox]:
-    """Rename the weights and optimizer state of this rank's group; frozen weights are those of the first group.
+def pieces_of_group(
+    pieces: Iterable[TensorBox], optimizer: Optimizer, group: int, *, with_frozen: bool = False
+) -> Iterator[TensorBox]:
+    """Rename the weights and optimizer state of this rank's group; frozen weights are those of the first group, or of
+    each group ``with_frozen``.
 
     Weights of 16 bits are left out, because they follow from the main weights.
     """
@@ -38,7 +53,7 @@ def pieces_of_group(pieces: Iterable[TensorBox], optimizer: Optimizer, group: in
     for piece in pieces:
         if piece.name.startswith("optimizer.") or (piece.name in trained and not trained[piece.name].is_narrow):
             yield replace(piece, name=f"group{group}.{piece.name}")
-        elif piece.name not in trained and group == 0:
+        elif piece.name not in trained and (group == 0 or with_frozen):
             yield piece
 
 
@@ -74,6 +89,31 @@ def outer_state(outer: OuterOptimizer) -> dict[str, Any]:
     return {IN_FLIGHT: [fragment.number for fragment in outer.fragments if fragment.in_flight]}
 
 
+def copied_pieces(pieces: Iterable[TensorBox], optimizer: Optimizer, outer: OuterOptimizer) -> Iterator[TensorBox]:
+    """The pieces of this rank in a copy of the state before a step: those of its group, and its part of the global
+    weights and of their state.
+
+    An exchange in flight is not awaited: this group's outer gradient is copied.
+    """
+    yield from pieces_of_group(pieces, optimizer, outer.number, with_frozen=True)
+    yield from _copied_globals(outer)
+
+
+def _copied_globals(outer: OuterOptimizer) -> Iterator[TensorBox]:
+    for fragment in outer.fragments:
+        yield from _pieces(fragment, "weights", "outer.weights")
+        yield from _pieces(fragment, "momentum", "outer.momentum")
+        if fragment.sent is not None:
+            yield from _pieces(fragment, "sent", f"group{outer.number}.outer.sent")
+        elif fragment.in_flight:
+            yield from _pieces(fragment, "mean", "outer.mean")
+
+
+def copied_state(outer: OuterOptimizer) -> dict[str, Any]:
+    """Values that are stored with ``copied_pieces``."""
+    return outer_state(outer) | {SENT: [fragment.number for fragment in outer.fragments if fragment.sent is not None]}
+
+
 def load_with_groups(
     config: RunConfig,
     reader: Reader | None,
@@ -88,6 +128,9 @@ def load_with_groups(
     """
     if reader is None:
         return TrainState()
+    if isinstance(reader, HostCopy) and outer is not None:
+        _load_copy(reader, data, optimizer, outer)
+        return _counters(reader)
     settings = config.checkpoint
     fresh = settings.finetune or settings.no_load_optim or not isinstance(reader, CheckpointReader)
     if outer is None or fresh or IN_FLIGHT not in reader.state:
@@ -100,8 +143,7 @@ def load_with_groups(
     assert isinstance(reader, CheckpointReader)
     with reader:
         _load_groups(reader, data, optimizer, outer)
-        known = {each.name for each in fields(TrainState)}
-        return TrainState(**{name: value for name, value in reader.state.items() if name in known})
+        return _counters(reader)
 
 
 def load_intact(
@@ -114,7 +156,7 @@ def load_intact(
 ) -> TrainState:
     """``load_with_groups``; if the files that it reads are damaged, from an older checkpoint in the same folder.
 
-    Errors: ``CheckpointError`` on all ranks if none is intact, or if settings taken from the older one differ.
+    Errors: ``CheckpointError`` on all ranks if none is intact.
     """
     damaged = dict[Path, str]()
     while True:
@@ -122,11 +164,29 @@ def load_intact(
             return load_with_groups(config, reader, data, optimizer, fp8, outer)
         except DamagedCheckpoint as error:
             damaged[error.folder] = str(error)
-            reader, changed = open_checkpoint(config, data.device, hash_later=True, damaged=damaged)
-            if changed != config:
-                raise CheckpointError(
-                    f"{error}; settings taken from the checkpoint before it differ: choose it with --ckpt-step"
-                ) from None
+            reader, _ = open_checkpoint(config, data.device, hash_later=True, damaged=damaged)
+
+
+def _counters(reader: CheckpointReader | HostCopy) -> TrainState:
+    known = {each.name for each in fields(TrainState)}
+    return TrainState(**{name: value for name, value in reader.state.items() if name in known})
+
+
+def _load_copy(reader: HostCopy, data: DataParallel, optimizer: Optimizer, outer: OuterOptimizer) -> None:
+    """Load a copy in host memory, and send the outer gradients again that were in flight."""
+    for fragment in outer.fragments:
+        fragment.message, fragment.in_flight = None, fragment.number in reader.state[IN_FLIGHT]
+        sent = fragment.number in reader.state[SENT]
+        fragment.sent = torch.zeros_like(fragment.weights) if sent else None
+        if fragment.in_flight and not sent:
+            fragment.mean = torch.zeros_like(fragment.weights)
+    weights = (piece for bucket in data.all_buckets for piece in weight_pieces(bucket))
+    held = chain(saved_pieces(data, chain(weights, parameter_pieces(data.frozen))), optimizer_pieces(optimizer))
+    reader.fill(copied_pieces(held, optimizer, outer))
+    _restore_optimizer(reader, data, optimizer)
+    for fragment in outer.fragments:
+        if fragment.sent is not None:
+            outer.send(fragment, fragment.sent.clone())
 
 
 def _load_groups(reader: CheckpointReader, data: DataParallel, optimizer: Optimizer, outer: OuterOptimizer) -> None:
@@ -156,6 +216,12 @@ def _load_groups(reader: CheckpointReader, data: DataParallel, optimizer: Optimi
     }
     reader.check_names(needed)
     reader.fill_together(pieces, data.device)
+    _restore_optimizer(reader, data, optimizer)
+
+
+def _restore_optimizer(reader: CheckpointReader | HostCopy, data: DataParallel, optimizer: Optimizer) -> None:
+    """Compute weights from loaded shards, and restore the counters of ``optimizer``."""
+    optimizer.forget_local_changes()
     for shard in optimizer.shards:
         write_copy(shard.whole)
     gather_weights([data])

@@ -18,6 +18,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from types import FrameType
 
@@ -37,7 +38,7 @@ from megatron_core.parallel.recovery.supervisor import Supervisor
 from megatron_core.parallel.shared_memory import backend as shared_memory
 from megatron_core.parallel.texts import listed
 from megatron_core.training.faults import die_in_recovery
-from megatron_core.training.recovery_choice import choice_of
+from megatron_core.training.recovery_choice import choice_of, groups_left_out, with_groups
 from megatron_core.training.setup import Run
 from megatron_core.training.state_copies import choose_mirror, sources_of
 from megatron_core.training.stop import SIGNALS
@@ -186,8 +187,10 @@ class Recovery:
         if members.iteration >= 0:
             copy = HostCopy(sources_of(members, self._meeting, self.memory, self._mirror))
             config = RunConfig.from_flat(copy.state["config"])
+            config = replace(config, outer=self.config.outer)  # the copy may have fewer groups
         else:
             self.memory.forget()
+        config = with_groups(config, self._size, len(ranks))
         if config.resilience.recover_mirror:
             choose_mirror(self.memory, ranks)
         if world.size > 1:
@@ -374,6 +377,9 @@ class Recovery:
         done = f"a new process takes the place of rank {listed(members.fresh)}" if members.fresh else "no process died"
         if len(members.ranks) < self._size:
             done = f"{self.world.size} of {self._size} ranks continue"
+            left_out = groups_left_out(self.config, self._size, members.training)
+            if left_out:
+                done += f" without group {listed(left_out)} of {self.config.outer.num_groups}"
         since = f"after iteration {members.iteration}" if members.iteration >= 0 else "from the start"
         first, last = max(members.iteration, 0) + 1, failure.iteration
         repeats = f", repeating iteration {first}" + f" to {last}" * (last > first) if last >= first else ""

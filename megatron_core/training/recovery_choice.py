@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 from megatron_core.config import RunConfig
-from megatron_core.config.validate import largest_world_size
+from megatron_core.config.validate import largest_world_size, problems
 from megatron_core.parallel.current import grid_of
 from megatron_core.parallel.grid import DENSE_AXES
 from megatron_core.parallel.recovery.meeting import Choice
@@ -15,7 +16,11 @@ def choice_of(config: RunConfig, size: int) -> Choice:
     """The rules of a job of ``size`` ranks for its meetings."""
     return Choice(
         training=lambda alive: training_ranks(config, size, alive),
-        suffices=lambda ranks, owners: has_all_parts(config, ranks, owners),
+        suffices=lambda ranks, owners, training: (
+            set(training) <= set(owners)  # the state of a lost group is left out with it
+            if config.outer.outer_steps
+            else has_all_parts(config, ranks, owners)
+        ),
     )
 
 
@@ -24,9 +29,12 @@ def training_ranks(config: RunConfig, size: int, alive: Collection[int]) -> tupl
 
     Complete replicas of the layout of all ``size`` ranks come first; if there are too few, ranks of others form
     further ones. Empty if the ranks are too few for one replica, or for the ranks over which experts are split.
+    With outer groups: those of as many complete groups as the batch can be split over.
     """
     if len(alive) == size:
         return tuple(range(size))
+    if config.outer.outer_steps:
+        return _ranks_of_groups(config, size, alive)
     each = config.parallel.smallest_world_size
     if len(alive) < each:
         return ()
@@ -39,6 +47,29 @@ def training_ranks(config: RunConfig, size: int, alive: Collection[int]) -> tupl
     return tuple(sorted([rank for ranks in ordered for rank in ranks][:wanted]))
 
 
+def _ranks_of_groups(config: RunConfig, size: int, alive: Collection[int]) -> tuple[int, ...]:
+    each = size // config.outer.num_groups
+    groups = [range(first, first + each) for first in range(0, size, each)]
+    complete = [ranks for ranks in groups if set(ranks) <= set(alive)]
+    for count in range(len(complete), 0, -1):
+        if next(problems(with_groups(config, size, count * each), count * each), None) is None:
+            return tuple(rank for ranks in complete[:count] for rank in ranks)
+    return ()
+
+
+def with_groups(config: RunConfig, size: int, count: int) -> RunConfig:
+    """The ``config`` of a job of ``size`` ranks for ``count`` of them, with fewer outer groups of the same size."""
+    if not config.outer.outer_steps:
+        return config
+    return replace(config, outer=replace(config.outer, outer_groups=count * config.outer.num_groups // size))
+
+
+def groups_left_out(config: RunConfig, size: int, training: Collection[int]) -> list[int]:
+    """The outer groups of a job of ``size`` ranks without ranks in ``training``."""
+    each = size // config.outer.num_groups
+    return [group for group in range(config.outer.num_groups) if group * each not in training]
+
+
 def copies_are_whole(config: RunConfig) -> bool:
     """Whether each rank copies its whole state, so that any replica survives the loss of the others' memory.
 
@@ -46,6 +77,7 @@ def copies_are_whole(config: RunConfig) -> bool:
     """
     resilience, parallel = config.resilience, config.parallel
     survives = resilience.recover_without_spare and not resilience.recover_mirror
+    survives = survives and not config.outer.outer_steps  # a lost group is left out with its state
     return survives and parallel.dp_zero_stage == 0 and parallel.expert_model_parallel_size == 1
 
 

@@ -246,13 +246,15 @@ def _decoupled_schedule(config: RunConfig, total_iterations: int) -> LearningRat
 
 
 def outer_of(
-    config: RunConfig, data: DataParallel, optimizer: Optimizer, groups: ParallelGroups
+    config: RunConfig, data: DataParallel, optimizer: Optimizer, groups: ParallelGroups, number: int
 ) -> OuterOptimizer | None:
-    """The global weights of groups of replicas; None without ``outer_steps``, and in runs that do not train."""
+    """The global weights of groups of replicas; None without ``outer_steps``, and in runs that do not train.
+    ``number``: of this group in the job."""
     if config.outer.outer_steps == 0 or config.training.skip_train:
         return None
     gather = partial(gather_weights, [data])
-    return OuterOptimizer(config.outer, data, optimizer, groups, config.model.num_layers, gather)
+    layers, recovers = config.model.num_layers, config.resilience.recover != "none"
+    return OuterOptimizer(config.outer, data, optimizer, groups, layers, gather, keeps_sent=recovers, number=number)
 
 
 def _total_iterations(config: RunConfig, state: TrainState, replicas: int) -> int:
@@ -360,7 +362,7 @@ def set_up(
     optimizer = _optimizer_of(config, data_parallel, groups)
     fp8 = _histories_of(config, stages, groups, world.device)
     # The state of the checkpoint, and the remaining steps.
-    outer = outer_of(config, data_parallel, optimizer, groups)
+    outer = outer_of(config, data_parallel, optimizer, groups, world.group_number(config.outer.num_groups))
     state = load_intact(config, checkpoint, data_parallel, optimizer, fp8, outer)
     state.data = compare_data(config, state, world)
     total = _total_iterations(config, state, groups.replicas)

@@ -15,6 +15,7 @@ from megatron_core.parallel.recovery.keeper import Connection, RemoteCopy
 from megatron_core.parallel.recovery.meeting import Meeting, Members
 from megatron_core.parallel.recovery.memory import MIRRORED, MIRRORS, HostMemory
 from megatron_core.training.callbacks import Callback
+from megatron_core.training.outer_state import copied_pieces, copied_state
 from megatron_core.training.recovery_choice import copies_are_whole
 from megatron_core.training.state import held_pieces, other_pieces, updated_pieces
 
@@ -111,9 +112,8 @@ class StateCopies(Callback):
         run.optimizer.before_update()
         if run.config.resilience.recover_mirror and run.world.size > 1:
             await_mirror(self._recovery.memory, run.world.launched)
-        self._writer.write(
-            run.state.iteration, self._pieces(), run.saver.manifest_state(run.state), rollbacks=run.state.rollbacks
-        )
+        state = run.saver.manifest_state(run.state) | ({} if run.outer is None else copied_state(run.outer))
+        self._writer.write(run.state.iteration, self._pieces(), state, rollbacks=run.state.rollbacks)
         if self._is_first and self._recovery.generation and run.world.rank == 0:
             print(self._recovery.story(), flush=True)
         if self._is_first and run.world.rank == 0:
@@ -133,4 +133,7 @@ class StateCopies(Callback):
             self._memory = memory
             self._updated = [piece for piece in updated_pieces(run.data_parallel, run.optimizer) if piece.owned]
         others = other_pieces(run.data_parallel, run.optimizer, run.fp8)
-        return [*self._updated, *(piece for piece in others if piece.owned)]
+        pieces = [*self._updated, *(piece for piece in others if piece.owned)]
+        if run.outer is None:
+            return pieces
+        return [piece for piece in copied_pieces(pieces, run.optimizer, run.outer) if piece.owned]

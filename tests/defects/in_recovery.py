@@ -36,6 +36,17 @@ BEFORE_LAST = partial(same_end, "dp2 zero3", Planned("kill-update", 1, 3))  # th
 FEWER = partial(same_end, "dp4 zero1", Planned("kill-gradients", 1, 4, "process"))
 WITHOUT_HOST = partial(same_end, "dp4 zero1", Planned("kill-gradients", 1, 4, "host"))
 IN_COPY = partial(same_end, "dp4 zero1", Planned("kill-copy", 2, 4))
+IN_GROUP = partial(same_end, "dp2, groups", Planned("kill-update", 1, 4))
+IN_FLIGHT = partial(same_end, "dp4 zero1, groups", Planned("kill", 3, 4))
+
+
+def without_the_lost_group() -> None:
+    """``AssertionError`` or ``RankFailure`` unless the other group continues on its own."""
+    found = run_job("dp4 zero1, groups", [Planned("kill-update", 1, 4, "host")])
+    assert found.ranks == 2 and not any(name.startswith("group0.") for name in found.tensors)
+
+
+COPY_OF_GROUPS = "training.outer_state:_load_copy"
 LOADING, STEPS = "training.loading:load_state", "training.loading:_finish_optimizer"
 IN_RECOVERY = (
     # The state.
@@ -149,7 +160,7 @@ IN_RECOVERY = (
     RecoveryDefect(
         "copies of two layouts are mixed",
         "parallel.recovery.meeting:Meeting._count",
-        "if writers is not None and self._choice.suffices(writers.training, found):",
+        "if writers is not None and self._choice.suffices(writers.training, found, training):",
         "if writers is not None:",
         test_meeting.test_copies_of_two_layouts_are_not_mixed,
     ),
@@ -187,5 +198,41 @@ IN_RECOVERY = (
         "map(Copy._make, copies)",
         "map(Copy._make, [each for each in copies if each[0] == rank])",
         WITHOUT_HOST,
+    ),
+    # Groups of replicas.
+    RecoveryDefect(
+        "the outer momentum is not restored",
+        COPY_OF_GROUPS,
+        "copied_pieces(held, optimizer, outer)",
+        "piece for piece in copied_pieces(held, optimizer, outer) if 'outer.momentum' not in piece.name",
+        IN_GROUP,
+    ),
+    RecoveryDefect(
+        "global weights are not restored",
+        COPY_OF_GROUPS,
+        "copied_pieces(held, optimizer, outer)",
+        "piece for piece in copied_pieces(held, optimizer, outer) if 'outer.weights' not in piece.name",
+        IN_GROUP,
+    ),
+    RecoveryDefect(
+        "an outer gradient that was in flight is sent again as zeros",
+        COPY_OF_GROUPS,
+        "fragment.sent.clone()",
+        "torch.zeros_like(fragment.sent)",
+        IN_FLIGHT,
+    ),
+    RecoveryDefect(
+        "the other groups wait for the lost one",
+        "training.recovery_choice:with_groups",
+        "count * config.outer.num_groups // size",
+        "config.outer.num_groups",
+        without_the_lost_group,
+    ),
+    RecoveryDefect(
+        "the state of a lost group is needed",
+        "training.recovery_choice:_ranks_of_groups",
+        "set(ranks) <= set(alive)",
+        "set(ranks) & set(alive)",
+        without_the_lost_group,
     ),
 )

@@ -8,7 +8,7 @@ import pytest
 
 from tests.defects.in_recovery import IN_RECOVERY
 from tests.defects.plant import planted
-from tests.end_to_end.recovery_simulated import differences, undisturbed
+from tests.end_to_end.recovery_simulated import CASES, differences, undisturbed
 from tests.memory import needs_proc
 
 pytestmark = needs_proc
@@ -18,7 +18,7 @@ BY_NAME = {defect.name: defect for defect in IN_RECOVERY}
 @pytest.mark.parametrize("name", BY_NAME)
 def test_every_defect_is_found(name: str, record_property) -> None:
     defect = BY_NAME[name]
-    if isinstance(defect.check, partial) and defect.check.args[0] in ("dp2 zero3", "dp4 zero1"):
+    if isinstance(defect.check, partial) and defect.check.args[0] in CASES:
         undisturbed(defect.check.args[0])  # before anything is planted
     with planted(defect.target, defect.old, defect.new), pytest.raises(Exception):  # noqa: B017
         defect.check()

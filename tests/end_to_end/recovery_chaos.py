@@ -26,10 +26,9 @@ from typing import Any
 import torch
 import tyro
 
-from megatron_core.config.layout import Layout
 from megatron_core.config.resilience import DEATHS, LINK_AXES, LINK_DAMAGES
 from tests.checkpoint.runs import SMALL, stored
-from tests.end_to_end.recovery_table import Seen, table
+from tests.end_to_end.recovery_table import Seen, layout_of, table
 from tests.end_to_end.test_failures import ranks_without_launcher
 
 STEPS = 20
@@ -52,6 +51,8 @@ CASES: dict[str, dict[str, Any]] = {
     "dp2 ep2": MOE,
     "dp4 zero1": {},
     "dp4 zero3": {},
+    "dp2, groups": {"outer_steps": 2},
+    "dp4 zero1, groups": {"outer_steps": 3, "outer_fragments": 2, "outer_delay": 1},
 }
 DAMAGED = "wrong data"
 """Kind of all faults in which a transfer delivers wrong data."""
@@ -81,11 +82,11 @@ def training_process(supervisor: int) -> int | None:
 
 def run_job(folder: Path, case: str, faults: Sequence[Planned], **more: Any) -> str:
     """Run a job with ``faults``; returns its output. ``AssertionError`` if it fails or does not end."""
-    size = Layout.parse(case).world_size
+    size = layout_of(case).world_size
     folder.mkdir()
     logs = [folder / f"log{rank}" for rank in range(size)]
     inside = tuple(f"{each.kind}@{each.rank}:{each.step}" for each in faults if each.kind not in FROM_OUTSIDE)
-    settings = JOB | Layout.parse(case).settings() | CASES[case] | more | {"inject_fault": inside}
+    settings = JOB | layout_of(case).settings() | CASES[case] | more | {"inject_fault": inside}
     outside = sorted((each for each in faults if each.kind in FROM_OUTSIDE), key=lambda each: each.step)
     with ranks_without_launcher(logs, save=str(folder / "save"), **settings) as ranks:
         deadline = time.monotonic() + SECONDS
@@ -137,7 +138,7 @@ def count(output: str, faults: Sequence[Planned], seen: dict[str, Seen]) -> None
 
 def drawn(chance: random.Random, case: str, *, without_spare: bool) -> list[Planned]:
     """Three faults of a job, or one death without a spare."""
-    size, steps = Layout.parse(case).world_size, sorted(chance.sample(range(1, STEPS + 1), 3))
+    size, steps = layout_of(case).world_size, sorted(chance.sample(range(1, STEPS + 1), 3))
     if without_spare:
         kind = chance.choice(("kill", "kill-copy", "kill-gradients", "kill-update", "SIGKILL"))
         return [Planned(kind, chance.randrange(size), steps[0])]
@@ -180,8 +181,8 @@ def main() -> None:
             if case not in expected:
                 run_job(Path(name) / f"alone{number}", case, [])
                 expected[case] = end_of(Path(name) / f"alone{number}")
-            layout = Layout.parse(case)
-            without_spare = layout.dp > layout.ep and number % 4 == 3
+            layout = layout_of(case)
+            without_spare = layout.dp > layout.ep and number % 4 == 3 and "groups" not in case
             given = drawn(chance, case, without_spare=without_spare)
             folder = Path(name) / f"job{number}"
             count(run_job(folder, case, given, recover_without_spare=without_spare), given, seen)

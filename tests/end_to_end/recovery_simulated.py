@@ -31,7 +31,6 @@ from megatron_core.checkpoint import Box
 from megatron_core.checkpoint.host_copy import HostCopy, LocalCopy
 from megatron_core.checkpoint.manifest import TORCH_DTYPES
 from megatron_core.config import RunConfig
-from megatron_core.config.layout import Layout
 from megatron_core.config.resilience import LINK_AXES, LINK_DAMAGES
 from megatron_core.parallel import World
 from megatron_core.parallel.links.faults import LinkFault
@@ -40,13 +39,13 @@ from megatron_core.parallel.recovery.meeting import LOST_STATE, Failure, Meeting
 from megatron_core.parallel.recovery.memory import GENERATION, MIRRORED, Copy, HostMemory
 from megatron_core.training.callbacks import Callback, Callbacks
 from megatron_core.training.link_checks import LinkChecks
-from megatron_core.training.recovery_choice import choice_of
+from megatron_core.training.recovery_choice import choice_of, with_groups
 from megatron_core.training.setup import set_up
 from megatron_core.training.state_copies import StateCopies
 from megatron_core.training.step import StepResult, train_step
 from megatron_core.verify.ranks import RankFailure, run_simulated
 from tests.checkpoint.runs import SMALL
-from tests.end_to_end.recovery_table import Seen, table
+from tests.end_to_end.recovery_table import Seen, layout_of, table
 
 STEPS = 4
 ROOM = 1 << 22
@@ -54,6 +53,8 @@ JOB = SMALL | {"num_layers": 2, "train_iters": STEPS, "hidden_dropout": 0.1, "gl
 JOB |= {"micro_batch_size": 1, "recover": "in-process"}
 CHECKED = {"link_check_interval": 1, "check_pipeline_messages": True}
 MOE = {"num_experts": 4, "moe_router_topk": 2, "disable_bias_linear": True}
+GROUPS = {"outer_steps": 2, "outer_lr": 0.9}
+STREAMS = GROUPS | {"outer_fragments": 2, "outer_delay": 1, "outer_alpha": 0.25}
 CASES: dict[str, dict[str, Any]] = {
     "dp2": {},
     "dp4 zero1": {},
@@ -65,6 +66,9 @@ CASES: dict[str, dict[str, Any]] = {
     "cp2 dp2 zero1": {},
     "dp4 ep2 zero1": MOE,
     "tp2 pp2 dp2 zero1": {},
+    "dp2, groups": GROUPS,
+    "tp2 dp2, groups": GROUPS,
+    "dp4 zero1, groups": STREAMS,
 }
 DEATHS = ("kill", "kill-copy", "kill-gradients", "kill-update", "kill-recovery")
 LOSSES = ("spare", "process", "host")
@@ -140,7 +144,8 @@ def rank_of_job(
     job = Disturbed(memory, memories[neighbour][1] if len(members.training) > 1 else None, faults, members)
     world = World(place, len(members.training), 0, torch.device("cpu"), memory=memory, launched=members.training)
     copy = None if members.iteration < 0 else HostCopy(sources(members, memory, memories))
-    run = set_up(RunConfig.from_flat(settings), world, copy=copy)
+    config = with_groups(RunConfig.from_flat(settings), len(memories), world.size)
+    run = set_up(config, world, copy=copy)
     if job.generation:
         job.die("kill-recovery")
     LINKS.faults.name_groups(run.groups)
@@ -200,7 +205,7 @@ class Outcome:
 
 def run_job(case: str, faults: Sequence[Planned] = ()) -> Outcome:
     """Run a job with ``faults`` to its end. ``AssertionError`` if it cannot continue."""
-    layout = Layout.parse(case)
+    layout = layout_of(case)
     size = layout.world_size
     without_spare = any(fault.loss != "spare" for fault in faults)
     settings = JOB | layout.settings() | CASES[case] | {"recover_without_spare": without_spare}
@@ -280,10 +285,10 @@ def differences(found: Outcome, expected: Outcome) -> list[str]:
 
 def drawn(chance: random.Random, case: str) -> list[Planned]:
     """Up to three faults of a job, of which at most one takes a rank away."""
-    size, axes = Layout.parse(case).world_size, {axis for axis in ("tp", "cp", "dp", "pp", "ep") if axis in case}
+    size, axes = layout_of(case).world_size, {axis for axis in ("tp", "cp", "dp", "pp", "ep") if axis in case}
     links = [f"{axis}-{damage}" for axis in LINK_AXES for damage in LINK_DAMAGES if axis in axes]
     steps = sorted(chance.sample(range(2, STEPS + 1), chance.randint(1, 3)))
-    loss = chance.choice(LOSSES)
+    loss = "spare" if case.endswith(", groups") else chance.choice(LOSSES)
     kinds = [chance.choice(DEATHS[:-1]) if loss != "spare" or chance.random() < 0.6 else chance.choice(links)]
     if loss == "spare":
         kinds += [chance.choice((*DEATHS[:-1], *links)) for _ in steps[1:]]

@@ -1,9 +1,16 @@
-"""Results of disturbed jobs by the kind of fault."""
+"""Disturbed jobs: their layouts, and their results by the kind of fault."""
 
 from __future__ import annotations
 
 import statistics
 from dataclasses import dataclass, field
+
+from megatron_core.config.layout import Layout
+
+
+def layout_of(case: str) -> Layout:
+    """The layout in the name of a case, such as ``dp2, groups``."""
+    return Layout.parse(case.split(",")[0])
 
 
 @dataclass

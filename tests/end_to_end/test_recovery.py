@@ -15,7 +15,7 @@ import torch
 from megatron_core.config.layout import Layout
 from megatron_core.config.validate import problems
 from megatron_core.parallel.recovery import supervisor
-from tests.checkpoint.runs import SMALL, stored
+from tests.checkpoint.runs import SMALL, edit, stored
 from tests.end_to_end.recovery_chaos import training_process
 from tests.end_to_end.test_failures import ranks_without_launcher
 from tests.memory import needs_proc
@@ -95,6 +95,60 @@ def test_fewer_replicas_continue_without_a_spare(layout: str, lost: int, left: i
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-9, msg=name)
+
+
+GROUPS = {"outer_steps": 2, "outer_lr": 0.9, "global_batch_size": 12}
+STREAMS = GROUPS | {"outer_fragments": 2, "outer_delay": 1, "outer_alpha": 0.25}
+
+
+@pytest.mark.parametrize(
+    ("layout", "groups", "faults"),
+    [
+        ("dp2", GROUPS, ["kill-update@1:4"]),
+        pytest.param("tp2 dp2 zero1", STREAMS, ["kill@0:4", "kill-copy@3:6"], marks=pytest.mark.whole_matrix),
+    ],
+)
+def test_groups_end_as_an_undisturbed_run(
+    layout: str, groups: dict[str, Any], faults: list[str], tmp_path: Path
+) -> None:
+    expected, _ = run(tmp_path / "undisturbed", layout, **groups)
+    found, output = run(tmp_path / "disturbed", layout, inject_fault=tuple(faults), save_interval=3, **groups)
+    assert_same(found, expected)
+    assert output.count("was killed by SIGKILL; a new process takes the place") == len(faults)
+
+
+def without_group(folder: Path, lost: int, left: int) -> None:
+    """Change a checkpoint into one of the groups other than ``lost``."""
+
+    def change(content: dict[str, Any]) -> None:
+        content["state"]["config"]["outer_groups"] = left
+        tensors, content["tensors"] = content["tensors"], {}
+        for name, tensor in tensors.items():
+            first, _, rest = name.partition(".")
+            number = int(first.removeprefix("group")) if first.startswith("group") else -1
+            if number != lost:
+                content["tensors"][f"group{number - 1}.{rest}" if number > lost else name] = tensor
+
+    edit(folder, change)
+
+
+@pytest.mark.parametrize(
+    ("layout", "lost", "left"), [("dp2", 0, 1), pytest.param("dp3", 1, 2, marks=pytest.mark.whole_matrix)]
+)
+def test_other_groups_continue_without_a_lost_one(layout: str, lost: int, left: int, tmp_path: Path) -> None:
+    """As a run of these groups from the same state: the mean is over them, and they train on all samples."""
+    size = left + 1
+    settings = GROUPS | {"outer_groups": size}
+    run(tmp_path / "undisturbed", layout, save_interval=3, **settings)
+    fault = {"inject_fault": (f"kill-gradients@{lost}:4",), "recover_without_spare": True}
+    found, output = run(tmp_path / "disturbed", layout, **fault, **settings)
+    assert (
+        f"rank {lost} was killed by SIGKILL; {left} of {size} ranks continue without group {lost} of {size}" in output
+    )
+    state = tmp_path / "undisturbed" / "save" / "iter_0000003"
+    without_group(state, lost, left)
+    expected, _ = run(tmp_path / "alone", f"dp{left}", load=str(state), **settings | {"outer_groups": left})
+    assert_same(found, expected)
 
 
 def test_fewer_replicas_have_equal_bits_with_layout_invariance(tmp_path: Path) -> None:

@@ -81,8 +81,11 @@ class Choice:
     """Decides which of the present ranks train, and which copies are the whole state."""
 
     training: Callable[[Sequence[int]], tuple[int, ...]] = tuple
-    suffices: Callable[[Sequence[int], Collection[int]], bool] = lambda ranks, owners: set(ranks) <= set(owners)
-    """Whether the copies of ``owners`` are the whole state of a generation that was trained by ``ranks``."""
+    suffices: Callable[[Sequence[int], Collection[int], Sequence[int]], bool] = lambda ranks, owners, training: (
+        set(ranks) <= set(owners)
+    )
+    """Whether the copies of ``owners`` are the state that the ranks ``training`` need of a generation that was trained
+    by ``ranks``."""
 
 
 @dataclass(frozen=True)
@@ -194,7 +197,7 @@ class Meeting:
             writers = earlier.get(written)
             if any(written <= each and iteration >= first for each, first in wrong):
                 continue
-            if writers is not None and self._choice.suffices(writers.training, found):
+            if writers is not None and self._choice.suffices(writers.training, found, training):
                 return Members(tuple(there), training, iteration, written, found, tuple(fresh), rollbacks)
         # All ranks copy their state before the first step is complete, after which one of them may have two copies.
         has_trained = any(each is not None and each.iteration >= 0 for each in earlier.values())
