@@ -20,12 +20,15 @@ class LinearLayer(NamedTuple):
     """Outputs of each matrix that it consists of; several if it is fused."""
     experts: int = 0
     """Number of experts on a rank, each of which has its own; 0 outside of experts."""
+    frozen: bool = False
+    """Whether its weight is not trained."""
 
 
 def linear_layers(model: ModelConfig, parallel: ParallelConfig, layer_number: int) -> Iterator[LinearLayer]:
     """The linear layers of attention, or of a recurrence, and of the MLP or the experts."""
     for own in mixer_of(model, layer_number).projections(parallel.tensor_model_parallel_size):
-        yield LinearLayer(f"self_attention.{own.module}", own.inputs, own.pieces or (own.outputs,))
+        pieces = own.pieces or (own.outputs,)
+        yield LinearLayer(f"self_attention.{own.module}", own.inputs, pieces, frozen=own.frozen)
     yield from mlp_layers(model, parallel, layer_number)
 
 

@@ -28,9 +28,10 @@ class AlgorithmConfig:
 
     optimizer: str = setting("adam")
     """adam: AdamW (Loshchilov and Hutter 2019); sgd: with momentum; lion (Chen et al. 2023); muon: orthogonal updates
-    of the hidden matrices (Jordan et al. 2024), --muon-scalar-optimizer for the other parameters; lamb: Adam with steps
-    in proportion to the norm of each tensor (You et al. 2019); or an optimizer that a program registers
-    (optimizer.register_optimizer)."""
+    of the hidden matrices (Jordan et al. 2024), --muon-scalar-optimizer for the other parameters; soap: Adam in the
+    eigenbases of Shampoo's factors of the hidden matrices (Vyas et al. 2024), --soap-scalar-optimizer for the other
+    parameters; lamb: Adam with steps in proportion to the norm of each tensor (You et al. 2019); or an optimizer that
+    a program registers (optimizer.register_optimizer)."""
     adam_beta1: float = setting(0.9, r.BELOW_1, when=_read("adam_beta1", "adam"))
     """Decay rate of the running mean of gradients."""
     adam_beta2: float = setting(0.999, r.BELOW_1, when=_read("adam_beta2", "adam"))
@@ -78,6 +79,19 @@ class AlgorithmConfig:
     if the GPU has it. highest: float32. With --fp64 always float64."""
     muon_scalar_optimizer: Literal["adam", "lion"] = setting("adam", when=_read("muon_scalar_optimizer", "muon"))
     """Optimizer of embeddings, output layer, norms and biases, for --optimizer muon."""
+    soap_shampoo_beta: float = setting(0.95, r.BELOW_1, when=_read("soap_shampoo_beta", "soap"))
+    """Decay rate of the factors, the running means of G G^T and G^T G, for --optimizer soap."""
+    soap_precondition_frequency: int = setting(1, r.COUNT, when=_read("soap_precondition_frequency", "soap"))
+    """Number of steps between two updates of the bases, for --optimizer soap; 10 in the paper."""
+    soap_max_precondition_dim: int = setting(10_000, r.COUNT, when=_read("soap_max_precondition_dim", "soap"))
+    """Largest dimension of a matrix with a factor and a basis, for --optimizer soap; a larger one is not rotated."""
+    soap_split_qkv: bool = setting(True, when=_read("soap_split_qkv", "soap"))
+    """Factors of their own for queries, keys and values, for --optimizer soap; --no-soap-split-qkv: of the whole fused
+    matrix."""
+    soap_split_gate_up: bool = setting(False, when=_read("soap_split_gate_up", "soap"))
+    """Factors of their own for the gate and the up projection of gated MLPs and experts, for --optimizer soap."""
+    soap_scalar_optimizer: Literal["adam", "lion"] = setting("adam", when=_read("soap_scalar_optimizer", "soap"))
+    """Optimizer of embeddings, output layer, norms and biases, for --optimizer soap."""
     lamb_max_coeff: float = setting(10.0, r.POSITIVE, when=_read("lamb_max_coeff", "lamb"))
     """Upper limit of |weights| / |update|, the factor of a tensor's update, for --optimizer lamb."""
     lamb_min_coeff: float = setting(0.01, r.POSITIVE, when=_read("lamb_min_coeff", "lamb"))
@@ -115,8 +129,8 @@ class AlgorithmConfig:
     """Largest attention logit (scaled, before the softmax) that --qk-clip leaves unchanged."""
     qk_clip_alpha: float = setting(0.5, r.UP_TO_1, needs=given("qk_clip"))
     """Share of the queries in the factor g of --qk-clip: g^alpha for queries, g^(1 - alpha) for keys."""
-    use_layer_wise_param_layout: bool = setting(True, when=c.MUON_ZERO_1, resume=Resume.FREE)
-    """For --optimizer muon with ZeRO stage 1: shards consist of whole matrices, each updated by one rank;
+    use_layer_wise_param_layout: bool = setting(True, when=c.MATRICES_ZERO_1, resume=Resume.FREE)
+    """For --optimizer muon or soap with ZeRO stage 1: shards consist of whole matrices, each updated by one rank;
     --no-use-layer-wise-param-layout: shards cut matrices, and ranks exchange the parts in every step."""
     exp_avg_dtype: Literal["fp32", "bf16"] = setting("fp32", needs=(c.PRECISION_AWARE, c.BF16), when=c.FIRST_MOMENT)
     """Precision of the first moment, or of the momentum of optimizers with one moment."""
@@ -180,6 +194,8 @@ class OptimizerKind:
     scalar_optimizer: str | None = None
     """Setting that names the optimizer of embeddings, output layer, norms and biases, for an optimizer that updates
     only hidden matrices, each as a whole; None: this optimizer updates all parameters, element by element."""
+    has_matrix_state: bool = False
+    """Whether the owner of a matrix has state for the whole matrix: on its device, in float32 or float64."""
     hidden_lr_power: int = -1
     """With --use-mup, the learning rate of hidden matrices is multiplied by (width / base width) to this power (Yang et
     al. 2022, table 8)."""
@@ -247,6 +263,20 @@ add_optimizer(
         ),
         scalar_optimizer="muon_scalar_optimizer",
         hidden_lr_power=0,  # the size of Muon's updates does not depend on the width
+    )
+)
+add_optimizer(
+    OptimizerKind(
+        name="soap",
+        all_moments=(),
+        settings=(
+            *("adam_beta1", "adam_beta2", "adam_eps", "adam_bias_correction", "soap_shampoo_beta"),
+            *("soap_precondition_frequency", "soap_max_precondition_dim", "soap_split_qkv", "soap_split_gate_up"),
+            "soap_scalar_optimizer",
+        ),
+        scalar_optimizer="soap_scalar_optimizer",
+        has_matrix_state=True,
+        hidden_eps_power=-1,
     )
 )
 add_optimizer(

@@ -47,6 +47,8 @@ def _excluded(config: RunConfig) -> Iterator[str]:
         yield f"ema_decay={optimizer.ema_decay}; the global weights already are a mean"
     if optimizer.offloads_optimizer or parallel.offloads_weights:
         yield "offload of weights or optimizer state"
+    if optimizer.optimizer == "soap":
+        yield "optimizer=soap, whose state of matrices is not stored for each group"
     if optimizer.bf16_settings:
         yield f"{', '.join(f'{key}={value}' for key, value in optimizer.bf16_settings.items())}"
     if parallel.grad_compression not in ("none", "bf16"):

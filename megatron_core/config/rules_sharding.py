@@ -97,13 +97,19 @@ def _offload_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _storage_problems(config: RunConfig) -> Iterator[str]:
-    """bfloat16 state with sums of signs; bfloat16 main weights and offloaded state with lamb."""
+    """bfloat16 state with sums of signs; bfloat16 main weights and offloaded state with lamb, offloaded state with
+    soap."""
     optimizer = config.optimizer
     if optimizer.optimizer == "lamb" and (optimizer.offloads_optimizer or optimizer.bf16_settings):
         yield (
             "optimizer=lamb needs norms of whole tensors before it updates a weight, so its main weights must be in "
             "float32 on the device; remove --optimizer-cpu-offload, --optimizer-offload-dir and "
             "--main-params-dtype bf16"
+        )
+    if optimizer.optimizer == "soap" and optimizer.offloads_optimizer:
+        yield (
+            "optimizer=soap has factors and bases of whole matrices, which must be on the device; remove "
+            "--optimizer-cpu-offload and --optimizer-offload-dir"
         )
     kind = config.parallel.grad_compression
     if optimizer.bf16_settings and kind in COMPRESSED_OPTIMIZERS:

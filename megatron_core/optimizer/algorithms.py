@@ -1,6 +1,6 @@
 """Update rules of the optimizers in ``config.optimizers``: AdamW, SGD, Lion on slices, Muon on matrices.
 
-``lamb`` has LAMB, and ``rule`` the base classes.
+``lamb`` has LAMB, ``soap`` SOAP, and ``rule`` the base classes.
 
 To add an optimizer, add a row to ``config.optimizers`` and a class here, or call ``register_optimizer`` outside of this
 package.
@@ -17,8 +17,10 @@ from torch.nn.functional import normalize
 from megatron_core.config import OptimizerConfig
 from megatron_core.config.optimizers import OptimizerKind, add_optimizer
 from megatron_core.ops import Backend, adamw_
+from megatron_core.optimizer.fused import joined, separated
 from megatron_core.optimizer.lamb import LAMB
 from megatron_core.optimizer.rule import NEVER_CORRECTED, Algorithm, MatrixAlgorithm, Rates, ShardSlice, write_copy
+from megatron_core.optimizer.soap import SOAP
 from megatron_core.parallel.groups import ParallelGroups
 from megatron_core.parallel.sharding import Fused
 
@@ -149,21 +151,18 @@ class Muon(MatrixAlgorithm):
         part.main.mul_(1.0 - rates.lr * rates.weight_decay).add_(update, alpha=-rates.lr)
         write_copy(part)
 
-    def transform(self, direction: Tensor, fused: Fused | None) -> Tensor:
+    def transform(self, direction: Tensor, fused: Fused | None, state: dict[str, Tensor], rates: Rates) -> Tensor:
         """Return the scaled orthogonal matrix, or those of the matrices of a fused one; see ``MatrixAlgorithm``."""
         has_heads = fused is not None and fused.head_size > 0
         if fused is None or not (self.config.muon_split_qkv if has_heads else self.config.muon_split_gate_up):
             return self._scaled(direction)
-        blocks = direction.unflatten(-2, (-1, sum(fused.rows)))
         parts = []
-        for block in blocks.split(fused.rows, dim=-2):
-            each = block.flatten(-3, -2)
+        for each in separated(direction, fused):
             if has_heads and self.config.muon_split_heads:
-                scaled = self._scaled(each.unflatten(-2, (-1, fused.head_size))).flatten(-3, -2)
+                parts.append(self._scaled(each.unflatten(-2, (-1, fused.head_size))).flatten(-3, -2))
             else:
-                scaled = self._scaled(each)
-            parts.append(scaled.view(block.shape))
-        return torch.cat(parts, dim=-2).view(direction.shape)
+                parts.append(self._scaled(each))
+        return joined(parts, fused)
 
     def _scaled(self, matrix: Tensor) -> Tensor:
         config, (rows, columns) = self.config, matrix.shape[-2:]
@@ -213,7 +212,14 @@ def _float32_products(precision: str) -> Iterator[None]:
 UpdateRule = Callable[[OptimizerConfig, Backend, ParallelGroups], Algorithm]
 """Constructor of an update rule: a subclass of ``Algorithm``, or a function that returns an instance of one."""
 
-UPDATE_RULES: dict[str, UpdateRule] = {"adam": AdamW, "sgd": SGD, "lion": Lion, "muon": Muon, "lamb": LAMB}
+UPDATE_RULES: dict[str, UpdateRule] = {
+    "adam": AdamW,
+    "sgd": SGD,
+    "lion": Lion,
+    "muon": Muon,
+    "soap": SOAP,
+    "lamb": LAMB,
+}
 """The update rule of each optimizer, by the names in ``config.optimizers.OPTIMIZERS``."""
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from megatron_core.checkpoint import Box, TensorBox
 from megatron_core.data_parallel import Bucket
 from megatron_core.optimizer.matrix_plan import Item, MatrixTask, Messages, Round, plan_rounds
 from megatron_core.optimizer.rounding import update_rounded
@@ -40,6 +41,27 @@ class MatrixUpdates:
         """The plan of every step."""
         return plan_rounds(list(self._shards), self.groups)
 
+    @cached_property
+    def states(self) -> dict[MatrixTask, dict[str, Tensor]]:
+        """The state of each matrix of which this rank is the owner."""
+        found = {}
+        for task in (task for now in self.rounds for task in now.tasks):
+            weights = task.bucket.weights
+            dtype = torch.promote_types(weights.dtype, torch.float32)
+            matrix = torch.empty(task.box.shape, dtype=dtype, device=weights.device)
+            found[task] = self._algorithm(task.bucket).new_state(matrix, task.spec.fused)
+        return found
+
+    def pieces(self) -> Iterator[TensorBox]:
+        """Yield ``states`` as boxes ``KIND.NAME`` of global tensors, which no other rank has."""
+        for task, state in self.states.items():
+            lead, first = task.spec.global_shape[:-2], task.box.start[:-2]
+            for kind, tensor in state.items():
+                own = tuple(tensor.shape[-2:])
+                box = Box((*first, 0, 0), (*task.box.stop[:-2], *own))
+                name = f"{kind}.{task.bucket.names[task.number]}"
+                yield TensorBox(name, (*lead, *own), box, tensor, owned=not task.spec.is_copy)
+
     def step(self, rates: Mapping[Bucket, Rates], meanwhile: Callable[[], None]) -> None:
         """Update all shards, each with its own rates; call ``meanwhile`` while the first messages are in flight.
 
@@ -52,7 +74,7 @@ class MatrixUpdates:
         for number, now in enumerate(rounds):
             following = self._start_gather(rounds[number + 1], rates) if number + 1 < len(rounds) else None
             assert arriving is not None, "every round starts with its messages"
-            results = self._transformed(now, arriving)
+            results = self._transformed(now, arriving, rates)
             if returning is not None:
                 self._finish_scatter(rounds[number - 1], returning, rates)
             returning, arriving = self._start_scatter(now, results), following
@@ -66,7 +88,7 @@ class MatrixUpdates:
             self._updates[bucket] = torch.zeros_like(self._directions[bucket])
         return self._start(now, now.gather, self._in_direction)
 
-    def _transformed(self, now: Round, arriving: Arriving) -> dict[MatrixTask, Tensor]:
+    def _transformed(self, now: Round, arriving: Arriving, rates: Mapping[Bucket, Rates]) -> dict[MatrixTask, Tensor]:
         """Return the results of this rank's tasks of a round."""
         directions = self._directions
         whole = {task: directions[task.bucket].new_empty(task.box.shape) for task in now.tasks}
@@ -75,7 +97,10 @@ class MatrixUpdates:
         self._receive(now.gather, arriving, lambda item: whole[item[0]][item[1].whole])
         for bucket in now.ends:
             del directions[bucket]
-        return {task: self._algorithm(task.bucket).transform(tensor, task.spec.fused) for task, tensor in whole.items()}
+        return {
+            task: self._algorithm(task.bucket).transform(tensor, task.spec.fused, self.states[task], rates[task.bucket])
+            for task, tensor in whole.items()
+        }
 
     def _start_scatter(self, now: Round, results: dict[MatrixTask, Tensor]) -> Arriving:
         """Start to send the results of a round to the shards; store the parts that stay on this rank."""

@@ -85,11 +85,18 @@ class MatrixAlgorithm(Algorithm):
         """
         raise NotImplementedError
 
-    def transform(self, direction: Tensor, fused: Fused | None) -> Tensor:
+    def new_state(self, matrix: Tensor, fused: Fused | None) -> dict[str, Tensor]:
+        """Return the initial state that the owner of ``matrix`` keeps, of its dtype and on its device, by name.
+
+        The state of a stack of matrices has the dims of the stack, then two of its own. ``matrix`` has no values.
+        """
+        return {}
+
+    def transform(self, direction: Tensor, fused: Fused | None, state: dict[str, Tensor], rates: Rates) -> Tensor:
         """Return the update of a whole matrix, or of each matrix of a stack ``[..., rows, columns]``.
 
-        ``fused`` describes the matrices that are stored as one. The result depends only on the arguments, so that it
-        does not depend on the layout.
+        ``fused`` describes the matrices that are stored as one; ``state``, of ``new_state``, is updated in place. The
+        result depends only on the arguments, so that it does not depend on the layout.
         """
         raise NotImplementedError
 

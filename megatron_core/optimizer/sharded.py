@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_core.checkpoint import TensorBox
 from megatron_core.config import OptimizerConfig
 from megatron_core.config.optimizers import AVERAGE
 from megatron_core.data_parallel import Bucket, DataParallel
@@ -246,10 +247,14 @@ class Optimizer:
         """Yield each bucket with its flat state.
 
         The state consists of the optimizer's moments (``exp_avg`` and ``exp_avg_sq`` for AdamW) and, for 16-bit
-        weights, ``main``.
+        weights, ``main``. ``matrix_state`` has the state that is not of a shard.
         """
         for shard in self.shards:
             yield shard.bucket, shard.state | ({"main": shard.main} if shard.is_narrow else {})
+
+    def matrix_state(self) -> Iterator[TensorBox]:
+        """Yield the state of whole matrices that only this rank has, as boxes of global tensors ``KIND.NAME``."""
+        return self._matrices.pieces()
 
     def set_steps_taken(self, steps: int) -> None:
         """Set the step count for AdamW's bias correction and the warm-up of compression."""

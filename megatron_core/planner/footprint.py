@@ -8,6 +8,7 @@ from functools import cached_property
 
 from megatron_core.config import RunConfig
 from megatron_core.planner.context import arriving_bytes
+from megatron_core.planner.matrix_state import matrix_state_elements
 from megatron_core.planner.memory import (
     compression_bytes,
     layer_activations,
@@ -170,6 +171,10 @@ class Footprint:
         if config.outer.outer_steps:  # global weights and momentum
             wide = max(number_size(config.training.compute_dtype), 4)
             found["optimizer"] += 2 * wide * (total.dense / dense + total.experts / experts)
+        own, parallel = self._layers_of(rank), config.parallel
+        ranks = self.world_size // config.outer.num_groups // parallel.pipeline_model_parallel_size
+        of_matrices = matrix_state_elements(config, own, has_mtp=self.plan.stage_to_rank[-1] == rank)
+        found["optimizer"] += max(number_size(config.training.compute_dtype), 4) * of_matrices / ranks
         for elements, size in ((total.frozen, dense), (total.frozen_experts, experts)):
             parts = size if config.parallel.dp_zero_stage == 3 else 1
             found["weights"] += elements * number_size(config.training.compute_dtype) / parts

@@ -169,7 +169,7 @@ def adapter_parameters(config: RunConfig, layer_number: int) -> Parameters:
     tuning, found = config.tuning, Parameters()
     if tuning.lora_rank is None:
         return found
-    for path, inputs, pieces, experts in linear_layers(config.model, config.parallel, layer_number):
+    for path, inputs, pieces, experts, _ in linear_layers(config.model, config.parallel, layer_number):
         for part in tuning.parts_of(f"decoder.layers.{layer_number}.{path}", fused=len(pieces)):
             first, last = (0, len(pieces)) if part == WHOLE else PARTS[path.rpartition(".")[2], len(pieces)][part]
             rows = sum(pieces[first:last])

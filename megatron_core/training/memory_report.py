@@ -21,6 +21,8 @@ from megatron_core.output_file import make_folder, no_follow
 from megatron_core.parallel.launch import allocation_that_failed
 from megatron_core.planner import state_by_kind
 from megatron_core.planner.explain import flag_of, readable_bytes
+from megatron_core.planner.matrix_state import matrix_state_elements
+from megatron_core.planner.memory import number_size
 from megatron_core.planner.smaller import predicted_bytes, settings_that_fit
 from megatron_core.training.callbacks import Callback
 from megatron_core.training.setup import Run
@@ -33,7 +35,10 @@ MUCH_LESS = 0.9
 
 
 def planned_bytes(run: Run) -> float:
-    """Predicted bytes of weights, gradients and optimizer state; each bucket is sharded over its own group."""
+    """Predicted bytes of weights, gradients and optimizer state.
+
+    Each bucket is sharded over its own group; the ranks of a stage divide the state of whole matrices equally.
+    """
     config, found = run.config, 0.0
     for shard in run.optimizer.shards:
         size = shard.bucket.dp_group.size()
@@ -47,12 +52,16 @@ def planned_bytes(run: Run) -> float:
         )
         outer = 0 if run.outer is None else 2 * shard.main.element_size() / size  # global weights and momentum
         found += sum(parameter.numel() for parameter in shard.bucket.parameters) * (sum(each.values()) + outer)
-    return found
+    layers = [layer for stage in run.stages for layer in run.layers[stage]]
+    of_matrices = matrix_state_elements(config, layers, has_mtp=len(run.layers) - 1 in run.stages)
+    wide = max(number_size(config.training.compute_dtype), 4)
+    return found + wide * of_matrices / run.groups.group("tp-dp-cp").size()
 
 
 def found_bytes(run: Run) -> dict[str, int]:
     """Bytes of this rank's weights, gradients and optimizer state, and of temporarily gathered units."""
     state = [tensor for _, named in run.optimizer.tensors() for tensor in named.values()]
+    state += [piece.memory for piece in run.optimizer.matrix_state()]
     outer = 0 if run.outer is None else run.outer.nbytes
     return run.data_parallel.resident_bytes() | {"optimizer": sum(tensor.nbytes for tensor in state) + outer}
 
@@ -268,6 +277,8 @@ def largest_tensors(run: Run) -> list[dict[str, Any]]:
         owned = {"weights": bucket.weights, "gradients": bucket.grads, "gradient shard": bucket.grad_shard} | state
         for kind, tensor in owned.items():
             known.setdefault(tensor.untyped_storage().data_ptr(), f"{kind} of {where}")
+    for piece in run.optimizer.matrix_state():
+        known.setdefault(piece.memory.untyped_storage().data_ptr(), piece.name)
     found: dict[int, Tensor] = {}
     for each in gc.get_objects():
         if type(each) in (Tensor, nn.Parameter) and not each.is_meta and each.layout == torch.strided:

@@ -78,7 +78,8 @@ def copies_are_whole(config: RunConfig) -> bool:
     resilience, parallel = config.resilience, config.parallel
     survives = resilience.recover_without_spare and not resilience.recover_mirror
     survives = survives and not config.outer.outer_steps  # a lost group is left out with its state
-    return survives and parallel.dp_zero_stage == 0 and parallel.expert_model_parallel_size == 1
+    is_copied = parallel.dp_zero_stage == 0 and not config.optimizer.kind_of(hidden=True).has_matrix_state
+    return survives and is_copied and parallel.expert_model_parallel_size == 1
 
 
 def has_all_parts(config: RunConfig, ranks: Sequence[int], owners: Collection[int]) -> bool:

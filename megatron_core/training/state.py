@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -71,10 +71,14 @@ def weight_pieces(bucket: Bucket, span: slice | None = None) -> Iterator[TensorB
 
 
 def optimizer_pieces(optimizer: Optimizer, *, saved: bool = False) -> Iterator[TensorBox]:
-    """Pieces of main weights and moments in this rank's shards; ``saved``: in the parts that it saves."""
+    """Pieces of main weights and moments in this rank's shards, and of the state of the matrices that it owns.
+
+    ``saved``: of shards, only the parts that it saves."""
     for bucket, tensors in optimizer.tensors():
         for kind, flat in tensors.items():
             yield from shard_pieces(bucket, f"optimizer.{kind}", flat, bucket.saved_span if saved else None)
+    for piece in optimizer.matrix_state():
+        yield replace(piece, name=f"optimizer.{piece.name}")
 
 
 def updated_pieces(data: DataParallel, optimizer: Optimizer | None) -> Iterator[TensorBox]:

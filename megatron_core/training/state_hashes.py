@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -41,6 +42,9 @@ class StateHashes:
         }
         states = dict.fromkeys(kind for _, tensors in optimizer.tensors() for kind in tensors)
         of_states = {f"{kind}.{name}": at for name, at in place.items() for kind in states}
+        for piece in optimizer.matrix_state():
+            if piece.owned:
+                of_states[piece.name] = place[piece.name.partition(".")[2]]
         world, device = groups.group(WORLD), data.device
         self._of_gradients = GlobalHashes(world, device, {name: -at for name, at in place.items()})
         self._of_weights = GlobalHashes(world, device, place)
@@ -62,12 +66,13 @@ class StateHashes:
 
     def optimizer_state(self) -> Hashes:
         """Hashes of moments and of main weights."""
-        return self._of_optimizer(
+        of_shards = (
             piece
             for bucket, tensors in self._optimizer.tensors()
             for kind, flat in tensors.items()
             for piece in _counted(bucket, shard_pieces(bucket, kind, flat))
         )
+        return self._of_optimizer(chain(of_shards, self._optimizer.matrix_state()))
 
     def _weight_pieces(self) -> Iterator[TensorBox]:
         for bucket in self._data.all_buckets:

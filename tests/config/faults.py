@@ -70,6 +70,7 @@ FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
     (EQUAL | {"softmax_type": "learnable"}, 1, ("softmax_type=learnable", "remove --softmax-type")),
     (EQUAL | {"num_experts": 4}, 1, ("disable_bias_linear=False", "experts", "--disable-bias-linear")),
     (EQUAL | {"optimizer": "lamb"}, 1, ("optimizer=lamb", "use adam")),
+    ({"optimizer": "soap", "optimizer_cpu_offload": True}, 1, ("optimizer=soap", "remove --optimizer-cpu-offload")),
     (EQUAL | {"layout_invariant_parts": 5}, 1, ("num_attention_heads=12", "layout_invariant_parts=5", "a multiple")),
     (EQUAL | {"tensor_model_parallel_size": 3}, 3, ("tensor_model_parallel_size=3", "legal: 1, 2, 4", "multiple of 3")),
     (EQUAL | {"context_parallel_size": 8}, 8, ("layout_invariant_chunks=8", "--layout-invariant-chunks 16")),

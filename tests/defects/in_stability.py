@@ -1,4 +1,4 @@
-"""Defects of QK-clip and z-loss: maxima of a part of the batch, wrong rows, wrong columns."""
+"""Defects of QK-clip, z-loss and SOAP: maxima of a part of the batch, wrong rows, wrong columns, wrong bases."""
 
 from __future__ import annotations
 
@@ -68,5 +68,45 @@ IN_STABILITY = (
         "local.copy_(whole[: len(local)].view(-1, *[1] * (local.dim() - 1)).expand(local.shape))",
         "muonclip of latents, tp2 sp",
         culprit="updated weight decoder.layers.*.self_attention.linear_q*",
+    ),
+    Defect(
+        "rounding chooses the basis of the null spaces of SOAP's factors",
+        "optimizer.soap:next_basis",
+        ".add_(DAMPING)",
+        ".add_(0.0)",
+        "soap, tp2",
+        culprit="updated weight ",
+    ),
+    Defect(
+        "SOAP's variance is that of the gradient before its rotation",
+        "optimizer.soap:SOAP.transform",
+        "_rotated(grad, left, right).square()",
+        "grad.square()",
+        "soap, dp2 zero3",
+        culprit="updated weight ",
+    ),
+    Defect(
+        "SOAP's update of the values is in the bases of the keys",
+        "optimizer.soap:SOAP.transform",
+        'state.get(_key(f"{side}_basis", number))',
+        'state.get(_key(f"{side}_basis", min(number, 1)))',
+        "soap, tp2",
+        culprit="updated weight *linear_qkv",
+    ),
+    Defect(
+        "SOAP's bases are updated in other steps",
+        "optimizer.soap:SOAP._update_bases",
+        "rates.step % self.config.soap_precondition_frequency == 0",
+        "rates.step % self.config.soap_precondition_frequency == 1",
+        "soap, pp2",
+        culprit="updated weight ",
+    ),
+    Defect(
+        "SOAP forgets the state of experts after every step",
+        "optimizer.matrix_updates:MatrixUpdates._transformed",
+        "self.states[task]",
+        "(self.states.pop(task) and vars(self).pop('states') and self.states)[task]",
+        "soap, experts, gate and up apart, ep2",
+        culprit="updated weight ",
     ),
 )

@@ -119,8 +119,8 @@ IN_ZERO = (
     Defect(
         "Muon's update of the keys goes to the values",
         "optimizer.algorithms:Muon.transform",
-        "torch.cat(parts, dim=-2)",
-        "torch.cat([*parts[:-2], *parts[:-3:-1]], dim=-2)",
+        "joined(parts, fused)",
+        "joined([*parts[:-2], *parts[:-3:-1]], fused)",
         "muon, dp2 tp2 zero1",
         culprit="updated weight *linear_qkv",
     ),

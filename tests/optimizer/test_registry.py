@@ -38,6 +38,7 @@ NARROW = {
 }
 WHOLE = {"vocab_size": 64}
 """No padding: neither of the vocabulary nor of buckets."""
+FACTORS = ("left_factor", "right_factor", "left_basis", "right_basis")
 STATES: dict[str, tuple[dict[str, Any], set[str]]] = {
     "adam": ({}, {"exp_avg", "exp_avg_sq"}),
     "adam, bf16": ({"bf16": True}, {"exp_avg", "exp_avg_sq", "main"}),
@@ -50,6 +51,14 @@ STATES: dict[str, tuple[dict[str, Any], set[str]]] = {
     "sgd without momentum, bf16": ({"optimizer": "sgd", "sgd_momentum": 0.0, "bf16": True}, {"main"}),
     "lion": ({"optimizer": "lion"}, {"exp_avg"}),
     "muon": ({"optimizer": "muon"}, {"momentum_buffer", "exp_avg", "exp_avg_sq"}),
+    "soap": (
+        {"optimizer": "soap"},
+        {"exp_avg", "exp_avg_sq", *FACTORS, *(f"{name}_{n}" for name in FACTORS for n in (1, 2))},
+    ),
+    "soap, bf16, scalars by lion": (
+        {"optimizer": "soap", "bf16": True, "soap_scalar_optimizer": "lion", "soap_split_qkv": False},
+        {"exp_avg", "exp_avg_sq", "main", *FACTORS},
+    ),
     "lamb": ({"optimizer": "lamb"}, {"exp_avg", "exp_avg_sq"}),
     "muon, scalars by lion": ({"optimizer": "muon", "muon_scalar_optimizer": "lion"}, {"momentum_buffer", "exp_avg"}),
     "muon, bf16 moments": (
@@ -129,7 +138,7 @@ def test_resuming_without_momentum_ignores_its_state(tmp_path: Path) -> None:
 def test_an_unknown_optimizer_is_refused() -> None:
     (problem,) = problems(tiny_config(optimizer="adamz"), 1)
     # Engines of other tests in this process have registered optimizers of torch.
-    assert problem.startswith("optimizer=adamz is unknown; legal: adam, sgd, lion, muon, lamb")
+    assert problem.startswith("optimizer=adamz is unknown; legal: adam, sgd, lion, muon, soap, lamb")
     with pytest.raises(ConfigError, match="'adam' is already registered"):
         register_optimizer(OPTIMIZERS["adam"], UPDATE_RULES["adam"])
 

@@ -1,9 +1,10 @@
-"""Rows of the parity matrix with QK-clip and z-loss, in the form of ``rows.ROWS``."""
+"""Rows of the parity matrix with QK-clip, z-loss and SOAP, in the form of ``rows.ROWS``."""
 
 from __future__ import annotations
 
 from tests.parity.context_rows import CP2
 from tests.parity.latent_rows import LATENT
+from tests.parity.moe_rows import EP2
 from tests.parity.rows import GQA1, GQA2, OVERLAP, PACKED, PP2, SP, TP2, UNTIED, ZERO, ZERO3
 
 # Below the logits that occur here, so that every step clips heads.
@@ -12,6 +13,8 @@ CLIP |= {"global_batch_size": 4}
 ONE_GROUP = GQA1 | {"qk_layernorm": False}
 Z_LOSS = {"output_z_loss_coeff": 0.03, "num_layers": 2, "global_batch_size": 4}
 MUON = {"optimizer": "muon"}
+SOAP = {"optimizer": "soap", "num_layers": 2, "global_batch_size": 4}
+EXPERTS = SOAP | {"num_experts": 4, "moe_router_topk": 2, "disable_bias_linear": True, "swiglu": True}
 
 STABILITY_ROWS: dict[str, tuple[int, dict, dict]] = {
     "qk-clip, 1 group, tp2 sp": (2, CLIP | ONE_GROUP, TP2 | SP),
@@ -24,5 +27,16 @@ STABILITY_ROWS: dict[str, tuple[int, dict, dict]] = {
     "qk-clip, window, cp2": (2, CLIP | {"window_size": (2, 0)}, CP2),
     "muonclip, dp2 zero1, overlap": (2, CLIP | MUON, ZERO | OVERLAP),
     "muonclip, dp2 zero3": (2, CLIP | MUON, ZERO3),
+    "soap, tp2": (2, SOAP, TP2),
+    "soap, 2 groups, tp2 sp": (2, SOAP | GQA2 | {"soap_split_qkv": False}, TP2 | SP),
+    "soap, pp2": (2, SOAP | {"soap_precondition_frequency": 2}, PP2),
+    "soap, dp2 zero1, overlap": (2, SOAP | {"soap_max_precondition_dim": 40}, ZERO | OVERLAP),
+    "soap, dp2 zero3": (2, SOAP, ZERO3),
+    "soap, experts, gate and up apart, ep2": (2, EXPERTS | {"soap_split_gate_up": True}, EP2),
+    "soap, experts, gate and up apart, dp2 tp2 ep2 zero1": (
+        4,
+        EXPERTS | {"soap_split_gate_up": True},
+        TP2 | EP2 | ZERO,
+    ),
     "muonclip of latents, tp2 sp": (2, CLIP | MUON | LATENT | {"num_layers": 2, "global_batch_size": 4}, TP2 | SP),
 }

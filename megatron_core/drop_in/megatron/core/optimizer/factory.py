@@ -28,11 +28,17 @@ def get_megatron_optimizer(
     check_groups(pg_collection, ("tp", "pp", "mp", "dp", "dp_cp", "expt_dp"), "get_megatron_optimizer")
     if dump_param_to_param_group_map:
         raise ConfigError("get_megatron_optimizer: dump_param_to_param_group_map is not supported; leave it out")
+    row = config.translated().kind_of(hidden=True)
+    if row.has_matrix_state:
+        raise ConfigError(
+            f"optimizer={config.optimizer}: sharded_state_dict does not have its state of matrices; use another "
+            f"optimizer, or pretrain_gpt.py --optimizer {config.optimizer}"
+        )
     if not model_chunks or not all(hasattr(chunk, "data_parallel") for chunk in model_chunks):
         raise ConfigError("get_megatron_optimizer needs models that are wrapped by DistributedDataParallel")
     shards = any(chunk.ddp_config.zero_stage for chunk in model_chunks)
     narrow = any(bucket.weights.element_size() < 4 for chunk in model_chunks for bucket in chunk.buckets)
-    for_matrices = config.translated().kind_of(hidden=True).scalar_optimizer is not None
+    for_matrices = row.scalar_optimizer is not None
     sharded = LayerWiseDistributedOptimizer if for_matrices else DistributedOptimizer
     kind = sharded if shards else Float16OptimizerWithFloat16Params if narrow else FP32Optimizer
     return kind(config, model_chunks, config_overrides)

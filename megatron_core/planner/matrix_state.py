@@ -1,0 +1,68 @@
+"""State of optimizers that keep some for whole matrices (SOAP), from the shapes of the hidden matrices of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from megatron_core.config import OptimizerConfig, ParallelConfig, RunConfig
+from megatron_core.config.linear_layers import linear_layers
+from megatron_core.config.tuning import PARTS, WHOLE
+
+QKV = "linear_qkv"
+
+
+class Matrices(NamedTuple):
+    """Trained matrices of one shape, over all ranks."""
+
+    pieces: tuple[int, ...]
+    """Rows of each matrix that is stored in one."""
+    columns: int
+    copies: int = 1
+    """Number of such matrices, such as those of the experts of a layer."""
+    has_heads: bool = False
+    """Whether the pieces are queries, keys and values."""
+
+
+def matrix_state_elements(config: RunConfig, layers: list[int], *, has_mtp: bool) -> int:
+    """Elements of the state of the hidden matrices in ``layers`` over all ranks, 0 for most optimizers.
+
+    ``has_mtp``: also those of the multi-token prediction layers. Two moments of each matrix, and a factor and a basis
+    of each of its dimensions up to ``soap_max_precondition_dim``.
+    """
+    if not config.optimizer.kind_of(hidden=True).has_matrix_state:
+        return 0
+    model = config.model
+    found = [matrix for layer in layers for matrix in _matrices(config, layer)]
+    for _ in range((model.mtp_num_layers or 0) * has_mtp):
+        if config.tuning.lora_rank is None:
+            found += [*_matrices(config, model.num_layers - 1), Matrices((model.hidden_size,), 2 * model.hidden_size)]
+    return sum(_elements(matrix, config.optimizer) for matrix in found)
+
+
+def _elements(matrix: Matrices, optimizer: OptimizerConfig) -> int:
+    pieces, columns, copies, has_heads = matrix
+    is_split = optimizer.soap_split_qkv if has_heads else optimizer.soap_split_gate_up
+    most = optimizer.soap_max_precondition_dim
+    sides = [size for rows in (pieces if is_split else (sum(pieces),)) for size in (rows, columns)]
+    return copies * (2 * sum(pieces) * columns + sum(2 * size**2 for size in sides if size <= most))
+
+
+def _matrices(config: RunConfig, layer_number: int) -> Iterator[Matrices]:
+    """The trained hidden matrices of a layer."""
+    model, tuning = config.model, config.tuning
+    for path, inputs, pieces, experts, frozen in linear_layers(model, ParallelConfig(), layer_number):
+        name = path.rpartition(".")[2]
+        if tuning.lora_rank is not None:
+            for part in tuning.parts_of(f"decoder.layers.{layer_number}.{path}", fused=len(pieces)):
+                first, last = (0, len(pieces)) if part == WHOLE else PARTS[name, len(pieces)][part]
+                yield Matrices((tuning.lora_rank,), inputs, experts or 1)
+                yield Matrices((sum(pieces[first:last]),), tuning.lora_rank, experts or 1)
+        elif not frozen and not (model.dsa_indexer_warmup and "indexer" not in path):
+            if name == QKV and model.attention_output_gate:  # queries and gates are pieces of their own
+                pieces = pieces[0] // 2, pieces[0] // 2, *pieces[1:]
+            yield Matrices(pieces, inputs, experts or 1, name == QKV)
+    if model.has_experts(layer_number) and tuning.lora_rank is None and not model.dsa_indexer_warmup:
+        yield Matrices((model.num_experts or 0,), model.hidden_size)
+        if model.moe_shared_expert_gate and model.moe_shared_expert_intermediate_size is not None:
+            yield Matrices((1,), model.hidden_size)
