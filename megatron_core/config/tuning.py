@@ -10,7 +10,10 @@ from megatron_core.config import ranges as r
 from megatron_core.config.setting import ALWAYS, Condition, Resume, given, section, setting
 
 LORA = given("lora_rank", "N")
-TUNES = Condition("--lora-rank N or --dpo", lambda run: run.tuning.lora_rank is not None or run.data.dpo)
+TUNES = Condition(
+    "--lora-rank N, --dpo or --dsa-indexer-loss-coeff",
+    lambda run: run.tuning.lora_rank is not None or run.data.dpo or run.model.trains_indexers,
+)
 WHOLE = "all"
 """The only part of a matrix that is not divided."""
 _QKV = {"q": (0, 1), "k": (1, 2), "v": (2, 3)}
@@ -95,7 +98,7 @@ class TuningConfig:
     """Folder with adapters in PEFT's format to start from. A checkpoint in --load takes precedence."""
     pretrained_checkpoint: str | None = setting(None, r.FOLDER, needs=TUNES, resume=Resume.FREE)
     """Folder of checkpoints with the frozen weights of --lora-rank, of which --load then holds adapters, or with the
-    initial weights and the reference of --dpo. (Or: --load-hf.)"""
+    initial weights of --dpo, which are also its reference, or of a model that gets indexers. (Or: --load-hf.)"""
 
     dpo_beta: float = setting(0.1, r.POSITIVE, needs=given("dpo"), resume=Resume.REPORTED)
     """Factor of the log-probability ratios in the loss of --dpo."""

@@ -26,6 +26,7 @@ from megatron_core.parallel.texts import listed
 from megatron_core.storage import local_copy, location
 from megatron_core.tokenizers.companions import TEMPLATE_FILE
 from megatron_core.training.megatron_state import megatron_config, megatron_folder
+from megatron_core.training.new_indexers import has_new_indexers, without_indexers
 
 KINDS = field_types()
 """The settings and their types."""
@@ -42,17 +43,15 @@ SCHEDULE = names_by_resume(OptimizerConfig, Resume.SCHEDULE)
 """Settings that define the schedules of learning rate and weight decay."""
 
 
-def check_same_model(stored: Mapping[str, Any], config: RunConfig) -> None:
+def check_same_model(stored: Mapping[str, Any], config: RunConfig, *, only_weights: bool = False) -> None:
     """Raise ``CheckpointError`` with all model settings that differ from ``stored``, the flat settings of a run.
 
     Floats are compared in float32 precision. Settings without effect both in this run and with the stored
-    settings, and those named in ``--changed-model-settings``, may differ.
+    settings, and those named in ``--changed-model-settings``, may differ. ``only_weights``: the run starts with the
+    weights, to which it may add indexers, and does not resume the training.
     """
-    if config.model.has_sparse_attention and stored.get("experimental_attention_variant", "dsa") != "dsa":
-        raise CheckpointError(
-            "experimental_attention_variant=dsa, but the checkpoint has no indexers, and indexers cannot be added to a "
-            "trained model; load one that has them, or continue without --experimental-attention-variant"
-        )
+    if has_new_indexers(stored, config.model):
+        stored = without_indexers(stored, config, only_weights=only_weights)
     allowed, current = config.checkpoint.changed_model_settings, config.flat()
     kinds = Resume.FUNCTION, Resume.TENSORS
     compared = names_by_resume(ModelConfig, *kinds) + names_by_resume(TuningConfig, *kinds)

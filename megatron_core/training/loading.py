@@ -20,6 +20,7 @@ from megatron_core.models.megatron_lm import MegatronReader
 from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.parallel.texts import listed, tell_all
 from megatron_core.tensor_parallel.amax_history import AmaxHistories
+from megatron_core.training.new_indexers import lacks_indexers, outside_of_indexers
 from megatron_core.training.state import (
     Reader,
     TrainState,
@@ -46,9 +47,10 @@ def load_state(
     continues = isinstance(reader, HostCopy)
     weights_only = not continues and (settings.finetune or isinstance(reader, HuggingFaceReader))
     fresh = weights_only or (settings.no_load_optim and not continues)
+    lacks = lacks_indexers(reader, config.model)
     with reader:
         if not isinstance(reader, HuggingFaceReader | HostCopy):
-            _check_names(reader, data, None if fresh else optimizer)
+            _check_names(reader, data, None if fresh else optimizer, lacks=lacks)
         if isinstance(reader, CopiesReader):
             reader.fetch(_needed_pieces(data, optimizer, fp8))
         pieces = list(saved_pieces(data, held_weights(data)))
@@ -58,7 +60,7 @@ def load_state(
             pieces += _pieces_of_compression(reader, data)
             if fp8 is not None and fp8.is_delayed:
                 pieces += _pieces_of_histories(reader, fp8)
-        fill_together(reader, pieces, data.device)
+        fill_together(reader, list(outside_of_indexers(pieces, lacks)), data.device)
         if optimizer is not None:
             _finish_optimizer(reader, optimizer, fresh=fresh)
         if weights_only:
@@ -74,11 +76,14 @@ def _needed_pieces(data: DataParallel, optimizer: Optimizer | None, fp8: AmaxHis
         yield from fp8_pieces(fp8, fp8.allocate())
 
 
-def _check_names(reader: CheckpointReader | MegatronReader, data: DataParallel, optimizer: Optimizer | None) -> None:
-    """Compare the tensors needed by all ranks with the stored tensors."""
+def _check_names(
+    reader: CheckpointReader | MegatronReader, data: DataParallel, optimizer: Optimizer | None, *, lacks: bool
+) -> None:
+    """Compare the tensors needed by all ranks with the stored tensors, which ``lacks`` indexers."""
     pieces = [piece for bucket in data.all_buckets for piece in saved_pieces(data, weight_pieces(bucket))]
     pieces += saved_pieces(data, parameter_pieces(data.frozen))
     pieces += [] if optimizer is None else optimizer_pieces(optimizer)
+    pieces = list(outside_of_indexers(pieces, lacks))
     lines = {f"{piece.name} {' '.join(map(str, piece.global_shape))}" for piece in pieces}
     needed: dict[str, tuple[int, ...]] = {}
     for text in tell_all("\n".join(sorted(lines)), data.device):

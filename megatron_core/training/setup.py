@@ -29,7 +29,6 @@ from megatron_core.optimizer.outer import OuterOptimizer
 from megatron_core.optimizer.qk_clip import QKClip
 from megatron_core.optimizer.sharded import Optimizer, make_loss_scale
 from megatron_core.parallel import ParallelGroups, World
-from megatron_core.parallel.initialization import draw_by_name
 from megatron_core.parallel.micro_batch import MicroBatch, SequenceSplit
 from megatron_core.pipeline_parallel.messages import MessageFormat
 from megatron_core.pipeline_parallel.p2p import PipelineP2P
@@ -38,6 +37,7 @@ from megatron_core.tensor_parallel.amax_history import AmaxHistories
 from megatron_core.tokenizers import Tokenizer, tokenizer_of
 from megatron_core.training.data import DatasetsProvider, compare_data, make_splits, vocabulary_size
 from megatron_core.training.driver import Trainable, gather_weights
+from megatron_core.training.new_indexers import draw_indexers
 from megatron_core.training.outer_state import load_intact
 from megatron_core.training.pipeline_trace import trace_writer
 from megatron_core.training.plans import Plans, StepSize
@@ -45,7 +45,7 @@ from megatron_core.training.process import check_kernels, set_process_switches
 from megatron_core.training.reference import Reference, build_reference
 from megatron_core.training.saving import CheckpointSaver
 from megatron_core.training.state import TrainState, open_checkpoint
-from megatron_core.training.tuning import adapters_only, open_base, prepare_weights
+from megatron_core.training.tuning import drawing, open_base, prepare_weights
 from megatron_core.transformer.compiled import compile_layers
 from megatron_core.transformer.cuda_graphs import graph_layers
 from megatron_core.transformer.layer_spec import LayerSpecs, auxiliary_loss_names, layer_spec
@@ -282,14 +282,6 @@ def _p2p_of(groups: ParallelGroups, device: torch.device, plans: Plans) -> Pipel
     return p2p
 
 
-def _drawing(config: RunConfig, *, base_is_stored: bool) -> Initialise | None:
-    """The function that draws deferred weights: adapters in any case, the others unless they are stored."""
-    draw = partial(draw_by_name, seed=config.training.seed)
-    if not base_is_stored:
-        return draw
-    return None if config.tuning.lora_rank is None else adapters_only(draw)
-
-
 def _freeze_or_graph(config: RunConfig, stages: Mapping[int, GPTModel], world: World) -> None:
     """Freeze the stages of a run that does not train, so that it allocates no gradients and moments; else compile or
     capture their layers, if configured. Rank 0 prints which parts of layers stay eager."""
@@ -342,9 +334,8 @@ def set_up(
     vocab_size = vocabulary_size(config, tokenizer)
     splits = _checked(make_splits(config, groups.replicas, tokenizer, vocab_size, datasets_provider), config)
     # This rank's stages, their gradients and the optimizer.
-    deferred, tunes = parallel.dp_zero_stage == 3, config.tuning.lora_rank is not None
-    frozen = open_base(config, world.device) if tunes or (config.data.dpo and checkpoint is None) else None
-    base = frozen or checkpoint
+    frozen = open_base(config, world.device, resumes=checkpoint is not None)
+    deferred, base = parallel.dp_zero_stage == 3, frozen or checkpoint
     layers, stages = build_stages(
         config,
         groups,
@@ -356,7 +347,8 @@ def set_up(
         layer_specs=layer_specs,
     )
     _freeze_or_graph(config, stages, world)
-    draw = _drawing(config, base_is_stored=base is not None) if deferred else None
+    draw_indexers(base, stages.values(), config)
+    draw = drawing(config, base) if deferred else None
     data_parallel = data_parallel_of(parallel, config.optimizer, stages, groups, world.device, draw)
     prepare_weights(config, data_parallel, list(stages.values()), frozen, resumes=checkpoint is not None)
     optimizer = _optimizer_of(config, data_parallel, groups)

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -179,7 +179,7 @@ def open_checkpoint(
         _refuse_other_runs(settings, found=reader is not None)
     if reader is None and settings.load_hf is not None and config.tuning.lora_rank is None:
         weights = HuggingFaceReader(settings.load_hf)
-        check_same_model(asdict(weights.model), config)
+        check_same_model(asdict(weights.model), config, only_weights=True)
         return weights, config
     if reader is None:
         if settings.load is not None and settings.needs_checkpoint:
@@ -192,7 +192,7 @@ def open_checkpoint(
     stored = check_state(reader.state, reader.folder)
     if not isinstance(reader, CopiesReader):  # copies belong to the same run and have no tokenizer
         config = with_settings_of(config, reader.folder)
-    check_same_model(stored, config)
+    check_same_model(stored, config, only_weights=settings.finetune)
     if not settings.finetune and not config.training.skip_train:
         check_same_reference(stored, config, reader.folder)
         check_same_stage(stored, config, reader.folder)

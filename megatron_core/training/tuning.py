@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,23 +18,35 @@ from megatron_core.models import GPTModel
 from megatron_core.models.build import meta_model
 from megatron_core.models.hf import HuggingFaceReader, architecture_for
 from megatron_core.models.hf.peft import PeftNames, read_adapter
+from megatron_core.parallel.initialization import draw_by_name
 from megatron_core.parallel.sharding import spec_of
 from megatron_core.training.compatibility import check_same_model, check_state
-from megatron_core.training.state import held_weights
+from megatron_core.training.new_indexers import is_of_indexer, lacks_indexers, outside_of_indexers
+from megatron_core.training.state import Reader, held_weights
 from megatron_core.transformer.adapters import adapters_of, is_adapter, rows_of
 
 Base = CheckpointReader | HuggingFaceReader
 
 
-def open_base(config: RunConfig, device: torch.device) -> Base | None:
-    """Open the weights that a run fine-tunes: --pretrained-checkpoint or --load-hf; None: drawn by the seed."""
+def open_base(config: RunConfig, device: torch.device, *, resumes: bool = False) -> Base | None:
+    """Open the weights that a run fine-tunes: --pretrained-checkpoint or --load-hf; None: drawn by the seed.
+
+    If it ``resumes``, only those that are frozen below adapters.
+    """
     settings = config.checkpoint
+    starts = not resumes and (config.data.dpo or config.tuning.pretrained_checkpoint is not None)
+    if config.tuning.lora_rank is None and not starts:
+        return None
     if (folder := config.tuning.pretrained_checkpoint) is not None:
         reader = open_newest(folder, None, verify=settings.verify_checkpoint, device=device)
         if reader is None:
             raise CheckpointError(f"pretrained_checkpoint={folder!r} has no checkpoint; give a folder of --save")
         stored = check_state(reader.state, reader.folder)
-        check_same_model({name: value for name, value in stored.items() if name not in vars(config.tuning)}, config)
+        check_same_model(
+            {name: value for name, value in stored.items() if name not in vars(config.tuning)},
+            config,
+            only_weights=True,
+        )
         if stored.get("lora_rank") is not None:
             raise CheckpointError(
                 f"pretrained_checkpoint={folder!r} has only adapters; resume them with --load {folder}, or merge them "
@@ -43,13 +56,23 @@ def open_base(config: RunConfig, device: torch.device) -> Base | None:
     if settings.load_hf is None:
         return None
     weights = HuggingFaceReader(settings.load_hf)
-    check_same_model(asdict(weights.model), config)
+    check_same_model(asdict(weights.model), config, only_weights=True)
     return weights
 
 
-def adapters_only(draw: Initialise) -> Initialise:
-    """Return ``draw`` for adapters; other parameters stay uninitialized, because they are loaded."""
-    return lambda name, parameter: draw(name, parameter) if is_adapter(name) else None
+def drawing(config: RunConfig, base: Reader | None) -> Initialise | None:
+    """The function that draws deferred weights: adapters in any case, the others unless they are in ``base``."""
+    draw = partial(draw_by_name, seed=config.training.seed)
+    if base is None:
+        return draw
+    if lacks_indexers(base, config.model):
+        return _only(is_of_indexer, draw)
+    return None if config.tuning.lora_rank is None else _only(is_adapter, draw)
+
+
+def _only(is_drawn: Callable[[str], bool], draw: Initialise) -> Initialise:
+    """Return ``draw`` for some parameters; others stay uninitialized, because they are loaded."""
+    return lambda name, parameter: draw(name, parameter) if is_drawn(name) else None
 
 
 def prepare_weights(
@@ -61,7 +84,8 @@ def prepare_weights(
     """
     if base is not None:
         with base:
-            base.fill(piece for piece in held_weights(data) if not is_adapter(piece.name))
+            stored = outside_of_indexers(held_weights(data), lacks_indexers(base, config.model))
+            base.fill(piece for piece in stored if not is_adapter(piece.name))
     if config.tuning.lora_rank is None:
         return
     data.is_saved = is_adapter

@@ -104,10 +104,17 @@ def test_the_next_stage_of_indexers_needs_new_optimizer_state(before: dict, now:
         check_same_stage(stored, other, Path("folder"))
 
 
-def test_a_checkpoint_without_indexers_is_refused_for_that_reason() -> None:
+def test_a_checkpoint_without_indexers_is_not_resumed_with_them() -> None:
     stored = RunConfig.from_flat(SMALL | SPARSE | {"experimental_attention_variant": None}).flat()
-    with pytest.raises(CheckpointError, match="the checkpoint has no indexers"):
-        check_same_model(stored, RunConfig.from_flat(SMALL | SPARSE | WARM))
+    config = RunConfig.from_flat(SMALL | SPARSE | WARM)
+    with pytest.raises(CheckpointError, match=r"the checkpoint has no indexers.*add --finetune"):
+        check_same_model(stored, config)
+    check_same_model(stored, config, only_weights=True)
+    untrained = RunConfig.from_flat(config.flat() | {"dsa_indexer_loss_coeff": 0.0, "dsa_indexer_warmup": False})
+    with pytest.raises(CheckpointError, match=r"dsa_indexer_loss_coeff=0.0.*choose keys at random"):
+        check_same_model(stored, untrained, only_weights=True)
+    with pytest.raises(CheckpointError, match="kv_lora_rank"):
+        check_same_model(stored | {"kv_lora_rank": 99}, config, only_weights=True)
 
 
 def _refuse(*args: object, **settings: object) -> None:
