@@ -17,6 +17,7 @@ from megatron_core.planner.memory import layer_activations
 from megatron_core.planner.parameters import padded_vocabulary
 from megatron_core.planner.passes import Passes, Seconds, total
 from megatron_core.planner.recurrence import Recurrence
+from megatron_core.planner.sparse_attention import sparse_seconds
 
 ATTENTION_EDGE = 250
 """Overhead of fused attention per query, in keys: published rates of causal FlashAttention 2 and 3 and of cuDNN on A100
@@ -183,6 +184,8 @@ class LayerClock:
         """Forward and backward of core attention, or of a recurrence, which backward computes again."""
         model = self.config.model
         if not model.is_recurrent(layer):
+            if model.has_attention(layer) and model.has_sparse_attention:
+                return sparse_seconds(self.config, layer, self.hardware, self.rings)
             return self.core_attention(layer) if model.has_attention(layer) else ({}, {})
         forward = Recurrence.of(self.config, layer).seconds(self.hardware, self.rings.ring("cp"))
         return forward, {kind: 3 * seconds for kind, seconds in forward.items()}
