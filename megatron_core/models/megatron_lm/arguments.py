@@ -19,7 +19,8 @@ OFF: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("apply_residual_connection_post_layernorm", "attention_output_gate"), (False,)),
     "use_mup": (False,),
     "heterogeneous_layers_config_path": (None,),
-    **dict.fromkeys(("hybrid_layer_pattern", "moe_latent_size", "experimental_attention_variant"), (None,)),
+    **dict.fromkeys(("moe_latent_size", "experimental_attention_variant"), (None,)),
+    **dict.fromkeys(("hybrid_attention_ratio", "hybrid_mlp_ratio"), (0.0, None)),  # a pattern replaces them
 }
 """Arguments of unsupported features that change the model's function -> the values with which they are off."""
 TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")
@@ -48,6 +49,8 @@ def settings_of_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     given = {RENAMED.get(name, name): value for name, value in present.items()} | present
     given |= {"disable_bias_linear": not arguments.get("add_bias_linear", True)}
     given |= _positions(arguments)
+    if isinstance(pattern := given.get("hybrid_layer_pattern"), str):
+        given["hybrid_layer_pattern"] = pattern.replace("|", "")  # separates pipeline stages
     plain = not any(arguments.get(name) for name in ("swiglu", "quick_geglu", "squared_relu"))
     if plain and arguments.get("bias_gelu_fusion") and arguments.get("add_bias_linear", True):
         given["openai_gelu"] = True  # the fused kernel computes the approximation by tanh

@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron_core.config import ModelConfig
 from megatron_core.errors import CheckpointError
 from megatron_core.models.megatron_lm.flat_buffers import BUFFER, FlatBuffer, FlatState, bucket_limits, coalesced
+from megatron_core.models.megatron_lm.mixers import with_mixers
 from megatron_core.models.megatron_lm.pickles import load_tensors
 from megatron_core.models.megatron_lm.tensor_map import LAYER, MODEL, Sizes, TensorPart, TensorParts, plain_name
 from megatron_core.parallel.boxes import Box
@@ -59,10 +60,13 @@ class DistributedFiles:
         for stored in self._entries:
             if stored.startswith(MODEL):
                 self._add(found, stored, stored)
-        return without_copies(found, model)
+        return with_mixers(without_copies(found, model), model)
 
     def optimizer_parts(self, model: ModelConfig) -> dict[str, TensorParts]:
-        """The parts of each kind of Adam's state; empty if it is absent or its order of parameters is unknown."""
+        """The parts of each kind of Adam's state; empty if it is absent or its order of parameters is unknown, as that
+        of hybrid models."""
+        if model.hybrid_layer_pattern is not None:
+            return {}
         found: dict[str, TensorParts] = {}
         for stored in self._entries:
             if (match := STATE.fullmatch(stored)) is not None:

@@ -22,6 +22,7 @@ from megatron_core.checkpoint.hashes import sync_folder, write_file
 from megatron_core.checkpoint.manifest import TORCH_DTYPES
 from megatron_core.config import ModelConfig
 from megatron_core.errors import CheckpointError
+from megatron_core.models.megatron_lm.mixers import pieces_of_mixer
 from megatron_core.models.megatron_lm.reader import TRACKER
 from megatron_core.models.megatron_lm.stored_state import common_state
 from megatron_core.models.megatron_lm.tensor_map import FROZEN, LAYER
@@ -64,7 +65,11 @@ def names_of(name: str, model: ModelConfig) -> Iterator[tuple[str, int | None]]:
     rest, prefix = layer[3].removeprefix(inner), "transformer_layer." if layer[3].startswith(inner) else ""
     last = model.num_layers - 1
     of_experts = (number if layer[1] == "decoder" else last) in model.expert_layers
-    stacked = layer[1] == "decoder" and len(set(model.expert_layers)) in (0, model.num_layers)
+    stacked = (
+        model.hybrid_layer_pattern is None
+        and layer[1] == "decoder"
+        and len(set(model.expert_layers)) in (0, model.num_layers)
+    )
     for theirs in layer_names(rest, model, of_experts=of_experts):
         if stacked:
             yield f"decoder.layers.{theirs}", number
@@ -105,7 +110,8 @@ def write_checkpoint(
     ``exchange`` returns the texts of all ranks. The folder appears complete, by one rename; then the file that names
     the latest iteration is replaced. Errors: ``CheckpointError`` on all ranks.
     """
-    if form == "torch_dist" and (model.experimental_attention_variant or model.hybrid_layer_pattern):
+    others = {*(model.hybrid_layer_pattern or "")} - {*"M*-E"}
+    if form == "torch_dist" and (model.experimental_attention_variant or others):
         raise CheckpointError(
             f"experimental_attention_variant={model.experimental_attention_variant} and hybrid_layer_pattern="
             f"{model.hybrid_layer_pattern} cannot be written as torch_dist, where Megatron Core has other tensors; use "
@@ -150,10 +156,15 @@ def _write_share(
             own = [(number + i) % ranks == rank for i in range(len(tensor.boxes))]
             number += len(tensor.boxes)
             for (box, values), mine in zip(reader.boxes(name) if any(own) else (), own, strict=False):
-                if mine:
-                    named = list(_records(name, tensor.shape, box, model, form, kinds))
-                    shape = named[0][3] if named else box.shape  # the same under each name
-                    data = _bytes(values.reshape(shape).clone())
+                if not mine:
+                    continue
+                whole = [(name, tensor.shape, box, box)]
+                for theirs, size, place, part in (
+                    pieces_of_mixer(name, tensor.shape, box, model) if form == "torch_dist" else whole
+                ):
+                    named = list(_records(theirs, size, place, model, form, kinds))
+                    shape = named[0][3] if named else part.shape  # the same under each name
+                    data = _bytes(values[part.within(box)].reshape(shape).clone())
                     file.write(data)
                     records += [(*each, tensor.dtype, file_name, at, len(data)) for each in named]
                     at += len(data)
@@ -220,8 +231,10 @@ def _empty_states(entries: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _has_adam(reader: CheckpointReader) -> bool:
-    """Whether the state of Adam is stored; Megatron Core's files of other optimizers are not written."""
-    return reader.state["config"].get("optimizer") == "adam" and {"exp_avg", "exp_avg_sq"} <= set(reader.kinds)
+    """Whether the state of Adam is written: not that of other optimizers, and not that of hybrid models."""
+    settings = reader.state["config"]
+    is_adam = settings.get("optimizer") == "adam" and settings.get("hybrid_layer_pattern") is None
+    return is_adam and {"exp_avg", "exp_avg_sq"} <= set(reader.kinds)
 
 
 def _plain(reader: CheckpointReader) -> dict[str, Any]:

@@ -1,0 +1,131 @@
+"""Hybrid models of Megatron Core with Mamba-2 mixers are imported with every piece of a projection in its place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
+
+from megatron_core.checkpoint import CheckpointReader, TensorBox, find_checkpoint
+from megatron_core.commands.convert_checkpoint import Settings, convert
+from megatron_core.errors import CheckpointError
+from megatron_core.models.megatron_lm import MegatronReader
+from megatron_core.parallel.boxes import Box
+from megatron_core.verify.ranks import run_ranks
+from tests.models.megatron_files import Chunked, write_distributed, write_rank_files
+from tests.models.test_megatron_checkpoints import GPT, VOCABULARY, imported, make_model, named
+from tests.runs import tiny_run
+
+HYBRID: dict[str, Any] = GPT | {
+    "hybrid_layer_pattern": "M*-M",
+    "mamba_state_dim": 4,
+    "mamba_head_dim": 4,
+    "mamba_num_groups": 2,
+    "mamba_num_heads": 6,
+    "normalization": "RMSNorm",
+    "position_embedding_type": "none",
+}
+INNER, STATE, HEADS = 24, 8, 6
+PIECES = {
+    "in_proj.weight": {"z": INNER, "x": INNER, "B": STATE, "C": STATE, "dt": HEADS},
+    "conv1d.weight": {"x": INNER, "B": STATE, "C": STATE},
+    "conv1d.bias": {"x": INNER, "B": STATE, "C": STATE},
+}
+"""Names and rows that ``MambaMixer.sharded_state_dict`` of megatron-core 0.19.2 has, in its order."""
+OURS = ("x", "B", "C", "z", "dt")
+
+
+def theirs(weights: dict[str, Tensor], *, fused: bool) -> dict[str, Tensor]:
+    """The tensors in HybridModel's checkpoint; ``fused``: Transformer Engine's names of norms."""
+    found = {}
+    for name, weight in weights.items():
+        if not name.startswith("decoder.layers."):
+            found[name.replace("final_layernorm", "final_norm")] = weight
+            continue
+        _, _, number, rest = name.split(".", 3)
+        prefix, is_mixer = f"decoder.layers.{number}.", HYBRID["hybrid_layer_pattern"][int(number)] == "M"
+        if not is_mixer:
+            rest = rest.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
+            found[prefix + rest.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")] = weight
+        elif rest.startswith("input_layernorm."):
+            kind = rest.rpartition(".")[2]
+            found[prefix + (f"mixer.in_proj.layer_norm_{kind}" if fused else f"norm.{kind}")] = weight
+        else:
+            rest = rest.removeprefix("self_attention.")
+            sizes = PIECES.get(rest, {})
+            rows = weight.split([sizes[piece] for piece in OURS if piece in sizes]) if sizes else ()
+            found |= {f"{prefix}mixer.{rest}.{piece}": each for piece, each in zip(OURS, rows, strict=False)}
+            found |= {} if sizes else {f"{prefix}mixer.{'norm.weight' if rest == 'norm' else rest}": weight}
+    return found
+
+
+@pytest.mark.parametrize(("fused", "chunks", "pattern"), [(True, 2, "M*-M"), (False, 1, "M*|-M")])
+def test_every_weight_is_in_its_place(
+    fused: bool, chunks: int, pattern: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model(HYBRID, biases=False)
+    weights = {name: parameter.detach() for name, parameter in model.named_global_parameters()}
+    args = named(HYBRID | {"hybrid_layer_pattern": pattern}, model, monkeypatch, tensor_model_parallel_size=chunks)
+    stored = theirs(weights, fused=fused)
+    assert {name.split("mixer.")[1] for name in stored if ".0.mixer." in name} >= {"in_proj.weight.dt", "A_log", "D"}
+    extra = {name: Chunked(weight, False, 1 if len(weight) % 2 else chunks) for name, weight in stored.items()}
+    write_distributed(tmp_path / "theirs", {}, args, extra=extra)
+    convert(Settings(source="megatron", to="native", load=str(tmp_path / "theirs"), save=str(tmp_path / "ours")))
+    found = imported(tmp_path / "ours")
+    assert found.config.hybrid_layer_pattern == "M*-M"
+    others = dict(found.named_global_parameters())
+    assert others.keys() == weights.keys()
+    for name, weight in weights.items():
+        rows = VOCABULARY if "word_embeddings" in name else len(weight)  # others pad the vocabulary
+        assert torch.equal(others[name][:rows], weight[:rows]), name
+
+
+def test_a_hybrid_model_is_written_with_the_names_of_megatron_core(tmp_path: Path) -> None:
+    """Also from two tensor-parallel ranks, whose parts of a projection have rows of several pieces."""
+    run_ranks(2, save, str(tmp_path / "ours"))
+    convert(Settings(source="native", to="megatron", load=str(tmp_path / "ours"), save=str(tmp_path / "theirs")))
+    found = find_checkpoint(str(tmp_path / "ours"))
+    with CheckpointReader(found) as reader:
+        tensors = {
+            name.removeprefix("model."): reader.read(name) for name in reader.manifest.tensors if "model." in name
+        }
+        expected = {name: tuple(weight.shape) for name, weight in theirs(tensors, fused=True).items()}
+    folder = tmp_path / "theirs" / found.name
+    entries = FileSystemReader(folder).read_metadata().state_dict_metadata
+    assert {name: tuple(entry.size) for name, entry in entries.items() if hasattr(entry, "size")} == expected
+    with MegatronReader(folder) as again:
+        for name, weight in tensors.items():
+            memory = torch.zeros_like(weight)
+            box = Box((0,) * weight.dim(), tuple(weight.shape))
+            again.fill([TensorBox(f"model.{name}", tuple(weight.shape), box, memory, owned=True)])
+            assert torch.equal(memory, weight), name
+
+
+def save(folder: str) -> None:
+    run = tiny_run(
+        **HYBRID | {"max_position_embeddings": None}, tensor_model_parallel_size=2, zero_stage=1, save=folder
+    )
+    run.saver.save(run.state)
+
+
+def test_adam_state_and_other_formats_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model(HYBRID, biases=False)
+    weights = {name: parameter.detach() for name, parameter in model.named_global_parameters()}
+    args = named(HYBRID, model, monkeypatch)
+    write_rank_files(tmp_path / "torch", {}, args)
+    with pytest.raises(CheckpointError, match=r"hybrid_layer_pattern=M\*-M is only read from --ckpt-format torch_dist"):
+        MegatronReader(tmp_path / "torch")
+    stored = {name: Chunked(weight, False, 1) for name, weight in theirs(weights, fused=True).items()}
+    states = {f"optimizer.state.exp_avg.{name}": each for name, each in stored.items()}
+    write_distributed(tmp_path / "dist", {}, args, extra=stored | states)
+    with MegatronReader(tmp_path / "dist") as reader:
+        assert reader.kinds == []
+        assert reader.has("model.decoder.layers.3.self_attention.norm", (INNER,))
+    ratio = named({**HYBRID, "hybrid_layer_pattern": None, "hybrid_attention_ratio": 0.25}, model, monkeypatch)
+    write_distributed(tmp_path / "ratio", {}, ratio, extra=stored)
+    with pytest.raises(CheckpointError, match=r"hybrid_attention_ratio=0\.25, which is not supported"):
+        MegatronReader(tmp_path / "ratio")
