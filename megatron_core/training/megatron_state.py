@@ -28,7 +28,7 @@ def state_at(progress: Progress | None, vocab_size: int, settings: Mapping[str, 
         "optimizer_steps": 0 if progress is None else progress.optimizer_steps,
         "loss_scale": {} if progress is None else dict(progress.loss_scale),
         "vocab_size": vocab_size,
-        "config": dict(settings),
+        "config": {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()},
     }
 
 

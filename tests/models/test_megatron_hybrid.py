@@ -97,12 +97,30 @@ def test_a_hybrid_model_is_written_with_the_names_of_megatron_core(tmp_path: Pat
     folder = tmp_path / "theirs" / found.name
     entries = FileSystemReader(folder).read_metadata().state_dict_metadata
     assert {name: tuple(entry.size) for name, entry in entries.items() if hasattr(entry, "size")} == expected
+    read_again(folder, tensors)
+
+
+def read_again(folder: Path, tensors: dict[str, Tensor]) -> None:
     with MegatronReader(folder) as again:
         for name, weight in tensors.items():
             memory = torch.zeros_like(weight)
             box = Box((0,) * weight.dim(), tuple(weight.shape))
             again.fill([TensorBox(f"model.{name}", tuple(weight.shape), box, memory, owned=True)])
             assert torch.equal(memory, weight), name
+
+
+EXPERTS = {"num_experts": 4, "moe_router_topk": 2, "disable_bias_linear": True, "max_position_embeddings": None}
+
+
+@pytest.mark.parametrize("settings", [HYBRID | {"hybrid_layer_pattern": "ME*-"}, GPT], ids=["hybrid", "GPT"])
+def test_a_training_starts_with_experts_that_were_written(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Megatron Core has two names of the norm before experts, and tuples in its settings."""
+    run = tiny_run(**settings | EXPERTS, save=str(tmp_path / "ours"))
+    run.saver.save(run.state)
+    convert(Settings(source="native", to="megatron", load=str(tmp_path / "ours"), save=str(tmp_path / "theirs")))
+    again = tiny_run(**settings | EXPERTS, load=str(tmp_path / "theirs"), finetune=True, seed=5)
+    pairs = zip(run.data_parallel.buckets, again.data_parallel.buckets, strict=True)
+    assert all(torch.equal(one.weights, other.weights) for one, other in pairs)
 
 
 def save(folder: str) -> None:

@@ -217,7 +217,8 @@ def _indexed(metadata: Any) -> tuple[dict[str, Any], dict[tuple[str, tuple[int, 
 
 
 def without_copies(found: TensorParts, model: ModelConfig) -> TensorParts:
-    """The parts without the output layer's copy of a tied embedding."""
+    """The parts without the output layer's copy of a tied embedding, and each part once of norms with two names."""
+    found = {name: list({part.box: part for part in parts}.values()) for name, parts in found.items()}
     if model.share_embeddings_and_output_weights:
         found.pop("output_layer.weight", None)
     return found

@@ -70,7 +70,8 @@ def names_of(name: str, model: ModelConfig) -> Iterator[tuple[str, int | None]]:
         and layer[1] == "decoder"
         and len(set(model.expert_layers)) in (0, model.num_layers)
     )
-    for theirs in layer_names(rest, model, of_experts=of_experts):
+    every = layer_names(rest, model, of_experts=of_experts)
+    for theirs in every if model.hybrid_layer_pattern is None else every[:1]:  # hybrid models have one form
         if stacked:
             yield f"decoder.layers.{theirs}", number
         else:
