@@ -56,7 +56,7 @@ class TrainingConfig(FP8Config):
     """Use only deterministic kernels of torch; an operation without one is an error. Data order, initial weights and
     dropout always depend only on the seed, and on CPUs all results do."""
     disable_bf16_reduced_precision_matmul: bool = setting(False, when=c.BF16)
-    """On GPUs: add the parts of a matrix product in float32, also where cuBLAS splits a sum and would add in bfloat16."""
+    """On GPUs: cuBLAS adds the parts of a sum that it splits in float32 instead of bfloat16."""
     compile: bool = setting(False, needs=c.NO_FP8, when=c.TRAINING)
     """Compile each layer with torch.compile. Attention of packed documents or over CP ranks, and experts, stay eager
     between the graphs of a layer."""
