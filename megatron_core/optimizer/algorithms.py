@@ -152,7 +152,11 @@ class Muon(MatrixAlgorithm):
         write_copy(part)
 
     def transform(self, direction: Tensor, fused: Fused | None, state: dict[str, Tensor], rates: Rates) -> Tensor:
-        """Return the scaled orthogonal matrix, or those of the matrices of a fused one; see ``MatrixAlgorithm``."""
+        """Return the update of a matrix with this ``direction``; see ``MatrixAlgorithm``."""
+        return self.orthogonalized(direction, fused)
+
+    def orthogonalized(self, direction: Tensor, fused: Fused | None) -> Tensor:
+        """Return the scaled orthogonal matrix, or those of the matrices of a fused one."""
         has_heads = fused is not None and fused.head_size > 0
         if fused is None or not (self.config.muon_split_qkv if has_heads else self.config.muon_split_gate_up):
             return self._scaled(direction)

@@ -131,14 +131,14 @@ class TensorParallelMuon(torch.optim.Optimizer):
         groups, dim = self.pg_collection, getattr(p, "partition_dim", -1)
         group = None if groups is None else groups.expt_tp if getattr(p, "expert_tp", False) else groups.tp
         if group is None or group.size() == 1 or dim not in (0, 1):
-            return self._rule.transform(grad, fused)
+            return self._rule.orthogonalized(grad, fused)
         if self.tp_mode == "blockwise":
             raise ConfigError(
                 "tp_mode=blockwise makes each rank's part orthogonal, so that the update depends on the layout; use "
                 "duplicated or distributed"
             )
         whole = gather_from_sequence(grad.contiguous(), group) if dim == 0 else gather_channels(grad, group)
-        return self._rule.transform(whole, fused).chunk(group.size(), dim)[group.rank()]
+        return self._rule.orthogonalized(whole, fused).chunk(group.size(), dim)[group.rank()]
 
 
 class TensorParallelAdaptiveMuon(Unsupported):
