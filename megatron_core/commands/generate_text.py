@@ -66,6 +66,9 @@ class Settings(InferenceConfig, GenerationLayout):
     """Seed for sampling; the same for every prompt."""
     logprobs: int | None = None
     """Also print each token's log-probability, and this number of most likely tokens with theirs."""
+    max_length: int | None = None
+    """Maximum number of tokens of a prompt with its continuation; default: the model's positions, if it has learned
+    ones. With --rope-scaling-type longrope it chooses short or long factors; the default is the model's positions."""
     max_batch_size: int = 32
     """Maximum number of prompts that are generated together."""
     ckpt_step: int | None = None
@@ -129,7 +132,7 @@ def continue_all(
     settings: Settings, prompts: Sequence[str], generator: Generator, tokenizer: Tokenizer, world: World
 ) -> list[Text]:
     """Continue ``prompts`` together; one is printed while it grows, several each when it and those before are done."""
-    engine = Engine(generator, max_batch_size=settings.max_batch_size, config=settings)
+    engine = Engine(generator, max_batch_size=settings.max_batch_size, max_length=settings.max_length, config=settings)
     texts = [Text(prompt, TextStream(tokenizer, settings.stop)) for prompt in prompts]
     ends = end_ids(tokenizer)
     sampling = Sampling(

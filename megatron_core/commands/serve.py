@@ -55,7 +55,8 @@ class Settings(InferenceConfig, GenerationLayout):
     max_waiting: int = 64
     """Maximum number of waiting texts; further requests are refused with status 429."""
     max_length: int | None = None
-    """Maximum number of tokens of a prompt with its continuation; default and maximum: the model's positions."""
+    """Maximum number of tokens of a prompt with its continuation; default and maximum: the model's positions.
+    With --rope-scaling-type longrope it chooses short or long factors."""
     max_request_bytes: int = 2**20
     """Maximum size of a request in bytes."""
     max_connections: int = 256

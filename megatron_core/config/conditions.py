@@ -37,6 +37,7 @@ NOT_NTK = Condition("another --rope-scaling-type", lambda run: run.model.rope_sc
 YARN = Condition(
     "--rope-scaling-type yarn", lambda run: run.model.use_rope_scaling and run.model.rope_scaling_type == "yarn"
 )
+LONGROPE = Condition("--rope-scaling-type longrope", lambda run: run.model.has_longrope)
 NO_YARN_FACTOR = unless("--yarn-attention-factor", lambda run: run.model.yarn_attention_factor is not None)
 SOFTMAX_SCALE_FROM_YARN = unless(
     "--yarn-attention-factor",

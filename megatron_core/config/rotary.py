@@ -40,10 +40,13 @@ class RotaryConfig:
     """Divide positions by this, for sequences longer than in training (Chen et al. 2023); default: no division."""
     use_rope_scaling: bool = setting(False, needs=c.ROTARY)
     """Scale the frequencies by --rope-scaling-factor with the method --rope-scaling-type."""
-    rope_scaling_type: Literal["llama3", "yarn", "ntk", "dynamic"] = setting("llama3", needs=c.ROPE_SCALING)
+    rope_scaling_type: Literal["llama3", "yarn", "longrope", "ntk", "dynamic"] = setting("llama3", needs=c.ROPE_SCALING)
     """llama3: lower the frequencies of slow channels and keep the fast ones (Llama 3.1). yarn: as llama3 with other
-    bounds, and longer queries and keys (Peng et al. 2023). ntk: a larger base (bloc97 2023). dynamic: as ntk, with the
-    factor that --max-position-embeddings needs, 1 up to the original length (emozilla 2023)."""
+    bounds, and longer queries and keys (Peng et al. 2023). longrope: divide each frequency by its own factor, one of
+    --longrope-long-factor if the run's longest text (--seq-length in training, --max-length in generation) has more
+    than --original-max-position-embeddings tokens, else of --longrope-short-factor (Ding et al. 2024). ntk: a larger
+    base (bloc97 2023). dynamic: as ntk, with the factor that --max-position-embeddings needs, 1 up to the original
+    length (emozilla 2023)."""
     rope_scaling_factor: float = setting(8.0, r.POSITIVE, when=c.ROPE_SCALING, aliases="rotary_scaling_factor")
     """Factor of --use-rope-scaling; 8 for Llama 3.1, 32 for Llama 3.2."""
     original_max_position_embeddings: int | None = setting(
@@ -67,3 +70,17 @@ class RotaryConfig:
     """YaRN: the divisor of --mscale."""
     yarn_attention_factor: float | None = setting(None, r.POSITIVE, when=c.YARN)
     """YaRN: multiply cosine and sine by this; default: the factor from --mscale."""
+    longrope_short_factor: tuple[float, ...] = setting((), needs=c.LONGROPE)
+    """LongRoPE: a divisor of each rotary frequency, for texts up to the original positions."""
+    longrope_long_factor: tuple[float, ...] = setting((), needs=c.LONGROPE)
+    """LongRoPE: a divisor of each rotary frequency, for longer texts."""
+    longrope_short_mscale: float | None = setting(None, r.POSITIVE, needs=c.LONGROPE)
+    """LongRoPE: multiply cosine and sine by this for texts up to the original positions N; default:
+    sqrt(1 + ln(--rope-scaling-factor) / ln(N))."""
+    longrope_long_mscale: float | None = setting(None, r.POSITIVE, needs=c.LONGROPE)
+    """LongRoPE: the same for longer texts."""
+
+    @property
+    def has_longrope(self) -> bool:
+        """Whether the longest text of the run chooses the rotary frequencies."""
+        return self.use_rope_scaling and self.rope_scaling_type == "longrope"

@@ -51,6 +51,12 @@ class RunConfig:
         return self.model.max_position_embeddings or self.data.seq_length
 
     @property
+    def longest_text(self) -> int:
+        """Positions to which rotary frequencies are scaled: with longrope those of a training sequence, else
+        ``max_positions``."""
+        return self.data.seq_length if self.model.has_longrope else self.max_positions
+
+    @property
     def schedules_by_samples(self) -> bool:
         """Whether the learning rate follows the sequences used, as in Megatron-LM with --train-samples, and not the
         steps."""

@@ -52,6 +52,7 @@ class Engine:
         limits = [limit for limit in (max_length, generator.learned_positions) if limit is not None]
         self.max_length = min(limits, default=None)
         """Maximum number of tokens of a prompt and its continuation; None: unlimited."""
+        generator.scale_to(self.max_length)
         block_size, groups = config.inference_dynamic_batching_block_size, generator.groups.size("pp")
         capacity = cache_blocks(config, generator, max_batch_size)
         self.scheduler = Scheduler(

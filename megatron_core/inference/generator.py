@@ -78,6 +78,12 @@ class Generator:
         learned = self.config.model.position_embedding_type == "learned_absolute"
         return self.config.max_positions if learned else None
 
+    def scale_to(self, longest: int | None) -> None:
+        """Choose the factors of LongRoPE for texts up to ``longest`` tokens; None: the model's positions."""
+        if self.config.model.has_longrope:
+            for model in self.stages.values():
+                model.max_sequence_length = self.config.max_positions if longest is None else longest
+
     @property
     def bytes_per_position(self) -> int:
         """Memory of the keys and values of one position in the layers of this rank."""

@@ -26,7 +26,7 @@ from megatron_core.transformer.sparse_attention import INDEXER
 def meta_model(config: RunConfig, vocab_size: int) -> GPTModel:
     """The whole model of a run, on the meta device of one rank."""
     parallel, groups = ModelParallelConfig(perform_initialization=False, device="meta"), ParallelGroups.single()
-    model = GPTModel(config.model, vocab_size, config.max_positions, parallel=parallel, groups=groups)
+    model = GPTModel(config.model, vocab_size, config.longest_text, parallel=parallel, groups=groups)
     _tune(config, model, groups, initialise=False)
     return model
 
@@ -87,7 +87,7 @@ def build_stages(
         stages[stage] = GPTModel(
             config.model,
             vocab_size,
-            config.max_positions,
+            config.longest_text,
             parallel=parallel,
             layers=layers[stage],
             pre_process=stage == 0,

@@ -280,7 +280,7 @@ def our_logits(reader: Reader, config: RunConfig, prompts: list[Tensor], dtype: 
         stage = GPTModel(
             config.model,
             reader.state["vocab_size"],
-            config.max_positions,
+            config.longest_text,
             parallel=parallel,
             layers=[layer],
             pre_process=layer == 0,
@@ -290,7 +290,11 @@ def our_logits(reader: Reader, config: RunConfig, prompts: list[Tensor], dtype: 
         for name, parameter in stage.named_parameters():
             parameter.copy_(parameter.to(stored_dtype(name, dtype)))
         inputs: list[Tensor | None] = [*hidden] or [None for _ in prompts]
-        hidden = [stage(prompt, hidden_states=x) for prompt, x in zip(prompts, inputs, strict=True)]
+        hidden = []
+        for prompt, x in zip(prompts, inputs, strict=True):
+            if config.model.has_longrope:  # transformers chooses the factors by the length of each text
+                stage.max_sequence_length = prompt.shape[1]
+            hidden.append(stage(prompt, hidden_states=x))
     return hidden
 
 

@@ -35,7 +35,7 @@ def scaled_frequencies(
 ) -> tuple[Tensor, float]:
     """Return the configured frequencies ``[channels/2]`` and the magnitude for ``rotary_table``.
 
-    ``max_sequence_length``: positions in a sequence, for dynamic scaling.
+    ``max_sequence_length``: positions in the longest text, for dynamic scaling and LongRoPE.
     """
     base, factor = config.rotary_base, config.rope_scaling_factor
     kind = config.rope_scaling_type if config.use_rope_scaling else None
@@ -50,6 +50,8 @@ def scaled_frequencies(
         return llama3_frequencies(frequencies, factor, config.original_max_position_embeddings or LLAMA3_CONTEXT), 1.0
     if kind == "yarn":
         return yarn_frequencies(frequencies, config), yarn_magnitude(config)
+    if kind == "longrope":
+        return longrope_frequencies(frequencies, config, max_sequence_length)
     return frequencies, 1.0
 
 
@@ -96,6 +98,23 @@ def yarn_magnitude(config: ModelConfig) -> float:
 def yarn_mscale(factor: float, mscale: float) -> float:
     """Return 1 + 0.1 mscale ln(factor), or 1 if factor <= 1."""
     return 1.0 if factor <= 1.0 else 1.0 + 0.1 * mscale * math.log(factor)
+
+
+def longrope_frequencies(frequencies: Tensor, config: ModelConfig, max_sequence_length: int) -> tuple[Tensor, float]:
+    """Divide each frequency by its factor, short or long; also return the magnitude (Ding et al. 2024).
+
+    The long ones are for a longest text of more than the original n positions. The magnitude is the configured one, or
+    sqrt(1 + ln(factor) / ln(n)), or 1 if factor <= 1.
+    """
+    original, scale = config.original_max_position_embeddings, config.rope_scaling_factor
+    assert original is not None, "validated with rope_scaling_type=longrope"
+    if max_sequence_length > original:
+        factors, magnitude = config.longrope_long_factor, config.longrope_long_mscale
+    else:
+        factors, magnitude = config.longrope_short_factor, config.longrope_short_mscale
+    if magnitude is None:
+        magnitude = 1.0 if scale <= 1.0 else math.sqrt(1.0 + math.log(scale) / math.log(original))
+    return frequencies / frequencies.new_tensor(factors), magnitude
 
 
 def query_temperature(config: ModelConfig, position_ids: Tensor, dtype: torch.dtype) -> Tensor | None:

@@ -20,6 +20,14 @@ FULL = {"recompute_granularity": "full"}
 CP2 = {"context_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
 FIM = {"tokenizer_type": "NullTokenizer", "fim_data": True}
+LONGROPE: dict[str, Any] = {
+    "position_embedding_type": "rope",
+    "use_rope_scaling": True,
+    "rope_scaling_type": "longrope",
+    "original_max_position_embeddings": 64,
+    "longrope_short_factor": (1.0,) * 5,
+    "longrope_long_factor": (2.0,) * 5,
+}
 FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
     # a single setting
     ({}, 0, ("world_size=0", "an integer >= 1")),
@@ -472,6 +480,11 @@ FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
         1,
         ("rope_scaling_type=yarn", "--original-max-position-embeddings"),
     ),
+    ({"longrope_short_factor": (1.0,)}, 1, ("longrope_short_factor=(1.0,)", "--rope-scaling-type longrope")),
+    (LONGROPE | {"longrope_long_factor": (1.0,)}, 1, ("longrope_long_factor has 1 numbers", "each of the 5 rotary")),
+    (LONGROPE | {"longrope_long_factor": (0.0,) * 5}, 1, ("longrope_long_factor has 0.0", "must be a number > 0")),
+    (LONGROPE | {"original_max_position_embeddings": 1}, 1, ("original_max_position_embeddings=1", "give 2 or more")),
+    (LONGROPE | {"original_max_position_embeddings": None}, 1, ("rope_scaling_type=longrope needs", "add --original-")),
     (
         {"position_embedding_type": "rope", "use_rope_scaling": True, "yarn_beta_fast": 0.5},
         1,

@@ -14,6 +14,14 @@ IN_HUB = (
         culprit="output of decoder.layers.1.self_attention",
     ),
     Defect(
+        "the positions of a rank choose the factors of rotary frequencies",
+        "models.gpt.model:GPTModel._rotary",
+        "self.model_config, channels, self.max_sequence_length",
+        "self.model_config, channels, position_ids.shape[1]",
+        "phi-3 with longrope, cp2",
+        culprit="output of decoder.layers.0.self_attention",
+    ),
+    Defect(
         "every tensor-parallel rank has the biases of the first tokens",
         "models.gpt.model:GPTModel._make_output_layer",
         "split((self.vocab_size, *shape[1:]), 0, index, size, padded=shape[0])",

@@ -128,11 +128,25 @@ NEMOTRON_H |= {"mamba_num_heads": 6, "mamba_head_dim": 10, "ssm_state_size": 6, 
 NEMOTRON_H |= {"head_dim": 12, "conv_kernel": 3, "time_step_min": 0.5}
 BAMBA = LLAMA | {"num_hidden_layers": 3, "mamba_n_heads": 8, "mamba_d_state": 6, "mamba_n_groups": 2, "mamba_d_conv": 3}
 BAMBA |= {"mamba_chunk_size": 8}
+LONGROPE: dict[str, Any] = {
+    "original_max_position_embeddings": 16,
+    "partial_rotary_factor": 0.5,
+    "rope_scaling": {"type": "longrope", "short_factor": [1.1, 1.3], "long_factor": [1.5, 4.0]},
+}
+LONGROPE_OF_EXPERTS = {
+    "type": "longrope",
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [1.0, 2.0, 3.0, 4.0],
+    "short_mscale": 1.2,
+    "long_mscale": 1.4,
+    "original_max_position_embeddings": 32,
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", LLAMA | {"rms_norm_eps": 1e-5}),
     "llama, tied": ("Llama", LLAMA | {"tie_word_embeddings": True, "rope_parameters": {"rope_theta": 5e5}}),
     "llama, interpolated": ("Llama", LLAMA | {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
     "llama 3.1": ("Llama", LLAMA | {"rope_theta": 5e5, "rope_scaling": LLAMA31}),
+    "llama, biases of attention": ("Llama", LLAMA | {"attention_bias": True}),
     "llama, YaRN": (
         "Llama",
         LLAMA | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}},
@@ -146,6 +160,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3": ("Qwen3", LLAMA | {"head_dim": 16}),
     "phi3": ("Phi3", LLAMA),
+    "phi3, longrope": ("Phi3", LLAMA | LONGROPE),
+    "phi3, longrope with a given magnitude": (
+        "Phi3",
+        LLAMA | LONGROPE | {"rope_scaling": LONGROPE["rope_scaling"] | {"factor": 6.0, "attention_factor": 1.3}},
+    ),
     "mixtral": ("Mixtral", LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
     "qwen3_moe": (
         "Qwen3Moe",
@@ -264,6 +283,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Phimoe",
         LLAMA | {"num_local_experts": 8, "sliding_window": 5, "router_jitter_noise": 0.3, "rope_theta": 1e4},
     ),
+    "phimoe, longrope": ("Phimoe", LLAMA | {"num_local_experts": 4, "rope_scaling": LONGROPE_OF_EXPERTS}),
     "starcoder2": ("Starcoder2", LLAMA | {"tie_word_embeddings": True, "sliding_window": 5}),
     "gemma": ("Gemma", LLAMA | {"tie_word_embeddings": True, "head_dim": 16}),
     "glm": ("Glm", LLAMA | {"head_dim": 16}),

@@ -30,7 +30,15 @@ from megatron_core.training.pretrain import notes, read_settings
 from megatron_core.training.setup import set_up
 from megatron_core.training.step import train_step
 from megatron_core.verify.ranks import run_ranks
-from tests.models.hf_models import DEEPSEEK_YARN, MODELS, RECURRENT, VOCABULARY, save_model, transformers
+from tests.models.hf_models import (
+    DEEPSEEK_YARN,
+    LONGROPE_OF_EXPERTS,
+    MODELS,
+    RECURRENT,
+    VOCABULARY,
+    save_model,
+    transformers,
+)
 from tests.runs import TINY, tiny_run
 from tests.sample import WHOLE_MATRIX
 from tests.tokenizers.corpus import write_gpt2_files, write_sentence_piece, write_tokenizer_json
@@ -321,7 +329,18 @@ REFUSED = {
     "rotary channels": ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
     "a factor": ("llama", {"rope_parameters": {"rope_type": "linear"}}, "it needs a factor"),
     "positions by layer": ("llama", {"rope_parameters": {"full_attention": {"rope_theta": 5}}}, "one set of param"),
-    "longrope": ("phi3", {"rope_parameters": {"rope_type": "longrope", "long_factor": [1.0] * 4}}, "for phi3 only"),
+    "longrope": ("phi3", {"rope_parameters": {"rope_type": "longrope", "long_factor": [1.0] * 4}}, "it needs a short_"),
+    "another scaling": ("phi3", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "for phi3 supported are"),
+    "scales of longrope": (
+        "phi3, longrope",
+        {"rope_parameters": LONGROPE_OF_EXPERTS},
+        "short_mscale=1.2; with longrope",
+    ),
+    "a factor for no frequency": (
+        "phi3",
+        {"rope_parameters": {"rope_type": "longrope", "short_factor": [1, 0]}},
+        r"short_factor=\[1, 0\]",
+    ),
     "positions by their distance": ("falcon", {"alibi": True}, "alibi=True; for falcon only False"),
     "sizes of a mixer": ("bamba", {"mamba_d_head": 5}, "mamba_d_head=5; mamba_n_heads=8 x mamba_d_head must be"),
     "other rotary channels": (
@@ -342,7 +361,11 @@ REFUSED = {
         "order_of_interleaved_layers='global_attn_first'",
     ),
     "one expert": ("phimoe", {"num_experts_per_tok": 1}, "num_experts_per_tok=1; transformers chooses 2"),
-    "longrope with experts": ("phimoe", {"rope_parameters": {"rope_type": "longrope"}}, "rope_type='longrope'"),
+    "longrope with experts": (
+        "phimoe",
+        {"rope_parameters": {"rope_type": "longrope"}},
+        "longrope with short_mscale and long_mscale",
+    ),
     "bias": ("mistral, window", {"attention_bias": True}, "attention_bias=True"),
     "an empty window": ("mistral, window", {"sliding_window": 0}, "1 or more, or null"),
     "kinds of layers": ("qwen3", {"use_sliding_window": True, "layer_types": ["linear_attention"] * 4}, "layer_types"),

@@ -97,6 +97,17 @@ PHI = {
     "untie_embeddings_and_output_weights": True,
     "add_output_layer_bias": True,
 }
+LONGROPE = {
+    "num_layers": 2,
+    "global_batch_size": 4,
+    "position_embedding_type": "rope",
+    "rotary_percent": 0.5,
+    "use_rope_scaling": True,
+    "rope_scaling_type": "longrope",
+    "original_max_position_embeddings": 8,
+    "longrope_short_factor": (1.0, 1.5),
+    "longrope_long_factor": (2.0, 5.0),
+}
 ONE_NORM_AND_EXPERTS = {
     "num_experts": 4,
     "moe_ffn_hidden_size": 24,
@@ -140,6 +151,8 @@ HUB_ROWS: dict[str, tuple[int, dict, dict]] = {
     "cohere 2, cp2": (2, COHERE2 | EXACT, CP2),
     "phi-2, tp2 pp2 zb_h1 sp": (4, PHI, TP2 | SP | PP2 | {"pipeline_schedule": "zb_h1"}),
     "phi-2, pp2 dualpipe_v": (2, PHI, PP2 | {"pipeline_schedule": "dualpipe_v"}),
+    "phi-3 with longrope, cp2 tp2": (4, LONGROPE, CP2 | TP2),
+    "phi-3 with longrope, cp2": (2, LONGROPE, CP2),
     "deepseek-v2, tp2": (2, DEEPSEEK_V2, TP2),
     "deepseek-v2, pp2": (2, DEEPSEEK_V2, PP2),
     "deepseek-v2, dp2 ep2 zero3": (2, DEEPSEEK_V2, EP2 | ZERO3),

@@ -44,6 +44,10 @@ POSITIVE = KeyType("a finite number above 0", lambda value: _number(value) > 0)
 NUMBER = KeyType("a finite number >= 0", lambda value: _number(value) >= 0)
 SWITCH = KeyType("true or false", lambda value: isinstance(value, bool))
 STRING = KeyType("a string", lambda value: isinstance(value, str))
+FACTORS = KeyType(
+    "a list of finite numbers above 0",
+    lambda value: isinstance(value, list) and all(_number(item) > 0 for item in value),
+)
 STRINGS = KeyType(
     "a list of strings", lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value)
 )
@@ -108,6 +112,10 @@ YARN = {
 """Parameter of YaRN in config.json -> setting."""
 
 
+LONGROPE_MSCALES = {"short_mscale": "longrope_short_mscale", "long_mscale": "longrope_long_mscale"}
+"""Magnitude of LongRoPE in config.json -> setting."""
+
+
 def _rope_settings(hf_config: Settings, *, partial: bool) -> Settings:
     rope = rope_parameters(hf_config)
 
@@ -146,15 +154,48 @@ def _rope_scaling_settings(rope: Settings, hf_config: Settings) -> Settings:
             named = {setting: value for setting, value in named.items() if not setting.startswith("mscale")}
         factor = float(rope.get("factor") or longest / original)
         return scaled | named | {"rope_scaling_factor": factor, "original_max_position_embeddings": original}
+    if kind == "longrope":
+        factor = float(rope.get("factor") or longest / original)
+        own = {"rope_scaling_factor": factor, "original_max_position_embeddings": original}
+        return scaled | own | _longrope_settings(rope)
     raise CheckpointError(
-        f"config.json says rope_type={kind!r} with {scalars}; supported are default, linear, dynamic, yarn, and llama3 "
-        f"with {LLAMA3}"
+        f"config.json says rope_type={kind!r} with {scalars}; supported are default, linear, dynamic, yarn, longrope, "
+        f"and llama3 with {LLAMA3}"
     )
+
+
+def _longrope_settings(rope: Settings) -> Settings:
+    """``transformers`` reads magnitudes of short and long texts for phimoe alone; see there."""
+    for key in ("short_factor", "long_factor"):
+        if rope.get(key) is None:
+            refuse("rope_type", "longrope", f"it needs a {key}")
+    for key in ("short_mscale", "long_mscale"):
+        if rope.get(key) is not None:
+            refuse(key, rope[key], "with longrope it is supported for phimoe only")
+    factors = {f"longrope_{key}": tuple(map(float, rope[key])) for key in ("short_factor", "long_factor")}
+    return factors | dict.fromkeys(LONGROPE_MSCALES.values(), rope.get("attention_factor"))
+
+
+def _longrope_json(config: ModelConfig) -> Settings:
+    """In the form of published models, which early releases require: no key that the others determine."""
+    original, factor = config.original_max_position_embeddings, config.rope_scaling_factor
+    factors = {"short_factor": config.longrope_short_factor, "long_factor": config.longrope_long_factor}
+    scaling: Settings = {"type": "longrope", **{key: list(values) for key, values in factors.items()}}
+    if original is None or factor != (config.max_position_embeddings or 0) / original:
+        scaling["factor"] = factor
+    if config.longrope_short_mscale != config.longrope_long_mscale:
+        scaling |= {key: getattr(config, name) for key, name in LONGROPE_MSCALES.items()}
+    elif config.longrope_short_mscale is not None:
+        scaling["attention_factor"] = config.longrope_short_mscale
+    return scaling
 
 
 def _rope_json(config: ModelConfig) -> Settings:
     """Written as ``rope_theta`` and ``rope_scaling``, which every release of transformers reads."""
-    return {"rope_theta": config.rotary_base, "rope_scaling": _rope_scaling_json(config)}
+    keys: Settings = {"rope_theta": config.rotary_base, "rope_scaling": _rope_scaling_json(config)}
+    if config.has_longrope:
+        keys["original_max_position_embeddings"] = config.original_max_position_embeddings
+    return keys
 
 
 def _partial_rope_json(config: ModelConfig) -> Settings:
@@ -166,6 +207,8 @@ def _rope_scaling_json(config: ModelConfig) -> Settings | None:
     if not config.use_rope_scaling:
         linear = config.rotary_seq_len_interpolation_factor
         return None if linear is None else {"rope_type": "linear", "factor": linear}
+    if config.has_longrope:
+        return _longrope_json(config)
     scaling: Settings = {"rope_type": config.rope_scaling_type, "factor": config.rope_scaling_factor}
     original = {"original_max_position_embeddings": config.original_max_position_embeddings}
     if config.rope_scaling_type == "llama3":
@@ -179,7 +222,7 @@ def _rope_scaling_json(config: ModelConfig) -> Settings | None:
 
 _ROPE_NUMBERS = (
     *("rope_theta", "rotary_emb_base", "partial_rotary_factor", "rotary_pct", "factor", "low_freq_factor"),
-    *("high_freq_factor", "beta_fast", "beta_slow", "attention_factor"),
+    *("high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "short_mscale", "long_mscale"),
 )
 _ROPE_TYPES = {
     **dict.fromkeys(("rope_parameters", "rope_scaling"), OBJECT),
@@ -187,6 +230,7 @@ _ROPE_TYPES = {
     **dict.fromkeys(("max_position_embeddings", "original_max_position_embeddings"), LENGTH),
     **dict.fromkeys(_ROPE_NUMBERS, POSITIVE),
     **dict.fromkeys(("mscale", "mscale_all_dim"), NUMBER),
+    **dict.fromkeys(("short_factor", "long_factor"), FACTORS),
     "truncate": SWITCH,
 }
 ROPE = Rule(lambda hf_config: _rope_settings(hf_config, partial=False), _rope_json, _ROPE_TYPES)

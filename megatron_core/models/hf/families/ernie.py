@@ -15,6 +15,7 @@ ERNIE = register(
     fixed={**LLAMA.fixed, "rotary_interleaved": True},
     defaults={"tie_word_embeddings": True, "num_key_value_heads": 2, "head_dim": 128, "rope_theta": 500000.0},
     required={"hidden_act": "silu", "use_bias": False},
+    rules=(ROPE,),
 )
 INTEGER = KeyType("an integer", lambda value: type(value) is int)
 

@@ -4,7 +4,7 @@ experts."""
 from megatron_core.config import ModelConfig
 from megatron_core.models.hf.architecture import register
 from megatron_core.models.hf.families.llama import LLAMA
-from megatron_core.models.hf.rules import LENGTH_OR_ZERO, POSITIVE, ROPE, Rule, Settings
+from megatron_core.models.hf.rules import ATTENTION_BIASES, LENGTH_OR_ZERO, POSITIVE, ROPE, Rule, Settings
 from megatron_core.models.hf.tensors import TensorSource
 
 
@@ -35,7 +35,7 @@ GRANITE = register(
     defaults=dict.fromkeys(
         ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"), 1.0
     ),
-    rules=(ROPE, FACTORS),
+    rules=(ROPE, ATTENTION_BIASES, FACTORS),
 )
 GRANITE_MOE = register(
     GRANITE,

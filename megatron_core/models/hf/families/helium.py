@@ -2,6 +2,7 @@
 
 from megatron_core.models.hf.architecture import register
 from megatron_core.models.hf.families.llama import LLAMA
+from megatron_core.models.hf.rules import ROPE
 
 HELIUM = register(
     LLAMA,
@@ -9,4 +10,6 @@ HELIUM = register(
     class_name="HeliumForCausalLM",
     fixed={**LLAMA.fixed, "rotary_interleaved": True},
     defaults={"num_key_value_heads": 20, "head_dim": 128, "rope_theta": 100000.0},
+    required={**LLAMA.required, "attention_bias": False},
+    rules=(ROPE,),
 )

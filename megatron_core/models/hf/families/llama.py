@@ -2,7 +2,7 @@
 
 from megatron_core.config.presets import LLAMA_LAYERS
 from megatron_core.models.hf.architecture import Architecture, register
-from megatron_core.models.hf.rules import ROPE
+from megatron_core.models.hf.rules import ATTENTION_BIASES, ROPE
 from megatron_core.models.hf.tensors import gate_and_up, separate_qkv
 
 LLAMA = register(
@@ -22,8 +22,8 @@ LLAMA = register(
             "attention_dropout": "attention_dropout",
         },
         fixed=LLAMA_LAYERS,
-        required={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
-        rules=(ROPE,),
+        required={"hidden_act": "silu", "mlp_bias": False},
+        rules=(ROPE, ATTENTION_BIASES),
         tensors={
             "embedding.word_embeddings": "model.embed_tokens",
             "decoder.final_layernorm": "model.norm",

@@ -3,7 +3,7 @@ head's channels. Arcee: Llama with squared ReLU."""
 
 from megatron_core.models.hf.architecture import register
 from megatron_core.models.hf.families.llama import LLAMA
-from megatron_core.models.hf.rules import PARTIAL_ROPE
+from megatron_core.models.hf.rules import PARTIAL_ROPE, ROPE
 
 ARCEE = register(
     LLAMA,
@@ -11,6 +11,7 @@ ARCEE = register(
     class_name="ArceeForCausalLM",
     fixed={**LLAMA.fixed, "swiglu": False, "squared_relu": True},
     required={"hidden_act": "relu2", "attention_bias": False, "mlp_bias": False},
+    rules=(ROPE,),
     layer_tensors={**LLAMA.layer_tensors, "mlp.linear_fc1": "mlp.up_proj"},
 )
 NEMOTRON = register(

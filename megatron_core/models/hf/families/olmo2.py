@@ -16,6 +16,7 @@ OLMO2 = register(
     keys={key: name for key, name in LLAMA.keys.items() if key != "head_dim"},
     fixed={**LLAMA.fixed, "qk_layernorm": True, "qk_layernorm_over_heads": True, "norm_placement": "post"},
     required={"hidden_act": "silu", "attention_bias": False},
+    rules=(ROPE,),
     layer_tensors={
         **LLAMA.layer_tensors,
         **QK_NORMS,

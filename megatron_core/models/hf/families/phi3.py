@@ -1,4 +1,4 @@
-"""Phi-3: Llama with fused matrices, and rotary positions in a part of each head's channels."""
+"""Phi-3: Llama with fused matrices, and rotary positions in a part of each head's channels, also with LongRoPE."""
 
 from dataclasses import replace
 
@@ -15,20 +15,24 @@ from megatron_core.models.hf.rules import (
 from megatron_core.models.hf.tensors import stacked_qkv
 
 
-def _unscaled_rope(hf_config: Settings) -> Settings:
-    kind = rope_type(rope_parameters(hf_config))
-    if kind != "default":
-        refuse("rope_type", kind, "for phi3 only default is supported")
-    return PARTIAL_ROPE.read(hf_config)
+def _positions(hf_config: Settings) -> Settings:
+    """Early files say su or yarn, which mean longrope."""
+    rope = rope_parameters(hf_config)
+    kind = rope_type(rope)
+    if kind not in ("default", "longrope", "su", "yarn"):
+        refuse("rope_type", kind, "for phi3 supported are default and longrope")
+    return PARTIAL_ROPE.read(hf_config if kind == "default" else {**hf_config, "rope_scaling": rope | LONGROPE})
 
 
+LONGROPE = {"rope_type": "longrope"}
 PHI3 = register(
     LLAMA,
     model_type="phi3",
     class_name="Phi3ForCausalLM",
     keys={key: name for key, name in LLAMA.keys.items() if key != "head_dim"} | {"resid_pdrop": "hidden_dropout"},
+    defaults={"max_position_embeddings": 4096, "original_max_position_embeddings": 4096},
     required={"hidden_act": "silu"},
-    rules=(replace(PARTIAL_ROPE, read=_unscaled_rope), WINDOW_OF_ALL_LAYERS),
+    rules=(replace(PARTIAL_ROPE, read=_positions), WINDOW_OF_ALL_LAYERS),
     layer_tensors={
         **LLAMA.layer_tensors,
         "self_attention.linear_qkv": stacked_qkv("self_attn.qkv_proj"),

@@ -4,7 +4,41 @@ chosen one after the other (sparsemixer)."""
 from megatron_core.config import ModelConfig
 from megatron_core.models.hf.architecture import register
 from megatron_core.models.hf.families.mistral import MIXTRAL
-from megatron_core.models.hf.rules import ATTENTION_BIASES, NUMBER, ROPE, WINDOW_OF_ALL_LAYERS, Rule, Settings, refuse
+from megatron_core.models.hf.rules import (
+    ATTENTION_BIASES,
+    LONGROPE_MSCALES,
+    NUMBER,
+    ROPE,
+    WINDOW_OF_ALL_LAYERS,
+    Rule,
+    Settings,
+    refuse,
+    rope_parameters,
+    rope_type,
+)
+
+
+def _positions(hf_config: Settings) -> Settings:
+    """LongRoPE has a magnitude for short and one for long texts."""
+    rope = rope_parameters(hf_config)
+    kind = rope_type(rope)
+    if kind == "default":
+        return ROPE.read(hf_config)
+    if kind != "longrope" or any(rope.get(key) is None for key in LONGROPE_MSCALES):
+        refuse("rope_type", kind, "for phimoe supported are default, and longrope with short_mscale and long_mscale")
+    rest = {key: value for key, value in rope.items() if key not in (*LONGROPE_MSCALES, "attention_factor")}
+    scales = {setting: float(rope[key]) for key, setting in LONGROPE_MSCALES.items()}
+    return ROPE.read({**hf_config, "rope_scaling": rest}) | scales
+
+
+def _positions_json(config: ModelConfig) -> Settings:
+    keys = ROPE.write(config)
+    if config.has_longrope:
+        key = "original_max_position_embeddings"
+        scaling = {name: value for name, value in keys["rope_scaling"].items() if name != "attention_factor"}
+        scales = {name: getattr(config, setting) for name, setting in LONGROPE_MSCALES.items()}
+        keys["rope_scaling"] = {**scaling, **scales, key: keys[key]}
+    return keys
 
 
 def _routing(hf_config: Settings) -> Settings:
@@ -33,6 +67,7 @@ PHIMOE = register(
     },
     fixed={**MIXTRAL.fixed, "normalization": "LayerNorm", "moe_router_score_function": "sparsemixer"},
     defaults={
+        "max_position_embeddings": 4096 * 32,
         "num_key_value_heads": 8,
         "rope_theta": 1e6,
         "num_experts_per_tok": 2,
@@ -42,7 +77,7 @@ PHIMOE = register(
     },
     required={"hidden_act": "silu", "hidden_dropout": 0.0},
     rules=(
-        ROPE,
+        Rule(_positions, _positions_json, ROPE.types),
         WINDOW_OF_ALL_LAYERS,
         ATTENTION_BIASES,
         Rule(_routing, _routing_json, {"router_jitter_noise": NUMBER, "input_jitter_noise": NUMBER}),

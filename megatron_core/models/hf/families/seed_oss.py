@@ -2,6 +2,7 @@
 
 from megatron_core.models.hf.architecture import register
 from megatron_core.models.hf.families.llama import LLAMA
+from megatron_core.models.hf.rules import ROPE
 
 SEED_OSS = register(
     LLAMA,
@@ -10,4 +11,5 @@ SEED_OSS = register(
     keys={**LLAMA.keys, "attention_bias": "add_qkv_bias", "residual_dropout": "hidden_dropout"},
     defaults={"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True},
     required={"hidden_act": "silu", "attention_out_bias": False, "mlp_bias": False},
+    rules=(ROPE,),
 )

@@ -3,7 +3,7 @@
 from megatron_core.config import ModelConfig
 from megatron_core.models.hf.architecture import register
 from megatron_core.models.hf.families.llama import LLAMA
-from megatron_core.models.hf.rules import COUNT, COUNTS, ROPE, SWITCH, WINDOWS, Rule, Settings, refuse
+from megatron_core.models.hf.rules import ATTENTION_BIASES, COUNT, COUNTS, ROPE, SWITCH, WINDOWS, Rule, Settings, refuse
 
 
 def _positions(hf_config: Settings) -> list[int]:
@@ -48,5 +48,10 @@ SMOLLM3 = register(
     model_type="smollm3",
     class_name="SmolLM3ForCausalLM",
     defaults={"tie_word_embeddings": True, "num_key_value_heads": 4, "rope_theta": 2e6},
-    rules=(ROPE, POSITIONS, Rule(_windows, _windows_json, {**WINDOWS.types, "use_sliding_window": SWITCH})),
+    rules=(
+        ROPE,
+        ATTENTION_BIASES,
+        POSITIONS,
+        Rule(_windows, _windows_json, {**WINDOWS.types, "use_sliding_window": SWITCH}),
+    ),
 )
