@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_core.checkpoint import parameter_pieces
 from megatron_core.config import ModelConfig, RunConfig
 from megatron_core.config.data import DataConfig
-from megatron_core.inference import Engine, Generator
+from megatron_core.inference import Engine, Generator, Request
 from megatron_core.models import GPTModel
 from megatron_core.models.build import meta_model
 from megatron_core.models.hf import HuggingFaceReader
@@ -129,3 +129,22 @@ def test_the_longest_text_of_an_engine_chooses(max_length: int | None, longest: 
     generator = Generator(run, groups, {0: meta_model(run, VOCABULARY)}, 1, VOCABULARY, device)
     Engine(generator, max_batch_size=1, max_length=max_length)
     assert generator.stages[0].max_sequence_length == longest
+
+
+@torch.no_grad()
+def test_tokens_generated_within_the_original_length_are_theirs(tmp_path: Path) -> None:
+    """With ``max_length`` 16, the original length; by default the model's 64 positions choose the long factors."""
+    save_model("phi3, longrope", tmp_path)
+    prompt, new = [5, 9, 2, 60, 7], 11
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    wanted = theirs.generate(torch.tensor([prompt]), max_new_tokens=new, do_sample=False, eos_token_id=None)
+    with HuggingFaceReader(tmp_path) as reader:
+        groups, device = ParallelGroups.single(), torch.device("cpu")
+        generator = Generator.load(reader, reader.config, groups, device)
+    found = {}
+    for max_length in (16, None):
+        engine = Engine(generator, max_batch_size=1, max_length=max_length)
+        engine.submit(Request(prompt=tuple(prompt), max_new_tokens=new))
+        found[max_length] = [progress.token for _ in range(new) for progress in engine.step()]
+    assert found[16] == wanted[0, len(prompt) :].tolist()
+    assert found[None] != found[16]
