@@ -4,6 +4,7 @@ import os.path
 from collections.abc import Iterator
 
 from megatron_core.config.checkpoint import CheckpointConfig
+from megatron_core.config.megatron_model import without_arguments
 from megatron_core.config.resilience import (
     FAULTS_OF_RANKS,
     FAULTS_ON_DISK,
@@ -38,6 +39,8 @@ def _format_problems(config: RunConfig) -> Iterator[str]:
     for name in ("experimental_attention_variant", "hybrid_layer_pattern"):
         if checkpoint.ckpt_format == "torch_dist" and (value := getattr(config.model, name)) is not None:
             yield f"{named} does not write {name}={value}; use torch_dcp, or remove --ckpt-format"
+    if checkpoint.ckpt_format == "torch_dist" and (settings := without_arguments(config.model)):
+        yield f"{named} does not write {', '.join(settings)}, for which Megatron-LM has no arguments; use torch_dcp"
     if config.tuning.lora_rank is not None:
         yield f"{named} does not write low-rank adapters: lora_rank={config.tuning.lora_rank}; remove --ckpt-format"
 

@@ -118,7 +118,7 @@ IN_ZERO = (
     ),
     Defect(
         "Muon's update of the keys goes to the values",
-        "optimizer.algorithms:Muon.transform",
+        "optimizer.algorithms:Muon.orthogonalized",
         "joined(parts, fused)",
         "joined([*parts[:-2], *parts[:-3:-1]], fused)",
         "muon, dp2 tp2 zero1",
@@ -126,7 +126,7 @@ IN_ZERO = (
     ),
     Defect(
         "Muon's heads are cut one row late",
-        "optimizer.algorithms:Muon.transform",
+        "optimizer.algorithms:Muon.orthogonalized",
         "self._scaled(each.unflatten(-2, (-1, fused.head_size))).flatten(-3, -2)",
         "self._scaled(each.roll(-1, -2).unflatten(-2, (-1, fused.head_size))).flatten(-3, -2).roll(1, -2)",
         "muon by heads, gate and up apart, 2 groups, dp2 tp2 zero2",

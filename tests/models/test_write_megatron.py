@@ -154,3 +154,11 @@ def test_recurrent_layers_are_refused(tmp_path: Path) -> None:
     run.saver.close()
     with pytest.raises(CheckpointError, match="cannot be written as torch_dist"):
         convert(Settings(source="native", to="megatron", load=str(tmp_path), save=str(tmp_path / "out")))
+
+
+def test_models_that_megatron_lm_cannot_train_are_refused(tmp_path: Path) -> None:
+    run = start({"parallel_residual": True, "softmax_scale": 0.25, "save": str(tmp_path)})
+    run.saver.save(run.state)
+    run.saver.close()
+    with pytest.raises(CheckpointError, match=r"parallel_residual=True, softmax_scale=0\.25: Megatron-LM has no"):
+        convert(Settings(source="native", to="megatron", load=str(tmp_path), save=str(tmp_path / "out")))

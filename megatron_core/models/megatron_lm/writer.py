@@ -21,6 +21,7 @@ from megatron_core.checkpoint.folder import delete, iteration_folder, replace_fi
 from megatron_core.checkpoint.hashes import sync_folder, write_file
 from megatron_core.checkpoint.manifest import TORCH_DTYPES
 from megatron_core.config import ModelConfig
+from megatron_core.config.megatron_model import without_arguments
 from megatron_core.errors import CheckpointError
 from megatron_core.models.megatron_lm.mixers import pieces_of_mixer
 from megatron_core.models.megatron_lm.reader import TRACKER
@@ -117,6 +118,11 @@ def write_checkpoint(
             f"experimental_attention_variant={model.experimental_attention_variant} and hybrid_layer_pattern="
             f"{model.hybrid_layer_pattern} cannot be written as torch_dist, where Megatron Core has other tensors; use "
             "torch_dcp or hf"
+        )
+    if form == "torch_dist" and (settings := without_arguments(model)):
+        raise CheckpointError(
+            f"{', '.join(settings)}: Megatron-LM has no such arguments, and would train another model from a "
+            "torch_dist checkpoint; use torch_dcp or hf"
         )
     iteration = int(reader.state["iteration"])
     final = iteration_folder(save, iteration)

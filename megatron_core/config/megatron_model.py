@@ -1,0 +1,24 @@
+"""The models that Megatron-LM cannot train, which must not be written for it."""
+
+from megatron_core.config.model import ModelConfig
+
+ABSENT = (
+    *("parallel_residual", "norm_placement", "qk_layernorm_over_heads", "qk_layernorm_weight_per_head"),
+    *("qk_l2_norm_rotary_only", "disable_bias_layernorm", "latent_norm_epsilon", "add_attention_output_bias"),
+    *("add_output_layer_bias", "geglu", "scale_embeddings", "embedding_multiplier", "residual_multiplier"),
+    *("logit_multiplier", "softmax_scale", "attn_logit_softcapping", "final_logit_softcapping", "attention_kind"),
+    *("attention_chunk_size", "query_temperature_scale", "rotary_base_of_windows", "moe_router_group_score_topk"),
+    *("yarn_attention_factor",),
+)
+"""Settings of the model's function that Megatron-LM's arguments do not have."""
+
+
+def without_arguments(model: ModelConfig) -> list[str]:
+    """Settings of ``model``, as NAME=VALUE, for which Megatron-LM has no arguments: it would train another model."""
+    plain = ModelConfig()
+    found = [f"{name}={value}" for name in ABSENT if (value := getattr(model, name)) != getattr(plain, name)]
+    if model.use_rope_scaling and model.rope_scaling_type not in ("llama3", "yarn"):
+        found.append(f"rope_scaling_type={model.rope_scaling_type}")
+    if model.num_experts is not None and model.moe_router_score_function == "sparsemixer":
+        found.append("moe_router_score_function=sparsemixer")
+    return found

@@ -1,0 +1,51 @@
+"""Models that Megatron-LM cannot train are not written for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_core.config import ModelConfig, RunConfig
+from megatron_core.config.megatron_flags import RENAMED
+from megatron_core.config.megatron_model import ABSENT, without_arguments
+from megatron_core.config.setting import Resume, names_by_resume
+from megatron_core.config.validate import problems
+
+OF_OTHERS = {
+    *("moe_sparsemixer_threshold", "query_temperature_floor", "parallel_residual_shared_norm", "rope_scaling_type"),
+    *(f"longrope_{length}_{name}" for length in ("short", "long") for name in ("factor", "mscale")),
+}
+"""They matter only with settings that are refused."""
+OF_TRAINING = {"mamba_dt_min", "mamba_dt_max", "moe_further_balancing_types", "output_z_loss_coeff"}
+"""Initial weights and losses."""
+
+
+def test_every_setting_of_the_function_is_an_argument_of_megatron_lm_or_listed() -> None:
+    lines = (Path(__file__).parent / "megatron_lm_flags.txt").read_text().split()
+    theirs = {line.removeprefix("--").removesuffix("=").replace("-", "_") for line in lines}
+    theirs |= {RENAMED[name] for name in theirs if name in RENAMED}
+    ours = set(names_by_resume(ModelConfig, Resume.FUNCTION, Resume.TENSORS))
+    assert ours - theirs == {*ABSENT, *OF_OTHERS, *OF_TRAINING}
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({}, []),
+        ({"geglu": True, "final_logit_softcapping": 30.0}, ["geglu=True", "final_logit_softcapping=30.0"]),
+        ({"use_rope_scaling": True, "rope_scaling_type": "yarn"}, []),
+        ({"use_rope_scaling": True, "rope_scaling_type": "ntk"}, ["rope_scaling_type=ntk"]),
+        ({"rope_scaling_type": "ntk"}, []),
+        ({"num_experts": 4, "moe_router_score_function": "sparsemixer"}, ["moe_router_score_function=sparsemixer"]),
+    ],
+)
+def test_settings_without_arguments(settings: dict[str, object], named: list[str]) -> None:
+    assert sorted(without_arguments(ModelConfig(**settings))) == sorted(named)  # type: ignore[arg-type]
+
+
+def test_a_run_that_would_write_such_a_model_is_refused() -> None:
+    run = {"mock_data": True, "vocab_size": 64, "train_iters": 1, "save": "out", "softmax_scale": 0.5}
+    wrong = list(problems(RunConfig.from_flat(run | {"ckpt_format": "torch_dist"}), 1))
+    assert len(wrong) == 1 and "ckpt_format=torch_dist does not write softmax_scale=0.5" in wrong[0]
+    assert not list(problems(RunConfig.from_flat(run | {"ckpt_format": "torch_dcp"}), 1))
