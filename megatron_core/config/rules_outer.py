@@ -47,8 +47,8 @@ def _excluded(config: RunConfig) -> Iterator[str]:
         yield f"ema_decay={optimizer.ema_decay}; the global weights already are a mean"
     if optimizer.offloads_optimizer or parallel.offloads_weights:
         yield "offload of weights or optimizer state"
-    if optimizer.optimizer == "soap":
-        yield "optimizer=soap, whose state of matrices is not stored for each group"
+    if optimizer.kind_of(hidden=True).has_matrix_state:
+        yield f"optimizer={optimizer.optimizer}, whose state of whole matrices has not been tested with groups"
     if optimizer.bf16_settings:
         yield f"{', '.join(f'{key}={value}' for key, value in optimizer.bf16_settings.items())}"
     if parallel.grad_compression not in ("none", "bf16"):
@@ -62,7 +62,7 @@ def _excluded(config: RunConfig) -> Iterator[str]:
     if config.tuning.lora_rank is not None:
         yield f"lora_rank={config.tuning.lora_rank}"
     if resilience.recover_join:
-        yield "recover_join=True, because a lost group has no newer state; restart the job to have all groups"
+        yield "recover_join=True, because a lost group has no newer state"
     if resilience.elastic:
         yield "elastic=True"
     if resilience.rerun_mode != "disabled":

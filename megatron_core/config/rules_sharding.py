@@ -106,10 +106,10 @@ def _storage_problems(config: RunConfig) -> Iterator[str]:
             "float32 on the device; remove --optimizer-cpu-offload, --optimizer-offload-dir and "
             "--main-params-dtype bf16"
         )
-    if optimizer.optimizer == "soap" and optimizer.offloads_optimizer:
+    if optimizer.kind_of(hidden=True).has_matrix_state and optimizer.offloads_optimizer:
         yield (
-            "optimizer=soap has factors and bases of whole matrices, which must be on the device; remove "
-            "--optimizer-cpu-offload and --optimizer-offload-dir"
+            f"optimizer={optimizer.optimizer} has factors and bases of whole matrices, which must be on the device; "
+            "remove --optimizer-cpu-offload and --optimizer-offload-dir"
         )
     kind = config.parallel.grad_compression
     if optimizer.bf16_settings and kind in COMPRESSED_OPTIMIZERS:

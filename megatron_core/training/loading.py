@@ -11,7 +11,7 @@ from megatron_core.checkpoint import CheckpointReader, TensorBox, parameter_piec
 from megatron_core.checkpoint.host_copy import HostCopy
 from megatron_core.checkpoint.reader import note
 from megatron_core.checkpoint.restore import CopiesReader
-from megatron_core.config import RunConfig
+from megatron_core.config import OptimizerConfig, RunConfig
 from megatron_core.config.optimizers import AVERAGE
 from megatron_core.data_parallel import DataParallel
 from megatron_core.errors import CheckpointError
@@ -96,11 +96,22 @@ def _check_names(
         absent.remove(AVERAGE.name)
         needed = {name: shape for name, shape in needed.items() if not name.startswith(f"optimizer.{AVERAGE.name}.")}
     if absent and optimizer is not None:
+        name, changed = optimizer.config.optimizer, _changed_optimizer(reader, optimizer.config)
+        remedy = f"; its {listed(changed)}: give the same settings, or" * bool(changed) or ";"
         raise CheckpointError(
-            f"{reader.folder} has no state of --optimizer {optimizer.config.optimizer} ({listed(absent)}); load "
-            "only the weights with --no-load-optim"
+            f"{reader.folder} has no state of --optimizer {name} ({listed(absent)}){remedy} load only the weights with "
+            "--no-load-optim"
         )
     reader.check_names(needed)
+
+
+def _changed_optimizer(reader: CheckpointReader | MegatronReader, config: OptimizerConfig) -> list[str]:
+    """Stored settings of the same optimizer that differ, as "NAME is VALUE"; empty for another optimizer."""
+    stored = reader.state.get("config", {})
+    if stored.get("optimizer") != config.optimizer:
+        return []
+    own = {name: value for name, value in asdict(config).items() if name.startswith(f"{config.optimizer}_")}
+    return [f"{name} is {stored[name]}" for name, value in own.items() if stored.get(name, value) != value]
 
 
 def fill_together(reader: Reader, pieces: Iterable[TensorBox], device: torch.device) -> None:

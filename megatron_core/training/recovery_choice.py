@@ -65,7 +65,9 @@ def with_groups(config: RunConfig, size: int, count: int) -> RunConfig:
 
 
 def groups_left_out(config: RunConfig, size: int, training: Collection[int]) -> list[int]:
-    """The outer groups of a job of ``size`` ranks without ranks in ``training``."""
+    """The outer groups of a job of ``size`` ranks without ranks in ``training``; empty without groups."""
+    if not config.outer.outer_steps:
+        return []
     each = size // config.outer.num_groups
     return [group for group in range(config.outer.num_groups) if group * each not in training]
 

@@ -184,6 +184,10 @@ def test_resumes_in_another_layout(tmp_path: Path) -> None:
         assert all(torch.equal(copied[name], tensor) for name, tensor in tensors.items()), layout
     with pytest.raises(CheckpointError, match=r"left_basis.*use the settings with which"):
         losses({"load": str(load), "soap_split_qkv": False}, 0)
+    whole = {"soap_split_qkv": False, "save": str(tmp_path / "whole")}
+    losses(whole, 1)
+    with pytest.raises(CheckpointError, match=r"\(left_basis_1.*; its soap_split_qkv is False: give the same"):
+        losses({"load": str(tmp_path / "whole")}, 0)
 
 
 def hashed() -> list[str]:

@@ -190,15 +190,21 @@ class Meeting:
                 if copy.owner not in found or rank == copy.owner:
                     found[copy.owner] = rank
         earlier = {each: self.decided(each) for each in range(generation)}
-        training = self._choice.training(there)
         failures = [(each, self.wrong(each)) for each in range(generation)]
         wrong = [(each, failure.first or 0) for each, failure in failures if failure is not None]
-        for (written, rollbacks, iteration), found in sorted(holders.items(), reverse=True):
-            writers = earlier.get(written)
-            if any(written <= each and iteration >= first for each, first in wrong):
-                continue
-            if writers is not None and self._choice.suffices(writers.training, found, training):
-                return Members(tuple(there), training, iteration, written, found, tuple(fresh), rollbacks)
+        usable = [
+            ((written, rollbacks, iteration), found)
+            for (written, rollbacks, iteration), found in sorted(holders.items(), reverse=True)
+            if not any(written <= each and iteration >= first for each, first in wrong)
+        ]
+        # As many ranks as possible train; only without their state, fewer: those that have a copy of an iteration.
+        training = self._choice.training(there)
+        for only_owners in (False, True):
+            for (written, rollbacks, iteration), found in usable:
+                writers = earlier.get(written)
+                chosen = self._choice.training([r for r in there if r in found]) if only_owners else training
+                if chosen and writers is not None and self._choice.suffices(writers.training, found, chosen):
+                    return Members(tuple(there), chosen, iteration, written, found, tuple(fresh), rollbacks)
         # All ranks copy their state before the first step is complete, after which one of them may have two copies.
         has_trained = any(each is not None and each.iteration >= 0 for each in earlier.values())
         has_trained |= len({iteration for _, _, iteration in holders}) > 1
