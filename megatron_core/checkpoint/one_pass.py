@@ -3,19 +3,19 @@ the parts that ranks on other hosts need.
 
 Replicas therefore do not read the same bytes from the disk again, and hashes cost no second pass. Ranks work in rounds:
 in round k every rank sends parts of its k-th chunk. Ranks on the host of the reader read their parts of this chunk from
-the page cache in this round, which takes half of the processor time of a message. Damage is reported on all ranks after
-the last round, so that no rank waits.
+the page cache in this round, which takes half of the processor time of a message. The messages of a round are sent in
+windows of a few, so that memory does not grow with the number of ranks. With fewer files than hosts, each host reads
+all files for itself. Damage is reported on all ranks after the last round, so that no rank waits.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,20 @@ from torch import Tensor
 from xxhash import xxh3_128
 
 from megatron_core.checkpoint.boxes import Box, TensorBox
+from megatron_core.checkpoint.chunks import (
+    Chunk,
+    Needs,
+    Part,
+    Span,
+    chunks_of,
+    group_of,
+    packed,
+    parts_of,
+    places_of,
+    readers_of,
+    viewed,
+    window_of,
+)
 from megatron_core.checkpoint.hashes import StoredFile, inside
 from megatron_core.checkpoint.hosts import page_cache_of
 from megatron_core.checkpoint.manifest import MANIFEST, TORCH_DTYPES, Manifest, StoredTensor
@@ -34,12 +48,8 @@ from megatron_core.errors import CheckpointError
 from megatron_core.parallel.texts import tell_all
 from megatron_core.storage import in_storage
 
-CHUNK_BYTES = 2**24
-"""Bytes that are read at a time."""
 THREADS = 2
 """Threads that read chunks ahead; 2 GB were read in 0.82 of the time of one."""
-ALIGNMENT = 16
-"""Parts of a message begin at multiples of this number of bytes, so that they can be viewed in any dtype."""
 
 
 class DamagedCheckpoint(CheckpointError):
@@ -48,89 +58,6 @@ class DamagedCheckpoint(CheckpointError):
     def __init__(self, folder: Path, message: str) -> None:
         super().__init__(message)
         self.folder = folder
-
-
-@dataclass(frozen=True)
-class Span:
-    """A part of a tensor that is stored as consecutive bytes of a chunk."""
-
-    tensor: int
-    """Number of the tensor in the manifest."""
-    box: Box
-    dtype: torch.dtype
-    at: int
-    """Offset in the chunk."""
-
-    def values(self, data: Tensor) -> Tensor:
-        """The values of the span in the bytes ``data`` of the chunk."""
-        own = data[self.at : self.at + self.box.numel * self.dtype.itemsize]
-        own = own.clone() if own.data_ptr() % self.dtype.itemsize else own
-        return _viewed(own, self.dtype, self.box.shape)
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """The bytes ``start ... stop - 1`` of a file."""
-
-    file: str
-    start: int
-    stop: int
-    spans: Sequence[Span]
-
-
-Needs = Mapping[int, Sequence[Box]]
-"""Boxes that a rank needs, by number of the tensor."""
-Part = tuple[Span, Box, Box]
-"""The intersection of a span with a needed box: the span, the needed box, the intersection."""
-
-
-def readers_of(files: Mapping[str, int], ranks: int) -> dict[str, int]:
-    """The rank that reads each of ``files`` (sizes by name): in order of the names, about equally many bytes a rank.
-
-    Rank r therefore reads the file of rank r if the number of ranks is that of the saving job.
-    """
-    total, before, found = sum(files.values()), 0, {}
-    for name, size in sorted(files.items()):
-        found[name] = min(ranks - 1, (2 * before + size) * ranks // max(1, 2 * total))
-        before += size
-    return found
-
-
-def blocks_of(box: Box, itemsize: int) -> Iterator[Box]:
-    """Split ``box`` into parts of at most ``CHUNK_BYTES`` bytes that are consecutive in memory."""
-    size, shape = box.numel * itemsize, box.shape
-    if size <= CHUNK_BYTES:
-        yield box
-        return
-    dim = next(dim for dim, length in enumerate(shape) if length > 1)
-    rows = max(1, CHUNK_BYTES * shape[dim] // size)
-    for first in range(box.start[dim], box.stop[dim], rows):
-        last = min(first + rows, box.stop[dim])
-        start = (*box.start[:dim], first, *box.start[dim + 1 :])
-        yield from blocks_of(Box(start, (*box.stop[:dim], last, *box.stop[dim + 1 :])), itemsize)
-
-
-def chunks_of(file: str, size: int, boxes: Iterable[tuple[int, int, torch.dtype, Box]]) -> Iterator[Chunk]:
-    """Split a file of ``size`` bytes with ``boxes`` (offset, number of the tensor, dtype, box) into chunks."""
-    start, spans = 0, list[Span]()
-    for offset, tensor, dtype, whole in sorted(boxes, key=lambda each: each[0]):
-        for box in blocks_of(whole, dtype.itemsize):
-            stop = offset + box.numel * dtype.itemsize
-            if spans and stop - start > CHUNK_BYTES:
-                yield Chunk(file, start, offset, spans)
-                start, spans = offset, []
-            spans.append(Span(tensor, box, dtype, offset - start))
-            offset = stop
-    yield Chunk(file, start, size, spans)
-
-
-def parts_of(chunk: Chunk, needs: Needs) -> Iterator[Part]:
-    """The parts of ``chunk`` that a rank needs, in the order in which they are sent."""
-    for span in chunk.spans:
-        for box in needs.get(span.tensor, ()):
-            common = span.box.intersect(box)
-            if common is not None:
-                yield span, box, common
 
 
 class OnePass:
@@ -144,7 +71,8 @@ class OnePass:
         for name, tensor in manifest.tensors.items():
             for stored in tensor.boxes:
                 self._boxes[stored.file].append((name, tensor, stored.key, stored.box))
-        self._readers = readers_of({file: manifest.files[file].size for file in self._boxes}, self._ranks)
+        self._sizes = {file: manifest.files[file].size for file in self._boxes}
+        self._readers = readers_of(self._sizes, self._ranks)
         self._memory = defaultdict[tuple[int, Box], list[Tensor]](list)
         self._told: list[dict[str, Any]] = []
         self._near = torch.empty(0, dtype=torch.uint8)
@@ -161,9 +89,13 @@ class OnePass:
                 needs[number].append(piece.box)
             self._memory[number, piece.box].append(piece.memory)
         self._tell(needs)
-        plans = self._plans()
-        everyone = [{int(n): [Box(*map(tuple, box)) for box in boxes] for n, boxes in each["needs"].items()}
-                    for each in self._told]  # fmt: skip
+        group = group_of(self._rank, [each["host"] for each in self._told], len(self._sizes))
+        plans = self._plans(group)
+        everyone = [
+            {int(n): [Box(*map(tuple, box)) for box in boxes] for n, boxes in each["needs"].items()}
+            if rank in group else {}
+            for rank, each in enumerate(self._told)
+        ]  # fmt: skip
         told = tell_all("\n".join(self._run_rounds(plans, everyone)), self._device)
         self._raise([fault for text in told for fault in text.splitlines()])
 
@@ -207,17 +139,17 @@ class OnePass:
         sizes = (box.numel * TORCH_DTYPES[tensor.dtype].itemsize for _, tensor, _, box in self._boxes[file])
         return sorted((start, start + size) for start, size in zip(offsets, sizes, strict=True) if size)
 
-    def _plans(self) -> list[list[Chunk]]:
-        """The chunks of every rank in order."""
+    def _plans(self, group: Sequence[int]) -> list[list[Chunk]]:
+        """The chunks of every rank in order, if the ranks of ``group`` divide the files."""
         plans: list[list[Chunk]] = [[] for _ in range(self._ranks)]
-        for file, rank in self._readers.items():
-            offsets = self._told[rank]["offsets"][file]
+        for file, reader in readers_of(self._sizes, len(group)).items():
+            offsets = self._told[self._readers[file]]["offsets"][file]
             boxes = [
                 (offset, self._numbers[name], TORCH_DTYPES[tensor.dtype], box)
                 for offset, (name, tensor, _, box) in zip(offsets, self._boxes[file], strict=True)
                 if box.numel
             ]
-            plans[rank] += chunks_of(file, self._manifest.files[file].size, boxes)
+            plans[group[reader]] += chunks_of(file, self._sizes[file], boxes)
         return plans
 
     def _run_rounds(self, plans: list[list[Chunk]], needs: Sequence[Needs]) -> list[str]:
@@ -246,45 +178,52 @@ class OnePass:
             data = next(source) if receivers or (self._hashed and number < len(own)) else None
             far = [(rank, parts) for rank, _, parts in arriving[number] if not is_near[rank]]
             exchange = self._exchange(receivers, data, far)
+            next(exchange, None)
             if data is not None:
                 for span, box, common in receivers.get(self._rank, ()):
                     self._store(span, box, common, span.values(data)[common.within(span.box)])
             for _, chunk, parts in (each for each in arriving[number] if is_near[each[0]]):
                 if problem := self._read_near(chunk, parts):
                     faults.setdefault(chunk.file, f"{self._folder / chunk.file} cannot be read: {problem}")
-            exchange()
+            for _ in exchange:
+                pass  # wait for the messages of a window, and start those of the next
         with suppress(StopIteration):
             next(source)  # compares the last hash
         return list(faults.values())
 
     def _exchange(
         self, receivers: Mapping[int, Sequence[Part]], data: Tensor | None, far: Sequence[tuple[int, Sequence[Part]]]
-    ) -> Callable[[], None]:
-        """Start the messages of a round: parts of ``data`` to ``receivers``, and from the ranks in ``far``; returns the
-        function that waits for them and stores them."""
-        messages = {
-            rank: _packed(parts, data).to(self._device)
-            for rank, parts in receivers.items()
-            if rank != self._rank and data is not None
-        }
+    ) -> Iterator[None]:
+        """Exchange the messages of a round in windows: parts of ``data`` to ``receivers``, and from the ranks in
+        ``far``. Yields when the messages of a window have been started."""
+        sent = defaultdict[int, dict[int, Sequence[Part]]](dict)
+        received = defaultdict[int, dict[int, Sequence[Part]]](dict)
+        for rank, parts in receivers.items():
+            if rank != self._rank:
+                sent[window_of(self._rank, rank, self._ranks)][rank] = parts
+        for rank, parts in far:
+            received[window_of(rank, self._rank, self._ranks)][rank] = parts
+        for window in sorted({*sent, *received}):
+            yield from self._exchange_window(sent[window], data, received[window])
+
+    def _exchange_window(
+        self, sent: Mapping[int, Sequence[Part]], data: Tensor | None, received: Mapping[int, Sequence[Part]]
+    ) -> Iterator[None]:
+        messages = [(packed(parts, data).to(self._device), rank) for rank, parts in sent.items() if data is not None]
         buffers = [
-            (parts, rank, torch.empty(_places(parts)[-1], dtype=torch.uint8, device=self._device))
-            for rank, parts in far
+            (torch.empty(places_of(parts)[-1], dtype=torch.uint8, device=self._device), rank)
+            for rank, parts in received.items()
         ]
-        operations = [dist.P2POp(dist.isend, message, rank) for rank, message in messages.items()]
-        operations += [dist.P2POp(dist.irecv, buffer, rank) for _, rank, buffer in buffers]
-        handles = dist.batch_isend_irecv(operations) if operations else []
-
-        def finish() -> None:
-            for handle in handles:
-                handle.wait()
-            messages.clear()
-            for parts, _, buffer in buffers:
-                for (span, box, common), at in zip(parts, _places(parts), strict=False):
-                    part = buffer[at : at + common.numel * span.dtype.itemsize]
-                    self._store(span, box, common, _viewed(part, span.dtype, common.shape))
-
-        return finish
+        operations = [dist.P2POp(dist.isend, message, rank) for message, rank in messages]
+        operations += [dist.P2POp(dist.irecv, buffer, rank) for buffer, rank in buffers]
+        handles = dist.batch_isend_irecv(operations)
+        yield
+        for handle in handles:
+            handle.wait()
+        for buffer, rank in buffers:
+            for (span, box, common), at in zip(received[rank], places_of(received[rank]), strict=False):
+                part = buffer[at : at + common.numel * span.dtype.itemsize]
+                self._store(span, box, common, viewed(part, span.dtype, common.shape))
 
     def _read_near(self, chunk: Chunk, parts: Sequence[Part]) -> str:
         """Read this rank's parts of a chunk that another rank of the host reads, too; returns the error, or ""."""
@@ -366,26 +305,3 @@ def _read(path: Path, start: int, data: Tensor) -> str:
     except OSError as error:
         return str(error.strerror or error)
     return ""
-
-
-def _places(parts: Iterable[Part]) -> list[int]:
-    """Offsets of the parts in their message, and its size."""
-    places = [0]
-    for span, _, common in parts:
-        size = common.numel * span.dtype.itemsize
-        places.append(places[-1] + math.ceil(size / ALIGNMENT) * ALIGNMENT)
-    return places
-
-
-def _packed(parts: Sequence[Part], data: Tensor) -> Tensor:
-    """The message with ``parts`` of the chunk ``data``."""
-    places = _places(parts)
-    message = torch.zeros(places[-1], dtype=torch.uint8)
-    for (span, _, common), at in zip(parts, places, strict=False):
-        part = message[at : at + common.numel * span.dtype.itemsize]
-        _viewed(part, span.dtype, common.shape).copy_(span.values(data)[common.within(span.box)])
-    return message
-
-
-def _viewed(data: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    return data.view(dtype).view(shape)

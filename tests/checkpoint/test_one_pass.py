@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_core.checkpoint import one_pass
+from megatron_core.checkpoint import chunks, one_pass
 from megatron_core.checkpoint.boxes import Box
 from megatron_core.errors import CheckpointError
 from megatron_core.verify.ranks import RankFailure, run_ranks
@@ -47,7 +47,7 @@ def _load(layout: str, folder: Path, hosts: int, verify: bool = True) -> tuple[d
         return read(path, first, data)
 
     with (
-        mock.patch.object(one_pass, "CHUNK_BYTES", CHUNK),
+        mock.patch.object(chunks, "CHUNK_BYTES", CHUNK),
         mock.patch.object(one_pass, "_read", counted),
         mock.patch.object(one_pass, "page_cache_of", lambda _: str(rank % hosts)),
     ):
@@ -78,6 +78,74 @@ def test_on_one_host_parts_come_from_the_page_cache(tmp_path: Path) -> None:
             assert any(counts[0]["rank_00001.safetensors"]) and any(counts[1]["rank_00000.safetensors"])
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_each_host_reads_a_single_file_for_itself(ranks: int, tmp_path: Path) -> None:
+    """As conversions write: ranks on two hosts send each other nothing."""
+    settings = LAYOUTS["dp2"] | {"micro_batch_size": 1, "global_batch_size": 6}
+    run_ranks(1, _save, "dp2", tmp_path)
+    with (
+        mock.patch.object(dist, "batch_isend_irecv", side_effect=AssertionError),
+        mock.patch.dict(LAYOUTS, {"dp2": settings}),
+    ):
+        counts = [each["rank_00000.safetensors"] for each, _ in run_ranks(ranks, _load, "dp2", tmp_path, 2)]
+    for host in range(2):
+        own = counts[host::2]  # one reads the file, the other its parts from the page cache
+        assert {sum(each) for each in zip(*own, strict=True)} == set(range(1, len(own) + 1))
+    damaged = tmp_path / "iter_0000001" / "rank_00000.safetensors"
+    flip(damaged, 8 * damaged.stat().st_size - 3)
+    with pytest.raises(RankFailure, match=r"rank_00000\.safetensors is damaged: its hash differs"):
+        run_ranks(2, _load, "dp2", tmp_path / "iter_0000001", 2)
+
+
+def _most_at_once(folder: Path) -> tuple[int, int, int, int]:
+    """Load with each rank on its own host; return the most messages and bytes that were sent, and received, at once."""
+    start_messages, now, most = dist.batch_isend_irecv, [0] * 4, [0] * 4
+
+    def counted(operations: list[dist.P2POp]) -> list[mock.Mock]:
+        def end(handles: list[dist.Work]) -> None:
+            for handle in handles:
+                handle.wait()
+            now[:] = [a - b for a, b in zip(now, added, strict=True)]
+
+        sent = [each.tensor.nbytes for each in operations if each.op is dist.isend]
+        received = [each.tensor.nbytes for each in operations if each.op is dist.irecv]
+        added = [len(sent), sum(sent), len(received), sum(received)]
+        now[:] = [a + b for a, b in zip(now, added, strict=True)]
+        most[:] = map(max, most, now)
+        handles = start_messages(operations)
+        return [mock.Mock(wait=lambda: end(handles))]
+
+    with mock.patch.object(dist, "batch_isend_irecv", counted):
+        _load("dp2 zero1", folder, dist.get_world_size())
+    return most[0], most[1], most[2], most[3]
+
+
+def test_messages_at_once_are_bounded(tmp_path: Path) -> None:
+    """With ZeRO 1 and each rank on its own host, every rank needs parts of all files."""
+    run_ranks(4, _save, "dp2 zero1", tmp_path)
+    with mock.patch.object(chunks, "MESSAGES", 1):
+        for sent, sent_bytes, received, received_bytes in run_ranks(4, _most_at_once, tmp_path):
+            assert sent == received == 1 and max(sent_bytes, received_bytes) <= 2 * CHUNK
+
+
+@pytest.mark.parametrize("ranks", [2, 5, 512])
+def test_windows_of_a_round(ranks: int) -> None:
+    """In a window each rank has at most ``MESSAGES`` partners each way; all windows together have all pairs."""
+    few = chunks.MESSAGES
+    for rank in (0, ranks // 2, ranks - 1):
+        others = [other for other in range(ranks) if other != rank]
+        for windows in ([chunks.window_of(rank, other, ranks) for other in others],
+                        [chunks.window_of(other, rank, ranks) for other in others]):  # fmt: skip
+            assert max(map(windows.count, windows)) <= few and set(windows) == set(range(-(-len(others) // few)))
+
+
+def test_ranks_that_divide_the_files() -> None:
+    """All ranks, unless there are fewer files than hosts; object storage has no hosts."""
+    assert chunks.group_of(2, ["a", "a", "b", "b"], 2) == [0, 1, 2, 3]
+    assert [chunks.group_of(rank, ["a", "b", "b", "a"], 1) for rank in (0, 1)] == [[0, 3], [1, 2]]
+    assert chunks.group_of(1, ["", "", ""], 1) == [0, 1, 2]
+
+
 def test_an_older_checkpoint_replaces_a_damaged_one(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run_ranks(2, _save, "dp2 zero1", tmp_path, 2)
     damaged = tmp_path / "iter_0000002" / "rank_00001.safetensors"
@@ -105,7 +173,7 @@ def _fail_to_read(folder: Path, dies: bool, told: Path) -> str:
         return read(path, first, data)
 
     with (
-        mock.patch.object(one_pass, "CHUNK_BYTES", CHUNK),
+        mock.patch.object(chunks, "CHUNK_BYTES", CHUNK),
         mock.patch.object(one_pass, "_read", failing),
         mock.patch.object(one_pass, "page_cache_of", lambda _: str(rank)),
     ):
@@ -134,7 +202,7 @@ def test_ranks_do_not_wait_for_a_reader_that_died(tmp_path: Path) -> None:
 
 @pytest.fixture
 def small_chunks() -> Iterator[None]:
-    with mock.patch.object(one_pass, "CHUNK_BYTES", 64):
+    with mock.patch.object(chunks, "CHUNK_BYTES", 64):
         yield
 
 
@@ -142,18 +210,19 @@ def small_chunks() -> Iterator[None]:
 @pytest.mark.parametrize("box", [Box((), ()), Box((2,), (60,)), Box((1, 0), (4, 30)), Box((0, 0, 3), (1, 7, 10))])
 def test_blocks_are_consecutive(box: Box) -> None:
     values = torch.arange(box.numel, dtype=torch.float64).view(box.shape)
-    blocks = list(one_pass.blocks_of(box, 8))
+    blocks = list(chunks.blocks_of(box, 8))
     found = torch.cat([values[block.within(box)].reshape(-1) for block in blocks])
     assert found.tolist() == list(range(box.numel)) and all(8 * block.numel <= 64 for block in blocks)
 
 
 def test_files_are_spread_over_the_readers() -> None:
-    assert list(one_pass.readers_of({f"rank_{r}": 100 + r for r in range(8)}, 8).values()) == list(range(8))
-    assert set(one_pass.readers_of({f"rank_{r}": 5 for r in range(9)}, 3).values()) == {0, 1, 2}
-    assert list(one_pass.readers_of({"a": 0, "b": 7}, 4).values()) == [0, 2]
+    assert list(chunks.readers_of({f"rank_{r}": 100 + r for r in range(8)}, 8).values()) == list(range(8))
+    assert set(chunks.readers_of({f"rank_{r}": 5 for r in range(9)}, 3).values()) == {0, 1, 2}
+    assert list(chunks.readers_of({"a": 0, "b": 7}, 4).values()) == [0, 2]
 
 
 DEFECTS = {
+    "all messages at once": ("OnePass._exchange", "window_of(self._rank, rank, self._ranks)", "0"),
     "a part goes to the wrong place": ("OnePass._store", "common.within(box)", "common.within(common)"),
     "hashes are not compared": ("read_chunks", ".hexdigest() != expected.hash", ".hexdigest() == ''"),
     "a fault stays on its rank": ("OnePass.fill", "for text in told", "for text in told[self._rank : self._rank + 1]"),
@@ -164,6 +233,7 @@ DEFECTS = {
 def test_defects_are_found(defect: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     target, old, new = DEFECTS[defect]
     check = {
+        "all messages at once": lambda: test_messages_at_once_are_bounded(tmp_path),
         "hashes are not compared": lambda: test_an_older_checkpoint_replaces_a_damaged_one(tmp_path, capfd),
         "a fault stays on its rank": lambda: test_a_reader_that_cannot_read_is_named_on_all_ranks(tmp_path),
     }.get(defect, lambda: test_every_byte_is_read_by_one_rank("tp2", "dp2 zero1", tmp_path))
