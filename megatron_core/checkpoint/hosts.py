@@ -56,10 +56,14 @@ class Hosts:
 
 
 def page_cache_of(folder: Path) -> str:
-    """A name that is equal on ranks whose reads of files in ``folder`` share a page cache; empty in object storage."""
+    """A name that is equal on ranks whose reads of files in ``folder`` share a page cache; empty in object storage, and
+    if the folder cannot be read."""
     if in_storage(folder) is not None:
         return ""
-    status = folder.stat()
+    try:
+        status = folder.stat()
+    except OSError:
+        return ""
     kernel = BOOT_ID.read_text().strip() if BOOT_ID.exists() else socket.gethostname()
     return f"{kernel} {status.st_dev} {status.st_ino}"
 
@@ -75,6 +79,8 @@ def meet(folder: Path, device: torch.device) -> Hosts:
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(13, "no permission to write there")
         name = page_cache_of(folder)
+        if not name:
+            raise OSError("it cannot be read")
     except OSError as error:
         name = f"non_persistent_local_ckpt_dir={str(folder)!r}"
         problem = f"{name} cannot be written: {error}; choose a folder in each host's memory"

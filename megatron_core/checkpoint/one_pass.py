@@ -43,7 +43,7 @@ from megatron_core.checkpoint.chunks import (
 from megatron_core.checkpoint.hashes import StoredFile, inside
 from megatron_core.checkpoint.hosts import page_cache_of
 from megatron_core.checkpoint.manifest import MANIFEST, TORCH_DTYPES, Manifest, StoredTensor
-from megatron_core.checkpoint.tensors_in_storage import read_header
+from megatron_core.checkpoint.tensors_in_storage import FAULTS, read_header
 from megatron_core.errors import CheckpointError
 from megatron_core.parallel.texts import tell_all
 from megatron_core.storage import in_storage
@@ -105,7 +105,7 @@ class OnePass:
         for file in (file for file, reader in self._readers.items() if reader == self._rank):
             try:
                 offsets[file] = self._offsets(file)
-            except (OSError, ValueError, KeyError, TypeError) as error:
+            except FAULTS as error:
                 faults.append(f"{self._folder / file} cannot be read: {error}")
         lists = {number: [[box.start, box.stop] for box in boxes] for number, boxes in needs.items()}
         told = {"needs": lists, "offsets": offsets, "faults": faults, "host": page_cache_of(self._folder)}
@@ -126,7 +126,8 @@ class OnePass:
             entry = header[key]
             first, last = entry["data_offsets"]
             stored, size = (entry["dtype"], tuple(entry["shape"])), box.numel * TORCH_DTYPES[tensor.dtype].itemsize
-            is_inside = first >= 0 and begin + last <= self._manifest.files[file].size and last - first == size
+            fits = type(first) is type(last) is int and last - first == size
+            is_inside = fits and first >= 0 and begin + last <= self._manifest.files[file].size
             if stored != (tensor.dtype, box.shape) or not is_inside:
                 raise ValueError(f"{key} is {stored[0]} {list(stored[1])}, not {tensor.dtype} {list(box.shape)} as "
                                  f"{MANIFEST} says")  # fmt: skip
@@ -232,7 +233,7 @@ class OnePass:
         if len(self._near) < last - first:
             self._near = torch.empty(last - first, dtype=torch.uint8)
         data = self._near[: last - first]
-        problem = _read(inside(self._folder, chunk.file), chunk.start + first, data)
+        problem = _read_inside(self._folder, chunk.file, chunk.start + first, data)
         for span, box, common in parts:
             moved = replace(span, at=span.at - first)
             self._store(span, box, common, moved.values(data)[common.within(span.box)])
@@ -262,7 +263,7 @@ def read_chunks(
     last.set_result(None)
 
     def read(chunk: Chunk, data: Tensor, before: Future[None]) -> None:
-        problem = _read(inside(folder, chunk.file), chunk.start, data)
+        problem = _read_inside(folder, chunk.file, chunk.start, data)
         if problem:
             faults.setdefault(chunk.file, f"{folder / chunk.file} cannot be read: {problem}")
         before.result()
@@ -283,6 +284,14 @@ def read_chunks(
     for file, expected in hashes.items():
         if found[file].hexdigest() != expected.hash:
             faults.setdefault(file, f"{folder / file} is damaged: its hash differs")
+
+
+def _read_inside(folder: Path, file: str, start: int, data: Tensor) -> str:
+    """``_read`` a file of ``folder``; returns any error, because other ranks wait for this one."""
+    try:
+        return _read(inside(folder, file), start, data)
+    except FAULTS as error:
+        return str(error)
 
 
 def _read(path: Path, start: int, data: Tensor) -> str:

@@ -19,6 +19,7 @@ from torch import Tensor
 from megatron_core.checkpoint.boxes import Box, TensorBox
 from megatron_core.checkpoint.folder import Candidates, find_candidates, find_checkpoint, iteration_of
 from megatron_core.checkpoint.hashes import damaged_files, inside, wrong_sizes
+from megatron_core.checkpoint.hosts import page_cache_of
 from megatron_core.checkpoint.manifest import MANIFEST, TORCH_DTYPES, Manifest, StoredBox, StoredTensor
 from megatron_core.checkpoint.one_pass import OnePass
 from megatron_core.checkpoint.tensors_in_storage import TensorsInStorage
@@ -60,17 +61,18 @@ class CheckpointReader:
         """The stored dtype of a tensor."""
         return TORCH_DTYPES[self.manifest.tensors[name].dtype]
 
-    def verify(self, share: int = 0, shares: int = 1, *, with_tensors: bool = True) -> list[str]:
+    def verify(self, share: int = 0, shares: int = 1, *, with_tensors: bool = True, is_first: bool = True) -> list[str]:
         """Check sizes and hashes of part ``share`` of ``shares`` of the files; returns the faults.
 
-        ``with_tensors=False``: of the files with tensors only the sizes, because ``fill_together`` compares hashes.
+        ``with_tensors=False``: of the files with tensors only the sizes, because ``fill_together`` compares hashes;
+        ``is_first``: whether this rank compares the sizes of all files, for its host.
         """
         files = self.manifest.files
         self.is_hashed = with_tensors
         if with_tensors:
             return damaged_files(self.folder, files, share=share, shares=shares)
         others = {name: file for name, file in files.items() if name not in self.manifest.files_of_tensors}
-        sizes = wrong_sizes(self.folder, files) if share == 0 else []
+        sizes = wrong_sizes(self.folder, files) if is_first else []
         return [*sizes, *damaged_files(self.folder, others, share=share, shares=shares)]
 
     def read(self, name: str) -> Tensor:
@@ -251,13 +253,14 @@ def open_newest(
     refused: list[str] = []
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     for folder in candidates.folders:
-        reader, fault = None, ""
+        reader, fault, host = None, "", page_cache_of(folder)
+        is_first = tell_all(host, device).index(host) == rank
         try:
             fault = damaged.get(folder, "")
             reader = CheckpointReader(folder)
             reader.is_hashed = not verify
             if verify and not fault:
-                fault = "; ".join(reader.verify(rank, size, with_tensors=not hash_later))
+                fault = "; ".join(reader.verify(rank, size, with_tensors=not hash_later, is_first=is_first))
         except CheckpointError as error:
             fault = str(error)
         faults = list(dict.fromkeys(text for text in tell_all(fault, device) if text))
@@ -301,7 +304,7 @@ def find_newest(load: str, step: int | None, temporary: Path | None = None, *, v
 def _refuse_all(load: str, candidates: Candidates, refused: list[str]) -> None:
     """``CheckpointError`` with the faults of all candidates, if there were any."""
     if refused:
-        where = "" if candidates.named else f"load={load!r} has no intact checkpoint:"
+        where = "" if candidates.named else f"load={load!r} has no intact checkpoint: "
         raise CheckpointError(
             f"{where}{'; '.join(refused)}; choose another folder, or another iteration with --ckpt-step"
         )

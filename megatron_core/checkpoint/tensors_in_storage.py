@@ -15,6 +15,8 @@ from megatron_core.storage import StoragePath, read_part
 
 _MOST_HEADER_BYTES = 100_000_000
 """The limit of the format."""
+FAULTS = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
+"""Errors that a file of any content may cause while it is read."""
 
 
 def read_header(path: Path) -> tuple[int, dict[str, Any]]:
@@ -23,9 +25,12 @@ def read_header(path: Path) -> tuple[int, dict[str, Any]]:
     length = int.from_bytes(read_part(path, 0, 8), "little")
     if not 0 < length <= _MOST_HEADER_BYTES:
         raise ValueError(f"its header has {length} bytes")
-    found = json.loads(read_part(path, 8, length))
-    if not isinstance(found, dict):
-        raise ValueError("its header is not an object")
+    try:
+        found = json.loads(read_part(path, 8, length))
+    except RecursionError:
+        raise ValueError("its header is nested too deeply") from None
+    if not isinstance(found, dict) or not isinstance(found.get("__metadata__") or {}, dict):
+        raise ValueError("its header, or __metadata__ in it, is not an object")
     return 8 + length, found
 
 
