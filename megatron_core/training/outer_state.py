@@ -199,12 +199,14 @@ def _load_groups(reader: CheckpointReader, data: DataParallel, optimizer: Optimi
     # The state of this rank's group.
     shards = [piece for bucket in data.buckets for piece in weight_pieces(bucket)]
     pieces = list(pieces_of_group([*shards, *optimizer_pieces(optimizer)], optimizer, outer.groups.outer.rank()))
+    # Frozen weights, which are stored once for all groups.
+    frozen = chain.from_iterable(weight_pieces(bucket) for bucket in data.frozen_buckets)
+    pieces += saved_pieces(data, chain(parameter_pieces(data.frozen), frozen))
     # The global weights and their state.
     for fragment in outer.fragments:
-        fragment.message, fragment.in_flight = None, fragment.number in in_flight
+        fragment.message, fragment.sent, fragment.in_flight = None, None, fragment.number in in_flight
         fragment.mean = torch.zeros_like(fragment.weights) if fragment.in_flight else fragment.mean
-        is_narrow = any(piece.shard.is_narrow for piece in fragment.pieces)
-        pieces += _pieces(fragment, "weights", "optimizer.main" if is_narrow else "model")
+        pieces += _pieces(fragment, "weights", "model")  # read from the main weights if there are any
         pieces += [
             piece for piece in _state(fragment, fragment.in_flight) if not piece.name.startswith("optimizer.main.")
         ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +15,12 @@ from megatron_core.parallel.meter import METER
 from megatron_core.training.driver import StepHooks
 from megatron_core.training.loop import evaluate_split
 from megatron_core.training.memory_report import found_bytes, planned_bytes
+from megatron_core.training.outer_state import load_with_groups
 from megatron_core.training.setup import Run
+from megatron_core.training.state import open_checkpoint
 from megatron_core.training.step import evaluate, train_step
 from megatron_core.verify.ranks import run_ranks
+from tests.parity.sparse_rows import DSA, WARMUP
 from tests.runs import tiny_run
 
 SGD = {"optimizer": "sgd", "sgd_momentum": 0.0, "clip_grad": 0.0, "weight_decay": 0.1, "lr": 0.1}
@@ -172,6 +176,50 @@ def test_a_checkpoint_continues_in_another_layout(tmp_path: Path) -> None:
     other = run_ranks(4, _reloaded, STREAMS | folder | {"use_distributed_optimizer": True, "micro_batch_size": 1}, 3)[0]
     split = run_ranks(4, _reloaded, STREAMS | folder | TP2, 3)[0]
     assert other == pytest.approx(alike, rel=1e-9) and split == pytest.approx(alike, rel=1e-9)
+
+
+def _frozen(settings: dict, save: bool = False) -> dict[str, np.ndarray]:
+    """The frozen weights of this rank; memory is filled with NaN before they are loaded."""
+    torch.use_deterministic_algorithms(True)  # fills memory that is not initialized
+    run = tiny_run(**settings)
+    if save:
+        train_step(run)
+        run.saver.save(run.state)
+        run.saver.close()
+    return {name: parameter.detach().double().numpy().copy() for name, parameter in run.data_parallel.frozen}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp64"])
+def test_a_resumed_run_has_the_frozen_weights(precision: str, tmp_path: Path) -> None:
+    folder = {"save": str(tmp_path), "load": str(tmp_path), "num_layers": 1, "micro_batch_size": 1}
+    settings = DSA | WARMUP | folder | {precision: True, "outer_steps": 2, "global_batch_size": 2}
+    saved = run_ranks(2, _frozen, settings, True)
+    for expected, found in zip(saved, run_ranks(2, _frozen, settings), strict=True):
+        assert len(expected) > 10 and expected.keys() == found.keys()
+        assert [name for name in expected if not np.array_equal(expected[name], found[name])] == []
+
+
+def _rolled_back(folder: str) -> list[bool]:
+    """Whether the run keeps a sent gradient: at the checkpoint, four steps later, and back at the checkpoint."""
+    run = tiny_run(outer_steps=4, outer_delay=2, recover="in-process", save=folder, load=folder)
+    (fragment,) = run.outer.fragments
+    kept = []
+    for steps in (5, 4):
+        for _ in range(steps):
+            train_step(run)
+        kept.append(fragment.sent is not None)
+        if steps == 5:
+            run.saver.save(run.state)
+            run.saver.finish()
+    config = replace(run.config, checkpoint=run.config.checkpoint.for_resume())
+    reader, _ = open_checkpoint(config)
+    load_with_groups(config, reader, run.data_parallel, run.optimizer, run.fp8, run.outer)
+    return [*kept, fragment.sent is not None, fragment.in_flight]
+
+
+def test_a_rollback_keeps_no_gradient_of_later_steps(tmp_path: Path) -> None:
+    """The mean of the exchange in flight is in the checkpoint."""
+    assert run_ranks(2, _rolled_back, str(tmp_path)) == [[True, True, False, True]] * 2
 
 
 def _refused(settings: dict) -> str:
