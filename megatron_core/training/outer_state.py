@@ -3,7 +3,7 @@ in host memory also outer gradients that are in flight."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, replace
 from itertools import chain
 from pathlib import Path
@@ -22,7 +22,7 @@ from megatron_core.optimizer.outer import Fragment, OuterOptimizer
 from megatron_core.optimizer.rule import write_copy
 from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.parallel.sharding import spec_of
-from megatron_core.parallel.texts import tell_all
+from megatron_core.parallel.texts import listed, tell_all
 from megatron_core.tensor_parallel.amax_history import AmaxHistories
 from megatron_core.training.driver import gather_weights
 from megatron_core.training.loading import load_state
@@ -156,15 +156,35 @@ def load_intact(
 ) -> TrainState:
     """``load_with_groups``; if the files that it reads are damaged, from an older checkpoint in the same folder.
 
-    Errors: ``CheckpointError`` on all ranks if none is intact.
+    Errors: ``CheckpointError`` on all ranks if none is intact, or if the older one would change settings of this run,
+    whose model exists already.
     """
     damaged = dict[Path, str]()
     while True:
         try:
             return load_with_groups(config, reader, data, optimizer, fp8, outer)
         except DamagedCheckpoint as error:
+            if error.folder in damaged:
+                raise
             damaged[error.folder] = str(error)
-            reader, _ = open_checkpoint(config, data.device, hash_later=True, damaged=damaged)
+            reader = _open_older(config, error, data, damaged)
+
+
+def _open_older(
+    config: RunConfig, error: DamagedCheckpoint, data: DataParallel, damaged: Mapping[Path, str]
+) -> CheckpointReader:
+    """Open the newest checkpoint that is not among the ``damaged`` ones, for a model built with ``config``."""
+    reader, changed = open_checkpoint(config, data.device, hash_later=True, damaged=damaged)
+    if not isinstance(reader, CheckpointReader):
+        raise CheckpointError(f"{error}; load={config.checkpoint.load!r} holds no other checkpoint")
+    before, after = config.flat(), changed.flat()
+    names = [name for name in before if before[name] != after[name]]
+    if names:
+        raise CheckpointError(
+            f"{error}; the older checkpoint {reader.folder} has other settings than this one, from which the settings "
+            f"of this run were taken: {listed(names)}; to load it, give --ckpt-step {reader.manifest.iteration}"
+        )
+    return reader
 
 
 def _counters(reader: CheckpointReader | HostCopy) -> TrainState:

@@ -233,7 +233,7 @@ def _open_stored(
         return found
     fault = None
     try:
-        found = open_newest(load, step, verify=verify, device=device)
+        found = open_newest(load, step, verify=verify, damaged=damaged, device=device)
     except CheckpointError as error:
         fault = error
     sound = -1 if found is None else found.manifest.iteration
