@@ -1,6 +1,7 @@
 """Recompute a function's outputs in backward instead of keeping them for the operations that follow it."""
 
 from collections.abc import Callable, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -22,18 +23,22 @@ class CheckpointWithoutOutput:
         discarded.discard_output_and_register_recompute(out)
 
     Outputs must be saved as they are, or as views, by the operations after them. An object serves one call.
+    Outputs that share the memory of an argument, such as views of it, are kept.
     ``fp8`` has no effect. Source: Megatron Core's class of this name.
     """
 
     def __init__(self, fp8: Any = False) -> None:
         self.fp8 = fp8
         self._outputs: tuple[Tensor, ...] = ()
+        self._freed: list[bool] = []
         self._call: Any = None
 
     def checkpoint(self, run_function: Callable[..., Any], *args: Any) -> Any:
         """Return ``run_function(*args)``, a tensor or a tuple of tensors; its activations are not kept."""
         result = _Discarded.apply(self, run_function, *args)
+        kept = {_address(each) for each in args if isinstance(each, Tensor)}
         self._outputs = (result,) if isinstance(result, Tensor) else tuple(result)
+        self._freed = [_address(output) not in kept for output in self._outputs]
         return result
 
     def discard_output_and_register_recompute(self, hook_tensor: Tensor) -> None:
@@ -44,9 +49,9 @@ class CheckpointWithoutOutput:
         """
         if not self._outputs:
             raise ConfigError("discard_output_and_register_recompute needs outputs; call checkpoint first")
-        if hook_tensor.requires_grad:
+        if hook_tensor.requires_grad and any(self._freed):
             sizes = [output.untyped_storage().nbytes() for output in self._outputs]
-            for output in self._outputs:
+            for output in compress(self._outputs, self._freed):
                 output.untyped_storage().resize_(0)
             hook_tensor.register_hook(lambda _: self._restore(sizes))
 
@@ -56,12 +61,16 @@ class CheckpointWithoutOutput:
         if call is None:
             return
         self._call, self._outputs = None, ()
-        for output, size, computed in zip(outputs, sizes, _call_again(call), strict=True):
+        for output, size, computed in compress(zip(outputs, sizes, _call_again(call), strict=True), self._freed):
             storage = output.untyped_storage()
             storage.resize_(size)
             into = torch.empty(0, dtype=output.dtype, device=output.device)
             into.set_(storage, output.storage_offset(), output.size(), output.stride())
             into.copy_(computed.detach())
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 class _Discarded(torch.autograd.Function):

@@ -205,6 +205,26 @@ def test_discarded_outputs_are_recomputed_with_the_same_random_numbers() -> None
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
+def test_outputs_that_share_the_memory_of_an_argument_are_kept() -> None:
+    x, weight = torch.randn(4, 6), torch.randn(3, 6, requires_grad=True)
+    for function in (lambda t: t, lambda t: t.view(2, 2, 6), lambda t: (t[:2], t.exp())):
+        gradients, held = [], []
+        for discard in (False, True):
+            leaf, discarded = x.clone().requires_grad_(), CheckpointWithoutOutput()
+            y, weight.grad = leaf * 1.0, None
+            found = discarded.checkpoint(function, y) if discard else function(y)
+            outputs = found if isinstance(found, tuple) else (found,)
+            out = sum((torch.nn.functional.linear(each, weight).square().sum() for each in outputs), torch.zeros(()))
+            if discard:
+                discarded.discard_output_and_register_recompute(out)
+                held = [each.untyped_storage().nbytes() for each in outputs]
+            out.backward()
+            gradients.append((leaf.grad, weight.grad))
+        assert held == [x.nbytes, 0][: len(held)]
+        for a, b in zip(*gradients, strict=True):
+            torch.testing.assert_close(a, b)
+
+
 def test_outputs_that_are_not_discarded_keep_their_values() -> None:
     x = torch.tensor([1.0, 2.0], requires_grad=True)
     y = CheckpointWithoutOutput().checkpoint(torch.exp, x)
