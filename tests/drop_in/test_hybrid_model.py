@@ -61,6 +61,23 @@ def test_a_causal_mask_is_what_no_mask_says() -> None:
         model(IDS, None, MASK | MASK.mT)
 
 
+def test_its_configuration_takes_what_a_training_sets() -> None:
+    model = hybrid()
+    for name in ("grad_scale_func", "no_sync_func", "finalize_model_grads_func", "timers"):
+        setattr(model.config, name, print)
+    model.config.moe_aux_loss_coeff = 0.0
+    with pytest.raises(ConfigError, match="its layers cannot change hidden_size"):
+        model.config.hidden_size = 64
+    with pytest.raises(ConfigError, match="its layers cannot change is_hybrid_model"):
+        model.config.is_hybrid_model = False
+
+
+def test_its_layers_compute_in_fp8() -> None:
+    plain, fp8 = (hybrid(settings(params_dtype=torch.bfloat16, bf16=True, fp8=form))(IDS) for form in (None, "hybrid"))
+    assert not torch.equal(plain, fp8)
+    torch.testing.assert_close(fp8, plain, rtol=0.1, atol=0.1)
+
+
 def losses(ranks: int) -> Tensor:
     parallel_state.initialize_model_parallel(ranks)
     model = hybrid(settings(tensor_model_parallel_size=ranks))

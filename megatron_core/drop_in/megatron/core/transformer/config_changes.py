@@ -36,7 +36,10 @@ _MODELS: dict[int, list[tuple["ref[nn.Module]", ModelConfig]]] = {}
 
 They are not stored in the configuration because ``vars(config)`` must contain only its fields.
 """
-_WHEN_BUILT = ("sequence_parallel", "params_dtype", "tp_comm_overlap", "cp_comm_type", "kernel_backend")
+_WHEN_BUILT = (
+    *("sequence_parallel", "params_dtype", "tp_comm_overlap", "cp_comm_type", "kernel_backend"),
+    "is_hybrid_model",
+)
 
 
 class ChangingConfig:
@@ -81,7 +84,8 @@ class ChangingConfig:
     def _read(self) -> tuple[ModelConfig, dict[str, Any]]:
         """Return the settings with which models are built."""
         own: Any = self
-        return own.model_config(), {name: getattr(own, name) for name in _WHEN_BUILT} | {"fp8": own.fp8_settings()}
+        others = {name: getattr(own, name) for name in _WHEN_BUILT} | {"fp8": own.fp8_settings()}
+        return own.model_config(without_pattern=True), others
 
 
 def _changes(before: tuple[ModelConfig, dict[str, Any]], after: tuple[ModelConfig, dict[str, Any]]) -> dict[str, Any]:

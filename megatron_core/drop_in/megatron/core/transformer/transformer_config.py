@@ -26,8 +26,6 @@ from megatron_core.tensor_parallel.layers import ModelParallelConfig as Parallel
 
 _DISPATCHERS = ("allgather", "alltoall", "flex", "alltoall_seq")
 
-_DISPATCHERS = ("allgather", "alltoall", "flex", "alltoall_seq")
-
 
 def squared_relu(x: Tensor) -> Tensor:
     """relu(x)^2 (So et al. 2021)."""
@@ -138,13 +136,14 @@ class TransformerConfig(ChangingConfig, mirror("TransformerConfig"), ModelParall
         }
         return [text for text, broken in rules.items() if broken]
 
-    def model_config(self, **given: Any) -> ModelConfig:
+    def model_config(self, *, without_pattern: bool = False, **given: Any) -> ModelConfig:
         """Return the engine's configuration of the model; ``given`` has fields of it that Megatron keeps elsewhere.
 
-        Raises ConfigError that lists all unsupported fields that differ from their defaults.
+        Unless ``without_pattern``, those of a hybrid model include its pattern. Raises ConfigError that lists all
+        unsupported fields that differ from their defaults.
         """
         known = {f.name for f in fields(ModelConfig)}
-        known |= {"is_hybrid_model"} if given.get("hybrid_layer_pattern") else set()
+        known |= {"is_hybrid_model"} if without_pattern or given.get("hybrid_layer_pattern") else set()
         if wrong := [name for name in refused_changes(self) if name not in known]:
             listed = ", ".join(f"{name}={getattr(self, name)!r}" for name in wrong)
             raise ConfigError(f"TransformerConfig: the models of this package do not support {listed}; leave them out")
@@ -185,7 +184,8 @@ class TransformerConfig(ChangingConfig, mirror("TransformerConfig"), ModelParall
             expert_tensor_parallel_size=self.expert_tensor_parallel_size,
         )
         training = TrainingConfig(**vars(settings))
-        for problem in fp8_problems(RunConfig(model=self.model_config(), parallel=parallel, training=training)):
+        model = self.model_config(without_pattern=True)
+        for problem in fp8_problems(RunConfig(model=model, parallel=parallel, training=training)):
             raise ConfigError(problem)
         return FP8Precision(settings, settings.fp8_layers(self.num_layers), current().context.whole)
 

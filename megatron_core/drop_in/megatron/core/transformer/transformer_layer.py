@@ -109,7 +109,8 @@ class TransformerLayer(LayerCall, block.TransformerLayer, BaseTransformerLayer):
     ) -> None:
         if is_mtp_layer:
             raise ConfigError("TransformerLayer: is_mtp_layer=True is not supported; give GPTModel mtp_num_layers")
-        model = config.model_config(**{} if hidden_dropout is None else {"hidden_dropout": hidden_dropout})
+        changed: dict[str, Any] = {} if hidden_dropout is None else {"hidden_dropout": hidden_dropout}
+        model = config.model_config(**changed)
         context = layer_context(config, model, pg_collection)
         number = layer_number - 1
         if add_layer_offset:
