@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,15 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 
+from benchmarks.megatron_peer import MEGATRON
 from megatron_core.checkpoint import CheckpointReader, TensorBox, find_checkpoint
 from megatron_core.commands.convert_checkpoint import Settings, convert
+from megatron_core.config import ModelConfig
 from megatron_core.errors import CheckpointError
 from megatron_core.models.megatron_lm import MegatronReader
 from megatron_core.parallel.boxes import Box
 from megatron_core.verify.ranks import run_ranks
+from tests.models import megatron_training as training
 from tests.models.megatron_files import Chunked, write_distributed, write_rank_files
 from tests.models.test_megatron_checkpoints import GPT, VOCABULARY, imported, make_model, named
 from tests.runs import tiny_run
@@ -97,6 +101,13 @@ def test_a_hybrid_model_is_written_with_the_names_of_megatron_core(tmp_path: Pat
     folder = tmp_path / "theirs" / found.name
     entries = FileSystemReader(folder).read_metadata().state_dict_metadata
     assert {name: tuple(entry.size) for name, entry in entries.items() if hasattr(entry, "size")} == expected
+    for module in (
+        "layers.0.mixer.in_proj",
+        "layers.3.mixer.out_proj",
+        "layers.1.self_attention.linear_qkv",
+        "final_norm",
+    ):
+        assert f"decoder.{module}._extra_state/shard_0_1" in entries
     read_again(folder, tensors)
 
 
@@ -107,6 +118,72 @@ def read_again(folder: Path, tensors: dict[str, Tensor]) -> None:
             box = Box((0,) * weight.dim(), tuple(weight.shape))
             again.fill([TensorBox(f"model.{name}", tuple(weight.shape), box, memory, owned=True)])
             assert torch.equal(memory, weight), name
+
+
+ATTENTION_AND_MLP = {
+    "hybrid_layer_pattern": "*-*-",
+    "num_layers": 4,
+    "normalization": "LayerNorm",
+    "position_embedding_type": "none",
+    "untie_embeddings_and_output_weights": True,
+    "disable_bias_linear": True,
+}
+
+
+def load_in_megatron(folder: str, config: ModelConfig, ids: Tensor) -> Any:
+    """The logits of Megatron Core's HybridModel, with its layers that need no Transformer Engine."""
+    training.use_megatron()
+    core: Any = import_module("megatron.core")
+    block, models = (import_module(f"megatron.core.models.hybrid.hybrid_{name}") for name in ("block", "model"))
+    layer: Any = import_module("megatron.core.transformer.transformer_layer")
+    spec: Any = import_module("megatron.core.transformer.spec_utils").ModuleSpec
+    parts = import_module("megatron.core.models.gpt.gpt_layer_specs").get_gpt_layer_local_spec().submodules
+    adds = import_module("megatron.core.fusions.fused_bias_dropout").get_bias_dropout_add
+    import_module("megatron.core.safe_globals").register_safe_globals()
+    core.parallel_state.initialize_model_parallel()
+    block.TENorm = lambda config, hidden_size, eps: torch.nn.LayerNorm(hidden_size, eps)
+    names = {"sharded_state_dict_keys_map": parts.sharded_state_dict_keys_map}
+    attention = {"input_layernorm": parts.input_layernorm, "self_attention": parts.self_attention}
+    mlp = {"pre_mlp_layernorm": parts.pre_mlp_layernorm, "mlp": parts.mlp}
+    layers = {
+        "attention_layer": layer.TransformerLayerSubmodules(**attention, self_attn_bda=adds, **names),
+        "mlp_layer": layer.TransformerLayerSubmodules(**mlp, mlp_bda=adds, **names),
+    }
+    stack = {name: spec(module=layer.TransformerLayer, submodules=each) for name, each in layers.items()}
+    settings = {name: getattr(config, name) for name in ("num_layers", "hidden_size", "num_attention_heads")}
+    model = models.HybridModel(
+        import_module("megatron.core.transformer.transformer_config").TransformerConfig(
+            **settings,
+            ffn_hidden_size=config.ffn_size,
+            add_bias_linear=False,
+            use_cpu_initialization=True,
+            is_hybrid_model=True,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            masked_softmax_fusion=False,
+        ),
+        spec(module=block.HybridStack, submodules=block.HybridStackSubmodules(**stack)),
+        64,
+        ids.shape[1],
+        hybrid_layer_pattern=config.hybrid_layer_pattern,
+        share_embeddings_and_output_weights=False,
+    )
+    found = core.dist_checkpointing.load({"model": model.sharded_state_dict()}, folder)
+    model.load_state_dict(found["model"])
+    mask = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).triu(1)[None, None]
+    return model(ids, None, mask).detach().numpy()
+
+
+@pytest.mark.skipif(not MEGATRON.is_dir(), reason="megatron-core is not installed (make install-test)")
+def test_megatron_core_loads_a_hybrid_model(tmp_path: Path) -> None:
+    run = tiny_run(**ATTENTION_AND_MLP, save=str(tmp_path / "ours"))
+    run.saver.save(run.state)
+    convert(Settings(source="native", to="megatron", load=str(tmp_path / "ours"), save=str(tmp_path / "theirs")))
+    folder = next((tmp_path / "theirs").glob("iter_*"))
+    ids = torch.arange(12)[None] % 7
+    (logits,) = run_ranks(1, load_in_megatron, str(folder), run.config.model, ids, backend="gloo")
+    expected = imported(tmp_path / "ours")(ids).detach()
+    torch.testing.assert_close(torch.from_numpy(logits)[..., : expected.shape[-1]], expected, rtol=1e-5, atol=1e-5)
 
 
 EXPERTS = {"num_experts": 4, "moe_router_topk": 2, "disable_bias_linear": True, "max_position_embeddings": None}

@@ -32,6 +32,8 @@ from megatron_core.parallel.boxes import Box
 Format = Literal["torch_dist", "torch_dcp"]
 STATES = {"exp_avg": ("exp_avg",), "exp_avg_sq": ("exp_avg_sq",), "main": ("fp32_param", "param")}
 """Our kinds of optimizer state -> their names with and without Megatron Core's distributed optimizer."""
+EXTRA = re.compile(r"(?!optimizer\.)(.+\.(?:linear_\w+|eh_proj|in_proj|out_proj|\w*norm))\.weight(?:\.dt)?")
+"""Weights of modules with an extra state; a projection of Mamba-2 is stored in pieces, of which dt is one."""
 Record = tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...], str, str, int, int]
 """Name, global shape, offset and shape of a box, its dtype, and the file, position and length of its bytes."""
 
@@ -194,7 +196,8 @@ def _complete(reader: CheckpointReader, partial: Path, final: Path, form: Format
         paths[name] = tuple(name.split(".", 2 if name.startswith("optimizer.") else 1))
     if form == "torch_dist":
         common = common_state(reader.state, has_adam=_has_adam(reader))
-        objects: dict[str, Any] = {name: [None] for name in _empty_states(entries)}
+        hybrid = reader.state["config"].get("hybrid_layer_pattern") is not None
+        objects: dict[str, Any] = {name: [None] for name in _empty_states(entries, hybrid=hybrid)}
         objects["common_state/shard_0_1"] = [common]
     else:
         objects = {"state": _plain(reader)}
@@ -219,16 +222,20 @@ def _complete(reader: CheckpointReader, partial: Path, final: Path, form: Format
     replace_file(final.parent / TRACKER, final.parent / f".{TRACKER}", iteration)
 
 
-def _empty_states(entries: Mapping[str, Any]) -> Iterator[str]:
-    """The names of Megatron Core's extra states of linear layers and attention, which are empty without FP8.
+def _empty_states(entries: Mapping[str, Any], *, hybrid: bool) -> Iterator[str]:
+    """The names of Megatron Core's extra states of linear layers, norms and attention, which are empty without FP8.
 
-    Each has a number of the layer and of the expert where the weights are stacked over these.
+    Each has a number of the layer and of the expert where the weights are stacked over these. That of the output layer
+    is loaded by hybrid models only.
     """
+    if hybrid:
+        yield "output_layer._extra_state/shard_0_1"
     for name, entry in entries.items():
-        module, _, kind = name.rpartition(".")
-        if name.startswith("optimizer.") or kind != "weight" or not re.search(r"\.(linear_\w+|eh_proj)$", module):
+        match = EXTRA.fullmatch(name)
+        if match is None:
             continue
-        sizes = tuple(entry.size)[: len(entry.size) - 2] or (1,)
+        module = match[1]
+        sizes = tuple(entry.size)[: len(entry.size) - (1 if module.endswith("norm") else 2)] or (1,)
         modules = [module]
         if module.endswith("self_attention.linear_proj"):
             modules.append(module.replace("linear_proj", "core_attention"))
