@@ -184,8 +184,7 @@ class TransformerConfig(ChangingConfig, mirror("TransformerConfig"), ModelParall
             expert_tensor_parallel_size=self.expert_tensor_parallel_size,
         )
         training = TrainingConfig(**vars(settings))
-        model = self.model_config(without_pattern=True)
-        for problem in fp8_problems(RunConfig(model=model, parallel=parallel, training=training)):
+        for problem in fp8_problems(RunConfig(model=self.model_config(), parallel=parallel, training=training)):
             raise ConfigError(problem)
         return FP8Precision(settings, settings.fp8_layers(self.num_layers), current().context.whole)
 

@@ -10,8 +10,9 @@ from megatron.core.models.hybrid.hybrid_block import HybridStack
 from megatron.core.transformer.layer_context import LayerPattern
 from megatron.core.transformer.spec_utils import get_module
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron_core.config import RunConfig
+from megatron_core.config import RunConfig, TrainingConfig
 from megatron_core.config.rules_hybrid import hybrid_problems
+from megatron_core.config.rules_recurrent import recurrent_problems
 from megatron_core.errors import ConfigError
 
 
@@ -20,7 +21,7 @@ class HybridModel(GPTModel):
 
     ``hybrid_layer_pattern``, or its earlier name ``hybrid_override_pattern``, has one letter for each layer: M G * - E.
     ``hybrid_stack_spec`` is that of Megatron, because the parts follow from the pattern. Raises ConfigError for stages
-    and layers of multi-token prediction in the pattern, and for ratios of layers.
+    and layers of multi-token prediction in the pattern, for ratios of layers, and for FP8 and muP.
     """
 
     def __init__(
@@ -55,7 +56,8 @@ class HybridModel(GPTModel):
                 f"hybrid_mlp_ratio={hybrid_mlp_ratio}: give a pattern with one letter for each layer, and no ratios"
             )
         own = config.model_config(hybrid_layer_pattern=pattern)
-        if problems := list(hybrid_problems(RunConfig(model=own))):
+        run = RunConfig(model=own, training=TrainingConfig(fp8_format=config.fp8))
+        if problems := [*hybrid_problems(run), *recurrent_problems(run)]:
             raise ConfigError("; ".join(problems))
         super().__init__(
             config,
