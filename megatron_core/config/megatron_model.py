@@ -12,6 +12,10 @@ ABSENT = (
 )
 """Settings of the model's function that Megatron-LM's arguments do not have."""
 
+FIXED_OF_MAMBA = {"mamba_dt_min": 0.0, "mamba_dt_max": None, "linear_conv_kernel_dim": 4, "norm_epsilon": 1e-5}
+"""Settings that Megatron-LM's Mamba-2 mixers do not read, and the values that they have there: steps are not bounded,
+and the norm after the gate has an epsilon of its own."""
+
 
 def without_arguments(model: ModelConfig) -> list[str]:
     """Settings of ``model``, as NAME=VALUE, for which Megatron-LM has no arguments: it would train another model."""
@@ -21,4 +25,5 @@ def without_arguments(model: ModelConfig) -> list[str]:
         found.append(f"rope_scaling_type={model.rope_scaling_type}")
     if model.num_experts is not None and model.moe_router_score_function == "sparsemixer":
         found.append("moe_router_score_function=sparsemixer")
-    return found
+    fixed = FIXED_OF_MAMBA if "M" in (model.hybrid_layer_pattern or "") else {}
+    return found + [f"{name}={value}" for name, only in fixed.items() if (value := getattr(model, name)) != only]

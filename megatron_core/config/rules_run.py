@@ -36,11 +36,15 @@ def _format_problems(config: RunConfig) -> Iterator[str]:
     named = f"ckpt_format={checkpoint.ckpt_format}"
     if path_of(checkpoint.save) is None:
         yield f"{named} cannot be written to save={checkpoint.save}; give a local folder, or remove --ckpt-format"
+    hint = {
+        "hybrid_layer_pattern": ", of which only the weights can be converted, not Adam's state "
+        "(tools/convert_checkpoint.py --to megatron)"
+    }
     for name in ("experimental_attention_variant", "hybrid_layer_pattern"):
         if checkpoint.ckpt_format == "torch_dist" and (value := getattr(config.model, name)) is not None:
-            yield f"{named} does not write {name}={value}; use torch_dcp, or remove --ckpt-format"
+            yield f"{named} does not write {name}={value}{hint.get(name, '')}; use torch_dcp, or remove --ckpt-format"
     if checkpoint.ckpt_format == "torch_dist" and (settings := without_arguments(config.model)):
-        yield f"{named} does not write {', '.join(settings)}, for which Megatron-LM has no arguments; use torch_dcp"
+        yield f"{named} does not write {', '.join(settings)}, which Megatron-LM has no settings for; use torch_dcp"
     if config.tuning.lora_rank is not None:
         yield f"{named} does not write low-rank adapters: lora_rank={config.tuning.lora_rank}; remove --ckpt-format"
 

@@ -123,8 +123,8 @@ def write_checkpoint(
         )
     if form == "torch_dist" and (settings := without_arguments(model)):
         raise CheckpointError(
-            f"{', '.join(settings)}: Megatron-LM has no such arguments, and would train another model from a "
-            "torch_dist checkpoint; use torch_dcp or hf"
+            f"{', '.join(settings)}: Megatron-LM has no such settings of this model, and would train another one from "
+            "a torch_dist checkpoint; use torch_dcp or hf"
         )
     iteration = int(reader.state["iteration"])
     final = iteration_folder(save, iteration)
