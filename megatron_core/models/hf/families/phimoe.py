@@ -61,10 +61,7 @@ PHIMOE = register(
     MIXTRAL,
     model_type="phimoe",
     class_name="PhimoeForCausalLM",
-    keys={
-        **{key: name for key, name in MIXTRAL.keys.items() if key != "head_dim"},
-        "lm_head_bias": "add_output_layer_bias",
-    },
+    keys={**MIXTRAL.keys, "lm_head_bias": "add_output_layer_bias"},
     fixed={**MIXTRAL.fixed, "normalization": "LayerNorm", "moe_router_score_function": "sparsemixer"},
     defaults={
         "max_position_embeddings": 4096 * 32,
