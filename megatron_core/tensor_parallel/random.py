@@ -266,14 +266,15 @@ def same_random_numbers() -> Callable[[], AbstractContextManager[None]]:
     Outside it their states are as they were. Use it for recomputation.
     """
     states, on_cpu = _same_states(), torch.get_rng_state()
-    on_gpu = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    on_gpu = [torch.cuda.get_rng_state(gpu) for gpu in gpus]
 
     @contextmanager
     def again() -> Iterator[None]:
-        with torch.random.fork_rng(), states():
+        with torch.random.fork_rng(gpus), states():
             torch.set_rng_state(on_cpu)
-            if on_gpu is not None:
-                torch.cuda.set_rng_state(on_gpu)
+            for gpu, state in zip(gpus, on_gpu, strict=True):
+                torch.cuda.set_rng_state(state, gpu)
             yield
 
     return again

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from megatron_core.tensor_parallel.random import (
     checkpoint,
     get_cuda_rng_tracker,
     model_parallel_cuda_manual_seed,
+    same_random_numbers,
 )
 
 SAMPLES, LENGTH, CHANNELS = 4, 64, 64
@@ -203,6 +205,19 @@ def test_discarded_outputs_are_recomputed_with_the_same_random_numbers() -> None
     assert torch.equal(after, after_too)
     for a, b in zip(gradients, found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("gpus", [[], [3]])
+def test_recomputation_saves_the_state_of_no_other_gpu(gpus: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    saved, restored = list[list[int]](), list[int]()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: bool(gpus))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda gpu: torch.zeros(1))
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, gpu: restored.append(gpu))
+    monkeypatch.setattr(torch.random, "fork_rng", lambda devices: saved.append(devices) or nullcontext())
+    with same_random_numbers()():
+        pass
+    assert saved == [gpus] and restored == gpus
 
 
 def test_outputs_that_share_the_memory_of_an_argument_are_kept() -> None:
