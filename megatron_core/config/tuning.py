@@ -54,7 +54,7 @@ NAMES: dict[str, tuple[tuple[str, str], ...]] = {
     # Kimi Linear, Qwen3-Next, Qwen3.5.
     "b_proj": (("in_proj", "b"),),
     **{f"in_proj_{part}": (("in_proj", part),) for part in _DELTA_NET},
-    # Phi-3, GPT-NeoX, GPT-2, DeepSeek, Mixtral.
+    # Phi-3, GPT-NeoX, GPT-2, Phi, Granite, DeepSeek, Mixtral.
     "qkv_proj": (("linear_qkv", WHOLE),),
     "gate_up_proj": (("linear_fc1", WHOLE),),
     "query_key_value": (("linear_qkv", WHOLE),),
@@ -64,6 +64,10 @@ NAMES: dict[str, tuple[tuple[str, str], ...]] = {
     "c_attn": (("linear_qkv", WHOLE),),
     "c_proj": (("linear_proj", WHOLE), ("linear_fc2", WHOLE)),
     "c_fc": (("linear_fc1", WHOLE),),
+    "fc1": (("linear_fc1", WHOLE),),
+    "fc2": (("linear_fc2", WHOLE),),
+    "input_linear": (("linear_fc1", WHOLE),),
+    "output_linear": (("linear_fc2", WHOLE),),
     "q_a_proj": (("linear_q_down_proj", WHOLE),),
     "q_b_proj": (("linear_q_up_proj", WHOLE),),
     "kv_a_proj_with_mqa": (("linear_kv_down_proj", WHOLE),),

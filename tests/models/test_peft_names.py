@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 
 from megatron_core.config import ModelConfig
+from megatron_core.config.tuning import LAYERS, NAMES
 from megatron_core.errors import CheckpointError
 from megatron_core.models.hf.architecture import ARCHITECTURES
 from megatron_core.models.hf.peft import PeftNames
+from megatron_core.models.hf.tensors import TensorSource
 
 LAYER = "decoder.layers.0.mlp.experts.linear_fc2"
 
@@ -17,6 +19,17 @@ def names(model_type: str) -> PeftNames:
     model = ModelConfig(hidden_size=4, num_attention_heads=2, num_experts=2, moe_ffn_hidden_size=6)
     shapes = {f"{LAYER}.weight": (2, 4, 6)}
     return PeftNames(ARCHITECTURES[model_type], model, shapes, lambda layer, part: ((0, shapes[f"{layer}.weight"][1]),))
+
+
+def test_adapters_may_have_the_names_of_every_family() -> None:
+    for model_type, architecture in ARCHITECTURES.items():
+        for ours, stored in architecture.layer_tensors.items():
+            layer = ours.removesuffix(".weight").rpartition(".")[2]
+            source = TensorSource((stored,)) if isinstance(stored, str) else stored
+            if layer in LAYERS and not source.stacked:
+                for name in source.names:
+                    named = NAMES.get(name.removesuffix(".weight").rpartition(".")[2], ())
+                    assert layer in [each for each, _ in named], (model_type, name)
 
 
 def test_each_expert_with_its_own_tensor_has_its_own_adapter() -> None:
