@@ -283,6 +283,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Phimoe",
         LLAMA | {"num_local_experts": 8, "sliding_window": 5, "router_jitter_noise": 0.3, "rope_theta": 1e4},
     ),
+    "phimoe, size of heads": ("Phimoe", LLAMA | {"num_local_experts": 4, "head_dim": 16}),
     "phimoe, longrope": ("Phimoe", LLAMA | {"num_local_experts": 4, "rope_scaling": LONGROPE_OF_EXPERTS}),
     "starcoder2": ("Starcoder2", LLAMA | {"tie_word_embeddings": True, "sliding_window": 5}),
     "gemma": ("Gemma", LLAMA | {"tie_word_embeddings": True, "head_dim": 16}),
@@ -296,6 +297,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "seed_oss": ("SeedOss", LLAMA | {"head_dim": 16}),
     "stablelm": ("StableLm", LLAMA | {"use_qkv_bias": True}),
+    "stablelm, norms of queries and keys": ("StableLm", LLAMA | {"qk_layernorm": True, "use_parallel_residual": True}),
     "gpt_oss": ("GptOss", LLAMA | GPT_OSS | {"rope_parameters": GPT_OSS_YARN}),
     "gpt_oss, plain positions": (
         "GptOss",

@@ -64,6 +64,11 @@ INCOMPLETE: dict[str, tuple[str, Callable[[Path], None], str]] = {
         lambda f: edit_config(f, num_hidden_layers=65_536),
         "asks for 65536 layers, and the files have no tensor of the last one",
     ),
+    "more layers, of which each is two of ours": (
+        "bamba",
+        lambda f: edit_config(f, num_hidden_layers=64),
+        "asks for 64 layers, and the files have no tensor of the last one",
+    ),
     "more experts in config.json": (
         "mixtral",
         lambda f: edit_config(f, num_local_experts=65_536),

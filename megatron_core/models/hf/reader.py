@@ -112,8 +112,9 @@ class HuggingFaceReader:
         if not names:
             return  # stacked in one tensor, whose shape is checked
         if not any(self._stored(name.replace("{e}", str(expert))) for name in names):
+            stated = count // self.architecture.parts_of_layer if parts == "layers" else count
             raise CheckpointError(
-                f"{self.folder}: {CONFIG} asks for {count} {parts}, and the files have no tensor of the last one; "
+                f"{self.folder}: {CONFIG} asks for {stated} {parts}, and the files have no tensor of the last one; "
                 f"correct the number of {parts}, or copy the files again"
             )
 

@@ -56,7 +56,8 @@ class TensorSource:
     ones: tuple[int, int] = (0, 0)
     """Numbers of dims of one element that a stored vector has before and after its own."""
     by_head: bool = False
-    """Whether a vector of all heads is stored as ``[heads, channels]``."""
+    """Whether a vector of all heads is stored as ``[heads, channels]``; with ``{h}`` in the name, as one vector for each
+    head."""
 
     def parts(self, config: ModelConfig, shape: tuple[int, ...], box: Box) -> Iterator[tuple[str, Index, Box]]:
         """Split ``box`` of our tensor of ``shape``: stored name, index in the stored tensor (before transposing), box
@@ -85,8 +86,9 @@ class TensorSource:
         for start in range(box.start[0] // channels * channels, box.stop[0], channels):
             common = box.intersect(Box((start,), (start + channels,)))
             if common is not None:
-                of_head = slice(common.start[0] - start, common.stop[0] - start)
-                yield self.names[0], (slice(start // channels, start // channels + 1), of_head), common
+                head, of_head = start // channels, slice(common.start[0] - start, common.stop[0] - start)
+                leading = () if self.of_heads else (slice(head, head + 1),)
+                yield self.names[0].replace("{h}", str(head)), (*leading, of_head), common
 
     def stored_shapes(self, config: ModelConfig, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
         """The shapes of the stored tensors by name, for our tensor of ``shape``."""
@@ -97,6 +99,9 @@ class TensorSource:
         if self._has_experts:
             each = (self.of_expert(e).stored_shapes(config, shape[1:]) for e in range(shape[0]))
             return {name: found for shapes in each for name, found in shapes.items()}
+        if self.of_heads:
+            heads = range(shape[0] // config.head_size)
+            return {self.names[0].replace("{h}", str(head)): (config.head_size,) for head in heads}
         if self.by_head:
             return {self.names[0]: (shape[0] // config.head_size, config.head_size)}
         rows: dict[str, int] = {}  # a model may have only some of the tensors
@@ -117,6 +122,8 @@ class TensorSource:
 
     def turned(self, tensor: Tensor) -> Tensor:
         """A stored tensor, or part of one, as ours and the reverse: matrices are transposed if they are stored so."""
+        if self.of_heads:
+            return tensor
         if any(self.ones) or self.by_head:
             before, after = ((1,) * count for count in ((1, 0) if self.by_head else self.ones))
             return tensor.flatten() if tensor.dim() > 1 else tensor.view(*before, -1, *after)
@@ -145,6 +152,11 @@ class TensorSource:
     @property
     def _has_experts(self) -> bool:
         return "{e}" in self.names[0]
+
+    @property
+    def of_heads(self) -> bool:
+        """Whether a vector of all heads is stored as one vector for each head."""
+        return "{h}" in self.names[0]
 
     def of_expert(self, e: int) -> TensorSource:
         """The stored tensors of one expert; of stacked ones, the part of one expert."""
@@ -179,7 +191,7 @@ def stacked_qkv(name: str, *, transposed: bool = False) -> TensorSource:
 
 
 def of_each_head(name: str) -> TensorSource:
-    """A vector of all heads that is stored as ``[heads, channels]``."""
+    """A vector of all heads that is stored as ``[heads, channels]``; with ``{h}`` in the name, one for each head."""
     return TensorSource((name,), by_head=True)
 
 

@@ -110,6 +110,9 @@ def _stored_tensors(
         ours = torch.empty(shape, dtype=stored_dtype(name, dtype))
         reader.fill([TensorBox(f"model.{name}", shape, whole, ours, owned=True)])
         source = architecture.source(name)
+        if source.of_heads:
+            yield from ours.view(-1, model.head_size)
+            continue
         if source.rows is None:
             yield source.turned(ours)
             continue
