@@ -121,7 +121,7 @@ class ModelConfig(
     )
     """Add a bias to the output projection of attention even with --disable-bias-linear (Phi-3.5-MoE, Cohere)."""
     add_output_layer_bias: bool = setting(False, when=ALWAYS, resume=Resume.TENSORS)
-    """Add a bias to the output layer, after --logit-multiplier (Phi)."""
+    """Add a bias to the output layer (Phi); --logit-multiplier does not scale it."""
     mtp_num_layers: int | None = setting(None, r.SMALL_COUNT, when=ALWAYS, resume=Resume.REPORTED)
     """Number of multi-token prediction layers, which predict 2, 3, ... tokens ahead in training (DeepSeek-V3)."""
     mtp_loss_scaling_factor: float = setting(

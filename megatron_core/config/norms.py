@@ -33,7 +33,7 @@ class NormConfig:
     qk_layernorm_weight_per_head: bool = setting(
         False, needs=(c.QK_LAYERNORM, c.NO_LATENT_ATTENTION), resume=Resume.TENSORS
     )
-    """With --qk-layernorm: weights of its own for each head, and no biases (Command R+)."""
+    """With --qk-layernorm: separate weights for each head, and no biases (Command R+)."""
     qk_l2_norm: bool = setting(False, needs=c.NO_LATENT_ATTENTION)
     """Divide queries and keys of each head by their root mean square, without weights (Llama 4)."""
     qk_l2_norm_rotary_only: bool = setting(False, needs=given("qk_l2_norm"))

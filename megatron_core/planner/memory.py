@@ -79,8 +79,8 @@ def layer_activations(config: RunConfig, layer_number: int = 0) -> float:
         + a s (2 n + 1) / t                                 attention weights and their dropout, unless fused; for
                                                             more than 256 tokens only those of a block's keys
 
-    Selective recomputation removes the terms of its modules. A layer with one part has half of the first two terms,
-    one with one norm for two parts half of the first without its masks.
+    Selective recomputation removes the terms of its modules. A layer with one part has half of the first two terms.
+    If attention and MLP share a norm, the first term has half of its inputs, and both masks.
     In a layer with experts ``_expert_bytes`` is added, and f is the width of the shared expert (0 without one).
     """
     model, n = config.model, _number_size(config)

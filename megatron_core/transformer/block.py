@@ -77,10 +77,10 @@ class TransformerLayer(nn.Module):
     """Pre-norm layer: x += drop(attention(norm(x))); x += drop(mlp(norm(x))) (Radford et al. 2019, section 2.3).
 
     With ``parallel_residual`` both use the same x (Wang and Komatsuzaki 2021), and share one norm of it if ``spec`` has
-    no second one. Each += also adds the bias of the
-    preceding matrix product, in one pass over x; ``residual_multiplier`` scales both. ``layer_number`` is global and
-    counts from 0, independent of the stage. ``spec`` has the constructors of the parts, which may include norms of the
-    two outputs. A layer without attention, or without MLP, has neither the norms nor the addition of this part.
+    no second one. Each += also adds the bias of the preceding matrix product, in one pass over x;
+    ``residual_multiplier`` scales both. ``layer_number`` is global and counts from 0, independent of the stage.
+    ``spec`` has the constructors of the parts, which may include norms of the two outputs. A layer without attention,
+    or without MLP, has neither the norms nor the addition of this part.
     """
 
     def __init__(self, context: LayerContext, layer_number: int, spec: LayerSpec) -> None:
