@@ -56,8 +56,7 @@ class TensorSource:
     ones: tuple[int, int] = (0, 0)
     """Numbers of dims of one element that a stored vector has before and after its own."""
     by_head: bool = False
-    """Whether a vector of all heads is stored as ``[heads, channels]``; with ``{h}`` in the name, as one vector for each
-    head."""
+    """Whether a vector of all heads is stored as ``[heads, channels]``; with ``{h}`` in the name, one for each head."""
 
     def parts(self, config: ModelConfig, shape: tuple[int, ...], box: Box) -> Iterator[tuple[str, Index, Box]]:
         """Split ``box`` of our tensor of ``shape``: stored name, index in the stored tensor (before transposing), box
