@@ -60,7 +60,8 @@ def load_state(
             pieces += _pieces_of_compression(reader, data)
             if fp8 is not None and fp8.is_delayed:
                 pieces += _pieces_of_histories(reader, fp8)
-        fill_together(reader, list(outside_of_indexers(pieces, lacks)), data.device)
+        pieces = list(outside_of_indexers(pieces, lacks))
+        fill_together(reader, pieces, data.device)
         if optimizer is not None:
             _finish_optimizer(reader, optimizer, fresh=fresh)
         if weights_only:
