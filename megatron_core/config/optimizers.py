@@ -156,6 +156,11 @@ class AlgorithmConfig:
         except KeyError:
             return ()
 
+    @property
+    def has_matrix_state(self) -> bool:
+        """Whether an optimizer keeps state of whole matrices."""
+        return any(kind.has_matrix_state for kind in self.kinds)
+
 
 @dataclass(frozen=True)
 class Moment:

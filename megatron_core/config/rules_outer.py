@@ -47,7 +47,7 @@ def _excluded(config: RunConfig) -> Iterator[str]:
         yield f"ema_decay={optimizer.ema_decay}; the global weights already are a mean"
     if optimizer.offloads_optimizer or parallel.offloads_weights:
         yield "offload of weights or optimizer state"
-    if optimizer.kind_of(hidden=True).has_matrix_state:
+    if optimizer.has_matrix_state:
         yield f"optimizer={optimizer.optimizer}, whose state of whole matrices has not been tested with groups"
     if optimizer.bf16_settings:
         yield f"{', '.join(f'{key}={value}' for key, value in optimizer.bf16_settings.items())}"

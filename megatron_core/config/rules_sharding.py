@@ -106,7 +106,7 @@ def _storage_problems(config: RunConfig) -> Iterator[str]:
             "float32 on the device; remove --optimizer-cpu-offload, --optimizer-offload-dir and "
             "--main-params-dtype bf16"
         )
-    if optimizer.kind_of(hidden=True).has_matrix_state and optimizer.offloads_optimizer:
+    if optimizer.has_matrix_state and optimizer.offloads_optimizer:
         yield (
             f"optimizer={optimizer.optimizer} has factors and bases of whole matrices, which must be on the device; "
             "remove --optimizer-cpu-offload and --optimizer-offload-dir"

@@ -30,7 +30,7 @@ def matrix_state_elements(config: RunConfig, layers: list[int], *, has_mtp: bool
     ``has_mtp``: also those of the multi-token prediction layers. Two moments of each matrix, and a factor and a basis
     of each of its dimensions up to ``soap_max_precondition_dim``.
     """
-    if not config.optimizer.kind_of(hidden=True).has_matrix_state:
+    if not config.optimizer.has_matrix_state:
         return 0
     model = config.model
     found = [matrix for layer in layers for matrix in _matrices(config, layer)]

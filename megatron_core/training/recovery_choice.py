@@ -80,7 +80,7 @@ def copies_are_whole(config: RunConfig) -> bool:
     resilience, parallel = config.resilience, config.parallel
     survives = resilience.recover_without_spare and not resilience.recover_mirror
     survives = survives and not config.outer.outer_steps  # a lost group is left out with its state
-    is_copied = parallel.dp_zero_stage == 0 and not config.optimizer.kind_of(hidden=True).has_matrix_state
+    is_copied = parallel.dp_zero_stage == 0 and not config.optimizer.has_matrix_state
     return survives and is_copied and parallel.expert_model_parallel_size == 1
 
 

@@ -22,7 +22,7 @@ OUTER_FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
     (
         GROUPS | {"recover": "in-process", "recover_without_spare": True, "recover_join": True, "global_batch_size": 8},
         2,
-        ("outer_steps=2", "recover_join=True", "restart the job"),
+        ("outer_steps=2", "recover_join=True", "no newer state"),
     ),
     (GROUPS | {"rerun_mode": "validate_results"}, 2, ("outer_steps=2", "rerun_mode=validate_results")),
     (GROUPS | {"layout_invariant": True}, 2, ("outer_steps=2", "layout_invariant=True")),

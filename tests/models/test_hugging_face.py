@@ -354,7 +354,6 @@ REFUSED = {
         {"parallel_attn": False},
         "parallel_attn=False; new_decoder_architecture=true has",
     ),
-    "norms of each head": ("stablelm, in parallel", {"qk_layernorm": True}, "qk_layernorm=True; for stablelm only"),
     "another order of layers": (
         "cohere2",
         {"order_of_interleaved_layers": "global_attn_first"},
