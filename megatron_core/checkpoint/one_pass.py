@@ -287,30 +287,24 @@ def read_chunks(
 
 
 def _read_inside(folder: Path, file: str, start: int, data: Tensor) -> str:
-    """``_read`` a file of ``folder``; returns any error, because other ranks wait for this one."""
+    """Read bytes of a file of ``folder`` from ``start`` on into ``data``; returns any error, because other ranks wait
+    for this one, or ""."""
+    view = data.numpy().data
     try:
-        return _read(inside(folder, file), start, data)
-    except FAULTS as error:
-        return str(error)
-
-
-def _read(path: Path, start: int, data: Tensor) -> str:
-    """Read bytes from ``start`` on into ``data``; returns the error, or ""."""
-    remote, view = in_storage(path), data.numpy().data
-    try:
-        if remote is not None:
+        path = inside(folder, file)
+        if (remote := in_storage(path)) is not None:
             found = remote.read_range(start, len(view))
             if len(found) < len(view):
                 return "it is truncated"
             view[:] = found
             return ""
-        with path.open("rb", buffering=0) as file:
-            file.seek(start)
+        with path.open("rb", buffering=0) as source:
+            source.seek(start)
             while view:
-                count = file.readinto(view)
+                count = source.readinto(view)
                 if not count:
                     return "it is truncated"
                 view = view[count:]
-    except OSError as error:
-        return str(error.strerror or error)
+    except FAULTS as error:
+        return str(getattr(error, "strerror", None) or error)
     return ""

@@ -167,7 +167,7 @@ class GroupedQuery(AttentionKind):
         return model.num_attention_heads // tp * channels, self.key_value_heads(tp) * channels
 
     def vectors(self, tp: int) -> int:
-        """Sinks, and weights of norms with weights of their own for each head."""
+        """Sinks, and weights of norms that differ between heads."""
         heads = self.model.num_attention_heads // tp + self.key_value_heads(tp)
         return super().vectors(tp) + heads * self.model.head_size * self.model.qk_layernorm_weight_per_head
 

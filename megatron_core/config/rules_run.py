@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from megatron_core.config.checkpoint import CheckpointConfig
 from megatron_core.config.megatron_model import without_arguments
+from megatron_core.config.model import ModelConfig
 from megatron_core.config.resilience import (
     FAULTS_OF_RANKS,
     FAULTS_ON_DISK,
@@ -36,17 +37,26 @@ def _format_problems(config: RunConfig) -> Iterator[str]:
     named = f"ckpt_format={checkpoint.ckpt_format}"
     if path_of(checkpoint.save) is None:
         yield f"{named} cannot be written to save={checkpoint.save}; give a local folder, or remove --ckpt-format"
-    hint = {
-        "hybrid_layer_pattern": ", of which only the weights can be converted, not Adam's state "
-        "(tools/convert_checkpoint.py --to megatron)"
-    }
-    for name in ("experimental_attention_variant", "hybrid_layer_pattern"):
-        if checkpoint.ckpt_format == "torch_dist" and (value := getattr(config.model, name)) is not None:
-            yield f"{named} does not write {name}={value}{hint.get(name, '')}; use torch_dcp, or remove --ckpt-format"
-    if checkpoint.ckpt_format == "torch_dist" and (settings := without_arguments(config.model)):
-        yield f"{named} does not write {', '.join(settings)}, which Megatron-LM has no settings for; use torch_dcp"
+    if checkpoint.ckpt_format == "torch_dist":
+        yield from (f"{named} does not write {reason}" for reason in _unlike_megatron(config.model))
     if config.tuning.lora_rank is not None:
         yield f"{named} does not write low-rank adapters: lora_rank={config.tuning.lora_rank}; remove --ckpt-format"
+
+
+def _unlike_megatron(model: ModelConfig) -> Iterator[str]:
+    """The settings of a model whose training cannot continue in Megatron-LM, with the way out."""
+    if model.experimental_attention_variant is not None:
+        yield (
+            f"experimental_attention_variant={model.experimental_attention_variant}; use torch_dcp, or remove "
+            "--ckpt-format"
+        )
+    if model.hybrid_layer_pattern is not None:
+        yield (
+            f"hybrid_layer_pattern={model.hybrid_layer_pattern}, of which only the weights can be converted, not the "
+            "state of Adam (tools/convert_checkpoint.py --to megatron); use torch_dcp, or remove --ckpt-format"
+        )
+    if settings := without_arguments(model):
+        yield f"{', '.join(settings)}, which Megatron-LM has no settings for; use torch_dcp"
 
 
 def _fast_restart_problems(checkpoint: CheckpointConfig) -> Iterator[str]:

@@ -24,11 +24,10 @@ class CheckpointWithoutOutput:
 
     Outputs must be saved as they are, or as views, by the operations after them. An object serves one call.
     Outputs that share the memory of an argument, such as views of it, are kept.
-    ``fp8`` has no effect. Source: Megatron Core's class of this name.
+    Source: Megatron Core's class of this name.
     """
 
-    def __init__(self, fp8: Any = False) -> None:
-        self.fp8 = fp8
+    def __init__(self) -> None:
         self._outputs: tuple[Tensor, ...] = ()
         self._freed: list[bool] = []
         self._call: Any = None

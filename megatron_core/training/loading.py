@@ -64,10 +64,23 @@ def load_state(
         fill_together(reader, pieces, data.device)
         if optimizer is not None:
             _finish_optimizer(reader, optimizer, fresh=fresh)
-        if weights_only:
-            return TrainState()
-        counted = {**asdict(TrainState()), **reader.state}
-        return TrainState(**{each.name: counted[each.name] for each in fields(TrainState)})
+        return TrainState() if weights_only else counters(reader)
+
+
+def counters(reader: Reader) -> TrainState:
+    """The counters that are stored in a checkpoint."""
+    known = {each.name for each in fields(TrainState)}
+    return TrainState(**{name: value for name, value in reader.state.items() if name in known})
+
+
+def shapes_of_all(pieces: Iterable[TensorBox], device: torch.device) -> dict[str, tuple[int, ...]]:
+    """The global shapes of the ``pieces`` of all ranks by name; a collective call."""
+    lines = {f"{piece.name} {' '.join(map(str, piece.global_shape))}" for piece in pieces}
+    return {
+        name: tuple(map(int, shape))
+        for text in tell_all("\n".join(sorted(lines)), device)
+        for name, *shape in (line.split() for line in text.splitlines())
+    }
 
 
 def _needed_pieces(data: DataParallel, optimizer: Optimizer | None, fp8: AmaxHistories | None) -> Iterator[TensorBox]:
@@ -84,13 +97,7 @@ def _check_names(
     pieces = [piece for bucket in data.all_buckets for piece in saved_pieces(data, weight_pieces(bucket))]
     pieces += saved_pieces(data, parameter_pieces(data.frozen))
     pieces += [] if optimizer is None else optimizer_pieces(optimizer)
-    pieces = list(outside_of_indexers(pieces, lacks))
-    lines = {f"{piece.name} {' '.join(map(str, piece.global_shape))}" for piece in pieces}
-    needed: dict[str, tuple[int, ...]] = {}
-    for text in tell_all("\n".join(sorted(lines)), data.device):
-        for line in text.splitlines():
-            name, *shape = line.split(" ")
-            needed[name] = tuple(int(n) for n in shape if n)
+    needed = shapes_of_all(outside_of_indexers(pieces, lacks), data.device)
     kinds = sorted({name.split(".")[1] for name in needed if name.startswith("optimizer.")} - {"main"})
     absent = [kind for kind in kinds if kind not in reader.kinds]
     if AVERAGE.name in absent:  # training continues with averages that begin at the stored weights

@@ -4,7 +4,7 @@ in host memory also outer gradients that are in flight."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,10 @@ from megatron_core.optimizer.outer import Fragment, OuterOptimizer
 from megatron_core.optimizer.rule import write_copy
 from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.parallel.sharding import spec_of
-from megatron_core.parallel.texts import listed, tell_all
+from megatron_core.parallel.texts import listed
 from megatron_core.tensor_parallel.amax_history import AmaxHistories
 from megatron_core.training.driver import gather_weights
-from megatron_core.training.loading import load_state
+from megatron_core.training.loading import counters, load_state, shapes_of_all
 from megatron_core.training.state import (
     Reader,
     TrainState,
@@ -130,7 +130,7 @@ def load_with_groups(
         return TrainState()
     if isinstance(reader, HostCopy) and outer is not None:
         _load_copy(reader, data, optimizer, outer)
-        return _counters(reader)
+        return counters(reader)
     settings = config.checkpoint
     fresh = settings.finetune or settings.no_load_optim or not isinstance(reader, CheckpointReader)
     if outer is None or fresh or IN_FLIGHT not in reader.state:
@@ -143,7 +143,7 @@ def load_with_groups(
     assert isinstance(reader, CheckpointReader)
     with reader:
         _load_groups(reader, data, optimizer, outer)
-        return _counters(reader)
+        return counters(reader)
 
 
 def load_intact(
@@ -187,11 +187,6 @@ def _open_older(
     return reader
 
 
-def _counters(reader: CheckpointReader | HostCopy) -> TrainState:
-    known = {each.name for each in fields(TrainState)}
-    return TrainState(**{name: value for name, value in reader.state.items() if name in known})
-
-
 def _load_copy(reader: HostCopy, data: DataParallel, optimizer: Optimizer, outer: OuterOptimizer) -> None:
     """Load a copy in host memory, and send the outer gradients again that were in flight."""
     for fragment in outer.fragments:
@@ -230,13 +225,7 @@ def _load_groups(reader: CheckpointReader, data: DataParallel, optimizer: Optimi
         pieces += [
             piece for piece in _state(fragment, fragment.in_flight) if not piece.name.startswith("optimizer.main.")
         ]
-    lines = {f"{piece.name} {' '.join(map(str, piece.global_shape))}" for piece in pieces}
-    needed = {
-        name: tuple(map(int, shape))
-        for text in tell_all("\n".join(sorted(lines)), data.device)
-        for name, *shape in (line.split() for line in text.splitlines())
-    }
-    reader.check_names(needed)
+    reader.check_names(shapes_of_all(pieces, data.device))
     reader.fill_together(pieces, data.device)
     _restore_optimizer(reader, data, optimizer)
 

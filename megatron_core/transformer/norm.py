@@ -140,7 +140,7 @@ class HeadsNorm(nn.Module):
 
 
 class NormOfEachHead(nn.Module):
-    """The configured norm of each head's channels, with weights of its own for each head and without biases.
+    """The configured norm of each head's channels, with separate weights for each head and without biases.
 
     y = (x - mean) / sqrt(var + eps) * weight (Command R+), or x / sqrt(mean(x^2) + eps) * weight. The weight of all
     heads ``[heads * d]`` is split over the tensor-parallel ranks with the heads. It has the constructor of ``Norm``.

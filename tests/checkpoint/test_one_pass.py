@@ -39,16 +39,16 @@ def _save(layout: str, folder: Path, steps: int = 1) -> None:
 def _load(layout: str, folder: Path, hosts: int, verify: bool = True) -> tuple[dict[str, list[int]], int]:
     """Load with small chunks; return how often this rank read each byte of each file, and the loaded iteration."""
     counts: dict[str, list[int]] = {path.name: [0] * path.stat().st_size for path in folder.rglob("*.safetensors")}
-    read, rank = one_pass._read, dist.get_rank()
+    read, rank = one_pass._read_inside, dist.get_rank()
 
-    def counted(path: Path, first: int, data: torch.Tensor) -> str:
+    def counted(source: Path, file: str, first: int, data: torch.Tensor) -> str:
         for at in range(first, first + len(data)):
-            counts[path.name][at] += 1
-        return read(path, first, data)
+            counts[Path(file).name][at] += 1
+        return read(source, file, first, data)
 
     with (
         mock.patch.object(chunks, "CHUNK_BYTES", CHUNK),
-        mock.patch.object(one_pass, "_read", counted),
+        mock.patch.object(one_pass, "_read_inside", counted),
         mock.patch.object(one_pass, "page_cache_of", lambda _: str(rank % hosts)),
     ):
         run = start(LAYOUTS[layout] | {"load": str(folder), "verify_checkpoint": verify})
@@ -163,18 +163,18 @@ def _load_newest(folder: Path) -> tuple[None, int]:
 
 def _fail_to_read(folder: Path, dies: bool, told: Path) -> str:
     """Rank 1 cannot read, or dies, in its second chunk; return the error of this rank."""
-    read, rank = one_pass._read, dist.get_rank()
+    read, rank = one_pass._read_inside, dist.get_rank()
 
-    def failing(path: Path, first: int, data: torch.Tensor) -> str:
+    def failing(source: Path, file: str, first: int, data: torch.Tensor) -> str:
         if rank == 1 and first:
             if dies:
                 os._exit(7)
             return "Input/output error"
-        return read(path, first, data)
+        return read(source, file, first, data)
 
     with (
         mock.patch.object(chunks, "CHUNK_BYTES", CHUNK),
-        mock.patch.object(one_pass, "_read", failing),
+        mock.patch.object(one_pass, "_read_inside", failing),
         mock.patch.object(one_pass, "page_cache_of", lambda _: str(rank)),
     ):
         try:

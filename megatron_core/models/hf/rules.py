@@ -280,6 +280,17 @@ ATTENTION_BIASES = Rule(
 )
 """``attention_bias``: biases of queries, keys, values and of attention's output, in a model without other biases."""
 
+
+def norms_of_each_head(key: str) -> Rule:
+    """``key``: whether queries and keys have norms with separate weights for each head."""
+    settings = ("qk_layernorm", "qk_layernorm_weight_per_head")
+    return Rule(
+        read=lambda hf_config: dict.fromkeys(settings, hf_config.get(key, False)),
+        write=lambda config: {key: config.qk_layernorm},
+        types={key: SWITCH},
+    )
+
+
 GELU = {"gelu": False, "gelu_new": True, "gelu_fast": True, "gelu_pytorch_tanh": True}
 """Name of GELU -> whether it is the approximation by tanh; export writes the first name of each."""
 

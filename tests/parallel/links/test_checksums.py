@@ -76,10 +76,14 @@ def test_damaged_sums_differ(dtype: torch.dtype, kind: str) -> None:
     inputs = [torch.randn(5_000, generator=torch.Generator().manual_seed(rank)).to(dtype) for rank in range(2)]
     expected = torch.stack([block_sums(each, 1) for each in inputs]).sum(0)
     total = _sum_in_turn(inputs)
-    total[2_500] = 3.0  # the element whose bit is flipped
-    expected = block_sums(total, 1) * torch.tensor([1.0, 0.0]) + expected * torch.tensor([0.0, 1.0])
     assert damage(total, kind, inputs[0])
     assert differs(block_sums(total, 1), expected, dtype, 2).any()
+
+
+def test_a_bit_of_the_largest_element_is_flipped() -> None:
+    x = torch.tensor([1e-17, -3.0, 2.0], dtype=torch.float64)
+    assert damage(x, "flipped") and x.tolist() == [1e-17, -6.0, 2.0]
+    assert not damage(torch.zeros(4), "flipped"), "no element can be changed by more than rounding"
 
 
 def test_integers_are_summed_exactly() -> None:

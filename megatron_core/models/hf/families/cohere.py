@@ -4,16 +4,9 @@ of adjacent channels. Cohere 2, Command R7B and Command A: windows in most layer
 from megatron_core.config import ModelConfig
 from megatron_core.models.hf.architecture import register
 from megatron_core.models.hf.families.llama import LLAMA
-from megatron_core.models.hf.rules import ATTENTION_BIASES, COUNT, ROPE, SWITCH, WINDOWS, Rule, Settings
+from megatron_core.models.hf.rules import ATTENTION_BIASES, COUNT, ROPE, WINDOWS, Rule, Settings, norms_of_each_head
 from megatron_core.models.hf.tensors import of_each_head
 
-QK_NORM_OF_HEADS = Rule(
-    read=lambda hf_config: dict.fromkeys(
-        ("qk_layernorm", "qk_layernorm_weight_per_head"), hf_config.get("use_qk_norm", False)
-    ),
-    write=lambda config: {"use_qk_norm": config.qk_layernorm},
-    types={"use_qk_norm": SWITCH},
-)
 COHERE = register(
     LLAMA,
     model_type="cohere",
@@ -33,7 +26,7 @@ COHERE = register(
     },
     defaults={"tie_word_embeddings": True, "logit_scale": 0.0625, "layer_norm_eps": 1e-5, "rope_theta": 5e5},
     required={"hidden_act": "silu"},
-    rules=(ROPE, ATTENTION_BIASES, QK_NORM_OF_HEADS),
+    rules=(ROPE, ATTENTION_BIASES, norms_of_each_head("use_qk_norm")),
     layer_tensors={
         **{name: stored for name, stored in LLAMA.layer_tensors.items() if name != "pre_mlp_layernorm"},
         "self_attention.q_layernorm": of_each_head("self_attn.q_norm"),

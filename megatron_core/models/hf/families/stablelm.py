@@ -3,7 +3,7 @@ parallel with one norm. StableLM 2 12B has norms of queries and keys with separa
 
 from megatron_core.models.hf.architecture import register
 from megatron_core.models.hf.families.llama import LLAMA
-from megatron_core.models.hf.rules import PARTIAL_ROPE, SWITCH, Rule
+from megatron_core.models.hf.rules import PARTIAL_ROPE, SWITCH, Rule, norms_of_each_head
 from megatron_core.models.hf.tensors import of_each_head
 
 PARALLEL = Rule(
@@ -12,13 +12,6 @@ PARALLEL = Rule(
     ),
     write=lambda config: {"use_parallel_residual": config.parallel_residual_shared_norm},
     types={"use_parallel_residual": SWITCH},
-)
-QK_NORM = Rule(
-    read=lambda hf_config: dict.fromkeys(
-        ("qk_layernorm", "qk_layernorm_weight_per_head"), hf_config.get("qk_layernorm", False)
-    ),
-    write=lambda config: {"qk_layernorm": config.qk_layernorm},
-    types={"qk_layernorm": SWITCH},
 )
 STABLELM = register(
     LLAMA,
@@ -33,7 +26,7 @@ STABLELM = register(
     fixed={**LLAMA.fixed, "normalization": "LayerNorm"},
     defaults={"use_qkv_bias": False, "partial_rotary_factor": 0.25},
     required={"hidden_act": "silu"},
-    rules=(PARTIAL_ROPE, PARALLEL, QK_NORM),
+    rules=(PARTIAL_ROPE, PARALLEL, norms_of_each_head("qk_layernorm")),
     layer_tensors={
         **LLAMA.layer_tensors,
         "self_attention.q_layernorm": of_each_head("self_attn.q_layernorm.norms.{h}"),

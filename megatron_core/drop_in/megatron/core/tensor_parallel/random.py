@@ -5,11 +5,19 @@ from typing import Any
 import torch
 
 from megatron_core.errors import ConfigError
-from megatron_core.tensor_parallel.discarded_outputs import CheckpointWithoutOutput
+from megatron_core.tensor_parallel import discarded_outputs
 from megatron_core.tensor_parallel.random import *  # noqa: F403
 
 HAVE_TE = False
 """Whether Transformer Engine's generator states are used."""
+
+
+class CheckpointWithoutOutput(discarded_outputs.CheckpointWithoutOutput):
+    """The engine's class with Megatron's argument ``fp8``, which has no effect: FP8 needs no context here."""
+
+    def __init__(self, fp8: Any = False) -> None:
+        super().__init__()
+        self.fp8 = fp8
 
 
 def convert_cuda_rng_state(
