@@ -188,7 +188,7 @@ def _fail_to_read(folder: Path, dies: bool, told: Path) -> str:
 def test_a_reader_that_cannot_read_is_named_on_all_ranks(tmp_path: Path) -> None:
     run_ranks(2, _save, "dp2", tmp_path)
     file = tmp_path / "iter_0000001" / "rank_00001.safetensors"
-    first, second = run_ranks(2, _fail_to_read, tmp_path, False, tmp_path)
+    first, second = run_ranks(2, _fail_to_read, tmp_path, False, tmp_path, timeout=15.0)
     assert first == second and first.startswith(f"{file} cannot be read: Input/output error; ")
 
 
