@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from operator import add
 
 from megatron_core.config import ParallelConfig, RunConfig
@@ -31,7 +31,8 @@ class Parameters:
     """Biases of ``experts``."""
 
     def __add__(self, other: Parameters) -> Parameters:
-        return Parameters(*map(add, astuple(self), astuple(other)))
+        # dataclasses.astuple copies every value, which took half of the time of a search.
+        return Parameters(*map(add, vars(self).values(), vars(other).values()))
 
     @property
     def total(self) -> int:
