@@ -10,6 +10,10 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+# OpenMP reads it when torch is imported. Its threads spin while they wait for each other: with two workers on two cores
+# and the default of two threads, tests took twice the processor time. Tests of threads set the number themselves.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 from megatron_core import parallel_state
 from tests.sample import WHOLE_MATRIX, left_out
 
