@@ -224,7 +224,7 @@ def run_job(case: str, faults: Sequence[Planned] = ()) -> Outcome:
         members = meetings[0].members(generation)
         assert members is not None and members.iteration != LOST_STATE and members.training, members
         try:
-            run_simulated(len(members.training), rank_of_job, settings, members, memories, left, timeout=120.0)
+            run_simulated(len(members.training), rank_of_job, settings, members, memories, left, timeout=1200.0)
         except RankFailure as failure:
             message = str(failure).strip().splitlines()[-1]
             outcome.messages.append(message)
