@@ -2,10 +2,12 @@
 
 import inspect
 from collections.abc import Callable, Sequence
+from functools import cache
 from operator import index
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 
 NUMBERS: dict[Any, Callable[[Any], Any]] = {float: float, int: index, float | None: float, int | None: index}
 """Conversion function of each annotation of a number."""
@@ -14,10 +16,10 @@ NUMBERS: dict[Any, Callable[[Any], Any]] = {float: float, int: index, float | No
 class Operator:
     """``torch.ops.megatron_core.<name>``, implemented by the decorated function.
 
-    torch.compile uses the operator with the autograd rule of torch.library. In inference mode a call runs the function
-    directly, because the dispatcher and autograd take 0.1 ms per call, as long as a kernel on 16 tokens. All other
-    calls use an ``autograd.Function`` with the same rule, because torch.func's transforms do not support the autograd
-    rules of torch.library.
+    torch.compile uses the operator with the autograd rule of torch.library. A call with plain tensors runs the function
+    directly, within an ``autograd.Function`` with the same rule unless in inference mode: the dispatcher would take
+    another 20 us per call. Under torch.func's transforms, dispatch modes, and for tensors that are not their memory, an
+    ``autograd.Function`` calls the operator, because torch.func does not support the autograd rules of torch.library.
     """
 
     def __init__(self, implementation: Callable, name: str) -> None:
@@ -40,15 +42,24 @@ class Operator:
         def forward(*arguments: Any) -> Any:
             return self._operator(*arguments)
 
+        def forward_of_memory(ctx: Any, *arguments: Any) -> Any:
+            output = self._run(arguments)
+            setup_context(ctx, arguments, output)
+            return output
+
         vars(forward)["__signature__"] = self._signature  # torch looks it up in every call
         methods: dict[str, object] = {
-            "forward": staticmethod(forward),
-            "setup_context": staticmethod(setup_context),
             "backward": staticmethod(backward),
             "jvp": staticmethod(self._refuse("has no forward-mode derivative; take kernel_backend='reference'")),
+        }
+        plain: dict[str, object] = {"forward": staticmethod(forward_of_memory)}
+        general: dict[str, object] = {
+            "forward": staticmethod(forward),
+            "setup_context": staticmethod(setup_context),
             "generate_vmap_rule": True,
         }
-        self._function: Any = type(self._name, (torch.autograd.Function,), methods)
+        self._plain: Any = type(self._name, (torch.autograd.Function,), methods | plain)
+        self._function: Any = type(self._name, (torch.autograd.Function,), methods | general)
 
     def register_no_autograd(self, instead: str = "for second derivatives take kernel_backend='reference'") -> None:
         """Make a derivative of the operator raise an error; its message contains the fix ``instead``."""
@@ -65,13 +76,34 @@ class Operator:
         if torch.compiler.is_compiling():
             return self._operator(*arguments)
         if torch.is_inference_mode_enabled():
-            given = list(arguments)
-            for at, convert in self._numbers:
-                if at < len(given) and given[at] is not None:
-                    given[at] = convert(given[at])
-            return self._implementation(*given)
+            return self._run(arguments)
         direct = not (self._differentiable or torch.is_grad_enabled())
+        if _are_plain(arguments):
+            return self._run(arguments) if direct else self._plain.apply(*arguments)
         return self._operator(*arguments) if direct else self._function.apply(*arguments)
+
+    def _run(self, arguments: Sequence[Any]) -> Any:
+        given = list(arguments)
+        for at, convert in self._numbers:
+            if at < len(given) and given[at] is not None:
+                given[at] = convert(given[at])
+        return self._implementation(*given)
+
+
+def _are_plain(arguments: Sequence[Any]) -> bool:
+    """Whether all tensors are their memory, and neither a transform of torch.func nor a dispatch mode is active."""
+    if torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack():
+        return False
+    for each in arguments:
+        if isinstance(each, Tensor) and torch._C._dispatch_keys(each) != _plain_keys(each.device.type):
+            return False
+    return True
+
+
+@cache
+def _plain_keys(device_type: str) -> Any:
+    """The dispatch keys of a tensor on a device that is neither a subclass, nor a wrapper, nor negated when read."""
+    return torch._C._dispatch_keys(torch.empty(0, device=device_type))
 
 
 def operator(name: str) -> Callable[[Callable], Operator]:
