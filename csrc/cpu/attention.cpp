@@ -1,7 +1,6 @@
 #include "common/attention.h"
 
-#include <memory>
-
+#include "cpu/pack.h"
 #include "cpu/rows.h"
 #include "cpu/vec_math.h"
 
@@ -42,13 +41,6 @@ struct HeadTask {
 struct HeadStrides {
   int64_t position, sample, head;
   int64_t of(int64_t b, int64_t h) const { return b * sample + h * head; }
-};
-
-// One head's rows [length, channels] at a constant stride.
-struct Rows {
-  const float* data;
-  int64_t stride;
-  const float* operator[](int64_t row) const { return data + row * stride; }
 };
 
 // Eight floats, of which the number of channels is a multiple.
@@ -106,48 +98,45 @@ void tiles(int64_t rows, const float* a, int64_t row, int64_t step, const float*
   }
 }
 
-// to[channel][position], with `padded` zero-filled positions per channel.
-void transpose(Rows from, int64_t length, int64_t channels, int64_t padded, float* to) {
-  for (int64_t c = 0; c < channels; ++c) std::memset(to + c * padded + length, 0, (padded - length) * sizeof(float));
-  for (int64_t first = 0; first < length; first += kFloats) {
-    const int64_t last = std::min<int64_t>(first + kFloats, length);
-    for (int64_t c = 0; c < channels; ++c) {
-      for (int64_t p = first; p < last; ++p) to[c * padded + p] = from[p][c];
-    }
-  }
-}
+// Numbers of a row in complete vectors.
+int64_t in_vectors(int64_t seen) { return (seen + kFloats - 1) / kFloats * kFloats; }
 
-void copy(Rows from, int64_t length, int64_t channels, float* to) {
-  for (int64_t p = 0; p < length; ++p) std::memcpy(to + p * channels, from[p], channels * sizeof(float));
-}
-
-// Scores of the queries [first, last) and the keys [key, key + kKeys), as far as any query sees them; those that a query
-// does not see are undefined.
-void multiply(const float* queries, int64_t stride, int64_t first, int64_t last, const float* transposed, int64_t padded,
+// Scores of the queries [first, last), which are at `queries`, and the keys [key, key + kKeys), as far as any query sees
+// them, in complete vectors; those that a query does not see are undefined.
+void multiply(const float* queries, int64_t first, int64_t last, const float* transposed, int64_t padded,
               int64_t channels, int64_t key, float* scores) {
   for (int64_t r = first; r < last; r += kRows) {
     const int64_t rows = std::min<int64_t>(kRows, last - r), seen = std::min(r + rows - key, kKeys);
     if (seen <= 0) continue;
-    const int64_t columns = (seen + kFloats - 1) / kFloats * kFloats;
-    tiles<false>(rows, queries + r * stride, stride, 1, transposed + key, padded, channels,
-                 scores + (r - first) * kKeys, kKeys, columns);
+    tiles<false>(rows, queries + (r - first) * channels, channels, 1, transposed + key, padded, channels,
+                 scores + (r - first) * kKeys, kKeys, in_vectors(seen));
   }
 }
 
-// The maximum over the first `seen` numbers of a row.
-float top_of(const float* row, int64_t seen) {
-  return max_row<float>(seen, [&](int64_t i, auto n) { return load(row + i, n); });
+// Makes the numbers from `seen` on -infinity, up to a complete vector.
+void hide(float* row, int64_t seen) {
+  SignedBits lanes;
+  for (int lane = 0; lane < kFloats; ++lane) lanes[lane] = lane;
+  float* last = row + seen / kFloats * kFloats;
+  const auto inside = static_cast<int32_t>(seen % kFloats);
+  if (inside) store(last, lanes < inside ? load(last, All{}) : FloatVec{} - INFINITY, All{});
 }
 
-// row = exp(scale * row - shift) in its first `seen` numbers, 0 up to `until`; returns their sum. `shift` is at least
-// scale * row: a positive difference, from the rounding of a large `shift`, counts as 0.
+// exp(scale * v - shift). `shift` is at least scale * v: a positive difference, from the rounding of a large `shift`,
+// counts as 0.
+MEGATRON_INLINE FloatVec exponential(FloatVec v, float scale, float shift) {
+  return vec_exp_negative(vec_at_most(v * scale - shift, 0.0f));
+}
+
+// row = exp(scale * row - shift) in its first `seen` numbers, after which numbers are hidden, and 0 up to `until`;
+// returns the sum.
 float exponentials(float* row, int64_t seen, int64_t until, float scale, float shift) {
-  auto sums = sum_row<float, 1>(seen, [&](int64_t i, auto n, FloatVec* sum) {
-    FloatVec e = only(vec_exp_negative(vec_at_most(load(row + i, n) * scale - shift, 0.0f)), n);
+  auto sums = sum_row<float, 1>(in_vectors(seen), [&](int64_t i, auto n, FloatVec* sum) {
+    FloatVec e = exponential(load(row + i, n), scale, shift);
     store(row + i, e, n);
     sum[0] += e;
   });
-  for (int64_t i = seen; i < until; ++i) row[i] = 0;
+  for (int64_t i = in_vectors(seen); i < until; ++i) row[i] = 0;
   return sums.of[0];
 }
 
@@ -157,27 +146,30 @@ int64_t seen_by_tile(int64_t r, int64_t first, int64_t last, int64_t key) {
   return seen_by(std::min(first + (r - first) / kRows * kRows + kRows, last) - 1, key);
 }
 
-// Memory of a task, undefined. It is freed at the end: a thread that kept it would hold 10 x length x channels numbers.
-using TaskMemory = std::unique_ptr<float[]>;
-TaskMemory room(int64_t count) { return TaskMemory(new float[count]); }
-
-// The output rows of one head, from its group's transposed keys and its values; `result` has room for kQueries rows.
-void forward_head(const Attention& of, Rows query, const float* keys, const float* values, float* result, float* out,
+// The output rows of one head, from its group's transposed keys and its values; `room` is for 2 kQueries rows.
+void forward_head(const Attention& of, Rows query, const float* keys, const float* values, float* room, float* out,
                   int64_t out_stride, float* statistics) {
   const int64_t d = of.channels, padded = of.padded();
-  float scores[kQueries * kKeys], top[kQueries], sum[kQueries];
+  float *queries = room, *result = room + kQueries * d;
+  alignas(64) float scores[kQueries * kKeys], top[kQueries], sum[kQueries];
   for (int64_t first = 0; first < of.length; first += kQueries) {
     const int64_t last = std::min(first + kQueries, of.length);
+    pack(query, first, last, d, queries);
+    prefetch(query, last, std::min(last + kQueries, of.length), d);
     std::memset(result, 0, kQueries * d * sizeof(float));
     std::fill(top, top + kQueries, -INFINITY);
     std::fill(sum, sum + kQueries, 0.0f);
     for (int64_t key = 0; key < last; key += kKeys) {
-      multiply(query.data, query.stride, first, last, keys, padded, d, key, scores);
+      multiply(queries, first, last, keys, padded, d, key, scores);
       for (int64_t r = first; r < last; ++r) {
         const int64_t at = r - first, seen = seen_by(r, key);
         float* row = scores + at * kKeys;
         const float before = top[at];
-        if (seen) top[at] = std::max(before, of.scale * top_of(row, seen));
+        if (seen) {
+          hide(row, seen);
+          const auto all = [&](int64_t i, auto n) { return load(row + i, n); };
+          top[at] = std::max(before, of.scale * max_row<float>(in_vectors(seen), all));
+        }
         const float added = exponentials(row, seen, seen_by_tile(r, first, last, key), of.scale, top[at]);
         if (key == 0) {
           sum[at] = added;
@@ -209,59 +201,61 @@ void forward_head(const Attention& of, Rows query, const float* keys, const floa
   }
 }
 
-// Adds to the gradients of one head's queries, and of its group's keys and values. All but `out` are [length, channels].
-void backward_head(const Attention& of, const float* query, const float* keys, const float* transposed_keys,
-                   const float* transposed_values, Rows out, const float* dout, const float* statistics, float* dquery,
-                   float* dkey, float* dvalue) {
+// The gradient of one head's queries; adds to those of its group's keys and values. Rows of keys, values and their
+// gradients are [length, channels]; `room` is for 3 kQueries rows.
+void backward_head(const Attention& of, Rows query, const float* keys, const float* transposed_keys,
+                   const float* transposed_values, Rows out, Rows dout, const float* statistics, float* room,
+                   float* dquery, int64_t dquery_stride, float* dkey, float* dvalue) {
   const int64_t d = of.channels, padded = of.padded();
-  float scores[kQueries * kKeys], dscores[kQueries * kKeys], dots[kQueries];
+  alignas(64) float scores[kQueries * kKeys], dscores[kQueries * kKeys], dots[kQueries];
+  float *queries = room, *douts = room + kQueries * d, *dqueries = room + 2 * kQueries * d;
   for (int64_t first = 0; first < of.length; first += kQueries) {
     const int64_t last = std::min(first + kQueries, of.length);
+    pack(query, first, last, d, queries);
+    pack(dout, first, last, d, douts);
     for (int64_t r = first; r < last; ++r) {
       dots[r - first] = sum_row<float, 1>(d, [&](int64_t i, auto n, FloatVec* sum) {
-                          sum[0] += load(out[r] + i, n) * load(dout + r * d + i, n);
+                          sum[0] += load(out[r] + i, n) * load(douts + (r - first) * d + i, n);
                         }).of[0];
     }
+    for (Rows each : {query, dout, out}) prefetch(each, last, std::min(last + kQueries, of.length), d);
+    std::memset(dqueries, 0, kQueries * d * sizeof(float));
     for (int64_t key = 0; key < last; key += kKeys) {
-      multiply(query, d, first, last, transposed_keys, padded, d, key, scores);
-      multiply(dout, d, first, last, transposed_values, padded, d, key, dscores);
+      multiply(queries, first, last, transposed_keys, padded, d, key, scores);
+      multiply(douts, first, last, transposed_values, padded, d, key, dscores);
       for (int64_t r = first; r < last; ++r) {
         const int64_t at = r - first, seen = seen_by(r, key), until = seen_by(last - 1, key);
         float *row = scores + at * kKeys, *drow = dscores + at * kKeys;
-        exponentials(row, seen, until, of.scale, statistics[r]);
-        const float dot = dots[at], scale = of.scale, factor = statistics[of.length + r];
-        for_row<float>(seen, [&](int64_t i, auto n) {
-          FloatVec weight = load(row + i, n) * factor;
+        const float dot = dots[at], scale = of.scale, factor = statistics[of.length + r], shift = statistics[r];
+        for_row<float>(in_vectors(seen), [&](int64_t i, auto n) {
+          FloatVec weight = exponential(load(row + i, n), scale, shift) * factor;
           store(row + i, weight, n);
           store(drow + i, weight * (load(drow + i, n) - dot) * scale, n);
         });
-        for (int64_t i = seen; i < until; ++i) drow[i] = 0;
+        for (int64_t i = seen; i < until; ++i) row[i] = drow[i] = 0;
       }
       for (int64_t r = first; r < last; r += kRows) {
         const int64_t seen = seen_by_tile(r, first, last, key);
         if (seen) {
           tiles<true>(std::min<int64_t>(kRows, last - r), dscores + (r - first) * kKeys, kKeys, 1, keys + key * d, d,
-                      seen, dquery + r * d, d, d);
+                      seen, dqueries + (r - first) * d, d, d);
         }
       }
       // Keys after a query are not visible to it: the sum over queries begins at the first that sees the tile.
       for (int64_t column = 0; column < seen_by(last - 1, key); column += kRows) {
         const int64_t columns = std::min<int64_t>(kRows, seen_by(last - 1, key) - column);
-        const int64_t from = std::max(first, key + column);
-        const int64_t at = (from - first) * kKeys + column;
-        tiles<true>(columns, scores + at, 1, kKeys, dout + from * d, d, last - from, dvalue + (key + column) * d, d, d);
-        tiles<true>(columns, dscores + at, 1, kKeys, query + from * d, d, last - from, dkey + (key + column) * d, d, d);
+        const int64_t from = std::max(first, key + column) - first, count = last - first - from;
+        const int64_t at = from * kKeys + column, to = (key + column) * d;
+        tiles<true>(columns, scores + at, 1, kKeys, douts + from * d, d, count, dvalue + to, d, d);
+        tiles<true>(columns, dscores + at, 1, kKeys, queries + from * d, d, count, dkey + to, d, d);
       }
     }
+    unpack(dqueries, last - first, d, dquery + first * dquery_stride, dquery_stride);
   }
 }
 
 void add(const float* from, int64_t count, float* to) {
   for_row<float>(count, [&](int64_t i, auto n) { store(to + i, load(to + i, n) + load(from + i, n), n); });
-}
-
-void unpack(const float* from, int64_t length, int64_t channels, float* to, int64_t stride) {
-  for (int64_t p = 0; p < length; ++p) std::memcpy(to + p * stride, from + p * channels, channels * sizeof(float));
 }
 
 }  // namespace
@@ -286,12 +280,12 @@ const char* megatron_causal_attention(int64_t dtype, const void* shape, const vo
   parallel_for(tasks.count, threads, [&](int64_t number) {
     const HeadTask task(tasks, number);
     const int64_t b = task.batch, d = of.channels, packed = of.padded() * d;
-    const TaskMemory memory = room(2 * packed + kQueries * d);
-    float *keys = memory.get(), *values = keys + packed, *result = keys + 2 * packed;
+    const TaskMemory memory = room(2 * packed + 2 * kQueries * d);
+    float *keys = memory.get(), *values = keys + packed, *of_block = keys + 2 * packed;
     transpose({at<float>(key, stride[1].of(b, task.group)), stride[1].position}, of.length, d, of.padded(), keys);
-    copy({at<float>(value, stride[2].of(b, task.group)), stride[2].position}, of.length, d, values);
+    pack({at<float>(value, stride[2].of(b, task.group)), stride[2].position}, 0, of.length, d, values);
     for (int64_t h = task.first; h < task.last; ++h) {
-      forward_head(of, {at<float>(query, stride[0].of(b, h)), stride[0].position}, keys, values, result,
+      forward_head(of, {at<float>(query, stride[0].of(b, h)), stride[0].position}, keys, values, of_block,
                    at<float>(out, stride[3].of(b, h)), stride[3].position,
                    at<float>(statistics, (b * of.heads + h) * 2 * of.length));
     }
@@ -317,25 +311,22 @@ const char* megatron_causal_attention_backward(int64_t dtype, const void* shape,
   parallel_for(tasks.count, threads, [&](int64_t number) {
     const HeadTask task(tasks, number);
     const int64_t b = task.batch, group = task.group;
-    const TaskMemory memory = room(10 * padded);
+    const TaskMemory memory = room(7 * padded + 3 * kQueries * d);
     float *keys = memory.get(), *transposed_keys = keys + padded, *transposed_values = keys + 2 * padded;
-    float *queries = keys + 3 * padded, *douts = keys + 4 * padded, *dq = keys + 5 * padded;
-    float *sum = keys + 6 * padded, *next = keys + 8 * padded;
+    float *sum = keys + 3 * padded, *next = keys + 5 * padded, *of_block = keys + 7 * padded;
     const Rows of_key{at<float>(key, stride[1].of(b, group)), stride[1].position};
-    copy(of_key, of.length, d, keys);
+    pack(of_key, 0, of.length, d, keys);
     transpose(of_key, of.length, d, of.padded(), transposed_keys);
     transpose({at<float>(value, stride[2].of(b, group)), stride[2].position}, of.length, d, of.padded(),
               transposed_values);
     for (int64_t h = task.first; h < task.last; ++h) {
       float* dk = tasks.parts > 1 ? of_heads.get() + (b * of.heads + h) * 2 * size : h == task.first ? sum : next;
       std::memset(dk, 0, 2 * size * sizeof(float));
-      std::memset(dq, 0, size * sizeof(float));
-      copy({at<float>(query, stride[0].of(b, h)), stride[0].position}, of.length, d, queries);
-      copy({at<float>(dout, stride[4].of(b, h)), stride[4].position}, of.length, d, douts);
-      backward_head(of, queries, keys, transposed_keys, transposed_values,
-                    {at<float>(out, stride[3].of(b, h)), stride[3].position}, douts,
-                    at<float>(statistics, (b * of.heads + h) * 2 * of.length), dq, dk, dk + size);
-      unpack(dq, of.length, d, at<float>(dquery, stride[5].of(b, h)), stride[5].position);
+      backward_head(of, {at<float>(query, stride[0].of(b, h)), stride[0].position}, keys, transposed_keys,
+                    transposed_values, {at<float>(out, stride[3].of(b, h)), stride[3].position},
+                    {at<float>(dout, stride[4].of(b, h)), stride[4].position},
+                    at<float>(statistics, (b * of.heads + h) * 2 * of.length), of_block,
+                    at<float>(dquery, stride[5].of(b, h)), stride[5].position, dk, dk + size);
       if (dk == next) add(next, 2 * size, sum);
     }
     if (tasks.parts == 1) unpack_both(sum, b, group);

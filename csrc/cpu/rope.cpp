@@ -5,12 +5,9 @@
 namespace megatron {
 namespace {
 
-// Permutations of two adjacent vectors: their even and their odd lanes; and the inverse, the lower and the upper vector
-// of pairs. Each gives the lane of the two vectors for lane i of the result; a vector has `count` lanes.
+// The even and the odd lanes of two adjacent vectors (vec.h has the inverse).
 struct Evens { static constexpr int of(int i, int) { return 2 * i; } };
 struct Odds { static constexpr int of(int i, int) { return 2 * i + 1; } };
-struct Lower { static constexpr int of(int i, int count) { return i / 2 + i % 2 * count; } };
-struct Upper { static constexpr int of(int i, int count) { return i / 2 + count / 2 + i % 2 * count; } };
 
 // Number of lanes of the two vectors that n pairs fill.
 MEGATRON_INLINE All lower(All, int) { return {}; }
