@@ -158,7 +158,7 @@ $(VENV)/installed-test: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --no-deps --no-build-isolation \
 	  --target $(VENV)/reference "$(DEEPSPEED)" hjson msgpack py-cpuinfo einops ninja psutil
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --no-deps --ignore-requires-python \
-	  --target $(VENV)/megatron-core "$(MEGATRON)"
+	  --target $(VENV)/megatron-core "$(MEGATRON)" einops
 	touch $@
 
 clean:

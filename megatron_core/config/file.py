@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import yaml
 
+from megatron_core.config.hybrid import read_pattern
 from megatron_core.config.megatron_flags import FLAGS
 from megatron_core.config.run import RunConfig, field_types
 from megatron_core.errors import MOST_SHOWN, ConfigError, shortened
@@ -37,6 +38,14 @@ def read_config(path: str | Path, defaults: RunConfig | None = None) -> RunConfi
         if name in values:
             raise ConfigError(f"{name} occurs twice in {path}; keep one of the two")
         values[name] = _checked(name, value, kinds[name], str(path))
+    if (pattern := values.get("hybrid_layer_pattern")) is not None:
+        values["hybrid_layer_pattern"], implied = read_pattern(pattern)
+        for name, value in implied.items():
+            if values.setdefault(name, value) != value:
+                raise ConfigError(
+                    f"hybrid_layer_pattern={pattern} in {path} means {name}={value}, but {name}={values[name]}; remove "
+                    "one of them"
+                )
     return RunConfig.from_flat((defaults or RunConfig()).flat() | values)
 
 

@@ -1,6 +1,7 @@
 """Layers with one part each, a mixer or an MLP, in the order of a pattern; settings of Mamba-2 mixers."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_core.config import conditions as c
 from megatron_core.config import ranges as r
@@ -11,6 +12,25 @@ RECURRENCES = {"M": "mamba2", "G": "gated_delta_net"}
 ATTENTION, DENSE, EXPERTS = "*", "-", "E"
 """Letters of layers with attention, a dense MLP, or experts."""
 LETTERS = (*RECURRENCES, ATTENTION, DENSE, EXPERTS)
+STAGE, LATENT = "|", "+"
+"""Further characters of Megatron-LM's patterns: end of a pipeline stage; layer with multi-head latent attention."""
+
+
+def read_pattern(text: str) -> tuple[str, dict[str, Any]]:
+    """Return the letters of a pattern of Megatron-LM, one for each layer, and other settings that the pattern implies.
+
+    ``M-|*M`` implies ``pipeline_model_parallel_layout="Ett|ttL"``, ``M+`` implies ``multi_latent_attention=True``.
+    """
+    implied: dict[str, Any] = {}
+    stages = text.split(STAGE)
+    if len(stages) > 1:
+        counts = ("t" * n if n < 4 else f"t*{n}" for n in map(len, stages))
+        implied["pipeline_model_parallel_layout"] = f"E{STAGE.join(counts)}L"
+    letters = "".join(stages)
+    if LATENT in letters and ATTENTION not in letters:
+        implied["multi_latent_attention"] = True
+        letters = letters.replace(LATENT, ATTENTION)
+    return letters, implied
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +41,8 @@ class HybridConfig:
 
     hybrid_layer_pattern: str | None = setting(None, when=ALWAYS, aliases="hybrid_override_pattern")
     """Part of each layer, one letter per layer. M: Mamba-2; G: gated delta net; *: attention; -: MLP; E: experts.
-    --num-layers follows from it. Default: every layer has attention (or a recurrence) and an MLP (or experts)."""
+    --num-layers follows from it. As in Megatron-LM, | ends a pipeline stage, and +, in place of *, is an attention
+    layer of --multi-latent-attention. Default: every layer has attention (or a recurrence) and an MLP (or experts)."""
     mamba_state_dim: int = setting(128, r.SIZE, needs=c.MAMBA)
     """Channels of B and C of a group: with --mamba-head-dim the size of a head's state."""
     mamba_head_dim: int = setting(64, r.SIZE, needs=c.MAMBA)

@@ -81,9 +81,9 @@ class MoEConfig:
     """Choose experts by score plus a bias. After every step the bias is raised for experts with less than average load
     and lowered for the others (Wang et al. 2024)."""
     moe_router_bias_update_rate: float = setting(
-        1e-3, r.POSITIVE, needs=given("moe_router_enable_expert_bias"), resume=Resume.REPORTED
+        1e-3, r.NON_NEGATIVE, needs=given("moe_router_enable_expert_bias"), resume=Resume.REPORTED
     )
-    """Change of the expert bias in a step."""
+    """Change of the expert bias in a step; 0: the bias is not trained."""
     moe_input_jitter_eps: float | None = setting(None, r.BELOW_1, resume=Resume.REPORTED)
     """Multiply the router's input by U(1 - eps, 1 + eps) in training; default: off."""
     moe_router_force_load_balancing: bool = setting(False, resume=Resume.FREE)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from megatron_core.config.hybrid import LETTERS
+from megatron_core.config.hybrid import LATENT, LETTERS, STAGE, read_pattern
 from megatron_core.config.mixers import Mamba2
 from megatron_core.config.model import ModelConfig
 from megatron_core.config.rules_parallel import uneven
@@ -39,8 +39,12 @@ def hybrid_problems(config: RunConfig) -> Iterator[str]:
 def _letter_problems(pattern: str, model: ModelConfig) -> Iterator[str]:
     named, unknown = f"hybrid_layer_pattern={pattern}", sorted(set(pattern) - set(LETTERS))
     legal = f"legal: {' '.join(LETTERS)}, one for each layer"
-    if "|" in unknown:
-        yield f"{named}: stages are not separated by |; remove it and give --pipeline-model-parallel-layout; {legal}"
+    if STAGE in unknown:  # flags and files are translated
+        letters, implied = read_pattern(pattern)
+        settings = ", ".join(f"{name}={value}" for name, value in {"hybrid_layer_pattern": letters, **implied}.items())
+        yield f"{named} has stages, which are another setting here; give {settings}"
+    elif LATENT in unknown:
+        yield f"{named}: attention layers are of one kind; write * for all, with or without --multi-latent-attention"
     elif "/" in unknown:
         flag = " and remove --mtp-num-layers" if model.mtp_num_layers else ""
         yield f"{named}: layers of multi-token prediction, after /, are not supported; remove them{flag}; {legal}"

@@ -50,10 +50,10 @@ def _unlike_megatron(model: ModelConfig) -> Iterator[str]:
             f"experimental_attention_variant={model.experimental_attention_variant}; use torch_dcp, or remove "
             "--ckpt-format"
         )
-    if model.hybrid_layer_pattern is not None:
+    if "G" in (model.hybrid_layer_pattern or ""):
         yield (
-            f"hybrid_layer_pattern={model.hybrid_layer_pattern}, of which only the weights can be converted, not the "
-            "state of Adam (tools/convert_checkpoint.py --to megatron); use torch_dcp, or remove --ckpt-format"
+            f"hybrid_layer_pattern={model.hybrid_layer_pattern}, whose layers G have other tensors in Megatron Core; "
+            "use torch_dcp, or remove --ckpt-format"
         )
     if settings := without_arguments(model):
         yield f"{', '.join(settings)}, which Megatron-LM has no settings for; use torch_dcp"

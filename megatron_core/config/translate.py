@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_core.config import megatron_flags
 from megatron_core.config.file import convert, describe, perhaps
+from megatron_core.config.hybrid import read_pattern
 
 MOST_REPEATS = 10_000
 """Maximum length of a list, and maximum factor, in an expression such as [1]*24; models have far fewer layers."""
@@ -72,6 +73,8 @@ class Translation:
         elif (meaning := megatron_flags.VALUE_MEANS.get(f"{name}={' '.join(values)}")) is not None:
             self.weak += megatron_flags.OVERRIDDEN_BY_FLAG.get(f"{name}={values[0]}", ())
             self.strong += meaning
+        elif megatron_flags.RENAMED.get(name, name) == "hybrid_layer_pattern" and len(values) == 1:
+            self._pattern(flag, values[0], effective)
         elif name in self.known:
             self.weak += megatron_flags.OVERRIDDEN_BY_FLAG.get(name, ())
             renamed = megatron_flags.SAME_VALUE.get(name, {})
@@ -96,6 +99,18 @@ class Translation:
             self._switch(flag, [], values)
         else:
             self._other(flag, name, values, effective)
+
+    def _pattern(self, flag: str, pattern: str, effective: set[str]) -> None:
+        """Add a pattern of layers and the settings that it implies."""
+        letters, implied = read_pattern(pattern)
+        if "pipeline_model_parallel_layout" in implied and "pipeline_model_parallel_layout" in effective:
+            self.faults.append(
+                f"{flag} {pattern}: --pipeline-model-parallel-layout also assigns layers to stages; remove it or the |"
+            )
+            return
+        self._setting("--hybrid-layer-pattern", "hybrid_layer_pattern", [letters])
+        for name, value in implied.items():
+            self._setting(f"--{name.replace('_', '-')}", name, [] if value is True else [value])
 
     def _is_switched_off(self, name: str) -> bool:
         return any(name.startswith("no_" * count) and self.known.get(name[3 * count :]) is bool for count in (1, 2))

@@ -44,6 +44,7 @@ def make_buckets(
     initialise: Initialise | None = None,
     away: Callable[[], Placement] | None = None,
     rule_of: Callable[[BucketKind, int], Rule] = in_order,
+    join: Callable[[BucketKind], BucketKind] | None = None,
     frozen: bool = False,
     exact_sums: bool = False,
 ) -> list[Bucket]:
@@ -52,9 +53,9 @@ def make_buckets(
     Backward finishes the last layers first, so the first buckets are complete first. ``units`` are the named parameters
     of the stage's units (embedding, each layer, head). From ``zero_stage`` 2 on a unit is reduced, gathered and freed
     as a whole, so no bucket contains parameters of two units. ``rule_of(kind, shards)`` returns the rule that fills
-    buckets; by default parameters are placed in order. A tied parameter, and from stage 1 on one marked
-    ``shared_embedding``, gets a bucket of its own. With ``frozen``, return buckets of the matrices that are not
-    trained.
+    buckets; by default parameters are placed in order. Kinds with equal ``join(kind)`` share buckets. A tied
+    parameter, and from stage 1 on one marked ``shared_embedding``, gets a bucket of its own. With ``frozen``,
+    return buckets of the matrices that are not trained.
     """
     # Open packers by kind, and the ranks that share each kind.
     packers: dict[BucketKind, Packer[tuple[str, nn.Parameter]]] = {}
@@ -93,6 +94,7 @@ def make_buckets(
             kind = BucketKind.of(parameter, groups)
             if frozen and not kind.matrix:  # vectors are small, and steps may change them (expert bias)
                 continue
+            kind = kind if join is None else join(kind)
             if kind not in packers:
                 axes = "-".join(kind.replica_axes)
                 ranks[kind] = groups.shard_group(axes), groups.instance_group(axes)

@@ -77,6 +77,7 @@ class DataParallel:
         initialise: Initialise | None = None,
         weights_away: Callable[[], Placement] | None = None,
         rule_of: Callable[[BucketKind, int], Rule] = in_order,
+        join: Callable[[BucketKind], BucketKind] | None = None,
         units: Mapping[int, list[list[nn.Module]]] | None = None,
         exact_sums: bool = False,
     ) -> None:
@@ -101,6 +102,7 @@ class DataParallel:
                 initialise=initialise,
                 away=None if is_meta else weights_away,
                 rule_of=rule_of,
+                join=join,
                 exact_sums=exact_sums,
             )
             self.buckets += make()
@@ -131,15 +133,18 @@ class DataParallel:
         if any(bucket.splits_grads or bucket.splits_weights for bucket in self.all_buckets):
             options = UnitOptions(overlap_grad_reduce, overlap_param_gather, keep_after_forward)
             self._sync = {stage: self._unit_sync(stage, module, options) for stage, module in stages.items()}
+        self._hook_parameters()
+        for module in (module for stage in stages.values() for module in stage.modules() if runs_graphs(module)):
+            number_weights(p for p in module.parameters() if p.requires_grad)
+        for stage in stages if overlap_param_gather and zero_stage < 3 else ():
+            self._wait_before_forward(stage, stages[stage])
+
+    def _hook_parameters(self) -> None:
         for bucket in self.buckets:
             for parameter in bucket.parameters:
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(self._accumulator(bucket)))
                 if bucket.splits_grads:
                     parameter.open_grad = self._opener(bucket)
-        for module in (module for stage in stages.values() for module in stage.modules() if runs_graphs(module)):
-            number_weights(p for p in module.parameters() if p.requires_grad)
-        for stage in stages if overlap_param_gather and zero_stage < 3 else ():
-            self._wait_before_forward(stage, stages[stage])
 
     @property
     def all_buckets(self) -> list[Bucket]:
@@ -147,7 +152,7 @@ class DataParallel:
         return self.buckets + self.frozen_buckets
 
     def release(self) -> None:
-        """Remove the hooks of the parameters: the garbage collector does not see that they refer to this object."""
+        """Remove the hooks: the garbage collector does not see that those of parameters refer to this object."""
         for hook in self._hooks:
             hook.remove()
 
@@ -362,12 +367,12 @@ class DataParallel:
         """Wait for a unit's weights when any of its modules is called first: the other modules may never be called."""
         if self._has_rest:
             own = [bucket for bucket in self.all_buckets if (bucket.stage, bucket.unit) == (stage, 0)]
-            root.register_forward_pre_hook(_waiter(own))
+            self._hooks.append(root.register_forward_pre_hook(_waiter(own)))
         for modules in self._units[stage]:
             read = [self._bucket_of[p] for module in modules for p in module.parameters() if p in self._bucket_of]
             for module in dict.fromkeys(inner for each in modules for inner in outside_of_graphs(each)):
                 if module in modules or next(module.parameters(recurse=False), None) is not None:
-                    module.register_forward_pre_hook(_waiter(list(dict.fromkeys(read))))
+                    self._hooks.append(module.register_forward_pre_hook(_waiter(list(dict.fromkeys(read)))))
 
 
 def _start_sum(bucket: Bucket) -> None:

@@ -101,6 +101,9 @@ class Variables:
     doubtful: set[str] = field(default_factory=set)
     """The same if the condition has a value that is not known; such a variable is not known."""
 
+    has_absent_scripts: bool = False
+    """Whether a script that may assign variables could not be read."""
+
     def fields(self, raw: str) -> list[str]:
         """The words that a word of the script becomes."""
         into = _Fields(whole=False)
@@ -166,7 +169,8 @@ class Variables:
                 end = at + len(part)
                 values = self._parts(part)
                 if re.fullmatch(r"\$(\*|\{\w+\[\*\]\})", part):
-                    values = [" ".join(values)]
+                    separator = self.get("IFS")
+                    values = [(separator[:1] if isinstance(separator, str) else " ").join(values)]
                 into.several(values, quoted=True)
                 is_empty = is_empty and not values
             else:
@@ -198,6 +202,8 @@ class Variables:
         values = self._values(name, index)
         if length:
             return [str(len(values or ()) if index in ("@", "*") or name in "@*" else len((values or [""])[0]))]
+        if values is None and index in ("@", "*") and not operation and not self.has_absent_scripts:
+            return []  # the environment has no arrays
         return self._operate(name, values, operation)
 
     def _values(self, name: str, index: str | None) -> list[str] | None:
@@ -340,16 +346,30 @@ def _truths(values: list[ast.expr]) -> Iterator[bool]:
     return (bool(_calculate(value)) for value in values)
 
 
+def _formatted(pattern: str, values: list[str]) -> str | None:
+    """The output of printf; None for other formats than %s and %d, and for numbers of values that do not fit."""
+    places = len(re.findall(r"%[sd]", pattern))
+    if pattern.count("%") != places or len(values) % max(places, 1) or (values and not places):
+        return None
+    pattern, left = pattern.replace("\\n", "\n"), iter(values)
+    text = pattern * max(len(values) // max(places, 1), 1)
+    return re.sub(r"%[sd]", lambda _: next(left, ""), text).removesuffix("\n")
+
+
 def printed(words: list[str]) -> str | None:
     """The output of a program that only computes with its arguments; None for others."""
-    path = words[1] if len(words) > 1 else ""
+    path, *further = [word for word in words[1:] if not word.startswith("-")] or [""]
     match words[0]:
+        case "dirname" | "basename" if UNKNOWN.search(path):
+            return None
         case "dirname":
             return str(Path(path).parent)
         case "basename":
-            return Path(path).name.removesuffix(words[2] if len(words) > 2 else "")
+            return Path(path).name.removesuffix(further[0] if further else "")
         case "realpath" | "readlink":
             return words[-1]
+        case "printf" if len(words) > 1:
+            return _formatted(words[1], words[2:])
         case "expr":
             return Variables([], {}).arithmetic(" ".join(words[1:]))
         case "seq" if all(word.isdigit() for word in words[1:]) and len(words) in (2, 3):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import os
 import re
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager, nullcontext
@@ -11,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_core.errors import ConfigError
+from megatron_core.shell.assignment import assign
 from megatron_core.shell.conditions import holds, known
 from megatron_core.shell.expansion import MOST_ROUNDS, UNKNOWN, Value, Variables, printed, readable, unknown
-from megatron_core.shell.syntax import ASSIGNMENT, parse, tokens
+from megatron_core.shell.syntax import ASSIGNMENT, parse
 from megatron_core.shell.tree import (
     Arithmetic,
     Block,
@@ -63,6 +65,8 @@ class Interpreter:
     _script: Path = Path()
     _functions: dict[str, Block] = field(default_factory=dict)
     _output: list[str] | None = None
+    _folder: str = ""
+    """Folder after ``cd`` in ``$(...)``; empty: that in which the script would run."""
     _steps: int = 0
     _depth: int = 0
     _line: int = 0
@@ -73,6 +77,7 @@ class Interpreter:
         """Follow a script with its arguments and variables of the environment. ``ConfigError`` for wrong syntax."""
         found = cls(Variables(list(arguments), dict(values), script), _script=Path(script))
         found.variables.output_of = found._output_of
+        found.variables.values.setdefault(_SOURCE, script)
         try:
             found.run(parse(text, script))
         except _Return:
@@ -186,7 +191,7 @@ class Interpreter:
     def _simple(self, node: Simple) -> bool | None:
         words = list(node.words)
         while words and ASSIGNMENT.match(words[0]):
-            self._assign(words.pop(0))
+            assign(self.variables, words.pop(0), str(self._script))
         if not words:
             return True
         if words[0] in ("export", "declare", "typeset", "local", "readonly"):
@@ -234,54 +239,31 @@ class Interpreter:
 
     def _read(self, name: str, arguments: list[str]) -> bool | None:
         """Follow another script if it is on this machine."""
-        folder = self._script.parent
-        path = next((each for each in (folder / name, folder / Path(name).name) if each.is_file()), None)
+        folder, parts = self._script.parent, Path(name).parts
+        above = [each / Path(*parts[at:]) for each in folder.absolute().parents[:4] for at in range(1, len(parts) - 1)]
+        path = next((each for each in (folder / name, folder / Path(name).name, *above) if each.is_file()), None)
+        if path in above:
+            self.notes.setdefault(f"{name} is not on this machine; {path} is read in its place")
         if path is None:
+            self.variables.has_absent_scripts = True
             self.notes.setdefault(f"{readable(name)} is not on this machine, so that its variables are not known")
             return None
         before, self._script = self._script, path
+        source = self.variables.values.get(_SOURCE, "")
+        self.variables.values[_SOURCE] = str(path)
         try:
             return self._nested(read_text(path), str(path), arguments)
         except (OSError, ValueError) as error:
             raise ConfigError(f"{path} cannot be read: {error}") from error
         finally:
             self._script = before
-
-    def _assign(self, word: str, *, is_map: bool = False) -> None:
-        found = ASSIGNMENT.match(word)
-        assert found is not None
-        name, index, plus = found.groups()
-        raw, variables = word[found.end() :], self.variables
-        old = variables.values.get(name)
-        if raw.startswith("(") and index is None:
-            items = [token.text for token in tokens(raw[1:-1], str(self._script)) if token.is_word]
-            keyed = [re.match(r"\[([^]]*)\]=", item) for item in items]
-            if is_map or (items and all(keyed)):
-                pairs = [
-                    (variables.text(k[1]), variables.text(i[k.end() :])) for i, k in zip(items, keyed, strict=True) if k
-                ]
-                variables.assign(name, dict(pairs))
-            else:
-                before = old if isinstance(old, list) else [old] if isinstance(old, str) else []
-                variables.assign(name, [*(before if plus else []), *self._fields(items)])
-            return
-        if old is None and re.search(rf"\$(\{{{name}\}}|{name}\b)", raw):
-            variables.assign(name, "")  # A="$A --flag" begins a list
-        value = variables.text(raw)
-        if index is None:
-            variables.assign(name, (old if plus and isinstance(old, str) else "") + value)
-        elif isinstance(old, dict):
-            variables.assign(name, old | {variables.text(index[1:-1]): value})
-        else:
-            items, key = list(old) if isinstance(old, list) else [], variables.arithmetic(index[1:-1])
-            at = int(key) if key.isdigit() and int(key) <= len(items) else len(items)
-            variables.assign(name, [*items[:at], value, *items[at + 1 :]])
+            self.variables.values[_SOURCE] = source
 
     def _declare(self, words: list[str]) -> bool:
         is_map = any(re.fullmatch(r"-\w*A\w*", word) for word in words)
         for word in words:
             if ASSIGNMENT.match(word):
-                self._assign(word, is_map=is_map)
+                assign(self.variables, word, str(self._script), is_map=is_map)
             elif is_map and word.isidentifier():
                 self.variables.assign(word, {})
         return True
@@ -292,6 +274,24 @@ class Interpreter:
         if self._output is not None:
             given = [word for word in words[1:] if word not in ("-n", "-e", "-ne")]
             self._output.append(" ".join(given))
+        return True
+
+    def _do_cd(self, words: list[str], node: Simple) -> bool:
+        to = [word for word in words[1:] if not word.startswith("-")]
+        if self._output is not None and to:
+            self._folder = os.path.join(self._folder, to[0])
+        return True
+
+    def _do_pwd(self, words: list[str], node: Simple) -> bool:
+        if self._output is not None:
+            is_known = self._folder and not UNKNOWN.search(self._folder)
+            self._output.append(os.path.abspath(self._folder) if is_known else unknown("output-of-pwd"))
+        return True
+
+    def _do_printf(self, words: list[str], node: Simple) -> bool | None:
+        if words[1:2] != ["-v"] or len(words) < 4:
+            return self._program(words, node)
+        self.variables.assign(words[2], printed(["printf", *words[3:]]) or unknown(words[2]))
         return True
 
     def _do_test(self, words: list[str], node: Simple) -> bool | None:
@@ -373,15 +373,18 @@ class Interpreter:
     def _output_of(self, text: str) -> str:
         """The output of a command in ``$(...)``; unknown unless it only prints."""
         with self._captured() as printed:
-            before = len(self.commands)
+            before, folder, values = len(self.commands), self._folder, dict(self.variables.values)
             with self._deeper(self.variables.arguments):
                 self.run(parse(text, str(self._script)))
             del self.commands[before:]
+            self._folder, self.variables.values = folder, values
         return "\n".join(printed) if printed else unknown(f"output-of-{text.split()[0] if text.split() else ''}")
 
 
+_SOURCE = "BASH_SOURCE"
 _BUILT_IN = {
     "echo": "echo", "[": "test", "test": "test", "true": "true", ":": "true", "false": "true", "shift": "shift",
     "set": "set", "unset": "unset", "let": "let", "read": "read", "eval": "eval", "source": "source", ".": "source",
-    "exit": "exit", "return": "return", "break": "return", "continue": "return",
+    "exit": "exit", "return": "return", "break": "return", "continue": "return", "cd": "cd", "pwd": "pwd",
+    "printf": "printf",
 }  # fmt: skip

@@ -70,7 +70,8 @@ RECURRENT_FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
         1,
         ("hybrid_layer_pattern=*-/*", "remove --mtp-num-layers"),
     ),
-    ({"hybrid_layer_pattern": "*|-"}, 1, ("hybrid_layer_pattern=*|-", "--pipeline-model-parallel-layout")),
+    ({"hybrid_layer_pattern": "*|-"}, 1, ("hybrid_layer_pattern=*|-", "pipeline_model_parallel_layout=Et|tL")),
+    ({"hybrid_layer_pattern": "*+"}, 1, ("hybrid_layer_pattern=*+", "write * for all")),
     ({"hybrid_layer_pattern": "*-/*"}, 1, ("hybrid_layer_pattern=*-/*", "multi-token prediction")),
     ({"hybrid_layer_pattern": "*E"}, 1, ("hybrid_layer_pattern=*E", "add --num-experts")),
     (HYBRID | MOE | {"moe_layer_freq": (1,)}, 1, ("num_experts=4", "hybrid_layer_pattern=M*", "write E")),
@@ -87,7 +88,7 @@ RECURRENT_FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
     ({"hybrid_layer_pattern": "*-", "linear_conv_kernel_dim": 3}, 1, ("linear_conv_kernel_dim=3", "M or G")),
     (HYBRID | {"use_mup": True}, 1, ("use_mup=True", "remove --use-mup")),
     (HYBRID | {"layout_invariant": True}, 1, ("hybrid_layer_pattern", "layout_invariant=True")),
-    (HYBRID | {"save": "out", "ckpt_format": "torch_dist"}, 1, ("ckpt_format=torch_dist", "use torch_dcp")),
+    ({"hybrid_layer_pattern": "G*", "save": "out", "ckpt_format": "torch_dist"}, 1, ("layers G", "use torch_dcp")),
     (HYBRID | {"hybrid_layer_pattern": "M-", "qk_clip": True}, 1, ("qk_clip=True has no effect", "remove --qk-clip")),
     (
         DELTA | {"cuda_graph_impl": "local"},

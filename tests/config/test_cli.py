@@ -15,8 +15,10 @@ import pytest
 from megatron_core.config import RunConfig, megatron_flags
 from megatron_core.config.cli import parse_command_line, parse_run_config
 from megatron_core.config.help import MOST_USED
+from megatron_core.config.partition import layers_by_stage
 from megatron_core.config.run import field_types
 from megatron_core.config.translate import Translation
+from megatron_core.config.validate import problems
 from megatron_core.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -255,6 +257,22 @@ def test_a_pattern_of_layers_gives_their_number(tmp_path):
         parse(spec)
     with pytest.raises(ConfigError, match="--is-hybrid-model: this needs --hybrid-layer-pattern"):
         parse("--is-hybrid-model")
+
+
+def test_a_pattern_of_layers_says_their_stages_and_the_kind_of_attention(tmp_path):
+    found = parse("--hybrid-layer-pattern M-M-M|-+ --pipeline-model-parallel-size 2")
+    assert (found.model.hybrid_layer_pattern, found.model.multi_latent_attention) == ("M-M-M-*", True)
+    assert found.parallel.pipeline_model_parallel_layout == "Et*5|ttL"
+    assert layers_by_stage(found, 64, 2) == [range(5), range(5, 7)]
+    with pytest.raises(ConfigError, match=r"also assigns layers to stages; remove it or the \|"):
+        parse("--hybrid-layer-pattern M|- --pipeline-model-parallel-layout Et|tL")
+    (tmp_path / "run.yaml").write_text("hybrid_layer_pattern: M||-\n")
+    assert parse(f"--config {tmp_path}/run.yaml").parallel.pipeline_model_parallel_layout == "Et||tL"
+    (tmp_path / "run.yaml").write_text("hybrid_layer_pattern: M|-\npipeline_model_parallel_layout: EttL\n")
+    with pytest.raises(ConfigError, match=r"means pipeline_model_parallel_layout=Et\|tL, but .*=EttL; remove one"):
+        parse(f"--config {tmp_path}/run.yaml")
+    config = parse("--hybrid-layer-pattern M|-|* --pipeline-model-parallel-size 2")
+    assert any("has 3 stages, which pipeline_model_parallel_size=2 cannot share" in p for p in problems(config, 2))
 
 
 def test_a_flag_that_belongs_to_a_refused_one_is_not_reported_itself():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -91,17 +92,35 @@ def test_tensor_parallel_ranks_give_the_losses_of_one() -> None:
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
+def of_stages(ranks: int, pattern: str, chunks: int | None) -> list[int]:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks)
+    own_config = settings(pipeline_model_parallel_size=ranks, pipeline_dtype=torch.float64)
+    own_config.virtual_pipeline_model_parallel_size = chunks
+    first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
+    models = [
+        hybrid(own_config, hybrid_layer_pattern=pattern, pre_process=first, post_process=last, vp_stage=chunk)
+        for chunk in (range(chunks) if chunks else [None])
+    ]
+    return [model.decoder.num_layers_per_pipeline_rank for model in models]
+
+
+def test_stages_are_those_of_the_pattern() -> None:
+    for pattern, chunks, expected in (("M|*-E", None, [[1], [3]]), ("M|*|-|E", 2, [[1, 1], [1, 1]])):
+        assert run_ranks(2, of_stages, 2, pattern, chunks) == expected
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         ({"hybrid_layer_pattern": None}, "give a pattern with one letter for each layer, and no ratios"),
         ({"hybrid_attention_ratio": 0.5}, "hybrid_attention_ratio=0.5"),
         ({"hybrid_layer_pattern": "M*"}, "num_layers=4 must be 2, the number of letters in hybrid_layer_pattern=M"),
-        ({"hybrid_layer_pattern": "M*|-E"}, "stages are not separated by |"),
+        ({"hybrid_layer_pattern": "M*|-E"}, "M*|-E has 2 stages for each pipeline rank"),
+        ({"hybrid_layer_pattern": "M+-E"}, "M+-E has layers +; pass an MLATransformerConfig"),
     ],
 )
 def test_other_patterns_are_refused(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message.replace("|", r"\|")):
+    with pytest.raises(ConfigError, match=re.escape(message)):
         hybrid(**given)
 
 

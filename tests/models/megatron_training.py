@@ -80,6 +80,7 @@ CONFIG = (
     *("moe_token_dispatcher_type", "mtp_num_layers", "mtp_loss_scaling_factor", "q_lora_rank", "kv_lora_rank"),
     *("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rope_type", "moe_router_enable_expert_bias"),
     *("moe_router_score_function", "moe_shared_expert_intermediate_size", "moe_router_bias_update_rate"),
+    *("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads"),
 )
 SIZES = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size", "ep": "expert_model_parallel_size"}
 
@@ -201,6 +202,8 @@ class Training:
         shape = self.shape
         kind = MLATransformerConfig if shape.get("multi_latent_attention") else TransformerConfig
         given = {name: shape[name] for name in CONFIG if shape.get(name) is not None}
+        if "hybrid_layer_pattern" in shape:
+            given |= {"is_hybrid_model": True, "use_mamba_mem_eff_path": False}
         dtype = torch.bfloat16 if bf16 else torch.float32
         return kind(
             **given,
@@ -228,8 +231,28 @@ class Training:
     def _model(self, chunk: int | None) -> nn.Module:
         from megatron.core import parallel_state
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-        from megatron.core.models.gpt import GPTModel, gpt_layer_specs
         from megatron.core.transformer.module import Float16Module
+
+        shape = self.shape
+        stage: dict[str, Any] = {"vp_stage": chunk}
+        for name in ("first", "last"):
+            is_end = getattr(parallel_state, f"is_pipeline_{name}_stage")(ignore_virtual=False, vp_stage=chunk)
+            stage["pre_process" if name == "first" else "post_process"] = is_end
+        model = self._hybrid(stage) if "hybrid_layer_pattern" in shape else self._gpt(stage)
+        if self.args.bf16:
+            model = Float16Module(self.config, model)
+        reduces = DistributedDataParallelConfig(
+            use_distributed_optimizer=self.distributed, grad_reduce_in_fp32=self.args.bf16
+        )
+        return DistributedDataParallel(self.config, reduces, model)
+
+    def _hybrid(self, stage: dict[str, Any]) -> nn.Module:
+        from tests.models.megatron_hybrid import hybrid_model
+
+        return hybrid_model(self.config, self.shape, **stage)
+
+    def _gpt(self, stage: dict[str, Any]) -> nn.Module:
+        from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 
         shape = self.shape
         spec = gpt_layer_specs.get_gpt_layer_local_spec(
@@ -246,19 +269,12 @@ class Training:
             spec,
             VOCABULARY,
             LENGTH,
-            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk),
-            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=chunk),
             share_embeddings_and_output_weights=not shape["untie_embeddings_and_output_weights"],
             position_embedding_type=shape.get("position_embedding_type", "learned_absolute"),
             mtp_block_spec=mtp,
-            vp_stage=chunk,
+            **stage,
         )
-        if self.args.bf16:
-            model = Float16Module(self.config, model)
-        reduces = DistributedDataParallelConfig(
-            use_distributed_optimizer=self.distributed, grad_reduce_in_fp32=self.args.bf16
-        )
-        return DistributedDataParallel(self.config, reduces, model)
+        return model
 
     def step(self) -> float:
         """Take a step; return the mean loss of the batch, equal on all ranks."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron_core.config.hybrid import read_pattern
 from tests.parity.moe_rows import CP2, EP2, ETP1, OVERLAP, PP2, RECOMPUTE, SMALL, SP, TP2, ZB_H1, ZB_V
 
 NO_DROPOUT = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
@@ -85,6 +86,10 @@ NEMOTRON_H = MAMBA | {
     "moe_router_enable_expert_bias": True,
     "moe_shared_expert_intermediate_size": 16,
 }
+LATENT = {
+    **{name: KIMI[name] for name in ("multi_latent_attention", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim")},
+    **{"v_head_dim": 10, "position_embedding_type": "rope"},
+}
 RECURRENT_ROWS: dict[str, tuple[int, dict, dict]] = {
     "delta net, tp2": (2, DELTA, TP2),
     "delta net, tp2 sp": (2, DELTA, TP2 | SP),
@@ -114,6 +119,9 @@ RECURRENT_ROWS: dict[str, tuple[int, dict, dict]] = {
     "mamba, tp2": (2, MAMBA, TP2),
     "mamba, tp2 sp": (2, MAMBA, TP2 | SP),
     "mamba, pp2": (2, MAMBA, PP2),
+    "mamba, two stages by the pattern, pp2": (2, MAMBA, PP2 | read_pattern("M|-*M")[1]),
+    "mamba, four stages by the pattern, pp2": (2, MAMBA, PP2 | read_pattern("M|-|*|M")[1]),
+    "mamba, latent attention, tp2": (2, MAMBA | LATENT, TP2),
     "mamba, cp2": (2, MAMBA, CP2),
     "mamba, cp4, parts of 4 tokens": (4, MAMBA | {"seq_length": 32}, {"context_parallel_size": 4}),
     "mamba, packed, cp2, micro-batches of 2": (2, MAMBA | PACKED, CP2 | {"micro_batch_size": 2}),

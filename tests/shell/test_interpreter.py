@@ -27,6 +27,10 @@ SCRIPTS = {
     "arguments": 'while [[ $# -gt 0 ]]; do case $1 in --n) N=$2; shift 2;; *) R="$R $1"\nshift;; esac; done\ntrain $N$R',
     "texts": 'P=/a/b/c.tar.gz\ntrain ${P##*/} ${P%.*} ${P%%.*} ${P#/a} ${P/b/x} ${P//a/A} ${#P} ${P:3:2} ${P^^}',
     "commands": 'D=$(dirname "/a/b.sh")\ntrain $D `basename /x/y.sh .sh` $(seq 3) $(expr 2 + 3) $(echo "a  b")',
+    "folder": 'D="$( cd -- "$(dirname -- "/tmp/../tmp/x.sh")" &>/dev/null && pwd )"\ntrain $D $(basename -- /a/b)',
+    "printf": 'A=(1 2 3)\nprintf -v L "[%s]" "$(IFS=", "; echo "${A[*]}")"\ntrain "$L" "${A[*]}" "$(printf "%s-%d\\n" a 1 b 2)"',
+    "no arrays": 'A=(--a)\ntrain ${A[@]} ${B[@]} "${C[@]}" end',
+    "subshell": 'A=1\nB=$(A=2; echo $A)\ntrain $A $B',
     "eval": 'O="--a 1"\ncmd="train $O --b \'2 3\'"\neval $cmd\neval "$cmd"',
     "heredoc": "cat <<EOF > f\ntrain no $X\nEOF\ntrain yes 2>&1 >/dev/null",
     "counting": "for ((i = 0; i < 3; i++)); do train $i; done\ni=5\nuntil [ $i -eq 3 ]; do i=$((i - 1)); done; train $i",
@@ -92,10 +96,19 @@ def test_other_scripts_and_variables(tmp_path: Path) -> None:
     (tmp_path / "model.sh").write_text("LAYERS=$((SIZE * 2))\n")
     (tmp_path / "inner.sh").write_text("train $1 $LAYERS\n")
     script = tmp_path / "run.sh"
-    script.write_text('source model.sh\n. $(dirname $0)/absent.sh\nbash "inner.sh" x\nsbatch <<E\ntrain $LAYERS\nE\n')
+    script.write_text(
+        'F="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"\nsource "$F/model.sh"\n. $(dirname $0)/absent.sh\nbash "inner.sh" x\nsbatch <<E\ntrain $LAYERS\nE\n'
+    )
     found = Interpreter.of(script.read_text(), str(script), [], {"SIZE": "4"})
     assert [each.words[1:] for each in found.commands if each.words[0] == "train"] == [("x", "8"), ("8",)]
     assert any("absent.sh is not on this machine" in note for note in found.notes)
+    # A path on the machine of the script is found in the script's own copy of the folder.
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "small.sh").write_text("LAYERS=2\n")
+    text = "source /root/code/models/small.sh\ntrain $LAYERS ${NONE[@]}\n. /absent.sh\ntrain ${NONE[@]}"
+    found = Interpreter.of(text, str(tmp_path / "run" / "x.sh"), [], {})
+    assert [[readable(word) for word in each.words[1:]] for each in found.commands] == [["2"], ["<NONE>"]]
+    assert any("/models/small.sh is read in its place" in note for note in found.notes)
 
 
 @pytest.mark.parametrize(

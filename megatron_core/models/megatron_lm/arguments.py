@@ -11,6 +11,7 @@ import torch
 
 from megatron_core.config import ModelConfig
 from megatron_core.config.file import convert, field_types
+from megatron_core.config.hybrid import read_pattern
 from megatron_core.config.megatron_flags import RENAMED
 from megatron_core.config.setting import Resume, names_by_resume
 from megatron_core.errors import CheckpointError
@@ -50,7 +51,7 @@ def settings_of_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     given |= {"disable_bias_linear": not arguments.get("add_bias_linear", True)}
     given |= _positions(arguments)
     if isinstance(pattern := given.get("hybrid_layer_pattern"), str):
-        given["hybrid_layer_pattern"] = pattern.replace("|", "")  # separates pipeline stages
+        given["hybrid_layer_pattern"], _ = read_pattern(pattern)
     plain = not any(arguments.get(name) for name in ("swiglu", "quick_geglu", "squared_relu"))
     if plain and arguments.get("bias_gelu_fusion") and arguments.get("add_bias_linear", True):
         given["openai_gelu"] = True  # the fused kernel computes the approximation by tanh

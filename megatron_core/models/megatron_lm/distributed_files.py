@@ -63,16 +63,13 @@ class DistributedFiles:
         return with_mixers(without_copies(found, model), model)
 
     def optimizer_parts(self, model: ModelConfig) -> dict[str, TensorParts]:
-        """The parts of each kind of Adam's state; empty if it is absent or its order of parameters is unknown, as that
-        of hybrid models."""
-        if model.hybrid_layer_pattern is not None:
-            return {}
+        """The parts of each kind of Adam's state; empty if it is absent or its order of parameters is unknown."""
         found: dict[str, TensorParts] = {}
         for stored in self._entries:
             if (match := STATE.fullmatch(stored)) is not None:
                 self._add(found.setdefault(KINDS[match[1]], {}), stored, match[2])
         if found:
-            return {kind: without_copies(parts, model) for kind, parts in found.items()}
+            return {kind: with_mixers(without_copies(parts, model), model) for kind, parts in found.items()}
         buffers = self._buffers()
         if not buffers[False]:
             return {}

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_core.config import ModelConfig
+from megatron_core.config.mixers import Mamba2
 from megatron_core.errors import CheckpointError
 from megatron_core.models.megatron_lm.tensor_map import (
     FROZEN,
@@ -44,6 +45,9 @@ _MLP = [
 _LATENTS = ["linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj"]
 
 
+_MIXER = [f"self_attention.{name}" for name in ("conv1d", "dt_bias", "A_log", "D", "in_proj", "norm", "out_proj")]
+
+
 def _order(*modules: str) -> list[str]:
     attention = [name if name == "input_layernorm" else f"self_attention.{name}" for name in modules]
     return [*attention, *_MLP]
@@ -55,6 +59,9 @@ ORDERS = (
     _order("input_layernorm", "linear_proj", *_LATENTS[:2], "q_layernorm", *_LATENTS[2:4], "kv_layernorm", _LATENTS[4]),
 )
 """Registration order of a layer's modules: local layers, layers of Transformer Engine, the same with MLA."""
+_FUSED = [*_MIXER[:4], "input_layernorm", *_MIXER[4:]]
+MIXERS = ([*_MIXER, "input_layernorm"], _FUSED, _FUSED)
+"""The same of a layer with a Mamba-2 mixer, in Megatron Core 0.19."""
 
 
 @dataclass(frozen=True)
@@ -147,6 +154,7 @@ class FlatState:
         self, model: ModelConfig, sizes: Sizes, weights: TensorParts, buffers: Buffers, limits: Sequence[int | None]
     ) -> None:
         self.model, self.layout, self.weights, self.buffers, self.limits = model, sizes, weights, buffers, limits
+        self.pieces = Mamba2(model).pieces if "M" in (model.hybrid_layer_pattern or "") else ()
         self.shapes = {name: whole_shape(parts) for name, parts in weights.items() if not name.endswith(FROZEN)}
         self.ties = model.share_embeddings_and_output_weights
         if self.ties:
@@ -157,9 +165,9 @@ class FlatState:
         """The parts of each kind of state; empty if no known order of the parameters fits."""
         layout = self.layout
         complete = len(self.buffers[False]) == layout.tp * layout.pp and self.model.query_groups % layout.tp == 0
-        for order in ORDERS if complete else ():
+        for order, mixer in zip(ORDERS, MIXERS, strict=True) if complete else ():
             for down in (False, True):
-                dense, stages = self._dense(order, down=down)
+                dense, stages = self._dense(order, mixer, down=down)
                 if dense and all(map(self._agrees, (*dense[:8], *dense[-8:]))):
                     if not self.model.num_experts:
                         return self._collected(dense)
@@ -169,14 +177,14 @@ class FlatState:
                             return self._collected(dense + experts)
         return {}
 
-    def _dense(self, order: list[str], *, down: bool) -> tuple[list[Place], list[range]]:
+    def _dense(self, order: list[str], mixer: list[str], *, down: bool) -> tuple[list[Place], list[range]]:
         """Places of all parameters except experts, and the layers of each stage; nothing if the sizes do not fit."""
         found, stages, first, tp = list[Place](), list[range](), 0, self.layout.tp
         for stage in range(self.stages):
             chunk, rank = divmod(stage, self.layout.pp)
             buffers = [self.buffers[False][rank * tp + t][chunk] for t in range(tp)]
             for last in range(first, self.model.num_layers + 1):
-                keys = [Key(name) for name in self._registered(order, range(first, last), stage)]
+                keys = [Key(name) for name in self._registered(order, mixer, range(first, last), stage)]
                 of_ranks = [self._placed(keys, self._split(t, tp, down=down), each) for t, each in enumerate(buffers)]
                 if all(of_ranks):
                     break
@@ -188,7 +196,7 @@ class FlatState:
         return (found, stages) if first == self.model.num_layers else ([], [])
 
     def _split(self, rank: int, size: int, *, down: bool = False) -> LocalSplit:
-        return LocalSplit(rank, size, self.model.gated_linear_unit, down)
+        return LocalSplit(rank, size, self.model.gated_linear_unit, down, self.pieces)
 
     def _placed(self, keys: list[Key], split: LocalSplit, buffer: FlatBuffer, first: int = 0) -> list[Place]:
         """The places of ``keys`` in a buffer, or nothing; ``first``: number of the rank's first expert."""
@@ -207,13 +215,15 @@ class FlatState:
             for key, place in (found or {}).items()
         ]
 
-    def _registered(self, order: list[str], layers: range, stage: int) -> list[str]:
-        """Names of a stage's parameters in order of registration."""
+    def _registered(self, order: list[str], mixer: list[str], layers: range, stage: int) -> list[str]:
+        """Names of a stage's parameters in order of registration; ``mixer`` is the order in layers with mixers."""
         kinds, depths = ("", ".weight", ".bias"), self.model.mtp_num_layers or 0
-        inner = [f"{module}{kind}" for module in order for kind in kinds]
+        inner, of_mixers = ([f"{module}{kind}" for module in each for kind in kinds] for each in (order, mixer))
         is_first, is_last = stage == 0, stage == self.stages - 1
         names = [TIED[0], "embedding.position_embeddings.weight"] * (is_first or (is_last and depths > 0))
-        names += [f"decoder.layers.{layer}.{name}" for layer in layers for name in inner]
+        for layer in layers:
+            own = of_mixers if self.model.letter_of(layer) == "M" else inner
+            names += [f"decoder.layers.{layer}.{name}" for name in own]
         if is_last:
             around = [f"{module}{kind}" for module in ("enorm", "hnorm", "eh_proj") for kind in kinds]
             around += [*(f"mtp_model_layer.{name}" for name in inner), "final_layernorm.weight", "final_layernorm.bias"]

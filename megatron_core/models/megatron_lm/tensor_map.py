@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -21,8 +21,12 @@ FUSED = {
 ROWS = re.compile(
     r"(word_embeddings|output_layer|linear_qkv|linear_q_proj|linear_q_up_proj|linear_kv_up_proj|linear_fc1|eh_proj)"
     r"\.(weight|bias)$|self_attention\.softmax_offset$"
+    r"|self_attention\.(in_proj\.weight|conv1d\.weight|conv1d\.bias|dt_bias|A_log|D|norm)$"
 )
-COLUMNS = re.compile(r"(linear_proj|linear_fc2)\.weight$")
+COLUMNS = re.compile(r"(linear_proj|linear_fc2|out_proj)\.weight$")
+PIECES = {"in_proj": (3, 0, 1, 2, 4), "conv1d": (0, 1, 2)}
+"""Places here (``Mamba2.pieces``) of the pieces of a Mamba-2 mixer's tensors, in the order of Megatron Core's ranks."""
+PIECED = re.compile(r"self_attention\.(in_proj|conv1d)\.(?:weight|bias)$")
 DOWN = re.compile(r"linear_(q|kv)_down_proj\.weight$")
 """Weights that are split by rows without Transformer Engine, and replicated with it."""
 LAYER = re.compile(r"(decoder|mtp)\.layers\.(\d+)\.(.*)")
@@ -86,12 +90,14 @@ class LocalSplit:
     """The part of each tensor that a rank of a tensor-parallel group has.
 
     ``gated``: linear_fc1 consists of two halves, each split. ``down``: ``DOWN`` weights are split.
+    ``pieces``: rows of the pieces of a Mamba-2 mixer's projection, each of which is split.
     """
 
     rank: int
     size: int
     gated: bool
     down: bool = False
+    pieces: tuple[int, ...] = ()
 
     def boxes(self, name: str, shape: Shape) -> Iterator[tuple[Box, Box]]:
         """Yield boxes of the whole tensor with ``shape``, and their places in the local tensor.
@@ -99,7 +105,15 @@ class LocalSplit:
         Nothing for a replicated tensor, except on the first rank; then the whole tensor.
         """
         zero = (0,) * len(shape)
-        if ROWS.search(name) or (self.down and DOWN.search(name)):
+        if self.pieces and (pieced := PIECED.search(name)):
+            at = 0
+            for place in PIECES[pieced[1]]:
+                rows = self.pieces[place] // self.size
+                local = Box((at, *zero[1:]), (at + rows, *shape[1:]))
+                first = sum(self.pieces[:place]) + self.rank * rows
+                yield local.shifted((first - at, *zero[1:])), local
+                at += rows
+        elif ROWS.search(name) or (self.down and DOWN.search(name)):
             halves = 2 if self.gated and "linear_fc1." in name else 1
             rows = shape[0] // halves // self.size
             for half in range(halves):
@@ -114,7 +128,7 @@ class LocalSplit:
 
     def local_shape(self, name: str, shape: Shape) -> Shape:
         """The shape of a rank's tensor, from the shape of the whole one."""
-        boxes = list(LocalSplit(0, self.size, self.gated, self.down).boxes(name, shape))
+        boxes = list(replace(self, rank=0).boxes(name, shape))
         return tuple(max(ends) for ends in zip(*(local.stop for _, local in boxes), strict=True))
 
     def whole_shape(self, name: str, local: Shape) -> Shape:

@@ -245,10 +245,8 @@ def _empty_states(entries: Mapping[str, Any], *, hybrid: bool) -> Iterator[str]:
 
 
 def _has_adam(reader: CheckpointReader) -> bool:
-    """Whether the state of Adam is written: not that of other optimizers, and not that of hybrid models."""
-    settings = reader.state["config"]
-    is_adam = settings.get("optimizer") == "adam" and settings.get("hybrid_layer_pattern") is None
-    return is_adam and {"exp_avg", "exp_avg_sq"} <= set(reader.kinds)
+    """Whether the state of Adam is written: that of other optimizers is not."""
+    return reader.state["config"].get("optimizer") == "adam" and {"exp_avg", "exp_avg_sq"} <= set(reader.kinds)
 
 
 def _plain(reader: CheckpointReader) -> dict[str, Any]:

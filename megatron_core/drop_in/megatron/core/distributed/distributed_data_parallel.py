@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,9 +34,10 @@ class DistributedDataParallel(MegatronModule):
     for torch's optimizers, unless ZeRO shards the gradient or its dtype differs from the parameter's. The next forward
     starts a new step with zero gradients, unless ``zero_grad_buffer`` was called.
 
-    ``disable_bucketing`` makes one bucket of each kind: weights with and without decay, experts, and gradients that are
-    reduced in the same way. If ``full_param_layout`` has a buffer for hidden matrices, buckets are filled by the rule
-    of ``LayerWiseDistributedOptimizer``, which never divides a hidden matrix, else by that of ``DistributedOptimizer``.
+    Below ZeRO stage 2 buckets have Megatron Core's layout: parameters in reverse order, whether or not their weights
+    decay; gradients that are reduced in another way have buckets of their own. ``disable_bucketing`` makes one bucket
+    of each kind. If ``full_param_layout`` has a buffer for hidden matrices, they have a buffer of their own, filled by
+    the rule of ``LayerWiseDistributedOptimizer``, which never divides a hidden matrix.
     """
 
     buffers: Any
@@ -56,26 +58,47 @@ class DistributedDataParallel(MegatronModule):
         self.module, self.ddp_config, self._groups = module, ddp_config, groups
         keys = [] if full_param_layout is None else full_param_layout.layouts
         self._whole_matrices = any(key.is_managed_by_layer_wise_optimizer for key in keys)
+        self._matrices_apart = self._whole_matrices or ddp_config.zero_stage >= 2
         size = ddp_config.bucket_size or max(40_000_000, 1_000_000 * groups.group("dp-cp").size())
-        self.data_parallel = DataParallel(
-            {0: module},
-            groups,
-            zero_stage=ddp_config.zero_stage,
-            overlap_grad_reduce=ddp_config.overlap_grad_reduce,
-            overlap_param_gather=ddp_config.overlap_param_gather,
-            bucket_size=2**62 if disable_bucketing else size,
-            rule_of=self._rule_of,
-        )
-        self.buckets = self.data_parallel.buckets
-        self.buffers, self.expert_parallel_buffers = (buffers_of(self.data_parallel, experts=e) for e in (False, True))
-        together = not ddp_config.overlap_grad_reduce
-        self.bucket_groups = partition_buckets(self.buffers, together)
-        self.expert_parallel_bucket_groups = partition_buckets(self.expert_parallel_buffers, together)
+        self._bucket_size = 2**62 if disable_bucketing else size
+        self._lay_out()
         self._step_is_over, self._amax_histories = False, None
         settings = config.fp8_settings() if isinstance(config, TransformerConfig) else None
         if settings is not None:
             ranks, device = groups.group("tp-dp-cp"), self.data_parallel.device
             self._amax_histories = AmaxHistories([module], settings, ranks, device)
+
+    def _lay_out(self) -> None:
+        """Copy weights into buckets, and make views of these as buffers."""
+        config = self.ddp_config
+        self.data_parallel = DataParallel(
+            {0: self.module},
+            self._groups,
+            zero_stage=config.zero_stage,
+            overlap_grad_reduce=config.overlap_grad_reduce,
+            overlap_param_gather=config.overlap_param_gather,
+            bucket_size=self._bucket_size,
+            rule_of=self._rule_of,
+            join=self._join,
+        )
+        self.buckets = self.data_parallel.buckets
+        self.buffers, self.expert_parallel_buffers = (buffers_of(self.data_parallel, experts=e) for e in (False, True))
+        together = not config.overlap_grad_reduce
+        self.bucket_groups = partition_buckets(self.buffers, together)
+        self.expert_parallel_bucket_groups = partition_buckets(self.expert_parallel_buffers, together)
+
+    def separate_matrices(self) -> None:
+        """Lay out the buffers again with hidden matrices apart, for an optimizer that updates whole matrices."""
+        if not self._matrices_apart:
+            self._matrices_apart = True
+            self.data_parallel.release()
+            self._lay_out()
+
+    def _join(self, kind: BucketKind) -> BucketKind:
+        """Return the kind of a bucket for parameters of ``kind``; parameter groups of the optimizer have the rates."""
+        if self.ddp_config.zero_stage >= 2 or (self._matrices_apart and kind.is_hidden_matrix):
+            return kind
+        return replace(kind, decay=True, matrix=False, embedding=False)
 
     def _rule_of(self, kind: BucketKind, shards: int) -> Rule:
         if not self.ddp_config.zero_stage:

@@ -217,11 +217,14 @@ class _ParamAndGradBucketGroup:
 
 
 def buffers_of(data: DataParallel, *, experts: bool) -> list[_ParamAndGradBuffer]:
-    """Return the buffers of dense layers, or of experts, one for each dtype and data-parallel group."""
+    """Return the buffers of dense layers, or of experts, one for each dtype and data-parallel group, and for hidden
+    matrices if they are apart.
+    """
     found: dict[Any, list[Bucket]] = {}
     for bucket in data.buckets:
         if ("edp" in bucket.kind.replica_axes) is experts:
-            found.setdefault((bucket.kind.dtype, bucket.kind.replica_axes), []).append(bucket)
+            kind = bucket.kind
+            found.setdefault((kind.dtype, kind.replica_axes, kind.is_hidden_matrix), []).append(bucket)
     return [_ParamAndGradBuffer(buckets) for buckets in found.values()]
 
 

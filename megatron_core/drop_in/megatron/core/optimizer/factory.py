@@ -39,6 +39,8 @@ def get_megatron_optimizer(
     shards = any(chunk.ddp_config.zero_stage for chunk in model_chunks)
     narrow = any(bucket.weights.element_size() < 4 for chunk in model_chunks for bucket in chunk.buckets)
     for_matrices = row.scalar_optimizer is not None
+    for chunk in model_chunks if for_matrices else ():
+        chunk.separate_matrices()
     sharded = LayerWiseDistributedOptimizer if for_matrices else DistributedOptimizer
     kind = sharded if shards else Float16OptimizerWithFloat16Params if narrow else FP32Optimizer
     return kind(config, model_chunks, config_overrides)

@@ -8,9 +8,11 @@ from torch import Tensor
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.hybrid.hybrid_block import HybridStack
 from megatron.core.transformer.layer_context import LayerPattern
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.transformer.spec_utils import get_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_core.config import RunConfig, TrainingConfig
+from megatron_core.config.hybrid import read_pattern
 from megatron_core.config.rules_hybrid import hybrid_problems
 from megatron_core.config.rules_recurrent import recurrent_problems
 from megatron_core.errors import ConfigError
@@ -20,8 +22,9 @@ class HybridModel(GPTModel):
     """The engine's model with ``--hybrid-layer-pattern``, under Megatron's arguments.
 
     ``hybrid_layer_pattern``, or its earlier name ``hybrid_override_pattern``, has one letter for each layer: M G * - E.
-    ``hybrid_stack_spec`` is that of Megatron, because the parts follow from the pattern. Raises ConfigError for stages
-    and layers of multi-token prediction in the pattern, for ratios of layers, and for FP8 and muP.
+    Stages, separated by ``|``, become the ``pipeline_model_parallel_layout`` of ``config``. ``hybrid_stack_spec`` is
+    that of Megatron, because the parts follow from the pattern. Raises ConfigError for layers of multi-token prediction
+    in the pattern, for ratios of layers, and for FP8 and muP; LayoutError for stages that the ranks cannot share.
     """
 
     def __init__(
@@ -55,13 +58,14 @@ class HybridModel(GPTModel):
                 f"HybridModel: hybrid_layer_pattern={pattern!r}, hybrid_attention_ratio={hybrid_attention_ratio}, "
                 f"hybrid_mlp_ratio={hybrid_mlp_ratio}: give a pattern with one letter for each layer, and no ratios"
             )
-        own = config.model_config(hybrid_layer_pattern=pattern)
+        letters = _letters(pattern, config)
+        own = config.model_config(hybrid_layer_pattern=letters)
         run = RunConfig(model=own, training=TrainingConfig(fp8_format=config.fp8))
         if problems := [*hybrid_problems(run), *recurrent_problems(run)]:
             raise ConfigError("; ".join(problems))
         super().__init__(
             config,
-            LayerPattern(pattern),
+            LayerPattern(letters),
             vocab_size,
             max_sequence_length,
             pre_process,
@@ -86,6 +90,30 @@ class HybridModel(GPTModel):
             return None
         causal = torch.ones(whole.shape[-2:], dtype=torch.bool, device=whole.device).triu(1)
         return None if bool((whole == causal).all()) else whole
+
+
+def _letters(pattern: str, config: TransformerConfig) -> str:
+    """Return the letters of a pattern, one for each layer; give ``config`` the layout of its stages."""
+    letters, implied = read_pattern(pattern)
+    if "multi_latent_attention" in implied and not config.multi_latent_attention:
+        raise ConfigError(f"HybridModel: hybrid_layer_pattern={pattern} has layers +; pass an MLATransformerConfig")
+    if (stages := implied.get("pipeline_model_parallel_layout")) is None:
+        return letters
+    layout = PipelineParallelLayerLayout(stages, config.pipeline_model_parallel_size)
+    chunks = layout.virtual_pipeline_model_parallel_size
+    if (config.virtual_pipeline_model_parallel_size or 1) != chunks:
+        raise ConfigError(
+            f"hybrid_layer_pattern={pattern} has {chunks} stages for each pipeline rank, but "
+            f"virtual_pipeline_model_parallel_size={config.virtual_pipeline_model_parallel_size}; change one of them"
+        )
+    if config.pipeline_model_parallel_layout is None:
+        config.pipeline_model_parallel_layout = layout
+    elif str(config.pipeline_model_parallel_layout) != stages:
+        raise ConfigError(
+            f"hybrid_layer_pattern={pattern} and pipeline_model_parallel_layout="
+            f"{config.pipeline_model_parallel_layout} assign layers to stages; leave one of them out"
+        )
+    return letters
 
 
 class MambaModel(HybridModel):

@@ -1,0 +1,140 @@
+"""Hybrid models of Megatron Core on CPU ranks: its Mamba-2 mixers with plain kernels in place of those of mamba_ssm."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu, softplus
+
+from benchmarks.megatron_peer import MEGATRON
+from tests.models import megatron_training as training
+
+HYBRID: dict[str, Any] = training.LLAMA | {
+    "num_layers": 4,
+    "hybrid_layer_pattern": "M*-M",
+    "mamba_state_dim": 4,
+    "mamba_head_dim": 4,
+    "mamba_num_groups": 2,
+    "mamba_num_heads": 6,
+}
+HAS_EINOPS = (MEGATRON / "einops").is_dir()
+
+
+class GatedNorm(nn.Module):
+    """RMS norm of ``x silu(z)`` in groups of ``group_size`` channels, with the arguments of mamba_ssm's RMSNorm."""
+
+    def __init__(
+        self,
+        size: int,
+        eps: float = 1e-5,
+        group_size: int | None = None,
+        norm_before_gate: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__()
+        self.weight, self.eps, self.group = nn.Parameter(torch.ones(size, dtype=dtype)), eps, group_size or size
+
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        """Both of shape [..., channels]."""
+        groups = (x * silu(z)).unflatten(-1, (-1, self.group))
+        found = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + self.eps)
+        return found.flatten(-2) * self.weight
+
+
+def scan(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    chunk_size: int,
+    *,
+    D: Tensor,
+    dt_bias: Tensor,
+    z: Tensor | None = None,
+    dt_softplus: bool = True,
+    return_final_states: bool = False,
+    initial_states: Tensor | None = None,
+) -> Tensor:
+    """The recurrence of mamba_ssm's ``mamba_chunk_scan_combined``, token by token.
+
+    x [batch, length, heads, channels], dt [batch, length, heads], b and c [batch, length, groups, states].
+    """
+    assert z is None and initial_states is None and dt_softplus and not return_final_states
+    steps = softplus(dt.float() + dt_bias)
+    b, c = (each.repeat_interleave(x.shape[2] // each.shape[2], 2) for each in (b, c))
+    state, found = x.new_zeros(*x.shape[:1], *x.shape[2:], b.shape[3]), []
+    for t in range(x.shape[1]):
+        added = (steps[:, t, :, None] * x[:, t])[..., None] * b[:, t, :, None]
+        state = state * torch.exp(steps[:, t] * a)[..., None, None] + added
+        found.append((state * c[:, t, :, None]).sum(-1) + D[:, None] * x[:, t])
+    return torch.stack(found, 1).to(x)
+
+
+def use_hybrid() -> None:
+    """Make Megatron Core with Mamba-2 mixers usable in this forked rank."""
+    names = ("mamba_ssm", "mamba_ssm.ops", "mamba_ssm.ops.triton")
+    for name in names:
+        sys.modules[name] = ModuleType(name)
+    norms, scans = (ModuleType(f"{names[-1]}.{name}") for name in ("layernorm_gated", "ssd_combined"))
+    vars(norms)["RMSNorm"] = GatedNorm
+    vars(scans).update(mamba_chunk_scan_combined=scan, mamba_split_conv1d_scan_combined=scan)
+    sys.modules |= {norms.__name__: norms, scans.__name__: scans}
+    training.use_megatron()
+
+
+def hybrid_model(config: Any, shape: dict[str, Any], **stage: Any) -> nn.Module:
+    """A ``HybridModel`` whose layers need no Transformer Engine; parameters have the names of checkpoints with it."""
+    block, models = (import_module(f"megatron.core.models.hybrid.hybrid_{name}") for name in ("block", "model"))
+    layer: Any = import_module("megatron.core.transformer.transformer_layer")
+    mamba, mixer = (import_module(f"megatron.core.ssm.mamba_{name}") for name in ("layer", "mixer"))
+    linear: Any = import_module("megatron.core.tensor_parallel")
+    spec: Any = import_module("megatron.core.transformer.spec_utils").ModuleSpec
+    specs = import_module("megatron.core.models.gpt.gpt_layer_specs")
+    parts, of_experts = (
+        specs.get_gpt_layer_local_spec(
+            num_experts=experts, qk_layernorm=shape["qk_layernorm"], normalization=shape["normalization"]
+        ).submodules
+        for experts in (None, shape.get("num_experts", 1))
+    )
+    adds = import_module("megatron.core.fusions.fused_bias_dropout").get_bias_dropout_add
+    block.TENorm = parts.input_layernorm
+    names = {"sharded_state_dict_keys_map": parts.sharded_state_dict_keys_map}
+    projections = mixer.MambaMixerSubmodules(linear.ColumnParallelLinear, linear.RowParallelLinear)
+    attention = {"input_layernorm": parts.input_layernorm, "self_attention": parts.self_attention}
+    mlp = {"pre_mlp_layernorm": parts.pre_mlp_layernorm, "mlp": parts.mlp}
+    stack = {
+        "mamba_layer": spec(
+            module=mamba.MambaLayer,
+            submodules=mamba.MambaLayerSubmodules(
+                norm=parts.input_layernorm,
+                mixer=spec(module=mixer.MambaMixer, submodules=projections),
+                mamba_bda=adds,
+                sharded_state_dict_keys_map={"norm.": "mixer.in_proj.layer_norm_"},
+            ),
+        ),
+        "attention_layer": spec(
+            module=layer.TransformerLayer,
+            submodules=layer.TransformerLayerSubmodules(**attention, self_attn_bda=adds, **names),
+        ),
+    }
+    for name, own in (("mlp_layer", {**mlp, **names}), ("moe_layer", mlp | {"mlp": of_experts.mlp})):
+        submodules = layer.TransformerLayerSubmodules(**own, mlp_bda=adds)
+        stack[name] = spec(module=layer.TransformerLayer, submodules=submodules)
+    model: nn.Module = models.HybridModel(
+        config,
+        spec(module=block.HybridStack, submodules=block.HybridStackSubmodules(**stack)),
+        training.VOCABULARY,
+        training.LENGTH,
+        hybrid_layer_pattern=shape["hybrid_layer_pattern"],
+        share_embeddings_and_output_weights=not shape["untie_embeddings_and_output_weights"],
+        position_embedding_type=shape["position_embedding_type"],
+        **stage,
+    )
+    return model
