@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from megatron_core.config import RunConfig
 from megatron_core.verify.ranks import run_ranks
 from tests.checkpoint import test_host_copy
 from tests.end_to_end import test_groups_join
 from tests.end_to_end.recovery_simulated import CASES, JOB, Planned, differences, run_job, undisturbed
+from tests.optimizer import test_outer
 from tests.parallel.recovery import test_meeting
 
 
@@ -62,6 +65,12 @@ def as_the_other_group(joined: int) -> None:
     names = {name: name.replace("outer.weights.", "model.") for name in found.tensors}
     assert found.ranks == 4
     test_groups_join.assert_close({names[name]: value for name, value in found.tensors.items()}, expected)
+
+
+def apart() -> None:
+    """``AssertionError`` unless groups take steps of their own between exchanges."""
+    with TemporaryDirectory() as folder:
+        test_outer.test_a_group_is_not_delayed_by_a_slow_one_before_the_exchange(Path(folder))
 
 
 JOINS = partial(as_the_other_group, 3)
@@ -275,5 +284,26 @@ IN_RECOVERY = (
         "set(training) & set(ranks)",
         "set(training)",
         JOINS,
+    ),
+    RecoveryDefect(
+        "groups report to one another in every step",
+        "training.driver:read_reports",
+        "alone or group.size()",
+        "group.size()",
+        partial(test_outer.test_four_steps_send_the_weights_once, "full", 1.0),
+    ),
+    RecoveryDefect(
+        "groups have different step counts after one of them has skipped a step",
+        "training.step:train_step",
+        "if outcome.skipped and alone:",
+        "if False:",
+        apart,
+    ),
+    RecoveryDefect(
+        "a step that one group skips delays its learning rates",
+        "training.step:train_step",
+        "skipped=outcome.skipped and not alone",
+        "skipped=outcome.skipped",
+        apart,
     ),
 )

@@ -28,7 +28,7 @@ from tests.programs import free_port
 from tests.runs import tiny_config
 
 pytestmark = needs_proc
-STEPS, LOST = 40, 5
+STEPS, LOST = 30, 5
 """Steps of the jobs, and the step in which ranks are killed."""
 
 
