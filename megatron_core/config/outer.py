@@ -16,8 +16,9 @@ class OuterConfig:
     """Groups of replicas that exchange their weights every few steps."""
 
     outer_steps: int = setting(0, r.COUNT_FROM_0, when=c.TRAINING)
-    """Number of steps between two exchanges of --outer-groups, which otherwise train on their own (DiLoCo, Douillard et
-    al. 2023). 0: all replicas take each step together."""
+    """Number of steps between two exchanges of --outer-groups, which otherwise train on their own and, without
+    --max-bad-steps and --recover, do not wait for one another (DiLoCo, Douillard et al. 2023). 0: all replicas take
+    each step together."""
     outer_groups: int = setting(2, r.SMALL_COUNT)
     """With --outer-steps: number of groups. Each has world size / this number of neighbouring ranks, all sizes of the
     layout inside it, its share of each global batch, and its own optimizer state."""
@@ -44,6 +45,10 @@ class OuterConfig:
     def sent_at(self, fragment: int, step: int) -> bool:
         """Whether the exchange of a fragment starts after ``step``, counted from 1."""
         return (step - self._offset(fragment)) % self.outer_steps == 0
+
+    def meets_at(self, step: int) -> bool:
+        """Whether any exchange starts after ``step``, counted from 1."""
+        return any(self.sent_at(fragment, step) for fragment in range(self.outer_fragments))
 
     def applied_at(self, fragment: int, step: int) -> bool:
         """Whether the global weights of a fragment are updated after ``step``, if its exchange has started."""

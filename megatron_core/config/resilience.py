@@ -82,7 +82,7 @@ class ResilienceConfig:
     one, so that the loss of a host loses no state."""
     recover_join: bool = setting(False, needs=c.NO_SPARE)
     """With --recover-without-spare: this process takes the place of the lost rank RANK of a running job, at its next
-    step."""
+    step; with --outer-steps, when all ranks of its group are there."""
     iterations_to_skip: tuple[int, ...] = setting((), when=c.TRAINING)
     """Iterations whose batches are skipped."""
     rerun_mode: Literal["disabled", "validate_results", "report_stats"] = setting(

@@ -61,8 +61,6 @@ def _excluded(config: RunConfig) -> Iterator[str]:
         yield "moe_router_enable_expert_bias=True, whose biases would differ between groups"
     if config.tuning.lora_rank is not None:
         yield f"lora_rank={config.tuning.lora_rank}"
-    if resilience.recover_join:
-        yield "recover_join=True, because a lost group has no newer state"
     if resilience.elastic:
         yield "elastic=True"
     if resilience.rerun_mode != "disabled":

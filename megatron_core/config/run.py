@@ -68,6 +68,15 @@ class RunConfig:
         """Canonical parts of features with --layout-invariant, after defaults."""
         return self.parallel.layout_invariant_parts or default_parts(self.model.num_attention_heads)
 
+    def groups_report(self, step: int) -> bool:
+        """Whether outer groups hear from one another in ``step``, counted from 1, and act together after it.
+
+        They do before an exchange. A return to a checkpoint after bad steps, and copies for a recovery, need all groups
+        at the same step, so that they report in every step.
+        """
+        together = self.resilience.max_bad_steps > 0 or self.resilience.recover != "none"
+        return together or self.outer.meets_at(step)
+
     def sections(self) -> dict[str, Any]:
         """The sections by name."""
         return {part.name: getattr(self, part.name) for part in fields(RunConfig)}

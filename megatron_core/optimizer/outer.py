@@ -118,6 +118,14 @@ class OuterOptimizer:
             fragment.momentum, fragment.mean = torch.zeros_like(fragment.weights), fragment.weights.new_zeros(0)
             fragment.message, fragment.in_flight, fragment.sent = None, False, None
 
+    @torch.no_grad()
+    def start_from_global_weights(self) -> None:
+        """Set this group's main weights to the global ones, and its outer gradients in flight to zero."""
+        for shard in self._optimizer.shards:
+            shard.main.copy_(self._global_weights(shard))
+        for fragment in self.fragments:
+            fragment.sent = None if fragment.sent is None else torch.zeros_like(fragment.sent)
+
     @property
     def nbytes(self) -> int:
         """Bytes of global weights and momentum."""

@@ -1,7 +1,8 @@
 """Handling of bad steps: steps with a non-finite loss or gradient norm, and spikes of the gradient norm.
 
 A bad step is skipped and saved for a replay; after a rollback to the last checkpoint its batch is left out. All
-decisions depend only on the step's loss and norm, which are equal on all ranks, so that all ranks decide alike.
+decisions depend only on the step's loss and norm, which are equal on all ranks, so that all ranks decide alike. Without
+``max_bad_steps`` outer groups take steps of their own, and the first bad step of any of them ends the job.
 """
 
 import math

@@ -74,7 +74,7 @@ NO_HOOKS = StepHooks()
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """The result of a step; equal on all ranks."""
+    """The result of a step; equal on all ranks of an outer group, and on all ranks if the groups have reported."""
 
     loss: float
     """Sum of the losses of all micro-batches / number of terms."""
@@ -92,7 +92,8 @@ class StepOutcome:
     """For each layer with experts: how often each expert was chosen in the global batch, followed by the number of
     dropped choices."""
     groups: Sequence[tuple[float, float]]
-    """With several outer groups: loss and gradient norm of each group; ``loss`` and ``grad_norm`` are their means."""
+    """If several outer groups have reported: loss and gradient norm of each; ``loss`` and ``grad_norm`` are their
+    means."""
 
 
 def take_step(
@@ -107,6 +108,7 @@ def take_step(
     decoupled_lr: float | None = None,
     weight_decay: float | None = None,
     stop: bool = False,
+    alone: bool = False,
     hooks: StepHooks = NO_HOOKS,
 ) -> StepOutcome:
     """Take one step on the loss: (sum of all losses) / (number of their terms) in the global batch.
@@ -115,7 +117,8 @@ def take_step(
     scalar, number of loss terms in this rank's micro-batches. ``lengths``: message length by micro-batch.
     ``decoupled_lr``: learning rate of embeddings and output layer. ``weight_decay``: the value for this step, if it
     varies. ``auxiliary`` collects the layers' auxiliary losses, with the same names on all ranks. ``stop``: whether
-    this rank requests a stop; the outcome reports whether any rank did.
+    this rank requests a stop; the outcome reports whether any rank did. ``alone``: this rank's outer group hears
+    nothing from the others in this step, skips the update by itself, and does not stop.
     """
     # Forward and backward of all micro-batches, and the sums of gradients over the ranks.
     data, optimizer = model.data_parallel, model.optimizer
@@ -133,13 +136,14 @@ def take_step(
     further = own.new_zeros(0) if hooks.statistics is None else hooks.statistics()
     report = torch.cat([own, added, further, load.flatten()])
     all_reduce_(report, model.groups.group(WORLD))
-    by_group = read_reports(torch.cat([report, divisor.view(1)]), model)
-    own_norm, groups = by_group[model.groups.outer.rank()][0], [(row[1] / row[-1], row[0]) for row in by_group]
+    by_group = read_reports(torch.cat([report, divisor.view(1)]), model, alone=alone)
+    own_norm = by_group[model.groups.outer.rank() % len(by_group)][0]
+    groups = [(row[1] / row[-1], row[0]) for row in by_group]
     loss, norm = (_mean(each) for each in zip(*groups, strict=True))
     sums = [sum(each) for each in zip(*by_group, strict=True)]
     first, at = 3 + len(added), 3 + len(added) + len(further)
     added_means = [auxiliary.means(row[3:first]) for row in by_group]
-    # Update the weights, unless the step is skipped, which all groups decide together.
+    # Update the weights, unless the step is skipped, which all groups that have reported decide together.
     skip = hooks.is_bad(loss, norm) or not math.isfinite(norm)
     skipped = update_weights(optimizer, [data], own_norm, lr, decoupled_lr, weight_decay, skip=skip)
     METER.switch("other")
@@ -147,7 +151,7 @@ def take_step(
         loss,
         norm,
         skipped,
-        sums[2] > 0.0,
+        sums[2] > 0.0 and not alone,
         {name: _mean([means[name] for means in added_means]) for name in added_means[0]},
         [each / len(by_group) for each in sums[first:at]],
         dict(zip(auxiliary.expert_layers, _in_rows(sums[at:-1], load.shape[1]), strict=True)),
@@ -234,10 +238,10 @@ def read_norm_and(report: Tensor, optimizer: Optimizer) -> list[float]:
     return torch.cat([optimizer.gradient_norm().view(1), report]).tolist()
 
 
-def read_reports(report: Tensor, model: Trainable) -> list[list[float]]:
-    """``read_norm_and`` of each outer group, by group."""
+def read_reports(report: Tensor, model: Trainable, *, alone: bool = False) -> list[list[float]]:
+    """``read_norm_and`` of each outer group, by group; ``alone``: of this rank's group only."""
     group = model.groups.outer_reports
-    if group.size() == 1:
+    if alone or group.size() == 1:
         return [read_norm_and(report, model.optimizer)]
     own = torch.cat([model.optimizer.gradient_norm().view(1), report])
     rows = own.new_empty(group.size() * own.numel())

@@ -57,7 +57,7 @@ def train(run: Run, sinks: Sequence[Sink], callbacks: Sequence[Callback] = ()) -
         confirm_layout_change(run, called)
         saved_at = evaluated_at = run.state.iteration
         reruns = Reruns(run)
-        # Steps; a step returns the same result on all ranks, so that all ranks stop together.
+        # Steps; only a step with the same result on all ranks reports a stop, so that all ranks stop together.
         while run.state.iteration < run.total_iterations:
             if leave_out_listed(run):
                 continue

@@ -39,6 +39,8 @@ IN_FLIGHT = "outer_in_flight"
 """Fragments whose mean is stored, but not applied."""
 SENT = "outer_sent"
 """Fragments whose outer gradients are in a copy in host memory, to be sent again."""
+GROUP = "outer_group"
+"""The number, in the job, of the group that has written a copy in host memory."""
 
 
 def pieces_of_group(
@@ -89,29 +91,28 @@ def outer_state(outer: OuterOptimizer) -> dict[str, Any]:
     return {IN_FLIGHT: [fragment.number for fragment in outer.fragments if fragment.in_flight]}
 
 
-def copied_pieces(pieces: Iterable[TensorBox], optimizer: Optimizer, outer: OuterOptimizer) -> Iterator[TensorBox]:
-    """The pieces of this rank in a copy of the state before a step: those of its group, and its part of the global
+def copied_pieces(
+    pieces: Iterable[TensorBox], optimizer: Optimizer, outer: OuterOptimizer, group: int
+) -> Iterator[TensorBox]:
+    """The pieces of this rank in a copy of the state before a step: those of ``group``, and its part of the global
     weights and of their state.
 
-    An exchange in flight is not awaited: this group's outer gradient is copied.
+    An exchange in flight is not awaited: the group's outer gradient is copied.
     """
-    yield from pieces_of_group(pieces, optimizer, outer.number, with_frozen=True)
-    yield from _copied_globals(outer)
-
-
-def _copied_globals(outer: OuterOptimizer) -> Iterator[TensorBox]:
+    yield from pieces_of_group(pieces, optimizer, group, with_frozen=True)
     for fragment in outer.fragments:
         yield from _pieces(fragment, "weights", "outer.weights")
         yield from _pieces(fragment, "momentum", "outer.momentum")
         if fragment.sent is not None:
-            yield from _pieces(fragment, "sent", f"group{outer.number}.outer.sent")
+            yield from _pieces(fragment, "sent", f"group{group}.outer.sent")
         elif fragment.in_flight:
             yield from _pieces(fragment, "mean", "outer.mean")
 
 
 def copied_state(outer: OuterOptimizer) -> dict[str, Any]:
     """Values that are stored with ``copied_pieces``."""
-    return outer_state(outer) | {SENT: [fragment.number for fragment in outer.fragments if fragment.sent is not None]}
+    sent = [fragment.number for fragment in outer.fragments if fragment.sent is not None]
+    return outer_state(outer) | {SENT: sent, GROUP: outer.number}
 
 
 def load_with_groups(
@@ -188,7 +189,11 @@ def _open_older(
 
 
 def _load_copy(reader: HostCopy, data: DataParallel, optimizer: Optimizer, outer: OuterOptimizer) -> None:
-    """Load a copy in host memory, and send the outer gradients again that were in flight."""
+    """Load a copy in host memory, and send the outer gradients again that were in flight.
+
+    If it is the copy of another group, this one starts with the global weights and the other's optimizer state. Its own
+    state from before it was left out is not used: it belongs to an earlier step than Adam's bias correction.
+    """
     for fragment in outer.fragments:
         fragment.message, fragment.in_flight = None, fragment.number in reader.state[IN_FLIGHT]
         sent = fragment.number in reader.state[SENT]
@@ -197,7 +202,9 @@ def _load_copy(reader: HostCopy, data: DataParallel, optimizer: Optimizer, outer
             fragment.mean = torch.zeros_like(fragment.weights)
     weights = (piece for bucket in data.all_buckets for piece in weight_pieces(bucket))
     held = chain(saved_pieces(data, chain(weights, parameter_pieces(data.frozen))), optimizer_pieces(optimizer))
-    reader.fill(copied_pieces(held, optimizer, outer))
+    reader.fill(copied_pieces(held, optimizer, outer, reader.state[GROUP]))
+    if reader.state[GROUP] != outer.number:
+        outer.start_from_global_weights()
     _restore_optimizer(reader, data, optimizer)
     for fragment in outer.fragments:
         if fragment.sent is not None:

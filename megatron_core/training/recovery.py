@@ -38,7 +38,7 @@ from megatron_core.parallel.recovery.supervisor import Supervisor
 from megatron_core.parallel.shared_memory import backend as shared_memory
 from megatron_core.parallel.texts import listed
 from megatron_core.training.faults import die_in_recovery
-from megatron_core.training.recovery_choice import choice_of, groups_left_out, with_groups
+from megatron_core.training.recovery_choice import choice_of, groups_left_out, groups_that_join, with_groups
 from megatron_core.training.setup import Run
 from megatron_core.training.state_copies import choose_mirror, sources_of
 from megatron_core.training.stop import SIGNALS
@@ -104,8 +104,8 @@ class Recovery:
         self.config, self.world, self.memory, self._is_fresh = config, world, memory, is_fresh
         self._mirror = mirror
         self._store = world.store = connection(world.store)
-        store, choice = dist.PrefixStore("recovery", self._store), choice_of(config, world.size)
-        self._meeting = Meeting(store, world.rank, world.size, choice)
+        store, self._choice = dist.PrefixStore("recovery", self._store), choice_of(config, world.size)
+        self._meeting = Meeting(store, world.rank, world.size, self._choice)
         self._limit = 60.0 * config.parallel.distributed_timeout_minutes
         self._monitor = Monitor(self._meeting.clone(), memory, self._limit)
         self._rank, self._size = world.rank, world.size
@@ -171,7 +171,7 @@ class Recovery:
     def _run_generation(self, attempt: Attempt) -> None:
         """Meet, join the process groups of this generation, train, and wait until all ranks are complete."""
         generation, world = self.generation, self.world
-        self.memory.numbers[GENERATION] = generation
+        self.memory.numbers[GENERATION], self._joins = generation, 0
         self._monitor.watch(generation)
         self._meeting.arrive(generation, self.memory.copies() + self._mirror.copies(), fresh=self._is_fresh)
         self._is_fresh = False
@@ -249,7 +249,11 @@ class Recovery:
             raise Regrouped(planned[1])
         if self.world.rank == 0 and planned is None and self._meeting.count_joins() > self._joins:
             joining, count = self._meeting.joining(), self._meeting.count_joins()
-            if joining:
+            members = self._meeting.decided(self.generation)
+            assert members is not None, "all ranks have met"
+            wanted = self._choice.training([*members.ranks, *joining])
+            # Otherwise these wait for further ranks of a replica or a group.
+            if joining and len(wanted) > len(members.training):
                 self._meeting.replace(self.generation, iteration + 1, f"rank {listed(joining)} joins")
                 self._meeting.take_in(joining)
             self._joins = count
@@ -369,9 +373,13 @@ class Recovery:
         failures, members = self._meeting.failures(self.generation), self._meeting.decided(self.generation)
         assert members is not None, "all ranks have met"
         planned = self._meeting.replaced(self.generation - 1)
+        joined = groups_that_join(self.config, self._size, members).items()
+        states = "".join(
+            f"; group {one} starts with the global weights and group {of}'s optimizer" for one, of in joined
+        )
         if not failures and planned is not None:
             size, before = self.world.size, f"after iteration {members.iteration}"
-            return f"{planned[1]}: {size} of {self._size} ranks continue {before}"
+            return f"{planned[1]}: {size} of {self._size} ranks continue {before}{states}"
         failure = failures[0]
         seconds, what = unix_time() - failure.at, "; then ".join(each.what for each in failures)
         done = f"a new process takes the place of rank {listed(members.fresh)}" if members.fresh else "no process died"
@@ -383,4 +391,4 @@ class Recovery:
         since = f"after iteration {members.iteration}" if members.iteration >= 0 else "from the start"
         first, last = max(members.iteration, 0) + 1, failure.iteration
         repeats = f", repeating iteration {first}" + f" to {last}" * (last > first) if last >= first else ""
-        return f"recovered in {seconds:.1f} s: {what}; {done}; training continues {since}{repeats}"
+        return f"recovered in {seconds:.1f} s: {what}; {done}{states}; training continues {since}{repeats}"

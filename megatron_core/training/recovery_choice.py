@@ -9,7 +9,7 @@ from megatron_core.config import RunConfig
 from megatron_core.config.validate import largest_world_size, problems
 from megatron_core.parallel.current import grid_of
 from megatron_core.parallel.grid import DENSE_AXES
-from megatron_core.parallel.recovery.meeting import Choice
+from megatron_core.parallel.recovery.meeting import Choice, Members
 
 
 def choice_of(config: RunConfig, size: int) -> Choice:
@@ -17,7 +17,7 @@ def choice_of(config: RunConfig, size: int) -> Choice:
     return Choice(
         training=lambda alive: training_ranks(config, size, alive),
         suffices=lambda ranks, owners, training: (
-            set(training) <= set(owners)  # the state of a lost group is left out with it
+            has_all_groups(ranks, owners, training)
             if config.outer.outer_steps
             else has_all_parts(config, ranks, owners)
         ),
@@ -70,6 +70,27 @@ def groups_left_out(config: RunConfig, size: int, training: Collection[int]) -> 
         return []
     each = size // config.outer.num_groups
     return [group for group in range(config.outer.num_groups) if group * each not in training]
+
+
+def groups_that_join(config: RunConfig, size: int, members: Members) -> dict[int, int]:
+    """The outer groups that train without copies of their own, each with the group whose state they load: the next one
+    that has copies, as in ``sources_of``."""
+    if not config.outer.outer_steps or not members.holders:
+        return {}
+    each = size // config.outer.num_groups
+    firsts = {rank // each * each for rank in members.training if rank not in members.holders}
+
+    def source(first: int) -> int:
+        return min(members.holders, key=lambda owner: (owner - first) % size) // each
+
+    return {first // each: source(first) for first in sorted(firsts)}
+
+
+def has_all_groups(ranks: Collection[int], owners: Collection[int], training: Collection[int]) -> bool:
+    """Whether the copies of ``owners``, written when ``ranks`` trained, have the state of all outer groups of
+    ``training`` that trained then, and of one at least, with whose state the others start."""
+    kept = set(training) & set(ranks)
+    return bool(kept) and kept <= set(owners)
 
 
 def copies_are_whole(config: RunConfig) -> bool:

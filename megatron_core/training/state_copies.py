@@ -28,23 +28,20 @@ POLL = 0.001
 def sources_of(
     members: Members, meeting: Meeting, memory: HostMemory, mirror: HostMemory
 ) -> Iterator[LocalCopy | RemoteCopy]:
-    """The copies to load, as far as they are needed: this rank's own one, those in ``mirror``, and those of others.
+    """The copies to load, as far as they are needed: this rank's own one, then those of the next ranks.
 
-    The own copy becomes the only one in ``memory``.
+    The own copy becomes the only one in ``memory``. Copies in ``mirror`` are read there.
     """
-    copies = members.copies
-    own = [copy for copy in memory.copies() if copy in copies]
-    for copy in own:
-        memory.choose(copy)
-        yield LocalCopy(memory, copy)
-    mirrored = [copy for copy in mirror.copies() if copy in copies and copy not in own]
-    for copy in mirrored:
-        yield LocalCopy(mirror, copy)
-    remote = [copy for copy in copies if copy not in own and copy not in mirrored]
-    for copy in sorted(remote, key=lambda copy: (copy.owner - memory.rank) % meeting.size):
-        address = meeting.keeper(members.holders[copy.owner])
-        assert address is not None, "a keeper starts before its rank trains"
-        yield RemoteCopy(Connection(address), copy)
+    for copy in sorted(members.copies, key=lambda copy: (copy.owner - memory.rank) % meeting.size):
+        if copy in memory.copies():
+            memory.choose(copy)
+            yield LocalCopy(memory, copy)
+        elif copy in mirror.copies():
+            yield LocalCopy(mirror, copy)
+        else:
+            address = meeting.keeper(members.holders[copy.owner])
+            assert address is not None, "a keeper starts before its rank trains"
+            yield RemoteCopy(Connection(address), copy)
 
 
 def choose_mirror(memory: HostMemory, ranks: Sequence[int]) -> None:
@@ -137,4 +134,4 @@ class StateCopies(Callback):
         pieces = [*self._updated, *(piece for piece in others if piece.owned)]
         if run.outer is None:
             return pieces
-        return [piece for piece in copied_pieces(pieces, run.optimizer, run.outer) if piece.owned]
+        return [piece for piece in copied_pieces(pieces, run.optimizer, run.outer, run.outer.number) if piece.owned]

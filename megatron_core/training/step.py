@@ -34,7 +34,7 @@ from megatron_core.transformer.moe import update_expert_biases
 
 @dataclass(frozen=True)
 class StepResult(StepOutcome):
-    """The report of a training step; equal on all ranks."""
+    """The report of a training step; see ``StepOutcome`` for the ranks on which it is equal."""
 
     learning_rate: float
     loss_scale: float
@@ -62,6 +62,7 @@ def train_step(
         else state.iteration - state.skipped_iterations + (0 if later else 1)
     )
     lr = run.schedule.lr(step)
+    alone = run.groups.outer.size() > 1 and not run.config.groups_report(state.iteration + 1)
     if run.qk_clip is not None:
         run.qk_clip.reset()
 
@@ -90,6 +91,7 @@ def train_step(
                 weight_decay=run.schedule.weight_decay(step),
                 decoupled_lr=None if run.decoupled_schedule is None else run.decoupled_schedule.lr(step),
                 stop=stop,
+                alone=alone,
                 hooks=called,
             )
         read = partial(statistics.read, outcome.statistics, scale)
@@ -100,7 +102,9 @@ def train_step(
     outcome = attempt.outcome
     if not outcome.skipped and run.config.tuning.lora_rank is None and not run.config.model.dsa_indexer_warmup:
         update_expert_biases(run.stages.values(), {n: load[:-1] for n, load in outcome.expert_load.items()})
-    _advance(run, size, skipped=outcome.skipped)
+    _advance(run, size, skipped=outcome.skipped and not alone)
+    if outcome.skipped and alone:
+        run.optimizer.set_steps_taken(run.optimizer.steps_taken + 1)  # all groups have the same counters
     if run.outer is not None:
         run.outer.after_step(run.state.iteration)
     breakdown = attempt.statistics() | ({} if run.qk_clip is None else run.qk_clip.metrics())

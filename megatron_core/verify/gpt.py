@@ -1,5 +1,6 @@
 """Test the GPT of ``pretrain_gpt.py``: trace a few of its own training steps."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -13,6 +14,7 @@ from megatron_core.datasets.base import Sample
 from megatron_core.datasets.keyed_dataset import mix64
 from megatron_core.datasets.loader import packing_of
 from megatron_core.monitor.hash_records import HashRecord
+from megatron_core.parallel.texts import gather_texts
 from megatron_core.training.driver import StepHooks
 from megatron_core.training.setup import Run, set_up
 from megatron_core.training.state_hashes import HashedSteps, StateHashes
@@ -92,9 +94,13 @@ def train_traced(config: RunConfig, steps: int) -> RankTrace:
     hooks = StepHooks(before_update=lambda: trace.add_gradients(run.data_parallel, run.state.iteration))
     for _ in range(steps):
         result = train_step(run, hooks=hooks)
-        trace.losses.append(result.loss)
-        trace.norms.append(result.grad_norm)
-        trace.add_reports(run.state.iteration - 1, _reports(result))
+        own = (result.loss, result.grad_norm, _reports(result))
+        reports = run.groups.outer_reports
+        if result.groups or reports.size() == 1:
+            _add_step(trace, run.state.iteration - 1, [own])
+        else:  # the groups have not heard from one another
+            texts = gather_texts(json.dumps(own), reports, run.world.device)
+            _add_step(trace, run.state.iteration - 1, [json.loads(text) for text in texts])
     trace.add_weights(run.data_parallel, run.stages.values())
     if group_of(run) and run.outer is not None:
         parts = (each for fragment in run.outer.fragments for each in fragment.parts(fragment.weights))
@@ -125,14 +131,7 @@ def trace_groups(config: RunConfig, steps: int) -> RankTrace:
 
     for step in range(steps):
         results = groups.step(hooks)
-        trace.losses.append(sum(each.loss for each in results) / len(results))
-        trace.norms.append(sum(each.grad_norm for each in results) / len(results))
-        reports = [_reports(each) for each in results]
-        for name in reports[0]:
-            total = np.sum([each[name] for each in reports], axis=0)
-            trace.add_reports(step, {name: total if name.startswith("load of layer") else total / len(results)})
-        each_group = [number for each in results for number in (each.loss, each.grad_norm)]
-        trace.add_reports(step, {"loss and norm of each group": each_group})
+        _add_step(trace, step, [(each.loss, each.grad_norm, _reports(each)) for each in results])
     for number, run in enumerate(groups.runs):
         trace.owner = f"group {number}"
         trace.add_weights(run.data_parallel, run.stages.values())
@@ -191,6 +190,21 @@ def _trained(config: RunConfig, steps: int) -> Run:
     for _ in range(steps):
         train_step(run)
     return run
+
+
+def _add_step(
+    trace: RankTrace, step: int, results: Sequence[tuple[float, float, Mapping[str, Sequence[float]]]]
+) -> None:
+    """Add loss, gradient norm and ``_reports`` of a step, of all groups together or of each of them."""
+    losses, norms, reports = zip(*results, strict=True)
+    trace.losses.append(sum(losses) / len(results))
+    trace.norms.append(sum(norms) / len(results))
+    for name in reports[0]:
+        total = np.sum([each[name] for each in reports], axis=0)
+        trace.add_reports(step, {name: total if name.startswith("load of layer") else total / len(results)})
+    if len(results) > 1:
+        each_group = [number for each in zip(losses, norms, strict=True) for number in each]
+        trace.add_reports(step, {"loss and norm of each group": each_group})
 
 
 def _reports(result: StepResult) -> dict[str, Sequence[float]]:

@@ -62,7 +62,8 @@ class GroupsInOneProcess:
         self._layers, self._steps = config.model.num_layers, 0
         self.weights = {name: main.clone() for name, main in self._mains(self.runs[0])}
         self.momentum = {name: torch.zeros_like(weight) for name, weight in self.weights.items()}
-        self._in_flight: dict[str, tuple[int, Tensor]] = {}
+        self._in_flight: dict[str, tuple[int, list[Tensor]]] = {}
+        """By parameter: the step at whose end the exchange is applied, and what each group has sent."""
 
     def step(self, hooks: Callable[[int], StepHooks]) -> list[StepResult]:
         """Take a step of each group, with ``hooks(group)``, and exchange what is due."""
@@ -79,10 +80,10 @@ class GroupsInOneProcess:
         offset = self._fragment(name) * outer.outer_steps // outer.outer_fragments
         if (self._steps - offset) % outer.outer_steps == 0:
             sent = [self._rounded(self.weights[name] - main) for main in mains]
-            self._in_flight[name] = self._steps + outer.outer_delay, torch.stack(sent).mean(0)
+            self._in_flight[name] = self._steps + outer.outer_delay, sent
         if self._in_flight.get(name, (0, None))[0] != self._steps:
             return
-        _, gradient = self._in_flight.pop(name)
+        gradient = torch.stack(self._in_flight.pop(name)[1]).mean(0)
         self.momentum[name] = outer.outer_momentum * self.momentum[name] + gradient
         direction = gradient + outer.outer_momentum * self.momentum[name]
         self.weights[name] = self.weights[name] - outer.outer_lr * direction

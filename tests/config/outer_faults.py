@@ -19,11 +19,6 @@ OUTER_FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
     (GROUPS | {"optimizer_offload_dir": "state"}, 2, ("outer_steps=2", "offload")),
     (GROUPS | {"grad_compression": "powersgd"}, 2, ("outer_steps=2", "grad_compression=powersgd", "--outer-exchange")),
     (GROUPS | {"lora_rank": 4}, 2, ("outer_steps=2", "lora_rank=4")),
-    (
-        GROUPS | {"recover": "in-process", "recover_without_spare": True, "recover_join": True, "global_batch_size": 8},
-        2,
-        ("outer_steps=2", "recover_join=True", "no newer state"),
-    ),
     (GROUPS | {"rerun_mode": "validate_results"}, 2, ("outer_steps=2", "rerun_mode=validate_results")),
     (GROUPS | {"layout_invariant": True}, 2, ("outer_steps=2", "layout_invariant=True")),
     (

@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
+from megatron_core.config import RunConfig
+from megatron_core.verify.ranks import run_ranks
 from tests.checkpoint import test_host_copy
-from tests.end_to_end.recovery_simulated import Planned, differences, run_job, undisturbed
+from tests.end_to_end import test_groups_join
+from tests.end_to_end.recovery_simulated import CASES, JOB, Planned, differences, run_job, undisturbed
+from tests.optimizer import test_outer
 from tests.parallel.recovery import test_meeting
 
 
@@ -43,10 +49,33 @@ IN_FLIGHT = partial(same_end, "dp4 zero1, groups", Planned("kill", 3, 4))
 def without_the_lost_group() -> None:
     """``AssertionError`` or ``RankFailure`` unless the other group continues on its own."""
     found = run_job("dp4 zero1, groups", [Planned("kill-update", 1, 4, "host")])
-    assert found.ranks == 2 and not any(name.startswith("group0.") for name in found.tensors)
+    groups = {name.partition(".")[0] for name in found.tensors if name.startswith("group")}
+    assert found.ranks == 2 and groups == {"group1"}
 
 
+def as_the_other_group(joined: int) -> None:
+    """``AssertionError`` or ``RankFailure`` unless a group that joins in flight of an exchange ends as in one process.
+
+    The copies before a step name the global weights otherwise than a checkpoint.
+    """
+    case = "dp4 zero1, groups"
+    found = run_job(case, [Planned("kill-update", 3, 2, "process", joins=joined)])
+    config = RunConfig.from_flat(JOB | CASES[case] | {"recover": "none"})
+    (expected,) = run_ranks(1, test_groups_join.expected_state, config, 2, joined)
+    names = {name: name.replace("outer.weights.", "model.") for name in found.tensors}
+    assert found.ranks == 4
+    test_groups_join.assert_close({names[name]: value for name, value in found.tensors.items()}, expected)
+
+
+def apart() -> None:
+    """``AssertionError`` unless groups take steps of their own between exchanges."""
+    with TemporaryDirectory() as folder:
+        test_outer.test_a_group_is_not_delayed_by_a_slow_one_before_the_exchange(Path(folder))
+
+
+JOINS = partial(as_the_other_group, 3)
 COPY_OF_GROUPS = "training.outer_state:_load_copy"
+COPIED = "copied = copied_pieces(held, optimizer, outer, reader.state[GROUP])"
 LOADING, STEPS = "training.loading:load_state", "training.loading:_finish_optimizer"
 IN_RECOVERY = (
     # The state.
@@ -66,23 +95,23 @@ IN_RECOVERY = (
     ),
     RecoveryDefect(
         "the samples of a step are repeated after the layout has changed",
-        LOADING,
-        "**reader.state}",
-        "**reader.state, 'consumed_samples': reader.state['consumed_samples'] - 8}",
+        "training.loading:counters",
+        "if name in known}",
+        "if name in known} | {'consumed_samples': reader.state['consumed_samples'] - 8}",
         FEWER,
     ),
     RecoveryDefect(
         "the samples of a step are skipped",
-        LOADING,
-        "**reader.state}",
-        "**reader.state, 'consumed_samples': reader.state['consumed_samples'] + 8}",
+        "training.loading:counters",
+        "if name in known}",
+        "if name in known} | {'consumed_samples': reader.state['consumed_samples'] + 8}",
         IN_PLACE,
     ),
     RecoveryDefect(
         "the weights are not those of the copy",
         LOADING,
-        "reader.fill(_saved(data, held_weights(data)))",
-        "pass",
+        "list(saved_pieces(data, held_weights(data)))",
+        "[]",
         IN_PLACE,
     ),
     # The copies.
@@ -160,8 +189,8 @@ IN_RECOVERY = (
     RecoveryDefect(
         "copies of two layouts are mixed",
         "parallel.recovery.meeting:Meeting._count",
-        "if writers is not None and self._choice.suffices(writers.training, found, training):",
-        "if writers is not None:",
+        "if chosen and writers is not None and self._choice.suffices(writers.training, found, chosen):",
+        "if chosen and writers is not None:",
         test_meeting.test_copies_of_two_layouts_are_not_mixed,
     ),
     RecoveryDefect(
@@ -203,15 +232,15 @@ IN_RECOVERY = (
     RecoveryDefect(
         "the outer momentum is not restored",
         COPY_OF_GROUPS,
-        "copied_pieces(held, optimizer, outer)",
-        "piece for piece in copied_pieces(held, optimizer, outer) if 'outer.momentum' not in piece.name",
+        "reader.fill(copied_pieces(held, optimizer, outer, reader.state[GROUP]))",
+        f"{COPIED}; reader.fill(piece for piece in copied if 'outer.momentum' not in piece.name)",
         IN_GROUP,
     ),
     RecoveryDefect(
         "global weights are not restored",
         COPY_OF_GROUPS,
-        "copied_pieces(held, optimizer, outer)",
-        "piece for piece in copied_pieces(held, optimizer, outer) if 'outer.weights' not in piece.name",
+        "reader.fill(copied_pieces(held, optimizer, outer, reader.state[GROUP]))",
+        f"{COPIED}; reader.fill(piece for piece in copied if 'outer.weights' not in piece.name)",
         IN_GROUP,
     ),
     RecoveryDefect(
@@ -234,5 +263,47 @@ IN_RECOVERY = (
         "set(ranks) <= set(alive)",
         "set(ranks) & set(alive)",
         without_the_lost_group,
+    ),
+    RecoveryDefect(
+        "a group that joins starts with the weights of another one",
+        "optimizer.outer:OuterOptimizer.start_from_global_weights",
+        "shard.main.copy_(self._global_weights(shard))",
+        "self._global_weights(shard)",
+        JOINS,
+    ),
+    RecoveryDefect(
+        "a group that joins sends the outer gradient of another one again",
+        "optimizer.outer:OuterOptimizer.start_from_global_weights",
+        "else torch.zeros_like(fragment.sent)",
+        "else fragment.sent",
+        JOINS,
+    ),
+    RecoveryDefect(
+        "a group that joins needs a state of its own",
+        "training.recovery_choice:has_all_groups",
+        "set(training) & set(ranks)",
+        "set(training)",
+        JOINS,
+    ),
+    RecoveryDefect(
+        "groups report to one another in every step",
+        "training.driver:read_reports",
+        "alone or group.size()",
+        "group.size()",
+        partial(test_outer.test_four_steps_send_the_weights_once, "full", 1.0),
+    ),
+    RecoveryDefect(
+        "groups have different step counts after one of them has skipped a step",
+        "training.step:train_step",
+        "if outcome.skipped and alone:",
+        "if False:",
+        apart,
+    ),
+    RecoveryDefect(
+        "a step that one group skips delays its learning rates",
+        "training.step:train_step",
+        "skipped=outcome.skipped and not alone",
+        "skipped=outcome.skipped",
+        apart,
     ),
 )

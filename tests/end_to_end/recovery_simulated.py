@@ -79,6 +79,10 @@ class RankDiedError(Exception):
     """An injected death."""
 
 
+class RegroupedError(Exception):
+    """A rank joins."""
+
+
 @dataclass(frozen=True)
 class Planned:
     """A fault of a job."""
@@ -88,6 +92,8 @@ class Planned:
     """Of the launcher."""
     step: int
     loss: str = "spare"
+    joins: int | None = None
+    """The iteration after which the lost rank joins again."""
 
 
 class Disturbed:
@@ -96,6 +102,7 @@ class Disturbed:
     def __init__(self, memory: HostMemory, mirror: HostMemory | None, faults: Sequence[Planned], job: Members) -> None:
         self.memory, self._mirror, self._faults, self._job = memory, mirror, faults, job
         self.generation, self.iteration = memory.numbers[GENERATION], max(job.iteration, 0)
+        self.joins: int | None = None
         memory.before_commit = partial(self.die, "kill-copy")
 
     def report_training(self) -> None:
@@ -112,13 +119,18 @@ class Disturbed:
                 raise RankDiedError(f"rank {fault.rank} died in step {fault.step} by {kind}")
 
     def regroup_when_due(self, iteration: int) -> None:
-        """Mirror the copy of ``iteration``."""
-        if self._mirror is None:
-            return
+        """Mirror the copy of ``iteration``, and end the world if a rank joins after it."""
+        if self._mirror is not None:
+            self._copy_to(self._mirror, iteration)
+        if iteration == self.joins:
+            dist.barrier()  # all ranks have copied their state
+            raise RegroupedError(f"a rank joins after iteration {iteration}")
+
+    def _copy_to(self, mirror: HostMemory, iteration: int) -> None:
         copy = Copy(self.memory.rank, iteration, self.generation)
         text, state, data = self.memory.read(copy)
-        self._mirror.begin()[: len(data)].copy_(data)
-        self._mirror.commit_copy(copy, text, state, len(data))
+        mirror.begin()[: len(data)].copy_(data)
+        mirror.commit_copy(copy, text, state, len(data))
         self.memory.numbers[MIRRORED] = copy.stamp
 
 
@@ -134,7 +146,11 @@ def sources(members: Members, memory: HostMemory, all_memory: Sequence[Sequence[
 
 
 def rank_of_job(
-    settings: dict[str, Any], members: Members, memories: Sequence[Sequence[HostMemory]], faults: Sequence[Planned]
+    settings: dict[str, Any],
+    members: Members,
+    memories: Sequence[Sequence[HostMemory]],
+    faults: Sequence[Planned],
+    joins: int | None = None,
 ) -> None:
     """Train from the copies of ``members`` to the end."""
     place = dist.get_rank()
@@ -142,6 +158,7 @@ def rank_of_job(
     neighbour = members.training[place - 1]
     memory = memories[rank][0]
     job = Disturbed(memory, memories[neighbour][1] if len(members.training) > 1 else None, faults, members)
+    job.joins = joins
     world = World(place, len(members.training), 0, torch.device("cpu"), memory=memory, launched=members.training)
     copy = None if members.iteration < 0 else HostCopy(sources(members, memory, memories))
     config = with_groups(RunConfig.from_flat(settings), len(memories), world.size)
@@ -215,7 +232,8 @@ def run_job(case: str, faults: Sequence[Planned] = ()) -> Outcome:
     meetings = [Meeting(store, rank, size, choice) for rank in range(size)]
     memories = [(HostMemory(ROOM, rank=rank), HostMemory(ROOM, rank=rank)) for rank in range(size)]
     left, outcome = list(faults), Outcome({}, size, [], [])
-    for generation in range(2 * len(faults) + 1):
+    joins = {fault.joins: fault.rank for fault in faults if fault.joins is not None}
+    for generation in range(3 * len(faults) + 1):
         began = time.monotonic()
         for rank, (memory, mirror) in enumerate(memories):
             memory.numbers[GENERATION] = generation
@@ -223,10 +241,17 @@ def run_job(case: str, faults: Sequence[Planned] = ()) -> Outcome:
                 meetings[rank].arrive(generation, memory.copies() + mirror.copies(), fresh=False)
         members = meetings[0].members(generation)
         assert members is not None and members.iteration != LOST_STATE and members.training, members
+        lost = [meetings[0].is_lost(rank) for rank in range(size)]
+        due = min((after for after, rank in joins.items() if lost[rank]), default=None)
         try:
-            run_simulated(len(members.training), rank_of_job, settings, members, memories, left, timeout=1200.0)
+            run_simulated(len(members.training), rank_of_job, settings, members, memories, left, due, timeout=1200.0)
         except RankFailure as failure:
             message = str(failure).strip().splitlines()[-1]
+            if due is not None and f"a rank joins after iteration {due}" in message:
+                meetings[0].replace(generation, due, message)
+                meetings[0].take_in([joins[due]])
+                memories[joins[due]] = HostMemory(ROOM, rank=joins[due]), HostMemory(ROOM, rank=joins[due])
+                continue
             outcome.messages.append(message)
             outcome.seconds.append(time.monotonic() - began)
             fault = next((fault for fault in left if is_named(message, fault)), None)

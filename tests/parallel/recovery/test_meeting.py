@@ -9,7 +9,13 @@ from megatron_core.config.layout import Layout
 from megatron_core.parallel import interrupt
 from megatron_core.parallel.recovery.meeting import LOST_STATE, NO_STATE, End, Failure, Meeting
 from megatron_core.parallel.recovery.memory import Copy
-from megatron_core.training.recovery_choice import choice_of, groups_left_out, has_all_parts, training_ranks
+from megatron_core.training.recovery_choice import (
+    choice_of,
+    groups_left_out,
+    groups_that_join,
+    has_all_parts,
+    training_ranks,
+)
 from tests.runs import tiny_config
 
 
@@ -91,8 +97,8 @@ def test_state_without_a_copy_is_not_replaced_by_a_new_start() -> None:
     assert found is not None and found.iteration == LOST_STATE
 
 
-def test_a_group_that_stood_aside_does_not_lose_the_state_of_the_others() -> None:
-    """Its copy is old; with a batch for two of four groups, one of those that trained continues alone."""
+def test_a_group_that_stood_aside_starts_with_the_state_of_the_others() -> None:
+    """Its own copy is old; the batch is for two of four groups."""
     groups = {"outer_steps": 2, "outer_groups": 4, "global_batch_size": 8, "micro_batch_size": 1}
     config = tiny_config(**groups, recover="in-process", recover_without_spare=True)
     store, choice = dist.HashStore(), choice_of(config, 4)
@@ -109,8 +115,8 @@ def test_a_group_that_stood_aside_does_not_lose_the_state_of_the_others() -> Non
     ranks[0].arrive(2, copies(0, 10, written=1), fresh=False)
     ranks[2].arrive(2, copies(2, 5), fresh=False)
     found = ranks[0].members(2)
-    assert found is not None and (found.ranks, found.training, found.iteration) == ((0, 2), (0,), 10)
-    assert groups_left_out(config, 4, found.training) == [1, 2, 3]
+    assert found is not None and (found.ranks, found.training, found.iteration) == ((0, 2), (0, 2), 10)
+    assert groups_left_out(config, 4, found.training) == [1, 3] and groups_that_join(config, 4, found) == {2: 0}
     assert groups_left_out(tiny_config(), 4, (1, 2, 3)) == [], "without groups none is left out"
 
 
