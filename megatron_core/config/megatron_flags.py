@@ -23,6 +23,7 @@ SAME_VALUE: dict[str, dict[str, str]] = _TABLES["same_value"]
 OTHER_DEFAULTS: dict[str, tuple[str, str]] = {name: tuple(pair) for name, pair in _TABLES["other_defaults"].items()}
 FURTHER_VALUES: dict[str, str] = _TABLES["further_values"]
 TOGETHER: dict[str, str] = _TABLES["together"]
+UNREAD_WITH: dict[str, str] = _TABLES["unread_with"]
 LISTS = frozenset(_TABLES["lists"].split())
 
 

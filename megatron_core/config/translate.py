@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,6 +73,8 @@ class Translation:
         elif (meaning := megatron_flags.VALUE_MEANS.get(f"{name}={' '.join(values)}")) is not None:
             self.weak += megatron_flags.OVERRIDDEN_BY_FLAG.get(f"{name}={values[0]}", ())
             self.strong += meaning
+        elif (other := megatron_flags.UNREAD_WITH.get(name)) in _own_names(effective):
+            self.ignored[flag] = f"no effect with --{str(other).replace('_', '-')}"
         elif megatron_flags.RENAMED.get(name, name) == "hybrid_layer_pattern" and len(values) == 1:
             self._pattern(flag, values[0], effective)
         elif name in self.known:
@@ -174,8 +176,11 @@ class Translation:
         """Whether a flag that could be accepted is given without the setting that has to be given with it."""
         needed = megatron_flags.TOGETHER.get(name)
         only = megatron_flags.ONLY_VALUE.get(name, values)
-        given = {megatron_flags.RENAMED.get(other, other) for other in effective}
-        return needed is not None and set(values) <= set(only) and needed not in given
+        return needed is not None and set(values) <= set(only) and needed not in _own_names(effective)
+
+
+def _own_names(flags: Iterable[str]) -> set[str]:
+    return {megatron_flags.RENAMED.get(name, name) for name in flags}
 
 
 def plain(flag: str) -> str:

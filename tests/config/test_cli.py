@@ -227,6 +227,13 @@ def test_every_other_flag_does_what_its_table_says():
             assert not found.faults and given[0] in found.ignored, name
 
 
+def test_flags_that_megatron_does_not_read_beside_others():
+    pattern = ["--hybrid-override-pattern", "M*-"]
+    for given, other in ((["--add-qkv-bias"], ["--multi-latent-attention"]), (["--hybrid-mlp-ratio", "0.5"], pattern)):
+        alone, found = (Translation.of(flags, field_types()) for flags in (other, [*given, *other]))
+        assert found.flags == alone.flags and given[0] in found.ignored and not found.faults
+
+
 def test_all_accepted_flags_together_change_nothing(capsys):
     accepted = {name for name, flag in megatron_flags.FLAGS.items() if flag.fate != "refused"}
     given = [_given(name) for name in sorted(accepted - megatron_flags.TOGETHER.keys())]
