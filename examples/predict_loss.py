@@ -28,6 +28,8 @@ from megatron_core.errors import ConfigError
 
 EVALUATED = 64
 """Batches of a validation."""
+LARGEST_MICRO_BATCH = 16
+"""Most sequences in a micro-batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +65,8 @@ class Size:
     width: int
     parameters: int
     """N: those in layers."""
+    micro_batch: int
+    """Sequences in a micro-batch of one of the two ranks."""
     batch: int
     """Sequences in a batch."""
     steps: int
@@ -73,14 +77,12 @@ class Size:
         width = settings.channels * depth
         parameters = 12 * depth * width**2
         tokens = settings.tokens_per_parameter * parameters
-        # Rounded to the two ranks: with powers of 2, as ``--depth`` has them, the losses would lie on no curve.
-        batch = 2 * max(round(batch_tokens(parameters, tokens) / settings.seq_length / 2), 1)
-        return cls(depth, width, parameters, batch, math.ceil(tokens / (batch * settings.seq_length)))
-
-    @property
-    def micro_batch(self) -> int:
-        """Sequences of a micro-batch: the largest divisor of a rank's share up to 16."""
-        return max(size for size in range(1, 17) if self.batch // 2 % size == 0)
+        # Rounded to micro-batches: with powers of 2, as ``--depth`` has them, the losses would lie on no curve.
+        share = batch_tokens(parameters, tokens) / settings.seq_length / 2
+        count = math.ceil(share / LARGEST_MICRO_BATCH)
+        micro_batch = max(round(share / count), 1)
+        batch = 2 * count * micro_batch
+        return cls(depth, width, parameters, micro_batch, batch, math.ceil(tokens / (batch * settings.seq_length)))
 
     def compute(self, seq_length: int) -> float:
         """C = 6 N D in FLOP."""
