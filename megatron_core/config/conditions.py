@@ -22,9 +22,10 @@ RECURRENT = replace(
         run.model.experimental_attention_variant not in (None, "dsa") or "G" in (run.model.hybrid_layer_pattern or "")
     ),
 )
-MAMBA = Condition("a Mamba layer (M) in --hybrid-layer-pattern", lambda run: run.model.may_have_mamba)
+MAMBA = Condition("a Mamba layer (M or H) in --hybrid-layer-pattern", lambda run: run.model.may_be("M", "H"))
+BOTH = Condition("a layer H in --hybrid-layer-pattern", lambda run: run.model.may_be("H"))
 ANY_RECURRENCE = Condition(
-    "--experimental-attention-variant gated_delta_net, or M or G in --hybrid-layer-pattern",
+    "--experimental-attention-variant gated_delta_net, or M, H or G in --hybrid-layer-pattern",
     lambda run: MAMBA.holds(run) or RECURRENT.holds(run),
 )
 SPARSE_ATTENTION = Condition("--experimental-attention-variant dsa", lambda run: run.model.has_sparse_attention)

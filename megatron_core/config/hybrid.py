@@ -1,17 +1,19 @@
 """Layers with one part each, a mixer or an MLP, in the order of a pattern; settings of Mamba-2 mixers."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from megatron_core.config import conditions as c
 from megatron_core.config import ranges as r
 from megatron_core.config.setting import ALWAYS, Resume, section, setting
 
-RECURRENCES = {"M": "mamba2", "G": "gated_delta_net"}
+RECURRENCES = {"M": "mamba2", "G": "gated_delta_net", "H": "mamba2"}
 """Letter of a layer with a recurrence -> its kind in ``config.mixers.RECURRENT_KINDS``."""
-ATTENTION, DENSE, EXPERTS = "*", "-", "E"
-"""Letters of layers with attention, a dense MLP, or experts."""
-LETTERS = (*RECURRENCES, ATTENTION, DENSE, EXPERTS)
+BOTH, DENSE, EXPERTS = "H", "-", "E"
+"""Letters of layers with both attention and a Mamba-2 mixer, a dense MLP, or experts."""
+MAMBA, ATTENTION = ("M", BOTH), ("*", BOTH)
+"""Letters of layers with a Mamba-2 mixer, and with attention."""
+LETTERS = ("M", "G", "*", BOTH, DENSE, EXPERTS)
 STAGE, LATENT = "|", "+"
 """Further characters of Megatron-LM's patterns: end of a pipeline stage; layer with multi-head latent attention."""
 
@@ -27,9 +29,9 @@ def read_pattern(text: str) -> tuple[str, dict[str, Any]]:
         counts = ("t" * n if n < 4 else f"t*{n}" for n in map(len, stages))
         implied["pipeline_model_parallel_layout"] = f"E{STAGE.join(counts)}L"
     letters = "".join(stages)
-    if LATENT in letters and ATTENTION not in letters:
+    if LATENT in letters and not set(ATTENTION) & set(letters):
         implied["multi_latent_attention"] = True
-        letters = letters.replace(LATENT, ATTENTION)
+        letters = letters.replace(LATENT, ATTENTION[0])
     return letters, implied
 
 
@@ -40,9 +42,10 @@ class HybridConfig:
     arXiv 2405.21060; hybrid models: Waleffe et al. 2024, arXiv 2406.07887)."""
 
     hybrid_layer_pattern: str | None = setting(None, when=ALWAYS, aliases="hybrid_override_pattern")
-    """Part of each layer, one letter per layer. M: Mamba-2; G: gated delta net; *: attention; -: MLP; E: experts.
-    --num-layers follows from it. As in Megatron-LM, | ends a pipeline stage, and +, in place of *, is an attention
-    layer of --multi-latent-attention. Default: every layer has attention (or a recurrence) and an MLP (or experts)."""
+    """Part of each layer, one letter per layer. M: Mamba-2; G: gated delta net; *: attention; H: attention and Mamba-2
+    with the same input, whose outputs are added (Falcon-H1); -: MLP; E: experts. --num-layers follows from it. As in
+    Megatron-LM, | ends a pipeline stage, and +, in place of *, is an attention layer of --multi-latent-attention.
+    Default: every layer has attention (or a recurrence) and an MLP (or experts)."""
     mamba_state_dim: int = setting(128, r.SIZE, needs=c.MAMBA)
     """Channels of B and C of a group: with --mamba-head-dim the size of a head's state."""
     mamba_head_dim: int = setting(64, r.SIZE, needs=c.MAMBA)
@@ -55,6 +58,14 @@ class HybridConfig:
     """Smallest step dt of a Mamba head."""
     mamba_dt_max: float | None = setting(None, r.POSITIVE, needs=c.MAMBA, resume=Resume.FUNCTION)
     """Largest step dt of a Mamba head; default: none."""
+    mamba_output_norm: Literal["after_gate", "before_gate", "none"] = setting("after_gate", needs=c.MAMBA)
+    """Norm of the outputs of Mamba heads: of their product with the gates, before this product, or none (Falcon-H1)."""
+    mamba_multipliers: tuple[float, float, float, float, float] = setting(
+        (1.0, 1.0, 1.0, 1.0, 1.0), needs=c.MAMBA, resume=Resume.FUNCTION
+    )
+    """Factors on the projections of a Mamba mixer to inputs, B, C, gates and steps (Falcon-H1)."""
+    parallel_mixer_multipliers: tuple[float, float] = setting((1.0, 1.0), needs=c.BOTH, resume=Resume.FUNCTION)
+    """Factors on the outputs of attention and of the Mamba mixer in layers H (Falcon-H1)."""
     linear_conv_kernel_dim: int = setting(4, r.SMALL_COUNT, needs=c.ANY_RECURRENCE)
     """Tokens of the causal convolution before a recurrence."""
 
@@ -68,14 +79,23 @@ class HybridConfig:
         return not self.hybrid_layer_pattern or any(letter in self.hybrid_layer_pattern for letter in letters)
 
     @property
-    def may_have_mamba(self) -> bool:
-        """Whether a layer may be a Mamba-2 mixer: also with unknown letters or none, which are refused themselves."""
+    def may_have_attention(self) -> bool:
+        """Whether a layer may have attention."""
+        return self.may_have(*ATTENTION)
+
+    @property
+    def has_mamba(self) -> bool:
+        """Whether a layer has a Mamba-2 mixer."""
+        return any(letter in (self.hybrid_layer_pattern or "") for letter in MAMBA)
+
+    def may_be(self, *letters: str) -> bool:
+        """Whether a pattern has ``letters``, or unknown ones or none, which are refused themselves."""
         pattern = self.hybrid_layer_pattern
-        return pattern is not None and (not pattern or not set(pattern) <= {*LETTERS} - {"M"})
+        return pattern is not None and (not pattern or not set(pattern) <= {*LETTERS} - {*letters})
 
     def has_mixer(self, layer_number: int) -> bool:
         """Whether a layer (numbered from 0) has attention or a recurrence."""
-        return self.letter_of(layer_number) in (None, ATTENTION, *RECURRENCES)
+        return self.letter_of(layer_number) in (None, *ATTENTION, *RECURRENCES)
 
     def has_mlp(self, layer_number: int) -> bool:
         """Whether a layer (numbered from 0) has an MLP or experts."""

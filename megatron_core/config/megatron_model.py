@@ -8,7 +8,8 @@ ABSENT = (
     *("add_output_layer_bias", "geglu", "scale_embeddings", "embedding_multiplier", "residual_multiplier"),
     *("logit_multiplier", "softmax_scale", "attn_logit_softcapping", "final_logit_softcapping", "attention_kind"),
     *("attention_chunk_size", "query_temperature_scale", "rotary_base_of_windows", "moe_router_group_score_topk"),
-    *("yarn_attention_factor",),
+    *("yarn_attention_factor", "mlp_multipliers", "mamba_output_norm", "mamba_multipliers"),
+    *("parallel_mixer_multipliers",),
 )
 """Settings of the model's function that Megatron-LM's arguments do not have."""
 
@@ -25,5 +26,5 @@ def without_arguments(model: ModelConfig) -> list[str]:
         found.append(f"rope_scaling_type={model.rope_scaling_type}")
     if model.num_experts is not None and model.moe_router_score_function == "sparsemixer":
         found.append("moe_router_score_function=sparsemixer")
-    fixed = FIXED_OF_MAMBA if "M" in (model.hybrid_layer_pattern or "") else {}
+    fixed = FIXED_OF_MAMBA if model.has_mamba else {}
     return found + [f"{name}={value}" for name, only in fixed.items() if (value := getattr(model, name)) != only]

@@ -6,6 +6,7 @@ to ``config.hybrid``, and its layer to ``RECURRENT_LAYERS`` in ``megatron_core/t
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
 from megatron_core.config.attention import AttentionKind, Projection, attention_of
@@ -214,7 +215,8 @@ class Mamba2(Recurrence):
     def vectors(self, tp: int) -> int:
         """Weights and biases of the convolution; decay, step and D of each head; the norm of outputs."""
         convolution = self.convolved * (self.model.linear_conv_kernel_dim + 1)
-        return (convolution + 3 * self.heads + self.pieces[0]) // tp
+        norm = self.pieces[0] * (self.model.mamba_output_norm != "none")
+        return (convolution + 3 * self.heads + norm) // tp
 
     def score_flops(self, keys: int) -> tuple[int, int]:
         """7 for each element of the states and token, as Megatron-LM counts the recurrence."""
@@ -228,6 +230,60 @@ class Mamba2(Recurrence):
             Projection(model.hidden_size, sum(pieces), "outputs", False, width, "in_proj", pieces=pieces),
             Projection(inputs // tp, model.hidden_size, "inputs", False, "heads x channels", "out_proj"),
         ]
+
+
+class AttentionAndMamba(AttentionKind):
+    """Attention and a Mamba-2 mixer of the same input; their outputs are added (Zuo et al. 2025, arXiv 2507.22448)."""
+
+    name = "attention_and_mamba2"
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__(model)
+        self.mixers: dict[str, AttentionKind] = {"attention": attention_of(model), "recurrence": Mamba2(model)}
+        """By the names of the modules."""
+
+    @property
+    def has_rotary(self) -> bool:
+        """As attention."""
+        return self.mixers["attention"].has_rotary
+
+    def cached_elements(self, tp: int) -> int:
+        """As attention."""
+        return sum(mixer.cached_elements(tp) for mixer in self.mixers.values())
+
+    def state_elements(self, tp: int) -> int:
+        """As the mixer."""
+        return sum(mixer.state_elements(tp) for mixer in self.mixers.values())
+
+    def vectors(self, tp: int) -> int:
+        """The sum over both."""
+        return sum(mixer.vectors(tp) for mixer in self.mixers.values())
+
+    def frozen_vectors(self) -> int:
+        """The sum over both."""
+        return sum(mixer.frozen_vectors() for mixer in self.mixers.values())
+
+    def score_flops(self, keys: int) -> tuple[int, int]:
+        """The sum over both."""
+        first, second = (mixer.score_flops(keys) for mixer in self.mixers.values())
+        return first[0] + second[0], first[1] + second[1]
+
+    def projections(self, tp: int) -> list[Projection]:
+        """Projections of both, under the names of the modules; the output projection of attention is the last one."""
+        return [
+            replace(each, module=f"{name}.{each.module}")
+            for name, mixer in reversed(self.mixers.items())
+            for each in mixer.projections(tp)
+        ]
+
+    def norms(self, tp: int) -> tuple[int, ...]:
+        """As attention."""
+        return tuple(size for mixer in self.mixers.values() for size in mixer.norms(tp))
+
+    def saved(self) -> tuple[int, int]:
+        """The sum over both."""
+        first, second = (mixer.saved() for mixer in self.mixers.values())
+        return first[0] + second[0], first[1] + second[1]
 
 
 class NoMixer(AttentionKind):
@@ -271,8 +327,14 @@ RECURRENT_KINDS: dict[str, type[Recurrence]] = {kind.name: kind for kind in (Gat
 
 
 def mixer_of(model: ModelConfig, layer_number: int) -> AttentionKind:
-    """The attention of a layer (numbered from 0), or its recurrence."""
+    """The attention of a layer (numbered from 0), its recurrence, or both."""
+    recurrence, has_attention = recurrence_of(model, layer_number), model.has_attention(layer_number)
+    if recurrence is not None:
+        return AttentionAndMamba(model) if has_attention else recurrence
+    return attention_of(model) if has_attention else NoMixer(model)
+
+
+def recurrence_of(model: ModelConfig, layer_number: int) -> Recurrence | None:
+    """The recurrence of a layer (numbered from 0); None: it has none."""
     kind = model.recurrence_of(layer_number)
-    if kind is not None:
-        return RECURRENT_KINDS[kind](model)
-    return attention_of(model) if model.has_mixer(layer_number) else NoMixer(model)
+    return None if kind is None else RECURRENT_KINDS[kind](model)

@@ -5,7 +5,7 @@ from typing import Literal
 
 from megatron_core.config import conditions as c
 from megatron_core.config import ranges as r
-from megatron_core.config.hybrid import EXPERTS, RECURRENCES, HybridConfig
+from megatron_core.config.hybrid import ATTENTION, EXPERTS, RECURRENCES, HybridConfig
 from megatron_core.config.moe import MoEConfig
 from megatron_core.config.norms import NormConfig
 from megatron_core.config.rotary import RotaryConfig
@@ -105,6 +105,8 @@ class ModelConfig(
     """Offset o of a gated MLP: f(gate) * (up + o); 1 in gpt-oss."""
     activation_func_clamp_value: float | None = setting(None, r.POSITIVE, needs=c.GATED)
     """Bound v of a gated MLP: min(gate, v), and up between -v and v (gpt-oss); default: none."""
+    mlp_multipliers: tuple[float, float] = setting((1.0, 1.0), needs=c.GATED, when=c.DENSE_LAYER)
+    """Factors on the gates, before the activation function, and on the output of a gated MLP (Falcon-H1)."""
     squared_relu: bool = setting(False, when=ALWAYS)
     """MLP with relu(x)^2 (So et al. 2021)."""
     openai_gelu: bool = setting(False, when=c.GELU)
@@ -319,7 +321,7 @@ class ModelConfig(
         return self.window_size if windowed else None
 
     def recurrence_of(self, layer_number: int) -> str | None:
-        """The kind of the recurrence of a layer (numbered from 0); None: it has attention or no mixer."""
+        """The kind of the recurrence of a layer (numbered from 0); None: it has attention alone or no mixer."""
         if (letter := self.letter_of(layer_number)) is not None:
             return RECURRENCES.get(letter)
         pattern, layer_number = self.linear_attention_freq, min(layer_number, self.num_layers - 1)
@@ -329,12 +331,14 @@ class ModelConfig(
         return self.experimental_attention_variant if is_so else None
 
     def is_recurrent(self, layer_number: int) -> bool:
-        """Whether a layer (numbered from 0) has a recurrence instead of attention."""
+        """Whether a layer (numbered from 0) has a recurrence, with or without attention."""
         return self.recurrence_of(layer_number) is not None
 
     def has_attention(self, layer_number: int) -> bool:
         """Whether a layer (numbered from 0) has attention."""
-        return self.has_mixer(layer_number) and not self.is_recurrent(layer_number)
+        if (letter := self.letter_of(layer_number)) is not None:
+            return letter in ATTENTION
+        return not self.is_recurrent(layer_number)
 
     def chunk_of_layer(self, layer_number: int) -> int | None:
         """Tokens of a chunk within which a layer (numbered from 0) attends; None: whole documents."""

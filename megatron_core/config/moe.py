@@ -36,10 +36,18 @@ class MoEConfig:
     moe_router_score_function: Literal["softmax", "sigmoid", "sqrtsoftplus", "sparsemixer"] = setting("softmax")
     """Function from logits to scores. With sigmoid and sqrtsoftplus, chosen scores are divided by their sum
     (DeepSeek-V3). sparsemixer: the probability of each choice is its softmax over the experts that are not chosen yet
-    and have logits near the largest one, as in the evaluation of Phi-3.5-MoE (Liu et al. 2024); nothing is drawn at
-    random in training either."""
+    and have logits near the largest one (Liu et al. 2024; Phi-3.5-MoE)."""
     moe_sparsemixer_threshold: float = setting(0.01, r.NON_NEGATIVE, needs=c.SPARSEMIXER)
     """Threshold t of sparsemixer: a logit x is near the largest one, m, if (m - x) / max(|x|, m) <= 2 t."""
+    moe_sparsemixer_sampling: bool = setting(
+        False,
+        needs=c.SPARSEMIXER,
+        when=(c.TRAINING, c.NO_SINKHORN, c.ROUTED_BY_SCORE),
+        resume=Resume.REPORTED,
+    )
+    """With sparsemixer, draw each expert in training by its probability, and scale outputs for gradients of third order
+    (Heun's method; Liu et al. 2023, arXiv 2310.00811), as Phi-3.5-MoE was trained; default: the largest logits, as in
+    evaluation."""
     moe_router_pre_softmax: bool = setting(False, when=(c.NO_SINKHORN, c.SOFTMAX_SCORES))
     """Apply softmax to all experts before the choice, without renormalization; default: to the chosen experts after the
     choice."""

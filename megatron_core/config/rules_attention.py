@@ -11,7 +11,7 @@ from megatron_core.config.run import RunConfig
 def model_problems(config: RunConfig) -> Iterator[str]:
     """Settings of heads, groups, positions, activations and the loss that contradict each other."""
     model = config.model
-    if model.kv_channels is None and model.may_have("*") and not attention_of(model).has_own_head_sizes:
+    if model.kv_channels is None and model.may_have_attention and not attention_of(model).has_own_head_sizes:
         yield from uneven(
             "hidden_size",
             model.hidden_size,

@@ -19,6 +19,9 @@ OTHER_CHOICES = {
 def hybrid_problems(config: RunConfig) -> Iterator[str]:
     """Letters of the pattern, their number, other settings about the same, and sizes of Mamba-2 mixers."""
     model, pattern = config.model, config.model.hybrid_layer_pattern
+    for name in ("mlp_multipliers", "mamba_multipliers", "parallel_mixer_multipliers"):
+        if min(getattr(model, name)) <= 0:
+            yield f"{name}={getattr(model, name)} must be numbers above 0"
     if pattern is None:
         return
     named = f"hybrid_layer_pattern={pattern}"
@@ -32,7 +35,7 @@ def hybrid_problems(config: RunConfig) -> Iterator[str]:
         yield f"moe_layer_freq={model.moe_layer_freq} cannot be used with {named}, where E means experts; remove it"
     if "E" in pattern and model.num_experts is None:
         yield f"{named} has layers E with experts, and num_experts=None; add --num-experts N"
-    if "M" in pattern:
+    if model.has_mamba:
         yield from _mamba_problems(model)
 
 

@@ -48,6 +48,11 @@ def _layer_problems(config: RunConfig) -> Iterator[str]:
             f"num_experts={model.num_experts} has no effect with moe_layer_freq={pattern}, which gives no layer "
             "experts; write a 1 for each layer with experts, or remove --num-experts"
         )
+    if model.mlp_multipliers != (1.0, 1.0):
+        yield (
+            f"mlp_multipliers={model.mlp_multipliers} cannot be used with num_experts={model.num_experts}, to which "
+            "they do not apply; remove --mlp-multipliers"
+        )
     shared, tp = model.moe_shared_expert_intermediate_size, config.parallel.tensor_model_parallel_size
     if model.moe_shared_expert_overlap and shared is not None and model.moe_token_dispatcher_type != "alltoall":
         yield (

@@ -106,7 +106,7 @@ def tensor_parallel_sizes(config: RunConfig, world_size: int) -> list[int]:
     if config.data.seq_length_warmup is not None:
         lengths += [config.data.length_ramp.start, config.data.length_ramp.increment]
     even = [*_split_sizes(config).values(), *(n // cp for n in lengths if parallel.sequence_parallel)]
-    groups = model.query_groups if model.may_have("*") else even[0]
+    groups = model.query_groups if model.may_have_attention else even[0]
     # Fewer groups than ranks are legal if each rank belongs to exactly one group.
     legal = [
         tp
@@ -120,8 +120,8 @@ def tensor_parallel_sizes(config: RunConfig, world_size: int) -> list[int]:
 def _split_sizes(config: RunConfig) -> dict[str, int]:
     """The sizes of the model's layers that tensor parallelism must split evenly."""
     model = config.model
-    sizes = {"num_attention_heads": model.num_attention_heads} if model.may_have("*") else {}
-    sizes |= {"mamba_num_groups": model.mamba_num_groups} if "M" in (model.hybrid_layer_pattern or "") else {}
+    sizes = {"num_attention_heads": model.num_attention_heads} if model.may_have_attention else {}
+    sizes |= {"mamba_num_groups": model.mamba_num_groups} if model.has_mamba else {}
     return sizes | ({"ffn_hidden_size": model.ffn_size} if model.may_have("-", "E") else {})
 
 
@@ -138,7 +138,7 @@ def _tensor_problems(config: RunConfig, world_size: int) -> Iterator[str]:
         return
     wrong = [f"{name}={size}" for name, size in _split_sizes(config).items() if leaves_rest(size, tp)]
     groups = model.query_groups
-    if model.group_query_attention and model.may_have("*") and leaves_rest(groups, tp) and leaves_rest(tp, groups):
+    if model.group_query_attention and model.may_have_attention and leaves_rest(groups, tp) and leaves_rest(tp, groups):
         wrong.append(f"num_query_groups={groups}")
     way_out = ""
     if config.parallel.sequence_parallel and config.parallel.context_parallel_size == 1 and leaves_rest(length, tp):
@@ -272,7 +272,7 @@ def context_problems(config: RunConfig) -> Iterator[str]:
 def _head_problems(config: RunConfig, ranks: dict[str, int]) -> Iterator[str]:
     """Numbers of heads that cannot be exchanged evenly; ``ranks``: number of ranks that exchange heads, by kind."""
     heads, tp = config.model.num_attention_heads, max(config.parallel.tensor_model_parallel_size, 1)
-    for kind in dict.fromkeys(config.parallel.cp_comm_type if config.model.may_have("*") else ()):
+    for kind in dict.fromkeys(config.parallel.cp_comm_type if config.model.may_have_attention else ()):
         if leaves_rest(heads // tp, ranks.get(kind, 1)):
             legal = ", ".join(map(str, divisors(heads // tp)))
             yield (

@@ -276,10 +276,10 @@ def clip_problems(config: RunConfig) -> Iterator[str]:
     for name in ("qk_layernorm", "qk_l2_norm"):
         if flat[name] and not model.multi_latent_attention:
             yield f"{name}=True cannot be used with qk_clip=True: norms undo the scaling; remove one of them"
-    if not model.may_have("*"):
+    if not model.may_have_attention:
         yield (
             f"qk_clip=True has no effect with hybrid_layer_pattern={model.hybrid_layer_pattern}, which has no layer * "
-            "with attention; remove --qk-clip"
+            "or H with attention; remove --qk-clip"
         )
     pattern, layers = model.linear_attention_freq or (1,), model.num_layers
     only_recurrent = pattern[0] > layers if len(pattern) == 1 else len(pattern) == layers and all(pattern)

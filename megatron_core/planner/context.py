@@ -63,11 +63,16 @@ class _Sizes:
 
 def layer_traffic(config: RunConfig, layer_number: int) -> AttentionTraffic:
     """Bytes sent in a layer; 0 without context parallelism."""
-    if not config.model.has_mixer(layer_number):
-        return AttentionTraffic(0.0, 0.0)
+    found = AttentionTraffic(0.0, 0.0)
+    if config.model.has_attention(layer_number):
+        found = _attention_traffic(config, layer_number)
     if config.model.is_recurrent(layer_number):
         own = Recurrence.of(config, layer_number)
-        return AttentionTraffic(own.sent, own.sent_back)
+        found = AttentionTraffic(found.forward + own.sent, found.backward + own.sent_back)
+    return found
+
+
+def _attention_traffic(config: RunConfig, layer_number: int) -> AttentionTraffic:
     kind, cp, sizes = _kind(config, layer_number), config.parallel.context_parallel_size, _Sizes.of(config)
     if kind == "p2p":
         return _ring(cp, sizes.groups * sizes.head * sizes.tokens, sizes)
@@ -126,12 +131,17 @@ def arriving_bytes(config: RunConfig, layers: Iterable[int]) -> float:
 
 
 def _arriving(config: RunConfig, layer_number: int) -> float:
+    model, cp, found = config.model, config.parallel.context_parallel_size, 0.0
+    if cp > 1 and model.is_recurrent(layer_number):  # of all ranks, and their gradients
+        found = 2 * Recurrence.of(config, layer_number).sent * cp / (cp - 1)
+    if cp > 1 and model.has_attention(layer_number):
+        found = max(found, _arriving_keys(config, layer_number))
+    return found
+
+
+def _arriving_keys(config: RunConfig, layer_number: int) -> float:
     kind, cp, sizes = _kind(config, layer_number), config.parallel.context_parallel_size, _Sizes.of(config)
     block = sizes.groups * sizes.head * sizes.tokens
-    if cp == 1 or not config.model.has_mixer(layer_number):
-        return 0.0
-    if config.model.is_recurrent(layer_number):  # of all ranks, and their gradients
-        return 2 * Recurrence.of(config, layer_number).sent * cp / (cp - 1)
     if kind == "all_gather":  # all blocks, and the gradients of all
         return block * cp * (sizes.number + sizes.gradient)
     if kind == "p2p":  # the current block, the next block, the current gradient, and the gradient in transfer

@@ -182,13 +182,15 @@ class LayerClock:
 
     def mixing(self, layer: int) -> tuple[Seconds, Seconds]:
         """Forward and backward of core attention, or of a recurrence, which backward computes again."""
-        model = self.config.model
-        if not model.is_recurrent(layer):
-            if model.has_attention(layer) and model.has_sparse_attention:
-                return sparse_seconds(self.config, layer, self.hardware, self.rings)
-            return self.core_attention(layer) if model.has_attention(layer) else ({}, {})
-        forward = Recurrence.of(self.config, layer).seconds(self.hardware, self.rings.ring("cp"))
-        return forward, {kind: 3 * seconds for kind, seconds in forward.items()}
+        model, passes = self.config.model, []
+        if model.has_attention(layer) and model.has_sparse_attention:
+            passes.append(sparse_seconds(self.config, layer, self.hardware, self.rings))
+        elif model.has_attention(layer):
+            passes.append(self.core_attention(layer))
+        if model.is_recurrent(layer):
+            forward = Recurrence.of(self.config, layer).seconds(self.hardware, self.rings.ring("cp"))
+            passes.append((forward, {kind: 3 * seconds for kind, seconds in forward.items()}))
+        return total([forward for forward, _ in passes]), total([backward for _, backward in passes])
 
     def between(self, layer: int) -> tuple[Seconds, Seconds]:
         """Forward and backward of norms, residual additions and rotary embeddings."""

@@ -51,8 +51,8 @@ class Recurrence:
     def of(cls, config: RunConfig, layer_number: int) -> Recurrence:
         """The numbers of a layer of ``config`` that has a recurrence."""
         model, parallel = config.model, config.parallel
-        sizes = kinds.mixer_of(model, layer_number)
-        assert isinstance(sizes, kinds.Recurrence), layer_number
+        sizes = kinds.recurrence_of(model, layer_number)
+        assert sizes is not None, layer_number
         tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
         batch, length = config.training.micro_batch_size, config.data.seq_length / cp
         number = {"float64": 8, "float32": 4}.get(config.training.compute_dtype, 2)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from megatron_core.tensor_parallel import KeyedDropout
 from megatron_core.transformer.context import LayerContext, SequenceContext
 from megatron_core.transformer.layer_spec import LayerSpec, LayerSpecs, layer_spec
+from megatron_core.transformer.mlp import scaled
 from megatron_core.transformer.norm import Norm
 from megatron_core.transformer.offload import ActivationOffload
 from megatron_core.transformer.recompute import outputs_dropped, recompute_runs, recomputed
@@ -154,8 +155,7 @@ class TransformerLayer(nn.Module):
     def _add(
         self, hidden: Tensor, x: Tensor, bias: Tensor | None, dropout: KeyedDropout, context: SequenceContext
     ) -> Tensor:
-        if self.residual_multiplier != 1.0:
-            x, bias = x * self.residual_multiplier, None if bias is None else bias * self.residual_multiplier
+        x, bias = scaled((x, bias), self.residual_multiplier)
         return dropout(x, context.sample_index, bias=bias, residual=hidden, position_ids=context.residual_positions)
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from megatron_core.config import ModelConfig
 from megatron_core.config.attention import AttentionKind, add_attention
-from megatron_core.config.mixers import mixer_of
+from megatron_core.config.mixers import AttentionAndMamba, mixer_of
 from megatron_core.transformer.attention import SelfAttention
 from megatron_core.transformer.context import LayerContext
 from megatron_core.transformer.context_parallel_attention import core_attention_of
@@ -18,6 +18,7 @@ from megatron_core.transformer.mamba import MambaMixer
 from megatron_core.transformer.mlp import MLP
 from megatron_core.transformer.moe import MoELayer, moe_loss_names
 from megatron_core.transformer.norm import HeadsNorm, L2Norm, Norm, NormOfEachHead
+from megatron_core.transformer.parallel_mixers import ParallelMixers
 from megatron_core.transformer.sparse_attention import SparseLatentAttention, indexer_loss_names
 
 
@@ -89,13 +90,18 @@ def layer_spec(config: ModelConfig, layer_number: int) -> LayerSpec:
     if config.qk_layernorm_over_heads or config.qk_layernorm_weight_per_head:
         head_norm = HeadsNorm if config.qk_layernorm_over_heads else NormOfEachHead
     l2_norm = config.qk_l2_norm and (config.has_rotary(layer_number) or not config.qk_l2_norm_rotary_only)
-    mixer = None
+    mixer: Callable[..., nn.Module] | None = None
     if config.has_mixer(layer_number):
-        mixer = partial(
-            (ATTENTION_LAYERS | RECURRENT_LAYERS)[mixer_of(config, layer_number).name],
-            core_attention=partial(core_attention_of, window_size=config.window_of_layer(layer_number)),
-            qk_layernorm=head_norm if config.qk_layernorm or l2_norm else None,
-        )
+        kind, layers = mixer_of(config, layer_number), ATTENTION_LAYERS | RECURRENT_LAYERS
+        parts = {
+            "core_attention": partial(core_attention_of, window_size=config.window_of_layer(layer_number)),
+            "qk_layernorm": head_norm if config.qk_layernorm or l2_norm else None,
+        }
+        if isinstance(kind, AttentionAndMamba):
+            mixers = {name: partial(layers[own.name], **parts) for name, own in kind.mixers.items()}
+            mixer = partial(ParallelMixers, mixers=mixers)
+        else:
+            mixer = partial(layers[kind.name], **parts)
     return LayerSpec(
         input_layernorm=before,
         pre_mlp_layernorm=None if config.parallel_residual_shared_norm else before,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from megatron_core.config import mixers as kinds
@@ -32,7 +33,8 @@ class MambaMixer(RecurrentLayer):
         gate      z = W_z x
 
     Each group of B and C serves several adjacent heads, and the norm is over the channels of each group's heads.
-    Groups and heads are split over the tensor-parallel ranks.
+    Groups and heads are split over the tensor-parallel ranks. ``mamba_output_norm`` can move the norm before the gate
+    or remove it, and ``mamba_multipliers`` are factors on the five projections.
     Source: Dao and Gu 2024 (arXiv 2405.21060), section 7; names of the weights as in Megatron Core's ``MambaMixer``,
     with the pieces u, B, C, z, dt in this order.
     """
@@ -45,14 +47,21 @@ class MambaMixer(RecurrentLayer):
         self.in_proj = fused_linear(context, sizes.pieces)
         self.A_log, self.dt_bias, self.D = (of_heads(context, sizes.heads) for _ in range(3))
         self.A_log.init_method, self.dt_bias.init_method = log_of_decay_rates, bias_of_steps
-        self.norm = of_heads(context, sizes.pieces[0])
-        self.D.init_method = self.norm.init_method = nn.init.ones_
+        self.D.init_method = nn.init.ones_
+        self.output_norm, self.norm = config.mamba_output_norm, None
+        if self.output_norm != "none":
+            self.norm = of_heads(context, sizes.pieces[0])
+            self.norm.init_method = nn.init.ones_
+        self.multipliers = config.mamba_multipliers
         self.step_range = config.mamba_dt_min, config.mamba_dt_max
         self.groups = config.mamba_num_groups // context.tp_group.size()
 
     def _projected(self, hidden: Tensor) -> Tensor:
         mixed, _ = self.in_proj(hidden)
-        return mixed
+        if all(factor == 1.0 for factor in self.multipliers):
+            return mixed
+        pieces = mixed.split(self.pieces, dim=-1)
+        return torch.cat([piece * factor for piece, factor in zip(pieces, self.multipliers, strict=True)], dim=-1)
 
     def _recur(self, convolved: Tensor, rest: Tensor, *, by_steps: bool = False, **given: Any) -> tuple[Tensor, Tensor]:
         dtype = wide(convolved.dtype)
@@ -68,7 +77,16 @@ class MambaMixer(RecurrentLayer):
 
     def _gated(self, outputs: Tensor, rest: Tensor) -> Tensor:
         dtype = wide(outputs.dtype)
-        gated = outputs.flatten(-2).to(dtype) * nn.functional.silu(rest[..., : self.pieces[3]].to(dtype))
-        size = gated.shape[-1] // self.groups
-        normed = nn.functional.rms_norm(gated.unflatten(-1, (-1, size)), (size,), eps=self.epsilon)
-        return (normed.flatten(-2) * self.norm.to(dtype)).to(outputs.dtype)
+        gate = nn.functional.silu(rest[..., : self.pieces[3]].to(dtype))
+        gated = outputs.flatten(-2).to(dtype)
+        if self.output_norm == "before_gate":
+            return (self._normed(gated) * gate).to(outputs.dtype)
+        gated = gated * gate
+        return (gated if self.norm is None else self._normed(gated)).to(outputs.dtype)
+
+    def _normed(self, x: Tensor) -> Tensor:
+        """RMSNorm over the channels of each group's heads."""
+        assert self.norm is not None
+        size = x.shape[-1] // self.groups
+        normed = nn.functional.rms_norm(x.unflatten(-1, (-1, size)), (size,), eps=self.epsilon)
+        return normed.flatten(-2) * self.norm.to(x.dtype)

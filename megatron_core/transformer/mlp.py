@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from megatron_core.config import ModelConfig
@@ -30,11 +31,28 @@ class MLP(nn.Module):
             spec=partial(split_fused, pieces=pieces),
         )
         self.linear_fc2 = context.output_linear(ffn)
+        self.gate_multiplier, self.output_multiplier = config.mlp_multipliers
 
     def forward(self, hidden: Tensor, context: SequenceContext) -> tuple[Tensor, Tensor | None]:
         """Return (W_2 f(W_1 x), its bias or None); the residual addition adds the bias."""
         inner, bias = self.linear_fc1(hidden)
-        return self.linear_fc2(self.activation(inner, bias))
+        if self.gate_multiplier != 1.0:
+            inner, bias = (self._with_scaled_gate(each) for each in (inner, bias))
+        return scaled(self.linear_fc2(self.activation(inner, bias)), self.output_multiplier)
+
+    def _with_scaled_gate(self, inner: Tensor | None) -> Tensor | None:
+        if inner is None:
+            return None
+        gate, up = inner.chunk(2, dim=-1)
+        return torch.cat([gate * self.gate_multiplier, up], dim=-1)
+
+
+def scaled(output: tuple[Tensor, Tensor | None], factor: float) -> tuple[Tensor, Tensor | None]:
+    """``factor`` times an output and its bias."""
+    if factor == 1.0:
+        return output
+    x, bias = output
+    return x * factor, None if bias is None else bias * factor
 
 
 def activation_of(config: ModelConfig) -> Callable[[Tensor, Tensor | None], Tensor]:

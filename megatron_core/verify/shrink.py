@@ -175,7 +175,7 @@ def _pattern(model: ModelConfig, tp: int, layers: int) -> dict[str, Any]:
     letters = "".join(dict.fromkeys(pattern))
     rest = (pattern * layers)[: max(layers - len(letters), 0)]
     sizes: dict[str, Any] = {"hybrid_layer_pattern": (letters + rest)[:layers]}
-    if "M" not in pattern:
+    if not model.has_mamba:
         return sizes
     groups = tp * max(min(model.mamba_num_groups, MOST_HEADS) // tp, 1)
     shared = min(Mamba2(model).heads // model.mamba_num_groups, 2)

@@ -20,6 +20,11 @@ def groups(num_groups: int | None, topk: int | None) -> dict[str, Any]:
 MOE_FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
     ({"moe_router_topk": 4}, 1, ("moe_router_topk=4 has no effect", "--num-experts")),
     ({"expert_model_parallel_size": 2}, 2, ("expert_model_parallel_size=2 has no effect", "--num-experts")),
+    (
+        MOE | {"swiglu": True, "mlp_multipliers": (1.0, 2.0)},
+        1,
+        ("mlp_multipliers=(1.0, 2.0)", "remove --mlp-multipliers"),
+    ),
     (MOE | {"num_experts": 0}, 1, ("num_experts=0", "an integer from 1 to 65,536")),
     (MOE | {"moe_z_loss_coeff": -1.0}, 1, ("moe_z_loss_coeff=-1.0", ">= 0 and <= 3e+38")),
     (MOE | {"moe_input_jitter_eps": 1.0}, 1, ("moe_input_jitter_eps=1.0", ">= 0 and < 1")),
@@ -77,6 +82,7 @@ MOE_FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
     ),
     (MOE | SPARSEMIXER | {"moe_router_enable_expert_bias": True}, 1, ("by the logits alone", "remove one of them")),
     (MOE | SPARSEMIXER | groups(2, 1), 1, ("moe_router_num_groups=2", "sparsemixer", "remove one of them")),
+    (MOE | {"moe_sparsemixer_sampling": True}, 1, ("moe_sparsemixer_sampling=True", "--moe-router-score-function")),
     (MOE | {"moe_sparsemixer_threshold": 0.1}, 1, ("moe_sparsemixer_threshold=0.1", "--moe-router-score-function")),
     (MOE | SINKHORN | SIGMOID, 1, ("moe_router_load_balancing_type=sinkhorn", "remove")),
     (MOE | SINKHORN | CAPACITY, 1, ("moe_expert_capacity_factor=1.0", "sinkhorn", "seq_aux_loss")),

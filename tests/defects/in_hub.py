@@ -30,6 +30,20 @@ IN_HUB = (
         culprit="gradient of the parameter output_layer.bias",
     ),
     Defect(
+        "every part of a sequence draws the experts of the first part",
+        "transformer.moe.router:TopKRouter._drawn",
+        "context.sample_index, tokens.positions)",
+        "context.sample_index, tokens.positions.argsort())",
+        "phi-3.5-moe, drawn experts, tp2 sp ep2 etp1",
+    ),
+    Defect(
+        "all micro-batches draw the same experts",
+        "transformer.moe.router:TopKRouter._drawn",
+        "self.sampling_key, context.sample_index,",
+        "self.sampling_key, 0 * context.sample_index,",
+        "phi-3.5-moe, drawn experts, dp2 zero3",
+    ),
+    Defect(
         "the MLP in parallel with attention has a detached input",
         "transformer.block:TransformerLayer.attend_and_feed_forward",
         "self._run_mlp(normed, context)",

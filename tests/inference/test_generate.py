@@ -106,6 +106,14 @@ MAMBA = {name: value for name, value in MODERN.items() if "rotary" not in name} 
     "mamba_dt_min": 0.02,
 }
 
+FALCON_H1 = MAMBA | {
+    "hybrid_layer_pattern": "H-H-",
+    "position_embedding_type": "rope",
+    "mamba_output_norm": "none",
+    "mamba_multipliers": (1.3, 0.8, 1.2, 0.9, 0.7),
+    "parallel_mixer_multipliers": (0.8, 1.7),
+}
+
 KIMI = (
     {name: value for name, value in DELTA_NET.items() if "group" not in name}
     | LATENT
@@ -146,10 +154,10 @@ COHERE2 = MODERN | {
 
 @pytest.mark.parametrize(
     "model",
-    [{}, MODERN, WINDOW, EXPERTS, LATENT, GPT_OSS, LLAMA4, DELTA_NET, KIMI, MAMBA, DSA, PHIMOE, COHERE2],
+    [{}, MODERN, WINDOW, EXPERTS, LATENT, GPT_OSS, LLAMA4, DELTA_NET, KIMI, MAMBA, DSA, PHIMOE, COHERE2, FALCON_H1],
     ids=[
         *("gpt2", "llama", "window", "experts", "latent", "gpt-oss", "llama 4", "delta net", "kimi linear", "mamba"),
-        *("dsa", "phi-3.5-moe", "cohere 2"),
+        *("dsa", "phi-3.5-moe", "cohere 2", "falcon-h1"),
     ],
 )
 def test_cache_changes_nothing(model: dict) -> None:

@@ -18,7 +18,19 @@ from megatron_core.verify.ranks import run_ranks
 from tests.defects.plant import planted
 from tests.inference import fuzz
 from tests.inference.fuzz import MODERN, Draw, generator_of
-from tests.inference.test_generate import DELTA_NET, DSA, EXPERTS, KIMI, LATENT, LONG_WINDOW, MAMBA, PP2, TP2, WINDOW
+from tests.inference.test_generate import (
+    DELTA_NET,
+    DSA,
+    EXPERTS,
+    FALCON_H1,
+    KIMI,
+    LATENT,
+    LONG_WINDOW,
+    MAMBA,
+    PP2,
+    TP2,
+    WINDOW,
+)
 from tests.sample import WHOLE_MATRIX
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -32,6 +44,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "delta net": DELTA_NET | {"seq_length": 64},
     "kimi linear": KIMI | {"seq_length": 64},
     "mamba": MAMBA | {"seq_length": 64},
+    "falcon-h1": FALCON_H1 | {"seq_length": 64},
     "sparse attention": DSA | {"seq_length": 64},
 }
 
@@ -66,6 +79,7 @@ def test_texts_are_those_of_the_requests_alone(name: str) -> None:
         (2, "delta net", TP2),
         (2, "delta net", PP2),
         (2, "mamba", TP2),
+        (2, "falcon-h1", TP2),
         (2, "experts", TP2 | {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}),
         (2, "window", PP2 | {"num_virtual_stages_per_pipeline_rank": 2}),
         (4, "llama", {"pipeline_model_parallel_size": 4}),
@@ -84,7 +98,7 @@ def test_texts_in_a_layout_are_those_of_the_requests_alone(world_size: int, name
             assert fuzz.differences(draw, outcome, whole) == [], f"rank {rank}, seed {seed}"
             counts += outcome.counts
     assert (counts["in flight"] > 0) == ("pipeline_model_parallel_size" in layout), "stages work at the same time"
-    assert min(counts["preempted"], counts["reused"] + (name in ("delta net", "mamba"))) > 0
+    assert min(counts["preempted"], counts["reused"] + (name in ("delta net", "mamba", "falcon-h1"))) > 0
 
 
 DEFECTS: dict[str, tuple[str, str, str]] = {

@@ -128,6 +128,12 @@ NEMOTRON_H |= {"mamba_num_heads": 6, "mamba_head_dim": 10, "ssm_state_size": 6, 
 NEMOTRON_H |= {"head_dim": 12, "conv_kernel": 3, "time_step_min": 0.5}
 BAMBA = LLAMA | {"num_hidden_layers": 3, "mamba_n_heads": 8, "mamba_d_state": 6, "mamba_n_groups": 2, "mamba_d_conv": 3}
 BAMBA |= {"mamba_chunk_size": 8}
+FALCON_H1 = BAMBA | {
+    **{"head_dim": 12, "mamba_d_ssm": 40, "mamba_n_heads": 4, "mamba_d_conv": 4, "embedding_multiplier": 1.5},
+    **{"lm_head_multiplier": 0.7, "mlp_multipliers": [0.6, 1.7], "key_multiplier": 0.9, "attention_in_multiplier": 1.1},
+    **{"attention_out_multiplier": 0.8, "ssm_in_multiplier": 1.2, "ssm_out_multiplier": 0.7},
+    "ssm_multipliers": [0.9, 1.3, 0.8, 1.2, 0.7],
+}
 LONGROPE: dict[str, Any] = {
     "original_max_position_embeddings": 16,
     "partial_rotary_factor": 0.5,
@@ -332,6 +338,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Bamba",
         BAMBA | {"attn_layer_indices": [0, 2], "time_step_limit": [0.5, 0.9], "tie_word_embeddings": True},
     ),
+    "falcon_h1": ("FalconH1", FALCON_H1),
+    "falcon_h1, norm of outputs": ("FalconH1", FALCON_H1 | {"mamba_rms_norm": True, "mamba_norm_before_gate": False}),
+    "falcon_h1, norm before the gate, tied": (
+        "FalconH1",
+        FALCON_H1 | {"mamba_rms_norm": True, "tie_word_embeddings": True, "time_step_limit": [0.5, 0.9]},
+    ),
     "mamba2": ("Mamba2", MAMBA2),
     "mamba2, limited steps, tied": ("Mamba2", MAMBA2 | {"time_step_limit": [0.5, 0.9], "tie_word_embeddings": True}),
     "nemotron_h": (
@@ -351,7 +363,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox, 20B's GELU": ("GPTNeoX", NEOX | {"hidden_act": "gelu_fast"}),
     "gpt_neox, one after the other": ("GPTNeoX", NEOX | {"use_parallel_residual": False}),
 }
-RECURRENT = ("qwen3_next", "qwen3_5", "kimi_linear", "mamba2", "nemotron_h", "bamba")
+RECURRENT = ("qwen3_next", "qwen3_5", "kimi_linear", "mamba2", "nemotron_h", "bamba", "falcon_h1")
 """Beginnings of the names of models with a recurrence, which `transformers` computes in float32 throughout."""
 
 

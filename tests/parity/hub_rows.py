@@ -4,7 +4,7 @@ softmax scores with a bias, groups chosen by their best expert."""
 from __future__ import annotations
 
 from tests.parity.latent_rows import LATENT
-from tests.parity.moe_rows import CP2, EP2, ETP1, PP2, SMALL, SP, TP2
+from tests.parity.moe_rows import CP2, EP2, ETP1, PP2, RECOMPUTE, SMALL, SP, TP2
 
 ZERO3 = {"zero_stage": 3}
 GRANITE = {
@@ -69,6 +69,7 @@ PHIMOE = SMALL | {
     "moe_sparsemixer_threshold": 0.3,
     "moe_aux_loss_coeff": 0.1,
 }
+SAMPLED = PHIMOE | {"moe_sparsemixer_sampling": True, "moe_sparsemixer_threshold": 0.8}
 COHERE = GRANITE | {
     "normalization": "LayerNorm",
     "disable_bias_layernorm": True,
@@ -141,6 +142,12 @@ HUB_ROWS: dict[str, tuple[int, dict, dict]] = {
     "phi-3.5-moe, dp2 zero3": (2, PHIMOE, ZERO3),
     "phi-3.5-moe, tied, pp2": (2, PHIMOE | {"untie_embeddings_and_output_weights": False}, PP2),
     "phi-3.5-moe, cp2": (2, PHIMOE, CP2),
+    "phi-3.5-moe, drawn experts, tp2": (2, SAMPLED, TP2),
+    "phi-3.5-moe, drawn experts, tp2 sp ep2 etp1": (2, SAMPLED, TP2 | SP | EP2 | ETP1),
+    "phi-3.5-moe, drawn experts, ep2": (2, SAMPLED, EP2),
+    "phi-3.5-moe, drawn experts, dp2 zero3": (2, SAMPLED, ZERO3),
+    "phi-3.5-moe, drawn experts, full recompute, pp2": (2, SAMPLED, PP2 | RECOMPUTE),
+    "phi-3.5-moe, drawn experts, cp2": (2, SAMPLED, CP2),
     "cohere, tp2": (2, COHERE, TP2),
     "cohere, tp2 sp": (2, COHERE, TP2 | SP),
     "cohere, tp2 sp, norms and MLPs recomputed": (2, COHERE, TP2 | SP | NORMS_AGAIN),

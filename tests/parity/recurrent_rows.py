@@ -77,6 +77,16 @@ BAMBA = {
     "group_query_attention": True,
     "num_query_groups": 2,
 }
+FALCON_H1 = BAMBA | {
+    "hybrid_layer_pattern": "H-H-",
+    "mamba_output_norm": "none",
+    "softmax_scale": 0.4,
+    "mamba_multipliers": (1.3, 0.8, 1.2, 0.9, 0.7),
+    "parallel_mixer_multipliers": (0.8, 1.7),
+    "mlp_multipliers": (0.6, 1.7),
+    "embedding_multiplier": 1.5,
+    "logit_multiplier": 0.7,
+}
 NEMOTRON_H = MAMBA | {
     **{name: value for name, value in SMALL.items() if "expert" in name or name == "moe_ffn_hidden_size"},
     "num_layers": 4,
@@ -152,6 +162,21 @@ RECURRENT_ROWS: dict[str, tuple[int, dict, dict]] = {
     ),
     "bamba, tp2 sp": (2, BAMBA, TP2 | SP),
     "bamba, cp2": (2, BAMBA, CP2),
+    "falcon-h1, tp2": (2, FALCON_H1, TP2),
+    "falcon-h1, tp2 sp": (2, FALCON_H1, TP2 | SP),
+    "falcon-h1, norm before the gate, pp2 zb_v": (
+        2,
+        FALCON_H1 | {"mamba_output_norm": "before_gate"},
+        PP2 | ZB_V,
+    ),
+    "falcon-h1, packed, cp2": (2, FALCON_H1 | PACKED, CP2),
+    "falcon-h1, dp2 zero3": (2, FALCON_H1, ZERO3 | OVERLAP),
+    "falcon-h1, dropout, recomputed core and MLP, cp2 tp2 sp": (
+        4,
+        FALCON_H1 | {"hidden_dropout": 0.1, "hybrid_layer_pattern": "HHH-"},
+        CP2 | TP2 | SP | {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "mlp", "layernorm")},
+    ),
+    "falcon-h1, full recompute, pp2": (2, FALCON_H1, PP2 | RECOMPUTE),
     "nemotron-h, dp2 ep2 zero3": (2, NEMOTRON_H, EP2 | ZERO3),
     "nemotron-h, tp2 sp ep2 etp1": (2, NEMOTRON_H, TP2 | SP | EP2 | ETP1),
     "nemotron-h, packed, cp2 dp2 ep2 zero1": (4, NEMOTRON_H | PACKED, CP2 | EP2 | {"zero_stage": 1}),

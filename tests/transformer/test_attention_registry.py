@@ -103,6 +103,15 @@ KINDS: dict[str, dict[str, Any]] = {
         "mamba_num_groups": 2,
         "mamba_num_heads": 6,
     },
+    "attention and mamba": GROUPS
+    | {
+        "hybrid_layer_pattern": "H-",
+        "mamba_state_dim": 6,
+        "mamba_head_dim": 4,
+        "mamba_num_groups": 2,
+        "mamba_num_heads": 6,
+        "mamba_output_norm": "none",
+    },
     "a user's": GROUPS | {"attention_kind": "output_gate", "qk_layernorm": True},
 }
 

@@ -219,7 +219,7 @@ def function_settings(config: ModelConfig) -> Settings:
     names = names_by_resume(ModelConfig, Resume.TENSORS, Resume.FUNCTION)
     own = {name: getattr(config, name) for name in (*names, "moe_shared_expert_intermediate_size")}
     of_attention = ("num_attention_heads", "num_query_groups", "kv_channels", "add_qkv_bias")
-    unused: tuple[str, ...] = () if config.may_have("*") else of_attention
+    unused: tuple[str, ...] = () if config.may_have_attention else of_attention
     of_mlps = ("ffn_hidden_size", "moe_ffn_hidden_size", *ACTIVATIONS)
     unused += () if config.may_have("-", "E") else of_mlps
     return own | {

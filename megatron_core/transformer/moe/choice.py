@@ -52,15 +52,16 @@ def choose(logits: Tensor, bias: Tensor | None, config: ModelConfig) -> Tensor:
     return ranking.topk(k).indices
 
 
-def probabilities(logits: Tensor, experts: Tensor, config: ModelConfig) -> Tensor:
+def probabilities(logits: Tensor, experts: Tensor, config: ModelConfig, *, drawn: Tensor | None = None) -> Tensor:
     """Return the factors on the outputs of the chosen ``experts`` ``[..., k]``, from logits ``[..., E]``.
 
     For softmax, the softmax over the chosen experts, or over all experts with ``moe_router_pre_softmax``. For other
-    score functions, score / (sum of chosen scores), or the score itself if k = 1. For sparsemixer, see its function.
+    score functions, score / (sum of chosen scores), or the score itself if k = 1. For sparsemixer, see its function,
+    which also gets ``drawn``.
     """
     scores, k = log_scores(logits, config), config.moe_router_topk
     if config.moe_router_score_function == "sparsemixer":
-        chosen = sparsemixer_probabilities(logits, experts, config.moe_sparsemixer_threshold)
+        chosen = sparsemixer_probabilities(logits, experts, config.moe_sparsemixer_threshold, drawn)
     elif config.moe_router_score_function == "softmax" and config.moe_router_pre_softmax:
         chosen = scores.softmax(-1).gather(-1, experts)
     elif config.moe_router_score_function != "softmax" and k == 1:
@@ -71,21 +72,53 @@ def probabilities(logits: Tensor, experts: Tensor, config: ModelConfig) -> Tenso
     return chosen if factor is None else chosen * factor
 
 
-def sparsemixer_probabilities(logits: Tensor, experts: Tensor, threshold: float) -> Tensor:
+UNSCALED, SCALE = 0.75, 0.3333
+"""Share of drawn experts, apart from the likeliest ones, whose outputs have the factor ``SCALE``; constants of the code
+published with Phi-3.5-MoE, where ``SCALE`` is 1/3 rounded to four digits."""
+
+
+def sparsemixer_probabilities(logits: Tensor, experts: Tensor, threshold: float, drawn: Tensor | None = None) -> Tensor:
     """Return the factors on the outputs of the ``experts``, chosen one after the other.
 
     With m the largest logit of the experts that are not chosen before, the factor of a choice is the softmax over
     those of them whose logit x is near it: (m - x) / max(|x|, m) <= 2 ``threshold``.
-    Source: Liu et al. 2024 (GRIN, arXiv 2409.12136), in the form for evaluation; in training they draw the experts.
+    ``drawn`` ``[..., k]``, samples of U(0, 1): the experts are drawn, and the factor of a choice that is not the
+    likeliest one is divided by 3 in three of four cases, with unchanged gradients. In expectation, gradients then are
+    those of Heun's third-order method for the difference of an expert's output and none.
+    Source: Liu et al. 2024 (GRIN, arXiv 2409.12136, section 2); Liu et al. 2023 (arXiv 2310.00811, section 3).
     """
     left, found = logits, []
-    for chosen in experts.split(1, dim=-1):
-        with torch.no_grad():
-            largest = left.amax(-1, keepdim=True)
-            far = (largest - logits) / torch.maximum(logits.abs(), largest) > 2 * threshold
-        found.append(left.masked_fill(far, -inf).softmax(-1).gather(-1, chosen))
+    for number, chosen in enumerate(experts.split(1, dim=-1)):
+        shares = _near(left, logits, threshold).softmax(-1)
+        share = shares.gather(-1, chosen)
+        if drawn is not None:
+            unscaled = (chosen == shares.argmax(-1, keepdim=True)) | (drawn[..., number, None] > UNSCALED)
+            share = share + (share * torch.where(unscaled, 0.0, SCALE - 1)).detach()
+        found.append(share)
         left = left.scatter(-1, chosen, -inf)
     return torch.cat(found, dim=-1)
+
+
+@torch.no_grad()
+def draw_sparsemixer(logits: Tensor, noise: Tensor, threshold: float) -> Tensor:
+    """Draw the experts of each token one after the other by their probabilities, int64 ``[..., k]``.
+
+    ``noise`` ``[..., k, E]``: samples of U(0, 1), of which Gumbel noise is added to the logits ``[..., E]``.
+    """
+    left, found = logits, []
+    for drawn in noise.unbind(-2):
+        chosen = (_near(left, logits, threshold) - (-drawn.log()).log()).argmax(-1, keepdim=True)
+        found.append(chosen)
+        left = left.scatter(-1, chosen, -inf)
+    return torch.cat(found, dim=-1)
+
+
+def _near(left: Tensor, logits: Tensor, threshold: float) -> Tensor:
+    """``left`` with -inf for the experts whose logits are far from the largest one in ``left``."""
+    with torch.no_grad():
+        largest = left.amax(-1, keepdim=True)
+        far = (largest - logits) / torch.maximum(logits.abs(), largest) > 2 * threshold
+    return left.masked_fill(far, -inf)
 
 
 def sinkhorn_probabilities(logits: Tensor, experts: Tensor, config: ModelConfig) -> Tensor:

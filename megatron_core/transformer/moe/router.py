@@ -20,6 +20,7 @@ from megatron_core.transformer.context import LayerContext, SequenceContext
 from megatron_core.transformer.moe.balance import Z_LOSS, Total, balancing_loss, balancing_names, count_choices, z_loss
 from megatron_core.transformer.moe.choice import (
     choose,
+    draw_sparsemixer,
     probabilities,
     sinkhorn,
     sinkhorn_probabilities,
@@ -93,6 +94,7 @@ class TopKRouter(nn.Module):
                 partial(exact_loss_sum, tokens=tokens),
             )
         self.jitter_key = name_seed(context.seed, f"jitter:layers.{layer_number}.router")
+        self.sampling_key = name_seed(context.seed, f"sampling:layers.{layer_number}.router")
 
     def forward(self, x: Tensor, tokens: Tokens, context: SequenceContext) -> Routing:
         """``x`` ``[n, b, h]`` -> the routing of the T = n b tokens, ordered by position."""
@@ -103,11 +105,13 @@ class TopKRouter(nn.Module):
             logits = nn.functional.linear(x, self.weight.to(dtype), bias)
         else:
             logits = invariant_linear(x, self.weight, None, NO_COMM, self.parts)
-        experts = self._choose(logits.detach(), tokens)
+        drawn = self._drawn(logits, tokens, context)
+        experts = self._choose(logits.detach(), tokens, drawn)
         if context.router_replay is not None:
             experts = context.router_replay.experts(self.layer_number, experts)
         sinkhorn = self.config.moe_router_load_balancing_type.endswith("sinkhorn")
-        probs = (sinkhorn_probabilities if sinkhorn else probabilities)(logits, experts, self.config)
+        own = partial(probabilities, drawn=None if drawn is None else drawn[..., -1])
+        probs = (sinkhorn_probabilities if sinkhorn else own)(logits, experts, self.config)
         kept, capacity = self._capacity(experts, probs, tokens)
         if self.training and torch.is_grad_enabled():
             probs = self._add_losses(probs, logits, tokens, context)
@@ -125,7 +129,21 @@ class TopKRouter(nn.Module):
         drawn = uniform(tuple(x.shape), self.jitter_key, context.sample_index, tokens.positions)
         return x * (1 + eps * (2 * drawn.to(x.dtype) - 1))
 
-    def _choose(self, logits: Tensor, tokens: Tokens) -> Tensor:
+    def _drawn(self, logits: Tensor, tokens: Tokens, context: SequenceContext) -> Tensor | None:
+        """Samples of U(0, 1) for sparsemixer's choices in training, ``[n, b, k, E + 1]``; None: no choice is drawn.
+
+        They are functions of sample and position. Those of experts have 32 bits, the last one of a choice 16.
+        """
+        if not self.config.moe_sparsemixer_sampling or not self.training:
+            return None
+        assert context.sample_index is not None, "choices are a function of the samples' numbers"
+        (n, b, experts), k = logits.shape, self.config.moe_router_topk
+        shape = (n, b, k * (2 * experts + 1))
+        drawn = uniform(shape, self.sampling_key, context.sample_index, tokens.positions).to(torch.float64)
+        high, low, last = drawn.unflatten(-1, (k, -1)).split([experts, experts, 1], dim=-1)
+        return torch.cat([high + (low - 0.5) / 2**16, last], dim=-1)
+
+    def _choose(self, logits: Tensor, tokens: Tokens, drawn: Tensor | None = None) -> Tensor:
         """Return the experts of each token, ``[n, b, k]``."""
         config = self.config
         if config.moe_router_force_load_balancing:
@@ -134,6 +152,8 @@ class TopKRouter(nn.Module):
             return (in_turn % logits.shape[-1]).expand(*logits.shape[:2], -1)
         if config.moe_router_load_balancing_type.endswith("sinkhorn") and self.training:
             return self._sinkhorn_choice(logits, tokens)
+        if drawn is not None:
+            return draw_sparsemixer(logits, drawn[..., :-1], config.moe_sparsemixer_threshold)
         return choose(logits, self.expert_bias, config)
 
     def _sinkhorn_choice(self, logits: Tensor, tokens: Tokens) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from megatron_core.transformer import LayerContext, SequenceContext
 from megatron_core.transformer.auxiliary_loss import AuxiliaryLosses
 from megatron_core.transformer.moe import MoELayer, moe_loss_names, update_expert_biases
 from megatron_core.transformer.moe.balance import balancing_loss, z_loss
-from megatron_core.transformer.moe.choice import choose, probabilities, sinkhorn, within_capacity
+from megatron_core.transformer.moe.choice import choose, draw_sparsemixer, probabilities, sinkhorn, within_capacity
 from megatron_core.transformer.moe.dispatch import AllGatherDispatcher, AllToAll
 from megatron_core.transformer.moe.router import Routing, Tokens
 from tests.defects.plant import planted
@@ -142,6 +143,34 @@ def check_sparsemixer() -> None:
     assert ours.grad is not None and bool(ours.grad.abs().sum() > 1)
     factored = replace(config, moe_router_topk_scaling_factor=2.5)
     torch.testing.assert_close(probabilities(ours, experts, factored), 2.5 * found)
+
+
+def check_drawn_sparsemixer() -> None:
+    """Phi-3.5-MoE in training: with the same samples, choices and gradients are those of transformers."""
+    threshold = 0.8
+    config = replace(BASE, moe_router_score_function="sparsemixer", moe_sparsemixer_threshold=threshold)
+    ours, theirs = (_logits().requires_grad_() for _ in range(2))
+    generator = torch.Generator().manual_seed(3)
+    drawn = torch.rand(N, B, 2, ours.shape[-1] + 1, generator=generator, dtype=torch.float64)
+    noise, last = drawn[..., :-1], drawn[..., -1]
+    exponentials, uniforms = (iter(x.unbind(2)) for x in (-noise.log(), last[..., None]))
+    with (
+        patch.object(torch.Tensor, "exponential_", lambda _: next(exponentials).clone()),
+        patch.object(torch.Tensor, "uniform_", lambda x: x),
+        patch.object(torch, "rand_like", lambda _: next(uniforms)),
+    ):
+        expected, chosen = their_sparsemixer(theirs, jitter_eps=threshold, training=True)
+    experts = draw_sparsemixer(ours, noise, threshold)
+    found = probabilities(ours, experts, config, drawn=last)
+    torch.testing.assert_close(experts, chosen)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    weights = torch.linspace(-1, 1, found.numel(), dtype=found.dtype).view_as(found)
+    (found * weights).sum().backward()
+    (expected * weights).sum().backward()
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-12)
+    likeliest = probabilities(ours, experts, config)
+    assert 0 < (found < likeliest / 2).sum() < found.numel() / 2, "some outputs are scaled"
+    assert not torch.equal(experts, choose(ours, None, config))
 
 
 def check_softmax_and_bias() -> None:
@@ -492,15 +521,33 @@ DEFECTS: dict[str, tuple[Callable[[], None], str, str, str]] = {
     ),
     "sparsemixer compares with the largest of all logits": (
         check_sparsemixer,
-        f"{CHOICE}:sparsemixer_probabilities",
+        f"{CHOICE}:_near",
         "largest = left.amax(-1, keepdim=True)",
         "largest = logits.amax(-1, keepdim=True)",
     ),
     "sparsemixer divides by the largest logit alone": (
         check_sparsemixer,
-        f"{CHOICE}:sparsemixer_probabilities",
+        f"{CHOICE}:_near",
         "torch.maximum(logits.abs(), largest)",
         "largest.abs()",
+    ),
+    "drawn experts have the gradients of their scaled outputs": (
+        check_drawn_sparsemixer,
+        f"{CHOICE}:sparsemixer_probabilities",
+        "share + (share * torch.where(unscaled, 0.0, SCALE - 1)).detach()",
+        "share * torch.where(unscaled, 1.0, SCALE)",
+    ),
+    "the likeliest expert is scaled, too": (
+        check_drawn_sparsemixer,
+        f"{CHOICE}:sparsemixer_probabilities",
+        "(chosen == shares.argmax(-1, keepdim=True)) |",
+        "",
+    ),
+    "an expert is drawn twice": (
+        check_drawn_sparsemixer,
+        f"{CHOICE}:draw_sparsemixer",
+        "left.scatter(-1, chosen, -inf)",
+        "left",
     ),
     "sparsemixer counts a chosen expert again": (
         check_sparsemixer,

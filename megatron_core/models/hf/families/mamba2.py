@@ -57,12 +57,12 @@ def projected_rows(config: ModelConfig, _: int) -> list[RowRange]:
     return [RowRange(0, inner, mixed), RowRange(0, 0, inner), RowRange(0, mixed, mixed + sizes.heads)]
 
 
-def mixer_tensors(module: str) -> dict[str, str | TensorSource]:
-    """The tensors of a mixer that is stored as ``module``."""
+def mixer_tensors(module: str, ours: str = "self_attention") -> dict[str, str | TensorSource]:
+    """The tensors of the mixer ``ours`` of a layer that is stored as ``module``."""
     return {
-        "self_attention.in_proj": TensorSource((f"{module}.in_proj",), projected_rows),
-        **{f"self_attention.{name}": f"{module}.{name}" for name in ("conv1d", "A_log", "dt_bias", "D", "out_proj")},
-        "self_attention.norm": f"{module}.norm.weight",
+        f"{ours}.in_proj": TensorSource((f"{module}.in_proj",), projected_rows),
+        **{f"{ours}.{name}": f"{module}.{name}" for name in ("conv1d", "A_log", "dt_bias", "D", "out_proj")},
+        f"{ours}.norm": f"{module}.norm.weight",
     }
 
 

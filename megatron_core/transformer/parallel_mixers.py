@@ -1,0 +1,36 @@
+"""Attention and a recurrence with the same input in one layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import reduce
+from operator import add
+
+from torch import Tensor, nn
+
+from megatron_core.transformer.context import LayerContext, SequenceContext
+from megatron_core.transformer.mlp import scaled
+
+
+class ParallelMixers(nn.ModuleDict):
+    """x -> sum over mixers of factor * mixer(x), ``[s, b, h]`` -> the same shape (``[s/tp, b, h]`` with sequence
+    parallelism).
+
+    ``mixers`` constructs them by name; their factors are ``parallel_mixer_multipliers``, in the same order. Each has
+    its own memory in generation: keys and values, or states.
+    Source: Zuo et al. 2025, Falcon-H1 (arXiv 2507.22448), section 2.
+    """
+
+    def __init__(
+        self, context: LayerContext, layer_number: int, *, mixers: Mapping[str, Callable[..., nn.Module]]
+    ) -> None:
+        super().__init__({name: made(context, layer_number) for name, made in mixers.items()})
+        self.factors = context.config.parallel_mixer_multipliers
+
+    def forward(self, hidden: Tensor, context: SequenceContext) -> tuple[Tensor, Tensor | None]:
+        """Return (sum of the outputs, sum of their biases or None)."""
+        outputs = [
+            scaled(mixer(hidden, context), factor) for mixer, factor in zip(self.values(), self.factors, strict=True)
+        ]
+        biases = [bias for _, bias in outputs if bias is not None]
+        return reduce(add, (output for output, _ in outputs)), reduce(add, biases) if biases else None
