@@ -131,8 +131,10 @@ class NvidiaClock(LayerClock):
         each = self.elements(self.bytes + 2) * rows
         return each * inputs, each * outputs, 0.0
 
-    def pair(self, rows: float, inputs: float, inner_in: float, inner_out: float, outputs: float) -> Passes:
-        found = super().pair(rows, inputs, inner_in, inner_out, outputs)
+    def pair(
+        self, rows: float, inputs: float, inner_in: float, inner_out: float, outputs: float, *, joined: bool = False
+    ) -> Passes:
+        found = super().pair(rows, inputs, inner_in, inner_out, outputs, joined=joined)
         if not self.config.parallel.tp_comm_overlap:
             return found
         forward, backward = ({**kinds, "tp": kinds["tp"] / self.tp} for kinds in (found.forward, found.input_grad))

@@ -56,6 +56,19 @@ class RunConfig:
         ``max_positions``."""
         return self.data.seq_length if self.model.has_longrope else self.max_positions
 
+    def joins_parts(self, layer_number: int) -> bool:
+        """Whether attention and MLP of a layer have one reduction over tensor-parallel ranks (transformer.joined)."""
+        model, parallel = self.model, self.parallel
+        if not model.parallel_residual_shared_norm or not model.has_dense_mlp(layer_number):
+            return False
+        separate = (
+            *(model.hidden_dropout > 0, parallel.layout_invariant, parallel.tp_comm_overlap_chunks > 1),
+            *(self.training.compile, self.tuning.lora_rank is not None),
+        )
+        return (
+            attention_of(model).name == "grouped_query" and not model.is_recurrent(layer_number) and not any(separate)
+        )
+
     @property
     def schedules_by_samples(self) -> bool:
         """Whether the learning rate follows the sequences used, as in Megatron-LM with --train-samples, and not the

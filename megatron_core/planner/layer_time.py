@@ -98,16 +98,30 @@ class LayerClock:
         weight = inputs * outputs
         return first * (rows * inputs + weight), both * rows * outputs + again * weight, again * rows * inputs
 
-    def pair(self, rows: float, inputs: float, inner_in: float, inner_out: float, outputs: float) -> Passes:
+    def pair(
+        self, rows: float, inputs: float, inner_in: float, inner_out: float, outputs: float, *, joined: bool = False
+    ) -> Passes:
         """A column-parallel and a row-parallel linear layer, with their communication.
 
         Without sequence parallelism: an all-reduce of the output in forward and of the input's gradient in backward.
         With it: an all-gather and a reduce-scatter in forward and in backward, and an all-gather of the input for the
-        weight gradient (Korthikanti et al. 2022, section 4.2.2).
+        weight gradient (Korthikanti et al. 2022, section 4.2.2). ``joined``: another pair, with the same input, has the
+        reductions of both; only gathers of the input are left.
         """
         first, second = self.linear(rows, inputs, inner_in), self.linear(rows, inner_out, outputs)
         ring, size = self.rings.ring("tp"), self.bytes * self.tokens * self.config.model.hidden_size
         gather = ring.gather(size)
+        if joined:
+            inputs_of_part = gather if self.parts > 1 else 0.0
+            return Passes(
+                {"products": first[0] + second[0], "launches": self.launches(2), "tp": inputs_of_part},
+                {
+                    "products": first[1] + second[1],
+                    "launches": self.launches(2),
+                    "tp": self.exposed(inputs_of_part, first[1]),
+                },
+                {"products": first[2] + second[2], "launches": self.launches(2)},
+            )
         backward = 0.0
         if self.parts > 1:
             backward = gather + self.exposed(gather, first[1])  # gathers of the output's gradient and of the input
@@ -219,12 +233,13 @@ class LayerClock:
             {"elements": backward, "launches": self.launches(1)},
         )
 
-    def mlp(self, width: float) -> Passes:
-        """A dense MLP of ``width`` over all tensor-parallel ranks."""
+    def mlp(self, width: float, *, joined: bool = False) -> Passes:
+        """A dense MLP of ``width`` over all tensor-parallel ranks; ``joined`` as in ``pair``."""
         hidden, inner = self.config.model.hidden_size, width / self.tp
         gated = 2 if self.config.model.gated_linear_unit else 1
         forward, backward = self.activation(self.tokens, inner)
-        return Passes.sum([self.pair(self.tokens, hidden, gated * inner, inner, hidden), Passes(forward, backward, {})])
+        pair = self.pair(self.tokens, hidden, gated * inner, inner, hidden, joined=joined)
+        return Passes.sum([pair, Passes(forward, backward, {})])
 
     def experts(self) -> Passes:
         """Router, dispatch, experts and combination, with an equal load of all experts."""
@@ -293,7 +308,7 @@ class LayerClock:
         (forward, backward), (before, behind) = self.mixing(number), self.between(number)
         attention, mlp = self.attention(number), self.experts() if model.has_experts(number) else Passes({}, {}, {})
         if model.has_dense_mlp(number):
-            mlp = self.mlp(model.ffn_size)
+            mlp = self.mlp(model.ffn_size, joined=self.config.joins_parts(number))
         again = [forward] if model.recomputes("core_attn") else []
         again += [mlp.forward] if model.recomputes("moe" if model.has_experts(number) else "mlp") else []
         again += [before] if model.recomputes("layernorm") else []

@@ -249,7 +249,7 @@ def _input_and_weight_grads(
     return grad_x, grad_weight
 
 
-def _start_input_grad(gradients: Gradients, comm: LinearComm) -> tuple[Tensor, Handle]:
+def _start_input_grad(gradients: Gradients, comm: LinearComm) -> tuple[Tensor | None, Handle]:
     if comm.is_pipelined and (comm.gather_sequence or comm.reduce_input_grad):
         return start_multiply_and_sum(gradients.grad_y, gradients.weight.t(), comm, scatter=comm.gather_sequence)
     return start_input_grad_reduction(gradients.of_input(), comm)

@@ -17,6 +17,8 @@ Models".
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
 
 import torch
 from torch import Tensor
@@ -32,6 +34,29 @@ from megatron_core.parallel.collectives import (
 )
 from megatron_core.parallel.groups import Group, LocalGroup
 from megatron_core.parallel.handles import All, Done, Handle, SummedAfter
+
+
+class SharedInput:
+    """Sum of the gradients of an input that ``uses`` column-parallel layers share, so that they are reduced once.
+
+    Backward calls ``add`` once for each of the layers, in any order.
+    """
+
+    def __init__(self, uses: int) -> None:
+        self._uses, self._grads = uses, list[Tensor]()
+
+    def add(self, grad: Tensor) -> Tensor | None:
+        """Return the sum if ``grad`` is the last one, else None."""
+        self._grads.append(grad)
+        if len(self._grads) < self._uses:
+            return None
+        total = reduce(add, self._grads)
+        self.clear()
+        return total
+
+    def clear(self) -> None:
+        """Forget the gradients of a backward that did not finish."""
+        self._grads = []
 
 
 @dataclass(frozen=True)
@@ -54,6 +79,8 @@ class LinearComm:
     chunks: int = 1
     """Parts of a product that is pipelined with an all-reduce; more than 1 also pipelines gathers and
     reduce-scatters."""
+    shared_input: SharedInput | None = None
+    """Other layers have the same input, whose gradients are reduced together; not in graphs of torch.compile."""
 
     @property
     def options(self) -> list[int]:
@@ -97,8 +124,15 @@ def reduced_output(y: Tensor, comm: LinearComm) -> Tensor:
     return y
 
 
-def start_input_grad_reduction(grad_x: Tensor, comm: LinearComm) -> tuple[Tensor, Handle]:
-    """Start reducing the gradient of the gathered input over the group; it is split like the input."""
+def start_input_grad_reduction(grad_x: Tensor, comm: LinearComm) -> tuple[Tensor | None, Handle]:
+    """Start reducing the gradient of the gathered input over the group; it is split like the input.
+
+    None: another layer with the same input reduces the sum of both gradients.
+    """
+    if comm.shared_input is not None:
+        if (total := comm.shared_input.add(grad_x)) is None:
+            return None, Done()
+        grad_x = total
     if comm.gather_sequence:
         return start_reduce_scatter_sequence(grad_x, comm.group)
     if comm.reduce_input_grad:

@@ -18,6 +18,7 @@ from megatron_core.tensor_parallel import KeyedDropout
 from megatron_core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron_core.tensor_parallel.lora import AdapterSettings, LoRA
 from megatron_core.transformer.context import SequenceContext
+from megatron_core.transformer.joined import separate_parts
 from megatron_core.transformer.latent_attention import DownProjection
 from megatron_core.transformer.mlp import MLP
 from megatron_core.transformer.moe.experts import GroupedLinear
@@ -47,6 +48,7 @@ def add_adapters(
     assert tuning.lora_rank is not None, "there are adapters"
     settings = AdapterSettings(tuning.lora_rank, tuning.lora_scale, tuning.use_dora)
     current = _CurrentSequence()
+    separate_parts(layers.values())
     for name, linear in linears_of(layers):
         assert linear.weight is not None, "linear layers inside of layers own their weight"
         spec, is_expert = spec_of(linear.weight), isinstance(linear, GroupedLinear)

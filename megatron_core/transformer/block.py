@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from megatron_core.tensor_parallel import KeyedDropout
 from megatron_core.transformer.context import LayerContext, SequenceContext
+from megatron_core.transformer.joined import JoinedParts, added
 from megatron_core.transformer.layer_spec import LayerSpec, LayerSpecs, layer_spec
 from megatron_core.transformer.mlp import scaled
 from megatron_core.transformer.norm import Norm
@@ -105,6 +106,9 @@ class TransformerLayer(nn.Module):
         self.mlp_dropout = context.dropout(p, f"layers.{layer_number}.mlp")
         self.parallel_residual = context.config.parallel_residual
         self.shares_norm = self.mlp is not None and self.pre_mlp_layernorm is None
+        # Dropout needs both outputs, and so do norms of outputs, which models with a shared norm do not have.
+        parts = [self.self_attention, self.mlp]
+        self.joined = JoinedParts.of(parts, context) if self.shares_norm and p == 0.0 else None
         self.residual_multiplier = context.config.residual_multiplier
         self.recompute_norms = context.config.recomputes("layernorm")
         self.recompute_mlp = context.config.recomputes("moe" if context.config.has_experts(layer_number) else "mlp")
@@ -140,6 +144,9 @@ class TransformerLayer(nn.Module):
         with self._dropped(normed, self.input_layernorm, hidden):
             attended, attention_bias = self.self_attention(normed, context)
             output, bias = self._run_mlp(normed, context)
+        if self.joined is not None:
+            total, bias = added([(attended, attention_bias), (output, bias)])
+            return self._add(hidden, self.joined.reduced(total), bias, self.mlp_dropout, context)
         hidden = self._add(hidden, attended, attention_bias, self.attention_dropout, context)
         return self._add(hidden, output, bias, self.mlp_dropout, context)
 

@@ -11,6 +11,7 @@ from megatron_core.transformer.attention import SelfAttention
 from megatron_core.transformer.block import TransformerLayer
 from megatron_core.transformer.context import SequenceContext
 from megatron_core.transformer.core_attention import CoreAttention
+from megatron_core.transformer.joined import separate_parts
 from megatron_core.transformer.latent_attention import LatentAttention
 from megatron_core.transformer.mlp import MLP
 
@@ -27,6 +28,7 @@ def compile_layers(
     """
     found: dict[str, None] = {}
     for layer in layers:
+        separate_parts([layer])
         eager = dict(_eager_parts(layer, packs_documents=packs_documents))
         for part in eager.values():
             keep_out_of_graphs(part)

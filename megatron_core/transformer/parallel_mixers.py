@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import reduce
-from operator import add
 
 from torch import Tensor, nn
 
 from megatron_core.transformer.context import LayerContext, SequenceContext
+from megatron_core.transformer.joined import JoinedParts, added
 from megatron_core.transformer.mlp import scaled
 
 
@@ -26,11 +25,12 @@ class ParallelMixers(nn.ModuleDict):
     ) -> None:
         super().__init__({name: made(context, layer_number) for name, made in mixers.items()})
         self.factors = context.config.parallel_mixer_multipliers
+        self.joined = JoinedParts.of(list(self.values()), context)
 
     def forward(self, hidden: Tensor, context: SequenceContext) -> tuple[Tensor, Tensor | None]:
         """Return (sum of the outputs, sum of their biases or None)."""
         outputs = [
             scaled(mixer(hidden, context), factor) for mixer, factor in zip(self.values(), self.factors, strict=True)
         ]
-        biases = [bias for _, bias in outputs if bias is not None]
-        return reduce(add, (output for output, _ in outputs)), reduce(add, biases) if biases else None
+        output, bias = added(outputs)
+        return output if self.joined is None else self.joined.reduced(output), bias

@@ -6,6 +6,14 @@ from tests.defects.defect import Defect
 
 IN_ADAPTERS = (
     Defect(
+        "adapters of joined parts are added on every rank",
+        "transformer.adapters:add_adapters",
+        "separate_parts(layers.values())",
+        "pass",
+        "lora, one norm of attention and MLP, tp2",
+        culprit="*",
+    ),
+    Defect(
         "gradients of A are not summed over a split sequence",
         "tensor_parallel.lora:LoRA.__init__",
         "partial = sequence_parallel or self.is_expert",

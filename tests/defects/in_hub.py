@@ -44,6 +44,28 @@ IN_HUB = (
         "phi-3.5-moe, drawn experts, dp2 zero3",
     ),
     Defect(
+        "the outputs of joined parts are not summed over ranks",
+        "transformer.joined:JoinedParts.reduced",
+        "else reduce_from_region)(output, self._group)",
+        "else lambda x, _: x)(output, self._group)",
+        "cohere without dropout, tp2",
+        "C2",
+    ),
+    Defect(
+        "only the last gradient of a shared input is reduced",
+        "tensor_parallel.linear_comm:SharedInput.add",
+        "reduce(add, self._grads)",
+        "self._grads[-1]",
+        "cohere without dropout, full recompute, tp2 sp",
+    ),
+    Defect(
+        "each rank adds the bias of joined parts before their sum",
+        "transformer.block:TransformerLayer.attend_and_feed_forward",
+        "self.joined.reduced(total), bias,",
+        "self.joined.reduced(total if bias is None else total + bias), None,",
+        "phi-2 without dropout, tp2 pp2 zb_h1",
+    ),
+    Defect(
         "the MLP in parallel with attention has a detached input",
         "transformer.block:TransformerLayer.attend_and_feed_forward",
         "self._run_mlp(normed, context)",

@@ -7,6 +7,7 @@ from tests.parity.latent_rows import LATENT
 from tests.parity.moe_rows import CP2, EP2, ETP1, PP2, RECOMPUTE, SMALL, SP, TP2
 
 ZERO3 = {"zero_stage": 3}
+NO_DROPOUT = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 GRANITE = {
     "num_layers": 2,
     "global_batch_size": 4,
@@ -156,6 +157,10 @@ HUB_ROWS: dict[str, tuple[int, dict, dict]] = {
     "cohere 2, pp2 x 2 chunks": (2, COHERE2, PP2 | {"num_virtual_stages_per_pipeline_rank": 2}),
     "cohere 2, pp2 zb_v, recompute": (2, COHERE2, PP2 | {"pipeline_schedule": "zb_v"} | FULL),
     "cohere 2, cp2": (2, COHERE2 | EXACT, CP2),
+    "cohere without dropout, tp2": (2, COHERE | NO_DROPOUT, TP2),
+    "cohere without dropout, full recompute, tp2 sp": (2, COHERE | NO_DROPOUT, TP2 | SP | RECOMPUTE),
+    "cohere without dropout, tp2 sp, norms and MLPs recomputed": (2, COHERE | NO_DROPOUT, TP2 | SP | NORMS_AGAIN),
+    "phi-2 without dropout, tp2 pp2 zb_h1": (4, PHI | NO_DROPOUT, TP2 | PP2 | {"pipeline_schedule": "zb_h1"}),
     "phi-2, tp2 pp2 zb_h1 sp": (4, PHI, TP2 | SP | PP2 | {"pipeline_schedule": "zb_h1"}),
     "phi-2, pp2 dualpipe_v": (2, PHI, PP2 | {"pipeline_schedule": "dualpipe_v"}),
     "phi-3 with longrope, cp2 tp2": (4, LONGROPE, CP2 | TP2),

@@ -12,6 +12,8 @@ from tests.parity.rows import FULL_BLOCK, GQA1, GQA2, MODERN, OVERLAP, PACKED, P
 SMALL = {"num_layers": 2, "global_batch_size": 4}
 LORA = SMALL | {"lora_rank": 3, "lora_alpha": 6.0, "lora_dropout": 0.1}
 PARTS = LORA | {"lora_target_modules": ("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj")}
+ONE_NORM = {"parallel_residual": True, "parallel_residual_shared_norm": True}
+ONE_NORM |= {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 DORA = {"use_dora": True, "use_rslora": True}
 OF_EXPERTS = MIXTRAL | {"lora_rank": 3, "lora_target_modules": ("q_proj", "gate_proj", "up_proj", "down_proj")}
 SHARED = DEEPSEEK | {"lora_rank": 3, "global_batch_size": 4}
@@ -33,6 +35,8 @@ LORA_ROWS: dict[str, tuple[int, dict, dict]] = {
     "dora, modern, parts, 2 groups, tp2 sp": (2, MODERN | GQA2 | PARTS | DORA, TP2 | SP),
     "dora, modern, parts, 1 group, tp2": (2, MODERN | GQA1 | PARTS | DORA, TP2),
     "dora, 1 group, tp4": (4, GQA1 | LORA | DORA, TP4),
+    "lora, one norm of attention and MLP, tp2": (2, LORA | ONE_NORM, TP2),
+    "lora, one norm of attention and MLP, tp2 sp": (2, LORA | ONE_NORM, TP2 | SP),
     "lora, pp2, recompute": (2, LORA, PP2 | FULL_BLOCK),
     "lora of the last layer, pp2 zb_h1": (
         2,
