@@ -24,11 +24,12 @@ def read_pattern(text: str) -> tuple[str, dict[str, Any]]:
     ``M-|*M`` implies ``pipeline_model_parallel_layout="Ett|ttL"``, ``M+`` implies ``multi_latent_attention=True``.
     """
     implied: dict[str, Any] = {}
-    stages = text.split(STAGE)
+    main, slash, ahead = text.partition("/")  # followed by layers of multi-token prediction
+    stages = main.split(STAGE)
     if len(stages) > 1:
         counts = ("t" * n if n < 4 else f"t*{n}" for n in map(len, stages))
         implied["pipeline_model_parallel_layout"] = f"E{STAGE.join(counts)}L"
-    letters = "".join(stages)
+    letters = "".join([*stages, slash, ahead])
     if LATENT in letters and not set(ATTENTION) & set(letters):
         implied["multi_latent_attention"] = True
         letters = letters.replace(LATENT, ATTENTION[0])

@@ -1,6 +1,7 @@
 """Rules for --hybrid-layer-pattern, whose layers have one part each, and for Mamba-2 mixers."""
 
 from collections.abc import Iterator
+from math import inf
 
 from megatron_core.config.hybrid import LATENT, LETTERS, STAGE, read_pattern
 from megatron_core.config.mixers import Mamba2
@@ -20,8 +21,8 @@ def hybrid_problems(config: RunConfig) -> Iterator[str]:
     """Letters of the pattern, their number, other settings about the same, and sizes of Mamba-2 mixers."""
     model, pattern = config.model, config.model.hybrid_layer_pattern
     for name in ("mlp_multipliers", "mamba_multipliers", "parallel_mixer_multipliers"):
-        if min(getattr(model, name)) <= 0:
-            yield f"{name}={getattr(model, name)} must be numbers above 0"
+        if not all(0 < value < inf for value in getattr(model, name)):
+            yield f"{name}={getattr(model, name)} must be finite numbers above 0"
     if pattern is None:
         return
     named = f"hybrid_layer_pattern={pattern}"

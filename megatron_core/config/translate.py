@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_core.config import megatron_flags
 from megatron_core.config.file import convert, describe, perhaps
-from megatron_core.config.hybrid import read_pattern
+from megatron_core.config.hybrid import STAGE, read_pattern
 
 MOST_REPEATS = 10_000
 """Maximum length of a list, and maximum factor, in an expression such as [1]*24; models have far fewer layers."""
@@ -52,7 +52,7 @@ class Translation:
     @classmethod
     def each(cls, given: list[str], known: Mapping[str, Any]) -> Iterator[tuple[list[str], Translation]]:
         """Each flag of ``given`` with its values, and its translation."""
-        groups = grouped(given)
+        groups = _with_implied(grouped(given))
         effective = {
             name
             for flag, values in groups
@@ -75,8 +75,11 @@ class Translation:
             self.strong += meaning
         elif (other := megatron_flags.UNREAD_WITH.get(name)) in _own_names(effective):
             self.ignored[flag] = f"no effect with --{str(other).replace('_', '-')}"
-        elif megatron_flags.RENAMED.get(name, name) == "hybrid_layer_pattern" and len(values) == 1:
-            self._pattern(flag, values[0], effective)
+        elif _is_pattern(name) and STAGE in "".join(values):  # the others are expanded
+            self.faults.append(
+                f"{flag} {values[0]}: --pipeline-model-parallel-layout also assigns layers to stages; remove it or the "
+                f"{STAGE}"
+            )
         elif name in self.known:
             self.weak += megatron_flags.OVERRIDDEN_BY_FLAG.get(name, ())
             renamed = megatron_flags.SAME_VALUE.get(name, {})
@@ -101,18 +104,6 @@ class Translation:
             self._switch(flag, [], values)
         else:
             self._other(flag, name, values, effective)
-
-    def _pattern(self, flag: str, pattern: str, effective: set[str]) -> None:
-        """Add a pattern of layers and the settings that it implies."""
-        letters, implied = read_pattern(pattern)
-        if "pipeline_model_parallel_layout" in implied and "pipeline_model_parallel_layout" in effective:
-            self.faults.append(
-                f"{flag} {pattern}: --pipeline-model-parallel-layout also assigns layers to stages; remove it or the |"
-            )
-            return
-        self._setting("--hybrid-layer-pattern", "hybrid_layer_pattern", [letters])
-        for name, value in implied.items():
-            self._setting(f"--{name.replace('_', '-')}", name, [] if value is True else [value])
 
     def _is_switched_off(self, name: str) -> bool:
         return any(name.startswith("no_" * count) and self.known.get(name[3 * count :]) is bool for count in (1, 2))
@@ -177,6 +168,24 @@ class Translation:
         needed = megatron_flags.TOGETHER.get(name)
         only = megatron_flags.ONLY_VALUE.get(name, values)
         return needed is not None and set(values) <= set(only) and needed not in _own_names(effective)
+
+
+def _with_implied(groups: list[tuple[str, list[str]]]) -> list[tuple[str, list[str]]]:
+    """Replace a pattern of layers by its letters and the flags that it implies, unless one of these is given too."""
+    found, names = list[tuple[str, list[str]]](), {plain(flag) for flag, _ in groups}
+    for flag, values in groups:
+        if _is_pattern(plain(flag)) and len(values) == 1:
+            letters, implied = read_pattern(values[0])
+            if "pipeline_model_parallel_layout" not in implied.keys() & names:
+                new = [(name, value) for name, value in implied.items() if name not in names]
+                values = [letters]
+                found += [(f"--{name.replace('_', '-')}", [] if value is True else [value]) for name, value in new]
+        found.append((flag, values))
+    return found
+
+
+def _is_pattern(name: str) -> bool:
+    return megatron_flags.RENAMED.get(name, name) == "hybrid_layer_pattern"
 
 
 def _own_names(flags: Iterable[str]) -> set[str]:

@@ -83,7 +83,11 @@ RECURRENT_FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
     (HYBRID | {"mamba_num_heads": 12}, 1, ("mamba_num_heads=12", "mamba_num_groups=8", "legal: 1, 2, 3, 4, 6, 12")),
     (HYBRID | {"mamba_num_heads": None}, 1, ("2 x hidden_size=240", "mamba_head_dim=64", "set mamba_num_heads")),
     (HYBRID | {"mamba_dt_min": 0.5, "mamba_dt_max": 0.1}, 1, ("mamba_dt_max=0.1", "mamba_dt_min=0.5")),
-    (HYBRID | {"mamba_multipliers": (1.0, 0.0, 1.0, 1.0, 1.0)}, 1, ("mamba_multipliers", "must be numbers above 0")),
+    (
+        HYBRID | {"mamba_multipliers": (1.0, float("nan"), 1.0, 1.0, 1.0)},
+        1,
+        ("mamba_multipliers", "must be finite numbers"),
+    ),
     (HYBRID | {"parallel_mixer_multipliers": (1.0, 2.0)}, 1, ("parallel_mixer_multipliers", "a layer H")),
     (HYBRID | {"tensor_model_parallel_size": 3}, 3, ("mamba_num_groups=8", "tensor_model_parallel_size=3")),
     ({"mamba_state_dim": 64}, 1, ("mamba_state_dim=64", "--hybrid-layer-pattern")),

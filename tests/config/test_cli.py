@@ -271,6 +271,8 @@ def test_a_pattern_of_layers_says_their_stages_and_the_kind_of_attention(tmp_pat
     assert (found.model.hybrid_layer_pattern, found.model.multi_latent_attention) == ("M-M-M-*", True)
     assert found.parallel.pipeline_model_parallel_layout == "Et*5|ttL"
     assert layers_by_stage(found, 64, 2) == [range(5), range(5, 7)]
+    implied, given = (parse(f"--hybrid-layer-pattern M+ {more}") for more in ("", "--multi-latent-attention"))
+    assert implied == given, "with the same defaults of latent attention"
     with pytest.raises(ConfigError, match=r"also assigns layers to stages; remove it or the \|"):
         parse("--hybrid-layer-pattern M|- --pipeline-model-parallel-layout Et|tL")
     (tmp_path / "run.yaml").write_text("hybrid_layer_pattern: M||-\n")

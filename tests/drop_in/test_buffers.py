@@ -183,7 +183,9 @@ def trained(strategy: str, offload: bool) -> list[torch.Tensor]:
     """Three steps; between them weights and gradients are moved off the device as in programs for reinforcement
     learning."""
     parallel_state.initialize_model_parallel()
-    settings = DistributedDataParallelConfig(data_parallel_sharding_strategy=strategy, bucket_size=40)
+    settings = DistributedDataParallelConfig(
+        data_parallel_sharding_strategy=strategy, overlap_grad_reduce=True, bucket_size=40
+    )
     ddp = DistributedDataParallel(None, settings, model())
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.1, clip_grad=0.0), [ddp])
     (buffer,) = ddp.buffers

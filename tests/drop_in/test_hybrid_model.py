@@ -101,6 +101,10 @@ def of_stages(ranks: int, pattern: str, chunks: int | None) -> list[int]:
         hybrid(own_config, hybrid_layer_pattern=pattern, pre_process=first, post_process=last, vp_stage=chunk)
         for chunk in (range(chunks) if chunks else [None])
     ]
+    assert own_config.pipeline_model_parallel_layout is None, "another pattern may follow"
+    own_config.num_layers_in_first_pipeline_stage = 2
+    with pytest.raises(ConfigError, match="num_layers_in_first_pipeline_stage=2 assign layers to stages"):
+        hybrid(own_config, hybrid_layer_pattern=pattern, vp_stage=0)
     return [model.decoder.num_layers_per_pipeline_rank for model in models]
 
 

@@ -35,9 +35,10 @@ class DistributedDataParallel(MegatronModule):
     starts a new step with zero gradients, unless ``zero_grad_buffer`` was called.
 
     Below ZeRO stage 2 buckets have Megatron Core's layout: parameters in reverse order, whether or not their weights
-    decay; gradients that are reduced in another way have buckets of their own. ``disable_bucketing`` makes one bucket
-    of each kind. If ``full_param_layout`` has a buffer for hidden matrices, they have a buffer of their own, filled by
-    the rule of ``LayerWiseDistributedOptimizer``, which never divides a hidden matrix.
+    decay; gradients that are reduced in another way have buckets of their own. Without ``overlap_grad_reduce``, on
+    later pipeline stages and with ``disable_bucketing`` there is one bucket of each kind. If ``full_param_layout`` has
+    a buffer for hidden matrices, they have a buffer of their own, filled by the rule of
+    ``LayerWiseDistributedOptimizer``, which never divides a hidden matrix.
     """
 
     buffers: Any
@@ -60,7 +61,9 @@ class DistributedDataParallel(MegatronModule):
         self._whole_matrices = any(key.is_managed_by_layer_wise_optimizer for key in keys)
         self._matrices_apart = self._whole_matrices or ddp_config.zero_stage >= 2
         size = ddp_config.bucket_size or max(40_000_000, 1_000_000 * groups.group("dp-cp").size())
-        self._bucket_size = 2**62 if disable_bucketing else size
+        # Only the first stage is at the end of backward, where small buckets hide what is left.
+        is_one = not ddp_config.overlap_grad_reduce or groups.group("pp").rank() > 0
+        self._bucket_size = 2**62 if disable_bucketing or (is_one and ddp_config.zero_stage < 2) else size
         self._lay_out()
         self._step_is_over, self._amax_histories = False, None
         settings = config.fp8_settings() if isinstance(config, TransformerConfig) else None

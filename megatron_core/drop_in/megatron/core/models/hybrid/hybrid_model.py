@@ -1,5 +1,6 @@
 """Models whose layers have one part each: a Mamba-2 mixer, a gated delta net, attention, an MLP or experts."""
 
+from copy import copy
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ class HybridModel(GPTModel):
                 f"HybridModel: hybrid_layer_pattern={pattern!r}, hybrid_attention_ratio={hybrid_attention_ratio}, "
                 f"hybrid_mlp_ratio={hybrid_mlp_ratio}: give a pattern with one letter for each layer, and no ratios"
             )
-        letters = _letters(pattern, config)
+        letters, config = _letters(pattern, config)
         own = config.model_config(hybrid_layer_pattern=letters)
         run = RunConfig(model=own, training=TrainingConfig(fp8_format=config.fp8))
         if problems := [*hybrid_problems(run), *recurrent_problems(run)]:
@@ -92,13 +93,18 @@ class HybridModel(GPTModel):
         return None if bool((whole == causal).all()) else whole
 
 
-def _letters(pattern: str, config: TransformerConfig) -> str:
-    """Return the letters of a pattern, one for each layer; give ``config`` the layout of its stages."""
+def _letters(pattern: str, config: TransformerConfig) -> tuple[str, TransformerConfig]:
+    """Return the letters of a pattern, one for each layer, and ``config`` or a copy with the layout of its stages."""
     letters, implied = read_pattern(pattern)
     if "multi_latent_attention" in implied and not config.multi_latent_attention:
         raise ConfigError(f"HybridModel: hybrid_layer_pattern={pattern} has layers +; pass an MLATransformerConfig")
     if (stages := implied.get("pipeline_model_parallel_layout")) is None:
-        return letters
+        return letters, config
+    for name in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
+        if (value := getattr(config, name)) is not None:
+            raise ConfigError(
+                f"hybrid_layer_pattern={pattern} and {name}={value} assign layers to stages; leave one out"
+            )
     layout = PipelineParallelLayerLayout(stages, config.pipeline_model_parallel_size)
     chunks = layout.virtual_pipeline_model_parallel_size
     if (config.virtual_pipeline_model_parallel_size or 1) != chunks:
@@ -107,13 +113,14 @@ def _letters(pattern: str, config: TransformerConfig) -> str:
             f"virtual_pipeline_model_parallel_size={config.virtual_pipeline_model_parallel_size}; change one of them"
         )
     if config.pipeline_model_parallel_layout is None:
+        config = copy(config)
         config.pipeline_model_parallel_layout = layout
     elif str(config.pipeline_model_parallel_layout) != stages:
         raise ConfigError(
             f"hybrid_layer_pattern={pattern} and pipeline_model_parallel_layout="
             f"{config.pipeline_model_parallel_layout} assign layers to stages; leave one of them out"
         )
-    return letters
+    return letters, config
 
 
 class MambaModel(HybridModel):
