@@ -59,7 +59,8 @@ def _numbers(key: Tensor, query: Tensor, *others: Tensor) -> tuple[Tensor, Tenso
     """Shape and strides as the kernel reads them: 64-bit integers in memory."""
     length, batch, heads, channels = query.shape
     strides = [stride for each in (query, *others) for stride in each.stride()[:3]]
-    return torch.tensor([batch, heads, key.shape[2], length, channels]), torch.tensor(strides)
+    shape = [batch, heads, key.shape[2], length, channels]
+    return torch.tensor(shape, device="cpu"), torch.tensor(strides, device="cpu")
 
 
 def _scale(query: Tensor) -> float:

@@ -18,15 +18,18 @@ class Operator:
 
     torch.compile uses the operator with the autograd rule of torch.library. A call with plain tensors runs the function
     directly, within an ``autograd.Function`` with the same rule unless in inference mode: the dispatcher would take
-    another 20 us per call. Under torch.func's transforms, dispatch modes, and for tensors that are not their memory, an
-    ``autograd.Function`` calls the operator, because torch.func does not support the autograd rules of torch.library.
+    another 20 us per call. Under torch.func's transforms, modes and the profiler, and for tensors that are not their
+    memory, an ``autograd.Function`` calls the operator, because torch.func does not support the autograd rules of
+    torch.library.
     """
 
     def __init__(self, implementation: Callable, name: str) -> None:
+        self._signature = inspect.signature(implementation, eval_str=True)
+        if any(each.default is not each.empty for each in self._signature.parameters.values()):
+            raise TypeError(f"operator {name} has default values, which autograd functions do not fill in")
         self._name, self._differentiable = f"megatron_core::{name}", True
         self._implementation = implementation
         self._operator = define(name)(implementation)
-        self._signature = inspect.signature(implementation, eval_str=True)
         kinds = enumerate(parameter.annotation for parameter in self._signature.parameters.values())
         # Convert numbers as the dispatcher does: C functions pass int64 and double in different registers.
         self._numbers = [(at, NUMBERS[kind]) for at, kind in kinds if kind in NUMBERS]
@@ -43,8 +46,9 @@ class Operator:
             return self._operator(*arguments)
 
         def forward_of_memory(ctx: Any, *arguments: Any) -> Any:
-            output = self._run(arguments)
-            setup_context(ctx, arguments, output)
+            given = self._converted(arguments)
+            output = self._implementation(*given)
+            setup_context(ctx, given, output)
             return output
 
         vars(forward)["__signature__"] = self._signature  # torch looks it up in every call
@@ -76,26 +80,29 @@ class Operator:
         if torch.compiler.is_compiling():
             return self._operator(*arguments)
         if torch.is_inference_mode_enabled():
-            return self._run(arguments)
+            return self._implementation(*self._converted(arguments))
         direct = not (self._differentiable or torch.is_grad_enabled())
         if _are_plain(arguments):
-            return self._run(arguments) if direct else self._plain.apply(*arguments)
+            return self._implementation(*self._converted(arguments)) if direct else self._plain.apply(*arguments)
         return self._operator(*arguments) if direct else self._function.apply(*arguments)
 
-    def _run(self, arguments: Sequence[Any]) -> Any:
+    def _converted(self, arguments: Sequence[Any]) -> list[Any]:
         given = list(arguments)
         for at, convert in self._numbers:
             if at < len(given) and given[at] is not None:
                 given[at] = convert(given[at])
-        return self._implementation(*given)
+        return given
 
 
 def _are_plain(arguments: Sequence[Any]) -> bool:
-    """Whether all tensors are their memory, and neither a transform of torch.func nor a dispatch mode is active."""
-    if torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack():
+    """Whether all tensors are their memory, and no transform of torch.func, mode or profiler needs the dispatcher."""
+    modes = torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack()  # such as a default device
+    if modes or torch._C._are_functorch_transforms_active() or torch.autograd._profiler_enabled():
         return False
     for each in arguments:
-        if isinstance(each, Tensor) and torch._C._dispatch_keys(each) != _plain_keys(each.device.type):
+        if isinstance(each, Tensor) and (
+            torch._C._dispatch_keys(each) != _plain_keys(each.device.type) or each.is_meta
+        ):
             return False
     return True
 

@@ -19,6 +19,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from benchmarks.bench_ops import as_tuple
 from benchmarks.op_cases import CASES
 from megatron_core import ops
+from megatron_core.ops.attention import causal_attention
+from megatron_core.ops.operator import operator
 from megatron_core.parallel.groups import LocalGroup
 from megatron_core.tensor_parallel import vocab_parallel_cross_entropy
 from tests.runs import tiny_run
@@ -71,6 +73,27 @@ def test_plain_tensors_call_the_function_itself(monkeypatch: pytest.MonkeyPatch)
     for each in ("_layer_norm", "_layer_norm_backward"):
         monkeypatch.setattr(getattr(ops.norm, each), "_operator", None)
     assert all(map(torch.equal, gradients(), expected))
+
+
+def test_modes_meta_tensors_and_the_profiler_use_the_dispatcher() -> None:
+    query = torch.randn(5, 1, 2, 8, requires_grad=True)
+    expected = causal_attention(query, query, query)
+    with torch.device("meta"):  # new tensors of the implementation are on the CPU nevertheless
+        assert torch.equal(causal_attention(query, query, query), expected)
+    on_meta = query.detach().to("meta")
+    assert causal_attention(on_meta, on_meta, on_meta).is_meta
+    with profile(activities=[ProfilerActivity.CPU]) as found:
+        causal_attention(query, query, query).sum().backward()
+    names = {event.key for event in found.key_averages()}
+    assert {"megatron_core::causal_attention", "megatron_core::causal_attention_backward"} <= names
+
+
+def test_default_values_are_refused() -> None:
+    def scaled(x: Tensor, factor: float = 2.0) -> Tensor:
+        return factor * x
+
+    with pytest.raises(TypeError, match="operator scaled_for_test has default values"):
+        operator("scaled_for_test")(scaled)
 
 
 def test_inference_mode_calls_the_function_itself() -> None:
