@@ -6,7 +6,8 @@ import ast
 import fnmatch
 import operator
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -123,6 +124,15 @@ class Variables:
             raise ConfigError(f"{self.name}: the value of {name} has more than {LONGEST} characters")
         self.values[name] = value
 
+    @contextmanager
+    def restored(self, before: Mapping[str, Value | None]) -> Iterator[None]:
+        """Set variables to the values in ``before`` at the end, or unset them."""
+        try:
+            yield
+        finally:
+            kept = {name: value for name, value in self.values.items() if name not in before}
+            self.values = kept | {name: value for name, value in before.items() if value is not None}
+
     def get(self, name: str) -> Value | None:
         """The value of a variable or parameter; None if it is not set."""
         if name.isdigit():
@@ -170,7 +180,8 @@ class Variables:
                 values = self._parts(part)
                 if re.fullmatch(r"\$(\*|\{\w+\[\*\]\})", part):
                     separator = self.get("IFS")
-                    values = [(separator[:1] if isinstance(separator, str) else " ").join(values)]
+                    is_known = isinstance(separator, str) and not UNKNOWN.search(separator)
+                    values = [(str(separator)[:1] if is_known else " ").join(values)]
                 into.several(values, quoted=True)
                 is_empty = is_empty and not values
             else:
@@ -202,7 +213,8 @@ class Variables:
         values = self._values(name, index)
         if length:
             return [str(len(values or ()) if index in ("@", "*") or name in "@*" else len((values or [""])[0]))]
-        if values is None and index in ("@", "*") and not operation and not self.has_absent_scripts:
+        may_be_set = self.has_absent_scripts or name in self.doubtful
+        if values is None and index in ("@", "*") and not operation and not may_be_set:
             return []  # the environment has no arrays
         return self._operate(name, values, operation)
 
@@ -347,20 +359,28 @@ def _truths(values: list[ast.expr]) -> Iterator[bool]:
 
 
 def _formatted(pattern: str, values: list[str]) -> str | None:
-    """The output of printf; None for other formats than %s and %d, and for numbers of values that do not fit."""
+    """The output of printf; None for other formats than %s and %d, other escapes than \\n and \\t, and for numbers of
+    values that do not fit."""
     places = len(re.findall(r"%[sd]", pattern))
     if pattern.count("%") != places or len(values) % max(places, 1) or (values and not places):
         return None
-    pattern, left = pattern.replace("\\n", "\n"), iter(values)
+    pattern, left = pattern.replace("\\n", "\n").replace("\\t", "\t"), iter(values)
+    if "\\" in pattern:
+        return None
     text = pattern * max(len(values) // max(places, 1), 1)
     return re.sub(r"%[sd]", lambda _: next(left, ""), text).removesuffix("\n")
 
 
-def printed(words: list[str]) -> str | None:
-    """The output of a program that only computes with its arguments; None for others."""
+def printed(words: list[str], name: str) -> str:
+    """The output of a program that only computes with its arguments; an unknown value called ``name`` for others."""
+    text = _printed(words)
+    return unknown(name) if text is None else text
+
+
+def _printed(words: list[str]) -> str | None:
     path, *further = [word for word in words[1:] if not word.startswith("-")] or [""]
     match words[0]:
-        case "dirname" | "basename" if UNKNOWN.search(path):
+        case "dirname" | "basename" if UNKNOWN.search(path) or any(re.match("-.*[^-]", word) for word in words[1:]):
             return None
         case "dirname":
             return str(Path(path).parent)

@@ -15,12 +15,14 @@ from megatron_core.errors import ConfigError
 from megatron_core.shell.assignment import assign
 from megatron_core.shell.conditions import holds, known
 from megatron_core.shell.expansion import MOST_ROUNDS, UNKNOWN, Value, Variables, printed, readable, unknown
+from megatron_core.shell.files import find_script
 from megatron_core.shell.syntax import ASSIGNMENT, parse
 from megatron_core.shell.tree import (
     Arithmetic,
     Block,
     Case,
     Chain,
+    Command,
     For,
     Function,
     If,
@@ -40,15 +42,6 @@ DEEPEST = 30
 _SHELLS = ("bash", "sh", "zsh", "/bin/bash", "/bin/sh", "/usr/bin/bash")
 
 
-@dataclass(frozen=True)
-class Command:
-    """A program that a script would start, with its arguments."""
-
-    words: tuple[str, ...]
-    script: str
-    line: int
-
-
 class _Return(Exception):
     """``return``, ``break`` or ``continue``."""
 
@@ -63,7 +56,10 @@ class Interpreter:
     notes: dict[str, None] = field(default_factory=dict)
     """Parts of the script that could not be followed."""
     _script: Path = Path()
-    _functions: dict[str, Block] = field(default_factory=dict)
+    _functions: dict[str, tuple[Block, Value]] = field(default_factory=dict)
+    """Body of each function, and BASH_SOURCE where it is defined."""
+    _locals: list[dict[str, Value | None]] = field(default_factory=list)
+    """Of each function that is followed, the outer values of its local variables."""
     _output: list[str] | None = None
     _folder: str = ""
     """Folder after ``cd`` in ``$(...)``; empty: that in which the script would run."""
@@ -75,9 +71,9 @@ class Interpreter:
     @classmethod
     def of(cls, text: str, script: str, arguments: Sequence[str], values: dict[str, Value]) -> Interpreter:
         """Follow a script with its arguments and variables of the environment. ``ConfigError`` for wrong syntax."""
-        found = cls(Variables(list(arguments), dict(values), script), _script=Path(script))
+        known_values = {_SOURCE: script, "IFS": " \t\n"} | values
+        found = cls(Variables(list(arguments), known_values, script), _script=Path(script))
         found.variables.output_of = found._output_of
-        found.variables.values.setdefault(_SOURCE, script)
         try:
             found.run(parse(text, script))
         except _Return:
@@ -124,7 +120,7 @@ class Interpreter:
             case For() | While():
                 return self._loop(node)
             case Function(name=name, body=body):
-                self._functions[name] = body
+                self._functions[name] = body, self.variables.values.get(_SOURCE, "")
                 return True
 
     def _branch(self, node: If | Case) -> bool | None:
@@ -189,20 +185,25 @@ class Interpreter:
         return [value for word in words for value in self.variables.fields(word)]
 
     def _simple(self, node: Simple) -> bool | None:
-        words = list(node.words)
-        while words and ASSIGNMENT.match(words[0]):
+        words, before = list(node.words), dict[str, Value | None]()
+        while words and (match := ASSIGNMENT.match(words[0])):
+            before.setdefault(match[1], self.variables.values.get(match[1]))
             assign(self.variables, words.pop(0), str(self._script))
         if not words:
             return True
+        with self.variables.restored(before):
+            return self._command(words, node)
+
+    def _command(self, words: list[str], node: Simple) -> bool | None:
         if words[0] in ("export", "declare", "typeset", "local", "readonly"):
-            return self._declare(words[1:])
+            return self._declare(words)
         found = self._fields(words)
         while found and found[0] in ("exec", "time", "nohup", "command", "builtin", "sudo"):
             found = found[1:]
         if not found:
             return True
         built_in: Callable[[list[str], Simple], bool | None] | None = getattr(
-            self, f"_do_{_BUILT_IN.get(found[0], '')}", None
+            self, f"_do_{_SAME_AS.get(found[0], found[0])}", None
         )
         if built_in is not None:
             return built_in(found, node)
@@ -211,18 +212,23 @@ class Interpreter:
         return self._program(found, node)
 
     def _call(self, words: list[str]) -> bool | None:
-        with self._deeper(words[1:]):
+        body, source = self._functions[words[0]]
+        self._locals.append({_SOURCE: self.variables.values.get(_SOURCE)})
+        self.variables.values[_SOURCE] = source
+        with self.variables.restored(self._locals[-1]), self._deeper(words[1:]):
             try:
-                return self.run(self._functions[words[0]])
+                return self.run(body)
             except _Return as end:
                 if end.args[0] != "return":
                     raise
                 return None
+            finally:
+                self._locals.pop()
 
     def _program(self, words: list[str], node: Simple) -> bool | None:
         self.commands.append(Command(tuple(words), str(self._script), self._line or node.line))
         if self._output is not None:
-            self._output.append(printed(words) or unknown(f"output-of-{words[0]}"))
+            self._output.append(printed(words, f"output-of-{words[0]}"))
         at = next((at for at, word in enumerate(words) if word in (*_SHELLS, "sbatch")), None)
         if at is None:
             return None
@@ -231,37 +237,39 @@ class Interpreter:
         if inner is not None or node.document:
             return self._text(inner or node.document, node)
         files = [i for i, word in enumerate(rest) if word.endswith((".sh", ".slurm", ".sbatch"))]
-        return self._read(rest[files[0]], rest[files[0] + 1 :]) if files else None
+        return self._read(rest[files[0]], rest[files[0] + 1 :], started=True) if files else None
 
     def _nested(self, text: str, script: str, arguments: list[str]) -> bool | None:
         with self._deeper(arguments):
             return self.run(parse(text, script))
 
-    def _read(self, name: str, arguments: list[str]) -> bool | None:
-        """Follow another script if it is on this machine."""
-        folder, parts = self._script.parent, Path(name).parts
-        above = [each / Path(*parts[at:]) for each in folder.absolute().parents[:4] for at in range(1, len(parts) - 1)]
-        path = next((each for each in (folder / name, folder / Path(name).name, *above) if each.is_file()), None)
-        if path in above:
-            self.notes.setdefault(f"{name} is not on this machine; {path} is read in its place")
+    def _read(self, name: str, arguments: list[str], *, started: bool = False) -> bool | None:
+        """Follow another script if it is on this machine; ``started``: as a program of its own."""
+        path, is_substitute = find_script(self._script, name)
         if path is None:
             self.variables.has_absent_scripts = True
             self.notes.setdefault(f"{readable(name)} is not on this machine, so that its variables are not known")
             return None
-        before, self._script = self._script, path
-        source = self.variables.values.get(_SOURCE, "")
-        self.variables.values[_SOURCE] = str(path)
+        if is_substitute:
+            self.notes.setdefault(f"{readable(name)} is not on this machine; {path} is read in its place")
+        before, self._script, own_name = self._script, path, self.variables.name
+        if started:
+            self.variables.name = str(path)
         try:
-            return self._nested(read_text(path), str(path), arguments)
+            with self.variables.restored({_SOURCE: self.variables.values.get(_SOURCE)}):
+                self.variables.values[_SOURCE] = str(path)
+                return self._nested(read_text(path), str(path), arguments)
         except (OSError, ValueError) as error:
             raise ConfigError(f"{path} cannot be read: {error}") from error
         finally:
-            self._script = before
-            self.variables.values[_SOURCE] = source
+            self._script, self.variables.name = before, own_name
 
     def _declare(self, words: list[str]) -> bool:
         is_map = any(re.fullmatch(r"-\w*A\w*", word) for word in words)
-        for word in words:
+        is_local = words[0] == "local" or (words[0] in ("declare", "typeset") and "-g" not in words)
+        for word in words[1:]:
+            if self._locals and is_local and (name := re.match(r"[A-Za-z_]\w*", word)):
+                self._locals[-1].setdefault(name[0], self.variables.values.get(name[0]))
             if ASSIGNMENT.match(word):
                 assign(self.variables, word, str(self._script), is_map=is_map)
             elif is_map and word.isidentifier():
@@ -291,7 +299,7 @@ class Interpreter:
     def _do_printf(self, words: list[str], node: Simple) -> bool | None:
         if words[1:2] != ["-v"] or len(words) < 4:
             return self._program(words, node)
-        self.variables.assign(words[2], printed(["printf", *words[3:]]) or unknown(words[2]))
+        self.variables.assign(words[2], printed(["printf", *words[3:]], words[2]))
         return True
 
     def _do_test(self, words: list[str], node: Simple) -> bool | None:
@@ -323,10 +331,12 @@ class Interpreter:
     def _do_read(self, words: list[str], node: Simple) -> bool:
         for word in words[1:]:
             if word.isidentifier():
-                self.variables.assign(word, node.document if node.document else unknown(word))
+                self.variables.assign(word, (words[0] == "read" and node.document) or unknown(word))
         return False  # so that "while read" ends
 
     def _do_eval(self, words: list[str], node: Simple) -> bool | None:
+        if any(map(UNKNOWN.search, words)):  # which may assign any variable
+            self.variables.has_absent_scripts = True
         return self._text(" ".join(words[1:]), node)
 
     def _text(self, text: str, node: Simple) -> bool | None:
@@ -382,9 +392,8 @@ class Interpreter:
 
 
 _SOURCE = "BASH_SOURCE"
-_BUILT_IN = {
-    "echo": "echo", "[": "test", "test": "test", "true": "true", ":": "true", "false": "true", "shift": "shift",
-    "set": "set", "unset": "unset", "let": "let", "read": "read", "eval": "eval", "source": "source", ".": "source",
-    "exit": "exit", "return": "return", "break": "return", "continue": "return", "cd": "cd", "pwd": "pwd",
-    "printf": "printf",
+_SAME_AS = {
+    "[": "test", ":": "true", "false": "true", ".": "source", "mapfile": "read", "readarray": "read",
+    "break": "return", "continue": "return",
 }  # fmt: skip
+"""Built-in commands that are followed as another one."""

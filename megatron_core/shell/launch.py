@@ -9,7 +9,8 @@ from pathlib import Path
 
 from megatron_core.errors import ConfigError
 from megatron_core.shell.expansion import Value
-from megatron_core.shell.interpreter import Command, Interpreter
+from megatron_core.shell.interpreter import Interpreter
+from megatron_core.shell.tree import Command
 from megatron_core.text_file import read_text
 
 LEAST_FLAGS = 3

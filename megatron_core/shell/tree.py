@@ -115,3 +115,12 @@ def words_of(part: object) -> Iterator[str]:
     elif is_dataclass(part):
         for each in fields(part):
             yield from words_of(getattr(part, each.name))
+
+
+@dataclass(frozen=True)
+class Command:
+    """A program that a script would start, with its arguments."""
+
+    words: tuple[str, ...]
+    script: str
+    line: int

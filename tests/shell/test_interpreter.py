@@ -29,6 +29,9 @@ SCRIPTS = {
     "commands": 'D=$(dirname "/a/b.sh")\ntrain $D `basename /x/y.sh .sh` $(seq 3) $(expr 2 + 3) $(echo "a  b")',
     "folder": 'D="$( cd -- "$(dirname -- "/tmp/../tmp/x.sh")" &>/dev/null && pwd )"\ntrain $D $(basename -- /a/b)',
     "printf": 'A=(1 2 3)\nprintf -v L "[%s]" "$(IFS=", "; echo "${A[*]}")"\ntrain "$L" "${A[*]}" "$(printf "%s-%d\\n" a 1 b 2)"',
+    "tabs": 'A=$(printf "%s\\t%s" a b); printf -v B "%s" ""\ntrain "$A" "[$B]"',
+    "separators": 'O=$IFS; IFS=,; A=(1 2); IFS=$O; F="${A[*]}"; f() { local IFS=,; echo "${A[*]}"; }\ntrain $F $(f) "${A[*]}"',
+    "for one command": 'A=1; N=(x y); A=2 eval "train \\$A"; IFS=, read -r B <<< "1,2"; train $A "${N[*]}"',
     "no arrays": 'A=(--a)\ntrain ${A[@]} ${B[@]} "${C[@]}" end',
     "subshell": 'A=1\nB=$(A=2; echo $A)\ntrain $A $B',
     "eval": 'O="--a 1"\ncmd="train $O --b \'2 3\'"\neval $cmd\neval "$cmd"',
@@ -67,6 +70,44 @@ def test_programs_get_the_arguments_that_bash_gives_them(name: str, tmp_path: Pa
         expected.append(words[1 : count + 1])
         words = words[count + 1 :]
     assert expected and followed(text, arguments) == expected, done.stderr
+
+
+def test_arrays_that_may_be_set_are_not_empty() -> None:
+    for text in ("[ -f y ] && A=1; if [ -f y ]; then A=(--swiglu); fi", "mapfile -t A < f", 'eval "$(settings)"'):
+        (words,) = followed(f'{text}\ntrain "${{A[@]}}"', [])
+        assert readable(words[0]) == "<A>"
+
+
+def test_scripts_are_those_that_bash_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with a relative path, from another folder; a function belongs to the file that defines it."""
+    (tmp_path / "jobs" / "lib").mkdir(parents=True)
+    (tmp_path / "jobs" / "size").write_text("N=wrong\n")
+    (tmp_path / "jobs" / "lib" / "size").write_text("N=right\n")
+    of_file = 'source "$(cd "$(dirname "{}")" && pwd)/size"'
+    (tmp_path / "jobs" / "lib" / "f.sh").write_text(f"f() {{ {of_file.format('${BASH_SOURCE[0]}')}; train $N; }}\n")
+    (tmp_path / "jobs" / "lib" / "child.sh").write_text(f"{of_file.format('$0')}; train $N\n")
+    text = 'bash "$(dirname "$0")/lib/child.sh"; source "$(dirname "$0")/lib/f.sh"; f'
+    (tmp_path / "jobs" / "run.sh").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    for script in ("jobs/run.sh", str(tmp_path / "jobs" / "run.sh")):
+        found = Interpreter.of(text, script, [], {})
+        assert [each.words[-1] for each in found.commands if each.words[0] == "train"] == ["right", "right"]
+        assert not found.notes
+
+
+def test_files_outside_the_folders_of_the_script_are_not_read_in_place_of_others(tmp_path: Path) -> None:
+    folder = tmp_path / "project" / "jobs"
+    folder.mkdir(parents=True)
+    (tmp_path / "project" / "sizes").mkdir()
+    (tmp_path / "project" / "sizes" / "7b.sh").write_text("N=7\n")
+    (tmp_path / "other.sh").write_text("N=9\n")
+    long = "a" * 300
+    text = f"source /data/project/sizes/7b.sh; source /data/x/../../other.sh; source /data/{long}/{long}; train $N"
+    found = Interpreter.of(text, str(folder / "run.sh"), [], {})
+    assert found.commands[0].words == ("train", "7")
+    notes = list(found.notes)
+    assert len(notes) == 3 and "7b.sh is read in its place" in notes[0]
+    assert all(note.endswith("is not on this machine, so that its variables are not known") for note in notes[1:])
 
 
 def test_nothing_is_run(tmp_path: Path) -> None:
