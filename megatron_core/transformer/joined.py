@@ -35,6 +35,8 @@ class JoinedParts:
             for module in part.modules()
             if isinstance(module, ColumnParallelLinear | RowParallelLinear)
         ]
+        self.partial = [*parts, *(linear for linear in self._linears if isinstance(linear, RowParallelLinear))]
+        """The modules whose outputs are one rank's part of the sum."""
         self._comms: list[LinearComm] = [linear.comm for linear in self._linears]
         self._input = SharedInput(len(parts))
         for linear in self._linears:

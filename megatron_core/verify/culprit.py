@@ -22,6 +22,7 @@ from megatron_core.parallel.texts import listed
 from megatron_core.training.setup import Run
 from megatron_core.transformer.block import TransformerBlock
 from megatron_core.transformer.context import SequenceContext
+from megatron_core.transformer.joined import JoinedParts
 from megatron_core.verify.compare import FLOAT64_BOUND, Errors
 from megatron_core.verify.trace import RankTrace, assemble
 
@@ -87,9 +88,12 @@ class _Watch:
         self._seen: set[Key] = set()
         self._width, self._first = run.config.model.hidden_size, run.state.consumed_samples
         for stage in run.stages.values():
+            joined = (getattr(module, "joined", None) for module in stage.modules())
+            partial = {module for each in joined if isinstance(each, JoinedParts) for module in each.partial}
             for name, module in stage.named_modules():
                 module.register_forward_pre_hook(lambda _, args: self._enter(args))
-                if not isinstance(module, TransformerBlock):  # its layers depend on the stage
+                # The layers of a block depend on the stage.
+                if not isinstance(module, TransformerBlock) and module not in partial:
                     module.register_forward_hook(lambda _, args, output, name=name: self._leave(name, output))
 
     def take(self, key: Key, positions: Tensor, values: Tensor) -> None:

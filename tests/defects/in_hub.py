@@ -35,6 +35,7 @@ IN_HUB = (
         "context.sample_index, tokens.positions)",
         "context.sample_index, tokens.positions.argsort())",
         "phi-3.5-moe, drawn experts, tp2 sp ep2 etp1",
+        culprit="output of decoder.layers.*.mlp",
     ),
     Defect(
         "all micro-batches draw the same experts",
@@ -42,6 +43,7 @@ IN_HUB = (
         "self.sampling_key, context.sample_index,",
         "self.sampling_key, 0 * context.sample_index,",
         "phi-3.5-moe, drawn experts, dp2 zero3",
+        culprit="output of decoder.layers.*.mlp",
     ),
     Defect(
         "the outputs of joined parts are not summed over ranks",
@@ -50,6 +52,7 @@ IN_HUB = (
         "else lambda x, _: x)(output, self._group)",
         "cohere without dropout, tp2",
         "C2",
+        culprit="output of decoder.layers.*.mlp_dropout",
     ),
     Defect(
         "only the last gradient of a shared input is reduced",
@@ -57,6 +60,7 @@ IN_HUB = (
         "reduce(add, self._grads)",
         "self._grads[-1]",
         "cohere without dropout, full recompute, tp2 sp",
+        culprit="gradient of the output of decoder.layers.*.input_layernorm",
     ),
     Defect(
         "each rank adds the bias of joined parts before their sum",
@@ -64,6 +68,7 @@ IN_HUB = (
         "self.joined.reduced(total), bias,",
         "self.joined.reduced(total if bias is None else total + bias), None,",
         "phi-2 without dropout, tp2 pp2 zb_h1",
+        culprit="output of decoder.layers.*.mlp_dropout",
     ),
     Defect(
         "the MLP in parallel with attention has a detached input",

@@ -279,6 +279,7 @@ IN_RECURRENCES = (
         "gate, up = inner",
         "up, gate = inner",
         "falcon-h1, tp2 sp",
+        culprit="output of decoder.layers.*.mlp",
     ),
     Defect(
         "factors of the projections are those of other pieces",
