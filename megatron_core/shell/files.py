@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os.path
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,7 +26,7 @@ def find_script(script: Path, name: str) -> tuple[Path | None, bool]:
 
 
 def _substitutes(folder: Path, path: Path) -> Iterator[Path]:
-    parts = path.parts
+    parts = Path(os.path.normpath(path)).parts
     if UNKNOWN.search(str(path)) or ".." in parts:
         return
     for above in folder.parents[:MOST_FOLDERS]:
