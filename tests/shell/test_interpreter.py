@@ -146,7 +146,7 @@ def test_other_scripts_and_variables(tmp_path: Path) -> None:
     # A path on the machine of the script is found in the script's own copy of the folder.
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "small.sh").write_text("LAYERS=2\n")
-    text = "source /root/code/models/small.sh\ntrain $LAYERS ${NONE[@]}\n. /absent.sh\ntrain ${NONE[@]}"
+    text = "source /data/code/models/small.sh\ntrain $LAYERS ${NONE[@]}\n. /absent.sh\ntrain ${NONE[@]}"
     found = Interpreter.of(text, str(tmp_path / "run" / "x.sh"), [], {})
     assert [[readable(word) for word in each.words[1:]] for each in found.commands] == [["2"], ["<NONE>"]]
     assert any("/models/small.sh is read in its place" in note for note in found.notes)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_core.config import ModelConfig
+from megatron_core.config import ModelConfig, RunConfig
 from megatron_core.parallel import Grid, ParallelGroups
 from megatron_core.parallel.meter import METER
 from megatron_core.tensor_parallel import ModelParallelConfig
@@ -90,10 +90,11 @@ def test_two_parts_have_one_reduction(name: str, layout: str) -> None:
 
 @pytest.mark.parametrize("settings", [{"hidden_dropout": 0.1}, {"parallel_residual_shared_norm": False}])
 def test_outputs_that_are_needed_alone_are_not_joined(settings: dict[str, Any]) -> None:
-    for joined in run_ranks(2, _is_joined, settings):
-        assert not joined
-    for joined in run_ranks(2, _is_joined, {}):
-        assert joined
+    """The planner's rule says the same."""
+    for given, expected in ((settings, False), ({}, True)):
+        assert run_ranks(2, _is_joined, given) == [expected] * 2
+        flat = SIZES | MODELS["attention and MLP"] | given | {"tensor_model_parallel_size": 2}
+        assert RunConfig.from_flat(flat).joins_parts(0) is expected
 
 
 def _is_joined(settings: dict[str, Any]) -> bool:
