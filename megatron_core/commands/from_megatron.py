@@ -44,8 +44,8 @@ from megatron_core.planner.explain import details, readable_bytes, readable_seco
 from megatron_core.planner.hardware import read_hardware
 from megatron_core.planner.parameters import model_parameters
 from megatron_core.planner.search import Search, describe_layout
-from megatron_core.shell.expansion import UNKNOWN, readable
 from megatron_core.shell.launch import Launch, LaunchScript, is_script, read_command_line, read_script
+from megatron_core.shell.unknown import UNKNOWN, readable
 from megatron_core.terminal import parse_flags
 
 HYBRID = ("pretrain_mamba.py", "pretrain_hybrid.py")

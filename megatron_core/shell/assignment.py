@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 
 from megatron_core.shell.expansion import Variables
-from megatron_core.shell.syntax import ASSIGNMENT, tokens
+from megatron_core.shell.tokens import ASSIGNMENT, INDEX, tokens
+
+_KEYED = re.compile(rf"{INDEX}=")
 
 
 def assign(variables: Variables, word: str, script: str, *, is_map: bool = False) -> None:
@@ -13,28 +15,43 @@ def assign(variables: Variables, word: str, script: str, *, is_map: bool = False
     found = ASSIGNMENT.match(word)
     assert found is not None
     name, index, plus = found.groups()
-    raw, old = word[found.end() :], variables.values.get(name)
+    raw = word[found.end() :]
     if raw.startswith("(") and index is None:
-        items = [token.text for token in tokens(raw[1:-1], script) if token.is_word]
-        keyed = [re.match(r"\[([^]]*)\]=", item) for item in items]
-        if is_map or (items and all(keyed)):
-            pairs = [
-                (variables.text(k[1]), variables.text(i[k.end() :])) for i, k in zip(items, keyed, strict=True) if k
-            ]
-            variables.assign(name, dict(pairs))
-        else:
-            before = old if isinstance(old, list) else [old] if isinstance(old, str) else []
-            added = [value for item in items for value in variables.fields(item)]
-            variables.assign(name, [*(before if plus else []), *added])
-        return
-    if old is None and re.search(rf"\$(\{{{name}\}}|{name}\b)", raw):
-        variables.assign(name, "")  # A="$A --flag" begins a list
-    value = variables.text(raw)
-    if index is None:
-        variables.assign(name, (old if plus and isinstance(old, str) else "") + value)
-    elif isinstance(old, dict):
-        variables.assign(name, old | {variables.text(index[1:-1]): value})
+        _assign_items(variables, name, raw, script, adds=bool(plus), is_map=is_map)
+    elif index is not None:
+        before = variables.text(f"${{{name}[{index}]-}}") if plus else ""
+        variables.assign_element(name, index, before + variables.text(raw))
     else:
-        items, key = list(old) if isinstance(old, list) else [], variables.arithmetic(index[1:-1])
-        at = int(key) if key.isdigit() and int(key) <= len(items) else len(items)
-        variables.assign(name, [*items[:at], value, *items[at + 1 :]])
+        if variables.get(name) is None and re.search(rf"\$(\{{{name}\}}|{name}\b)", raw):
+            variables.assign(name, "")  # A="$A --flag" begins a list
+        assign_text(variables, name, variables.text(raw), adds=bool(plus))
+
+
+def assign_text(variables: Variables, name: str, value: str, *, adds: bool) -> None:
+    """Set a variable to a text; of an array its first element, of a map the one called 0."""
+    old = variables.get(name)
+    if isinstance(old, (list, dict)):
+        variables.assign_element(name, "0", (variables.text(f"${{{name}[0]-}}") if adds else "") + value)
+    elif adds and isinstance(old, str):
+        variables.assign(name, f"({old})+({value})" if name in variables.integers else old + value)
+    else:
+        variables.assign(name, value)
+
+
+def _assign_items(variables: Variables, name: str, raw: str, script: str, *, adds: bool, is_map: bool) -> None:
+    """Follow ``NAME=(...)`` or ``NAME+=(...)``."""
+    old = variables.get(name)
+    items = [token.text for token in tokens(raw[1:-1], script) if token.is_word]
+    keyed = [_KEYED.match(item) for item in items]
+    if is_map or isinstance(old, dict) or (items and all(keyed)):
+        pairs = [(variables.text(k[1]), variables.text(i[k.end() :])) for i, k in zip(items, keyed, strict=True) if k]
+        if items and not any(keyed):
+            words = [value for item in items for value in variables.fields(item)]
+            pairs = list(zip(words[::2], [*words[1::2], ""], strict=False))
+        found = (old if adds and isinstance(old, dict) else {}) | dict(pairs)
+        is_list = not (is_map or isinstance(old, dict)) and sorted(found) == sorted(map(str, range(len(found))))
+        variables.assign(name, [found[str(at)] for at in range(len(found))] if is_list else found)
+        return
+    before = old if isinstance(old, list) else [old] if isinstance(old, str) else []
+    added = [value for item in items for value in variables.fields(item)]
+    variables.assign(name, [*(before if adds else []), *added])

@@ -2,37 +2,23 @@
 
 from __future__ import annotations
 
-import fnmatch
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from megatron_core.shell.expansion import UNKNOWN, Variables
+from megatron_core.shell.expansion import Variables
+from megatron_core.shell.unknown import UNKNOWN
 
 _NUMBERS: dict[str, Callable[[int, int], bool]] = {
     "-eq": int.__eq__, "-ne": int.__ne__, "-lt": int.__lt__, "-le": int.__le__, "-gt": int.__gt__, "-ge": int.__ge__,
 }  # fmt: skip
+_TEXTS = ("=", "==", "!=", "=~", "<", ">")
+_FILES = ("-ef", "-nt", "-ot")
 
 
-def holds(words: list[tuple[str, str]], variables: Variables, *, globs: bool) -> bool | None:
-    """The value of the words of ``[ ]``; each word as it is written and with its value."""
-    values = [value for _, value in words]
-    for operators, combine in ((("||", "-o"), _either), (("&&", "-a"), _both)):
-        for at, (raw, _) in enumerate(words):
-            if raw in operators and 0 < at < len(words) - 1:
-                left, right = (holds(part, variables, globs=globs) for part in (words[:at], words[at + 1 :]))
-                return combine(left, right)
-    if values[:1] == ["!"] and len(values) > 1:
-        status = holds(words[1:], variables, globs=globs)
-        return None if status is None else not status
-    if values[:1] == ["("] and values[-1:] == [")"]:
-        return holds(words[1:-1], variables, globs=globs)
-    if len(values) == 2 and values[0] == "-v":
-        return variables.get(values[1]) is not None
-    variables.has_doubt = variables.has_doubt or any(map(UNKNOWN.search, values))
-    found = [known(value) for value in values]
-    if None in found:
-        return None
-    return _compare([value or "" for value in found], globs)
+def holds(words: Sequence[str], variables: Variables, *, is_double: bool) -> bool | None:
+    """The value of the words of ``[ ]``, or as they are written of ``[[ ]]``; None if it is not known."""
+    return _Condition(list(words), variables, is_double).either() if words else False
 
 
 def known(value: str) -> str | None:
@@ -41,32 +27,95 @@ def known(value: str) -> str | None:
     return None if is_output else UNKNOWN.sub("", value)
 
 
-def _either(left: bool | None, right: bool | None) -> bool | None:
-    return True if True in (left, right) else None if None in (left, right) else False
+@dataclass
+class _Condition:
+    """A parser by recursive descent that computes the value."""
 
+    words: list[str]
+    variables: Variables
+    is_double: bool
+    at: int = 0
 
-def _both(left: bool | None, right: bool | None) -> bool | None:
-    return False if False in (left, right) else None if None in (left, right) else True
+    def _is(self, *words: str, ahead: int = 0) -> bool:
+        return self.at + ahead < len(self.words) and self.words[self.at + ahead] in words
 
+    def either(self) -> bool | None:
+        value = self._both()
+        while self._is("||", "-o") and self.at > 0:
+            self.at += 1
+            other = self._both()
+            value = True if True in (value, other) else None if None in (value, other) else False
+        return value
 
-def _compare(values: list[str], globs: bool) -> bool | None:
-    """The value of a condition with at most one operator; None for one about files."""
-    if len(values) == 1:
-        return values[0] not in ("", "-n")
-    if len(values) == 2 or values[:1] == ["-z"]:
-        return {"-z": not any(values[1:]), "-n": bool(values[1:] and values[1])}.get(values[0]) if values else False
-    if len(values) != 3:
-        return False if not values else None
-    left, operator, right = values
-    if operator in ("=", "==", "!="):
-        is_equal = fnmatch.fnmatchcase(left, right) if globs else left == right
-        return is_equal == (operator != "!=")
-    if operator in _NUMBERS:
-        numbers = [int(value) for value in (left, right) if re.fullmatch(r"\s*[+-]?\d+\s*", value)]
-        return _NUMBERS[operator](*numbers) if len(numbers) == 2 else False
-    if operator == "=~":
+    def _both(self) -> bool | None:
+        value = self._not()
+        while self._is("&&", "-a"):
+            self.at += 1
+            other = self._not()
+            value = False if False in (value, other) else None if None in (value, other) else True
+        return value
+
+    def _not(self) -> bool | None:
+        if self._is("!") and len(self.words) - self.at > 1 and not self._is(*_TEXTS, *_NUMBERS, ahead=1):
+            self.at += 1
+            value = self._not()
+            return None if value is None else not value
+        if self._is("(") and not self._is(*_TEXTS, ahead=1):
+            self.at += 1
+            value = self.either()
+            self.at += 1
+            return value
+        return self._primary()
+
+    def _primary(self) -> bool | None:
+        left = self._take()
+        if self._is(*_TEXTS, *_NUMBERS, *_FILES) and self.at + 1 < len(self.words):
+            how = self._take()
+            return self._compared(left, how, self._take())
+        is_operator = re.fullmatch(r"-[a-zA-Z]", left) and self.at < len(self.words)
+        if not is_operator or self._is("&&", "||", "-a", "-o", ")"):
+            text = self._known(self._value(left))
+            return None if text is None else text != ""
+        operand = self._value(self._take())
+        if left == "-v":
+            return bool(self.variables.fields(f"${{{operand}+x}}"))
+        text = self._known(operand)
+        return None if text is None or left not in ("-z", "-n") else (text == "") == (left == "-z")
+
+    def _take(self) -> str:
+        self.at += 1
+        return self.words[self.at - 1] if self.at <= len(self.words) else ""
+
+    def _value(self, word: str) -> str:
+        return self.variables.text(word) if self.is_double else word
+
+    def _known(self, value: str) -> str | None:
+        self.variables.has_doubt = self.variables.has_doubt or UNKNOWN.search(value) is not None
+        return known(value)
+
+    def _compared(self, left: str, how: str, right: str) -> bool | None:
+        first, second = (self._known(self._value(word)) for word in (left, right))
+        if first is None or second is None or how in _FILES:
+            return None
+        if how in _NUMBERS:
+            return self._numbers(first, how, second)
+        if how in ("<", ">"):
+            return first < second if how == "<" else first > second
+        if not self.is_double:
+            return (first == second) == (how != "!=")
         try:
-            return re.search(right, left) is not None
+            if how == "=~":
+                found = re.search(UNKNOWN.sub("", self.variables.expression(right)), first)
+                groups = [] if found is None else [found[0], *(group or "" for group in found.groups())]
+                self.variables.assign("BASH_REMATCH", groups)
+                return found is not None
+            pattern = UNKNOWN.sub("", self.variables.pattern(right))
+            return (re.fullmatch(pattern, first, re.DOTALL) is not None) == (how != "!=")
         except re.error:
             return None
-    return {"<": left < right, ">": left > right}.get(operator)
+
+    def _numbers(self, left: str, how: str, right: str) -> bool | None:
+        values = [self.variables.arithmetic(each) if self.is_double else each.strip() for each in (left, right)]
+        if any(not re.fullmatch(r"[+-]?\d+", value) for value in values):
+            return None if self.is_double and any(map(UNKNOWN.search, values)) else False
+        return _NUMBERS[how](*map(int, values))

@@ -6,7 +6,7 @@ import os.path
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_core.shell.expansion import UNKNOWN
+from megatron_core.shell.unknown import UNKNOWN
 
 MOST_FOLDERS = 4
 """Folders above the script in which a path of another machine is searched."""

@@ -1,153 +1,37 @@
-"""Syntax of shell scripts: from text to tokens and from tokens to a tree of commands."""
+"""Syntax of shell scripts: from words and operators to a tree of commands."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from megatron_core.errors import ConfigError, shortened
+from megatron_core.errors import ConfigError
+from megatron_core.shell.tokens import REDIRECTIONS, Token, tokens
 from megatron_core.shell.tree import (
     Arithmetic,
     Block,
     Case,
     Chain,
+    Document,
     For,
     Function,
     If,
     Node,
     Pipe,
+    Redirected,
     Simple,
+    Subshell,
     Test,
     While,
 )
 
-ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^]]*\])?(\+?)=")
-_OPERATORS = (";;&", "&&", "||", ";;", ";&", "<<<", "<<-", "<<", ">>", "<&", ">&", "&>", "<>", ">|", *";|&()<>\n")
-_REDIRECTIONS = {"<<<", "<<-", "<<", ">>", "<&", ">&", "&>", "<>", ">|", "<", ">"}
-_PAIRS = {"$(": ")", "${": "}", "$[": "]", "(": ")", "<(": ")", ">(": ")"}
 _ENDS = frozenset({"then", "else", "elif", "fi", "do", "done", "esac", "}", ")", ";;", ";&", ";;&"})
 DEEPEST = 100
 """Maximum nesting of commands."""
 
 
-@dataclass(frozen=True)
-class Token:
-    """A word with its quotes, or an operator."""
-
-    text: str
-    line: int
-    is_word: bool
-    document: str = ""
-    """Text of a here-document, for the operator ``<<``."""
-
-
 def parse(text: str, name: str) -> Block:
     """The commands of a script; ``name`` is its name in messages. ``ConfigError`` if its syntax is not understood."""
     return _Parser(list(tokens(text, name)), name).block(frozenset())
-
-
-def end_of(text: str, at: int) -> int:
-    """Index behind the quotation, expansion or character at ``at``; ``ValueError`` if its end is missing."""
-    if text[at] == "\\":
-        return min(at + 2, len(text))
-    if text[at] == "'" or text.startswith("$'", at):
-        start = at + (2 if text[at] == "$" else 1)
-        return text.index("'", start) + 1
-    if text[at] in '"`':
-        inner = at + 1
-        while text[inner : inner + 1] != text[at]:
-            if inner >= len(text):
-                raise ValueError
-            is_part = text[inner] in "\\$`" if text[at] == '"' else text[inner] == "\\"
-            inner = end_of(text, inner) if is_part else inner + 1
-        return inner + 1
-    for opening, end in _PAIRS.items():
-        if text.startswith(opening, at):
-            inner = at + len(opening)
-            while text[inner : inner + 1] != end:
-                if inner >= len(text):
-                    raise ValueError
-                is_part = text[inner] in "\\'\"`$" or (text[inner] == "(" and end == ")")
-                inner = end_of(text, inner) if is_part else inner + 1
-            return inner + 1
-    return at + 1
-
-
-def tokens(text: str, name: str) -> Iterator[Token]:
-    """Words and operators; comments and joined lines are left out."""
-    at, line, waiting = 0, 1, []
-    while at < len(text):
-        if text[at] in " \t\r" or text.startswith(("\\\n", "\\\r\n"), at):
-            end = at + 1 if text[at] != "\\" else text.index("\n", at) + 1
-        elif text[at] == "#":
-            end = text.find("\n", at) if "\n" in text[at:] else len(text)
-        elif (operator := _operator(text, at)) is not None:
-            end = at + len(operator)
-            if operator in ("<<", "<<-"):
-                document = re.compile(r"[ \t]*([^\s;|&<>]+)").match(text, end)
-                end, word = (document.end(), document[1]) if document else (end, "")
-                waiting.append((line, word.strip("'\"\\"), operator))
-            elif operator == "\n" and waiting:
-                for start, word, kind in waiting:
-                    body, end = _document(text, end, word, kind)
-                    yield Token("<<", start, False, body)
-                waiting = []
-                yield Token("\n", line, False)
-            else:
-                yield Token(operator, line, False)
-        else:
-            end = _word_end(text, at, line, name)
-            word = text[at:end]
-            if not (word.isdigit() and text.startswith(("<", ">"), end)):  # 2>&1
-                yield Token(word if "'" in word else re.sub(r"\\\r?\n", "", word), line, True)
-        line += text.count("\n", at, end)
-        at = end
-
-
-def _operator(text: str, at: int) -> str | None:
-    if text.startswith(("<(", ">("), at):  # a word: the output of a command as a file
-        return None
-    return next((each for each in _OPERATORS if text.startswith(each, at)), None)
-
-
-def _document(text: str, at: int, word: str, kind: str) -> tuple[str, int]:
-    """The here-document that starts at ``at``, and the index behind its end."""
-    lines = []
-    while at < len(text):
-        end = text.find("\n", at)
-        line = text[at:] if end < 0 else text[at:end]
-        at = len(text) if end < 0 else end + 1
-        line = line.lstrip("\t") if kind == "<<-" else line
-        if line.rstrip("\r") == word:
-            break
-        lines.append(line)
-    return "\n".join(lines), at
-
-
-def _word_end(text: str, start: int, line: int, name: str) -> int:
-    at = start
-    try:
-        while at < len(text):
-            if text[at] == "(" and ASSIGNMENT.fullmatch(text, start, at):
-                at = _array_end(text, at + 1)
-            elif text.startswith(("<(", ">("), at) or text[at] not in " \t\r\n;|&()<>":
-                at = end_of(text, at)
-            else:
-                break
-    except ValueError:
-        shown = shortened(text[start:].split("\n")[0], 60)
-        raise ConfigError(f"{name} line {line}: the end of the quotation or bracket in {shown} is missing") from None
-    return at
-
-
-def _array_end(text: str, at: int) -> int:
-    while text[at : at + 1] != ")":
-        if at >= len(text):
-            raise ValueError
-        is_comment = text[at] == "#" and text[at - 1] in " \t\n("
-        at = text.index("\n", at) if is_comment else end_of(text, at) if text[at] in "\\'\"`$(" else at + 1
-    return at + 1
 
 
 @dataclass
@@ -175,7 +59,8 @@ class _Parser:
                 break
             if token.text in _ENDS:
                 raise self._fault(f"has an unexpected {token.text}")
-            found.append(self._chain())
+            node = self._chain()
+            found.append(Subshell(node, may_exit=False) if self._is("&") else node)
         self.depth -= 1
         return Block(tuple(found))
 
@@ -226,46 +111,53 @@ class _Parser:
 
     def _command(self) -> Node:
         token = self._take()
-        if not token.is_word and token.text not in ("(", *_REDIRECTIONS):
+        if not token.is_word and token.text not in ("(", "((", *REDIRECTIONS):
             raise self._fault(f"has an unexpected {token.text!r}")
         compound = {
             "if": self._if, "for": self._for, "select": self._for, "while": self._while, "until": self._while,
-            "case": self._case, "{": self._group, "(": self._group, "function": self._function, "[[": self._test,
+            "case": self._case, "{": self._group, "(": self._group, "((": self._expression,
+            "function": self._function, "[[": self._test,
         }.get(token.text)  # fmt: skip
         if compound is None:
-            if (
-                token.is_word
-                and self._is("(")
-                and self.at + 1 < len(self.tokens)
-                and self.tokens[self.at + 1].text == ")"
-            ):
+            following = [each.text for each in self.tokens[self.at : self.at + 2]]
+            if token.is_word and following == ["(", ")"]:
                 self.at += 2
                 return self._body_of(token.text)
             self.at -= 1
             return self._simple()
-        found = compound(token)
-        while self._token is not None and self._token.text in _REDIRECTIONS:
-            self._redirection()
-        return found
+        return self._redirected(compound(token))
 
-    def _redirection(self) -> str:
-        """Skip an operator with its file; the text of a here-document."""
+    def _redirected(self, node: Node) -> Node:
+        """``node`` with the redirections that follow it."""
+        redirections = []
+        while self._token is not None and self._token.text in REDIRECTIONS:
+            redirections.append(self._redirection())
+        return _with_redirections(node, redirections)
+
+    def _redirection(self) -> tuple[Document | None, bool]:
+        """Skip an operator with its file: the text on standard input, if any, and whether the output goes elsewhere."""
         token = self._take()
-        if token.text != "<<":
-            self._take()
-        return token.document
+        if token.text == "<<":
+            return Document(token.document, "literal" if token.is_literal else "document"), False
+        name, descriptor = self._take().text, token.document
+        if token.text == "<<<":
+            return Document(name, "word"), False
+        if token.text == "<" and name.startswith("<("):
+            return Document(name[2:-1], "command"), False
+        is_output = token.text[0] in ">&" and descriptor in ("", "1")
+        return None, is_output and not (token.text == ">&" and name in ("1", "&1"))
 
-    def _simple(self) -> Simple:
-        words, document, line = [], "", self.tokens[self.at].line
+    def _simple(self) -> Node:
+        words, redirections, line = list[str](), [], self.tokens[self.at].line
         while (token := self._token) is not None:
             if token.is_word:
                 words.append(token.text)
                 self.at += 1
-            elif token.text in _REDIRECTIONS:
-                document = self._redirection() or document
+            elif token.text in REDIRECTIONS:
+                redirections.append(self._redirection())
             else:
                 break
-        return Simple(tuple(words), line, document)
+        return _with_redirections(Simple(tuple(words), line), redirections)
 
     def _if(self, first: Token) -> If:
         branches, otherwise = [], Block()
@@ -281,7 +173,7 @@ class _Parser:
                 return If(tuple(branches), otherwise, first.line)
 
     def _for(self, first: Token) -> Node:
-        if self._is("("):
+        if self._is("(("):
             return self._counting_loop(first)
         name, words = self._take().text, ['"$@"']
         self._skip_lines()
@@ -293,26 +185,14 @@ class _Parser:
 
     def _counting_loop(self, first: Token) -> Node:
         """``for ((i = 0; i < n; i++))``."""
-        text = self._until_double(")", "(")
-        begin, condition, step = (*text.split(";"), "", "")[:3]
+        begin, condition, step = (*self._take("((").document.split(";"), "", "")[:3]
         body = self._loop_body()
         inner = Block((*body.commands, Arithmetic(step, first.line)))
         loop = While(Block((Arithmetic(condition or "1", first.line),)), inner, False, first.line)
         return Block((Arithmetic(begin, first.line), loop))
 
-    def _until_double(self, end: str, start: str) -> str:
-        """The text of ``(( text ))``, whose first parenthesis is the next token."""
-        self._take(start)
-        if self._is(start):
-            self.at += 1
-        words, depth = [], 0
-        while not (depth == 0 and self._is(end)):
-            token = self._take()
-            depth += (token.text == start) - (token.text == end)
-            words.append(token.text)
-        while self._is(end):
-            self.at += 1
-        return " ".join(words)
+    def _expression(self, first: Token) -> Arithmetic:
+        return Arithmetic(first.document, first.line)
 
     def _loop_body(self) -> Block:
         while self._is(";", "\n"):
@@ -337,19 +217,18 @@ class _Parser:
                 token = self._take()
                 patterns += [token.text] if token.is_word else []
             self.at += 1
-            branches.append((tuple(patterns), self.block(frozenset({";;", ";&", ";;&", "esac"}))))
-            while self._is(";;", ";&", ";;&", "\n"):
-                self.at += 1
+            body = self.block(frozenset({";;", ";&", ";;&", "esac"}))
+            end = self._take().text if self._is(";;", ";&", ";;&") else ";;"
+            branches.append((tuple(patterns), body, end))
+            self._skip_lines()
         self._take("esac")
         return Case(word, tuple(branches), first.line)
 
     def _group(self, first: Token) -> Node:
-        if first.text == "(" and self._is("("):
-            return Arithmetic(self._until_double(")", "("), first.line)
         end = "}" if first.text == "{" else ")"
         body = self.block(frozenset({end}))
         self._take(end)
-        return body
+        return body if end == "}" else Subshell(body)
 
     def _function(self, first: Token) -> Function:
         name = self._take().text
@@ -369,3 +248,9 @@ class _Parser:
             words += [token.text] if token.text != "\n" else []
         self.at += 1
         return Test(tuple(words), first.line)
+
+
+def _with_redirections(node: Node, redirections: list[tuple[Document | None, bool]]) -> Node:
+    documents = [document for document, _ in redirections if document is not None]
+    is_silent = any(silent for _, silent in redirections)
+    return Redirected(node, documents[-1] if documents else None, is_silent) if documents or is_silent else node

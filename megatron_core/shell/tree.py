@@ -12,7 +12,32 @@ class Simple:
 
     words: tuple[str, ...]
     line: int
-    document: str = ""
+
+
+@dataclass(frozen=True)
+class Document:
+    """Text on the standard input of a command."""
+
+    text: str
+    kind: str
+    """document: here-document, literal: the same without expansions, word: here-string, command: ``<(command)``."""
+
+
+@dataclass(frozen=True)
+class Redirected:
+    """A command with its standard input; ``is_silent``: its output goes to a file or another descriptor."""
+
+    body: Node
+    document: Document | None
+    is_silent: bool
+
+
+@dataclass(frozen=True)
+class Subshell:
+    """``( ... )``, or a command with ``&``: what it sets does not persist; ``may_exit``: whether ``exit`` ends it."""
+
+    body: Node
+    may_exit: bool = True
 
 
 @dataclass(frozen=True)
@@ -77,10 +102,10 @@ class While:
 
 @dataclass(frozen=True)
 class Case:
-    """``case``: patterns with their commands."""
+    """``case``: patterns with their commands, and the operator that ends them: ``;;``, ``;&`` or ``;;&``."""
 
     word: str
-    branches: tuple[tuple[tuple[str, ...], Block], ...]
+    branches: tuple[tuple[tuple[str, ...], Block, str], ...]
     line: int
 
 
@@ -99,7 +124,7 @@ class Block:
     commands: tuple[Node, ...] = ()
 
 
-Node = Simple | Test | Arithmetic | Chain | Pipe | If | For | While | Case | Function | Block
+Node = Simple | Redirected | Subshell | Test | Arithmetic | Chain | Pipe | If | For | While | Case | Function | Block
 
 
 def words_of(part: object) -> Iterator[str]:

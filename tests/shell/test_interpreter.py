@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from megatron_core.errors import ConfigError
-from megatron_core.shell.expansion import readable
 from megatron_core.shell.interpreter import Interpreter
+from megatron_core.shell.unknown import readable
+from tests.shell.scripts import SCRIPTS as MORE
+from tests.shell.scripts import every_arithmetic, every_expansion
 
 BASH = shutil.which("bash")
 # ruff: noqa: E501 (scripts in one line)
@@ -45,7 +49,7 @@ SCRIPTS = {
     "escapes": "train a\\ b \\$x \"\\$y \\\"q\\\"\" '$z' $'t\\tu' a\\\nb",
     "unset": 'X=1; unset X; set -- p q\ntrain ${X-gone} $# "$*" $2',
 }  # fmt: skip
-ARGUMENTS = ["--n", "5", "rest"]
+ARGUMENTS = {"arguments": ["--n", "5", "rest"], "getopts": ["-a", "1 2", "-bc", "x", "rest", "-b"]}
 
 
 def followed(text: str, arguments: list[str]) -> list[list[str]]:
@@ -53,23 +57,39 @@ def followed(text: str, arguments: list[str]) -> list[list[str]]:
     return [list(each.words[1:]) for each in found.commands if each.words[0] == "train"]
 
 
-@pytest.mark.every_case
-@pytest.mark.skipif(BASH is None, reason="needs bash")
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_programs_get_the_arguments_that_bash_gives_them(name: str, tmp_path: Path) -> None:
-    arguments = ARGUMENTS if name == "arguments" else []
-    text = SCRIPTS[name]
+def run_by_bash(text: str, arguments: list[str], folder: Path) -> list[list[str]]:
+    """The arguments of each call of ``train`` by bash."""
     printing = 'train() { printf "%s\\0" "$#" "$@" >&3; }\n'
+    (folder / "script").write_text(f"exec 3>{folder}/words\n{printing}{text}")
     done = subprocess.run(
-        [str(BASH), "-c", f"exec 3>{tmp_path}/words\n{printing}{text}", "script.sh", *arguments],
-        cwd=tmp_path, check=False, capture_output=True,
+        [str(BASH), f"{folder}/script", *arguments],
+        cwd=folder, check=False, capture_output=True, stdin=subprocess.DEVNULL, env={"PATH": os.environ["PATH"]},
     )  # fmt: skip
-    words, expected = (tmp_path / "words").read_text().split("\0")[:-1], []
+    words, found = (folder / "words").read_text().split("\0")[:-1], []
     while words:
         count = int(words[0])
-        expected.append(words[1 : count + 1])
+        found.append(words[1 : count + 1])
         words = words[count + 1 :]
-    assert expected and followed(text, arguments) == expected, done.stderr
+    assert found, done.stderr
+    return found
+
+
+@pytest.mark.every_case
+@pytest.mark.skipif(BASH is None, reason="needs bash")
+@pytest.mark.parametrize("name", [*SCRIPTS, *MORE])
+def test_programs_get_the_arguments_that_bash_gives_them(name: str, tmp_path: Path) -> None:
+    text, arguments = (SCRIPTS | MORE)[name], ARGUMENTS.get(name, [])
+    assert followed(text, arguments) == run_by_bash(text, arguments, tmp_path)
+
+
+@pytest.mark.every_case
+@pytest.mark.skipif(BASH is None, reason="needs bash")
+@pytest.mark.parametrize("script", [every_expansion, every_arithmetic])
+def test_every_combination_is_that_of_bash(script: Callable[[], str], tmp_path: Path) -> None:
+    for at, (found, expected) in enumerate(
+        zip(followed(script(), []), run_by_bash(script(), [], tmp_path), strict=True)
+    ):
+        assert found == expected, at
 
 
 def test_arrays_that_may_be_set_are_not_empty() -> None:
@@ -134,7 +154,7 @@ def test_what_is_not_known_has_a_name() -> None:
 
 
 def test_other_scripts_and_variables(tmp_path: Path) -> None:
-    (tmp_path / "model.sh").write_text("LAYERS=$((SIZE * 2))\n")
+    (tmp_path / "model.sh").write_text("export LAYERS=$((SIZE * 2))\n")
     (tmp_path / "inner.sh").write_text("train $1 $LAYERS\n")
     script = tmp_path / "run.sh"
     script.write_text(

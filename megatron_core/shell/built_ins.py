@@ -1,0 +1,254 @@
+"""Built-in commands of bash that only use variables, input and output."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_core.shell.assignment import assign, assign_text
+from megatron_core.shell.conditions import holds
+from megatron_core.shell.fields import Fields
+from megatron_core.shell.patterns import unescaped
+from megatron_core.shell.programs import printed
+from megatron_core.shell.state import State
+from megatron_core.shell.tokens import ASSIGNMENT
+from megatron_core.shell.unknown import UNKNOWN, unknown
+
+
+class Jump(Exception):
+    """``return``, ``break``, ``continue`` or ``exit``, with its number; None if it is not known."""
+
+    def __init__(self, kind: str, number: int | None) -> None:
+        super().__init__(kind)
+        self.kind, self.number = kind, number
+
+
+@dataclass
+class BuiltIns(State):
+    """Built-in commands; ``_do_NAME`` returns the success, or None if it is not known."""
+
+    def _do_echo(self, words: list[str]) -> bool:
+        rest, options = words[1:], ""
+        while rest and re.fullmatch("-[neE]+", rest[0]):
+            options += rest.pop(0)
+        text = " ".join(rest)
+        self._print((unescaped(text) if "e" in options else text) + ("" if "n" in options else "\n"))
+        return True
+
+    def _do_cd(self, words: list[str]) -> bool:
+        to = [word for word in words[1:] if not word.startswith("-") or word == "-"]
+        old = self.variables.values.get("OLDPWD", "")
+        folder = old if to == ["-"] and isinstance(old, str) else os.path.join(self._folder, to[0]) if to else ""
+        self.variables.assign("OLDPWD", self._folder)
+        self._folder = folder
+        if folder:
+            self.variables.assign("PWD", self._current_folder("PWD"))
+        return True
+
+    def _current_folder(self, name: str) -> str:
+        is_known = self._folder and not UNKNOWN.search(self._folder)
+        return os.path.abspath(self._folder) if is_known else unknown(name)
+
+    def _do_pwd(self, words: list[str]) -> bool:
+        self._print(self._current_folder("output-of-pwd") + "\n")
+        return True
+
+    def _do_printf(self, words: list[str]) -> bool:
+        if words[1:2] == ["-v"] and len(words) > 3:
+            self.variables.assign(words[2], printed(["printf", *words[3:]], words[2]))
+        else:
+            self._print(printed([word for word in words if word != "--"], "output-of-printf"))
+        return True
+
+    def _do_test(self, words: list[str]) -> bool | None:
+        return holds(words[1:-1] if words[0] == "[" else words[1:], self.variables, is_double=False)
+
+    def _do_true(self, words: list[str]) -> bool:
+        return words[0] != "false"
+
+    def _do_shift(self, words: list[str]) -> bool:
+        count = int(words[1]) if len(words) > 1 and words[1].isdigit() else 1
+        if count > len(self.variables.arguments):
+            return False
+        self.variables.arguments = self.variables.arguments[count:]
+        return True
+
+    def _do_set(self, words: list[str]) -> bool:
+        rest = words[1:]
+        while rest and re.match(r"[-+]", rest[0]):
+            option = rest.pop(0)
+            if option == "--":
+                self.variables.arguments = rest
+                return True
+            if option.endswith("o"):
+                rest = rest[1:]
+        if rest:
+            self.variables.arguments = rest
+        return True
+
+    def _do_unset(self, words: list[str]) -> bool:
+        for word in words[1:]:
+            name, _, index = word.rstrip("]").partition("[")
+            value = self.variables.values.get(name)
+            if index and isinstance(value, dict):
+                self.variables.values[name] = {key: each for key, each in value.items() if key != index}
+            elif index and isinstance(value, list):
+                at = self.variables.arithmetic(index)
+                self.variables.values[name] = [each for number, each in enumerate(value) if str(number) != at]
+            else:
+                self.variables.values.pop(name, None)
+        return True
+
+    def _do_let(self, words: list[str]) -> bool | None:
+        value = [self.variables.arithmetic(word) for word in words[1:]][-1:] or ["0"]
+        return None if UNKNOWN.search(value[0]) else value[0] != "0"
+
+    def _do_cat(self, words: list[str]) -> bool | None:
+        is_input = self._input is not None and all(word == "-" for word in words[1:])
+        self._print("".join(self._input or ()) if is_input else unknown("output-of-cat"))
+        return True if is_input else None
+
+    def _do_read(self, words: list[str]) -> bool:
+        names, array = self._names_of_read(words[1:], "a")
+        line = self._input.pop(0) if self._input else "" if self._input == [] else None
+        if line is None or UNKNOWN.search(line):
+            self.variables.doubtful.update([*names, *array])
+            for name in names if not array else []:
+                self.variables.assign(name, unknown(name) if line is None else line.rstrip("\n"))
+            for name in array:
+                self.variables.assign(name, _split(line.rstrip("\n"), self.variables.separators) if line else [])
+            return False  # so that "while read" ends
+        is_whole = line.endswith("\n")
+        text = line.removesuffix("\n")
+        if not any(re.match(r"-\w*r", word) for word in words[1:]):
+            text = re.sub(r"\\(.)", r"\1", text)
+        for name in array:
+            self.variables.assign(name, _split(text, self.variables.separators))
+        self._assign_words(names if not array else [], text)
+        return is_whole
+
+    def _assign_words(self, names: Sequence[str], text: str) -> None:
+        """Give the words of a line to variables; the rest of the line to the last one."""
+        separators = self.variables.separators
+        blanks = "".join(char for char in separators if char.isspace())
+        for name in names[:-1]:
+            text = text.lstrip(blanks) if blanks else text
+            end = re.search(f"[{re.escape(separators)}]", text) if separators else None
+            word, text = (text[: end.start()], text[end.start() :]) if end else (text, "")
+            self.variables.assign(name, word)
+            text = text.lstrip(blanks) if blanks else text
+            if text and text[0] in separators and text[0] not in blanks:
+                text = text[1:]
+        for name in names[-1:]:
+            self.variables.assign(name, text.strip(blanks) if blanks else text)
+
+    def _names_of_read(self, words: Sequence[str], array: str) -> tuple[list[str], list[str]]:
+        """The names of variables, and of arrays, among the arguments of read."""
+        names, arrays, takes = list[str](), list[str](), ""
+        for word in words:
+            if takes:
+                (arrays if takes == array else []).append(word)
+                takes = ""
+            elif found := re.fullmatch(r"-\w*?([adinNptu])(.*)", word):
+                takes = "" if found[2] else found[1]
+            elif not word.startswith("-"):
+                names.append(word)
+        return names or ([] if arrays else ["REPLY"]), arrays
+
+    def _do_mapfile(self, words: list[str]) -> bool:
+        name = words[-1] if len(words) > 1 and words[-1].isidentifier() else "MAPFILE"
+        lines, self._input = self._input, None if self._input is None else []
+        if lines is None or any(map(UNKNOWN.search, lines)):
+            self.variables.doubtful.add(name)
+            self.variables.values.pop(name, None)
+            return True
+        is_cut = any(re.match(r"-\w*t", word) for word in words[1:])
+        self.variables.assign(name, [line.removesuffix("\n") if is_cut else line for line in lines])
+        return True
+
+    def _do_getopts(self, words: list[str]) -> bool | None:
+        """Read the next option of the arguments into a variable; OPTIND and OPTARG are set."""
+        if len(words) < 3:
+            return None
+        accepted, name, given = words[1], words[2], words[3:] or self.variables.arguments
+        number = str(self.variables.values.get("OPTIND", "1"))
+        place = self._option_place[1] if self._option_place[0] == number else 0
+        at = int(number) - 1 if number.isdigit() else 0
+        word = given[at] if at < len(given) else ""
+        if place == 0 and (word == "--" or not re.match("-.", word)):
+            self._end_option(at + (word == "--"), 0)
+            self.variables.assign(name, "?")
+            return False
+        place = max(place, 1)
+        letter, rest = word[place], word[place + 1 :]
+        found = re.search(f"{re.escape(letter)}(:?)", accepted.lstrip(":")) if letter != ":" else None
+        self.variables.values.pop("OPTARG", None)
+        self.variables.skipped.add("OPTARG")  # not set, and thus empty, without an argument
+        if found is None or not found[1]:
+            self._end_option(at if rest else at + 1, place + 1 if rest else 0)
+            if found is None and accepted.startswith(":"):
+                self.variables.assign("OPTARG", letter)
+            self.variables.assign(name, letter if found else "?")
+        elif rest or at + 1 < len(given):
+            self._end_option(at + (1 if rest else 2), 0)
+            self.variables.assign("OPTARG", rest or given[at + 1])
+            self.variables.assign(name, letter)
+        else:
+            self._end_option(at + 1, 0)
+            if accepted.startswith(":"):
+                self.variables.assign("OPTARG", letter)
+            self.variables.assign(name, ":" if accepted.startswith(":") else "?")
+        return True
+
+    def _end_option(self, at: int, place: int) -> None:
+        self._option_place = str(at + 1), place
+        self.variables.assign("OPTIND", str(at + 1))
+
+    def _do_return(self, words: list[str]) -> bool:
+        default = self.variables.status if words[0] in ("return", "exit") else 1
+        raise Jump(words[0], int(words[1]) if len(words) > 1 and words[1].isdigit() else default)
+
+    def _declare(self, words: list[str]) -> bool:
+        """Follow export, declare, local and readonly."""
+        options = "".join(word[1:] for word in words[1:] if re.fullmatch("-[a-zA-Z]+", word))
+        is_local = bool(self._locals) and words[0] in ("local", "declare", "typeset") and "g" not in options
+        for word in words[1:]:
+            names = [word] if ASSIGNMENT.match(word) else self.variables.fields(word)
+            for each in names:
+                if name := re.match(r"[A-Za-z_]\w*", each):
+                    self._declare_name(name[0], options, is_local=is_local, is_bare="=" not in each)
+                    self._declare_value(each, name[0], options, is_written=ASSIGNMENT.match(word) is not None)
+                    if words[0] == "export" or "x" in options:
+                        self.variables.exported.add(name[0])
+        return True
+
+    def _declare_name(self, name: str, options: str, *, is_local: bool, is_bare: bool) -> None:
+        self.variables.references.pop(name, None)
+        if is_local and name not in self._locals[-1]:
+            self._locals[-1][name] = self.variables.values.get(name)
+            if is_bare and not set(options) & set("fFp"):
+                self.variables.values.pop(name, None)
+        if "i" in options:
+            self.variables.integers.add(name)
+
+    def _declare_value(self, word: str, name: str, options: str, *, is_written: bool) -> None:
+        """Follow the assignment in a word of declare; ``is_written``: the script writes it without quotes around it."""
+        is_map = "A" in options
+        if "n" in options and "=" in word:
+            self.variables.references[name] = self.variables.text(word.partition("=")[2])
+        elif is_written:
+            assign(self.variables, word, str(self._script), is_map=is_map)
+        elif "=" in word:
+            value = word[len(name) :].removeprefix("+").removeprefix("=")
+            assign_text(self.variables, name, value, adds=word[len(name)] == "+")
+        elif is_map and name not in self.variables.values:
+            self.variables.assign(name, {})
+
+
+def _split(text: str, separators: str) -> list[str]:
+    into = Fields(separators)
+    into.unquoted(text)
+    into.flush()
+    return into.done

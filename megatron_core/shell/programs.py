@@ -1,0 +1,91 @@
+"""Output of programs that only compute with their arguments, and of printf."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_core.shell.arithmetic import Names, UnknownNumber, calculate
+from megatron_core.shell.patterns import MOST_ROUNDS, unescaped
+from megatron_core.shell.unknown import UNKNOWN, unknown
+
+_FORMAT = re.compile(r"%(?:(%)|([-+ 0#]*\d*(?:\.\d+)?)([sbqcdiuoxXeEfFgG]))")
+
+
+def printed(words: list[str], name: str) -> str:
+    """The output of a program that only computes with its arguments; an unknown value called ``name`` for others."""
+    text = _printed(words)
+    return unknown(name) if text is None else text
+
+
+def _printed(words: list[str]) -> str | None:
+    path, *further = [word for word in words[1:] if not word.startswith("-")] or [""]
+    match words[0]:
+        case "dirname" | "basename" if UNKNOWN.search(path) or any(re.match("-.*[^-]", word) for word in words[1:]):
+            return None
+        case "dirname":
+            return str(Path(path).parent)
+        case "basename":
+            return Path(path).name.removesuffix(further[0] if further else "")
+        case "realpath" | "readlink":
+            return words[-1]
+        case "printf" if len(words) > 1:
+            return formatted(words[1], words[2:])
+        case "expr":
+            return _expression(" ".join(words[1:]))
+        case "seq" if all(word.isdigit() for word in words[1:]) and 2 <= len(words) <= 4:
+            numbers = [*([1] * (len(words) == 2)), *map(int, words[1:])]
+            step = numbers[1] if len(numbers) == 3 else 1
+            return "\n".join(map(str, range(numbers[0], numbers[-1] + 1, step)[:MOST_ROUNDS])) if step else None
+    return None
+
+
+def _expression(text: str) -> str | None:
+    def absent(name: str, index: str | None) -> str:
+        raise UnknownNumber(name)
+
+    try:
+        return str(calculate(text, Names(absent, lambda name, index, value: None)))
+    except UnknownNumber:
+        return None
+
+
+def formatted(pattern: str, values: list[str]) -> str | None:
+    """The output of printf; None if it is not known."""
+    places = [found for found in _FORMAT.finditer(pattern) if not found[1]]
+    if "%" in _FORMAT.sub("", pattern):
+        return None
+    given = iter(values)
+    rounds = max(-(-len(values) // len(places)) if places else 1, 1)
+    parts = [part for _ in range(min(rounds, MOST_ROUNDS)) for part in _round(pattern, given)]
+    return None if None in parts else "".join(part or "" for part in parts)
+
+
+def _round(pattern: str, values: Iterator[str]) -> Iterator[str | None]:
+    """The texts of a format; of one of its values None if it is not known."""
+    at = 0
+    for found in _FORMAT.finditer(pattern):
+        yield unescaped(pattern[at : found.start()])
+        yield "%" if found[1] else _value(found[2], found[3], next(values, None))
+        at = found.end()
+    yield unescaped(pattern[at:])
+
+
+def _value(width: str, kind: str, value: str | None) -> str | None:
+    if value is not None and UNKNOWN.search(value):
+        return value if not width and kind in "sdi" else None
+    if kind in "sbqc":
+        text = {"b": unescaped, "q": _escaped, "c": lambda text: text[:1]}.get(kind, str)(value or "")
+        return f"%{width}s" % text
+    try:
+        if kind in "diuoxX":
+            number = int(value or "0", 8 if re.match("0[0-7]", value or "") else 0)
+            return f"%{width}{'d' if kind in 'iu' else kind}" % number
+        return f"%{width}{kind}" % float(value or "0")
+    except ValueError:
+        return None
+
+
+def _escaped(text: str) -> str:
+    return re.sub(r"([^\w@%+=:,./-])", r"\\\1", text) or "''"
