@@ -137,8 +137,8 @@ def _parse(
     if depth is not None and depth.removeprefix("-").isdecimal():  # any other value is an error of its type
         names = {plain(flag) for flag, _ in grouped(found.flags)} | (set() if path is None else names_in(path))
         defaults = RunConfig.from_flat(defaults.flat() | dial(int(depth), names))
-    defaults = defaults if path is None else read_config(path, defaults)
     pattern = _last_value(found.flags, "--hybrid-layer-pattern")
+    defaults = defaults if path is None else read_config(path, defaults, pattern)
     if pattern is None and path is not None and "num_layers" not in names_in(path):
         pattern = defaults.model.hybrid_layer_pattern
     if pattern:

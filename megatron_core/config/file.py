@@ -23,8 +23,9 @@ WRITTEN = starting_with("configuration that a run wrote", _HEADER.encode())
 """Files of ``write_config``."""
 
 
-def read_config(path: str | Path, defaults: RunConfig | None = None) -> RunConfig:
-    """The configuration in a file; settings that are not in the file come from ``defaults``.
+def read_config(path: str | Path, defaults: RunConfig | None = None, pattern: str | None = None) -> RunConfig:
+    """The configuration in a file; settings that are not in the file come from ``defaults``. ``pattern`` replaces its
+    pattern of layers, with the settings that this one implies.
 
     Names are those of the fields, with underscores or hyphens, at the top level or under their section
     (``model``, ``parallel``, ``training``, ``optimizer``, ``data``, ``checkpoint``, ``monitor``). An unknown
@@ -38,12 +39,14 @@ def read_config(path: str | Path, defaults: RunConfig | None = None) -> RunConfi
         if name in values:
             raise ConfigError(f"{name} occurs twice in {path}; keep one of the two")
         values[name] = _checked(name, value, kinds[name], str(path))
-    if (pattern := values.get("hybrid_layer_pattern")) is not None:
-        values["hybrid_layer_pattern"], implied = read_pattern(pattern)
+    if pattern is not None:
+        values["hybrid_layer_pattern"] = pattern
+    elif (given := values.get("hybrid_layer_pattern")) is not None:
+        values["hybrid_layer_pattern"], implied = read_pattern(given)
         for name, value in implied.items():
             if values.setdefault(name, value) != value:
                 raise ConfigError(
-                    f"hybrid_layer_pattern={pattern} in {path} means {name}={value}, but {name}={values[name]}; remove "
+                    f"hybrid_layer_pattern={given} in {path} means {name}={value}, but {name}={values[name]}; remove "
                     "one of them"
                 )
     return RunConfig.from_flat((defaults or RunConfig()).flat() | values)

@@ -277,6 +277,10 @@ def test_a_pattern_of_layers_says_their_stages_and_the_kind_of_attention(tmp_pat
         parse("--hybrid-layer-pattern M|- --pipeline-model-parallel-layout Et|tL")
     (tmp_path / "run.yaml").write_text("hybrid_layer_pattern: M||-\n")
     assert parse(f"--config {tmp_path}/run.yaml").parallel.pipeline_model_parallel_layout == "Et||tL"
+    for file, flag in (("M||-", "M-*"), ("M+|-", "M*-"), ("M||-", "M||*-")):
+        (tmp_path / "run.yaml").write_text(f"hybrid_layer_pattern: {file}\n")
+        replaced = parse(f"--config {tmp_path}/run.yaml --hybrid-layer-pattern {flag}")
+        assert replaced == parse(f"--hybrid-layer-pattern {flag}"), "nothing of the file's pattern remains"
     (tmp_path / "run.yaml").write_text("hybrid_layer_pattern: M|-\npipeline_model_parallel_layout: EttL\n")
     with pytest.raises(ConfigError, match=r"means pipeline_model_parallel_layout=Et\|tL, but .*=EttL; remove one"):
         parse(f"--config {tmp_path}/run.yaml")
