@@ -179,6 +179,61 @@ def test_buckets_as_buffers() -> None:
     assert run_ranks(2, buffers) == [expected] * 2
 
 
+def reduced_by_groups(strategy: str, overlap: bool) -> list[torch.Tensor]:
+    """Gradients of two steps, summed by the groups of buckets and by the model, which must be equal."""
+    parallel_state.initialize_model_parallel()
+    settings = DistributedDataParallelConfig(
+        data_parallel_sharding_strategy=strategy, overlap_grad_reduce=overlap, bucket_size=40
+    )
+    ddp = DistributedDataParallel(None, settings, model())
+    ddp.data_parallel.release()  # the hooks; this program has its own
+    groups = {parameter: group for group in ddp.bucket_groups for parameter in group.params}
+    seed, found = 10 + torch.distributed.get_rank(), []
+    for step in range(4):
+        ddp.zero_grad_buffer()
+        generator = torch.Generator().manual_seed(seed + 7 * (step // 2))
+        for buffer in ddp.buffers:
+            buffer.grad_data.copy_(torch.randn(buffer.numel, generator=generator))
+        if step % 2:
+            ddp.finish_grad_sync()
+        else:
+            by_hand(ddp, groups, overlap=overlap, is_first=step == 0)
+        found.append(torch.cat([bucket.grad_shard.clone() for bucket in ddp.buckets]))
+    assert torch.equal(found[0], found[1]) and torch.equal(found[2], found[3])
+    return found
+
+
+def by_hand(ddp: Any, groups: dict[nn.Parameter, Any], *, overlap: bool, is_first: bool) -> None:
+    """Announce each gradient, and sum; sums start with the last gradient of a group, except in the first step."""
+    some = next(iter(groups))
+    for parameter, group in groups.items():
+        if not overlap:
+            with pytest.raises(ConfigError, match="needs overlap_grad_reduce=True"):
+                group.register_grad_ready(parameter)
+            continue
+        group.register_grad_ready(parameter)
+        complete = len(group.per_param_grad_ready_counts) == len(group.params)
+        if not complete and not is_first:
+            with pytest.raises(ConfigError, match=r"of \d+ parameters have gradients; call register_grad_ready"):
+                group.finish_grad_sync()
+        assert all(view.bucket.reduced == (complete and not is_first) for view in group.buckets)
+    groups[some].finish_grad_sync()
+    if len(ddp.bucket_groups) > 1:
+        with pytest.raises(ConfigError, match=r"called for 1 of \d+ groups"):
+            ddp.finish_grad_sync()
+    for group in ddp.bucket_groups:
+        if group is not groups[some]:
+            group.finish_grad_sync()
+    ddp.finish_grad_sync()
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("strategy", ["no_shard", "optim"])
+def test_groups_of_buckets_sum_gradients(strategy: str, overlap: bool) -> None:
+    for own in run_ranks(2, reduced_by_groups, strategy, overlap):
+        assert len(own) == 4 and all(torch.isfinite(each).all() and each.abs().sum() > 0 for each in own)
+
+
 def trained(strategy: str, offload: bool) -> list[torch.Tensor]:
     """Three steps; between them weights and gradients are moved off the device as in programs for reinforcement
     learning."""

@@ -86,9 +86,10 @@ class DistributedDataParallel(MegatronModule):
         )
         self.buckets = self.data_parallel.buckets
         self.buffers, self.expert_parallel_buffers = (buffers_of(self.data_parallel, experts=e) for e in (False, True))
-        together = not config.overlap_grad_reduce
-        self.bucket_groups = partition_buckets(self.buffers, together)
-        self.expert_parallel_bucket_groups = partition_buckets(self.expert_parallel_buffers, together)
+        overlap = config.overlap_grad_reduce
+        how: Any = {"overlap_grad_reduce": overlap, "factor": self._factor}
+        self.bucket_groups = partition_buckets(self.buffers, not overlap, **how)
+        self.expert_parallel_bucket_groups = partition_buckets(self.expert_parallel_buffers, not overlap, **how)
 
     def separate_matrices(self) -> None:
         """Lay out the buffers again with hidden matrices apart, for an optimizer that updates whole matrices."""
@@ -137,15 +138,28 @@ class DistributedDataParallel(MegatronModule):
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
         """Sum and average all gradients; update the scales of FP8 from the largest values of the step."""
-        finish_gradients(self.data_parallel, self._amax_histories)
-        if not getattr(self.config, "calculate_per_token_loss", False):
-            self.scale_gradients(1.0 / self._groups.group("dp-cp").size())
+        groups = (*self.bucket_groups, *self.expert_parallel_bucket_groups)
+        finished = [group.grad_reduce_finished for group in groups]
+        if not any(finished):
+            finish_gradients(self.data_parallel, self._amax_histories)
+            self.scale_gradients(self._factor)
+        elif not all(finished):
+            raise ConfigError(
+                f"finish_grad_sync was called for {sum(finished)} of {len(groups)} groups of buckets; call it for all, "
+                "or only DistributedDataParallel.finish_grad_sync"
+            )
         for bucket in self.buckets:
             own: Any = () if bucket.is_sharded else bucket.parameters
             for parameter in own:
                 if parameter.dtype == bucket.grads.dtype:
                     parameter.grad = parameter.main_grad
         self._step_is_over = True
+
+    @property
+    def _factor(self) -> float:
+        """Factor on the sums of gradients, which are averaged unless the loss is that of each token."""
+        is_sum = getattr(self.config, "calculate_per_token_loss", False)
+        return 1.0 if is_sum else 1.0 / self._groups.group("dp-cp").size()
 
     def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
         """Multiply this rank's reduced gradients by a factor."""
@@ -158,6 +172,8 @@ class DistributedDataParallel(MegatronModule):
             for parameter in bucket.parameters:
                 parameter.grad = None
         self.data_parallel.zero_grad()
+        for group in (*self.bucket_groups, *self.expert_parallel_bucket_groups):
+            group.reset()
         self._step_is_over = False
 
     def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:

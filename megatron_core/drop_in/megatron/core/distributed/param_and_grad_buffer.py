@@ -190,13 +190,80 @@ class _ParamAndGradBuffer:
 
 
 class _ParamAndGradBucketGroup:
-    """Buckets that are reduced and gathered together."""
+    """Buckets that are reduced and gathered together.
 
-    def __init__(self, buckets: list[_ParamAndGradBucket]) -> None:
-        self.buckets = buckets
+    ``DistributedDataParallel`` reduces them itself. A program with backward hooks of its own calls
+    ``register_grad_ready`` and ``finish_grad_sync`` instead; sums of gradients are multiplied by ``factor``.
+    """
+
+    def __init__(
+        self, buckets: list[_ParamAndGradBucket], overlap_grad_reduce: bool = False, factor: float = 1.0
+    ) -> None:
+        self.buckets, self.overlap_grad_reduce, self.factor = buckets, overlap_grad_reduce, factor
         self.params = set().union(*(view.params for view in buckets))
         self.intra_distributed_optimizer_instance_size = buckets[0].bucket.dp_group.size()
-        self.param_gather_dispatched = False
+        self.param_gather_dispatched = self.grad_reduce_finished = self._is_reducing = False
+        self.is_first_batch = self.is_last_microbatch = True
+        self.per_param_grad_ready_counts: dict[nn.Parameter, int] = {}
+        self.golden_per_param_grad_ready_counts: dict[nn.Parameter, int] = {}
+
+    def reset(self) -> None:
+        """Start a new step; the first one tells how many gradients each parameter gets."""
+        if self.is_first_batch and self.per_param_grad_ready_counts:
+            self.golden_per_param_grad_ready_counts = self.per_param_grad_ready_counts
+            self.is_first_batch = False
+        self.per_param_grad_ready_counts = {}
+        self.is_last_microbatch, self.grad_reduce_finished, self._is_reducing = True, False, False
+
+    def register_grad_ready(self, param: nn.Parameter, force_all_reduce: bool = False) -> None:
+        """Count a gradient of the last micro-batch; after that of the last parameter the sums start.
+
+        Errors: ``ConfigError`` without ``overlap_grad_reduce``, and for a parameter of another group.
+        """
+        if not self.overlap_grad_reduce:
+            raise ConfigError("register_grad_ready needs overlap_grad_reduce=True; without it use finish_grad_sync")
+        if param not in self.params:
+            raise ConfigError(f"the parameter of shape {tuple(param.shape)} is not in this group of buckets")
+        if self.is_last_microbatch:
+            counts = self.per_param_grad_ready_counts
+            counts[param] = counts.get(param, 0) + 1
+            if not self.is_first_batch and counts == self.golden_per_param_grad_ready_counts:
+                self.start_grad_sync()
+
+    def start_grad_sync(self, force_all_reduce: bool = False) -> None:
+        """Start to sum the gradients; with ``use_distributed_optimizer`` each rank gets its part in either case.
+
+        Errors: ``ConfigError`` for gradients that are summed over further ranks than the data-parallel ones.
+        """
+        for view in self.buckets:
+            if view.bucket.kind.is_partial or view.bucket.instances.size() > 1:
+                raise ConfigError(
+                    f"gradients of {view.bucket.names[0]} are also summed over ranks that do not share its data; use "
+                    "DistributedDataParallel.finish_grad_sync"
+                )
+            view.bucket.start_reduce()
+        self._is_reducing = True
+
+    def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
+        """Wait for the sums and multiply them; without ``overlap_grad_reduce``, and in the first step, start them too.
+
+        Errors: ``ConfigError`` if gradients are missing.
+        """
+        if self.overlap_grad_reduce and self.grad_reduce_finished:
+            return
+        if not self.overlap_grad_reduce or self.is_first_batch:
+            self.start_grad_sync()
+        if not self._is_reducing:
+            ready = len(self.per_param_grad_ready_counts)
+            raise ConfigError(
+                f"the sums of this group have not started: {ready} of {len(self.params)} parameters have gradients; "
+                "call register_grad_ready for each"
+            )
+        for view in self.buckets:
+            view.bucket.finish_reduce()
+            view.bucket.round_sum()
+            view.bucket.grad_shard.mul_(self.factor)
+        self._is_reducing, self.grad_reduce_finished = False, True
 
     def start_param_sync(self, force_sync: bool = False) -> None:
         """Start to gather the weights updated by other ranks; with ``force_sync`` wait for them."""
@@ -229,9 +296,13 @@ def buffers_of(data: DataParallel, *, experts: bool) -> list[_ParamAndGradBuffer
 
 
 def partition_buckets(
-    buffers: Sequence[_ParamAndGradBuffer], force_single_bucket_group: bool = False
+    buffers: Sequence[_ParamAndGradBuffer],
+    force_single_bucket_group: bool = False,
+    *,
+    overlap_grad_reduce: bool = False,
+    factor: float = 1.0,
 ) -> list[_ParamAndGradBucketGroup]:
-    """Return a group for each bucket, or one group."""
+    """Return a group for each bucket, or one group, with further arguments of ``_ParamAndGradBucketGroup``."""
     views = [view for buffer in buffers for view in buffer.buckets]
     groups = [views] if force_single_bucket_group and views else [[view] for view in views]
-    return [_ParamAndGradBucketGroup(group) for group in groups]
+    return [_ParamAndGradBucketGroup(group, overlap_grad_reduce, factor) for group in groups]
