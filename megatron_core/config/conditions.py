@@ -22,6 +22,7 @@ RECURRENT = replace(
         run.model.experimental_attention_variant not in (None, "dsa") or "G" in (run.model.hybrid_layer_pattern or "")
     ),
 )
+PATTERN = given("hybrid_layer_pattern", "LETTERS")
 MAMBA = Condition("a Mamba layer (M or H) in --hybrid-layer-pattern", lambda run: run.model.may_be("M", "H"))
 BOTH = Condition("a layer H in --hybrid-layer-pattern", lambda run: run.model.may_be("H"))
 ANY_RECURRENCE = Condition(

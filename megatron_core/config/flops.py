@@ -68,10 +68,12 @@ def forward_flops_per_token(model: ModelConfig, seq_length: int, vocab_size: int
             model,
             num_layers=1,
             mtp_num_layers=None,
-            window_size=model.window_of_layer(layers - 1),
+            hybrid_layer_pattern=None,
+            mtp_layer_pattern=None,
+            window_size=model.window_of_layer(layers),
             window_attn_skip_freq=None,
-            linear_attention_freq=(1 + model.is_recurrent(layers - 1),),
-            num_experts=model.num_experts if model.has_experts(layers - 1) else None,
+            linear_attention_freq=(1 + model.is_recurrent(layers),),
+            num_experts=model.num_experts if model.has_experts(layers) else None,
             moe_layer_freq=(1,),
         )
         each = sum(forward_flops_per_token(last, seq_length, vocab_size).values())

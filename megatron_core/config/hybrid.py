@@ -1,5 +1,6 @@
 """Layers with one part each, a mixer or an MLP, in the order of a pattern; settings of Mamba-2 mixers."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,26 +15,35 @@ BOTH, DENSE, EXPERTS = "H", "-", "E"
 MAMBA, ATTENTION = ("M", BOTH), ("*", BOTH)
 """Letters of layers with a Mamba-2 mixer, and with attention."""
 LETTERS = ("M", "G", "*", BOTH, DENSE, EXPERTS)
-STAGE, LATENT = "|", "+"
-"""Further characters of Megatron-LM's patterns: end of a pipeline stage; layer with multi-head latent attention."""
+STAGE, LATENT, AHEAD = "|", "+", "/"
+"""Further characters of Megatron-LM's patterns: end of a pipeline stage; layer with multi-head latent attention; start
+of a layer of multi-token prediction."""
+AHEAD_LAYERS = ("*-", "*E")
+"""Parts of a layer of multi-token prediction: attention and an MLP, or experts."""
 
 
 def read_pattern(text: str) -> tuple[str, dict[str, Any]]:
     """Return the letters of a pattern of Megatron-LM, one for each layer, and other settings that the pattern implies.
 
-    ``M-|*M`` implies ``pipeline_model_parallel_layout="Ett|ttL"``, ``M+`` implies ``multi_latent_attention=True``.
+    ``M-|*M`` implies ``pipeline_model_parallel_layout="Ett|ttL"``, ``M+`` implies ``multi_latent_attention=True``,
+    ``M-/*-/*-`` implies ``mtp_num_layers=2`` and ``mtp_layer_pattern="*-"``. Layers of multi-token prediction that do
+    not exist here stay in the pattern.
     """
     implied: dict[str, Any] = {}
-    main, slash, ahead = text.partition("/")  # followed by layers of multi-token prediction
+    main, *ahead = text.split(AHEAD)
+    parts = {*main, *"".join(ahead)}
+    if LATENT in parts and not set(ATTENTION) & parts:
+        implied["multi_latent_attention"] = True
+        main, *ahead = (each.replace(LATENT, ATTENTION[0]) for each in (main, *ahead))
+    if len({*ahead}) == 1 and ahead[0] in AHEAD_LAYERS:
+        implied |= {"mtp_num_layers": len(ahead), "mtp_layer_pattern": ahead[0]}
+        ahead = []
     stages = main.split(STAGE)
     if len(stages) > 1:
         counts = ("t" * n if n < 4 else f"t*{n}" for n in map(len, stages))
-        implied["pipeline_model_parallel_layout"] = f"E{STAGE.join(counts)}L"
-    letters = "".join([*stages, slash, ahead])
-    if LATENT in letters and not set(ATTENTION) & set(letters):
-        implied["multi_latent_attention"] = True
-        letters = letters.replace(LATENT, ATTENTION[0])
-    return letters, implied
+        predicting = "m" * implied.get("mtp_num_layers", 0)
+        implied["pipeline_model_parallel_layout"] = f"E{STAGE.join(counts)}{predicting}L"
+    return AHEAD.join(["".join(stages), *ahead]), implied
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +55,12 @@ class HybridConfig:
     hybrid_layer_pattern: str | None = setting(None, when=ALWAYS, aliases="hybrid_override_pattern")
     """Part of each layer, one letter per layer. M: Mamba-2; G: gated delta net; *: attention; H: attention and Mamba-2
     with the same input, whose outputs are added (Falcon-H1); -: MLP; E: experts. --num-layers follows from it. As in
-    Megatron-LM, | ends a pipeline stage, and +, in place of *, is an attention layer of --multi-latent-attention.
+    Megatron-LM, | ends a pipeline stage, +, in place of *, is an attention layer of --multi-latent-attention, and /*-
+    or /*E, once for each layer, adds layers of multi-token prediction (--mtp-num-layers, --mtp-layer-pattern).
     Default: every layer has attention (or a recurrence) and an MLP (or experts)."""
+    mtp_layer_pattern: Literal["*-", "*E"] | None = setting(None, needs=c.PATTERN)
+    """Parts of each layer of multi-token prediction in a model with --hybrid-layer-pattern: attention and an MLP (*-),
+    or attention and experts (*E)."""
     mamba_state_dim: int = setting(128, r.SIZE, needs=c.MAMBA)
     """Channels of B and C of a group: with --mamba-head-dim the size of a head's state."""
     mamba_head_dim: int = setting(64, r.SIZE, needs=c.MAMBA)
@@ -71,13 +85,21 @@ class HybridConfig:
     """Tokens of the causal convolution before a recurrence."""
 
     def letter_of(self, layer_number: int) -> str | None:
-        """The letter of a layer (numbered from 0); None without a pattern."""
+        """The letter of a layer (numbered from 0), both of a multi-token prediction layer; None without a pattern."""
         pattern = self.hybrid_layer_pattern
+        if pattern and self.mtp_layer_pattern and layer_number >= len(pattern):
+            return self.mtp_layer_pattern
         return pattern[min(layer_number, len(pattern) - 1)] if pattern else None
+
+    def has_part(self, layer_number: int, letters: Iterable[str]) -> bool:
+        """Whether a layer (numbered from 0) has one of the parts ``letters``: always without a pattern."""
+        found = self.letter_of(layer_number)
+        return found is None or any(letter in letters for letter in found)
 
     def may_have(self, *letters: str) -> bool:
         """Whether a layer may have one of the parts ``letters``: always without a pattern."""
-        return not self.hybrid_layer_pattern or any(letter in self.hybrid_layer_pattern for letter in letters)
+        pattern = self.hybrid_layer_pattern
+        return not pattern or any(letter in pattern + (self.mtp_layer_pattern or "") for letter in letters)
 
     @property
     def may_have_attention(self) -> bool:
@@ -96,8 +118,8 @@ class HybridConfig:
 
     def has_mixer(self, layer_number: int) -> bool:
         """Whether a layer (numbered from 0) has attention or a recurrence."""
-        return self.letter_of(layer_number) in (None, *ATTENTION, *RECURRENCES)
+        return self.has_part(layer_number, (*ATTENTION, *RECURRENCES))
 
     def has_mlp(self, layer_number: int) -> bool:
         """Whether a layer (numbered from 0) has an MLP or experts."""
-        return self.letter_of(layer_number) in (None, DENSE, EXPERTS)
+        return self.has_part(layer_number, (DENSE, EXPERTS))

@@ -254,7 +254,7 @@ class ModelConfig(
     def has_experts(self, layer_number: int) -> bool:
         """Whether a layer (numbered from 0) has experts; multi-token prediction layers are as the last layer."""
         if (letter := self.letter_of(layer_number)) is not None:
-            return letter == EXPERTS and self.num_experts is not None
+            return EXPERTS in letter and self.num_experts is not None
         return super().has_experts(min(layer_number, self.num_layers - 1))
 
     def has_dense_mlp(self, layer_number: int) -> bool:
@@ -337,7 +337,7 @@ class ModelConfig(
     def has_attention(self, layer_number: int) -> bool:
         """Whether a layer (numbered from 0) has attention."""
         if (letter := self.letter_of(layer_number)) is not None:
-            return letter in ATTENTION
+            return any(part in ATTENTION for part in letter)
         return not self.is_recurrent(layer_number)
 
     def chunk_of_layer(self, layer_number: int) -> int | None:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from math import inf
 
-from megatron_core.config.hybrid import LATENT, LETTERS, STAGE, read_pattern
+from megatron_core.config.hybrid import AHEAD, LATENT, LETTERS, STAGE, read_pattern
 from megatron_core.config.mixers import Mamba2
 from megatron_core.config.model import ModelConfig
 from megatron_core.config.rules_parallel import uneven
@@ -12,7 +12,6 @@ from megatron_core.config.run import RunConfig
 OTHER_CHOICES = {
     "experimental_attention_variant": "write G for a layer with a gated delta net",
     "parallel_residual": "a layer has one part",
-    "mtp_num_layers": "layers of multi-token prediction have attention and an MLP",
 }
 """Settings that cannot be used with a pattern, with the reason or the other way."""
 
@@ -28,14 +27,19 @@ def hybrid_problems(config: RunConfig) -> Iterator[str]:
     named = f"hybrid_layer_pattern={pattern}"
     yield from _letter_problems(pattern, model)
     for name, reason in OTHER_CHOICES.items():
-        if (value := getattr(model, name)) and not (name == "mtp_num_layers" and "/" in pattern):
+        if value := getattr(model, name):
             yield f"{name}={value} cannot be used with {named}: {reason}; remove one of them"
     if model.linear_attention_freq is not None and model.experimental_attention_variant is None:
         yield f"linear_attention_freq={model.linear_attention_freq} cannot be used with {named}; remove one of them"
     if model.moe_layer_freq != (1,):
         yield f"moe_layer_freq={model.moe_layer_freq} cannot be used with {named}, where E means experts; remove it"
-    if "E" in pattern and model.num_experts is None:
+    if "E" in pattern + (model.mtp_layer_pattern or "") and model.num_experts is None:
         yield f"{named} has layers E with experts, and num_experts=None; add --num-experts N"
+    if AHEAD not in pattern and (model.mtp_num_layers is None) != (model.mtp_layer_pattern is None):
+        yield (
+            f"mtp_num_layers={model.mtp_num_layers} and mtp_layer_pattern={model.mtp_layer_pattern} with {named}: give "
+            "both or neither, or add /*- to the pattern for each layer of multi-token prediction"
+        )
     if model.has_mamba:
         yield from _mamba_problems(model)
 
@@ -49,9 +53,12 @@ def _letter_problems(pattern: str, model: ModelConfig) -> Iterator[str]:
         yield f"{named} has stages, which are another setting here; give {settings}"
     elif LATENT in unknown:
         yield f"{named}: attention layers are of one kind; write * for all, with or without --multi-latent-attention"
-    elif "/" in unknown:
-        flag = " and remove --mtp-num-layers" if model.mtp_num_layers else ""
-        yield f"{named}: layers of multi-token prediction, after /, are not supported; remove them{flag}; {legal}"
+    elif AHEAD in unknown:
+        flag = f" and --mtp-num-layers {model.mtp_num_layers}" if model.mtp_num_layers else ""
+        yield (
+            f"{named}{flag}: layers of multi-token prediction, after /, are all alike, attention and an MLP (/*-) or "
+            "experts (/*E); change or remove them, and remove --mtp-num-layers, which is their number"
+        )
     elif not pattern:
         yield f"hybrid_layer_pattern='' is empty; {legal}"
     elif unknown:

@@ -176,10 +176,12 @@ def _with_implied(groups: list[tuple[str, list[str]]]) -> list[tuple[str, list[s
     for flag, values in groups:
         if _is_pattern(plain(flag)) and len(values) == 1:
             letters, implied = read_pattern(values[0])
-            if "pipeline_model_parallel_layout" not in implied.keys() & names:
+            counts = [each for flag, each in groups if plain(flag) == "mtp_num_layers"]
+            agrees = "mtp_num_layers" not in implied or all(each == [str(implied["mtp_num_layers"])] for each in counts)
+            if "pipeline_model_parallel_layout" not in implied.keys() & names and agrees:
                 new = [(name, value) for name, value in implied.items() if name not in names]
                 values = [letters]
-                found += [(f"--{name.replace('_', '-')}", [] if value is True else [value]) for name, value in new]
+                found += [(f"--{name.replace('_', '-')}", [] if value is True else [str(value)]) for name, value in new]
         found.append((flag, values))
     return found
 

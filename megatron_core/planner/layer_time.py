@@ -333,7 +333,7 @@ class LayerClock:
             {"products": joined[2]},
         )
         full = model.recompute_granularity == "full"
-        layer = self.recomputed(model.num_layers - 1) if full else self.layer(model.num_layers - 1)
+        layer = self.recomputed(model.num_layers) if full else self.layer(model.num_layers)
         return Passes.sum([projection, layer, self.embedding(), self.head()] * (model.mtp_num_layers or 0))
 
     def recomputed(self, number: int) -> Passes:

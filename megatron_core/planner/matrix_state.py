@@ -36,7 +36,7 @@ def matrix_state_elements(config: RunConfig, layers: list[int], *, has_mtp: bool
     found = [matrix for layer in layers for matrix in _matrices(config, layer)]
     for _ in range((model.mtp_num_layers or 0) * has_mtp):
         if config.tuning.lora_rank is None:
-            found += [*_matrices(config, model.num_layers - 1), Matrices((model.hidden_size,), 2 * model.hidden_size)]
+            found += [*_matrices(config, model.num_layers), Matrices((model.hidden_size,), 2 * model.hidden_size)]
     return sum(_elements(matrix, config.optimizer) for matrix in found)
 
 

@@ -191,13 +191,13 @@ def _vectors(elements: int) -> Parameters:
 
 
 def ahead_parameters(config: RunConfig, vocab_size: int, *, with_embedding: bool) -> Parameters:
-    """Elements of the multi-token prediction layers: each has a layer like the last one, three norms, and a projection
+    """Elements of the multi-token prediction layers: each has a layer, three norms, and a projection
     of 2 h^2 / t; a rank without the embedding has a copy of it."""
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     if not model.mtp_num_layers:
         return Parameters()
     own = _vectors(3 * norm_parameters(model)) + Parameters(2 * model.hidden_size**2 // tp)
-    found = sum([own + layer_parameters(config, model.num_layers - 1)] * model.mtp_num_layers, Parameters())
+    found = sum([own + layer_parameters(config, model.num_layers)] * model.mtp_num_layers, Parameters())
     copied = not with_embedding and model.untie_embeddings_and_output_weights
     return found + _vectors(padded_vocabulary(config, vocab_size) // tp * model.hidden_size * copied)
 

@@ -118,7 +118,8 @@ OUTPUT_Z_LOSS = "output_z_loss"
 
 def auxiliary_loss_names(config: ModelConfig, layer_specs: LayerSpecs = layer_spec) -> tuple[str, ...]:
     """Return the names of the auxiliary losses of all layers of the model, in the same order on every rank."""
-    of_layers = {name for i in range(config.num_layers) for name in layer_specs(config, i).auxiliary_losses}
+    count = config.num_layers + (config.mtp_num_layers or 0)
+    of_layers = {name for i in range(count) for name in layer_specs(config, i).auxiliary_losses}
     of_output = (OUTPUT_Z_LOSS,) if config.output_z_loss_coeff else ()
     return (*sorted(of_layers), *mtp_loss_names(config), *of_output)
 

@@ -68,7 +68,7 @@ RECURRENT_FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
     (
         {"hybrid_layer_pattern": "*-/*", "mtp_num_layers": 2, "position_embedding_type": "rope"},
         1,
-        ("hybrid_layer_pattern=*-/*", "remove --mtp-num-layers"),
+        ("hybrid_layer_pattern=*-/* and --mtp-num-layers 2", "remove --mtp-num-layers"),
     ),
     ({"hybrid_layer_pattern": "*|-"}, 1, ("hybrid_layer_pattern=*|-", "pipeline_model_parallel_layout=Et|tL")),
     ({"hybrid_layer_pattern": "*+"}, 1, ("hybrid_layer_pattern=*+", "write * for all")),
@@ -79,7 +79,11 @@ RECURRENT_FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
     (HYBRID | {"parallel_residual": True}, 1, ("parallel_residual=True", "remove one of them")),
     (HYBRID | DELTA, 1, ("experimental_attention_variant", "write G")),
     ({"hybrid_layer_pattern": "G*", "linear_attention_freq": (2,)}, 1, ("linear_attention_freq=(2,)", "remove one")),
-    (HYBRID | {"mtp_num_layers": 1, "position_embedding_type": "rope"}, 1, ("mtp_num_layers=1", "remove one of them")),
+    (
+        HYBRID | {"mtp_num_layers": 1, "position_embedding_type": "rope"},
+        1,
+        ("mtp_num_layers=1", "add /*- to the pattern"),
+    ),
     (HYBRID | {"mamba_num_heads": 12}, 1, ("mamba_num_heads=12", "mamba_num_groups=8", "legal: 1, 2, 3, 4, 6, 12")),
     (HYBRID | {"mamba_num_heads": None}, 1, ("2 x hidden_size=240", "mamba_head_dim=64", "set mamba_num_heads")),
     (HYBRID | {"mamba_dt_min": 0.5, "mamba_dt_max": 0.1}, 1, ("mamba_dt_max=0.1", "mamba_dt_min=0.5")),

@@ -46,6 +46,23 @@ def test_it_is_the_same_model_as_this_packages() -> None:
     assert model.decoder.num_layers_per_pipeline_rank == 4 and model.hybrid_layer_pattern == PATTERN
 
 
+def test_layers_of_multi_token_prediction() -> None:
+    given = {"position_embedding_type": "rope", "share_embeddings_and_output_weights": False}
+    model = hybrid(settings(mtp_num_layers=2), hybrid_layer_pattern=f"{PATTERN}/*E/*E", **given)
+    plain = hybrid(hybrid_layer_pattern=PATTERN, **given)
+    missing, more = plain.load_state_dict(model.state_dict(), strict=False)
+    layers = {name.partition("mtp_model_layer.")[2].partition(".")[0] for name in more if "mtp_model_layer" in name}
+    assert not missing and {name.split(".")[0] for name in more} == {"mtp"}
+    assert layers >= {"input_layernorm", "self_attention", "pre_mlp_layernorm", "mlp"}
+    assert torch.equal(model(IDS), plain(IDS)), "further tokens are predicted in training only"
+    model(IDS, labels=IDS).mean().backward()
+    assert all(
+        p.grad is not None and p.grad.abs().sum() > 0 for name, p in model.mtp.named_parameters() if "norm" in name
+    )
+    with pytest.raises(ConfigError, match=r"has 1 layers of multi-token .*pass TransformerConfig\(mtp_num_layers=1\)"):
+        hybrid(hybrid_layer_pattern="M*-E/*-")
+
+
 def test_the_name_of_earlier_releases() -> None:
     model_parallel_cuda_manual_seed(7)
     pattern = {"hybrid_layer_pattern": None, "hybrid_override_pattern": PATTERN}

@@ -127,6 +127,15 @@ def hybrid_model(config: Any, shape: dict[str, Any], **stage: Any) -> nn.Module:
     for name, own in (("mlp_layer", {**mlp, **names}), ("moe_layer", mlp | {"mlp": of_experts.mlp})):
         submodules = layer.TransformerLayerSubmodules(**own, mlp_bda=adds)
         stack[name] = spec(module=layer.TransformerLayer, submodules=submodules)
+    if shape.get("mtp_num_layers"):
+        ahead: Any = import_module("megatron.core.transformer.multi_token_prediction")
+        norm = parts.input_layernorm
+        own = ahead.MultiTokenPredictionLayerSubmodules(
+            enorm=norm, hnorm=norm, eh_proj=linear.ColumnParallelLinear, layer_norm=norm
+        )
+        each = spec(module=ahead.MultiTokenPredictionLayer, submodules=own)
+        block_parts = ahead.MultiTokenPredictionBlockSubmodules(layer_specs=[each])
+        stack["mtp_block_spec"] = spec(module=ahead.MultiTokenPredictionBlock, submodules=block_parts)
     model: nn.Module = models.HybridModel(
         config,
         spec(module=block.HybridStack, submodules=block.HybridStackSubmodules(**stack)),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_core.errors import CheckpointError
-from megatron_core.models.megatron_lm import tensor_map
+from megatron_core.models.megatron_lm import MegatronReader, tensor_map
 from megatron_core.training.megatron_state import megatron_config
 from megatron_core.verify.ranks import run_ranks
 from tests.checkpoint.runs import start, train
@@ -26,6 +26,8 @@ STAGES = HYBRID | {"hybrid_layer_pattern": "M|*-M"}
 
 EXPERTS = {name: value for name, value in theirs.EXPERTS.items() if name not in theirs.LLAMA}
 EXPERTS |= HYBRID | {"hybrid_layer_pattern": "ME*M"}
+AHEAD = HYBRID | {"hybrid_layer_pattern": "M*-M/*-/*-", "mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.4}
+EXPERTS_AHEAD = EXPERTS | {"hybrid_layer_pattern": "M*-M/*E", "mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.4}
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,13 @@ READ = {
     "pp2 by the pattern, flat buffers": Stored(STAGES, "pp2", "dp_reshardable", TP2, SHARDED),
     "experts, ep2, flat buffers": Stored(EXPERTS, "ep2", "dp_reshardable", PP2, SHARDED),
     "experts, tp2": Stored(EXPERTS, "tp2", "", EP2),
+    "tp2, torch": Stored(HYBRID, "tp2", "torch", PP2),
+    "tp2, torch, flat buffers": Stored(HYBRID, "tp2", "torch", {}, SHARDED),
+    "experts ahead, ep2, torch": Stored(EXPERTS_AHEAD, "ep2", "torch", TP2 | {"sequence_parallel": True}),
+    "pp2 by the pattern, torch": Stored(STAGES, "pp2", "torch", TP2),
+    "two tokens ahead, tp2": Stored(AHEAD, "tp2", "", PP2),
+    "two tokens ahead, tp2, flat buffers": Stored(AHEAD, "tp2", "dp_reshardable", PP2, SHARDED),
+    "experts ahead, ep2": Stored(EXPERTS_AHEAD, "ep2", "", EP2),
     "dp2, gathered": Stored(HYBRID, "", "dp_zero_gather_scatter", TP2, SHARDED),
     "dp2, reshardable": Stored(HYBRID, "", "fully_reshardable", PP2, SHARDED),
 }
@@ -52,6 +61,8 @@ SWAPPED = "tp2, flat buffers"
 WRITTEN = {
     "tp2 to pp2 by the pattern": Case(STAGES, TP2, "pp2"),
     "experts, ep2": Case(EXPERTS, EP2, "ep2"),
+    "two tokens ahead, pp2 to tp2": Case(AHEAD, PP2, "tp2"),
+    "experts ahead, ep2": Case(EXPERTS_AHEAD, EP2, "ep2"),
     "pp2 to tp2, distributed": Case(HYBRID, PP2, "tp2", SHARDED),
 }
 
@@ -64,7 +75,10 @@ def _write(folder: Path, names: list[str]) -> None:
         training = theirs.Training(case.shape, case.layout, **case.settings)
         for _ in range(BEFORE):
             training.step()
-        training.save(folder / name, case.how)
+        if case.how == "torch":
+            training.save_rank_files(folder / name)
+        else:
+            training.save(folder / name, case.how)
         (folder / name / "losses.json").write_text(json.dumps([training.step() for _ in range(AFTER)]))
 
 
@@ -122,3 +136,6 @@ def test_it_continues_in_megatron(name: str, tmp_path: Path) -> None:
     import_module("torch._inductor.compile_fx")
     found = run_ranks(2, _continue, tmp_path, WRITTEN[name], backend="gloo")[0]
     assert found == pytest.approx(ours, abs=5e-6)
+    with MegatronReader(tmp_path / "torch_dist" / f"iter_{BEFORE:07d}") as reader:
+        pattern = WRITTEN[name].shape["hybrid_layer_pattern"]
+        assert reader.arguments["hybrid_layer_pattern"] == pattern.replace("|", "")

@@ -17,10 +17,11 @@ from megatron_core.commands.convert_checkpoint import Settings, convert
 from megatron_core.config import ModelConfig
 from megatron_core.errors import CheckpointError
 from megatron_core.models.megatron_lm import MegatronReader
+from megatron_core.models.megatron_lm.mixers import check_format
 from megatron_core.parallel.boxes import Box
 from megatron_core.verify.ranks import run_ranks
 from tests.models import megatron_training as training
-from tests.models.megatron_files import Chunked, write_distributed, write_rank_files
+from tests.models.megatron_files import Chunked, write_distributed
 from tests.models.test_megatron_checkpoints import GPT, VOCABULARY, imported, make_model, named
 from tests.runs import tiny_run
 
@@ -214,9 +215,10 @@ def test_half_of_adams_state_and_other_formats_are_refused(tmp_path: Path, monke
     model = make_model(HYBRID, biases=False)
     weights = {name: parameter.detach() for name, parameter in model.named_global_parameters()}
     args = named(HYBRID, model, monkeypatch)
-    write_rank_files(tmp_path / "torch", {}, args)
-    with pytest.raises(CheckpointError, match=r"hybrid_layer_pattern=M\*-M is only read from --ckpt-format torch_dist"):
-        MegatronReader(tmp_path / "torch")
+    with pytest.raises(
+        CheckpointError, match=r"hybrid_layer_pattern=M\*-M is only read from --ckpt-format torch_dist or"
+    ):
+        check_format(model.model_config, "fsdp_dtensor", has_places=False)
     stored = {name: Chunked(weight, False, 1) for name, weight in theirs(weights, fused=True).items()}
     states = {f"optimizer.state.exp_avg.{name}": each for name, each in stored.items()}
     write_distributed(tmp_path / "dist", {}, args, extra=stored | states)

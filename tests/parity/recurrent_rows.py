@@ -131,6 +131,16 @@ RECURRENT_ROWS: dict[str, tuple[int, dict, dict]] = {
     "mamba, pp2": (2, MAMBA, PP2),
     "mamba, two stages by the pattern, pp2": (2, MAMBA, PP2 | read_pattern("M|-*M")[1]),
     "mamba, four stages by the pattern, pp2": (2, MAMBA, PP2 | read_pattern("M|-|*|M")[1]),
+    "mamba, two tokens ahead by the pattern, tp2 sp pp2": (
+        4,
+        MAMBA | {**read_pattern("M-*M/*-/*-")[1], "mtp_loss_scaling_factor": 0.5},
+        TP2 | SP | PP2,
+    ),
+    "mamba, experts ahead, packed, cp2 ep2 zero1": (
+        2,
+        NEMOTRON_H | PACKED | read_pattern("ME*E/*E")[1],
+        CP2 | EP2 | {"zero_stage": 1},
+    ),
     "mamba, latent attention, tp2": (2, MAMBA | LATENT, TP2),
     "mamba, cp2": (2, MAMBA, CP2),
     "mamba, cp4, parts of 4 tokens": (4, MAMBA | {"seq_length": 32}, {"context_parallel_size": 4}),

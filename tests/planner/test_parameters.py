@@ -95,6 +95,14 @@ CASES: dict[str, dict[str, Any]] = {
     "sparse attention, lora": LLAMA | LATENTS | INDEXER | {"lora_rank": 4},
     "two tokens ahead, pp2": LLAMA | PIPELINE | {"mtp_num_layers": 2},
     "two tokens ahead, tied, pp2": PIPELINE | {"mtp_num_layers": 2, "position_embedding_type": "rope"},
+    "pattern of layers, two tokens ahead, pp2": MAMBA
+    | PIPELINE
+    | {"mtp_num_layers": 2, "mtp_layer_pattern": "*-", "hybrid_layer_pattern": "MMMM", "optimizer": "muon"}
+    | {"position_embedding_type": "none"},
+    "pattern of layers, experts ahead": MAMBA
+    | EXPERTS
+    | {"mtp_num_layers": 1, "mtp_layer_pattern": "*E", "hybrid_layer_pattern": "MM"}
+    | {"position_embedding_type": "none"},
     "two tokens ahead, zb_v": LLAMA | PIPELINE | {"pipeline_schedule": "zb_v", "mtp_num_layers": 1},
     "zero1": {"zero_stage": 1, "bf16": True},
     "zero2, overlap": PIPELINE | {"zero_stage": 2, "bf16": True, "overlap_grad_reduce": True},

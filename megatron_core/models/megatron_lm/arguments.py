@@ -51,7 +51,8 @@ def settings_of_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     given |= {"disable_bias_linear": not arguments.get("add_bias_linear", True)}
     given |= _positions(arguments)
     if isinstance(pattern := given.get("hybrid_layer_pattern"), str):
-        given["hybrid_layer_pattern"], _ = read_pattern(pattern)
+        given["hybrid_layer_pattern"], implied = read_pattern(pattern)
+        given |= {name: value for name, value in implied.items() if name.startswith("mtp_")}
     plain = not any(arguments.get(name) for name in ("swiglu", "quick_geglu", "squared_relu"))
     if plain and arguments.get("bias_gelu_fusion") and arguments.get("add_bias_linear", True):
         given["openai_gelu"] = True  # the fused kernel computes the approximation by tanh

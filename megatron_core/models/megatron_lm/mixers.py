@@ -19,12 +19,24 @@ ORDER = {"x": 0, "B": 1, "C": 2, "z": 3, "dt": 4}
 in its own matrices z is the first."""
 RENAMED = {"in_proj.layer_norm_weight": "input_layernorm.weight", "in_proj.layer_norm_bias": "input_layernorm.bias"}
 """The norm before a mixer, which Transformer Engine fuses into the projection."""
+CONVOLUTION = re.compile(r"^conv1d_")
+"""Start of the names of the convolution's parameters in Megatron Core 0.19.2; elsewhere the convolution is a module."""
 PLAIN_NORM = re.compile(r"(decoder\.layers\.\d+\.)norm\.(weight|bias)")
 """The norm before a mixer without Transformer Engine."""
 OURS = re.compile(r"(.*?)decoder\.(?:layers\.(\d+)\.(.+)|final_layernorm\.(?:weight|bias))")
 """Names of our tensors of a layer, or of the final norm, after the prefix of a kind."""
 PIECED = ("in_proj.weight", "conv1d.weight", "conv1d.bias")
 FINAL = {f"decoder.final_norm.{kind}": f"decoder.final_layernorm.{kind}" for kind in ("weight", "bias")}
+
+
+def our_name(name: str) -> str:
+    """Translate the name of a tensor of a hybrid model, without the name of its piece, to ours."""
+    if (plain := PLAIN_NORM.fullmatch(name)) is not None:
+        return f"{plain[1]}input_layernorm.{plain[2]}"
+    if (mixer := MIXER.fullmatch(name)) is None:
+        return FINAL.get(name, name)
+    rest = CONVOLUTION.sub("conv1d.", mixer[2])
+    return mixer[1] + RENAMED.get(rest, "self_attention." + ("norm" if rest == "norm.weight" else rest))
 
 
 def with_mixers(found: TensorParts, model: ModelConfig) -> TensorParts:
@@ -34,18 +46,11 @@ def with_mixers(found: TensorParts, model: ModelConfig) -> TensorParts:
     sizes, named = Mamba2(model).pieces, TensorParts()
     firsts = [sum(sizes[:number]) for number in range(len(sizes))]
     for name, parts in found.items():
-        ours = FINAL.get(name, name)
-        if (plain := PLAIN_NORM.fullmatch(name)) is not None:
-            ours = f"{plain[1]}input_layernorm.{plain[2]}"
-        elif (mixer := MIXER.fullmatch(name)) is not None:
-            rest = RENAMED.get(mixer[2], "self_attention." + mixer[2].replace("norm.weight", "norm"))
-            if (piece := PIECE.fullmatch(mixer[2])) is not None:
-                rest, first = f"self_attention.{piece[1]}", firsts[ORDER[piece[2]]]
-                parts = [
-                    replace(part, box=part.box.shifted((first, *(0 for _ in part.box.shape[1:])))) for part in parts
-                ]
-            ours = mixer[1] + rest
-        named.setdefault(ours, []).extend(parts)
+        whole = name
+        if (mixer := MIXER.fullmatch(name)) is not None and (piece := PIECE.fullmatch(mixer[2])) is not None:
+            whole, first = f"{mixer[1]}mixer.{piece[1]}", firsts[ORDER[piece[2]]]
+            parts = [replace(part, box=part.box.shifted((first, *(0 for _ in part.box.shape[1:])))) for part in parts]
+        named.setdefault(our_name(whole), []).extend(parts)
     return named
 
 
@@ -78,10 +83,10 @@ def pieces_of_mixer(
             yield f"{prefix}{rest}.{piece}", (size, *shape[1:]), part.shifted((-first, *zero)), part
 
 
-def check_format(model: ModelConfig, folder: object, *, in_pieces: bool) -> None:
-    """``CheckpointError`` if a hybrid model is stored in a format without names for the pieces of its projections."""
-    if model.hybrid_layer_pattern is not None and not in_pieces:
+def check_format(model: ModelConfig, folder: object, *, has_places: bool) -> None:
+    """``CheckpointError`` if a hybrid model is stored in a format without places for the pieces of its projections."""
+    if model.hybrid_layer_pattern is not None and not has_places:
         raise CheckpointError(
-            f"{folder}: hybrid_layer_pattern={model.hybrid_layer_pattern} is only read from --ckpt-format torch_dist, "
-            "where the pieces of the mixers' projections have names; convert it to torch_dist with Megatron-LM"
+            f"{folder}: hybrid_layer_pattern={model.hybrid_layer_pattern} is only read from --ckpt-format torch_dist "
+            "or torch, where the pieces of the mixers' projections have known places; convert it with Megatron-LM"
         )

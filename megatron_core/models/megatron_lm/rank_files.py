@@ -11,8 +11,10 @@ from typing import Any
 from torch import Tensor
 
 from megatron_core.config import ModelConfig
+from megatron_core.config.mixers import Mamba2
 from megatron_core.errors import CheckpointError
 from megatron_core.models.megatron_lm.flat_buffers import FlatBuffer, FlatState, bucket_limits, coalesced
+from megatron_core.models.megatron_lm.mixers import our_name
 from megatron_core.models.megatron_lm.pickles import load_tensors
 from megatron_core.models.megatron_lm.tensor_map import (
     DOWN,
@@ -162,9 +164,12 @@ class RankFiles:
         if layer is not None:
             first = before if layer[1] == "decoder" else 0
             rest = f"{layer[1]}.layers.{first + int(layer[2])}.{rest}"
+        if model.hybrid_layer_pattern is not None:
+            rest = our_name(rest)
         ranks = {"q": model.q_lora_rank or 0, "kv": model.kv_lora_rank + model.qk_pos_emb_head_dim}
         down = (match := DOWN.search(rest)) is not None and tensor.shape[0] != ranks[match[1]]
-        split = LocalSplit(tp, self._sizes.tp, model.gated_linear_unit, down)
+        pieces = Mamba2(model).pieces if model.has_mamba else ()
+        split = LocalSplit(tp, self._sizes.tp, model.gated_linear_unit, down, pieces)
         parts = found.setdefault(rest, [])
         known = {part.box for part in parts}  # the last stage may have a copy of the word embedding
         own = split.parts(rest, tuple(tensor.shape), lambda: tensor, number)

@@ -44,7 +44,7 @@ class MegatronReader:
         self.settings = settings_of_arguments(files.arguments)
         names = ModelConfig.__dataclass_fields__.keys() & field_types()
         self.model = ModelConfig(**{name: value for name, value in self.settings.items() if name in names})
-        check_format(self.model, self.folder, in_pieces=type(files) is DistributedFiles)
+        check_format(self.model, self.folder, has_places=type(files) in (DistributedFiles, RankFiles))
         self._parts = files.parts(self.model)
         self._files = files
         vocabulary = self.settings.get("vocab_size") or self._rows(TIED[0])

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_core.config import RunConfig
+from megatron_core.config.hybrid import AHEAD
 
 SHARDING = {
     "singleton_local_shards": False,
@@ -44,6 +45,9 @@ def arguments(config: RunConfig, state: Mapping[str, Any]) -> dict[str, Any]:
     model = config.model
     flat = {name: list(value) if isinstance(value, tuple) else value for name, value in config.flat().items()}
     gelu = model.openai_gelu and model.add_bias_linear
+    if model.hybrid_layer_pattern is not None and model.mtp_layer_pattern is not None:
+        ahead = f"{AHEAD}{model.mtp_layer_pattern}" * (model.mtp_num_layers or 0)
+        flat["hybrid_layer_pattern"] = model.hybrid_layer_pattern + ahead
     return flat | {
         "add_bias_linear": model.add_bias_linear,
         "bias_gelu_fusion": gelu,

@@ -37,6 +37,8 @@ WHOLE_EXPERTS = re.compile(r"mlp\.experts\.linear_fc[12]\.(weight|bias)$")
 """Our name of the matrices and biases of all experts of a layer, whose first dimension are the experts."""
 INNER = {"mtp_model_layer.": "transformer_layer."}
 """Name of the layer inside a layer of multi-token prediction -> its name in stored keys."""
+STACKED = re.compile(r"layers\.\d+\.")
+"""In hybrid models this layer is two, attention and an MLP, with numbers."""
 MODEL = ("embedding.", "decoder.", "mtp.", "output_layer.")
 FROZEN = "router.expert_bias"
 """The only tensor of a model without gradient."""
@@ -59,7 +61,7 @@ def plain_name(rest: str) -> str:
     """Translate a name inside a layer to ours."""
     for ours, theirs in INNER.items():
         if rest.startswith((ours, theirs)):
-            return ours + plain_name(rest.removeprefix(theirs).removeprefix(ours))
+            return ours + plain_name(STACKED.sub("", rest.removeprefix(theirs).removeprefix(ours), count=1))
     for theirs, ours in FUSED.items():
         if rest.startswith(theirs + "_"):
             return ours + rest.rpartition("_")[2]

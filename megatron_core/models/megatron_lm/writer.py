@@ -66,8 +66,10 @@ def names_of(name: str, model: ModelConfig) -> Iterator[tuple[str, int | None]]:
         return
     number, inner = int(layer[2]), "mtp_model_layer."
     rest, prefix = layer[3].removeprefix(inner), "transformer_layer." if layer[3].startswith(inner) else ""
-    last = model.num_layers - 1
-    of_experts = (number if layer[1] == "decoder" else last) in model.expert_layers
+    if prefix and model.hybrid_layer_pattern is not None:
+        part = int("mlp" in rest.partition(".")[0])
+        prefix = f"{inner}layers.{part}."
+    of_experts = (number if layer[1] == "decoder" else model.num_layers) in model.expert_layers
     stacked = (
         model.hybrid_layer_pattern is None
         and layer[1] == "decoder"

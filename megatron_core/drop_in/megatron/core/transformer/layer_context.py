@@ -111,6 +111,8 @@ class LayerPattern:
     """The part of each layer as a letter, instead of a layer's specification; see ``HybridConfig``."""
 
     letters: str
+    ahead: str | None = None
+    """Parts of a layer of multi-token prediction."""
 
 
 def layer_context(

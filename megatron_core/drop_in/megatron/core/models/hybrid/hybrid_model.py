@@ -59,14 +59,14 @@ class HybridModel(GPTModel):
                 f"HybridModel: hybrid_layer_pattern={pattern!r}, hybrid_attention_ratio={hybrid_attention_ratio}, "
                 f"hybrid_mlp_ratio={hybrid_mlp_ratio}: give a pattern with one letter for each layer, and no ratios"
             )
-        letters, config = _letters(pattern, config)
-        own = config.model_config(hybrid_layer_pattern=letters)
+        layers, config = _layers(pattern, config)
+        own = config.model_config(hybrid_layer_pattern=layers.letters, mtp_layer_pattern=layers.ahead)
         run = RunConfig(model=own, training=TrainingConfig(fp8_format=config.fp8))
         if problems := [*hybrid_problems(run), *recurrent_problems(run)]:
             raise ConfigError("; ".join(problems))
         super().__init__(
             config,
-            LayerPattern(letters),
+            layers,
             vocab_size,
             max_sequence_length,
             pre_process,
@@ -93,13 +93,19 @@ class HybridModel(GPTModel):
         return None if bool((whole == causal).all()) else whole
 
 
-def _letters(pattern: str, config: TransformerConfig) -> tuple[str, TransformerConfig]:
-    """Return the letters of a pattern, one for each layer, and ``config`` or a copy with the layout of its stages."""
+def _layers(pattern: str, config: TransformerConfig) -> tuple[LayerPattern, TransformerConfig]:
+    """Return the parts of each layer, and ``config`` or a copy with the layout of the pattern's stages."""
     letters, implied = read_pattern(pattern)
+    found, ahead = LayerPattern(letters, implied.get("mtp_layer_pattern")), implied.get("mtp_num_layers")
+    if ahead is not None and config.mtp_num_layers != ahead:
+        raise ConfigError(
+            f"HybridModel: hybrid_layer_pattern={pattern} has {ahead} layers of multi-token prediction (after /), but "
+            f"config.mtp_num_layers={config.mtp_num_layers}; pass TransformerConfig(mtp_num_layers={ahead})"
+        )
     if "multi_latent_attention" in implied and not config.multi_latent_attention:
         raise ConfigError(f"HybridModel: hybrid_layer_pattern={pattern} has layers +; pass an MLATransformerConfig")
     if (stages := implied.get("pipeline_model_parallel_layout")) is None:
-        return letters, config
+        return found, config
     for name in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
         if (value := getattr(config, name)) is not None:
             raise ConfigError(
@@ -120,7 +126,7 @@ def _letters(pattern: str, config: TransformerConfig) -> tuple[str, TransformerC
             f"hybrid_layer_pattern={pattern} and pipeline_model_parallel_layout="
             f"{config.pipeline_model_parallel_layout} assign layers to stages; leave one of them out"
         )
-    return letters, config
+    return found, config
 
 
 class MambaModel(HybridModel):
