@@ -134,6 +134,8 @@ FALCON_H1 = BAMBA | {
     **{"attention_out_multiplier": 0.8, "ssm_in_multiplier": 1.2, "ssm_out_multiplier": 0.7},
     "ssm_multipliers": [0.9, 1.3, 0.8, 1.2, 0.7],
 }
+GRANITE_HYBRID = BAMBA | GRANITE | {"layer_types": ["mamba", "attention", "mamba"], "shared_intermediate_size": 40}
+GRANITE_HYBRID |= {"num_local_experts": 0, "position_embedding_type": "nope", "rms_norm_eps": 1e-4}
 LONGROPE: dict[str, Any] = {
     "original_max_position_embeddings": 16,
     "partial_rotary_factor": 0.5,
@@ -344,6 +346,21 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "FalconH1",
         FALCON_H1 | {"mamba_rms_norm": True, "tie_word_embeddings": True, "time_step_limit": [0.5, 0.9]},
     ),
+    "granitemoehybrid, tied": ("GraniteMoeHybrid", GRANITE_HYBRID | {"tie_word_embeddings": True, "mamba_expand": 3}),
+    "granitemoehybrid, experts": (
+        "GraniteMoeHybrid",
+        GRANITE_HYBRID | {"num_local_experts": 4, "num_experts_per_tok": 2, "time_step_limit": [0.5, 0.9]},
+    ),
+    "granitemoehybrid, attention alone, rotary positions, biases": (
+        "GraniteMoeHybrid",
+        GRANITE_HYBRID
+        | {"layer_types": ["attention"] * 3, "position_embedding_type": "rope", "rope_theta": 1e3}
+        | {"attention_bias": True, "head_dim": 12},
+    ),
+    "granitemoehybrid, attention and experts, without positions": (
+        "GraniteMoeHybrid",
+        GRANITE_HYBRID | {"layer_types": ["attention"] * 3, "num_local_experts": 4, "position_embedding_type": None},
+    ),
     "mamba2": ("Mamba2", MAMBA2),
     "mamba2, limited steps, tied": ("Mamba2", MAMBA2 | {"time_step_limit": [0.5, 0.9], "tie_word_embeddings": True}),
     "nemotron_h": (
@@ -363,7 +380,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox, 20B's GELU": ("GPTNeoX", NEOX | {"hidden_act": "gelu_fast"}),
     "gpt_neox, one after the other": ("GPTNeoX", NEOX | {"use_parallel_residual": False}),
 }
-RECURRENT = ("qwen3_next", "qwen3_5", "kimi_linear", "mamba2", "nemotron_h", "bamba", "falcon_h1")
+RECURRENT = ("qwen3_next", "qwen3_5", "kimi_linear", "mamba2", "nemotron_h", "bamba", "falcon_h1", "granitemoehybrid")
 """Beginnings of the names of models with a recurrence, which `transformers` computes in float32 throughout."""
 
 

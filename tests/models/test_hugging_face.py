@@ -353,6 +353,17 @@ REFUSED = {
         {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}},
         "partial_rotary_factor=0.25; for bamba only 0.5",
     ),
+    "kinds of mixers": ("granitemoehybrid, tied", {"layer_types": ["mamba"] * 2}, "layer_types="),
+    "another norm": (
+        "granitemoehybrid, tied",
+        {"normalization_function": "layernorm"},
+        "normalization_function='layernorm'; for granitemoehybrid only 'rmsnorm'",
+    ),
+    "learned positions": (
+        "granitemoehybrid, tied",
+        {"position_embedding_type": "learned_absolute"},
+        "position_embedding_type='learned_absolute'; supported are rope, and nope",
+    ),
     "a third norm": ("falcon", {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn=2; supported are 1"),
     "one after the other": (
         "falcon, groups, two norms",

@@ -18,7 +18,7 @@ from tests.models.hf_models import MODELS, RECURRENT
 from tests.models.test_gradients import compare_gradients
 
 NAMES = [name for name in MODELS if name.startswith(RECURRENT)]
-MODULES = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "kimi_linear", "mamba2", "nemotron_h", "bamba")
+MODULES = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "kimi_linear", "mamba2", "nemotron_h", "bamba", "granitemoehybrid")
 
 
 class WideTorch:
@@ -83,6 +83,26 @@ NEMOTRON_3_NANO = NEMOTRON_H_8B | {
     "n_routed_experts": 128, "num_experts_per_tok": 6, "moe_intermediate_size": 1856, "n_group": 1, "topk_group": 1,
     "moe_shared_expert_intermediate_size": 3712, "routed_scaling_factor": 2.5,
 }  # fmt: skip
+GRANITE_4_H_TINY = {
+    "model_type": "granitemoehybrid", "vocab_size": 100352, "hidden_size": 1536, "num_hidden_layers": 40,
+    "layer_types": ["attention" if n in (5, 15, 25, 35) else "mamba" for n in range(40)], "num_attention_heads": 12,
+    "num_key_value_heads": 4, "intermediate_size": 512, "shared_intermediate_size": 1024, "num_local_experts": 64,
+    "num_experts_per_tok": 6, "mamba_n_heads": 48, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 1,
+    "mamba_d_conv": 4, "mamba_expand": 2, "mamba_chunk_size": 256, "mamba_conv_bias": True, "mamba_proj_bias": False,
+    "position_embedding_type": "nope", "attention_bias": False, "attention_dropout": 0.0, "hidden_act": "silu",
+    "attention_multiplier": 0.0078125, "embedding_multiplier": 12, "residual_multiplier": 0.22, "logits_scaling": 6,
+    "normalization_function": "rmsnorm", "rms_norm_eps": 1e-5, "rope_theta": 10000, "router_aux_loss_coef": 0.01,
+    "max_position_embeddings": 131072, "tie_word_embeddings": True,
+}  # fmt: skip
+GRANITE_4_H_350M = GRANITE_4_H_TINY | {
+    "hidden_size": 768, "num_hidden_layers": 32, "num_local_experts": 0, "num_experts_per_tok": 0, "mamba_d_head": 32,
+    "layer_types": ["attention" if n in (10, 13, 17, 27) else "mamba" for n in range(32)], "intermediate_size": 2048,
+    "shared_intermediate_size": 2048,
+}  # fmt: skip
+GRANITE_4_350M = GRANITE_4_H_350M | {
+    "hidden_size": 1024, "num_hidden_layers": 28, "layer_types": ["attention"] * 28, "num_attention_heads": 16,
+    "position_embedding_type": "rope", "mamba_n_heads": 128, "mamba_d_head": "auto",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -92,8 +112,14 @@ NEMOTRON_3_NANO = NEMOTRON_H_8B | {
         (QWEN3_NEXT_80B, 79_674_391_296, list(range(3, 48, 4))),
         (NEMOTRON_H_8B, 8_100_852_736, [7, 18, 29, 40]),
         (NEMOTRON_3_NANO, 31_577_937_344, [5, 12, 19, 26, 33, 42]),
+        (GRANITE_4_H_TINY, 6_939_037_248, [10, 30, 50, 70]),
+        (GRANITE_4_H_350M, 340_332_224, [20, 26, 34, 54]),
+        (GRANITE_4_350M, 352_379_904, list(range(0, 56, 2))),
     ],
-    ids=["kimi-linear-48b", "qwen3-next-80b", "nemotron-h-8b", "nemotron-3-nano-30b"],
+    ids=[
+        *("kimi-linear-48b", "qwen3-next-80b", "nemotron-h-8b", "nemotron-3-nano-30b"),
+        *("granite-4-h-tiny", "granite-4-h-350m", "granite-4-350m"),
+    ],
 )
 def test_published_models(hf_config: dict[str, Any], parameters: int, attention: list[int]) -> None:
     """Parameters as `transformers` counts them; files of the hub count layers from 1, or give an interval."""

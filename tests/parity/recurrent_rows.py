@@ -96,6 +96,17 @@ NEMOTRON_H = MAMBA | {
     "moe_router_enable_expert_bias": True,
     "moe_shared_expert_intermediate_size": 16,
 }
+GRANITE_4 = {name: value for name, value in NEMOTRON_H.items() if name not in ("squared_relu", "mamba_dt_max")} | {
+    "moe_router_score_function": "softmax",
+    "moe_router_enable_expert_bias": False,
+    "swiglu": True,
+    "group_query_attention": True,
+    "num_query_groups": 2,
+    "softmax_scale": 0.2,
+    "embedding_multiplier": 6.0,
+    "residual_multiplier": 0.3,
+    "logit_multiplier": 0.25,
+}
 LATENT = {
     **{name: KIMI[name] for name in ("multi_latent_attention", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim")},
     **{"v_head_dim": 10, "position_embedding_type": "rope"},
@@ -181,6 +192,8 @@ RECURRENT_ROWS: dict[str, tuple[int, dict, dict]] = {
     "nemotron-h, tp2 sp ep2 etp1": (2, NEMOTRON_H, TP2 | SP | EP2 | ETP1),
     "nemotron-h, packed, cp2 dp2 ep2 zero1": (4, NEMOTRON_H | PACKED, CP2 | EP2 | {"zero_stage": 1}),
     "nemotron-h, pp2 zb_h1": (2, NEMOTRON_H, PP2 | ZB_H1),
+    "granite 4, tp2 sp ep2 etp1": (2, GRANITE_4, TP2 | SP | EP2 | ETP1),
+    "granite 4, packed, cp2 pp2": (4, GRANITE_4 | PACKED, CP2 | PP2),
     "kimi linear, tp2": (2, KIMI, TP2),
     "kimi linear, tp2 sp ep2 etp1": (2, KIMI, TP2 | SP | EP2 | ETP1),
     "kimi linear, packed, cp2": (2, KIMI | PACKED, CP2),
