@@ -19,6 +19,7 @@ from megatron_core.transformer.mlp import MLP
 from megatron_core.transformer.moe import MoELayer, moe_loss_names
 from megatron_core.transformer.norm import HeadsNorm, L2Norm, Norm, NormOfEachHead
 from megatron_core.transformer.parallel_mixers import ParallelMixers
+from megatron_core.transformer.short_convolution import ShortConvolution
 from megatron_core.transformer.sparse_attention import SparseLatentAttention, indexer_loss_names
 
 
@@ -61,6 +62,7 @@ RECURRENT_LAYERS: dict[str, Callable[..., nn.Module]] = {
     "gated_delta_net": GatedDeltaNet,
     "kimi_delta_attention": KimiDeltaAttention,
     "mamba2": MambaMixer,
+    "short_convolution": ShortConvolution,
 }
 """The layer of each kind of recurrence, by the names in ``config.mixers.RECURRENT_KINDS``; constructed the same."""
 

@@ -18,7 +18,10 @@ from tests.models.hf_models import MODELS, RECURRENT
 from tests.models.test_gradients import compare_gradients
 
 NAMES = [name for name in MODELS if name.startswith(RECURRENT)]
-MODULES = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "kimi_linear", "mamba2", "nemotron_h", "bamba", "granitemoehybrid")
+MODULES = (
+    *("qwen3_next", "qwen3_5", "qwen3_5_moe", "kimi_linear", "mamba2", "nemotron_h", "bamba", "granitemoehybrid"),
+    *("lfm2", "lfm2_moe"),
+)
 
 
 class WideTorch:
@@ -103,6 +106,22 @@ GRANITE_4_350M = GRANITE_4_H_350M | {
     "hidden_size": 1024, "num_hidden_layers": 28, "layer_types": ["attention"] * 28, "num_attention_heads": 16,
     "position_embedding_type": "rope", "mamba_n_heads": 128, "mamba_d_head": "auto",
 }  # fmt: skip
+LFM2_1B = {
+    "model_type": "lfm2", "vocab_size": 65536, "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "full_attn_idxs": [2, 5, 8, 10, 12, 14], "conv_L_cache": 3, "conv_bias": False,
+    "block_auto_adjust_ff_dim": True, "block_ff_dim": 12288, "block_ffn_dim_multiplier": 1.0, "block_multiple_of": 256,
+    "block_use_swiglu": True, "norm_eps": 1e-5, "rope_theta": 1000000.0, "max_position_embeddings": 128000,
+    "use_pos_enc": True, "tie_embedding": True,
+}  # fmt: skip
+LFM2_350M = LFM2_1B | {"hidden_size": 1024, "num_attention_heads": 16, "block_ff_dim": 6656}
+LFM2_8B = {
+    "model_type": "lfm2_moe", "vocab_size": 65536, "hidden_size": 2048, "num_hidden_layers": 24,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "num_experts": 32, "num_experts_per_tok": 4,
+    "moe_intermediate_size": 1792, "intermediate_size": 7168, "num_dense_layers": 2, "use_expert_bias": True,
+    "norm_topk_prob": True, "routed_scaling_factor": 1.0, "conv_L_cache": 3, "conv_bias": False, "norm_eps": 1e-5,
+    "layer_types": ["full_attention" if n in (2, 6, 10, 14, 18, 21) else "conv" for n in range(24)],
+    "rope_theta": 1000000.0, "max_position_embeddings": 128000, "tie_embedding": True,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -115,10 +134,13 @@ GRANITE_4_350M = GRANITE_4_H_350M | {
         (GRANITE_4_H_TINY, 6_939_037_248, [10, 30, 50, 70]),
         (GRANITE_4_H_350M, 340_332_224, [20, 26, 34, 54]),
         (GRANITE_4_350M, 352_379_904, list(range(0, 56, 2))),
+        (LFM2_1B, 1_170_340_608, [4, 10, 16, 20, 24, 28]),
+        (LFM2_350M, 354_483_968, [4, 10, 16, 20, 24, 28]),
+        (LFM2_8B, 8_339_929_856, [4, 12, 20, 28, 36, 42]),
     ],
     ids=[
         *("kimi-linear-48b", "qwen3-next-80b", "nemotron-h-8b", "nemotron-3-nano-30b"),
-        *("granite-4-h-tiny", "granite-4-h-350m", "granite-4-350m"),
+        *("granite-4-h-tiny", "granite-4-h-350m", "granite-4-350m", "lfm2-1.2b", "lfm2-350m", "lfm2-8b-a1b"),
     ],
 )
 def test_published_models(hf_config: dict[str, Any], parameters: int, attention: list[int]) -> None:
