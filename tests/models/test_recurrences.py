@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from megatron_core.config import RunConfig
-from megatron_core.models.hf import architecture_for, architecture_of
+from megatron_core.inference import Engine, Generator, Request
+from megatron_core.models.hf import HuggingFaceReader, architecture_for, architecture_of
 from megatron_core.models.hf.families.nemotron_h import NEMOTRON_H
+from megatron_core.parallel import ParallelGroups
 from megatron_core.planner.parameters import model_parameters
-from tests.models.hf_models import MODELS, RECURRENT
+from tests.models.hf_models import MODELS, RECURRENT, save_model, transformers
 from tests.models.test_gradients import compare_gradients
 
 NAMES = [name for name in MODELS if name.startswith(RECURRENT)]
@@ -149,6 +151,25 @@ def test_published_models(hf_config: dict[str, Any], parameters: int, attention:
     config = RunConfig.from_flat(settings | {"vocab_size": hf_config["vocab_size"], "seq_length": 4096})
     assert config.model.attention_layers == attention
     assert model_parameters(config, hf_config["vocab_size"]) == parameters
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["granitemoehybrid, experts", "lfm2_moe"])
+def test_generated_tokens_are_theirs(name: str, tmp_path: Path) -> None:
+    """Prompts of several lengths at once, in chunks, against ``generate``."""
+    save_model(name, tmp_path)
+    with HuggingFaceReader(tmp_path) as reader:
+        generator = Generator.load(reader, reader.config, ParallelGroups.single(), torch.device("cpu"))
+    engine, new, prompts = Engine(generator, max_batch_size=3), 8, ([5, 9, 2, 60, 7, 33, 41], [3], [12, 8, 8, 4])
+    numbers = [engine.submit(Request(prompt=tuple(prompt), max_new_tokens=new)) for prompt in prompts]
+    found: dict[int, list[int | None]] = {number: [] for number in numbers}
+    while engine.busy:
+        for progress in engine.step():
+            found[progress.number].append(progress.token)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation="eager").eval()
+    for number, prompt in zip(numbers, prompts, strict=True):
+        wanted = theirs.generate(torch.tensor([prompt]), max_new_tokens=new, do_sample=False, eos_token_id=None)
+        assert found[number] == wanted[0, len(prompt) :].tolist()
 
 
 def test_a_limit_of_steps_that_transformers_does_not_read_is_in_a_note() -> None:
