@@ -50,6 +50,7 @@ SOFTMAX_SCALE_FROM_YARN = unless(
 WINDOW = given("window_size", "BEFORE 0")
 WINDOWED_LAYER = Condition("a layer with the window", lambda run: run.model.has_windows)
 LAYER_NORM = Condition("--normalization LayerNorm", lambda run: run.model.normalization == "LayerNorm")
+RMS_NORM = Condition("--normalization RMSNorm", lambda run: run.model.normalization == "RMSNorm")
 QK_LAYERNORM = given("qk_layernorm")
 GELU = unless(
     "--swiglu, --quick-geglu or --squared-relu",

@@ -381,6 +381,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_dense_layers": 0}
         | {"use_expert_bias": False, "tie_word_embeddings": True},
     ),
+    "nanochat": ("NanoChat", LLAMA | {"final_logit_softcapping": 3.0, "head_dim": 12}),
+    "nanochat, biases, tied, logits without a bound": (
+        "NanoChat",
+        LLAMA | {"final_logit_softcapping": None, "attention_bias": True, "tie_word_embeddings": True},
+    ),
     "mamba2": ("Mamba2", MAMBA2),
     "mamba2, limited steps, tied": ("Mamba2", MAMBA2 | {"time_step_limit": [0.5, 0.9], "tie_word_embeddings": True}),
     "nemotron_h": (

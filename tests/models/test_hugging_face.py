@@ -357,6 +357,7 @@ REFUSED = {
     "kinds of operators": ("lfm2", {"layer_types": ["full_attention"] * 2}, "layer_types="),
     "biases of convolutions": ("lfm2", {"conv_bias": True}, "conv_bias=True; for lfm2 only False is supported"),
     "one of LFM2's experts": ("lfm2_moe", {"num_experts_per_tok": 1}, "num_experts_per_tok=1; lfm2_moe models need 2"),
+    "another activation of nanochat": ("nanochat", {"hidden_act": "silu"}, "hidden_act='silu'; for nanochat only"),
     "another norm": (
         "granitemoehybrid, tied",
         {"normalization_function": "layernorm"},
