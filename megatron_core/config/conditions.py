@@ -26,8 +26,8 @@ PATTERN = given("hybrid_layer_pattern", "LETTERS")
 MAMBA = Condition("a Mamba layer (M or H) in --hybrid-layer-pattern", lambda run: run.model.may_be("M", "H"))
 BOTH = Condition("a layer H in --hybrid-layer-pattern", lambda run: run.model.may_be("H"))
 ANY_RECURRENCE = Condition(
-    "--experimental-attention-variant gated_delta_net, or M, H or G in --hybrid-layer-pattern",
-    lambda run: MAMBA.holds(run) or RECURRENT.holds(run),
+    "--experimental-attention-variant gated_delta_net, or M, H, G or C in --hybrid-layer-pattern",
+    lambda run: MAMBA.holds(run) or RECURRENT.holds(run) or run.model.may_be("C"),
 )
 SPARSE_ATTENTION = Condition("--experimental-attention-variant dsa", lambda run: run.model.has_sparse_attention)
 INDEXER_LOSS = given("dsa_indexer_loss_coeff", "X")
@@ -51,6 +51,7 @@ SOFTMAX_SCALE_FROM_YARN = unless(
 WINDOW = given("window_size", "BEFORE 0")
 WINDOWED_LAYER = Condition("a layer with the window", lambda run: run.model.has_windows)
 LAYER_NORM = Condition("--normalization LayerNorm", lambda run: run.model.normalization == "LayerNorm")
+RMS_NORM = Condition("--normalization RMSNorm", lambda run: run.model.normalization == "RMSNorm")
 QK_LAYERNORM = given("qk_layernorm")
 GELU = unless(
     "--swiglu, --quick-geglu or --squared-relu",
@@ -84,6 +85,10 @@ DENSE_LAYER = unless(
 SHARED_EXPERTS = given("moe_shared_expert_intermediate_size", "N")
 SOFTMAX_SCORES = Condition(
     "--moe-router-score-function softmax", lambda run: run.model.moe_router_score_function == "softmax"
+)
+SCORES_OVER_SUM = Condition(
+    "--moe-router-score-function sigmoid or sqrtsoftplus, and --moe-router-topk 2 or more",
+    lambda run: run.model.moe_router_score_function in ("sigmoid", "sqrtsoftplus") and run.model.moe_router_topk > 1,
 )
 SPARSEMIXER = Condition(
     "--moe-router-score-function sparsemixer", lambda run: run.model.moe_router_score_function == "sparsemixer"

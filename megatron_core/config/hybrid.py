@@ -8,13 +8,15 @@ from megatron_core.config import conditions as c
 from megatron_core.config import ranges as r
 from megatron_core.config.setting import ALWAYS, Resume, section, setting
 
-RECURRENCES = {"M": "mamba2", "G": "gated_delta_net", "H": "mamba2"}
+RECURRENCES = {"M": "mamba2", "G": "gated_delta_net", "H": "mamba2", "C": "short_convolution"}
 """Letter of a layer with a recurrence -> its kind in ``config.mixers.RECURRENT_KINDS``."""
 BOTH, DENSE, EXPERTS = "H", "-", "E"
 """Letters of layers with both attention and a Mamba-2 mixer, a dense MLP, or experts."""
 MAMBA, ATTENTION = ("M", BOTH), ("*", BOTH)
 """Letters of layers with a Mamba-2 mixer, and with attention."""
-LETTERS = ("M", "G", "*", BOTH, DENSE, EXPERTS)
+CONVOLUTION = "C"
+"""Letter of layers with a gated short convolution."""
+LETTERS = ("M", "G", "*", BOTH, CONVOLUTION, DENSE, EXPERTS)
 STAGE, LATENT, AHEAD = "|", "+", "/"
 """Further characters of Megatron-LM's patterns: end of a pipeline stage; layer with multi-head latent attention; start
 of a layer of multi-token prediction."""
@@ -54,10 +56,11 @@ class HybridConfig:
 
     hybrid_layer_pattern: str | None = setting(None, when=ALWAYS, aliases="hybrid_override_pattern")
     """Part of each layer, one letter per layer. M: Mamba-2; G: gated delta net; *: attention; H: attention and Mamba-2
-    with the same input, whose outputs are added (Falcon-H1); -: MLP; E: experts. --num-layers follows from it. As in
-    Megatron-LM, | ends a pipeline stage, +, in place of *, is an attention layer of --multi-latent-attention, and /*-
-    or /*E, once for each layer, adds layers of multi-token prediction (--mtp-num-layers, --mtp-layer-pattern).
-    Default: every layer has attention (or a recurrence) and an MLP (or experts)."""
+    with the same input, whose outputs are added (Falcon-H1); C: gated short convolution (LFM2); -: MLP; E: experts.
+    --num-layers follows from it. As in Megatron-LM, | ends a pipeline stage, +, in place of *, is an attention layer of
+    --multi-latent-attention, and /*- or /*E, once for each layer, adds layers of multi-token prediction
+    (--mtp-num-layers, --mtp-layer-pattern). Default: every layer has attention (or a recurrence) and an MLP (or
+    experts)."""
     mtp_layer_pattern: Literal["*-", "*E"] | None = setting(None, needs=c.PATTERN)
     """Parts of each layer of multi-token prediction in a model with --hybrid-layer-pattern: attention and an MLP (*-),
     or attention and experts (*E)."""
@@ -82,7 +85,7 @@ class HybridConfig:
     parallel_mixer_multipliers: tuple[float, float] = setting((1.0, 1.0), needs=c.BOTH, resume=Resume.FUNCTION)
     """Factors on the outputs of attention and of the Mamba mixer in layers H (Falcon-H1)."""
     linear_conv_kernel_dim: int = setting(4, r.SMALL_COUNT, needs=c.ANY_RECURRENCE)
-    """Tokens of the causal convolution before a recurrence."""
+    """Tokens of the causal convolution before a recurrence, and of the one of a layer C."""
 
     def letter_of(self, layer_number: int) -> str | None:
         """The letter of a layer (numbered from 0), both of a multi-token prediction layer; None without a pattern."""

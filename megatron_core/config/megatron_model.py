@@ -9,7 +9,8 @@ ABSENT = (
     *("logit_multiplier", "softmax_scale", "attn_logit_softcapping", "final_logit_softcapping", "attention_kind"),
     *("attention_chunk_size", "query_temperature_scale", "rotary_base_of_windows", "moe_router_group_score_topk"),
     *("yarn_attention_factor", "mlp_multipliers", "mamba_output_norm", "mamba_multipliers"),
-    *("parallel_mixer_multipliers",),
+    *("parallel_mixer_multipliers", "moe_router_sum_epsilon", "disable_weight_layernorm"),
+    *("embedding_layernorm",),
 )
 """Settings of the model's function that Megatron-LM's arguments do not have."""
 

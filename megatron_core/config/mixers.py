@@ -18,6 +18,9 @@ class Recurrence(AttentionKind):
 
     has_own_head_sizes = True
     convolution_has_bias: ClassVar[bool] = False
+    convolution_has_silu: ClassVar[bool] = True
+    widths: ClassVar[tuple[str, str]]
+    """Formulas of the outputs of the input projection, and of the inputs of the output projection, for messages."""
 
     @property
     def heads(self) -> int:
@@ -31,8 +34,13 @@ class Recurrence(AttentionKind):
 
     @property
     def pieces(self) -> tuple[int, ...]:
-        """Channels of the parts of the input projections over all ranks; the first three are convolved."""
+        """Channels of the parts of the input projections over all ranks, the convolved ones first."""
         raise NotImplementedError
+
+    @property
+    def convolved_pieces(self) -> tuple[int, ...]:
+        """Channels of the parts of the convolution's input over all ranks."""
+        return self.pieces[:3]
 
     @property
     def decay_channels(self) -> int:
@@ -47,7 +55,7 @@ class Recurrence(AttentionKind):
     @property
     def convolved(self) -> int:
         """Channels of the convolution over all ranks."""
-        return sum(self.pieces[:3])
+        return sum(self.convolved_pieces)
 
     @property
     def has_rotary(self) -> bool:
@@ -62,6 +70,15 @@ class Recurrence(AttentionKind):
         """The states of a rank's heads, and the tokens before the next one that its convolution reads."""
         states = self.heads // tp * self.query_head_size * self.value_head_size
         return states + self.convolved // tp * (self.model.linear_conv_kernel_dim - 1)
+
+    def projections(self, tp: int) -> list[Projection]:
+        """One projection to all ``pieces``, and the output projection."""
+        hidden, pieces = self.model.hidden_size, tuple(piece // tp for piece in self.pieces)
+        values, (width, of_values) = self.heads * self.value_head_size // tp, self.widths
+        return [
+            Projection(hidden, sum(pieces), "outputs", False, width, "in_proj", pieces=pieces),
+            Projection(values, hidden, "inputs", False, of_values, "out_proj"),
+        ]
 
     def norms(self, tp: int) -> tuple[int, ...]:
         """None: the norm of outputs is always an RMSNorm, see ``vectors``."""
@@ -78,6 +95,7 @@ class GatedDeltaNet(Recurrence):
     """A convolution of queries, keys and values, and the gated delta rule (Yang et al. 2025, arXiv 2412.06464)."""
 
     name = "gated_delta_net"
+    widths = "2 (key heads x channels + value heads x channels + value heads)", "value heads x channels"
 
     @property
     def heads(self) -> int:
@@ -118,16 +136,6 @@ class GatedDeltaNet(Recurrence):
         model = self.model
         state = self.query_head_size * self.value_head_size * model.linear_num_value_heads
         return 2 * self.convolved * model.linear_conv_kernel_dim, 8 * state
-
-    def projections(self, tp: int) -> list[Projection]:
-        """One projection to all ``pieces``, and the output projection."""
-        model = self.model
-        width = "2 (key heads x channels + value heads x channels + value heads)"
-        pieces, values = tuple(piece // tp for piece in self.pieces), self.pieces[2] // tp
-        return [
-            Projection(model.hidden_size, sum(pieces), "outputs", False, width, "in_proj", pieces=pieces),
-            Projection(values, model.hidden_size, "inputs", False, "value heads x channels", "out_proj"),
-        ]
 
 
 class KimiDelta(GatedDeltaNet):
@@ -178,6 +186,7 @@ class Mamba2(Recurrence):
     2405.21060)."""
 
     name = "mamba2"
+    widths = "2 heads x channels + 2 groups x states + heads", "heads x channels"
     convolution_has_bias = True
 
     @property
@@ -222,14 +231,57 @@ class Mamba2(Recurrence):
         """7 for each element of the states and token, as Megatron-LM counts the recurrence."""
         return 0, 7 * self.pieces[0] * self.query_head_size
 
-    def projections(self, tp: int) -> list[Projection]:
-        """One projection to all ``pieces``, and the output projection."""
-        model, inputs, pieces = self.model, self.pieces[0], tuple(piece // tp for piece in self.pieces)
-        width = "2 heads x channels + 2 groups x states + heads"
-        return [
-            Projection(model.hidden_size, sum(pieces), "outputs", False, width, "in_proj", pieces=pieces),
-            Projection(inputs // tp, model.hidden_size, "inputs", False, "heads x channels", "out_proj"),
-        ]
+
+class ShortConvolution(Recurrence):
+    """A gated causal convolution over few tokens (Liquid AI 2025, arXiv 2511.23404): a recurrence without states, whose
+    heads are the channels of the hidden state."""
+
+    name = "short_convolution"
+    widths = "3 channels", "channels"
+    convolution_has_silu = False
+
+    @property
+    def heads(self) -> int:
+        """One for each channel."""
+        return self.model.hidden_size
+
+    @property
+    def groups(self) -> int:
+        """As heads."""
+        return self.heads
+
+    @property
+    def query_head_size(self) -> int:
+        """0: there is no state."""
+        return 0
+
+    @property
+    def value_head_size(self) -> int:
+        """1."""
+        return 1
+
+    @property
+    def pieces(self) -> tuple[int, int, int]:
+        """Channels of the gates before and after the convolution, and of its input, over all ranks."""
+        return self.heads, self.heads, self.heads
+
+    @property
+    def convolved_pieces(self) -> tuple[int]:
+        """The input of the convolution times its gates."""
+        return (self.heads,)
+
+    def vectors(self, tp: int) -> int:
+        """Weights of the convolution."""
+        return self.convolved * self.model.linear_conv_kernel_dim // tp
+
+    def score_flops(self, keys: int) -> tuple[int, int]:
+        """The convolution."""
+        return 2 * self.convolved * self.model.linear_conv_kernel_dim, 0
+
+    def saved(self) -> tuple[int, int]:
+        """All pieces, the convolution's input and output, and the gated output."""
+        convolved = 0 if self.model.recomputes("core_attn") else 2 * self.convolved
+        return 0, sum(self.pieces) + convolved + self.heads
 
 
 class AttentionAndMamba(AttentionKind):
@@ -321,8 +373,10 @@ class NoMixer(AttentionKind):
         return 0, 0
 
 
-RECURRENT_KINDS: dict[str, type[Recurrence]] = {kind.name: kind for kind in (GatedDeltaNet, KimiDelta, Mamba2)}
-"""All kinds of recurrences by name: the values of --experimental-attention-variant, and Mamba-2, a letter of
+RECURRENT_KINDS: dict[str, type[Recurrence]] = {
+    kind.name: kind for kind in (GatedDeltaNet, KimiDelta, Mamba2, ShortConvolution)
+}
+"""All kinds of recurrences by name: the values of --experimental-attention-variant, and those with a letter of
 --hybrid-layer-pattern."""
 
 

@@ -64,6 +64,8 @@ class MoEConfig:
     """Multiply the input of an expert by its probability instead of its output (Llama 4); needs --moe-router-topk 1."""
     moe_router_topk_scaling_factor: float | None = setting(None, r.POSITIVE, when=c.NO_SINKHORN)
     """Factor on the probabilities of the chosen experts."""
+    moe_router_sum_epsilon: float = setting(0.0, r.NON_NEGATIVE, needs=c.SCORES_OVER_SUM)
+    """Added to the sum of the chosen scores, by which they are divided (LFM2-MoE: 1e-6)."""
     moe_router_dtype: Literal["fp32", "fp64"] = setting("fp32")
     """Precision of logits, scores and probabilities; at least the precision of activations."""
     moe_router_load_balancing_type: LoadBalancing = setting("seq_aux_loss", when=c.BALANCING_LOSS)

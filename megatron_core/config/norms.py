@@ -17,6 +17,10 @@ class NormConfig:
     """Type of normalization."""
     disable_bias_layernorm: bool = setting(False, needs=c.LAYER_NORM, resume=Resume.TENSORS)
     """LayerNorm with weights, but without biases (Cohere)."""
+    disable_weight_layernorm: bool = setting(False, needs=c.RMS_NORM, resume=Resume.TENSORS)
+    """RMSNorm without weights, except for norms of queries and keys with --qk-layernorm (NanoChat)."""
+    embedding_layernorm: bool = setting(False, when=ALWAYS, resume=Resume.TENSORS)
+    """Normalize the embeddings before the first layer (NanoChat)."""
     apply_layernorm_1p: bool = setting(False, when=ALWAYS)
     """Store weights of norms minus one, so that they are small numbers around 0 (Gemma)."""
     norm_epsilon: float = setting(1e-5, r.POSITIVE, when=ALWAYS, aliases="layernorm_epsilon")

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from math import isqrt, lcm, prod
 from typing import get_args
 
+from megatron_core.config.hybrid import CONVOLUTION
 from megatron_core.config.model import RecomputeModule
 from megatron_core.config.parallel import ParallelConfig
 from megatron_core.config.rules_single import exclusive, unused
@@ -122,6 +123,7 @@ def _split_sizes(config: RunConfig) -> dict[str, int]:
     model = config.model
     sizes = {"num_attention_heads": model.num_attention_heads} if model.may_have_attention else {}
     sizes |= {"mamba_num_groups": model.mamba_num_groups} if model.has_mamba else {}
+    sizes |= {"hidden_size": model.hidden_size} if CONVOLUTION in (model.hybrid_layer_pattern or "") else {}
     return sizes | ({"ffn_hidden_size": model.ffn_size} if model.may_have("-", "E") else {})
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from megatron_core.config.hybrid import RECURRENCES
 from megatron_core.config.model import ModelConfig
 from megatron_core.config.rules_parallel import uneven
 from megatron_core.config.run import RunConfig
@@ -30,7 +31,7 @@ def recurrent_problems(config: RunConfig) -> Iterator[str]:
         )
         yield from uneven("linear_num_key_heads", model.linear_num_key_heads, "tensor_model_parallel_size", tp)
     short = config.data.seq_length // parts < model.linear_conv_kernel_dim - 1
-    if parts > 2 and short and model.may_have("M", "H", "G"):
+    if parts > 2 and short and model.may_have(*RECURRENCES):
         yield (
             f"seq_length={config.data.seq_length} in {parts} parts for context_parallel_size={parts // 2} is shorter "
             f"than the {model.linear_conv_kernel_dim - 1} earlier tokens of linear_conv_kernel_dim="

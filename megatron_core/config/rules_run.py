@@ -4,7 +4,7 @@ import os.path
 from collections.abc import Iterator
 
 from megatron_core.config.checkpoint import CheckpointConfig
-from megatron_core.config.hybrid import BOTH
+from megatron_core.config.hybrid import BOTH, CONVOLUTION
 from megatron_core.config.megatron_model import without_arguments
 from megatron_core.config.model import ModelConfig
 from megatron_core.config.resilience import (
@@ -51,7 +51,8 @@ def _unlike_megatron(model: ModelConfig) -> Iterator[str]:
             f"experimental_attention_variant={model.experimental_attention_variant}; use torch_dcp, or remove "
             "--ckpt-format"
         )
-    for letter, reason in (("G", "have other tensors in Megatron Core"), (BOTH, "Megatron Core lacks")):
+    lacking = dict.fromkeys((BOTH, CONVOLUTION), "Megatron Core lacks")
+    for letter, reason in {"G": "have other tensors in Megatron Core", **lacking}.items():
         if letter in (model.hybrid_layer_pattern or ""):
             yield (
                 f"hybrid_layer_pattern={model.hybrid_layer_pattern}, whose layers {letter} {reason}; use torch_dcp, or "

@@ -145,9 +145,9 @@ def stage_activations(
     """Bytes that a stage saves for one micro-batch: its layers, and the embedding and the output layer.
 
     A recomputed group of layers saves only its input: n s b h, divided by t with sequence parallelism. Offloaded
-    activations are in host memory and are not counted. The embedding saves its dropout mask, the output layer its
-    inputs and the logits (Korthikanti et al. 2022, section 4.3, where logits are float32; here the loss saves them in
-    their own dtype). ``each`` gives the bytes of each layer; None: compute them.
+    activations are in host memory and are not counted. The embedding saves its dropout mask and the input of its norm,
+    the output layer its inputs and the logits (Korthikanti et al. 2022, section 4.3, where logits are float32; here the
+    loss saves them in their own dtype). ``each`` gives the bytes of each layer; None: compute them.
     """
     model, n, tokens = config.model, _number_size(config), _tokens(config)
     row = tokens * model.hidden_size / _sequence_parts(config)
@@ -157,8 +157,8 @@ def stage_activations(
         inputs -= -(-min(away, recomputed) * inputs // recomputed)
     kept = layers[max(recomputed, away if not recomputed else 0) :]
     held = sum(layer_activations(config, layer) if each is None else each[layer] for layer in kept) + inputs * n * row
-    if first and model.hidden_dropout:
-        held += row
+    if first:
+        held += row * (bool(model.hidden_dropout) + n * model.embedding_layernorm)
     if last:
         held += 2 * n * row
         if not model.fuses_output_layer_with_loss:

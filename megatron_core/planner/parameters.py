@@ -83,11 +83,12 @@ def layer_parameters(config: RunConfig, layer_number: int) -> Parameters:
 
 
 def embedding_parameters(config: RunConfig, vocab_size: int) -> Parameters:
-    """Elements of the embedding on a rank: its part of the vocabulary, and all learned positions."""
+    """Elements of the embedding on a rank: its part of the vocabulary, all learned positions, and its norm."""
     model = config.model
     table = padded_vocabulary(config, vocab_size) // config.parallel.tensor_model_parallel_size * model.hidden_size
     learned = model.position_embedding_type == "learned_absolute"
-    return _vectors(table + (config.max_positions * model.hidden_size if learned else 0))
+    norm = norm_parameters(model) if model.embedding_layernorm else 0
+    return _vectors(table + (config.max_positions * model.hidden_size if learned else 0) + norm)
 
 
 def head_parameters(config: RunConfig, vocab_size: int, *, with_embedding: bool) -> Parameters:
@@ -181,7 +182,10 @@ def adapter_parameters(config: RunConfig, layer_number: int) -> Parameters:
 
 
 def norm_parameters(model: ModelConfig, size: int | None = None) -> int:
-    """Elements of a norm: a weight per channel, and usually for LayerNorm a bias per channel."""
+    """Elements of a norm of ``size`` channels, by default of hidden states: usually a weight per channel, and for
+    LayerNorm a bias per channel."""
+    if size is None and model.disable_weight_layernorm:
+        return 0
     return (model.hidden_size if size is None else size) * (1 + model.norms_have_biases)
 
 

@@ -15,7 +15,7 @@ Mamba-2, with v heads in g groups:
 
 Both send (c-1) 2 T v numbers per sequence in float32 (T: ``transition_elements``), the transitions of the two parts,
 and the tokens before a part for the convolution; backward gathers the transitions again, and sends the gradients of
-both.
+both. Short convolutions have neither transitions nor anything to compute again.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Recurrence:
             sent=(cp - 1) * (transitions + tails),
             sent_back=(cp - 1) * (2 * transitions + tails),
             again=again,
-            steps=part / chunk,
+            steps=part / chunk if transitions else 0.0,
         )
 
     def seconds(self, hardware: Hardware, ring: GroupBandwidth) -> dict[str, float]:
@@ -85,6 +85,8 @@ class Recurrence:
 def _work(sizes: kinds.Recurrence, chunk: float, *, passes_transitions: bool) -> tuple[float, float]:
     """Forward FLOPs per token, and elements per token that backward computes once more, over all ranks."""
     heads, key, value = sizes.heads, sizes.query_head_size, sizes.value_head_size
+    if isinstance(sizes, kinds.ShortConvolution):
+        return sizes.score_flops(0)[0], 0.0
     if isinstance(sizes, kinds.Mamba2):
         of_heads = 2 * chunk + 2 + 3 * value + 2 * key * value / chunk
         products = 2 * sizes.groups * chunk * key + 2 * heads * (chunk * value + 2 * key * value)

@@ -14,7 +14,7 @@ from megatron_core.transformer.context import LayerContext, SequenceContext
 from megatron_core.transformer.joined import JoinedParts, added
 from megatron_core.transformer.layer_spec import LayerSpec, LayerSpecs, layer_spec
 from megatron_core.transformer.mlp import scaled
-from megatron_core.transformer.norm import Norm
+from megatron_core.transformer.norm import norm_of
 from megatron_core.transformer.offload import ActivationOffload
 from megatron_core.transformer.recompute import outputs_dropped, recompute_runs, recomputed
 
@@ -53,7 +53,7 @@ class TransformerBlock(nn.Module):
         self.final_layernorm = None
         if final_norm:
             size = context.config.hidden_size
-            self.final_layernorm = Norm(context, size, partial_grad=context.sequence_parallel)
+            self.final_layernorm = norm_of(context.config)(context, size, partial_grad=context.sequence_parallel)
 
     def forward(self, hidden: Tensor, context: SequenceContext) -> Tensor:
         """Run the stage's layers, with the configured recomputation and offloading of activations."""

@@ -17,8 +17,9 @@ from megatron_core.transformer.latent_attention import LatentAttention
 from megatron_core.transformer.mamba import MambaMixer
 from megatron_core.transformer.mlp import MLP
 from megatron_core.transformer.moe import MoELayer, moe_loss_names
-from megatron_core.transformer.norm import HeadsNorm, L2Norm, Norm, NormOfEachHead
+from megatron_core.transformer.norm import HeadsNorm, L2Norm, Norm, NormOfEachHead, norm_of
 from megatron_core.transformer.parallel_mixers import ParallelMixers
+from megatron_core.transformer.short_convolution import ShortConvolution
 from megatron_core.transformer.sparse_attention import SparseLatentAttention, indexer_loss_names
 
 
@@ -61,6 +62,7 @@ RECURRENT_LAYERS: dict[str, Callable[..., nn.Module]] = {
     "gated_delta_net": GatedDeltaNet,
     "kimi_delta_attention": KimiDeltaAttention,
     "mamba2": MambaMixer,
+    "short_convolution": ShortConvolution,
 }
 """The layer of each kind of recurrence, by the names in ``config.mixers.RECURRENT_KINDS``; constructed the same."""
 
@@ -84,8 +86,9 @@ def layer_spec(config: ModelConfig, layer_number: int) -> LayerSpec:
     Other models can modify the result with ``dataclasses.replace`` in their own ``LayerSpecs``.
     """
     has_experts = config.has_experts(layer_number)
-    before = nn.Identity if config.norm_placement == "post" else Norm
-    after = None if config.norm_placement == "pre" else Norm
+    norm = norm_of(config)
+    before = nn.Identity if config.norm_placement == "post" else norm
+    after = None if config.norm_placement == "pre" else norm
     head_norm: type[nn.Module] = L2Norm if config.qk_l2_norm else Norm
     if config.qk_layernorm_over_heads or config.qk_layernorm_weight_per_head:
         head_norm = HeadsNorm if config.qk_layernorm_over_heads else NormOfEachHead

@@ -15,7 +15,7 @@ from megatron_core.tensor_parallel.lookup import vocab_parallel_lookup
 from megatron_core.transformer.block import TransformerLayer
 from megatron_core.transformer.context import LayerContext, SequenceContext
 from megatron_core.transformer.layer_spec import LayerSpecs
-from megatron_core.transformer.norm import Norm
+from megatron_core.transformer.norm import norm_of
 from megatron_core.transformer.recompute import recomputed
 
 
@@ -30,14 +30,14 @@ class MultiTokenPredictionLayer(nn.Module):
     def __init__(self, context: LayerContext, depth: int, layer_specs: LayerSpecs) -> None:
         super().__init__()
         config, self.tp_group = context.config, context.tp_group
-        size, partial_grad = config.hidden_size, context.sequence_parallel
-        self.enorm = Norm(context, size, partial_grad=partial_grad)
-        self.hnorm = Norm(context, size, partial_grad=partial_grad)
+        size, partial_grad, norm = config.hidden_size, context.sequence_parallel, norm_of(config)
+        self.enorm = norm(context, size, partial_grad=partial_grad)
+        self.hnorm = norm(context, size, partial_grad=partial_grad)
         self.eh_proj = context.column_linear(2 * size, size, bias=False)
         number = config.num_layers + depth
         self.embedding_dropout = context.dropout(config.hidden_dropout, f"mtp.{depth}.embedding")
         self.mtp_model_layer = TransformerLayer(context, number, layer_specs(config, number))
-        self.final_layernorm = Norm(context, size, partial_grad=partial_grad)
+        self.final_layernorm = norm(context, size, partial_grad=partial_grad)
         self.sequence_parallel, self.recompute = context.sequence_parallel, config.recompute_granularity == "full"
 
     def forward(self, embedded: Tensor, hidden: Tensor, context: SequenceContext) -> Tensor:

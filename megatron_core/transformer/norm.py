@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from megatron_core.config import ModelConfig
 from megatron_core.ops import layer_norm, rms_norm
 from megatron_core.ops.exact_sum import add_rows_exactly_
 from megatron_core.ops.rows import wide
@@ -100,7 +101,7 @@ class _InvariantNorm(torch.autograd.Function):
 
 
 class L2Norm(nn.Module):
-    """y = x / sqrt(mean(x^2) + eps) over the last dim, without weights (Llama 4).
+    """y = x / sqrt(mean(x^2) + eps) over the last dim, without weights (Llama 4, NanoChat).
 
     It has the constructor of ``Norm``.
     """
@@ -112,6 +113,11 @@ class L2Norm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """``[..., size]`` -> the same shape."""
         return nn.functional.rms_norm(x.to(wide(x.dtype)), (self.size,), eps=self.epsilon).to(x.dtype)
+
+
+def norm_of(config: ModelConfig) -> type[nn.Module]:
+    """The norm of hidden states: with weights, or without them."""
+    return L2Norm if config.disable_weight_layernorm else Norm
 
 
 class HeadsNorm(nn.Module):

@@ -32,10 +32,12 @@ class Convolution(nn.Module):
     """Depthwise causal convolution: y_t = silu(b + sum over j of w_j x_(t-j)), over the tokens of a document.
 
     The channels are those of this rank's queries, keys and values; the weight is ``[channels, 1, width]``, as that of
-    ``torch.nn.Conv1d``.
+    ``torch.nn.Conv1d``. Without ``silu``, y_t is the sum.
     """
 
-    def __init__(self, context: LayerContext, pieces: tuple[int, ...], width: int, *, bias: bool) -> None:
+    def __init__(
+        self, context: LayerContext, pieces: tuple[int, ...], width: int, *, bias: bool, silu: bool = True
+    ) -> None:
         super().__init__()
         rank, size, parallel = context.tp_group.rank(), context.tp_group.size(), context.parallel
         uniform = partial(nn.init.uniform_, a=-1 / math.sqrt(width), b=1 / math.sqrt(width))
@@ -48,7 +50,7 @@ class Convolution(nn.Module):
             self.bias = allocate(spec, parallel.params_dtype, parallel.device)
             self.bias.init_method = uniform
         self.weight.is_vector = self.weight.decays = True  # no matrix, so that Muon does not take it for one
-        self.width = width
+        self.width, self.activation = width, nn.functional.silu if silu else None
 
     def forward(self, window: Tensor, ages: Tensor | None) -> Tensor:
         """``[b, width - 1 + n, c]``, the earlier tokens first -> ``[b, n, c]``.
@@ -64,7 +66,7 @@ class Convolution(nn.Module):
                 visible = ages >= self.width - 1 - at
                 found = found + (window[:, at : at + count] * tap).masked_fill(~visible.unsqueeze(-1), 0.0)
             found = found if self.bias is None else found + self.bias
-        return nn.functional.silu(found)
+        return found if self.activation is None else self.activation(found)
 
 
 class RecurrentLayer(nn.Module):
@@ -85,8 +87,13 @@ class RecurrentLayer(nn.Module):
         self.keys, self.values = sizes.query_head_size, sizes.value_head_size
         self.convolved, self.pieces = sizes.convolved // ranks, [piece // ranks for piece in sizes.pieces]
         self.state_shape = sizes.heads // ranks, self.keys, self.values
-        width, has_bias = config.linear_conv_kernel_dim, sizes.convolution_has_bias
-        self.conv1d = Convolution(context, sizes.pieces[:3], width, bias=has_bias)
+        self.conv1d = Convolution(
+            context,
+            sizes.convolved_pieces,
+            config.linear_conv_kernel_dim,
+            bias=sizes.convolution_has_bias,
+            silu=sizes.convolution_has_silu,
+        )
         self.exchange = StateExchange(context.cp.whole)
         self.recompute_core = config.recomputes("core_attn")
         self.out_proj = context.output_linear(sizes.heads * self.values, bias=False)
@@ -100,8 +107,13 @@ class RecurrentLayer(nn.Module):
         return self.out_proj(mix(mixed, context))
 
     def _projected(self, hidden: Tensor) -> Tensor:
-        """Return this rank's pieces, ``[s, b, c]``, the convolved ones first."""
+        """Return this rank's pieces, ``[s, b, c]``."""
         raise NotImplementedError
+
+    def _divided(self, mixed: Tensor) -> tuple[Tensor, Tensor]:
+        """Divide this rank's pieces, ``[..., c]``, into the input of the convolution and the others."""
+        convolved, rest = mixed.split([self.convolved, mixed.shape[-1] - self.convolved], dim=-1)
+        return convolved, rest
 
     def _recur(self, convolved: Tensor, rest: Tensor, *, by_steps: bool = False, **given: Any) -> tuple[Tensor, Tensor]:
         """Run the recurrence over the convolved pieces and the others, ``[b, n, c]``, at least in float32.
@@ -124,7 +136,7 @@ class RecurrentLayer(nn.Module):
             )
         exchange, ages = self.exchange, self._ages(mixed, context)
         own = mixed.unflatten(0, (exchange.parts, -1)).transpose(1, 2).flatten(0, 1)  # [parts b, n, c]
-        convolved, rest = own.split([self.convolved, own.shape[-1] - self.convolved], dim=-1)
+        convolved, rest = self._divided(own)
         before = exchange.tokens_before(convolved, self.conv1d.width - 1)
         convolved = self.conv1d(torch.cat([before, convolved], dim=1), ages)
 
@@ -153,7 +165,7 @@ class RecurrentLayer(nn.Module):
         step, width = cache.step, self.conv1d.width - 1
         shapes = ((width, self.convolved), mixed.dtype), (self.state_shape, wide(mixed.dtype))
         tails, states = cache.states(self.layer_number, *shapes)
-        convolved, rest = mixed.split([self.convolved, mixed.shape[-1] - self.convolved], dim=-1)
+        convolved, rest = self._divided(mixed)
         outputs = []
 
         def advance(first: int, texts: Tensor, count: int, *, begins: Tensor | None) -> None:

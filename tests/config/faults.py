@@ -121,6 +121,12 @@ FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
     ({"step_batch_size_schedule": ("0:8", "4")}, 1, ("step_batch_size_schedule=0:8 4", "TOKENS:SIZE")),
     ({"step_batch_size_schedule": ("0:8", "640:9")}, 2, ("step_batch_size_schedule", "multiple of", "1 x 2 = 2")),
     ({"eval_global_batch_size": 3}, 2, ("eval_global_batch_size=3", "2, 4")),
+    (
+        {"mtp_num_layers": 1, "embedding_layernorm": True, "position_embedding_type": "rope"},
+        1,
+        ("mtp_num_layers=1", "embedding_layernorm=True", "remove one of them"),
+    ),
+    ({"disable_weight_layernorm": True}, 1, ("disable_weight_layernorm=True", "--normalization RMSNorm")),
     ({"mtp_num_layers": 1}, 1, ("mtp_num_layers=1", "learned_absolute", "rope")),
     (
         {"recompute_granularity": "selective", "recompute_modules": ("norm",)},

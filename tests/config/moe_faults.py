@@ -84,6 +84,7 @@ MOE_FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
     (MOE | SPARSEMIXER | groups(2, 1), 1, ("moe_router_num_groups=2", "sparsemixer", "remove one of them")),
     (MOE | {"moe_sparsemixer_sampling": True}, 1, ("moe_sparsemixer_sampling=True", "--moe-router-score-function")),
     (MOE | {"moe_sparsemixer_threshold": 0.1}, 1, ("moe_sparsemixer_threshold=0.1", "--moe-router-score-function")),
+    (MOE | {"moe_router_sum_epsilon": 0.1}, 1, ("moe_router_sum_epsilon=0.1", "sigmoid or sqrtsoftplus")),
     (MOE | SINKHORN | SIGMOID, 1, ("moe_router_load_balancing_type=sinkhorn", "remove")),
     (MOE | SINKHORN | CAPACITY, 1, ("moe_expert_capacity_factor=1.0", "sinkhorn", "seq_aux_loss")),
     (

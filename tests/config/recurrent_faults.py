@@ -58,8 +58,8 @@ RECURRENT_FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
         ("qk_clip=True has no effect", "linear_attention_freq=(1, 1)"),
     ),
     ({"hybrid_layer_pattern": "**-"}, 1, ("num_layers=2 must be 3", "leave it out")),
-    ({"hybrid_layer_pattern": ""}, 1, ("hybrid_layer_pattern='' is empty", "legal: M G * H - E")),
-    ({"hybrid_layer_pattern": "*X"}, 1, ("hybrid_layer_pattern=*X", "legal: M G * H - E")),
+    ({"hybrid_layer_pattern": ""}, 1, ("hybrid_layer_pattern='' is empty", "legal: M G * H C - E")),
+    ({"hybrid_layer_pattern": "*X"}, 1, ("hybrid_layer_pattern=*X", "legal: M G * H C - E")),
     (
         {"hybrid_layer_pattern": "mm", "mamba_state_dim": 8},
         1,
@@ -95,7 +95,18 @@ RECURRENT_FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
     (HYBRID | {"parallel_mixer_multipliers": (1.0, 2.0)}, 1, ("parallel_mixer_multipliers", "a layer H")),
     (HYBRID | {"tensor_model_parallel_size": 3}, 3, ("mamba_num_groups=8", "tensor_model_parallel_size=3")),
     ({"mamba_state_dim": 64}, 1, ("mamba_state_dim=64", "--hybrid-layer-pattern")),
-    ({"hybrid_layer_pattern": "*-", "linear_conv_kernel_dim": 3}, 1, ("linear_conv_kernel_dim=3", "M, H or G")),
+    ({"hybrid_layer_pattern": "*-", "linear_conv_kernel_dim": 3}, 1, ("linear_conv_kernel_dim=3", "M, H, G or C")),
+    (
+        {"hybrid_layer_pattern": "C-", "hidden_size": 66, "num_attention_heads": 4, "kv_channels": 16}
+        | {"ffn_hidden_size": 64, "tensor_model_parallel_size": 4},
+        4,
+        ("hidden_size=66", "tensor_model_parallel_size=4"),
+    ),
+    (
+        {"hybrid_layer_pattern": "C-", "save": "out", "ckpt_format": "torch_dist"},
+        1,
+        ("layers C", "use torch_dcp"),
+    ),
     (HYBRID | {"use_mup": True}, 1, ("use_mup=True", "remove --use-mup")),
     (HYBRID | {"layout_invariant": True}, 1, ("hybrid_layer_pattern", "layout_invariant=True")),
     ({"hybrid_layer_pattern": "G*", "save": "out", "ckpt_format": "torch_dist"}, 1, ("layers G", "use torch_dcp")),

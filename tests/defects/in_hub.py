@@ -118,4 +118,21 @@ IN_HUB = (
         "llama 4, cp2 p2p",
         culprit="output of decoder.layers.0.self_attention",
     ),
+    Defect(
+        "the gradient of the norm of embeddings is that of a rank's tokens",
+        "models.gpt.embedding:LanguageModelEmbedding.__init__",
+        "partial_grad=context.sequence_parallel",
+        "partial_grad=False",
+        "norm of embeddings, tp2 sp",
+        "C17",
+        culprit="gradient of the parameter *embedding.norm*",
+    ),
+    Defect(
+        "embeddings are not normalized",
+        "models.gpt.embedding:LanguageModelEmbedding.forward",
+        "hidden = self.norm(hidden)",
+        "pass",
+        "nanochat, tp2 sp",
+        culprit="output of embedding",
+    ),
 )

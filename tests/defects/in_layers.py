@@ -26,7 +26,7 @@ IN_LAYERS = (
     ),
     Defect(  # C17
         "gradients of learned positions are not summed over a split sequence",
-        "models.gpt.model:PositionEmbedding.__init__",
+        "models.gpt.embedding:PositionEmbedding.__init__",
         "partial_grad=context.sequence_parallel",
         "partial_grad=False",
         "tp2 sp",

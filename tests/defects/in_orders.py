@@ -98,7 +98,7 @@ IN_ORDERS = (
     ),
     Defect(
         "sequences of a micro-batch share a row of positions",
-        "models.gpt.model:PositionEmbedding.forward",
+        "models.gpt.embedding:PositionEmbedding.forward",
         "position_ids.expand(-1, batch)",
         "position_ids",
         "micro-batches of 2",

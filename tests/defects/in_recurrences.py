@@ -6,6 +6,7 @@ from tests.defects.defect import Defect
 
 EXCHANGE, LAYER = "context_parallel.states:StateExchange", "transformer.gated_delta_net:GatedDeltaNet"
 SHARED, MAMBA = "transformer.recurrent_layer:RecurrentLayer", "transformer.mamba:MambaMixer"
+SHORT = "transformer.short_convolution:ShortConvolution"
 FIRST = "output of decoder.layers.0.self_attention"
 
 IN_RECURRENCES = (
@@ -344,5 +345,46 @@ IN_RECURRENCES = (
         "is None else 2)",
         "mamba, tp2",
         culprit="initial weight *",
+    ),
+    # Short convolutions: gates before and after, and no activation.
+    Defect(
+        "the gates before and after the convolution change places",
+        f"{SHORT}._divided",
+        "before, after, inputs = mixed",
+        "after, before, inputs = mixed",
+        "lfm2, tp2",
+        culprit=FIRST,
+    ),
+    Defect(
+        "tokens of other ranks come without their gates",
+        f"{SHARED}._mix",
+        "exchange.tokens_before(convolved, self.conv1d.width - 1)",
+        "exchange.tokens_before(own[..., -self.convolved :], self.conv1d.width - 1)",
+        "lfm2, cp2",
+        culprit=FIRST,
+    ),
+    Defect(
+        "the convolution is activated",
+        f"{SHARED}.__init__",
+        "silu=sizes.convolution_has_silu",
+        "silu=True",
+        "lfm2, packed, tp2 sp",
+        culprit=FIRST,
+    ),
+    Defect(
+        "gradients do not reach the gates after the convolution",
+        f"{SHORT}._gated",
+        "outputs.flatten(-2) * rest",
+        "outputs.flatten(-2) * rest.detach()",
+        "lfm2, dp2 zero3",
+        culprit="gradient",
+    ),
+    Defect(
+        "scores are divided by their sum alone",
+        "transformer.moe.choice:probabilities",
+        "total / (total + epsilon)",
+        "total / total",
+        "lfm2 with experts, tp2 sp ep2 etp1",
+        culprit="output of decoder.layers.3.mlp",
     ),
 )

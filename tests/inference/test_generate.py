@@ -114,6 +114,10 @@ FALCON_H1 = MAMBA | {
     "parallel_mixer_multipliers": (0.8, 1.7),
 }
 
+LFM2 = MODERN | {"hybrid_layer_pattern": "C-*C", "linear_conv_kernel_dim": 3, "qk_layernorm": True}
+
+GRANITE_4 = MAMBA | {"embedding_multiplier": 6.0, "residual_multiplier": 0.3, "logit_multiplier": 0.25}
+
 KIMI = (
     {name: value for name, value in DELTA_NET.items() if "group" not in name}
     | LATENT
@@ -154,10 +158,13 @@ COHERE2 = MODERN | {
 
 @pytest.mark.parametrize(
     "model",
-    [{}, MODERN, WINDOW, EXPERTS, LATENT, GPT_OSS, LLAMA4, DELTA_NET, KIMI, MAMBA, DSA, PHIMOE, COHERE2, FALCON_H1],
+    [
+        *({}, MODERN, WINDOW, EXPERTS, LATENT, GPT_OSS, LLAMA4, DELTA_NET, KIMI, MAMBA, DSA, PHIMOE, COHERE2),
+        *(FALCON_H1, LFM2, GRANITE_4),
+    ],
     ids=[
         *("gpt2", "llama", "window", "experts", "latent", "gpt-oss", "llama 4", "delta net", "kimi linear", "mamba"),
-        *("dsa", "phi-3.5-moe", "cohere 2", "falcon-h1"),
+        *("dsa", "phi-3.5-moe", "cohere 2", "falcon-h1", "lfm2", "granite 4"),
     ],
 )
 def test_cache_changes_nothing(model: dict) -> None:

@@ -25,6 +25,7 @@ from tests.inference.test_generate import (
     FALCON_H1,
     KIMI,
     LATENT,
+    LFM2,
     LONG_WINDOW,
     MAMBA,
     PP2,
@@ -45,6 +46,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "kimi linear": KIMI | {"seq_length": 64},
     "mamba": MAMBA | {"seq_length": 64},
     "falcon-h1": FALCON_H1 | {"seq_length": 64},
+    "lfm2": LFM2 | {"seq_length": 64},
     "sparse attention": DSA | {"seq_length": 64},
 }
 
@@ -80,6 +82,7 @@ def test_texts_are_those_of_the_requests_alone(name: str) -> None:
         (2, "delta net", PP2),
         (2, "mamba", TP2),
         (2, "falcon-h1", TP2),
+        (2, "lfm2", TP2),
         (2, "experts", TP2 | {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}),
         (2, "window", PP2 | {"num_virtual_stages_per_pipeline_rank": 2}),
         (4, "llama", {"pipeline_model_parallel_size": 4}),
@@ -98,7 +101,7 @@ def test_texts_in_a_layout_are_those_of_the_requests_alone(world_size: int, name
             assert fuzz.differences(draw, outcome, whole) == [], f"rank {rank}, seed {seed}"
             counts += outcome.counts
     assert (counts["in flight"] > 0) == ("pipeline_model_parallel_size" in layout), "stages work at the same time"
-    assert min(counts["preempted"], counts["reused"] + (name in ("delta net", "mamba", "falcon-h1"))) > 0
+    assert min(counts["preempted"], counts["reused"] + (name in ("delta net", "mamba", "falcon-h1", "lfm2"))) > 0
 
 
 DEFECTS: dict[str, tuple[str, str, str]] = {

@@ -134,6 +134,9 @@ FALCON_H1 = BAMBA | {
     **{"attention_out_multiplier": 0.8, "ssm_in_multiplier": 1.2, "ssm_out_multiplier": 0.7},
     "ssm_multipliers": [0.9, 1.3, 0.8, 1.2, 0.7],
 }
+GRANITE_HYBRID = BAMBA | GRANITE | {"layer_types": ["mamba", "attention", "mamba"], "shared_intermediate_size": 40}
+GRANITE_HYBRID |= {"num_local_experts": 0, "position_embedding_type": "nope", "rms_norm_eps": 1e-4}
+LFM2 = LLAMA | {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3, "norm_eps": 1e-4}
 LONGROPE: dict[str, Any] = {
     "original_max_position_embeddings": 16,
     "partial_rotary_factor": 0.5,
@@ -344,6 +347,45 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "FalconH1",
         FALCON_H1 | {"mamba_rms_norm": True, "tie_word_embeddings": True, "time_step_limit": [0.5, 0.9]},
     ),
+    "granitemoehybrid, tied": ("GraniteMoeHybrid", GRANITE_HYBRID | {"tie_word_embeddings": True, "mamba_expand": 3}),
+    "granitemoehybrid, experts": (
+        "GraniteMoeHybrid",
+        GRANITE_HYBRID | {"num_local_experts": 4, "num_experts_per_tok": 2, "time_step_limit": [0.5, 0.9]},
+    ),
+    "granitemoehybrid, attention alone, rotary positions, biases": (
+        "GraniteMoeHybrid",
+        GRANITE_HYBRID
+        | {"layer_types": ["attention"] * 3, "position_embedding_type": "rope", "rope_theta": 1e3}
+        | {"attention_bias": True, "head_dim": 12},
+    ),
+    "granitemoehybrid, attention and experts, without positions": (
+        "GraniteMoeHybrid",
+        GRANITE_HYBRID | {"layer_types": ["attention"] * 3, "num_local_experts": 4, "position_embedding_type": None},
+    ),
+    "lfm2": ("Lfm2", LFM2 | {"block_auto_adjust_ff_dim": False}),
+    "lfm2, tied, adjusted width, window of 4 tokens": (
+        "Lfm2",
+        LFM2
+        | {"tie_word_embeddings": True, "block_ff_dim": 50, "block_ffn_dim_multiplier": 1.3, "block_multiple_of": 8}
+        | {"conv_L_cache": 4, "full_attn_idxs": [2], "layer_types": None, "head_dim": 12},
+    ),
+    "lfm2_moe": (
+        "Lfm2Moe",
+        LFM2
+        | {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "num_dense_layers": 1}
+        | {"routed_scaling_factor": 1.5},
+    ),
+    "lfm2_moe, without biases, tied": (
+        "Lfm2Moe",
+        LFM2
+        | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_dense_layers": 0}
+        | {"use_expert_bias": False, "tie_word_embeddings": True},
+    ),
+    "nanochat": ("NanoChat", LLAMA | {"final_logit_softcapping": 3.0, "head_dim": 12}),
+    "nanochat, biases, tied, logits without a bound": (
+        "NanoChat",
+        LLAMA | {"final_logit_softcapping": None, "attention_bias": True, "tie_word_embeddings": True},
+    ),
     "mamba2": ("Mamba2", MAMBA2),
     "mamba2, limited steps, tied": ("Mamba2", MAMBA2 | {"time_step_limit": [0.5, 0.9], "tie_word_embeddings": True}),
     "nemotron_h": (
@@ -363,7 +405,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox, 20B's GELU": ("GPTNeoX", NEOX | {"hidden_act": "gelu_fast"}),
     "gpt_neox, one after the other": ("GPTNeoX", NEOX | {"use_parallel_residual": False}),
 }
-RECURRENT = ("qwen3_next", "qwen3_5", "kimi_linear", "mamba2", "nemotron_h", "bamba", "falcon_h1")
+RECURRENT = (
+    *("qwen3_next", "qwen3_5", "kimi_linear", "mamba2", "nemotron_h", "bamba", "falcon_h1", "granitemoehybrid"),
+    "lfm2",
+)
 """Beginnings of the names of models with a recurrence, which `transformers` computes in float32 throughout."""
 
 
@@ -377,6 +422,6 @@ def save_model(name: str, folder: Path, dtype: torch.dtype = torch.float32, **op
         if parameter.dim() == 1 or name.endswith("_bias"):
             torch.nn.init.normal_(parameter, std=0.5)
     for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
+        if name.endswith(("e_score_correction_bias", "expert_bias")):
             torch.nn.init.normal_(buffer, std=0.5)
     model.save_pretrained(folder, **options)

@@ -353,6 +353,21 @@ REFUSED = {
         {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}},
         "partial_rotary_factor=0.25; for bamba only 0.5",
     ),
+    "kinds of mixers": ("granitemoehybrid, tied", {"layer_types": ["mamba"] * 2}, "layer_types="),
+    "kinds of operators": ("lfm2", {"layer_types": ["full_attention"] * 2}, "layer_types="),
+    "biases of convolutions": ("lfm2", {"conv_bias": True}, "conv_bias=True; for lfm2 only False is supported"),
+    "one of LFM2's experts": ("lfm2_moe", {"num_experts_per_tok": 1}, "num_experts_per_tok=1; lfm2_moe models need 2"),
+    "another activation of nanochat": ("nanochat", {"hidden_act": "silu"}, "hidden_act='silu'; for nanochat only"),
+    "another norm": (
+        "granitemoehybrid, tied",
+        {"normalization_function": "layernorm"},
+        "normalization_function='layernorm'; for granitemoehybrid only 'rmsnorm'",
+    ),
+    "learned positions": (
+        "granitemoehybrid, tied",
+        {"position_embedding_type": "learned_absolute"},
+        "position_embedding_type='learned_absolute'; supported are rope, and nope",
+    ),
     "a third norm": ("falcon", {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn=2; supported are 1"),
     "one after the other": (
         "falcon, groups, two norms",

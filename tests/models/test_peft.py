@@ -64,6 +64,7 @@ CASES: dict[str, tuple[str, dict[str, Any], float]] = {
         {"target_modules": [f"{name}_proj" for name in ("q", "k", "v", "b", "g_a", "g_b", "o")]},
         1e-9,
     ),
+    "lfm2": ("lfm2", {"target_modules": ["in_proj", "out_proj", "v_proj", "w1", "w2"]}, 1e-5),
     "deepseek": (
         "deepseek_v3",
         {"target_modules": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]},

@@ -8,7 +8,7 @@ from megatron_core.config import ModelConfig
 from megatron_core.config.tuning import LAYERS, NAMES
 from megatron_core.errors import CheckpointError
 from megatron_core.models.hf.architecture import ARCHITECTURES
-from megatron_core.models.hf.peft import PeftNames
+from megatron_core.models.hf.peft import PeftNames, target_of
 from megatron_core.models.hf.tensors import TensorSource
 from tests.models.invented_architecture import INVENTED
 
@@ -31,7 +31,7 @@ def test_adapters_may_have_the_names_of_every_family() -> None:
             source = TensorSource((stored,)) if isinstance(stored, str) else stored
             if layer in LAYERS and not source.stacked:
                 for name in source.names:
-                    named = NAMES.get(name.removesuffix(".weight").rpartition(".")[2], ())
+                    named = NAMES.get(target_of(name.removesuffix(".weight")), ())
                     assert layer in [each for each, _ in named], (model_type, name)
 
 

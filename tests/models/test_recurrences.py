@@ -11,14 +11,19 @@ import pytest
 import torch
 
 from megatron_core.config import RunConfig
-from megatron_core.models.hf import architecture_for, architecture_of
+from megatron_core.inference import Engine, Generator, Request
+from megatron_core.models.hf import HuggingFaceReader, architecture_for, architecture_of
 from megatron_core.models.hf.families.nemotron_h import NEMOTRON_H
+from megatron_core.parallel import ParallelGroups
 from megatron_core.planner.parameters import model_parameters
-from tests.models.hf_models import MODELS, RECURRENT
+from tests.models.hf_models import MODELS, RECURRENT, save_model, transformers
 from tests.models.test_gradients import compare_gradients
 
 NAMES = [name for name in MODELS if name.startswith(RECURRENT)]
-MODULES = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "kimi_linear", "mamba2", "nemotron_h", "bamba")
+MODULES = (
+    *("qwen3_next", "qwen3_5", "qwen3_5_moe", "kimi_linear", "mamba2", "nemotron_h", "bamba", "granitemoehybrid"),
+    *("lfm2", "lfm2_moe"),
+)
 
 
 class WideTorch:
@@ -83,6 +88,42 @@ NEMOTRON_3_NANO = NEMOTRON_H_8B | {
     "n_routed_experts": 128, "num_experts_per_tok": 6, "moe_intermediate_size": 1856, "n_group": 1, "topk_group": 1,
     "moe_shared_expert_intermediate_size": 3712, "routed_scaling_factor": 2.5,
 }  # fmt: skip
+GRANITE_4_H_TINY = {
+    "model_type": "granitemoehybrid", "vocab_size": 100352, "hidden_size": 1536, "num_hidden_layers": 40,
+    "layer_types": ["attention" if n in (5, 15, 25, 35) else "mamba" for n in range(40)], "num_attention_heads": 12,
+    "num_key_value_heads": 4, "intermediate_size": 512, "shared_intermediate_size": 1024, "num_local_experts": 64,
+    "num_experts_per_tok": 6, "mamba_n_heads": 48, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 1,
+    "mamba_d_conv": 4, "mamba_expand": 2, "mamba_chunk_size": 256, "mamba_conv_bias": True, "mamba_proj_bias": False,
+    "position_embedding_type": "nope", "attention_bias": False, "attention_dropout": 0.0, "hidden_act": "silu",
+    "attention_multiplier": 0.0078125, "embedding_multiplier": 12, "residual_multiplier": 0.22, "logits_scaling": 6,
+    "normalization_function": "rmsnorm", "rms_norm_eps": 1e-5, "rope_theta": 10000, "router_aux_loss_coef": 0.01,
+    "max_position_embeddings": 131072, "tie_word_embeddings": True,
+}  # fmt: skip
+GRANITE_4_H_350M = GRANITE_4_H_TINY | {
+    "hidden_size": 768, "num_hidden_layers": 32, "num_local_experts": 0, "num_experts_per_tok": 0, "mamba_d_head": 32,
+    "layer_types": ["attention" if n in (10, 13, 17, 27) else "mamba" for n in range(32)], "intermediate_size": 2048,
+    "shared_intermediate_size": 2048,
+}  # fmt: skip
+GRANITE_4_350M = GRANITE_4_H_350M | {
+    "hidden_size": 1024, "num_hidden_layers": 28, "layer_types": ["attention"] * 28, "num_attention_heads": 16,
+    "position_embedding_type": "rope", "mamba_n_heads": 128, "mamba_d_head": "auto",
+}  # fmt: skip
+LFM2_1B = {
+    "model_type": "lfm2", "vocab_size": 65536, "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "full_attn_idxs": [2, 5, 8, 10, 12, 14], "conv_L_cache": 3, "conv_bias": False,
+    "block_auto_adjust_ff_dim": True, "block_ff_dim": 12288, "block_ffn_dim_multiplier": 1.0, "block_multiple_of": 256,
+    "block_use_swiglu": True, "norm_eps": 1e-5, "rope_theta": 1000000.0, "max_position_embeddings": 128000,
+    "use_pos_enc": True, "tie_embedding": True,
+}  # fmt: skip
+LFM2_350M = LFM2_1B | {"hidden_size": 1024, "num_attention_heads": 16, "block_ff_dim": 6656}
+LFM2_8B = {
+    "model_type": "lfm2_moe", "vocab_size": 65536, "hidden_size": 2048, "num_hidden_layers": 24,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "num_experts": 32, "num_experts_per_tok": 4,
+    "moe_intermediate_size": 1792, "intermediate_size": 7168, "num_dense_layers": 2, "use_expert_bias": True,
+    "norm_topk_prob": True, "routed_scaling_factor": 1.0, "conv_L_cache": 3, "conv_bias": False, "norm_eps": 1e-5,
+    "layer_types": ["full_attention" if n in (2, 6, 10, 14, 18, 21) else "conv" for n in range(24)],
+    "rope_theta": 1000000.0, "max_position_embeddings": 128000, "tie_embedding": True,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -92,8 +133,17 @@ NEMOTRON_3_NANO = NEMOTRON_H_8B | {
         (QWEN3_NEXT_80B, 79_674_391_296, list(range(3, 48, 4))),
         (NEMOTRON_H_8B, 8_100_852_736, [7, 18, 29, 40]),
         (NEMOTRON_3_NANO, 31_577_937_344, [5, 12, 19, 26, 33, 42]),
+        (GRANITE_4_H_TINY, 6_939_037_248, [10, 30, 50, 70]),
+        (GRANITE_4_H_350M, 340_332_224, [20, 26, 34, 54]),
+        (GRANITE_4_350M, 352_379_904, list(range(0, 56, 2))),
+        (LFM2_1B, 1_170_340_608, [4, 10, 16, 20, 24, 28]),
+        (LFM2_350M, 354_483_968, [4, 10, 16, 20, 24, 28]),
+        (LFM2_8B, 8_339_929_856, [4, 12, 20, 28, 36, 42]),
     ],
-    ids=["kimi-linear-48b", "qwen3-next-80b", "nemotron-h-8b", "nemotron-3-nano-30b"],
+    ids=[
+        *("kimi-linear-48b", "qwen3-next-80b", "nemotron-h-8b", "nemotron-3-nano-30b"),
+        *("granite-4-h-tiny", "granite-4-h-350m", "granite-4-350m", "lfm2-1.2b", "lfm2-350m", "lfm2-8b-a1b"),
+    ],
 )
 def test_published_models(hf_config: dict[str, Any], parameters: int, attention: list[int]) -> None:
     """Parameters as `transformers` counts them; files of the hub count layers from 1, or give an interval."""
@@ -101,6 +151,25 @@ def test_published_models(hf_config: dict[str, Any], parameters: int, attention:
     config = RunConfig.from_flat(settings | {"vocab_size": hf_config["vocab_size"], "seq_length": 4096})
     assert config.model.attention_layers == attention
     assert model_parameters(config, hf_config["vocab_size"]) == parameters
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["granitemoehybrid, experts", "lfm2_moe"])
+def test_generated_tokens_are_theirs(name: str, tmp_path: Path) -> None:
+    """Prompts of several lengths at once, in chunks, against ``generate``."""
+    save_model(name, tmp_path)
+    with HuggingFaceReader(tmp_path) as reader:
+        generator = Generator.load(reader, reader.config, ParallelGroups.single(), torch.device("cpu"))
+    engine, new, prompts = Engine(generator, max_batch_size=3), 8, ([5, 9, 2, 60, 7, 33, 41], [3], [12, 8, 8, 4])
+    numbers = [engine.submit(Request(prompt=tuple(prompt), max_new_tokens=new)) for prompt in prompts]
+    found: dict[int, list[int | None]] = {number: [] for number in numbers}
+    while engine.busy:
+        for progress in engine.step():
+            found[progress.number].append(progress.token)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation="eager").eval()
+    for number, prompt in zip(numbers, prompts, strict=True):
+        wanted = theirs.generate(torch.tensor([prompt]), max_new_tokens=new, do_sample=False, eos_token_id=None)
+        assert found[number] == wanted[0, len(prompt) :].tolist()
 
 
 def test_a_limit_of_steps_that_transformers_does_not_read_is_in_a_note() -> None:

@@ -122,7 +122,28 @@ EXACT = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 PACKED = {"tokenizer_type": "NullTokenizer", "reset_position_ids": True, "reset_attention_mask": True}
 HEADS = {"cp_comm_type": ("a2a",)}
 
+NANOCHAT = {
+    "num_layers": 2,
+    "global_batch_size": 4,
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "squared_relu": True,
+    "group_query_attention": True,
+    "num_query_groups": 2,
+    "disable_bias_linear": True,
+    "disable_weight_layernorm": True,
+    "embedding_layernorm": True,
+    "qk_l2_norm": True,
+    "final_logit_softcapping": 3.0,
+}
+EMBEDDING_NORM = {"num_layers": 2, "global_batch_size": 4, "embedding_layernorm": True}
 HUB_ROWS: dict[str, tuple[int, dict, dict]] = {
+    "nanochat, tp2 sp": (2, NANOCHAT, TP2 | SP),
+    "nanochat, cp2": (2, NANOCHAT | NO_DROPOUT, CP2),
+    "nanochat, dp2 zero3": (2, NANOCHAT, ZERO3),
+    "nanochat, full recompute, pp2": (2, NANOCHAT, PP2 | RECOMPUTE),
+    "norm of embeddings, tp2 sp": (2, EMBEDDING_NORM, TP2 | SP),
+    "norm of embeddings, untied, pp2": (2, EMBEDDING_NORM | {"untie_embeddings_and_output_weights": True}, PP2),
     "granite, tp2": (2, GRANITE, TP2),
     "granite, tp2 sp": (2, GRANITE, TP2 | SP),
     "granite, pp2": (2, GRANITE, PP2),

@@ -96,6 +96,33 @@ NEMOTRON_H = MAMBA | {
     "moe_router_enable_expert_bias": True,
     "moe_shared_expert_intermediate_size": 16,
 }
+GRANITE_4 = {name: value for name, value in NEMOTRON_H.items() if name not in ("squared_relu", "mamba_dt_max")} | {
+    "moe_router_score_function": "softmax",
+    "moe_router_enable_expert_bias": False,
+    "swiglu": True,
+    "group_query_attention": True,
+    "num_query_groups": 2,
+    "softmax_scale": 0.2,
+    "embedding_multiplier": 6.0,
+    "residual_multiplier": 0.3,
+    "logit_multiplier": 0.25,
+}
+LFM2 = {
+    **{name: value for name, value in BAMBA.items() if not name.startswith("mamba")},
+    "hybrid_layer_pattern": "C-*C",
+    "linear_conv_kernel_dim": 3,
+    "rotary_percent": 1.0,
+    "qk_layernorm": True,
+}
+LFM2_MOE = LFM2 | {
+    **{name: value for name, value in SMALL.items() if "expert" in name or name == "moe_ffn_hidden_size"},
+    "hybrid_layer_pattern": "C-*E",
+    "moe_router_topk": 2,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_sum_epsilon": 0.1,
+    "moe_router_topk_scaling_factor": 1.5,
+}
 LATENT = {
     **{name: KIMI[name] for name in ("multi_latent_attention", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim")},
     **{"v_head_dim": 10, "position_embedding_type": "rope"},
@@ -191,6 +218,24 @@ RECURRENT_ROWS: dict[str, tuple[int, dict, dict]] = {
     "nemotron-h, tp2 sp ep2 etp1": (2, NEMOTRON_H, TP2 | SP | EP2 | ETP1),
     "nemotron-h, packed, cp2 dp2 ep2 zero1": (4, NEMOTRON_H | PACKED, CP2 | EP2 | {"zero_stage": 1}),
     "nemotron-h, pp2 zb_h1": (2, NEMOTRON_H, PP2 | ZB_H1),
+    "granite 4, tp2 sp ep2 etp1": (2, GRANITE_4, TP2 | SP | EP2 | ETP1),
+    "granite 4, packed, cp2 pp2": (4, GRANITE_4 | PACKED, CP2 | PP2),
+    "lfm2, tp2": (2, LFM2, TP2),
+    "lfm2, tp2 sp": (2, LFM2, TP2 | SP),
+    "lfm2, cp2": (2, LFM2, CP2),
+    "lfm2, cp4, parts of 2 tokens": (4, LFM2 | {"seq_length": 16}, {"context_parallel_size": 4}),
+    "lfm2, packed, cp2, micro-batches of 2": (2, LFM2 | PACKED, CP2 | {"micro_batch_size": 2}),
+    "lfm2, packed, tp2 sp": (2, LFM2 | PACKED, TP2 | SP),
+    "lfm2, dp2 zero3": (2, LFM2, ZERO3 | OVERLAP),
+    "lfm2, muon, dp2 tp2 zero1": (4, LFM2 | {"optimizer": "muon"}, TP2 | {"use_distributed_optimizer": True}),
+    "lfm2, recomputed core and MLP, cp2 tp2 sp": (
+        4,
+        LFM2,
+        CP2 | TP2 | SP | {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "mlp", "layernorm")},
+    ),
+    "lfm2, dropout, full recompute, pp2 zb_v": (2, LFM2 | {"hidden_dropout": 0.1}, PP2 | ZB_V | RECOMPUTE),
+    "lfm2 with experts, tp2 sp ep2 etp1": (2, LFM2_MOE, TP2 | SP | EP2 | ETP1),
+    "lfm2 with experts, packed, cp2 dp2 ep2 zero1": (4, LFM2_MOE | PACKED, CP2 | EP2 | {"zero_stage": 1}),
     "kimi linear, tp2": (2, KIMI, TP2),
     "kimi linear, tp2 sp ep2 etp1": (2, KIMI, TP2 | SP | EP2 | ETP1),
     "kimi linear, packed, cp2": (2, KIMI | PACKED, CP2),

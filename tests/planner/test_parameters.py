@@ -65,6 +65,13 @@ CASES: dict[str, dict[str, Any]] = {
     "pattern of layers, experts, pp2, lora": MAMBA | EXPERTS | PIPELINE | {"lora_rank": 4},
     "pattern of layers, sandwich, tp2": MAMBA
     | {"hybrid_layer_pattern": "M-", "norm_placement": "sandwich", "tensor_model_parallel_size": 2},
+    "short convolutions, muon, tp2": LLAMA
+    | {"hybrid_layer_pattern": "C-", "optimizer": "muon", "tensor_model_parallel_size": 2},
+    "short convolutions, pp2, lora": LLAMA | PIPELINE | {"hybrid_layer_pattern": "C-*C", "lora_rank": 4},
+    "norms without weights, of embeddings, untied, pp2": LLAMA
+    | PIPELINE
+    | {"disable_weight_layernorm": True, "embedding_layernorm": True, "qk_layernorm": True},
+    "norm of embeddings with biases, tp2": {"embedding_layernorm": True, "tensor_model_parallel_size": 2},
     "norms over heads": LLAMA | {"qk_layernorm": True, "qk_layernorm_over_heads": True},
     "experts, ep2": EXPERTS | LLAMA | {"expert_model_parallel_size": 2, "moe_layer_freq": (0, 1)},
     "experts, tp2 etp1": EXPERTS

@@ -112,6 +112,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "mamba_num_heads": 6,
         "mamba_output_norm": "none",
     },
+    "short convolution": {"hybrid_layer_pattern": "C-"},
     "a user's": GROUPS | {"attention_kind": "output_gate", "qk_layernorm": True},
 }
 
@@ -120,7 +121,7 @@ def test_every_kind_is_compared(output_gate: None) -> None:
     assert (
         ATTENTION_KINDS.keys() == ATTENTION_LAYERS.keys() == {"grouped_query", "latent", "sparse_latent", "output_gate"}
     )
-    names = {"gated_delta_net", "kimi_delta_attention", "mamba2"}
+    names = {"gated_delta_net", "kimi_delta_attention", "mamba2", "short_convolution"}
     assert RECURRENT_KINDS.keys() == RECURRENT_LAYERS.keys() == names
 
 

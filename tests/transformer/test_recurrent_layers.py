@@ -33,7 +33,8 @@ MAMBA = {
     "mamba_num_groups": 4,
     "mamba_dt_max": 0.8,
 }
-KINDS = {"gated delta net": SIZES, "kimi delta attention": SIZES | KIMI, "mamba": MAMBA}
+SHORT = {"hybrid_layer_pattern": "C*"}
+KINDS = {"gated delta net": SIZES, "kimi delta attention": SIZES | KIMI, "mamba": MAMBA, "short convolution": SHORT}
 
 
 def layer_of(dtype: torch.dtype, **settings: object) -> RecurrentLayer:
@@ -75,7 +76,7 @@ def test_activations_are_those_kept_for_backward(dtype: str, granularity: str | 
         kept[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
-    hidden = torch.randn(128, 2, 64, dtype=layer.A_log.dtype, requires_grad=True)
+    hidden = torch.randn(128, 2, 64, dtype=layer.out_proj.weight.dtype, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         layer(hidden, SequenceContext())
     found = sum(t.untyped_storage().nbytes() for pointer, t in kept.items() if pointer not in weights) - hidden.nbytes

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megatron_core.config import ModelConfig
 from megatron_core.config.attention import attention_of
+from megatron_core.models.gpt.embedding import LanguageModelEmbedding
 from megatron_core.ops.exact_sum import exact_loss_sum
 from megatron_core.ops.rows import wide
 from megatron_core.parallel.collectives import gather_channels
@@ -17,15 +18,13 @@ from megatron_core.parallel.current import current
 from megatron_core.parallel.groups import WHOLE_SEQUENCES, Group, ParallelGroups
 from megatron_core.parallel.initialization import initialise_by_name
 from megatron_core.parallel.micro_batch import LaterTokens
-from megatron_core.parallel.sharding import allocate, amend_spec, replicated, spec_of, split
+from megatron_core.parallel.sharding import amend_spec, spec_of, split
 from megatron_core.tensor_parallel import (
     ColumnParallelLinear,
     ModelParallelConfig,
-    VocabParallelEmbedding,
     linear_cross_entropy,
     vocab_parallel_cross_entropy,
 )
-from megatron_core.tensor_parallel.invariant_linear import invariant_lookup
 from megatron_core.tensor_parallel.log_z import cross_entropy_and_log_z
 from megatron_core.transformer import SequenceContext, TransformerBlock, layer_spec
 from megatron_core.transformer.auxiliary_loss import MicroBatchAuxiliaryLosses
@@ -38,67 +37,6 @@ from megatron_core.transformer.z_loss import with_z_loss
 
 EMBEDDING = "embedding.word_embeddings.weight"
 TIED_COPIES = ("output_layer.weight", "mtp.word_embeddings")
-
-
-class PositionEmbedding(nn.Module):
-    """Learned position embeddings ``[max_sequence_length, h]``, replicated on all ranks."""
-
-    def __init__(self, context: LayerContext, max_sequence_length: int) -> None:
-        super().__init__()
-        shape = (max_sequence_length, context.config.hidden_size)
-        # With sequence parallelism a rank looks up only the positions of its part of the sequence.
-        spec = replicated(shape, context.tp_group.rank(), partial_grad=context.sequence_parallel)
-        self.weight = allocate(spec, context.parallel.params_dtype, context.parallel.device)
-        self.weight.init_method = context.embedding_init_method
-        self.invariance = context.parallel.invariance
-
-    def forward(self, position_ids: Tensor, batch: int) -> Tensor:
-        """``[s, b]``, or ``[s, 1]`` for all ``batch`` sequences -> ``[s, b, h]`` or ``[s, 1, h]``."""
-        if self.invariance is not None:  # a row for each sequence, because the gradients of all rows are added exactly
-            return invariant_lookup(position_ids.expand(-1, batch), self.weight, 0, self.invariance)
-        return nn.functional.embedding(position_ids, self.weight)
-
-
-class LanguageModelEmbedding(nn.Module):
-    """Token ids ``[b, s]`` -> ``[s, b, h]`` (``[s/tp, b, h]`` with sequence parallelism), plus learned positions."""
-
-    def __init__(self, context: LayerContext, vocab_size: int, max_sequence_length: int) -> None:
-        super().__init__()
-        config, parallel, tp_group = context.config, context.parallel, context.tp_group
-        self.sequence_parallel = context.sequence_parallel
-        per_rank = context.vocabulary_per_rank(vocab_size)
-        self.word_embeddings = VocabParallelEmbedding(
-            vocab_size,
-            config.hidden_size,
-            init_method=context.embedding_init_method,
-            reduce_scatter_embeddings=parallel.sequence_parallel,
-            config=parallel,
-            tp_group=tp_group,
-            padded_size=per_rank * tp_group.size(),
-        )
-        self.position_embeddings = None
-        if config.position_embedding_type == "learned_absolute":
-            self.position_embeddings = PositionEmbedding(context, max_sequence_length)
-        # Rounded to the dtype of the weights, as in the published models.
-        root = torch.tensor(config.hidden_size**0.5, dtype=parallel.params_dtype)
-        self.scale = root.item() if config.scale_embeddings else None
-        self.factor = config.embedding_factor
-        self.dropout = context.dropout(config.hidden_dropout, "embedding")
-
-    def forward(self, input_ids: Tensor, position_ids: Tensor, context: SequenceContext) -> Tensor:
-        """``position_ids`` ``[b, s]`` or ``[1, s]`` belong to the output: ``s/tp`` with sequence parallelism."""
-        hidden = self.word_embeddings(input_ids)
-        if self.scale is not None:
-            hidden = hidden * self.scale
-        if not self.sequence_parallel:
-            hidden = hidden.transpose(0, 1)
-        if self.position_embeddings is not None:
-            hidden = hidden + self.position_embeddings(position_ids.transpose(0, 1), hidden.shape[1])
-        if self.factor != 1.0:
-            hidden = hidden * self.factor
-        if not self.dropout.active:
-            return hidden.contiguous()
-        return self.dropout(hidden, context.sample_index, position_ids=context.residual_positions)
 
 
 class GPTModel(nn.Module):

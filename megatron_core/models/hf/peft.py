@@ -36,6 +36,15 @@ KINDS = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight", "magnitude": "lor
 _OURS = re.compile(r"(decoder\.layers\.\d+\..+)\.adapter\.(lora_A|lora_B|magnitude)\.(\w+)")
 _THEIRS = re.compile(rf"{re.escape(PREFIX)}(.+)\.(lora_A\.weight|lora_B\.weight|lora_magnitude_vector)")
 
+OF_PATHS = {"self_attn.out_proj": "linear_proj"}
+"""Ends of paths in stored models whose last name is that of another layer here -> name in --lora-target-modules."""
+
+
+def target_of(module: str) -> str:
+    """The name in --lora-target-modules of a module of a stored model."""
+    end = ".".join(module.split(".")[-2:])
+    return OF_PATHS.get(end, end.rpartition(".")[2])
+
 
 def adapter_settings(folder: Path) -> dict[str, Any]:
     """The flat settings of a run that trains the adapters in ``folder``.
@@ -58,7 +67,7 @@ def adapter_settings(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{folder / CONFIG}: r and lora_alpha must be numbers ({error}); copy it again") from None
     files = TensorFiles(folder, WEIGHTS)
     try:
-        modules = {match[1].rpartition(".")[2] for match in map(_THEIRS.fullmatch, files.names) if match}
+        modules = {target_of(match[1]) for match in map(_THEIRS.fullmatch, files.names) if match}
     finally:
         files.close()
     unknown = sorted(modules - NAMES.keys())

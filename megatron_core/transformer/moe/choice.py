@@ -56,8 +56,8 @@ def probabilities(logits: Tensor, experts: Tensor, config: ModelConfig, *, drawn
     """Return the factors on the outputs of the chosen ``experts`` ``[..., k]``, from logits ``[..., E]``.
 
     For softmax, the softmax over the chosen experts, or over all experts with ``moe_router_pre_softmax``. For other
-    score functions, score / (sum of chosen scores), or the score itself if k = 1. For sparsemixer, see its function,
-    which also gets ``drawn``.
+    score functions, score / (sum of chosen scores + ``moe_router_sum_epsilon``), or the score itself if k = 1. For
+    sparsemixer, see its function, which also gets ``drawn``.
     """
     scores, k = log_scores(logits, config), config.moe_router_topk
     if config.moe_router_score_function == "sparsemixer":
@@ -68,6 +68,9 @@ def probabilities(logits: Tensor, experts: Tensor, config: ModelConfig, *, drawn
         chosen = scores.gather(-1, experts).exp()
     else:
         chosen = scores.gather(-1, experts).softmax(-1)
+        if epsilon := config.moe_router_sum_epsilon:
+            total = scores.gather(-1, experts).exp().sum(-1, keepdim=True)
+            chosen = chosen * (total / (total + epsilon))
     factor = config.moe_router_topk_scaling_factor
     return chosen if factor is None else chosen * factor
 

@@ -15,6 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
+from transformers import Lfm2MoeConfig
+from transformers.models.lfm2_moe.modeling_lfm2_moe import Lfm2MoeTopKRouter
 from transformers.models.phimoe.modeling_phimoe import sparsemixer as their_sparsemixer
 
 from megatron_core.config import ModelConfig
@@ -124,6 +126,19 @@ def check_groups_by_their_best() -> None:
     experts = choose(_logits(), None, limited)
     torch.testing.assert_close(experts, expected.indices)
     torch.testing.assert_close(probabilities(_logits(), experts, limited), expected.values)
+
+
+def check_sum_epsilon() -> None:
+    """LFM2-MoE: choices and probabilities are those of transformers, also of scores as small as the epsilon."""
+    theirs = Lfm2MoeTopKRouter(Lfm2MoeConfig(num_experts=E, num_experts_per_tok=K, hidden_size=E)).double()
+    theirs.weight.data = torch.eye(E, dtype=torch.float64)
+    config = replace(BASE, moe_router_score_function="sigmoid", moe_router_sum_epsilon=1e-6)
+    for shift in (0.0, -14.0):
+        logits, bias = _logits().flatten(0, 1) + shift, torch.linspace(0.2, -0.2, E, dtype=torch.float64)
+        _, expected, chosen = theirs(logits, bias)
+        experts = choose(logits, bias, config)
+        torch.testing.assert_close(experts, chosen)
+        torch.testing.assert_close(probabilities(logits, experts, config), expected, rtol=1e-12, atol=0)
 
 
 def check_sparsemixer() -> None:
@@ -444,6 +459,12 @@ DEFECTS: dict[str, tuple[Callable[[], None], str, str, str]] = {
         f"{CHOICE}:probabilities",
         "scores.gather(-1, experts).softmax(-1)",
         "scores.softmax(-1).gather(-1, experts)",
+    ),
+    "the epsilon of the sum of scores is forgotten": (
+        check_sum_epsilon,
+        f"{CHOICE}:probabilities",
+        "total / (total + epsilon)",
+        "total / total",
     ),
     "tiny scores drown in an epsilon": (
         check_sigmoid_and_bias,

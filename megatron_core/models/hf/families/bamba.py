@@ -12,6 +12,7 @@ from megatron_core.models.hf.rules import (
     COUNTS,
     NUMBER,
     PARTIAL_ROPE,
+    WIDTH,
     KeyType,
     Rule,
     Settings,
@@ -22,27 +23,51 @@ from megatron_core.models.hf.tensors import gate_and_up
 HEAD_SIZE = KeyType("an integer >= 1, or auto", lambda value: value == "auto" or COUNT.accepts(value))
 ROTATED = 0.5
 """Share of a head's channels with rotary positions, whatever config.json says."""
+MIXER_KEYS = {
+    "mamba_n_groups": "mamba_num_groups",
+    "mamba_d_state": "mamba_state_dim",
+    "mamba_d_conv": "linear_conv_kernel_dim",
+}
+"""Keys of Mamba-2 mixers -> settings with the same meaning."""
 
 
-def _layers(hf_config: Settings) -> Settings:
-    layers, heads = hf_config["num_hidden_layers"], hf_config["mamba_n_heads"]
-    attention = hf_config.get("attn_layer_indices") or []
-    inner = hf_config["mamba_expand"] * hf_config["hidden_size"]
+def mixer_sizes(hf_config: Settings) -> Settings:
+    """Number and channels of the heads of Mamba-2 mixers."""
+    heads, inner = hf_config["mamba_n_heads"], hf_config["mamba_expand"] * hf_config["hidden_size"]
     size = inner // heads if hf_config["mamba_d_head"] == "auto" else hf_config["mamba_d_head"]
     if size * heads != inner:
         refuse("mamba_d_head", size, f"mamba_n_heads={heads} x mamba_d_head must be mamba_expand x hidden_size={inner}")
-    pattern = "".join("*-" if n in attention else "M-" for n in range(layers))
-    return {"num_layers": len(pattern), "hybrid_layer_pattern": pattern, "mamba_head_dim": size}
+    return {"mamba_num_heads": heads, "mamba_head_dim": size}
 
 
-def _layers_json(config: ModelConfig) -> Settings:
-    pattern, sizes = config.hybrid_layer_pattern or "", Mamba2(config)
+def mixer_sizes_json(config: ModelConfig) -> Settings:
+    """The inverse of ``mixer_sizes``."""
+    sizes = Mamba2(config)
     return {
-        "num_hidden_layers": config.num_layers // 2,
-        "attn_layer_indices": [n // 2 for n, letter in enumerate(pattern) if letter == "*"],
         "mamba_expand": sizes.heads * sizes.value_head_size // config.hidden_size,
         "mamba_n_heads": sizes.heads,
         "mamba_d_head": config.mamba_head_dim,
+    }
+
+
+MIXER_TYPES = {
+    **dict.fromkeys(("num_hidden_layers", "mamba_n_heads", "mamba_n_groups", "mamba_d_conv", "mamba_expand"), COUNT),
+    **{"mamba_d_state": WIDTH, "mamba_d_head": HEAD_SIZE},
+}
+
+
+def _layers(hf_config: Settings) -> Settings:
+    layers, attention = hf_config["num_hidden_layers"], hf_config.get("attn_layer_indices") or []
+    pattern = "".join("*-" if n in attention else "M-" for n in range(layers))
+    return {"num_layers": len(pattern), "hybrid_layer_pattern": pattern, **mixer_sizes(hf_config)}
+
+
+def _layers_json(config: ModelConfig) -> Settings:
+    pattern = config.hybrid_layer_pattern or ""
+    return {
+        "num_hidden_layers": config.num_layers // 2,
+        "attn_layer_indices": [n // 2 for n, letter in enumerate(pattern) if letter == "*"],
+        **mixer_sizes_json(config),
     }
 
 
@@ -59,9 +84,7 @@ BAMBA = register(
     class_name="BambaForCausalLM",
     keys={
         **{key: name for key, name in LLAMA.keys.items() if key not in ("num_hidden_layers", "head_dim")},
-        "mamba_n_groups": "mamba_num_groups",
-        "mamba_d_state": "mamba_state_dim",
-        "mamba_d_conv": "linear_conv_kernel_dim",
+        **MIXER_KEYS,
     },
     fixed={**LLAMA.fixed, "hidden_dropout": 0.0},
     defaults={
@@ -89,15 +112,7 @@ BAMBA = register(
     rules=(
         Rule(_rope, PARTIAL_ROPE.write, PARTIAL_ROPE.types),
         LIMITS_OF_STEPS,
-        Rule(
-            _layers,
-            _layers_json,
-            {
-                **dict.fromkeys(("num_hidden_layers", "mamba_n_heads", "mamba_expand"), COUNT),
-                "mamba_d_head": HEAD_SIZE,
-                "attn_layer_indices": COUNTS,
-            },
-        ),
+        Rule(_layers, _layers_json, {**MIXER_TYPES, "attn_layer_indices": COUNTS}),
         Rule(
             lambda hf_config: {"output_z_loss_coeff": float(hf_config["z_loss_coefficient"])},
             lambda config: {"z_loss_coefficient": config.output_z_loss_coeff},

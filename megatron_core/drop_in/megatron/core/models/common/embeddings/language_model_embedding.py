@@ -9,14 +9,14 @@ from megatron.core.transformer.exported import ExportedModule, adopt, refuse
 from megatron.core.transformer.layer_context import layer_context, sequence_context
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_core.errors import ConfigError
-from megatron_core.models.gpt import model
+from megatron_core.models.gpt import embedding
 from megatron_core.transformer.context import SequenceContext
 
 
-class LanguageModelEmbedding(ExportedModule, model.LanguageModelEmbedding):
+class LanguageModelEmbedding(ExportedModule, embedding.LanguageModelEmbedding):
     """Token ids ``[b, s]`` -> ``[s, b, h]``, plus learned positions for position_embedding_type="learned_absolute"."""
 
-    stands_for = model.LanguageModelEmbedding
+    stands_for = embedding.LanguageModelEmbedding
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class LanguageModelEmbedding(ExportedModule, model.LanguageModelEmbedding):
             raise ConfigError("num_tokentypes and scatter_to_sequence_parallel=False are not supported; leave them out")
         own = config.model_config(position_embedding_type=position_embedding_type, make_vocab_size_divisible_by=1)
         context = layer_context(config, own, pg_collection, tp_group)
-        model.LanguageModelEmbedding.__init__(self, context, vocab_size, max_sequence_length)
+        embedding.LanguageModelEmbedding.__init__(self, context, vocab_size, max_sequence_length)
         self.vocab_size, self.max_sequence_length = vocab_size, max_sequence_length
         adopt(self, (), config, context, "embedding.")
 

@@ -1,0 +1,41 @@
+"""Gated short convolutions: layers whose tokens see the few tokens before them."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from megatron_core.config import mixers as kinds
+from megatron_core.transformer.context import LayerContext
+from megatron_core.transformer.recurrent_layer import RecurrentLayer, fused_linear
+
+
+class ShortConvolution(RecurrentLayer):
+    """x -> W_o (c * convolution(b * u)) with b, c, u = W x, where the convolution has neither bias nor activation.
+
+    Its channels are split over the tensor-parallel ranks. The states of this layer have no elements: in generation, the
+    cache stores the last inputs of the convolution, b * u.
+    Source: Liquid AI 2025, LFM2 (arXiv 2511.23404), section 2; b, c and u in the order of the published weights.
+    """
+
+    kind: ClassVar[type[kinds.ShortConvolution]] = kinds.ShortConvolution
+
+    def __init__(self, context: LayerContext, layer_number: int, **_: Any) -> None:
+        super().__init__(context, layer_number)
+        self.in_proj = fused_linear(context, self.kind(context.config).pieces)
+
+    def _projected(self, hidden: Tensor) -> Tensor:
+        mixed, _ = self.in_proj(hidden)
+        return mixed
+
+    def _divided(self, mixed: Tensor) -> tuple[Tensor, Tensor]:
+        before, after, inputs = mixed.split(self.pieces, dim=-1)
+        return before * inputs, after
+
+    def _recur(self, convolved: Tensor, rest: Tensor, *, by_steps: bool = False, **given: Any) -> tuple[Tensor, Tensor]:
+        outputs = convolved.unsqueeze(-1)
+        return outputs, given.get("state", outputs[:, :0])
+
+    def _gated(self, outputs: Tensor, rest: Tensor) -> Tensor:
+        return outputs.flatten(-2) * rest
