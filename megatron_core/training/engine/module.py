@@ -203,8 +203,8 @@ def find_units(module: nn.Module, classes: UnitClasses | None = None) -> list[li
 
     ``classes``: names or types; the outermost modules of these classes are units. By default the classes that a
     transformers model names as indivisible (``_no_split_modules``), else the entries of the outermost
-    ``nn.ModuleList`` and ``nn.Sequential`` with several entries, else the children. Parameters outside of all units
-    stay in memory during a forward and a backward (Zhao et al. 2023, section 4.2).
+    ``nn.ModuleList`` and ``nn.Sequential`` with several entries, else the children without lists of parameters.
+    Parameters outside of all units stay in memory during a forward and a backward (Zhao et al. 2023, section 4.2).
     """
     if classes is not None:
         found = outermost(module, lambda each: _is_of(each, classes))
@@ -220,7 +220,9 @@ def find_units(module: nn.Module, classes: UnitClasses | None = None) -> list[li
     if not found:
         lists = outermost(module, lambda each: isinstance(each, nn.ModuleList | nn.Sequential) and len(each) > 1)
         found = [child for each in lists for child in each.children()]
-    found = [each for each in found or list(module.children()) if next(each.parameters(), None) is not None]
+    # No hook sees the use of a list of parameters, which has no forward.
+    found = found or [c for c in module.children() if not isinstance(c, nn.ParameterList | nn.ParameterDict)]
+    found = [each for each in found if next(each.parameters(), None) is not None]
     unique = list(dict.fromkeys(found))
     return [[each] for each in unique]
 
