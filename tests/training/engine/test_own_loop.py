@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -106,3 +107,47 @@ def test_compiled_model_at_stage_3() -> None:
     model = torch.compile(_mlp(), backend="eager")
     with pytest.raises(ConfigError, match=r"result of torch\.compile"):
         megatron_core.initialize(model, {**PLAIN, "zero_stage": 3})
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_batch_norm_in_bfloat16(stage: int) -> None:
+    engine, losses = _train_images({"bf16": True, "zero_stage": stage})
+    _, expected = _train_images({})
+    norm = engine.module[0][1]
+    assert norm.running_mean.dtype == torch.float32
+    assert int(norm.num_batches_tracked) == 4
+    np.testing.assert_allclose(losses, expected, rtol=0.02)
+    engine.eval()
+    image = torch.randn(4, 2, 5, 5, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(copy.deepcopy(engine.module)(image.bfloat16()), engine(image), rtol=0, atol=0)
+
+
+def _train_images(settings: dict[str, Any]) -> tuple[Any, list[float]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU()),
+        nn.Sequential(nn.Flatten(), nn.Linear(36, 1)),
+    )
+    config = {"micro_batch_size": 4, "global_batch_size": 4, "lr": 1e-3, **settings}
+    engine, losses = megatron_core.initialize(model, config).engine, []
+    for step in range(4):
+        image = torch.randn(4, 2, 5, 5, generator=torch.Generator().manual_seed(step))
+        engine.backward(engine(image).float().square().mean())
+        losses.append(engine.step().loss)
+    return engine, losses
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"recompute_granularity": "full"}, {"cpu_offloading": True, "cpu_offloading_num_layers": 2}],
+    ids=["recomputed", "offloaded"],
+)
+def test_copies_of_the_model_have_weights_of_their_own(settings: dict[str, Any]) -> None:
+    engine = megatron_core.initialize(_mlp(), {**PLAIN, **settings}).engine
+    average = torch.optim.swa_utils.AveragedModel(engine.module)
+    batches = [point[None] for point in _points(BATCH)]
+    before = engine.module(batches[0]).item()
+    _run(engine, batches, 1)
+    assert engine.module(batches[0]).item() != before
+    assert average(batches[0]).item() == before
