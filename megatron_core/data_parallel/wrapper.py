@@ -364,7 +364,12 @@ class DataParallel:
             self.on_final(bucket)
 
     def _wait_before_forward(self, stage: int, root: nn.Module) -> None:
-        """Wait for a unit's weights when any of its modules is called first: the other modules may never be called."""
+        """Wait for a unit's weights when any of its modules is called first: the other modules may never be called.
+
+        ``state_dict()`` waits for all.
+        """
+        for module in root.modules():
+            self._hooks.append(module.register_state_dict_pre_hook(lambda *_: self.finish_param_sync()))
         if self._has_rest:
             own = [bucket for bucket in self.all_buckets if (bucket.stage, bucket.unit) == (stage, 0)]
             self._hooks.append(root.register_forward_pre_hook(_waiter(own)))

@@ -16,6 +16,7 @@ from torch.nn.functional import normalize
 
 from megatron_core.config import OptimizerConfig
 from megatron_core.config.optimizers import OptimizerKind, add_optimizer
+from megatron_core.errors import ConfigError
 from megatron_core.ops import Backend, adamw_
 from megatron_core.optimizer.fused import joined, separated
 from megatron_core.optimizer.lamb import LAMB
@@ -69,10 +70,16 @@ class SGD(Algorithm):
 
     def update(self, parts: Sequence[ShardSlice], rates: Rates) -> None:
         """Update each part."""
+        momentum = self.config.sgd_momentum if rates.momentum is None else rates.momentum
+        if momentum and not self.config.sgd_momentum:
+            raise ConfigError(
+                f"momentum={momentum} in a parameter group of SGD without momentum, which has no state for it; "
+                "construct the optimizer with a momentum above 0"
+            )
         for part in parts:
             if self.config.sgd_momentum:
                 step = part.state["momentum_buffer"]
-                step.mul_(self.config.sgd_momentum).add_(part.grad, alpha=rates.factor)
+                step.mul_(momentum).add_(part.grad, alpha=rates.factor)
             else:
                 step = part.grad.to(part.main.dtype) * rates.factor
             if rates.weight_decay:

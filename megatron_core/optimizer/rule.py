@@ -41,6 +41,8 @@ class Rates:
     """``adam_eps``, with the factor of ``--use-mup``."""
     betas: tuple[float, float] | None = None
     """Instead of ``adam_beta1`` and ``adam_beta2``."""
+    momentum: float | None = None
+    """Instead of ``sgd_momentum``, if that is not 0."""
 
 
 class Algorithm:

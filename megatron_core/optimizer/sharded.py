@@ -60,7 +60,8 @@ class Optimizer:
         """``seed``: seed of stochastic rounding. ``width``: model width / base width (``--use-mup``).
 
         ``param_groups``: if not empty, the groups together have all parameters as ``params``. Each step then uses
-        ``lr``, ``weight_decay``, ``eps`` and ``betas`` of the groups instead of its arguments and the configuration.
+        ``lr``, ``weight_decay``, ``eps``, ``betas`` and ``momentum`` (SGD) of the groups instead of its arguments and
+        the configuration.
         """
         self.seed, self.width, self.param_groups = seed, width, param_groups
         self.config, self.loss_scale, self.backend = config, loss_scale, backend
@@ -164,8 +165,8 @@ class Optimizer:
         for (group, _, _), runs in self._runs.items():
             if isinstance(group, int):
                 own = self.param_groups[group]
-                settings = float(own["lr"]), float(own["weight_decay"]), factor, own["eps"], own.get("betas")
-                rates = Rates(self.steps_taken, *settings)
+                settings = float(own["lr"]), float(own["weight_decay"]), factor, own["eps"]
+                rates = Rates(self.steps_taken, *settings, own.get("betas"), own.get("momentum"))
             else:
                 own_lr = lr if decoupled_lr is None or not group.embedding else decoupled_lr
                 decay = (self.config.weight_decay if weight_decay is None else weight_decay) * group.decay

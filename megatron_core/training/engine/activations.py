@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial, wraps
+from functools import partial, update_wrapper
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_core.config import ModelConfig
 from megatron_core.errors import ConfigError
+from megatron_core.parallel.compiled import DerivedForward
 from megatron_core.transformer.offload import ActivationOffload
 
 
@@ -55,22 +56,27 @@ def _away(config: ModelConfig) -> int:
 
 
 def recomputed(unit: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``forward``, run again in backward; the buffers of ``unit`` change only once."""
+    """Return ``forward``, run again in backward; the buffers of ``unit`` change only once.
 
+    It is a ``partial``, so that a deep copy of the unit runs its own forward.
+    """
+    return update_wrapper(partial(_recompute, unit, forward), forward)
+
+
+def _recompute(unit: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         return nullcontext(), _RestoredBuffers(unit)
 
-    @wraps(forward)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(partial(forward, **kwargs), *args, use_reentrant=False, context_fn=contexts)
-
-    return run
+    return checkpoint(partial(forward, **kwargs), *args, use_reentrant=False, context_fn=contexts)
 
 
 def _offloaded(
     offload: ActivationOffload, number: int, unit: nn.Module, forward: Callable[..., Any]
 ) -> Callable[..., Any]:
-    return lambda *args, **kwargs: offload.run(number, partial(forward, *args, **kwargs), [unit])
+    def make(own: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: offload.run(number, partial(own, *args, **kwargs), [unit])
+
+    return DerivedForward(forward, make)
 
 
 class _RestoredBuffers:

@@ -10,14 +10,19 @@ from torch import nn
 from megatron_core.checkpoint import Box, CheckpointReader, TensorBox, find_checkpoint
 from megatron_core.config import RunConfig
 from megatron_core.data_parallel import DataParallel
+from megatron_core.errors import CheckpointError
 from megatron_core.models.deepspeed import is_deepspeed_folder
 from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.optimizer.torch_optimizer import TorchOptimizer
 from megatron_core.tensor_parallel.amax_history import AmaxHistories
 from megatron_core.training.engine.deepspeed import load_deepspeed, open_deepspeed
+from megatron_core.training.engine.scheduler import is_json
 from megatron_core.training.loading import load_state
 from megatron_core.training.saving import CheckpointSaver
 from megatron_core.training.state import TrainState, open_checkpoint
+
+CHANGED_BY_SCHEDULERS = ("lr", "betas", "momentum")
+"""Settings of parameter groups that schedulers of torch change."""
 
 
 @dataclass
@@ -29,7 +34,9 @@ class EngineState(TrainState):
     scheduler: dict[str, Any] = field(default_factory=dict)
     """State of the caller's learning-rate scheduler."""
     param_groups: list[dict[str, Any]] = field(default_factory=list)
-    """Learning rates of the groups, and all settings of those of the caller's own optimizer."""
+    """Settings of the groups that schedulers change, and all settings of those of the caller's own optimizer."""
+    rates_are_the_programs: bool = False
+    """Whether the program has changed a learning rate without a scheduler of the engine."""
     shared: dict[str, str] = field(default_factory=dict)
     """Further names of tied parameters, with the names under which they are stored."""
 
@@ -65,7 +72,10 @@ class EngineCheckpoints:
                 further=self._further,
                 fp8=self._fp8,
             )
-        state.param_groups = [{"lr": group["lr"]} for group in self._optimizer.param_groups]
+        state.param_groups = [
+            {name: _numbers(group[name]) for name in CHANGED_BY_SCHEDULERS if name in group}
+            for group in self._optimizer.param_groups
+        ]
         if isinstance(self._optimizer, TorchOptimizer):
             state.param_groups = self._optimizer.group_settings()
         first = {parameter: name for name, parameter in self._module.named_parameters()}
@@ -104,9 +114,10 @@ class EngineCheckpoints:
             if load_optimizer and isinstance(self._optimizer, TorchOptimizer) and stored["optimizer_steps"]:
                 self._optimizer.load(reader, stored.get("param_groups", []))
             loaded = load_state(config, reader, self._data, self._optimizer, self._fp8)
-        if load_optimizer and stored.get("scheduler"):
+        if load_optimizer and (stored.get("scheduler") or stored.get("rates_are_the_programs")):
             self._set_rates(stored.get("param_groups", []))
         known = {name: stored[name] for name in ("client_state", "scheduler") if isinstance(stored.get(name), dict)}
+        known["rates_are_the_programs"] = bool(load_optimizer and stored.get("rates_are_the_programs"))
         return EngineState(**{**asdict(loaded), **known})
 
     def load_deepspeed(
@@ -127,10 +138,13 @@ class EngineCheckpoints:
         return EngineState(**values)
 
     def _set_rates(self, stored: list[dict[str, Any]]) -> None:
-        """Restore the learning rates of the next step, which a caller's scheduler set after the last one."""
+        """Restore the settings of the next step, which the caller or its scheduler set after the last one."""
         if len(stored) == len(self._optimizer.param_groups):
             for group, settings in zip(self._optimizer.param_groups, stored, strict=True):
-                group["lr"] = settings.get("lr", group["lr"])
+                for name in CHANGED_BY_SCHEDULERS:
+                    if name in group and name in settings:
+                        value = settings[name]
+                        group[name] = tuple(value) if isinstance(value, list) else value
 
     def _further(self) -> Iterator[TensorBox]:
         yield from self._buffers()
@@ -147,24 +161,18 @@ class EngineCheckpoints:
                 yield TensorBox(f"buffers.{name}", shape, box, buffer, owned=self._owns_buffer(name))
 
 
-def plain_state(scheduler: Any) -> dict[str, Any]:
-    """Return the state of a learning-rate scheduler as JSON values; entries that are not data are left out."""
-    state_dict = getattr(scheduler, "state_dict", None)
-    return _plain(state_dict()) if callable(state_dict) else {}
+def check_client_state(values: Mapping[str, Any]) -> None:
+    """Raise ``CheckpointError`` for the first entry that is not JSON."""
+    for name, value in values.items():
+        if not is_json({name: value}):
+            raise CheckpointError(
+                f"client_state[{name!r}]={value!r} is not JSON; give numbers, texts, lists, and dicts with texts as "
+                "keys (of a tensor or an array: .tolist())"
+            )
 
 
-def _plain(value: Any) -> Any:
-    """Convert the state of a scheduler to JSON values; entries that are not data are left out."""
-    if isinstance(value, Mapping):
-        return {str(name): _plain(each) for name, each in value.items() if _is_data(each)}
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    return value
-
-
-def _is_data(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return all(_is_data(each) for each in value.values())
-    if isinstance(value, list | tuple):
-        return all(map(_is_data, value))
-    return value is None or isinstance(value, bool | int | float | str)
+def _numbers(value: Any) -> Any:
+    """Return a setting of a parameter group as JSON; schedulers may set NumPy's numbers and tensors."""
+    if isinstance(value, tuple | list):
+        return [float(each) for each in value]
+    return None if value is None else float(value)

@@ -1,6 +1,7 @@
 """Micro-batches of a map-style data set for any model: a function of seed, epoch and position only."""
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -94,6 +95,18 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     if type(value) is dict:
         return {name: cast_floating(each, dtype) for name, each in value.items()}
     return value
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Return a context with ``module`` in evaluation mode; afterwards each submodule has its own mode again."""
+    modes = {each: each.training for each in module.modules()}
+    module.eval()
+    try:
+        yield
+    finally:
+        for each, mode in modes.items():
+            each.training = mode
 
 
 def call_with(model: Callable[..., Any], batch: Any) -> Any:

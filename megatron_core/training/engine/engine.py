@@ -29,13 +29,20 @@ from megatron_core.parallel.meter import METER
 from megatron_core.schedules.actions import Action
 from megatron_core.training.driver import finish_gradients, read_norm_and, update_weights
 from megatron_core.training.engine.backward import EngineBackward
-from megatron_core.training.engine.checkpoints import EngineCheckpoints, EngineState, plain_state
-from megatron_core.training.engine.data import EngineLoader, call_with, cast_floating, loss_of
+from megatron_core.training.engine.checkpoints import EngineCheckpoints, EngineState, check_client_state
+from megatron_core.training.engine.data import EngineLoader, call_with, cast_floating, evaluating, loss_of
 from megatron_core.training.engine.direct import DirectBackward
 from megatron_core.training.engine.module import Initialise, UnitClasses
 from megatron_core.training.engine.monitoring import StepMonitor, StepReport
-from megatron_core.training.engine.optimizer import EngineOptimizer, needs_whole_parameters, optimizer_on
+from megatron_core.training.engine.optimizer import EngineOptimizer, check_trained, needs_whole_parameters, optimizer_on
 from megatron_core.training.engine.prepare import Choices, Prepared, prepare_model
+from megatron_core.training.engine.scheduler import (
+    make_scheduler,
+    plain_state,
+    replace_step,
+    restore_state,
+    share_groups,
+)
 from megatron_core.training.engine.tensor import whole_tensor
 from megatron_core.training.engine.whole import WholeTensors
 from megatron_core.training.setup import data_parallel_of
@@ -96,10 +103,10 @@ class Engine(EngineBackward, nn.Module):
         self.lr_scheduler: Any = None
         total = config.training.train_iters or config.training.train_samples or 1
         self._schedule = LearningRateSchedule(config.optimizer, total, by_samples=config.schedules_by_samples)
-        self._base_rates = [group.get("lr") for group in self.optimizer.param_groups]
+        self._base_rates = self._rates = self._read_rates()
         self._losses = torch.zeros(2, dtype=torch.float64, device=world.device)
-        trained = (parameter for parameter in module.parameters() if parameter.requires_grad)
-        self._direct = DirectBackward(trained, self._begin_direct, self._end_direct)
+        self._trained = dict.fromkeys(parameter for parameter in module.parameters() if parameter.requires_grad)
+        self._direct = DirectBackward(self._trained, self._begin_direct, self._end_direct)
         self.before_update: Callable[[], None] = lambda: None
         """Called after gradients are summed over all ranks and before they are clipped."""
         self._checkpoints = EngineCheckpoints(
@@ -179,16 +186,13 @@ class Engine(EngineBackward, nn.Module):
     def set_scheduler(self, scheduler: Any, replaced: torch.optim.Optimizer | None = None) -> None:
         """Use the caller's learning-rate scheduler instead of the configured schedule.
 
-        A scheduler of the optimizer ``replaced`` continues with the engine's optimizer.
+        Schedulers of the optimizer ``replaced`` change the settings of the engine's groups, and its ``step()`` is that
+        of the engine.
         """
-        if scheduler is not None and not hasattr(scheduler, "step"):
-            scheduler = scheduler(self.optimizer)
-        was_attached = scheduler is not None and getattr(scheduler, "optimizer", None) is replaced
-        if was_attached and replaced is not None:
-            scheduler.optimizer = self.optimizer
-            for own, theirs in zip(self.optimizer.param_groups, replaced.param_groups, strict=True):
-                own["lr"] = theirs["lr"]
-        self.lr_scheduler = scheduler
+        if replaced is not None:
+            share_groups(replaced, self.optimizer)
+            replace_step(replaced, self.optimizer.step)
+        self.lr_scheduler = make_scheduler(scheduler, self.optimizer)
 
     # A micro-batch.
 
@@ -232,6 +236,7 @@ class Engine(EngineBackward, nn.Module):
     @torch.no_grad()
     def _update(self) -> StepReport:
         """Sum the gradients over all ranks, clip, and update the weights."""
+        check_trained(self.module, self._trained)
         data, sharded = self.data_parallel, self._sharded
         METER.switch("gradients")
         finish_gradients(data, self.fp8)
@@ -240,10 +245,11 @@ class Engine(EngineBackward, nn.Module):
         totals = self._losses
         all_reduce_(totals, self.groups.group("dp"))
         if self._weighted:
+            divisor = torch.where(totals[1] > 0, totals[1], 1.0)
             for bucket in data.buckets:
-                bucket.grad_shard.div_(totals[1].clamp_min(1.0).to(bucket.grad_shard.dtype))
+                bucket.grad_shard.div_(divisor.to(bucket.grad_shard.dtype))
         norm, total, terms = read_norm_and(totals, sharded)
-        loss = total / max(terms, 1.0)
+        loss = total / (terms or 1.0)
         self._refuse_bad(loss, norm)
         # Update with the learning rates of this step.
         rate = self._set_rates()
@@ -270,21 +276,32 @@ class Engine(EngineBackward, nn.Module):
     def _refuse_bad(self, loss: float, norm: float) -> None:
         training, known = self.config.training, norm + loss if self._knows_loss else norm
         if training.check_for_nan_in_loss_and_grad and not training.fp16 and not math.isfinite(known):
+            self.discard_gradients()  # the program may continue with other data
             raise MegatronError(
                 f"iteration {self.state.iteration + 1}: loss={loss} and gradient norm={norm} must be finite; lower the "
                 "learning rate, inspect the data, or set check_for_nan_in_loss_and_grad=False to continue"
             )
 
     def _set_rates(self) -> float:
-        """Set the learning rate of each group according to the configured schedule; return that of the first group."""
+        """Set the learning rate of each group according to the configured schedule; return that of the first group.
+
+        Rates stay as they are with a scheduler, and once the program has changed one.
+        """
         groups = self.optimizer.param_groups
-        if self.lr_scheduler is None:
+        if self.lr_scheduler is None and self._read_rates() != self._rates:
+            self.state.rates_are_the_programs = True
+        if self.lr_scheduler is None and not self.state.rates_are_the_programs:
             after = self.state.consumed_samples + self.global_batch_size
             position = after if self._schedule.by_samples else self.state.iteration + 1
             share = self._schedule.lr(position) / self.config.optimizer.lr
             for group, base in zip(groups, self._base_rates, strict=True):
                 group["lr"] = None if base is None else base * share
+            self._rates = self._read_rates()
         return float(groups[0]["lr"] or 0.0)
+
+    def _read_rates(self) -> list[float | None]:
+        rates = [group.get("lr") for group in self.optimizer.param_groups]
+        return [None if rate is None else float(rate) for rate in rates]
 
     # Whole steps.
 
@@ -304,12 +321,10 @@ class Engine(EngineBackward, nn.Module):
     @torch.no_grad()
     def eval_batch(self, batches: Iterator[Any], loss_function: LossFunction | None = None) -> float:
         """Return the mean loss of the next ``gradient_accumulation_steps`` micro-batches of all ranks."""
-        was_training = self.module.training
-        self.module.eval()
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        for _ in range(self.gradient_accumulation_steps):
-            total += self._loss(next(batches), loss_function).double()
-        self.module.train(was_training)
+        with evaluating(self.module):
+            for _ in range(self.gradient_accumulation_steps):
+                total += self._loss(next(batches), loss_function).double()
         all_reduce_(total, self.groups.group("dp"))
         return float(total) / (self.gradient_accumulation_steps * self.groups.size("dp"))
 
@@ -346,6 +361,7 @@ class Engine(EngineBackward, nn.Module):
                 f"save_checkpoint after {self.micro_step or self._backwards} of {self.gradient_accumulation_steps} "
                 "micro-batches: gradients are not saved; call it after the step"
             )
+        check_client_state(client_state or {})
         self.state.client_state, self.state.scheduler = dict(client_state or {}), plain_state(self.lr_scheduler)
         self._checkpoints.save(folder, self.state)
 
@@ -360,9 +376,12 @@ class Engine(EngineBackward, nn.Module):
 
         The number of ranks and the ZeRO stage may differ from the run that saved it. All ranks call it together.
         ``folder`` may also be one of DeepSpeed, see ``models.deepspeed``; ``iteration`` is then its global step.
-        Errors: ``CheckpointError`` if there is none, it is damaged, or it belongs to another model.
+        Gradients of an incomplete step are discarded. Errors: ``CheckpointError`` if there is none, it is damaged, or
+        it belongs to another model.
         """
         self.state = self._checkpoints.load(folder, iteration, load_optimizer=load_optimizer)
+        self.discard_gradients()
+        self.micro_step = self._backwards = 0
         if self.lr_scheduler is not None and self.state.scheduler:
-            self.lr_scheduler.load_state_dict(self.state.scheduler)
+            restore_state(self.lr_scheduler, self.state.scheduler)
         return dict(self.state.client_state)

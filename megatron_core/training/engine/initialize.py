@@ -72,6 +72,11 @@ def initialize(
     Errors: ``ConfigError`` and ``LayoutError`` on all ranks before training begins.
     """
     settings = read_settings(config)
+    if settings.parallel.dp_zero_stage == 3 and hasattr(model, "_orig_mod"):
+        raise ConfigError(
+            "model is the result of torch.compile, whose graphs cannot gather weights at zero_stage=3; give the model "
+            "itself, and set compile=True, which compiles its units"
+        )
     own_optimizer: torch.optim.Optimizer | None = None
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         trained = [p for p in model.parameters() if p.requires_grad] if model_parameters is None else model_parameters

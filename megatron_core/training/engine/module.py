@@ -11,12 +11,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from megatron_core.config import OptimizerConfig, ParallelConfig, RunConfig, TrainingConfig
 from megatron_core.config.file import convert, field_types, read_config
 from megatron_core.config.fp8 import Recipe
 from megatron_core.config.validate import check, without_data
 from megatron_core.errors import ConfigError, LayoutError
+from megatron_core.parallel.compiled import DerivedForward
 from megatron_core.parallel.texts import listed, tell_all
 
 READ = frozenset(
@@ -147,7 +149,8 @@ def cast(module: nn.Module, config: RunConfig, device: torch.device) -> None:
     """Move ``module`` to ``device`` and its floating-point parameters to the compute dtype.
 
     Buffers keep their dtype with bf16 and fp16, because running statistics and tables lose accuracy; with fp64 they
-    become float64. Parameters and buffers on the meta device stay there.
+    become float64. Batch norm, whose parameters and running statistics must have one dtype, computes with float32
+    copies of its 16-bit parameters. Parameters and buffers on the meta device stay there.
     """
     dtype = getattr(torch, config.training.compute_dtype)
 
@@ -161,6 +164,19 @@ def cast(module: nn.Module, config: RunConfig, device: torch.device) -> None:
         for inner in module.modules():
             for name, buffer in inner.named_buffers(recurse=False):
                 inner._buffers[name] = moved(buffer, dtype if dtype == torch.float64 else None)
+            if isinstance(inner, _NormBase) and inner.running_mean is not None and dtype.itemsize == 2:
+                inner.forward = DerivedForward(inner.forward, _with_float32_parameters)
+
+
+def _with_float32_parameters(own: Any) -> Callable[..., Any]:
+    module: nn.Module = own.__self__
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        wide: Any = copy(module)  # with the same buffers, which change in place
+        wide._parameters = {name: None if p is None else p.float() for name, p in module._parameters.items()}
+        return own.__func__(wide, *args, **kwargs)
+
+    return forward
 
 
 def check_same_module(module: nn.Module, device: torch.device) -> None:
@@ -203,8 +219,8 @@ def find_units(module: nn.Module, classes: UnitClasses | None = None) -> list[li
 
     ``classes``: names or types; the outermost modules of these classes are units. By default the classes that a
     transformers model names as indivisible (``_no_split_modules``), else the entries of the outermost
-    ``nn.ModuleList`` and ``nn.Sequential`` with several entries, else the children. Parameters outside of all units
-    stay in memory during a forward and a backward (Zhao et al. 2023, section 4.2).
+    ``nn.ModuleList`` and ``nn.Sequential`` with several entries, else the children without lists of parameters.
+    Parameters outside of all units stay in memory during a forward and a backward (Zhao et al. 2023, section 4.2).
     """
     if classes is not None:
         found = outermost(module, lambda each: _is_of(each, classes))
@@ -220,7 +236,9 @@ def find_units(module: nn.Module, classes: UnitClasses | None = None) -> list[li
     if not found:
         lists = outermost(module, lambda each: isinstance(each, nn.ModuleList | nn.Sequential) and len(each) > 1)
         found = [child for each in lists for child in each.children()]
-    found = [each for each in found or list(module.children()) if next(each.parameters(), None) is not None]
+    # No hook sees the use of a list of parameters, which has no forward.
+    found = found or [c for c in module.children() if not isinstance(c, nn.ParameterList | nn.ParameterDict)]
+    found = [each for each in found if next(each.parameters(), None) is not None]
     unique = list(dict.fromkeys(found))
     return [[each] for each in unique]
 

@@ -1,9 +1,9 @@
 """The engine's optimizer as a ``torch.optim.Optimizer``, and its settings from one that the caller made."""
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -14,22 +14,28 @@ from megatron_core.errors import ConfigError
 from megatron_core.optimizer.sharded import Optimizer, make_loss_scale
 from megatron_core.optimizer.torch_optimizer import TorchOptimizer, coupling_of, needs_closure, register_class
 from megatron_core.parallel import ParallelGroups
+from megatron_core.training.engine.scheduler import refuse_state
 
 PER_GROUP = ("lr", "weight_decay", "eps")
-"""Settings that each parameter group may have."""
+"""Settings of parameter groups that are numbers."""
+OPTIONS = ("amsgrad", "maximize", "dampening", "nesterov")
+"""Options of torch's Adam and SGD that the fused kernels lack."""
 Groups = list[dict[str, Any]]
 
 
 class EngineOptimizer(torch.optim.Optimizer):
     """Parameter groups of an engine, for learning-rate schedulers and for reading.
 
-    Each step of the engine reads ``lr``, ``weight_decay``, ``eps`` and ``betas`` of each group. Weights and moments
-    belong to the engine's own optimizer, in shards.
+    Each step of the engine reads ``lr``, ``weight_decay``, ``eps``, and ``betas`` or ``momentum`` of each group.
+    Weights and moments belong to the engine's own optimizer, in shards.
     """
 
+    _opt_called = True
+    """Read by schedulers of torch, which warn if ``step`` below was not called: programs call the engine's."""
+
     def __init__(self, groups: Groups, take_step: Callable[[], object]) -> None:
-        betas = {"betas": groups[0]["betas"]} if "betas" in groups[0] else {}
-        super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0, "eps": 1e-8, **betas})
+        momenta: dict[str, Any] = {name: groups[0][name] for name in ("betas", "momentum") if name in groups[0]}
+        super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0, "eps": 1e-8, **momenta})
         self._take_step = take_step
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -41,19 +47,30 @@ class EngineOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Do nothing: the engine clears its gradients after each step."""
 
+    def state_dict(self) -> NoReturn:
+        """Refer to the checkpoint."""
+        refuse_state()
+
+    def load_state_dict(self, state_dict: Any) -> NoReturn:
+        """Refer to the checkpoint."""
+        refuse_state()
+
 
 def groups_of(
     module: nn.Module, config: OptimizerConfig, given: Iterable[Any] | None, *, keeps_all: bool = False
 ) -> Groups:
-    """Return parameter groups of all trained parameters, each with ``lr``, ``weight_decay``, ``eps`` (and ``betas``).
+    """Return parameter groups of all trained parameters, each with ``lr``, ``weight_decay``, ``eps`` (and ``betas`` of
+    Adam, ``momentum`` of SGD).
 
     ``given``: parameters, or dicts with ``params`` and settings, as for a torch optimizer; all of ``weight_decay``
-    then applies to each. By default matrices and tables have weight decay, and vectors have none. ``keeps_all``: keep
-    the settings of ``given``, and add none.
+    then applies to each, and further entries are kept. By default matrices and tables have weight decay, and vectors
+    have none. ``keeps_all``: add no settings to those of ``given``.
     """
     common: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay, "eps": config.adam_eps}
     if config.optimizer == "adam":
         common["betas"] = config.adam_beta1, config.adam_beta2
+    elif config.optimizer == "sgd":
+        common["momentum"] = config.sgd_momentum
     trained = {p: name for name, p in module.named_parameters() if p.requires_grad}
     if not trained:
         raise ConfigError(f"model={type(module).__name__} has no parameter with requires_grad=True; nothing to train")
@@ -64,16 +81,15 @@ def groups_of(
             for decays, params in by_decay.items()
             if params
         ]
-    listed: Groups = [dict(each) if isinstance(each, Mapping) else {"params": [each]} for each in given]
-    if not keeps_all and not any("lr" in each or "weight_decay" in each for each in listed):
-        listed = [{"params": [p for each in listed for p in _parameters(each["params"])]}]
+    items = list(given)
+    if not any(isinstance(each, Mapping) for each in items):
+        items = [{"params": items}]
     groups: Groups = []
+    listed: Groups = [dict(each) if isinstance(each, Mapping) else {"params": [each]} for each in items]
     for each in listed:
-        if keeps_all:
-            groups.append({**each, "params": [p for p in each["params"] if p.requires_grad]})
-            continue
-        settings = {name: float(each[name]) for name in PER_GROUP if name in each}
-        groups.append({**common, **settings, "params": [p for p in _parameters(each["params"]) if p.requires_grad]})
+        params = {"params": [p for p in _parameters(each["params"]) if p.requires_grad]}
+        settings = {} if keeps_all else {name: float(each[name]) for name in PER_GROUP if name in each}
+        groups.append({**({} if keeps_all else common), **each, **settings, **params})
     _check_members(groups, trained)
     return [group for group in groups if group["params"]]
 
@@ -102,19 +118,36 @@ def _check_members(groups: Groups, trained: Mapping[nn.Parameter, str]) -> None:
         )
 
 
+def check_trained(module: nn.Module, trained: Container[nn.Parameter]) -> None:
+    """Raise ``ConfigError`` if parameters were added, frozen or unfrozen since ``initialize`` found ``trained``."""
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and parameter not in trained:
+            raise ConfigError(
+                f"{name} has requires_grad=True, but was frozen or absent in megatron_core.initialize, so that it is "
+                "not trained; add and unfreeze parameters before initialize"
+            )
+        if not parameter.requires_grad and parameter in trained:
+            raise ConfigError(
+                f"{name} has requires_grad=False since megatron_core.initialize, but weight decay and momentum would "
+                "change it; freeze it before initialize, or set the learning rate of its parameter group to 0"
+            )
+
+
 def settings_from(optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> OptimizerConfig | None:
     """Translate a torch optimizer into settings; its parameter groups keep their own rates.
 
     Known: AdamW, Adam without weight decay, SGD without dampening and Nesterov momentum, each with equal betas or
-    momenta in all groups. Returns None for other options and classes, which keep their own ``step``.
+    momenta in all groups. Returns None for other options and classes, and after steps, whose state continues: these
+    optimizers keep their own ``step``.
     """
-    defaults, groups = optimizer.defaults, optimizer.param_groups
-    if any(defaults.get(name) for name in ("amsgrad", "maximize", "dampening", "nesterov")):
+    groups = optimizer.param_groups
+    if any(group.get(name) for group in groups for name in OPTIONS) or any(optimizer.state.values()):
         return None
     step = inspect.unwrap(type(optimizer).step)  # a subclass may have its own
     if isinstance(optimizer, torch.optim.Adam) and step is inspect.unwrap(torch.optim.Adam.step):
         # AdamW is a subclass since torch 2.8.
-        decoupled = isinstance(optimizer, torch.optim.AdamW) or defaults.get("decoupled_weight_decay", False)
+        is_adamw = isinstance(optimizer, torch.optim.AdamW)
+        decoupled = is_adamw or all(group.get("decoupled_weight_decay") for group in groups)
         betas = {tuple(map(float, group["betas"])) for group in groups}
         if len(betas) > 1 or (not decoupled and any(group["weight_decay"] for group in groups)):
             return None

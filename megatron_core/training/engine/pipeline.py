@@ -26,13 +26,13 @@ from megatron_core.schedules.actions import Action
 from megatron_core.training.driver import StepHooks, Trainable, run_plan, sum_of, take_step
 from megatron_core.training.engine.activations import save_memory
 from megatron_core.training.engine.cut import ModelCut
-from megatron_core.training.engine.data import loss_of
+from megatron_core.training.engine.data import evaluating, loss_of
 from megatron_core.training.engine.engine import Engine, LossFunction
 from megatron_core.training.engine.fp8 import histories_of, multiply_in_fp8
 from megatron_core.training.engine.layers import PipelineModule
 from megatron_core.training.engine.module import LocalInitialisation, cast, check_same_module, find_units
 from megatron_core.training.engine.monitoring import StepReport
-from megatron_core.training.engine.optimizer import Groups, groups_of
+from megatron_core.training.engine.optimizer import Groups, check_trained, groups_of
 from megatron_core.training.engine.prepare import Choices, Prepared, compile_units
 from megatron_core.training.engine.stages import Staged, equalize, mark_tied, tied_sets
 from megatron_core.training.engine.tensor import equalize_and_split, split_model
@@ -167,6 +167,7 @@ class PipelineEngine(Engine):
         index; with a ``PipelineModule`` only the first and the last stage read them, and other ranks may pass None. All
         ranks call it together. Errors: ``StopIteration`` if the data of all ranks end, ``DataError`` if those of some.
         """
+        check_trained(self.module, self._trained)
         self.monitor.begin(self.state.iteration)
         count = self.gradient_accumulation_steps
         micros, pipeline = self._load(batches, count)
@@ -189,15 +190,13 @@ class PipelineEngine(Engine):
     @torch.no_grad()
     def eval_batch(self, batches: Iterator[Any] | None, loss_function: LossFunction | None = None) -> float:
         """Return the mean loss of the next ``gradient_accumulation_steps`` micro-batches of all ranks."""
-        was_training = self.module.training
-        self.module.eval()
         count = self.gradient_accumulation_steps
-        micros, pipeline = self._load(batches, count)
-        forward = self._forward_step(micros, loss_function, pipeline.message)
-        with self._failing_together(None) if pipeline.message.posts_late else nullcontext():
-            losses = run_plan(pipeline, self.plans.evaluation(count), forward)
+        with evaluating(self.module):
+            micros, pipeline = self._load(batches, count)
+            forward = self._forward_step(micros, loss_function, pipeline.message)
+            with self._failing_together(None) if pipeline.message.posts_late else nullcontext():
+                losses = run_plan(pipeline, self.plans.evaluation(count), forward)
         total = sum_of(pipeline, losses)
-        self.module.train(was_training)
         all_reduce_(total, self.groups.group(WORLD))
         return float(total) / (count * self.groups.size("dp"))
 

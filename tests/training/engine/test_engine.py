@@ -345,6 +345,8 @@ def test_units() -> None:
     assert len(find_units(llama, [nn.Embedding, "LlamaAttention"])) == 4
     with pytest.raises(ConfigError, match=r"unit_classes=\['Nothing'\]: the model has no such modules; its classes"):
         find_units(llama, ["Nothing"])
+    listed = nn.ModuleDict({"head": nn.Linear(2, 2), "table": nn.ParameterList([torch.ones(2, 2)])})
+    assert find_units(listed) == [[listed["head"]]]  # the other is read without a call
 
 
 # Bad input.

@@ -12,6 +12,7 @@ from deepspeed.ops.settings import SettingsOptimizer
 from deepspeed.runtime import lr_schedules
 from deepspeed.translation import Translation
 from megatron_core.errors import ConfigError
+from megatron_core.training.engine.scheduler import share_groups
 
 LR = 1e-3
 """Setting of the engine where the JSON has no rate, or 0 before a schedule; the rates of the groups count."""
@@ -37,14 +38,7 @@ class ChosenOptimizer:
         """
         if self.client is None:
             return own
-        kept = [group for group in self.client.param_groups if any(p.requires_grad for p in group["params"])]
-        if self.client.param_groups is not own.param_groups:
-            for group, theirs in zip(own.param_groups, kept, strict=True):
-                for name, value in theirs.items():
-                    group.setdefault(name, value)
-            self.client.param_groups = own.param_groups
-        # Schedulers of torch warn if the optimizer's ``step`` was not called: the engine updates the weights itself.
-        vars(self.client)["_opt_called"] = True
+        share_groups(self.client, own)
         return self.client
 
 

@@ -24,6 +24,7 @@ from deepspeed.utils.logging import log_dist
 from deepspeed.utils.timer import ThroughputTimer
 from megatron_core.errors import ConfigError
 from megatron_core.training import engine as native
+from megatron_core.training.engine.scheduler import replace_step
 
 Route = Literal["train", "eval", "predict"]
 ROUTE_TRAIN: Route = "train"
@@ -79,6 +80,8 @@ class DeepSpeedEngine(EngineCheckpoint, EngineSettings, nn.Module):
         self.__dict__["core"] = core  # not a module of this one: its parameters are those of ``module``
         self.module = core.module
         self.basic_optimizer = self.client_optimizer = chosen.share_groups(core.optimizer)
+        if chosen.optimizer is not None:
+            replace_step(chosen.optimizer, self.step)
         self.client_lr_scheduler = lr_scheduler
         self.param_names = {parameter: name for name, parameter in model.named_parameters()}
         mark_parameters(core)

@@ -37,6 +37,7 @@ class EngineCheckpoint(EngineSettings):
     _rates: ProgramRates
     _config: DeepSpeedConfig
     global_steps: int
+    micro_steps: int
 
     def save_checkpoint(
         self,
@@ -101,6 +102,7 @@ class EngineCheckpoint(EngineSettings):
         self._rates.loads_groups = optimizer_too
         self._rates.loads_scheduler = load_lr_scheduler_states and not load_module_only
         found = self.core.load_checkpoint(folder, load_optimizer=optimizer_too)
+        self.micro_steps -= self.micro_steps % self.gradient_accumulation_steps()  # an incomplete step is discarded
         if load_module_only:
             self.core.state = before
         return str(folder), found if is_deepspeeds else decode(found.get("state", {}))

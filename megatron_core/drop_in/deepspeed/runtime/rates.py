@@ -1,8 +1,9 @@
 """Learning rates that the program and its scheduler set, instead of the engine's own schedule."""
 
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
+
+from megatron_core.training.engine.scheduler import needs_argument
 
 
 class ProgramRates:
@@ -24,7 +25,7 @@ class ProgramRates:
         """Called after each update of the weights."""
         if self.scheduler is None:
             return
-        if not self.arguments and _needs_argument(self.scheduler.step):
+        if not self.arguments and needs_argument(self.scheduler.step):
             self.scheduler.step(self.samples())
         else:
             self.scheduler.step(**self.arguments)
@@ -43,9 +44,3 @@ class ProgramRates:
                 group[name] = tuple(value) if isinstance(group.get(name), tuple) else value
         if self.loads_scheduler and self.scheduler is not None and state.get("scheduler"):
             self.scheduler.load_state_dict(state["scheduler"])
-
-
-def _needs_argument(function: Callable[..., Any]) -> bool:
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = inspect.signature(function).parameters.values()
-    return any(each.default is each.empty and each.kind in positional for each in parameters)

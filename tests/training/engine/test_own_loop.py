@@ -1,0 +1,153 @@
+"""Programs with a loop of their own: errors they recover from, evaluation, resuming, changes of the model."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import megatron_core
+from megatron_core.errors import CheckpointError, ConfigError, MegatronError
+from megatron_core.verify.ranks import run_ranks
+from tests.training.engine.test_engine import BATCH, PLAIN, _mlp, _points, _run
+
+
+def test_terms_may_be_weights_below_1() -> None:
+    engine, _, loader, _ = megatron_core.initialize(_mlp(), PLAIN, training_data=_points(), shuffle=False)
+    (expected,), norm = _run(engine, loader, 1), engine.last_report.grad_norm
+    engine, _, loader, _ = megatron_core.initialize(_mlp(), PLAIN, training_data=_points(), shuffle=False)
+    for batch in loader:
+        engine.backward(engine(batch).square().mean() * 0.01, num_terms=0.01)
+        if (report := engine.step()) is not None:
+            break
+    np.testing.assert_allclose([report.loss, report.grad_norm], [expected, norm], rtol=1e-9)
+
+
+def test_evaluation_restores_the_mode_of_each_module() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    engine = megatron_core.initialize(model, PLAIN).engine
+    model[1].eval()
+    engine.eval_batch(iter([torch.ones(2, 4, dtype=torch.float64)] * BATCH), lambda output, batch: output.mean())
+    assert [each.training for each in (model, *model)] == [True, True, False, True]
+
+
+def test_loading_discards_an_incomplete_step(tmp_path: Path) -> None:
+    engine, _, loader, _ = megatron_core.initialize(_mlp(), PLAIN, training_data=_points(), shuffle=False)
+    _run(engine, loader, 1)
+    engine.save_checkpoint(tmp_path)
+    expected = _run(engine, loader, 1), engine.last_report.grad_norm
+    engine.backward(engine(next(iter(loader))).sum())
+    engine.step()
+    engine.backward(engine(next(iter(loader))).sum())
+    engine.load_checkpoint(tmp_path)
+    assert (_run(engine, loader, 1), engine.last_report.grad_norm) == expected
+
+
+def test_training_continues_after_a_loss_that_is_not_finite() -> None:
+    batches = [point[None] for point in _points(BATCH)]
+    engine = megatron_core.initialize(_mlp(), PLAIN).engine
+    with pytest.raises(MegatronError, match="iteration 1: loss=nan"):
+        _run(engine, [batch * torch.nan for batch in batches], 1)
+    assert _run(engine, batches, 1) == _run(megatron_core.initialize(_mlp(), PLAIN).engine, batches, 1)
+
+
+@pytest.mark.parametrize("value", [torch.ones(1), np.float32(1), {1: 2.0}])
+def test_client_state_that_is_not_json(value: Any, tmp_path: Path) -> None:
+    engine = megatron_core.initialize(_mlp(), PLAIN).engine
+    with pytest.raises(CheckpointError, match=r"client_state\['best'\]=.* is not JSON; give numbers, texts"):
+        engine.save_checkpoint(tmp_path, {"best": value})
+
+
+def test_state_dict_waits_for_weights_of_other_ranks() -> None:
+    for found, expected in run_ranks(2, _state_after_a_step):
+        np.testing.assert_array_equal(found, expected)
+
+
+def _state_after_a_step() -> tuple[Any, Any]:
+    config = {
+        **PLAIN,
+        "zero_stage": 1,
+        "overlap_param_gather": True,
+        "overlap_grad_reduce": True,
+        "poison_buffers": True,
+    }
+    engine, _, loader, _ = megatron_core.initialize(_mlp(), config, training_data=_points())
+    _run(engine, loader, 1)
+    found = [tensor.numpy().copy() for tensor in engine.module.state_dict().values()]
+    return np.concatenate([each.ravel() for each in found]), np.concatenate(
+        [each.numpy().ravel() for each in engine.full_state_dict().values()]
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda model: model[0].requires_grad_(True), r"0\.weight has requires_grad=True, but was frozen"),
+        (lambda model: model[2].bias.requires_grad_(False), r"2\.bias has requires_grad=False since"),
+        (lambda model: model.append(nn.Linear(1, 1).double()), r"3\.weight has requires_grad=True, but was .* absent"),
+    ],
+    ids=["unfrozen", "frozen", "added"],
+)
+def test_parameters_that_change_during_a_run(change: Any, message: str) -> None:
+    model = _mlp()
+    model[0].requires_grad_(False)
+    engine, _, loader, _ = megatron_core.initialize(model, PLAIN, training_data=_points())
+    _run(engine, loader, 1)
+    change(model)
+    with pytest.raises(ConfigError, match=message):
+        _run(engine, loader, 1)
+
+
+def test_compiled_model_at_stage_3() -> None:
+    model = torch.compile(_mlp(), backend="eager")
+    with pytest.raises(ConfigError, match=r"result of torch\.compile"):
+        megatron_core.initialize(model, {**PLAIN, "zero_stage": 3})
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_batch_norm_in_bfloat16(stage: int) -> None:
+    engine, losses = _train_images({"bf16": True, "zero_stage": stage})
+    _, expected = _train_images({})
+    norm = engine.module[0][1]
+    assert norm.running_mean.dtype == torch.float32
+    assert int(norm.num_batches_tracked) == 4
+    np.testing.assert_allclose(losses, expected, rtol=0.02)
+    engine.eval()
+    image = torch.randn(4, 2, 5, 5, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(copy.deepcopy(engine.module)(image.bfloat16()), engine(image), rtol=0, atol=0)
+
+
+def _train_images(settings: dict[str, Any]) -> tuple[Any, list[float]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU()),
+        nn.Sequential(nn.Flatten(), nn.Linear(36, 1)),
+    )
+    config = {"micro_batch_size": 4, "global_batch_size": 4, "lr": 1e-3, **settings}
+    engine, losses = megatron_core.initialize(model, config).engine, []
+    for step in range(4):
+        image = torch.randn(4, 2, 5, 5, generator=torch.Generator().manual_seed(step))
+        engine.backward(engine(image).float().square().mean())
+        losses.append(engine.step().loss)
+    return engine, losses
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"recompute_granularity": "full"}, {"cpu_offloading": True, "cpu_offloading_num_layers": 2}],
+    ids=["recomputed", "offloaded"],
+)
+def test_copies_of_the_model_have_weights_of_their_own(settings: dict[str, Any]) -> None:
+    engine = megatron_core.initialize(_mlp(), {**PLAIN, **settings}).engine
+    average = torch.optim.swa_utils.AveragedModel(engine.module)
+    batches = [point[None] for point in _points(BATCH)]
+    before = engine.module(batches[0]).item()
+    _run(engine, batches, 1)
+    assert engine.module(batches[0]).item() != before
+    assert average(batches[0]).item() == before
