@@ -359,6 +359,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt2": ("GPT2", GPT2),
     "gpt2, exact GELU": ("GPT2", GPT2 | {"activation_function": "gelu"}),
+    "gpt_bigcode": ("GPTBigCode", GPT2),
+    "gpt_bigcode, a key for each query": ("GPTBigCode", GPT2 | {"multi_query": False, "n_inner": 48}),
     "gpt_neox": ("GPTNeoX", NEOX),
     "gpt_neox, 20B's GELU": ("GPTNeoX", NEOX | {"hidden_act": "gelu_fast"}),
     "gpt_neox, one after the other": ("GPTNeoX", NEOX | {"use_parallel_residual": False}),
