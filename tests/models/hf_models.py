@@ -361,6 +361,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2, exact GELU": ("GPT2", GPT2 | {"activation_function": "gelu"}),
     "gpt_bigcode": ("GPTBigCode", GPT2),
     "gpt_bigcode, a key for each query": ("GPTBigCode", GPT2 | {"multi_query": False, "n_inner": 48}),
+    "glm4_moe_lite": ("Glm4MoeLite", LLAMA | DEEPSEEK | {"q_lora_rank": 10, "rms_norm_eps": 1e-3}),
+    "glm4_moe_lite, kinds of layers, yarn": (
+        "Glm4MoeLite",
+        LLAMA
+        | DEEPSEEK
+        | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_parameters": DEEPSEEK_YARN}
+        | {"num_hidden_layers": 8, "mlp_layer_types": ["dense", "sparse"] * 4},
+    ),
     "gpt_neox": ("GPTNeoX", NEOX),
     "gpt_neox, 20B's GELU": ("GPTNeoX", NEOX | {"hidden_act": "gelu_fast"}),
     "gpt_neox, one after the other": ("GPTNeoX", NEOX | {"use_parallel_residual": False}),
