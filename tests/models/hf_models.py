@@ -369,6 +369,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_parameters": DEEPSEEK_YARN}
         | {"num_hidden_layers": 8, "mlp_layer_types": ["dense", "sparse"] * 4},
     ),
+    "solar_open": (
+        "SolarOpen",
+        {key: value for key, value in (LLAMA | GLM_MOE).items() if key != "first_k_dense_replace"}
+        | {"n_shared_experts": 2, "routed_scaling_factor": 1.7, "head_dim": 16},
+    ),
+    "solar_open, groups, biases": (
+        "SolarOpen",
+        {key: value for key, value in (LLAMA | GLM_MOE).items() if key != "first_k_dense_replace"}
+        | {"n_group": 4, "topk_group": 2, "attention_bias": True, "head_dim": 8},
+    ),
     "gpt_neox": ("GPTNeoX", NEOX),
     "gpt_neox, 20B's GELU": ("GPTNeoX", NEOX | {"hidden_act": "gelu_fast"}),
     "gpt_neox, one after the other": ("GPTNeoX", NEOX | {"use_parallel_residual": False}),
