@@ -379,6 +379,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {key: value for key, value in (LLAMA | GLM_MOE).items() if key != "first_k_dense_replace"}
         | {"n_group": 4, "topk_group": 2, "attention_bias": True, "head_dim": 8},
     ),
+    "ministral": (
+        "Ministral",
+        LLAMA
+        | {"sliding_window": 5, "head_dim": 16}
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]},
+    ),
     "gpt_neox": ("GPTNeoX", NEOX),
     "gpt_neox, 20B's GELU": ("GPTNeoX", NEOX | {"hidden_act": "gelu_fast"}),
     "gpt_neox, one after the other": ("GPTNeoX", NEOX | {"use_parallel_residual": False}),
