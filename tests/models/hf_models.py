@@ -385,6 +385,19 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"sliding_window": 5, "head_dim": 16}
         | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]},
     ),
+    "exaone_moe": (
+        "ExaoneMoe",
+        LLAMA
+        | {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "num_shared_experts": 2}
+        | {"sliding_window": 5, "sliding_window_pattern": 2, "head_dim": 16},
+    ),
+    "exaone_moe, groups, kinds of layers": (
+        "ExaoneMoe",
+        LLAMA
+        | {"num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 24, "n_group": 4, "topk_group": 2}
+        | {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"] * 4}
+        | {"num_hidden_layers": 8, "mlp_layer_types": ["dense", "sparse"] * 4},
+    ),
     "gpt_neox": ("GPTNeoX", NEOX),
     "gpt_neox, 20B's GELU": ("GPTNeoX", NEOX | {"hidden_act": "gelu_fast"}),
     "gpt_neox, one after the other": ("GPTNeoX", NEOX | {"use_parallel_residual": False}),
