@@ -398,6 +398,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"] * 4}
         | {"num_hidden_layers": 8, "mlp_layer_types": ["dense", "sparse"] * 4},
     ),
+    "jais2": ("Jais2", LLAMA | {"layer_norm_eps": 1e-3}),
+    "jais2, a key for each query, tied": (
+        "Jais2",
+        LLAMA | {"num_key_value_heads": None, "head_dim": 16, "tie_word_embeddings": True},
+    ),
     "gpt_neox": ("GPTNeoX", NEOX),
     "gpt_neox, 20B's GELU": ("GPTNeoX", NEOX | {"hidden_act": "gelu_fast"}),
     "gpt_neox, one after the other": ("GPTNeoX", NEOX | {"use_parallel_residual": False}),
