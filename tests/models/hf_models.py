@@ -82,6 +82,8 @@ GPT_OSS = {
     "sliding_window": 5,
     "swiglu_limit": 0.5,  # small enough to bound some of the inner features
 }
+LATENTS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+YOUTU = LLAMA | {key: DEEPSEEK[key] for key in (*LATENTS, "num_key_value_heads")}
 DEEPSEEK_V2 = {key: value for key, value in DEEPSEEK.items() if key not in ("n_group", "topk_group", "num_mtp_layers")}
 GLM_MOE = {
     "first_k_dense_replace": 2,
@@ -328,7 +330,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "kimi_linear": (
         "KimiLinear",
         {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
-        | {key: DEEPSEEK[key] for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")}
+        | {key: DEEPSEEK[key] for key in LATENTS}
         | {"num_key_value_heads": 4, "linear_num_heads": 3, "linear_head_dim": 6, "linear_conv_kernel_dim": 3}
         | {"num_local_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 24}
         | {"layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"]},
@@ -402,6 +404,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "jais2, a key for each query, tied": (
         "Jais2",
         LLAMA | {"num_key_value_heads": None, "head_dim": 16, "tie_word_embeddings": True},
+    ),
+    "youtu": ("Youtu", YOUTU | {"q_lora_rank": 10, "rms_norm_eps": 1e-3, "tie_word_embeddings": True}),
+    "youtu, yarn, queries without latent": (
+        "Youtu",
+        YOUTU | {"q_lora_rank": None, "rope_parameters": DEEPSEEK_YARN},
     ),
     "gpt_neox": ("GPTNeoX", NEOX),
     "gpt_neox, 20B's GELU": ("GPTNeoX", NEOX | {"hidden_act": "gelu_fast"}),
