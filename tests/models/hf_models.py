@@ -410,6 +410,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Youtu",
         YOUTU | {"q_lora_rank": None, "rope_parameters": DEEPSEEK_YARN},
     ),
+    "hyperclovax": ("HyperCLOVAX", LLAMA | GRANITE | {"logits_scaling": 0.3}),
+    "hyperclovax, norms before alone": (
+        "HyperCLOVAX",
+        LLAMA | {"use_post_norm": False, "head_dim": 16, "attention_bias": True},
+    ),
     "gpt_neox": ("GPTNeoX", NEOX),
     "gpt_neox, 20B's GELU": ("GPTNeoX", NEOX | {"hidden_act": "gelu_fast"}),
     "gpt_neox, one after the other": ("GPTNeoX", NEOX | {"use_parallel_residual": False}),
