@@ -82,6 +82,8 @@ GPT_OSS = {
     "sliding_window": 5,
     "swiglu_limit": 0.5,  # small enough to bound some of the inner features
 }
+LATENTS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+YOUTU = LLAMA | {key: DEEPSEEK[key] for key in (*LATENTS, "num_key_value_heads")}
 DEEPSEEK_V2 = {key: value for key, value in DEEPSEEK.items() if key not in ("n_group", "topk_group", "num_mtp_layers")}
 GLM_MOE = {
     "first_k_dense_replace": 2,
@@ -331,7 +333,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "kimi_linear": (
         "KimiLinear",
         {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
-        | {key: DEEPSEEK[key] for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")}
+        | {key: DEEPSEEK[key] for key in LATENTS}
         | {"num_key_value_heads": 4, "linear_num_heads": 3, "linear_head_dim": 6, "linear_conv_kernel_dim": 3}
         | {"num_local_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 24}
         | {"layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"]},
@@ -401,6 +403,60 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt2": ("GPT2", GPT2),
     "gpt2, exact GELU": ("GPT2", GPT2 | {"activation_function": "gelu"}),
+    "gpt_bigcode": ("GPTBigCode", GPT2),
+    "gpt_bigcode, a key for each query": ("GPTBigCode", GPT2 | {"multi_query": False, "n_inner": 48}),
+    "glm4_moe_lite": ("Glm4MoeLite", LLAMA | DEEPSEEK | {"q_lora_rank": 10, "rms_norm_eps": 1e-3}),
+    "glm4_moe_lite, kinds of layers, yarn": (
+        "Glm4MoeLite",
+        LLAMA
+        | DEEPSEEK
+        | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_parameters": DEEPSEEK_YARN}
+        | {"num_hidden_layers": 8, "mlp_layer_types": ["dense", "sparse"] * 4},
+    ),
+    "solar_open": (
+        "SolarOpen",
+        {key: value for key, value in (LLAMA | GLM_MOE).items() if key != "first_k_dense_replace"}
+        | {"n_shared_experts": 2, "routed_scaling_factor": 1.7, "head_dim": 16},
+    ),
+    "solar_open, groups, biases": (
+        "SolarOpen",
+        {key: value for key, value in (LLAMA | GLM_MOE).items() if key != "first_k_dense_replace"}
+        | {"n_group": 4, "topk_group": 2, "attention_bias": True, "head_dim": 8},
+    ),
+    "ministral": (
+        "Ministral",
+        LLAMA
+        | {"sliding_window": 5, "head_dim": 16}
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]},
+    ),
+    "exaone_moe": (
+        "ExaoneMoe",
+        LLAMA
+        | {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "num_shared_experts": 2}
+        | {"sliding_window": 5, "sliding_window_pattern": 2, "head_dim": 16},
+    ),
+    "exaone_moe, groups, kinds of layers": (
+        "ExaoneMoe",
+        LLAMA
+        | {"num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 24, "n_group": 4, "topk_group": 2}
+        | {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"] * 4}
+        | {"num_hidden_layers": 8, "mlp_layer_types": ["dense", "sparse"] * 4},
+    ),
+    "jais2": ("Jais2", LLAMA | {"layer_norm_eps": 1e-3}),
+    "jais2, a key for each query, tied": (
+        "Jais2",
+        LLAMA | {"num_key_value_heads": None, "head_dim": 16, "tie_word_embeddings": True},
+    ),
+    "youtu": ("Youtu", YOUTU | {"q_lora_rank": 10, "rms_norm_eps": 1e-3, "tie_word_embeddings": True}),
+    "youtu, yarn, queries without latent": (
+        "Youtu",
+        YOUTU | {"q_lora_rank": None, "rope_parameters": DEEPSEEK_YARN},
+    ),
+    "hyperclovax": ("HyperCLOVAX", LLAMA | GRANITE | {"logits_scaling": 0.3}),
+    "hyperclovax, norms before alone": (
+        "HyperCLOVAX",
+        LLAMA | {"use_post_norm": False, "head_dim": 16, "attention_bias": True},
+    ),
     "gpt_neox": ("GPTNeoX", NEOX),
     "gpt_neox, 20B's GELU": ("GPTNeoX", NEOX | {"hidden_act": "gelu_fast"}),
     "gpt_neox, one after the other": ("GPTNeoX", NEOX | {"use_parallel_residual": False}),

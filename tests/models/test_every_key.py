@@ -16,7 +16,9 @@ OF_TRANSFORMERS = [name for name in ARCHITECTURES if name in CONFIG_MAPPING]
 COMMON = {field.name for field in fields(PreTrainedConfig)}
 WITHOUT_LOGITS = {
     "gpt2": {"reorder_and_upcast_attn"},  # a precision
+    "gpt_bigcode": {"attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"},  # precisions
     "gpt_neox": {"classifier_dropout", "is_decoder"},
+    "youtu": {"embedding_initializer_range"},
     "phi3": {"embd_pdrop"},  # transformers does not read it
 }
 """Keys on which the logits of a model of text do not depend."""

@@ -1,4 +1,5 @@
-"""DeepSeek-V3.2 and GLM-5: the layers of DeepSeek-V3 with attention to the keys that an indexer selects."""
+"""DeepSeek-V3.2 and GLM-5: the layers of DeepSeek-V3 with attention to the keys that an indexer selects.
+GLM-4.7-Flash: the layers of DeepSeek-V3 with another epsilon outside of the latents."""
 
 from megatron_core.config import ModelConfig
 from megatron_core.models.hf.architecture import register
@@ -79,4 +80,35 @@ GLM_MOE_DSA = register(
         "dsa_indexer_rope_interleaved": True,
     },
     required={key: only for key, only in DEEPSEEK_V32.required.items() if key != "rms_norm_eps"},
+)
+
+
+def _expert_layers(hf_config: Settings) -> Settings:
+    """``mlp_layer_types`` of the layers."""
+    kinds, layers = hf_config.get("mlp_layer_types"), hf_config["num_hidden_layers"]
+    if kinds is not None and (set(kinds) - {SPARSE, DENSE} or len(kinds) != layers):
+        refuse("mlp_layer_types", kinds, f"supported are {SPARSE} and {DENSE}, one for each layer")
+    return {} if kinds is None else {"moe_layer_freq": tuple(int(kind == SPARSE) for kind in kinds)}
+
+
+def _expert_layers_json(config: ModelConfig) -> Settings:
+    return {"mlp_layer_types": [SPARSE if config.has_experts(n) else DENSE for n in range(config.num_layers)]}
+
+
+EXPERT_LAYERS = Rule(_expert_layers, _expert_layers_json, {"mlp_layer_types": STRINGS})
+"""``mlp_layer_types``, which takes precedence over ``first_k_dense_replace``."""
+
+GLM4_MOE_LITE = register(
+    DEEPSEEK_V3,
+    model_type="glm4_moe_lite",
+    class_name="Glm4MoeLiteForCausalLM",
+    keys={**DEEPSEEK_V3.keys, "rms_norm_eps": "norm_epsilon"},
+    fixed={
+        **{name: value for name, value in DEEPSEEK_V3.fixed.items() if name != "norm_epsilon"},
+        "latent_norm_epsilon": 1e-6,
+    },
+    aliases={"num_local_experts": "n_routed_experts"},
+    defaults={"num_key_value_heads": 20, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.8},
+    required={key: only for key, only in DEEPSEEK_V3.required.items() if key != "rms_norm_eps"},
+    rules=(ROPE, LATENT_POSITIONS, dense_first(dense=1, shared=1), EXPERT_LAYERS, GROUPS_BY_TWO),
 )

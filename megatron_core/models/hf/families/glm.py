@@ -1,5 +1,6 @@
 """GLM-4: Llama with biases of queries, keys and values, and rotary positions of adjacent channels in a part of each
-head; GLM-4-0414 with four norms a layer; GLM-4.5 with experts as those of DeepSeek-V3."""
+head; GLM-4-0414 with four norms a layer; GLM-4.5 with experts as those of DeepSeek-V3. Solar Open:
+Llama with these experts in all layers."""
 
 from megatron_core.models.hf.architecture import register
 from megatron_core.models.hf.expert_rules import (
@@ -11,7 +12,7 @@ from megatron_core.models.hf.expert_rules import (
     dense_first,
 )
 from megatron_core.models.hf.families.llama import LLAMA, QK_NORMS
-from megatron_core.models.hf.rules import PARTIAL_ROPE
+from megatron_core.models.hf.rules import PARTIAL_ROPE, ROPE
 
 GLM = register(
     LLAMA,
@@ -68,4 +69,22 @@ GLM4_MOE = register(
     rules=(PARTIAL_ROPE, dense_first(dense=1, shared=1), GROUPS_BY_TWO),
     layer_tensors={**LLAMA.layer_tensors, **QK_NORMS, **EXPERT_MATRICES, **EXPERT_BIAS, **SHARED_MATRICES},
     mtp_layer_keys=MTP_LAYERS,
+)
+SOLAR_OPEN = register(
+    GLM4_MOE,
+    model_type="solar_open",
+    class_name="SolarOpenForCausalLM",
+    keys={key: name for key, name in GLM4_MOE.keys.items() if key != "use_qk_norm"},
+    defaults={
+        "attention_bias": False,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rope_theta": 1e6,
+        "routed_scaling_factor": 1.0,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    required={"hidden_act": "silu", "norm_topk_prob": True, "first_k_dense_replace": 0, "use_qk_norm": False},
+    rules=(ROPE, dense_first(dense=0, shared=1), GROUPS_BY_TWO),
+    layer_tensors={**LLAMA.layer_tensors, **EXPERT_MATRICES, **EXPERT_BIAS, **SHARED_MATRICES},
 )

@@ -1,7 +1,8 @@
-"""GPT-2: learned positions, layer norms, matrices stored as ``[in, out]``."""
+"""GPT-2: learned positions, layer norms, matrices stored as ``[in, out]``. GPTBigCode (StarCoder 1): one key and value
+head, and matrices that are not transposed."""
 
 from megatron_core.models.hf.architecture import Architecture, register
-from megatron_core.models.hf.rules import gelu
+from megatron_core.models.hf.rules import SWITCH, Rule, Settings, gelu
 from megatron_core.models.hf.tensors import stacked_qkv, transposed
 
 GPT2 = register(
@@ -41,4 +42,30 @@ GPT2 = register(
         },
         derived=r"h\.\d+\.attn\.(masked_)?bias",
     )
+)
+
+
+def _key_heads(hf_config: Settings) -> Settings:
+    """One head of keys and values for all queries, or one for each."""
+    one = hf_config.get("multi_query", True) and hf_config["n_head"] > 1
+    return {"group_query_attention": True, "num_query_groups": 1} if one else {}
+
+
+GPT_BIGCODE = register(
+    GPT2,
+    model_type="gpt_bigcode",
+    class_name="GPTBigCodeForCausalLM",
+    required={"scale_attn_weights": True, "add_cross_attention": False},
+    rules=(
+        gelu("activation_function", "gelu_pytorch_tanh"),
+        Rule(_key_heads, lambda config: {"multi_query": config.query_groups == 1}, {"multi_query": SWITCH}),
+    ),
+    layer_tensors={
+        **GPT2.layer_tensors,
+        # With one head of keys and values, and with one for each query, the rows are stored in our order.
+        "self_attention.linear_qkv": "attn.c_attn",
+        "self_attention.linear_proj": "attn.c_proj",
+        "mlp.linear_fc1": "mlp.c_fc",
+        "mlp.linear_fc2": "mlp.c_proj",
+    },
 )

@@ -1,10 +1,10 @@
 """Granite: Llama with factors on embeddings, scores, logits and the outputs of layers; with experts, and with shared
-experts."""
+experts. HyperCLOVA X: with norms behind attention and MLP, too."""
 
 from megatron_core.config import ModelConfig
 from megatron_core.models.hf.architecture import register
 from megatron_core.models.hf.families.llama import LLAMA
-from megatron_core.models.hf.rules import ATTENTION_BIASES, LENGTH_OR_ZERO, POSITIVE, ROPE, Rule, Settings
+from megatron_core.models.hf.rules import ATTENTION_BIASES, LENGTH_OR_ZERO, POSITIVE, ROPE, SWITCH, Rule, Settings
 from megatron_core.models.hf.tensors import TensorSource
 
 
@@ -75,5 +75,40 @@ GRANITE_MOE_SHARED = register(
         **GRANITE_MOE.layer_tensors,
         "mlp.shared_experts.linear_fc1": "shared_mlp.input_linear",
         "mlp.shared_experts.linear_fc2": "shared_mlp.output_linear",
+    },
+)
+
+
+def _peri_norms(hf_config: Settings) -> Settings:
+    """``use_post_norm``: norms before and behind attention and MLP."""
+    channels = hf_config.get("head_dim", hf_config["hidden_size"] // hf_config["num_attention_heads"])
+    return {
+        "norm_placement": "sandwich" if hf_config.get("use_post_norm", True) else "pre",
+        "softmax_scale": float(hf_config.get("attention_multiplier", channels**-0.5)),
+    }
+
+
+def _peri_norms_json(config: ModelConfig) -> Settings:
+    return {
+        "use_post_norm": config.norm_placement == "sandwich",
+        "attention_multiplier": config.softmax_scale or config.head_size**-0.5,
+    }
+
+
+HYPERCLOVAX = register(
+    GRANITE,
+    model_type="hyperclovax",
+    class_name="HyperCLOVAXForCausalLM",
+    keys={**GRANITE.keys, "head_dim": "kv_channels", "logits_scaling": "logit_multiplier"},
+    defaults=dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling"), 1.0),
+    rules=(
+        ROPE,
+        ATTENTION_BIASES,
+        Rule(_peri_norms, _peri_norms_json, {"attention_multiplier": POSITIVE, "use_post_norm": SWITCH}),
+    ),
+    layer_tensors={
+        **LLAMA.layer_tensors,
+        "post_self_attn_layernorm": "post_norm1",
+        "post_mlp_layernorm": "post_norm2",
     },
 )

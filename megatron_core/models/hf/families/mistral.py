@@ -1,4 +1,4 @@
-"""Mistral: Llama with a sliding window; Mixtral: Mistral with experts."""
+"""Mistral: Llama with a sliding window; Mixtral: Mistral with experts. Ministral: windows in some layers."""
 
 from megatron_core.models.hf.architecture import register
 from megatron_core.models.hf.families.llama import LLAMA
@@ -13,6 +13,7 @@ MISTRAL = register(
     required={"hidden_act": "silu", "attention_bias": False},
     rules=(ROPE, WINDOWS),
 )
+MINISTRAL = register(MISTRAL, model_type="ministral", class_name="MinistralForCausalLM")
 MIXTRAL = register(
     LLAMA,
     model_type="mixtral",

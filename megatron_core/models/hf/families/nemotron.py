@@ -1,5 +1,5 @@
 """Nemotron and Minitron: squared ReLU, LayerNorm whose weights are stored minus 1, rotary positions in a part of each
-head's channels. Arcee: Llama with squared ReLU."""
+head's channels. Arcee: Llama with squared ReLU. Jais 2: with LayerNorm and biases, too."""
 
 from megatron_core.models.hf.architecture import register
 from megatron_core.models.hf.families.llama import LLAMA
@@ -25,4 +25,17 @@ NEMOTRON = register(
     fixed={**ARCEE.fixed, "normalization": "LayerNorm", "apply_layernorm_1p": True},
     defaults={"partial_rotary_factor": 0.5},
     rules=(PARTIAL_ROPE,),
+)
+JAIS2 = register(
+    NEMOTRON,
+    model_type="jais2",
+    class_name="Jais2ForCausalLM",
+    keys={
+        **{key: name for key, name in LLAMA.keys.items() if key != "rms_norm_eps"},
+        "layer_norm_eps": "norm_epsilon",
+    },
+    fixed={**ARCEE.fixed, "normalization": "LayerNorm", "disable_bias_linear": False},
+    defaults={"layer_norm_eps": 1e-5, "attention_bias": True, "mlp_bias": True},
+    required={"hidden_act": "relu2", "attention_bias": True, "mlp_bias": True},
+    rules=(ROPE,),
 )
