@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from unittest import mock
 
@@ -41,10 +41,10 @@ def _load(layout: str, folder: Path, hosts: int, verify: bool = True) -> tuple[d
     counts: dict[str, list[int]] = {path.name: [0] * path.stat().st_size for path in folder.rglob("*.safetensors")}
     read, rank = one_pass._read_inside, dist.get_rank()
 
-    def counted(source: Path, file: str, first: int, data: torch.Tensor) -> str:
-        for at in range(first, first + len(data)):
+    def counted(source: Path, file: str, first: int, segments: Sequence[torch.Tensor]) -> str:
+        for at in range(first, first + sum(map(len, segments))):
             counts[Path(file).name][at] += 1
-        return read(source, file, first, data)
+        return read(source, file, first, segments)
 
     with (
         mock.patch.object(chunks, "CHUNK_BYTES", CHUNK),
@@ -76,6 +76,15 @@ def test_on_one_host_parts_come_from_the_page_cache(tmp_path: Path) -> None:
         for verify in (True, False):
             counts = [each for each, _ in run_ranks(2, _load, "tp2", tmp_path, 1, verify)]
             assert any(counts[0]["rank_00001.safetensors"]) and any(counts[1]["rank_00000.safetensors"])
+
+
+def test_parts_are_read_into_their_memory(tmp_path: Path) -> None:
+    """In the layout of the saving job nothing is read into memory of its own first."""
+    run_ranks(2, _save, "dp2 zero3", tmp_path)
+    with mock.patch.object(chunks.Span, "values", side_effect=AssertionError):
+        run_ranks(2, _load, "dp2 zero3", tmp_path, 2)
+        with pytest.raises(RankFailure, match="AssertionError"):
+            run_ranks(2, _load, "tp2", tmp_path, 2)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -165,12 +174,12 @@ def _fail_to_read(folder: Path, dies: bool, told: Path) -> str:
     """Rank 1 cannot read, or dies, in its second chunk; return the error of this rank."""
     read, rank = one_pass._read_inside, dist.get_rank()
 
-    def failing(source: Path, file: str, first: int, data: torch.Tensor) -> str:
+    def failing(source: Path, file: str, first: int, segments: Sequence[torch.Tensor]) -> str:
         if rank == 1 and first:
             if dies:
                 os._exit(7)
             return "Input/output error"
-        return read(source, file, first, data)
+        return read(source, file, first, segments)
 
     with (
         mock.patch.object(chunks, "CHUNK_BYTES", CHUNK),
@@ -224,6 +233,7 @@ def test_files_are_spread_over_the_readers() -> None:
 DEFECTS = {
     "all messages at once": ("OnePass._exchange", "window_of(self._rank, rank, self._ranks)", "0"),
     "a part goes to the wrong place": ("OnePass._store", "common.within(box)", "common.within(common)"),
+    "bytes after a place are read twice": ("segments_of", "end = at + len(place)", "end = at"),
     "hashes are not compared": ("read_chunks", ".hexdigest() != expected.hash", ".hexdigest() == ''"),
     "a fault stays on its rank": ("OnePass.fill", "for text in told", "for text in told[self._rank : self._rank + 1]"),
 }
