@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 
 from megatron_core.context_parallel.tiles import Tile
 from megatron_core.ops.rows import wide
@@ -85,8 +86,8 @@ class Unfused:
 
 
 class FusedOnCPU:
-    """torch's flash attention for CPUs, which supports float64, groups of heads and masks; values with fewer channels
-    than keys are padded with zeros."""
+    """torch's flash attention for CPUs, which supports float64 and masks, and from torch 2.9 on groups of heads; with
+    2.8 keys and values are repeated. Values with fewer channels than keys are padded with zeros."""
 
     def __init__(self, mask: Mask | None = None) -> None:
         self.mask = mask
@@ -94,8 +95,9 @@ class FusedOnCPU:
     def forward(self, query: Tensor, key: Tensor, value: Tensor, tile: Tile, owner: int) -> tuple[Tensor, Tensor]:
         """As ``Products``."""
         mask, missing = self._added(query, tile, owner), query.shape[-1] - value.shape[-1]
+        key, filled = _repeated(query, key), _repeated(query, _filled(value, missing))
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, _filled(value, missing), 0.0, self._is_causal(tile), attn_mask=mask
+            query, key, filled, 0.0, self._is_causal(tile), attn_mask=mask
         )
         if self.mask is not None and mask is not None:  # the operator's log-sum-exp of a row without keys is 0
             lse = lse.masked_fill((mask == -torch.inf).all(-1), -torch.inf)
@@ -107,8 +109,12 @@ class FusedOnCPU:
         """As ``Products``."""
         mask, missing = self._added(query, tile, owner), query.shape[-1] - value.shape[-1]
         grad, filled, out = (_filled(x, missing) for x in (grad, value, out))
-        grad_query, grad_key, grad_value = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, query, key, filled, out, lse, 0.0, self._is_causal(tile), attn_mask=mask
+        repeated = _repeated(query, key), _repeated(query, filled)
+        grad_query, *grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, query, *repeated, out, lse, 0.0, self._is_causal(tile), attn_mask=mask
+        )
+        grad_key, grad_value = (
+            each if each.shape[1] == key.shape[1] else _by_group(each, key).sum(2) for each in grads
         )
         return grad_query, grad_key, grad_value[..., : value.shape[-1]]
 
@@ -193,6 +199,11 @@ def merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
 
 def _filled(x: Tensor, channels: int) -> Tensor:
     return nn.functional.pad(x, (0, channels)) if channels else x
+
+
+def _repeated(query: Tensor, x: Tensor) -> Tensor:
+    """Keys or values for each head, if torch's attention has no groups: version 2.8 reads beyond their memory."""
+    return x if TorchVersion(torch.__version__) >= "2.9" else x.repeat_interleave(query.shape[1] // x.shape[1], dim=1)
 
 
 def _by_group(x: Tensor, key: Tensor) -> Tensor:

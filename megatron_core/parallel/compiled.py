@@ -14,6 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.torch_version import TorchVersion
+
+from megatron_core.errors import ConfigError
+from megatron_core.parallel.shared_memory import backend as shared_memory
 
 GRAPHS = 64
 """Graphs of a forward before torch.compile gives up, for windows, shapes and evaluation. torch's default of 8 is meant
@@ -91,7 +95,10 @@ def compile_forward(
     ``fullgraph``: an operation that cannot be part of the graph is an error. Otherwise it divides the graph.
     ``eager_if`` gets the arguments of a call and returns whether it runs without a graph.
     Call this before ``DataParallel``, which does not attach hooks inside of the module then.
+    Errors: ``ConfigError`` if this release of torch cannot trace the groups of shared memory.
     """
+    if fullgraph:
+        _check_release()
     config: Any = torch._dynamo.config
     config.allow_unspec_int_on_nn_module = True  # numbers that differ between layers, as the key of dropout
     config.recompile_limit = max(config.recompile_limit, GRAPHS)
@@ -106,6 +113,16 @@ def compile_forward(
 
     marked = cast(Any, module)
     marked.forward, marked.has_graphs = DerivedForward(module.forward, make), True
+
+
+def _check_release() -> None:
+    if TorchVersion(torch.__version__) >= "2.12" or not dist.is_initialized():
+        return
+    if dist.get_backend() == shared_memory.BACKEND and dist.get_world_size() > 1:
+        raise ConfigError(
+            f"compile=True over shared memory needs torch 2.12 or newer, and this is {torch.__version__}; add "
+            "--distributed-backend gloo, or install a newer torch"
+        )
 
 
 def runs_graphs(module: nn.Module) -> bool:

@@ -159,7 +159,10 @@ class Executor:
         if self._keep_graph:
             trained = self.message.trained(action, output) if is_sent else tensors_of(output)
             self._inputs[action] = inputs
-            self._outputs[action] = [get_gradient_edge(tensor) for tensor in trained if tensor.requires_grad]
+            with torch.enable_grad():
+                views = [tensor.view_as(tensor) for tensor in trained if tensor.requires_grad]
+            # Of a view, because torch 2.8 cannot start at a node of an ``autograd.Function``.
+            self._outputs[action] = [get_gradient_edge(view) for view in views]
         return output.detach() if isinstance(output, Tensor) else tuple(tensor.detach() for tensor in output)
 
     def _run_backward(self, action: Action, gradient: Message | None) -> Message | None:

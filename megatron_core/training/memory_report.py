@@ -282,7 +282,10 @@ def largest_tensors(run: Run) -> list[dict[str, Any]]:
     found: dict[int, Tensor] = {}
     for each in gc.get_objects():
         if type(each) in (Tensor, nn.Parameter) and not each.is_meta and each.layout == torch.strided:
-            storage = each.untyped_storage()
+            try:
+                storage = each.untyped_storage()
+            except NotImplementedError:  # the undefined tensor, which torch 2.8 keeps after a backward
+                continue
             other = found.get(storage.data_ptr())
             if storage.nbytes() and (other is None or other.numel() < each.numel()):
                 found[storage.data_ptr()] = each

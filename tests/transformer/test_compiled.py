@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from copy import deepcopy
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -182,6 +183,11 @@ def test_finds(layout: str, place: str, old: str, new: str) -> None:
         except RankFailure:
             return
     assert found
+
+
+def test_releases_that_cannot_trace_shared_memory_are_refused() -> None:
+    with mock.patch.object(torch, "__version__", "2.11.0"), pytest.raises(RankFailure, match="torch 2.12 or newer"):
+        trace_faults("tp2 sp")
 
 
 def test_parts_that_stay_eager_are_named(capfd: pytest.CaptureFixture[str]) -> None:
