@@ -19,7 +19,7 @@ from megatron_core.inference.openai_requests import (
 )
 from megatron_core.inference.requests import Progress, Request, TokenScore
 from megatron_core.inference.sampling import Sampling
-from megatron_core.inference.text import TextStream
+from megatron_core.inference.text import TextStream, TokenTexts
 from megatron_core.tokenizers import Tokenizer, end_ids
 from megatron_core.tokenizers.chat import ChatTemplate
 
@@ -97,7 +97,7 @@ class Protocol:
     ) -> None:
         self.tokenizer, self.template, self.limits, self.model = tokenizer, template, limits, model
         self._vocab_size = vocab_size
-        self._ends = end_ids(tokenizer)
+        self._ends, self._text = end_ids(tokenizer), TokenTexts(tokenizer)
 
     def job(self, body: bytes, *, chat: bool) -> Job:
         """Parse the JSON of a request; ``RequestError`` if it is illegal or not supported."""
@@ -131,7 +131,9 @@ class Protocol:
                 score_prompt=echo and logprobs is not None,
             )
             echoed = self.tokenizer.detokenize(prompt) if echo else ""
-            choices.append(Choice(index, request, TextStream(self.tokenizer, asked.stop), echoed))
+            # An answer of a chat is a text of its own; a completion continues its prompt.
+            stream = TextStream(self.tokenizer, asked.stop, () if chat else prompt)
+            choices.append(Choice(index, request, stream, echoed))
         include_usage = asked.stream_options is not None and asked.stream_options.include_usage
         return Job(chat, choices, asked.stream, include_usage, sum(map(len, prompts)))
 
@@ -150,9 +152,12 @@ class Protocol:
         if choice.request.logprobs is None:
             return None
         tokens = choice.scores[first:]
+        # Answers of chats and prompts are texts of their own; other tokens continue a text.
+        begin = 0 if job.chat or choice.request.score_prompt else -1
+        places = [number == begin for number in range(first, first + len(tokens))]
         if job.chat:
-            return {"content": [self._chat_score(token, score) for token, score in tokens]}
-        texts = [self._text(token) for token, _ in tokens]
+            return {"content": [self._chat_score(*own, at) for own, at in zip(tokens, places, strict=True)]}
+        texts = [self._text(token, begins=at) for (token, _), at in zip(tokens, places, strict=True)]
         *offsets, choice.reported = accumulate(map(len, texts), initial=choice.reported)
         return {
             "tokens": texts,
@@ -165,14 +170,11 @@ class Protocol:
             "text_offset": offsets,
         }
 
-    def _chat_score(self, token: int, score: TokenScore | None) -> Json:
+    def _chat_score(self, token: int, score: TokenScore | None, begins: bool) -> Json:
         assert score is not None, "only the first token of a prompt has no score, and chats do not score prompts"
         pairs = [(token, score.logprob), *score.alternatives]
-        own, *others = ({"token": self._text(i), "logprob": value, "bytes": None} for i, value in pairs)
+        own, *others = ({"token": self._text(i, begins=begins), "logprob": value, "bytes": None} for i, value in pairs)
         return {**own, "top_logprobs": others}
-
-    def _text(self, token: int) -> str:
-        return self.tokenizer.detokenize([token])
 
     def _chat_prompt(self, messages: Sequence[Message]) -> list[int]:
         """Tokens of a chat."""

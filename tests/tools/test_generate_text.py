@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_core.checkpoint import find_checkpoint
-from megatron_core.commands.generate_text import Settings, generate_text
+from megatron_core.commands.generate_text import Settings, generate_text, read_prompts
 from megatron_core.config import RunConfig
 from megatron_core.config.rules_parallel import parallel_problems
 from megatron_core.config.rules_stages import stage_problems
@@ -157,10 +157,22 @@ def test_prompts_from_standard_input(
         ({"prompt": ("a",), "max_new_tokens": 0}, "max_new_tokens=0"),
         ({"prompt_file": "nowhere"}, "prompt_file='nowhere' cannot be read"),
         ({"prompt_file": "bad.jsonl"}, r'bad.jsonl:2: this is not an object with a text "prompt"'),
+        ({"prompt_file": "half.jsonl"}, r"'\\ud800': the prompt is not valid Unicode"),
+        ({"prompt": ("a\udcff",)}, r"'a\\udcff': the prompt is not valid Unicode"),
     ],
 )
 def test_wrong_settings(settings: dict, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n[1]\n')
+    (tmp_path / "half.jsonl").write_text('{"prompt": "\\ud800"}\n')
     with pytest.raises(MegatronError, match=message):
         generate_text(Settings(load="nowhere", **settings), WORLD_OF_ONE)
+
+
+def test_prompts_are_separated_by_newlines_only(tmp_path: Path) -> None:
+    """JSON does not escape other line separators, of which Python knows many."""
+    prompts = ["a\u2028b", "c\x85d", "e\x0cf"]
+    lines = [json.dumps({"prompt": prompt}, ensure_ascii=False) for prompt in prompts]
+    (tmp_path / "p.jsonl").write_bytes("\r\n".join([*lines, "", ""]).encode("utf-8-sig"))
+    (tmp_path / "p.txt").write_bytes("\r\n".join([*prompts, " ", ""]).encode("utf-8-sig"))
+    assert read_prompts(str(tmp_path / "p.jsonl")) == read_prompts(str(tmp_path / "p.txt")) == prompts
