@@ -6,7 +6,7 @@ from pathlib import Path
 
 import orjson
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors
 
 from megatron_core.errors import ConfigError, shortened
 from megatron_core.tokenizers.base import BaseTokenizer, Offsets, canonical_json
@@ -152,6 +152,7 @@ class GPT2BPETokenizer(LibraryTokenizer):
         vocabulary = tokenizer.get_vocab()
         super().__init__(tokenizer, vocabulary)
         self.eod = self.eos = vocabulary.get(END_OF_DOCUMENT[0])
+        self.special_as_text = END_OF_DOCUMENT[:1]
 
     def files(self) -> list[Path]:
         """The vocabulary file, the merges file, and the files that `transformers` keeps with them."""
@@ -220,6 +221,8 @@ def _load(file: Path) -> tokenizers.Tokenizer:
         ) from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
+    # Special tokens are not added; otherwise it would exclude spaces from the characters of tokens.
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B:1")
     return tokenizer
 
 

@@ -30,6 +30,8 @@ class SentencePieceTokenizer(BaseTokenizer):
         self.eos = _present(self._processor.eos_id())
         self.pad = _present(self._processor.pad_id())
         self.eod = self.eos
+        control = filter(self._processor.is_control, range(self.vocab_size))
+        self.special_as_text = [self._processor.id_to_piece(i) for i in control]
 
     def tokenize(self, text: str) -> list[int]:
         """The token ids of one text."""
