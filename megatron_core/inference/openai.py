@@ -28,6 +28,8 @@ COMPLETION_TOKENS = 16
 """Default of max_tokens for completions, as in OpenAI's interface."""
 TEMPLATE_SECONDS = 5.0
 """Time limit for rendering a chat template."""
+LEAST_TOP_P = 1e-6
+"""Only the most likely token has a smaller probability of more likely tokens."""
 
 
 @dataclass(frozen=True)
@@ -105,9 +107,8 @@ class Protocol:
             asked: ChatRequest | CompletionRequest = read_request(ChatRequest, body)
         else:
             asked = read_request(CompletionRequest, body)
-        if asked.model not in (None, self.model):
-            message = f"model={shown(asked.model)} does not exist; give {self.model!r}, or leave model out"
-            raise RequestError(message, "model", code="model_not_found", status=404)
+        if asked.model is not None:
+            self.check_model(asked.model)
         number, most = asked.n, self.limits.max_choices
         count = 1 if isinstance(asked, ChatRequest) else len(asked.prompt)
         if number * count > most:
@@ -118,7 +119,11 @@ class Protocol:
         else:
             prompts, echo, logprobs = self._prompts(asked.prompt), asked.echo, asked.logprobs
         seed = secrets.randbits(31) if asked.seed is None else asked.seed
-        settings: Json = {"temperature": asked.temperature, "top_p": asked.top_p, "top_k": asked.top_k}
+        settings: Json = {
+            "temperature": asked.temperature,
+            "top_p": max(asked.top_p, LEAST_TOP_P),
+            "top_k": asked.top_k,
+        }
         choices = []
         for index in range(number * len(prompts)):
             prompt = prompts[index // number]
@@ -137,10 +142,18 @@ class Protocol:
         include_usage = asked.stream_options is not None and asked.stream_options.include_usage
         return Job(chat, choices, asked.stream, include_usage, sum(map(len, prompts)))
 
+    def check_model(self, name: str) -> None:
+        """``RequestError`` unless the model has this name."""
+        if name != self.model:
+            message = f"model={shown(name)} does not exist; give {self.model!r}, or leave model out"
+            raise RequestError(message, "model", code="model_not_found", status=404)
+
     def choice_json(self, job: Job, choice: Choice) -> Json:
         """JSON of a finished choice."""
         text = choice.echo + choice.stream.text
-        content: Json = {"message": {"role": "assistant", "content": text}} if job.chat else {"text": text}
+        content: Json = {"text": text}
+        if job.chat:
+            content = {"message": {"role": "assistant", "content": text, "refusal": None}}
         return {"index": choice.index, **content, "logprobs": self._scores_json(job, choice, 0), **_reason(choice)}
 
     def delta_json(self, job: Job, choice: Choice, text: str, first: int) -> Json:
@@ -156,7 +169,8 @@ class Protocol:
         begin = 0 if job.chat or choice.request.score_prompt else -1
         places = [number == begin for number in range(first, first + len(tokens))]
         if job.chat:
-            return {"content": [self._chat_score(*own, at) for own, at in zip(tokens, places, strict=True)]}
+            scores = [self._chat_score(*own, at) for own, at in zip(tokens, places, strict=True)]
+            return {"content": scores, "refusal": None}
         texts = [self._text(token, begins=at) for (token, _), at in zip(tokens, places, strict=True)]
         *offsets, choice.reported = accumulate(map(len, texts), initial=choice.reported)
         return {
