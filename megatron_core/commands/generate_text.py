@@ -135,7 +135,7 @@ def continue_all(
 ) -> list[Text]:
     """Continue ``prompts`` together; one is printed while it grows, several each when it and those before are done."""
     engine = Engine(generator, max_batch_size=settings.max_batch_size, max_length=settings.max_length, config=settings)
-    tokens = tokenizer.tokenize_batch(prompts)
+    tokens = [generator.before_prompt(ids) for ids in tokenizer.tokenize_batch(prompts)]
     texts = [Text(p, TextStream(tokenizer, settings.stop, ids)) for p, ids in zip(prompts, tokens, strict=True)]
     ends = end_ids(tokenizer)
     sampling = Sampling(

@@ -62,7 +62,7 @@ def sharegpt(line: Mapping[str, Any]) -> list[Message]:
 
 
 def _openai(message: Mapping[str, Any]) -> Message:
-    """Text parts are joined, a tool call may have no content, and null is no value, as in transformers."""
+    """Text parts are joined; a tool call may have no content. Keys with null are removed, as in transformers."""
     content, role = message.get("content"), text(message.get("role"), "role")
     if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
         content = "".join(part["text"] for part in content)

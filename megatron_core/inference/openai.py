@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -92,13 +92,19 @@ class Job:
 
 
 class Protocol:
-    """Converts requests for a model and its results."""
+    """Converts requests for a model and its results; ``begin`` adds tokens before a prompt that is given as text."""
 
     def __init__(
-        self, tokenizer: Tokenizer, template: ChatTemplate | None, limits: Limits, model: str, vocab_size: int
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        limits: Limits,
+        model: str,
+        vocab_size: int,
+        begin: Callable[[Sequence[int]], list[int]] = list,
     ) -> None:
         self.tokenizer, self.template, self.limits, self.model = tokenizer, template, limits, model
-        self._vocab_size = vocab_size
+        self._vocab_size, self._begin = vocab_size, begin
         self._ends, self._text = end_ids(tokenizer), TokenTexts(tokenizer)
 
     def job(self, body: bytes, *, chat: bool) -> Job:
@@ -135,12 +141,17 @@ class Protocol:
                 logprobs=logprobs,
                 score_prompt=echo and logprobs is not None,
             )
-            echoed = self.tokenizer.detokenize(prompt) if echo else ""
+            echoed = self._echo(asked, index // number, prompt) if echo else ""
             # An answer of a chat is a text of its own; a completion continues its prompt.
             stream = TextStream(self.tokenizer, asked.stop, () if chat else prompt)
             choices.append(Choice(index, request, stream, echoed))
         include_usage = asked.stream_options is not None and asked.stream_options.include_usage
         return Job(chat, choices, asked.stream, include_usage, sum(map(len, prompts)))
+
+    def _echo(self, asked: ChatRequest | CompletionRequest, number: int, prompt: Sequence[int]) -> str:
+        """A prompt as it was given, or the text of its tokens if these are reported."""
+        given = asked.prompt[number] if isinstance(asked, CompletionRequest) and asked.logprobs is None else None
+        return given if isinstance(given, str) else self.tokenizer.detokenize(prompt)
 
     def check_model(self, name: str) -> None:
         """``RequestError`` unless the model has this name."""
@@ -165,14 +176,17 @@ class Protocol:
         if choice.request.logprobs is None:
             return None
         tokens = choice.scores[first:]
-        # Answers of chats and prompts are texts of their own; other tokens continue a text.
-        begin = 0 if job.chat or choice.request.score_prompt else -1
-        places = [number == begin for number in range(first, first + len(tokens))]
-        if job.chat:
-            scores = [self._chat_score(*own, at) for own, at in zip(tokens, places, strict=True)]
-            return {"content": scores, "refusal": None}
-        texts = [self._text(token, begins=at) for (token, _), at in zip(tokens, places, strict=True)]
+        texts: list[str] = []
+        begins: list[bool] = []
+        for token, _ in tokens:
+            # Answers of chats and prompts are texts of their own; other tokens continue a text.
+            is_own = job.chat or choice.request.score_prompt
+            begins.append(is_own and not choice.reported and not any(texts))
+            texts.append(self._text(token, begins=begins[-1]))
         *offsets, choice.reported = accumulate(map(len, texts), initial=choice.reported)
+        if job.chat:
+            scores = [self._chat_score(*own, begin) for own, begin in zip(tokens, begins, strict=True)]
+            return {"content": scores, "refusal": None}
         return {
             "tokens": texts,
             "token_logprobs": [None if score is None else score.logprob for _, score in tokens],
@@ -216,7 +230,7 @@ class Protocol:
 
     def _prompts(self, given: Sequence[str | list[int]]) -> list[list[int]]:
         """Tokens of prompts."""
-        texts = iter(self._tokens_of([each for each in given if isinstance(each, str)]))
+        texts = map(self._begin, self._tokens_of([each for each in given if isinstance(each, str)]))
         found = [next(texts) if isinstance(each, str) else each for each in given]
         for each in found:
             if not each:
