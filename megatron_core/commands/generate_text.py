@@ -23,7 +23,7 @@ from typing import Any
 
 from megatron_core.config.inference import InferenceConfig
 from megatron_core.errors import CheckpointError, ConfigError, DataError
-from megatron_core.inference import Engine, Generator, Progress, Request, Sampling, TextStream
+from megatron_core.inference import Engine, Generator, Progress, Request, Sampling, TextStream, TokenTexts
 from megatron_core.inference.generator import GenerationLayout, start_generator
 from megatron_core.output_file import json_lines, prepare_output
 from megatron_core.parallel import World, run_job
@@ -112,6 +112,8 @@ def generate_text(settings: Settings, world: World) -> None:
     prompts = [*settings.prompt, *(read_prompts(settings.prompt_file) if settings.prompt_file else ())]
     if not prompts and not settings.interactive:
         raise ConfigError("no prompt was given; use --prompt, --prompt-file or --interactive")
+    for prompt in prompts:
+        check_unicode(prompt)
     if settings.output is not None and world.rank == 0:
         prepare_output(settings, "output", json_lines("file of this tool", b'{"prompt": "'))
     reader, trained = open_model(settings.load, settings.ckpt_step)
@@ -133,12 +135,13 @@ def continue_all(
 ) -> list[Text]:
     """Continue ``prompts`` together; one is printed while it grows, several each when it and those before are done."""
     engine = Engine(generator, max_batch_size=settings.max_batch_size, max_length=settings.max_length, config=settings)
-    texts = [Text(prompt, TextStream(tokenizer, settings.stop)) for prompt in prompts]
+    tokens = [generator.before_prompt(ids) for ids in tokenizer.tokenize_batch(prompts)]
+    texts = [Text(p, TextStream(tokenizer, settings.stop, ids)) for p, ids in zip(prompts, tokens, strict=True)]
     ends = end_ids(tokenizer)
     sampling = Sampling(
         temperature=settings.temperature, top_k=settings.top_k, top_p=settings.top_p, seed=settings.seed
     )
-    for number, ids in enumerate(tokenizer.tokenize_batch(prompts)):
+    for number, ids in enumerate(tokens):
         request = Request(
             prompt=tuple(ids),
             max_new_tokens=settings.max_new_tokens,
@@ -172,24 +175,27 @@ def continue_all(
 
 def conclusion(text: Text, tokenizer: Tokenizer, alone: bool) -> str:
     """The output for a finished text: the text, unless it was printed during generation, and its probabilities."""
+    text_of = TokenTexts(tokenizer)
     shown = "\n" if alone else f"{text.prompt}{text.stream.text}\n"
     for each in text.progress:
         if each.score is not None and each.token is not None:
-            others = [f"{tokenizer.detokenize([i])!r} {value:.4f}" for i, value in each.score.alternatives]
-            shown += f"{each.score.logprob:10.4f}  {tokenizer.detokenize([each.token])!r}  {'  '.join(others)}\n"
+            others = [f"{text_of(i)!r} {value:.4f}" for i, value in each.score.alternatives]
+            shown += f"{each.score.logprob:10.4f}  {text_of(each.token)!r}  {'  '.join(others)}\n"
     return shown if alone else shown + "-" * 40 + "\n"
 
 
 def read_prompts(path: str) -> list[str]:
-    """The prompts in a file; ``DataError`` with the line that has none."""
+    """The prompts in the lines of a file that are not blank; ``DataError`` with the line that has none."""
     try:
-        lines = read_text(path).splitlines()
+        lines = read_text(path).removeprefix("\ufeff").split("\n")  # texts may contain other line separators
     except (OSError, ValueError) as error:
         raise DataError(f"prompt_file={path!r} cannot be read: {error}") from None
     if not path.endswith(".jsonl"):
-        return [line for line in lines if line.strip()]
+        return [line.removesuffix("\r") for line in lines if line.strip()]
     found = []
     for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
         try:
             prompt = json.loads(line)["prompt"]
         except (ValueError, RecursionError, TypeError, KeyError):
@@ -198,6 +204,14 @@ def read_prompts(path: str) -> list[str]:
             raise DataError(f'{path}:{number}: this is not an object with a text "prompt"')
         found.append(prompt)
     return found
+
+
+def check_unicode(prompt: str) -> None:
+    """``DataError`` for half of a surrogate pair, by which Python also represents bytes that are not UTF-8."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{shortened(prompt)}: the prompt is not valid Unicode ({error}); correct it") from None
 
 
 def typed_prompts(generator: Generator, world: World) -> Iterator[str]:

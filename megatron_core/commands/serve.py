@@ -99,7 +99,7 @@ def serve(settings: Settings, world: World) -> None:
     limits = Limits(min(engine.max_length, engine.cache_positions), min(settings.max_waiting, 64))
     template = chat_template_of(tokenizer, settings.chat_template or trained.data.chat_template)
     name = settings.model_name or os.path.basename(os.path.realpath(settings.load))
-    protocol = Protocol(tokenizer, template, limits, name, generator.vocab_size)
+    protocol = Protocol(tokenizer, template, limits, name, generator.vocab_size, generator.before_prompt)
     hosts = LOOPBACK_NAMES if is_loopback(settings.host) else ("*",)
     server = uvicorn.Server(
         uvicorn.Config(

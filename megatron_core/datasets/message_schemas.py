@@ -62,13 +62,14 @@ def sharegpt(line: Mapping[str, Any]) -> list[Message]:
 
 
 def _openai(message: Mapping[str, Any]) -> Message:
-    """Text parts are joined; a tool call may have no content."""
+    """Text parts are joined; a tool call may have no content. Keys with null are removed, as in transformers."""
     content, role = message.get("content"), text(message.get("role"), "role")
     if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
         content = "".join(part["text"] for part in content)
     if content is not None or not message.get("tool_calls"):
         content = text(content, "content")
-    return {**message, "role": role, "content": content}
+    found = {**message, "role": role, "content": content}
+    return {key: value for key, value in found.items() if value is not None}
 
 
 def _objects(line: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:

@@ -47,6 +47,8 @@ class Generator:
     num_stages: int
     vocab_size: int
     device: torch.device
+    ids_before_prompt: tuple[int, ...] = ()
+    """Tokens with which the texts of the model's training began."""
 
     def __post_init__(self) -> None:
         pipeline = self.groups.size("pp")
@@ -71,6 +73,11 @@ class Generator:
             reader.fill(parameter_pieces(model.named_global_parameters()))
             model.eval()
         return cls(config, groups, stages, len(layers), vocab_size, device)
+
+    def before_prompt(self, ids: Sequence[int]) -> list[int]:
+        """The tokens of a prompt, given as text, after the tokens with which a text begins, unless it has them."""
+        before = list(self.ids_before_prompt)
+        return [*ids] if [*ids[: len(before)]] == before else [*before, *ids]
 
     @property
     def learned_positions(self) -> int | None:
@@ -233,4 +240,7 @@ def start_generator(
         groups = parallel_state.make_groups(config.parallel, world)
         if config.parallel.layout_invariant:
             check_same_kernels(world.device)
-        return Generator.load(reader, config, groups, world.device), tokenizer
+        generator = Generator.load(reader, config, groups, world.device)
+        if isinstance(reader, HuggingFaceReader):  # as in transformers; token files of a training do not have them
+            generator.ids_before_prompt = getattr(tokenizer, "ids_before_prompt", ())
+        return generator, tokenizer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -19,7 +19,7 @@ from megatron_core.inference.openai_requests import (
 )
 from megatron_core.inference.requests import Progress, Request, TokenScore
 from megatron_core.inference.sampling import Sampling
-from megatron_core.inference.text import TextStream
+from megatron_core.inference.text import TextStream, TokenTexts
 from megatron_core.tokenizers import Tokenizer, end_ids
 from megatron_core.tokenizers.chat import ChatTemplate
 
@@ -28,6 +28,8 @@ COMPLETION_TOKENS = 16
 """Default of max_tokens for completions, as in OpenAI's interface."""
 TEMPLATE_SECONDS = 5.0
 """Time limit for rendering a chat template."""
+LEAST_TOP_P = 1e-6
+"""Only the most likely token has a smaller probability of more likely tokens."""
 
 
 @dataclass(frozen=True)
@@ -90,14 +92,20 @@ class Job:
 
 
 class Protocol:
-    """Converts requests for a model and its results."""
+    """Converts requests for a model and its results; ``begin`` adds tokens before a prompt that is given as text."""
 
     def __init__(
-        self, tokenizer: Tokenizer, template: ChatTemplate | None, limits: Limits, model: str, vocab_size: int
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        limits: Limits,
+        model: str,
+        vocab_size: int,
+        begin: Callable[[Sequence[int]], list[int]] = list,
     ) -> None:
         self.tokenizer, self.template, self.limits, self.model = tokenizer, template, limits, model
-        self._vocab_size = vocab_size
-        self._ends = end_ids(tokenizer)
+        self._vocab_size, self._begin = vocab_size, begin
+        self._ends, self._text = end_ids(tokenizer), TokenTexts(tokenizer)
 
     def job(self, body: bytes, *, chat: bool) -> Job:
         """Parse the JSON of a request; ``RequestError`` if it is illegal or not supported."""
@@ -105,9 +113,8 @@ class Protocol:
             asked: ChatRequest | CompletionRequest = read_request(ChatRequest, body)
         else:
             asked = read_request(CompletionRequest, body)
-        if asked.model not in (None, self.model):
-            message = f"model={shown(asked.model)} does not exist; give {self.model!r}, or leave model out"
-            raise RequestError(message, "model", code="model_not_found", status=404)
+        if asked.model is not None:
+            self.check_model(asked.model)
         number, most = asked.n, self.limits.max_choices
         count = 1 if isinstance(asked, ChatRequest) else len(asked.prompt)
         if number * count > most:
@@ -118,7 +125,11 @@ class Protocol:
         else:
             prompts, echo, logprobs = self._prompts(asked.prompt), asked.echo, asked.logprobs
         seed = secrets.randbits(31) if asked.seed is None else asked.seed
-        settings: Json = {"temperature": asked.temperature, "top_p": asked.top_p, "top_k": asked.top_k}
+        settings: Json = {
+            "temperature": asked.temperature,
+            "top_p": max(asked.top_p, LEAST_TOP_P),
+            "top_k": asked.top_k,
+        }
         choices = []
         for index in range(number * len(prompts)):
             prompt = prompts[index // number]
@@ -130,15 +141,30 @@ class Protocol:
                 logprobs=logprobs,
                 score_prompt=echo and logprobs is not None,
             )
-            echoed = self.tokenizer.detokenize(prompt) if echo else ""
-            choices.append(Choice(index, request, TextStream(self.tokenizer, asked.stop), echoed))
+            echoed = self._echo(asked, index // number, prompt) if echo else ""
+            # An answer of a chat is a text of its own; a completion continues its prompt.
+            stream = TextStream(self.tokenizer, asked.stop, () if chat else prompt)
+            choices.append(Choice(index, request, stream, echoed))
         include_usage = asked.stream_options is not None and asked.stream_options.include_usage
         return Job(chat, choices, asked.stream, include_usage, sum(map(len, prompts)))
+
+    def _echo(self, asked: ChatRequest | CompletionRequest, number: int, prompt: Sequence[int]) -> str:
+        """A prompt as it was given, or the text of its tokens if these are reported."""
+        given = asked.prompt[number] if isinstance(asked, CompletionRequest) and asked.logprobs is None else None
+        return given if isinstance(given, str) else self.tokenizer.detokenize(prompt)
+
+    def check_model(self, name: str) -> None:
+        """``RequestError`` unless the model has this name."""
+        if name != self.model:
+            message = f"model={shown(name)} does not exist; give {self.model!r}, or leave model out"
+            raise RequestError(message, "model", code="model_not_found", status=404)
 
     def choice_json(self, job: Job, choice: Choice) -> Json:
         """JSON of a finished choice."""
         text = choice.echo + choice.stream.text
-        content: Json = {"message": {"role": "assistant", "content": text}} if job.chat else {"text": text}
+        content: Json = {"text": text}
+        if job.chat:
+            content = {"message": {"role": "assistant", "content": text, "refusal": None}}
         return {"index": choice.index, **content, "logprobs": self._scores_json(job, choice, 0), **_reason(choice)}
 
     def delta_json(self, job: Job, choice: Choice, text: str, first: int) -> Json:
@@ -150,10 +176,17 @@ class Protocol:
         if choice.request.logprobs is None:
             return None
         tokens = choice.scores[first:]
-        if job.chat:
-            return {"content": [self._chat_score(token, score) for token, score in tokens]}
-        texts = [self._text(token) for token, _ in tokens]
+        texts: list[str] = []
+        begins: list[bool] = []
+        for token, _ in tokens:
+            # Answers of chats and prompts are texts of their own; other tokens continue a text.
+            is_own = job.chat or choice.request.score_prompt
+            begins.append(is_own and not choice.reported and not any(texts))
+            texts.append(self._text(token, begins=begins[-1]))
         *offsets, choice.reported = accumulate(map(len, texts), initial=choice.reported)
+        if job.chat:
+            scores = [self._chat_score(*own, begin) for own, begin in zip(tokens, begins, strict=True)]
+            return {"content": scores, "refusal": None}
         return {
             "tokens": texts,
             "token_logprobs": [None if score is None else score.logprob for _, score in tokens],
@@ -165,14 +198,11 @@ class Protocol:
             "text_offset": offsets,
         }
 
-    def _chat_score(self, token: int, score: TokenScore | None) -> Json:
+    def _chat_score(self, token: int, score: TokenScore | None, begins: bool) -> Json:
         assert score is not None, "only the first token of a prompt has no score, and chats do not score prompts"
         pairs = [(token, score.logprob), *score.alternatives]
-        own, *others = ({"token": self._text(i), "logprob": value, "bytes": None} for i, value in pairs)
+        own, *others = ({"token": self._text(i, begins=begins), "logprob": value, "bytes": None} for i, value in pairs)
         return {**own, "top_logprobs": others}
-
-    def _text(self, token: int) -> str:
-        return self.tokenizer.detokenize([token])
 
     def _chat_prompt(self, messages: Sequence[Message]) -> list[int]:
         """Tokens of a chat."""
@@ -200,7 +230,7 @@ class Protocol:
 
     def _prompts(self, given: Sequence[str | list[int]]) -> list[list[int]]:
         """Tokens of prompts."""
-        texts = iter(self._tokens_of([each for each in given if isinstance(each, str)]))
+        texts = map(self._begin, self._tokens_of([each for each in given if isinstance(each, str)]))
         found = [next(texts) if isinstance(each, str) else each for each in given]
         for each in found:
             if not each:

@@ -56,9 +56,9 @@ class GenerationRequest(_Model):
 
     model: str | None = None
     n: Annotated[int, Field(ge=1)] = 1
-    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     temperature: Annotated[float, Field(ge=0.0, le=100.0)] = 1.0
-    top_p: Annotated[float, Field(ge=1e-6, le=1.0)] = 1.0
+    top_p: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
     top_k: Annotated[int, Field(ge=0, lt=2**31)] = 0
     stop: list[str] = []
     stream: bool = False

@@ -1,12 +1,14 @@
 """Conversion of generated tokens to text during generation."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 
 from megatron_core.tokenizers import Tokenizer
 
 MOST_UNSETTLED, OF_A_CHARACTER = 12, 3
 """After this number of tokens without a complete character, all but the last three are converted as they are."""
+BEFORE = 8
+"""Number of the prompt's last tokens that are converted with the first new token."""
 
 
 def until_stop(text: str, stops: Sequence[str]) -> tuple[str, bool]:
@@ -30,15 +32,32 @@ def _begin_of(stop: str, text: str) -> int:
     return len(text)
 
 
+class TokenTexts:
+    """Texts of single tokens that continue a text: SentencePiece omits the space before the first word of a text."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._before = tokenizer.tokenize("0")  # all tokenizers have text for it, also those of numbers
+        self._length = len(tokenizer.detokenize(self._before))
+
+    def __call__(self, token: int, *, begins: bool = False) -> str:
+        """Text of a token; ``begins``: as the first one of a text."""
+        if begins:
+            return self._tokenizer.detokenize([token])
+        return self._tokenizer.detokenize([*self._before, token])[self._length :]
+
+
 @dataclass
 class TextStream:
     """Incremental text of new tokens, up to the first of ``stops``.
 
-    The work per token does not depend on the number of earlier tokens.
+    ``prompt``: tokens that the text continues, which decide whether it begins with a space; without them the text is
+    converted as a text of its own. The work per token does not depend on the number of earlier tokens.
     """
 
     tokenizer: Tokenizer
     stops: Sequence[str] = ()
+    prompt: InitVar[Sequence[int]] = ()
     stopped: bool = False
     """Whether a stop string ended the text."""
     _shown: list[str] = field(default_factory=list)
@@ -49,6 +68,9 @@ class TextStream:
     """The last tokens with complete characters: the text of a token may depend on tokens before it."""
     _new: list[int] = field(default_factory=list)
     """The tokens after ``_known``."""
+
+    def __post_init__(self, prompt: Sequence[int]) -> None:
+        self._known = list(prompt[-BEFORE:])
 
     @property
     def text(self) -> str:

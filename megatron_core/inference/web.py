@@ -105,6 +105,7 @@ class Server:
             Mount("/page", StaticFiles(directory=PAGE)),
             Route("/health", self.status),
             Route("/v1/models", self.models),
+            Route("/v1/models/{name:path}", self.model),
             Route("/v1/completions", self.completions, methods=["POST"]),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
         ]
@@ -125,10 +126,22 @@ class Server:
         return JSONResponse({"status": "failed" if failed else "ok", **load}, 500 if failed else 200)
 
     async def models(self, request: Request) -> Response:
+        """The list of the model."""
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Response:
+        """The model, by its name."""
+        try:
+            self._protocol.check_model(request.path_params["name"])
+        except RequestError as error:
+            return _refused(error)
+        return JSONResponse(self._model())
+
+    def _model(self) -> Json:
         """Name and maximum length of the model, and whether it has a chat template."""
         own = {"id": self._protocol.model, "object": "model", "created": 0, "owned_by": "megatron_core"}
         length, chats = self._protocol.limits.max_length, self._protocol.template is not None
-        return JSONResponse({"object": "list", "data": [{**own, "max_model_len": length, "has_chat_template": chats}]})
+        return {**own, "max_model_len": length, "has_chat_template": chats}
 
     async def completions(self, request: Request) -> Response:
         """Continuations of prompts."""
@@ -147,16 +160,18 @@ class Server:
         except ClientDisconnect:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         except RequestError as error:
-            return JSONResponse(_error(error.status, str(error), error.param, error.code), error.status)
+            return _refused(error)
         except (DataError, ConfigError) as error:
             raise HTTPException(400, str(error)) from None
         except QueueFullError as error:
             full = _error(429, str(error), code="rate_limit_exceeded")
             return JSONResponse(full, 429, {"Retry-After": "1"})
         kind = "chat.completion" if chat else "text_completion"
-        own = {"id": f"cmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": self._protocol.model}
+        name = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
+        own = {"id": name, "created": int(time.time()), "model": self._protocol.model}
         if job.stream:
-            head = {**own, "object": "chat.completion.chunk" if chat else kind}
+            usage = {"usage": None} if job.include_usage else {}  # with a value in the last event
+            head = {**own, "object": "chat.completion.chunk" if chat else kind, **usage}
             return EventStream(self._events(running, head), running.end)
         whole = asyncio.ensure_future(self._whole(running))
         gone = asyncio.ensure_future(_disconnected(request))
@@ -229,6 +244,10 @@ async def _refusal(request: Request, error: Exception) -> Response:
 async def _failure(request: Request, error: Exception) -> Response:
     """Answer after an error of the server; starlette logs the error."""
     return JSONResponse(_error(500, f"the server failed with {type(error).__name__}; see its log"), 500)
+
+
+def _refused(error: RequestError) -> Response:
+    return JSONResponse(_error(error.status, str(error), error.param, error.code), error.status)
 
 
 def _error(status: int, message: str, param: str | None = None, code: str | None = None) -> Json:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from io import BytesIO
@@ -28,6 +29,10 @@ BINARY = {
     b"PK\x03\x04": "a zip archive",
 }
 """First bytes of files in unsupported formats."""
+TEXT_COLUMN = re.compile(
+    r"(large_)?(string|binary)|(string|binary)_view|fixed_size_binary\[\d+\]|dictionary<values=(large_)?(string|binary),.*"
+)
+"""Pattern of the types of columns with texts; lists and structs of texts are not among them."""
 MOST_ROWS = 4096
 MOST_EMPTY_ROWS, ROWS_PER_BYTE = 1 << 20, 16
 """A Parquet file with more rows than MOST_EMPTY_ROWS and than ROWS_PER_BYTE x its bytes is refused.
@@ -354,7 +359,7 @@ def _check_columns(schema: Any, keys: Sequence[str], path: str) -> None:
             there = ", ".join(schema.names[:10]) or "none"
             raise DamagedFileError(f"{path} has no column {key!r}; its columns: {there}; choose with --json-keys")
         kind = str(schema.field(key).type)
-        if "string" not in kind and "binary" not in kind:
+        if not TEXT_COLUMN.fullmatch(kind):
             raise DamagedFileError(f"{path} has {kind} in column {key!r}, expected strings; choose with --json-keys")
 
 

@@ -54,13 +54,17 @@ Offsets = list[tuple[int, int]]
 
 
 class BaseTokenizer:
-    """Base class with defaults for a tokenizer without special ids and files."""
+    """Base class with defaults for a tokenizer without special ids and files.
+
+    special_as_text: special tokens that are encoded as ordinary text where they occur in a text.
+    """
 
     vocab_size: int
     eod: int | None = None
     bos: int | None = None
     eos: int | None = None
     pad: int | None = None
+    special_as_text: Sequence[str] = ()
 
     def tokenize(self, text: str) -> list[int]:
         """The token ids of one text."""

@@ -21,11 +21,19 @@ DEFAULT, TOOL_USE = "default", "tool_use"
 class ChatTemplate:
     """A Jinja template that runs in Jinja's sandbox; ``tokens`` maps names of special tokens to their texts.
 
-    ``tool_use`` is the template for conversations with tools, by default ``source``. Needs jinja2.
+    ``tool_use`` is the template for conversations with tools, by default ``source``. ``special_as_text``: special
+    tokens that the tokenizer encodes as ordinary text, so that the template must not write them. Needs jinja2.
     Errors: ``ConfigError`` for a template that cannot be read.
     """
 
-    def __init__(self, source: str, tokens: Mapping[str, str], *, tool_use: str | None = None) -> None:
+    def __init__(
+        self,
+        source: str,
+        tokens: Mapping[str, str],
+        *,
+        tool_use: str | None = None,
+        special_as_text: Sequence[str] = (),
+    ) -> None:
         import jinja2
 
         from megatron_core.tokenizers import template_sandbox
@@ -39,6 +47,8 @@ class ChatTemplate:
             "strftime_now": lambda form: datetime.now().strftime(form),
         }
         self._tokens = dict(tokens)
+        written = "\n".join([source, tool_use or "", *self._tokens.values()])
+        self._refused = [token for token in special_as_text if token in written]
         try:
             self._template = environment.from_string(source)
             self._tool_use = self._template if tool_use is None else environment.from_string(tool_use)
@@ -112,7 +122,15 @@ class ChatTemplate:
             raise DataError(f"the chat template refuses these messages: {error}") from None
         except Exception as error:  # expressions of the template raise any kind: recursion, overflow, missing keys
             raise DataError(f"the chat template fails with {type(error).__name__}: {error}; correct it") from None
-        return "".join(parts)
+        text = "".join(parts)
+        given = json.dumps([messages, tools], ensure_ascii=False, default=str) if self._refused else ""
+        for token in self._refused:
+            if text.count(token) > given.count(token):
+                raise DataError(
+                    f"the chat template writes {token}, which this kind of tokenizer encodes as ordinary text; use "
+                    "--tokenizer-type HuggingFaceTokenizer with the model's tokenizer.json, or another --chat-template"
+                )
+        return text
 
     def _raise(self, message: str) -> None:
         raise self._error(message)
@@ -134,7 +152,8 @@ def chat_template_of(tokenizer: Tokenizer, file: str | None = None) -> ChatTempl
         templates = {DEFAULT: _read(Path(file))}
     if DEFAULT not in templates:
         return None
-    return ChatTemplate(templates[DEFAULT], tokens, tool_use=templates.get(TOOL_USE))
+    as_text = getattr(tokenizer, "special_as_text", ())
+    return ChatTemplate(templates[DEFAULT], tokens, tool_use=templates.get(TOOL_USE), special_as_text=as_text)
 
 
 def _templates_in_files(folder: Path) -> dict[str, str]:
@@ -167,6 +186,12 @@ def _read(path: Path) -> str:
         raise ConfigError(f"chat_template={str(path)!r} cannot be read: {error}") from None
 
 
-def _to_json(value: object, indent: int | None = None, ensure_ascii: bool = False) -> str:
-    """Plain JSON; Jinja's filter would escape HTML characters."""
-    return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii)
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Plain JSON, with the options of `transformers`; Jinja's filter would escape HTML characters."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import orjson
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors
 
 from megatron_core.errors import ConfigError, shortened
 from megatron_core.tokenizers.base import BaseTokenizer, Offsets, canonical_json
@@ -93,8 +93,8 @@ class LibraryTokenizer(BaseTokenizer):
 class HuggingFaceTokenizer(LibraryTokenizer):
     """A `tokenizer.json`, or a folder that contains one.
 
-    Special tokens of the file's post-processor (such as a begin-of-text id) are not added. A special token in the text
-    becomes its id, as in the `transformers` library.
+    Special tokens of the file's post-processor are not added; `ids_before_prompt` are those before a text, such as a
+    begin-of-text id. A special token in the text becomes its id, as in the `transformers` library.
 
     `bos`, `eos` and `pad` come from `tokenizer_config.json` or `special_tokens_map.json` in the same folder, else from
     a list of usual names. `eod` comes from the usual names first, and else is `eos`, because the `eos` of a chat model
@@ -114,6 +114,9 @@ class HuggingFaceTokenizer(LibraryTokenizer):
                 "vocabulary, so that unknown words have no id; add it to the file"
             )
         super().__init__(tokenizer, vocabulary)
+        self.ids_before_prompt = _ids_before(tokenizer)
+        # It would exclude spaces from the characters of tokens.
+        tokenizer.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B:1")
         named = named_tokens(self._path.parent)
         usual_end = first_id(END_OF_DOCUMENT, vocabulary)
         self.bos = vocabulary.get(named.get("bos_token", ""), first_id(BEGIN_OF_SEQUENCE, vocabulary))
@@ -152,6 +155,7 @@ class GPT2BPETokenizer(LibraryTokenizer):
         vocabulary = tokenizer.get_vocab()
         super().__init__(tokenizer, vocabulary)
         self.eod = self.eos = vocabulary.get(END_OF_DOCUMENT[0])
+        self.special_as_text = END_OF_DOCUMENT[:1]
 
     def files(self) -> list[Path]:
         """The vocabulary file, the merges file, and the files that `transformers` keeps with them."""
@@ -162,6 +166,13 @@ class GPT2BPETokenizer(LibraryTokenizer):
         merges = self._merge_file.read_text(encoding="utf-8").splitlines()
         ranked = [line for line in merges if line and not line.startswith("#version")]
         return b"gpt2 bpe", canonical_json(vocabulary), "\n".join(ranked).encode("utf-8")
+
+
+def _ids_before(tokenizer: tokenizers.Tokenizer) -> tuple[int, ...]:
+    """The ids that the file's post-processor puts before a text."""
+    encoding = tokenizer.encode("0", add_special_tokens=True)
+    added = encoding.special_tokens_mask
+    return tuple(encoding.ids[: added.index(0)] if 0 in added else ())
 
 
 def _existing(flag: str, path: str | Path) -> Path:

@@ -8,12 +8,14 @@ import sentencepiece
 from megatron_core.errors import ConfigError
 from megatron_core.tokenizers.base import BaseTokenizer, Offsets
 from megatron_core.tokenizers.companions import companion_files, other_vocabularies
+from megatron_core.tokenizers.hugging_face import END_OF_TURN, generation_ends
 
 
 class SentencePieceTokenizer(BaseTokenizer):
     """A SentencePiece `.model` file; its end-of-sentence id ends a document.
 
-    add_bos: put the model's begin-of-sentence id before every text, as Megatron's Llama2Tokenizer does.
+    add_bos: put the model's begin-of-sentence id before every text, as Megatron's Llama2Tokenizer does. `turn_ends` are
+    further ids that end a generated text, as in `HuggingFaceTokenizer`.
     """
 
     def __init__(self, path: str | Path, add_bos: bool = False) -> None:
@@ -30,6 +32,9 @@ class SentencePieceTokenizer(BaseTokenizer):
         self.eos = _present(self._processor.eos_id())
         self.pad = _present(self._processor.pad_id())
         self.eod = self.eos
+        self.turn_ends = tuple(dict.fromkeys([*generation_ends(self._path.parent), *self._ids_of(END_OF_TURN)]))
+        control = filter(self._processor.is_control, range(self.vocab_size))
+        self.special_as_text = [self._processor.id_to_piece(i) for i in control]
 
     def tokenize(self, text: str) -> list[int]:
         """The token ids of one text."""
@@ -52,6 +57,11 @@ class SentencePieceTokenizer(BaseTokenizer):
     def files(self) -> list[Path]:
         """The model file, and the files that `transformers` stores next to it."""
         return [self._path, *companion_files(self._path.parent), *other_vocabularies(self._path)]
+
+    def _ids_of(self, pieces: Sequence[str]) -> list[int]:
+        """The ids of those pieces that the model has."""
+        ids = map(self._processor.piece_to_id, pieces)
+        return [i for piece, i in zip(pieces, ids, strict=True) if self._processor.id_to_piece(i) == piece]
 
     def _identity(self) -> Sequence[bytes]:
         return b"sentencepiece", self._path.read_bytes(), b"bos" if self.add_bos else b""

@@ -80,6 +80,7 @@ class TikTokenizer(BaseTokenizer):
         self.vocab_size = num_special_tokens + len(self._tokens)
         self.bos, self.pad = self._special["<s>"], self._special.get("<pad>")
         self.eos = self.eod = self._special["</s>"]
+        self.special_as_text = list(self._special)
 
     def tokenize(self, text: str) -> list[int]:
         """The token ids of one text; DataError if tiktoken cannot match a long run of spaces in it."""

@@ -10,14 +10,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from megatron_core.commands.train_tokenizer import Settings as TokenizerSettings
+from megatron_core.commands.train_tokenizer import train
 from megatron_core.config import DataConfig, RunConfig
 from megatron_core.datasets.build_conversations import build_conversations
-from megatron_core.datasets.conversations import ConversationTokenizer
+from megatron_core.datasets.conversations import ConversationFile, ConversationTokenizer
 from megatron_core.datasets.packing import first_fit
 from megatron_core.errors import ConfigError, DataError
-from megatron_core.tokenizers import HuggingFaceTokenizer, tokenizer_of
+from megatron_core.tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer, end_ids, tokenizer_of
 from megatron_core.tokenizers.chat import ChatTemplate
 from megatron_core.training.step import evaluate, train_step
 from tests.runs import TINY, tiny_run
@@ -224,6 +227,59 @@ def test_tokens_and_answers_are_those_of_transformers(template: str, tmp_path: P
         else:  # only the line break ends a turn, so it must be learned
             learned = theirs.decode([token for token, is_answer in zip(ids, answers, strict=True) if is_answer])
             assert learned == f"{first}\n{second}\n"
+
+
+def test_spaces_are_part_of_their_answer(tmp_path: Path) -> None:
+    """A tokenizer may exclude spaces from the characters of tokens; the space before an answer is not learned."""
+    template = "{% for m in messages %}{{ m.role }}: {% generation %}{{ m.content }}{% endgeneration %}\n{% endfor %}"
+    path = write_tokenizer_json(tmp_path)
+    library = Tokenizer.from_file(str(path))
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    library.pre_tokenizer = pre_tokenizers.Sequence([digits, library.pre_tokenizer])
+    library.post_processor = processors.ByteLevel(trim_offsets=True)
+    library.save(str(path))
+    tokenizer = HuggingFaceTokenizer(path)
+    encoder = ConversationTokenizer(tokenizer, ChatTemplate(template, {}))
+    for answer in ("12", "1 "):
+        ids, answers = encoder.encode([{"role": "user", "content": "a"}, {"role": "assistant", "content": answer}])
+        learned = [token for token, is_answer in zip(ids, answers, strict=True) if is_answer]
+        assert tokenizer.detokenize(learned) == f"a{answer}", "both messages are marked"
+
+
+def test_a_sentence_piece_model_may_have_an_end_of_turn(tmp_path: Path) -> None:
+    """Generation ends with it, and the line break after it is not learned, as with a tokenizer.json."""
+    settings = TokenizerSettings(
+        input=(str(tmp_path / "text.txt"),),
+        output=str(tmp_path / "tokenizer.model"),
+        vocab_size=280,
+        special_tokens=("<|im_start|>", "<|im_end|>"),
+    )
+    (tmp_path / "text.txt").write_text("the cat and the hat " * 40)
+    train(settings)
+    tokenizer = SentencePieceTokenizer(tmp_path / "tokenizer.model")
+    assert sorted(map(tokenizer.detokenize, ([end] for end in end_ids(tokenizer)))) == ["", "<|im_end|>"]
+    for template in (CHATML, CHATML_MARKED):
+        encoder = ConversationTokenizer(tokenizer, ChatTemplate(template, {}))
+        ids, answers = encoder.encode(TALK)
+        learned = [token for token, is_answer in zip(ids, answers, strict=True) if is_answer]
+        assert tokenizer.detokenize(learned) == "xyz<|im_end|>w<|im_end|>"
+
+
+def test_null_is_no_value(tmp_path: Path) -> None:
+    """As in transformers: files that were written from tables have null for the keys of other messages."""
+    template = (
+        "{% for m in messages %}{{ m.role }}{% if 'tool_calls' in m %}{{ m.tool_calls | tojson }}{% endif %}"
+        "{{ m.content }}{% endfor %}"
+    )
+    calls = [{"function": {"name": "f"}}]
+    talk = [
+        {"role": "user", "content": "a", "tool_calls": None, "name": None},
+        {"role": "assistant", "content": None, "tool_calls": calls},
+    ]
+    (tmp_path / "talk.jsonl").write_text(json.dumps({"messages": talk}))
+    ((found,), _) = ConversationFile(str(tmp_path / "talk.jsonl"))[0]
+    assert found == [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": calls}]
+    assert ChatTemplate(template, {}).render(found) == 'useraassistant[{"function": {"name": "f"}}]'
 
 
 def test_a_mark_within_a_message_is_refused() -> None:

@@ -141,7 +141,7 @@ def test_files_of_a_tokenizer_that_is_not_used_are_kept(folder: Path, tmp_path: 
 def test_a_sentencepiece_model_keeps_its_template(tmp_path: Path) -> None:
     (tmp_path / "llama").mkdir()
     file = write_sentence_piece(tmp_path, keep_spaces=True).rename(tmp_path / "llama" / "tokenizer.model")
-    names = {"bos_token": "<s>", "eos_token": "</s>", "tokenizer_class": "LlamaTokenizer"}
+    names = {"bos_token": "[B]", "eos_token": "[E]", "tokenizer_class": "LlamaTokenizer"}
     (tmp_path / "llama" / "tokenizer_config.json").write_text(json.dumps(names))
     in_files(tmp_path / "llama")
     llama = {"position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True, "disable_bias_linear": True}
@@ -150,6 +150,6 @@ def test_a_sentencepiece_model_keeps_its_template(tmp_path: Path) -> None:
     run.saver.save(run.state)
     export_hugging_face(tmp_path / "ours", tmp_path / "again", verify=False)
     expected = chat_template_of(SentencePieceTokenizer(file)).render(MESSAGES)
-    assert expected == chat(tmp_path / "again", None, None) and expected.startswith("<s><|user|>caf\u00e9 <b> & ''")
+    assert expected == chat(tmp_path / "again", None, None) and expected.startswith("[B]<|user|>caf\u00e9 <b> & ''")
     config = stored_config(find_checkpoint(str(tmp_path / "ours")))
     assert chat_template_of(tokenizer_of(config.data)).render(MESSAGES) == expected

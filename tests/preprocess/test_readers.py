@@ -180,7 +180,10 @@ def write_parquet(path: Path, column: pyarrow.Array) -> Path:
     return path
 
 
-@pytest.mark.parametrize("kind", [pyarrow.string(), pyarrow.large_string(), pyarrow.binary()])
+CATEGORIES = pyarrow.dictionary(pyarrow.int32(), pyarrow.string())
+
+
+@pytest.mark.parametrize("kind", [pyarrow.string(), pyarrow.large_string(), pyarrow.binary(), CATEGORIES])
 def test_parquet_rows(kind: pyarrow.DataType, tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "a.parquet", pyarrow.array(ROWS, kind))
     expected = [(n, row or "") for n, row in enumerate(ROWS, 1)]
@@ -188,6 +191,15 @@ def test_parquet_rows(kind: pyarrow.DataType, tmp_path: Path) -> None:
     for restart in (1, 3, 20):
         assert read(path, Limits(batch_bytes=200), restart=restart) == expected
     assert read(path, cuts=[10])[-90:] == [(n + 90, row or "") for n, row in enumerate(ROWS, 1) if n > 10]
+
+
+@pytest.mark.parametrize("column", [[["a"], ["b"]], [{"string": "a"}, {"string": "b"}], [1, 2]])
+def test_columns_without_text_are_named(column: list, tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "a.parquet", pyarrow.array(column))
+    with pytest.raises(
+        DamagedFileError, match=r"a\.parquet has (list|struct|int64).* in column 'text', expected strings"
+    ):
+        read(path)
 
 
 def test_compressed_parquet_and_the_copy_of_an_older_file(tmp_path: Path) -> None:

@@ -1,14 +1,18 @@
-"""Endless chat templates, or those with too large values, end in one error sentence."""
+"""Chat templates: values as in transformers, and one error sentence for those that fail or never end."""
 
 from __future__ import annotations
 
+import json
 import sys
+from pathlib import Path
 
 import pytest
 import transformers
 
 from megatron_core.errors import ConfigError, DataError
-from megatron_core.tokenizers.chat import ChatTemplate
+from megatron_core.tokenizers import GPT2BPETokenizer, SentencePieceTokenizer, TikTokenizer, Tokenizer
+from megatron_core.tokenizers.chat import ChatTemplate, chat_template_of
+from tests.tokenizers.corpus import write_gpt2_files, write_rank_json, write_sentence_piece
 
 MESSAGES = [{"role": "user", "content": " the cat "}, {"role": "assistant", "content": "sat"}]
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% set x = 1 %}{% endfor %}{% endfor %}"
@@ -56,3 +60,43 @@ def test_bounded_operators_are_those_of_jinja(tmp_path: object) -> None:
     expected = transformers.utils.chat_template_utils.render_jinja_template([MESSAGES], chat_template=template,
                                                                            bos_token="<s>")[0][0]  # fmt: skip
     assert ChatTemplate(template, {"bos_token": "<s>"}).render(MESSAGES, seconds=5.0) == expected
+
+
+@pytest.mark.parametrize(
+    "options",
+    ["", "true", "false, 2", "ensure_ascii=true", "indent=4", "separators=(',', ':')", "sort_keys=true, indent=1"],
+)
+def test_options_of_json_are_those_of_transformers(options: str) -> None:
+    template = f"{{{{ {{'b': [1, '<\u00e9>'], 'a': none}} | tojson({options}) }}}}"
+    expected = transformers.utils.chat_template_utils.render_jinja_template([MESSAGES], chat_template=template)[0][0]
+    assert ChatTemplate(template, {}).render(MESSAGES) == expected
+
+
+def _tokenizers(folder: Path) -> dict[str, Tokenizer]:
+    """Tokenizers that encode special tokens in a text as ordinary text, by one of these tokens."""
+    return {
+        "<s>": SentencePieceTokenizer(write_sentence_piece(folder), add_bos=True),
+        "</s>": TikTokenizer(write_rank_json(folder)),
+        "<|endoftext|>": GPT2BPETokenizer(*write_gpt2_files(folder)),
+    }
+
+
+@pytest.mark.parametrize("special", ["<s>", "</s>", "<|endoftext|>"])
+@pytest.mark.parametrize("named", [True, False])
+def test_special_tokens_that_would_become_text_are_refused(special: str, named: bool, tmp_path: Path) -> None:
+    """An end of turn as ordinary text would be learned, but never generated as a token; in a message it is text."""
+    tokenizer = _tokenizers(tmp_path)[special]
+    assert len(tokenizer.tokenize(special)) > 2
+    file = tmp_path / "chat.jinja"
+    file.write_text(
+        "{% for m in messages %}{{ m.content }}" + ("{{ end_token }}" if named else special) + "{% endfor %}"
+    )
+    folder = {path.parent for path in tokenizer.files()}.pop()
+    (folder / "tokenizer_config.json").write_text(json.dumps({"end_token": special}))
+    template = chat_template_of(tokenizer, str(file))
+    assert template is not None
+    with pytest.raises(DataError, match=f"writes {special.replace('|', '.')}, which this kind of tokenizer encodes as"):
+        template.render([{"role": "user", "content": special}])
+    file.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    template = chat_template_of(tokenizer, str(file))
+    assert template is not None and template.render([{"role": "user", "content": special}]) == special

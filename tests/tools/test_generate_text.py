@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import processors
 
 from megatron_core.checkpoint import find_checkpoint
-from megatron_core.commands.generate_text import Settings, generate_text
+from megatron_core.commands.generate_text import Settings, generate_text, read_prompts
 from megatron_core.config import RunConfig
 from megatron_core.config.rules_parallel import parallel_problems
 from megatron_core.config.rules_stages import stage_problems
@@ -23,8 +24,9 @@ from megatron_core.tokenizers import Tokenizer, tokenizer_of
 from megatron_core.training.compatibility import stored_config
 from megatron_core.training.setup import set_up
 from tests.checkpoint.runs import save_run
+from tests.models.hf_models import LLAMA, transformers
 from tests.runs import tiny_config, tiny_run
-from tests.tokenizers.corpus import write_tokenizer_json
+from tests.tokenizers.corpus import train_bpe, write_tokenizer_json
 
 WORLD_OF_ONE = World(0, 1, 0, torch.device("cpu"))
 
@@ -157,10 +159,39 @@ def test_prompts_from_standard_input(
         ({"prompt": ("a",), "max_new_tokens": 0}, "max_new_tokens=0"),
         ({"prompt_file": "nowhere"}, "prompt_file='nowhere' cannot be read"),
         ({"prompt_file": "bad.jsonl"}, r'bad.jsonl:2: this is not an object with a text "prompt"'),
+        ({"prompt_file": "half.jsonl"}, r"'\\ud800': the prompt is not valid Unicode"),
+        ({"prompt": ("a\udcff",)}, r"'a\\udcff': the prompt is not valid Unicode"),
     ],
 )
 def test_wrong_settings(settings: dict, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n[1]\n')
+    (tmp_path / "half.jsonl").write_text('{"prompt": "\\ud800"}\n')
     with pytest.raises(MegatronError, match=message):
         generate_text(Settings(load="nowhere", **settings), WORLD_OF_ONE)
+
+
+def test_prompts_are_separated_by_newlines_only(tmp_path: Path) -> None:
+    """JSON does not escape other line separators, of which Python knows many."""
+    prompts = ["a\u2028b", "c\x85d", "e\x0cf"]
+    lines = [json.dumps({"prompt": prompt}, ensure_ascii=False) for prompt in prompts]
+    (tmp_path / "p.jsonl").write_bytes("\r\n".join([*lines, "", ""]).encode("utf-8-sig"))
+    (tmp_path / "p.txt").write_bytes("\r\n".join([*prompts, " ", ""]).encode("utf-8-sig"))
+    assert read_prompts(str(tmp_path / "p.jsonl")) == read_prompts(str(tmp_path / "p.txt")) == prompts
+
+
+def test_a_model_of_hugging_face_has_the_first_token_of_its_texts(tmp_path: Path) -> None:
+    """Such as a begin of text, as in transformers; its post-processor adds it."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**LLAMA | {"vocab_size": 300, "initializer_range": 0.3, "eos_token_id": 299})
+    model = transformers.LlamaForCausalLM(config).eval()
+    model.save_pretrained(tmp_path)
+    library = train_bpe(["<s>", "</s>"])
+    library.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    library.save(str(tmp_path / "tokenizer.json"))
+    output = tmp_path / "o.jsonl"
+    generate_text(Settings(load=str(tmp_path), prompt=("the cat",), max_new_tokens=6, output=str(output)), WORLD_OF_ONE)
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
+    ids = theirs("the cat", return_tensors="pt").input_ids
+    expected = model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=1)[0, ids.shape[1] :].tolist()
+    assert ids[0, 0] == 0 and json.loads(output.read_text())["tokens"] == expected

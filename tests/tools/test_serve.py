@@ -168,7 +168,11 @@ def test_chats_are_those_of_transformers(server: Client, reference: Reference) -
     prompt = reference.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     answer = server.post("/v1/chat/completions", messages=messages, temperature=0, max_completion_tokens=8)
     assert answer["object"] == "chat.completion"
-    assert answer["choices"][0]["message"] == {"role": "assistant", "content": reference.greedy(prompt)}
+    assert answer["choices"][0]["message"] == {
+        "role": "assistant",
+        "content": reference.greedy(prompt),
+        "refusal": None,
+    }
     parts = [{"role": "user", "content": [{"type": "text", "text": "the "}, {"type": "text", "text": "cat"}]}]
     whole = [{"role": "user", "content": "the cat"}]
     found = [server.post("/v1/chat/completions", messages=m, seed=3, max_tokens=5)["choices"] for m in (parts, whole)]
@@ -271,7 +275,7 @@ REFUSED: dict[str, tuple[str, object, int, str]] = {
         400,
         "temperature=nan: it should be a finite number",
     ),
-    "top_p": (COMPLETIONS, {"prompt": "a", "top_p": 0}, 400, "top_p=0: it should be greater than or equal to 0.000001"),
+    "top_p": (COMPLETIONS, {"prompt": "a", "top_p": -1}, 400, "top_p=-1: it should be greater than or equal to 0"),
     "stop": (COMPLETIONS, {"prompt": "a", "stop": [""]}, 400, "give a text or a list of texts, none of them empty"),
     "choices": (COMPLETIONS, {"prompt": ["a", "b"], "n": 4}, 400, "2 prompts times n=4 is more than 6"),
     "unknown": (COMPLETIONS, {"prompt": "a", "beams": 2}, 400, "'beams' is not a parameter of this server"),
@@ -319,6 +323,19 @@ REFUSED: dict[str, tuple[str, object, int, str]] = {
     "path": ("/v1/other", {}, 404, "Not Found"),
     "method": ("/health", {}, 405, "Method Not Allowed"),
 }
+
+
+def test_requests_and_answers_have_the_values_of_openai(server: Client) -> None:
+    """Bounds, names and null as in its reference: https://platform.openai.com/docs/api-reference."""
+    greedy = server.complete("the cat")
+    likeliest = server.complete("the cat", temperature=1, top_p=0, seed=-(2**63))
+    assert likeliest["choices"] == greedy["choices"] and greedy["id"].startswith("cmpl-")
+    chat = server.post(CHAT, messages=[{"role": "user", "content": "a"}], max_tokens=1, logprobs=True)
+    assert chat["id"].startswith("chatcmpl-") and chat["choices"][0]["message"]["refusal"] is None
+    assert chat["choices"][0]["logprobs"]["refusal"] is None
+    *events, last = server.stream(COMPLETIONS, prompt="a", max_tokens=2, stream_options={"include_usage": True})
+    assert [event["usage"] for event in events] == [None] * len(events) and last["usage"]["completion_tokens"] == 2
+    assert all("usage" not in event for event in server.stream(COMPLETIONS, prompt="a", max_tokens=2))
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -437,6 +454,13 @@ def test_the_page_is_complete(server: Client) -> None:
     for path in set(re.findall(r'"(/v1/[\w/]*completions)"', script)):
         assert server.refused(path, {})[0] == 400
     assert server.send("/page/../web.py")[0] == server.send("/page/%2e%2e/web.py")[0] == 404
+
+
+def test_a_model_has_its_name(server: Client) -> None:
+    (listed,) = json.loads(server.send("/v1/models")[1])["data"]
+    assert json.loads(server.send("/v1/models/tiny-llama")[1]) == listed
+    status, message = server.send("/v1/models/a/b")
+    assert status == 404 and json.loads(message)["error"]["code"] == "model_not_found"
 
 
 def test_models_say_whether_they_chat(server: Client) -> None:

@@ -1,0 +1,106 @@
+"""Text and tokens of completions in OpenAI's format, for tokenizers that omit the space before a text."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from tokenizers import Tokenizer as LibraryTokenizer
+from tokenizers import decoders, models, pre_tokenizers, processors
+
+from megatron_core.inference import Progress, TokenScore
+from megatron_core.inference.openai import Job, Limits, Protocol
+from megatron_core.tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
+from megatron_core.tokenizers.chat import ChatTemplate
+from tests.inference.fuzz import generator_of
+from tests.tokenizers.corpus import train_bpe, write_sentence_piece
+
+TEXT = "the cat and the hat"
+
+
+def tokenizer_of(kind: str, folder: Path) -> Tokenizer:
+    if kind.startswith("SentencePiece"):
+        return SentencePieceTokenizer(write_sentence_piece(folder), add_bos=kind.endswith("begin"))
+    words = ["the", "cat", "and", "hat"]
+    if kind == "Metaspace":
+        splitter, decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+        words = [f"\u2581{word}" for word in words]
+    else:
+        splitter, decoder = pre_tokenizers.Whitespace(), decoders.WordPiece()
+    vocabulary = {word: i for i, word in enumerate(["<unk>", *words])}
+    library = LibraryTokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    library.pre_tokenizer, library.decoder = splitter, decoder
+    library.save(str(folder / "tokenizer.json"))
+    return HuggingFaceTokenizer(folder)
+
+
+def job_of(tokenizer: Tokenizer, *, chat: bool = False, **asked: Any) -> tuple[Protocol, Job]:
+    template = ChatTemplate("{{ messages[0].content }}", {})
+    protocol = Protocol(tokenizer, template, Limits(100), "m", tokenizer.vocab_size)
+    return protocol, protocol.job(json.dumps(asked).encode(), chat=chat)
+
+
+@pytest.mark.parametrize("kind", ["SentencePiece", "SentencePiece with begin", "Metaspace", "WordPiece"])
+@pytest.mark.parametrize("given", ["text", "tokens"])
+def test_a_completion_continues_its_prompt(kind: str, given: str, tmp_path: Path) -> None:
+    """Prompt and completion are the whole text, and the reported tokens are the completion."""
+    tokenizer = tokenizer_of(kind, tmp_path)
+    ids, old = tokenizer.tokenize(TEXT), len(tokenizer.tokenize("the cat"))
+    prompt = "the cat" if given == "text" else ids[:old]
+    for echo in (False, True):
+        protocol, job = job_of(tokenizer, prompt=prompt, max_tokens=len(ids) - old, logprobs=1, echo=echo)
+        (choice,) = job.choices
+        scores = tuple(TokenScore(-1.0) for _ in range(old - 1)) if echo else ()
+        for number, token in enumerate(ids[old:], old + 1):
+            finished = "length" if number == len(ids) else None
+            choice.add(Progress(0, token, TokenScore(-1.0, ((token, -1.0),)), finished, scores))
+        found = protocol.choice_json(job, choice)
+        assert found["text"] == (TEXT if echo else " and the hat")
+        assert "".join(found["logprobs"]["tokens"]) == found["text"]
+        tokens, offsets = found["logprobs"]["tokens"], found["logprobs"]["text_offset"]
+        assert all(found["text"].startswith(token, at) for token, at in zip(tokens, offsets, strict=True))
+        assert list(found["logprobs"]["top_logprobs"][-1]) == tokens[-1:]
+
+
+def test_an_answer_of_a_chat_is_a_text_of_its_own(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of("SentencePiece", tmp_path)
+    ids = tokenizer.tokenize(TEXT)
+    protocol, job = job_of(tokenizer, chat=True, messages=[{"role": "user", "content": "a"}], logprobs=True)
+    (choice,) = job.choices
+    for token in ids:
+        choice.add(Progress(0, token, TokenScore(-1.0), "length" if token is ids[-1] else None))
+    found = protocol.choice_json(job, choice)
+    assert found["message"]["content"] == TEXT == "".join(each["token"] for each in found["logprobs"]["content"])
+
+
+def test_an_echo_is_the_prompt_as_it_was_given(tmp_path: Path) -> None:
+    """The text of the tokens may differ: this tokenizer has no token for a word, and none for several spaces."""
+    tokenizer = tokenizer_of("WordPiece", tmp_path)
+    prompt = "the  dog"
+    ids = tokenizer.tokenize(prompt)
+    for asked, expected in ((prompt, prompt), (ids, tokenizer.detokenize(ids))):
+        (choice,) = job_of(tokenizer, prompt=asked, max_tokens=0, echo=True)[1].choices
+        assert choice.echo == expected
+    assert tokenizer.detokenize(ids) != prompt
+
+
+def test_prompts_of_models_of_hugging_face_begin_as_in_transformers(tmp_path: Path) -> None:
+    """With the tokens that the file puts before a text, unless the prompt has them; given tokens do not change."""
+    library = train_bpe(["<s>", "</s>"])
+    template = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)])
+    library.post_processor = template
+    library.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = HuggingFaceTokenizer(tmp_path)
+    generator = replace(generator_of({}), ids_before_prompt=tokenizer.ids_before_prompt)
+    protocol = Protocol(tokenizer, None, Limits(100), "m", tokenizer.vocab_size, generator.before_prompt)
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
+    *expected, _ = theirs("the cat").input_ids
+    plain = tokenizer.tokenize("the cat")
+    assert expected == [0, *plain]
+    for prompt, given in (("the cat", expected), (plain, plain), ("<s>the cat", expected)):
+        (choice,) = protocol.job(json.dumps({"prompt": prompt, "max_tokens": 1}).encode(), chat=False).choices
+        assert choice.request.prompt == tuple(given)
