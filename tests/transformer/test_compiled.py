@@ -186,7 +186,7 @@ def test_finds(layout: str, place: str, old: str, new: str) -> None:
 
 
 def test_releases_that_cannot_trace_shared_memory_are_refused() -> None:
-    with mock.patch.object(torch, "__version__", "2.11.0"), pytest.raises(RankFailure, match="torch 2.12 or newer"):
+    with mock.patch.object(torch, "__version__", "2.11.0"), pytest.raises(RankFailure, match=r"torch 2\.12 or newer"):
         trace_faults("tp2 sp")
 
 
