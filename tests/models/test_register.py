@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatron_core.config import RunConfig
 from megatron_core.errors import CheckpointError
 from megatron_core.models.hf import HuggingFaceReader, architecture_of, register, settings_of_folder
-from megatron_core.models.hf.architecture import ARCHITECTURES
+from megatron_core.models.hf.architecture import ARCHITECTURES, architecture_for
 from megatron_core.training.conversion import export_hugging_face
 from megatron_core.training.step import train_step
 from megatron_core.verify.ranks import run_ranks
@@ -122,3 +124,14 @@ def test_a_name_is_registered_once_and_settings_exist() -> None:
     with pytest.raises(ValueError, match="other: ModelConfig has no settings number_of_norms"):
         register(INVENTED, model_type="other", fixed={"number_of_norms": 5})
     assert "other" not in ARCHITECTURES
+
+
+@pytest.mark.parametrize("model_type", ["granite", "hyperclovax"])
+def test_the_default_scale_of_scores_is_a_factor_of_granite(model_type: str) -> None:
+    """A model trained here without --softmax-scale, which config.json always has."""
+    placement = "sandwich" if model_type == "hyperclovax" else "pre"
+    llama = {"normalization": "RMSNorm", "swiglu": True, "disable_bias_linear": True, "position_embedding_type": "rope"}
+    config = RunConfig.from_flat(TINY | llama | {"norm_placement": placement, "norm_epsilon": 1e-6}).model
+    assert architecture_for(config, model_type).config_json(config)["attention_multiplier"] == config.head_size**-0.5
+    with pytest.raises(CheckpointError, match="softmax_scale="):
+        architecture_for(replace(config, softmax_scale=0.5), "llama")

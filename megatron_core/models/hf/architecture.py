@@ -222,7 +222,9 @@ def function_settings(config: ModelConfig) -> Settings:
     unused: tuple[str, ...] = () if config.may_have_attention else of_attention
     of_mlps = ("ffn_hidden_size", "moe_ffn_hidden_size", *ACTIVATIONS)
     unused += () if config.may_have("-", "E") else of_mlps
+    scale = None if config.multi_latent_attention or config.use_mup else config.head_size**-0.5
     return own | {
+        "softmax_scale": config.softmax_scale or scale,
         "group_query_attention": None,
         "num_query_groups": config.query_groups,
         "kv_channels": config.head_size,
