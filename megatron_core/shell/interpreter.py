@@ -61,10 +61,14 @@ class Interpreter(BuiltIns):
         found.variables.output_of = found._output_of
         try:
             found.run(parse(text, script))
-        except Jump:
+        except Jump:  # ``exit`` or ``return``: the script ends here
             pass
         except RecursionError:
             raise ConfigError(f"{script} is nested too deeply; only simple scripts can be read") from None
+        except ConfigError:
+            raise
+        except ValueError as error:  # a number with more digits than Python converts
+            raise ConfigError(f"{script} cannot be read: {error}") from None
         return found
 
     def run(self, node: Node) -> bool | None:

@@ -11,6 +11,8 @@ from megatron_core.shell.patterns import MOST_ROUNDS, unescaped
 from megatron_core.shell.unknown import UNKNOWN, unknown
 
 _FORMAT = re.compile(r"%(?:(%)|([-+ 0#]*\d*(?:\.\d+)?)([sbqcdiuoxXeEfFgG]))")
+MOST_DIGITS = 4
+"""Maximum number of digits of the width or precision of a value of printf."""
 
 
 def printed(words: list[str], name: str) -> str:
@@ -73,6 +75,8 @@ def _round(pattern: str, values: Iterator[str]) -> Iterator[str | None]:
 
 
 def _value(width: str, kind: str, value: str | None) -> str | None:
+    if any(len(size) > MOST_DIGITS for size in re.findall(r"\d+", width)):
+        return None
     if value is not None and UNKNOWN.search(value):
         return value if not width and kind in "sdi" else None
     if kind in "sbqc":

@@ -29,9 +29,9 @@ class State:
     _locals: list[dict[str, Value | None]] = field(default_factory=list)
     """Of each function that is followed, the outer values of its local variables."""
     _output: list[str] | None = None
-    """Texts on standard output; None if nobody reads it."""
+    """Texts on standard output; None: they are discarded."""
     _input: list[str] | None = None
-    """Lines on standard input; None if they are not known."""
+    """Lines on standard input; None: they are not known."""
     _folder: str = ""
     """Folder after ``cd``; empty: that in which the script would run."""
     _option_place: tuple[str, int] = ("", 0)

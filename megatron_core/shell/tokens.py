@@ -185,7 +185,7 @@ def _arithmetic_end(text: str, at: int) -> int | None:
             if depth == 1:
                 return at + 2 if text.startswith("))", at) else None
             at = end_of(text, at) if text[at] in "\\'\"`$" else at + 1
-    except ValueError:
+    except ValueError:  # a quote or expansion within is not closed
         pass
     return None
 

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_core.errors import ConfigError
 from megatron_core.shell.interpreter import Interpreter
-from megatron_core.shell.unknown import readable
+from megatron_core.shell.unknown import UNKNOWN, readable
 from tests.shell.scripts import SCRIPTS as MORE
 from tests.shell.scripts import every_arithmetic, every_expansion
 
@@ -184,11 +184,19 @@ def test_other_scripts_and_variables(tmp_path: Path) -> None:
         ("{ " * 200, "nested too deeply"),
         ("x=aaaaaaaaaa; for ((;;)); do x=$x$x; done", "more than 1000000 characters"),
         ("while true; do for ((i=0;i<900;i++)); do :; done; done", "steps"),
+        ("shift " + 5000 * "9", "limit"),
     ],
 )
 def test_scripts_that_cannot_be_followed(text: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         Interpreter.of(text, "script.sh", [], {})
+
+
+def test_a_wide_value_of_printf_is_not_known() -> None:
+    """A script of a few characters must not fill the memory."""
+    found = Interpreter.of("train $(printf '%1000000000d' 3) $(printf '%5d' 3)", "script.sh", [], {})
+    (command,) = found.commands
+    assert UNKNOWN.search(command.words[1]) and command.words[2] == "3"
 
 
 def test_variables_of_branches_that_are_not_followed() -> None:
