@@ -7,7 +7,6 @@ import ctypes
 import hashlib
 import json
 import os
-import re
 import secrets
 import signal
 import sys
@@ -22,29 +21,22 @@ import torch
 import torch.distributed as dist
 
 from megatron_core.command import INTERRUPTED, begin_program
-from megatron_core.errors import LayoutError, MegatronError, visible
+from megatron_core.errors import LayoutError, visible
 from megatron_core.launcher import read_launcher
-from megatron_core.locations import path_of
+from megatron_core.parallel.exit_status import FAILED, RESTART, RestartNeeded, explained
 from megatron_core.parallel.recovery.memory import HostMemory
 from megatron_core.parallel.recovery.monitor import Monitor
 from megatron_core.parallel.shared_memory import backend as shared_memory
-from megatron_core.parallel.shared_memory.work import LostRankError
 from megatron_core.parallel.watchdog import Watchdog, within
 from megatron_core.terminal import discard
 
-FAILED = 1
-"""Exit status: a restart would fail again (wrong settings or data, the same failure twice at one step)."""
-RESTART = 75
-"""Exit status: another rank is lost or hangs; a restart from the last checkpoint may help (EX_TEMPFAIL)."""
 STORE_SECONDS = 5.0
 """Time limit for operations on a store that may not answer."""
+REPORT_SECONDS = 10.0
+"""Time in which torchrun ends the other ranks after rank 0 has printed an error and ended."""
 _ENDED = "ended"
 """Key in the store that releases the spare ranks."""
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-
-
-class RestartNeeded(MegatronError):
-    """This attempt has ended and saved; the launcher must start the next one with the remaining ranks."""
 
 
 @dataclass
@@ -290,58 +282,12 @@ def run_job(job: Callable[[World], None]) -> NoReturn:
                 world.watchdog.leave(f"{type(error).__name__}: {error}")
             raise
         status, message = found
-        all_ranks_know = isinstance(error, RestartNeeded)
-        if status == RESTART and not all_ranks_know and world is not None and world.watchdog is not None:
+        is_news = not isinstance(error, RestartNeeded)  # other ranks do not know the error
+        if status == RESTART and is_news and world is not None and world.watchdog is not None:
             _report_to_torchrun(world.watchdog.report(message, error))  # already printed
             _print_and_exit(status, world)
         _print_and_exit(status, world, message)
     _print_and_exit(0, world)
-
-
-def explained(error: Exception) -> tuple[int, str] | None:
-    """Exit status and message of an error with a known cause; None for an error that needs its traceback."""
-    text = str(error)
-    if isinstance(error, MegatronError):
-        return RESTART if isinstance(error, RestartNeeded) else FAILED, text
-    if allocation_that_failed(error) is not None:
-        size = _SIZE.search(text)
-        what = f"allocating {size[1]} {size[2]}" if size else "allocating a tensor"
-        return FAILED, (
-            f"out of memory while {what}. Ways out: a smaller --micro-batch-size, --recompute-granularity full "
-            "--recompute-method uniform --recompute-num-layers 1, --zero-stage 1 to 3, or more tensor- or "
-            "pipeline-parallel ranks; --dry-run prints what a rank needs"
-        )
-    if isinstance(error, LostRankError):
-        return RESTART, text
-    if isinstance(error, OSError) and error.strerror and not isinstance(error, ConnectionError | TimeoutError):
-        where = str(error.filename or "a file or the standard output")
-        way_out = "" if path_of(where) is None else "; choose another path, or free space there"
-        return FAILED, f"{where[:200]} cannot be used: {error.strerror}{way_out}"
-    if not isinstance(error, RuntimeError) or not _is_lost_peer(error):
-        return None
-    first = text.splitlines()[0][:300] if text else type(error).__name__
-    if re.search("[Tt]imed ?out", text):
-        return RESTART, (
-            f"a collective was not complete within --distributed-timeout-minutes ({first}): a rank hangs or is slow; "
-            "if it is only slow, raise --distributed-timeout-minutes"
-        )
-    return RESTART, f"another rank has left this job ({first}); the reason is in its message, or it was killed"
-
-
-_OUT_OF_MEMORY = re.compile(
-    "[Uu]nable to allocate|not enough memory|[Oo]ut of memory|[Cc]annot allocate memory|std::bad_alloc"
-    "|Storage size calculation overflowed|Overflow when unpacking long"
-)
-_SIZE = re.compile(r"allocate ([\d.]+) (bytes|[KMGT]iB)")
-_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-
-
-def allocation_that_failed(error: Exception) -> int | None:
-    """Bytes of a failed allocation, 0 if the message does not state them; None for any other error."""
-    if not isinstance(error, torch.OutOfMemoryError | MemoryError) and not _OUT_OF_MEMORY.search(str(error)):
-        return None
-    size = _SIZE.search(str(error))
-    return round(float(size[1]) * _UNITS[size[2]]) if size else 0
 
 
 def _print_and_exit(status: int, world: World | None, message: str = "") -> NoReturn:
@@ -370,10 +316,15 @@ def _print_and_exit(status: int, world: World | None, message: str = "") -> NoRe
 
 
 def _print_once(message: str, world: World | None) -> None:
-    """Print an error on the first rank that raises it; before the ranks have joined, on rank 0."""
-    if world is None or world.store is None:
-        first = os.environ.get("RANK", "0") == "0" or world is None
-    else:
+    """Print an error on the first rank that raises it.
+
+    Before the ranks have joined, the others let rank 0, and then the first rank of their machine, print it: torchrun
+    ends all ranks of a machine as soon as one has ended. A rank that is still running prints an error of its own.
+    """
+    first = True
+    if world is not None and world.store is None and world.rank > 0:
+        time.sleep(REPORT_SECONDS if world.local_rank == 0 else 2 * REPORT_SECONDS)
+    elif world is not None and world.store is not None:
         store, key = world.store, "error/" + hashlib.sha256(message.encode()).hexdigest()
         # If the store does not answer, printing twice is better than never.
         first = within(STORE_SECONDS, lambda: store.add(key, 1) == 1, otherwise=True)
@@ -388,9 +339,3 @@ def _report_to_torchrun(message: str) -> None:
     if path and message:
         report = {"message": {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}}
         Path(path).write_text(json.dumps(report))
-
-
-def _is_lost_peer(error: RuntimeError) -> bool:
-    """Whether a collective failed because another process has ended."""
-    signs = ("closed by peer", "reset by peer", "Broken pipe", "gloo/transport")
-    return isinstance(error, dist.DistBackendError) or any(sign in str(error) for sign in signs)

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_core.errors import MegatronError
 from megatron_core.monitor.events import ValidationEvent
-from megatron_core.parallel.launch import RESTART, explained
+from megatron_core.parallel.exit_status import RESTART, explained
 from megatron_core.training.driver import StepHooks
 from megatron_core.training.setup import Run
 from megatron_core.training.step import StepResult

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_core.errors import ConfigError, MegatronError
 from megatron_core.output_file import json_lines, no_follow, refuse_other_file
-from megatron_core.parallel.launch import RESTART, explained
+from megatron_core.parallel.exit_status import RESTART, explained
 from megatron_core.parallel.texts import failing_together, tell_from
 from megatron_core.storage import in_storage, location
 from megatron_core.training.callbacks import Callback

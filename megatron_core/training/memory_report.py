@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from megatron_core.errors import MegatronError
 from megatron_core.monitor.device import current_memory_bytes, peak_memory_bytes, total_memory_bytes
 from megatron_core.output_file import make_folder, no_follow
-from megatron_core.parallel.launch import allocation_that_failed
+from megatron_core.parallel.exit_status import allocation_that_failed
 from megatron_core.planner import state_by_kind
 from megatron_core.planner.explain import flag_of, readable_bytes
 from megatron_core.planner.matrix_state import matrix_state_elements

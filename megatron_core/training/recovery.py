@@ -28,8 +28,9 @@ from megatron_core.checkpoint.host_copy import HostCopy
 from megatron_core.config import RunConfig
 from megatron_core.errors import ConfigError, MegatronError, WrongStepError
 from megatron_core.parallel import World, rank_local
+from megatron_core.parallel.exit_status import FAILED, RESTART, RestartNeeded, explained
 from megatron_core.parallel.interrupt import InterruptedWait
-from megatron_core.parallel.launch import FAILED, RESTART, RestartNeeded, explained, join, meet, meet_again
+from megatron_core.parallel.launch import join, meet, meet_again
 from megatron_core.parallel.meter import unix_time
 from megatron_core.parallel.recovery.meeting import LOST_STATE, Failure, Meeting, Members, connection
 from megatron_core.parallel.recovery.memory import FINISHED, GENERATION, INVITED, ITERATION, WAITS, HostMemory

@@ -5,7 +5,7 @@ import time
 from types import FrameType
 from typing import Any
 
-from megatron_core.parallel.launch import RestartNeeded
+from megatron_core.parallel.exit_status import RestartNeeded
 from megatron_core.parallel.texts import listed, tell_all
 from megatron_core.training.callbacks import Callback
 from megatron_core.training.setup import Run

@@ -6,8 +6,9 @@ import re
 from dataclasses import fields
 from pathlib import Path
 
+from megatron_core.command import INTERRUPTED
 from megatron_core.config.resilience import FAULTS, ResilienceConfig
-from megatron_core.parallel.launch import FAILED, INTERRUPTED, RESTART
+from megatron_core.parallel.exit_status import FAILED, RESTART
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs/resilience.md").read_text()
 

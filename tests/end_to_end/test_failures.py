@@ -20,7 +20,8 @@ import torch
 import torch._dynamo  # creating an optimizer loads it, in 1.5 s; loaded here, every forked rank has it
 
 from megatron_core.errors import LayoutError
-from megatron_core.parallel.launch import World, explained, run_job, start_world
+from megatron_core.parallel.exit_status import explained
+from megatron_core.parallel.launch import World, run_job, start_world
 from megatron_core.training.pretrain import pretrain
 from tests.memory import needs_proc
 from tests.programs import free_port, run_program
@@ -182,6 +183,27 @@ def test_ranks_that_cannot_meet_say_so(
     with pytest.raises(LayoutError, match=re.escape(words)) as error:
         start_world(World.from_environment(), timeout_minutes=0.02)
     assert len(str(error.value)) < 600 and "\n" not in str(error.value)
+
+
+def test_an_error_before_the_ranks_have_joined_is_printed_by_a_rank_that_is_alone_with_it(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 0 prints at once; torchrun ends the others, or they print later: first the first rank of a machine."""
+    waited: list[float] = []
+    monkeypatch.setattr("megatron_core.parallel.launch.time.sleep", waited.append)
+    for rank, local_rank, seconds in ((0, 0, []), (1, 1, [20.0]), (2, 0, [10.0])):
+        monkeypatch.setenv("WORLD_SIZE", "4")
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+        waited.clear()
+        with pytest.raises(SystemExit) as ended:
+            run_job(_refuse)
+        assert ended.value.code == 1 and waited == seconds
+        assert "error: a setting is wrong" in capfd.readouterr().err
+
+
+def _refuse(world: World) -> None:
+    raise LayoutError("a setting is wrong")
 
 
 def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_core.errors import MegatronError, WrongStepError
+from megatron_core.parallel.exit_status import RESTART, RestartNeeded
 from megatron_core.parallel.interrupt import InterruptedWait
-from megatron_core.parallel.launch import RESTART, RestartNeeded, World
+from megatron_core.parallel.launch import World
 from megatron_core.parallel.recovery.meeting import LOST_STATE, Failure, Meeting, Members
 from megatron_core.parallel.recovery.memory import FINISHED, GENERATION, INVITED, WAITS, Copy, HostMemory
 from megatron_core.training import recovery
