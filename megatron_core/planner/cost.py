@@ -79,7 +79,7 @@ class Pipeline:
         self.micros = batch // (config.training.micro_batch_size * self.copies)
         self.plan = _plan(config, self._simulated_micros)
         self.layers = layer_times.split(config, self.plan.num_stages)
-        self.units = rank_units(config, self.layers, self.plan.stage_to_rank, clock.vocab_size)
+        self.units = rank_units(config, self.layers, self.plan.stage_to_rank, clock.vocab_size, layer_times.kinds)
         self.passes = [layer_times.stage(config, run, at, len(self.layers)) for at, run in enumerate(self.layers)]
         if config.data.dpo:  # the reference has a forward of its own
             self.passes = [Passes.sum([each, Passes(each.forward, {}, {})]) for each in self.passes]
@@ -173,7 +173,7 @@ class Pipeline:
         for stage, run in enumerate(self.layers):
             count = len(run) + (stage == 0) + (stage == last)
             units = ranks[self.plan.stage_to_rank[stage]]
-            found.append(sum((next(units) for _ in range(count)), Parameters()))
+            found.append(Parameters.sum([next(units) for _ in range(count)]))
         return found
 
     @property
@@ -244,7 +244,7 @@ class Pipeline:
     def gradients(self, rank: int, forward: float, backward: float) -> float:
         """Exposed seconds of gradient reductions and weight gathers per step, excluding those of every micro-batch."""
         parallel, clock = self.config.parallel, self.clock
-        parameters = sum(self.units[rank], Parameters())
+        parameters = Parameters.sum(self.units[rank])
         stage, found = parallel.dp_zero_stage, 0.0
         if stage < 2:
             summed = self._sharded(parameters, self.wire_bytes) * (2 if stage == 0 else 1)
@@ -264,7 +264,7 @@ class Pipeline:
 
     def shard(self, rank: int) -> float:
         """Number of elements updated by a rank."""
-        parameters = sum(self.units[rank], Parameters())
+        parameters = Parameters.sum(self.units[rank])
         if self.config.parallel.dp_zero_stage == 0:
             return float(parameters.total)
         instances = self.config.parallel.num_distributed_optimizer_instances
@@ -287,18 +287,23 @@ class Pipeline:
         on_disk = config.optimizer_offload_dir is not None
         place = hardware.disk_bandwidth if on_disk else hardware.host_memory_bandwidth
         found += away * elements * max(moved / place, clock.bytes / hardware.host_link)
-        whole = sum(self.units[rank], Parameters()).total
+        whole = Parameters.sum(self.units[rank]).total
         zeroed = whole if self.config.parallel.dp_zero_stage < 2 else elements
         return found + wide * (elements + zeroed) / hardware.memory_bandwidth
 
 
 class LayerTimes:
-    """Cached times of each kind of layer; instances for the same model may share ``splits``."""
+    """Cached times of each kind of layer; instances for the same model may share ``splits`` and ``kinds``."""
 
-    def __init__(self, clock: LayerClock, splits: dict[tuple[int, int], list[range]] | None = None) -> None:
+    def __init__(
+        self,
+        clock: LayerClock,
+        splits: dict[tuple[int, int], list[range]] | None = None,
+        kinds: list[int] | None = None,
+    ) -> None:
         self.clock = clock
         self._splits = {} if splits is None else splits
-        self.kinds = layer_kinds(clock.config)
+        self.kinds = layer_kinds(clock.config) if kinds is None else kinds
         self._found: dict[tuple[int, bool, bool], Passes] = {}
         self._ends: dict[bool, Passes] = {}
 

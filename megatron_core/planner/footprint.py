@@ -18,7 +18,7 @@ from megatron_core.planner.memory import (
     state_by_kind,
     transient_activations,
 )
-from megatron_core.planner.parameters import Parameters, layer_kinds, padded_vocabulary
+from megatron_core.planner.parameters import Parameters, each_layer, layer_kinds, padded_vocabulary
 from megatron_core.planner.recurrence import Recurrence
 from megatron_core.schedules.actions import Plan
 from megatron_core.schedules.simulate import peak_activations
@@ -59,10 +59,8 @@ class Footprint:
         vocab_size: int,
     ) -> Footprint:
         """Make a footprint; the activations of each kind of layer are computed once."""
-        kinds = layer_kinds(config)
-        by_kind = {kind: layer_activations(config, layer) for layer, kind in enumerate(kinds)}
-        each = {layer: by_kind[kind] for layer, kind in enumerate(kinds)}
-        return cls(config, world_size, plan, layers, units, vocab_size, each)
+        each = each_layer(layer_kinds(config), lambda layer: layer_activations(config, layer))
+        return cls(config, world_size, plan, layers, units, vocab_size, dict(enumerate(each)))
 
     @cached_property
     def stage_sizes(self) -> list[float]:
@@ -88,8 +86,14 @@ class Footprint:
     def variant(self, config: RunConfig) -> Footprint:
         """Return the same stages with another ``config``, which differs only in ZeRO, overlap and optimizer offload."""
         other = replace(self, config=config)
-        vars(other).update({name: vars(self)[name] for name in ("stage_sizes", "all_moving") if name in vars(self)})
+        kept = ("stage_sizes", "all_moving", "totals")
+        vars(other).update({name: vars(self)[name] for name in kept if name in vars(self)})
         return other
+
+    @cached_property
+    def totals(self) -> list[Parameters]:
+        """The parameters of each pipeline rank."""
+        return [Parameters.sum(units) for units in self.units]
 
     def by_kind(self, rank: int) -> dict[str, float]:
         """Peak bytes of a pipeline rank by kind."""
@@ -126,17 +130,11 @@ class Footprint:
         sizes = [max(size // instances, 1) for size in self.shard_sizes]
         for kind, bytes_ in self._state_by_kind(rank, sizes).items():
             found[kind] += bytes_ * ((1 - away) if kind == "optimizer" else 1)
+        of_trained, of_frozen = wide * (stage >= 2) + weight * (stage >= 3), weight * (stage >= 3)
+        split, experts_split = (size > 1 for size in sizes)
         whole = [
-            sum(
-                (
-                    elements * ((wide if stage >= 2 else 0) + (weight if stage >= 3 else 0))
-                    + frozen * weight * (stage >= 3)
-                )
-                * (size > 1)
-                for elements, frozen, size in zip(
-                    (unit.dense, unit.experts), (unit.frozen, unit.frozen_experts), sizes, strict=True
-                )
-            )
+            split * (unit.dense * of_trained + unit.frozen * of_frozen)
+            + experts_split * (unit.experts * of_trained + unit.frozen_experts * of_frozen)
             for unit in self.units[rank]
         ]
         at_once = 2 if parallel.overlap_grad_reduce or parallel.overlap_param_gather else 1
@@ -149,7 +147,7 @@ class Footprint:
 
         ``shard_sizes``: numbers of ranks that shard dense parameters and experts.
         """
-        config, total = self.config, sum(self.units[rank], Parameters())
+        config, total = self.config, self.totals[rank]
         dense, experts = shard_sizes
         found = dict.fromkeys(("optimizer", "gradients", "weights"), 0.0)
         for elements, size, hidden in (
@@ -182,7 +180,7 @@ class Footprint:
 
     def _compression(self, rank: int, wide: int) -> float:
         """Bytes of compressed gradients; see ``compression_bytes``."""
-        parallel, total = self.config.parallel, sum(self.units[rank], Parameters())
+        parallel, total = self.config.parallel, self.totals[rank]
         return sum(
             elements * compression_bytes(parallel.grad_compression, wide, size, parallel.dp_zero_stage)
             for elements, size in zip((total.dense, total.experts), self.shard_sizes, strict=True)

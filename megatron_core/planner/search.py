@@ -23,7 +23,7 @@ from megatron_core.planner.cost import LayerTimes, Pipeline, StepCost, cost_of
 from megatron_core.planner.footprint import Footprint
 from megatron_core.planner.hardware import Hardware
 from megatron_core.planner.layer_time import LayerClock
-from megatron_core.planner.parameters import Parameters, embedding_parameters, layer_parameters
+from megatron_core.planner.parameters import Parameters, all_layers, embedding_parameters, layer_kinds
 from megatron_core.schedules import SCHEDULES, TRAINING
 from megatron_core.schedules.actions import Plan
 
@@ -97,6 +97,8 @@ class Search:
     _clocks: dict[tuple[Any, ...], LayerTimes] = field(default_factory=dict)
     _splits: dict[tuple[int, int], list[range]] = field(default_factory=dict)
     _parameters: dict[tuple[Any, ...], Parameters] = field(default_factory=dict)
+    _kinds: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
+    _sections: dict[tuple[Any, ...], Any] = field(default_factory=dict)
 
     def best(self, count: int = 10) -> list[Candidate]:
         """The ``count`` fastest layouts that fit, fastest first, with different shapes.
@@ -231,14 +233,13 @@ class Search:
 
     def _state_bytes(self, config: RunConfig) -> float:
         """Mean bytes of weights, gradients and optimizer state per stage: a lower bound for the largest stage."""
-        parallel = config.parallel
-        key = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size, parallel.expert_tensor_size
+        key = _split_of(config)
         if key not in self._parameters:
-            layers = [layer_parameters(config, layer) for layer in range(config.model.num_layers)]
-            self._parameters[key] = sum(layers, embedding_parameters(config, self.vocab_size))
+            units = [*all_layers(config), embedding_parameters(config, self.vocab_size)]
+            self._parameters[key] = Parameters.sum(units)
         total = self._parameters[key]
         share = Footprint(config, self.devices, NO_PLAN, (), ((total,),), self.vocab_size, {}).state(0)
-        return (sum(share.values()) - share["units whole"]) / parallel.pipeline_model_parallel_size
+        return (sum(share.values()) - share["units whole"]) / config.parallel.pipeline_model_parallel_size
 
     # --- one point
 
@@ -299,13 +300,20 @@ class Search:
             chosen = {name: settings[name] for name in LAYER_SETTINGS if name in settings}
             config = self._with(chosen)
             clock = LayerClock(config, self.hardware, self.devices, self.vocab_size)
-            self._clocks[key] = LayerTimes(clock, self._splits)
+            self._clocks[key] = LayerTimes(clock, self._splits, self._layer_kinds(config))
         return self._clocks[key]
+
+    def _layer_kinds(self, config: RunConfig) -> list[int]:
+        """Cached ``layer_kinds``; of the settings that the search varies, only sizes of adapters depend on some."""
+        key = () if config.tuning.lora_rank is None else _split_of(config)
+        if key not in self._kinds:
+            self._kinds[key] = layer_kinds(config)
+        return self._kinds[key]
 
     def _with(self, settings: Settings) -> RunConfig:
         """Return the configuration with ``settings``, and with neutral values of all other layout settings."""
         smallest = {"micro_batch_size": 2} if self.config.data.dpo else {}
-        return with_settings(self.config, NEUTRAL | smallest | settings)
+        return with_settings(self.config, NEUTRAL | smallest | settings, self._sections)
 
     def _is_legal(self, config: RunConfig, world_size: int | None = None) -> bool:
         return next(problems(without_data(config), world_size or self.devices), None) is None
@@ -335,12 +343,24 @@ def micro_batch_sizes(config: RunConfig, copies: int = 1) -> list[int]:
     return [1 << power for power in powers if batch % ((1 << power) * copies) == 0]
 
 
-def with_settings(config: RunConfig, settings: Settings) -> RunConfig:
-    """Return ``config`` with new values of some settings."""
+def with_settings(config: RunConfig, settings: Settings, made: dict[tuple[Any, ...], Any] | None = None) -> RunConfig:
+    """Return ``config`` with new values of some settings; ``made`` keeps the sections that were made of ``config``."""
     by_section: dict[str, Settings] = {}
     for name, value in settings.items():
         by_section.setdefault(_SECTION[name], {})[name] = value
-    return replace(config, **{name: replace(getattr(config, name), **each) for name, each in by_section.items()})
+    made, sections = {} if made is None else made, {}
+    for name, values in by_section.items():
+        key = name, *sorted(values.items())
+        if key not in made:
+            made[key] = replace(getattr(config, name), **values)
+        sections[name] = made[key]
+    return replace(config, **sections)
+
+
+def _split_of(config: RunConfig) -> tuple[int, ...]:
+    """The sizes that divide a layer's parameters."""
+    parallel = config.parallel
+    return parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size, parallel.expert_tensor_size
 
 
 def describe_layout(config: RunConfig, world_size: int) -> str:
