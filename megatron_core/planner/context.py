@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from math import lcm
 
 from megatron_core.config import RunConfig
@@ -101,16 +102,23 @@ def layer_pairs(config: RunConfig, layer_number: int, cp_rank: int) -> float:
     """
     if not config.model.has_attention(layer_number):
         return 0.0
-    kind, cp, length = _kind(config, layer_number), config.parallel.context_parallel_size, config.data.seq_length
-    heads = {"a2a": cp, "a2a+p2p": config.parallel.a2a_size}.get(kind, 1)
-    size, rank, chunk = cp // heads, cp_rank // heads, length / (2 * (cp // heads))
+    parallel, length = config.parallel, config.data.seq_length
+    cp = parallel.context_parallel_size
+    heads = {"a2a": cp, "a2a+p2p": parallel.a2a_size}.get(_kind(config, layer_number), 1)
     window = config.model.window_of_layer(layer_number)
     width = length if window is None or window[0] < 0 else min(window[0] + 1, length)
+    return _pairs(cp // heads, cp_rank // heads, length, width) / heads
+
+
+@lru_cache(maxsize=4096)
+def _pairs(size: int, rank: int, length: int, width: int) -> float:
+    """Pairs of the tokens of one of ``size`` ranks, each with two chunks, for windows of ``width`` keys."""
+    chunk = length / (2 * size)
 
     def before(position: float) -> float:
         return position * (position + 1) / 2 - max(position - width, 0) * (position - width + 1) / 2
 
-    return sum(before((i + 1) * chunk) - before(i * chunk) for i in (rank, 2 * size - 1 - rank)) / heads
+    return sum(before((i + 1) * chunk) - before(i * chunk) for i in (rank, 2 * size - 1 - rank))
 
 
 def attention_flops(config: RunConfig, layers: Iterable[int], cp_rank: int) -> float:

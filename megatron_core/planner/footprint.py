@@ -86,7 +86,7 @@ class Footprint:
     def variant(self, config: RunConfig) -> Footprint:
         """Return the same stages with another ``config``, which differs only in ZeRO, overlap and optimizer offload."""
         other = replace(self, config=config)
-        kept = ("stage_sizes", "all_moving", "totals")
+        kept = ("stage_sizes", "all_moving", "totals", "_layers_of_ranks")
         vars(other).update({name: vars(self)[name] for name in kept if name in vars(self)})
         return other
 
@@ -130,7 +130,15 @@ class Footprint:
         sizes = [max(size // instances, 1) for size in self.shard_sizes]
         for kind, bytes_ in self._state_by_kind(rank, sizes).items():
             found[kind] += bytes_ * ((1 - away) if kind == "optimizer" else 1)
-        of_trained, of_frozen = wide * (stage >= 2) + weight * (stage >= 3), weight * (stage >= 3)
+        found["compression"] = self._compression(rank, wide)
+        found["units whole"] = self._units_whole(rank, weight, wide, sizes) if stage >= 2 else 0.0
+        return found
+
+    def _units_whole(self, rank: int, weight: int, wide: int, sizes: Sequence[int]) -> float:
+        """Bytes of the units that are unsharded at once: their gradients, and with ZeRO 3 their weights."""
+        parallel = self.config.parallel
+        of_frozen = weight * (parallel.dp_zero_stage == 3)
+        of_trained = wide + of_frozen
         split, experts_split = (size > 1 for size in sizes)
         whole = [
             split * (unit.dense * of_trained + unit.frozen * of_frozen)
@@ -138,9 +146,7 @@ class Footprint:
             for unit in self.units[rank]
         ]
         at_once = 2 if parallel.overlap_grad_reduce or parallel.overlap_param_gather else 1
-        found["compression"] = self._compression(rank, wide)
-        found["units whole"] = max((sum(whole[i : i + at_once]) for i in range(len(whole))), default=0.0)
-        return found
+        return max((sum(whole[i : i + at_once]) for i in range(len(whole))), default=0.0)
 
     def _state_by_kind(self, rank: int, shard_sizes: Sequence[int]) -> dict[str, float]:
         """Bytes by kind, in memory or on disk; weights that ZeRO 3 stores on disk are not counted.
@@ -156,15 +162,7 @@ class Footprint:
             (total.experts - total.expert_biases, experts, True),
             (total.expert_biases, experts, False),
         ):
-            each = state_by_kind(
-                config.training.compute_dtype,
-                size,
-                zero_stage=config.parallel.dp_zero_stage,
-                optimizer=config.optimizer,
-                hidden=hidden,
-                compression=config.parallel.grad_compression,
-            )
-            for kind, bytes_ in each.items():
+            for kind, bytes_ in self._state_of_an_element(size, hidden=hidden).items():
                 found[kind] += elements * bytes_
         if config.outer.outer_steps:  # global weights and momentum
             wide = max(number_size(config.training.compute_dtype), 4)
@@ -177,6 +175,25 @@ class Footprint:
             parts = size if config.parallel.dp_zero_stage == 3 else 1
             found["weights"] += elements * number_size(config.training.compute_dtype) / parts
         return found | ({"weights": 0.0} if config.parallel.offloads_weights else {})
+
+    def _state_of_an_element(self, size: int, *, hidden: bool) -> dict[str, float]:
+        """``state_by_kind`` of an element that ``size`` ranks shard, computed once for all pipeline ranks."""
+        key = size, hidden
+        if key not in self._states:
+            config = self.config
+            self._states[key] = state_by_kind(
+                config.training.compute_dtype,
+                size,
+                zero_stage=config.parallel.dp_zero_stage,
+                optimizer=config.optimizer,
+                hidden=hidden,
+                compression=config.parallel.grad_compression,
+            )
+        return self._states[key]
+
+    @cached_property
+    def _states(self) -> dict[tuple[int, bool], dict[str, float]]:
+        return {}
 
     def _compression(self, rank: int, wide: int) -> float:
         """Bytes of compressed gradients; see ``compression_bytes``."""
@@ -217,8 +234,14 @@ class Footprint:
 
     def _layers_of(self, rank: int) -> list[int]:
         """The layers of all stages of a pipeline rank."""
-        where = self.plan.stage_to_rank
-        return [layer for stage, run in enumerate(self.layers) if where[stage] == rank for layer in run]
+        return self._layers_of_ranks[rank]
+
+    @cached_property
+    def _layers_of_ranks(self) -> list[list[int]]:
+        found: list[list[int]] = [[] for _ in self.plan.ranks]
+        for rank, run in zip(self.plan.stage_to_rank, self.layers, strict=False):  # a mean over stages has no layers
+            found[rank] += run
+        return found
 
     @property
     def tokens(self) -> float:
