@@ -24,7 +24,10 @@ TOLERANCE = 1e-5
 def loaded(folder: Path) -> GPTModel:
     """The model of a folder in float64, without dropout."""
     with HuggingFaceReader(folder) as reader:
-        model = GPTModel(reader.model, VOCABULARY, 64, parallel=ModelParallelConfig(params_dtype=torch.float64)).eval()
+        # With LongRoPE, transformers chooses the factors by the length of a text, and this model by its longest text.
+        longest = reader.model.original_max_position_embeddings or 64
+        parallel = ModelParallelConfig(params_dtype=torch.float64)
+        model = GPTModel(reader.model, VOCABULARY, longest, parallel=parallel).eval()
         reader.fill(parameter_pieces(model.named_global_parameters()))
     return model
 
