@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, Literal, Protocol
 
 import torch
@@ -76,8 +77,7 @@ def _trial(optimizer: torch.optim.Optimizer, group: dict[str, Any], draws: list[
     if settings.get("lr") is not None:
         settings["lr"] = 1e-2  # a schedule may begin with 0, which would hide everything
     vars(trial).update(state=defaultdict(dict), param_groups=[{**settings, "params": params}])
-    first = group["params"][0]
-    for parameter in params:
+    for parameter, first in product(params, group["params"][:1]):  # a group may have no parameters
         for name, value in optimizer.state.get(first, {}).items():
             like = isinstance(value, Tensor) and value.shape == first.shape
             trial.state[parameter][name] = (

@@ -63,8 +63,9 @@ def groups_of(
     Adam, ``momentum`` of SGD).
 
     ``given``: parameters, or dicts with ``params`` and settings, as for a torch optimizer; all of ``weight_decay``
-    then applies to each, and further entries are kept. By default matrices and tables have weight decay, and vectors
-    have none. ``keeps_all``: add no settings to those of ``given``.
+    then applies to each, and further entries are kept, as are groups without trained parameters: schedulers have a
+    rate for each group. By default matrices and tables have weight decay, and vectors have none. ``keeps_all``: add no
+    settings to those of ``given``.
     """
     common: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay, "eps": config.adam_eps}
     if config.optimizer == "adam":
@@ -91,7 +92,7 @@ def groups_of(
         settings = {} if keeps_all else {name: float(each[name]) for name in PER_GROUP if name in each}
         groups.append({**({} if keeps_all else common), **each, **settings, **params})
     _check_members(groups, trained)
-    return [group for group in groups if group["params"]]
+    return groups
 
 
 def _parameters(params: Any) -> Iterator[nn.Parameter]:
