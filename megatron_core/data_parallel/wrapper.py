@@ -318,7 +318,8 @@ class DataParallel:
                         "remove --layout-invariant, or compute it with the functions of parallel.invariance"
                     )
                 bucket.open_grads()
-                parameter.main_grad.add_(parameter.grad, alpha=self.grad_factor)
+                # Detached: with create_graph=True a gradient has a graph of its own.
+                parameter.main_grad.add_(parameter.grad.detach(), alpha=self.grad_factor)
                 parameter.grad = None
             if bucket in self._waiting:
                 self._waiting[bucket] -= 1

@@ -75,6 +75,12 @@ def groups_of(
     trained = {p: name for name, p in module.named_parameters() if p.requires_grad}
     if not trained:
         raise ConfigError(f"model={type(module).__name__} has no parameter with requires_grad=True; nothing to train")
+    for parameter, name in trained.items():
+        if parameter.is_complex():
+            raise ConfigError(
+                f"{name} is {parameter.dtype}: complex parameters cannot be trained; store the result of "
+                "torch.view_as_real, and call torch.view_as_complex in forward"
+            )
     if given is None:
         by_decay = {decays: [p for p in trained if (p.dim() > 1) == decays] for decays in (True, False)}
         return [

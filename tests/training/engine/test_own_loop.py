@@ -103,6 +103,49 @@ def test_parameters_that_change_during_a_run(change: Any, message: str) -> None:
         _run(engine, loader, 1)
 
 
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_gradients_that_have_a_graph() -> None:
+    reports = []
+    for has_graph in (False, True):
+        engine = megatron_core.initialize(_mlp(), PLAIN).engine
+        for point in _points(BATCH):
+            engine(point[None]).square().mean().backward(create_graph=has_graph)
+            report = engine.step()
+        reports.append(report.grad_norm)
+    assert reports[0] == reports[1] > 0
+
+
+def test_complex_parameters_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1, dtype=torch.complex64))
+    with pytest.raises(ConfigError, match=r"1\.weight is torch\.complex64: complex parameters cannot be trained"):
+        megatron_core.initialize(model, PLAIN)
+
+
+class _ReadsChild(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(4, 4).double(), nn.Linear(4, 1).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.inner(x)
+        return self.outer(nn.functional.linear(hidden, self.inner.weight))
+
+
+@pytest.mark.parametrize("unit", [None, "_ReadsChild"])
+def test_weight_that_another_module_reads_at_stage_3(unit: str | None) -> None:
+    def step() -> str:
+        model = nn.Sequential(_ReadsChild()) if unit else _ReadsChild()
+        engine = megatron_core.initialize(model, {**PLAIN, "zero_stage": 3}, unit_classes=unit and [unit]).engine
+        try:
+            engine.backward(engine(torch.ones(1, 4, dtype=torch.float64)).mean())
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    message = run_ranks(2, step)[0]
+    assert message == "" if unit else "a weight that was freed" in message and "in unit_classes" in message
+
+
 def test_compiled_model_at_stage_3() -> None:
     model = torch.compile(_mlp(), backend="eager")
     with pytest.raises(ConfigError, match=r"result of torch\.compile"):
