@@ -61,10 +61,6 @@ class EngineBackward:
         self._direct.is_running = True
         try:
             (loss * factor).backward(retain_graph=retain_graph)
-        except RuntimeError as error:
-            if self.config.parallel.dp_zero_stage == 3 and "storage of size 0" in str(error):
-                raise ConfigError(_FREED) from error
-            raise
         finally:
             self._direct.is_running = False
         self._end_backward(loss.detach(), 1.0 if num_terms is None else num_terms)
@@ -126,13 +122,6 @@ class EngineBackward:
         self.data_parallel.grad_factor = 1.0
         self._knows_loss &= loss is not None
         self._end_backward(torch.tensor(torch.nan) if loss is None else loss, 1.0)
-
-
-_FREED = (
-    "zero_stage=3: backward needs a weight that was freed: by a first backward (create_graph=True, retain_graph=True), "
-    "or because another module than its own has read it; set zero_stage=2 or less, or name the class of a module that "
-    "contains all readers in unit_classes"
-)
 
 
 def _shown(value: object) -> str:

@@ -121,29 +121,93 @@ def test_complex_parameters_are_refused() -> None:
         megatron_core.initialize(model, PLAIN)
 
 
-class _ReadsChild(nn.Module):
-    def __init__(self) -> None:
+class _Reader(nn.Module):
+    """Reads the weight of a child that is not called, or has been called before."""
+
+    def __init__(self, *, is_called: bool) -> None:
         super().__init__()
-        self.inner, self.outer = nn.Linear(4, 4).double(), nn.Linear(4, 1).double()
+        torch.manual_seed(0)
+        self.is_called, self.first, self.inner = is_called, nn.Linear(4, 32).double(), nn.Linear(32, 32).double()
+        self.last = nn.Linear(32, 1).double()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.inner(x)
-        return self.outer(nn.functional.linear(hidden, self.inner.weight))
+        hidden = self.first(x)
+        hidden = self.inner(hidden).tanh() if self.is_called else hidden
+        return self.last(hidden @ self.inner.weight)
 
 
-@pytest.mark.parametrize("unit", [None, "_ReadsChild"])
-def test_weight_that_another_module_reads_at_stage_3(unit: str | None) -> None:
+def _train(model: nn.Module, units: list[str] | None = None, **settings: Any) -> tuple[np.ndarray, str]:
+    """The weights after three steps of SGD, and the error."""
+    engine = megatron_core.initialize(
+        model, {**PLAIN, **settings}, torch.optim.SGD(model.parameters(), lr=0.1), unit_classes=units
+    ).engine
+    points = _points(3 * BATCH)
+    try:
+        for step in range(3):
+            own = points[step * BATCH : (step + 1) * BATCH][engine.groups.index("dp") :: engine.groups.size("dp")]
+            for point in own:
+                engine.backward(engine(point[None]).square().mean())
+                engine.step()
+    except ConfigError as error:
+        return np.zeros(0), str(error)
+    return np.concatenate([weight.flatten() for weight in engine.full_state_dict().values()]), ""
+
+
+OVERLAP = {"overlap_param_gather": True, "overlap_grad_reduce": True}
+
+
+@pytest.mark.parametrize("is_called", [True, False])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"zero_stage": 2, **OVERLAP},
+        {"zero_stage": 3},
+        {"zero_stage": 3, **OVERLAP},
+        {"zero_stage": 3, "units": ["_Reader"], **OVERLAP},
+    ],
+    ids=["stage 2, overlap", "stage 3", "stage 3, overlap", "stage 3, one unit"],
+)
+def test_weight_that_another_module_reads(settings: dict[str, Any], is_called: bool) -> None:  # C59
+    def model() -> nn.Module:
+        return nn.Sequential(_Reader(is_called=is_called))
+
+    units = {"units": ["Linear"], **settings}
+    (weights, error), *_ = run_ranks(2, lambda: _train(model(), **units))
+    if settings["zero_stage"] == 2 or "units" in settings:
+        np.testing.assert_allclose(weights, _train(model())[0], rtol=1e-9, atol=1e-12)
+    else:
+        where = " outside of its own module, and backward" if is_called else ": gather it with"
+        assert "0.inner.weight of shape (32, 32)" in error and f"needs its elements{where}" in error
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_weights_that_a_hook_computes_are_those_of_the_last_step() -> None:  # C59
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 32), nn.utils.weight_norm(nn.Linear(32, 1))).double()
+
+    expected = _train(model())[0]
+    for settings in ({"zero_stage": 2, **OVERLAP}, {"zero_stage": 3}):
+        (weights, _), *_ = run_ranks(2, lambda: _train(model(), ["Linear"], **settings))  # noqa: B023
+        np.testing.assert_allclose(weights, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_second_derivatives_at_stage_3(keeps: bool) -> None:
     def step() -> str:
-        model = nn.Sequential(_ReadsChild()) if unit else _ReadsChild()
-        engine = megatron_core.initialize(model, {**PLAIN, "zero_stage": 3}, unit_classes=unit and [unit]).engine
+        settings = {**PLAIN, "zero_stage": 3, "zero3_keep_after_forward": keeps}
+        engine = megatron_core.initialize(_mlp(), settings).engine
+        x = _points(1)[0][None].requires_grad_()
+        loss = engine(x).square().mean()
         try:
-            engine.backward(engine(torch.ones(1, 4, dtype=torch.float64)).mean())
+            (slope,) = torch.autograd.grad(loss, x, create_graph=True)
         except ConfigError as error:
             return str(error)
+        engine.backward(loss + slope.square().sum())
         return ""
 
-    message = run_ranks(2, step)[0]
-    assert message == "" if unit else "a weight that was freed" in message and "in unit_classes" in message
+    (message, *_) = run_ranks(2, step)
+    assert message == "" if keeps else "create_graph=True at zero_stage=3" in message
 
 
 def test_compiled_model_at_stage_3() -> None:
