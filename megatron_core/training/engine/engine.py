@@ -203,6 +203,8 @@ class Engine(EngineBackward, nn.Module):
         self._direct.is_running, self.data_parallel.grad_factor = False, 1.0  # a backward may have failed
         before = METER.switch("forward")
         self.data_parallel.begin_action(action)
+        if hasattr(self.module, "_orig_mod"):  # the graphs of torch.compile read all weights
+            self.data_parallel.finish_param_sync()
         output = self.module(*self._in_compute_dtype(args), **self._in_compute_dtype(kwargs))
         self.data_parallel.end_action(action)
         if torch.is_grad_enabled():
