@@ -23,6 +23,7 @@ from megatron_core.errors import CheckpointError, ConfigError, MegatronError
 from megatron_core.optimizer.loss_scale import DynamicLossScale
 from megatron_core.optimizer.lr_schedule import LearningRateSchedule
 from megatron_core.optimizer.sharded import LossScale
+from megatron_core.optimizer.torch_optimizer import TorchOptimizer
 from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.launch import World
 from megatron_core.parallel.meter import METER
@@ -191,7 +192,7 @@ class Engine(EngineBackward, nn.Module):
         """
         if replaced is not None:
             share_groups(replaced, self.optimizer)
-            replace_step(replaced, self.optimizer.step)
+            replace_step(replaced, self.optimizer.step, refuses_hooks=not isinstance(self._sharded, TorchOptimizer))
         self.lr_scheduler = make_scheduler(scheduler, self.optimizer)
 
     # A micro-batch.

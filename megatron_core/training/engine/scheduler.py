@@ -26,17 +26,22 @@ def share_groups(client: torch.optim.Optimizer, own: torch.optim.Optimizer) -> N
     vars(client)["_opt_called"] = True
 
 
-def replace_step(client: torch.optim.Optimizer, take_step: Callable[..., object]) -> None:
+def replace_step(
+    client: torch.optim.Optimizer, take_step: Callable[..., object], *, refuses_hooks: bool = False
+) -> None:
     """Let ``step()`` of the caller's optimizer, which has no gradients, call ``take_step``.
 
-    Its ``state_dict`` and ``load_state_dict`` become errors, because the engine has the state.
+    Its ``state_dict`` and ``load_state_dict`` become errors, because the engine has the state; so do new groups.
+    ``refuses_hooks``: also new hooks of ``step``, because the engine does not call the optimizer's own.
     """
 
     def step(*args: Any, **kwargs: Any) -> None:
         take_step(*args, **kwargs)
 
     vars(step)["_wrapped_by_lr_sched"] = True  # read by schedulers of torch, which wrap ``step`` otherwise
-    vars(client).update(step=step, state_dict=refuse_state, load_state_dict=refuse_state)
+    vars(client).update(step=step, state_dict=refuse_state, load_state_dict=refuse_state, add_param_group=refuse_group)
+    if refuses_hooks:
+        vars(client).update(register_step_pre_hook=refuse_hook, register_step_post_hook=refuse_hook)
 
 
 def refuse_state(*args: Any, **kwargs: Any) -> NoReturn:
@@ -44,6 +49,22 @@ def refuse_state(*args: Any, **kwargs: Any) -> NoReturn:
     raise CheckpointError(
         "state_dict and load_state_dict of an optimizer of an engine: its state is in shards; use "
         "engine.save_checkpoint and engine.load_checkpoint"
+    )
+
+
+def refuse_group(*args: Any, **kwargs: Any) -> NoReturn:
+    """Refuse a parameter group whose parameters the engine would not train."""
+    raise ConfigError(
+        "add_param_group after megatron_core.initialize: the engine would not train its parameters; give all groups "
+        "to initialize, with a learning rate of 0 while they are not to be trained"
+    )
+
+
+def refuse_hook(*args: Any, **kwargs: Any) -> NoReturn:
+    """Refuse a hook that the engine's step would not call."""
+    raise ConfigError(
+        "register_step_pre_hook and register_step_post_hook after megatron_core.initialize: engine.step() does not "
+        "call hooks of an optimizer; register them before, or run their code around engine.step()"
     )
 
 

@@ -282,6 +282,30 @@ def test_groups_without_trained_parameters_have_a_rate(is_function: bool) -> Non
     np.testing.assert_allclose(_weights(model), _alone(_with_frozen_group, schedule), rtol=1e-9)
 
 
+def test_hooks_of_the_given_optimizer() -> None:
+    calls = []
+    model = _model()
+    optimizer = _adamw(model)
+    optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    engine = megatron_core.initialize(model, CONFIG, optimizer).engine
+    for step in range(STEPS):
+        _step(engine, step)
+    assert len(calls) == STEPS
+    np.testing.assert_allclose(_weights(model), _alone(_adamw), rtol=1e-9)
+
+
+def test_groups_and_hooks_after_initialize_are_refused() -> None:
+    model = _model()
+    optimizer = _adamw(model)
+    own = megatron_core.initialize(model, CONFIG, optimizer).optimizer
+    for each in (optimizer, own):
+        with pytest.raises(ConfigError, match="add_param_group after megatron_core"):
+            each.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+        for register in (each.register_step_pre_hook, each.register_step_post_hook):
+            with pytest.raises(ConfigError, match=r"engine\.step\(\) does not call hooks of an optimizer"):
+                register(lambda *_: None)
+
+
 def test_bad_use() -> None:
     model = _model()
     optimizer = _adamw(model)
