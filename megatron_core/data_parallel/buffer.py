@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from megatron_core.data_parallel.awaited_parameter import Arrival
 from megatron_core.data_parallel.bucket_kind import BucketKind
 from megatron_core.data_parallel.bucket_layout import BucketLayout
 from megatron_core.data_parallel.fp8_gather import Arriving, start_narrow_gather
@@ -134,8 +135,8 @@ class Bucket:
         if self.splits_weights:
             own = self.weights[self.shard]
             self._weight_shard = away.tensor("weights", part, own.dtype).copy_(own) if away else own.clone()
-            self._freed = FreedWeights(self.weights, self.parameters, self.names, dp_group.size())
-            self._freed.release()
+            self.freed = FreedWeights(self.weights, self.parameters, self.names, dp_group.size())
+            self.freed.release()
             if away is not None:
                 away.evict()
         self._grad_shard = self.grads.new_zeros(part) if self.splits_grads else None
@@ -161,7 +162,7 @@ class Bucket:
         self._wire: Tensor | None = None
         self._partial: Tensor | None = None
         self._has_sum = False
-        self.gathering: Handle | Arriving = Done()
+        self.gathering: Handle | Arriving | Arrival = Done()
         self._fetched: tuple[Tensor, Transfer] | None = None
         """This rank's weights on their way from ``away``, until they have been gathered."""
         self.reduced = False
@@ -314,15 +315,15 @@ class Bucket:
 
     def start_gather(self) -> None:
         """Start to gather the other ranks' weights unless they are already in memory."""
-        if self.splits_weights:
-            if not self.is_whole:
-                self._freed.acquire()
-                poison_outside(self.weights, slice(0, 0))
-                own = self._own_weights()
-                if self.dp_group.size() == 1:
-                    self.weights.copy_(own)
-                self._gather(own)
-        elif self.is_sharded:
+        if self.splits_weights and not self.is_whole:
+            self.freed.acquire()
+            poison_outside(self.weights, slice(0, 0))
+            own = self._own_weights()
+            if self.dp_group.size() == 1:
+                self.weights.copy_(own)
+            self._gather(own)
+            self.gathering = Arrival(self.gathering, self.freed.restore)
+        elif self.is_sharded and not self.splits_weights:
             poison_outside(self.weights, self.shard)
             self._gather(self.weight_shard)
 
@@ -361,11 +362,11 @@ class Bucket:
         """Free the weights of stage 3 except the shard."""
         self.finish_gather()
         if self.splits_weights and self.is_whole:
-            self.weights = self._freed.release()
+            self.weights = self.freed.release()
 
     def keep_for_users(self) -> None:
         """Keep the memory of the whole weights, when they are freed, for tensors that are made of it from now on."""
-        self._freed.count_users()
+        self.freed.count_users()
 
     def zero_grad(self) -> None:
         """Set the gradients to zero."""

@@ -1,7 +1,7 @@
 """Parameters whose memory is freed while ZeRO 3 keeps them in shards: reading or writing one is an error.
 
-The tensor object keeps its shape, dtype and attributes. Its class changes when its memory is freed and when it is
-gathered, so that whole parameters cost nothing, and every operation of torch on a freed one raises ``ConfigError``
+The tensor object keeps its shape, dtype and attributes. Its class changes when its memory is freed and when it has
+been gathered, so that whole parameters cost nothing, and every operation of torch on a freed one raises ``ConfigError``
 instead of reading freed memory.
 """
 
@@ -33,6 +33,19 @@ CONVERSIONS = frozenset({"to", "cpu", "cuda", "float", "double", "half", "bfloat
 """Methods that return the tensor itself if nothing changes."""
 
 
+ACCESSES = ("__get__", "__set__")
+"""Names of the functions of properties."""
+
+
+def reads_elements(func: Any, args: Sequence[Any], mixin: type) -> bool:
+    """Whether a function of torch reads or writes the elements of a parameter whose class has ``mixin``."""
+    first = args[0] if args else None
+    if func.__name__ in ACCESSES and isinstance(first, mixin):
+        is_kept = func.__name__ == "__set__" and len(args) > 1 and args[1] is first
+        return func.__self__.__name__ in READS_DATA and not is_kept
+    return func.__name__ not in DESCRIBES
+
+
 class SplitParameter:
     """Mixin for the class of a parameter whose weights are freed; see ``FreedWeights``."""
 
@@ -41,20 +54,17 @@ class SplitParameter:
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run a function that reads no elements; else raise ``ConfigError`` with the name of the parameter."""
-        name, options = func.__name__, dict(kwargs or {})
-        first = args[0] if args else None
-        if name in ("__get__", "__set__") and isinstance(first, SplitParameter):  # a property
-            of = func.__self__.__name__
-            allowed = of not in READS_DATA or (name == "__set__" and len(args) > 1 and args[1] is first)
-            name = f"Tensor.{of}"
-        else:
-            allowed = name in DESCRIBES
-        if allowed:
+        name, options, first = func.__name__, dict(kwargs or {}), args[0] if args else None
+        if not reads_elements(func, args, SplitParameter):
+            return torch._C._disabled_torch_function_impl(func, types, args, options)
+        found: Any = next((each for each in flat_values((args, options)) if isinstance(each, SplitParameter)), None)
+        is_closed = vars(found)["is_closed"]
+        if is_closed and not torch.is_grad_enabled():
             return torch._C._disabled_torch_function_impl(func, types, args, options)
         if name in CONVERSIONS and isinstance(first, Tensor) and (same := _converted(func, types, args, options)):
             return same[0]
-        found = next((each for each in _flat((args, options)) if isinstance(each, SplitParameter)), None)
-        raise ConfigError(f"{_text(found)}; {name} needs its elements: {FIX}")
+        name = f"Tensor.{func.__self__.__name__}" if name in ACCESSES else name
+        raise ConfigError(f"{_text(found)}; {name} needs its elements{OUTSIDE if is_closed else FIX}")
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({_text(self)})"
@@ -63,9 +73,14 @@ class SplitParameter:
         return format(repr(self), spec)
 
 
+READERS = (
+    "or name the class of a module that contains all modules that read it in unit_classes, or set "
+    "zero3_keep_after_forward=True"
+)
+OUTSIDE = f" outside of its own module, and backward would read freed memory: read it under torch.no_grad(), {READERS}"
 FIX = (
-    "gather it with `with engine.gathered(parameter, modify=True):` (deepspeed.zero.GatheredParameters), or read all "
-    "weights with engine.full_state_dict()"
+    ": gather it with `with engine.gathered(parameter, modify=True):` (deepspeed.zero.GatheredParameters), read all "
+    f"weights with engine.full_state_dict(), {READERS}"
 )
 
 
@@ -99,7 +114,7 @@ class FreedWeights:
         self._freed = [parameter.data.new_full((), math.nan).expand(parameter.shape) for parameter in parameters]
         self._users: int | None = None
         for parameter, name in zip(parameters, names, strict=True):
-            vars(parameter)["split_as"] = (name, ranks)
+            vars(parameter).update(split_as=(name, ranks), is_closed=False)
 
     def release(self) -> Tensor:
         """Free the weights and return the flat buffer: another one if it has new users since ``count_users``."""
@@ -112,16 +127,29 @@ class FreedWeights:
         self._users = None
         release(self.flat)
         for parameter, freed in zip(self._parameters, self._freed, strict=True):
-            parameter.data = freed
+            vars(parameter)["is_closed"] = False
             parameter.__class__ = _class_for(type(parameter))
+            with torch._C.DisableTorchFunctionSubclass():
+                parameter.data = freed
         return self.flat
 
+    def close(self) -> None:
+        """Refuse reads of whole weights, except without gradients, until ``restore``."""
+        for parameter in self._parameters:
+            vars(parameter)["is_closed"] = True
+            parameter.__class__ = _class_for(type(parameter))
+
     def acquire(self) -> None:
-        """Reallocate the weights, whose values are undefined."""
+        """Reallocate the weights, whose values are undefined; reading them is an error until ``restore``."""
         acquire(self.flat)
+
+    def restore(self) -> None:
+        """Let everyone read the weights."""
         for parameter, view in zip(self._parameters, self._views, strict=True):
-            parameter.__class__ = type(parameter).__mro__[2]
-            parameter.data = view
+            if isinstance(parameter, SplitParameter):
+                vars(parameter)["is_closed"] = False
+                parameter.__class__ = type(parameter).__mro__[2]
+                parameter.data = view
 
     def count_users(self) -> None:
         """Keep the memory of the weights, when they are freed, for tensors that are made of it from now on."""
@@ -156,11 +184,12 @@ def _converted(func: Any, types: Any, args: tuple[Any, ...], options: dict[str, 
     return (first,) if result is empty else None
 
 
-def _flat(value: Any) -> Iterable[Any]:
+def flat_values(value: Any) -> Iterable[Any]:
+    """Yield the values in nested tuples, lists and mappings."""
     if isinstance(value, tuple | list):
         for each in value:
-            yield from _flat(each)
+            yield from flat_values(each)
     elif isinstance(value, Mapping):
-        yield from _flat(list(value.values()))
+        yield from flat_values(list(value.values()))
     else:
         yield value

@@ -6,13 +6,16 @@ active units are the only state and determine the memory, so hooks may run any n
 may run inside a backward.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from megatron_core.data_parallel.buffer import Bucket
+from megatron_core.errors import ConfigError
 from megatron_core.parallel.compiled import outside_of_graphs
 
 
@@ -82,6 +85,8 @@ class UnitSync:
         self._whole: list[Bucket] = []
         self._pinned: list[Bucket] = []
         self._reducing: list[Bucket] = []
+        self._inside = Counter[Unit]()
+        """Number of running forwards of modules of each unit."""
         self.on_reduced: Callable[[Bucket], None] | None = None
         """Called in the last backward of a step when the gradients of a bucket have been reduced."""
         self._attach(root, modules)
@@ -99,15 +104,16 @@ class UnitSync:
                         seen.add(inner)
                         self._attach_module(inner, unit)
         if self._rest is not None:
-            root.register_forward_pre_hook(lambda *_: self._enter_forward(self._rest))
+            root.register_forward_pre_hook(lambda *_: self._enter_forward(self._rest), prepend=True)
             for inner in outside_of_graphs(root):
                 if inner not in seen and next(inner.parameters(recurse=False), None) is not None:
                     self._attach_module(inner, self._rest)
         root.register_forward_hook(lambda _, args, output: self._leave_forward(output))
 
     def _attach_module(self, module: nn.Module, unit: Unit) -> None:
-        module.register_forward_pre_hook(lambda *_: self._enter_forward(unit))
-        module.register_forward_hook(lambda _, args, output: self._watch(output, unit))
+        # Before hooks of the program, which may compute weights (``weight_norm``).
+        module.register_forward_pre_hook(lambda *_: self._enter_module(unit), prepend=True)
+        module.register_forward_hook(lambda _, args, output: self._leave_module(output, unit))
 
     # Forward.
 
@@ -117,6 +123,18 @@ class UnitSync:
             self._passed = self._passed if unit is self._rest else unit.number
             self._hold()
 
+    def _enter_module(self, unit: Unit) -> None:
+        self._enter_forward(unit)
+        if not self._inside[unit]:
+            self._open(unit)
+        self._inside[unit] += 1
+
+    def _leave_module(self, output: Any, unit: Unit) -> None:
+        self._watch(output, unit)
+        self._inside[unit] -= 1
+        if self._inside[unit] <= 0:
+            self._close(unit)
+
     def _leave_forward(self, output: Any) -> None:
         """End the stage's forward; operations after the last module's forward, such as the loss, belong to the last
         unit.
@@ -124,6 +142,7 @@ class UnitSync:
         if self._entered is not None:
             self._watch(output, self._entered)
         self._forward = self._passed = None
+        self._inside.clear()
         self._hold()
 
     def _watch(self, output: Any, unit: Unit) -> None:
@@ -145,6 +164,7 @@ class UnitSync:
             if unit in (self._backward, self._weights) or (unit is self._rest and ran_backward):
                 self._reduce(unit)
         self._forward = self._backward = self._weights = self._passed = None
+        self._inside.clear()
         self._kind = "B"
         self._hold()
         if self._splits_weights:
@@ -152,6 +172,12 @@ class UnitSync:
                 bucket.finish_gather()  # frees shards that were read for a unit that did not run
 
     def _enter_backward(self, unit: Unit) -> None:
+        # Autograd enables gradients in a backward with create_graph=True.
+        if self._splits_weights and torch.is_grad_enabled() and not self.options.keep_after_forward:
+            raise ConfigError(
+                "create_graph=True at zero_stage=3: the first backward frees the weights that a second one reads; set "
+                "zero3_keep_after_forward=True, or zero_stage=2"
+            )
         before, self._backward = self._backward, unit
         if before is unit:
             return
@@ -160,6 +186,7 @@ class UnitSync:
             self._passed = None
         self._passed = self._passed if unit is self._rest else unit.number
         self._hold()
+        self._open(unit)
         if before not in (None, self._rest):
             self._reduce(before)
 
@@ -219,6 +246,24 @@ class UnitSync:
         for bucket in self._ahead(1 + overlaps):
             bucket.prefetch_weights()
 
+    def _open(self, unit: Unit) -> None:
+        """Let the unit read its weights."""
+        for bucket in unit.reads if self._splits_weights else ():
+            if bucket.splits_weights and bucket.is_whole:
+                bucket.freed.restore()
+
+    def _close(self, unit: Unit) -> None:
+        """Refuse further reads of a unit's weights in this forward: its backward would not keep them for their readers.
+
+        The parameters outside of all units are whole in all backwards.
+        """
+        if self._rest in (None, unit) or self._backward is not None or self.options.keep_after_forward:
+            return
+        used = [bucket for each, count in self._inside.items() if count > 0 for bucket in each.reads] + self._pinned
+        for bucket in unit.own:
+            if bucket.splits_weights and bucket in self._whole and bucket not in used:
+                bucket.freed.close()
+
     def pin(self, buckets: Sequence[Bucket]) -> list[Bucket]:
         """Gather ``buckets`` and keep them whole until ``unpin``; return the buckets that were not whole."""
         added = [bucket for bucket in buckets if bucket not in self._whole]
@@ -228,6 +273,7 @@ class UnitSync:
         self._whole += added
         for bucket in buckets:
             bucket.finish_gather()
+            bucket.freed.restore()
         for bucket in added:
             bucket.keep_for_users()  # a caller may keep tensors of the whole weights
         return added

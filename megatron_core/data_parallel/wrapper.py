@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from megatron_core.data_parallel.awaited_parameter import await_reads
 from megatron_core.data_parallel.bucket_kind import BucketKind
 from megatron_core.data_parallel.bucket_layout import Rule
 from megatron_core.data_parallel.buffer import Bucket, Compressor
@@ -221,6 +222,8 @@ class DataParallel:
         for bucket in self.buckets:
             if not bucket.splits_weights:
                 bucket.start_gather()
+                if self.overlap_param_gather:
+                    bucket.gathering = await_reads(bucket.parameters, bucket.gathering, bucket.finish_gather)
         if not self.overlap_param_gather:
             self.finish_param_sync()
 
@@ -318,7 +321,8 @@ class DataParallel:
                         "remove --layout-invariant, or compute it with the functions of parallel.invariance"
                     )
                 bucket.open_grads()
-                parameter.main_grad.add_(parameter.grad, alpha=self.grad_factor)
+                # Detached: with create_graph=True a gradient has a graph of its own.
+                parameter.main_grad.add_(parameter.grad.detach(), alpha=self.grad_factor)
                 parameter.grad = None
             if bucket in self._waiting:
                 self._waiting[bucket] -= 1
@@ -372,12 +376,13 @@ class DataParallel:
             self._hooks.append(module.register_state_dict_pre_hook(lambda *_: self.finish_param_sync()))
         if self._has_rest:
             own = [bucket for bucket in self.all_buckets if (bucket.stage, bucket.unit) == (stage, 0)]
-            self._hooks.append(root.register_forward_pre_hook(_waiter(own)))
+            self._hooks.append(root.register_forward_pre_hook(_waiter(own), prepend=True))
         for modules in self._units[stage]:
             read = [self._bucket_of[p] for module in modules for p in module.parameters() if p in self._bucket_of]
             for module in dict.fromkeys(inner for each in modules for inner in outside_of_graphs(each)):
                 if module in modules or next(module.parameters(recurse=False), None) is not None:
-                    self._hooks.append(module.register_forward_pre_hook(_waiter(list(dict.fromkeys(read)))))
+                    wait = _waiter(list(dict.fromkeys(read)))
+                    self._hooks.append(module.register_forward_pre_hook(wait, prepend=True))
 
 
 def _start_sum(bucket: Bucket) -> None:

@@ -1,10 +1,11 @@
 """Any ``torch.optim.Optimizer`` on this rank's main weights."""
 
 import inspect
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, Literal, Protocol
 
 import torch
@@ -24,6 +25,9 @@ Coupling = Literal["none", "parameter", "model"]
 """Elements on which the update of an element depends: only itself, its parameter, or the model."""
 SHAPES, CUT, STEPS = ((160, 130), (7, 5)), 7777, 3
 """Tensors of the comparison in ``coupling_of``, larger than the usual thresholds of factored and blockwise state."""
+
+STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+"""Attributes of torch's optimizers with the functions that ``step`` calls."""
 
 
 def register_class(optimizer: torch.optim.Optimizer) -> str:
@@ -69,15 +73,14 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 def _trial(optimizer: torch.optim.Optimizer, group: dict[str, Any], draws: list[list[Tensor]]) -> list[Tensor]:
     """Return the changes of tensors by a few steps of a copy of ``optimizer``; draws: weights, then gradients."""
     trial = object.__new__(type(optimizer))
-    own = {n: v for n, v in vars(optimizer).items() if n not in ("state", "param_groups", "step")}
-    vars(trial).update(deepcopy(own))
+    own = {n: v for n, v in vars(optimizer).items() if n not in ("state", "param_groups", "step", *STEP_HOOKS)}
+    vars(trial).update(deepcopy(own), **{name: OrderedDict() for name in STEP_HOOKS})
     params = [nn.Parameter(weights.clone()) for weights, *_ in draws]
     settings = {name: deepcopy(value) for name, value in group.items() if name != "params"}
     if settings.get("lr") is not None:
         settings["lr"] = 1e-2  # a schedule may begin with 0, which would hide everything
     vars(trial).update(state=defaultdict(dict), param_groups=[{**settings, "params": params}])
-    first = group["params"][0]
-    for parameter in params:
+    for parameter, first in product(params, group["params"][:1]):  # a group may have no parameters
         for name, value in optimizer.state.get(first, {}).items():
             like = isinstance(value, Tensor) and value.shape == first.shape
             trial.state[parameter][name] = (

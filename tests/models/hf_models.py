@@ -429,6 +429,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"sliding_window": 5, "head_dim": 16}
         | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]},
     ),
+    "ministral, no windows": (
+        "Ministral",
+        LLAMA | {"sliding_window": 5, "head_dim": 16, "layer_types": ["full_attention"] * 4},
+    ),
     "exaone_moe": (
         "ExaoneMoe",
         LLAMA

@@ -357,6 +357,10 @@ REFUSED = {
     "kinds of operators": ("lfm2", {"layer_types": ["full_attention"] * 2}, "layer_types="),
     "biases of convolutions": ("lfm2", {"conv_bias": True}, "conv_bias=True; for lfm2 only False is supported"),
     "one of LFM2's experts": ("lfm2_moe", {"num_experts_per_tok": 1}, "num_experts_per_tok=1; lfm2_moe models need 2"),
+    "one of DeepSeek's experts": ("glm4_moe_lite", {"num_experts_per_tok": 1}, "num_experts_per_tok=1; glm4_moe_lite"),
+    "one of Kimi's experts": ("kimi_linear", {"num_experts_per_token": 1}, "num_experts_per_token=1; kimi_linear mod"),
+    "one of Nemotron's experts": ("nemotron_h, experts", {"num_experts_per_tok": 1}, "num_experts_per_tok=1; nemot"),
+    "a factor before norms": ("nanochat", {"rope_parameters": DEEPSEEK_YARN}, "rope_type='yarn'; nanochat models have"),
     "another activation of nanochat": ("nanochat", {"hidden_act": "silu"}, "hidden_act='silu'; for nanochat only"),
     "another norm": (
         "granitemoehybrid, tied",

@@ -132,7 +132,20 @@ class Architecture:
                 settings |= rule.read(found)
         except KeyError as error:
             raise CheckpointError(f"config.json has no {error.args[0]}; {self.model_type} models need it") from None
-        return {**self.fixed, **settings}
+        settings = {**self.fixed, **settings}
+        self._check_together(settings)
+        return settings
+
+    def _check_together(self, settings: Settings) -> None:
+        """``CheckpointError`` for settings that are supported one by one, but together would give other logits."""
+        k, is_divided = settings.get("moe_router_topk"), not settings.get("moe_apply_probs_on_input")
+        if k == 1 and is_divided and settings.get("moe_router_score_function") == "sigmoid":
+            key = next((key for key, name in self.keys.items() if name == "moe_router_topk"), "num_experts_per_tok")
+            refuse(key, k, f"{self.model_type} models need 2 or more: they divide the score of one expert by itself")
+        kind = settings.get("rope_scaling_type")
+        if settings.get("qk_l2_norm") and kind in ("yarn", "longrope"):
+            reason = "norms of queries and keys after the rotary positions, which undo the factor of this scaling"
+            refuse("rope_type", kind, f"{self.model_type} models have {reason}")
 
     def _types(self) -> dict[str, KeyType]:
         types = {**_COMMON_TYPES, **{key: _type_of(name) for key, name in self.keys.items()}}

@@ -146,7 +146,7 @@ def _fill(
 def _orders(module: nn.Module, optimizer: Optimizer) -> list[list[list[str]]]:
     """Orders in which DeepSpeed's optimizer may have the parameters."""
     names = {parameter: name for name, parameter in module.named_parameters()}
-    groups = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
+    groups = [[names[p] for p in group["params"]] for group in optimizer.param_groups if group["params"]]
     trained = [name for parameter, name in names.items() if parameter.requires_grad]
     return [groups, [trained], [list(names.values())]]
 

@@ -23,6 +23,7 @@ from megatron_core.errors import CheckpointError, ConfigError, MegatronError
 from megatron_core.optimizer.loss_scale import DynamicLossScale
 from megatron_core.optimizer.lr_schedule import LearningRateSchedule
 from megatron_core.optimizer.sharded import LossScale
+from megatron_core.optimizer.torch_optimizer import TorchOptimizer
 from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.launch import World
 from megatron_core.parallel.meter import METER
@@ -191,7 +192,7 @@ class Engine(EngineBackward, nn.Module):
         """
         if replaced is not None:
             share_groups(replaced, self.optimizer)
-            replace_step(replaced, self.optimizer.step)
+            replace_step(replaced, self.optimizer.step, refuses_hooks=not isinstance(self._sharded, TorchOptimizer))
         self.lr_scheduler = make_scheduler(scheduler, self.optimizer)
 
     # A micro-batch.
@@ -203,6 +204,8 @@ class Engine(EngineBackward, nn.Module):
         self._direct.is_running, self.data_parallel.grad_factor = False, 1.0  # a backward may have failed
         before = METER.switch("forward")
         self.data_parallel.begin_action(action)
+        if hasattr(self.module, "_orig_mod"):  # the graphs of torch.compile read all weights
+            self.data_parallel.finish_param_sync()
         output = self.module(*self._in_compute_dtype(args), **self._in_compute_dtype(kwargs))
         self.data_parallel.end_action(action)
         if torch.is_grad_enabled():
@@ -288,8 +291,7 @@ class Engine(EngineBackward, nn.Module):
         Rates stay as they are with a scheduler, and once the program has changed one.
         """
         groups = self.optimizer.param_groups
-        if self.lr_scheduler is None and self._read_rates() != self._rates:
-            self.state.rates_are_the_programs = True
+        self._notice_rates()
         if self.lr_scheduler is None and not self.state.rates_are_the_programs:
             after = self.state.consumed_samples + self.global_batch_size
             position = after if self._schedule.by_samples else self.state.iteration + 1
@@ -298,6 +300,11 @@ class Engine(EngineBackward, nn.Module):
                 group["lr"] = None if base is None else base * share
             self._rates = self._read_rates()
         return float(groups[0]["lr"] or 0.0)
+
+    def _notice_rates(self) -> None:
+        """Note whether the program has changed a learning rate since the schedule set them."""
+        if self.lr_scheduler is None and self._read_rates() != self._rates:
+            self.state.rates_are_the_programs = True
 
     def _read_rates(self) -> list[float | None]:
         rates = [group.get("lr") for group in self.optimizer.param_groups]
@@ -362,6 +369,7 @@ class Engine(EngineBackward, nn.Module):
                 "micro-batches: gradients are not saved; call it after the step"
             )
         check_client_state(client_state or {})
+        self._notice_rates()
         self.state.client_state, self.state.scheduler = dict(client_state or {}), plain_state(self.lr_scheduler)
         self._checkpoints.save(folder, self.state)
 
@@ -382,6 +390,8 @@ class Engine(EngineBackward, nn.Module):
         self.state = self._checkpoints.load(folder, iteration, load_optimizer=load_optimizer)
         self.discard_gradients()
         self.micro_step = self._backwards = 0
+        if load_optimizer:
+            self._rates = self._read_rates()  # changes of the program before loading do not count
         if self.lr_scheduler is not None and self.state.scheduler:
             restore_state(self.lr_scheduler, self.state.scheduler)
         return dict(self.state.client_state)

@@ -12,9 +12,15 @@ from megatron_core.config import OptimizerConfig, ParallelConfig, RunConfig
 from megatron_core.data_parallel import DataParallel
 from megatron_core.errors import ConfigError
 from megatron_core.optimizer.sharded import Optimizer, make_loss_scale
-from megatron_core.optimizer.torch_optimizer import TorchOptimizer, coupling_of, needs_closure, register_class
+from megatron_core.optimizer.torch_optimizer import (
+    STEP_HOOKS,
+    TorchOptimizer,
+    coupling_of,
+    needs_closure,
+    register_class,
+)
 from megatron_core.parallel import ParallelGroups
-from megatron_core.training.engine.scheduler import refuse_state
+from megatron_core.training.engine.scheduler import refuse_group, refuse_hook, refuse_state
 
 PER_GROUP = ("lr", "weight_decay", "eps")
 """Settings of parameter groups that are numbers."""
@@ -47,6 +53,20 @@ class EngineOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Do nothing: the engine clears its gradients after each step."""
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group in the constructor; later an error."""
+        if hasattr(self, "_take_step"):
+            refuse_group()
+        super().add_param_group(param_group)
+
+    def register_step_pre_hook(self, hook: Any) -> NoReturn:
+        """Refuse the hook, which the engine would not call."""
+        refuse_hook()
+
+    def register_step_post_hook(self, hook: Any) -> NoReturn:
+        """Refuse the hook, which the engine would not call."""
+        refuse_hook()
+
     def state_dict(self) -> NoReturn:
         """Refer to the checkpoint."""
         refuse_state()
@@ -63,8 +83,9 @@ def groups_of(
     Adam, ``momentum`` of SGD).
 
     ``given``: parameters, or dicts with ``params`` and settings, as for a torch optimizer; all of ``weight_decay``
-    then applies to each, and further entries are kept. By default matrices and tables have weight decay, and vectors
-    have none. ``keeps_all``: add no settings to those of ``given``.
+    then applies to each, and further entries are kept, as are groups without trained parameters: schedulers have a
+    rate for each group. By default matrices and tables have weight decay, and vectors have none. ``keeps_all``: add no
+    settings to those of ``given``.
     """
     common: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay, "eps": config.adam_eps}
     if config.optimizer == "adam":
@@ -74,6 +95,12 @@ def groups_of(
     trained = {p: name for name, p in module.named_parameters() if p.requires_grad}
     if not trained:
         raise ConfigError(f"model={type(module).__name__} has no parameter with requires_grad=True; nothing to train")
+    for parameter, name in trained.items():
+        if parameter.is_complex():
+            raise ConfigError(
+                f"{name} is {parameter.dtype}: complex parameters cannot be trained; store the result of "
+                "torch.view_as_real, and call torch.view_as_complex in forward"
+            )
     if given is None:
         by_decay = {decays: [p for p in trained if (p.dim() > 1) == decays] for decays in (True, False)}
         return [
@@ -91,7 +118,7 @@ def groups_of(
         settings = {} if keeps_all else {name: float(each[name]) for name in PER_GROUP if name in each}
         groups.append({**({} if keeps_all else common), **each, **settings, **params})
     _check_members(groups, trained)
-    return [group for group in groups if group["params"]]
+    return groups
 
 
 def _parameters(params: Any) -> Iterator[nn.Parameter]:
@@ -137,11 +164,11 @@ def settings_from(optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> 
     """Translate a torch optimizer into settings; its parameter groups keep their own rates.
 
     Known: AdamW, Adam without weight decay, SGD without dampening and Nesterov momentum, each with equal betas or
-    momenta in all groups. Returns None for other options and classes, and after steps, whose state continues: these
-    optimizers keep their own ``step``.
+    momenta in all groups. Returns None for other options and classes, with hooks of ``step``, and after steps, whose
+    state continues: these optimizers keep their own ``step``.
     """
-    groups = optimizer.param_groups
-    if any(group.get(name) for group in groups for name in OPTIONS) or any(optimizer.state.values()):
+    groups, hooks = optimizer.param_groups, [vars(optimizer).get(name) for name in STEP_HOOKS]
+    if any(hooks) or any(group.get(name) for group in groups for name in OPTIONS) or any(optimizer.state.values()):
         return None
     step = inspect.unwrap(type(optimizer).step)  # a subclass may have its own
     if isinstance(optimizer, torch.optim.Adam) and step is inspect.unwrap(torch.optim.Adam.step):

@@ -103,6 +103,113 @@ def test_parameters_that_change_during_a_run(change: Any, message: str) -> None:
         _run(engine, loader, 1)
 
 
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_gradients_that_have_a_graph() -> None:
+    reports = []
+    for has_graph in (False, True):
+        engine = megatron_core.initialize(_mlp(), PLAIN).engine
+        for point in _points(BATCH):
+            engine(point[None]).square().mean().backward(create_graph=has_graph)
+            report = engine.step()
+        reports.append(report.grad_norm)
+    assert reports[0] == reports[1] > 0
+
+
+def test_complex_parameters_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1, dtype=torch.complex64))
+    with pytest.raises(ConfigError, match=r"1\.weight is torch\.complex64: complex parameters cannot be trained"):
+        megatron_core.initialize(model, PLAIN)
+
+
+class _Reader(nn.Module):
+    """Reads the weight of a child that is not called, or has been called before."""
+
+    def __init__(self, *, is_called: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.is_called, self.first, self.inner = is_called, nn.Linear(4, 32).double(), nn.Linear(32, 32).double()
+        self.last = nn.Linear(32, 1).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        hidden = self.inner(hidden).tanh() if self.is_called else hidden
+        return self.last(hidden @ self.inner.weight)
+
+
+def _train(model: nn.Module, units: list[str] | None = None, **settings: Any) -> tuple[np.ndarray, str]:
+    """The weights after three steps of SGD, and the error."""
+    engine = megatron_core.initialize(
+        model, {**PLAIN, **settings}, torch.optim.SGD(model.parameters(), lr=0.1), unit_classes=units
+    ).engine
+    points = _points(3 * BATCH)
+    try:
+        for step in range(3):
+            own = points[step * BATCH : (step + 1) * BATCH][engine.groups.index("dp") :: engine.groups.size("dp")]
+            for point in own:
+                engine.backward(engine(point[None]).square().mean())
+                engine.step()
+    except ConfigError as error:
+        return np.zeros(0), str(error)
+    return np.concatenate([weight.flatten() for weight in engine.full_state_dict().values()]), ""
+
+
+OVERLAP = {"overlap_param_gather": True, "overlap_grad_reduce": True}
+
+
+@pytest.mark.parametrize("is_called", [True, False])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"zero_stage": 2, **OVERLAP},
+        {"zero_stage": 3},
+        {"zero_stage": 3, **OVERLAP},
+        {"zero_stage": 3, "units": ["_Reader"], **OVERLAP},
+    ],
+    ids=["stage 2, overlap", "stage 3", "stage 3, overlap", "stage 3, one unit"],
+)
+def test_weight_that_another_module_reads(settings: dict[str, Any], is_called: bool) -> None:  # C59
+    def model() -> nn.Module:
+        return nn.Sequential(_Reader(is_called=is_called))
+
+    units = {"units": ["Linear"], **settings}
+    (weights, error), *_ = run_ranks(2, lambda: _train(model(), **units))
+    if settings["zero_stage"] == 2 or "units" in settings:
+        np.testing.assert_allclose(weights, _train(model())[0], rtol=1e-9, atol=1e-12)
+    else:
+        where = " outside of its own module, and backward" if is_called else ": gather it with"
+        assert "0.inner.weight of shape (32, 32)" in error and f"needs its elements{where}" in error
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_weights_that_a_hook_computes_are_those_of_the_last_step() -> None:  # C59
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 32), nn.utils.weight_norm(nn.Linear(32, 1))).double()
+
+    expected = _train(model())[0]
+    for settings in ({"zero_stage": 2, **OVERLAP}, {"zero_stage": 3}):
+        (weights, _), *_ = run_ranks(2, lambda: _train(model(), ["Linear"], **settings))  # noqa: B023
+        np.testing.assert_allclose(weights, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_second_derivatives_at_stage_3(keeps: bool) -> None:
+    def step() -> str:
+        settings = {**PLAIN, "zero_stage": 3, "zero3_keep_after_forward": keeps}
+        engine = megatron_core.initialize(_mlp(), settings).engine
+        x = _points(1)[0][None].requires_grad_()
+        loss = engine(x).square().mean()
+        try:
+            (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+        except ConfigError as error:
+            return str(error)
+        engine.backward(loss + slope.square().sum())
+        return ""
+
+    (message, *_) = run_ranks(2, step)
+    assert message == "" if keeps else "create_graph=True at zero_stage=3" in message
+
+
 def test_compiled_model_at_stage_3() -> None:
     model = torch.compile(_mlp(), backend="eager")
     with pytest.raises(ConfigError, match=r"result of torch\.compile"):

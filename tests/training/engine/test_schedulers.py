@@ -181,8 +181,8 @@ def _milestones(optimizer: optim.Optimizer) -> Any:
     return lr_scheduler.MultiStepLR(optimizer, [2, 4], 0.1)
 
 
-@pytest.mark.parametrize("is_passed", [True, False])
-def test_schedules_continue_after_a_resume(is_passed: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("is_passed", "saved"), [(True, 3), (False, 3), (False, 2)])  # 2: the rate has just changed
+def test_schedules_continue_after_a_resume(is_passed: bool, saved: int, tmp_path: Path) -> None:
     def start() -> tuple[Any, Any]:
         model = _model()
         optimizer = _sgd(model)
@@ -197,16 +197,113 @@ def test_schedules_continue_after_a_resume(is_passed: bool, tmp_path: Path) -> N
                 scheduler.step()
 
     engine, scheduler = start()
-    train(engine, scheduler, 0, 3)
+    train(engine, scheduler, 0, saved)
     engine.save_checkpoint(tmp_path)
     own_state = deepcopy(scheduler.state_dict())
     engine, scheduler = start()
     engine.load_checkpoint(tmp_path)
     if not is_passed:
         scheduler.load_state_dict(own_state)
-    train(engine, scheduler, 3, STEPS)
+    train(engine, scheduler, saved, STEPS)
     np.testing.assert_allclose(_weights(engine.module), _alone(_sgd, _milestones), rtol=1e-9)
     assert engine.optimizer.param_groups[0]["lr"] == pytest.approx(1e-4)
+
+
+def test_loading_undoes_a_rate_of_the_program(tmp_path: Path) -> None:
+    model = _model()
+    settings = {**CONFIG, "lr": 1e-2, "lr_decay_style": "linear", "train_iters": STEPS}
+    engine, own, _, _ = megatron_core.initialize(model, settings)
+    _step(engine, 0)
+    engine.save_checkpoint(tmp_path)
+    _set_rates(0, own)
+    engine.load_checkpoint(tmp_path)
+    _step(engine, 1)
+    assert own.param_groups[0]["lr"] == pytest.approx(1e-2 * (1 - 2 / STEPS))
+
+
+class _Factor:
+    """A schedule with a state that is not JSON."""
+
+    def __init__(self) -> None:
+        self.base, self.calls = torch.tensor([0.5, 0.6]), 0
+
+    def __call__(self, step: int) -> float:
+        self.calls += 1
+        return float(self.base[0]) ** self.calls
+
+
+RATE = torch.tensor(1e-2, dtype=torch.float64)
+WITHOUT_JSON: dict[str, tuple[Made, Made]] = {
+    "a callable object": (_adamw, lambda o: lr_scheduler.LambdaLR(o, _Factor())),
+    "a callable object inside": (
+        _adamw,
+        lambda o: lr_scheduler.SequentialLR(
+            o, [lr_scheduler.LambdaLR(o, _Factor()), lr_scheduler.ExponentialLR(o, 0.5)], [5]
+        ),
+    ),
+    "a tensor as rate": (
+        lambda model: optim.AdamW(model.parameters(), lr=RATE.clone()),
+        lambda o: lr_scheduler.ChainedScheduler([lr_scheduler.ExponentialLR(o, 0.5)]),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_JSON)
+def test_states_of_schedulers_that_are_not_json(name: str, tmp_path: Path) -> None:
+    make, schedule = WITHOUT_JSON[name]
+    for first, last in ((0, 3), (3, STEPS)):
+        model = _model()
+        optimizer = make(model)
+        engine = megatron_core.initialize(model, CONFIG, optimizer, lr_scheduler=schedule(optimizer)).engine
+        if first:
+            engine.load_checkpoint(tmp_path)
+        for step in range(first, last):
+            _step(engine, step)
+        engine.save_checkpoint(tmp_path)
+    np.testing.assert_allclose(_weights(model), _alone(make, schedule), rtol=1e-9)
+
+
+def _with_frozen_group(model: nn.Module) -> optim.Optimizer:
+    model[0].requires_grad_(False)
+    return optim.AdamW([{"params": model[0].parameters()}, {"params": model[2].parameters(), "lr": 0.1}], lr=1e-2)
+
+
+@pytest.mark.parametrize("is_function", [True, False])
+def test_groups_without_trained_parameters_have_a_rate(is_function: bool) -> None:
+    def schedule(optimizer: optim.Optimizer) -> Any:
+        return lr_scheduler.LambdaLR(optimizer, [lambda step: 1.0, lambda step: 0.5**step])
+
+    model = _model()
+    optimizer = _with_frozen_group(model)
+    scheduler = schedule if is_function else schedule(optimizer)
+    engine = megatron_core.initialize(model, CONFIG, optimizer, lr_scheduler=scheduler).engine
+    for step in range(STEPS):
+        _step(engine, step)
+    np.testing.assert_allclose(_weights(model), _alone(_with_frozen_group, schedule), rtol=1e-9)
+
+
+def test_hooks_of_the_given_optimizer() -> None:
+    calls = []
+    model = _model()
+    optimizer = _adamw(model)
+    optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    engine = megatron_core.initialize(model, CONFIG, optimizer).engine
+    for step in range(STEPS):
+        _step(engine, step)
+    assert len(calls) == STEPS
+    np.testing.assert_allclose(_weights(model), _alone(_adamw), rtol=1e-9)
+
+
+def test_groups_and_hooks_after_initialize_are_refused() -> None:
+    model = _model()
+    optimizer = _adamw(model)
+    own = megatron_core.initialize(model, CONFIG, optimizer).optimizer
+    for each in (optimizer, own):
+        with pytest.raises(ConfigError, match="add_param_group after megatron_core"):
+            each.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+        for register in (each.register_step_pre_hook, each.register_step_post_hook):
+            with pytest.raises(ConfigError, match=r"engine\.step\(\) does not call hooks of an optimizer"):
+                register(lambda *_: None)
 
 
 def test_bad_use() -> None:

@@ -127,13 +127,6 @@ LFM2 = register(
 )
 
 
-def _experts(hf_config: Settings) -> Settings:
-    """Check the number of experts of a token: with one, transformers divides its score by itself."""
-    if hf_config["num_experts_per_tok"] < 2:
-        refuse("num_experts_per_tok", hf_config["num_experts_per_tok"], "lfm2_moe models need 2 or more")
-    return {}
-
-
 def _experts_json(config: ModelConfig) -> Settings:
     mlps = (config.hybrid_layer_pattern or "")[1::2]
     return {"num_dense_layers": mlps.index("E") if "E" in mlps else len(mlps)}
@@ -164,7 +157,7 @@ LFM2_MOE = register(
         **{"num_experts": 32, "num_experts_per_tok": 4, "use_expert_bias": True, "routed_scaling_factor": 1.0},
     },
     required={"conv_bias": False, "norm_topk_prob": True},
-    rules=(ROPE, LAYERS, Rule(_experts, _experts_json, {"num_dense_layers": COUNT_OR_ZERO})),
+    rules=(ROPE, LAYERS, Rule(lambda _: {}, _experts_json, {"num_dense_layers": COUNT_OR_ZERO})),
     layer_tensors={
         **LFM2.layer_tensors,
         "mlp.router": "feed_forward.gate",

@@ -1,8 +1,9 @@
 """Mistral: Llama with a sliding window; Mixtral: Mistral with experts. Ministral: windows in some layers."""
 
+from megatron_core.config import ModelConfig
 from megatron_core.models.hf.architecture import register
 from megatron_core.models.hf.families.llama import LLAMA
-from megatron_core.models.hf.rules import ROPE, WINDOW_OF_ALL_LAYERS, WINDOWS
+from megatron_core.models.hf.rules import ROPE, WINDOW_OF_ALL_LAYERS, WINDOWS, Rule, Settings
 from megatron_core.models.hf.tensors import gate_and_up
 
 MISTRAL = register(
@@ -13,7 +14,23 @@ MISTRAL = register(
     required={"hidden_act": "silu", "attention_bias": False},
     rules=(ROPE, WINDOWS),
 )
-MINISTRAL = register(MISTRAL, model_type="ministral", class_name="MinistralForCausalLM")
+
+
+def _windows_json(config: ModelConfig) -> Settings:
+    """Always a size of windows, which transformers needs, even if no layer has a window."""
+    kinds = {
+        "sliding_window": config.max_position_embeddings or 4096,
+        "layer_types": ["full_attention"] * config.num_layers,
+    }
+    return kinds if config.window_size is None else WINDOWS.write(config)
+
+
+MINISTRAL = register(
+    MISTRAL,
+    model_type="ministral",
+    class_name="MinistralForCausalLM",
+    rules=(ROPE, Rule(WINDOWS.read, _windows_json, WINDOWS.types)),
+)
 MIXTRAL = register(
     LLAMA,
     model_type="mixtral",

@@ -1,0 +1,74 @@
+"""Parameters whose weights arrive in the background: an operation that reads one waits for them.
+
+Hooks of data parallelism wait when a module is called. Other code reads weights, too: a module may use those of a child
+that is never called, or of a layer that is called later. As for freed weights (``split_parameter``), the class of the
+parameters changes in the meantime, so that parameters that have arrived cost nothing.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_core.data_parallel.split_parameter import flat_values, reads_elements
+from megatron_core.parallel.handles import Handle
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """The handle of a gather with a further action, such as to let everyone read the weights."""
+
+    gathering: Any
+    then: Callable[[], None]
+
+    def wait(self) -> None:
+        """Wait for the gather, and run the action."""
+        self.gathering.wait()
+        self.then()
+
+
+class AwaitedParameter:
+    """Mixin for the class of a parameter whose weights arrive; see ``await_reads``."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Wait for the weights if the function reads elements, and run it."""
+        options = dict(kwargs or {})
+        if not reads_elements(func, args, AwaitedParameter):
+            return torch._C._disabled_torch_function_impl(func, types, args, options)
+        for each in flat_values((args, options)):
+            if isinstance(each, AwaitedParameter):
+                finish = vars(each).pop("finish_gather", None)
+                if finish is None:  # a copy of such a parameter
+                    _end((each,))
+                else:
+                    finish()
+        return func(*args, **options)
+
+
+def await_reads(parameters: Sequence[nn.Parameter], gathering: Handle | Any, finish: Callable[[], None]) -> Arrival:
+    """Let operations that read ``parameters`` call ``finish``, which waits for the returned handle."""
+    for parameter in parameters:
+        if not isinstance(parameter, AwaitedParameter):
+            parameter.__class__ = _class_for(type(parameter))
+        vars(parameter)["finish_gather"] = finish
+    return Arrival(gathering, lambda: _end(parameters))
+
+
+def _end(parameters: Iterable[Any]) -> None:
+    for parameter in parameters:
+        if isinstance(parameter, AwaitedParameter):
+            parameter.__class__ = type(parameter).__mro__[2]
+            vars(parameter).pop("finish_gather", None)
+
+
+@cache
+def _class_for(kind: type[nn.Parameter]) -> Any:
+    """Return the subclass of ``kind`` with the mixin."""
+    meta: Any = type(kind)
+    return meta("AwaitedParameter", (AwaitedParameter, kind), {"__module__": __name__})
