@@ -13,7 +13,7 @@ import numpy as np
 
 from megatron_core.datasets.base import PackedSample
 from megatron_core.datasets.keyed_dataset import KeyedPermutation
-from megatron_core.datasets.message_schemas import messages_of
+from megatron_core.datasets.message_schemas import messages_of, tools_of
 from megatron_core.datasets.packing import first_fit
 from megatron_core.errors import DataError
 from megatron_core.tokenizers import Tokenizer
@@ -60,7 +60,7 @@ class ConversationFile:
             raise DataError(f"is not JSON ({error}); correct or remove the line") from None
         if not isinstance(content, dict):
             raise DataError(f"is a {type(content).__name__}, expected an object with messages")
-        return self.parsed(content), content.get("tools")
+        return self.parsed(content), tools_of(content)
 
     def parsed(self, content: Mapping[str, Any]) -> list[list[Message]]:
         """The conversations of a line, each starting at a system message."""

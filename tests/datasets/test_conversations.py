@@ -93,11 +93,12 @@ def test_tools_and_marks_of_answers(tmp_path: Path) -> None:
     settings = _write(tmp_path)
     (tmp_path / "chat.jinja").write_text(MARKED)
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    line = {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "x"}], "tools": ["f"]}
+    talk = [{"role": "user", "content": parts}, {"role": "assistant", "content": "x"}]
+    line = {"messages": talk, "tools": [{"f": 1}]}
     (tmp_path / "talks.jsonl").write_text(json.dumps(line))
     data = DataConfig(**settings, train_data_path=(str(tmp_path / "talks.jsonl"),), seq_length=60)
     sample = build_conversations(data, seed=1, tokenizer=tokenizer_of(data)).train[0]
-    assert _text(sample["tokens"]).startswith('["f"]<user>ab</><assistant>x</>')
+    assert _text(sample["tokens"]).startswith('[{"f": 1}]<user>ab</><assistant>x</>')
     assert _text(sample["labels"][sample["loss_mask"] == 1]) == "x</>"
 
 
