@@ -231,7 +231,7 @@ def tokenizer_folder(folder: Path) -> Path:
 def open_model(load: str, step: int | None = None) -> tuple[CheckpointReader | HuggingFaceReader, RunConfig]:
     """Open ``load``, a checkpoint or Hugging Face folder; return its reader and the configuration of its model.
 
-    Errors: ``CheckpointError`` if there is no checkpoint.
+    Errors: ``CheckpointError`` if there is no checkpoint, or only adapters.
     """
     if (location(load) / CONFIG).is_file():
         weights = HuggingFaceReader(load)
@@ -241,7 +241,14 @@ def open_model(load: str, step: int | None = None) -> tuple[CheckpointReader | H
         raise CheckpointError(
             f"load={load!r} has no checkpoint and no {CONFIG}; give a folder written with --save, or of Hugging Face"
         )
-    return reader, stored_config(reader.folder)
+    config = stored_config(reader.folder)
+    if config.tuning.lora_rank is not None:
+        with reader:
+            raise CheckpointError(
+                f"load={load!r} has adapters (lora_rank={config.tuning.lora_rank}) without the weights of the model; "
+                f"run tools/convert_checkpoint.py --from native --to hf --load {load} --save MERGED, and load MERGED"
+            )
+    return reader, config
 
 
 def model_and_tokenizer(config: RunConfig) -> RunConfig:
