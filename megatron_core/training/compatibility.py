@@ -170,16 +170,23 @@ def schedule_changes(stored: Mapping[str, Any], config: RunConfig) -> list[str]:
         if name in stored and not _equal(stored[name], current[name])
     ]
     if changes and not config.checkpoint.override_opt_param_scheduler:
+        is_later = stored.get("lr_one_step_later", False) and not config.optimizer.lr_one_step_later
+        reason = " (Megatron-LM applies each rate one step later: add --lr-one-step-later)" if is_later else ""
         raise CheckpointError(
-            f"the schedule differs from that of the resumed run: {'; '.join(changes)}. Give the same settings, or "
-            "continue with the new settings by --override-opt-param-scheduler"
+            f"the schedule differs from that of the resumed run: {'; '.join(changes)}{reason}. Give the same settings, "
+            "or continue with the new settings by --override-opt-param-scheduler"
         )
     return changes
 
 
 def changed_settings(stored: Mapping[str, Any], config: RunConfig) -> list[str]:
-    """Describe the other differences from the resumed run that change the numerical results."""
+    """Describe the other differences from the resumed run that change the numerical results.
+
+    A vocabulary without a size has that of the tokenizer, and the shapes of the weights are compared with it.
+    """
     current = config.flat()
+    if None in (current["vocab_size"], stored.get("vocab_size")):
+        stored = {name: value for name, value in stored.items() if name != "vocab_size"}
     return [
         f"{name} was {stored[name]} and is {current[name]}"
         for name, declared in settings().items()
