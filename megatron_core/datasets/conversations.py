@@ -129,23 +129,23 @@ class ConversationTokenizer:
         return ids, counted
 
     def _answers(self, messages: Sequence[Message], tools: Any, text: str) -> Iterator[Span]:
-        """The characters that each assistant message adds to ``text`` after its prompt."""
-        for number, message in enumerate(messages):
-            if message["role"] == "assistant":
-                asked = self.template.render(messages[:number], tools=tools, add_generation_prompt=True)
-                whole = self.template.render(messages[: number + 1], tools=tools, add_generation_prompt=False)
-                if not text.startswith(whole) or not whole.startswith(asked):
-                    raise DataError(
-                        "the chat template changes earlier messages when later ones are added, so answers cannot be "
-                        "located; choose another one with --chat-template, or one that marks answers "
-                        "with {% generation %}"
-                    )
-                if len(asked) == len(whole) and message.get("content"):
-                    raise DataError(
-                        "the chat template writes nothing for an answer, so nothing would be learned; choose another "
-                        "one with --chat-template"
-                    )
-                yield len(asked), len(whole)
+        """The characters that the assistant's messages that count add to ``text`` after their prompts."""
+        numbers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        for number in numbers[-1:] if self.last_only else numbers:
+            asked = self.template.render(messages[:number], tools=tools, add_generation_prompt=True)
+            whole = self.template.render(messages[: number + 1], tools=tools, add_generation_prompt=False)
+            if not text.startswith(whole) or not whole.startswith(asked):
+                raise DataError(
+                    "the chat template changes earlier messages when later ones are added, so answers cannot be "
+                    "located; choose another one with --chat-template, or one that marks answers "
+                    f"with {{% generation %}}{'' if self.last_only else ', or add --sft-loss last_answer'}"
+                )
+            if len(asked) == len(whole) and messages[number].get("content"):
+                raise DataError(
+                    "the chat template writes nothing for an answer, so nothing would be learned; choose another "
+                    "one with --chat-template"
+                )
+            yield len(asked), len(whole)
 
     def _end_of(self, messages: Sequence[Message], tools: Any, text: str) -> Span:
         """The characters of ``text`` from the first one that the prompt of the last message does not have."""

@@ -314,5 +314,17 @@ def test_last_answer_alone_counts(tmp_path: Path) -> None:
     assert _text(np.array(tokens)[np.array(answers)]) == "w</>"
 
 
+def test_last_answers_of_templates_that_shorten_earlier_ones() -> None:
+    """Qwen3's template writes its mark of thinking only into the last answer."""
+    mark = "{% if loop.last and m.role == 'assistant' %}T{% endif %}{{ m.content }}"
+    template = ChatTemplate(TEMPLATE.replace("{{ m.content }}", mark), {})
+    tokenizer = tokenizer_of(DataConfig(**BYTES))
+    with pytest.raises(DataError, match="or add --sft-loss last_answer"):
+        ConversationTokenizer(tokenizer, template).encode(TALK)
+    tokens, answers = ConversationTokenizer(tokenizer, template, last_only=True).encode(TALK)
+    assert _text(np.array(tokens)) == "<system>S</><user>ab</><assistant>xyz</><user>c</><assistant>Tw</>"
+    assert _text(np.array(tokens)[np.array(answers)]) == "Tw</>"
+
+
 def test_first_fit() -> None:
     assert first_fit([(0, 6), (1, 5), (2, 4), (3, 99), (4, 5)], 10) == [[0, 2], [1, 4], [3]]
