@@ -84,6 +84,8 @@ PACKING = -1
 """In the key of the order in which lines are packed; other keys have the number of a round."""
 Encoded = tuple[list[int], list[bool]]
 """The tokens of a conversation, and True for those of answers."""
+CHECKED = 64
+"""Lines whose lengths are checked at the start."""
 Span = tuple[int, int]
 """Half-open character range of a text."""
 
@@ -203,6 +205,30 @@ class ConversationDataset:
         """The sample at a position of the endless order."""
         return self._sample([encoded for line in self.lines_of(index) for encoded in self._line(line)])
 
+    def check_lengths(self) -> tuple[str, ...]:
+        """A note if some of up to 64 lines, evenly spaced, are cut; DataError if no answer remains in any of them."""
+        lines, kept = self._lines[:: -(-len(self._lines) // CHECKED)], self.sequence_length + 1
+        found = [_joined(self._line(line)) for line in lines]
+        longest, cut = max(len(ids) for ids, _ in found), sum(len(ids) > kept for ids, _ in found)
+        answers, left = sum(any(counted) for _, counted in found), sum(any(counted[:kept]) for _, counted in found)
+        if not answers:
+            raise DataError(
+                f"{self.place(lines[0])}, and {len(lines) - 1} other lines that were checked, have no answer to learn: "
+                "no message has the role assistant; correct the roles"
+            )
+        if not left:
+            raise DataError(
+                f"seq_length={self.sequence_length} cuts all {len(lines)} lines that were checked before their "
+                f"answers; the longest has {longest} tokens: give a larger --seq-length"
+            )
+        if not cut:
+            return ()
+        lost = f", {answers - left} of them before their answers" if answers > left else ""
+        return (
+            f"seq_length={self.sequence_length} cuts {cut} of {len(lines)} lines that were checked{lost}; the longest "
+            f"has {longest} tokens: give a larger --seq-length to learn the whole answers",
+        )
+
     def lines_of(self, index: int) -> Sequence[int]:
         """The lines of all files together that make up a sample."""
         number, position = divmod(index, len(self.packs))
@@ -232,12 +258,8 @@ class ConversationDataset:
     def _sample(self, conversations: Sequence[Encoded]) -> PackedSample:
         length = self.sequence_length
         lengths: list[int] = []
-        tokens: list[int] = []
-        counted: list[bool] = []
-        for ids, answers in conversations:
-            # The first token has no preceding token in its conversation, so it is not predicted.
-            tokens += ids
-            counted += [False, *answers[1:]][: len(ids)]
+        tokens, counted = _joined(conversations)
+        for ids, _ in conversations:
             lengths.append(min(len(ids), length - sum(lengths)))
         missing = max(length + 1 - len(tokens), 0)
         filled = np.array(tokens[: length + 1] + [self._padding] * missing, dtype=np.int64)
@@ -253,3 +275,13 @@ class ConversationDataset:
             "position_ids": positions,
             "document_lengths": np.array(lengths, dtype=np.int64),
         }
+
+
+def _joined(conversations: Sequence[Encoded]) -> Encoded:
+    """Conversations one after the other; their first tokens do not count, because no token of theirs precedes."""
+    tokens: list[int] = []
+    counted: list[bool] = []
+    for ids, answers in conversations:
+        tokens += ids
+        counted += [False, *answers[1:]][: len(ids)]
+    return tokens, counted

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -74,11 +75,31 @@ def test_labels_follow_and_conversations_are_documents(tmp_path: Path) -> None:
     assert sample["position_ids"][starts].tolist() == [0, 0, 0] and sample["position_ids"][len(whole) - 1] > 0
 
 
-@pytest.mark.parametrize("length", [8, 40, 65, 66])
+@pytest.mark.parametrize("length", [36, 40, 65, 66])
 def test_long_conversations_are_cut(tmp_path: Path, length: int) -> None:
     sample = _dataset(tmp_path, TALK + SHORT, length=length)[0]
     assert {len(sample[key]) for key in ("tokens", "labels", "loss_mask", "position_ids")} == {length}
     assert sample["document_lengths"].sum() == length and sample["document_lengths"].min() > 0
+
+
+def test_lengths_are_checked_at_the_start(tmp_path: Path) -> None:
+    """Otherwise a run without a token to learn would report a loss of zero."""
+
+    def notes(*lines: list[dict], length: int) -> tuple[str, ...]:
+        data = DataConfig(**_write(tmp_path, *lines), train_data_path=(str(tmp_path / "talks.jsonl"),))
+        return build_conversations(replace(data, seq_length=length), seed=1, tokenizer=tokenizer_of(data)).notes
+
+    asked = [*TALK[:2], {"role": "bot", "content": "x"}]
+    long = [{"role": "user", "content": "a" * 50}, *TALK[-1:]]
+    with pytest.raises(DataError, match=r"seq_length=33 cuts all 1 lines .* before their answers; .* 65 tokens"):
+        notes(TALK, length=33)
+    with pytest.raises(DataError, match=r"line 1, and 1 other lines .* no message has the role assistant"):
+        notes(asked, asked, length=99)
+    (note,) = notes(TALK, asked, SHORT, length=34)
+    assert note.startswith("seq_length=34 cuts 2 of 3 lines that were checked; the longest has 65 tokens")
+    (note,) = notes(long, *[SHORT] * 99, length=40)
+    assert "cuts 1 of 50 lines that were checked, 1 of them before their answers" in note
+    assert notes(TALK, asked, SHORT, length=64) == ()
 
 
 MARKED = (
