@@ -98,6 +98,8 @@ def parse_command_line(
         )
     if faults and dry.dry_run:
         check(without_data(config), dry.world_size or config.parallel.smallest_world_size, faults)
+    elif faults and (config.checkpoint.load_hf is not None or config.checkpoint.use_checkpoint_args):
+        raise ConfigError(numbered(faults, "this command line"))  # other settings come from the folder
     elif faults:
         check(config, int(os.environ.get("WORLD_SIZE", "1")), faults)
     return config, dry

@@ -43,7 +43,7 @@ def build_conversations(data: DataConfig, *, seed: int, tokenizer: Tokenizer | N
 
 
 def _notes(train: ConversationDataset | None, data: DataConfig) -> tuple[str, ...]:
-    return () if train is None or data.dpo else train.check_lengths()
+    return () if train is None or data.dpo else train.describe()
 
 
 def _files(paths: Sequence[str], data: DataConfig) -> list[ConversationFile]:

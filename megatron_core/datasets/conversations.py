@@ -205,8 +205,14 @@ class ConversationDataset:
         """The sample at a position of the endless order."""
         return self._sample([encoded for line in self.lines_of(index) for encoded in self._line(line)])
 
-    def check_lengths(self) -> tuple[str, ...]:
-        """A note if some of up to 64 lines, evenly spaced, are cut; DataError if no answer remains in any of them."""
+    def describe(self) -> tuple[str, ...]:
+        """Notes: the samples of a round, and how many of up to 64 lines, evenly spaced, are cut if any are.
+
+        DataError if no answer remains in any of these lines.
+        """
+        samples = len(self.packs)
+        of_lines = f" with {len(self._lines):,} lines" if samples < len(self._lines) else ""
+        size = f"the training data has {samples:,} samples{of_lines}: --train-samples {samples} reads each once"
         lines, kept = self._lines[:: -(-len(self._lines) // CHECKED)], self.sequence_length + 1
         found = [_joined(self._line(line)) for line in lines]
         longest, cut = max(len(ids) for ids, _ in found), sum(len(ids) > kept for ids, _ in found)
@@ -222,9 +228,10 @@ class ConversationDataset:
                 f"answers; the longest has {longest} tokens: give a larger --seq-length"
             )
         if not cut:
-            return ()
+            return (size,)
         lost = f", {answers - left} of them before their answers" if answers > left else ""
         return (
+            size,
             f"seq_length={self.sequence_length} cuts {cut} of {len(lines)} lines that were checked{lost}; the longest "
             f"has {longest} tokens: give a larger --seq-length to learn the whole answers",
         )

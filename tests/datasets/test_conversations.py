@@ -95,11 +95,12 @@ def test_lengths_are_checked_at_the_start(tmp_path: Path) -> None:
         notes(TALK, length=33)
     with pytest.raises(DataError, match=r"line 1, and 1 other lines .* no message has the role assistant"):
         notes(asked, asked, length=99)
-    (note,) = notes(TALK, asked, SHORT, length=34)
+    (size, note) = notes(TALK, asked, SHORT, length=34)
+    assert size == "the training data has 3 samples: --train-samples 3 reads each once"
     assert note.startswith("seq_length=34 cuts 2 of 3 lines that were checked; the longest has 65 tokens")
-    (note,) = notes(long, *[SHORT] * 99, length=40)
+    (_, note) = notes(long, *[SHORT] * 99, length=40)
     assert "cuts 1 of 50 lines that were checked, 1 of them before their answers" in note
-    assert notes(TALK, asked, SHORT, length=64) == ()
+    assert notes(TALK, asked, SHORT, length=64) == (size,)
 
 
 MARKED = (
@@ -316,7 +317,9 @@ def test_packs_hold_every_line_once_and_no_padding_where_another_line_fits(tmp_p
     ]
     settings = _write(tmp_path, *lines) | {"sft_packing": "first_fit"}
     data = DataConfig(**settings, train_data_path=(str(tmp_path / "talks.jsonl"),), seq_length=120)
-    packed = build_conversations(data, seed=1, tokenizer=tokenizer_of(data)).train
+    splits = build_conversations(data, seed=1, tokenizer=tokenizer_of(data))
+    packed = splits.train
+    assert f"{len(packed.packs)} samples with 8 lines: --train-samples {len(packed.packs)} " in splits.notes[0]
     again = build_conversations(data, seed=1, tokenizer=tokenizer_of(data)).train
     assert packed.packs == again.packs and sorted(line for pack in packed.packs for line in pack) == list(range(8))
     samples = [packed[i] for i in range(len(packed.packs))]
