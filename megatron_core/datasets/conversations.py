@@ -21,6 +21,12 @@ from megatron_core.tokenizers.base import BaseTokenizer, Offsets, end_ids
 from megatron_core.tokenizers.chat import ChatTemplate
 
 Message = Mapping[str, Any]
+OTHER_FORMATS = {
+    b"[": ("a JSON array", "jq -c '.[]' {old} > {new}"),
+    b"PAR1": ("a Parquet file", "pandas.read_parquet('{old}').to_json('{new}', orient='records', lines=True)"),
+    b"\x1f\x8b": ("compressed", "gzip -dc {old} > {new}"),
+}
+"""First bytes of files that are not JSON Lines, with their kind and a conversion."""
 
 
 class ConversationFile:
@@ -37,6 +43,8 @@ class ConversationFile:
                 at = 0
                 for line in file:
                     if line.strip():
+                        if not self._begins:
+                            self._check_format(line)
                         self._begins.append(at)
                     at += len(line)
         except OSError as error:
@@ -45,6 +53,16 @@ class ConversationFile:
             ) from None
         if not self._begins:
             raise DataError(f"{path} is empty; --sft and --dpo need JSON Lines with messages")
+
+    def _check_format(self, line: bytes) -> None:
+        """DataError if the first line is of a file in another format."""
+        begin, name = line.removeprefix(b"\xef\xbb\xbf").lstrip(), self.path
+        for first, (kind, way) in OTHER_FORMATS.items():
+            if begin.startswith(first):
+                raise DataError(
+                    f"{name} is {kind}, expected one object per line (JSON Lines); convert it, for example with "
+                    f"{way.format(old=name, new=name.stem + '_lines.jsonl')}"
+                )
 
     def __len__(self) -> int:
         return len(self._begins)

@@ -130,7 +130,7 @@ BROKEN = {
     '{"messages": "x"}': "messages must be a list of objects",
     '{"conversations": [{"value": "x"}]}': "from must be a string",
     '{"foo": 1}': "cannot infer the schema",
-    "[1]": "is a list, expected an object",
+    "1": "is a int, expected an object",
     "{x": "is not JSON",
     "": "is empty; --sft and --dpo need JSON Lines",
     '{"messages": [{"role": "user", "content": "\\ud800"}]}': "half of a surrogate pair",

@@ -84,3 +84,18 @@ def test_megatrons_names_begin_with_the_system() -> None:
     assert varlen_dataset._select_converter(["text"])[0]({"text": "a"}) == "a"
     assert varlen_dataset._looks_like_hf_id("owner/name")
     assert not varlen_dataset._looks_like_hf_id("./name")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"\n[\n", r"is a JSON array, .* with jq -c '\.\[\]' \S*talks.json > talks_lines.jsonl"),
+        (b'\xef\xbb\xbf[{"messages": []}]', "is a JSON array"),
+        (b"PAR1\x15\x04", r"is a Parquet file, .* pandas\.read_parquet"),
+        (b"\x1f\x8b\x08\x00", "is compressed, .* gzip -dc"),
+    ],
+)
+def test_other_formats_are_named(content: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / "talks.json").write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        ConversationFile(str(tmp_path / "talks.json"))
