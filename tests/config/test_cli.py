@@ -98,6 +98,19 @@ def test_help_about_a_group_and_a_word(capsys):
     assert "similar: tensor-model-parallel-size" in help_about("tensor-modl-parallel-size", capsys)
 
 
+@pytest.mark.parametrize("columns", [80, 300])
+def test_help_does_not_depend_on_a_wide_terminal(columns, capsys, monkeypatch):
+    """tyro would print boxes side by side, and breaks lines where those of the source end."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lines = help_about("verify-checkpoint", capsys).splitlines()
+    assert len({len(line) for line in lines}) == 1 and len(lines[0]) == min(columns, 100)
+    text = " ".join(line.strip("│ ") for line in lines)
+    assert "--no-verify-checkpoint Check the size and hash of every file" in text and "(on by default)" in text
+    texts = [line.strip("│ ") for line in help_about("lora-target-modules", capsys).splitlines()[4:-1]]
+    longest = min(columns, 100) - 10
+    assert all(len(f"{line} {after.split()[0]}") > longest for line, after in itertools.pairwise(texts))
+
+
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("topic", ["", "all"])
 def test_help_into_a_closed_pipe_ends_silently(topic):
