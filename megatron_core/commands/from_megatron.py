@@ -23,6 +23,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import redirect_stderr
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import tyro
@@ -38,15 +39,16 @@ from megatron_core.config.rules_single import unread_settings
 from megatron_core.config.run import field_types
 from megatron_core.config.translate import plain
 from megatron_core.config.validate import problems
-from megatron_core.errors import ConfigError, MegatronError, shortened
+from megatron_core.errors import CheckpointError, ConfigError, MegatronError, shortened
 from megatron_core.output_file import prepare_output
-from megatron_core.planner.explain import details, readable_bytes, readable_seconds
+from megatron_core.planner.explain import details, readable_bytes, readable_duration, readable_seconds
 from megatron_core.planner.hardware import read_hardware
 from megatron_core.planner.parameters import model_parameters
 from megatron_core.planner.search import Search, describe_layout
 from megatron_core.shell.launch import Launch, LaunchScript, is_script, read_command_line, read_script
 from megatron_core.shell.unknown import UNKNOWN, readable
 from megatron_core.terminal import parse_flags
+from megatron_core.training.megatron_state import megatron_folder
 
 HYBRID = ("pretrain_mamba.py", "pretrain_hybrid.py")
 """Training programs of models that need a pattern of layers."""
@@ -105,7 +107,8 @@ class TranslatedLaunch:
         with redirect_stderr(io.StringIO()):  # the note about flags without effect is part of the report
             config, _ = read_flags(flags.usable, prog="pretrain_gpt.py")
         ranks = world_size or launch.ranks or config.parallel.smallest_world_size
-        return cls(launch, flags, config, ranks, tuple(problems(config, ranks)))
+        found = [*problems(config, ranks), *checkpoint_changes(config)]
+        return cls(launch, flags, config, ranks, tuple(found))
 
     @property
     def starts(self) -> bool:
@@ -122,6 +125,24 @@ class TranslatedLaunch:
                 "if the model has only Mamba layers"
             )
         return f"{readable(self.launch.program)} {OTHERS[word]}" if word else ""
+
+
+def checkpoint_changes(config: RunConfig) -> Iterator[str]:
+    """The flags to add or change if ``load`` is a folder of Megatron-LM's checkpoints on this machine."""
+    settings, optimizer = config.checkpoint, config.optimizer
+    try:
+        if megatron_folder(settings) is None:
+            return
+    except CheckpointError as error:
+        yield str(error)
+        return
+    if settings.save == settings.load:
+        yield f"save={settings.save!r} has a checkpoint of Megatron-LM (--load); give another folder with --save"
+    is_constant = optimizer.lr_decay_style == "constant" and not (
+        optimizer.lr_warmup_iters or optimizer.lr_warmup_samples or optimizer.lr_warmup_fraction
+    )
+    if not (is_constant or optimizer.lr_one_step_later or settings.finetune):
+        yield "the checkpoint in --load is of Megatron-LM; add --lr-one-step-later, or --finetune for a new schedule"
 
 
 def is_flag(word: str) -> bool:
@@ -170,7 +191,7 @@ def _description(translated: TranslatedLaunch) -> Iterator[str]:
     kind = f", {model.num_experts} experts of which a token uses {model.moe_router_topk}" if model.num_experts else ""
     yield (
         f"model: {model.num_layers} layers, hidden size {model.hidden_size}, {model.num_attention_heads} heads{kind}, "
-        f"{model_parameters(config, vocabulary(config)) / 1e9:.3g} billion parameters, sequences of "
+        f"{_parameters(model_parameters(config, vocabulary(config)))}, sequences of "
         f"{config.data.seq_length} tokens"
     )
     if not any(problems_of_ranks(translated)):
@@ -208,6 +229,12 @@ def _differences(translated: TranslatedLaunch, script: LaunchScript) -> Iterator
         yield f"without effect in this run: {unread}"
     for flag, difference in flags.different_defaults(translated.config).items():
         yield f"default of Megatron-LM, not given: {flag}; {difference}"
+    load = translated.config.checkpoint.load
+    if load is not None and not Path(load).is_dir():
+        yield (
+            f"load {readable(load)} is not on this machine: to resume a checkpoint of Megatron-LM in it, add "
+            "--lr-one-step-later --data-order megatron, and give another folder with --save (docs/continue.md)"
+        )
     if script.unset:
         yield f"not set in the script: {', '.join(script.unset)}; --set NAME=VALUE or the script's arguments give them"
     yield from script.notes
@@ -239,7 +266,7 @@ def _prediction(translated: TranslatedLaunch, settings: Settings, name: str) -> 
     )
     yield from details(found).splitlines()
     if translated.config.training.train_iters:
-        yield f"all steps: {found.seconds * translated.config.training.train_iters / 86400:,.3g} days"
+        yield f"all steps: {readable_duration(found.seconds * translated.config.training.train_iters)}"
     batch = translated.config.training.global_batch_size
     if batch is not None:
         machine = f"--gpus {translated.world_size} --hardware {settings.hardware}"
@@ -275,6 +302,10 @@ def _start(translated: TranslatedLaunch, name: str) -> Iterator[str]:
     yield f"torchrun --nproc-per-node {local}{several} -m megatron_core.commands.train --config {name}"
     if translated.starts:
         yield "or the script itself, with this project's pretrain_gpt.py in place of Megatron-LM's"
+
+
+def _parameters(number: int) -> str:
+    return f"{number / 1e9:.3g} billion parameters" if number >= 1e8 else f"{number:,} parameters"
 
 
 def _count(number: int, name: str) -> str:

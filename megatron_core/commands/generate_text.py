@@ -91,8 +91,10 @@ class Text:
         if progress.finished != "stop":
             self.progress.append(progress)
             shown = self.stream.add(progress.token)
+        if progress.finished:
+            shown += self.stream.finish()
         self.finished = "stop" if self.stream.stopped else progress.finished
-        return shown + (self.stream.finish() if self.finished else "")
+        return shown
 
     def as_json(self) -> dict[str, Any]:
         """The JSON object for --output."""

@@ -3,9 +3,11 @@
 import io
 import os
 import sys
-from contextlib import redirect_stdout, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from shutil import get_terminal_size
 from typing import Any, NoReturn, TypeVar, get_type_hints
 
 import tyro
@@ -23,6 +25,8 @@ from megatron_core.errors import ConfigError
 from megatron_core.terminal import PRINT_COMPLETION, discard, parse_flags
 
 _FLAT = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
+HELP_COLUMNS = 100
+"""Largest width of the help."""
 # Both --x and --no-x are accepted; the help shows only the one that changes the default.
 _SHORT_HELP = (tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)
 
@@ -98,6 +102,8 @@ def parse_command_line(
         )
     if faults and dry.dry_run:
         check(without_data(config), dry.world_size or config.parallel.smallest_world_size, faults)
+    elif faults and (config.checkpoint.load_hf is not None or config.checkpoint.use_checkpoint_args):
+        raise ConfigError(numbered(faults, "this command line"))  # other settings come from the folder
     elif faults:
         check(config, int(os.environ.get("WORLD_SIZE", "1")), faults)
     return config, dry
@@ -159,7 +165,7 @@ def _parse(
 def _print_help(kind: type[_CommandLine], topic: str, prog: str, defaults: RunConfig) -> NoReturn:
     """Print the help about ``topic`` on the first rank and exit with 0, also if the output pipe is closed early."""
     complete = io.TextIOWrapper(io.BytesIO(), "utf-8")  # tyro draws boxes for this encoding
-    with redirect_stdout(complete), suppress(SystemExit):
+    with redirect_stdout(complete), suppress(SystemExit), _columns(min(get_terminal_size().columns, HELP_COLUMNS)):
         default, description = kind(**defaults.sections()), _description(prog)
         parse_flags(
             kind, prog=prog, description=description, args=["--help"], default=default, config=_FLAT + _SHORT_HELP
@@ -174,6 +180,20 @@ def _print_help(kind: type[_CommandLine], topic: str, prog: str, defaults: RunCo
     except BrokenPipeError:
         discard(sys.stdout)
     sys.exit(0)
+
+
+@contextmanager
+def _columns(number: int) -> Iterator[None]:
+    """Let tyro use this width; on wider terminals it prints several boxes side by side."""
+    before = os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = str(number)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["COLUMNS"]
+        else:
+            os.environ["COLUMNS"] = before
 
 
 def note_unread_flags(config: RunConfig, args: list[str] | None = None) -> None:

@@ -37,6 +37,8 @@ WITHOUT_BOXES = str.maketrans("╭╮╰╯─│", "    - ")
 """Translation for terminals without Unicode."""
 _FRAME = re.compile(r"╭─ (?:(\w+) )?options ─+╮")
 _WIDTH = 80
+_INDENT = "│       "
+"""Before the text below a flag."""
 
 
 @dataclass
@@ -82,9 +84,9 @@ def shown(complete: str, topic: str) -> str:
     "" is the first screen, ``ALL`` everything, the name of a group its flags; any other word is searched in the names
     and texts of all flags.
     """
-    if topic == ALL:
-        return complete
     head, groups = _parts(complete)
+    if topic == ALL:
+        return "\n".join([*head, *(line for group in groups for line in group.box(group.flags))])
     word = topic.lower().lstrip("-").replace("_", "-")
     group = next((group for group in groups if word and group.name == word), None)
     if group is not None:
@@ -111,7 +113,25 @@ def _parts(complete: str) -> tuple[list[str], list[_Group]]:
             groups[-1].flags.append([line])
         elif line.startswith("│"):
             (groups[-1].flags[-1] if groups[-1].flags else groups[-1].about).append(line)
+    for group in groups:
+        group.flags = [_filled(flag, len(group.frame)) for flag in group.flags]
     return [*head, ""], groups
+
+
+def _filled(flag: Sequence[str], width: int) -> list[str]:
+    """Fill the lines below a flag: tyro also breaks them where lines of the source end.
+
+    A switch that is on is shown as --no-x with the text of x.
+    """
+    texts = [line for line in flag if line.startswith(_INDENT)]
+    if any(line[len(_INDENT)] == " " for line in texts):  # next to the flag, on a wide terminal
+        return list(flag)
+    text = " ".join(line.strip("│ ") for line in texts)
+    if flag[0].startswith("│ --no-"):
+        text = text.replace("(default: True)", "(on by default)")
+    size = width - len(_INDENT) - len(" │")
+    filled = textwrap.wrap(text, size, break_on_hyphens=False, break_long_words=False)
+    return [*(line for line in flag if line not in texts), *(f"{_INDENT}{part:{size}} │" for part in filled)]
 
 
 def _more(groups: Sequence[_Group]) -> list[str]:

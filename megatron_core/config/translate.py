@@ -10,6 +10,7 @@ from typing import Any
 from megatron_core.config import megatron_flags
 from megatron_core.config.file import convert, describe, perhaps
 from megatron_core.config.hybrid import STAGE, read_pattern
+from megatron_core.config.trainer_flags import SAME_MEANING
 
 MOST_REPEATS = 10_000
 """Maximum length of a list, and maximum factor, in an expression such as [1]*24; models have far fewer layers."""
@@ -144,7 +145,8 @@ class Translation:
         shown = " ".join([flag, *values])
         if entry is None:
             names = {*self.known, *megatron_flags.FLAGS, *megatron_flags.RENAMED, *megatron_flags.SAME_AS}
-            hint = perhaps(name, names, "--")
+            theirs = SAME_MEANING.get(name)
+            hint = perhaps(name, names, "--") if theirs is None else f"in place of transformers' flag, give {theirs}"
             self.unknown.append(flag)
             self.faults.append(f"{shown}: neither a flag of this project nor of Megatron-LM; {hint}")
         elif values and not entry.takes_values:

@@ -32,12 +32,18 @@ def build_conversations(data: DataConfig, *, seed: int, tokenizer: Tokenizer | N
         files = _files(paths.phases[-1].data_path, data)
         ranges = split_ranges(parse_split(data.split or DEFAULT_SPLIT), sum(map(len, files)))
         train, valid, test = (dataset(files, lines) for lines in ranges)
-        return Splits(train, valid, test)
+        return Splits(train, valid, test, _notes(train, data))
     named = {name: _files([path], data) for name, path in named_paths(data, paths).items()}
     own = [_files(each, data) for each in (paths.own[0], () if named else paths.own[1], paths.own[2])]
     train, valid, test = (dataset(files, range(sum(map(len, files)))) for files in own)
     sets = {name: dataset(files, range(sum(map(len, files)))) for name, files in named.items()}
-    return Splits(train, valid, test, named={name: own for name, own in sets.items() if own is not None})
+    return Splits(
+        train, valid, test, _notes(train, data), named={name: own for name, own in sets.items() if own is not None}
+    )
+
+
+def _notes(train: ConversationDataset | None, data: DataConfig) -> tuple[str, ...]:
+    return () if train is None or data.dpo else train.describe()
 
 
 def _files(paths: Sequence[str], data: DataConfig) -> list[ConversationFile]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from megatron_core.datasets.base import PackedSample
 from megatron_core.datasets.keyed_dataset import KeyedPermutation
-from megatron_core.datasets.message_schemas import messages_of
+from megatron_core.datasets.message_schemas import messages_of, tools_of
 from megatron_core.datasets.packing import first_fit
 from megatron_core.errors import DataError
 from megatron_core.tokenizers import Tokenizer
@@ -21,6 +21,12 @@ from megatron_core.tokenizers.base import BaseTokenizer, Offsets, end_ids
 from megatron_core.tokenizers.chat import ChatTemplate
 
 Message = Mapping[str, Any]
+OTHER_FORMATS = {
+    b"[": ("a JSON array", "jq -c '.[]' {old} > {new}"),
+    b"PAR1": ("a Parquet file", "pandas.read_parquet('{old}').to_json('{new}', orient='records', lines=True)"),
+    b"\x1f\x8b": ("compressed", "gzip -dc {old} > {new}"),
+}
+"""First bytes of files that are not JSON Lines, with their kind and a conversion."""
 
 
 class ConversationFile:
@@ -37,6 +43,8 @@ class ConversationFile:
                 at = 0
                 for line in file:
                     if line.strip():
+                        if not self._begins:
+                            self._check_format(line)
                         self._begins.append(at)
                     at += len(line)
         except OSError as error:
@@ -45,6 +53,16 @@ class ConversationFile:
             ) from None
         if not self._begins:
             raise DataError(f"{path} is empty; --sft and --dpo need JSON Lines with messages")
+
+    def _check_format(self, line: bytes) -> None:
+        """DataError if the first line is of a file in another format."""
+        begin, name = line.removeprefix(b"\xef\xbb\xbf").lstrip(), self.path
+        for first, (kind, way) in OTHER_FORMATS.items():
+            if begin.startswith(first):
+                raise DataError(
+                    f"{name} is {kind}, expected one object per line (JSON Lines); convert it, for example with "
+                    f"{way.format(old=name, new=name.stem + '_lines.jsonl')}"
+                )
 
     def __len__(self) -> int:
         return len(self._begins)
@@ -60,7 +78,7 @@ class ConversationFile:
             raise DataError(f"is not JSON ({error}); correct or remove the line") from None
         if not isinstance(content, dict):
             raise DataError(f"is a {type(content).__name__}, expected an object with messages")
-        return self.parsed(content), content.get("tools")
+        return self.parsed(content), tools_of(content)
 
     def parsed(self, content: Mapping[str, Any]) -> list[list[Message]]:
         """The conversations of a line, each starting at a system message."""
@@ -84,6 +102,8 @@ PACKING = -1
 """In the key of the order in which lines are packed; other keys have the number of a round."""
 Encoded = tuple[list[int], list[bool]]
 """The tokens of a conversation, and True for those of answers."""
+CHECKED = 64
+"""Lines whose lengths are checked at the start."""
 Span = tuple[int, int]
 """Half-open character range of a text."""
 
@@ -129,23 +149,23 @@ class ConversationTokenizer:
         return ids, counted
 
     def _answers(self, messages: Sequence[Message], tools: Any, text: str) -> Iterator[Span]:
-        """The characters that each assistant message adds to ``text`` after its prompt."""
-        for number, message in enumerate(messages):
-            if message["role"] == "assistant":
-                asked = self.template.render(messages[:number], tools=tools, add_generation_prompt=True)
-                whole = self.template.render(messages[: number + 1], tools=tools, add_generation_prompt=False)
-                if not text.startswith(whole) or not whole.startswith(asked):
-                    raise DataError(
-                        "the chat template changes earlier messages when later ones are added, so answers cannot be "
-                        "located; choose another one with --chat-template, or one that marks answers "
-                        "with {% generation %}"
-                    )
-                if len(asked) == len(whole) and message.get("content"):
-                    raise DataError(
-                        "the chat template writes nothing for an answer, so nothing would be learned; choose another "
-                        "one with --chat-template"
-                    )
-                yield len(asked), len(whole)
+        """The characters that the assistant's messages that count add to ``text`` after their prompts."""
+        numbers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        for number in numbers[-1:] if self.last_only else numbers:
+            asked = self.template.render(messages[:number], tools=tools, add_generation_prompt=True)
+            whole = self.template.render(messages[: number + 1], tools=tools, add_generation_prompt=False)
+            if not text.startswith(whole) or not whole.startswith(asked):
+                raise DataError(
+                    "the chat template changes earlier messages when later ones are added, so answers cannot be "
+                    "located; choose another one with --chat-template, or one that marks answers "
+                    f"with {{% generation %}}{'' if self.last_only else ', or add --sft-loss last_answer'}"
+                )
+            if len(asked) == len(whole) and messages[number].get("content"):
+                raise DataError(
+                    "the chat template writes nothing for an answer, so nothing would be learned; choose another "
+                    "one with --chat-template"
+                )
+            yield len(asked), len(whole)
 
     def _end_of(self, messages: Sequence[Message], tools: Any, text: str) -> Span:
         """The characters of ``text`` from the first one that the prompt of the last message does not have."""
@@ -203,6 +223,37 @@ class ConversationDataset:
         """The sample at a position of the endless order."""
         return self._sample([encoded for line in self.lines_of(index) for encoded in self._line(line)])
 
+    def describe(self) -> tuple[str, ...]:
+        """Notes: the samples of a round, and how many of up to 64 lines, evenly spaced, are cut if any are.
+
+        DataError if no answer remains in any of these lines.
+        """
+        samples = len(self.packs)
+        of_lines = f" with {len(self._lines):,} lines" if samples < len(self._lines) else ""
+        size = f"the training data has {samples:,} samples{of_lines}: --train-samples {samples} reads each once"
+        lines, kept = self._lines[:: -(-len(self._lines) // CHECKED)], self.sequence_length + 1
+        found = [_joined(self._line(line)) for line in lines]
+        longest, cut = max(len(ids) for ids, _ in found), sum(len(ids) > kept for ids, _ in found)
+        answers, left = sum(any(counted) for _, counted in found), sum(any(counted[:kept]) for _, counted in found)
+        if not answers:
+            raise DataError(
+                f"{self.place(lines[0])}, and {len(lines) - 1} other lines that were checked, have no answer to learn: "
+                "no message has the role assistant; correct the roles"
+            )
+        if not left:
+            raise DataError(
+                f"seq_length={self.sequence_length} cuts all {len(lines)} lines that were checked before their "
+                f"answers; the longest has {longest} tokens: give a larger --seq-length"
+            )
+        if not cut:
+            return (size,)
+        lost = f", {answers - left} of them before their answers" if answers > left else ""
+        return (
+            size,
+            f"seq_length={self.sequence_length} cuts {cut} of {len(lines)} lines that were checked{lost}; the longest "
+            f"has {longest} tokens: give a larger --seq-length to learn the whole answers",
+        )
+
     def lines_of(self, index: int) -> Sequence[int]:
         """The lines of all files together that make up a sample."""
         number, position = divmod(index, len(self.packs))
@@ -232,12 +283,8 @@ class ConversationDataset:
     def _sample(self, conversations: Sequence[Encoded]) -> PackedSample:
         length = self.sequence_length
         lengths: list[int] = []
-        tokens: list[int] = []
-        counted: list[bool] = []
-        for ids, answers in conversations:
-            # The first token has no preceding token in its conversation, so it is not predicted.
-            tokens += ids
-            counted += [False, *answers[1:]][: len(ids)]
+        tokens, counted = _joined(conversations)
+        for ids, _ in conversations:
             lengths.append(min(len(ids), length - sum(lengths)))
         missing = max(length + 1 - len(tokens), 0)
         filled = np.array(tokens[: length + 1] + [self._padding] * missing, dtype=np.int64)
@@ -253,3 +300,13 @@ class ConversationDataset:
             "position_ids": positions,
             "document_lengths": np.array(lengths, dtype=np.int64),
         }
+
+
+def _joined(conversations: Sequence[Encoded]) -> Encoded:
+    """Conversations one after the other; their first tokens do not count, because no token of theirs precedes."""
+    tokens: list[int] = []
+    counted: list[bool] = []
+    for ids, answers in conversations:
+        tokens += ids
+        counted += [False, *answers[1:]][: len(ids)]
+    return tokens, counted

@@ -1,9 +1,10 @@
 """Schemas of instruction data: OpenAI's ``messages``, ShareGPT's turns, the columns of Alpaca and Dolly."""
 
+import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from megatron_core.errors import DataError
+from megatron_core.errors import DataError, shortened
 
 Message = dict[str, Any]
 QUESTIONS = ("instruction", "prompt", "query", "question")
@@ -14,7 +15,9 @@ ROLES = {
     **dict.fromkeys(("tool", "function"), "tool"),
     "system": "system",
 }
-"""Roles of ShareGPT's speakers; any other speaker is the user."""
+"""Roles of ShareGPT's speakers; for Megatron-LM any other speaker is the user."""
+USERS = ("human", "user")
+SYSTEMS = ("system", "system_prompt")
 
 
 def schema_of(columns: Collection[str]) -> str:
@@ -34,15 +37,37 @@ def schema_of(columns: Collection[str]) -> str:
 
 
 def messages_of(line: Mapping[str, Any]) -> list[Message]:
-    """The messages of a line. Errors: DataError."""
+    """The messages of a line. Errors: DataError, also for a speaker without a known role, and for no answer."""
     schema = schema_of(line)
     if schema == "openai-messages":
         return [_openai(message) for message in _objects(line, "messages")]
     if schema == "sharegpt":
-        return sharegpt(line)
-    if schema == "alpaca":
-        return alpaca(line)
-    raise DataError("a line of text has no answers; give lines with messages, conversations or questions and answers")
+        for turn in _objects(line, "conversations"):
+            _check_speaker(text(turn.get("from"), "from"))
+        found = sharegpt(line)
+    elif schema == "alpaca":
+        answers = [name for name in ANSWERS if name in line]
+        if all(line[name] is None for name in answers):
+            raise DataError(f"{' and '.join(answers)} is null, so there is no answer to learn; remove the line")
+        found = _history(line) + alpaca(line)
+    else:
+        raise DataError(
+            "a line of text has no answers; give lines with messages, conversations or questions and answers"
+        )
+    system = _first(line, SYSTEMS)
+    has_own = not system or (bool(found) and found[0]["role"] == "system")
+    return found if has_own else [{"role": "system", "content": system}, *found]
+
+
+def tools_of(line: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
+    """The functions of a line that the model may call; a text is read as JSON, as in trl. Errors: DataError."""
+    tools = line.get("tools")
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools) if tools.strip() else None
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"tools is a text that is not JSON ({error}); give a list of objects") from None
+    return None if tools is None else _objects({"tools": tools}, "tools")
 
 
 def alpaca(line: Mapping[str, Any]) -> list[Message]:
@@ -52,13 +77,35 @@ def alpaca(line: Mapping[str, Any]) -> list[Message]:
     return [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
 
 
+def _history(line: Mapping[str, Any]) -> list[Message]:
+    """Earlier turns: pairs of a question and an answer."""
+    pairs = line.get("history") or []
+    if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+        raise DataError("history must be a list of pairs [question, answer]")
+    roles = ("user", "assistant")
+    return [
+        {"role": role, "content": text(own, "history")} for pair in pairs for role, own in zip(roles, pair, strict=True)
+    ]
+
+
 def sharegpt(line: Mapping[str, Any]) -> list[Message]:
     """Turns with ``from``, the speaker, and ``value``, the text."""
     turns = _objects(line, "conversations")
     return [
-        {"role": ROLES.get(text(turn.get("from"), "from"), "user"), "content": text(turn.get("value"), "value")}
+        {
+            "role": ROLES.get(text(turn.get("from"), "from").lower(), "user"),
+            "content": text(turn.get("value"), "value"),
+        }
         for turn in turns
     ]
+
+
+def _check_speaker(speaker: str) -> None:
+    if speaker.lower() not in (*USERS, *ROLES):
+        raise DataError(
+            f"from={shortened(repr(speaker))} is not a known speaker ({', '.join((*USERS, *ROLES))}); rename it, or "
+            "give lines with messages, which may have tool_calls"
+        )
 
 
 def _openai(message: Mapping[str, Any]) -> Message:

@@ -70,8 +70,10 @@ class Choice:
             )  # also the end token: clients expect a score for each token
             if progress.finished != "stop":
                 text = self.stream.add(progress.token)
+        if progress.finished:
+            text += self.stream.finish()
         self.finished = "stop" if self.stream.stopped else progress.finished
-        return text + (self.stream.finish() if self.finished else "")
+        return text
 
 
 @dataclass(frozen=True)

@@ -90,8 +90,12 @@ class TextStream:
         return self._show(shown)
 
     def finish(self) -> str:
-        """Return the text held back; no further token follows."""
-        return "" if self.stopped else self._show(self._held + self._gained())
+        """Return the text held back, up to a stop string in the last token; no further token follows."""
+        if self.stopped:
+            return ""
+        self._held += self._gained()
+        shown, self.stopped = until_stop(self._held, self.stops)
+        return self._show(shown if self.stopped else self._held)
 
     def _settle(self, gained: str, count: int) -> None:
         """Record ``gained`` as the text of the first ``count`` new tokens."""

@@ -33,6 +33,8 @@ POLICY = (
 BODY_SECONDS = 30.0
 """Time limit for receiving a request."""
 CLIENT_CLOSED_REQUEST = 499
+LONGEST_PATH = 100
+"""Characters of a path in an error message."""
 
 
 class EventStream(StreamingResponse):
@@ -238,7 +240,12 @@ async def _disconnected(request: Request) -> None:
 
 async def _refusal(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return JSONResponse(_error(error.status_code, error.detail), error.status_code, error.headers)
+    message, path = error.detail, repr(request.url.path[:LONGEST_PATH])
+    if error.status_code == 404:
+        message = f"{path} is not a path of this server; for clients of OpenAI, base_url ends with /v1"
+    elif error.status_code == 405:
+        message = f"{path} does not answer {request.method}; use {(error.headers or {}).get('Allow', 'GET')}"
+    return JSONResponse(_error(error.status_code, message), error.status_code, error.headers)
 
 
 async def _failure(request: Request, error: Exception) -> Response:

@@ -38,6 +38,12 @@ def readable_seconds(seconds: float) -> str:
     raise AssertionError("unreachable")
 
 
+def readable_duration(seconds: float) -> str:
+    """Format with three significant digits and the largest unit that fits: ``2.5 hours``."""
+    units = (("days", 86400), ("hours", 3600), ("minutes", 60))
+    return next((f"{seconds / size:,.3g} {unit}" for unit, size in units if seconds >= size), readable_seconds(seconds))
+
+
 def table(found: Sequence[Candidate], world_size: int) -> str:
     """Return a table with one line per layout."""
     lines = [f"{'':3}{'step':>9}  {'tokens/s':>9} {'TFLOP/s':>8} {'memory':>9} {'bubble':>7} {'exposed':>8}  layout"]

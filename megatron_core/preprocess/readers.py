@@ -149,7 +149,7 @@ def line_blocks(stream: Stream, start: int, stop: int | None, limits: Limits, pa
         if first and is_array(lines):
             raise DamagedFileError(
                 f"{path} is a JSON array, expected one object per line (JSON Lines); convert it, for example with "
-                f"jq -c '.[]' {path} > {Path(path).stem}.jsonl"
+                f"jq -c '.[]' {path} > {Path(path).stem}_lines.jsonl"
             )
         if lines:
             yield ContentBlock(lines, stream.position, stream.raw)

@@ -34,7 +34,9 @@ class RunChecks(Callback):
         self._equal_at: int | None = None
         self._initial: Tensor | None = None
         """Hashes of the weights before the first step; None after the comparison."""
-        self._took_step = self._used_lr = False
+        # The gradient of an adapter's A is zero until the first update of B, which starts at zero.
+        self._needed_updates = 1 if run.config.tuning.lora_rank is None else 2
+        self._updates, self._noted_gradients = 0, False
         self._starved = StarvedExperts()
 
     def before_run(self) -> None:
@@ -45,10 +47,10 @@ class RunChecks(Callback):
     def after_step(self, result: StepResult) -> None:
         """Run the checks that are due after a step."""
         if not result.skipped:
-            if not self._took_step:
+            if not self._noted_gradients and self._updates >= self._needed_updates - 1:
                 self._note_missing_gradients()
-            self._took_step = True
-            self._used_lr = self._used_lr or result.learning_rate > 0.0
+                self._noted_gradients = True
+            self._updates += result.learning_rate > 0.0
         self._note_starved(result)
         if self._is_due():
             self.compare()
@@ -63,7 +65,7 @@ class RunChecks(Callback):
         if self.interval is None or done or self.run.optimizer.has_local_changes:
             return
         now = self._compare()
-        if self._initial is not None and self._used_lr:
+        if self._initial is not None and self._updates >= self._needed_updates:
             self._note_unmoved(self._initial, now)
             self._initial = None
 

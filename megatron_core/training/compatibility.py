@@ -170,16 +170,23 @@ def schedule_changes(stored: Mapping[str, Any], config: RunConfig) -> list[str]:
         if name in stored and not _equal(stored[name], current[name])
     ]
     if changes and not config.checkpoint.override_opt_param_scheduler:
+        is_later = stored.get("lr_one_step_later", False) and not config.optimizer.lr_one_step_later
+        reason = " (Megatron-LM applies each rate one step later: add --lr-one-step-later)" if is_later else ""
         raise CheckpointError(
-            f"the schedule differs from that of the resumed run: {'; '.join(changes)}. Give the same settings, or "
-            "continue with the new settings by --override-opt-param-scheduler"
+            f"the schedule differs from that of the resumed run: {'; '.join(changes)}{reason}. Give the same settings, "
+            "or continue with the new settings by --override-opt-param-scheduler"
         )
     return changes
 
 
 def changed_settings(stored: Mapping[str, Any], config: RunConfig) -> list[str]:
-    """Describe the other differences from the resumed run that change the numerical results."""
+    """Describe the other differences from the resumed run that change the numerical results.
+
+    A vocabulary without a size has that of the tokenizer, and the shapes of the weights are compared with it.
+    """
     current = config.flat()
+    if None in (current["vocab_size"], stored.get("vocab_size")):
+        stored = {name: value for name, value in stored.items() if name != "vocab_size"}
     return [
         f"{name} was {stored[name]} and is {current[name]}"
         for name, declared in settings().items()
@@ -231,7 +238,7 @@ def tokenizer_folder(folder: Path) -> Path:
 def open_model(load: str, step: int | None = None) -> tuple[CheckpointReader | HuggingFaceReader, RunConfig]:
     """Open ``load``, a checkpoint or Hugging Face folder; return its reader and the configuration of its model.
 
-    Errors: ``CheckpointError`` if there is no checkpoint.
+    Errors: ``CheckpointError`` if there is no checkpoint, or only adapters.
     """
     if (location(load) / CONFIG).is_file():
         weights = HuggingFaceReader(load)
@@ -241,7 +248,14 @@ def open_model(load: str, step: int | None = None) -> tuple[CheckpointReader | H
         raise CheckpointError(
             f"load={load!r} has no checkpoint and no {CONFIG}; give a folder written with --save, or of Hugging Face"
         )
-    return reader, stored_config(reader.folder)
+    config = stored_config(reader.folder)
+    if config.tuning.lora_rank is not None:
+        with reader:
+            raise CheckpointError(
+                f"load={load!r} has adapters (lora_rank={config.tuning.lora_rank}) without the weights of the model; "
+                f"run tools/convert_checkpoint.py --from native --to hf --load {load} --save MERGED, and load MERGED"
+            )
+    return reader, config
 
 
 def model_and_tokenizer(config: RunConfig) -> RunConfig:

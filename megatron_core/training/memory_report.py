@@ -52,6 +52,10 @@ def planned_bytes(run: Run) -> float:
         )
         outer = 0 if run.outer is None else 2 * shard.main.element_size() / size  # global weights and momentum
         found += sum(parameter.numel() for parameter in shard.bucket.parameters) * (sum(each.values()) + outer)
+    weight = number_size(config.training.compute_dtype)
+    found += weight * sum(parameter.numel() for _, parameter in run.data_parallel.frozen)
+    for bucket in run.data_parallel.frozen_buckets:
+        found += weight * sum(parameter.numel() for parameter in bucket.parameters) / bucket.dp_group.size()
     layers = [layer for stage in run.stages for layer in run.layers[stage]]
     of_matrices = matrix_state_elements(config, layers, has_mtp=len(run.layers) - 1 in run.stages)
     wide = max(number_size(config.training.compute_dtype), 4)

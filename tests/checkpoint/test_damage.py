@@ -21,9 +21,11 @@ from megatron_core import parallel_state
 from megatron_core.checkpoint import Box, CheckpointReader, Save, TensorBox, find_checkpoint, save_checkpoint, writer
 from megatron_core.checkpoint.hashes import StoredFile
 from megatron_core.errors import CheckpointError
+from megatron_core.training.compatibility import changed_settings
 from megatron_core.training.pretrain import notes
 from megatron_core.verify.ranks import run_ranks
 from tests.checkpoint.runs import compare, save_run, start, stored, train
+from tests.runs import tiny_config
 
 ONE_LAYER = {"num_layers": 1}
 
@@ -281,6 +283,15 @@ def test_settings_that_lead_to_other_numbers_are_named(
     shown = capsys.readouterr().out
     assert (f"note: results will differ from the resumed run: {told}\n" if told else "") in shown
     assert ("results will differ" in shown) == (told is not None)
+
+
+def test_a_size_of_the_vocabulary_may_be_left_to_the_tokenizer() -> None:
+    """A converted checkpoint has the number, the flags only the tokenizer."""
+    config = tiny_config(vocab_size=None, tokenizer_type="ByteLevelTokenizer")
+    assert changed_settings(config.flat() | {"vocab_size": 257}, config) == []
+    assert changed_settings(config.flat() | {"clip_grad": 5.0, "vocab_size": 257}, config) == [
+        "clip_grad was 5.0 and is 1.0"
+    ]
 
 
 def test_the_state_of_another_optimizer_is_not_taken(saved: Path) -> None:

@@ -77,6 +77,29 @@ def test_a_launch_that_starts_unchanged(script: Path, tmp_path: Path, capsys: py
     assert "What to change first" not in text
 
 
+def test_a_checkpoint_of_megatron(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its script saves to the folder it loads; resuming here needs another folder, and the delayed learning rate."""
+    root, load = tmp_path / "checkpoints", "on this machine"
+    flags = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --mock-data --vocab-size 64 --train-iters 90000"
+    launch = ["--", "python", "pretrain_gpt.py", *flags.split(), "--lr-decay-style", "cosine", "--load", str(root)]
+    assert main([*launch, "--save", str(root)]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"{load}: to resume a checkpoint of Megatron-LM in it, add --lr-one-step-later" in text
+    assert " parameters, sequences" in text and "billion" not in text and text.count(" hours ") == 1
+    root.mkdir()
+    assert main([*launch, "--save", str(root)]) == 0 and load not in " ".join(capsys.readouterr().out.split())
+    (root / "iter_0000010").mkdir()
+    (root / "iter_0000010" / ".metadata").touch()
+    assert main([*launch, "--save", str(root)]) == 1
+    assert "has neither latest_checkpointed_iteration.txt" in " ".join(capsys.readouterr().out.split())
+    (root / "latest_checkpointed_iteration.txt").write_text("10")
+    assert main([*launch, "--save", str(root)]) == 1
+    changes = " ".join(capsys.readouterr().out.partition("What to change first")[2].split())
+    assert "give another folder with --save" in changes and "add --lr-one-step-later" in changes
+    assert main([*launch, "--save", str(root / "other"), "--lr-one-step-later"]) == 0
+    assert main([*launch, "--save", str(root / "other"), "--lr-decay-style", "constant"]) == 0
+
+
 def test_the_proposed_proof_runs(script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from megatron_core.commands.verify_layout import main as verify
 

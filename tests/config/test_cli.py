@@ -17,6 +17,7 @@ from megatron_core.config.cli import parse_command_line, parse_run_config
 from megatron_core.config.help import MOST_USED
 from megatron_core.config.partition import layers_by_stage
 from megatron_core.config.run import field_types
+from megatron_core.config.trainer_flags import SAME_MEANING
 from megatron_core.config.translate import Translation
 from megatron_core.config.validate import problems
 from megatron_core.errors import ConfigError
@@ -97,6 +98,19 @@ def test_help_about_a_group_and_a_word(capsys):
     assert "similar: tensor-model-parallel-size" in help_about("tensor-modl-parallel-size", capsys)
 
 
+@pytest.mark.parametrize("columns", [80, 300])
+def test_help_does_not_depend_on_a_wide_terminal(columns, capsys, monkeypatch):
+    """tyro would print boxes side by side, and breaks lines where those of the source end."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lines = help_about("verify-checkpoint", capsys).splitlines()
+    assert len({len(line) for line in lines}) == 1 and len(lines[0]) == min(columns, 100)
+    text = " ".join(line.strip("│ ") for line in lines)
+    assert "--no-verify-checkpoint Check the size and hash of every file" in text and "(on by default)" in text
+    texts = [line.strip("│ ") for line in help_about("lora-target-modules", capsys).splitlines()[4:-1]]
+    longest = min(columns, 100) - 10
+    assert all(len(f"{line} {after.split()[0]}") > longest for line, after in itertools.pairwise(texts))
+
+
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("topic", ["", "all"])
 def test_help_into_a_closed_pipe_ends_silently(topic):
@@ -111,6 +125,23 @@ def test_unknown_flag_names_the_nearest():
         ConfigError, match=r"--tensor-parallel-size 2: neither .* perhaps you meant .*--tensor-model-par"
     ):
         parse("--tensor-parallel-size 2")
+
+
+def test_flags_of_transformers_name_ours():
+    """Each is unknown here and to Megatron-LM, and the flags that replace it exist."""
+    with pytest.raises(ConfigError, match=r"--learning-rate 1e-4: .* in place of transformers' flag, give --lr$"):
+        parse_run_config(["--learning-rate", "1e-4"])
+    own = {f"--{name.replace('_', '-')}" for name in field_types()}
+    for name, ours in SAME_MEANING.items():
+        assert name not in field_types() and name not in {**megatron_flags.FLAGS, **megatron_flags.RENAMED}
+        assert {word for word in ours.split() if word.startswith("--")} <= own, ours
+
+
+def test_a_wrong_flag_hides_no_settings_of_a_folder():
+    """The vocabulary of --load-hf is not missing because another flag is wrong."""
+    with pytest.raises(ConfigError) as found:
+        parse_command_line(["--load-hf", "folder", "--learning-rate", "1e-4"])
+    assert "vocab_size" not in str(found.value) and "give --lr" in str(found.value)
 
 
 def test_only_rank_0_prints_but_every_rank_fails(capsys, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -74,11 +75,32 @@ def test_labels_follow_and_conversations_are_documents(tmp_path: Path) -> None:
     assert sample["position_ids"][starts].tolist() == [0, 0, 0] and sample["position_ids"][len(whole) - 1] > 0
 
 
-@pytest.mark.parametrize("length", [8, 40, 65, 66])
+@pytest.mark.parametrize("length", [36, 40, 65, 66])
 def test_long_conversations_are_cut(tmp_path: Path, length: int) -> None:
     sample = _dataset(tmp_path, TALK + SHORT, length=length)[0]
     assert {len(sample[key]) for key in ("tokens", "labels", "loss_mask", "position_ids")} == {length}
     assert sample["document_lengths"].sum() == length and sample["document_lengths"].min() > 0
+
+
+def test_lengths_are_checked_at_the_start(tmp_path: Path) -> None:
+    """Otherwise a run without a token to learn would report a loss of zero."""
+
+    def notes(*lines: list[dict], length: int) -> tuple[str, ...]:
+        data = DataConfig(**_write(tmp_path, *lines), train_data_path=(str(tmp_path / "talks.jsonl"),))
+        return build_conversations(replace(data, seq_length=length), seed=1, tokenizer=tokenizer_of(data)).notes
+
+    asked = [*TALK[:2], {"role": "bot", "content": "x"}]
+    long = [{"role": "user", "content": "a" * 50}, *TALK[-1:]]
+    with pytest.raises(DataError, match=r"seq_length=33 cuts all 1 lines .* before their answers; .* 65 tokens"):
+        notes(TALK, length=33)
+    with pytest.raises(DataError, match=r"line 1, and 1 other lines .* no message has the role assistant"):
+        notes(asked, asked, length=99)
+    (size, note) = notes(TALK, asked, SHORT, length=34)
+    assert size == "the training data has 3 samples: --train-samples 3 reads each once"
+    assert note.startswith("seq_length=34 cuts 2 of 3 lines that were checked; the longest has 65 tokens")
+    (_, note) = notes(long, *[SHORT] * 99, length=40)
+    assert "cuts 1 of 50 lines that were checked, 1 of them before their answers" in note
+    assert notes(TALK, asked, SHORT, length=64) == (size,)
 
 
 MARKED = (
@@ -93,11 +115,12 @@ def test_tools_and_marks_of_answers(tmp_path: Path) -> None:
     settings = _write(tmp_path)
     (tmp_path / "chat.jinja").write_text(MARKED)
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    line = {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "x"}], "tools": ["f"]}
+    talk = [{"role": "user", "content": parts}, {"role": "assistant", "content": "x"}]
+    line = {"messages": talk, "tools": [{"f": 1}]}
     (tmp_path / "talks.jsonl").write_text(json.dumps(line))
     data = DataConfig(**settings, train_data_path=(str(tmp_path / "talks.jsonl"),), seq_length=60)
     sample = build_conversations(data, seed=1, tokenizer=tokenizer_of(data)).train[0]
-    assert _text(sample["tokens"]).startswith('["f"]<user>ab</><assistant>x</>')
+    assert _text(sample["tokens"]).startswith('[{"f": 1}]<user>ab</><assistant>x</>')
     assert _text(sample["labels"][sample["loss_mask"] == 1]) == "x</>"
 
 
@@ -107,7 +130,7 @@ BROKEN = {
     '{"messages": "x"}': "messages must be a list of objects",
     '{"conversations": [{"value": "x"}]}': "from must be a string",
     '{"foo": 1}': "cannot infer the schema",
-    "[1]": "is a list, expected an object",
+    "1": "is a int, expected an object",
     "{x": "is not JSON",
     "": "is empty; --sft and --dpo need JSON Lines",
     '{"messages": [{"role": "user", "content": "\\ud800"}]}': "half of a surrogate pair",
@@ -294,7 +317,9 @@ def test_packs_hold_every_line_once_and_no_padding_where_another_line_fits(tmp_p
     ]
     settings = _write(tmp_path, *lines) | {"sft_packing": "first_fit"}
     data = DataConfig(**settings, train_data_path=(str(tmp_path / "talks.jsonl"),), seq_length=120)
-    packed = build_conversations(data, seed=1, tokenizer=tokenizer_of(data)).train
+    splits = build_conversations(data, seed=1, tokenizer=tokenizer_of(data))
+    packed = splits.train
+    assert f"{len(packed.packs)} samples with 8 lines: --train-samples {len(packed.packs)} " in splits.notes[0]
     again = build_conversations(data, seed=1, tokenizer=tokenizer_of(data)).train
     assert packed.packs == again.packs and sorted(line for pack in packed.packs for line in pack) == list(range(8))
     samples = [packed[i] for i in range(len(packed.packs))]
@@ -311,6 +336,18 @@ def test_last_answer_alone_counts(tmp_path: Path) -> None:
     encoder = ConversationTokenizer(tokenizer_of(DataConfig(**BYTES)), ChatTemplate(TEMPLATE, {}), last_only=True)
     tokens, answers = encoder.encode(TALK)
     assert _text(np.array(tokens)[np.array(answers)]) == "w</>"
+
+
+def test_last_answers_of_templates_that_shorten_earlier_ones() -> None:
+    """Qwen3's template writes its mark of thinking only into the last answer."""
+    mark = "{% if loop.last and m.role == 'assistant' %}T{% endif %}{{ m.content }}"
+    template = ChatTemplate(TEMPLATE.replace("{{ m.content }}", mark), {})
+    tokenizer = tokenizer_of(DataConfig(**BYTES))
+    with pytest.raises(DataError, match="or add --sft-loss last_answer"):
+        ConversationTokenizer(tokenizer, template).encode(TALK)
+    tokens, answers = ConversationTokenizer(tokenizer, template, last_only=True).encode(TALK)
+    assert _text(np.array(tokens)) == "<system>S</><user>ab</><assistant>xyz</><user>c</><assistant>Tw</>"
+    assert _text(np.array(tokens)[np.array(answers)]) == "Tw</>"
 
 
 def test_first_fit() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -14,7 +16,8 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 
 from megatron_core.inference import Progress, TokenScore
 from megatron_core.inference.openai import Job, Limits, Protocol
-from megatron_core.tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
+from megatron_core.inference.text import TextStream
+from megatron_core.tokenizers import ByteLevelTokenizer, HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
 from megatron_core.tokenizers.chat import ChatTemplate
 from tests.inference.fuzz import generator_of
 from tests.tokenizers.corpus import train_bpe, write_sentence_piece
@@ -104,3 +107,52 @@ def test_prompts_of_models_of_hugging_face_begin_as_in_transformers(tmp_path: Pa
     for prompt, given in (("the cat", expected), (plain, plain), ("<s>the cat", expected)):
         (choice,) = protocol.job(json.dumps({"prompt": prompt, "max_tokens": 1}).encode(), chat=False).choices
         assert choice.request.prompt == tuple(given)
+
+
+class BytePairs(ByteLevelTokenizer):
+    """Tokens of several bytes, some of which end within a character."""
+
+    tokens = (
+        b"a",
+        b"b",
+        b"ab",
+        b"\xe4",
+        b"\xb8",
+        b"a\xe4",
+        b"\xb8\x96b",
+        b"\x99\x82",
+        b"ST",
+        b"OP",
+        b"OP\xe4",
+        b"\xff",
+    )
+
+    def tokenize(self, text: str) -> list[int]:
+        return [0]
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return b"".join(self.tokens[i] for i in ids).decode("utf-8", "replace")
+
+
+def test_no_text_has_a_stop_string() -> None:
+    """Also if the last token completes it and begins a character; without one, the text is that of all tokens."""
+    random, tokenizer = Random(0), BytePairs()
+    for _ in range(3000):
+        ids = [random.randrange(len(tokenizer.tokens)) for _ in range(random.randrange(1, 30))]
+        stops = random.choice([["STOP"], ["ab"], ["b", "\u4e16"], ["aa"]])
+        stream, text = TextStream(tokenizer, stops), ""
+        for token in ids:
+            text += "" if stream.stopped else stream.add(token)
+        text += stream.finish()
+        whole = tokenizer.detokenize(ids)
+        assert text == whole[: min([whole.index(stop) for stop in stops if stop in whole], default=None)]
+        assert stream.stopped == any(stop in whole for stop in stops)
+
+
+def test_a_stop_string_in_the_last_token_is_the_reason() -> None:
+    tokenizer = BytePairs()
+    protocol, job = job_of(tokenizer, prompt=[0], max_tokens=2, stop="STOP")
+    (choice,) = job.choices
+    ids = [tokenizer.tokens.index(each) for each in (b"ST", b"OP\xe4")]
+    assert choice.add(Progress(0, ids[0])) + choice.add(Progress(0, ids[1], finished="length")) == ""
+    assert protocol.choice_json(job, choice)["finish_reason"] == "stop"

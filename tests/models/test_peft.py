@@ -16,6 +16,7 @@ from megatron_core.errors import CheckpointError
 from megatron_core.models.hf import config_of_folder
 from megatron_core.models.hf.peft import adapter_settings
 from megatron_core.training.adapter_export import export_adapter
+from megatron_core.training.compatibility import open_model
 from megatron_core.training.conversion import export_hugging_face
 from megatron_core.training.setup import Run, set_up
 from megatron_core.training.step import train_step
@@ -238,6 +239,8 @@ def test_checkpoint_has_only_adapters_and_resumes(tmp_path: Path) -> None:
     assert halves == whole
     manifest = json.loads(next((tmp_path / "run").glob("*/manifest.json")).read_text())
     assert manifest["tensors"] and all(".adapter." in name for name in manifest["tensors"])
+    with pytest.raises(CheckpointError, match=r"has adapters \(lora_rank=2\) without the weights .*--to hf"):
+        open_model(str(tmp_path / "run"))
 
 
 def _halves(config: RunConfig, folder: str) -> list[float]:

@@ -320,8 +320,8 @@ REFUSED: dict[str, tuple[str, object, int, str]] = {
         400,
         "content must be a text",
     ),
-    "path": ("/v1/other", {}, 404, "Not Found"),
-    "method": ("/health", {}, 405, "Method Not Allowed"),
+    "path": ("/v1/other", {}, 404, "base_url ends with /v1"),
+    "method": ("/health", {}, 405, "does not answer POST; use GET"),
 }
 
 

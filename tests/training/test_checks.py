@@ -209,6 +209,20 @@ def test_steps_without_a_learning_rate_move_nothing_and_are_no_alarm() -> None:
     assert _watch(run, 4) == ""
 
 
+def test_adapters_that_start_at_zero_are_no_alarm() -> None:
+    """While B is zero, A has no gradient; a parameter that never has one is still named, in the second step."""
+    assert _watch(tiny_run(replica_check_interval=1, lora_rank=2), 3) == ""
+    run = tiny_run(replica_check_interval=1, lora_rank=2, weight_decay=0.0)
+    named = {
+        name: p for bucket in run.data_parallel.buckets for name, p in zip(bucket.names, bucket.parameters, strict=True)
+    }
+    name = next(name for name in named if "layers.1.mlp.linear_fc1.adapter.lora_A" in name)
+    named[name].register_hook(torch.zeros_like)
+    no_gradient, unmoved = _watch(run, 3).splitlines()
+    assert f"without a gradient in step 2, the first one: {name}" in no_gradient
+    assert f"at iteration 2 {UNMOVED}: {name}" in unmoved
+
+
 def test_short_runs_are_looked_at_in_their_last_step() -> None:
     run = tiny_run(train_iters=2)
     _forget_a_bucket(run)

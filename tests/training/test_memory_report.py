@@ -9,6 +9,7 @@ from megatron_core.training.memory_report import describe_memory, found_bytes, p
 from megatron_core.verify.ranks import run_ranks
 from tests.runs import tiny_run
 
+KINDS = ("weights", "gradients", "optimizer")
 SIZES = {"hidden_size": 64, "ddp_bucket_size": 20_000, "global_batch_size": 8, "micro_batch_size": 1}
 
 
@@ -30,6 +31,19 @@ def test_bytes_of_a_rank_follow_the_formula(copies: int) -> None:
         for (planned, found, each), formula in zip(rows, expected, strict=True):
             assert found == pytest.approx(planned, rel=0.05)
             assert each == pytest.approx(formula, rel=0.05)
+
+
+def _with_frozen_weights() -> list[tuple[float, int]]:
+    """Planned and measured bytes with adapters: frozen weights are whole, at stage 3 divided."""
+    runs = [tiny_run(**SIZES, zero_stage=stage, bf16=True, lora_rank=2) for stage in (0, 3)]
+    return [(planned_bytes(run), sum(found_bytes(run)[kind] for kind in KINDS)) for run in runs]
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_frozen_weights_are_planned(copies: int) -> None:
+    for rows in run_ranks(copies, _with_frozen_weights):
+        for planned, found in rows:
+            assert found == pytest.approx(planned, rel=0.05)
 
 
 def test_plan_and_what_came_true_are_said(capsys: pytest.CaptureFixture[str]) -> None:
