@@ -87,6 +87,9 @@ class DataConfig:
     chosen and rejected in turn."""
     chat_template: str | None = setting(None, needs=CONVERSATIONS)
     """File with the Jinja chat template for --sft and --dpo; default: the template in the tokenizer's folder."""
+    chat_template_date: str = setting("2024-07-26", r.DATE, needs=CONVERSATIONS)
+    """Date, as YYYY-MM-DD, that a chat template writes as today's (strftime_now) in --sft and --dpo, so that runs on
+    other days have the same tokens; default: the date of Llama 3's templates."""
     mock_data: bool = setting(False, when=ALWAYS)
     """Train on generated sequences instead of files; needs --vocab-size."""
     eod_mask_loss: bool = setting(False, when=c.TOKEN_FILES)

@@ -1,7 +1,9 @@
 """Legal numbers and names of files. None is always legal, NaN never."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import date
 from typing import Any
 
 
@@ -34,6 +36,12 @@ def from_0(most: float) -> Range:
     return Range(f"a number >= 0 and <= {most:,.7g}", lambda x: 0 <= x <= most)
 
 
+def _is_date(text: str) -> bool:
+    with suppress(ValueError):
+        return len(text) == len("2024-07-26") and bool(date.fromisoformat(text))
+    return False
+
+
 COUNT, COUNT_FROM_0 = integer(1), integer(0)
 SIZE = integer(1, 2**31 - 1)
 # Far more than any model has: a list or loop of such a length would take very long before it fails.
@@ -44,4 +52,5 @@ BELOW_1 = Range("a number >= 0 and < 1", lambda x: 0 <= x < 1)
 POSITIVE_UP_TO_1, UP_TO_1 = above_0(1), from_0(1)
 # An empty name would be the current folder, or end in a traceback.
 FOLDER = Range("a folder (. is the current one) or left out", bool, "names no folder")
+DATE = Range("a date as YYYY-MM-DD", _is_date, "is not a date")
 FILE = Range("a file or left out", bool, "names no file")

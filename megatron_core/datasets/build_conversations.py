@@ -10,12 +10,14 @@ from megatron_core.datasets.paths import DEFAULT_SPLIT, named_paths, parse_split
 from megatron_core.datasets.preferences import PreferenceDataset, PreferenceFile
 from megatron_core.errors import ConfigError
 from megatron_core.tokenizers import Tokenizer
-from megatron_core.tokenizers.chat import chat_template_of
+from megatron_core.tokenizers.chat import ChatTemplate, chat_template_of
 
 
 def build_conversations(data: DataConfig, *, seed: int, tokenizer: Tokenizer | None) -> Splits:
     """The data sets of ``--sft`` or ``--dpo``: the lines of ``data_path`` divided by ``split``, or files per split."""
-    template = None if tokenizer is None else chat_template_of(tokenizer, data.chat_template)
+    template = (
+        None if tokenizer is None else chat_template_of(tokenizer, data.chat_template, date=data.chat_template_date)
+    )
     if tokenizer is None or template is None:
         raise ConfigError(
             f"{'dpo' if data.dpo else 'sft'}=True needs a chat template, which is a part of many tokenizers of Hugging "
@@ -32,18 +34,20 @@ def build_conversations(data: DataConfig, *, seed: int, tokenizer: Tokenizer | N
         files = _files(paths.phases[-1].data_path, data)
         ranges = split_ranges(parse_split(data.split or DEFAULT_SPLIT), sum(map(len, files)))
         train, valid, test = (dataset(files, lines) for lines in ranges)
-        return Splits(train, valid, test, _notes(train, data))
+        return Splits(train, valid, test, _notes(train, template, data))
     named = {name: _files([path], data) for name, path in named_paths(data, paths).items()}
     own = [_files(each, data) for each in (paths.own[0], () if named else paths.own[1], paths.own[2])]
     train, valid, test = (dataset(files, range(sum(map(len, files)))) for files in own)
     sets = {name: dataset(files, range(sum(map(len, files)))) for name, files in named.items()}
-    return Splits(
-        train, valid, test, _notes(train, data), named={name: own for name, own in sets.items() if own is not None}
-    )
+    named_sets = {name: own for name, own in sets.items() if own is not None}
+    return Splits(train, valid, test, _notes(train, template, data), named=named_sets)
 
 
-def _notes(train: ConversationDataset | None, data: DataConfig) -> tuple[str, ...]:
-    return () if train is None or data.dpo else train.describe()
+def _notes(train: ConversationDataset | None, template: ChatTemplate, data: DataConfig) -> tuple[str, ...]:
+    found = () if train is None or data.dpo else train.describe()
+    if not template.reads_date:
+        return found
+    return (*found, f"the chat template writes a date: {data.chat_template_date} in every run (--chat-template-date)")
 
 
 def _files(paths: Sequence[str], data: DataConfig) -> list[ConversationFile]:

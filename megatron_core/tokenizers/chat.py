@@ -22,7 +22,8 @@ class ChatTemplate:
     """A Jinja template that runs in Jinja's sandbox; ``tokens`` maps names of special tokens to their texts.
 
     ``tool_use`` is the template for conversations with tools, by default ``source``. ``special_as_text``: special
-    tokens that the tokenizer encodes as ordinary text, so that the template must not write them. Needs jinja2.
+    tokens that the tokenizer encodes as ordinary text, so that the template must not write them. ``date``
+    (YYYY-MM-DD): the result of ``strftime_now`` in the template, by default the time of the call. Needs jinja2.
     Errors: ``ConfigError`` for a template that cannot be read.
     """
 
@@ -33,6 +34,7 @@ class ChatTemplate:
         *,
         tool_use: str | None = None,
         special_as_text: Sequence[str] = (),
+        date: str | None = None,
     ) -> None:
         import jinja2
 
@@ -44,10 +46,11 @@ class ChatTemplate:
         environment.filters["tojson"] = _to_json
         environment.globals |= {
             "raise_exception": self._raise,
-            "strftime_now": lambda form: datetime.now().strftime(form),
+            "strftime_now": lambda form: (datetime.fromisoformat(date) if date else datetime.now()).strftime(form),
         }
         self._tokens = dict(tokens)
         written = "\n".join([source, tool_use or "", *self._tokens.values()])
+        self.reads_date = "strftime_now" in written
         self._refused = [token for token in special_as_text if token in written]
         try:
             self._template = environment.from_string(source)
@@ -136,10 +139,10 @@ class ChatTemplate:
         raise self._error(message)
 
 
-def chat_template_of(tokenizer: Tokenizer, file: str | None = None) -> ChatTemplate | None:
+def chat_template_of(tokenizer: Tokenizer, file: str | None = None, *, date: str | None = None) -> ChatTemplate | None:
     """The template in ``file``, or the one next to the tokenizer's files; None without one.
 
-    As in `transformers`, files of templates replace all that tokenizer_config.json has.
+    As in `transformers`, files of templates replace all that tokenizer_config.json has. ``date``: see ``ChatTemplate``.
     Errors: ``ConfigError`` for a file that cannot be read.
     """
     folders = sorted({path.parent for path in tokenizer.files() if path.parent.name != TEMPLATE_FOLDER})
@@ -153,7 +156,9 @@ def chat_template_of(tokenizer: Tokenizer, file: str | None = None) -> ChatTempl
     if DEFAULT not in templates:
         return None
     as_text = getattr(tokenizer, "special_as_text", ())
-    return ChatTemplate(templates[DEFAULT], tokens, tool_use=templates.get(TOOL_USE), special_as_text=as_text)
+    return ChatTemplate(
+        templates[DEFAULT], tokens, tool_use=templates.get(TOOL_USE), special_as_text=as_text, date=date
+    )
 
 
 def _templates_in_files(folder: Path) -> dict[str, str]:

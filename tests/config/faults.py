@@ -154,6 +154,12 @@ FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
     ),
     ({"sft": True, "tokenizer_type": "NullTokenizer"}, 1, ("sft=True", "mock_data=True")),
     ({"chat_template": "x"}, 1, ("chat_template=x", "--sft")),
+    (
+        {"chat_template_date": "27.11.2026", "sft": True, "mock_data": False, "data_path": ("x",)}
+        | {"tokenizer_type": "ByteLevelTokenizer", "vocab_size": None},
+        1,
+        ("chat_template_date='27.11.2026'", "YYYY-MM-DD"),
+    ),
     ({"kv_lora_rank": 16}, 1, ("kv_lora_rank=16", "--multi-latent-attention")),
     (
         {"multi_latent_attention": True, "add_qkv_bias": True},

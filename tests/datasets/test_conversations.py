@@ -252,6 +252,21 @@ def test_tokens_and_answers_are_those_of_transformers(template: str, tmp_path: P
             assert learned == f"{first}\n{second}\n"
 
 
+def test_the_date_of_a_template_is_a_setting(tmp_path: Path) -> None:
+    """So a run has the same tokens on every day and on all ranks; transformers writes the present time."""
+    dated = CHATML.replace("{% for", "Today Date: {{ strftime_now('%d %b %Y') }}\n{% for", 1)
+    theirs, encoder = _of_transformers(tmp_path, dated)
+    talk = [{"role": "user", "content": "the hat"}, {"role": "assistant", "content": "cat"}]
+    assert encoder.encode(talk)[0] == theirs.apply_chat_template(talk, tokenize=True, return_dict=True)["input_ids"]
+    given = _write(tmp_path, talk)
+    (tmp_path / "chat.jinja").write_text(dated)
+    for date, words in (("2024-07-26", "26 Jul 2024"), ("2026-11-27", "27 Nov 2026")):
+        data = DataConfig(**given, train_data_path=(str(tmp_path / "talks.jsonl"),), seq_length=90)
+        found = build_conversations(replace(data, chat_template_date=date), seed=1, tokenizer=tokenizer_of(data))
+        assert _text(found.train[0]["tokens"]).startswith(f"Today Date: {words}\n")
+        assert any(date in note and "--chat-template-date" in note for note in found.notes)
+
+
 def test_spaces_are_part_of_their_answer(tmp_path: Path) -> None:
     """A tokenizer may exclude spaces from the characters of tokens; the space before an answer is not learned."""
     template = "{% for m in messages %}{{ m.role }}: {% generation %}{{ m.content }}{% endgeneration %}\n{% endfor %}"
