@@ -15,7 +15,7 @@ from megatron_core.datasets.base import PackedSample
 from megatron_core.datasets.keyed_dataset import KeyedPermutation
 from megatron_core.datasets.message_schemas import messages_of, tools_of
 from megatron_core.datasets.packing import first_fit
-from megatron_core.errors import DataError
+from megatron_core.errors import DataError, shortened
 from megatron_core.tokenizers import Tokenizer
 from megatron_core.tokenizers.base import BaseTokenizer, Offsets, end_ids
 from megatron_core.tokenizers.chat import ChatTemplate
@@ -98,6 +98,8 @@ class ConversationFile:
         return f"{self.path}, line {number}"
 
 
+WEIGHT = "weight"
+"""Key of a message of the assistant: 0 if it is not learned."""
 PACKING = -1
 """In the key of the order in which lines are packed; other keys have the number of a round."""
 Encoded = tuple[list[int], list[bool]]
@@ -125,33 +127,49 @@ class ConversationTokenizer:
 
         An answer is the text that the template marks with ``{% generation %}``. Without marks it is the text that a
         message of the assistant adds after its prompt, up to the end-of-turn token (white space after it is never
-        generated). The tokens equal ``apply_chat_template(messages, tokenize=True)`` in transformers.
+        generated). An answer whose message has ``weight`` 0 does not count, as in OpenAI's files. The tokens equal
+        ``apply_chat_template(messages, tokenize=True)`` in transformers.
         """
+        all_answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        counting = [n for n in (all_answers[-1:] if self.last_only else all_answers) if _is_learned(messages[n])]
+        messages = [{key: value for key, value in message.items() if key != WEIGHT} for message in messages]
         text, marked = self.template.render_answers(messages, tools=tools)
         ids, offsets = cast(BaseTokenizer, self.tokenizer).tokenize_with_offsets(text)
         if self.to_end:
             answers = [self._end_of(messages, tools, text)]
+        elif self.template.marks_answers:
+            answers = self._of_marks(marked, all_answers, counting)
         else:
-            answers = marked if self.template.marks_answers else list(self._answers(messages, tools, text))
-        if not any(begin < end for begin, end in answers) and any(
-            message["role"] == "assistant" and message.get("content") for message in messages
-        ):
+            answers = list(self._answers(messages, counting, tools, text))
+        if not any(begin < end for begin, end in answers) and any(messages[n].get("content") for n in counting):
             raise DataError(
                 "the chat template writes nothing for an answer, so nothing would be learned; choose another one "
                 "with --chat-template"
             )
         counted = [False] * len(ids)
-        for begin, end in answers[-1:] if self.last_only else answers:
+        for begin, end in answers:
             if not (self.template.marks_answers or self.to_end):
                 end = self._turn_end(ids, offsets, begin + len(text[begin:end].rstrip()), end)
             for number, (first, last) in enumerate(offsets):
                 counted[number] |= first < end and max(last, first + 1) > begin
         return ids, counted
 
-    def _answers(self, messages: Sequence[Message], tools: Any, text: str) -> Iterator[Span]:
-        """The characters that the assistant's messages that count add to ``text`` after their prompts."""
-        numbers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-        for number in numbers[-1:] if self.last_only else numbers:
+    def _of_marks(self, marked: list[Span], all_answers: Sequence[int], counting: Sequence[int]) -> list[Span]:
+        """The marked characters of the messages ``counting``."""
+        if self.last_only:
+            return marked[-1:] if counting else []
+        if len(counting) == len(all_answers):
+            return marked
+        if len(marked) != len(all_answers):
+            raise DataError(
+                f"the chat template marks {len(marked)} texts as answers of {len(all_answers)} messages of the "
+                "assistant, so weight=0 cannot be applied; use a template that marks each, or none"
+            )
+        return [span for span, number in zip(marked, all_answers, strict=True) if number in counting]
+
+    def _answers(self, messages: Sequence[Message], counting: Sequence[int], tools: Any, text: str) -> Iterator[Span]:
+        """The characters that the messages ``counting`` add to ``text`` after their prompts."""
+        for number in counting:
             asked = self.template.render(messages[:number], tools=tools, add_generation_prompt=True)
             whole = self.template.render(messages[: number + 1], tools=tools, add_generation_prompt=False)
             if not text.startswith(whole) or not whole.startswith(asked):
@@ -238,7 +256,7 @@ class ConversationDataset:
         if not answers:
             raise DataError(
                 f"{self.place(lines[0])}, and {len(lines) - 1} other lines that were checked, have no answer to learn: "
-                "no message has the role assistant; correct the roles"
+                "no message has the role assistant and a weight other than 0; correct the roles"
             )
         if not left:
             raise DataError(
@@ -300,6 +318,14 @@ class ConversationDataset:
             "position_ids": positions,
             "document_lengths": np.array(lengths, dtype=np.int64),
         }
+
+
+def _is_learned(message: Message) -> bool:
+    """Whether an answer counts: its weight is 1, which is the default, and not 0."""
+    weight = message.get(WEIGHT, 1)
+    if isinstance(weight, bool) or weight not in (0, 1):
+        raise DataError(f"weight={shortened(repr(weight))} must be 0 (the answer is not learned) or 1")
+    return bool(weight)
 
 
 def _joined(conversations: Sequence[Encoded]) -> Encoded:

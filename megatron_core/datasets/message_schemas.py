@@ -1,4 +1,5 @@
-"""Schemas of instruction data: OpenAI's ``messages``, ShareGPT's turns, the columns of Alpaca and Dolly."""
+"""Schemas of instruction data: OpenAI's ``messages``, ShareGPT's turns, the columns of Alpaca and Dolly, and trl's
+``prompt`` and ``completion``, of which only the completion is learned."""
 
 import json
 from collections.abc import Collection, Mapping
@@ -45,6 +46,9 @@ def messages_of(line: Mapping[str, Any]) -> list[Message]:
         for turn in _objects(line, "conversations"):
             _check_speaker(text(turn.get("from"), "from"))
         found = sharegpt(line)
+    elif isinstance(line.get("prompt"), list) and "completion" in line:
+        context = [{**message, "weight": 0} for message in turns(line, "prompt", "user")]
+        found = context + turns(line, "completion", "assistant")
     elif schema == "alpaca":
         answers = [name for name in ANSWERS if name in line]
         if all(line[name] is None for name in answers):
@@ -68,6 +72,19 @@ def tools_of(line: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
         except (ValueError, RecursionError) as error:
             raise DataError(f"tools is a text that is not JSON ({error}); give a list of objects") from None
     return None if tools is None else _objects({"tools": tools}, "tools")
+
+
+def turns(line: Mapping[str, Any], key: str, role: str) -> list[Message]:
+    """A list of messages, or a text as a message of ``role``; answers must end with one of the assistant."""
+    value = line.get(key)
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    if not isinstance(value, list) or not value:
+        raise DataError(f"{key} must be a text or a list of messages")
+    found = [_openai(message) for message in _objects(line, key)]
+    if role == "assistant" and found[-1]["role"] != role:
+        raise DataError(f"{key} ends with a message of {found[-1]['role']!r}; it must end with the assistant's answer")
+    return found
 
 
 def alpaca(line: Mapping[str, Any]) -> list[Message]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_core.datasets.base import PackedSample
 from megatron_core.datasets.conversations import ConversationDataset, ConversationFile, Message
-from megatron_core.datasets.message_schemas import messages_of
+from megatron_core.datasets.message_schemas import turns
 from megatron_core.errors import DataError
 
 
@@ -17,8 +17,8 @@ class PreferenceFile(ConversationFile):
 
     def parsed(self, content: Mapping[str, Any]) -> list[list[Message]]:
         """The two conversations of a line, which end in the chosen and in the rejected answer."""
-        prompt = _messages(content, "prompt", "user") if "prompt" in content else []
-        return [prompt + _messages(content, side, "assistant") for side in ("chosen", "rejected")]
+        prompt = turns(content, "prompt", "user") if "prompt" in content else []
+        return [[*prompt, *turns(content, side, "assistant")] for side in ("chosen", "rejected")]
 
 
 class PreferenceDataset(ConversationDataset):
@@ -34,15 +34,3 @@ class PreferenceDataset(ConversationDataset):
                 "no token of the answer remains; give a larger --seq-length, or remove the line"
             )
         return sample
-
-
-def _messages(content: Mapping[str, Any], key: str, role: str) -> list[Message]:
-    value = content.get(key)
-    if isinstance(value, str):
-        return [{"role": role, "content": value}]
-    if not isinstance(value, list) or not value:
-        raise DataError(f"{key} must be a text or a list of messages")
-    found = messages_of({"messages": value})
-    if key != "prompt" and found[-1]["role"] != "assistant":
-        raise DataError(f"{key} ends with a message of {found[-1]['role']!r}; it must end with the assistant's answer")
-    return list(found)

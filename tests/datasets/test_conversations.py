@@ -19,6 +19,7 @@ from megatron_core.commands.train_tokenizer import train
 from megatron_core.config import DataConfig, RunConfig
 from megatron_core.datasets.build_conversations import build_conversations
 from megatron_core.datasets.conversations import ConversationFile, ConversationTokenizer
+from megatron_core.datasets.message_schemas import messages_of
 from megatron_core.datasets.packing import first_fit
 from megatron_core.errors import ConfigError, DataError
 from megatron_core.tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer, end_ids, tokenizer_of
@@ -250,6 +251,30 @@ def test_tokens_and_answers_are_those_of_transformers(template: str, tmp_path: P
         else:  # only the line break ends a turn, so it must be learned
             learned = theirs.decode([token for token, is_answer in zip(ids, answers, strict=True) if is_answer])
             assert learned == f"{first}\n{second}\n"
+
+
+@pytest.mark.parametrize("template", [CHATML, CHATML_MARKED])
+def test_answers_with_weight_0_are_not_learned(template: str, tmp_path: Path) -> None:
+    """The tokens stay those of transformers; a completion of trl is learned without the answers in its prompt."""
+    theirs, encoder = _of_transformers(tmp_path, template)
+    turns = [(("user", "the hat"), ("assistant", "cat")), (("user", "two"), ("assistant", "and x"))]
+    talk = [{"role": role, "content": content} for pair in turns for role, content in pair]
+    expected = theirs.apply_chat_template(talk, tokenize=True, return_dict=True)["input_ids"]
+
+    def learned(messages: list[dict[str, Any]], **settings: bool) -> str:
+        ids, answers = replace(encoder, **settings).encode(messages)
+        assert ids == expected
+        return theirs.decode([token for token, is_answer in zip(ids, answers, strict=True) if is_answer])
+
+    first, second = "cat<|im_end|>", "and x<|im_end|>"
+    assert learned(talk) == first + second
+    for weight, wanted in ((0, second), (1, first + second)):
+        assert learned([*talk[:1], talk[1] | {"weight": weight}, *talk[2:]]) == wanted
+    assert learned([*talk[:3], talk[3] | {"weight": 0}]) == first
+    assert learned([*talk[:3], talk[3] | {"weight": 0}], last_only=True) == ""
+    assert learned(messages_of({"prompt": talk[:3], "completion": talk[3:]})) == second
+    with pytest.raises(DataError, match=r"weight=0.5 must be 0 \(the answer is not learned\) or 1"):
+        encoder.encode([*talk[:3], talk[3] | {"weight": 0.5}])
 
 
 def test_the_date_of_a_template_is_a_setting(tmp_path: Path) -> None:
