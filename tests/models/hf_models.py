@@ -134,7 +134,7 @@ FALCON_H1 = BAMBA | {
     **{"head_dim": 12, "mamba_d_ssm": 40, "mamba_n_heads": 4, "mamba_d_conv": 4, "embedding_multiplier": 1.5},
     **{"lm_head_multiplier": 0.7, "mlp_multipliers": [0.6, 1.7], "key_multiplier": 0.9, "attention_in_multiplier": 1.1},
     **{"attention_out_multiplier": 0.8, "ssm_in_multiplier": 1.2, "ssm_out_multiplier": 0.7},
-    "ssm_multipliers": [0.9, 1.3, 0.8, 1.2, 0.7],
+    "ssm_multipliers": [0.875, 1.25, 0.8125, 1.375, 0.6875],  # transformers rounds them to float32 in a float64 model
 }
 GRANITE_HYBRID = BAMBA | GRANITE | {"layer_types": ["mamba", "attention", "mamba"], "shared_intermediate_size": 40}
 GRANITE_HYBRID |= {"num_local_experts": 0, "position_embedding_type": "nope", "rms_norm_eps": 1e-4}
