@@ -422,7 +422,7 @@ def test_what_would_be_computed_wrongly_is_refused(fault: str) -> None:
     theirs = getattr(transformers, f"{kind}Config")(**settings).to_dict() | changes
     with pytest.raises(CheckpointError, match=message):
         ModelConfig(**architecture_of(theirs).settings(theirs))
-        _vocab_size(theirs)
+        _vocab_size(architecture_of(theirs), theirs)
 
 
 @pytest.mark.parametrize("fault", BAD)
