@@ -109,6 +109,8 @@ class ModelConfig(
     """Factors on the gates, before the activation function, and on the output of a gated MLP (Falcon-H1)."""
     squared_relu: bool = setting(False, when=ALWAYS)
     """MLP with relu(x)^2 (So et al. 2021)."""
+    relu: bool = setting(False, when=ALWAYS)
+    """MLP with relu(x) (OPT)."""
     openai_gelu: bool = setting(False, when=c.GELU)
     """Approximate GELU by tanh, as in GPT-2, also with --geglu; default: the exact GELU. Megatron-LM approximates by
     default in layers with biases."""

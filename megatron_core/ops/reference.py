@@ -73,6 +73,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,
     "gelu_tanh": gelu_tanh,
     "squared_relu": squared_relu,
+    "relu": functional.relu,
 }
 """Activation functions by name; GELU: Hendrycks and Gimpel 2016."""
 GATES: dict[str, Callable[[Tensor], Tensor]] = {

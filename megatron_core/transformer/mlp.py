@@ -73,4 +73,6 @@ def activation_kind(config: ModelConfig) -> Kind:
         return "quick_geglu"
     if config.squared_relu:
         return "squared_relu"
+    if config.relu:
+        return "relu"
     return "gelu_tanh" if config.openai_gelu else "gelu"

@@ -8,10 +8,26 @@ IN_HUB = (
     Defect(
         "the temperature of queries counts the positions of a rank",
         "transformer.rotary:query_temperature",
-        "(position_ids.t() + 1)",
+        "(position_ids.t() + first)",
         "(torch.arange(1, position_ids.shape[1] + 1, device=position_ids.device)[:, None])",
         "llama 4, cp2 p2p",
         culprit="output of decoder.layers.1.self_attention",
+    ),
+    Defect(
+        "layers with rotary positions have no temperature after a split of the sequence",
+        "transformer.attention:SelfAttention.attend",
+        "context.query_scale is not None and self.has_temperature",
+        "context.query_scale is not None and self.has_temperature and not hasattr(self.core_attention, 'exchange')",
+        "ministral 3, cp2",
+        culprit="output of decoder.layers.0.self_attention",
+    ),
+    Defect(
+        "norms of rotated queries and keys count as replicated over tensor-parallel ranks",
+        "transformer.attention:SelfAttention.__init__",
+        "partial(qk_layernorm, context, d, partial_grad=True)",
+        "partial(qk_layernorm, context, d, partial_grad=not config.qk_layernorm_after_rotary)",
+        "hunyuan, tp2 sp",
+        culprit="gradient of the parameter *layernorm.weight",
     ),
     Defect(
         "the positions of a rank choose the factors of rotary frequencies",

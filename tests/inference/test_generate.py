@@ -87,6 +87,15 @@ LLAMA4 = MODERN | {
 }
 
 
+MINISTRAL3 = MODERN | {
+    "qk_layernorm": True,
+    "qk_layernorm_after_rotary": True,
+    "query_temperature_scale": 0.3,
+    "query_temperature_floor": 2,
+    "query_temperature_of_rotary": True,
+}
+
+
 DELTA_NET = MODERN | {
     "experimental_attention_variant": "gated_delta_net",
     "linear_attention_freq": (2,),
@@ -159,11 +168,12 @@ COHERE2 = MODERN | {
 @pytest.mark.parametrize(
     "model",
     [
-        *({}, MODERN, WINDOW, EXPERTS, LATENT, GPT_OSS, LLAMA4, DELTA_NET, KIMI, MAMBA, DSA, PHIMOE, COHERE2),
-        *(FALCON_H1, LFM2, GRANITE_4),
+        *({}, MODERN, WINDOW, EXPERTS, LATENT, GPT_OSS, LLAMA4, MINISTRAL3, DELTA_NET, KIMI, MAMBA),
+        *(DSA, PHIMOE, COHERE2, FALCON_H1, LFM2, GRANITE_4),
     ],
     ids=[
-        *("gpt2", "llama", "window", "experts", "latent", "gpt-oss", "llama 4", "delta net", "kimi linear", "mamba"),
+        *("gpt2", "llama", "window", "experts", "latent", "gpt-oss", "llama 4", "ministral 3", "delta net"),
+        *("kimi linear", "mamba"),
         *("dsa", "phi-3.5-moe", "cohere 2", "falcon-h1", "lfm2", "granite 4"),
     ],
 )

@@ -139,6 +139,20 @@ FALCON_H1 = BAMBA | {
 GRANITE_HYBRID = BAMBA | GRANITE | {"layer_types": ["mamba", "attention", "mamba"], "shared_intermediate_size": 40}
 GRANITE_HYBRID |= {"num_local_experts": 0, "position_embedding_type": "nope", "rms_norm_eps": 1e-4}
 LFM2 = LLAMA | {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3, "norm_eps": 1e-4}
+OPT = NEOX | {"ffn_dim": 48, "init_std": 0.2, "word_embed_proj_dim": 32, "tie_word_embeddings": True}
+OPT = {key: value for key, value in OPT.items() if key not in ("intermediate_size", "initializer_range")}
+TEMPERATURE = ("original_max_position_embeddings", "llama_4_scaling_beta")
+MINISTRAL3_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 3,
+    "llama_4_scaling_beta": 0.3,
+}
 LONGROPE: dict[str, Any] = {
     "original_max_position_embeddings": 16,
     "partial_rotary_factor": 0.5,
@@ -461,6 +475,35 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "HyperCLOVAX",
         LLAMA | {"use_post_norm": False, "head_dim": 16, "attention_bias": True},
     ),
+    "opt": ("OPT", OPT),
+    "opt, exact GELU, untied, without biases": (
+        "OPT",
+        OPT | {"activation_function": "gelu", "enable_bias": False, "tie_word_embeddings": False},
+    ),
+    "ministral3": (
+        "Ministral3",
+        LLAMA | {"head_dim": 16, "rope_parameters": MINISTRAL3_YARN},
+    ),
+    "ministral3, window, plain positions": (
+        "Ministral3",
+        LLAMA
+        | {"sliding_window": 5, "head_dim": 8}
+        | {"rope_parameters": {key: MINISTRAL3_YARN[key] for key in ("rope_theta", *TEMPERATURE)}},
+    ),
+    "hunyuan_v1_dense": ("HunYuanDenseV1", LLAMA | {"head_dim": 16}),
+    "hunyuan_v1_dense, another base, biases, tied": (
+        "HunYuanDenseV1",
+        LLAMA
+        | {"head_dim": 12, "attention_bias": True, "tie_word_embeddings": True}
+        | {"rope_parameters": {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 1e4}},
+    ),
+    "cwm": ("Cwm", LLAMA | {"sliding_window": 5, "head_dim": 16, "rope_parameters": LLAMA31 | {"rope_theta": 1e4}}),
+    "cwm, other layers": (
+        "Cwm",
+        LLAMA
+        | {"sliding_window": 6, "head_dim": 8, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+        | {"layer_types": ["sliding_attention", "full_attention"] * 2},
+    ),
     "gpt_neox": ("GPTNeoX", NEOX),
     "gpt_neox, 20B's GELU": ("GPTNeoX", NEOX | {"hidden_act": "gelu_fast"}),
     "gpt_neox, one after the other": ("GPTNeoX", NEOX | {"use_parallel_residual": False}),
@@ -484,4 +527,7 @@ def save_model(name: str, folder: Path, dtype: torch.dtype = torch.float32, **op
     for name, buffer in model.named_buffers():
         if name.endswith(("e_score_correction_bias", "expert_bias")):
             torch.nn.init.normal_(buffer, std=0.5)
+    for name, parameter in model.named_parameters():
+        if name.endswith("decoder.embed_positions.weight"):  # of OPT: no token has the first two rows
+            torch.nn.init.zeros_(parameter[:2])
     model.save_pretrained(folder, **options)

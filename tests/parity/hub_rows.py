@@ -136,6 +136,13 @@ NANOCHAT = {
     "qk_l2_norm": True,
     "final_logit_softcapping": 3.0,
 }
+HUNYUAN = GRANITE | {"qk_layernorm": True, "qk_layernorm_after_rotary": True, "disable_bias_linear": True}
+MINISTRAL3 = GRANITE | {
+    "query_temperature_scale": 0.3,
+    "query_temperature_floor": 3,
+    "query_temperature_of_rotary": True,
+}
+OPT = {"num_layers": 2, "global_batch_size": 4, "relu": True}
 EMBEDDING_NORM = {"num_layers": 2, "global_batch_size": 4, "embedding_layernorm": True}
 HUB_ROWS: dict[str, tuple[int, dict, dict]] = {
     "nanochat, tp2 sp": (2, NANOCHAT, TP2 | SP),
@@ -144,6 +151,9 @@ HUB_ROWS: dict[str, tuple[int, dict, dict]] = {
     "nanochat, full recompute, pp2": (2, NANOCHAT, PP2 | RECOMPUTE),
     "norm of embeddings, tp2 sp": (2, EMBEDDING_NORM, TP2 | SP),
     "norm of embeddings, untied, pp2": (2, EMBEDDING_NORM | {"untie_embeddings_and_output_weights": True}, PP2),
+    "hunyuan, tp2 sp": (2, HUNYUAN, TP2 | SP),
+    "ministral 3, cp2": (2, MINISTRAL3 | NO_DROPOUT, CP2),
+    "opt, tp2 sp": (2, OPT, TP2 | SP),
     "granite, tp2": (2, GRANITE, TP2),
     "granite, tp2 sp": (2, GRANITE, TP2 | SP),
     "granite, pp2": (2, GRANITE, PP2),

@@ -51,7 +51,7 @@ IGNORED_KEYS = {
     *("architectures", "auto_map", "_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "output_router_logits", "pretraining_tp"),
     *("id2label", "label2id", "problem_type", "return_dict", "output_attentions", "output_hidden_states"),
-    *("chunk_size_feed_forward", "is_encoder_decoder", "sep_token_id", "decoder_start_token_id"),
+    *("chunk_size_feed_forward", "is_encoder_decoder", "sep_token_id", "decoder_start_token_id", "eod_token_id"),
 }
 """Keys that do not change the logits of a model, or repeat other keys."""
 _COMMON_TYPES = {"model_type": STRING, "vocab_size": LENGTH, "tie_word_embeddings": SWITCH, "is_causal": SWITCH}
@@ -68,7 +68,7 @@ def no_notes(_: Settings, __: ModelConfig) -> Iterator[str]:
 
 
 ACTIVATIONS = (
-    *("swiglu", "geglu", "quick_geglu", "squared_relu", "openai_gelu"),
+    *("swiglu", "geglu", "quick_geglu", "squared_relu", "relu", "openai_gelu"),
     *("glu_linear_offset", "activation_func_clamp_value"),
 )
 """Settings of the function between the matrices of an MLP or an expert."""
@@ -110,6 +110,8 @@ class Architecture:
     """Keys with the number of layers for multi-token prediction, which follow the others and are ignored."""
     notes: Callable[[Settings, ModelConfig], Iterator[str]] = no_notes
     """Notes for the user about a config.json whose model runs with these settings."""
+    not_null: tuple[str, ...] = ()
+    """Keys of tokens that `transformers` does not accept as null: without such a token export leaves them out."""
     quantized: tuple[str, ...] = ()
     """Values of ``quant_method`` in ``quantization_config`` whose weights can be read, besides fp8 with blocks."""
 
