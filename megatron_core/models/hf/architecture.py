@@ -108,6 +108,8 @@ class Architecture:
     """Regular expression of stored names, without ``base``, that are computed from the configuration and ignored."""
     mtp_layer_keys: tuple[str, ...] = ()
     """Keys with the number of layers for multi-token prediction, which follow the others and are ignored."""
+    unread: frozenset[str] = frozenset()
+    """Further keys of published files that describe what ``fixed``, ``required`` or other keys say."""
     notes: Callable[[Settings, ModelConfig], Iterator[str]] = no_notes
     """Notes for the user about a config.json whose model runs with these settings."""
     not_null: tuple[str, ...] = ()

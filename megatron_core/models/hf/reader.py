@@ -24,6 +24,7 @@ from megatron_core.models.hf.mxfp4 import Mxfp4Files
 from megatron_core.models.hf.rules import Settings, refuse
 from megatron_core.models.hf.tensors import Index, TensorSource
 from megatron_core.models.hf.text_part import is_multimodal, text_settings
+from megatron_core.models.hf.unread_keys import notes_on_unread_keys
 from megatron_core.parallel.texts import listed
 
 CONFIG = "config.json"
@@ -234,7 +235,7 @@ def notes_of_folder(folder: str | Path, config: ModelConfig) -> list[str]:
     folder = Path(folder)
     hf_config = read_config(folder)
     architecture = architecture_of(hf_config)
-    found = list(architecture.notes(hf_config, config))
+    found = [*architecture.notes(hf_config, config), *notes_on_unread_keys(architecture, hf_config)]
     if is_multimodal_folder(folder):
         with closing(TensorFiles(folder, text_only=True)) as files:
             parts = files.parts_left_out()

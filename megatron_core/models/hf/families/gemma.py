@@ -71,6 +71,7 @@ GEMMA2 = register(
     LLAMA,
     model_type="gemma2",
     class_name="Gemma2ForCausalLM",
+    unread=frozenset({"hidden_act"}),  # hidden_activation counts
     keys={
         **LLAMA.keys,
         "final_logit_softcapping": "final_logit_softcapping",
