@@ -58,8 +58,8 @@ QUERY_TEMPERATURE = Condition(
     lambda run: run.model.no_rope_freq or run.model.query_temperature_of_rotary,
 )
 GELU = unless(
-    "--swiglu, --quick-geglu, --squared-relu or --relu",
-    lambda run: run.model.swiglu or run.model.quick_geglu or run.model.squared_relu or run.model.relu,
+    "--swiglu, --quick-geglu, --squared-relu, --relu or --xielu",
+    lambda run: any(run.value(name) for name in ("swiglu", "quick_geglu", "squared_relu", "relu", "xielu")),
 )
 GATED = Condition("--swiglu, --geglu or --quick-geglu", lambda run: run.model.gated_linear_unit)
 MUP = given("use_mup")
@@ -79,6 +79,7 @@ SELECTIVE_RECOMPUTE = Condition(
 
 # Experts.
 EXPERTS = given("num_experts", "N")
+NO_EXPERTS = unless("--num-experts", lambda run: run.model.num_experts is not None)
 DENSE_LAYER = unless(
     "experts of --moe-ffn-hidden-size in every layer",
     lambda run: (

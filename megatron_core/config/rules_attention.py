@@ -40,7 +40,11 @@ def model_problems(config: RunConfig) -> Iterator[str]:
             f"mtp_num_layers={model.mtp_num_layers} cannot be used with embedding_layernorm=True: layers of "
             "multi-token prediction have their own norm of embeddings; remove one of them"
         )
-    chosen = [n for n in ("swiglu", "geglu", "quick_geglu", "squared_relu", "relu", "openai_gelu") if getattr(model, n)]
+    chosen = [
+        n
+        for n in ("swiglu", "geglu", "quick_geglu", "squared_relu", "relu", "xielu", "openai_gelu")
+        if getattr(model, n)
+    ]
     if len(chosen) > 1 and chosen != ["geglu", "openai_gelu"]:
         yield f"{' and '.join(f'{name}=True' for name in chosen)} exclude one another; keep one activation"
     if model.output_z_loss_coeff and model.fuses_output_layer_with_loss:

@@ -51,6 +51,14 @@ def bias_activation(
     return _bias_activation(x, bias, kind)
 
 
+def xielu(x: Tensor, bias: Tensor | None, alpha_p: Tensor, alpha_n: Tensor) -> Tensor:
+    """``reference.xielu``; backward computes it again, so that only its arguments are saved."""
+    again: Tensor = checkpoint(
+        reference.xielu, x, bias, alpha_p, alpha_n, use_reentrant=False, preserve_rng_state=False
+    )
+    return again
+
+
 @operator("bias_activation")
 def _bias_activation(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
     _check("bias_activation", x, bias, kind)

@@ -30,6 +30,15 @@ IN_HUB = (
         culprit="gradient of the parameter *layernorm.weight",
     ),
     Defect(
+        "the gradients of the numbers of xIELU are those of a rank's features",
+        "transformer.mlp:XIELU.__init__",
+        "partial_grad=True",
+        "partial_grad=False",
+        "apertus, tp2 sp",
+        "C17",
+        culprit="gradient of the parameter *alpha*",
+    ),
+    Defect(
         "the positions of a rank choose the factors of rotary frequencies",
         "models.gpt.model:GPTModel._rotary",
         "self.model_config, channels, self.max_sequence_length",

@@ -504,6 +504,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"sliding_window": 6, "head_dim": 8, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
         | {"layer_types": ["sliding_attention", "full_attention"] * 2},
     ),
+    "apertus": ("Apertus", LLAMA),
+    "apertus, biases, tied": (
+        "Apertus",
+        LLAMA
+        | {"attention_bias": True, "tie_word_embeddings": True}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    ),
     "gpt_neox": ("GPTNeoX", NEOX),
     "gpt_neox, 20B's GELU": ("GPTNeoX", NEOX | {"hidden_act": "gelu_fast"}),
     "gpt_neox, one after the other": ("GPTNeoX", NEOX | {"use_parallel_residual": False}),

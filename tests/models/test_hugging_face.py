@@ -494,3 +494,16 @@ def test_layers_of_multi_token_prediction_are_left_out(layers: int, tmp_path: Pa
     else:
         with pytest.raises(CheckpointError, match=r"unexpected: model\.layers\.4\.eh_proj"):
             import_hugging_face(tmp_path / "theirs", tmp_path / "ours")
+
+
+def test_a_constant_of_an_architecture_has_to_have_its_value(tmp_path: Path) -> None:
+    save_model("apertus", tmp_path)
+    for beta, legal in ((0.5, True), (0.25, False)):
+        _edit_tensors(tmp_path, **{"model.layers.1.mlp.act_fn.beta": torch.tensor(beta)})
+        if legal:
+            HuggingFaceReader(tmp_path)
+        else:
+            with pytest.raises(
+                CheckpointError, match=r"layers\.1\.mlp\.act_fn\.beta is 0\.25; apertus models have 0\.5"
+            ):
+                HuggingFaceReader(tmp_path)

@@ -76,7 +76,7 @@ MODEL: list[tuple[float, Choices]] = [
     (0.4, [{"group_query_attention": True, "num_query_groups": groups} for groups in (1, 2)]),
     (0.3, either("kv_channels", 6, 10, 16)),
     (0.5, either("ffn_hidden_size", 40, 48, 64)),
-    (0.5, [*on("swiglu"), *on("geglu"), *on("squared_relu"), *on("relu"), *on("openai_gelu")]),
+    (0.5, [*on("swiglu"), *on("geglu"), *on("squared_relu"), *on("relu"), *on("xielu"), *on("openai_gelu")]),
     (0.5, on("disable_bias_linear")),
     (0.2, on("add_qkv_bias")),
     (0.2, on("add_attention_output_bias")),

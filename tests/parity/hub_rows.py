@@ -142,6 +142,8 @@ MINISTRAL3 = GRANITE | {
     "query_temperature_floor": 3,
     "query_temperature_of_rotary": True,
 }
+APERTUS = {name: value for name, value in HUNYUAN.items() if name not in ("swiglu", "qk_layernorm_after_rotary")}
+APERTUS |= {"xielu": True}
 OPT = {"num_layers": 2, "global_batch_size": 4, "relu": True}
 EMBEDDING_NORM = {"num_layers": 2, "global_batch_size": 4, "embedding_layernorm": True}
 HUB_ROWS: dict[str, tuple[int, dict, dict]] = {
@@ -153,6 +155,10 @@ HUB_ROWS: dict[str, tuple[int, dict, dict]] = {
     "norm of embeddings, untied, pp2": (2, EMBEDDING_NORM | {"untie_embeddings_and_output_weights": True}, PP2),
     "hunyuan, tp2 sp": (2, HUNYUAN, TP2 | SP),
     "ministral 3, cp2": (2, MINISTRAL3 | NO_DROPOUT, CP2),
+    "apertus, tp2 sp": (2, APERTUS, TP2 | SP),
+    "apertus, cp2": (2, APERTUS | NO_DROPOUT, CP2),
+    "apertus, dp2 zero3": (2, APERTUS, ZERO3),
+    "apertus, full recompute, pp2": (2, APERTUS, PP2 | RECOMPUTE),
     "opt, tp2 sp": (2, OPT, TP2 | SP),
     "granite, tp2": (2, GRANITE, TP2),
     "granite, tp2 sp": (2, GRANITE, TP2 | SP),

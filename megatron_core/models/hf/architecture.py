@@ -68,7 +68,7 @@ def no_notes(_: Settings, __: ModelConfig) -> Iterator[str]:
 
 
 ACTIVATIONS = (
-    *("swiglu", "geglu", "quick_geglu", "squared_relu", "relu", "openai_gelu"),
+    *("swiglu", "geglu", "quick_geglu", "squared_relu", "relu", "xielu", "openai_gelu"),
     *("glu_linear_offset", "activation_func_clamp_value"),
 )
 """Settings of the function between the matrices of an MLP or an expert."""
@@ -92,6 +92,8 @@ class Architecture:
     """Prefix of the stored names of layer ``{n}``."""
     parts_of_layer: int = 1
     """Number of our layers that a stored layer consists of."""
+    layer_constants: Mapping[str, float] = field(default_factory=dict)
+    """Stored scalars of each layer that all models share."""
     base: str = "model."
     """Prefix of all stored names but the output layer's; files of the model without output layer omit it."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
@@ -205,6 +207,11 @@ class Architecture:
         if entry is None:
             raise CheckpointError(f"{self.model_type} models have no tensor for {name}")
         return (TensorSource((entry,)) if isinstance(entry, str) else entry).renamed(prefix, suffix)
+
+    def constants(self, config: ModelConfig) -> dict[str, float]:
+        """Stored names and values of the scalars that all models share."""
+        prefixes = (self.layer_prefix.replace("{n}", str(layer)) for layer in range(config.num_layers))
+        return {prefix + name: value for prefix in prefixes for name, value in self.layer_constants.items()}
 
     def matrices_of_layer(self, number: int) -> Iterator[str]:
         """Names of the stored matrices that layer ``number`` may have; ``{e}`` stands for the expert."""

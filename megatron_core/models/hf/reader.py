@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_core.checkpoint import TensorBox
+from megatron_core.checkpoint.manifest import WEIGHT_DTYPES
 from megatron_core.config import ModelConfig, RunConfig
 from megatron_core.config.validate import problems, without_data
 from megatron_core.errors import CheckpointError
@@ -150,7 +151,9 @@ class HuggingFaceReader:
         tied = set(map(self._stored, head)) if self.model.share_embeddings_and_output_weights else set()
         for name in self._files.names & tied:
             self._check_tied(name)
-        others = self._files.names - used - tied
+        constants = self.architecture.constants(self.model)
+        self._check_constants(constants)
+        others = self._files.names - used - tied - {self._stored(name) for name in constants}
         unused = sorted(name for name in others if not self._is_derived(name) and not self._is_mtp(name))
         missing = sorted(used - self._files.names)
         if missing or unused:
@@ -161,6 +164,18 @@ class HuggingFaceReader:
             )
         for name, shape in ours.items():
             self._source(name, shape)
+
+    def _check_constants(self, constants: Mapping[str, float]) -> None:
+        """``CheckpointError`` for a stored scalar that is not the architecture's value, rounded to any dtype."""
+        for name, value in constants.items():
+            if (stored := self._stored(name)) is None:
+                continue
+            found = self._files.read(stored, ())
+            rounded = {torch.tensor(value, dtype=dtype).item() for dtype in WEIGHT_DTYPES.values()}
+            if found.numel() != 1 or found.item() not in rounded:
+                raise CheckpointError(
+                    f"{self.folder}: {stored} is {found.tolist()}; {self.architecture.model_type} models have {value}"
+                )
 
     def _is_derived(self, name: str) -> bool:
         """Whether a tensor is computed from the configuration."""

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any, Protocol
@@ -74,6 +75,10 @@ def write_hugging_face(
             for key, size in architecture.source(own).stored_shapes(model, shape).items()
         ]
         tensors = _stored_tensors(reader, architecture, model, ours, dtype)
+        if number == len(files):
+            constants = architecture.constants(model)
+            entries += [(key, dtype, ()) for key in constants]
+            tensors = chain(tensors, (torch.tensor(value, dtype=dtype) for value in constants.values()))
         write_safetensors(folder / name, entries, tensors, {"format": "pt"})
         weight_map |= dict.fromkeys((key for key, _, _ in entries), name)
     if len(files) > 1:
