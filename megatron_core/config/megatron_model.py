@@ -23,6 +23,8 @@ def without_arguments(model: ModelConfig) -> list[str]:
     """Settings of ``model``, as NAME=VALUE, for which Megatron-LM has no arguments: it would train another model."""
     plain = ModelConfig()
     found = [f"{name}={value}" for name in ABSENT if (value := getattr(model, name)) != getattr(plain, name)]
+    if model.position_embedding_type == "alibi":
+        found.append("position_embedding_type=alibi")
     if model.use_rope_scaling and model.rope_scaling_type not in ("llama3", "yarn"):
         found.append(f"rope_scaling_type={model.rope_scaling_type}")
     if model.num_experts is not None and model.moe_router_score_function == "sparsemixer":

@@ -99,8 +99,11 @@ class ModelConfig(
     """Number of key and value heads, with --group-query-attention."""
     max_position_embeddings: int | None = setting(None, r.SIZE, when=ALWAYS, resume=Resume.SHAPE)
     """Number of learned positions, the maximum sequence length; default: --seq-length."""
-    position_embedding_type: Literal["learned_absolute", "rope", "none"] = setting("learned_absolute", when=ALWAYS)
-    """Learned positions, rotary positions (Su et al. 2021), or none."""
+    position_embedding_type: Literal["learned_absolute", "rope", "alibi", "none"] = setting(
+        "learned_absolute", when=ALWAYS
+    )
+    """Learned positions, rotary positions (Su et al. 2021), biases of scores that are linear in the distance (alibi:
+    Press et al. 2022; BLOOM), or none."""
     attention_output_gate: bool = setting(False, needs=c.NO_LATENT_ATTENTION)
     """Multiply the output of attention, per channel, by a sigmoid of the layer's input (Qwen3-Next)."""
     disable_bias_linear: bool = setting(False, when=ALWAYS, resume=Resume.TENSORS)

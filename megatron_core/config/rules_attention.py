@@ -150,8 +150,21 @@ def _chunk_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _position_problems(config: RunConfig) -> Iterator[str]:
-    """Rotary channels and the table of learned positions."""
+    """Rotary channels, the table of learned positions, and linear biases."""
     model, seq_length = config.model, config.data.seq_length
+    if model.position_embedding_type == "alibi":
+        excluded = {
+            "multi_latent_attention": model.multi_latent_attention,
+            "attn_logit_softcapping": model.attn_logit_softcapping,
+            "qk_clip": config.optimizer.qk_clip,
+            "layout_invariant": config.parallel.layout_invariant,
+        }
+        for name, value in excluded.items():
+            if value:
+                yield (
+                    f"position_embedding_type=alibi cannot be used with {name}={value}; remove it, or use "
+                    "--position-embedding-type rope"
+                )
     attention, skip = attention_of(model), model.no_rope_freq
     if skip is not None and (skip[0] < 1 if len(skip) == 1 else len(skip) != model.num_layers or set(skip) - {0, 1}):
         yield (

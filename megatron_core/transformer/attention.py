@@ -8,10 +8,12 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from megatron_core.config.attention import attention_of
 from megatron_core.ops import rope
 from megatron_core.parallel.sharding import allocate, split, split_qkv
 from megatron_core.transformer.context import LayerContext, SequenceContext
 from megatron_core.transformer.core_attention import CoreAttention
+from megatron_core.transformer.linear_bias import bias_slopes, with_bias_channels
 from megatron_core.transformer.max_logits import MaxLogits
 from megatron_core.transformer.paged_attention import KeyValueStore
 from megatron_core.transformer.recompute import recomputed
@@ -85,9 +87,14 @@ class SelfAttention(nn.Module):
         self.norms_rotated = config.qk_layernorm_after_rotary
         self.has_chunks = config.chunk_of_layer(layer_number) is not None
         self.other_rotary = windowed and config.rotary_base_of_windows is not None
-        # Kernels divide by sqrt(d); any other scale is applied to the queries, which works with every kernel.
-        scale = config.attention_scale
-        self.query_factor = None if scale is None else scale * math.sqrt(d)
+        # Kernels divide by the root of all channels; any other scale is applied to the queries, which works with every
+        # kernel. Linear biases have further channels.
+        scale, channels = config.attention_scale, attention_of(config).query_head_size
+        if channels != d:
+            scale = d**-0.5 if scale is None else scale
+        first = context.tp_group.rank() * self.heads
+        self.heads_of_rank, self.all_heads = range(first, first + self.heads), config.num_attention_heads
+        self.query_factor = None if scale is None else scale * math.sqrt(channels)
         self.max_logits: MaxLogits | None = None
         """Recorder of QK-clip."""
 
@@ -117,6 +124,9 @@ class SelfAttention(nn.Module):
         if context.query_scale is not None and self.has_temperature:
             query = (query * context.query_scale[..., None, None, None]).to(query.dtype)
         query = query.flatten(2, 3)
+        if context.bias_channels is not None:
+            slopes = bias_slopes(self.heads_of_rank, self.all_heads, query)
+            query, key = with_bias_channels(query, key, context.bias_channels, slopes)
         if self.has_chunks:
             context = replace(context, documents=context.chunks)
         if self.max_logits is not None and self.training:

@@ -107,6 +107,7 @@ FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
         ("num_attention_heads=12", "num_query_groups=5", "legal: 1, 2, 3, 4, 6, 12"),
     ),
     ({"swiglu": True, "squared_relu": True}, 1, ("swiglu=True and squared_relu=True", "keep one")),
+    ({"position_embedding_type": "alibi", "attn_logit_softcapping": 5.0}, 1, ("position_embedding_type=alibi", "rope")),
     ({"relu": True, "xielu": True}, 1, ("relu=True and xielu=True", "keep one")),
     ({"xielu": True, "num_experts": 4}, 1, ("xielu=True", "--num-experts")),
     ({"swiglu": True, "openai_gelu": True}, 1, ("swiglu=True and openai_gelu=True", "keep one")),

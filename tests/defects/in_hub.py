@@ -39,6 +39,22 @@ IN_HUB = (
         culprit="gradient of the parameter *alpha*",
     ),
     Defect(
+        "every tensor-parallel rank has the slopes of the first heads",
+        "transformer.attention:SelfAttention.__init__",
+        "range(first, first + self.heads)",
+        "range(self.heads)",
+        "bloom, tp2 sp",
+        culprit="output of decoder.layers.0.self_attention",
+    ),
+    Defect(
+        "linear biases count the positions of a rank",
+        "transformer.linear_bias:key_channels",
+        "positions = position_ids.t()",
+        "positions = torch.arange(position_ids.shape[1], device=position_ids.device)[:, None]",
+        "bloom, cp2 p2p",
+        culprit="output of decoder.layers.0.self_attention",
+    ),
+    Defect(
         "the positions of a rank choose the factors of rotary frequencies",
         "models.gpt.model:GPTModel._rotary",
         "self.model_config, channels, self.max_sequence_length",

@@ -96,6 +96,10 @@ MINISTRAL3 = MODERN | {
 }
 
 
+BLOOM = MODERN | {"position_embedding_type": "alibi", "embedding_layernorm": True}
+BLOOM = {name: value for name, value in BLOOM.items() if "rotary" not in name}
+
+
 DELTA_NET = MODERN | {
     "experimental_attention_variant": "gated_delta_net",
     "linear_attention_freq": (2,),
@@ -169,12 +173,12 @@ COHERE2 = MODERN | {
     "model",
     [
         *({}, MODERN, WINDOW, EXPERTS, LATENT, GPT_OSS, LLAMA4, MINISTRAL3, DELTA_NET, KIMI, MAMBA),
-        *(DSA, PHIMOE, COHERE2, FALCON_H1, LFM2, GRANITE_4),
+        *(DSA, PHIMOE, COHERE2, FALCON_H1, LFM2, GRANITE_4, BLOOM),
     ],
     ids=[
         *("gpt2", "llama", "window", "experts", "latent", "gpt-oss", "llama 4", "ministral 3", "delta net"),
         *("kimi linear", "mamba"),
-        *("dsa", "phi-3.5-moe", "cohere 2", "falcon-h1", "lfm2", "granite 4"),
+        *("dsa", "phi-3.5-moe", "cohere 2", "falcon-h1", "lfm2", "granite 4", "bloom"),
     ],
 )
 def test_cache_changes_nothing(model: dict) -> None:

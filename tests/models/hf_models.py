@@ -39,6 +39,9 @@ GEMMA = LLAMA | {
 NEOX = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
 GPT2 = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64, "initializer_range": 0.2}
 GPT2 |= {"bos_token_id": 1, "eos_token_id": 2}
+BLOOM = {"vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 4, "n_head": 4, "initializer_range": 0.2}
+MPT = {"vocab_size": VOCABULARY, "d_model": 32, "n_layers": 4, "n_heads": 4, "initializer_range": 0.2}
+MPT |= {"max_seq_len": 64}
 DEEPSEEK: dict[str, Any] = {
     "first_k_dense_replace": 1,
     "n_routed_experts": 8,
@@ -511,6 +514,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"attention_bias": True, "tie_word_embeddings": True}
         | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
     ),
+    "bloom": ("Bloom", BLOOM),
+    "bloom, six heads, untied": (
+        "Bloom",
+        BLOOM | {"hidden_size": 36, "n_head": 6, "tie_word_embeddings": False, "layer_norm_epsilon": 1e-3},
+    ),
+    "mpt": ("Mpt", MPT),
+    "mpt, another scale": ("Mpt", MPT | {"attn_config": {"softmax_scale": 0.3}, "tie_word_embeddings": False}),
     "gpt_neox": ("GPTNeoX", NEOX),
     "gpt_neox, 20B's GELU": ("GPTNeoX", NEOX | {"hidden_act": "gelu_fast"}),
     "gpt_neox, one after the other": ("GPTNeoX", NEOX | {"use_parallel_residual": False}),

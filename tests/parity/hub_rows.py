@@ -144,6 +144,14 @@ MINISTRAL3 = GRANITE | {
 }
 APERTUS = {name: value for name, value in HUNYUAN.items() if name not in ("swiglu", "qk_layernorm_after_rotary")}
 APERTUS |= {"xielu": True}
+BLOOM = {
+    "num_layers": 2,
+    "global_batch_size": 4,
+    "position_embedding_type": "alibi",
+    "embedding_layernorm": True,
+    "group_query_attention": True,
+    "num_query_groups": 2,
+}
 OPT = {"num_layers": 2, "global_batch_size": 4, "relu": True}
 EMBEDDING_NORM = {"num_layers": 2, "global_batch_size": 4, "embedding_layernorm": True}
 HUB_ROWS: dict[str, tuple[int, dict, dict]] = {
@@ -159,6 +167,12 @@ HUB_ROWS: dict[str, tuple[int, dict, dict]] = {
     "apertus, cp2": (2, APERTUS | NO_DROPOUT, CP2),
     "apertus, dp2 zero3": (2, APERTUS, ZERO3),
     "apertus, full recompute, pp2": (2, APERTUS, PP2 | RECOMPUTE),
+    "bloom, tp2 sp": (2, BLOOM, TP2 | SP),
+    "bloom, pp2": (2, BLOOM, PP2),
+    "bloom, cp2 p2p": (2, BLOOM | NO_DROPOUT, CP2),
+    "bloom, cp2 a2a, dropout": (2, BLOOM, CP2 | HEADS),
+    "bloom, packed, cp2 tp2": (4, BLOOM | NO_DROPOUT | PACKED, CP2 | TP2),
+    "bloom, dp2 zero3": (2, BLOOM, ZERO3),
     "opt, tp2 sp": (2, OPT, TP2 | SP),
     "granite, tp2": (2, GRANITE, TP2),
     "granite, tp2 sp": (2, GRANITE, TP2 | SP),

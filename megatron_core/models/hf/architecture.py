@@ -162,7 +162,7 @@ class Architecture:
 
     def known_keys(self) -> set[str]:
         """The keys of config.json that have a meaning for the architecture, or none for any model."""
-        own = {*self.defaults, *self.required, *self.mtp_layer_keys}
+        own = {*self.defaults, *self.required, *self.mtp_layer_keys, *self.unread}
         return {*self._types(), *own, *IGNORED_KEYS}
 
     def _check_values(self, found: Settings, present: Settings) -> None:

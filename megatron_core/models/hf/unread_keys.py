@@ -98,7 +98,7 @@ def _unread(architecture: Architecture, content: Mapping[str, Any], known: set[s
     for key, value in content.items():
         if isinstance(value, dict) and (key in POSITIONS or inside) and key in known:
             found |= _unread(architecture, value, known, f"{inside}{key}.")
-        elif not (key in known or key in architecture.unread or _is_off(value) or is_harmless(key) or _is_size(key)):
+        elif not (key in known or _is_off(value) or is_harmless(key) or _is_size(key)):
             found[f"{inside}{key}"] = value
     return found
 
