@@ -240,6 +240,22 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         LLAMA | GLM_MOE | {"norm_topk_prob": True, "sliding_window": 5, "max_window_layers": 2, "head_dim": 16},
     ),
     "granite": ("Granite", LLAMA | GRANITE),
+    "granite_swa": ("GraniteSWA", LLAMA | GRANITE | {"sliding_window": 5}),
+    "granite_swa, bases of layers": (
+        "GraniteSWA",
+        LLAMA | GRANITE | {"sliding_window": 5, "layer_rope_theta": [0, 100.0, 100.0, 0]} | {"num_hidden_layers": 4},
+    ),
+    "granite_swa, bases of windows and others": (
+        "GraniteSWA",
+        LLAMA
+        | GRANITE
+        | {"sliding_window": 6, "layer_rope_theta": [1000.0, 100.0, 0, 1000.0], "tie_word_embeddings": True}
+        | {"layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]},
+    ),
+    "granitemoe_swa": (
+        "GraniteMoeSWA",
+        LLAMA | GRANITE | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5},
+    ),
     "granitemoe": ("GraniteMoe", LLAMA | GRANITE | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "granitemoeshared": (
         "GraniteMoeShared",
@@ -498,6 +514,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "HunYuanDenseV1",
         LLAMA
         | {"head_dim": 12, "attention_bias": True, "tie_word_embeddings": True}
+        | {"rope_parameters": {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 1e4}},
+    ),
+    "hunyuan_v1_moe": (
+        "HunYuanMoEV1",
+        LLAMA | {"head_dim": 16, "num_experts": 4, "moe_topk": 2, "intermediate_size": 24},
+    ),
+    "hunyuan_v1_moe, a number for each layer, another base, tied": (
+        "HunYuanMoEV1",
+        LLAMA
+        | {"head_dim": 12, "num_experts": 8, "moe_topk": [3] * 4, "tie_word_embeddings": True}
         | {"rope_parameters": {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 1e4}},
     ),
     "cwm": ("Cwm", LLAMA | {"sliding_window": 5, "head_dim": 16, "rope_parameters": LLAMA31 | {"rope_theta": 1e4}}),

@@ -301,7 +301,7 @@ def test_a_key_left_out_means_what_it_means_there(name: str) -> None:
     """Or is refused: files of the hub omit values that were defaults of the release that wrote them."""
     kind, settings = MODELS[name]
     of_kind = getattr(transformers, f"{kind}Config")
-    of_layers = ("layer_types", "no_rope_layers")
+    of_layers = ("layer_types", "no_rope_layers", "layer_rope_theta")
     settings = {key: value for key, value in settings.items() if key not in of_layers}
     deep = {key: 8 for key in ("num_hidden_layers", "n_layer") if key in settings}
     full = {key: value for key, value in of_kind(**settings | deep).to_dict().items() if value is not None}

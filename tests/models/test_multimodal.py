@@ -17,7 +17,7 @@ from megatron_core.models.hf import HuggingFaceReader, notes_of_folder, settings
 from megatron_core.models.hf.architecture import ARCHITECTURES
 from megatron_core.models.hf.text_part import TEXT_TYPES, text_names
 from megatron_core.training.conversion import export_hugging_face, import_hugging_face
-from tests.models.hf_models import DELTA_NET, GEMMA, LLAMA, LLAMA4
+from tests.models.hf_models import DELTA_NET, GEMMA, LLAMA, LLAMA4, MINISTRAL3_YARN
 
 TEXT = LLAMA | {"vocab_size": 80, "tie_word_embeddings": False}
 VISION: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -39,6 +39,12 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
         | {"vision_config": VISION | {"model_type": "pixtral", "head_dim": 8}, "tie_word_embeddings": False},
         "mistral",
     ),
+    "mistral3, Ministral 3": (
+        "Mistral3",
+        {"text_config": TEXT | {"model_type": "ministral3", "head_dim": 16, "rope_parameters": MINISTRAL3_YARN}}
+        | {"vision_config": VISION | {"model_type": "pixtral", "head_dim": 8}, "tie_word_embeddings": False},
+        "ministral3",
+    ),
     "llama4": (
         "Llama4",
         {"text_config": TEXT | LLAMA4, "image_token_index": 77}
@@ -48,6 +54,13 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
     "qwen2_5_vl": (
         "Qwen2_5_VL",
         {"text_config": TEXT | {"rope_parameters": MROPE}, "vision_config": QWEN_VISION} | IMAGE,
+        "qwen2",
+    ),
+    "qwen2_vl": (
+        "Qwen2VL",
+        {"text_config": TEXT | {"rope_parameters": MROPE}}
+        | {"vision_config": {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "patch_size": 4}}
+        | IMAGE,
         "qwen2",
     ),
     "qwen3_vl": (
