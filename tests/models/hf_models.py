@@ -527,6 +527,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"rope_parameters": {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 1e4}},
     ),
     "cwm": ("Cwm", LLAMA | {"sliding_window": 5, "head_dim": 16, "rope_parameters": LLAMA31 | {"rope_theta": 1e4}}),
+    "cwm, no windows": ("Cwm", LLAMA | {"head_dim": 8, "layer_types": ["full_attention"] * 4}),
     "cwm, other layers": (
         "Cwm",
         LLAMA
