@@ -139,10 +139,19 @@ class AttentionKind:
         return Projection(inputs, model.hidden_size, "inputs", has_bias, width, "linear_proj")
 
 
+BIAS_CHANNELS = 8
+"""Further channels of queries and keys for linear biases; five are used, and kernels need multiples of 8."""
+
+
 class GroupedQuery(AttentionKind):
     """Queries, keys and values from one projection (Ainslie et al. 2023); multi-head and multi-query attention, too."""
 
     name = "grouped_query"
+
+    @property
+    def query_head_size(self) -> int:
+        """Channels of a query or key head in their product, with those of linear biases."""
+        return self.model.head_size + BIAS_CHANNELS * (self.model.position_embedding_type == "alibi")
 
     def projections(self, tp: int) -> list[Projection]:
         """One projection to queries, gates, keys and values; each rank has at least one group."""
@@ -177,7 +186,7 @@ class GroupedQuery(AttentionKind):
         outputs = model.num_attention_heads * self.value_head_size
         normed = (
             (model.num_attention_heads + model.query_groups)
-            * self.query_head_size
+            * model.head_size
             * (model.qk_layernorm or model.qk_l2_norm)
         )
         return 0, self.core_elements() + normed + 2 * outputs * model.attention_output_gate

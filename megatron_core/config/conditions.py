@@ -53,9 +53,13 @@ WINDOWED_LAYER = Condition("a layer with the window", lambda run: run.model.has_
 LAYER_NORM = Condition("--normalization LayerNorm", lambda run: run.model.normalization == "LayerNorm")
 RMS_NORM = Condition("--normalization RMSNorm", lambda run: run.model.normalization == "RMSNorm")
 QK_LAYERNORM = given("qk_layernorm")
+QUERY_TEMPERATURE = Condition(
+    "--no-rope-freq N or --query-temperature-of-rotary",
+    lambda run: run.model.no_rope_freq or run.model.query_temperature_of_rotary,
+)
 GELU = unless(
-    "--swiglu, --quick-geglu or --squared-relu",
-    lambda run: run.model.swiglu or run.model.quick_geglu or run.model.squared_relu,
+    "--swiglu, --quick-geglu, --squared-relu, --relu or --xielu",
+    lambda run: any(run.value(name) for name in ("swiglu", "quick_geglu", "squared_relu", "relu", "xielu")),
 )
 GATED = Condition("--swiglu, --geglu or --quick-geglu", lambda run: run.model.gated_linear_unit)
 MUP = given("use_mup")
@@ -75,6 +79,7 @@ SELECTIVE_RECOMPUTE = Condition(
 
 # Experts.
 EXPERTS = given("num_experts", "N")
+NO_EXPERTS = unless("--num-experts", lambda run: run.model.num_experts is not None)
 DENSE_LAYER = unless(
     "experts of --moe-ffn-hidden-size in every layer",
     lambda run: (

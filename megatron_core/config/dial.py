@@ -22,7 +22,7 @@ LEARNING_RATE = 1e-3
 
 
 ALTERNATIVES = {
-    "squared_relu": ("swiglu", "geglu", "quick_geglu", "openai_gelu"),
+    "squared_relu": ("swiglu", "geglu", "quick_geglu", "relu", "xielu", "openai_gelu"),
     "train_iters": ("train_samples",),
     "lr_warmup_fraction": ("lr_warmup_iters", "lr_warmup_samples"),
     "use_mup": ("no_use_mup", "multi_latent_attention", "experimental_attention_variant", "hybrid_layer_pattern"),

@@ -5,6 +5,7 @@ from typing import Literal
 
 from megatron_core.config import conditions as c
 from megatron_core.config import ranges as r
+from megatron_core.config.activation import ActivationConfig
 from megatron_core.config.hybrid import ATTENTION, EXPERTS, RECURRENCES, HybridConfig
 from megatron_core.config.moe import MoEConfig
 from megatron_core.config.norms import NormConfig
@@ -63,7 +64,14 @@ class MuPConfig:
 @dataclass(frozen=True, kw_only=True)
 @section(resume=Resume.FUNCTION)
 class ModelConfig(
-    LatentAttentionConfig, SparseAttentionConfig, HybridConfig, NormConfig, RotaryConfig, MoEConfig, MuPConfig
+    LatentAttentionConfig,
+    SparseAttentionConfig,
+    HybridConfig,
+    NormConfig,
+    RotaryConfig,
+    ActivationConfig,
+    MoEConfig,
+    MuPConfig,
 ):
     """The model: sizes, norms, positions, activations, experts, dropout and initialisation."""
 
@@ -91,27 +99,13 @@ class ModelConfig(
     """Number of key and value heads, with --group-query-attention."""
     max_position_embeddings: int | None = setting(None, r.SIZE, when=ALWAYS, resume=Resume.SHAPE)
     """Number of learned positions, the maximum sequence length; default: --seq-length."""
-    position_embedding_type: Literal["learned_absolute", "rope", "none"] = setting("learned_absolute", when=ALWAYS)
-    """Learned positions, rotary positions (Su et al. 2021), or none."""
+    position_embedding_type: Literal["learned_absolute", "rope", "alibi", "none"] = setting(
+        "learned_absolute", when=ALWAYS
+    )
+    """Learned positions, rotary positions (Su et al. 2021), biases of scores that are linear in the distance (alibi:
+    Press et al. 2022; BLOOM), or none."""
     attention_output_gate: bool = setting(False, needs=c.NO_LATENT_ATTENTION)
     """Multiply the output of attention, per channel, by a sigmoid of the layer's input (Qwen3-Next)."""
-    swiglu: bool = setting(False, when=ALWAYS)
-    """Gated MLP with SiLU: silu(gate) * up (Shazeer 2020)."""
-    geglu: bool = setting(False, when=ALWAYS)
-    """Gated MLP with GELU: gelu(gate) * up (Shazeer 2020)."""
-    quick_geglu: bool = setting(False, when=ALWAYS)
-    """Gated MLP with an approximation of GELU: gate * sigmoid(1.702 gate) * up (gpt-oss)."""
-    glu_linear_offset: float = setting(0.0, r.NON_NEGATIVE, needs=c.GATED)
-    """Offset o of a gated MLP: f(gate) * (up + o); 1 in gpt-oss."""
-    activation_func_clamp_value: float | None = setting(None, r.POSITIVE, needs=c.GATED)
-    """Bound v of a gated MLP: min(gate, v), and up between -v and v (gpt-oss); default: none."""
-    mlp_multipliers: tuple[float, float] = setting((1.0, 1.0), needs=c.GATED, when=c.DENSE_LAYER)
-    """Factors on the gates, before the activation function, and on the output of a gated MLP (Falcon-H1)."""
-    squared_relu: bool = setting(False, when=ALWAYS)
-    """MLP with relu(x)^2 (So et al. 2021)."""
-    openai_gelu: bool = setting(False, when=c.GELU)
-    """Approximate GELU by tanh, as in GPT-2, also with --geglu; default: the exact GELU. Megatron-LM approximates by
-    default in layers with biases."""
     disable_bias_linear: bool = setting(False, when=ALWAYS, resume=Resume.TENSORS)
     """No biases in the linear layers."""
     add_qkv_bias: bool = setting(
@@ -221,11 +215,6 @@ class ModelConfig(
     """Move activations to the host's memory between forward and backward; needs --cpu-offloading-num-layers."""
     cpu_offloading_num_layers: int = setting(0, r.COUNT_FROM_0, when=given("cpu_offloading"), resume=Resume.FREE)
     """Number of first layers of each stage with offloaded activations (with full recompute: stored inputs)."""
-
-    @property
-    def gated_linear_unit(self) -> bool:
-        """Whether the MLP's first projection computes a gate and a value."""
-        return self.swiglu or self.geglu or self.quick_geglu
 
     @property
     def norms_have_biases(self) -> bool:

@@ -38,6 +38,8 @@ class NormConfig:
         False, needs=(c.QK_LAYERNORM, c.NO_LATENT_ATTENTION), resume=Resume.TENSORS
     )
     """With --qk-layernorm: separate weights for each head, and no biases (Command R+)."""
+    qk_layernorm_after_rotary: bool = setting(False, needs=(c.QK_LAYERNORM, c.NO_LATENT_ATTENTION))
+    """With --qk-layernorm: normalize queries and keys after their rotation, not before (Hunyuan)."""
     qk_l2_norm: bool = setting(False, needs=c.NO_LATENT_ATTENTION)
     """Divide queries and keys of each head by their root mean square, without weights (Llama 4)."""
     qk_l2_norm_rotary_only: bool = setting(False, needs=given("qk_l2_norm"))

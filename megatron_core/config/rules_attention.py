@@ -40,7 +40,11 @@ def model_problems(config: RunConfig) -> Iterator[str]:
             f"mtp_num_layers={model.mtp_num_layers} cannot be used with embedding_layernorm=True: layers of "
             "multi-token prediction have their own norm of embeddings; remove one of them"
         )
-    chosen = [n for n in ("swiglu", "geglu", "quick_geglu", "squared_relu", "openai_gelu") if getattr(model, n)]
+    chosen = [
+        n
+        for n in ("swiglu", "geglu", "quick_geglu", "squared_relu", "relu", "xielu", "openai_gelu")
+        if getattr(model, n)
+    ]
     if len(chosen) > 1 and chosen != ["geglu", "openai_gelu"]:
         yield f"{' and '.join(f'{name}=True' for name in chosen)} exclude one another; keep one activation"
     if model.output_z_loss_coeff and model.fuses_output_layer_with_loss:
@@ -146,8 +150,21 @@ def _chunk_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _position_problems(config: RunConfig) -> Iterator[str]:
-    """Rotary channels and the table of learned positions."""
+    """Rotary channels, the table of learned positions, and linear biases."""
     model, seq_length = config.model, config.data.seq_length
+    if model.position_embedding_type == "alibi":
+        excluded = {
+            "multi_latent_attention": model.multi_latent_attention,
+            "attn_logit_softcapping": model.attn_logit_softcapping,
+            "qk_clip": config.optimizer.qk_clip,
+            "layout_invariant": config.parallel.layout_invariant,
+        }
+        for name, value in excluded.items():
+            if value:
+                yield (
+                    f"position_embedding_type=alibi cannot be used with {name}={value}; remove it, or use "
+                    "--position-embedding-type rope"
+                )
     attention, skip = attention_of(model), model.no_rope_freq
     if skip is not None and (skip[0] < 1 if len(skip) == 1 else len(skip) != model.num_layers or set(skip) - {0, 1}):
         yield (

@@ -13,6 +13,7 @@ REFUSED = {
     "compile": "a graph has its own order of sums; remove --compile",
     "qk_layernorm_over_heads": "it is a sum over the heads of all ranks; remove it",
     "qk_layernorm_weight_per_head": "gradients of its weights are plain sums over tokens; remove it",
+    "xielu": "gradients of its numbers are plain sums over features; remove it",
     "moe_apply_probs_on_input": "gradients of probabilities are sums over parts of experts; remove it",
     "grad_reduce_in_bf16": "gradients are summed in float64; remove --grad-reduce-in-bf16",
 }

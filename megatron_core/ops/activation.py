@@ -11,14 +11,14 @@ from megatron_core.ops.backend import Backend, python_backend, select_backend_fo
 from megatron_core.ops.operator import operator
 from megatron_core.ops.rows import check, count, in_rows, new_like, partials
 
-Kind = Literal["gelu", "gelu_tanh", "squared_relu", "swiglu", "geglu", "geglu_tanh", "quick_geglu"]
+Kind = Literal["gelu", "gelu_tanh", "squared_relu", "relu", "swiglu", "geglu", "geglu_tanh", "quick_geglu"]
 
 NUMBERS = {"gelu": 0, "gelu_tanh": 1, "squared_relu": 2, "swiglu": 3, "geglu": 4, "geglu_tanh": 5}
 """Numbers of the activation functions in csrc/common/activation.h."""
 
 GATED = frozenset(reference.GATES)
 """Gated activations: f(gate) * value."""
-LEGAL = (*NUMBERS, *(kind for kind in reference.GATES if kind not in NUMBERS))
+LEGAL = (*NUMBERS, *(kind for kind in (*reference.FUNCTIONS, *reference.GATES) if kind not in NUMBERS))
 
 
 def bias_activation(
@@ -35,8 +35,8 @@ def bias_activation(
 
     gelu: x Phi(x) or its tanh form (Hendrycks and Gimpel 2016); squared_relu (So et al. 2021); swiglu, geglu: silu or
     gelu of the gate, times the value (Shazeer 2020); quick_geglu: x sigmoid(1.702 x) of the gate. ``limit`` bounds gate
-    and value, and ``offset`` is added to the value (``reference.gated``). The last three have no kernel on any backend:
-    backward computes the reference again.
+    and value, and ``offset`` is added to the value (``reference.gated``). relu, quick_geglu, ``limit`` and ``offset``
+    have no kernel on any backend: backward computes the reference again.
     """
     if kind not in NUMBERS or limit is not None or offset:
         _check("bias_activation", x, bias, kind)
@@ -49,6 +49,14 @@ def bias_activation(
         _check("bias_activation", x, bias, kind)
         return python_backend(chosen).bias_activation(x, bias, kind)
     return _bias_activation(x, bias, kind)
+
+
+def xielu(x: Tensor, bias: Tensor | None, alpha_p: Tensor, alpha_n: Tensor) -> Tensor:
+    """``reference.xielu``; backward computes it again, so that only its arguments are saved."""
+    again: Tensor = checkpoint(
+        reference.xielu, x, bias, alpha_p, alpha_n, use_reentrant=False, preserve_rng_state=False
+    )
+    return again
 
 
 @operator("bias_activation")

@@ -51,6 +51,22 @@ def squared_relu(x: Tensor) -> Tensor:
     return torch.relu(x).square()
 
 
+XIELU_BETA, XIELU_EPSILON = 0.5, -1e-6
+"""Slope of xIELU at 0, and the largest input of its exponential."""
+
+
+def xielu(x: Tensor, bias: Tensor | None, alpha_p: Tensor, alpha_n: Tensor) -> Tensor:
+    """xIELU of x + bias with ``alpha_p`` and ``alpha_n`` ``[1]`` (Huang and Schlag 2024, arXiv 2411.13010).
+
+    With a = softplus(alpha_p), c = b + softplus(alpha_n) and b = 0.5: a x^2 + b x for x > 0, else
+    c (exp(x) - 1 - x) + b x.
+    """
+    total = x if bias is None else x + bias
+    positive, negative = functional.softplus(alpha_p), XIELU_BETA + functional.softplus(alpha_n)
+    below = negative * (torch.expm1(total.clamp(max=XIELU_EPSILON)) - total)
+    return torch.where(total > 0, positive * total * total, below) + XIELU_BETA * total
+
+
 def gated(function: Callable[[Tensor], Tensor], x: Tensor, limit: float | None = None, offset: float = 0.0) -> Tensor:
     """function(gate) * (value + offset); ``x`` ``[..., 2 m]`` is the gate followed by the value (Shazeer 2020).
 
@@ -73,6 +89,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,
     "gelu_tanh": gelu_tanh,
     "squared_relu": squared_relu,
+    "relu": functional.relu,
 }
 """Activation functions by name; GELU: Hendrycks and Gimpel 2016."""
 GATES: dict[str, Callable[[Tensor], Tensor]] = {

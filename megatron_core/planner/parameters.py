@@ -234,5 +234,5 @@ def ahead_parameters(config: RunConfig, vocab_size: int, *, with_embedding: bool
 
 def _mlp(model: ModelConfig, width: int, tp: int) -> Parameters:
     inner = width // tp * (2 if model.gated_linear_unit else 1)
-    biases = _vectors((inner + model.hidden_size) * model.add_bias_linear)
-    return Parameters(model.hidden_size * (inner + width // tp)) + biases
+    vectors = _vectors((inner + model.hidden_size) * model.add_bias_linear + 2 * model.xielu)
+    return Parameters(model.hidden_size * (inner + width // tp)) + vectors

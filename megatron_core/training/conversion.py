@@ -309,7 +309,11 @@ def their_logits(folder: Path, prompts: list[Tensor]) -> list[Tensor]:
         ) from None
     # Not scaled_dot_product_attention, with which some of its models ignore settings.
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
+        # Some multimodal models have no class for text alone; their class for images computes text, too.
+        found = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        has_text_class = type(found) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+        kind = transformers.AutoModelForCausalLM if has_text_class else transformers.AutoModelForImageTextToText
+        model = kind.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True
         ).eval()
         return [model(input_ids=prompt, use_cache=False).logits for prompt in prompts]

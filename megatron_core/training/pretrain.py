@@ -220,7 +220,7 @@ def notes(run: Run) -> Iterator[str]:
     if settings.load_hf is not None:
         yield from notes_of_folder(settings.load_hf, run.config.model)
     model, from_scratch = run.config.model, settings.load_hf is None and not run.loaded
-    exact_gelu = not (model.swiglu or model.squared_relu or model.openai_gelu)
+    exact_gelu = not any((model.swiglu, model.squared_relu, model.relu, model.xielu, model.openai_gelu))
     if from_scratch and exact_gelu and model.add_bias_linear and not run.config.training.skip_train:
         yield (
             "GELU is exact; Megatron-LM computes its tanh approximation in layers with biases unless "

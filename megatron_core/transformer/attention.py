@@ -8,10 +8,12 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from megatron_core.config.attention import attention_of
 from megatron_core.ops import rope
 from megatron_core.parallel.sharding import allocate, split, split_qkv
 from megatron_core.transformer.context import LayerContext, SequenceContext
 from megatron_core.transformer.core_attention import CoreAttention
+from megatron_core.transformer.linear_bias import bias_slopes, with_bias_channels
 from megatron_core.transformer.max_logits import MaxLogits
 from megatron_core.transformer.paged_attention import KeyValueStore
 from megatron_core.transformer.recompute import recomputed
@@ -81,11 +83,18 @@ class SelfAttention(nn.Module):
         self.keeps_projection = self.gated or qk_layernorm is not None  # autograd saves the projection in any case
         windowed = config.window_of_layer(layer_number) is not None
         self.has_rotary = config.has_rotary(layer_number)
+        self.has_temperature = self.has_rotary == config.query_temperature_of_rotary
+        self.norms_rotated = config.qk_layernorm_after_rotary
         self.has_chunks = config.chunk_of_layer(layer_number) is not None
         self.other_rotary = windowed and config.rotary_base_of_windows is not None
-        # Kernels divide by sqrt(d); any other scale is applied to the queries, which works with every kernel.
-        scale = config.attention_scale
-        self.query_factor = None if scale is None else scale * math.sqrt(d)
+        # Kernels divide by the root of all channels; any other scale is applied to the queries, which works with every
+        # kernel. Linear biases have further channels.
+        scale, channels = config.attention_scale, attention_of(config).query_head_size
+        if channels != d:
+            scale = d**-0.5 if scale is None else scale
+        first = context.tp_group.rank() * self.heads
+        self.heads_of_rank, self.all_heads = range(first, first + self.heads), config.num_attention_heads
+        self.query_factor = None if scale is None else scale * math.sqrt(channels)
         self.max_logits: MaxLogits | None = None
         """Recorder of QK-clip."""
 
@@ -99,8 +108,8 @@ class SelfAttention(nn.Module):
         In generation, the cache provides the keys and values of earlier positions.
         """
         query, gate, key, value = self._query_key_value(hidden)
-        if self.query_factor is not None:
-            query = query * self.query_factor
+        if not self.norms_rotated:
+            query, key = self.q_layernorm(query), self.k_layernorm(key)
         rotary = context.rotary_of_windows if self.other_rotary else context.rotary
         if rotary is not None and self.has_rotary:
             cos, sin = rotary
@@ -108,9 +117,16 @@ class SelfAttention(nn.Module):
             query, key = rotate(query), rotate(key)
             if self.training and not self.keeps_projection:
                 value = value.clone()  # a view would keep the unrotated queries and keys alive
-        if context.query_scale is not None and not self.has_rotary:
+        if self.norms_rotated:
+            query, key = self.q_layernorm(query), self.k_layernorm(key)
+        if self.query_factor is not None:
+            query = query * self.query_factor
+        if context.query_scale is not None and self.has_temperature:
             query = (query * context.query_scale[..., None, None, None]).to(query.dtype)
         query = query.flatten(2, 3)
+        if context.bias_channels is not None:
+            slopes = bias_slopes(self.heads_of_rank, self.all_heads, query)
+            query, key = with_bias_channels(query, key, context.bias_channels, slopes)
         if self.has_chunks:
             context = replace(context, documents=context.chunks)
         if self.max_logits is not None and self.training:
@@ -141,7 +157,7 @@ class SelfAttention(nn.Module):
         return (query.new_zeros(self.heads) if self.softmax_offset is None else self.softmax_offset,)
 
     def _query_key_value(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return query, gate, key and value as views of one tensor.
+        """Return query, gate, key and value as views of one tensor, before norms and rotation.
 
         Query and gate (empty without gates) are ``[s, b, groups, heads per group, d]``; key and value are
         ``[s, b, groups, d]``.
@@ -151,4 +167,4 @@ class SelfAttention(nn.Module):
         gates = queries * self.gated
         mixed = mixed.unflatten(-1, (self.groups, queries + gates + 2, self.head_size))
         query, gate, key, value = mixed.split([queries, gates, 1, 1], dim=-2)
-        return self.q_layernorm(query), gate, self.k_layernorm(key.squeeze(-2)), value.squeeze(-2)
+        return query, gate, key.squeeze(-2), value.squeeze(-2)

@@ -237,6 +237,8 @@ class SequenceContext:
     """The chunks of each sequence, for layers that attend within chunks; None: each document is one chunk."""
     query_scale: Tensor | None = None
     """Factor on the queries of layers without rotary positions, ``[s, b]`` or ``[s, 1]``; None: 1."""
+    bias_channels: Tensor | None = None
+    """Channels ``[s, b, c]`` or ``[s, 1, c]`` of keys for linear biases of scores; None: no biases."""
     sample_index: Tensor | None = None
     """``[b]``, the global number of each sequence; dropout depends on it."""
     positions: Tensor | None = None

@@ -1,5 +1,6 @@
 """The feed-forward part of a layer."""
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -7,9 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from megatron_core.config import ModelConfig
-from megatron_core.ops.activation import Kind, bias_activation
-from megatron_core.parallel.sharding import split_fused
+from megatron_core.ops.activation import Kind, bias_activation, xielu
+from megatron_core.ops.reference import XIELU_BETA
+from megatron_core.parallel.sharding import allocate, replicated, split_fused
 from megatron_core.transformer.context import LayerContext, SequenceContext
+
+INITIAL_ALPHA = 0.8
+"""Slopes of xIELU at the start: of x^2 for positive inputs, and of the exponential part for negative ones."""
 
 
 class MLP(nn.Module):
@@ -22,7 +27,7 @@ class MLP(nn.Module):
         super().__init__()
         config, ffn = context.config, context.config.ffn_size
         pieces = (ffn, ffn) if config.gated_linear_unit else (ffn,)
-        self.activation = activation_of(config)
+        self.activation = XIELU(context) if config.xielu else activation_of(config)
         self.linear_fc1 = context.column_linear(
             config.hidden_size,
             sum(pieces),
@@ -45,6 +50,26 @@ class MLP(nn.Module):
             return None
         gate, up = inner.chunk(2, dim=-1)
         return torch.cat([gate * self.gate_multiplier, up], dim=-1)
+
+
+class XIELU(nn.Module):
+    """xIELU of the sum of input and bias, with two learned numbers (Huang and Schlag 2024, arXiv 2411.13010).
+
+    ``ops.activation.xielu`` has the formula. Each tensor-parallel rank has other inner features, and so a part of the
+    gradients of the numbers.
+    """
+
+    def __init__(self, context: LayerContext) -> None:
+        super().__init__()
+        parallel, spec = context.parallel, replicated((1,), context.tp_group.rank(), partial_grad=True)
+        self.alpha_p = allocate(spec, parallel.params_dtype, parallel.device)
+        self.alpha_n = allocate(spec, parallel.params_dtype, parallel.device)
+        self.alpha_p.init_method = partial(nn.init.constant_, val=math.log(math.expm1(INITIAL_ALPHA)))
+        self.alpha_n.init_method = partial(nn.init.constant_, val=math.log(math.expm1(INITIAL_ALPHA - XIELU_BETA)))
+
+    def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """``[..., n]`` -> ``[..., n]``."""
+        return xielu(x, bias, self.alpha_p, self.alpha_n)
 
 
 def scaled(output: tuple[Tensor, Tensor | None], factor: float) -> tuple[Tensor, Tensor | None]:
@@ -73,4 +98,6 @@ def activation_kind(config: ModelConfig) -> Kind:
         return "quick_geglu"
     if config.squared_relu:
         return "squared_relu"
+    if config.relu:
+        return "relu"
     return "gelu_tanh" if config.openai_gelu else "gelu"

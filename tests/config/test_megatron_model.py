@@ -13,7 +13,8 @@ from megatron_core.config.setting import Resume, names_by_resume
 from megatron_core.config.validate import problems
 
 OF_OTHERS = {
-    *("moe_sparsemixer_threshold", "query_temperature_floor", "parallel_residual_shared_norm", "rope_scaling_type"),
+    *("moe_sparsemixer_threshold", "query_temperature_floor", "query_temperature_of_rotary"),
+    *("parallel_residual_shared_norm", "rope_scaling_type"),
     *(f"longrope_{length}_{name}" for length in ("short", "long") for name in ("factor", "mscale")),
 }
 """They matter only with settings that are refused."""

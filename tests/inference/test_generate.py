@@ -87,6 +87,19 @@ LLAMA4 = MODERN | {
 }
 
 
+MINISTRAL3 = MODERN | {
+    "qk_layernorm": True,
+    "qk_layernorm_after_rotary": True,
+    "query_temperature_scale": 0.3,
+    "query_temperature_floor": 2,
+    "query_temperature_of_rotary": True,
+}
+
+
+BLOOM = MODERN | {"position_embedding_type": "alibi", "embedding_layernorm": True}
+BLOOM = {name: value for name, value in BLOOM.items() if "rotary" not in name}
+
+
 DELTA_NET = MODERN | {
     "experimental_attention_variant": "gated_delta_net",
     "linear_attention_freq": (2,),
@@ -159,12 +172,13 @@ COHERE2 = MODERN | {
 @pytest.mark.parametrize(
     "model",
     [
-        *({}, MODERN, WINDOW, EXPERTS, LATENT, GPT_OSS, LLAMA4, DELTA_NET, KIMI, MAMBA, DSA, PHIMOE, COHERE2),
-        *(FALCON_H1, LFM2, GRANITE_4),
+        *({}, MODERN, WINDOW, EXPERTS, LATENT, GPT_OSS, LLAMA4, MINISTRAL3, DELTA_NET, KIMI, MAMBA),
+        *(DSA, PHIMOE, COHERE2, FALCON_H1, LFM2, GRANITE_4, BLOOM),
     ],
     ids=[
-        *("gpt2", "llama", "window", "experts", "latent", "gpt-oss", "llama 4", "delta net", "kimi linear", "mamba"),
-        *("dsa", "phi-3.5-moe", "cohere 2", "falcon-h1", "lfm2", "granite 4"),
+        *("gpt2", "llama", "window", "experts", "latent", "gpt-oss", "llama 4", "ministral 3", "delta net"),
+        *("kimi linear", "mamba"),
+        *("dsa", "phi-3.5-moe", "cohere 2", "falcon-h1", "lfm2", "granite 4", "bloom"),
     ],
 )
 def test_cache_changes_nothing(model: dict) -> None:

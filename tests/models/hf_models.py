@@ -39,6 +39,9 @@ GEMMA = LLAMA | {
 NEOX = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
 GPT2 = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64, "initializer_range": 0.2}
 GPT2 |= {"bos_token_id": 1, "eos_token_id": 2}
+BLOOM = {"vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 4, "n_head": 4, "initializer_range": 0.2}
+MPT = {"vocab_size": VOCABULARY, "d_model": 32, "n_layers": 4, "n_heads": 4, "initializer_range": 0.2}
+MPT |= {"max_seq_len": 64}
 DEEPSEEK: dict[str, Any] = {
     "first_k_dense_replace": 1,
     "n_routed_experts": 8,
@@ -134,11 +137,25 @@ FALCON_H1 = BAMBA | {
     **{"head_dim": 12, "mamba_d_ssm": 40, "mamba_n_heads": 4, "mamba_d_conv": 4, "embedding_multiplier": 1.5},
     **{"lm_head_multiplier": 0.7, "mlp_multipliers": [0.6, 1.7], "key_multiplier": 0.9, "attention_in_multiplier": 1.1},
     **{"attention_out_multiplier": 0.8, "ssm_in_multiplier": 1.2, "ssm_out_multiplier": 0.7},
-    "ssm_multipliers": [0.9, 1.3, 0.8, 1.2, 0.7],
+    "ssm_multipliers": [0.875, 1.25, 0.8125, 1.375, 0.6875],  # transformers rounds them to float32 in a float64 model
 }
 GRANITE_HYBRID = BAMBA | GRANITE | {"layer_types": ["mamba", "attention", "mamba"], "shared_intermediate_size": 40}
 GRANITE_HYBRID |= {"num_local_experts": 0, "position_embedding_type": "nope", "rms_norm_eps": 1e-4}
 LFM2 = LLAMA | {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3, "norm_eps": 1e-4}
+OPT = NEOX | {"ffn_dim": 48, "init_std": 0.2, "word_embed_proj_dim": 32, "tie_word_embeddings": True}
+OPT = {key: value for key, value in OPT.items() if key not in ("intermediate_size", "initializer_range")}
+TEMPERATURE = ("original_max_position_embeddings", "llama_4_scaling_beta")
+MINISTRAL3_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 3,
+    "llama_4_scaling_beta": 0.3,
+}
 LONGROPE: dict[str, Any] = {
     "original_max_position_embeddings": 16,
     "partial_rotary_factor": 0.5,
@@ -223,6 +240,22 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         LLAMA | GLM_MOE | {"norm_topk_prob": True, "sliding_window": 5, "max_window_layers": 2, "head_dim": 16},
     ),
     "granite": ("Granite", LLAMA | GRANITE),
+    "granite_swa": ("GraniteSWA", LLAMA | GRANITE | {"sliding_window": 5}),
+    "granite_swa, bases of layers": (
+        "GraniteSWA",
+        LLAMA | GRANITE | {"sliding_window": 5, "layer_rope_theta": [0, 100.0, 100.0, 0]} | {"num_hidden_layers": 4},
+    ),
+    "granite_swa, bases of windows and others": (
+        "GraniteSWA",
+        LLAMA
+        | GRANITE
+        | {"sliding_window": 6, "layer_rope_theta": [1000.0, 100.0, 0, 1000.0], "tie_word_embeddings": True}
+        | {"layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]},
+    ),
+    "granitemoe_swa": (
+        "GraniteMoeSWA",
+        LLAMA | GRANITE | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5},
+    ),
     "granitemoe": ("GraniteMoe", LLAMA | GRANITE | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "granitemoeshared": (
         "GraniteMoeShared",
@@ -461,6 +494,60 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "HyperCLOVAX",
         LLAMA | {"use_post_norm": False, "head_dim": 16, "attention_bias": True},
     ),
+    "opt": ("OPT", OPT),
+    "opt, exact GELU, untied, without biases": (
+        "OPT",
+        OPT | {"activation_function": "gelu", "enable_bias": False, "tie_word_embeddings": False},
+    ),
+    "ministral3": (
+        "Ministral3",
+        LLAMA | {"head_dim": 16, "rope_parameters": MINISTRAL3_YARN},
+    ),
+    "ministral3, window, plain positions": (
+        "Ministral3",
+        LLAMA
+        | {"sliding_window": 5, "head_dim": 8}
+        | {"rope_parameters": {key: MINISTRAL3_YARN[key] for key in ("rope_theta", *TEMPERATURE)}},
+    ),
+    "hunyuan_v1_dense": ("HunYuanDenseV1", LLAMA | {"head_dim": 16}),
+    "hunyuan_v1_dense, another base, biases, tied": (
+        "HunYuanDenseV1",
+        LLAMA
+        | {"head_dim": 12, "attention_bias": True, "tie_word_embeddings": True}
+        | {"rope_parameters": {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 1e4}},
+    ),
+    "hunyuan_v1_moe": (
+        "HunYuanMoEV1",
+        LLAMA | {"head_dim": 16, "num_experts": 4, "moe_topk": 2, "intermediate_size": 24},
+    ),
+    "hunyuan_v1_moe, a number for each layer, another base, tied": (
+        "HunYuanMoEV1",
+        LLAMA
+        | {"head_dim": 12, "num_experts": 8, "moe_topk": [3] * 4, "tie_word_embeddings": True}
+        | {"rope_parameters": {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 1e4}},
+    ),
+    "cwm": ("Cwm", LLAMA | {"sliding_window": 5, "head_dim": 16, "rope_parameters": LLAMA31 | {"rope_theta": 1e4}}),
+    "cwm, no windows": ("Cwm", LLAMA | {"head_dim": 8, "layer_types": ["full_attention"] * 4}),
+    "cwm, other layers": (
+        "Cwm",
+        LLAMA
+        | {"sliding_window": 6, "head_dim": 8, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+        | {"layer_types": ["sliding_attention", "full_attention"] * 2},
+    ),
+    "apertus": ("Apertus", LLAMA),
+    "apertus, biases, tied": (
+        "Apertus",
+        LLAMA
+        | {"attention_bias": True, "tie_word_embeddings": True}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    ),
+    "bloom": ("Bloom", BLOOM),
+    "bloom, six heads, untied": (
+        "Bloom",
+        BLOOM | {"hidden_size": 36, "n_head": 6, "tie_word_embeddings": False, "layer_norm_epsilon": 1e-3},
+    ),
+    "mpt": ("Mpt", MPT),
+    "mpt, another scale": ("Mpt", MPT | {"attn_config": {"softmax_scale": 0.3}, "tie_word_embeddings": False}),
     "gpt_neox": ("GPTNeoX", NEOX),
     "gpt_neox, 20B's GELU": ("GPTNeoX", NEOX | {"hidden_act": "gelu_fast"}),
     "gpt_neox, one after the other": ("GPTNeoX", NEOX | {"use_parallel_residual": False}),
@@ -484,4 +571,7 @@ def save_model(name: str, folder: Path, dtype: torch.dtype = torch.float32, **op
     for name, buffer in model.named_buffers():
         if name.endswith(("e_score_correction_bias", "expert_bias")):
             torch.nn.init.normal_(buffer, std=0.5)
+    for name, parameter in model.named_parameters():
+        if name.endswith("decoder.embed_positions.weight"):  # of OPT: no token has the first two rows
+            torch.nn.init.zeros_(parameter[:2])
     model.save_pretrained(folder, **options)

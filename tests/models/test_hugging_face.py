@@ -301,7 +301,7 @@ def test_a_key_left_out_means_what_it_means_there(name: str) -> None:
     """Or is refused: files of the hub omit values that were defaults of the release that wrote them."""
     kind, settings = MODELS[name]
     of_kind = getattr(transformers, f"{kind}Config")
-    of_layers = ("layer_types", "no_rope_layers")
+    of_layers = ("layer_types", "no_rope_layers", "layer_rope_theta")
     settings = {key: value for key, value in settings.items() if key not in of_layers}
     deep = {key: 8 for key in ("num_hidden_layers", "n_layer") if key in settings}
     full = {key: value for key, value in of_kind(**settings | deep).to_dict().items() if value is not None}
@@ -422,7 +422,7 @@ def test_what_would_be_computed_wrongly_is_refused(fault: str) -> None:
     theirs = getattr(transformers, f"{kind}Config")(**settings).to_dict() | changes
     with pytest.raises(CheckpointError, match=message):
         ModelConfig(**architecture_of(theirs).settings(theirs))
-        _vocab_size(theirs)
+        _vocab_size(architecture_of(theirs), theirs)
 
 
 @pytest.mark.parametrize("fault", BAD)
@@ -494,3 +494,16 @@ def test_layers_of_multi_token_prediction_are_left_out(layers: int, tmp_path: Pa
     else:
         with pytest.raises(CheckpointError, match=r"unexpected: model\.layers\.4\.eh_proj"):
             import_hugging_face(tmp_path / "theirs", tmp_path / "ours")
+
+
+def test_a_constant_of_an_architecture_has_to_have_its_value(tmp_path: Path) -> None:
+    save_model("apertus", tmp_path)
+    for beta, legal in ((0.5, True), (0.25, False)):
+        _edit_tensors(tmp_path, **{"model.layers.1.mlp.act_fn.beta": torch.tensor(beta)})
+        if legal:
+            HuggingFaceReader(tmp_path)
+        else:
+            with pytest.raises(
+                CheckpointError, match=r"layers\.1\.mlp\.act_fn\.beta is 0\.25; apertus models have 0\.5"
+            ):
+                HuggingFaceReader(tmp_path)

@@ -21,8 +21,8 @@ from tests.models.test_gradients import compare_gradients
 
 NAMES = [name for name in MODELS if name.startswith(RECURRENT)]
 MODULES = (
-    *("qwen3_next", "qwen3_5", "qwen3_5_moe", "kimi_linear", "mamba2", "nemotron_h", "bamba", "granitemoehybrid"),
-    *("lfm2", "lfm2_moe"),
+    *("qwen3_next", "qwen3_5", "qwen3_5_moe", "kimi_linear", "mamba2", "nemotron_h", "bamba", "falcon_h1"),
+    *("granitemoehybrid", "lfm2", "lfm2_moe"),
 )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_core.errors import ConfigError
 from megatron_core.ops import bias_activation
-from megatron_core.ops.activation import GATED, NUMBERS
+from megatron_core.ops.activation import GATED, NUMBERS, xielu
 from tests.ops import libraries
 from tests.ops.checks import (
     ANY,
@@ -316,12 +316,12 @@ def test_wrong_arguments_are_named(cpu_kernels: None, backend: str) -> None:
         bias_activation(x, bias, "swiglu", backend=backend)
     with pytest.raises(ConfigError, match=r"x is \[3, 0\]; its last dim must not be empty"):
         bias_activation(torch.empty(3, 0), None, "gelu", backend=backend)
-    with pytest.raises(ConfigError, match=r"kind='relu'; legal: gelu, gelu_tanh, squared_relu, swiglu, geglu"):
-        bias_activation(x, bias, "relu", backend=backend)
+    with pytest.raises(ConfigError, match=r"kind='elu'; legal: gelu, gelu_tanh, squared_relu, swiglu, geglu"):
+        bias_activation(x, bias, "elu", backend=backend)
 
 
 @pytest.mark.parametrize("no_bias", [False, True], ids=["bias", "no bias"])
-@pytest.mark.parametrize("flag", [None, "openai_gelu", "squared_relu", "swiglu", "geglu"])
+@pytest.mark.parametrize("flag", [None, "openai_gelu", "squared_relu", "relu", "swiglu", "geglu"])
 def test_a_models_loss_and_gradients_are_those_of_the_reference(
     cpu_kernels: None, flag: str | None, no_bias: bool
 ) -> None:  # C52
@@ -338,3 +338,24 @@ def test_a_models_loss_and_gradients_are_those_of_the_reference(
     for name, gradient in gradients[0].items():
         torch.testing.assert_close(gradient, gradients[1][name], rtol=1e-9, atol=1e-9 * gradient.abs().max().item())
         assert gradient.abs().sum() > 0 or "mlp" not in name, name
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_xielu_is_that_of_transformers(with_bias: bool) -> None:
+    """In float64, with gradients; only the arguments are saved for backward."""
+    from transformers.activations import XIELUActivation
+
+    theirs, x = XIELUActivation(dtype=torch.float64), draw((5, 7), torch.float64).requires_grad_()
+    bias = draw((7,), torch.float64).requires_grad_() if with_bias else None
+    numbers = [torch.tensor([value], dtype=torch.float64, requires_grad=True) for value in (0.3, -0.7)]
+    with torch.no_grad():
+        for own, number in zip((theirs.alpha_p, theirs.alpha_n), numbers, strict=True):
+            own.copy_(number)
+    wanted = theirs(x if bias is None else x + bias)
+    found = xielu(x, bias, *numbers)
+    torch.testing.assert_close(found, wanted, rtol=1e-14, atol=1e-14)
+    weights, inputs = draw((5, 7), torch.float64), [x, *([] if bias is None else [bias])]
+    ours = torch.autograd.grad((found * weights).sum(), [*inputs, *numbers])
+    expected = torch.autograd.grad((wanted * weights).sum(), [*inputs, theirs.alpha_p, theirs.alpha_n])
+    for own, their in zip(ours, expected, strict=True):
+        torch.testing.assert_close(own, their, rtol=1e-13, atol=1e-13)

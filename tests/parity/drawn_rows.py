@@ -43,7 +43,12 @@ def on(name: str) -> Choices:
 
 PACKED: Settings = {"reset_position_ids": True, "reset_attention_mask": True}
 NTK: Settings = {"use_rope_scaling": True, "rope_scaling_type": "ntk", "rope_scaling_factor": 4.0}
-QK_NORMS: Choices = [{}, {"qk_layernorm_over_heads": True}, {"qk_layernorm_weight_per_head": True}]
+QK_NORMS: Choices = [
+    {},
+    {"qk_layernorm_over_heads": True},
+    {"qk_layernorm_weight_per_head": True},
+    {"qk_layernorm_after_rotary": True},
+]
 EXPERTS: Settings = {"num_experts": 4, "moe_ffn_hidden_size": 24, "disable_bias_linear": True}
 LATENT: Settings = {
     "multi_latent_attention": True,
@@ -71,7 +76,7 @@ MODEL: list[tuple[float, Choices]] = [
     (0.4, [{"group_query_attention": True, "num_query_groups": groups} for groups in (1, 2)]),
     (0.3, either("kv_channels", 6, 10, 16)),
     (0.5, either("ffn_hidden_size", 40, 48, 64)),
-    (0.5, [*on("swiglu"), *on("geglu"), *on("squared_relu"), *on("openai_gelu")]),
+    (0.5, [*on("swiglu"), *on("geglu"), *on("squared_relu"), *on("relu"), *on("xielu"), *on("openai_gelu")]),
     (0.5, on("disable_bias_linear")),
     (0.2, on("add_qkv_bias")),
     (0.2, on("add_attention_output_bias")),

@@ -136,6 +136,23 @@ NANOCHAT = {
     "qk_l2_norm": True,
     "final_logit_softcapping": 3.0,
 }
+HUNYUAN = GRANITE | {"qk_layernorm": True, "qk_layernorm_after_rotary": True, "disable_bias_linear": True}
+MINISTRAL3 = GRANITE | {
+    "query_temperature_scale": 0.3,
+    "query_temperature_floor": 3,
+    "query_temperature_of_rotary": True,
+}
+APERTUS = {name: value for name, value in HUNYUAN.items() if name not in ("swiglu", "qk_layernorm_after_rotary")}
+APERTUS |= {"xielu": True}
+BLOOM = {
+    "num_layers": 2,
+    "global_batch_size": 4,
+    "position_embedding_type": "alibi",
+    "embedding_layernorm": True,
+    "group_query_attention": True,
+    "num_query_groups": 2,
+}
+OPT = {"num_layers": 2, "global_batch_size": 4, "relu": True}
 EMBEDDING_NORM = {"num_layers": 2, "global_batch_size": 4, "embedding_layernorm": True}
 HUB_ROWS: dict[str, tuple[int, dict, dict]] = {
     "nanochat, tp2 sp": (2, NANOCHAT, TP2 | SP),
@@ -144,6 +161,19 @@ HUB_ROWS: dict[str, tuple[int, dict, dict]] = {
     "nanochat, full recompute, pp2": (2, NANOCHAT, PP2 | RECOMPUTE),
     "norm of embeddings, tp2 sp": (2, EMBEDDING_NORM, TP2 | SP),
     "norm of embeddings, untied, pp2": (2, EMBEDDING_NORM | {"untie_embeddings_and_output_weights": True}, PP2),
+    "hunyuan, tp2 sp": (2, HUNYUAN, TP2 | SP),
+    "ministral 3, cp2": (2, MINISTRAL3 | NO_DROPOUT, CP2),
+    "apertus, tp2 sp": (2, APERTUS, TP2 | SP),
+    "apertus, cp2": (2, APERTUS | NO_DROPOUT, CP2),
+    "apertus, dp2 zero3": (2, APERTUS, ZERO3),
+    "apertus, full recompute, pp2": (2, APERTUS, PP2 | RECOMPUTE),
+    "bloom, tp2 sp": (2, BLOOM, TP2 | SP),
+    "bloom, pp2": (2, BLOOM, PP2),
+    "bloom, cp2 p2p": (2, BLOOM | NO_DROPOUT, CP2),
+    "bloom, cp2 a2a, dropout": (2, BLOOM, CP2 | HEADS),
+    "bloom, packed, cp2 tp2": (4, BLOOM | NO_DROPOUT | PACKED, CP2 | TP2),
+    "bloom, dp2 zero3": (2, BLOOM, ZERO3),
+    "opt, tp2 sp": (2, OPT, TP2 | SP),
     "granite, tp2": (2, GRANITE, TP2),
     "granite, tp2 sp": (2, GRANITE, TP2 | SP),
     "granite, pp2": (2, GRANITE, PP2),

@@ -72,6 +72,7 @@ CASES: dict[str, dict[str, Any]] = {
     | PIPELINE
     | {"disable_weight_layernorm": True, "embedding_layernorm": True, "qk_layernorm": True},
     "norm of embeddings with biases, tp2": {"embedding_layernorm": True, "tensor_model_parallel_size": 2},
+    "xielu": {name: value for name, value in LLAMA.items() if name != "swiglu"} | {"xielu": True},
     "norms over heads": LLAMA | {"qk_layernorm": True, "qk_layernorm_over_heads": True},
     "experts, ep2": EXPERTS | LLAMA | {"expert_model_parallel_size": 2, "moe_layer_freq": (0, 1)},
     "experts, tp2 etp1": EXPERTS

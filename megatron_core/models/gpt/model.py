@@ -30,6 +30,7 @@ from megatron_core.transformer import SequenceContext, TransformerBlock, layer_s
 from megatron_core.transformer.auxiliary_loss import MicroBatchAuxiliaryLosses
 from megatron_core.transformer.context import LayerContext, PackedDocuments, RouterReplay, in_chunks
 from megatron_core.transformer.layer_spec import LayerSpecs, mtp_loss_names
+from megatron_core.transformer.linear_bias import key_channels
 from megatron_core.transformer.multi_token import MultiTokenPredictionBlock
 from megatron_core.transformer.paged_attention import KeyValueStore
 from megatron_core.transformer.rotary import plain_frequencies, query_temperature, rotary_table, scaled_frequencies
@@ -204,8 +205,7 @@ class GPTModel(nn.Module):
         # Positions, and the context that all layers share.
         if positions is None:
             positions = self.split.positions(input_ids.shape[1] * self.split.cp_size, input_ids.device)
-        if position_ids is None:
-            position_ids = positions[None]
+        position_ids = positions[None] if position_ids is None else position_ids
         whole, size = (len(input_ids), input_ids.shape[1] * self.split.cp_size), self.model_config.attention_chunk_size
         documents = None if document_lengths is None else PackedDocuments.of(document_lengths, *whole, input_ids.device)
         context = SequenceContext(
@@ -215,6 +215,7 @@ class GPTModel(nn.Module):
             documents=documents,
             chunks=in_chunks(documents, size, *whole, input_ids.device, masked=attention_mask is not None),
             query_scale=query_temperature(self.model_config, position_ids, wide(self.parallel.params_dtype)),
+            bias_channels=key_channels(self.model_config, position_ids, self.parallel.params_dtype),
             sample_index=sample_index,
             positions=positions,
             residual_positions=self.split.residual(positions),

@@ -1,6 +1,12 @@
 """Hugging Face checkpoints: import into any layout and export, from one file for each family of architectures."""
 
 from megatron_core.models.hf.architecture import Architecture, architecture_for, architecture_of, register
-from megatron_core.models.hf.reader import HuggingFaceReader, config_of_folder, notes_of_folder, settings_of_folder
+from megatron_core.models.hf.reader import (
+    HuggingFaceReader,
+    config_of_folder,
+    is_multimodal_folder,
+    notes_of_folder,
+    settings_of_folder,
+)
 from megatron_core.models.hf.rules import Rule
 from megatron_core.models.hf.writer import stored_dtype, write_hugging_face

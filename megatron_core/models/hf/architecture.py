@@ -51,7 +51,7 @@ IGNORED_KEYS = {
     *("architectures", "auto_map", "_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "output_router_logits", "pretraining_tp"),
     *("id2label", "label2id", "problem_type", "return_dict", "output_attentions", "output_hidden_states"),
-    *("chunk_size_feed_forward", "is_encoder_decoder", "sep_token_id", "decoder_start_token_id"),
+    *("chunk_size_feed_forward", "is_encoder_decoder", "sep_token_id", "decoder_start_token_id", "eod_token_id"),
 }
 """Keys that do not change the logits of a model, or repeat other keys."""
 _COMMON_TYPES = {"model_type": STRING, "vocab_size": LENGTH, "tie_word_embeddings": SWITCH, "is_causal": SWITCH}
@@ -68,7 +68,7 @@ def no_notes(_: Settings, __: ModelConfig) -> Iterator[str]:
 
 
 ACTIVATIONS = (
-    *("swiglu", "geglu", "quick_geglu", "squared_relu", "openai_gelu"),
+    *("swiglu", "geglu", "quick_geglu", "squared_relu", "relu", "xielu", "openai_gelu"),
     *("glu_linear_offset", "activation_func_clamp_value"),
 )
 """Settings of the function between the matrices of an MLP or an expert."""
@@ -92,6 +92,8 @@ class Architecture:
     """Prefix of the stored names of layer ``{n}``."""
     parts_of_layer: int = 1
     """Number of our layers that a stored layer consists of."""
+    layer_constants: Mapping[str, float] = field(default_factory=dict)
+    """Stored scalars of each layer that all models share."""
     base: str = "model."
     """Prefix of all stored names but the output layer's; files of the model without output layer omit it."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
@@ -108,8 +110,12 @@ class Architecture:
     """Regular expression of stored names, without ``base``, that are computed from the configuration and ignored."""
     mtp_layer_keys: tuple[str, ...] = ()
     """Keys with the number of layers for multi-token prediction, which follow the others and are ignored."""
+    unread: frozenset[str] = frozenset()
+    """Further keys of published files that describe what ``fixed``, ``required`` or other keys say."""
     notes: Callable[[Settings, ModelConfig], Iterator[str]] = no_notes
     """Notes for the user about a config.json whose model runs with these settings."""
+    not_null: tuple[str, ...] = ()
+    """Keys of tokens that `transformers` does not accept as null: without such a token export leaves them out."""
     quantized: tuple[str, ...] = ()
     """Values of ``quant_method`` in ``quantization_config`` whose weights can be read, besides fp8 with blocks."""
 
@@ -156,7 +162,7 @@ class Architecture:
 
     def known_keys(self) -> set[str]:
         """The keys of config.json that have a meaning for the architecture, or none for any model."""
-        own = {*self.defaults, *self.required, *self.mtp_layer_keys}
+        own = {*self.defaults, *self.required, *self.mtp_layer_keys, *self.unread}
         return {*self._types(), *own, *IGNORED_KEYS}
 
     def _check_values(self, found: Settings, present: Settings) -> None:
@@ -201,6 +207,11 @@ class Architecture:
         if entry is None:
             raise CheckpointError(f"{self.model_type} models have no tensor for {name}")
         return (TensorSource((entry,)) if isinstance(entry, str) else entry).renamed(prefix, suffix)
+
+    def constants(self, config: ModelConfig) -> dict[str, float]:
+        """Stored names and values of the scalars that all models share."""
+        prefixes = (self.layer_prefix.replace("{n}", str(layer)) for layer in range(config.num_layers))
+        return {prefix + name: value for prefix in prefixes for name, value in self.layer_constants.items()}
 
     def matrices_of_layer(self, number: int) -> Iterator[str]:
         """Names of the stored matrices that layer ``number`` may have; ``{e}`` stands for the expert."""

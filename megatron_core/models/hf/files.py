@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from contextlib import ExitStack
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from megatron_core.checkpoint.manifest import WEIGHT_DTYPES
 from megatron_core.errors import CheckpointError
 from megatron_core.models.hf.pickled import PickledFile
+from megatron_core.models.hf.text_part import part_of, text_names
 from megatron_core.parallel.texts import listed
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -28,12 +30,13 @@ class TensorFiles:
     """The open files of weights of a folder.
 
     As in ``transformers``, ``model.safetensors`` takes precedence over the files of the index, and these over pickled
-    files, which are read without running code.
+    files, which are read without running code. Of a multimodal folder only the text model's tensors are visible, under
+    the names that they have without the other parts.
     Errors: ``CheckpointError`` for files that are missing, damaged, or disagree with the index.
     """
 
-    def __init__(self, folder: Path, weights: str = WEIGHTS) -> None:
-        """``weights``: the name of the file if there is only one."""
+    def __init__(self, folder: Path, weights: str = WEIGHTS, *, text_only: bool = False) -> None:
+        """``weights``: the name of the file if there is only one; ``text_only``: of a multimodal folder."""
         self.folder, self.weights, self.index = folder, weights, INDEX
         has = {name: (folder / name).is_file() for name in (WEIGHTS, INDEX, PICKLED, PICKLED_INDEX)}
         if weights == WEIGHTS and not (has[WEIGHTS] or has[INDEX]) and (has[PICKLED] or has[PICKLED_INDEX]):
@@ -41,16 +44,28 @@ class TensorFiles:
         self._files: dict[Path, safe_open | PickledFile] = {}
         self._open = ExitStack()
         try:
-            self._where = self._find()
+            where = self._find()
         except CheckpointError:
             self.close()
             raise
+        self._stored_as = text_names(where) if text_only else {name: name for name in where}
+        self._where = {name: where[stored] for name, stored in self._stored_as.items()}
+        self._left_out = {stored: where[stored] for stored in where.keys() - self._stored_as.values()}
         self.names = set(self._where)
 
     def close(self) -> None:
         """Close all files."""
         self._open.close()
         self._files.clear()
+
+    def parts_left_out(self) -> dict[str, tuple[int, int]]:
+        """Numbers of tensors and of parameters of each part of a multimodal folder that is not read."""
+        counts: dict[str, tuple[int, int]] = {}
+        for name in sorted(self._left_out):
+            tensors, parameters = counts.get(part_of(name), (0, 0))
+            shape = self._file(self._left_out[name]).get_slice(name).get_shape()
+            counts[part_of(name)] = tensors + 1, parameters + prod(shape)
+        return counts
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor."""
@@ -126,7 +141,7 @@ class TensorFiles:
         return self.folder / file
 
     def _slice(self, name: str) -> Any:
-        return self._file(self._where[name]).get_slice(name)
+        return self._file(self._where[name]).get_slice(self._stored_as[name])
 
     def _file(self, path: Path) -> safe_open | PickledFile:
         if path not in self._files and self.weights == PICKLED:

@@ -26,10 +26,10 @@ class Fp8BlockFiles(TensorFiles):
     Errors: ``CheckpointError`` for weights and scales that do not belong together.
     """
 
-    def __init__(self, folder: Path, quantization: Mapping[str, Any]) -> None:
-        """``quantization``: ``quantization_config`` of config.json."""
+    def __init__(self, folder: Path, quantization: Mapping[str, Any], *, text_only: bool = False) -> None:
+        """``quantization``: ``quantization_config`` of config.json; ``text_only``: of a multimodal folder."""
         self._block = block_of(quantization)
-        super().__init__(folder)
+        super().__init__(folder, text_only=text_only)
         self._packed = {name.removesuffix(SCALE) for name in self.names if name.endswith(SCALE)}
         if absent := sorted(self._packed - self.names):
             self.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,16 +13,19 @@ import torch
 from torch import Tensor
 
 from megatron_core.checkpoint import TensorBox
+from megatron_core.checkpoint.manifest import WEIGHT_DTYPES
 from megatron_core.config import ModelConfig, RunConfig
 from megatron_core.config.validate import problems, without_data
 from megatron_core.errors import CheckpointError
 from megatron_core.models.build import global_shapes
-from megatron_core.models.hf.architecture import FP8, architecture_of
+from megatron_core.models.hf.architecture import FP8, Architecture, architecture_of
 from megatron_core.models.hf.files import TensorFiles, read_json
 from megatron_core.models.hf.fp8_blocks import Fp8BlockFiles
 from megatron_core.models.hf.mxfp4 import Mxfp4Files
 from megatron_core.models.hf.rules import Settings, refuse
 from megatron_core.models.hf.tensors import Index, TensorSource
+from megatron_core.models.hf.text_part import is_multimodal, text_settings
+from megatron_core.models.hf.unread_keys import notes_on_unread_keys
 from megatron_core.parallel.texts import listed
 
 CONFIG = "config.json"
@@ -29,15 +33,29 @@ EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 PREFIXES = ("model.", "optimizer.main.")
 
 
-def files_of(folder: Path, hf_config: Mapping[str, Any], *, packs_experts: bool) -> TensorFiles:
+def files_of(folder: Path, hf_config: Mapping[str, Any], *, packs_experts: bool, text_only: bool) -> TensorFiles:
     """The open files of a folder, which return quantized weights as bfloat16 or float32.
 
-    ``packs_experts``: the architecture may store experts in MXFP4.
+    ``packs_experts``: the architecture may store experts in MXFP4; ``text_only``: the folder is multimodal.
     """
     quantization = hf_config.get("quantization_config") or {}
     if quantization.get("quant_method") == FP8:
-        return Fp8BlockFiles(folder, quantization)
-    return Mxfp4Files(folder) if packs_experts else TensorFiles(folder)
+        return Fp8BlockFiles(folder, quantization, text_only=text_only)
+    return Mxfp4Files(folder) if packs_experts else TensorFiles(folder, text_only=text_only)
+
+
+def is_multimodal_folder(folder: Path) -> bool:
+    """Whether a folder holds a text model and other parts."""
+    return is_multimodal(read_json(folder / CONFIG))
+
+
+def read_config(folder: Path) -> Settings:
+    """The content of config.json; of a multimodal folder, that of its text model."""
+    hf_config = read_json(folder / CONFIG)
+    if not is_multimodal(hf_config):
+        return hf_config
+    with closing(TensorFiles(folder)) as files:
+        return text_settings(hf_config, files.names)
 
 
 class HuggingFaceReader:
@@ -50,14 +68,19 @@ class HuggingFaceReader:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        self.hf_config = read_json(self.folder / CONFIG)
+        self.hf_config = read_config(self.folder)
         self.architecture = architecture_of(self.hf_config)
         self.config = config_of_folder(folder)
         self.model = self.config.model
-        self.state: dict[str, Any] = {"vocab_size": _vocab_size(self.hf_config)}
+        self.state: dict[str, Any] = {"vocab_size": _vocab_size(self.architecture, self.hf_config)}
         self._sources: dict[tuple[str, tuple[int, ...]], TensorSource] = {}
         """Sources of our tensors, by name and shape, after the stored shapes and dtypes were checked."""
-        self._files = files_of(self.folder, self.hf_config, packs_experts=bool(self.architecture.quantized))
+        self._files = files_of(
+            self.folder,
+            self.hf_config,
+            packs_experts=bool(self.architecture.quantized),
+            text_only=is_multimodal_folder(self.folder),
+        )
         try:
             self._check_sizes()
             self._check_complete()
@@ -128,7 +151,9 @@ class HuggingFaceReader:
         tied = set(map(self._stored, head)) if self.model.share_embeddings_and_output_weights else set()
         for name in self._files.names & tied:
             self._check_tied(name)
-        others = self._files.names - used - tied
+        constants = self.architecture.constants(self.model)
+        self._check_constants(constants)
+        others = self._files.names - used - tied - {self._stored(name) for name in constants}
         unused = sorted(name for name in others if not self._is_derived(name) and not self._is_mtp(name))
         missing = sorted(used - self._files.names)
         if missing or unused:
@@ -139,6 +164,18 @@ class HuggingFaceReader:
             )
         for name, shape in ours.items():
             self._source(name, shape)
+
+    def _check_constants(self, constants: Mapping[str, float]) -> None:
+        """``CheckpointError`` for a stored scalar that is not the architecture's value, rounded to any dtype."""
+        for name, value in constants.items():
+            if (stored := self._stored(name)) is None:
+                continue
+            found = self._files.read(stored, ())
+            rounded = {torch.tensor(value, dtype=dtype).item() for dtype in WEIGHT_DTYPES.values()}
+            if found.numel() != 1 or found.item() not in rounded:
+                raise CheckpointError(
+                    f"{self.folder}: {stored} is {found.tolist()}; {self.architecture.model_type} models have {value}"
+                )
 
     def _is_derived(self, name: str) -> bool:
         """Whether a tensor is computed from the configuration."""
@@ -199,9 +236,10 @@ class HuggingFaceReader:
 
 def settings_of_folder(folder: str | Path) -> Settings:
     """Flat settings of a run that trains the model in ``folder``: its shape, vocabulary size and tokenizer."""
-    hf_config = read_json(Path(folder) / CONFIG)
-    settings = architecture_of(hf_config).settings(hf_config)
-    settings |= {"vocab_size": _vocab_size(hf_config), "hf_model_type": hf_config["model_type"]}
+    hf_config = read_config(Path(folder))
+    architecture = architecture_of(hf_config)
+    settings = architecture.settings(hf_config)
+    settings |= {"vocab_size": _vocab_size(architecture, hf_config), "hf_model_type": hf_config["model_type"]}
     if (Path(folder) / "tokenizer.json").is_file():
         settings |= {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(folder)}
     return settings
@@ -209,8 +247,19 @@ def settings_of_folder(folder: str | Path) -> Settings:
 
 def notes_of_folder(folder: str | Path, config: ModelConfig) -> list[str]:
     """Notes for the user about the model in ``folder``, which runs with the settings ``config``."""
-    hf_config = read_json(Path(folder) / CONFIG)
-    return list(architecture_of(hf_config).notes(hf_config, config))
+    folder = Path(folder)
+    hf_config = read_config(folder)
+    architecture = architecture_of(hf_config)
+    found = [*architecture.notes(hf_config, config), *notes_on_unread_keys(architecture, hf_config)]
+    if is_multimodal_folder(folder):
+        with closing(TensorFiles(folder, text_only=True)) as files:
+            parts = files.parts_left_out()
+        counts = (f"{part} ({count:,} tensors, {size:,} parameters)" for part, (count, size) in parts.items())
+        found.append(
+            f"{folder} is multimodal: only its text model is read, as {architecture.model_type}; left out: "
+            + (", ".join(counts) or "nothing")
+        )
+    return found
 
 
 def config_of_folder(folder: str | Path) -> RunConfig:
@@ -227,8 +276,8 @@ def config_of_folder(folder: str | Path) -> RunConfig:
     return config
 
 
-def _vocab_size(hf_config: Settings) -> int:
-    size = hf_config.get("vocab_size")
+def _vocab_size(architecture: Architecture, hf_config: Settings) -> int:
+    size = hf_config.get("vocab_size", architecture.defaults.get("vocab_size"))
     return refuse("vocab_size", size, "it must be an integer >= 1") if size is None else size
 
 

@@ -198,6 +198,14 @@ def _rope_json(config: ModelConfig) -> Settings:
     return keys
 
 
+def _rope_parameters_json(config: ModelConfig) -> Settings:
+    """In one object, for architectures that have default scalings: there the keys of earlier releases do not replace
+    all of them."""
+    keys = _rope_json(config)
+    scaling = {"rope_type": "default", **(keys.pop("rope_scaling") or {}), "rope_theta": keys.pop("rope_theta")}
+    return {**keys, "rope_parameters": scaling}
+
+
 def _partial_rope_json(config: ModelConfig) -> Settings:
     """Also of 1.0, because several families have another default."""
     return _rope_json(config) | {"partial_rotary_factor": config.rotary_percent}
@@ -237,6 +245,9 @@ ROPE = Rule(lambda hf_config: _rope_settings(hf_config, partial=False), _rope_js
 """Rotary positions: ``rope_parameters`` (transformers 5), or ``rope_theta`` and ``rope_scaling``."""
 PARTIAL_ROPE = Rule(lambda hf_config: _rope_settings(hf_config, partial=True), _partial_rope_json, _ROPE_TYPES)
 """The same in a part of each head's channels: ``partial_rotary_factor``."""
+
+ROPE_PARAMETERS = Rule(ROPE.read, _rope_parameters_json, _ROPE_TYPES)
+"""``ROPE``, written as ``rope_parameters``."""
 
 
 def _window_settings(hf_config: Settings) -> Settings:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any, Protocol
@@ -61,7 +62,8 @@ def write_hugging_face(
     names = [name for name in shapes if not name.startswith("mtp.")]  # used in training only
     shapes = {name: shapes[name] for name in sorted(names, key=_natural)}
     own = {"vocab_size": reader.state["vocab_size"], "torch_dtype": str(dtype).removeprefix("torch.")}
-    hf_config = {**extra_keys, **own, **architecture.config_json(model)}
+    extra = {key: value for key, value in extra_keys.items() if value is not None or key not in architecture.not_null}
+    hf_config = {**extra, **own, **architecture.config_json(model)}
     sizes = {name: _bytes(architecture, model, name, shape, dtype) for name, shape in shapes.items()}
     files = _files(shapes, sizes, file_bytes)
     weight_map: dict[str, str] = {}
@@ -73,6 +75,10 @@ def write_hugging_face(
             for key, size in architecture.source(own).stored_shapes(model, shape).items()
         ]
         tensors = _stored_tensors(reader, architecture, model, ours, dtype)
+        if number == len(files):
+            constants = architecture.constants(model)
+            entries += [(key, dtype, ()) for key in constants]
+            tensors = chain(tensors, (torch.tensor(value, dtype=dtype) for value in constants.values()))
         write_safetensors(folder / name, entries, tensors, {"format": "pt"})
         weight_map |= dict.fromkeys((key for key, _, _ in entries), name)
     if len(files) > 1:
@@ -116,7 +122,8 @@ def _stored_tensors(
         if source.rows is None:
             yield source.turned(ours)
             continue
-        stored = {key: ours.new_empty(size) for key, size in source.stored_shapes(model, shape).items()}
+        # Zeros: some rows of a table of positions belong to no position.
+        stored = {key: ours.new_zeros(size) for key, size in source.stored_shapes(model, shape).items()}
         for key, index, own in source.parts(model, shape, whole):
             source.turned(stored[key])[index] = ours[own.index]
         yield from stored.values()

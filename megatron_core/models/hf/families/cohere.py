@@ -54,6 +54,7 @@ COHERE2 = register(
     COHERE,
     model_type="cohere2",
     class_name="Cohere2ForCausalLM",
+    unread=frozenset({"layer_switch", "use_embedding_sharing", "use_parallel_embedding"}),
     keys={**COHERE.keys, "head_dim": "kv_channels"},
     defaults={**COHERE.defaults, "sliding_window": 4096, "rope_theta": 1e4},
     required={

@@ -71,6 +71,7 @@ GEMMA2 = register(
     LLAMA,
     model_type="gemma2",
     class_name="Gemma2ForCausalLM",
+    unread=frozenset({"hidden_act"}),  # hidden_activation counts
     keys={
         **LLAMA.keys,
         "final_logit_softcapping": "final_logit_softcapping",
@@ -97,7 +98,12 @@ GEMMA3 = register(
     class_name="Gemma3ForCausalLM",
     keys={**LLAMA.keys, "final_logit_softcapping": "final_logit_softcapping"},
     fixed={**GEMMA2.fixed, "qk_layernorm": True},
-    defaults={**DEFAULTS, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
+    # Files of Gemma 3 4B to 27B leave out further keys of their text_config.
+    defaults={
+        **DEFAULTS,
+        **{"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rms_norm_eps": 1e-6, "vocab_size": 262208},
+        **{"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131072},
+    },
     required={**GEMMA2.required, "attn_logit_softcapping": None},
     rules=(Rule(rope_by_layer_type, _rope_by_layer_type_json, ROPE_TYPES), GEMMA_WINDOWS, SOFTMAX_SCALE),
     layer_tensors={**GEMMA2.layer_tensors, **QK_NORMS},

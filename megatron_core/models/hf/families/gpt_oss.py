@@ -42,6 +42,7 @@ GPT_OSS = register(
     LLAMA,
     model_type="gpt_oss",
     class_name="GptOssForCausalLM",
+    unread=frozenset({"experts_per_token"}),
     keys={
         **LLAMA.keys,
         "num_local_experts": "num_experts",

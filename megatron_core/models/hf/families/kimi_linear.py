@@ -119,6 +119,7 @@ KIMI_LINEAR = register(
     DEEPSEEK_V3,
     model_type="kimi_linear",
     class_name="KimiLinearForCausalLM",
+    unread=frozenset({"use_grouped_topk"}),  # num_expert_group counts
     keys={
         **{RENAMED.get(key, key): name for key, name in DEEPSEEK_V3.keys.items()},
         "rms_norm_eps": "norm_epsilon",

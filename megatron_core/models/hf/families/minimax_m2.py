@@ -23,9 +23,13 @@ MINIMAX_M2 = register(
     MIXTRAL,
     model_type="minimax_m2",
     class_name="MiniMaxM2ForCausalLM",
+    unread=frozenset(
+        {"attn_type_list", "mtp_transformer_layers", "num_mtp_modules", "qk_norm_type", "shared_moe_mode"}
+        | {"use_qk_norm", "use_routing_bias"}
+    ),
     fixed={**MIXTRAL.fixed, **SIGMOID_ROUTING, "qk_layernorm": True, "qk_layernorm_over_heads": True},
     defaults={"num_key_value_heads": 8, "head_dim": 128, "rope_theta": 5e6},
-    required={"hidden_act": "silu", "router_jitter_noise": 0.0},
+    required={"hidden_act": "silu", "router_jitter_noise": 0.0, "scoring_func": "sigmoid"},
     rules=(Rule(_positions, _positions_json, {**PARTIAL_ROPE.types, "rotary_dim": WIDTH}),),
     layer_tensors={
         **MIXTRAL.layer_tensors,

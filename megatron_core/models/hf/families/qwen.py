@@ -18,6 +18,7 @@ from megatron_core.models.hf.rules import (
     refuse,
 )
 from megatron_core.models.hf.tensors import gate_and_up
+from megatron_core.models.hf.text_part import register_text_part
 
 
 def _windows(hf_config: Settings) -> Settings:
@@ -90,6 +91,11 @@ QWEN3 = register(
     rules=(ROPE, QWEN_WINDOWS),
     layer_tensors={**LLAMA.layer_tensors, **QK_NORMS},
 )
+for _name in ("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"):
+    register_text_part(
+        _name, architecture="qwen2", defaults={"rope_theta": 1e6, "rms_norm_eps": 1e-5, "max_window_layers": 80}
+    )
+register_text_part("qwen3_vl_text", architecture="qwen3", defaults={"rope_theta": 5e5})
 QWEN3_MOE = register(
     QWEN3,
     model_type="qwen3_moe",

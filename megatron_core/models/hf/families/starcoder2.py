@@ -8,6 +8,7 @@ STARCODER2 = register(
     Architecture(
         model_type="starcoder2",
         class_name="Starcoder2ForCausalLM",
+        unread=frozenset({"layer_norm_epsilon", "mlp_type", "norm_type", "scale_attn_weights"}),
         keys={
             "num_hidden_layers": "num_layers",
             "hidden_size": "hidden_size",

@@ -1,0 +1,64 @@
+"""Attention with linear biases (ALiBi), as further channels of queries and keys.
+
+Press et al. 2022, arXiv 2108.12409: the score of a query at position p and a key at position k has the bias
+-m (p - k) with a slope m of the head. As a product of channels it works with every kernel of attention, cache and split
+of the sequence, because a key only needs its own position.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from megatron_core.config import ModelConfig
+from megatron_core.config.attention import BIAS_CHANNELS
+from megatron_core.ops.rows import wide
+
+STEP = 256
+"""Positions are split into multiples of this and a rest, both of which 16-bit formats hold exactly up to 65,536."""
+
+
+def bias_slopes(heads: range, total: int, like: Tensor) -> Tensor:
+    """The slopes of some of ``total`` heads, on the device of ``like``.
+
+    They are 2^(-8 i / n) for i = 1 to n if n is a power of 2; for other numbers, those of the largest power n below,
+    then every second one of 2 n (as BLOOM).
+    """
+    below = 2 ** int(math.log2(total))
+    number = torch.arange(total, dtype=wide(like.dtype), device=like.device)
+    further = -4.0 * (2.0 * (number - below) + 1.0) / below
+    # Of all heads, so that bits do not depend on the number of heads of a rank.
+    slopes = torch.exp2(torch.where(number < below, -8.0 * (number + 1.0) / below, further))
+    return slopes[heads.start : heads.stop]
+
+
+def key_channels(config: ModelConfig, position_ids: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """The bias channels ``[s, b, BIAS_CHANNELS]`` of keys at positions ``[b, s]``; None without linear biases.
+
+    They are (a, c, a, c, 1, 0, ...) for the position STEP a + c.
+    """
+    if config.position_embedding_type != "alibi":
+        return None
+    positions = position_ids.t()
+    parts = [positions // STEP, positions % STEP] * 2 + [torch.ones_like(positions)]
+    parts += [torch.zeros_like(positions)] * (BIAS_CHANNELS - len(parts))
+    return torch.stack(parts, dim=-1).to(dtype)
+
+
+def with_bias_channels(query: Tensor, key: Tensor, channels: Tensor, slopes: Tensor) -> tuple[Tensor, Tensor]:
+    """Append the bias channels to ``query`` ``[s, b, heads, d]`` and ``key`` ``[s, b, groups, d]``.
+
+    Kernels divide scores by the square root of all channels. Each of the ``slopes`` ``[heads]`` is the sum of two
+    numbers of the query's precision. The channel of the query's own position only keeps scores small: it is the same
+    for all keys.
+    """
+    dtype, precise = query.dtype, wide(query.dtype)
+    whole, channels = slopes * math.sqrt(query.shape[-1] + BIAS_CHANNELS), channels.to(precise)
+    high = whole.to(dtype).to(precise)
+    low, (coarse, fine) = whole - high, channels[..., :2].unbind(-1)
+    own = -whole * (STEP * coarse + fine)[..., None]
+    parts = [part.expand_as(own) for part in (STEP * high, high, STEP * low, low)] + [own]
+    parts += [torch.zeros_like(own)] * (BIAS_CHANNELS - len(parts))
+    of_query = torch.stack(parts, dim=-1).to(dtype).expand(*query.shape[:-1], -1)
+    of_key = channels[..., None, :].to(dtype).expand(*key.shape[:-1], -1)
+    return torch.cat([query, of_query], dim=-1), torch.cat([key, of_key], dim=-1)
