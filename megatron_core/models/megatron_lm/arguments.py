@@ -52,6 +52,8 @@ def settings_of_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     given |= _positions(arguments)
     if isinstance(pattern := given.get("hybrid_layer_pattern"), str):
         given["hybrid_layer_pattern"], implied = read_pattern(pattern)
+        if "experimental_attention_variant" in implied:
+            raise CheckpointError(_unsupported("hybrid_layer_pattern", pattern) + ": layers D have indexers")
         given |= {name: value for name, value in implied.items() if name.startswith("mtp_")}
     plain = not any(arguments.get(name) for name in ("swiglu", "quick_geglu", "squared_relu"))
     if plain and arguments.get("bias_gelu_fusion") and arguments.get("add_bias_linear", True):
