@@ -11,7 +11,7 @@ from megatron_core.config import ModelConfig
 from megatron_core.config.megatron_model import unlike_delta_net
 from megatron_core.config.mixers import GatedDeltaNet, Mamba2, Recurrence
 from megatron_core.errors import CheckpointError
-from megatron_core.models.megatron_lm.tensor_map import TensorParts
+from megatron_core.models.megatron_lm.tensor_map import LAYER, LocalSplit, TensorPart, TensorParts, whole_shape
 from megatron_core.parallel.boxes import Box
 
 MIXER = re.compile(r"(decoder\.layers\.\d+\.)(mixer|self_attention)\.(.+)")
@@ -82,6 +82,34 @@ def with_mixers(found: TensorParts, model: ModelConfig) -> TensorParts:
     return named
 
 
+def in_our_order(found: TensorParts, model: ModelConfig, ranks: int) -> TensorParts:
+    """Return ``found`` with the rows of whole projections of mixers, stored as those of ``ranks`` tensor-parallel ranks
+    one after another, in our order."""
+    rows, named = rows_of_ranks(model), TensorParts()
+    for name, parts in found.items():
+        ours = our_name(name)
+        layer = LAYER.fullmatch(ours)
+        is_whole = layer is not None and layer[3].removeprefix("self_attention.") in PIECED and int(layer[2]) in rows
+        if is_whole:
+            parts = [moved for part in parts for moved in _moved(part, ours, whole_shape(parts), ranks, rows)]
+        named[name] = parts
+    return named
+
+
+def _moved(
+    part: TensorPart, name: str, shape: tuple[int, ...], ranks: int, rows: dict[int, tuple[int, ...]]
+) -> Iterator[TensorPart]:
+    """Yield the pieces of a part of the tensor ``name``."""
+    for rank in range(ranks):
+        for whole, local in LocalSplit(rank, ranks, gated=False, pieces=rows).boxes(name, shape):
+            stored = local.shifted((rank * (shape[0] // ranks), *(0 for _ in shape[1:])))
+            common = part.box.intersect(stored)
+            if common is not None:
+                at = common.within(part.box)
+                shift = tuple(a - b for a, b in zip(whole.start, stored.start, strict=True))
+                yield TensorPart(common.shifted(shift), lambda at=at: part.read()[at])  # type: ignore[misc]
+
+
 def pieces_of_mixer(
     name: str, shape: tuple[int, ...], box: Box, model: ModelConfig
 ) -> Iterator[tuple[str, tuple[int, ...], Box, Box]]:
@@ -118,14 +146,8 @@ def rows_of_ranks(model: ModelConfig) -> dict[int, tuple[int, ...]]:
     return {layer: STORED[letter].kind(model).pieces for layer, letter in letters if letter in STORED}
 
 
-def check_format(model: ModelConfig, folder: object, *, has_places: bool) -> None:
-    """``CheckpointError`` if a hybrid model is stored in a format without places for the pieces of its projections, or
-    has gated delta nets that compute something else here."""
-    if model.hybrid_layer_pattern is not None and not has_places:
-        raise CheckpointError(
-            f"{folder}: hybrid_layer_pattern={model.hybrid_layer_pattern} is only read from --ckpt-format torch_dist "
-            "or torch, where the pieces of the mixers' projections have known places; convert it with Megatron-LM"
-        )
+def check_delta_nets(model: ModelConfig, folder: object) -> None:
+    """``CheckpointError`` if the model has gated delta nets that compute something else here."""
     if settings := unlike_delta_net(model):
         raise CheckpointError(
             f"{folder} was trained with {', '.join(settings)}: gates and norms of gated delta nets would be others here"
