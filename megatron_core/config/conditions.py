@@ -153,7 +153,7 @@ FIRST_LAST_LAYERS = given("first_last_layers_bf16")
 FIRST_MOMENT = Condition("a first moment", lambda run: run.optimizer.has_moment("exp_avg_dtype"))
 SECOND_MOMENT = Condition("a second moment", lambda run: run.optimizer.has_moment("exp_avg_sq_dtype"))
 MATRICES_ZERO_1 = Condition(
-    "--optimizer muon or soap, and --zero-stage 1",
+    "--optimizer muon, adaptive_muon or soap, and --zero-stage 1",
     lambda run: run.parallel.dp_zero_stage == 1 and any(kind.scalar_optimizer for kind in run.optimizer.kinds),
 )
 MUON_SPLIT_QKV = given("muon_split_qkv")

@@ -17,9 +17,13 @@ MAMBA, ATTENTION = ("M", BOTH), ("*", BOTH)
 CONVOLUTION = "C"
 """Letter of layers with a gated short convolution."""
 LETTERS = ("M", "G", "*", BOTH, CONVOLUTION, DENSE, EXPERTS)
-STAGE, LATENT, AHEAD = "|", "+", "/"
-"""Further characters of Megatron-LM's patterns: end of a pipeline stage; layer with multi-head latent attention; start
-of a layer of multi-token prediction."""
+STAGE, AHEAD = "|", "/"
+"""Further characters of Megatron-LM's patterns: end of a pipeline stage; start of a layer of multi-token prediction."""
+LATENT: dict[str, dict[str, Any]] = {
+    "+": {"multi_latent_attention": True},
+    "D": {"multi_latent_attention": True, "experimental_attention_variant": "dsa"},
+}
+"""Its letters of layers with latent attention, and with sparse attention -> the settings that replace them."""
 AHEAD_LAYERS = ("*-", "*E")
 """Parts of a layer of multi-token prediction: attention and an MLP, or experts."""
 
@@ -28,15 +32,16 @@ def read_pattern(text: str) -> tuple[str, dict[str, Any]]:
     """Return the letters of a pattern of Megatron-LM, one for each layer, and other settings that the pattern implies.
 
     ``M-|*M`` implies ``pipeline_model_parallel_layout="Ett|ttL"``, ``M+`` implies ``multi_latent_attention=True``,
-    ``M-/*-/*-`` implies ``mtp_num_layers=2`` and ``mtp_layer_pattern="*-"``. Layers of multi-token prediction that do
-    not exist here stay in the pattern.
+    ``MD`` also ``experimental_attention_variant="dsa"``, ``M-/*-/*-`` implies ``mtp_num_layers=2`` and
+    ``mtp_layer_pattern="*-"``. Layers of multi-token prediction that do not exist here stay in the pattern.
     """
     implied: dict[str, Any] = {}
     main, *ahead = text.split(AHEAD)
     parts = {*main, *"".join(ahead)}
-    if LATENT in parts and not set(ATTENTION) & parts:
-        implied["multi_latent_attention"] = True
-        main, *ahead = (each.replace(LATENT, ATTENTION[0]) for each in (main, *ahead))
+    kinds = parts & {*LATENT, *ATTENTION}
+    if len(kinds) == 1 and (kind := kinds.pop()) in LATENT:
+        implied |= LATENT[kind]
+        main, *ahead = (each.replace(kind, ATTENTION[0]) for each in (main, *ahead))
     if len({*ahead}) == 1 and ahead[0] in AHEAD_LAYERS:
         implied |= {"mtp_num_layers": len(ahead), "mtp_layer_pattern": ahead[0]}
         ahead = []
@@ -58,9 +63,9 @@ class HybridConfig:
     """Part of each layer, one letter per layer. M: Mamba-2; G: gated delta net; *: attention; H: attention and Mamba-2
     with the same input, whose outputs are added (Falcon-H1); C: gated short convolution (LFM2); -: MLP; E: experts.
     --num-layers follows from it. As in Megatron-LM, | ends a pipeline stage, +, in place of *, is an attention layer of
-    --multi-latent-attention, and /*- or /*E, once for each layer, adds layers of multi-token prediction
-    (--mtp-num-layers, --mtp-layer-pattern). Default: every layer has attention (or a recurrence) and an MLP (or
-    experts)."""
+    --multi-latent-attention, D one that also has --experimental-attention-variant dsa, and /*- or /*E, once for each
+    layer, adds layers of multi-token prediction (--mtp-num-layers, --mtp-layer-pattern). Default: every layer has
+    attention (or a recurrence) and an MLP (or experts)."""
     mtp_layer_pattern: Literal["*-", "*E"] | None = setting(None, needs=c.PATTERN)
     """Parts of each layer of multi-token prediction in a model with --hybrid-layer-pattern: attention and an MLP (*-),
     or attention and experts (*E)."""

@@ -17,6 +17,8 @@ ABSENT = (
 FIXED_OF_MAMBA = {"mamba_dt_min": 0.0, "mamba_dt_max": None, "linear_conv_kernel_dim": 4, "norm_epsilon": 1e-5}
 """Settings that Megatron-LM's Mamba-2 mixers do not read, and the values that they have there: steps are not bounded,
 and the norm after the gate has an epsilon of its own."""
+FIXED_OF_DELTA_NETS = {"swiglu": True, "normalization": "RMSNorm", "apply_layernorm_1p": False}
+"""Settings with which a gated delta net is the one of Megatron Core -> their only values."""
 
 
 def without_arguments(model: ModelConfig) -> list[str]:
@@ -30,4 +32,14 @@ def without_arguments(model: ModelConfig) -> list[str]:
     if model.num_experts is not None and model.moe_router_score_function == "sparsemixer":
         found.append("moe_router_score_function=sparsemixer")
     fixed = FIXED_OF_MAMBA if model.has_mamba else {}
-    return found + [f"{name}={value}" for name, only in fixed.items() if (value := getattr(model, name)) != only]
+    found += [f"{name}={value}" for name, only in fixed.items() if (value := getattr(model, name)) != only]
+    return found + unlike_delta_net(model)
+
+
+def unlike_delta_net(model: ModelConfig) -> list[str]:
+    """Settings of ``model``, as NAME=VALUE, with which gated delta nets compute something else in Megatron Core.
+
+    It takes activation and norm of the model for the gates and outputs of heads.
+    """
+    fixed = FIXED_OF_DELTA_NETS if "G" in (model.hybrid_layer_pattern or "") else {}
+    return [f"{name}={value} with layers G" for name, only in fixed.items() if (value := getattr(model, name)) != only]

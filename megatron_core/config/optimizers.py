@@ -7,7 +7,7 @@ The memory model, checkpoints, sharding and the checks of settings read the row.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from megatron_core.config import conditions as c
@@ -28,10 +28,10 @@ class AlgorithmConfig:
 
     optimizer: str = setting("adam")
     """adam: AdamW (Loshchilov and Hutter 2019); sgd: with momentum; lion (Chen et al. 2023); muon: orthogonal updates
-    of the hidden matrices (Jordan et al. 2024), --muon-scalar-optimizer for the other parameters; soap: Adam in the
-    eigenbases of Shampoo's factors of the hidden matrices (Vyas et al. 2024), --soap-scalar-optimizer for the other
-    parameters; lamb: Adam with steps in proportion to the norm of each tensor (You et al. 2019); or an optimizer that
-    a program registers (optimizer.register_optimizer)."""
+    of the hidden matrices (Jordan et al. 2024), --muon-scalar-optimizer for the other parameters; adaptive_muon: muon
+    with a second moment (AdaMuon, NorMuon); soap: Adam in the eigenbases of Shampoo's factors of the hidden matrices
+    (Vyas et al. 2024), --soap-scalar-optimizer for the other parameters; lamb: Adam with steps in proportion to the
+    norm of each tensor (You et al. 2019); or an optimizer that a program registers (optimizer.register_optimizer)."""
     adam_beta1: float = setting(0.9, r.BELOW_1, when=_read("adam_beta1", "adam"))
     """Decay rate of the running mean of gradients."""
     adam_beta2: float = setting(0.999, r.BELOW_1, when=_read("adam_beta2", "adam"))
@@ -79,6 +79,15 @@ class AlgorithmConfig:
     if the GPU has it. highest: float32. With --fp64 always float64."""
     muon_scalar_optimizer: Literal["adam", "lion"] = setting("adam", when=_read("muon_scalar_optimizer", "muon"))
     """Optimizer of embeddings, output layer, norms and biases, for --optimizer muon."""
+    adaptive_muon_moment2_method: Literal["adamuon", "normuon"] = setting(
+        "adamuon", when=_read("adaptive_muon_moment2_method", "adaptive_muon")
+    )
+    """Second moment of --optimizer adaptive_muon. adamuon: of each element (Si et al. 2025). normuon: of each row of a
+    matrix with at least as many rows as columns, otherwise of each column (Li et al. 2025)."""
+    adaptive_muon_beta2: float = setting(0.95, r.BELOW_1, when=_read("adaptive_muon_beta2", "adaptive_muon"))
+    """Decay rate of the second moment, for --optimizer adaptive_muon."""
+    adaptive_muon_eps: float = setting(1e-8, r.POSITIVE, when=_read("adaptive_muon_eps", "adaptive_muon"))
+    """Added to the root of the second moment (adamuon), or its least value (normuon), for --optimizer adaptive_muon."""
     soap_shampoo_beta: float = setting(0.95, r.BELOW_1, when=_read("soap_shampoo_beta", "soap"))
     """Decay rate of the factors, the running means of G G^T and G^T G, for --optimizer soap."""
     soap_precondition_frequency: int = setting(1, r.COUNT, when=_read("soap_precondition_frequency", "soap"))
@@ -130,8 +139,8 @@ class AlgorithmConfig:
     qk_clip_alpha: float = setting(0.5, r.UP_TO_1, needs=given("qk_clip"))
     """Share of the queries in the factor g of --qk-clip: g^alpha for queries, g^(1 - alpha) for keys."""
     use_layer_wise_param_layout: bool = setting(True, when=c.MATRICES_ZERO_1, resume=Resume.FREE)
-    """For --optimizer muon or soap with ZeRO stage 1: shards consist of whole matrices, each updated by one rank;
-    --no-use-layer-wise-param-layout: shards cut matrices, and ranks exchange the parts in every step."""
+    """For --optimizer muon, adaptive_muon or soap with ZeRO stage 1: shards consist of whole matrices, each updated by
+    one rank; --no-use-layer-wise-param-layout: shards cut matrices, and ranks exchange the parts in every step."""
     exp_avg_dtype: Literal["fp32", "bf16"] = setting("fp32", needs=(c.PRECISION_AWARE, c.BF16), when=c.FIRST_MOMENT)
     """Precision of the first moment, or of the momentum of optimizers with one moment."""
     exp_avg_sq_dtype: Literal["fp32", "bf16"] = setting("fp32", needs=(c.PRECISION_AWARE, c.BF16), when=c.SECOND_MOMENT)
@@ -257,17 +266,24 @@ add_optimizer(
     )
 )
 add_optimizer(OptimizerKind(name="lion", all_moments=(Moment("exp_avg"),), settings=("lion_beta1", "lion_beta2")))
+_MUON = OptimizerKind(
+    name="muon",
+    all_moments=(Moment("momentum_buffer"),),
+    settings=(
+        *("muon_momentum", "muon_nesterov", "muon_split_qkv", "muon_split_heads", "muon_split_gate_up"),
+        *("muon_scale_mode", "muon_extra_scale_factor", "muon_num_ns_steps"),
+        *("muon_coefficient_type", "muon_fp32_matmul_prec", "muon_scalar_optimizer"),
+    ),
+    scalar_optimizer="muon_scalar_optimizer",
+    hidden_lr_power=0,  # the size of Muon's updates does not depend on the width
+)
+add_optimizer(_MUON)
 add_optimizer(
-    OptimizerKind(
-        name="muon",
-        all_moments=(Moment("momentum_buffer"),),
-        settings=(
-            *("muon_momentum", "muon_nesterov", "muon_split_qkv", "muon_split_heads", "muon_split_gate_up"),
-            *("muon_scale_mode", "muon_extra_scale_factor", "muon_num_ns_steps"),
-            *("muon_coefficient_type", "muon_fp32_matmul_prec", "muon_scalar_optimizer"),
-        ),
-        scalar_optimizer="muon_scalar_optimizer",
-        hidden_lr_power=0,  # the size of Muon's updates does not depend on the width
+    replace(
+        _MUON,
+        name="adaptive_muon",
+        settings=(*_MUON.settings, "adaptive_muon_moment2_method", "adaptive_muon_beta2", "adaptive_muon_eps"),
+        has_matrix_state=True,
     )
 )
 add_optimizer(

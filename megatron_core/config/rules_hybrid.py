@@ -9,12 +9,6 @@ from megatron_core.config.model import ModelConfig
 from megatron_core.config.rules_parallel import uneven
 from megatron_core.config.run import RunConfig
 
-OTHER_CHOICES = {
-    "experimental_attention_variant": "write G for a layer with a gated delta net",
-    "parallel_residual": "a layer has one part",
-}
-"""Settings that cannot be used with a pattern, with the reason or the other way."""
-
 
 def hybrid_problems(config: RunConfig) -> Iterator[str]:
     """Letters of the pattern, their number, other settings about the same, and sizes of Mamba-2 mixers."""
@@ -26,10 +20,14 @@ def hybrid_problems(config: RunConfig) -> Iterator[str]:
         return
     named = f"hybrid_layer_pattern={pattern}"
     yield from _letter_problems(pattern, model)
-    for name, reason in OTHER_CHOICES.items():
-        if value := getattr(model, name):
-            yield f"{name}={value} cannot be used with {named}: {reason}; remove one of them"
-    if model.linear_attention_freq is not None and model.experimental_attention_variant is None:
+    if (variant := model.experimental_attention_variant) is not None and not model.has_sparse_attention:
+        yield (
+            f"experimental_attention_variant={variant} cannot be used with {named}: write G for a layer with a gated "
+            "delta net; remove one of them"
+        )
+    if model.parallel_residual:
+        yield f"parallel_residual=True cannot be used with {named}: a layer has one part; remove one of them"
+    if model.linear_attention_freq is not None and variant in (None, "dsa"):
         yield f"linear_attention_freq={model.linear_attention_freq} cannot be used with {named}; remove one of them"
     if model.moe_layer_freq != (1,):
         yield f"moe_layer_freq={model.moe_layer_freq} cannot be used with {named}, where E means experts; remove it"
@@ -51,8 +49,11 @@ def _letter_problems(pattern: str, model: ModelConfig) -> Iterator[str]:
         letters, implied = read_pattern(pattern)
         settings = ", ".join(f"{name}={value}" for name, value in {"hybrid_layer_pattern": letters, **implied}.items())
         yield f"{named} has stages, which are another setting here; give {settings}"
-    elif LATENT in unknown:
-        yield f"{named}: attention layers are of one kind; write * for all, with or without --multi-latent-attention"
+    elif set(LATENT) & set(unknown):
+        yield (
+            f"{named}: attention layers are of one kind; write * for all, alone, with --multi-latent-attention, or "
+            "also with --experimental-attention-variant dsa"
+        )
     elif AHEAD in unknown:
         flag = f" and --mtp-num-layers {model.mtp_num_layers}" if model.mtp_num_layers else ""
         yield (

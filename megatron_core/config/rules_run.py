@@ -51,12 +51,11 @@ def _unlike_megatron(model: ModelConfig) -> Iterator[str]:
             f"experimental_attention_variant={model.experimental_attention_variant}; use torch_dcp, or remove "
             "--ckpt-format"
         )
-    lacking = dict.fromkeys((BOTH, CONVOLUTION), "Megatron Core lacks")
-    for letter, reason in {"G": "have other tensors in Megatron Core", **lacking}.items():
+    for letter in (BOTH, CONVOLUTION):
         if letter in (model.hybrid_layer_pattern or ""):
             yield (
-                f"hybrid_layer_pattern={model.hybrid_layer_pattern}, whose layers {letter} {reason}; use torch_dcp, or "
-                "remove --ckpt-format"
+                f"hybrid_layer_pattern={model.hybrid_layer_pattern}, whose layers {letter} Megatron Core lacks; use "
+                "torch_dcp, or remove --ckpt-format"
             )
     if settings := without_arguments(model):
         yield f"{', '.join(settings)}, which Megatron-LM has no settings for; use torch_dcp"

@@ -98,7 +98,7 @@ def _offload_problems(config: RunConfig) -> Iterator[str]:
 
 def _storage_problems(config: RunConfig) -> Iterator[str]:
     """bfloat16 state with sums of signs; bfloat16 main weights and offloaded state with lamb, offloaded state with
-    soap."""
+    state of matrices."""
     optimizer = config.optimizer
     if optimizer.optimizer == "lamb" and (optimizer.offloads_optimizer or optimizer.bf16_settings):
         yield (
@@ -108,7 +108,7 @@ def _storage_problems(config: RunConfig) -> Iterator[str]:
         )
     if optimizer.has_matrix_state and optimizer.offloads_optimizer:
         yield (
-            f"optimizer={optimizer.optimizer} has factors and bases of whole matrices, which must be on the device; "
+            f"optimizer={optimizer.optimizer} has state of whole matrices, which must be on the device; "
             "remove --optimizer-cpu-offload and --optimizer-offload-dir"
         )
     kind = config.parallel.grad_compression

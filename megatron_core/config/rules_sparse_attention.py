@@ -9,7 +9,6 @@ REFUSED = {
     "attn_logit_softcapping": "scores of selected keys are not bounded; remove --attn-logit-softcapping",
     "window_size": "the indexer chooses among all keys; remove --window-size",
     "attention_chunk_size": "the indexer chooses among all keys; remove --attention-chunk-size",
-    "hybrid_layer_pattern": "the attention layers of a pattern have no indexer; remove one of them",
     "fp8_format": "the indexer's projections are not computed in FP8; remove --fp8-format",
     "compile": "the choice of keys is not compiled; remove --compile",
 }

@@ -1,4 +1,4 @@
-"""Update rules of the optimizers in ``config.optimizers``: AdamW, SGD, Lion on slices, Muon on matrices.
+"""Update rules of the optimizers in ``config.optimizers``: AdamW, SGD, Lion on slices, Muon and AdaMuon on matrices.
 
 ``lamb`` has LAMB, ``soap`` SOAP, and ``rule`` the base classes.
 
@@ -166,30 +166,82 @@ class Muon(MatrixAlgorithm):
         """Return the scaled orthogonal matrix, or those of the matrices of a fused one."""
         has_heads = fused is not None and fused.head_size > 0
         if fused is None or not (self.config.muon_split_qkv if has_heads else self.config.muon_split_gate_up):
-            return self._scaled(direction)
+            return self._of_part(direction)
         parts = []
         for each in separated(direction, fused):
             if has_heads and self.config.muon_split_heads:
-                parts.append(self._scaled(each.unflatten(-2, (-1, fused.head_size))).flatten(-3, -2))
+                parts.append(self._of_part(each.unflatten(-2, (-1, fused.head_size))).flatten(-3, -2))
             else:
-                parts.append(self._scaled(each))
+                parts.append(self._of_part(each))
         return joined(parts, fused)
 
-    def _scaled(self, matrix: Tensor) -> Tensor:
-        config, (rows, columns) = self.config, matrix.shape[-2:]
-        scale = {
-            "spectral": max(rows, columns),
-            "unit_rms_norm": rows / columns,
-            "shape_scaling": max(1.0, rows / columns),
-        }[config.muon_scale_mode] ** 0.5
+    def _of_part(self, matrix: Tensor) -> Tensor:
+        return self._scaled(self._orthogonal(matrix))
+
+    def _orthogonal(self, matrix: Tensor) -> Tensor:
+        config = self.config
         with _float32_products(config.muon_fp32_matmul_prec):
-            orthogonal = newton_schulz(
+            return newton_schulz(
                 matrix,
                 config.muon_num_ns_steps,
                 config.muon_coefficient_type,
                 in_bf16=config.muon_fp32_matmul_prec == "medium",
             )
-        return orthogonal.mul_(scale * config.muon_extra_scale_factor)
+
+    def _scaled(self, matrix: Tensor) -> Tensor:
+        """Multiply ``matrix`` in place by the scale of its shape, and return it."""
+        rows, columns = matrix.shape[-2:]
+        scale = {
+            "spectral": max(rows, columns),
+            "unit_rms_norm": rows / columns,
+            "shape_scaling": max(1.0, rows / columns),
+        }[self.config.muon_scale_mode] ** 0.5
+        return matrix.mul_(scale * self.config.muon_extra_scale_factor)
+
+
+class AdaMuon(Muon):
+    """Muon whose orthogonal matrix O is divided by the root of a running mean of its squares, before it is scaled.
+
+    adamuon: v = b v + (1 - b) O^2;  U = O / (sqrt(v) + eps)
+    normuon: v = b v + (1 - b) mean(O^2);  U = O / sqrt(max(v, eps));  U = U |O| / |U|
+    w = (1 - lr wd) w - lr scale U, with b = ``adaptive_muon_beta2`` and eps = ``adaptive_muon_eps``
+
+    The mean is over the columns of a matrix with at least as many rows as columns, otherwise over the rows; |.| is the
+    Frobenius norm. O of a fused matrix consists of the orthogonal matrices of its parts; v, norms and scale are those
+    of the fused matrix, and of each expert. The owner of a matrix has v.
+
+    Source: Si et al. 2025 (arXiv 2507.11005) for adamuon, Li et al. 2025 (arXiv 2510.05491) for normuon, in the form of
+    ``AdaptiveMuon`` in Emerging-Optimizers 0.3.
+    """
+
+    def new_state(self, matrix: Tensor, fused: Fused | None) -> dict[str, Tensor]:
+        """Return second moments of zeros, ``[..., rows, 1]`` or ``[..., 1, columns]`` for normuon."""
+        like = matrix if self._is_elementwise else matrix.narrow(_averaged(matrix), 0, 1)
+        return {"moment2_buffer": torch.zeros_like(like, memory_format=torch.contiguous_format)}
+
+    def transform(self, direction: Tensor, fused: Fused | None, state: dict[str, Tensor], rates: Rates) -> Tensor:
+        """Return the update of a matrix with this ``direction``; see ``MatrixAlgorithm``."""
+        orthogonal, moment = self.orthogonalized(direction, fused), state["moment2_buffer"]
+        squares = orthogonal.square()
+        if self._is_elementwise:
+            moment.lerp_(squares, 1.0 - self.config.adaptive_muon_beta2)
+            return self._scaled(orthogonal.div_(moment.sqrt().add_(self.config.adaptive_muon_eps)))
+        moment.lerp_(squares.mean(_averaged(squares), keepdim=True), 1.0 - self.config.adaptive_muon_beta2)
+        update = orthogonal * moment.clamp_min(self.config.adaptive_muon_eps).rsqrt_()
+        before, after = (matrix.square().sum((-2, -1), keepdim=True).sqrt_() for matrix in (orthogonal, update))
+        return self._scaled(update.mul_(before.div_(after.clamp_min_(self.config.adaptive_muon_eps))))
+
+    @property
+    def _is_elementwise(self) -> bool:
+        return self.config.adaptive_muon_moment2_method == "adamuon"
+
+    def _of_part(self, matrix: Tensor) -> Tensor:
+        return self._orthogonal(matrix)
+
+
+def _averaged(matrix: Tensor) -> int:
+    """The dimension over which NorMuon averages squares: the shorter one."""
+    return -1 if matrix.shape[-2] >= matrix.shape[-1] else -2
 
 
 def newton_schulz(matrix: Tensor, steps: int, coefficients: str = "quintic", *, in_bf16: bool = False) -> Tensor:
@@ -228,6 +280,7 @@ UPDATE_RULES: dict[str, UpdateRule] = {
     "sgd": SGD,
     "lion": Lion,
     "muon": Muon,
+    "adaptive_muon": AdaMuon,
     "soap": SOAP,
     "lamb": LAMB,
 }

@@ -1,4 +1,4 @@
-"""State of optimizers that keep some for whole matrices (SOAP), from the shapes of the hidden matrices of a model."""
+"""State of optimizers that keep some for whole matrices (SOAP, AdaMuon), from the shapes of a model's matrices."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ class Matrices(NamedTuple):
 def matrix_state_elements(config: RunConfig, layers: list[int], *, has_mtp: bool) -> int:
     """Elements of the state of the hidden matrices in ``layers`` over all ranks, 0 for most optimizers.
 
-    ``has_mtp``: also those of the multi-token prediction layers. Two moments of each matrix, and a factor and a basis
-    of each of its dimensions up to ``soap_max_precondition_dim``.
+    ``has_mtp``: also those of the multi-token prediction layers. SOAP: two moments of each matrix, and a factor and a
+    basis of each of its dimensions up to ``soap_max_precondition_dim``. AdaMuon: a second moment of each element, or of
+    the longer dimension (normuon).
     """
     if not config.optimizer.has_matrix_state:
         return 0
@@ -42,6 +43,9 @@ def matrix_state_elements(config: RunConfig, layers: list[int], *, has_mtp: bool
 
 def _elements(matrix: Matrices, optimizer: OptimizerConfig) -> int:
     pieces, columns, copies, has_heads = matrix
+    if optimizer.optimizer == "adaptive_muon":
+        is_elementwise = optimizer.adaptive_muon_moment2_method == "adamuon"
+        return copies * (sum(pieces) * columns if is_elementwise else max(sum(pieces), columns))
     is_split = optimizer.soap_split_qkv if has_heads else optimizer.soap_split_gate_up
     most = optimizer.soap_max_precondition_dim
     sides = [size for rows in (pieces if is_split else (sum(pieces),)) for size in (rows, columns)]

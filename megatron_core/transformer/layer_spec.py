@@ -112,7 +112,7 @@ def layer_spec(config: ModelConfig, layer_number: int) -> LayerSpec:
         post_mlp_layernorm=after,
         self_attention=mixer,
         mlp=MoELayer if has_experts else MLP if config.has_mlp(layer_number) else None,
-        auxiliary_losses=(*indexer_loss_names(config), *(moe_loss_names(config) if has_experts else ())),
+        auxiliary_losses=(*indexer_loss_names(config, layer_number), *(moe_loss_names(config) if has_experts else ())),
     )
 
 

@@ -28,9 +28,9 @@ INDEXER = ".indexer."
 """Occurs in the names of all parameters of indexers, and in no other name."""
 
 
-def indexer_loss_names(config: ModelConfig) -> tuple[str, ...]:
-    """The names of the auxiliary losses of an attention layer."""
-    return (INDEXER_LOSS,) * config.trains_indexers
+def indexer_loss_names(config: ModelConfig, layer_number: int) -> tuple[str, ...]:
+    """The names of the auxiliary losses of a layer's attention."""
+    return (INDEXER_LOSS,) * (config.trains_indexers and config.has_attention(layer_number))
 
 
 @dataclass(frozen=True)

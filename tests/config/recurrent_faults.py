@@ -109,7 +109,11 @@ RECURRENT_FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
     ),
     (HYBRID | {"use_mup": True}, 1, ("use_mup=True", "remove --use-mup")),
     (HYBRID | {"layout_invariant": True}, 1, ("hybrid_layer_pattern", "layout_invariant=True")),
-    ({"hybrid_layer_pattern": "G*", "save": "out", "ckpt_format": "torch_dist"}, 1, ("layers G", "use torch_dcp")),
+    (
+        {"hybrid_layer_pattern": "G*", "save": "out", "ckpt_format": "torch_dist"},
+        1,
+        ("swiglu=False with layers G", "use torch_dcp"),
+    ),
     (
         HYBRID | {"hybrid_layer_pattern": "H-", "save": "out", "ckpt_format": "torch_dist"},
         1,

@@ -304,6 +304,14 @@ def test_a_pattern_of_layers_says_their_stages_and_the_kind_of_attention(tmp_pat
     assert layers_by_stage(found, 64, 2) == [range(5), range(5, 7)]
     implied, given = (parse(f"--hybrid-layer-pattern M+ {more}") for more in ("", "--multi-latent-attention"))
     assert implied == given, "with the same defaults of latent attention"
+    sparse = "--multi-latent-attention --experimental-attention-variant dsa --cp-comm-type all_gather"
+    implied, given = (
+        parse(f"--hybrid-layer-pattern {flags} --qk-pos-emb-head-dim 32") for flags in ("MD", f"M* {sparse}")
+    )
+    assert implied.model == given.model and implied.model.has_sparse_attention
+    for mixed in ("MD+", "MD*"):
+        (problem,) = (each for each in problems(parse(f"--hybrid-layer-pattern {mixed}"), 1) if "one kind" in each)
+        assert "write * for all, alone, with --multi-latent-attention, or also with" in problem
     with pytest.raises(ConfigError, match=r"also assigns layers to stages; remove it or the \|"):
         parse("--hybrid-layer-pattern M|- --pipeline-model-parallel-layout Et|tL")
     (tmp_path / "run.yaml").write_text("hybrid_layer_pattern: M||-\n")

@@ -68,5 +68,9 @@ def test_a_run_with_a_pattern_names_what_the_format_lacks() -> None:
     run = {"mock_data": True, "vocab_size": 64, "train_iters": 1, "save": "out"}
     run |= {"num_layers": 2, "ckpt_format": "torch_dist"}
     assert not list(problems(RunConfig.from_flat(run | {"hybrid_layer_pattern": "*-"}), 1))
-    wrong = list(problems(RunConfig.from_flat(run | {"hybrid_layer_pattern": "*G"}), 1))
-    assert len(wrong) == 1 and "*G, whose layers G have other tensors in Megatron Core" in wrong[0]
+    wrong = list(problems(RunConfig.from_flat(run | {"hybrid_layer_pattern": "*C"}), 1))
+    assert len(wrong) == 1 and "*C, whose layers C Megatron Core lacks; use torch_dcp" in wrong[0]
+    delta_net = run | {"hybrid_layer_pattern": "*G", "normalization": "RMSNorm", "swiglu": True}
+    assert not list(problems(RunConfig.from_flat(delta_net), 1))
+    wrong = list(problems(RunConfig.from_flat(delta_net | {"swiglu": False, "apply_layernorm_1p": True}), 1))
+    assert len(wrong) == 1 and "swiglu=False with layers G, apply_layernorm_1p=True with layers G" in wrong[0]

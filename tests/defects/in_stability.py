@@ -1,4 +1,4 @@
-"""Defects of QK-clip, z-loss and SOAP: maxima of a part of the batch, wrong rows, wrong columns, wrong bases."""
+"""Defects of QK-clip, z-loss, SOAP and AdaMuon: maxima of a part of the batch, wrong rows, columns, bases or means."""
 
 from __future__ import annotations
 
@@ -107,6 +107,38 @@ IN_STABILITY = (
         "self.states[task]",
         "(self.states.pop(task) and vars(self).pop('states') and self.states)[task]",
         "soap, experts, gate and up apart, ep2",
+        culprit="updated weight ",
+    ),
+    Defect(
+        "AdaMuon's second moment is of the last step alone",
+        "optimizer.algorithms:AdaMuon.transform",
+        "moment.lerp_(squares, 1.0 - self.config.adaptive_muon_beta2)",
+        "moment.copy_(squares)",
+        "adamuon, tp2",
+        culprit="updated weight ",
+    ),
+    Defect(
+        "NorMuon averages over the longer dimension of a matrix's second moment",
+        "optimizer.algorithms:_averaged",
+        "-1 if",
+        "-2 if",
+        "normuon, dp2 zero1, overlap",
+        culprit="updated weight ",
+    ),
+    Defect(
+        "NorMuon's norms are those of all experts that a rank updates at once",
+        "optimizer.algorithms:AdaMuon.transform",
+        "matrix.square().sum((-2, -1), keepdim=True)",
+        "matrix.square().sum()",
+        "normuon, experts, dp2 tp2 ep2 zero1",
+        culprit="updated weight *experts",
+    ),
+    Defect(
+        "NorMuon scales the orthogonal matrices before it measures their norm, and again afterwards",
+        "optimizer.algorithms:AdaMuon._of_part",
+        "self._orthogonal(matrix)",
+        "self._scaled(self._orthogonal(matrix))",
+        "normuon, 2 groups, tp2 sp",
         culprit="updated weight ",
     ),
 )

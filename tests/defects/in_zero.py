@@ -127,8 +127,8 @@ IN_ZERO = (
     Defect(
         "Muon's heads are cut one row late",
         "optimizer.algorithms:Muon.orthogonalized",
-        "self._scaled(each.unflatten(-2, (-1, fused.head_size))).flatten(-3, -2)",
-        "self._scaled(each.roll(-1, -2).unflatten(-2, (-1, fused.head_size))).flatten(-3, -2).roll(1, -2)",
+        "self._of_part(each.unflatten(-2, (-1, fused.head_size))).flatten(-3, -2)",
+        "self._of_part(each.roll(-1, -2).unflatten(-2, (-1, fused.head_size))).flatten(-3, -2).roll(1, -2)",
         "muon by heads, gate and up apart, 2 groups, dp2 tp2 zero2",
         culprit="updated weight *linear_qkv",
     ),

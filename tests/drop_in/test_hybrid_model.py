@@ -138,6 +138,7 @@ def test_stages_are_those_of_the_pattern() -> None:
         ({"hybrid_layer_pattern": "M*"}, "num_layers=4 must be 2, the number of letters in hybrid_layer_pattern=M"),
         ({"hybrid_layer_pattern": "M*|-E"}, "M*|-E has 2 stages for each pipeline rank"),
         ({"hybrid_layer_pattern": "M+-E"}, "M+-E has layers +; pass an MLATransformerConfig"),
+        ({"hybrid_layer_pattern": "MD-E"}, "MD-E has layers D, which it does not build"),
     ],
 )
 def test_other_patterns_are_refused(given: dict[str, Any], message: str) -> None:

@@ -1,4 +1,4 @@
-"""Hybrid models of Megatron Core on CPU ranks: its Mamba-2 mixers with plain kernels in place of those of mamba_ssm."""
+"""Hybrid models of Megatron Core on CPU ranks: plain kernels replace those of mamba_ssm and flash-linear-attention."""
 
 from __future__ import annotations
 
@@ -21,6 +21,14 @@ HYBRID: dict[str, Any] = training.LLAMA | {
     "mamba_head_dim": 4,
     "mamba_num_groups": 2,
     "mamba_num_heads": 6,
+}
+DELTA_NETS: dict[str, Any] = HYBRID | {
+    "hybrid_layer_pattern": "G*-M",
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_conv_kernel_dim": 4,
 }
 HAS_EINOPS = (MEGATRON / "einops").is_dir()
 
@@ -77,15 +85,32 @@ def scan(
     return torch.stack(found, 1).to(x)
 
 
+def of_length_one(x: Tensor, dim: int = -1, eps: float = 1e-6) -> Tensor:
+    """The function ``l2norm`` of flash-linear-attention."""
+    return x * torch.rsqrt(x.square().sum(dim, keepdim=True) + eps)
+
+
+def _unused(*args: Any, **kwargs: Any) -> Any:
+    raise AssertionError("only --deterministic-mode is used, which calls torch's operators")
+
+
 def use_hybrid() -> None:
-    """Make Megatron Core with Mamba-2 mixers usable in this forked rank."""
-    names = ("mamba_ssm", "mamba_ssm.ops", "mamba_ssm.ops.triton")
-    for name in names:
+    """Make Megatron Core with Mamba-2 mixers and gated delta nets usable in this forked rank."""
+    names = ("mamba_ssm", "mamba_ssm.ops", "mamba_ssm.ops.triton", "fla", "fla.modules", "fla.ops")
+    functions = {
+        "fla.modules.convolution": {"causal_conv1d": _unused},
+        "fla.modules.l2norm": {"l2norm": of_length_one},
+        "fla.ops.gated_delta_rule": {"chunk_gated_delta_rule": _unused},
+    }
+    for name in (*names, *functions):
         sys.modules[name] = ModuleType(name)
-    norms, scans = (ModuleType(f"{names[-1]}.{name}") for name in ("layernorm_gated", "ssd_combined"))
+        vars(sys.modules[name]).update(functions.get(name, {}))
+    norms, scans = (ModuleType(f"{names[2]}.{name}") for name in ("layernorm_gated", "ssd_combined"))
     vars(norms)["RMSNorm"] = GatedNorm
     vars(scans).update(mamba_chunk_scan_combined=scan, mamba_split_conv1d_scan_combined=scan)
     sys.modules |= {norms.__name__: norms, scans.__name__: scans}
+    dynamo: Any = import_module("torch._dynamo")
+    dynamo.config.disable = True  # Megatron Core compiles functions of gated delta nets
     training.use_megatron()
 
 
@@ -124,6 +149,20 @@ def hybrid_model(config: Any, shape: dict[str, Any], **stage: Any) -> nn.Module:
             submodules=layer.TransformerLayerSubmodules(**attention, self_attn_bda=adds, **names),
         ),
     }
+    if "G" in shape["hybrid_layer_pattern"]:
+        nets: Any = import_module("megatron.core.ssm.gated_delta_net")
+        of_net = nets.GatedDeltaNetSubmodules(
+            linear.ColumnParallelLinear, parts.input_layernorm, linear.RowParallelLinear
+        )
+        stack["gdn_layer"] = spec(
+            module=layer.TransformerLayer,
+            submodules=layer.TransformerLayerSubmodules(
+                input_layernorm=parts.input_layernorm,
+                self_attention=spec(module=nets.GatedDeltaNet, submodules=of_net),
+                self_attn_bda=adds,
+                sharded_state_dict_keys_map={"input_layernorm.": "self_attention.in_proj.layer_norm_"},
+            ),
+        )
     for name, own in (("mlp_layer", {**mlp, **names}), ("moe_layer", mlp | {"mlp": of_experts.mlp})):
         submodules = layer.TransformerLayerSubmodules(**own, mlp_bda=adds)
         stack[name] = spec(module=layer.TransformerLayer, submodules=submodules)

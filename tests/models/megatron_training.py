@@ -80,7 +80,8 @@ CONFIG = (
     *("moe_token_dispatcher_type", "mtp_num_layers", "mtp_loss_scaling_factor", "q_lora_rank", "kv_lora_rank"),
     *("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rope_type", "moe_router_enable_expert_bias"),
     *("moe_router_score_function", "moe_shared_expert_intermediate_size", "moe_router_bias_update_rate"),
-    *("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads"),
+    *("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads", "linear_key_head_dim"),
+    *("linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads", "linear_conv_kernel_dim"),
 )
 SIZES = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size", "ep": "expert_model_parallel_size"}
 
@@ -205,6 +206,7 @@ class Training:
         given = {name: shape[name] for name in CONFIG if shape.get(name) is not None}
         if "hybrid_layer_pattern" in shape:
             given |= {"is_hybrid_model": True, "use_mamba_mem_eff_path": False}
+            given |= {"deterministic_mode": "G" in shape["hybrid_layer_pattern"]}
         dtype = torch.bfloat16 if bf16 else torch.float32
         return kind(
             **given,

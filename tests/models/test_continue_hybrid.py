@@ -16,7 +16,7 @@ from megatron_core.training.megatron_state import megatron_config
 from megatron_core.verify.ranks import run_ranks
 from tests.checkpoint.runs import start, train
 from tests.models import megatron_training as theirs
-from tests.models.megatron_hybrid import HAS_EINOPS, HYBRID, use_hybrid
+from tests.models.megatron_hybrid import DELTA_NETS, HAS_EINOPS, HYBRID, use_hybrid
 from tests.models.test_continue_megatron import AFTER, BEFORE, EP2, PP2, SHARDED, TP2, Tokens, continued
 from tests.models.test_write_megatron import Case, flat_settings
 
@@ -54,6 +54,9 @@ READ = {
     "two tokens ahead, tp2": Stored(AHEAD, "tp2", "", PP2),
     "two tokens ahead, tp2, flat buffers": Stored(AHEAD, "tp2", "dp_reshardable", PP2, SHARDED),
     "experts ahead, ep2": Stored(EXPERTS_AHEAD, "ep2", "", EP2),
+    "delta nets, tp2": Stored(DELTA_NETS, "tp2", "", PP2),
+    "delta nets, tp2, flat buffers": Stored(DELTA_NETS, "tp2", "dp_reshardable", PP2, SHARDED),
+    "delta nets, tp2, torch": Stored(DELTA_NETS, "tp2", "torch", PP2),
     "dp2, gathered": Stored(HYBRID, "", "dp_zero_gather_scatter", TP2, SHARDED),
     "dp2, reshardable": Stored(HYBRID, "", "fully_reshardable", PP2, SHARDED),
 }
@@ -63,6 +66,9 @@ WRITTEN = {
     "experts, ep2": Case(EXPERTS, EP2, "ep2"),
     "two tokens ahead, pp2 to tp2": Case(AHEAD, PP2, "tp2"),
     "experts ahead, ep2": Case(EXPERTS_AHEAD, EP2, "ep2"),
+    # Not to tp2: Megatron Core does not sum the gradient of the norm of a delta net over tensor-parallel ranks.
+    "delta nets, pp2 to dp2": Case(DELTA_NETS, PP2),
+    "delta nets, tp2 to pp2, distributed": Case(DELTA_NETS, TP2, "pp2", SHARDED),
     "pp2 to tp2, distributed": Case(HYBRID, PP2, "tp2", SHARDED),
 }
 

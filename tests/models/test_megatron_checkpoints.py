@@ -207,6 +207,7 @@ def test_bad_folders_are_one_sentence_and_run_nothing(
         ),
         ({"moe_latent_size": 8}, "moe_latent_size=8, which is not supported"),
         ({"position_embedding_type": "mrope"}, "position_embedding_type='mrope', which is not supported"),
+        ({"hybrid_layer_pattern": "D-"}, "hybrid_layer_pattern='D-', which is not supported: layers D have indexers"),
     ],
 )
 def test_arguments_that_do_not_fit(

@@ -17,12 +17,12 @@ from megatron_core.commands.convert_checkpoint import Settings, convert
 from megatron_core.config import ModelConfig
 from megatron_core.errors import CheckpointError
 from megatron_core.models.megatron_lm import MegatronReader
-from megatron_core.models.megatron_lm.mixers import check_format
 from megatron_core.parallel.boxes import Box
 from megatron_core.verify.ranks import run_ranks
 from tests.models import megatron_training as training
 from tests.models.megatron_files import Chunked, write_distributed
 from tests.models.test_megatron_checkpoints import GPT, VOCABULARY, imported, make_model, named
+from tests.models.test_megatron_fsdp_files import read, write
 from tests.runs import tiny_run
 
 HYBRID: dict[str, Any] = GPT | {
@@ -87,6 +87,25 @@ def test_every_weight_is_in_its_place(
     for name, weight in weights.items():
         rows = VOCABULARY if "word_embeddings" in name else len(weight)  # others pad the vocabulary
         assert torch.equal(others[name][:rows], weight[:rows]), name
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_every_weight_of_a_state_dict_is_in_its_place(
+    ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of Megatron-FSDP, whose projections of mixers have the rows of the tensor-parallel ranks one after another."""
+    model = make_model(HYBRID, biases=False)
+    weights = {name: parameter.detach() for name, parameter in model.named_global_parameters()}
+    args = named(HYBRID, model, monkeypatch, tensor_model_parallel_size=ranks)
+    stored = theirs(weights, fused=True)
+    for name in {name.rpartition(".")[0] for name in stored if name.endswith(".x")}:
+        pieces = [stored.pop(f"{name}.{piece}") for piece in PIECES[name.split("mixer.")[1]]]
+        stored[name] = torch.cat([piece.chunk(ranks)[rank] for rank in range(ranks) for piece in pieces])
+    run_ranks(2, write, tmp_path, stored, args, "under these names", backend="gloo")
+    with MegatronReader(tmp_path) as reader:
+        for name, weight in weights.items():
+            assert torch.equal(read(reader, f"model.{name}", weight.shape), weight), name
+            assert torch.equal(read(reader, f"optimizer.exp_avg.{name}", weight.shape), 2 * weight), name
 
 
 def test_a_hybrid_model_is_written_with_the_names_of_megatron_core(tmp_path: Path) -> None:
@@ -211,14 +230,10 @@ def save(folder: str) -> None:
     run.saver.save(run.state)
 
 
-def test_half_of_adams_state_and_other_formats_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_of_adams_state_and_ratios_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model(HYBRID, biases=False)
     weights = {name: parameter.detach() for name, parameter in model.named_global_parameters()}
     args = named(HYBRID, model, monkeypatch)
-    with pytest.raises(
-        CheckpointError, match=r"hybrid_layer_pattern=M\*-M is only read from --ckpt-format torch_dist or"
-    ):
-        check_format(model.model_config, "fsdp_dtensor", has_places=False)
     stored = {name: Chunked(weight, False, 1) for name, weight in theirs(weights, fused=True).items()}
     states = {f"optimizer.state.exp_avg.{name}": each for name, each in stored.items()}
     write_distributed(tmp_path / "dist", {}, args, extra=stored | states)

@@ -163,6 +163,7 @@ CASES: list[tuple[torch.dtype, dict[str, Any]]] = [
     (torch.float32, {"muon_fp32_matmul_prec": "highest", "muon_split_heads": True, "muon_split_gate_up": True}),
     (torch.float32, {"muon_split_qkv": False}),
     (torch.float64, {"optimizer": "soap", "soap_split_gate_up": True, "soap_max_precondition_dim": 20}),
+    (torch.float32, {"optimizer": "adaptive_muon", "adaptive_muon_moment2_method": "normuon"}),
 ]
 
 

@@ -51,6 +51,15 @@ STATES: dict[str, tuple[dict[str, Any], set[str]]] = {
     "sgd without momentum, bf16": ({"optimizer": "sgd", "sgd_momentum": 0.0, "bf16": True}, {"main"}),
     "lion": ({"optimizer": "lion"}, {"exp_avg"}),
     "muon": ({"optimizer": "muon"}, {"momentum_buffer", "exp_avg", "exp_avg_sq"}),
+    "adamuon": (
+        {"optimizer": "adaptive_muon"},
+        {"momentum_buffer", "moment2_buffer", "exp_avg", "exp_avg_sq"},
+    ),
+    "normuon of experts, bf16": (
+        {"optimizer": "adaptive_muon", "adaptive_muon_moment2_method": "normuon", "swiglu": True, "bf16": True}
+        | {"num_experts": 4, "moe_router_topk": 2, "disable_bias_linear": True},
+        {"momentum_buffer", "moment2_buffer", "exp_avg", "exp_avg_sq", "main"},
+    ),
     "soap": (
         {"optimizer": "soap"},
         {"exp_avg", "exp_avg_sq", *FACTORS, *(f"{name}_{n}" for name in FACTORS for n in (1, 2))},
@@ -138,7 +147,7 @@ def test_resuming_without_momentum_ignores_its_state(tmp_path: Path) -> None:
 def test_an_unknown_optimizer_is_refused() -> None:
     (problem,) = problems(tiny_config(optimizer="adamz"), 1)
     # Engines of other tests in this process have registered optimizers of torch.
-    assert problem.startswith("optimizer=adamz is unknown; legal: adam, sgd, lion, muon, soap, lamb")
+    assert problem.startswith("optimizer=adamz is unknown; legal: adam, sgd, lion, muon, adaptive_muon, soap, lamb")
     with pytest.raises(ConfigError, match="'adam' is already registered"):
         register_optimizer(OPTIMIZERS["adam"], UPDATE_RULES["adam"])
 

@@ -21,6 +21,9 @@ WARMUP = {"dsa_indexer_warmup": True}
 SPARSE = DSA | {"dsa_indexer_use_sparse_loss": True}
 DEEPSEEK_V32 = LATENT | DEEPSEEK | INDEXER | {"dsa_indexer_use_sparse_loss": True}
 
+HEADS = {"linear_key_head_dim": 4, "linear_value_head_dim": 6, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+OF_LAYERS = SPARSE | HEADS | {"normalization": "RMSNorm", "global_batch_size": 4}
+
 SPARSE_ROWS: dict[str, tuple[int, dict, dict]] = {
     "sparse attention, tp2": (2, SPARSE, TP2),
     "sparse attention, tp2 sp": (2, SPARSE, TP2 | SP),
@@ -45,6 +48,17 @@ SPARSE_ROWS: dict[str, tuple[int, dict, dict]] = {
         CP2 | TP2 | SP | {"recompute_granularity": "selective"},
     ),
     "sparse attention, full recompute, pp2 zb_v": (2, SPARSE | {"num_layers": 4}, PP2 | ZB_V | RECOMPUTE),
+    "sparse attention and delta nets, pp2": (2, OF_LAYERS | {"hybrid_layer_pattern": "G*-*", "num_layers": 4}, PP2),
+    "sparse attention and delta nets, packed, cp2 tp2 sp": (
+        4,
+        OF_LAYERS | PACKED | {"hybrid_layer_pattern": "*-G", "num_layers": 3},
+        CP2 | TP2 | SP,
+    ),
+    "sparse attention in a pattern, warm-up, dp2 zero3": (
+        2,
+        DSA | WARMUP | {"hybrid_layer_pattern": "-*", "num_layers": 2},
+        ZERO3,
+    ),
     "deepseek-v3.2, dp2 ep2 zero3": (2, DEEPSEEK_V32, EP2 | ZERO3),
     "deepseek-v3.2, tp2 sp ep2 etp1": (2, DEEPSEEK_V32, TP2 | SP | EP2 | ETP1),
     "deepseek-v3.2, a second token, cp2 pp2 zb_h1": (

@@ -1,4 +1,4 @@
-"""Rows of the parity matrix with QK-clip, z-loss and SOAP, in the form of ``rows.ROWS``."""
+"""Rows of the parity matrix with QK-clip, z-loss, SOAP and AdaMuon, in the form of ``rows.ROWS``."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ ONE_GROUP = GQA1 | {"qk_layernorm": False}
 Z_LOSS = {"output_z_loss_coeff": 0.03, "num_layers": 2, "global_batch_size": 4}
 MUON = {"optimizer": "muon"}
 SOAP = {"optimizer": "soap", "num_layers": 2, "global_batch_size": 4}
+# A smaller epsilon magnifies the rounding of elements whose true value is 0.
+ADAMUON = {"optimizer": "adaptive_muon", "num_layers": 2, "global_batch_size": 4, "adaptive_muon_eps": 1e-5}
+NORMUON = ADAMUON | {"adaptive_muon_moment2_method": "normuon", "adaptive_muon_beta2": 0.8}
 EXPERTS = SOAP | {"num_experts": 4, "moe_router_topk": 2, "disable_bias_linear": True, "swiglu": True}
 
 STABILITY_ROWS: dict[str, tuple[int, dict, dict]] = {
@@ -38,5 +41,13 @@ STABILITY_ROWS: dict[str, tuple[int, dict, dict]] = {
         EXPERTS | {"soap_split_gate_up": True},
         TP2 | EP2 | ZERO,
     ),
+    "adamuon, tp2": (2, ADAMUON, TP2),
+    "adamuon, 2 groups, Nesterov, pp2": (2, ADAMUON | GQA2 | {"muon_nesterov": True}, PP2),
+    "adamuon, matrices cut, dp2 zero1": (2, ADAMUON, ZERO | {"use_layer_wise_param_layout": False}),
+    "normuon, 2 groups, tp2 sp": (2, NORMUON | GQA2, TP2 | SP),
+    "normuon, pp2": (2, NORMUON, PP2),
+    "normuon, dp2 zero1, overlap": (2, NORMUON, ZERO | OVERLAP),
+    "normuon, dp2 zero3": (2, NORMUON, ZERO3),
+    "normuon, experts, dp2 tp2 ep2 zero1": (4, EXPERTS | NORMUON, TP2 | EP2 | ZERO),
     "muonclip of latents, tp2 sp": (2, CLIP | MUON | LATENT | {"num_layers": 2, "global_batch_size": 4}, TP2 | SP),
 }

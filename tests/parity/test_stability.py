@@ -1,4 +1,4 @@
-"""QK-clip, z-loss and SOAP compute in every layout what they compute in one process."""
+"""QK-clip, z-loss, SOAP and AdaMuon compute in every layout what they compute in one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The state of SOAP's matrices by formula is that of the optimizer."""
+"""The state of SOAP's and AdaMuon's matrices by formula is that of the optimizer."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ OF_LAYOUTS = ("_parallel_size", "_stages_per_pipeline_rank", "sequence_parallel"
 @pytest.mark.parametrize("name", MODELS)
 def test_formula_counts_the_state(name: str) -> None:
     settings = {key: value for key, value in CASES[name].items() if not key.endswith(OF_LAYOUTS)}
-    for split in (False, True):
-        soap = {"optimizer": "soap", "soap_split_gate_up": split, "soap_split_qkv": split}
-        run = tiny_run(**settings, **soap, soap_max_precondition_dim=100)
+    soap, adaptive = {"optimizer": "soap", "soap_max_precondition_dim": 100}, {"optimizer": "adaptive_muon"}
+    cases = [soap | {"soap_split_gate_up": split, "soap_split_qkv": split} for split in (False, True)]
+    for case in (*cases, *(adaptive | {"adaptive_muon_moment2_method": name} for name in ("adamuon", "normuon"))):
+        run = tiny_run(**settings, **case)
         found = sum(piece.memory.numel() for piece in run.optimizer.matrix_state())
         layers = list(range(run.config.model.num_layers))
         assert found == matrix_state_elements(run.config, layers, has_mtp=True) > 0

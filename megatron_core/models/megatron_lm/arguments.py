@@ -52,11 +52,14 @@ def settings_of_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     given |= _positions(arguments)
     if isinstance(pattern := given.get("hybrid_layer_pattern"), str):
         given["hybrid_layer_pattern"], implied = read_pattern(pattern)
+        if "experimental_attention_variant" in implied:
+            raise CheckpointError(_unsupported("hybrid_layer_pattern", pattern) + ": layers D have indexers")
         given |= {name: value for name, value in implied.items() if name.startswith("mtp_")}
     plain = not any(arguments.get(name) for name in ("swiglu", "quick_geglu", "squared_relu"))
     if plain and arguments.get("bias_gelu_fusion") and arguments.get("add_bias_linear", True):
         given["openai_gelu"] = True  # the fused kernel computes the approximation by tanh
-    given = {name: value for name, value in given.items() if not name.startswith("linear_")}  # of that variant
+    if "G" not in (given.get("hybrid_layer_pattern") or ""):
+        given = {name: value for name, value in given.items() if not name.startswith("linear_")}  # of gated delta nets
     if not arguments.get("num_experts"):
         given = {name: value for name, value in given.items() if not name.startswith("moe_")}
     if not arguments.get("group_query_attention"):

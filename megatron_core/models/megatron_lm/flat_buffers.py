@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from megatron_core.config import ModelConfig
-from megatron_core.config.mixers import Mamba2
 from megatron_core.errors import CheckpointError
+from megatron_core.models.megatron_lm.mixers import rows_of_ranks
 from megatron_core.models.megatron_lm.tensor_map import (
     FROZEN,
     TIED,
@@ -46,6 +46,7 @@ _LATENTS = ["linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_k
 
 
 _MIXER = [f"self_attention.{name}" for name in ("conv1d", "dt_bias", "A_log", "D", "in_proj", "norm", "out_proj")]
+_DELTA_NET = [f"self_attention.{name}" for name in ("dt_bias", "A_log", "in_proj", "conv1d", "out_norm", "out_proj")]
 
 
 def _order(*modules: str) -> list[str]:
@@ -59,9 +60,13 @@ ORDERS = (
     _order("input_layernorm", "linear_proj", *_LATENTS[:2], "q_layernorm", *_LATENTS[2:4], "kv_layernorm", _LATENTS[4]),
 )
 """Registration order of a layer's modules: local layers, layers of Transformer Engine, the same with MLA."""
-_FUSED = [*_MIXER[:4], "input_layernorm", *_MIXER[4:]]
-MIXERS = ([*_MIXER, "input_layernorm"], _FUSED, _FUSED)
-"""The same of a layer with a Mamba-2 mixer, in Megatron Core 0.19."""
+_FUSED = {
+    "M": [*_MIXER[:4], "input_layernorm", *_MIXER[4:]],
+    "G": [*_DELTA_NET[:2], "input_layernorm", *_DELTA_NET[2:]],
+}
+_LOCAL = {"M": [*_MIXER, "input_layernorm"], "G": ["input_layernorm", *_DELTA_NET]}
+MIXERS = (_LOCAL, _FUSED, _FUSED)
+"""The same of a layer with a Mamba-2 mixer or a gated delta net, by its letter, in Megatron Core 0.19."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,7 @@ class FlatBuffer:
     total: int = 0
 
 
+MixerOrders = Mapping[str, Sequence[str]]
 Buffers = Mapping[bool, Mapping[int, Sequence[FlatBuffer]]]
 """Whether of experts -> model-parallel rank -> the buffers of its virtual stages."""
 
@@ -154,7 +160,7 @@ class FlatState:
         self, model: ModelConfig, sizes: Sizes, weights: TensorParts, buffers: Buffers, limits: Sequence[int | None]
     ) -> None:
         self.model, self.layout, self.weights, self.buffers, self.limits = model, sizes, weights, buffers, limits
-        self.pieces = Mamba2(model).pieces if "M" in (model.hybrid_layer_pattern or "") else ()
+        self.pieces = rows_of_ranks(model)
         self.shapes = {name: whole_shape(parts) for name, parts in weights.items() if not name.endswith(FROZEN)}
         self.ties = model.share_embeddings_and_output_weights
         if self.ties:
@@ -165,9 +171,9 @@ class FlatState:
         """The parts of each kind of state; empty if no known order of the parameters fits."""
         layout = self.layout
         complete = len(self.buffers[False]) == layout.tp * layout.pp and self.model.query_groups % layout.tp == 0
-        for order, mixer in zip(ORDERS, MIXERS, strict=True) if complete else ():
+        for order, mixers in zip(ORDERS, MIXERS, strict=True) if complete else ():
             for down in (False, True):
-                dense, stages = self._dense(order, mixer, down=down)
+                dense, stages = self._dense(order, mixers, down=down)
                 if dense and all(map(self._agrees, (*dense[:8], *dense[-8:]))):
                     if not self.model.num_experts:
                         return self._collected(dense)
@@ -177,14 +183,14 @@ class FlatState:
                             return self._collected(dense + experts)
         return {}
 
-    def _dense(self, order: list[str], mixer: list[str], *, down: bool) -> tuple[list[Place], list[range]]:
+    def _dense(self, order: list[str], mixers: MixerOrders, *, down: bool) -> tuple[list[Place], list[range]]:
         """Places of all parameters except experts, and the layers of each stage; nothing if the sizes do not fit."""
         found, stages, first, tp = list[Place](), list[range](), 0, self.layout.tp
         for stage in range(self.stages):
             chunk, rank = divmod(stage, self.layout.pp)
             buffers = [self.buffers[False][rank * tp + t][chunk] for t in range(tp)]
             for last in range(first, self.model.num_layers + 1):
-                keys = [Key(name) for name in self._registered(order, mixer, range(first, last), stage)]
+                keys = [Key(name) for name in self._registered(order, mixers, range(first, last), stage)]
                 of_ranks = [self._placed(keys, self._split(t, tp, down=down), each) for t, each in enumerate(buffers)]
                 if all(of_ranks):
                     break
@@ -215,14 +221,17 @@ class FlatState:
             for key, place in (found or {}).items()
         ]
 
-    def _registered(self, order: list[str], mixer: list[str], layers: range, stage: int) -> list[str]:
-        """Names of a stage's parameters in order of registration; ``mixer`` is the order in layers with mixers."""
+    def _registered(self, order: list[str], mixers: MixerOrders, layers: range, stage: int) -> list[str]:
+        """Names of a stage's parameters in order of registration; ``mixers``: the order in layers with mixers."""
         kinds, depths = ("", ".weight", ".bias"), self.model.mtp_num_layers or 0
-        inner, of_mixers = ([f"{module}{kind}" for module in each for kind in kinds] for each in (order, mixer))
+        inner = [f"{module}{kind}" for module in order for kind in kinds]
+        of_mixers = {
+            letter: [f"{module}{kind}" for module in each for kind in kinds] for letter, each in mixers.items()
+        }
         is_first, is_last = stage == 0, stage == self.stages - 1
         names = [TIED[0], "embedding.position_embeddings.weight"] * (is_first or (is_last and depths > 0))
         for layer in layers:
-            own = of_mixers if self.model.letter_of(layer) == "M" else inner
+            own = of_mixers.get(self.model.letter_of(layer) or "", inner)
             names += [f"decoder.layers.{layer}.{name}" for name in own]
         if is_last:
             around = [f"{module}{kind}" for module in ("enorm", "hnorm", "eh_proj") for kind in kinds]

@@ -18,8 +18,17 @@ from torch import Tensor
 from megatron_core.config import ModelConfig
 from megatron_core.errors import CheckpointError
 from megatron_core.models.megatron_lm.distributed_files import DistributedFiles, without_copies
+from megatron_core.models.megatron_lm.mixers import in_our_order, with_mixers
 from megatron_core.models.megatron_lm.pickles import load_metadata
-from megatron_core.models.megatron_lm.tensor_map import EXPERT, LAYER, MODEL, TensorPart, TensorParts, plain_name
+from megatron_core.models.megatron_lm.tensor_map import (
+    EXPERT,
+    LAYER,
+    MODEL,
+    Sizes,
+    TensorPart,
+    TensorParts,
+    plain_name,
+)
 from megatron_core.parallel.boxes import Box
 
 WRAPPERS = re.compile(r"(?:module\.)*")
@@ -43,7 +52,7 @@ class FSDPFiles(DistributedFiles):
             name = WRAPPERS.sub("", stored.removeprefix("model."), count=1)
             if stored.startswith("model.") and name.startswith(MODEL):
                 self._add_parts(found, stored, name)
-        return without_copies(found, model)
+        return self._ours(found, model)
 
     def optimizer_parts(self, model: ModelConfig) -> dict[str, TensorParts]:
         """The parts of each kind of Adam's state; the main weights are the stored weights."""
@@ -51,7 +60,13 @@ class FSDPFiles(DistributedFiles):
         for stored in self._entries:
             if (match := STATE.fullmatch(stored)) is not None:
                 self._add_parts(found.setdefault(match[2], {}), stored, WRAPPERS.sub("", match[1], count=1))
-        return {kind: without_copies(parts, model) for kind, parts in found.items()}
+        return {kind: self._ours(parts, model) for kind, parts in found.items()}
+
+    def _ours(self, parts: TensorParts, model: ModelConfig) -> TensorParts:
+        """The parts under our names. Projections of Mamba-2 mixers are stored as the ranks have them, those of delta
+        nets in pieces."""
+        ordered = in_our_order(without_copies(parts, model), model, Sizes.of(self.arguments).tp)
+        return with_mixers(ordered, model)
 
     def optimizer_counts(self) -> Any:
         """Adam's step, which all parameters share, and the loss scale."""

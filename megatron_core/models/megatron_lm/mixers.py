@@ -1,22 +1,27 @@
-"""Names of Megatron Core's hybrid models, and the parts in which it stores the projections of Mamba-2 mixers."""
+"""Names of Megatron Core's hybrid models, and the parts in which it stores the projections of their mixers."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 from megatron_core.config import ModelConfig
-from megatron_core.config.mixers import Mamba2
+from megatron_core.config.megatron_model import unlike_delta_net
+from megatron_core.config.mixers import GatedDeltaNet, Mamba2, Recurrence
 from megatron_core.errors import CheckpointError
-from megatron_core.models.megatron_lm.tensor_map import TensorParts
+from megatron_core.models.megatron_lm.tensor_map import LAYER, LocalSplit, TensorPart, TensorParts, whole_shape
 from megatron_core.parallel.boxes import Box
 
-MIXER = re.compile(r"(decoder\.layers\.\d+\.)mixer\.(.+)")
-PIECE = re.compile(r"(in_proj\.weight|conv1d\.weight|conv1d\.bias)\.(x|B|C|z|dt)")
+MIXER = re.compile(r"(decoder\.layers\.\d+\.)(mixer|self_attention)\.(.+)")
+"""Names of a layer with a Mamba-2 mixer, and of a layer with a gated delta net or attention."""
 ORDER = {"x": 0, "B": 1, "C": 2, "z": 3, "dt": 4}
 """Megatron Core's names of the pieces of a projection and of the convolution -> their places here (``Mamba2.pieces``);
 in its own matrices z is the first."""
+DELTA_ORDER = {name: place for place, name in enumerate(("query", "key", "value", "z", "beta", "alpha"))}
+"""The same of a gated delta net, whose pieces have the same order in both."""
+PIECE = re.compile(rf"(in_proj\.weight|conv1d\.weight|conv1d\.bias)\.({'|'.join({**ORDER, **DELTA_ORDER})})")
 RENAMED = {"in_proj.layer_norm_weight": "input_layernorm.weight", "in_proj.layer_norm_bias": "input_layernorm.bias"}
 """The norm before a mixer, which Transformer Engine fuses into the projection."""
 CONVOLUTION = re.compile(r"^conv1d_")
@@ -29,29 +34,80 @@ PIECED = ("in_proj.weight", "conv1d.weight", "conv1d.bias")
 FINAL = {f"decoder.final_norm.{kind}": f"decoder.final_layernorm.{kind}" for kind in ("weight", "bias")}
 
 
+class StoredMixer(NamedTuple):
+    """How Megatron Core stores a kind of mixer."""
+
+    module: str
+    """Its name of the mixer."""
+    order: dict[str, int]
+    """Its names of the pieces -> their places here."""
+    norm: str
+    """Our name of the norm of outputs; there it is a module with a weight."""
+    kind: type[Recurrence]
+
+
+STORED = {
+    "M": StoredMixer("mixer", ORDER, "norm", Mamba2),
+    "G": StoredMixer("self_attention", DELTA_ORDER, "out_norm", GatedDeltaNet),
+}
+"""The mixers by the letter of their layers."""
+NORMS = {f"{mixer.module}.{mixer.norm}.weight": mixer.norm for mixer in STORED.values()}
+
+
 def our_name(name: str) -> str:
     """Translate the name of a tensor of a hybrid model, without the name of its piece, to ours."""
     if (plain := PLAIN_NORM.fullmatch(name)) is not None:
         return f"{plain[1]}input_layernorm.{plain[2]}"
     if (mixer := MIXER.fullmatch(name)) is None:
         return FINAL.get(name, name)
-    rest = CONVOLUTION.sub("conv1d.", mixer[2])
-    return mixer[1] + RENAMED.get(rest, "self_attention." + ("norm" if rest == "norm.weight" else rest))
+    rest = CONVOLUTION.sub("conv1d.", mixer[3])
+    return mixer[1] + RENAMED.get(rest, "self_attention." + NORMS.get(f"{mixer[2]}.{rest}", rest))
 
 
 def with_mixers(found: TensorParts, model: ModelConfig) -> TensorParts:
     """Return the parts of a hybrid model under our names, with the rows of each piece in their place."""
     if model.hybrid_layer_pattern is None:
         return found
-    sizes, named = Mamba2(model).pieces, TensorParts()
-    firsts = [sum(sizes[:number]) for number in range(len(sizes))]
+    named = TensorParts()
+    kinds = {mixer.module: mixer for mixer in STORED.values()}
     for name, parts in found.items():
         whole = name
-        if (mixer := MIXER.fullmatch(name)) is not None and (piece := PIECE.fullmatch(mixer[2])) is not None:
-            whole, first = f"{mixer[1]}mixer.{piece[1]}", firsts[ORDER[piece[2]]]
+        if (mixer := MIXER.fullmatch(name)) is not None and (piece := PIECE.fullmatch(mixer[3])) is not None:
+            whole, kind = f"{mixer[1]}{mixer[2]}.{piece[1]}", kinds[mixer[2]]
+            if piece[2] not in kind.order:
+                raise CheckpointError(f"{name} is not a piece of a projection of {kind.kind.name}")
+            first = sum(kind.kind(model).pieces[: kind.order[piece[2]]])
             parts = [replace(part, box=part.box.shifted((first, *(0 for _ in part.box.shape[1:])))) for part in parts]
         named.setdefault(our_name(whole), []).extend(parts)
     return named
+
+
+def in_our_order(found: TensorParts, model: ModelConfig, ranks: int) -> TensorParts:
+    """Return ``found`` with the rows of whole projections of mixers, stored as those of ``ranks`` tensor-parallel ranks
+    one after another, in our order."""
+    rows, named = rows_of_ranks(model), TensorParts()
+    for name, parts in found.items():
+        ours = our_name(name)
+        layer = LAYER.fullmatch(ours)
+        is_whole = layer is not None and layer[3].removeprefix("self_attention.") in PIECED and int(layer[2]) in rows
+        if is_whole:
+            parts = [moved for part in parts for moved in _moved(part, ours, whole_shape(parts), ranks, rows)]
+        named[name] = parts
+    return named
+
+
+def _moved(
+    part: TensorPart, name: str, shape: tuple[int, ...], ranks: int, rows: dict[int, tuple[int, ...]]
+) -> Iterator[TensorPart]:
+    """Yield the pieces of a part of the tensor ``name``."""
+    for rank in range(ranks):
+        for whole, local in LocalSplit(rank, ranks, gated=False, pieces=rows).boxes(name, shape):
+            stored = local.shifted((rank * (shape[0] // ranks), *(0 for _ in shape[1:])))
+            common = part.box.intersect(stored)
+            if common is not None:
+                at = common.within(part.box)
+                shift = tuple(a - b for a, b in zip(whole.start, stored.start, strict=True))
+                yield TensorPart(common.shifted(shift), lambda at=at: part.read()[at])  # type: ignore[misc]
 
 
 def pieces_of_mixer(
@@ -67,26 +123,32 @@ def pieces_of_mixer(
     if number is None:
         yield f"{prefix}decoder.final_norm.{name.rpartition('.')[2]}", shape, box, box
         return
-    if model.hybrid_layer_pattern[int(number)] != "M":
+    mixer = STORED.get(model.hybrid_layer_pattern[int(number)])
+    if mixer is None:
         yield name, shape, box, box
         return
-    prefix, rest = f"{prefix}decoder.layers.{number}.mixer.", rest.removeprefix("self_attention.")
+    prefix, rest = f"{prefix}decoder.layers.{number}.{mixer.module}.", rest.removeprefix("self_attention.")
     if rest not in PIECED:
-        theirs = {ours: name for name, ours in RENAMED.items()} | {"norm": "norm.weight"}
+        theirs = {ours: name for name, ours in RENAMED.items()} | {mixer.norm: f"{mixer.norm}.weight"}
         yield prefix + theirs.get(rest, rest), shape, box, box
         return
-    sizes, zero = Mamba2(model).pieces, (0,) * (len(shape) - 1)
-    for piece, place in ORDER.items():
+    sizes, zero = mixer.kind(model).pieces, (0,) * (len(shape) - 1)
+    for piece, place in mixer.order.items():
         first, size = sum(sizes[:place]), sizes[place]
         part = box.intersect(Box((first, *zero), (first + size, *shape[1:])))
         if part is not None:
             yield f"{prefix}{rest}.{piece}", (size, *shape[1:]), part.shifted((-first, *zero)), part
 
 
-def check_format(model: ModelConfig, folder: object, *, has_places: bool) -> None:
-    """``CheckpointError`` if a hybrid model is stored in a format without places for the pieces of its projections."""
-    if model.hybrid_layer_pattern is not None and not has_places:
+def rows_of_ranks(model: ModelConfig) -> dict[int, tuple[int, ...]]:
+    """The rows of the pieces of each layer's mixer, in our order, for ``LocalSplit``."""
+    letters = enumerate(model.hybrid_layer_pattern or "")
+    return {layer: STORED[letter].kind(model).pieces for layer, letter in letters if letter in STORED}
+
+
+def check_delta_nets(model: ModelConfig, folder: object) -> None:
+    """``CheckpointError`` if the model has gated delta nets that compute something else here."""
+    if settings := unlike_delta_net(model):
         raise CheckpointError(
-            f"{folder}: hybrid_layer_pattern={model.hybrid_layer_pattern} is only read from --ckpt-format torch_dist "
-            "or torch, where the pieces of the mixers' projections have known places; convert it with Megatron-LM"
+            f"{folder} was trained with {', '.join(settings)}: gates and norms of gated delta nets would be others here"
         )

@@ -11,10 +11,9 @@ from typing import Any
 from torch import Tensor
 
 from megatron_core.config import ModelConfig
-from megatron_core.config.mixers import Mamba2
 from megatron_core.errors import CheckpointError
 from megatron_core.models.megatron_lm.flat_buffers import FlatBuffer, FlatState, bucket_limits, coalesced
-from megatron_core.models.megatron_lm.mixers import our_name
+from megatron_core.models.megatron_lm.mixers import our_name, rows_of_ranks
 from megatron_core.models.megatron_lm.pickles import load_tensors
 from megatron_core.models.megatron_lm.tensor_map import (
     DOWN,
@@ -168,8 +167,7 @@ class RankFiles:
             rest = our_name(rest)
         ranks = {"q": model.q_lora_rank or 0, "kv": model.kv_lora_rank + model.qk_pos_emb_head_dim}
         down = (match := DOWN.search(rest)) is not None and tensor.shape[0] != ranks[match[1]]
-        pieces = Mamba2(model).pieces if model.has_mamba else ()
-        split = LocalSplit(tp, self._sizes.tp, model.gated_linear_unit, down, pieces)
+        split = LocalSplit(tp, self._sizes.tp, model.gated_linear_unit, down, rows_of_ranks(model))
         parts = found.setdefault(rest, [])
         known = {part.box for part in parts}  # the last stage may have a copy of the word embedding
         own = split.parts(rest, tuple(tensor.shape), lambda: tensor, number)

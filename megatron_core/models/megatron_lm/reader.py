@@ -16,9 +16,8 @@ from megatron_core.config import ModelConfig
 from megatron_core.config.file import field_types
 from megatron_core.errors import CheckpointError
 from megatron_core.models.megatron_lm.arguments import Progress, settings_of_arguments
-from megatron_core.models.megatron_lm.distributed_files import DistributedFiles
 from megatron_core.models.megatron_lm.fsdp_files import open_distributed
-from megatron_core.models.megatron_lm.mixers import check_format
+from megatron_core.models.megatron_lm.mixers import check_delta_nets
 from megatron_core.models.megatron_lm.rank_files import RankFiles
 from megatron_core.models.megatron_lm.tensor_map import FROZEN, TIED, TensorPart, TensorParts, whole_shape
 from megatron_core.parallel.texts import listed
@@ -44,7 +43,7 @@ class MegatronReader:
         self.settings = settings_of_arguments(files.arguments)
         names = ModelConfig.__dataclass_fields__.keys() & field_types()
         self.model = ModelConfig(**{name: value for name, value in self.settings.items() if name in names})
-        check_format(self.model, self.folder, has_places=type(files) in (DistributedFiles, RankFiles))
+        check_delta_nets(self.model, self.folder)
         self._parts = files.parts(self.model)
         self._files = files
         vocabulary = self.settings.get("vocab_size") or self._rows(TIED[0])

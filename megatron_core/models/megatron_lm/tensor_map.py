@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -26,6 +26,8 @@ ROWS = re.compile(
 COLUMNS = re.compile(r"(linear_proj|linear_fc2|out_proj)\.weight$")
 PIECES = {"in_proj": (3, 0, 1, 2, 4), "conv1d": (0, 1, 2)}
 """Places here (``Mamba2.pieces``) of the pieces of a Mamba-2 mixer's tensors, in the order of Megatron Core's ranks."""
+DELTA_PIECES = {"in_proj": tuple(range(6)), "conv1d": (0, 1, 2)}
+"""The same of a gated delta net, whose projection has more pieces."""
 PIECED = re.compile(r"self_attention\.(in_proj|conv1d)\.(?:weight|bias)$")
 DOWN = re.compile(r"linear_(q|kv)_down_proj\.weight$")
 """Weights that are split by rows without Transformer Engine, and replicated with it."""
@@ -92,14 +94,14 @@ class LocalSplit:
     """The part of each tensor that a rank of a tensor-parallel group has.
 
     ``gated``: linear_fc1 consists of two halves, each split. ``down``: ``DOWN`` weights are split.
-    ``pieces``: rows of the pieces of a Mamba-2 mixer's projection, each of which is split.
+    ``pieces``: number of a layer -> rows of the pieces of its mixer's projection, each of which is split.
     """
 
     rank: int
     size: int
     gated: bool
     down: bool = False
-    pieces: tuple[int, ...] = ()
+    pieces: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
     def boxes(self, name: str, shape: Shape) -> Iterator[tuple[Box, Box]]:
         """Yield boxes of the whole tensor with ``shape``, and their places in the local tensor.
@@ -107,12 +109,12 @@ class LocalSplit:
         Nothing for a replicated tensor, except on the first rank; then the whole tensor.
         """
         zero = (0,) * len(shape)
-        if self.pieces and (pieced := PIECED.search(name)):
+        if (pieced := PIECED.search(name)) and (pieces := self._pieces(name)):
             at = 0
-            for place in PIECES[pieced[1]]:
-                rows = self.pieces[place] // self.size
+            for place in (PIECES if len(pieces) < 6 else DELTA_PIECES)[pieced[1]]:
+                rows = pieces[place] // self.size
                 local = Box((at, *zero[1:]), (at + rows, *shape[1:]))
-                first = sum(self.pieces[:place]) + self.rank * rows
+                first = sum(pieces[:place]) + self.rank * rows
                 yield local.shifted((first - at, *zero[1:])), local
                 at += rows
         elif ROWS.search(name) or (self.down and DOWN.search(name)):
@@ -127,6 +129,11 @@ class LocalSplit:
             yield local.shifted((0, self.rank * local.stop[1])), local
         elif self.rank == 0:
             yield Box(zero, shape), Box(zero, shape)
+
+    def _pieces(self, name: str) -> tuple[int, ...]:
+        """The rows of the pieces of the layer of the tensor ``name``; none if it is not in a layer with a mixer."""
+        layer = LAYER.fullmatch(name)
+        return self.pieces.get(int(layer[2]), ()) if layer is not None and layer[1] == "decoder" else ()
 
     def local_shape(self, name: str, shape: Shape) -> Shape:
         """The shape of a rank's tensor, from the shape of the whole one."""

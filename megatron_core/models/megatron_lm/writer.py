@@ -32,8 +32,8 @@ from megatron_core.parallel.boxes import Box
 Format = Literal["torch_dist", "torch_dcp"]
 STATES = {"exp_avg": ("exp_avg",), "exp_avg_sq": ("exp_avg_sq",), "main": ("fp32_param", "param")}
 """Our kinds of optimizer state -> their names with and without Megatron Core's distributed optimizer."""
-EXTRA = re.compile(r"(?!optimizer\.)(.+\.(?:linear_\w+|eh_proj|in_proj|out_proj|\w*norm))\.weight(?:\.dt)?")
-"""Weights of modules with an extra state; a projection of Mamba-2 is stored in pieces, of which dt is one."""
+EXTRA = re.compile(r"(?!optimizer\.)(.+\.(?:linear_\w+|eh_proj|in_proj|out_proj|\w*norm))\.weight(?:\.dt|\.alpha)?")
+"""Weights of modules with an extra state; a mixer's projection is stored in pieces, of which dt or alpha is one."""
 Record = tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...], str, str, int, int]
 """Name, global shape, offset and shape of a box, its dtype, and the file, position and length of its bytes."""
 
@@ -116,7 +116,7 @@ def write_checkpoint(
     ``exchange`` returns the texts of all ranks. The folder appears complete, by one rename; then the file that names
     the latest iteration is replaced. Errors: ``CheckpointError`` on all ranks.
     """
-    others = {*(model.hybrid_layer_pattern or "")} - {*"M*-E"}
+    others = {*(model.hybrid_layer_pattern or "")} - {*"MG*-E"}
     if form == "torch_dist" and (model.experimental_attention_variant or others):
         raise CheckpointError(
             f"experimental_attention_variant={model.experimental_attention_variant} and hybrid_layer_pattern="

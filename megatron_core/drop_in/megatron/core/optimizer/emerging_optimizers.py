@@ -1,6 +1,7 @@
-"""Muon as an optimizer of torch, and the parameters that Muon does not update."""
+"""Muon and AdaMuon as optimizers of torch, and the parameters that Muon does not update."""
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any, Literal
 
@@ -8,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.optimizer.config_overrides import is_managed_by_layer_wise_optimizer
-from megatron.core.unsupported import Unsupported
 from megatron_core.config import OptimizerConfig
 from megatron_core.errors import ConfigError
-from megatron_core.optimizer.algorithms import COEFFICIENTS, Muon
+from megatron_core.optimizer.algorithms import COEFFICIENTS, AdaMuon, Muon
 from megatron_core.optimizer.rule import Rates, ShardSlice
 from megatron_core.parallel.collectives import gather_channels, gather_from_sequence
 from megatron_core.parallel.sharding import Fused
@@ -82,7 +82,7 @@ class TensorParallelMuon(torch.optim.Optimizer):
         self.pg_collection, self.tp_mode, self.decoupled = pg_collection, tp_mode, use_decoupled_weight_decay
         self.is_qkv_fn = is_qkv_fn if split_qkv else None
         self.qkv_split_shapes = tuple(qkv_split_shapes or ())
-        self._rule = Muon(
+        self._rule: Muon = Muon(
             OptimizerConfig(
                 optimizer="muon",
                 muon_momentum=momentum,
@@ -112,16 +112,27 @@ class TensorParallelMuon(torch.optim.Optimizer):
     def _update(self, parameter: nn.Parameter, lr: float, decay: float) -> None:
         state, grad = self.state[parameter], parameter.grad
         assert grad is not None
-        if not state:
+        is_new = not state
+        if is_new:
             state["momentum_buffer"] = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
         grad = grad.clone() if self.decoupled else grad.add(parameter, alpha=decay)
         part = ShardSlice(grad, parameter, None, state)
         rates = Rates(1, lr, decay if self.decoupled else 0.0, 1.0)
+
+        def transformed(whole: Tensor, fused: Fused | None) -> Tensor:
+            if is_new:
+                state.update(self._rule.new_state(whole, fused))
+            return self._rule.transform(whole, fused, state, rates)
+
         direction = self._rule.direction(part, rates)
-        self._rule.apply(part, self.orthogonalize(parameter, direction), rates)
+        self._rule.apply(part, self._of_whole(parameter, direction, transformed), rates)
 
     def orthogonalize(self, p: Tensor, grad: Tensor) -> Tensor:
         """Return the scaled orthogonal matrix of ``grad``, this rank's part of the direction of ``p``."""
+        return self._of_whole(p, grad, self._rule.orthogonalized)
+
+    def _of_whole(self, p: Tensor, grad: Tensor, update: Callable[[Tensor, Fused | None], Tensor]) -> Tensor:
+        """Return this rank's part of ``update`` of the whole matrix."""
         fused = None
         if self.is_qkv_fn is not None and self.is_qkv_fn(p):
             rows = tuple(getattr(p, "qkv_split_shapes", None) or self.qkv_split_shapes)
@@ -131,17 +142,40 @@ class TensorParallelMuon(torch.optim.Optimizer):
         groups, dim = self.pg_collection, getattr(p, "partition_dim", -1)
         group = None if groups is None else groups.expt_tp if getattr(p, "expert_tp", False) else groups.tp
         if group is None or group.size() == 1 or dim not in (0, 1):
-            return self._rule.orthogonalized(grad, fused)
+            return update(grad, fused)
         if self.tp_mode == "blockwise":
             raise ConfigError(
                 "tp_mode=blockwise makes each rank's part orthogonal, so that the update depends on the layout; use "
                 "duplicated or distributed"
             )
         whole = gather_from_sequence(grad.contiguous(), group) if dim == 0 else gather_channels(grad, group)
-        return self._rule.orthogonalized(whole, fused).chunk(group.size(), dim)[group.rank()]
+        return update(whole, fused).chunk(group.size(), dim)[group.rank()]
 
 
-class TensorParallelAdaptiveMuon(Unsupported):
-    """Stands for Megatron's class; building it raises ConfigError."""
+class TensorParallelAdaptiveMuon(TensorParallelMuon):
+    """The engine's ``AdaMuon`` for matrices of a program's own.
 
-    message = "AdaMuon and NorMuon are not supported; use optimizer=muon, or TensorParallelMuon"
+    The arguments are those of ``TensorParallelMuon`` and, by name, ``moment2_method``, ``beta2`` and ``eps``. Each rank
+    has the second moment of whole matrices, so that the update does not depend on the layout. Errors: ConfigError.
+    """
+
+    def __init__(
+        self,
+        *arguments: Any,
+        moment2_method: Literal["adamuon", "normuon"] = "adamuon",
+        beta2: float = 0.95,
+        eps: float = 1e-8,
+        **settings: Any,
+    ) -> None:
+        if moment2_method not in ("adamuon", "normuon"):
+            raise ConfigError(f"moment2_method={moment2_method!r} is not supported; use adamuon or normuon")
+        super().__init__(*arguments, **settings)
+        self._rule = AdaMuon(
+            replace(
+                self._rule.config,
+                optimizer="adaptive_muon",
+                adaptive_muon_moment2_method=moment2_method,
+                adaptive_muon_beta2=beta2,
+                adaptive_muon_eps=eps,
+            )
+        )

@@ -102,6 +102,11 @@ def _layers(pattern: str, config: TransformerConfig) -> tuple[LayerPattern, Tran
             f"HybridModel: hybrid_layer_pattern={pattern} has {ahead} layers of multi-token prediction (after /), but "
             f"config.mtp_num_layers={config.mtp_num_layers}; pass TransformerConfig(mtp_num_layers={ahead})"
         )
+    if "experimental_attention_variant" in implied:
+        raise ConfigError(
+            f"HybridModel: hybrid_layer_pattern={pattern} has layers D, which it does not build; use "
+            f"pretrain_gpt.py --hybrid-layer-pattern '{pattern}'"
+        )
     if "multi_latent_attention" in implied and not config.multi_latent_attention:
         raise ConfigError(f"HybridModel: hybrid_layer_pattern={pattern} has layers +; pass an MLATransformerConfig")
     if (stages := implied.get("pipeline_model_parallel_layout")) is None:
