@@ -30,13 +30,14 @@ import tyro
 
 from megatron_core.command import program
 from megatron_core.commands.plan_layout import vocabulary
-from megatron_core.commands.verify_layout import Options, task_of
 from megatron_core.config import RunConfig, megatron_flags
 from megatron_core.config.cli import read_flags
+from megatron_core.config.comparison import described, require_legal
 from megatron_core.config.file import WRITTEN, changed_settings, write_config
 from megatron_core.config.launch_flags import LaunchFlags
 from megatron_core.config.rules_single import unread_settings
 from megatron_core.config.run import field_types
+from megatron_core.config.shrink import changes
 from megatron_core.config.translate import plain
 from megatron_core.config.validate import problems
 from megatron_core.errors import CheckpointError, ConfigError, MegatronError, shortened
@@ -278,10 +279,10 @@ def _proof(translated: TranslatedLaunch, name: str) -> Iterator[str]:
     least = config.parallel.smallest_world_size
     ranks = min(translated.world_size, 2 * least)
     try:
-        if next(problems(config, translated.world_size), None) is None:
-            task = task_of(config, Options(world_size=(ranks,)))
-        else:
+        if next(problems(config, translated.world_size), None) is not None:
             raise ConfigError("the settings cannot be used yet")
+        task = described(config, ranks)
+        require_legal(task, "float64")
     except MegatronError as error:
         yield f"there is nothing to compare: {shortened(str(error), 300)}"
         return
@@ -289,7 +290,7 @@ def _proof(translated: TranslatedLaunch, name: str) -> Iterator[str]:
     copies = (
         "" if ranks == translated.world_size else f"; two of its {translated.world_size // least} copies are compared"
     )
-    yield f"layout {task.layouts[0]} with a small model on a CPU ({task.shrunk}){copies}"
+    yield f"layout {task.layouts[0]} with a small model on a CPU ({changes(config, task.config)}){copies}"
     if config.training.bf16 or config.training.fp16:
         yield "it compares in float64; --dtype bfloat16 adds the rounding of this run"
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -98,6 +100,14 @@ def test_a_checkpoint_of_megatron(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "give another folder with --save" in changes and "add --lr-one-step-later" in changes
     assert main([*launch, "--save", str(root / "other"), "--lr-one-step-later"]) == 0
     assert main([*launch, "--save", str(root / "other"), "--lr-decay-style", "constant"]) == 0
+
+
+def test_a_report_needs_no_torch(script: Path) -> None:
+    """Importing torch takes three times as long as the whole report."""
+    code = "import sys; from megatron_core.commands.from_megatron import main; status = main(sys.argv[1:])"
+    code += "; assert 'torch' not in sys.modules; sys.exit(status)"
+    done = subprocess.run([sys.executable, "-c", code, script, "/data"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "megatron-verify --config run.yaml" in done.stdout, done.stderr
 
 
 def test_the_proposed_proof_runs(script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
