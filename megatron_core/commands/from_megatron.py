@@ -17,6 +17,7 @@ if __name__ == "__main__":
     start("from_megatron")
 
 import io
+import re
 import shlex
 import sys
 import textwrap
@@ -53,16 +54,23 @@ from megatron_core.training.megatron_state import megatron_folder
 
 HYBRID = ("pretrain_mamba.py", "pretrain_hybrid.py")
 """Training programs of models that need a pattern of layers."""
-GPT = (*HYBRID, "pretrain_gpt.py", "train.py", "megatron_core.commands.train")
+PRETRAINING = (*HYBRID, "pretrain_gpt.py")
+"""Megatron-LM's training programs of models of text."""
+GPT = (*PRETRAINING, "train.py", "megatron_core.commands.train")
 """Training programs whose flags mean the same here."""
 _GENERATION = "generates text; use megatron-serve or megatron-generate"
+_CONVERSION = "converts checkpoints; use megatron-convert"
 _MODEL = "trains another kind of model than GPT; use Megatron-LM, or a program of your own (docs/any_model.md)"
 OTHERS = {
-    "text_generation": _GENERATION,
-    "inference": _GENERATION,
+    "preprocess_data": "prepares data; use megatron-preprocess",
+    **dict.fromkeys(("text_generation", "generate", "inference"), _GENERATION),
+    **dict.fromkeys(("convert", "convertor", "hf2mcore", "torchdist_2_torch", "merge_mp_partitions"), _CONVERSION),
+    "modelopt": "distils, quantizes or prunes models, which is not supported",
+    "train_rl": "trains by reinforcement learning, which is not supported",
+    "tasks": "trains or evaluates on a task; for conversations use --sft (docs/data.md)",
     **dict.fromkeys(("bert", "t5", "vlm", "vision", "multimodal", "ict", "retro", "mimo"), _MODEL),
 }
-"""Words in the paths of programs that cannot be replaced, and the alternative."""
+"""Words in the paths of programs that cannot be replaced, and the alternative; no letter is next to the word."""
 _WIDTH = 110
 
 
@@ -119,13 +127,15 @@ class TranslatedLaunch:
     @property
     def other_model(self) -> str:
         """Why the program cannot be replaced; empty if it trains a GPT, or a hybrid model whose pattern is given."""
-        word = next((word for word in OTHERS if word in self.launch.program), None)
-        if word is None and self.launch.program.endswith(HYBRID) and self.config.model.hybrid_layer_pattern is None:
+        program = self.launch.program
+        words = () if Path(program).name in PRETRAINING else OTHERS
+        word = next((word for word in words if re.search(rf"(?<![A-Za-z]){word}(?![A-Za-z])", program)), None)
+        if word is None and program.endswith(HYBRID) and self.config.model.hybrid_layer_pattern is None:
             return (
-                f"{readable(self.launch.program)} trains a hybrid model; give --hybrid-layer-pattern; M for each layer "
+                f"{readable(program)} trains a hybrid model; give --hybrid-layer-pattern; M for each layer "
                 "if the model has only Mamba layers"
             )
-        return f"{readable(self.launch.program)} {OTHERS[word]}" if word else ""
+        return f"{readable(program)} {OTHERS[word]}" if word else ""
 
 
 def checkpoint_changes(config: RunConfig) -> Iterator[str]:
@@ -245,6 +255,7 @@ def _differences(translated: TranslatedLaunch, script: LaunchScript) -> Iterator
 def _changes(translated: TranslatedLaunch) -> Iterator[str]:
     if translated.other_model:
         yield translated.other_model
+        return
     for flag, name in translated.flags.unread.items():
         yield f"{flag}: its value is not known; give --set {name}=VALUE, or the script's arguments"
     yield from translated.flags.refused
