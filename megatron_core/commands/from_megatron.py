@@ -41,7 +41,8 @@ from megatron_core.config.run import field_types
 from megatron_core.config.shrink import changes
 from megatron_core.config.translate import plain
 from megatron_core.config.validate import problems
-from megatron_core.errors import CheckpointError, ConfigError, MegatronError, shortened
+from megatron_core.errors import CheckpointError, ConfigError, MegatronError, shortened, visible
+from megatron_core.locations import path_of
 from megatron_core.output_file import prepare_output
 from megatron_core.planner.explain import details, readable_bytes, readable_duration, readable_seconds
 from megatron_core.planner.hardware import read_hardware
@@ -50,7 +51,6 @@ from megatron_core.planner.search import Search, describe_layout
 from megatron_core.shell.launch import Launch, LaunchScript, is_script, read_command_line, read_script
 from megatron_core.shell.unknown import UNKNOWN, readable
 from megatron_core.terminal import parse_flags
-from megatron_core.training.megatron_state import megatron_folder
 
 HYBRID = ("pretrain_mamba.py", "pretrain_hybrid.py")
 """Training programs of models that need a pattern of layers."""
@@ -88,6 +88,9 @@ class Settings:
         tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(name="set", metavar="NAME=VALUE")
     ] = ()
     """Variables of the environment in which the script would run."""
+    read_from: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Further folders whose files the script may read with source, bash or sbatch. Those of the script, of the folders
+    above it but a home folder, and of the current folder are read in any case."""
     world_size: int | None = None
     """Number of ranks; default: that of the launcher (torchrun, srun, mpirun), or the least that fits."""
     launch: int = 1
@@ -141,6 +144,11 @@ class TranslatedLaunch:
 def checkpoint_changes(config: RunConfig) -> Iterator[str]:
     """The flags to add or change if ``load`` is a folder of Megatron-LM's checkpoints on this machine."""
     settings, optimizer = config.checkpoint, config.optimizer
+    folder = None if settings.load is None else path_of(settings.load)
+    if folder is None or not folder.is_dir():
+        return
+    from megatron_core.training.megatron_state import megatron_folder  # it imports torch
+
     try:
         if megatron_folder(settings) is None:
             return
@@ -341,7 +349,7 @@ def read_launches(settings: Settings, words: Sequence[str]) -> LaunchScript:
     if wrong:
         raise ConfigError(f"--set {wrong[0]}: give NAME=VALUE")
     if is_script(words[0]):
-        found = read_script(words[0], words[1:], {name: value for name, _, value in pairs}, is_flag)
+        found = read_script(words[0], words[1:], {name: value for name, _, value in pairs}, is_flag, settings.read_from)
     elif settings.command:
         raise ConfigError(f"{words[0]}: this script does not exist; put a command line after --")
     else:
@@ -366,7 +374,7 @@ def run(settings: Settings, words: Sequence[str]) -> int:
     if settings.output is not None:
         prepare_output(settings, "output", WRITTEN, words)
         write_config(translated.config, settings.output, changed_only=True)
-    print("\n\n".join(report(translated, script, settings)))
+    print(visible("\n\n".join(report(translated, script, settings))))
     return 0 if translated.starts else 1
 
 

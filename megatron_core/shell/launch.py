@@ -10,6 +10,7 @@ from pathlib import Path
 from megatron_core.errors import ConfigError
 from megatron_core.shell.expansion import Value
 from megatron_core.shell.interpreter import Interpreter
+from megatron_core.shell.limits import limited_time
 from megatron_core.shell.tree import Command
 from megatron_core.text_file import read_text
 
@@ -48,20 +49,26 @@ class LaunchScript:
 
 
 def read_script(
-    name: str, arguments: Sequence[str], values: Mapping[str, str], is_flag: Callable[[str], bool]
+    name: str,
+    arguments: Sequence[str],
+    values: Mapping[str, str],
+    is_flag: Callable[[str], bool],
+    folders: Sequence[str] = (),
 ) -> LaunchScript:
     """Follow a script; ``is_flag``: whether a word is a flag of a training program.
 
-    Errors: ``ConfigError`` for a file that cannot be read or understood.
+    ``folders``: further folders whose scripts may be read. Errors: ``ConfigError`` for a file that cannot be read or
+    understood, or takes too long.
     """
     try:
         text = read_text(name)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{name} cannot be read: {error}") from error
-    batch = {key.replace("_", "-"): value for key, value in _SBATCH.findall(text)}
-    known: dict[str, Value] = {**_slurm_variables(batch), **values}
-    found = Interpreter.of(text, name, arguments, known)
-    launches = [launch for each in found.commands if (launch := _launch_of(each, is_flag, batch)) is not None]
+    with limited_time(name):
+        batch = {key.replace("_", "-"): value for key, value in _SBATCH.findall(text)}
+        known: dict[str, Value] = {**_slurm_variables(batch), **values}
+        found = Interpreter.of(text, name, arguments, known, folders)
+        launches = [launch for each in found.commands if (launch := _launch_of(each, is_flag, batch)) is not None]
     return LaunchScript(tuple(dict.fromkeys(launches)), tuple(found.notes), tuple(found.variables.unset))
 
 
