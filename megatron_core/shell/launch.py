@@ -69,7 +69,12 @@ def read_script(
         known: dict[str, Value] = {**_slurm_variables(batch), **values}
         found = Interpreter.of(text, name, arguments, known, folders)
         launches = [launch for each in found.commands if (launch := _launch_of(each, is_flag, batch)) is not None]
-    return LaunchScript(tuple(dict.fromkeys(launches)), tuple(found.notes), tuple(found.variables.unset))
+    lost = [each for each in found.commands if each.words[0].startswith("--")]
+    broken = [
+        f"{each.script} line {each.line} begins with {each.words[0]}: the line before lacks a \\" for each in lost
+    ]
+    notes = tuple(dict.fromkeys([*found.notes, *broken]))
+    return LaunchScript(tuple(dict.fromkeys(launches)), notes, tuple(found.variables.unset))
 
 
 def read_command_line(words: Sequence[str], is_flag: Callable[[str], bool]) -> LaunchScript:
@@ -85,6 +90,8 @@ def _launch_of(
     words = command.words
     at = _program_at(words)
     flags = words[at + 1 :]
+    if at < 0 and command.script:  # only a command line may be flags alone
+        return None
     if sum(map(is_flag, flags)) < least:
         return None
     options = {**batch, **_options(words[:at])} if at >= 0 else dict(batch)

@@ -200,6 +200,16 @@ def test_programs_that_do_not_train_a_gpt(program: str, said: str, capsys: pytes
     assert said in changes.partition("The same settings")[0] and "--loader" not in changes.partition("The same")[0]
 
 
+def test_a_line_without_a_backslash(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its flags are a command of their own for bash, which is no launch."""
+    path = tmp_path / "a.sh"
+    flags = "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --mock-data --vocab-size 64 --train-iters 2"
+    path.write_text(f"python pretrain_gpt.py {flags}\n  --bf16 --swiglu --lr 1e-3 --micro-batch-size 2\n")
+    assert main([str(path)]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "a.sh line 2 begins with --bf16: the line before lacks a \\" in text and "launches in" not in text
+
+
 def test_a_launch_on_too_few_ranks_names_the_number(capsys: pytest.CaptureFixture[str]) -> None:
     """A model of Mixtral's layout, with one node of 8 ranks: a copy of the experts has 32."""
     flags = (
