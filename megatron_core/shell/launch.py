@@ -17,9 +17,9 @@ from megatron_core.text_file import read_text
 LEAST_FLAGS = 3
 """Number of known flags from which a program is a training program."""
 _NODES = ("--nnodes", "--nodes", "--num-nodes", "-N")
-_PER_NODE = ("--nproc-per-node", "--ntasks-per-node", "--gpus-per-node", "--num-gpus", "--npernode", "-ppn")
+_PER_NODE = ("--nproc-per-node", "--num-gpus", "--ntasks-per-node", "--npernode", "-ppn", "--gpus-per-node")
 _ALL = ("--ntasks", "-n", "-np", "--np")
-_SBATCH = re.compile(r"^#SBATCH\s+(\S+?)(?:[=\s]+(\S+))?\s*(?:#.*)?$", re.MULTILINE)
+_SBATCH = re.compile(r"^#SBATCH[ \t]+(\S+?)(?:[= \t]+([^\s#]\S*))?[ \t]*(?:#.*)?\r?$", re.MULTILINE)
 _STARTERS = ("torch.distributed.run", "torch.distributed.launch", "torchrun", "deepspeed", "accelerate.commands.launch")
 
 
@@ -94,9 +94,11 @@ def _launch_of(
         return None
     if sum(map(is_flag, flags)) < least:
         return None
-    options = {**batch, **_options(words[:at])} if at >= 0 else dict(batch)
-    nodes, per_node, everywhere = (_number(options, names) for names in (_NODES, _PER_NODE, _ALL))
-    if "torchrun" not in " ".join(words[:at]).replace("torch.distributed.run", "torchrun") and everywhere is not None:
+    own = _options(words[:at]) if at >= 0 else {}
+    given = ((_number(own, names), _number(batch, names)) for names in (_NODES, _PER_NODE, _ALL))
+    nodes, per_node, everywhere = (first if first is not None else second for first, second in given)
+    starts_several = any(Path(word).name in _STARTERS for word in words[: max(at, 0)])
+    if everywhere is not None and not starts_several:  # else Slurm's tasks are launchers
         ranks: int | None = everywhere
     else:
         ranks = (nodes or 1) * per_node if per_node is not None else None
@@ -127,10 +129,10 @@ def _options(words: Sequence[str]) -> dict[str, str]:
 
 
 def _number(options: Mapping[str, str], names: Sequence[str]) -> int | None:
-    """The value of the last flag with one of these names, if it is a number; of a range its largest one."""
+    """The value of the first of ``names`` that is given and a number; of a range its largest one."""
     values = [re.fullmatch(r"(?:\d+:)?(\d{1,6})", options[name]) for name in names if name in options]
     numbers = [int(value[1]) for value in values if value and int(value[1]) > 0]
-    return numbers[-1] if numbers else None
+    return numbers[0] if numbers else None
 
 
 def _slurm_variables(batch: Mapping[str, str]) -> dict[str, str]:

@@ -200,6 +200,19 @@ def test_programs_that_do_not_train_a_gpt(program: str, said: str, capsys: pytes
     assert said in changes.partition("The same settings")[0] and "--loader" not in changes.partition("The same")[0]
 
 
+def test_every_directive_of_slurm_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "a.sh"
+    path.write_text(
+        "#!/bin/bash\n#SBATCH --account=a\n#SBATCH --nodes=4\n#SBATCH --ntasks-per-node 2 # of them\n"
+        "#SBATCH --gpus-per-node=2\t# Hopper\n#SBATCH --exclusive # comment\n#SBATCH -t 1:00:00\n"
+        "srun python pretrain_gpt.py --num-layers 2 --hidden-size 64 --num-attention-heads 2 --mock-data "
+        "--vocab-size 64 --train-iters 2 --tensor-model-parallel-size $SLURM_GPUS_PER_NODE\n"
+    )
+    assert main([str(path)]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "pretrain_gpt.py on 8 ranks (its launcher)" in text and "layout: tp2" in text
+
+
 def test_a_line_without_a_backslash(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its flags are a command of their own for bash, which is no launch."""
     path = tmp_path / "a.sh"
@@ -232,13 +245,13 @@ def test_flags_that_no_value_makes_usable(tmp_path: Path, capsys: pytest.Capture
     """They are refused also if their value is not known, rather than asked for."""
     path = tmp_path / "a.sh"
     path.write_text(
-        "python3 pretrain_gpt.py --num-layers 2 --hidden-size $H --trigger-path /logs/$NODES --deepspeed_config $FILE "
+        "python3 pretrain_gpt.py --num-layers 2 --hidden-size $H --nothing /logs/$NODES --deepspeed_config $FILE "
         "--mock-data --vocab-size 64 --train-iters 2"
     )
     assert main([str(path)]) == 1
     changes = " ".join(capsys.readouterr().out.split()).partition("What to change first")[2].partition("The same")[0]
     assert "--hidden-size <H>: its value is not known; give --set H=VALUE" in changes
-    assert "--trigger-path /logs/<NODES>: neither a flag" in changes and "--set NODES" not in changes
+    assert "--nothing /logs/<NODES>: neither a flag" in changes and "--set NODES" not in changes
     assert "--deepspeed_config <FILE>: DeepSpeed is not used" in changes and "--set FILE" not in changes
 
 
