@@ -214,7 +214,7 @@ def test_every_directive_of_slurm_is_read(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_a_line_without_a_backslash(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its flags are a command of their own for bash, which is no launch."""
+    """For bash the flags on the next line are another command, which starts nothing."""
     path = tmp_path / "a.sh"
     flags = "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --mock-data --vocab-size 64 --train-iters 2"
     path.write_text(f"python pretrain_gpt.py {flags}\n  --bf16 --swiglu --lr 1e-3 --micro-batch-size 2\n")
