@@ -17,6 +17,7 @@ if __name__ == "__main__":
     start("from_megatron")
 
 import io
+import re
 import shlex
 import sys
 import textwrap
@@ -30,16 +31,18 @@ import tyro
 
 from megatron_core.command import program
 from megatron_core.commands.plan_layout import vocabulary
-from megatron_core.commands.verify_layout import Options, task_of
 from megatron_core.config import RunConfig, megatron_flags
 from megatron_core.config.cli import read_flags
+from megatron_core.config.comparison import described, require_legal
 from megatron_core.config.file import WRITTEN, changed_settings, write_config
 from megatron_core.config.launch_flags import LaunchFlags
 from megatron_core.config.rules_single import unread_settings
 from megatron_core.config.run import field_types
+from megatron_core.config.shrink import changes
 from megatron_core.config.translate import plain
 from megatron_core.config.validate import problems
-from megatron_core.errors import CheckpointError, ConfigError, MegatronError, shortened
+from megatron_core.errors import CheckpointError, ConfigError, MegatronError, shortened, visible
+from megatron_core.locations import path_of
 from megatron_core.output_file import prepare_output
 from megatron_core.planner.explain import details, readable_bytes, readable_duration, readable_seconds
 from megatron_core.planner.hardware import read_hardware
@@ -48,20 +51,26 @@ from megatron_core.planner.search import Search, describe_layout
 from megatron_core.shell.launch import Launch, LaunchScript, is_script, read_command_line, read_script
 from megatron_core.shell.unknown import UNKNOWN, readable
 from megatron_core.terminal import parse_flags
-from megatron_core.training.megatron_state import megatron_folder
 
 HYBRID = ("pretrain_mamba.py", "pretrain_hybrid.py")
 """Training programs of models that need a pattern of layers."""
-GPT = (*HYBRID, "pretrain_gpt.py", "train.py", "megatron_core.commands.train")
+PRETRAINING = (*HYBRID, "pretrain_gpt.py")
+"""Megatron-LM's training programs of models of text."""
+GPT = (*PRETRAINING, "train.py", "megatron_core.commands.train")
 """Training programs whose flags mean the same here."""
 _GENERATION = "generates text; use megatron-serve or megatron-generate"
+_CONVERSION = "converts checkpoints; use megatron-convert"
 _MODEL = "trains another kind of model than GPT; use Megatron-LM, or a program of your own (docs/any_model.md)"
 OTHERS = {
-    "text_generation": _GENERATION,
-    "inference": _GENERATION,
+    "preprocess_data": "prepares data; use megatron-preprocess",
+    **dict.fromkeys(("text_generation", "generate", "inference"), _GENERATION),
+    **dict.fromkeys(("convert", "convertor", "hf2mcore", "torchdist_2_torch", "merge_mp_partitions"), _CONVERSION),
+    "modelopt": "distils, quantizes or prunes models, which is not supported",
+    "train_rl": "trains by reinforcement learning, which is not supported",
+    "tasks": "trains or evaluates on a task; for conversations use --sft (docs/data.md)",
     **dict.fromkeys(("bert", "t5", "vlm", "vision", "multimodal", "ict", "retro", "mimo"), _MODEL),
 }
-"""Words in the paths of programs that cannot be replaced, and the alternative."""
+"""Words in the paths of programs that cannot be replaced, and the alternative; no letter is next to the word."""
 _WIDTH = 110
 
 
@@ -79,6 +88,9 @@ class Settings:
         tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(name="set", metavar="NAME=VALUE")
     ] = ()
     """Variables of the environment in which the script would run."""
+    read_from: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Further folders whose files the script may read with source, bash or sbatch. Those of the script, of the folders
+    above it but a home folder, and of the current folder are read in any case."""
     world_size: int | None = None
     """Number of ranks; default: that of the launcher (torchrun, srun, mpirun), or the least that fits."""
     launch: int = 1
@@ -118,18 +130,25 @@ class TranslatedLaunch:
     @property
     def other_model(self) -> str:
         """Why the program cannot be replaced; empty if it trains a GPT, or a hybrid model whose pattern is given."""
-        word = next((word for word in OTHERS if word in self.launch.program), None)
-        if word is None and self.launch.program.endswith(HYBRID) and self.config.model.hybrid_layer_pattern is None:
+        program = self.launch.program
+        words = () if Path(program).name in PRETRAINING else OTHERS
+        word = next((word for word in words if re.search(rf"(?<![A-Za-z]){word}(?![A-Za-z])", program)), None)
+        if word is None and program.endswith(HYBRID) and self.config.model.hybrid_layer_pattern is None:
             return (
-                f"{readable(self.launch.program)} trains a hybrid model; give --hybrid-layer-pattern; M for each layer "
+                f"{readable(program)} trains a hybrid model; give --hybrid-layer-pattern; M for each layer "
                 "if the model has only Mamba layers"
             )
-        return f"{readable(self.launch.program)} {OTHERS[word]}" if word else ""
+        return f"{readable(program)} {OTHERS[word]}" if word else ""
 
 
 def checkpoint_changes(config: RunConfig) -> Iterator[str]:
     """The flags to add or change if ``load`` is a folder of Megatron-LM's checkpoints on this machine."""
     settings, optimizer = config.checkpoint, config.optimizer
+    folder = None if settings.load is None else path_of(settings.load)
+    if folder is None or not folder.is_dir():
+        return
+    from megatron_core.training.megatron_state import megatron_folder  # it imports torch
+
     try:
         if megatron_folder(settings) is None:
             return
@@ -244,6 +263,7 @@ def _differences(translated: TranslatedLaunch, script: LaunchScript) -> Iterator
 def _changes(translated: TranslatedLaunch) -> Iterator[str]:
     if translated.other_model:
         yield translated.other_model
+        return
     for flag, name in translated.flags.unread.items():
         yield f"{flag}: its value is not known; give --set {name}=VALUE, or the script's arguments"
     yield from translated.flags.refused
@@ -278,10 +298,10 @@ def _proof(translated: TranslatedLaunch, name: str) -> Iterator[str]:
     least = config.parallel.smallest_world_size
     ranks = min(translated.world_size, 2 * least)
     try:
-        if next(problems(config, translated.world_size), None) is None:
-            task = task_of(config, Options(world_size=(ranks,)))
-        else:
+        if next(problems(config, translated.world_size), None) is not None:
             raise ConfigError("the settings cannot be used yet")
+        task = described(config, ranks)
+        require_legal(task, "float64")
     except MegatronError as error:
         yield f"there is nothing to compare: {shortened(str(error), 300)}"
         return
@@ -289,7 +309,7 @@ def _proof(translated: TranslatedLaunch, name: str) -> Iterator[str]:
     copies = (
         "" if ranks == translated.world_size else f"; two of its {translated.world_size // least} copies are compared"
     )
-    yield f"layout {task.layouts[0]} with a small model on a CPU ({task.shrunk}){copies}"
+    yield f"layout {task.layouts[0]} with a small model on a CPU ({changes(config, task.config)}){copies}"
     if config.training.bf16 or config.training.fp16:
         yield "it compares in float64; --dtype bfloat16 adds the rounding of this run"
 
@@ -329,7 +349,7 @@ def read_launches(settings: Settings, words: Sequence[str]) -> LaunchScript:
     if wrong:
         raise ConfigError(f"--set {wrong[0]}: give NAME=VALUE")
     if is_script(words[0]):
-        found = read_script(words[0], words[1:], {name: value for name, _, value in pairs}, is_flag)
+        found = read_script(words[0], words[1:], {name: value for name, _, value in pairs}, is_flag, settings.read_from)
     elif settings.command:
         raise ConfigError(f"{words[0]}: this script does not exist; put a command line after --")
     else:
@@ -354,7 +374,7 @@ def run(settings: Settings, words: Sequence[str]) -> int:
     if settings.output is not None:
         prepare_output(settings, "output", WRITTEN, words)
         write_config(translated.config, settings.output, changed_only=True)
-    print("\n\n".join(report(translated, script, settings)))
+    print(visible("\n\n".join(report(translated, script, settings))))
     return 0 if translated.starts else 1
 
 

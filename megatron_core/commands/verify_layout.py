@@ -10,7 +10,7 @@ if __name__ == "__main__":
 import json
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -20,28 +20,27 @@ import tyro
 from megatron_core.command import program
 from megatron_core.config import ParallelConfig, RunConfig
 from megatron_core.config.cli import parse_run_config
-from megatron_core.config.parallel import BALANCED_STAGES
-from megatron_core.config.validate import check, problems
+from megatron_core.config.comparison import (
+    OF_EVERY_LAYOUT,
+    Task,
+    configured,
+    described,
+    require_legal,
+    said_of_stages,
+)
+from megatron_core.config.shrink import at_full_size, changes, small_run
+from megatron_core.config.validate import problems
 from megatron_core.errors import ConfigError, MegatronError
 from megatron_core.output_file import json_with, prepare_output, starting_with
 from megatron_core.terminal import parse_flags
+from megatron_core.tokenizers import tokenizer_of
+from megatron_core.tokenizers.vocabulary import vocabulary_size
 from megatron_core.verify import GPTExperiment, Layout, RankFailure, check_bits, check_parity, fitting_layouts, shrunk
-from megatron_core.verify.gpt import configured
 from megatron_core.verify.pairwise import pairwise
-from megatron_core.verify.shrink import at_full_size, changes, shrunk_stages, small_run
 from megatron_core.verify.table import BITS_HEADING, HEADING, TerminalTable, bits_page, page, summary
 
 MOST_RANKS = 4096
 """Maximum number of ranks."""
-NOT_IN_NAMES = (
-    "overlap_grad_reduce",
-    "overlap_param_gather",
-    "num_distributed_optimizer_instances",
-    "zero3_keep_after_forward",
-)
-"""Settings of a layout that its name does not have."""
-OF_EVERY_LAYOUT = ("num_distributed_optimizer_instances", "zero3_keep_after_forward")
-"""Settings among ``NOT_IN_NAMES`` that apply to each of --layouts; its word ``overlap`` decides about the others."""
 SMALL_WIDTH = 1024
 """Hidden size that the small model exceeds only if a single layout needs it; a step takes seconds then."""
 MOST_PROCESSES = 8
@@ -93,21 +92,6 @@ class Options:
     def compared_dtype(self) -> str:
         """``dtype`` or its default."""
         return self.dtype or ("float32" if self.bits else "float64")
-
-
-@dataclass(frozen=True)
-class Task:
-    """The model and layouts to compare."""
-
-    config: RunConfig
-    layouts: list[Layout]
-    own_settings: dict[str, object] = field(default_factory=dict)
-    """Settings of the model's flags that the name of a layout does not include."""
-    notes: tuple[str, ...] = ()
-    shrunk: str = ""
-    """The sizes that are smaller than those of the flags."""
-    refused: dict[str, str] = field(default_factory=dict)
-    """Layouts of --all that --layout-invariant excludes, with the reason."""
 
 
 def verify(options: Options, flags: list[str]) -> int:
@@ -175,13 +159,9 @@ def task_of(config: RunConfig, options: Options) -> Task:
         small, said = sized(config, layouts, options), tuple(notes(config, layouts, options))
         task = Task(small, layouts, changed(config, OF_EVERY_LAYOUT), said)
     else:
-        task = described(config, options)
-    for layout in task.layouts:
-        found = list(
-            problems(configured(task.config, layout, options.compared_dtype, task.own_settings), layout.world_size)
-        )
-        if found:
-            raise ConfigError(f"layout {str(layout)!r} cannot be trained: {'; '.join(found)}")
+        ranks = options.world_size[0] if options.world_size else config.parallel.model_parallel_size
+        task = described(config, ranks, whole(config) if options.full_size else None)
+    require_legal(task, options.compared_dtype)
     return task if options.full_size else replace(task, shrunk=changes(config, task.config))
 
 
@@ -204,11 +184,16 @@ def layout_of(text: str, world_size: tuple[int, ...]) -> Layout:
     return replace(layout, dp=world_size[0] // layout.world_size)
 
 
-def sized(config: RunConfig, layouts: list[Layout], options: Options, *, keep_layers: bool = False) -> RunConfig:
+def whole(config: RunConfig) -> RunConfig:
+    """The model itself, with its own vocabulary."""
+    return at_full_size(config, vocabulary_size(config, tokenizer_of(config.data)))
+
+
+def sized(config: RunConfig, layouts: list[Layout], options: Options) -> RunConfig:
     """The small version of the model, or with --full-size the model itself."""
     if options.full_size:
-        return at_full_size(config)
-    small = shrunk(config, layouts, keep_layers=keep_layers)
+        return whole(config)
+    small = shrunk(config, layouts)
     width = small.model.hidden_size
     if width > max(SMALL_WIDTH, *(shrunk(config, [each]).model.hidden_size for each in layouts)):
         names = ", ".join(repr(str(each)) for each in layouts)
@@ -262,39 +247,6 @@ def notes(config: RunConfig, layouts: list[Layout], options: Options) -> Iterato
         found = next(problems(as_given, layout.world_size), None)
         if found:
             yield f"the full-size model cannot be trained in {str(layout)!r} ({found}); only the small one is compared"
-
-
-def said_of_stages(config: RunConfig) -> dict[str, object]:
-    """Settings of the pipeline stages and the plan that differ from the defaults."""
-    usual = BALANCED_STAGES | {"pipeline_plan": None}
-    chunks = {"num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"}  # part of a layout
-    values = {name: getattr(config.parallel, name) for name in usual if name not in chunks}
-    return {name: value for name, value in values.items() if value != usual[name]}
-
-
-def described(config: RunConfig, options: Options) -> Task:
-    """The layout of the model's flags."""
-    ranks = options.world_size[0] if options.world_size else config.parallel.model_parallel_size
-    check(RunConfig.from_flat(config.flat() | small_run()), ranks)
-    layout, own = Layout.of(config.parallel, config.model.num_layers, ranks), said_of_stages(config)
-    if layout.world_size == 1:
-        raise ConfigError(
-            "no layout to check; give --layouts (such as --layouts tp2 'pp2 v2'), --all --world-size 2 4 8, "
-            "or flags of the model (such as --tensor-model-parallel-size 2)"
-        )
-    if "pipeline_plan" in own and not options.full_size:
-        raise ConfigError("pipeline_plan needs the full-size number of micro-batches; add --full-size to check it")
-    # A layout's name has one ``overlap`` for two settings, and chunks only for balanced stages.
-    settings = own | {name: getattr(config.parallel, name) for name in NOT_IN_NAMES}
-    if own:
-        counted = layout.chunks > 1 and "pipeline_model_parallel_layout" not in own
-        settings["num_virtual_stages_per_pipeline_rank"] = layout.chunks if counted else None
-    fewer = None if options.full_size or not own else shrunk_stages(config, layout)
-    if fewer is None:
-        return Task(sized(config, [layout], options, keep_layers=bool(own)), [layout], settings)
-    settings |= {name: value for name, value in fewer.items() if name in own}
-    small = sized(RunConfig.from_flat(config.flat() | fewer), [layout], options, keep_layers=True)
-    return Task(small, [layout], settings)
 
 
 def refuse_contradictions(options: Options, flags: list[str]) -> None:

@@ -37,10 +37,10 @@ class LaunchFlags:
         for group, one in Translation.each(given, kinds):
             names = unknown.findall(" ".join(group))
             shown = unknown.sub(r"<\1>", " ".join(group))
-            if names and one.faults:
+            if names and one.faults and not _is_refused(group[0], one):
                 found.unread[shown] = ", ".join(names)
             elif one.faults:
-                found.refused += one.faults
+                found.refused += [unknown.sub(r"<\1>", fault) for fault in one.faults]
             elif not one.strong and one.weak and {plain(flag) for flag, _ in grouped(one.weak)} <= strong:
                 found.ignored.setdefault("other flags of the command line override it", []).append(shown)
             elif one.ignored:
@@ -70,6 +70,13 @@ class LaunchFlags:
             for name, (theirs, text) in megatron_flags.OTHER_DEFAULTS.items()
             if name not in given and str(values[name]) != theirs and (config.model.num_experts or "moe_" not in name)
         }
+
+
+def _is_refused(flag: str, one: Translation) -> bool:
+    """Whether ``flag`` cannot be used with any value, rather than because its value is not known."""
+    entry, name = megatron_flags.FLAGS.get(plain(flag)), plain(flag)
+    is_refused = entry is not None and entry.fate == "refused" and name not in megatron_flags.ONLY_VALUE
+    return flag.startswith("--") and (is_refused or bool(one.unknown))
 
 
 def _equal(old: str, new: str) -> bool:

@@ -83,15 +83,19 @@ def _world_problems(config: RunConfig, world_size: int) -> Iterator[str]:
             f"(tensor_model_parallel_size={parallel.tensor_model_parallel_size} x "
             f"pipeline_model_parallel_size={parallel.pipeline_model_parallel_size} x "
             f"context_parallel_size={parallel.context_parallel_size}); start a multiple of "
-            f"{parallel.model_parallel_size} ranks, or choose sizes with one of the products "
+            f"{parallel.smallest_world_size} ranks, or choose sizes with one of the products "
             f"{', '.join(map(str, divisors(world_size)))}"
         )
     elif leaves_rest(world_size, parallel.expert_model_size):
         stage = world_size // parallel.pipeline_model_parallel_size
         yield (
-            f"expert_model_parallel_size={parallel.expert_model_parallel_size} x expert_tensor_parallel_size="
-            f"{parallel.expert_tensor_size} cannot divide the {stage} ranks of a pipeline stage; "
-            f"choose sizes with one of the products {', '.join(map(str, divisors(stage)))}"
+            f"world_size={world_size} is not a multiple of {parallel.expert_model_size}, "
+            "the number of ranks of one copy of the experts "
+            f"(expert_tensor_parallel_size={parallel.expert_tensor_size} x "
+            f"expert_model_parallel_size={parallel.expert_model_parallel_size} x "
+            f"pipeline_model_parallel_size={parallel.pipeline_model_parallel_size}); start a multiple of "
+            f"{parallel.smallest_world_size} ranks, or choose sizes of the experts whose product divides the "
+            f"{stage} ranks of a pipeline stage: {', '.join(map(str, divisors(stage)))}"
         )
 
 
@@ -219,7 +223,7 @@ def _rank_order_problems(config: RunConfig, world_size: int) -> Iterator[str]:
             f"rank_order={parallel.rank_order} must name each axis once; "
             "legal: any order of tp-cp-ep-dp-pp (axes of size 1 may be left out)"
         )
-    elif pp > 1:
+    elif pp > 1 and world_size % parallel.smallest_world_size == 0:
         faster = named[: named.index("pp")]
         apart = [prod(view.get(axis, 1) for axis in faster) for view in (dense, expert)]
         if apart[0] != apart[1]:

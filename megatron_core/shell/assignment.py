@@ -46,12 +46,11 @@ def _assign_items(variables: Variables, name: str, raw: str, script: str, *, add
     if is_map or isinstance(old, dict) or (items and all(keyed)):
         pairs = [(variables.text(k[1]), variables.text(i[k.end() :])) for i, k in zip(items, keyed, strict=True) if k]
         if items and not any(keyed):
-            words = [value for item in items for value in variables.fields(item)]
+            words = variables.all_fields(items)
             pairs = list(zip(words[::2], [*words[1::2], ""], strict=False))
         found = (old if adds and isinstance(old, dict) else {}) | dict(pairs)
         is_list = not (is_map or isinstance(old, dict)) and sorted(found) == sorted(map(str, range(len(found))))
         variables.assign(name, [found[str(at)] for at in range(len(found))] if is_list else found)
         return
     before = old if isinstance(old, list) else [old] if isinstance(old, str) else []
-    added = [value for item in items for value in variables.fields(item)]
-    variables.assign(name, [*(before if adds else []), *added])
+    variables.assign(name, [*(before if adds else []), *variables.all_fields(items)])

@@ -25,6 +25,14 @@ class Jump(Exception):
         self.kind, self.number = kind, number
 
 
+class Status(Exception):
+    """The number that ``return`` gives a function."""
+
+    def __init__(self, number: int | None) -> None:
+        super().__init__(number)
+        self.number = number
+
+
 @dataclass
 class BuiltIns(State):
     """Built-in commands; ``_do_NAME`` returns the success, or None if it is not known."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from megatron_core.errors import ConfigError
 from megatron_core.shell.arithmetic import Names, UnknownNumber, calculate
 from megatron_core.shell.fields import BLANKS, Fields
+from megatron_core.shell.limits import MOST_CHARACTERS, require_size
 from megatron_core.shell.operations import ALTERNATIVE, changed, is_known, part_of
 from megatron_core.shell.patterns import brace_words, escaped_pattern, regular_expression, unescaped, with_classes
 from megatron_core.shell.tokens import INDEX, end_of
@@ -18,8 +18,6 @@ from megatron_core.shell.tree import Document
 from megatron_core.shell.unknown import UNKNOWN, unknown
 
 Value = str | list[str] | dict[str, str]
-LONGEST = 1_000_000
-"""Maximum number of characters of a value."""
 _PARAMETER = re.compile(rf"(!?)(#?)([A-Za-z_]\w*|\d+|[@*#?$!-])(?:{INDEX})?(.*)", re.DOTALL)
 
 
@@ -50,6 +48,8 @@ class Variables:
     references: dict[str, str] = field(default_factory=dict)
     """Variables that stand for another one (declare -n)."""
 
+    spent: int = 0
+    """Number of characters and words of all values, outputs and commands so far."""
     has_absent_scripts: bool = False
     """Whether a script that may assign variables could not be read."""
 
@@ -60,6 +60,21 @@ class Variables:
             self._expand(self._with_home(word), into)
             into.flush()
         return into.done
+
+    def all_fields(self, words: Sequence[str]) -> list[str]:
+        """The words that several words of the script become. ``ConfigError`` if they are too long."""
+        found, size = list[str](), 0
+        for word in words:
+            values = self.fields(word)
+            size += size_of(values)
+            require_size(size, f"{self.name}: a list of words")
+            found += values
+        return found
+
+    def spend(self, size: int) -> None:
+        """Count characters that are kept. ``ConfigError`` if there are too many."""
+        self.spent += size
+        require_size(self.spent, f"{self.name}: all values together", MOST_CHARACTERS)
 
     def text(self, raw: str) -> str:
         """The value of a word that is not split, as in an assignment."""
@@ -103,8 +118,9 @@ class Variables:
         name = self.references.get(name, name)
         if isinstance(value, str) and name in self.integers:
             value = self.arithmetic(value)
-        if sum(map(len, [value] if isinstance(value, str) else value)) > LONGEST:
-            raise ConfigError(f"{self.name}: the value of {name} has more than {LONGEST} characters")
+        size = size_of([value] if isinstance(value, str) else value)
+        require_size(size, f"{self.name}: the value of {name}")
+        self.spend(size)
         self.values[name] = value
 
     def assign_element(self, name: str, key: str, value: str) -> None:
@@ -130,7 +146,7 @@ class Variables:
     @contextmanager
     def isolated(self) -> Iterator[None]:
         """Restore all at the end, except the names that were read without being set."""
-        names = {each.name for each in dataclasses.fields(self)} - {"unset", "status", "has_doubt"}
+        names = {each.name for each in dataclasses.fields(self)} - {"unset", "status", "has_doubt", "spent"}
         kept = {name: getattr(self, name) for name in names}
         for name, value in kept.items():
             if isinstance(value, (list, dict, set)):
@@ -330,6 +346,11 @@ class Variables:
             self.assign(name, value)
         else:
             self.assign_element(name, index, value)
+
+
+def size_of(words: Iterable[str]) -> int:
+    """Number of words and of their characters."""
+    return sum(len(word) + 1 for word in words)
 
 
 def _checked_end(raw: str, at: int) -> int:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from megatron_core.shell.limits import require_size
 from megatron_core.shell.unknown import UNKNOWN
 
 BLANKS = " \t\n\r"
@@ -21,6 +22,8 @@ class Fields:
     """Function that changes quoted text; patterns escape it."""
     done: list[str] = field(default_factory=list)
     current: str | None = None
+    size: int = 0
+    """Number of characters and words so far."""
 
     @property
     def whole(self) -> bool:
@@ -31,10 +34,13 @@ class Fields:
         """End the current word, if there is one."""
         if self.current is not None and not self.whole:
             self.done.append(self.current)
+            self.size += 1
             self.current = None
 
     def literal(self, text: str) -> None:
-        """Add text of the script that is neither quoted nor a value."""
+        """Add text of the script that is neither quoted nor a value. ``ConfigError`` if all texts are too long."""
+        self.size += len(text)
+        require_size(self.size, "a word")
         self.current = (self.current or "") + text
 
     def quoted(self, text: str) -> None:

@@ -3,26 +3,44 @@
 from __future__ import annotations
 
 import os.path
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatron_core.shell.unknown import UNKNOWN
+from megatron_core.shell.unknown import UNKNOWN, readable
 
 MOST_FOLDERS = 4
-"""Folders above the script in which a path of another machine is searched."""
+"""Folders above the script whose files may be read, and in which a path of another machine is searched."""
 
 
-def find_script(script: Path, name: str) -> tuple[Path | None, bool]:
-    """Return the file that ``script`` means by ``name``, or None, and whether it is one in place of an absent file.
+def readable_folders(script: Path, further: Sequence[str] = ()) -> tuple[Path, ...]:
+    """The folders whose files a launch script may read.
+
+    They are that of the script and the ``MOST_FOLDERS`` above it, the current one, and ``further`` ones. A home folder,
+    and folders that contain one, have files that no launch needs, such as keys: they are none of them, unless the
+    script is there itself.
+    """
+    own, home = _resolved(script).parent, _resolved(os.path.expanduser("~"))
+    around = [*own.parents[:MOST_FOLDERS], _resolved(".")]
+    others = (folder for folder in around if folder != folder.parent and not home.is_relative_to(folder))
+    return (own, *others, *map(_resolved, further))
+
+
+def find_script(script: Path, name: str, folders: Sequence[Path]) -> tuple[Path | None, str]:
+    """Return the file that ``script`` means by ``name``, or None, and a note if it is not this very file.
 
     A relative name is searched in the folder of the script, then in the current folder. Of a path of another machine,
-    its ends are searched in the folders above the script.
+    its ends are searched in the folders above the script. Only files in ``folders`` are found.
     """
-    folder = script.parent
-    for path in (folder / name, Path(name), folder / Path(name).name):
-        if _is_file(path):
-            return path, False
-    return next((path for path in _substitutes(folder.absolute(), Path(name)) if _is_file(path)), None), True
+    places = [path for path in (script.parent / name, Path(name), script.parent / Path(name).name) if _is_file(path)]
+    for path in places:
+        if _is_in(path, folders):
+            return path, ""
+    for path in _substitutes(script.parent.absolute(), Path(name)):
+        if _is_file(path) and _is_in(path, folders):
+            return path, f"{readable(name)} is not on this machine; {path} is read in its place"
+    if places:
+        return None, f"{readable(name)} is outside the folders of the script, and is not read; --read-from allows it"
+    return None, f"{readable(name)} is not on this machine, so that its variables are not known"
 
 
 def _substitutes(folder: Path, path: Path) -> Iterator[Path]:
@@ -36,8 +54,18 @@ def _substitutes(folder: Path, path: Path) -> Iterator[Path]:
                 yield found
 
 
+def _is_in(path: Path, folders: Sequence[Path]) -> bool:
+    """Whether a file is in one of ``folders``, after its links are followed."""
+    target = _resolved(path)
+    return any(target.is_relative_to(folder) for folder in folders)
+
+
+def _resolved(path: str | Path) -> Path:
+    return Path(os.path.realpath(path))
+
+
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
-    except OSError:  # the name is too long, or a folder must not be read
+    except (OSError, ValueError):  # the name is too long or has a null character, or a folder must not be read
         return False

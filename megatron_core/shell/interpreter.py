@@ -10,10 +10,10 @@ from pathlib import Path
 
 from megatron_core.errors import ConfigError
 from megatron_core.shell.assignment import assign
-from megatron_core.shell.built_ins import BuiltIns, Jump
+from megatron_core.shell.built_ins import BuiltIns, Jump, Status
 from megatron_core.shell.conditions import holds, known
-from megatron_core.shell.expansion import Value, Variables
-from megatron_core.shell.files import find_script
+from megatron_core.shell.expansion import Value, Variables, size_of
+from megatron_core.shell.files import find_script, readable_folders
 from megatron_core.shell.patterns import MOST_ROUNDS
 from megatron_core.shell.programs import printed
 from megatron_core.shell.state import SOURCE
@@ -37,7 +37,7 @@ from megatron_core.shell.tree import (
     While,
     words_of,
 )
-from megatron_core.shell.unknown import UNKNOWN, readable, unknown
+from megatron_core.shell.unknown import UNKNOWN, unknown
 from megatron_core.text_file import read_text
 
 MOST_STEPS = 100_000
@@ -52,13 +52,30 @@ class Interpreter(BuiltIns):
     commands: list[Command] = field(default_factory=list)
     """All programs, in their order."""
     _steps: int = 0
+    _folders: tuple[Path, ...] = ()
+    """Folders whose scripts may be read."""
+    _started: tuple[tuple[Path, list[str]], ...] = ()
+    """The scripts that are followed as programs of their own, each with its arguments."""
 
     @classmethod
-    def of(cls, text: str, script: str, arguments: Sequence[str], values: dict[str, Value]) -> Interpreter:
-        """Follow a script with its arguments and variables of the environment. ``ConfigError`` for wrong syntax."""
+    def of(
+        cls,
+        text: str,
+        script: str,
+        arguments: Sequence[str],
+        values: dict[str, Value],
+        folders: Sequence[str] = (),
+    ) -> Interpreter:
+        """Follow a script with its arguments and variables of the environment.
+
+        ``folders``: further folders whose scripts may be read. Errors: ``ConfigError`` for wrong syntax, and for a
+        script that is too large or takes too long.
+        """
         known_values = {SOURCE: script, "IFS": " \t\n"} | values
         found = cls(Variables(list(arguments), known_values, script, exported=set(values)), _script=Path(script))
         found.variables.output_of = found._output_of
+        found._folders = readable_folders(Path(script), folders)
+        found._started = ((Path(script).resolve(), list(arguments)),)
         try:
             found.run(parse(text, script))
         except Jump:  # ``exit`` or ``return``: the script ends here
@@ -67,8 +84,8 @@ class Interpreter(BuiltIns):
             raise ConfigError(f"{script} is nested too deeply; only simple scripts can be read") from None
         except ConfigError:
             raise
-        except ValueError as error:  # a number with more digits than Python converts
-            raise ConfigError(f"{script} cannot be read: {error}") from None
+        except ValueError:  # a number with more digits than Python converts
+            raise ConfigError(f"{script} has a number of too many digits; correct it") from None
         return found
 
     def run(self, node: Node) -> bool | None:
@@ -116,7 +133,7 @@ class Interpreter(BuiltIns):
                 case Arithmetic(text=text):
                     value, code = self.variables.arithmetic(text), 1
                     status = None if UNKNOWN.search(value) else value != "0"
-        except _Status as end:
+        except Status as end:
             status, code = _success(end.number), end.number or 0
         self.variables.status = None if status is None else code if status is False else 0
         return status
@@ -224,7 +241,7 @@ class Interpreter(BuiltIns):
     # --- one command
 
     def _fields(self, words: Sequence[str]) -> list[str]:
-        return [value for word in words for value in self.variables.fields(word)]
+        return self.variables.all_fields(words)
 
     def _simple(self, node: Simple) -> bool | None:
         words, before = list(node.words), dict[str, Value | None]()
@@ -267,11 +284,12 @@ class Interpreter(BuiltIns):
             except Jump as end:
                 if end.kind != "return":
                     raise
-                raise _Status(end.number) from None
+                raise Status(end.number) from None
             finally:
                 self._locals.pop()
 
     def _program(self, words: list[str], node: Simple) -> bool | None:
+        self.variables.spend(size_of(words))
         self.commands.append(Command(tuple(words), str(self._script), self._line or node.line))
         at = next((at for at, word in enumerate(words) if word in (*_SHELLS, "sbatch")), None)
         if at is None:
@@ -295,16 +313,19 @@ class Interpreter(BuiltIns):
 
     def _follow(self, name: str, arguments: list[str], *, started: bool = False) -> bool | None:
         """Follow another script if it is on this machine; ``started``: as a program of its own."""
-        path, is_substitute = find_script(self._script, name)
+        path, note = find_script(self._script, name, self._folders)
+        if note:
+            self.notes.setdefault(note)
         if path is None:
             self.variables.has_absent_scripts = True
-            self.notes.setdefault(f"{readable(name)} is not on this machine, so that its variables are not known")
             return None
-        if is_substitute:
-            self.notes.setdefault(f"{readable(name)} is not on this machine; {path} is read in its place")
-        before, self._script, own_name = self._script, path, self.variables.name
+        before, own_name, others = self._script, self.variables.name, self._started
         if started:
-            self.variables.name = str(path)
+            if (path.resolve(), arguments) in others:  # a job that submits its successor
+                self.notes.setdefault(f"{path} starts itself, and is followed once")
+                return None
+            self._started, self.variables.name = (*others, (path.resolve(), arguments)), str(path)
+        self._script = path
         try:
             with self.variables.restored({SOURCE: self.variables.values.get(SOURCE)}):
                 self.variables.values[SOURCE] = str(path)
@@ -313,10 +334,12 @@ class Interpreter(BuiltIns):
             if end.kind != "return":
                 raise
             return _success(end.number)
+        except ConfigError:
+            raise
         except (OSError, ValueError) as error:
             raise ConfigError(f"{path} cannot be read: {error}") from error
         finally:
-            self._script, self.variables.name = before, own_name
+            self._script, self.variables.name, self._started = before, own_name, others
 
     # --- other scripts and the end of one
 
@@ -353,14 +376,6 @@ class Interpreter(BuiltIns):
         del self.commands[before:]
         first = text.split()[0] if text.split() else ""
         return "".join(printed).rstrip("\n") if is_known else unknown(f"output-of-{first}")
-
-
-class _Status(Exception):
-    """The number that ``return`` gives a function."""
-
-    def __init__(self, number: int | None) -> None:
-        super().__init__(number)
-        self.number = number
 
 
 def _success(number: int | None) -> bool | None:

@@ -10,15 +10,16 @@ from pathlib import Path
 from megatron_core.errors import ConfigError
 from megatron_core.shell.expansion import Value
 from megatron_core.shell.interpreter import Interpreter
+from megatron_core.shell.limits import limited_time
 from megatron_core.shell.tree import Command
 from megatron_core.text_file import read_text
 
 LEAST_FLAGS = 3
 """Number of known flags from which a program is a training program."""
 _NODES = ("--nnodes", "--nodes", "--num-nodes", "-N")
-_PER_NODE = ("--nproc-per-node", "--ntasks-per-node", "--gpus-per-node", "--num-gpus", "--npernode", "-ppn")
+_PER_NODE = ("--nproc-per-node", "--num-gpus", "--ntasks-per-node", "--npernode", "-ppn", "--gpus-per-node")
 _ALL = ("--ntasks", "-n", "-np", "--np")
-_SBATCH = re.compile(r"^#SBATCH\s+(\S+?)(?:[=\s]+(\S+))?\s*(?:#.*)?$", re.MULTILINE)
+_SBATCH = re.compile(r"^#SBATCH[ \t]+(\S+?)(?:[= \t]+([^\s#]\S*))?[ \t]*(?:#.*)?\r?$", re.MULTILINE)
 _STARTERS = ("torch.distributed.run", "torch.distributed.launch", "torchrun", "deepspeed", "accelerate.commands.launch")
 
 
@@ -48,21 +49,32 @@ class LaunchScript:
 
 
 def read_script(
-    name: str, arguments: Sequence[str], values: Mapping[str, str], is_flag: Callable[[str], bool]
+    name: str,
+    arguments: Sequence[str],
+    values: Mapping[str, str],
+    is_flag: Callable[[str], bool],
+    folders: Sequence[str] = (),
 ) -> LaunchScript:
     """Follow a script; ``is_flag``: whether a word is a flag of a training program.
 
-    Errors: ``ConfigError`` for a file that cannot be read or understood.
+    ``folders``: further folders whose scripts may be read. Errors: ``ConfigError`` for a file that cannot be read or
+    understood, or takes too long.
     """
     try:
         text = read_text(name)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{name} cannot be read: {error}") from error
-    batch = {key.replace("_", "-"): value for key, value in _SBATCH.findall(text)}
-    known: dict[str, Value] = {**_slurm_variables(batch), **values}
-    found = Interpreter.of(text, name, arguments, known)
-    launches = [launch for each in found.commands if (launch := _launch_of(each, is_flag, batch)) is not None]
-    return LaunchScript(tuple(dict.fromkeys(launches)), tuple(found.notes), tuple(found.variables.unset))
+    with limited_time(name):
+        batch = {key.replace("_", "-"): value for key, value in _SBATCH.findall(text)}
+        known: dict[str, Value] = {**_slurm_variables(batch), **values}
+        found = Interpreter.of(text, name, arguments, known, folders)
+        launches = [launch for each in found.commands if (launch := _launch_of(each, is_flag, batch)) is not None]
+    lost = [each for each in found.commands if each.words[0].startswith("--")]
+    broken = [
+        f"{each.script} line {each.line} begins with {each.words[0]}: the line before lacks a \\" for each in lost
+    ]
+    notes = tuple(dict.fromkeys([*found.notes, *broken]))
+    return LaunchScript(tuple(dict.fromkeys(launches)), notes, tuple(found.variables.unset))
 
 
 def read_command_line(words: Sequence[str], is_flag: Callable[[str], bool]) -> LaunchScript:
@@ -78,11 +90,15 @@ def _launch_of(
     words = command.words
     at = _program_at(words)
     flags = words[at + 1 :]
+    if at < 0 and command.script:  # only a command line may be flags alone
+        return None
     if sum(map(is_flag, flags)) < least:
         return None
-    options = {**batch, **_options(words[:at])} if at >= 0 else dict(batch)
-    nodes, per_node, everywhere = (_number(options, names) for names in (_NODES, _PER_NODE, _ALL))
-    if "torchrun" not in " ".join(words[:at]).replace("torch.distributed.run", "torchrun") and everywhere is not None:
+    own = _options(words[:at]) if at >= 0 else {}
+    given = ((_number(own, names), _number(batch, names)) for names in (_NODES, _PER_NODE, _ALL))
+    nodes, per_node, everywhere = (first if first is not None else second for first, second in given)
+    starts_several = any(Path(word).name in _STARTERS for word in words[: max(at, 0)])
+    if everywhere is not None and not starts_several:  # else Slurm's tasks are launchers
         ranks: int | None = everywhere
     else:
         ranks = (nodes or 1) * per_node if per_node is not None else None
@@ -113,10 +129,10 @@ def _options(words: Sequence[str]) -> dict[str, str]:
 
 
 def _number(options: Mapping[str, str], names: Sequence[str]) -> int | None:
-    """The value of the last flag with one of these names, if it is a number; of a range its largest one."""
+    """The value of the first of ``names`` that is given and a number; of a range its largest one."""
     values = [re.fullmatch(r"(?:\d+:)?(\d{1,6})", options[name]) for name in names if name in options]
     numbers = [int(value[1]) for value in values if value and int(value[1]) > 0]
-    return numbers[-1] if numbers else None
+    return numbers[0] if numbers else None
 
 
 def _slurm_variables(batch: Mapping[str, str]) -> dict[str, str]:

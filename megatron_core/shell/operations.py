@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from typing import TypeVar
 
+from megatron_core.shell.limits import require_size
 from megatron_core.shell.tokens import end_of
 from megatron_core.shell.unknown import is_intact, unknown
 
@@ -72,8 +73,15 @@ def _replaced(value: str, kind: str, rest: str, pattern: Callable[[str], str], t
     if not found:
         return new + value if kind == "/#" else value + new if kind == "/%" else value
     found = {"/#": rf"\A(?:{found})", "/%": rf"(?:{found})\Z"}.get(kind, f"(?:{found})")
-    compiled = re.compile(found, re.DOTALL)
-    return compiled.sub(lambda match: new if match[0] or kind != "//" else "", value, 0 if kind == "//" else 1)
+    compiled, size = re.compile(found, re.DOTALL), 0
+
+    def replacement(match: re.Match[str]) -> str:
+        nonlocal size
+        size += len(new)
+        require_size(size, "a value with replaced parts")
+        return new if match[0] or kind != "//" else ""
+
+    return compiled.sub(replacement, value, 0 if kind == "//" else 1)
 
 
 def _cased(value: str, kind: str, pattern: re.Pattern[str]) -> str:

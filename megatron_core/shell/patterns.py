@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from itertools import product
+from itertools import islice, product
 
+from megatron_core.shell.limits import require_size
 from megatron_core.shell.tokens import end_of
 
 MOST_ROUNDS = 1_000
@@ -109,7 +110,12 @@ def brace_words(raw: str) -> list[str]:
         else:
             parts.append([raw[at:end]])
         at = end
-    return ["".join(words) for words, _ in zip(product(*parts), range(MOST_ROUNDS))]  # noqa: B905 (cut to MOST_ROUNDS)
+    found, size = list[str](), 0
+    for each in islice(product(*parts), MOST_ROUNDS):
+        found.append("".join(each))
+        size += len(found[-1])
+        require_size(size, "the words of a brace expression")
+    return found
 
 
 def _closing_brace(raw: str, at: int) -> int | None:
@@ -125,7 +131,7 @@ def _closing_brace(raw: str, at: int) -> int | None:
 def _brace_expression(inner: str) -> list[str] | None:
     parts = _alternatives(inner, ",", "{}")
     if len(parts) > 1:
-        return [word for part in parts for word in brace_words(part)]
+        return list(islice((word for part in parts for word in brace_words(part)), MOST_ROUNDS))
     found = re.fullmatch(r"(-?\d+)\.\.(-?\d+)(?:\.\.(-?\d+))?", inner)
     if found:
         numbers = _sequence(int(found[1]), int(found[2]), int(found[3] or 1))

@@ -44,6 +44,7 @@ class State:
 
     def _print(self, text: str) -> None:
         if self._output is not None:
+            self.variables.spend(len(text))
             self._output.append(text)
 
     @contextmanager

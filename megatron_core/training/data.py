@@ -26,14 +26,6 @@ DatasetsProvider = Callable[[RunConfig, Tokenizer | None], Splits]
 """A user-defined function that builds the data sets: (settings, tokenizer or None) -> splits."""
 
 
-def vocabulary_size(config: RunConfig, tokenizer: Tokenizer | None) -> int:
-    """The true size of the vocabulary, without padding: ``vocab_size`` if given, else the tokenizer's."""
-    size = config.data.vocab_size or (tokenizer.vocab_size if tokenizer is not None else None)
-    if size is None:
-        raise ConfigError("the vocabulary's size is unknown; give --tokenizer-type or --vocab-size")
-    return size
-
-
 def make_splits(
     config: RunConfig,
     data_parallel_size: int,

@@ -33,13 +33,11 @@ from megatron_core.schedules.actions import Plan
 from megatron_core.schedules.simulate import peak_activations
 from megatron_core.tensor_parallel import ModelParallelConfig
 from megatron_core.tokenizers import tokenizer_of
-from megatron_core.training.data import vocabulary_size
+from megatron_core.tokenizers.vocabulary import ASSUMED_VOCABULARY, vocabulary_or_assumed
 from megatron_core.training.plans import Plans
 from megatron_core.training.setup import data_parallel_of, outer_of
 
 META = torch.device("meta")
-ASSUMED_VOCABULARY = 50_257
-"""Vocabulary size (GPT-2's) assumed if the tokenizer's files are not on the machine of a dry run."""
 
 
 @dataclass(frozen=True)
@@ -135,16 +133,6 @@ class RankEstimate:
     def micros_held(self) -> float:
         """Peak number of micro-batches whose activations of all its layers this rank holds at once."""
         return peak_activations(self.plan)[self.groups.index("pp")]
-
-
-def vocabulary_or_assumed(config: RunConfig) -> int:
-    """Size of the vocabulary; ``ASSUMED_VOCABULARY`` if the tokenizer's files are not on this machine."""
-    if config.data.vocab_size is not None:
-        return config.data.vocab_size
-    try:
-        return vocabulary_size(config, tokenizer_of(config.data))
-    except MegatronError:
-        return ASSUMED_VOCABULARY
 
 
 def warnings(config: RunConfig) -> Iterator[str]:

@@ -35,7 +35,8 @@ from megatron_core.pipeline_parallel.p2p import PipelineP2P
 from megatron_core.schedules.trace import TraceWriter
 from megatron_core.tensor_parallel.amax_history import AmaxHistories
 from megatron_core.tokenizers import Tokenizer, tokenizer_of
-from megatron_core.training.data import DatasetsProvider, compare_data, make_splits, vocabulary_size
+from megatron_core.tokenizers.vocabulary import vocabulary_size
+from megatron_core.training.data import DatasetsProvider, compare_data, make_splits
 from megatron_core.training.driver import Trainable, gather_weights
 from megatron_core.training.new_indexers import draw_indexers
 from megatron_core.training.outer_state import load_intact

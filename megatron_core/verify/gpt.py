@@ -8,8 +8,8 @@ from functools import lru_cache
 import numpy as np
 
 from megatron_core.config import RunConfig
-from megatron_core.config.layout import Layout, every_layout
-from megatron_core.config.validate import problems
+from megatron_core.config.comparison import configured
+from megatron_core.config.layout import Layout
 from megatron_core.datasets.base import Sample
 from megatron_core.datasets.keyed_dataset import mix64
 from megatron_core.datasets.loader import packing_of
@@ -60,20 +60,6 @@ class GPTExperiment:
             size = next((size for size in range(min(each // 2, 64), 0, -1) if each % size == 0), 1)
             config = RunConfig.from_flat(config.flat() | {"micro_batch_size": size})
         return config
-
-
-def fitting_layouts(config: RunConfig, world_size: int) -> list[Layout]:
-    """Return every layout of ``world_size`` ranks that is legal for ``config``."""
-    candidates = every_layout(world_size, config.model.num_layers, experts=config.model.num_experts is not None)
-    return [each for each in candidates if not any(problems(configured(config, each, "float64"), world_size))]
-
-
-def configured(
-    config: RunConfig, layout: Layout, dtype: str, own_settings: Mapping[str, object] | None = None
-) -> RunConfig:
-    """Return ``config`` with a layout, a dtype, and optional settings that a layout's words cannot express."""
-    precision = {"fp64": dtype == "float64", "bf16": dtype == "bfloat16", "fp16": False}
-    return RunConfig.from_flat(config.flat() | layout.settings() | precision | dict(own_settings or {}))
 
 
 def prepared(config: RunConfig) -> Run:

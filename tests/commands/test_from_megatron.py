@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -100,6 +102,14 @@ def test_a_checkpoint_of_megatron(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main([*launch, "--save", str(root / "other"), "--lr-decay-style", "constant"]) == 0
 
 
+def test_a_report_needs_no_torch(script: Path) -> None:
+    """Importing torch takes three times as long as the whole report."""
+    code = "import sys; from megatron_core.commands.from_megatron import main; status = main(sys.argv[1:])"
+    code += "; assert 'torch' not in sys.modules; sys.exit(status)"
+    done = subprocess.run([sys.executable, "-c", code, script, "/data"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "megatron-verify --config run.yaml" in done.stdout, done.stderr
+
+
 def test_the_proposed_proof_runs(script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from megatron_core.commands.verify_layout import main as verify
 
@@ -169,6 +179,91 @@ def test_several_launches_and_other_models(tmp_path: Path, capsys: pytest.Captur
     assert main(["--launch", "2", str(path)]) == 1
     text = " ".join(capsys.readouterr().out.split())
     assert "pretrain_bert.py on 4 ranks" in text and "another kind of model" in text
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ("tools/preprocess_data.py", "use megatron-preprocess"),
+        ("tools/checkpoint/convert.py", "use megatron-convert"),
+        ("examples/detxoify_lm/generate_samples_gpt.py", "use megatron-serve or megatron-generate"),
+        ("examples/post_training/modelopt/quantize.py", "which is not supported"),
+        ("train_rl.py", "reinforcement learning"),
+        ("/home/albert/vision/Megatron-LM/pretrain_gpt.py", ""),  # the folder does not tell the program
+    ],
+)
+def test_programs_that_do_not_train_a_gpt(program: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Their own flags are not reported as unknown ones."""
+    flags = "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --mock-data --vocab-size 64 --train-iters 2"
+    assert main(["--", "python", program, *flags.split(), *(["--loader", "x"] if said else [])]) == bool(said)
+    changes = " ".join(capsys.readouterr().out.split()).partition("What to change first")[2]
+    assert said in changes.partition("The same settings")[0] and "--loader" not in changes.partition("The same")[0]
+
+
+def test_every_directive_of_slurm_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "a.sh"
+    path.write_text(
+        "#!/bin/bash\n#SBATCH --account=a\n#SBATCH --nodes=4\n#SBATCH --ntasks-per-node 2 # of them\n"
+        "#SBATCH --gpus-per-node=2\t# Hopper\n#SBATCH --exclusive # comment\n#SBATCH -t 1:00:00\n"
+        "srun python pretrain_gpt.py --num-layers 2 --hidden-size 64 --num-attention-heads 2 --mock-data "
+        "--vocab-size 64 --train-iters 2 --tensor-model-parallel-size $SLURM_GPUS_PER_NODE\n"
+    )
+    assert main([str(path)]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "pretrain_gpt.py on 8 ranks (its launcher)" in text and "layout: tp2" in text
+
+
+def test_a_line_without_a_backslash(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """For bash the flags on the next line are another command, which starts nothing."""
+    path = tmp_path / "a.sh"
+    flags = "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --mock-data --vocab-size 64 --train-iters 2"
+    path.write_text(f"python pretrain_gpt.py {flags}\n  --bf16 --swiglu --lr 1e-3 --micro-batch-size 2\n")
+    assert main([str(path)]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "a.sh line 2 begins with --bf16: the line before lacks a \\" in text and "launches in" not in text
+
+
+def test_a_launch_on_too_few_ranks_names_the_number(capsys: pytest.CaptureFixture[str]) -> None:
+    """A model of Mixtral's layout, with one node of 8 ranks: a copy of the experts has 32."""
+    flags = (
+        "--num-layers 4 --hidden-size 64 --num-attention-heads 2 --mock-data --vocab-size 64 --train-iters 2 "
+        "--num-experts 8 --expert-model-parallel-size 8 --pipeline-model-parallel-size 4 --global-batch-size 64"
+    )
+    launch = ["--", "torchrun", "--nproc-per-node", "8", "pretrain_gpt.py", *flags.split()]
+    assert main(launch) == 1
+    changes = " ".join(capsys.readouterr().out.split()).partition("What to change first")[2].partition("The same")[0]
+    assert (
+        "world_size=8 is not a multiple of 32, the number of ranks of one copy of the experts "
+        "(expert_tensor_parallel_size=1 x expert_model_parallel_size=8 x pipeline_model_parallel_size=4); "
+        "start a multiple of 32 ranks" in changes
+    )
+    assert "rank_order" not in changes
+    assert main(["--world-size", "32", *launch]) == 0
+
+
+def test_flags_that_no_value_makes_usable(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They are refused also if their value is not known, rather than asked for."""
+    path = tmp_path / "a.sh"
+    path.write_text(
+        "python3 pretrain_gpt.py --num-layers 2 --hidden-size $H --nothing /logs/$NODES --deepspeed_config $FILE "
+        "--mock-data --vocab-size 64 --train-iters 2"
+    )
+    assert main([str(path)]) == 1
+    changes = " ".join(capsys.readouterr().out.split()).partition("What to change first")[2].partition("The same")[0]
+    assert "--hidden-size <H>: its value is not known; give --set H=VALUE" in changes
+    assert "--nothing /logs/<NODES>: neither a flag" in changes and "--set NODES" not in changes
+    assert "--deepspeed_config <FILE>: DeepSpeed is not used" in changes and "--set FILE" not in changes
+
+
+def test_dtypes_of_gradients(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = (
+        "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --mock-data --vocab-size 64 --train-iters 2 --bf16 "
+        "--use-precision-aware-optimizer --main-grads-dtype bf16 --megatron-fsdp-grad-comm-dtype bf16"
+    )
+    assert main(["--", "python", "pretrain_gpt.py", *flags.split()]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "without effect: --main-grads-dtype bf16: main gradients are float32" in text
+    assert "translated: --megatron-fsdp-grad-comm-dtype bf16 -> --grad-reduce-in-bf16" in text
 
 
 @pytest.mark.parametrize("program", ["pretrain_mamba.py", "pretrain_hybrid.py"])

@@ -271,7 +271,17 @@ FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
     (
         MOE | {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2},
         6,
-        ("expert_model_parallel_size=2 x expert_tensor_parallel_size=2", "the 6 ranks of a", "1, 2, 3, 6"),
+        (
+            "world_size=6 is not a multiple of 4",
+            "(expert_tensor_parallel_size=2 x expert_model_parallel_size=2 x pipeline_model_parallel_size=1)",
+            "start a multiple of 4 ranks",
+            "the 6 ranks of a pipeline stage: 1, 2, 3, 6",
+        ),
+    ),
+    (
+        MOE | {"expert_model_parallel_size": 4} | PP2,  # no second message about the rank order
+        6,
+        ("world_size=6 is not a multiple of 8", "start a multiple of 8 ranks", "pipeline stage: 1, 3"),
     ),
     (
         {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "rank_order": "tp-pp-dp"} | PP2,

@@ -404,7 +404,7 @@ def test_a_flag_with_an_effect_in_megatron_has_it_here(text, expected):
         ("--kill-switch-path stop", "send SIGTERM or SIGUSR1"),
         ("--modelopt-enabled", "distillation and quantization are not supported"),
         ("--muon-tp-mode blockwise", "use duplicated or distributed"),
-        ("--megatron-fsdp-main-params-dtype auto", "main weights and gradients are float32"),
+        ("--megatron-fsdp-main-params-dtype auto", "main weights are float32"),
     ],
 )
 def test_a_flag_that_would_change_the_run_is_refused(text, way_out):

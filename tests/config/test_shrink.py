@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_core.commands.verify_layout import whole
 from megatron_core.config import RunConfig
+from megatron_core.config.comparison import configured, fitting_layouts
 from megatron_core.config.layout import Layout
+from megatron_core.config.shrink import at_full_size, shrunk
 from megatron_core.config.validate import problems
 from megatron_core.datasets.loader import packing_of
 from megatron_core.errors import ConfigError
 from megatron_core.tokenizers import tokenizer_of
-from megatron_core.verify.gpt import configured, fitting_layouts
-from megatron_core.verify.shrink import at_full_size, shrunk
 
 LLAMA_8B = {
     "num_layers": 32,
@@ -89,7 +90,7 @@ def test_features_stay() -> None:
 def test_packed_documents_stay() -> None:
     packed = {"reset_position_ids": True, "reset_attention_mask": True, "fim_data": True, "fim_no_prefix": "#"}
     large = RunConfig.from_flat(LLAMA_8B | packed)
-    for small in (shrunk(large, [Layout(tp=2)]), at_full_size(RunConfig.from_flat(GPT2 | packed))):
+    for small in (shrunk(large, [Layout(tp=2)]), at_full_size(RunConfig.from_flat(GPT2 | packed), 50257)):
         assert small.data.reset_position_ids and small.data.reset_attention_mask and not small.data.fim_data
         assert list(problems(configured(small, Layout(tp=2), "float64"), 2)) == []
         assert packing_of(small.data, tokenizer_of(small.data)).eod == small.data.vocab_size - 1
@@ -131,8 +132,8 @@ def test_layouts_that_do_not_fit_are_left_out() -> None:
 
 
 def test_full_size_keeps_all_sizes() -> None:
-    full = at_full_size(RunConfig.from_flat(GPT2))
+    full = at_full_size(RunConfig.from_flat(GPT2), 50257)
     assert full.model == RunConfig.from_flat(GPT2).model
     assert (full.data.vocab_size, full.data.seq_length) == (50257, 1024)
     with pytest.raises(ConfigError, match="vocabulary"):
-        at_full_size(RunConfig())
+        whole(RunConfig())

@@ -8,8 +8,6 @@ from megatron_core.config import ModelConfig, RunConfig
 from megatron_core.config.attention import attention_of
 from megatron_core.config.layout import Layout
 from megatron_core.config.mixers import Mamba2
-from megatron_core.tokenizers import tokenizer_of
-from megatron_core.training.data import vocabulary_size
 
 MOST_LAYERS = MOST_HEADS = MOST_EXPERTS = 8
 HEAD_SIZE, SEQUENCE = 8, 16
@@ -270,7 +268,6 @@ def small_run() -> dict[str, Any]:
     }
 
 
-def at_full_size(config: RunConfig) -> RunConfig:
-    """Return ``config`` with its own sizes, batches, learning rate and vocabulary, for few steps on synthetic data."""
-    vocab_size = vocabulary_size(config, tokenizer_of(config.data))
+def at_full_size(config: RunConfig, vocab_size: int) -> RunConfig:
+    """Return ``config`` with its own sizes, batches and learning rate, for few steps on synthetic data."""
     return RunConfig.from_flat(config.flat() | small_run() | {"vocab_size": vocab_size})
