@@ -54,7 +54,7 @@ NAMES: dict[str, tuple[tuple[str, str], ...]] = {
     # Kimi Linear, Qwen3-Next, Qwen3.5.
     "b_proj": (("in_proj", "b"),),
     **{f"in_proj_{part}": (("in_proj", part),) for part in _DELTA_NET},
-    # Phi-3, GPT-NeoX, GPT-2, Phi, Granite, DeepSeek, Mixtral.
+    # Phi-3, GPT-NeoX, GPT-2, MPT, Phi, Granite, DeepSeek, Mixtral.
     "qkv_proj": (("linear_qkv", WHOLE),),
     "gate_up_proj": (("linear_fc1", WHOLE),),
     "query_key_value": (("linear_qkv", WHOLE),),
@@ -62,6 +62,7 @@ NAMES: dict[str, tuple[tuple[str, str], ...]] = {
     "dense_h_to_4h": (("linear_fc1", WHOLE),),
     "dense_4h_to_h": (("linear_fc2", WHOLE),),
     "c_attn": (("linear_qkv", WHOLE),),
+    "Wqkv": (("linear_qkv", WHOLE),),
     "c_proj": (("linear_proj", WHOLE), ("linear_fc2", WHOLE)),
     "c_fc": (("linear_fc1", WHOLE),),
     "fc1": (("linear_fc1", WHOLE),),

@@ -36,7 +36,7 @@ KINDS = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight", "magnitude": "lor
 _OURS = re.compile(r"(decoder\.layers\.\d+\..+)\.adapter\.(lora_A|lora_B|magnitude)\.(\w+)")
 _THEIRS = re.compile(rf"{re.escape(PREFIX)}(.+)\.(lora_A\.weight|lora_B\.weight|lora_magnitude_vector)")
 
-OF_PATHS = {"self_attn.out_proj": "linear_proj"}
+OF_PATHS = {"self_attn.out_proj": "linear_proj", "attn.out_proj": "linear_proj"}
 """Ends of paths in stored models whose last name is that of another layer here -> name in --lora-target-modules."""
 
 
