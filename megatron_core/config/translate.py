@@ -53,7 +53,7 @@ class Translation:
     @classmethod
     def each(cls, given: list[str], known: Mapping[str, Any]) -> Iterator[tuple[list[str], Translation]]:
         """Each flag of ``given`` with its values, and its translation."""
-        groups = _with_implied(grouped(given))
+        groups = _with_implied(_of_megatron_deepspeed(grouped(given)))
         effective = {
             name
             for flag, values in groups
@@ -186,6 +186,49 @@ def _with_implied(groups: list[tuple[str, list[str]]]) -> list[tuple[str, list[s
                 found += [(f"--{name.replace('_', '-')}", [] if value is True else [str(value)]) for name, value in new]
         found.append((flag, values))
     return found
+
+
+TOKENS = {
+    "train_tokens": "train_samples",
+    "lr_decay_tokens": "lr_decay_samples",
+    "lr_warmup_tokens": "lr_warmup_samples",
+}
+"""Megatron-DeepSpeed's flags in tokens -> those in samples."""
+
+
+def _of_megatron_deepspeed(groups: list[tuple[str, list[str]]]) -> list[tuple[str, list[str]]]:
+    """Replace flags of Megatron-DeepSpeed that mean the same as others in this command line.
+
+    Numbers of tokens become numbers of samples; a training ends at the first of ``--train-tokens`` and
+    ``--train-samples``, and schedules follow tokens if both are given. ``--embed-layernorm`` precedes learned positions
+    there, so that it is ``--embedding-layernorm`` for other positions alone.
+    """
+    given = {plain(flag): values for flag, values in groups}
+    length, samples = _integer(given.get("seq_length")), _integer(given.get("train_samples"))
+    positions = given.get("position_embedding_type", ["learned_absolute"])[0]
+    replaced: dict[str, list[str]] = {}
+    for name, other in TOKENS.items():
+        tokens = _integer(given.get(name))
+        if tokens is not None and length:
+            count = tokens // length
+            replaced[name] = [str(count if other != "train_samples" or samples is None else min(count, samples))]
+    left_out = {TOKENS[name] for name in replaced}
+    found = list[tuple[str, list[str]]]()
+    for flag, values in groups:
+        name = plain(flag)
+        if name in replaced:
+            found.append((f"--{TOKENS[name].replace('_', '-')}", replaced[name]))
+        elif name == "embed_layernorm" and not values and positions in ("alibi", "rotary", "rope", "none"):
+            found.append(("--embedding-layernorm", values))
+        elif name not in left_out:
+            found.append((flag, values))
+    return found
+
+
+def _integer(values: list[str] | None) -> int | None:
+    """The only value of a flag if it is an integer."""
+    is_one = values is not None and len(values) == 1 and values[0].isascii() and values[0].isdigit()
+    return int(values[0]) if is_one and values is not None and len(values[0]) < 20 else None
 
 
 def _is_pattern(name: str) -> bool:

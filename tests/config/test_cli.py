@@ -549,6 +549,13 @@ def test_a_choice_of_numbers() -> None:
             "--num-experts 4 --moe-aux-loss-coeff 0.02 --moe-router-topk 2 --moe-expert-capacity-factor 1.5",
         ),
         ("--dsa-indexer-topk-freq 1 --dsa-indexer-skip-topk-offset 0", ""),
+        (
+            "--seq-length 2048 --train-samples 200 --train-tokens 204800 --lr-decay-samples 5 --lr-decay-tokens 81920 "
+            "--lr-warmup-tokens 8192 --position-embedding-type alibi --embed-layernorm",
+            "--seq-length 2048 --train-samples 100 --lr-decay-samples 40 --lr-warmup-samples 4 "
+            "--position-embedding-type alibi --embedding-layernorm",
+        ),
+        ("--train-samples 90 --train-tokens 204800 --seq-length 2048", "--train-samples 90 --seq-length 2048"),
         ("--use-fused-swiglu --no-shared-storage --swap-attention --ds-sequence-parallel-size 1", ""),
     ],
 )
