@@ -140,7 +140,7 @@ class AttentionKind:
 
 
 BIAS_CHANNELS = 8
-"""Further channels of queries and keys for linear biases; five are used, and kernels need multiples of 8."""
+"""Further channels of queries and keys for linear biases; kernels need multiples of 8."""
 
 
 class GroupedQuery(AttentionKind):
