@@ -140,7 +140,7 @@ class AttentionKind:
 
 
 BIAS_CHANNELS = 8
-"""Further channels of queries and keys for linear biases; five are used, and kernels need multiples of 8."""
+"""Further channels of queries and keys for linear biases; kernels need multiples of 8."""
 
 
 class GroupedQuery(AttentionKind):
@@ -151,7 +151,17 @@ class GroupedQuery(AttentionKind):
     @property
     def query_head_size(self) -> int:
         """Channels of a query or key head in their product, with those of linear biases."""
-        return self.model.head_size + BIAS_CHANNELS * (self.model.position_embedding_type == "alibi")
+        return self.model.head_size + self.bias_channels
+
+    @property
+    def bias_channels(self) -> int:
+        """Channels of a query or key head for linear biases."""
+        return BIAS_CHANNELS * (self.model.position_embedding_type == "alibi")
+
+    def score_flops(self, keys: int) -> tuple[int, int]:
+        """As ``AttentionKind``, without the products for linear biases: only this implementation needs them."""
+        scores, values = super().score_flops(keys)
+        return scores - 2 * keys * self.model.num_attention_heads * self.bias_channels, values
 
     def projections(self, tp: int) -> list[Projection]:
         """One projection to queries, gates, keys and values; each rank has at least one group."""

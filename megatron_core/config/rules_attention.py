@@ -165,6 +165,12 @@ def _position_problems(config: RunConfig) -> Iterator[str]:
                     f"position_embedding_type=alibi cannot be used with {name}={value}; remove it, or use "
                     "--position-embedding-type rope"
                 )
+        if config.data.reset_position_ids and not config.data.reset_attention_mask:
+            yield (
+                "position_embedding_type=alibi cannot be used with reset_position_ids=True alone: keys of earlier "
+                "documents would have higher positions than the query; add --reset-attention-mask, or remove "
+                "--reset-position-ids"
+            )
     attention, skip = attention_of(model), model.no_rope_freq
     if skip is not None and (skip[0] < 1 if len(skip) == 1 else len(skip) != model.num_layers or set(skip) - {0, 1}):
         yield (

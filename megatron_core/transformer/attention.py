@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from megatron_core.config.attention import attention_of
+from megatron_core.config.attention import BIAS_CHANNELS
 from megatron_core.ops import rope
 from megatron_core.parallel.sharding import allocate, split, split_qkv
 from megatron_core.transformer.context import LayerContext, SequenceContext
@@ -89,9 +89,9 @@ class SelfAttention(nn.Module):
         self.other_rotary = windowed and config.rotary_base_of_windows is not None
         # Kernels divide by the root of all channels; any other scale is applied to the queries, which works with every
         # kernel. Linear biases have further channels.
-        scale, channels = config.attention_scale, attention_of(config).query_head_size
-        if channels != d:
-            scale = d**-0.5 if scale is None else scale
+        scale, channels = config.attention_scale, d
+        if config.position_embedding_type == "alibi":
+            scale, channels = d**-0.5 if scale is None else scale, d + BIAS_CHANNELS
         first = context.tp_group.rank() * self.heads
         self.heads_of_rank, self.all_heads = range(first, first + self.heads), config.num_attention_heads
         self.query_factor = None if scale is None else scale * math.sqrt(channels)
@@ -110,13 +110,13 @@ class SelfAttention(nn.Module):
         query, gate, key, value = self._query_key_value(hidden)
         if not self.norms_rotated:
             query, key = self.q_layernorm(query), self.k_layernorm(key)
+        copies = context.bias_channels is not None
         rotary = context.rotary_of_windows if self.other_rotary else context.rotary
         if rotary is not None and self.has_rotary:
             cos, sin = rotary
             rotate = partial(rope, cos=cos, sin=sin, interleaved=self.rotary_interleaved, backend=self.backend)
             query, key = rotate(query), rotate(key)
-            if self.training and not self.keeps_projection:
-                value = value.clone()  # a view would keep the unrotated queries and keys alive
+            copies = True
         if self.norms_rotated:
             query, key = self.q_layernorm(query), self.k_layernorm(key)
         if self.query_factor is not None:
@@ -127,6 +127,8 @@ class SelfAttention(nn.Module):
         if context.bias_channels is not None:
             slopes = bias_slopes(self.heads_of_rank, self.all_heads, query)
             query, key = with_bias_channels(query, key, context.bias_channels, slopes)
+        if copies and self.training and not self.keeps_projection:
+            value = value.clone()  # a view would keep the projection's queries and keys alive
         if self.has_chunks:
             context = replace(context, documents=context.chunks)
         if self.max_logits is not None and self.training:

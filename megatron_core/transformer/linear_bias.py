@@ -15,7 +15,7 @@ from megatron_core.config.attention import BIAS_CHANNELS
 from megatron_core.ops.rows import wide
 
 STEP = 256
-"""Positions are split into multiples of this and a rest, both of which 16-bit formats hold exactly up to 65,536."""
+"""Positions are split into a STEP^2 + b STEP + c, whose parts 16-bit formats hold exactly below 2^24."""
 
 
 def bias_slopes(heads: range, total: int, like: Tensor) -> Tensor:
@@ -35,13 +35,14 @@ def bias_slopes(heads: range, total: int, like: Tensor) -> Tensor:
 def key_channels(config: ModelConfig, position_ids: Tensor, dtype: torch.dtype) -> Tensor | None:
     """The bias channels ``[s, b, BIAS_CHANNELS]`` of keys at positions ``[b, s]``; None without linear biases.
 
-    They are (a, c, a, c, 1, 0, ...) for the position STEP a + c.
+    They are (a STEP, b, c) twice, and (STEP, STEP), for the position a STEP^2 + b STEP + c.
     """
     if config.position_embedding_type != "alibi":
         return None
     positions = position_ids.t()
-    parts = [positions // STEP, positions % STEP] * 2 + [torch.ones_like(positions)]
-    parts += [torch.zeros_like(positions)] * (BIAS_CHANNELS - len(parts))
+    steps = positions // STEP
+    parts = [steps - steps % STEP, steps % STEP, positions % STEP] * 2 + [torch.full_like(positions, STEP)] * 2
+    assert len(parts) == BIAS_CHANNELS, "the planner counts this number"
     return torch.stack(parts, dim=-1).to(dtype)
 
 
@@ -49,16 +50,20 @@ def with_bias_channels(query: Tensor, key: Tensor, channels: Tensor, slopes: Ten
     """Append the bias channels to ``query`` ``[s, b, heads, d]`` and ``key`` ``[s, b, groups, d]``.
 
     Kernels divide scores by the square root of all channels. Each of the ``slopes`` ``[heads]`` is the sum of two
-    numbers of the query's precision. The channel of the query's own position only keeps scores small: it is the same
-    for all keys.
+    numbers of the query's precision, and so is the bias of the query's own position. That one is the same for all keys
+    and only keeps scores small: large scores are rounded where they are stored in 16 bits.
     """
     dtype, precise = query.dtype, wide(query.dtype)
     whole, channels = slopes * math.sqrt(query.shape[-1] + BIAS_CHANNELS), channels.to(precise)
-    high = whole.to(dtype).to(precise)
-    low, (coarse, fine) = whole - high, channels[..., :2].unbind(-1)
-    own = -whole * (STEP * coarse + fine)[..., None]
-    parts = [part.expand_as(own) for part in (STEP * high, high, STEP * low, low)] + [own]
-    parts += [torch.zeros_like(own)] * (BIAS_CHANNELS - len(parts))
-    of_query = torch.stack(parts, dim=-1).to(dtype).expand(*query.shape[:-1], -1)
+    positions = STEP * (channels[..., 0] + channels[..., 1]) + channels[..., 2]
+    own = -whole * positions[..., None] / STEP
+    parts = [factor * part.expand_as(own) for part in _in_two(whole, dtype) for factor in (STEP, STEP, 1)]
+    of_query = torch.stack([*parts, *_in_two(own, dtype)], dim=-1).to(dtype)
     of_key = channels[..., None, :].to(dtype).expand(*key.shape[:-1], -1)
-    return torch.cat([query, of_query], dim=-1), torch.cat([key, of_key], dim=-1)
+    return torch.cat([query, of_query.expand(*query.shape[:-1], -1)], dim=-1), torch.cat([key, of_key], dim=-1)
+
+
+def _in_two(numbers: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """``numbers`` rounded to ``dtype``, and the rest, both with the precision of ``numbers``."""
+    rounded = numbers.to(dtype).to(numbers.dtype)
+    return rounded, numbers - rounded

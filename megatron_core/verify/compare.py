@@ -19,26 +19,43 @@ EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-7}
 FLOAT64_BOUND = 1e-9
 NOISE_FACTOR = 5.0
 """Correct layouts had errors of up to 2.7 times the noise, in float32 and in bfloat16."""
+NEGLIGIBLE = 1e-6
+"""Share of the largest element of all gradients of a step, or weights, that is the least scale of errors. Some
+gradients are sums that are exactly 0, such as those of biases of keys without rotary positions: they consist of
+rounding errors, of about 1e-17 of the largest gradient in float64."""
 
 Errors = Mapping[str, float]
 """Relative errors by quantity: ``loss0``, ``norm0``, ``grad0.NAME``, ..., ``weight.NAME``."""
 
 
 def relative_errors(found: Trace, baseline: Trace) -> dict[str, float]:
-    """Largest deviation of each quantity, relative to its largest element in ``baseline``; inf if it is missing."""
+    """Largest deviation of each quantity, relative to its largest element in ``baseline``; inf if it is missing.
+
+    Deviations of a tensor whose elements are below ``NEGLIGIBLE`` of the largest gradient of the step, or weight, are
+    relative to this share of it.
+    """
     result = {f"loss{i}": _relative(a, b) for i, (a, b) in enumerate(zip(found.losses, baseline.losses, strict=True))}
     result |= {f"norm{i}": _relative(a, b) for i, (a, b) in enumerate(zip(found.norms, baseline.norms, strict=True))}
+    largest: dict[str, float] = {}
+    for name, expected in baseline.tensors.items():
+        kind = name.partition(".")[0]
+        largest[kind] = max(largest.get(kind, 0.0), float(np.max(np.abs(expected), initial=0.0)))
     for name, expected in baseline.tensors.items():
         values = found.tensors.get(name)
         fits = values is not None and values.shape == expected.shape
-        result[name] = np.inf if values is None or not fits else _relative(values, expected)
+        result[name] = (
+            np.inf
+            if values is None or not fits
+            else _relative(values, expected, NEGLIGIBLE * largest[name.partition(".")[0]])
+        )
     return result | {name: np.inf for name in found.tensors if name not in baseline.tensors}
 
 
-def _relative(found: np.ndarray | float, expected: np.ndarray | float) -> float:
+def _relative(found: np.ndarray | float, expected: np.ndarray | float, least: float = 0.0) -> float:
+    """``least``: the smallest magnitude to which the difference is compared."""
     difference = float(np.max(np.abs(np.subtract(found, expected)), initial=0.0))
     scale = float(np.max(np.abs(expected), initial=0.0))
-    error = difference / scale if scale else difference
+    error = difference / max(scale, least) if scale else difference
     return error if np.isfinite(error) else np.inf
 
 

@@ -108,6 +108,11 @@ FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
     ),
     ({"swiglu": True, "squared_relu": True}, 1, ("swiglu=True and squared_relu=True", "keep one")),
     ({"position_embedding_type": "alibi", "attn_logit_softcapping": 5.0}, 1, ("position_embedding_type=alibi", "rope")),
+    (
+        {"position_embedding_type": "alibi", "reset_position_ids": True, "tokenizer_type": "NullTokenizer"},
+        1,
+        ("reset_position_ids=True", "add --reset-attention-mask"),
+    ),
     ({"relu": True, "xielu": True}, 1, ("relu=True and xielu=True", "keep one")),
     ({"xielu": True, "num_experts": 4}, 1, ("xielu=True", "--num-experts")),
     ({"swiglu": True, "openai_gelu": True}, 1, ("swiglu=True and openai_gelu=True", "keep one")),

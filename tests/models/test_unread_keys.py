@@ -152,6 +152,7 @@ def test_keys_of_every_class_of_transformers_are_harmless() -> None:
         ("gpt2", {"logit_scale": 0.3}, "logit_scale=0.3, which has no effect on gpt2 models"),
         ("llama", {"rope_parameters": {"rope_type": "default", "llama_4_scaling_beta": 0.1}}, "changes the results of"),
         ("llama", {"rope_parameters": {"my_stretch": 3.0}}, "rope_parameters.my_stretch=3.0"),
+        ("mpt", {"attn_config": {"alibi": True, "rope": True}}, "effect on mpt models: attn_config.rope=True; if"),
     ],
 )
 def test_a_key_that_changes_the_model_is_named(name: str, changes: dict[str, Any], said: str) -> None:

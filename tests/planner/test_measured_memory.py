@@ -55,6 +55,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "grouped queries": ("1 process", LLAMA | {"group_query_attention": True, "num_query_groups": 2}),
     "untied embeddings": ("1 process", LLAMA | {"untie_embeddings_and_output_weights": True}),
     "larger micro-batches": ("1 process", LLAMA | {"micro_batch_size": 4}),
+    "linear biases": ("1 process", {"position_embedding_type": "alibi"}),
     "long sequences": ("1 process", LLAMA | {"seq_length": 1024, "micro_batch_size": 1}),
     "8 layers": ("1 process", LLAMA | {"num_layers": 8}),
     "experts": ("1 process", LLAMA | {"num_experts": 4, "moe_ffn_hidden_size": 256, "moe_router_topk": 2}),

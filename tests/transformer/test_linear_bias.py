@@ -10,6 +10,10 @@ from torch import Tensor
 from transformers.models.bloom.modeling_bloom import _get_alibi_slopes
 
 from megatron_core.config import ModelConfig
+from megatron_core.parallel.groups import LocalGroup
+from megatron_core.tensor_parallel import ModelParallelConfig
+from megatron_core.transformer import LayerContext, SequenceContext
+from megatron_core.transformer.attention import SelfAttention
 from megatron_core.transformer.linear_bias import bias_slopes, key_channels, with_bias_channels
 
 ALIBI = ModelConfig(position_embedding_type="alibi")
@@ -33,20 +37,43 @@ def _biases(dtype: torch.dtype, positions: Tensor, heads: int) -> Tensor:
 
 
 def test_scores_have_the_bias_of_the_distance() -> None:
-    positions = torch.tensor([0, 1, 255, 256, 257, 3000, 65_535])
+    positions = torch.tensor([0, 1, 255, 256, 257, 3000, 65_535, 65_536, 1_000_001, 2**24 - 1])
     distances = positions[None] - positions[:, None]
     wanted = bias_slopes(range(6), 6, torch.zeros(1, dtype=torch.float64))[:, None, None] * distances
     torch.testing.assert_close(_biases(torch.float64, positions, 6), wanted, rtol=1e-12, atol=1e-9)
 
 
-def test_in_16_bits_biases_differ_between_keys_as_in_float64() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("first", [0, 4000, 65_500, 130_000, 1_000_000])
+def test_in_16_bits_biases_differ_between_keys_as_in_float64(dtype: torch.dtype, first: int) -> None:
     """To 2^-16 of the distance; that of the query's own position may be rounded, because all keys have it."""
-    positions = torch.arange(4000, 4096)
-    found, exact = (_biases(dtype, positions, 8) for dtype in (torch.bfloat16, torch.float64))
+    positions = torch.arange(first, first + 96)
+    found, exact = (_biases(each, positions, 8) for each in (dtype, torch.float64))
     between = (found - found[..., :1]) - (exact - exact[..., :1])
     assert between.abs().max() < 96 * 2**-16
-    assert found.tril().abs().max() < 60, "scores stay small, although positions are large"
+    # Small scores keep their precision when they are stored in 16 bits.
+    assert found.tril().abs().max() < 60 + first * 2**-15
 
 
 def test_other_positions_have_no_channels() -> None:
     assert key_channels(ModelConfig(), torch.arange(3)[None], torch.float32) is None
+
+
+@pytest.mark.parametrize("softmax_scale", [None, 0.3])
+def test_attention_has_its_scale_and_keeps_no_projection(softmax_scale: float | None) -> None:
+    """The values are a tensor of their own: a view would keep the queries and keys without biases until backward."""
+    sizes = {"num_layers": 1, "hidden_size": 24, "num_attention_heads": 3, "kv_channels": 8, "attention_dropout": 0.0}
+    config = ModelConfig(**sizes, position_embedding_type="alibi", softmax_scale=softmax_scale)
+    parallel = ModelParallelConfig(params_dtype=torch.float64)
+    attention = SelfAttention(LayerContext(config, parallel, LocalGroup(), 1), 0)
+    given: list[Tensor] = []
+    attention.core_attention.register_forward_pre_hook(lambda module, args: given.extend(args[:3]))
+    x, positions = torch.randn(5, 1, 24, dtype=torch.float64), torch.arange(5)
+    found = attention.attend(x, SequenceContext(bias_channels=key_channels(config, positions[None], torch.float64)))
+    assert given[2].untyped_storage().nbytes() == given[2].nbytes
+    query, key, value = attention.linear_qkv(x)[0].view(5, 3, 3, 8).permute(2, 1, 0, 3)
+    slopes = torch.tensor(_get_alibi_slopes(3, torch.device("cpu")).tolist(), dtype=torch.float64)
+    scores = query @ key.transpose(1, 2) * (8**-0.5 if softmax_scale is None else softmax_scale)
+    scores = scores + slopes[:, None, None] * (positions[None] - positions[:, None])
+    weights = scores.masked_fill(positions[:, None] < positions, -torch.inf).softmax(-1)
+    torch.testing.assert_close(found[:, 0], (weights @ value).transpose(0, 1).flatten(1), rtol=1e-7, atol=1e-9)

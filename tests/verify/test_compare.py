@@ -24,6 +24,13 @@ def test_a_true_zero_is_compared_absolutely() -> None:
     assert relative_errors(trace(b=[0.0, 1e-3]), trace(b=[0.0, 0.0]))["grad0.b"] == 1e-3
 
 
+def test_rounding_errors_of_a_sum_that_is_0_are_no_failure() -> None:
+    baseline = trace(b=[3e-18, 0.0], c=[1e-5])
+    errors = relative_errors(trace(b=[0.0, -2e-18], c=[1e-5 + 1e-13]), baseline)
+    assert errors["grad0.b"] == pytest.approx(3e-18 / 2e-6) and errors["grad0.c"] == pytest.approx(1e-8, rel=1e-4)
+    assert [sentence.split()[0] for sentence in beyond(errors, Bounds("float64"))] == ["grad0.c"]
+
+
 @pytest.mark.parametrize(
     "found",
     [trace(a=[np.nan, -2.0]), trace(a=[np.inf, -2.0]), trace(a=[1.0]), trace(extra=[0.0])],

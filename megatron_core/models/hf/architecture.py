@@ -54,6 +54,7 @@ IGNORED_KEYS = {
     *("chunk_size_feed_forward", "is_encoder_decoder", "sep_token_id", "decoder_start_token_id", "eod_token_id"),
 }
 """Keys that do not change the logits of a model, or repeat other keys."""
+ROPE_KEY = "rope_parameters"
 _COMMON_TYPES = {"model_type": STRING, "vocab_size": LENGTH, "tie_word_embeddings": SWITCH, "is_causal": SWITCH}
 _COMMON_TYPES |= {"quantization_config": OBJECT, "quant_method": STRING}
 
@@ -122,7 +123,10 @@ class Architecture:
     def settings(self, hf_config: Mapping[str, Any]) -> Settings:
         """The model settings of a config.json. Errors: ``CheckpointError`` naming an unsupported or missing key."""
         check_types(dict(hf_config), self._types())
-        present = {**self.defaults, **{self.aliases.get(key, key): value for key, value in hf_config.items()}}
+        given = {self.aliases.get(key, key): value for key, value in hf_config.items()}
+        if given.get(ROPE_KEY, {}) is None:
+            del given[ROPE_KEY]  # transformers: the default, where other keys are None
+        present = {**self.defaults, **given}
         found = {key: value for key, value in present.items() if value is not None}
         self._check_values(found, present)
         settings = {name: found[key] for key, name in self.keys.items() if key in found}

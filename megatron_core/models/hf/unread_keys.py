@@ -9,7 +9,7 @@ from typing import Any
 from megatron_core.config import ModelConfig
 from megatron_core.config.setting import Resume, names_by_resume
 from megatron_core.errors import shortened
-from megatron_core.models.hf.architecture import ARCHITECTURES, Architecture
+from megatron_core.models.hf.architecture import ARCHITECTURES, IGNORED_KEYS, Architecture
 from megatron_core.models.hf.rules import OBJECT, KeyType, Settings
 
 GENERATION = {
@@ -65,7 +65,7 @@ OTHER = {
 SIZES = {*names_by_resume(ModelConfig, Resume.SHAPE), "num_query_groups"}
 """Settings that shapes of stored tensors determine: a key with another value cannot go unnoticed."""
 PATTERNS = re.compile(r"summary_.*|.*_token_ids?|.*_token_index|.*_init_scale|.*use_xavier_init|mup_base.*|_.*pattern")
-POSITIONS = ("rope_parameters", "rope_scaling")
+OBJECTS = ("rope_parameters", "rope_scaling", "attn_config")
 """Objects whose inner keys are checked, too."""
 
 
@@ -96,7 +96,7 @@ def _unread(architecture: Architecture, content: Mapping[str, Any], known: set[s
     """Keys, with the path of the objects around them, and values that the architecture does not read."""
     found: Settings = {}
     for key, value in content.items():
-        if isinstance(value, dict) and (key in POSITIONS or inside) and key in known:
+        if isinstance(value, dict) and (key in OBJECTS or inside) and key in known - IGNORED_KEYS:
             found |= _unread(architecture, value, known, f"{inside}{key}.")
         elif not (key in known or _is_off(value) or is_harmless(key) or _is_size(key)):
             found[f"{inside}{key}"] = value

@@ -97,7 +97,7 @@ MPT = register(
         required={"expansion_ratio": 4, "no_bias": True, "logit_scale": None},
         unread=frozenset(
             {"learned_pos_emb", "init_device", "init_config", "embedding_fraction", "norm_type", "emb_pdrop", "verbose"}
-            | {"tokenizer_name", "resid_pdrop"}
+            | {"tokenizer_name", "resid_pdrop", "attn_impl", *ONLY}
         ),
         rules=(
             Rule(
