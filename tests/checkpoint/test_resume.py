@@ -65,7 +65,7 @@ def test_settings_that_change_the_function_are_named(finetune: bool, tmp_path: P
     with pytest.raises(CheckpointError) as error:
         start(load | other)
     assert "  - rotary_base=500.0, but the checkpoint was trained with rotary_base=10000.0\n" in str(error.value)
-    assert str(error.value).endswith("add --changed-model-settings rotary_base swiglu geglu")
+    assert str(error.value).endswith("add --changed-model-settings swiglu geglu rotary_base")
     with pytest.raises(CheckpointError, match=r"settings swiglu geglu$"):
         start(load | other | {"changed_model_settings": ("rotary_base",)})
     start(load | other | {"changed_model_settings": tuple(other)})
