@@ -16,6 +16,9 @@ from torch import nn
 from megatron_core.data_parallel.split_parameter import flat_values, reads_elements
 from megatron_core.parallel.handles import Handle
 
+READS_MEMORY = frozenset({"data_ptr", "untyped_storage", "_typed_storage"})
+"""Functions that give the memory to kernels that torch does not call, such as those of Triton."""
+
 
 @dataclass(frozen=True)
 class Arrival:
@@ -39,7 +42,7 @@ class AwaitedParameter:
     ) -> Any:
         """Wait for the weights if the function reads elements, and run it."""
         options = dict(kwargs or {})
-        if not reads_elements(func, args, AwaitedParameter):
+        if not reads_elements(func, args, AwaitedParameter) and func.__name__ not in READS_MEMORY:
             return torch._C._disabled_torch_function_impl(func, types, args, options)
         for each in flat_values((args, options)):
             if isinstance(each, AwaitedParameter):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from megatron_core.errors import ConfigError
 
-READS_DATA = frozenset({"data", "T", "mT", "H", "mH", "real", "imag", "_data"})
+READS_DATA = frozenset({"data", "T", "mT", "H", "mH", "real", "imag", "_data", "__cuda_array_interface__"})
 """Properties of a tensor that give access to its elements; all others describe it."""
 DESCRIBES = frozenset(
     {

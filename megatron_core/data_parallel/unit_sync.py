@@ -75,6 +75,9 @@ class UnitSync:
         self._splits_weights = any(bucket.splits_weights for unit in self.units for bucket in unit.reads)
         self._forward: Unit | None = None
         self._backward: Unit | None = None
+        self._around_forward: tuple[Unit, ...] = ()
+        """Units with a module that has called the one in ``_forward``, and continues after it."""
+        self._around_backward: tuple[Unit, ...] = ()
         self._weights: Unit | None = None
         """Unit whose weight gradients a split backward computes."""
         self._entered: Unit | None = None
@@ -118,8 +121,10 @@ class UnitSync:
     # Forward.
 
     def _enter_forward(self, unit: Unit) -> None:
-        if self._forward is not unit:
+        around = self._around(unit)
+        if self._forward is not unit or self._around_forward != around:
             self._forward = self._entered = unit
+            self._around_forward = around
             self._passed = self._passed if unit is self._rest else unit.number
             self._hold()
 
@@ -131,9 +136,13 @@ class UnitSync:
 
     def _leave_module(self, output: Any, unit: Unit) -> None:
         self._watch(output, unit)
-        self._inside[unit] -= 1
-        if self._inside[unit] <= 0:
+        self._inside[unit] = max(self._inside[unit] - 1, 0)
+        if not self._inside[unit]:
             self._close(unit)
+
+    def _around(self, unit: Unit) -> tuple[Unit, ...]:
+        """The other units of which a module is running: it has called a module of ``unit``."""
+        return tuple(each for each, count in self._inside.items() if count > 0 and each not in (unit, self._rest))
 
     def _leave_forward(self, output: Any) -> None:
         """End the stage's forward; operations after the last module's forward, such as the loss, belong to the last
@@ -142,28 +151,32 @@ class UnitSync:
         if self._entered is not None:
             self._watch(output, self._entered)
         self._forward = self._passed = None
+        self._around_forward = ()
         self._inside.clear()
         self._hold()
 
     def _watch(self, output: Any, unit: Unit) -> None:
         """Enter the unit's backward when the gradient of one of its outputs is known."""
+        around = self._around(unit)
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
-                tensor.register_hook(lambda _, unit=unit: self._enter_backward(unit))
+                tensor.register_hook(lambda _: self._enter_backward(unit, around))
 
     # Backward.
 
     def begin(self, kind: str) -> None:
         """Set the kind of the next backward: whole (B), input gradients only (I), or weight gradients only (W)."""
         self._kind = kind
+        self._inside.clear()  # the last forward may have failed
 
     def end(self) -> None:
         """End a forward or backward of the stage."""
         ran_backward = self._backward is not None or self._weights is not None
         for unit in reversed(self.units):
-            if unit in (self._backward, self._weights) or (unit is self._rest and ran_backward):
+            if unit in (self._backward, self._weights, *self._around_backward) or (unit is self._rest and ran_backward):
                 self._reduce(unit)
         self._forward = self._backward = self._weights = self._passed = None
+        self._around_forward = self._around_backward = ()
         self._inside.clear()
         self._kind = "B"
         self._hold()
@@ -171,24 +184,28 @@ class UnitSync:
             for bucket in (bucket for unit in self.units for bucket in unit.own):
                 bucket.finish_gather()  # frees shards that were read for a unit that did not run
 
-    def _enter_backward(self, unit: Unit) -> None:
+    def _enter_backward(self, unit: Unit, around: tuple[Unit, ...]) -> None:
         # Autograd enables gradients in a backward with create_graph=True.
         if self._splits_weights and torch.is_grad_enabled() and not self.options.keep_after_forward:
             raise ConfigError(
                 "create_graph=True at zero_stage=3: the first backward frees the weights that a second one reads; set "
                 "zero3_keep_after_forward=True, or zero_stage=2"
             )
-        before, self._backward = self._backward, unit
-        if before is unit:
+        before, around_before = self._backward, self._around_backward
+        self._backward, self._around_backward = unit, around
+        if before is unit and around == around_before:
             return
-        self._forward = None  # the recomputed forward of the previous unit is over
+        # The recomputed forward of the previous unit is over; it may have ended inside of a module.
+        self._forward, self._around_forward = None, ()
+        self._inside.clear()
         if before is None:
             self._passed = None
         self._passed = self._passed if unit is self._rest else unit.number
         self._hold()
         self._open(unit)
-        if before not in (None, self._rest):
-            self._reduce(before)
+        for each in dict.fromkeys((before, *around_before)):
+            if each is not None and each not in (self._rest, unit, *around):
+                self._reduce(each)
 
     def opened(self, bucket: Bucket) -> None:
         """Called before a gradient of ``bucket`` is computed; in W it identifies the active unit."""
@@ -226,13 +243,14 @@ class UnitSync:
     def release(self) -> None:
         """Free all weights before the shards are updated."""
         self._forward = self._backward = None
+        self._around_forward = self._around_backward = ()
         self._release_all_but([])
 
     def _hold(self) -> None:
         """Gather the weights of the active units, with overlap start those of the next unit, and free the others."""
         if not self._splits_weights:
             return
-        now = [bucket for unit in self._at_work() for bucket in unit.reads]
+        now = self._active()
         overlaps = self.options.overlap_param_gather
         following = self._ahead(1) if overlaps else []
         if not self.options.keep_after_forward:
@@ -282,7 +300,7 @@ class UnitSync:
         """End ``pin``, which returned ``added``: free these buckets unless an active unit reads them."""
         for bucket in buckets:
             self._pinned.remove(bucket)
-        active = [bucket for unit in self._at_work() for bucket in unit.reads]
+        active = self._active()
         self._release_all_but([bucket for bucket in self._whole if bucket in active or bucket not in added])
 
     def _release_all_but(self, kept: list[Bucket]) -> None:
@@ -291,6 +309,11 @@ class UnitSync:
             if bucket not in kept:
                 bucket.release_weights()
         self._whole = [bucket for bucket in self._whole if bucket in kept]
+
+    def _active(self) -> list[Bucket]:
+        """The buckets that running modules read."""
+        units = dict.fromkeys((*self._at_work(), *self._around_forward, *self._around_backward))
+        return [bucket for unit in units for bucket in unit.reads]
 
     def _at_work(self) -> list[Unit]:
         units = [unit for unit in (self._forward, self._backward) if unit is not None]

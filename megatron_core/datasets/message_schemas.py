@@ -43,9 +43,11 @@ def messages_of(line: Mapping[str, Any]) -> list[Message]:
     if schema == "openai-messages":
         return [_openai(message) for message in _objects(line, "messages")]
     if schema == "sharegpt":
-        for turn in _objects(line, "conversations"):
+        given = _objects(line, "conversations")
+        for turn in given:
             _check_speaker(text(turn.get("from"), "from"))
-        found = sharegpt(line)
+        weights = ({"weight": turn["weight"]} if turn.get("weight") is not None else {} for turn in given)
+        found = [message | weight for message, weight in zip(sharegpt(line), weights, strict=True)]
     elif isinstance(line.get("prompt"), list) and "completion" in line:
         context = [{**message, "weight": 0} for message in turns(line, "prompt", "user")]
         found = context + turns(line, "completion", "assistant")

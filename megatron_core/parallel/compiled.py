@@ -130,6 +130,11 @@ def runs_graphs(module: nn.Module) -> bool:
     return getattr(module, "has_graphs", False)
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a program has compiled the module, by ``torch.compile(module)`` or ``module.compile()``."""
+    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+
+
 def outside_of_graphs(module: nn.Module) -> Iterator[nn.Module]:
     """Yield ``module`` and its submodules, without those inside of a module with graphs: these run no hooks."""
     yield module

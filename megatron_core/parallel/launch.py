@@ -298,7 +298,7 @@ def _print_and_exit(status: int, world: World | None, message: str = "") -> NoRe
     """
     message = visible(message)
     if message:
-        _print_once(message, world)
+        _print_once(message, world, waits=status != INTERRUPTED)
     if world is not None and world.watchdog is not None:
         world.watchdog.leave(message)
     if world is None or world.store is None:
@@ -315,15 +315,18 @@ def _print_and_exit(status: int, world: World | None, message: str = "") -> NoRe
     os._exit(status)
 
 
-def _print_once(message: str, world: World | None) -> None:
+def _print_once(message: str, world: World | None, *, waits: bool = True) -> None:
     """Print an error on the first rank that raises it.
 
     Before the ranks have joined, the others let rank 0, and then the first rank of their machine, print it: torchrun
     ends all ranks of a machine as soon as one has ended. A rank that is still running prints an error of its own.
+    ``waits``: False after Ctrl-C, of which all ranks know; only rank 0 prints it then.
     """
     first = True
     if world is not None and world.store is None and world.rank > 0:
-        time.sleep(REPORT_SECONDS if world.local_rank == 0 else 2 * REPORT_SECONDS)
+        first = waits
+        if waits:
+            time.sleep(REPORT_SECONDS if world.local_rank == 0 else 2 * REPORT_SECONDS)
     elif world is not None and world.store is not None:
         store, key = world.store, "error/" + hashlib.sha256(message.encode()).hexdigest()
         # If the store does not answer, printing twice is better than never.

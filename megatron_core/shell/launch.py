@@ -19,6 +19,8 @@ LEAST_FLAGS = 3
 _NODES = ("--nnodes", "--nodes", "--num-nodes", "-N")
 _PER_NODE = ("--nproc-per-node", "--num-gpus", "--ntasks-per-node", "--npernode", "-ppn", "--gpus-per-node")
 _ALL = ("--ntasks", "-n", "-np", "--np")
+_TASKS = ("--ntasks-per-node", "--ntasks", "-n")
+"""Flags of Slurm for the number of its tasks, which are launchers if they start torchrun."""
 _SBATCH = re.compile(r"^#SBATCH[ \t]+(\S+?)(?:[= \t]+([^\s#]\S*))?[ \t]*(?:#.*)?\r?$", re.MULTILINE)
 _STARTERS = ("torch.distributed.run", "torch.distributed.launch", "torchrun", "deepspeed", "accelerate.commands.launch")
 
@@ -95,9 +97,10 @@ def _launch_of(
     if sum(map(is_flag, flags)) < least:
         return None
     own = _options(words[:at]) if at >= 0 else {}
-    given = ((_number(own, names), _number(batch, names)) for names in (_NODES, _PER_NODE, _ALL))
-    nodes, per_node, everywhere = (first if first is not None else second for first, second in given)
     starts_several = any(Path(word).name in _STARTERS for word in words[: max(at, 0)])
+    of_batch = {name: value for name, value in batch.items() if not (starts_several and name in _TASKS)}
+    given = ((_number(own, names), _number(of_batch, names)) for names in (_NODES, _PER_NODE, _ALL))
+    nodes, per_node, everywhere = (first if first is not None else second for first, second in given)
     if everywhere is not None and not starts_several:  # else Slurm's tasks are launchers
         ranks: int | None = everywhere
     else:

@@ -213,6 +213,21 @@ def test_every_directive_of_slurm_is_read(tmp_path: Path, capsys: pytest.Capture
     assert "pretrain_gpt.py on 8 ranks (its launcher)" in text and "layout: tp2" in text
 
 
+@pytest.mark.parametrize("tasks", ["--ntasks-per-node=1", "--ntasks=2"])
+def test_a_rank_for_each_gpu_that_torchrun_finds(
+    tasks: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Slurm's tasks start torchrun, which starts a rank for each of the GPUs of a node."""
+    path = tmp_path / "a.sh"
+    path.write_text(
+        f"#!/bin/bash\n#SBATCH --nodes=2\n#SBATCH {tasks}\n#SBATCH --gpus-per-node=4\n"
+        "srun torchrun --nnodes=2 --nproc_per_node=gpu pretrain_gpt.py --num-layers 2 --hidden-size 64 "
+        "--num-attention-heads 2 --mock-data --vocab-size 64 --train-iters 2\n"
+    )
+    assert main([str(path)]) == 0
+    assert "pretrain_gpt.py on 8 ranks (its launcher)" in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_line_without_a_backslash(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """For bash the flags on the next line are another command, which starts nothing."""
     path = tmp_path / "a.sh"

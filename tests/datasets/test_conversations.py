@@ -273,6 +273,9 @@ def test_answers_with_weight_0_are_not_learned(template: str, tmp_path: Path) ->
     assert learned([*talk[:3], talk[3] | {"weight": 0}]) == first
     assert learned([*talk[:3], talk[3] | {"weight": 0}], last_only=True) == ""
     assert learned(messages_of({"prompt": talk[:3], "completion": talk[3:]})) == second
+    turns_of_sharegpt = [{"from": each["role"], "value": each["content"], "weight": None} for each in talk]
+    turns_of_sharegpt[1]["weight"] = 0
+    assert learned(messages_of({"conversations": turns_of_sharegpt})) == second
     with pytest.raises(DataError, match=r"weight=0.5 must be 0 \(the answer is not learned\) or 1"):
         encoder.encode([*talk[:3], talk[3] | {"weight": 0.5}])
 

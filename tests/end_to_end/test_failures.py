@@ -202,6 +202,22 @@ def test_an_error_before_the_ranks_have_joined_is_printed_by_a_rank_that_is_alon
         assert "error: a setting is wrong" in capfd.readouterr().err
 
 
+def test_ctrl_c_before_the_ranks_have_joined_ends_all_at_once(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("megatron_core.parallel.launch.time.sleep", lambda seconds: pytest.fail("waits"))
+    for rank, message in ((0, "error: interrupted\n"), (1, "")):
+        for name, value in {"WORLD_SIZE": 2, "RANK": rank, "LOCAL_RANK": rank}.items():
+            monkeypatch.setenv(name, str(value))
+        with pytest.raises(SystemExit) as ended:
+            run_job(_interrupt)
+        assert ended.value.code == 130 and capfd.readouterr().err == message
+
+
+def _interrupt(world: World) -> None:
+    raise KeyboardInterrupt
+
+
 def _refuse(world: World) -> None:
     raise LayoutError("a setting is wrong")
 

@@ -25,6 +25,7 @@ from megatron_core.optimizer.lr_schedule import LearningRateSchedule
 from megatron_core.optimizer.sharded import LossScale
 from megatron_core.optimizer.torch_optimizer import TorchOptimizer
 from megatron_core.parallel.collectives import all_reduce_
+from megatron_core.parallel.compiled import is_compiled
 from megatron_core.parallel.launch import World
 from megatron_core.parallel.meter import METER
 from megatron_core.schedules.actions import Action
@@ -204,7 +205,7 @@ class Engine(EngineBackward, nn.Module):
         self._direct.is_running, self.data_parallel.grad_factor = False, 1.0  # a backward may have failed
         before = METER.switch("forward")
         self.data_parallel.begin_action(action)
-        if hasattr(self.module, "_orig_mod"):  # the graphs of torch.compile read all weights
+        if is_compiled(self.module):  # the graphs of torch.compile read all weights
             self.data_parallel.finish_param_sync()
         output = self.module(*self._in_compute_dtype(args), **self._in_compute_dtype(kwargs))
         self.data_parallel.end_action(action)

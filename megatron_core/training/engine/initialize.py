@@ -11,6 +11,7 @@ from torch import nn
 
 from megatron_core.config import RunConfig
 from megatron_core.errors import ConfigError
+from megatron_core.parallel.compiled import is_compiled
 from megatron_core.parallel.current import make_groups
 from megatron_core.parallel.launch import World, start_world
 from megatron_core.training.engine.data import EngineLoader
@@ -72,11 +73,8 @@ def initialize(
     Errors: ``ConfigError`` and ``LayoutError`` on all ranks before training begins.
     """
     settings = read_settings(config)
-    if settings.parallel.dp_zero_stage == 3 and hasattr(model, "_orig_mod"):
-        raise ConfigError(
-            "model is the result of torch.compile, whose graphs cannot gather weights at zero_stage=3; give the model "
-            "itself, and set compile=True, which compiles its units"
-        )
+    if settings.parallel.dp_zero_stage == 3:
+        _refuse_graphs(model)
     own_optimizer: torch.optim.Optimizer | None = None
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         trained = [p for p in model.parameters() if p.requires_grad] if model_parameters is None else model_parameters
@@ -132,6 +130,18 @@ def parallelize(model: nn.Module, tensor: int = 2, *, sequence: bool = False, pl
     if tensor > 1:
         split_model(model, groups.group("tp"), plan=plan)
     return model
+
+
+def _refuse_graphs(model: nn.Module) -> None:
+    """ConfigError if the program has compiled the model, or a module in place; a wrapped module runs its hooks."""
+    for name, module in model.named_modules():
+        is_wrapper = hasattr(module, "_orig_mod")
+        if is_compiled(module) and not (name and is_wrapper):
+            how = "is the result of torch.compile" if is_wrapper else "is compiled by its method compile()"
+            raise ConfigError(
+                f"{name or 'model'} {how}, whose graphs cannot gather weights at zero_stage=3; give the model itself, "
+                "and set compile=True, which compiles its units"
+            )
 
 
 def _join(config: RunConfig) -> World:

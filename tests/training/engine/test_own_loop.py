@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 import megatron_core
+from megatron_core.data_parallel.awaited_parameter import await_reads
 from megatron_core.errors import CheckpointError, ConfigError, MegatronError
+from megatron_core.parallel.collectives import Done
 from megatron_core.verify.ranks import run_ranks
 from tests.training.engine.test_engine import BATCH, PLAIN, _mlp, _points, _run
 
@@ -180,6 +182,83 @@ def test_weight_that_another_module_reads(settings: dict[str, Any], is_called: b
         assert "0.inner.weight of shape (32, 32)" in error and f"needs its elements{where}" in error
 
 
+class _Shared(nn.Module):
+    """Layers that have a weight of their own and call one module, which is outside of them or in the first."""
+
+    class Layer(nn.Module):
+        """Reads its own weight before it calls the shared module, and with ``is_last`` after it."""
+
+        def __init__(self, shared: Any, *, is_last: bool) -> None:
+            super().__init__()
+            self.shared, self.is_last = shared, is_last
+            self.weight = nn.Parameter(torch.randn(32, 32, dtype=torch.float64) / 6)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = (self.shared[0] if isinstance(self.shared, list) else self.shared)((x @ self.weight).tanh()).sin()
+            return hidden @ self.weight if self.is_last else hidden
+
+    def __init__(self, *, is_outside: bool, is_last: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(4, 32).double(), nn.Linear(32, 1).double()
+        self.shared = nn.Linear(32, 32).double()
+        shared = [self.shared] if is_outside else self.shared
+        self.layers = nn.Sequential(*(self.Layer(shared, is_last=is_last) for _ in range(3)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.layers(self.first(x)))
+
+
+@pytest.mark.parametrize("is_last", [True, False])
+@pytest.mark.parametrize("is_outside", [True, False])
+def test_modules_of_several_units_that_call_one_module(*, is_outside: bool, is_last: bool) -> None:
+    def model() -> nn.Module:
+        return _Shared(is_outside=is_outside, is_last=is_last)
+
+    expected = _train(model())[0]
+    for settings in ({}, OVERLAP):
+        (weights, error), *_ = run_ranks(2, lambda: _train(model(), ["Layer"], zero_stage=3, **settings))  # noqa: B023
+        assert error == ""
+        np.testing.assert_allclose(weights, expected, rtol=1e-9, atol=1e-12)
+
+
+class _Failing(_Reader):
+    """Fails in its first forward, inside of ``inner``."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden, is_first = self.first(x), not hasattr(self, "has_failed")
+        self.has_failed = True
+        return super().forward(x) if not is_first else self.inner(hidden[..., 1:])
+
+
+def test_weights_are_guarded_after_a_forward_that_has_failed() -> None:
+    def run() -> str:
+        model = _Failing(is_called=True)
+        settings = {**PLAIN, "zero_stage": 3}
+        engine = megatron_core.initialize(
+            model, settings, torch.optim.SGD(model.parameters(), lr=0.1), unit_classes=["Linear"]
+        ).engine
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            engine(_points(1)[0][None])
+        try:
+            engine(_points(1)[0][None])
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    (message, *_) = run_ranks(2, run)
+    assert "inner.weight of shape (32, 32)" in message and "outside of its own module" in message
+
+
+@pytest.mark.parametrize("reads", ["data_ptr", "untyped_storage"])
+def test_kernels_that_torch_does_not_call_wait_for_weights(reads: str) -> None:  # C59
+    parameter, waited = nn.Parameter(torch.ones(2)), []
+    arrival = await_reads([parameter], Done(), lambda: (waited.append(1), arrival.wait()))
+    assert parameter.shape == (2,) and not waited
+    getattr(parameter, reads)()
+    assert waited and type(parameter) is nn.Parameter
+
+
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
 def test_weights_that_a_hook_computes_are_those_of_the_last_step() -> None:  # C59
     def model() -> nn.Module:
@@ -214,6 +293,24 @@ def test_compiled_model_at_stage_3() -> None:
     model = torch.compile(_mlp(), backend="eager")
     with pytest.raises(ConfigError, match=r"result of torch\.compile"):
         megatron_core.initialize(model, {**PLAIN, "zero_stage": 3})
+    model = _mlp()
+    model[0].compile(backend="eager")
+    with pytest.raises(ConfigError, match=r"0 is compiled by its method compile\(\)"):
+        megatron_core.initialize(model, {**PLAIN, "zero_stage": 3})
+
+
+def test_model_that_is_compiled_in_place_waits_for_its_weights_outside_of_graphs() -> None:  # C59
+    def run() -> tuple[np.ndarray, dict[str, int]]:
+        model = _mlp()
+        model.compile(backend="eager")
+        weights, error = _train(model, zero_stage=1, **OVERLAP)
+        assert error == ""
+        return weights, dict(torch._dynamo.utils.counters["graph_break"])
+
+    expected = _train(_mlp())[0]
+    for weights, breaks in run_ranks(2, run):
+        np.testing.assert_allclose(weights, expected, rtol=1e-9, atol=1e-12)
+        assert not breaks
 
 
 @pytest.mark.parametrize("stage", [0, 3])
