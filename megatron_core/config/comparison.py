@@ -54,6 +54,8 @@ def configured(
 ) -> RunConfig:
     """Return ``config`` with a layout, a dtype, and optional settings that a layout's words cannot express."""
     precision = {"fp64": dtype == "float64", "bf16": dtype == "bfloat16", "fp16": False}
+    if not precision["bf16"]:  # the residual stream has the dtype of the weights
+        precision["fp32_residual_connection"] = False
     return RunConfig.from_flat(config.flat() | layout.settings() | precision | dict(own_settings or {}))
 
 

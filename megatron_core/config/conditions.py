@@ -159,6 +159,7 @@ MATRICES_ZERO_1 = Condition(
 MUON_SPLIT_QKV = given("muon_split_qkv")
 PRECISION_AWARE = given("use_precision_aware_optimizer")
 BF16 = given("bf16")
+SIXTEEN_BITS = Condition("--bf16 or --fp16", lambda run: run.training.bf16 or run.training.fp16)
 BF16_STATE = Condition(
     "--main-params-dtype, --exp-avg-dtype or --exp-avg-sq-dtype bf16", lambda run: run.optimizer.bf16_settings
 )

@@ -136,6 +136,9 @@ class ModelConfig(
     """Factor on the embeddings (Granite)."""
     residual_multiplier: float = setting(1.0, r.POSITIVE, when=ALWAYS)
     """Factor on the outputs of attention and MLP before they are added to the residual stream (Granite)."""
+    fp32_residual_connection: bool = setting(False, needs=c.SIXTEEN_BITS, resume=Resume.REPORTED)
+    """With --bf16 or --fp16: hold the residual stream between layers in float32. Norms read it in float32, outputs of
+    attention and MLP are added to it in float32, and messages between pipeline stages have twice the bytes."""
     logit_multiplier: float = setting(1.0, r.POSITIVE, when=ALWAYS)
     """Factor on the logits (Granite, Cohere)."""
     softmax_scale: float | None = setting(None, r.POSITIVE, when=ALWAYS)

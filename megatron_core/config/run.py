@@ -56,6 +56,12 @@ class RunConfig:
         ``max_positions``."""
         return self.data.seq_length if self.model.has_longrope else self.max_positions
 
+    @property
+    def residual_dtype(self) -> str:
+        """Name of the torch dtype of the residual stream between layers, and of messages between pipeline stages."""
+        dtype = self.training.compute_dtype
+        return "float32" if self.model.fp32_residual_connection and dtype != "float64" else dtype
+
     def joins_parts(self, layer_number: int) -> bool:
         """Whether attention and MLP of a layer have one reduction over tensor-parallel ranks (transformer.joined)."""
         model, parallel = self.model, self.parallel

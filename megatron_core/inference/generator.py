@@ -171,7 +171,7 @@ class Generator:
 
     def _receive(self, tokens: int, sender: int) -> Tensor:
         shape = (tokens, 1, self.config.model.hidden_size)
-        dtype = getattr(torch, self.config.training.compute_dtype)
+        dtype = getattr(torch, self.config.residual_dtype)
         hidden, handle = self._p2p.receive(shape, dtype, self.device, sender)
         handle.wait()
         return hidden

@@ -13,7 +13,7 @@ from megatron_core.config.attention import attention_of, computed_weights
 from megatron_core.config.mixers import mixer_of
 from megatron_core.planner.context import layer_pairs, layer_traffic
 from megatron_core.planner.hardware import Hardware, Rings
-from megatron_core.planner.memory import layer_activations
+from megatron_core.planner.memory import layer_activations, number_size
 from megatron_core.planner.parameters import padded_vocabulary
 from megatron_core.planner.passes import Passes, Seconds, total
 from megatron_core.planner.recurrence import Recurrence
@@ -34,7 +34,7 @@ class LayerClock:
         self.rate = hardware.flops(config.training.compute_dtype)
         self.fast_rate = hardware.product_flops.get("float8", self.rate)  # without float8 products are emulated
         self.eight_bit = False
-        self.bytes = {"float64": 8, "float32": 4}.get(config.training.compute_dtype, 2)
+        self.bytes, self.stream_bytes = number_size(config.training.compute_dtype), number_size(config.residual_dtype)
         self.tp, self.cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
         self.tokens = config.data.seq_length * config.training.micro_batch_size / self.cp
         self.parts = self.tp if parallel.sequence_parallel else 1
@@ -218,6 +218,8 @@ class LayerClock:
         forward = n * (rows * (2 * norms + 3 * added) + 2 * rotated + 2 * normed)
         dropped = 2 if model.hidden_dropout else 0
         backward = n * (rows * (3 * norms + (3 + dropped) * added) + 2 * rotated + 3 * normed)
+        wider = (self.stream_bytes - n) * rows * added  # a norm reads the residual stream, a sum also writes it
+        forward, backward = forward + 3 * wider, backward + 4 * wider
         kernels = norms + added + 2 * bool(rotated) + 2 * bool(normed)
         return (
             {"elements": self.elements(forward), "launches": self.launches(kernels)},

@@ -80,7 +80,8 @@ def layer_activations(config: RunConfig, layer_number: int = 0) -> float:
                                                             more than 256 tokens only those of a block's keys
 
     Selective recomputation removes the terms of its modules. A layer with one part has half of the first two terms.
-    If attention and MLP share a norm, the first term has half of its inputs, and both masks.
+    If attention and MLP share a norm, the first term has half of its inputs, and both masks. With
+    ``fp32_residual_connection`` inputs of norms that read the residual stream have 4 bytes instead of n.
     In a layer with experts ``_expert_bytes`` is added, and f is the width of the shared expert (0 without one).
     """
     model, n = config.model, _number_size(config)
@@ -89,6 +90,8 @@ def layer_activations(config: RunConfig, layer_number: int = 0) -> float:
     each = (1 if model.recomputes("layernorm") else 2) + (model.norm_placement == "sandwich")
     norms, mask = 1 if model.parallel_residual_shared_norm else parts, 1 if model.hidden_dropout else 0
     whole: float = model.hidden_size * (norms * n * each + parts * mask) + n * replicated
+    if model.norm_placement != "post":
+        whole += model.hidden_size * norms * (number_size(config.residual_dtype) - n)
     experts = model.has_experts(layer_number)
     width = model.ffn_size if model.has_dense_mlp(layer_number) else 0
     if experts:
@@ -144,23 +147,25 @@ def stage_activations(
 ) -> float:
     """Bytes that a stage saves for one micro-batch: its layers, and the embedding and the output layer.
 
-    A recomputed group of layers saves only its input: n s b h, divided by t with sequence parallelism. Offloaded
-    activations are in host memory and are not counted. The embedding saves its dropout mask and the input of its norm,
-    the output layer its inputs and the logits (Korthikanti et al. 2022, section 4.3, where logits are float32; here the
-    loss saves them in their own dtype). ``each`` gives the bytes of each layer; None: compute them.
+    A recomputed group of layers saves only its input: n s b h (with ``fp32_residual_connection`` 4 s b h), divided by t
+    with sequence parallelism. Offloaded activations are in host memory and are not counted. The embedding saves its
+    dropout mask and the input of its norm, the output layer its inputs and the logits (Korthikanti et al. 2022,
+    section 4.3, where logits are float32; here the loss saves them in their own dtype). ``each`` gives the bytes of
+    each layer; None: compute them.
     """
     model, n, tokens = config.model, _number_size(config), _tokens(config)
-    row = tokens * model.hidden_size / _sequence_parts(config)
+    row, of_stream = tokens * model.hidden_size / _sequence_parts(config), number_size(config.residual_dtype)
     recomputed, inputs = recomputed_layers(config, len(layers))
     away = min(model.cpu_offloading_num_layers, len(layers)) if model.cpu_offloading else 0
     if recomputed:
         inputs -= -(-min(away, recomputed) * inputs // recomputed)
     kept = layers[max(recomputed, away if not recomputed else 0) :]
-    held = sum(layer_activations(config, layer) if each is None else each[layer] for layer in kept) + inputs * n * row
+    held = sum(layer_activations(config, layer) if each is None else each[layer] for layer in kept)
+    held += inputs * of_stream * row
     if first:
         held += row * (bool(model.hidden_dropout) + n * model.embedding_layernorm)
     if last:
-        held += 2 * n * row
+        held += (of_stream + n) * row
         if not model.fuses_output_layer_with_loss:
             held += n * tokens * padded_vocab_size / config.parallel.tensor_model_parallel_size
         held += (model.mtp_num_layers or 0) * _mtp_bytes(config, padded_vocab_size)
@@ -172,7 +177,8 @@ def _mtp_bytes(config: RunConfig, padded_vocab_size: int) -> float:
     model, n, tokens = config.model, _number_size(config), _tokens(config)
     row = n * tokens * model.hidden_size / _sequence_parts(config)
     recomputed = model.recompute_granularity == "full"
-    held = 4 * row if recomputed else 6 * row + layer_activations(config, model.num_layers)
+    before_last_norm = number_size(config.residual_dtype) / n * row
+    held = 4 * row if recomputed else 5 * row + before_last_norm + layer_activations(config, model.num_layers)
     if not model.fuses_output_layer_with_loss:
         held += n * tokens * padded_vocab_size / config.parallel.tensor_model_parallel_size
     return held

@@ -146,7 +146,7 @@ def message_format(config: RunConfig, split: SequenceSplit, device: torch.device
     """Format of messages between stages: ``[s/cp, b, h]``; ``[s/cp/tp, b, h]`` with sequence parallelism."""
     length = split.message_length(config.data.seq_length)
     shape = (length, config.training.micro_batch_size, config.model.hidden_size)
-    return MessageFormat(shape, getattr(torch, config.training.compute_dtype), device)
+    return MessageFormat(shape, getattr(torch, config.residual_dtype), device)
 
 
 def data_parallel_of(

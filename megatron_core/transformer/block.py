@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from megatron_core.ops.rows import wide
 from megatron_core.tensor_parallel import KeyedDropout
 from megatron_core.transformer.context import LayerContext, SequenceContext
 from megatron_core.transformer.joined import JoinedParts, added
@@ -82,7 +83,8 @@ class TransformerLayer(nn.Module):
     no second one. Each += also adds the bias of the preceding matrix product, in one pass over x;
     ``residual_multiplier`` scales both. ``layer_number`` is global and counts from 0, independent of the stage.
     ``spec`` has the constructors of the parts, which may include norms of the two outputs. A layer without attention,
-    or without MLP, has neither the norms nor the addition of this part.
+    or without MLP, has neither the norms nor the addition of this part. With ``fp32_residual_connection`` and
+    weights in 16 bits, x is float32: norms return the dtype of the weights, and outputs are added to x in float32.
     """
 
     def __init__(self, context: LayerContext, layer_number: int, spec: LayerSpec) -> None:
@@ -110,6 +112,7 @@ class TransformerLayer(nn.Module):
         parts = [self.self_attention, self.mlp]
         self.joined = JoinedParts.of(parts, context) if self.shares_norm and p == 0.0 else None
         self.residual_multiplier = context.config.residual_multiplier
+        self.wide_stream = context.config.fp32_residual_connection
         self.recompute_norms = context.config.recomputes("layernorm")
         self.recompute_mlp = context.config.recomputes("moe" if context.config.has_experts(layer_number) else "mlp")
 
@@ -162,6 +165,9 @@ class TransformerLayer(nn.Module):
     def _add(
         self, hidden: Tensor, x: Tensor, bias: Tensor | None, dropout: KeyedDropout, context: SequenceContext
     ) -> Tensor:
+        if self.wide_stream:
+            dtype = wide(hidden.dtype)
+            hidden, x, bias = hidden.to(dtype), x.to(dtype), None if bias is None else bias.to(dtype)
         x, bias = scaled((x, bias), self.residual_multiplier)
         return dropout(x, context.sample_index, bias=bias, residual=hidden, position_ids=context.residual_positions)
 

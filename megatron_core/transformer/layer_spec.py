@@ -17,7 +17,7 @@ from megatron_core.transformer.latent_attention import LatentAttention
 from megatron_core.transformer.mamba import MambaMixer
 from megatron_core.transformer.mlp import MLP
 from megatron_core.transformer.moe import MoELayer, moe_loss_names
-from megatron_core.transformer.norm import HeadsNorm, L2Norm, Norm, NormOfEachHead, norm_of
+from megatron_core.transformer.norm import HeadsNorm, L2Norm, NoNorm, Norm, NormOfEachHead, norm_of
 from megatron_core.transformer.parallel_mixers import ParallelMixers
 from megatron_core.transformer.short_convolution import ShortConvolution
 from megatron_core.transformer.sparse_attention import SparseLatentAttention, indexer_loss_names
@@ -87,7 +87,7 @@ def layer_spec(config: ModelConfig, layer_number: int) -> LayerSpec:
     """
     has_experts = config.has_experts(layer_number)
     norm = norm_of(config)
-    before = nn.Identity if config.norm_placement == "post" else norm
+    before = NoNorm if config.norm_placement == "post" else norm
     after = None if config.norm_placement == "pre" else norm
     head_norm: type[nn.Module] = L2Norm if config.qk_l2_norm else Norm
     if config.qk_layernorm_over_heads or config.qk_layernorm_weight_per_head:

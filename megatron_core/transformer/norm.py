@@ -50,17 +50,19 @@ class Norm(nn.Module):
             self.bias.zero_()
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., size]`` -> the same shape."""
+        """``[..., size]`` -> the same shape, in the dtype of the weights."""
         if self.invariance is not None and torch.is_grad_enabled():
             return _InvariantNorm.apply(x, self.weight, self.bias, self)
         return self.normalised(x, self.weight, self.bias)
 
     def normalised(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The norm of ``x`` with these parameters."""
-        if self.weight_minus_one:  # in 16 bits, 1 + weight would round small weights away
+        """The norm of ``x`` with these parameters, in their dtype; ``x`` may be a wider residual stream."""
+        if self.weight_minus_one or x.dtype != weight.dtype:
             dtype = wide(x.dtype)
-            bias = None if bias is None else bias.to(dtype)
-            return self._norm(x.to(dtype), 1 + weight.to(dtype), bias).to(x.dtype)
+            factor, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+            if self.weight_minus_one:  # in 16 bits, 1 + weight would round small weights away
+                factor = 1 + factor
+            return self._norm(x.to(dtype), factor, bias).to(weight.dtype)
         return self._norm(x, weight, bias)
 
     def _norm(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -109,10 +111,32 @@ class L2Norm(nn.Module):
     def __init__(self, context: LayerContext, size: int, *, partial_grad: bool, heads: int = 1) -> None:
         super().__init__()
         self.size, self.epsilon = size, context.config.norm_epsilon
+        self.dtype = _narrow_dtype(context)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., size]`` -> the same shape, in the dtype of the weights."""
+        normed = nn.functional.rms_norm(x.to(wide(x.dtype)), (self.size,), eps=self.epsilon)
+        return normed.to(self.dtype or x.dtype)
+
+
+class NoNorm(nn.Module):
+    """Return the residual stream in the dtype of the weights, for layers without a norm of their input.
+
+    It has the constructor of ``Norm``.
+    """
+
+    def __init__(self, context: LayerContext, size: int, *, partial_grad: bool) -> None:
+        super().__init__()
+        self.dtype = _narrow_dtype(context)
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., size]`` -> the same shape."""
-        return nn.functional.rms_norm(x.to(wide(x.dtype)), (self.size,), eps=self.epsilon).to(x.dtype)
+        return x.to(self.dtype or x.dtype)
+
+
+def _narrow_dtype(context: LayerContext) -> torch.dtype | None:
+    """The dtype of a layer's parts if the residual stream may have a wider one."""
+    return context.parallel.params_dtype if context.config.fp32_residual_connection else None
 
 
 def norm_of(config: ModelConfig) -> type[nn.Module]:

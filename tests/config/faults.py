@@ -101,6 +101,8 @@ FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
         ("rotary_percent=0.1", "1 rotating channels", "change"),
     ),
     ({"num_query_groups": 4}, 1, ("num_query_groups=4", "--group-query-attention")),
+    ({"fp32_residual_connection": True}, 1, ("fp32_residual_connection=True", "add --bf16 or --fp16")),
+    ({"fp32_residual_connection": True, "fp64": True}, 1, ("fp32_residual_connection=True", "add --bf16 or --fp16")),
     (
         {"group_query_attention": True, "num_query_groups": 5},
         1,

@@ -66,6 +66,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "zero1, bf16": ("dp2 zero1", LLAMA | {"bf16": True}),
     "zero3, bf16": ("dp2 zero3", LLAMA | {"bf16": True}),
     "GPT, tp2": ("tp2", {}),
+    "GPT, tp2 sp, float32 stream": ("tp2 sp", {"bf16": True, "fp32_residual_connection": True}),
     "GPT, tp2 sp, bf16": ("tp2 sp", {"bf16": True}),
     "cp2": ("cp2", LLAMA),
     "cp2, gathered keys": ("cp2", LLAMA | {"cp_comm_type": ("all_gather",)}),

@@ -12,7 +12,7 @@ from megatron_core.models import GPTModel
 from megatron_core.ops.native import unavailable_reason
 from megatron_core.planner import layer_activations, state_by_kind
 from megatron_core.planner.footprint import Footprint
-from megatron_core.planner.memory import stage_activations
+from megatron_core.planner.memory import offloaded_activations, stage_activations
 from megatron_core.schedules import make_plan
 from megatron_core.schedules.actions import Plan
 from megatron_core.schedules.simulate import peak_activations
@@ -121,6 +121,29 @@ def test_layer_of_a_llama_by_hand() -> None:
     assert layer_activations(config) == 3 * 32 * (2 * (inputs + attention + mlp) + row_sums)
 
 
+def test_a_float32_stream_by_hand() -> None:
+    """Inputs of the three norms and of a recomputed layer have 4 bytes instead of 2; so have offloaded ones."""
+    sizes = {"num_layers": 1, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 16, "micro_batch_size": 3}
+    ends = {"first": True, "last": True, "padded_vocab_size": 128}
+
+    def wider(**more: Any) -> float:
+        narrow, wide = (
+            RunConfig.from_flat(sizes | more | {"bf16": True, "fp32_residual_connection": flag})
+            for flag in (False, True)
+        )
+        found, without = (
+            stage_activations(each, range(1), **ends) + offloaded_activations(each, range(1)) for each in (wide, narrow)
+        )
+        return (found - without) / (16 * 3 * 64)
+
+    assert wider() == 3 * 2
+    assert wider(cpu_offloading=True, cpu_offloading_num_layers=1) == 3 * 2
+    assert wider(norm_placement="sandwich") == 3 * 2
+    assert wider(norm_placement="post") == 2  # of the final norm
+    assert wider(**FULL) == 2 + 2
+    assert wider(parallel_residual=True, parallel_residual_shared_norm=True) == 2 + 2
+
+
 def test_last_stage_holds_logits_unless_they_are_fused_with_the_loss() -> None:
     fused = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "linear"}
     plan, runs = make_plan("1f1b", 2, 1, 4), [range(0, 1), range(1, 2)]
@@ -181,16 +204,20 @@ COHERE = LLAMA | {
 
 
 @pytest.mark.skipif(unavailable_reason("rms_norm", "cpu", torch.bfloat16) is not None, reason="no native kernels")
-@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize(
+    "dtype",
+    [{}, {"bf16": True}, {"bf16": True, "fp32_residual_connection": True}],
+    ids=["float32", "bf16", "bf16, float32 stream"],
+)
 @pytest.mark.parametrize(
     "settings",
     [{}, LLAMA, LLAMA | FULL, EXPERTS, LATENT, COHERE],
     ids=["GPT", "Llama", "Llama, recomputed", "experts", "latent attention", "one norm"],
 )
-def test_formula_is_what_backward_keeps(settings: dict[str, Any], bf16: bool) -> None:
+def test_formula_is_what_backward_keeps(settings: dict[str, Any], dtype: dict[str, Any]) -> None:
     """Within 10 %: dropout stores no mask here, and the norm's statistics, omitted by the formula, are small."""
     sizes = {"num_layers": 3, "hidden_size": 256, "num_attention_heads": 8, "seq_length": 128, "micro_batch_size": 2}
-    config = RunConfig.from_flat(sizes | {"bf16": bf16} | settings)
+    config = RunConfig.from_flat(sizes | dtype | settings)
     options = ModelParallelConfig(params_dtype=getattr(torch, config.training.compute_dtype))
     model = GPTModel(config.model, 512, 128, parallel=options)
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}

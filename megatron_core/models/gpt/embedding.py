@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from megatron_core.ops.rows import wide
 from megatron_core.parallel.sharding import allocate, replicated
 from megatron_core.tensor_parallel import VocabParallelEmbedding
 from megatron_core.tensor_parallel.invariant_linear import invariant_lookup
@@ -32,7 +33,7 @@ class PositionEmbedding(nn.Module):
 
 class LanguageModelEmbedding(nn.Module):
     """Token ids ``[b, s]`` -> ``[s, b, h]`` (``[s/tp, b, h]`` with sequence parallelism), plus learned positions,
-    normalized with ``embedding_layernorm``."""
+    normalized with ``embedding_layernorm``; the start of the residual stream."""
 
     def __init__(self, context: LayerContext, vocab_size: int, max_sequence_length: int) -> None:
         super().__init__()
@@ -58,6 +59,7 @@ class LanguageModelEmbedding(nn.Module):
         self.norm = None
         if config.embedding_layernorm:
             self.norm = norm_of(config)(context, config.hidden_size, partial_grad=context.sequence_parallel)
+        self.wide_stream = config.fp32_residual_connection
         self.dropout = context.dropout(config.hidden_dropout, "embedding")
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, context: SequenceContext) -> Tensor:
@@ -73,6 +75,8 @@ class LanguageModelEmbedding(nn.Module):
             hidden = hidden * self.factor
         if self.norm is not None:
             hidden = self.norm(hidden)
+        if self.wide_stream:
+            hidden = hidden.to(wide(hidden.dtype))
         if not self.dropout.active:
             return hidden.contiguous()
         return self.dropout(hidden, context.sample_index, position_ids=context.residual_positions)

@@ -31,6 +31,7 @@ TRAINING = (
     *("lr_wsd_decay_samples", "weight_decay", "start_weight_decay", "end_weight_decay", "weight_decay_incr_style"),
     *("adam_beta1", "adam_beta2", "adam_eps", "decoupled_lr", "decoupled_min_lr", "clip_grad"),
     *("global_batch_size", "micro_batch_size", "train_iters", "train_samples", "seed", "bf16", "fp16"),
+    "fp32_residual_connection",
 )
 """Training settings that have the same name and meaning in both programs."""
 REMEDY = "use the weights alone: convert with --no-optimizer, or load with --finetune"
@@ -67,7 +68,7 @@ def settings_of_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
     # Keep and convert the settings of the model.
     wanted = [*names_by_resume(ModelConfig, *(set(Resume) - {Resume.FREE})), "seq_length", "vocab_size"]
-    found = {name: _converted(name, given[name]) for name in wanted if name in given}
+    found = {name: _converted(name, given[name]) for name in wanted if name in given and name not in TRAINING}
     return found | _tokenizer(given)
 
 

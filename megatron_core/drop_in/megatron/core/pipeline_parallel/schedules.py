@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from megatron_core import parallel_state
 from megatron_core.errors import ConfigError, LayoutError
+from megatron_core.ops.rows import wide
 from megatron_core.parallel.micro_batch import SequenceSplit
 from megatron_core.pipeline_parallel.executor import Listener
 from megatron_core.pipeline_parallel.messages import MessageFormat
@@ -169,6 +170,8 @@ class _Step:
 
     def _message(self, seq_length: int, micro_batch_size: int) -> MessageFormat:
         dtype = self._setting("pipeline_dtype") or self.dtype
+        if self._setting("fp32_residual_connection"):
+            dtype = wide(dtype)
         split = SequenceSplit.of(self.groups, sequence_parallel=bool(self._setting("sequence_parallel")))
         shape = (split.message_length(seq_length), micro_batch_size, self._setting("hidden_size"))
         return MessageFormat(shape, dtype, self.device, variable=bool(self._setting("variable_seq_lengths")))
