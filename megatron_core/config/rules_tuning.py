@@ -1,4 +1,4 @@
-"""Rules for low-rank adapters."""
+"""Rules for low-rank adapters, preferences and distillation."""
 
 from collections.abc import Callable, Iterable, Iterator
 
@@ -32,6 +32,15 @@ REFUSED_WITH_PREFERENCES = {
 }
 """Settings that cannot be used with preferences without adapters, with the reason and the remedy."""
 
+REFUSED_WITH_TEACHER = {
+    "dpo": "preferences have a reference of their own; remove one of them",
+    "layout_invariant": "sums of its losses depend on the layout; remove --layout-invariant",
+    "output_z_loss_coeff": "its loss does not compute log Z; remove --output-z-loss-coeff",
+    "zero3_param_cpu_offload": "the teacher stays on the device; remove it",
+    "zero3_param_offload_dir": "the teacher stays on the device; remove it",
+}
+"""Settings that cannot be used with a teacher, with the reason and the remedy."""
+
 
 def tuning_problems(config: RunConfig) -> Iterator[str]:
     """Settings that adapters do not support, and contradictory names of layers."""
@@ -39,6 +48,7 @@ def tuning_problems(config: RunConfig) -> Iterator[str]:
     if (folder := tuning.pretrained_checkpoint) is not None and config.checkpoint.load_hf is not None:
         yield exclusive(f"pretrained_checkpoint={folder}", f"load_hf={config.checkpoint.load_hf}")
     yield from _preference_problems(config)
+    yield from _distillation_problems(config)
     if tuning.lora_rank is None:
         return
     flat = config.flat()
@@ -113,6 +123,25 @@ def _preference_problems(config: RunConfig) -> Iterator[str]:
         yield (
             f"finetune=True starts dpo=True from load={config.checkpoint.load}, and its reference would have other "
             "weights; give that folder as --pretrained-checkpoint, without --finetune and --load"
+        )
+
+
+def _distillation_problems(config: RunConfig) -> Iterator[str]:
+    if (folder := config.tuning.kd_teacher) is None:
+        return
+    flat = config.flat()
+    for name, reason in REFUSED_WITH_TEACHER.items():
+        if flat[name]:
+            yield f"{name}={flat[name]} cannot be used with kd_teacher={folder}: {reason}"
+    if config.model.fuses_output_layer_with_loss:
+        yield (
+            f"cross_entropy_fusion_impl=linear stores no logits, which kd_teacher={folder} compares; use "
+            "--cross-entropy-fusion-impl native"
+        )
+    if config.training.fp8_format is not None and config.training.fp8_recipe == "delayed":
+        yield (
+            f"fp8_recipe=delayed cannot be used with kd_teacher={folder}: the teacher has no amax histories; use "
+            "another --fp8-recipe"
         )
 
 

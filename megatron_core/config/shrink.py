@@ -32,6 +32,7 @@ OFF = """
     step_batch_size_schedule eval_global_batch_size seq_length_warmup train_data_path valid_data_path test_data_path
     multiple_validation_sets validation_set_names full_validation choices_data_path pretrained_checkpoint lora_load
     split eod_mask_loss sft sft_packing sft_loss dpo dpo_beta dpo_label_smoothing chat_template chat_template_date
+    kd_teacher kd_weight kd_temperature
     fim_data fim_split_sample fim_fragment_rate fim_no_prefix fim_eod_token
     tokenizer_model vocab_file merge_file save save_interval load ckpt_step finetune no_load_optim grad_compression
     fp8_param_gather grad_reduce_in_bf16 optimizer_offload_dir zero3_param_offload_dir optimizer_cpu_offload

@@ -28,6 +28,7 @@ from megatron_core.tokenizers.companions import TEMPLATE_FILE
 from megatron_core.training.megatron_state import megatron_config, megatron_folder
 from megatron_core.training.new_indexers import has_new_indexers, without_indexers
 
+CPU = torch.device("cpu")
 KINDS = field_types()
 """The settings and their types."""
 COUNTERS = (
@@ -235,15 +236,18 @@ def tokenizer_folder(folder: Path) -> Path:
     return local_copy(kept) if kept.is_dir() else kept
 
 
-def open_model(load: str, step: int | None = None) -> tuple[CheckpointReader | HuggingFaceReader, RunConfig]:
+def open_model(
+    load: str, step: int | None = None, device: torch.device = CPU
+) -> tuple[CheckpointReader | HuggingFaceReader, RunConfig]:
     """Open ``load``, a checkpoint or Hugging Face folder; return its reader and the configuration of its model.
 
-    Errors: ``CheckpointError`` if there is no checkpoint, or only adapters.
+    A collective call, with messages on ``device``. Errors: ``CheckpointError`` if there is no checkpoint, or only
+    adapters.
     """
     if (location(load) / CONFIG).is_file():
         weights = HuggingFaceReader(load)
         return weights, weights.config
-    reader = open_newest(load, step, device=torch.device("cpu"))
+    reader = open_newest(load, step, device=device)
     if reader is None:
         raise CheckpointError(
             f"load={load!r} has no checkpoint and no {CONFIG}; give a folder written with --save, or of Hugging Face"

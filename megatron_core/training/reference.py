@@ -1,10 +1,10 @@
-"""The frozen reference model of preference optimization without adapters.
+"""Frozen models next to the trained one, such as the reference of preference optimization without adapters.
 
-It is a second copy of the weights, in the layout of the trained model: split over tensor and pipeline ranks as it is,
-and with ZeRO 3 sharded over data-parallel ranks. Beside gradients and optimizer state that is little (2 of 20 bytes for
-each parameter in bf16), and unlike log-probabilities that are computed before training it needs no pass over the data,
-nothing in checkpoints, and computes with the kernels and the micro-batches of the trained model: the first loss is
-log 2 to the last bit.
+The reference is a second copy of the weights, in the layout of the trained model: split over tensor and pipeline ranks
+as it is, and with ZeRO 3 sharded over data-parallel ranks. Beside gradients and optimizer state that is little (2 of 20
+bytes for each parameter in bf16), and unlike log-probabilities that are computed before training it needs no pass over
+the data, nothing in checkpoints, and computes with the kernels and the micro-batches of the trained model: the first
+loss is log 2 to the last bit.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from megatron_core.config import RunConfig
 from megatron_core.data_parallel import DataParallel
 from megatron_core.models import GPTModel
 from megatron_core.models.build import build_stages
+from megatron_core.models.megatron_lm import MegatronReader
 from megatron_core.parallel import ParallelGroups
 from megatron_core.training.state import held_weights
-from megatron_core.training.tuning import open_base
+from megatron_core.training.tuning import Base, open_base
 from megatron_core.transformer.layer_spec import LayerSpecs
 
 
 @dataclass(frozen=True)
 class Reference:
-    """This rank's stages of the reference, by number, and the owner of their weights."""
+    """This rank's stages of a frozen model, by number, and the owner of their weights."""
 
     stages: dict[int, GPTModel]
     data_parallel: DataParallel
@@ -44,6 +45,21 @@ def build_reference(
     preferences."""
     if not config.data.dpo or config.tuning.lora_rank is not None:
         return None
+    base = open_base(config, device)
+    assert base is not None, "the rules require the weights of the reference"
+    return load_frozen(config, groups, vocab_size, device, stage_to_rank, layer_specs, base)
+
+
+def load_frozen(
+    config: RunConfig,
+    groups: ParallelGroups,
+    vocab_size: int,
+    device: torch.device,
+    stage_to_rank: Sequence[int],
+    layer_specs: LayerSpecs,
+    weights: Base | MegatronReader,
+) -> Reference:
+    """Build this rank's stages of the model of ``config`` without gradients, and fill them from ``weights``."""
     parallel = config.parallel
     shards = parallel.dp_zero_stage == 3
     _, stages = build_stages(
@@ -66,8 +82,6 @@ def build_reference(
         bucket_size=parallel.ddp_bucket_size,
         device=device,
     )
-    base = open_base(config, device)
-    assert base is not None, "the rules require the weights of the reference"
-    with base:
-        base.fill(held_weights(data))
+    with weights:
+        weights.fill(held_weights(data))
     return Reference(stages, data)

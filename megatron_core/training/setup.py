@@ -46,6 +46,7 @@ from megatron_core.training.process import check_kernels, set_process_switches
 from megatron_core.training.reference import Reference, build_reference
 from megatron_core.training.saving import CheckpointSaver
 from megatron_core.training.state import TrainState, open_checkpoint
+from megatron_core.training.teacher import Teacher, build_teacher
 from megatron_core.training.tuning import drawing, open_base, prepare_weights
 from megatron_core.transformer.compiled import compile_layers
 from megatron_core.transformer.cuda_graphs import graph_layers
@@ -87,11 +88,13 @@ class Run(Trainable):
     """This rank's reason to stop, or ""; any rank's reason ends the run with a checkpoint after the current step, or
     after the next one if it is given between steps."""
     qk_clip: QKClip | None = field(init=False, default=None)
+    teacher: Teacher | None = field(init=False)
+    """The frozen model whose distribution of tokens the model learns."""
     train_loader: BatchLoader = field(init=False)
     saver: CheckpointSaver = field(init=False)
 
     def __post_init__(self) -> None:
-        """Create the checkpoint saver, and the loader of the training split if there is one."""
+        """Create the checkpoint saver, the teacher, and the loader of the training split if there is one."""
         self.saver = CheckpointSaver(
             self.config,
             self.data_parallel,
@@ -104,6 +107,8 @@ class Run(Trainable):
         if self.config.optimizer.qk_clip and not self.config.training.skip_train:
             stages = self.stages.values()
             self.qk_clip = QKClip(self.config, stages, self.optimizer, self.groups, self.world.device)
+        places = self.plans.stage_to_rank
+        self.teacher = build_teacher(self.config, self.groups, self.vocab_size, self.world, places)
         if self.splits.train is not None:
             self.train_loader = self.loader(self.splits.train)
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from megatron_core.datasets import Dataset
 from megatron_core.datasets.base import sources_of
 from megatron_core.datasets.whole_round import WholeRound
 from megatron_core.models import GPTModel
+from megatron_core.models.gpt.model import LogitLoss
 from megatron_core.ops.exact_sum import exact_loss_sum
 from megatron_core.optimizer.clip import part_names
 from megatron_core.parallel.collectives import all_reduce_
@@ -21,6 +23,7 @@ from megatron_core.parallel.grid import WORLD
 from megatron_core.parallel.meter import METER
 from megatron_core.parallel.micro_batch import MicroBatch
 from megatron_core.pipeline_parallel.executor import ForwardStep
+from megatron_core.training.distillation import logit_losses, teacher_hidden_states
 from megatron_core.training.driver import NO_HOOKS, StepHooks, StepOutcome, run_plan, sum_of, take_step
 from megatron_core.training.pipeline_trace import traced
 from megatron_core.training.plans import StepSize
@@ -213,7 +216,7 @@ def forward_step(
 
     ``spoiled``: losses of the first micro-batch are NaN, for tests.
     """
-    last, forward_model = len(run.layers) - 1, model_step(run, run.stages, batches, auxiliary)
+    last, forward_model = len(run.layers) - 1, _trained_step(run, batches, auxiliary, statistics)
     if run.config.data.dpo:
         return _preference_step(run, batches, forward_model, statistics)
     tokens: int | None = None
@@ -238,10 +241,34 @@ ModelStep = Callable[[int, int, Tensor | None], Tensor]
 """(stage, micro-batch, hidden states of the previous stage) -> hidden states, or losses on the last stage."""
 
 
-def model_step(
-    run: Run, stages: Mapping[int, GPTModel], batches: list[MicroBatch], auxiliary: AuxiliaryLosses | None
+def _trained_step(
+    run: Run, batches: list[MicroBatch], auxiliary: AuxiliaryLosses | None, statistics: StepStatistics | None
 ) -> ModelStep:
-    """Return the forward function of ``stages`` whose output on the last stage are the losses of tokens ``[b, n]``."""
+    """``model_step`` of the trained stages; with a teacher, which runs here, its losses unless the run evaluates."""
+    teacher, evaluates = run.teacher, not all(stage.training for stage in run.stages.values())
+    if teacher is None or evaluates:
+        return model_step(run, run.stages, batches, auxiliary)
+    step = model_step(run, teacher.model.stages, batches, None, before_output_layer=True)
+    hidden = teacher_hidden_states(run, teacher, step, len(batches), message_lengths(batches))
+    report = None if statistics is None else statistics.add_divergence
+    losses = logit_losses(run, teacher, hidden, batches, report)
+    return model_step(run, run.stages, batches, auxiliary, logit_losses=losses)
+
+
+def model_step(
+    run: Run,
+    stages: Mapping[int, GPTModel],
+    batches: list[MicroBatch],
+    auxiliary: AuxiliaryLosses | None,
+    *,
+    logit_losses: Mapping[int, LogitLoss] = MappingProxyType({}),
+    before_output_layer: bool = False,
+) -> ModelStep:
+    """Return the forward function of ``stages`` whose output on the last stage are the losses of tokens ``[b, n]``.
+
+    ``logit_losses``: loss of the logits by micro-batch, instead of cross entropy. ``before_output_layer``: its output
+    on the last stage is the input of the output layer.
+    """
     last = len(run.layers) - 1
 
     def forward(stage: int, micro: int, hidden: Tensor | None) -> Tensor:
@@ -257,6 +284,8 @@ def model_step(
             auxiliary_losses=None if auxiliary is None else auxiliary.of_micro_batch(micro),
             loss_mask=batch.loss_mask,
             later=batch.later,
+            logit_loss=logit_losses.get(micro),
+            before_output_layer=before_output_layer,
         )
 
     return forward
@@ -303,6 +332,7 @@ class StepStatistics:
         self._copy = (run.groups.index("dp") + shift) % max(copies, 1)
         self._margins = torch.zeros(3 * run.config.data.dpo, dtype=torch.float64, device=run.world.device)
         self._shares = run.groups.size("cp")
+        self._divergence = torch.zeros(2 * (run.teacher is not None), dtype=torch.float64, device=run.world.device)
 
     def add_losses(self, losses: Tensor, batch: MicroBatch) -> None:
         """Add a micro-batch's token losses ``[b, n]``; masked losses are 0."""
@@ -318,12 +348,18 @@ class StepStatistics:
             sums = margins.new_tensor(len(margins)), (margins > 0).sum(), margins.sum()
             self._margins += torch.stack([each.to(self._margins) for each in sums]) / self._shares
 
+    def add_divergence(self, divergence: Tensor, loss_mask: Tensor) -> None:
+        """Add the divergence of a micro-batch's tokens from the teacher and their mask, each ``[b, n]``."""
+        if self._owns_loss:
+            sums = (divergence * loss_mask).sum(dtype=torch.float64), loss_mask.sum(dtype=torch.float64)
+            self._divergence += torch.stack(sums)
+
     def own(self) -> Tensor:
         """This rank's terms, float64 ``[n]``; call it after gradient reduction and before clipping."""
         parts = [self._norm.statistics()] if self._totals else []
         if self._layers is not None:
             parts.append(self._norm.squares_by_part(self._layers).flatten())
-        return torch.cat([*parts, self._margins, self._losses.flatten(), self._copies])
+        return torch.cat([*parts, self._margins, self._divergence, self._losses.flatten(), self._copies])
 
     def copies(self, sums: Sequence[float]) -> tuple[float, ...]:
         """The sum of the losses of each copy's samples, with ``rerun_mode`` or ``replay_interval``."""
@@ -344,6 +380,9 @@ class StepStatistics:
             pairs, wins, margin = (sums.pop(0) for _ in self._margins)
             yield "preference accuracy", wins / max(pairs, 1.0)
             yield "preference margin", margin / max(pairs, 1.0)
+        if len(self._divergence):
+            divergence, tokens = sums.pop(0), sums.pop(0)
+            yield "kd loss", divergence / max(tokens, 1.0)
         totals: dict[str, list[float]] = {}
         for at, name in enumerate(self._sources):  # a file may occur twice in a blend
             total = totals.setdefault(name, [0.0, 0.0])

@@ -402,7 +402,7 @@ def test_a_flag_with_an_effect_in_megatron_has_it_here(text, expected):
         ("--exit-signal SIGQUIT", "use one of the first four"),
         ("--no-weight-decay-cond-type other", "legal: apply_wd_to_qk_layernorm"),
         ("--kill-switch-path stop", "send SIGTERM or SIGUSR1"),
-        ("--modelopt-enabled", "distillation and quantization are not supported"),
+        ("--modelopt-enabled", "other kinds of distillation are not supported; see --kd-teacher"),
         ("--muon-tp-mode blockwise", "use duplicated or distributed"),
         ("--megatron-fsdp-main-params-dtype auto", "main weights are float32"),
     ],

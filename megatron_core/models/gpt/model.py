@@ -38,6 +38,8 @@ from megatron_core.transformer.z_loss import with_z_loss
 
 EMBEDDING = "embedding.word_embeddings.weight"
 TIED_COPIES = ("output_layer.weight", "mtp.word_embeddings")
+LogitLoss = Callable[[Tensor, Tensor], Tensor]
+"""Losses ``[s, b]`` of this rank's columns of the logits ``[s, b, v/tp]`` and of labels ``[s, b]``."""
 
 
 class GPTModel(nn.Module):
@@ -184,6 +186,9 @@ class GPTModel(nn.Module):
         loss_mask: Tensor | None = None,
         router_replay: RouterReplay | None = None,
         later: LaterTokens | None = None,
+        logit_loss: LogitLoss | None = None,
+        before_output_layer: bool = False,
+        final_hidden_states: Tensor | None = None,
     ) -> Tensor:
         """Losses ``[b, s]`` with ``labels``, else logits ``[b, s, vocabulary]``; ``[s, b, h]`` before the last stage.
 
@@ -201,7 +206,12 @@ class GPTModel(nn.Module):
             loss_mask: ``[b, s]``, 0 for tokens that auxiliary losses ignore.
             router_replay: records the experts of the tokens, or repeats a record.
             later: labels of multi-token prediction; without them it adds no losses.
+            logit_loss: computes the losses from this rank's columns of the logits, instead of cross entropy.
+            before_output_layer: return the input of the output layer.
+            final_hidden_states: such an input, for which only this rank's logits ``[s, b, v/tp]`` are computed.
         """
+        if final_hidden_states is not None:
+            return self._vocab_parallel_logits(final_hidden_states, self._output_weight())
         # Positions, and the context that all layers share.
         if positions is None:
             positions = self.split.positions(input_ids.shape[1] * self.split.cp_size, input_ids.device)
@@ -229,24 +239,34 @@ class GPTModel(nn.Module):
         if self.embedding is not None:
             hidden_states = self.embedding(input_ids, self.split.residual(position_ids, dim=1), context)
         hidden_states = self.decoder(hidden_states, context)
-        if self.output_layer is None:
+        if self.output_layer is None or before_output_layer:
             return hidden_states
-
-        # Losses or logits.
-        tied = self._shared_weight() if self.output_layer.weight is None else None
+        tied = self._output_weight()
         if labels is not None:
-            config, add_z_loss = self.model_config, None
-            if config.output_z_loss_coeff and auxiliary_losses is not None:
-                add_z_loss = partial(with_z_loss, config, loss_mask, context, self.parallel)
-            losses = self._losses(hidden_states, labels.transpose(0, 1), tied, add_z_loss)
-            if self.mtp is not None and self.training and later is not None:
-                losses = self._with_later_losses(losses, hidden_states, labels, later, tied, context)
-            return losses.transpose(0, 1)
+            return self._all_losses(hidden_states, labels, tied, context, loss_mask, later, logit_loss).transpose(0, 1)
         if logit_positions is not None:
-            rows = torch.arange(logit_positions.shape[0], device=logit_positions.device)
+            rows = torch.arange(len(logit_positions), device=input_ids.device)
             hidden_states = hidden_states[logit_positions.t(), rows]
-        hidden_states = self._scaled(hidden_states)
-        return self._logits(self._capped(self.output_layer(hidden_states, weight=tied)[0])).transpose(0, 1)
+        return self._logits(self._vocab_parallel_logits(hidden_states, tied)).transpose(0, 1)
+
+    def _all_losses(
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        tied: nn.Parameter | None,
+        context: SequenceContext,
+        loss_mask: Tensor | None,
+        later: LaterTokens | None,
+        logit_loss: LogitLoss | None,
+    ) -> Tensor:
+        """Losses ``[s, b]`` with the gradients of the z-loss and of multi-token prediction; see ``forward``."""
+        config, add_z_loss = self.model_config, None
+        if config.output_z_loss_coeff and context.auxiliary_losses is not None:
+            add_z_loss = partial(with_z_loss, config, loss_mask, context, self.parallel)
+        losses = self._losses(hidden, labels.transpose(0, 1), tied, add_z_loss, logit_loss)
+        if self.mtp is not None and self.training and later is not None:
+            losses = self._with_later_losses(losses, hidden, labels, later, tied, context)
+        return losses
 
     def _with_later_losses(
         self,
@@ -286,26 +306,38 @@ class GPTModel(nn.Module):
         target: Tensor,
         tied: nn.Parameter | None,
         add_z_loss: Callable[[Tensor, Tensor], Tensor] | None = None,
+        logit_loss: LogitLoss | None = None,
     ) -> Tensor:
         """Final hidden states ``[s, b, h]`` and targets ``[s, b]`` -> losses ``[s, b]``.
 
-        ``add_z_loss``: function of losses and log Z that returns the losses.
+        ``add_z_loss``: function of losses and log Z that returns the losses; ``logit_loss`` replaces cross entropy.
         """
         size, backend = self.vocab_size, self.model_config.kernel_backend
         assert self.output_layer is not None
-        hidden_states = self._scaled(hidden_states)
         if self.model_config.fuses_output_layer_with_loss:
+            hidden_states = self._scaled(hidden_states)
             weight = self.output_layer.weight if tied is None else tied
             assert weight is not None, "an output layer without a weight of its own is tied"
             comm = self.output_layer.comm
             return linear_cross_entropy(hidden_states, weight, target, comm, vocab_size=size, backend=backend)
-        logits, _ = self.output_layer(hidden_states, weight=tied)
-        invariance, logits = self.parallel.invariance, self._capped(logits)
+        logits, invariance = self._vocab_parallel_logits(hidden_states, tied), self.parallel.invariance
+        if logit_loss is not None:
+            return logit_loss(logits, target)
         parts = 1 if invariance is None else invariance.local_parts(self.tp_group)
         of: dict[str, Any] = {"tp_group": self.tp_group, "vocab_size": size, "backend": backend, "parts": parts}
         if add_z_loss is not None:
             return add_z_loss(*cross_entropy_and_log_z(logits, target, **of))
         return vocab_parallel_cross_entropy(logits, target, overwrite_logits=True, **of)
+
+    def _output_weight(self) -> nn.Parameter | None:
+        """The weight of an output layer without a weight of its own; else None."""
+        assert self.output_layer is not None, "only the last stage has an output layer"
+        return self._shared_weight() if self.output_layer.weight is None else None
+
+    def _vocab_parallel_logits(self, hidden: Tensor, tied: nn.Parameter | None) -> Tensor:
+        """Input of the output layer -> this rank's columns of the logits, ``[s, b, v/tp]``."""
+        assert self.output_layer is not None, "only the last stage has an output layer"
+        return self._capped(self.output_layer(self._scaled(hidden), weight=tied)[0])
 
     def _scaled(self, hidden: Tensor) -> Tensor:
         """Scale the input of the output layer by ``ModelConfig.logit_factor``."""
