@@ -244,7 +244,8 @@ async def _refusal(request: Request, error: Exception) -> Response:
     if error.status_code == 404:
         message = f"{path} is not a path of this server; for clients of OpenAI, base_url ends with /v1"
     elif error.status_code == 405:
-        message = f"{path} does not answer {request.method}; use {(error.headers or {}).get('Allow', 'GET')}"
+        allowed = ", ".join(sorted((error.headers or {}).get("Allow", "GET").split(", ")))  # a set there
+        message = f"{path} does not answer {request.method}; use {allowed}"
     return JSONResponse(_error(error.status_code, message), error.status_code, error.headers)
 
 
