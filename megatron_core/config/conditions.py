@@ -59,7 +59,7 @@ QUERY_TEMPERATURE = Condition(
 )
 GELU = unless(
     "--swiglu, --quick-geglu, --squared-relu, --relu or --xielu",
-    lambda run: any(run.value(name) for name in ("swiglu", "quick_geglu", "squared_relu", "relu", "xielu")),
+    lambda run: any(getattr(run.model, name) for name in ("swiglu", "quick_geglu", "squared_relu", "relu", "xielu")),
 )
 GATED = Condition("--swiglu, --geglu or --quick-geglu", lambda run: run.model.gated_linear_unit)
 MUP = given("use_mup")
