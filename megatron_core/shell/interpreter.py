@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +14,7 @@ from megatron_core.shell.built_ins import BuiltIns, Jump, Status
 from megatron_core.shell.conditions import holds, known
 from megatron_core.shell.expansion import Value, Variables, size_of
 from megatron_core.shell.files import find_script, readable_folders
+from megatron_core.shell.launchers import directives, variables_of
 from megatron_core.shell.patterns import MOST_ROUNDS
 from megatron_core.shell.programs import printed
 from megatron_core.shell.state import SOURCE
@@ -63,7 +64,7 @@ class Interpreter(BuiltIns):
         text: str,
         script: str,
         arguments: Sequence[str],
-        values: dict[str, Value],
+        values: Mapping[str, Value],
         folders: Sequence[str] = (),
     ) -> Interpreter:
         """Follow a script with its arguments and variables of the environment.
@@ -71,10 +72,12 @@ class Interpreter(BuiltIns):
         ``folders``: further folders whose scripts may be read. Errors: ``ConfigError`` for wrong syntax, and for a
         script that is too large or takes too long.
         """
-        known_values = {SOURCE: script, "IFS": " \t\n"} | values
-        found = cls(Variables(list(arguments), known_values, script, exported=set(values)), _script=Path(script))
+        given: dict[str, Value] = {**variables_of(directives(text)), **values}
+        known_values = {SOURCE: script, "IFS": " \t\n"} | given
+        found = cls(Variables(list(arguments), known_values, script, exported=set(given)), _script=Path(script))
         found.variables.output_of = found._output_of
         found._folders = readable_folders(Path(script), folders)
+        found._launcher = tuple(directives(text))
         found._started = ((Path(script).resolve(), list(arguments)),)
         try:
             found.run(parse(text, script))
@@ -290,7 +293,7 @@ class Interpreter(BuiltIns):
 
     def _program(self, words: list[str], node: Simple) -> bool | None:
         self.variables.spend(size_of(words))
-        self.commands.append(Command(tuple(words), str(self._script), self._line or node.line))
+        self.commands.append(Command(tuple(words), str(self._script), self._line or node.line, self._launcher))
         at = next((at for at, word in enumerate(words) if word in (*_SHELLS, "sbatch")), None)
         if at is None:
             self._print(printed(words, f"output-of-{words[0]}") + "\n")
@@ -298,12 +301,12 @@ class Interpreter(BuiltIns):
         rest = words[at + 1 :]
         text = next((i for i, word in enumerate(rest[:-1]) if re.fullmatch(r"-\w*c", word)), None)
         files = [i for i, word in enumerate(rest) if word.endswith((".sh", ".slurm", ".sbatch"))]
-        with self._child():
+        with self._child(words[: at + 1 + (files[0] if files and words[at] == "sbatch" else 0)]):
             if text is not None:
                 self.variables.name = rest[text + 2] if len(rest) > text + 2 else self.variables.name
                 return self._text(rest[text + 1], node, rest[text + 3 :])
             if files:
-                return self._follow(rest[files[0]], rest[files[0] + 1 :], started=True)
+                return self._follow(rest[files[0]], rest[files[0] + 1 :], by=words[at])
             lines, self._input = self._input, []
             return self._text("".join(lines), node, []) if lines else None
 
@@ -311,8 +314,8 @@ class Interpreter(BuiltIns):
         with self._deeper(arguments):
             return self.run(parse(text, script))
 
-    def _follow(self, name: str, arguments: list[str], *, started: bool = False) -> bool | None:
-        """Follow another script if it is on this machine; ``started``: as a program of its own."""
+    def _follow(self, name: str, arguments: list[str], by: str = "") -> bool | None:
+        """Follow another script if it is on this machine; ``by``: the shell, or sbatch, that starts it as a program."""
         path, note = find_script(self._script, name, self._folders)
         if note:
             self.notes.setdefault(note)
@@ -320,7 +323,7 @@ class Interpreter(BuiltIns):
             self.variables.has_absent_scripts = True
             return None
         before, own_name, others = self._script, self.variables.name, self._started
-        if started:
+        if by:
             if (path.resolve(), arguments) in others:  # a job that submits its successor
                 self.notes.setdefault(f"{path} starts itself, and is followed once")
                 return None
@@ -329,7 +332,10 @@ class Interpreter(BuiltIns):
         try:
             with self.variables.restored({SOURCE: self.variables.values.get(SOURCE)}):
                 self.variables.values[SOURCE] = str(path)
-                return self._nested(read_text(path), str(path), arguments)
+                text = read_text(path)
+                if by == "sbatch":
+                    self._read_directives(text)
+                return self._nested(text, str(path), arguments)
         except Jump as end:
             if end.kind != "return":
                 raise

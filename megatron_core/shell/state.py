@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megatron_core.errors import ConfigError
 from megatron_core.shell.expansion import Value, Variables
+from megatron_core.shell.launchers import directives, from_launcher, variables_of
 from megatron_core.shell.tree import Block
 
 DEEPEST = 30
@@ -41,6 +42,8 @@ class State:
     """Line of the script with the commands in a word that are followed; 0: none."""
     _may_exit: bool = False
     """Whether ``exit`` ends the subshell that is followed."""
+    _launcher: tuple[str, ...] = ()
+    """Words that start the shell that is followed, and directives of its script."""
 
     def _print(self, text: str) -> None:
         if self._output is not None:
@@ -78,18 +81,25 @@ class State:
     @contextmanager
     def _isolated(self) -> Iterator[None]:
         """A subshell: what commands set in it does not persist."""
-        before = self._functions, self._locals, self._folder, self._may_exit
+        before = self._functions, self._locals, self._folder, self._may_exit, self._launcher
         self._functions, self._locals = dict(self._functions), [dict(each) for each in self._locals]
         try:
             with self.variables.isolated():
                 yield
         finally:
-            self._functions, self._locals, self._folder, self._may_exit = before
+            self._functions, self._locals, self._folder, self._may_exit, self._launcher = before
+
+    def _read_directives(self, text: str) -> None:
+        """Begin a job that is submitted: it has its own directives, then the flags of sbatch, and nothing of others."""
+        submitted = max(at for at, word in enumerate(self._launcher) if word == "sbatch")
+        self._launcher = (*directives(text), *self._launcher[submitted:])
+        self.variables.values |= variables_of(self._launcher)
 
     @contextmanager
-    def _child(self) -> Iterator[None]:
-        """A shell that is started as a program: it gets the exported variables."""
+    def _child(self, words: list[str]) -> Iterator[None]:
+        """A shell that is started as a program by ``words``: it gets the exported variables."""
         with self._isolated():
+            self._launcher += tuple(from_launcher(words))
             kept = {*self.variables.exported, SOURCE, "IFS"}
             self.variables.values = {name: value for name, value in self.variables.values.items() if name in kept}
             self._functions = {name: value for name, value in self._functions.items() if name in kept}

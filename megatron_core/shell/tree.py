@@ -149,3 +149,5 @@ class Command:
     words: tuple[str, ...]
     script: str
     line: int
+    launcher: tuple[str, ...] = ()
+    """Launchers of the shell that starts it, with their flags, such as ``srun --ntasks=8`` before ``bash -c``."""

@@ -315,3 +315,25 @@ def test_parameters_are_those_of_the_model() -> None:
     flags = "--num-layers 3 --hidden-size 32 --num-attention-heads 2 --num-experts 4 --swiglu --disable-bias-linear"
     config = parse_run_config([*flags.split(), "--vocab-size", "128", "--mtp-num-layers", "1", *ROPE])
     assert model_parameters(config, 128) == RankEstimate.of(config, 1).model_parameters
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "#SBATCH --nodes=2\n#SBATCH --gpus-per-node=h100:4\nsrun COMMAND",
+        "srun --nodes 2 --ntasks-per-node=4 bash -c 'COMMAND'",
+        "nice -n 3 srun --ntasks=8 nice -n 10 COMMAND",
+        "#SBATCH --nodes=3\nsbatch --nodes=2 job.slurm",
+    ],
+)
+def test_ranks_of_slurm(lines: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Types of GPUs, shells that srun starts, other programs with a flag -n, and submitted scripts."""
+    command = "python pretrain_gpt.py --num-layers 2 --hidden-size 64 --num-attention-heads 2 --mock-data"
+    command += " --vocab-size 64 --train-iters 2"
+    path = tmp_path / "a.sh"
+    path.write_text(lines.replace("COMMAND", command))
+    job = "#!/bin/bash\n#SBATCH --nodes=1\n#SBATCH --ntasks-per-node=4\nsrun COMMAND --seed $SLURM_NTASKS"
+    (tmp_path / "job.slurm").write_text(job.replace("COMMAND", command))
+    assert main([str(path)]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "pretrain_gpt.py on 8 ranks (its launcher)" in text
