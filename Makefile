@@ -90,7 +90,7 @@ chaos: install-test
 docs: install
 	$(BIN)/python tools/show_schedule.py --compare 1f1b,zb_h1,zb_v --pipeline-size 4 --microbatches 8 \
 	  --png docs/images/schedules.png
-	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 pretrain_gpt.py \
+	$(BIN)/python pretrain_gpt.py --nproc-per-node 2 \
 	  --mock-data --vocab-size 2048 --num-layers 8 --hidden-size 256 --num-attention-heads 4 --seq-length 256 \
 	  --micro-batch-size 1 --global-batch-size 8 --train-iters 12 --lr-warmup-iters 0 --eval-iters 0 \
 	  --pipeline-model-parallel-size 2 --pipeline-schedule zb_v --trace-pipeline runs/trace

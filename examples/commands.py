@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def launch(title: str, ranks: int, *flags: object) -> None:
     """Run pretrain_gpt.py on ``ranks`` processes of this machine."""
-    run(title, "-m", "torch.distributed.run", "--nproc-per-node", ranks, "pretrain_gpt.py", *flags)
+    run(title, "pretrain_gpt.py", "--nproc-per-node", ranks, *flags)
 
 
 def run(title: str, *arguments: object) -> None:
@@ -22,7 +22,7 @@ def run(title: str, *arguments: object) -> None:
     command = [sys.executable, *map(str, arguments)]
     print(f"\n== {title}\n$ {shlex.join(['python', *command[1:]])}", flush=True)
     began = time.monotonic()
-    # One thread for each rank; set here because torchrun prints a warning otherwise.
+    # One thread for each rank, so that ranks that share the cores do not wait for each other's threads.
     environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     status = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
     if status:

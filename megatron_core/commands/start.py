@@ -54,8 +54,8 @@ def start(module: str) -> NoReturn:
     """Import a module of this package, run its ``main`` and exit as ``run_tool`` does.
 
     ``--version`` alone prints the version, ``--print-completion bash`` (or zsh, tcsh) a script that completes the
-    command's flags. ``--nproc-per-node N`` of a command that runs on several ranks starts N of them with torchrun; srun
-    and mpirun start them too.
+    command's flags. ``--nproc-per-node N`` of a command that runs on several ranks starts N of them on this machine;
+    torchrun, srun and mpirun start them too.
     """
     end_on_interrupt()
     if Path(sys.argv[0]).parent == Path(__file__).parent:  # python -m
@@ -86,4 +86,5 @@ def _start_ranks(module: str, words: list[str]) -> NoReturn:
     # The ranks import this package, also if a script of another folder started it.
     places = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(places)}
+    environment.setdefault("OMP_NUM_THREADS", "1")  # several ranks share the cores
     os.execve(sys.executable, [sys.executable, *starter, *words[:at], *rest], environment)

@@ -1,41 +1,123 @@
-"""Start ranks on this machine with torchrun, and end with the exit status of the first rank that failed.
+"""Start ranks on this machine, and end with the exit status of the first one that failed.
 
-torchrun itself ends with status 1 and a traceback of its own, below the message of the rank.
+The ranks are forks of this process, which has imported the program: torch is loaded once for all of them. They get the
+environment variables that torchrun sets, and like torchrun this process holds their store.
 
 python -m megatron_core.commands.start_ranks NUMBER MODULE FLAGS...
 """
 
 from __future__ import annotations
 
-import logging
+import gc
+import importlib
 import os
 import signal
+import socket
 import sys
+from types import FrameType
 from typing import NoReturn
 
-from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.run import parse_args, run
+import torch.distributed as dist
 
+from megatron_core.command import end_on_interrupt, program, run_tool
 from megatron_core.commands.start import command_name
+
+GRACE_SECONDS = 30
+"""Time in which the other ranks must end after one has failed; as torchrun's."""
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that are sent on to all ranks."""
+
+
+class LocalRanks:
+    """Processes that are ranks of one job."""
+
+    def __init__(self) -> None:
+        self.running: dict[int, int] = {}
+        """Process id -> rank."""
+        self.failed: tuple[int, int] | None = None
+        """Rank and exit status of the first one that failed; a negative status is that of a signal."""
+
+    def fork(self, number: int, port: int) -> bool:
+        """Fork ``number`` ranks that meet at ``port``; True in each of them, False in this process."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        gc.freeze()  # a collection in a rank would copy the pages that it shares with the others
+        for rank in range(number):
+            pid = os.fork()
+            if pid == 0:
+                os.environ.update(_variables(rank, number, port))
+                return True
+            self.running[pid] = rank
+        return False
+
+    def send(self, number: int, _: FrameType | None = None) -> None:
+        """Send a signal to all running ranks."""
+        for pid in self.running:
+            os.kill(pid, number)
+
+    def kill(self, *_: object) -> None:
+        """End all running ranks at once."""
+        self.send(signal.SIGKILL)
+
+    def wait(self) -> None:
+        """Wait until all ranks have ended; after the first failure the others get SIGTERM, and later SIGKILL."""
+        while self.running:
+            pid, status = os.wait()
+            rank = self.running.pop(pid, None)
+            code = os.waitstatus_to_exitcode(status)
+            if rank is not None and code and self.failed is None:
+                self.failed = rank, code
+                self.send(signal.SIGTERM)
+                signal.alarm(GRACE_SECONDS)
+
+
+def _variables(rank: int, number: int, port: int) -> dict[str, str]:
+    """Environment variables of a rank."""
+    found = {
+        "RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "ROLE_RANK": rank,
+        "WORLD_SIZE": number, "LOCAL_WORLD_SIZE": number, "GROUP_WORLD_SIZE": 1, "ROLE_WORLD_SIZE": number,
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+        "TORCHELASTIC_RUN_ID": program(), "TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_MAX_RESTARTS": 0,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+    }  # fmt: skip
+    return {name: str(value) for name, value in found.items()}
 
 
 def main() -> NoReturn:
-    """Run torchrun in this process, without the log lines in which it repeats that ranks have failed."""
+    """Import the program, fork the ranks, run the program in each, and wait for them."""
     number, module, *flags = sys.argv[1:]
-    if "LOGLEVEL" not in os.environ:
-        logging.disable(logging.ERROR)
-    try:
-        run(parse_args(["--standalone", "--nproc-per-node", number, "-m", module, *flags]))
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        killed = failure.exitcode < 0
-        how = f"was killed by {failure.signal_name()}" if killed else f"ended with status {failure.exitcode}"
-        print(f"{command_name(module.split('.')[-1])}: rank {rank} {how}", file=sys.stderr)
-        sys.exit(128 - failure.exitcode if killed else failure.exitcode)
-    except SignalException as error:
-        sys.exit(128 + int(signal.Signals(error.sigval)))
-    sys.exit(0)
+    sys.argv = [command_name(module.split(".")[-1]), *flags]
+    end_on_interrupt()
+    tool = importlib.import_module(module).main
+    ranks = LocalRanks()
+    # Signals that arrive before they can be sent on wait.
+    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        is_rank = ranks.fork(int(number), port)
+        # Created after the forks, as they would not have its thread.
+        store = None if is_rank else dist.TCPStore("127.0.0.1", port, is_master=True, master_listen_fd=server.detach())
+    if is_rank:
+        os.setsid()  # Ctrl-C reaches the ranks through the process that waits for them, and only once
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+        run_tool(program(), tool)
+    signal.signal(signal.SIGALRM, ranks.kill)
+    for each in FORWARDED:
+        if signal.getsignal(each) is not signal.SIG_IGN:
+            signal.signal(each, ranks.send)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+    ranks.wait()
+    del store
+    sys.exit(_status(ranks))
+
+
+def _status(ranks: LocalRanks) -> int:
+    if ranks.failed is None:
+        return 0
+    rank, code = ranks.failed
+    how = f"ended with status {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
+    print(f"{program()}: rank {rank} {how}", file=sys.stderr)
+    return code if code > 0 else 128 - code
 
 
 if __name__ == "__main__":

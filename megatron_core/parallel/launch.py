@@ -33,7 +33,7 @@ from megatron_core.terminal import discard
 STORE_SECONDS = 5.0
 """Time limit for operations on a store that may not answer."""
 REPORT_SECONDS = 10.0
-"""Time in which torchrun ends the other ranks after rank 0 has printed an error and ended."""
+"""Time in which the launcher ends the other ranks after rank 0 has printed an error and ended."""
 _ENDED = "ended"
 """Key in the store that releases the spare ranks."""
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -225,7 +225,7 @@ def _select_attempt(store: dist.Store, world: World, seconds: float) -> dist.Sto
 def end_with_launcher() -> None:
     """Ask the kernel to send SIGTERM to this rank if its launcher dies, so that no orphan process trains on.
 
-    On SIGTERM the rank finishes its step, saves and exits. Only on Linux under torchrun.
+    On SIGTERM the rank finishes its step, saves and exits. Only on Linux, under torchrun or ``--nproc-per-node``.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ or sys.platform != "linux":
         return
@@ -236,7 +236,7 @@ def end_with_launcher() -> None:
 
 
 def _first_process_is_python() -> bool:
-    """Whether process 1, which adopts orphans, may be torchrun itself, as in a container."""
+    """Whether process 1, which adopts orphans, may be the launcher itself, as in a container."""
     try:
         return "python" in os.readlink("/proc/1/exe")
     except OSError:

@@ -69,7 +69,7 @@ class Watchdog:
         self.prefix, self._iteration, self._beat = "", 0, 0.0
         self._answered = self._leaving = False
         self._main = threading.main_thread().ident
-        self._host = "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "rank 0"
+        self._host = "the launcher" if "TORCHELASTIC_RUN_ID" in os.environ else "rank 0"
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def beat(self, iteration: int) -> None:

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from megatron_core.commands import start as start_module
-from megatron_core.commands.start import command, command_name, modules, start
+from megatron_core.commands.start import RANKED, command, command_name, modules, start
+from tests.programs import run_ranks_of
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -59,6 +60,36 @@ def test_version_and_completion() -> None:
     done = run("megatron_core.commands.train", "--print-completion", "bash")
     assert done.returncode == 0 and "complete" in done.stdout
     assert "megatron-train" in done.stdout and "tensor-model-parallel-size" in done.stdout
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    ("case", "status", "out", "error"),
+    [
+        ("sum", 0, ["rank 0 of 2: 3, 1 thread", "rank 1 of 2: 3, 1 thread"], ""),
+        ("fails", 3, ["rank 0 saves"], "megatron-ranked: rank 1 ended with status 3"),
+        ("refuses to end", 3, [], "megatron-ranked: rank 1 ended with status 3"),
+        ("killed", 137, ["rank 0 saves"], "megatron-ranked: rank 1 was killed by SIGKILL"),
+        ("asked to save", 0, ["rank 0 saves", "rank 1 saves"], ""),
+        ("interrupted", 130, [], "megatron-ranked: rank "),
+    ],
+)
+def test_ends_of_ranks(case: str, status: int, out: list[str], error: str) -> None:
+    """The others end with the first that fails, all ranks get signals, and the status is that of the first failure."""
+    done = run_ranks_of(f"python tests/commands/ranked.py 1 {case.replace(' ', '_')}", seconds=30)
+    assert sorted(done.stdout.splitlines()) == out
+    assert error in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == status
+
+
+def test_programs_of_ranks_start_no_gpu_when_they_are_imported() -> None:
+    """CUDA cannot be used in a fork of a process that has asked for its devices."""
+    names = ("is_available", "device_count", "current_device", "init")
+    code = "import importlib, torch\ndef fail(*_): raise AssertionError('asks for a GPU')\n"
+    code += "\n".join(f"torch.cuda.{name} = fail" for name in names)
+    code += f"\nfor name in {sorted(RANKED)}: importlib.import_module(f'megatron_core.commands.{{name}}')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_two_ranks_are_started(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,9 +44,9 @@ class Client:
     """A server and the model that it should serve."""
 
     def __init__(self, folder: Path, *flags: str, ranks: int = 1) -> None:
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+        launcher = ["--nproc-per-node", str(ranks)] if ranks > 1 else []
         place = ["--load", str(folder), "--port", "0", "--max-length", "8000"]
-        command = [sys.executable, *launcher, "tools/serve.py", *place, *flags]
+        command = [sys.executable, "tools/serve.py", *launcher, *place, *flags]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         self.process = subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)
