@@ -86,5 +86,6 @@ def _start_ranks(module: str, words: list[str]) -> NoReturn:
     # The ranks import this package, also if a script of another folder started it.
     places = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(places)}
-    environment.setdefault("OMP_NUM_THREADS", "1")  # several ranks share the cores
+    if int(value) > 1:
+        environment.setdefault("OMP_NUM_THREADS", "1")  # the ranks share the cores; torchrun sets it, too
     os.execve(sys.executable, [sys.executable, *starter, *words[:at], *rest], environment)
