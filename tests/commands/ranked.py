@@ -48,6 +48,7 @@ def _save(number: int, frame: FrameType | None) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # tests before this one may have left another handler
     _, grace, case = sys.argv
     start_ranks.GRACE_SECONDS = int(grace)
     sys.argv = ["start_ranks", "2", "tests.commands.ranked", case]
