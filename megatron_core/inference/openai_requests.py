@@ -73,7 +73,7 @@ class GenerationRequest(_Model):
             return given
         for name, values in NEUTRAL.items():
             if given.get(name) is not None and given[name] not in values:
-                raise RequestError(f"{name!r} is not supported; leave it out", name)
+                raise RequestError(f"{name!r} is not supported; remove it", name)
         return {key: value for key, value in given.items() if key not in NEUTRAL and key not in IGNORED}
 
     @field_validator("stop", mode="before")
@@ -92,7 +92,7 @@ class GenerationRequest(_Model):
     def _options_of_streams(self) -> GenerationRequest:
         if self.stream_options is not None and not self.stream:
             raise RequestError(
-                "stream_options needs stream=true; add it, or leave stream_options out", "stream_options"
+                "stream_options needs stream=true; add it, or remove stream_options", "stream_options"
             )
         return self
 
@@ -115,7 +115,7 @@ class CompletionRequest(GenerationRequest):
     @model_validator(mode="after")
     def _scores_are_not_streamed(self) -> CompletionRequest:
         if self.stream and self.echo and self.logprobs is not None:
-            raise RequestError("echo with logprobs is not streamed; leave stream out", "stream")
+            raise RequestError("echo with logprobs is not streamed; remove stream", "stream")
         return self
 
 
@@ -159,7 +159,7 @@ class ChatRequest(GenerationRequest):
     @model_validator(mode="after")
     def _alternatives_need_scores(self) -> ChatRequest:
         if self.top_logprobs is not None and not self.logprobs:
-            raise RequestError("top_logprobs needs logprobs=true; add it, or leave top_logprobs out", "top_logprobs")
+            raise RequestError("top_logprobs needs logprobs=true; add it, or remove top_logprobs", "top_logprobs")
         return self
 
 
@@ -185,7 +185,7 @@ def read_request(kind: type[AnyRequest], body: bytes) -> AnyRequest:
     if kind_of_fault == "missing":
         raise RequestError(f"{name} is missing; add it", param)
     if kind_of_fault == "extra_forbidden":
-        raise RequestError(f"{shown(name)} is not a parameter of this server; leave it out", param)
+        raise RequestError(f"{shown(name)} is not a parameter of this server; remove it", param)
     raise RequestError(f"{name}={shown(fault['input'])}: {message.replace('Input', 'it', 1)}", param)
 
 

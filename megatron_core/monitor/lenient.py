@@ -77,4 +77,4 @@ class _Stream:
 def warn_unwritable(name: str, error: OSError) -> None:
     """Warn on standard error that ``name`` is not written."""
     with suppress(OSError):
-        print(f"note: {name} CANNOT BE WRITTEN: {error.strerror}; training continues", file=sys.stderr, flush=True)
+        print(f"note: {name} cannot be written: {error.strerror}; training continues", file=sys.stderr, flush=True)

@@ -240,7 +240,7 @@ def notes(run: Run) -> Iterator[str]:
             "last exchange do not reach the global weights"
         )
     if settings.load is not None and not run.loaded:
-        yield f"load={settings.load!r} HOLDS NO CHECKPOINT: this run starts from scratch"
+        yield f"load={settings.load!r} has no checkpoint: this run starts from scratch"
     if settings.save_interval is not None and settings.save is None:
         yield f"save_interval={settings.save_interval} has no effect without --save FOLDER: nothing is saved"
     if iteration >= run.total_iterations and not run.config.training.skip_train:

@@ -93,7 +93,7 @@ def test_nothing_to_load(tmp_path: Path) -> None:
         start(ONE_LAYER | {"load": str(tmp_path), "finetune": True})
     run = start(ONE_LAYER | {"load": str(tmp_path)})
     assert run.state.iteration == 0 and not run.loaded
-    assert any("HOLDS NO CHECKPOINT" in note for note in notes(run))
+    assert any("has no checkpoint" in note for note in notes(run))
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("release")
     with pytest.raises(CheckpointError, match=r"'release'.*--ckpt-step"):
         find_checkpoint(str(tmp_path))

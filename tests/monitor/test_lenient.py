@@ -58,7 +58,7 @@ def test_prometheus_replaces_no_device(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", SINKS)
 def test_a_full_disk(name: str, tmp_path: Path) -> None:
     (said,) = run_ranks(1, _fill, tmp_path, name)
-    assert said == f"note: {name} CANNOT BE WRITTEN: File too large; training continues\n"
+    assert said == f"note: {name} cannot be written: File too large; training continues\n"
     if name == "metrics_file":  # with space again, it continues there
         assert [record["iteration"] for record in read_metrics(tmp_path / "reports/metrics.jsonl")] == [1, 6]
     if name == "prometheus_file":
@@ -78,7 +78,7 @@ def test_standard_output(to: str) -> None:
     script = f'{sys.executable} -c "$0" {to}; exit ${{PIPESTATUS[0]}}'
     done = subprocess.run(["bash", "-c", script, code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 7
-    assert done.stderr.startswith("note: standard output CANNOT BE WRITTEN: ") and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("note: standard output cannot be written: ") and done.stderr.count("\n") == 1
 
 
 def test_an_output_that_can_be_written_stays_what_it_is(capsys: pytest.CaptureFixture[str]) -> None:

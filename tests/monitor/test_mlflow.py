@@ -46,7 +46,7 @@ def test_a_training_survives_a_store_that_fails(tmp_path: Path, capsys: pytest.C
     (tmp_path / "mlflow.db").write_text("no database any more" * 1000)
     lenient.on_validation(validation(3, loss=0.0))
     lenient.close()
-    assert capsys.readouterr().err.count("mlflow_experiment CANNOT BE WRITTEN") == 1
+    assert capsys.readouterr().err.count("mlflow_experiment cannot be written") == 1
 
 
 @pytest.mark.parametrize("store", ["{}/mlruns", "bad://x", "http://127.0.0.1:9", "\0"])

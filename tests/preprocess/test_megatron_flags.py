@@ -26,9 +26,9 @@ def test_what_changes_nothing_is_left_out_and_named(words: list[str], capfd: pyt
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--dataset-impl", "lazy"], "--dataset-impl lazy: token files are always memory-mapped; leave it out, or"),
-        (["--lang=german"], "--lang german: sentences are cut by rules .*; leave it out"),
-        (["--vocab-extra-ids", "5"], "--vocab-extra-ids 5: .*; leave it out, or give 0"),
+        (["--dataset-impl", "lazy"], "--dataset-impl lazy: token files are always memory-mapped; remove it, or"),
+        (["--lang=german"], "--lang german: sentences are cut by rules .*; remove it"),
+        (["--vocab-extra-ids", "5"], "--vocab-extra-ids 5: .*; remove it, or give 0"),
         (["--find-optimal-num-workers"], "--find-optimal-num-workers: without --workers"),
         (["--workers_to_check", "1", "2"], "--workers_to_check 1 2: without --workers"),
     ],

@@ -119,7 +119,7 @@ def parallelize(model: nn.Module, tensor: int = 2, *, sequence: bool = False, pl
     Errors: ``ConfigError`` and ``LayoutError`` on all ranks. ``verify.verify_module`` checks the result.
     """
     if sequence:
-        raise ConfigError("sequence=True: sequence parallelism is not supported for a model of your own; leave it out")
+        raise ConfigError("sequence=True: sequence parallelism is not supported for a model of your own; remove it")
     settings = RunConfig.from_flat({"tensor_model_parallel_size": tensor})
     world = _join(settings)
     groups = make_groups(settings.parallel, world, ends=(0, 0))

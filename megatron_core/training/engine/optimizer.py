@@ -47,7 +47,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """As ``Engine.step``."""
         if closure is not None:
-            raise ConfigError("closure is not supported: an engine computes gradients once a step; leave it out")
+            raise ConfigError("closure is not supported: an engine computes gradients once a step; remove it")
         self._take_step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -342,7 +342,7 @@ class DeepSpeedEngine(EngineCheckpoint, EngineSettings, nn.Module):
     ) -> None:
         """Compile the model in place, by torch; the forwards of ZeRO 3's units are compiled one by one."""
         if unknown := sorted(name for name, value in others.items() if value):
-            raise ConfigError(f"engine.compile: {', '.join(unknown)} of DeepCompile is not supported; leave it out")
+            raise ConfigError(f"engine.compile: {', '.join(unknown)} of DeepCompile is not supported; remove it")
         options = {**(compile_kwargs or {}), "backend": backend}
         self.module.compile(**options)
         self._is_compiled = True

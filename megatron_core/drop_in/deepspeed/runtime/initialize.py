@@ -48,7 +48,7 @@ def initialize(
     if not isinstance(model, nn.Module):
         raise ConfigError(f"deepspeed.initialize: model={model!r} must be a torch module")
     if mesh_param is not None:
-        raise ConfigError(f"mesh_param={mesh_param!r}: sequence parallelism is not supported; leave it out")
+        raise ConfigError(f"mesh_param={mesh_param!r}: sequence parallelism is not supported; remove it")
     is_pipeline = isinstance(model, PipelineModule)
     if is_pipeline and mpu is not None:
         raise ConfigError("mpu with a PipelineModule: the module has its own, model.mpu(); leave mpu out")

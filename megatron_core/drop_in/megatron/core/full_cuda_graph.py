@@ -2,7 +2,7 @@
 
 from megatron.core.unsupported import Unsupported, unsupported
 
-_MESSAGE = "cuda_graph_impl='full_iteration' is not supported; leave it out"
+_MESSAGE = "cuda_graph_impl='full_iteration' is not supported; remove it"
 get_shared_capture_stream = unsupported(_MESSAGE)
 
 

@@ -82,7 +82,7 @@ def save_checkpoint(
     args = get_args()
     asked = [name for name in ("non_persistent_ckpt", "release") if others.get(name)]
     if asked:
-        raise CheckpointError(f"save_checkpoint: {', '.join(asked)} is not supported; leave it out")
+        raise CheckpointError(f"save_checkpoint: {', '.join(asked)} is not supported; remove it")
     state = _state(model, None if args.no_save_optim else optimizer, opt_param_scheduler) | {
         "iteration": iteration,
         "consumed_train_samples": args.consumed_train_samples,

@@ -21,5 +21,5 @@ class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
         fp32_optimizer_states: bool = True,
     ) -> None:
         if amsgrad:
-            raise ConfigError("DeepSpeedCPUAdagrad: amsgrad=True is not supported; leave it out")
+            raise ConfigError("DeepSpeedCPUAdagrad: amsgrad=True is not supported; remove it")
         super().__init__(model_params, lr=lr, weight_decay=weight_decay, eps=eps)

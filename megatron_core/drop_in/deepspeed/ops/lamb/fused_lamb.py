@@ -26,7 +26,7 @@ class FusedLamb(SettingsOptimizer):
     ) -> None:
         others = {"eps_inside_sqrt": eps_inside_sqrt, "amsgrad": amsgrad}
         if given := [name for name, value in {**others, "max_grad_norm": max_grad_norm}.items() if value]:
-            raise ConfigError(f"FusedLamb: {', '.join(given)} is not supported; leave it out")
+            raise ConfigError(f"FusedLamb: {', '.join(given)} is not supported; remove it")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.coefficients, self.bias_correction = (max_coeff, min_coeff), bias_correction
 

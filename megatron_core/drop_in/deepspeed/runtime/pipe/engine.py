@@ -94,7 +94,7 @@ class PipelineEngine(DeepSpeedEngine):
         if return_logits or not compute_loss or reduce_output != "avg" or num_micro_batches is not None:
             raise ConfigError(
                 f"eval_batch: return_logits={return_logits}, compute_loss={compute_loss}, reduce_output="
-                f"{reduce_output!r}, num_micro_batches={num_micro_batches} are not supported; leave them out"
+                f"{reduce_output!r}, num_micro_batches={num_micro_batches} are not supported; remove them"
             )
         return torch.tensor(self.core.eval_batch(self._batches(data_iter)), device=self.device)
 

@@ -75,7 +75,7 @@ class PipelineModule(megatron_core.PipelineModule):
         if seed_fn is not None or activation_checkpoint_func is not checkpointing.checkpoint:
             raise ConfigError(
                 "PipelineModule: seed_fn and activation_checkpoint_func are not supported: random numbers depend on "
-                "base_seed, and torch.utils.checkpoint recomputes; leave them out"
+                "base_seed, and torch.utils.checkpoint recomputes; remove them"
             )
         init_distributed()
         ranks = dist.get_world_size()

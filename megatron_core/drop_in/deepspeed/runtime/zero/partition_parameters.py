@@ -112,7 +112,7 @@ class Init:
             "sequence_data_parallel_group": sequence_data_parallel_group,
         }
         if enabled and (found := [name for name, value in given.items() if value]):
-            raise ConfigError(f"zero.Init: {', '.join(found)} is not supported; leave it out")
+            raise ConfigError(f"zero.Init: {', '.join(found)} is not supported; remove it")
         self.enabled = enabled
         self.dtype = dtype or _dtype_of(config if config_dict_or_path is None else config_dict_or_path)
         self._stack = ExitStack()

@@ -58,7 +58,7 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
             raise ConfigError(f"GPTDatasetConfig needs {', '.join(missing)}")
         for name in ("object_storage_cache_path", "hybrid_context_parallel", "inter_document_masking"):
             if getattr(self, name):
-                raise ConfigError(f"GPTDatasetConfig: {name}={getattr(self, name)!r} is not supported; leave it out")
+                raise ConfigError(f"GPTDatasetConfig: {name}={getattr(self, name)!r} is not supported; remove it")
 
 
 class GPTDataset(MegatronDataset):

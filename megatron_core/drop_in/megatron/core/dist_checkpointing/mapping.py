@@ -96,7 +96,7 @@ class ShardedTensor:
         element of each. Dimensions are counted with these.
         """
         if flattened_range is not None:
-            raise LayoutError(f"{key}: flattened_range={flattened_range} is not supported; leave it out")
+            raise LayoutError(f"{key}: flattened_range={flattened_range} is not supported; remove it")
         data = data.view((1,) * prepend_axis_num + tuple(data.shape))
         shape, splits, indices = list(data.shape), [], []
         for dim, index, count in rank_offsets:

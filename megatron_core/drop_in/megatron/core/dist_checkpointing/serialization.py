@@ -187,7 +187,7 @@ def _absent(checkpoint_dir: str | Path) -> str:
 def _refuse(**given: Any) -> None:
     wrong = [name for name, value in given.items() if value]
     if wrong:
-        raise CheckpointError(f"dist_checkpointing: {', '.join(wrong)} is not supported; leave it out")
+        raise CheckpointError(f"dist_checkpointing: {', '.join(wrong)} is not supported; remove it")
 
 
 def _walk(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:

@@ -41,7 +41,7 @@ def te_checkpoint(
 ) -> Any:
     """Return ``forward_func(*args)``, recomputed in backward; ConfigError for ``distribute_saved_activations``."""
     if distribute_saved_activations:
-        raise ConfigError("distribute_saved_activations=True is not supported; leave it out")
+        raise ConfigError("distribute_saved_activations=True is not supported; remove it")
     return checkpoint(forward_func, *args, use_reentrant=False, **kwargs)
 
 

@@ -30,7 +30,7 @@ def bias_swiglu_impl(
     With ``clamp_value`` c: silu(min(gate, c)) * max(-c, min(value, c)), at least in float32.
     """
     if fp8_input_store or cpu_offload_input:
-        raise ConfigError("fp8_input_store and cpu_offload_input are not supported; leave them out")
+        raise ConfigError("fp8_input_store and cpu_offload_input are not supported; remove them")
     if clamp_value is None:
         return bias_activation(input, bias, "swiglu")
     if not clamp_value > 0:

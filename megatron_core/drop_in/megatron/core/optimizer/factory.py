@@ -27,7 +27,7 @@ def get_megatron_optimizer(
     """
     check_groups(pg_collection, ("tp", "pp", "mp", "dp", "dp_cp", "expt_dp"), "get_megatron_optimizer")
     if dump_param_to_param_group_map:
-        raise ConfigError("get_megatron_optimizer: dump_param_to_param_group_map is not supported; leave it out")
+        raise ConfigError("get_megatron_optimizer: dump_param_to_param_group_map is not supported; remove it")
     row = config.translated().kind_of(hidden=True)
     if row.has_matrix_state:
         raise ConfigError(

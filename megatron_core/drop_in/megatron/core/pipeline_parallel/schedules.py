@@ -31,7 +31,7 @@ def get_forward_backward_func(
     """Return ``forward_backward``, which is the same function for every layout; ``pp_size`` is checked."""
     actual = parallel_state.get_pipeline_model_parallel_world_size()
     if pp_size is not None and pp_size != actual:
-        raise ConfigError(f"pp_size={pp_size}, but the current groups have {actual} pipeline ranks; leave it out")
+        raise ConfigError(f"pp_size={pp_size}, but the current groups have {actual} pipeline ranks; remove it")
     return forward_backward
 
 
@@ -74,7 +74,7 @@ def forward_backward(
             f"decoder_seq_length={decoder_seq_length} differs from seq_length={seq_length}: not supported"
         )
     if adjust_tensor_shapes_fn is not None or p2p_communicator is not None:
-        raise ConfigError("adjust_tensor_shapes_fn and p2p_communicator are not supported; leave them out")
+        raise ConfigError("adjust_tensor_shapes_fn and p2p_communicator are not supported; remove them")
     # Run the plan of the current layout.
     iterators, chunks = (list(each) if isinstance(each, list | tuple) else [each] for each in (data_iterator, model))
     step = _Step(forward_step_func, iterators, chunks, num_microbatches, forward_only, collect_non_loss_data)

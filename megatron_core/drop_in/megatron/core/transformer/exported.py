@@ -31,7 +31,7 @@ _UNSUPPORTED = """
 def refuse(user: str, arguments: Mapping[str, Any]) -> None:
     """Raise ConfigError if ``arguments``, the local variables of a method, have unsupported ones that are not None."""
     if wrong := [name for name in arguments if name in _UNSUPPORTED.split() and arguments[name] is not None]:
-        raise ConfigError(f"{user}: {', '.join(wrong)} is not supported; leave it out")
+        raise ConfigError(f"{user}: {', '.join(wrong)} is not supported; remove it")
 
 
 class LossCollector(nn.Module):

@@ -38,7 +38,7 @@ class MegatronModule(nn.Module):
         """Return every parameter and saved buffer as a ``ShardedTensor``, by its name in ``state_dict``; see
         ``sharded``."""
         if sharded_offsets:
-            raise ConfigError("sharded_offsets is not supported: a ShardSpec describes each parameter; leave it out")
+            raise ConfigError("sharded_offsets is not supported: a ShardSpec describes each parameter; remove it")
         return sharded(self, prefix)
 
 

@@ -146,7 +146,7 @@ class TransformerConfig(ChangingConfig, mirror("TransformerConfig"), ModelParall
         known |= {"is_hybrid_model"} if without_pattern or given.get("hybrid_layer_pattern") else set()
         if wrong := [name for name in refused_changes(self) if name not in known]:
             listed = ", ".join(f"{name}={getattr(self, name)!r}" for name in wrong)
-            raise ConfigError(f"TransformerConfig: the models of this package do not support {listed}; leave them out")
+            raise ConfigError(f"TransformerConfig: the models of this package do not support {listed}; remove them")
         settings = {each.name: each.metadata.get("setting") for each in fields(self) if each.name not in _FP8}
         same = {setting: getattr(self, name) for name, setting in settings.items() if setting in known}
         return ModelConfig(**same | self._activation() | self._translated() | given)

@@ -51,7 +51,7 @@ class ConfigContainerBase:
         known = {each.name for each in fields(cls) if not each.name.startswith("_")} | {"_target_"}
         extra = sorted(set(entries) - known)
         if extra and mode is InstantiationMode.STRICT:
-            raise ValueError(f"Dictionary contains extra keys not in {cls.__qualname__}: {extra}; leave them out")
+            raise ValueError(f"Dictionary contains extra keys not in {cls.__qualname__}: {extra}; remove them")
         found: Container = instantiate({name: entries[name] for name in entries if name in known}, mode=mode)
         return found
 

@@ -75,7 +75,7 @@ class StaticInferenceEngine(AbstractEngine):
         if prompt is None and inference_request is None:
             raise ConfigError("add_request needs a prompt or an inference_request")
         if encoder_prompt is not None:
-            raise ConfigError("encoder_prompt is not supported: models here have no encoder; leave it out")
+            raise ConfigError("encoder_prompt is not supported: models here have no encoder; remove it")
         tokens = None
         if inference_request is None:
             tokens = self.controller.tokenize_prompt(self.controller.tokenizer, prompt or "", add_BOS)
@@ -106,7 +106,7 @@ class StaticInferenceEngine(AbstractEngine):
         The ``status`` of a request that does not fit the context is FAILED; the others are not affected.
         """
         if encoder_prompts is not None:
-            raise ConfigError("encoder_prompts is not supported: models here have no encoder; leave it out")
+            raise ConfigError("encoder_prompts is not supported: models here have no encoder; remove it")
         if (prompts is None) == (inference_requests is None):
             raise ConfigError("generate needs either prompts or inference_requests")
         settings = sampling_params or common_inference_params or SamplingParams(num_tokens_to_generate=30)

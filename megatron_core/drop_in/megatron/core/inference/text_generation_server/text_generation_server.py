@@ -47,7 +47,7 @@ FIELDS = {
 REMOVED = {
     "max_len": "max_len is not supported; give tokens_to_generate",
     "sentences": "sentences is not supported; give prompts",
-    "beam_width": "beam_width is not supported; leave it out",
+    "beam_width": "beam_width is not supported; remove it",
 }
 
 

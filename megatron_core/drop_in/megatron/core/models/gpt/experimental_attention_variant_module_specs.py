@@ -8,7 +8,7 @@ from typing import Any
 from megatron.core.unsupported import unsupported
 from megatron_core.errors import ConfigError
 
-_refuse = unsupported("experimental_attention_variant is not supported; leave it out")
+_refuse = unsupported("experimental_attention_variant is not supported; remove it")
 get_transformer_layer_with_experimental_attention_variant_spec = _refuse
 get_transformer_block_with_experimental_attention_variant_spec = _refuse
 get_experimental_attention_variant_module_spec = get_gated_delta_net_module_spec = _refuse

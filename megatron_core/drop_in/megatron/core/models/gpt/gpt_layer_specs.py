@@ -57,7 +57,7 @@ def get_gpt_layer_local_submodules(
     wrong = [name for name, value in unsupported.items() if value]
     wrong = [name for name in wrong if name not in _WITHOUT_EFFECT]
     if wrong:
-        raise ConfigError(f"a layer specification with {', '.join(wrong)} is not supported; leave it out")
+        raise ConfigError(f"a layer specification with {', '.join(wrong)} is not supported; remove it")
     mlp = get_mlp_module_spec(num_experts=num_experts)
     metainfo = {
         "qk_layernorm": qk_layernorm,

@@ -291,7 +291,7 @@ def _check_arguments(config: TransformerConfig, given: dict[str, Any]) -> None:
         "global_aux_loss": config.num_moe_experts and "global_aux_loss" in config.moe_router_load_balancing_type,
     }
     if wrong := [name for name, value in refused.items() if value]:
-        raise ConfigError(f"GPTModel: {', '.join(wrong)} is not supported; leave it out")
+        raise ConfigError(f"GPTModel: {', '.join(wrong)} is not supported; remove it")
     kinds = ("learned_absolute", "rope", "none")
     if (kind := given["position_embedding_type"]) not in kinds:
         raise ConfigError(f"position_embedding_type={kind!r} is none of {', '.join(kinds)}")

@@ -30,7 +30,7 @@ class LanguageModelEmbedding(ExportedModule, embedding.LanguageModelEmbedding):
         pg_collection: Any = None,
     ) -> None:
         if num_tokentypes or not scatter_to_sequence_parallel:
-            raise ConfigError("num_tokentypes and scatter_to_sequence_parallel=False are not supported; leave them out")
+            raise ConfigError("num_tokentypes and scatter_to_sequence_parallel=False are not supported; remove them")
         own = config.model_config(position_embedding_type=position_embedding_type, make_vocab_size_divisible_by=1)
         context = layer_context(config, own, pg_collection, tp_group)
         embedding.LanguageModelEmbedding.__init__(self, context, vocab_size, max_sequence_length)

@@ -2,4 +2,4 @@
 
 from megatron.core.unsupported import unsupported
 
-get_gpt_modelopt_spec = unsupported("restore_modelopt_state needs ModelOpt, which is not supported; leave it out")
+get_gpt_modelopt_spec = unsupported("restore_modelopt_state needs ModelOpt, which is not supported; remove it")
