@@ -17,9 +17,9 @@ from megatron_core.checkpoint.folder import complete_iterations, iteration_folde
 from megatron_core.checkpoint.hashes import HashingFile, StoredFile, sync_folder
 from megatron_core.checkpoint.hosts import Hosts
 from megatron_core.checkpoint.transfer import Transfer, carry_out
-from megatron_core.checkpoint.writer import Agree, Save, together
+from megatron_core.checkpoint.writer import Agree, Save, run_on_all_ranks
 from megatron_core.errors import CheckpointError
-from megatron_core.parallel.texts import tell_all, tell_from
+from megatron_core.parallel.texts import broadcast_from_rank, gather_from_all_ranks
 
 
 def save_copies(
@@ -38,18 +38,18 @@ def save_copies(
     ``Hosts.keepers`` chooses those hosts. This is a collective call. The previous checkpoint is deleted once the new
     one is complete on all hosts. Errors: ``CheckpointError`` on all ranks.
     """
-    save_id = tell_from(0, uuid.uuid4().hex, device)
+    save_id = broadcast_from_rank(0, uuid.uuid4().hex, device)
     first = hosts.is_first
-    together(agree, "prepare the folder of a checkpoint", partial(save.prepare, save_id) if first else None)
+    run_on_all_ranks(agree, "prepare the folder of a checkpoint", partial(save.prepare, save_id) if first else None)
     try:
         written: list[str] = []
-        together(agree, "write its tensors of a checkpoint", lambda: written.append(_write(save, pieces)))
-        reports = tell_all(written[0], device)
+        run_on_all_ranks(agree, "write its tensors of a checkpoint", lambda: written.append(_write(save, pieces)))
+        reports = gather_from_all_ranks(written[0], device)
         files = {rank: StoredFile(**json.loads(text)["file"]) for rank, text in enumerate(reports) if '"file"' in text}
         copies = list(_copies(save.partial, files, hosts, jump, factor))
-        together(agree, "send its copies of a checkpoint", lambda: carry_out(copies, hosts.rank, device))
-        together(agree, "complete a checkpoint", (lambda: save.complete(reports)) if first else None)
-        together(agree, "rename the folder of a checkpoint", (lambda: _rename(save)) if first else None)
+        run_on_all_ranks(agree, "send its copies of a checkpoint", lambda: carry_out(copies, hosts.rank, device))
+        run_on_all_ranks(agree, "complete a checkpoint", (lambda: save.complete(reports)) if first else None)
+        run_on_all_ranks(agree, "rename the folder of a checkpoint", (lambda: _rename(save)) if first else None)
     except CheckpointError:
         if first:
             save.give_up()

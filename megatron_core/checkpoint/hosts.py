@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron_core.errors import CheckpointError
 from megatron_core.output_file import make_folder
-from megatron_core.parallel.texts import tell_all
+from megatron_core.parallel.texts import gather_from_all_ranks
 from megatron_core.storage import in_storage
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -68,7 +68,7 @@ def page_cache_of(folder: Path) -> str:
     return f"{kernel} {status.st_dev} {status.st_ino}"
 
 
-def meet(folder: Path, device: torch.device) -> Hosts:
+def find_hosts(folder: Path, device: torch.device) -> Hosts:
     """Create ``folder`` on every host and find the ranks that share it; a collective call.
 
     Errors: ``CheckpointError`` on all ranks if one cannot.
@@ -84,13 +84,13 @@ def meet(folder: Path, device: torch.device) -> Hosts:
     except OSError as error:
         name = f"non_persistent_local_ckpt_dir={str(folder)!r}"
         problem = f"{name} cannot be written: {error}; choose a folder in each host's memory"
-    fail_together(problem, device)
-    names = tell_all(name, device)
+    raise_on_all_ranks(problem, device)
+    names = gather_from_all_ranks(name, device)
     return Hosts(tuple(names.index(name) for name in names), dist.get_rank() if dist.is_initialized() else 0)
 
 
-def fail_together(problem: str, device: torch.device) -> None:
+def raise_on_all_ranks(problem: str, device: torch.device) -> None:
     """Wait for all ranks. Errors: ``CheckpointError`` on all of them if one has a ``problem``, with the first one."""
-    told = next(filter(None, tell_all(problem, device)), "")
+    told = next(filter(None, gather_from_all_ranks(problem, device)), "")
     if told:
         raise CheckpointError(told)

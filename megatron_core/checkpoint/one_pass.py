@@ -45,7 +45,7 @@ from megatron_core.checkpoint.hosts import page_cache_of
 from megatron_core.checkpoint.manifest import MANIFEST, TORCH_DTYPES, Manifest, StoredTensor
 from megatron_core.checkpoint.tensors_in_storage import FAULTS, read_header
 from megatron_core.errors import CheckpointError
-from megatron_core.parallel.texts import tell_all
+from megatron_core.parallel.texts import gather_from_all_ranks
 from megatron_core.storage import StoragePath, in_storage
 
 THREADS = 2
@@ -96,7 +96,7 @@ class OnePass:
             if rank in group else {}
             for rank, each in enumerate(self._told)
         ]  # fmt: skip
-        told = tell_all("\n".join(self._run_rounds(plans, everyone)), self._device)
+        told = gather_from_all_ranks("\n".join(self._run_rounds(plans, everyone)), self._device)
         self._raise([fault for text in told for fault in text.splitlines()])
 
     def _tell(self, needs: Needs) -> None:
@@ -110,7 +110,7 @@ class OnePass:
         lists = {number: [[box.start, box.stop] for box in boxes] for number, boxes in needs.items()}
         told = {"needs": lists, "offsets": offsets, "faults": faults, "host": page_cache_of(self._folder)}
         text = json.dumps(told, separators=(",", ":"))
-        self._told = [json.loads(text) for text in tell_all(text, self._device)]
+        self._told = [json.loads(text) for text in gather_from_all_ranks(text, self._device)]
         self._raise([fault for each in self._told for fault in each["faults"]])
 
     def _offsets(self, file: str) -> list[int]:

@@ -24,7 +24,7 @@ from megatron_core.checkpoint.manifest import MANIFEST, TORCH_DTYPES, Manifest, 
 from megatron_core.checkpoint.one_pass import OnePass
 from megatron_core.checkpoint.tensors_in_storage import TensorsInStorage
 from megatron_core.errors import CheckpointError
-from megatron_core.parallel.texts import listed, tell_all
+from megatron_core.parallel.texts import gather_from_all_ranks, listed
 from megatron_core.storage import in_storage
 
 
@@ -151,7 +151,7 @@ class CheckpointReader:
                 named.append((self._source(piece.name), piece))
         except CheckpointError as error:
             problem = str(error)
-        told = next(filter(None, tell_all(problem, device)), "")
+        told = next(filter(None, gather_from_all_ranks(problem, device)), "")
         if told:
             raise CheckpointError(told)
         OnePass(self.folder, self.manifest, device, hashed=not self.is_hashed).fill(named)
@@ -254,7 +254,7 @@ def open_newest(
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     for folder in candidates.folders:
         reader, fault, host = None, "", page_cache_of(folder)
-        is_first = tell_all(host, device).index(host) == rank
+        is_first = gather_from_all_ranks(host, device).index(host) == rank
         try:
             fault = damaged.get(folder, "")
             reader = CheckpointReader(folder)
@@ -263,7 +263,7 @@ def open_newest(
                 fault = "; ".join(reader.verify(rank, size, with_tensors=not hash_later, is_first=is_first))
         except CheckpointError as error:
             fault = str(error)
-        faults = list(dict.fromkeys(text for text in tell_all(fault, device) if text))
+        faults = list(dict.fromkeys(text for text in gather_from_all_ranks(fault, device) if text))
         if reader is not None and not faults:
             if refused:
                 note(f"loading iteration {reader.manifest.iteration} from {folder} instead")

@@ -28,14 +28,14 @@ from megatron_core.checkpoint.folder import (
     run_of,
 )
 from megatron_core.checkpoint.hashes import damage
-from megatron_core.checkpoint.hosts import Hosts, fail_together, meet
+from megatron_core.checkpoint.hosts import Hosts, find_hosts, raise_on_all_ranks
 from megatron_core.checkpoint.manifest import MANIFEST, TORCH_DTYPES, Manifest
 from megatron_core.checkpoint.reader import CheckpointReader, note
 from megatron_core.checkpoint.tensors_in_storage import read_header
 from megatron_core.checkpoint.transfer import Transfer, carry_out
 from megatron_core.checkpoint.writer import FAILURES, write_safetensors
 from megatron_core.errors import CheckpointError
-from megatron_core.parallel.texts import listed, tell_all, tell_from
+from megatron_core.parallel.texts import broadcast_from_rank, gather_from_all_ranks, listed
 
 LOADING = ".loading"
 WAY_OUT = "free space there, or resume from disk with --ckpt-step"
@@ -54,7 +54,7 @@ class CopiesReader(CheckpointReader):
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
         if error == (None, None, None):
-            fail_together("", self._device)
+            raise_on_all_ranks("", self._device)
             if self._hosts.is_first:
                 shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -69,18 +69,18 @@ class CopiesReader(CheckpointReader):
             for box in tensor.boxes if tensor is not None else ():
                 if box.file not in own and piece.box.intersect(box.box) is not None:
                     wanted.add((box.file, box.key))
-        told = tell_all(json.dumps(sorted(wanted)), self._device)
+        told = gather_from_all_ranks(json.dumps(sorted(wanted)), self._device)
         problem, transfers = "", list[Transfer]()
         try:
             transfers = list(self._transfers(told))
         except (*FAILURES, ValueError, KeyError) as error:
             problem = f"{self.folder}: a file has a damaged header: {error}"
-        fail_together(problem, self._device)
+        raise_on_all_ranks(problem, self._device)
         try:
             carry_out(transfers, self._hosts.rank, self._device)
         except FAILURES as error:
             problem = f"rank {self._hosts.rank} did not receive its part of {self.folder}: {error}; {WAY_OUT}"
-        fail_together(problem, self._device)
+        raise_on_all_ranks(problem, self._device)
         if transfers:
             size = sum(length for transfer in transfers for _, length in transfer.spans)
             note(f"{size / 2**20:.1f} MiB were received from other hosts")
@@ -131,17 +131,22 @@ def open_copies(
     on_disk = find_candidates(load, step)
     if on_disk.named:
         return None
-    hosts = meet(folder, device)
+    hosts = find_hosts(folder, device)
     newest = max(map(iteration_of, on_disk.folders), default=-1) if sound is None else sound
-    newest, run = json.loads(tell_from(0, json.dumps((newest, run_of(Path(load)))), device))
+    newest, run = json.loads(broadcast_from_rank(0, json.dumps((newest, run_of(Path(load)))), device))
     saves, faults = _saves_of(folder, run, newest) if hosts.is_first else ([], [])
-    for fault in filter(None, tell_all("; ".join(faults), device)):
+    for fault in filter(None, gather_from_all_ranks("; ".join(faults), device)):
         note(f"warning: skipped copies in memory: {fault}")
-    told = [{(number, save_id) for number, save_id in json.loads(text)} for text in tell_all(json.dumps(saves), device)]
+    told = [
+        {(number, save_id) for number, save_id in json.loads(text)}
+        for text in gather_from_all_ranks(json.dumps(saves), device)
+    ]
     for save in sorted(set().union(*told), reverse=True):
         iteration, having = save[0], [host for host, found in enumerate(told) if save in found]
         own = iteration_folder(folder, iteration)
-        manifest = tell_from(having[0], (own / MANIFEST).read_text() if hosts.rank == having[0] else "", device)
+        manifest = broadcast_from_rank(
+            having[0], (own / MANIFEST).read_text() if hosts.rank == having[0] else "", device
+        )
         held, faults = _held(own if hosts.own in having else None, hosts, verify, device)
         for fault in faults:
             note(f"warning: skipped a damaged copy: {fault}")
@@ -153,7 +158,7 @@ def open_copies(
             )
             continue
         loading = folder / f".iter_{iteration:07d}{LOADING}"
-        fail_together(_lay_out(loading, manifest, own, held[hosts.own]) if hosts.is_first else "", device)
+        raise_on_all_ranks(_lay_out(loading, manifest, own, held[hosts.own]) if hosts.is_first else "", device)
         note(f"loading iteration {iteration} from the memory of {len(having)} of {len(held)} hosts")
         return CopiesReader(loading, hosts, held, device)
     if newest >= 0 and sound is None:
@@ -188,7 +193,7 @@ def _held(own: Path | None, hosts: Hosts, verify: bool, device: torch.device) ->
         faults = damage(own, files, share=ranks.index(hosts.rank), shares=len(ranks)) if verify else {}
     held: dict[int, set[str]] = {host: set() for host in hosts.of_rank}
     damaged, sentences = defaultdict[int, set[str]](set), list[str]()
-    for rank, text in enumerate(tell_all(json.dumps([sorted(present), faults]), device)):
+    for rank, text in enumerate(gather_from_all_ranks(json.dumps([sorted(present), faults]), device)):
         found, wrong = json.loads(text)
         held[hosts.of_rank[rank]] |= set(found)
         damaged[hosts.of_rank[rank]] |= set(wrong)

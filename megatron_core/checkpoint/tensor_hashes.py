@@ -18,7 +18,7 @@ from megatron_core.errors import MegatronError
 from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.groups import Group
 from megatron_core.parallel.tensor_hash import box_sum, combined, finished
-from megatron_core.parallel.texts import gather_texts
+from megatron_core.parallel.texts import gather_strings
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class GlobalHashes:
             for n, s in sums.items()
         ]
         found: dict[str, _Tensor] = {}
-        for text in gather_texts("\n".join(lines), self._group, self._device):
+        for text in gather_strings("\n".join(lines), self._group, self._device):
             for name, tensor in _parsed(text):
                 known = found.get(name)
                 owned, held = (known.owned, known.held) if known else (0, 0)

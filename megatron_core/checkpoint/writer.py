@@ -209,10 +209,10 @@ def save_checkpoint(save: Save, pieces: Iterable[TensorBox], agree: Agree) -> Pa
     incomplete: the temporary folder is renamed once it is complete, then the tracker file is updated.
     """
     leader = save.rank == 0
-    together(agree, "prepare the folder of a checkpoint", save.prepare if leader else None)
+    run_on_all_ranks(agree, "prepare the folder of a checkpoint", save.prepare if leader else None)
     try:
-        together(agree, "write its tensors of a checkpoint", lambda: save.write(pieces))
-        together(agree, "complete a checkpoint", save.publish if leader else None)
+        run_on_all_ranks(agree, "write its tensors of a checkpoint", lambda: save.write(pieces))
+        run_on_all_ranks(agree, "complete a checkpoint", save.publish if leader else None)
     except CheckpointError:
         if leader:
             save.give_up()
@@ -231,7 +231,7 @@ class BackgroundSave:
     def __init__(self, save: Save, snapshot: tuple[list[TensorBox], Callable[[], None]], agree: Agree, seconds: float):
         self._save, self._agree, self._problem = save, agree, ""
         self._copied = Event()
-        together(agree, "prepare the folder of a checkpoint", save.prepare if save.rank == 0 else None)
+        run_on_all_ranks(agree, "prepare the folder of a checkpoint", save.prepare if save.rank == 0 else None)
         self._thread = Thread(target=self._run, args=(*snapshot, seconds), name="checkpoint", daemon=True)
         self._thread.start()
 
@@ -269,7 +269,7 @@ class BackgroundSave:
             if self._problem:
                 raise CheckpointError(self._problem)
 
-        together(self._agree, "write its part of a checkpoint", tell)
+        run_on_all_ranks(self._agree, "write its part of a checkpoint", tell)
         return self._save.final
 
 
@@ -345,7 +345,7 @@ def save_tensors(
     return save.final
 
 
-def together(agree: Agree, what: str, action: Callable[[], None] | None) -> None:
+def run_on_all_ranks(agree: Agree, what: str, action: Callable[[], None] | None) -> None:
     """Run ``action`` on this rank; if it fails on any rank, raise an error on all of them instead of hanging."""
     problem: Exception | None = None
     try:

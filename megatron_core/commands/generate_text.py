@@ -28,7 +28,7 @@ from megatron_core.inference.generator import GenerationLayout, start_generator
 from megatron_core.output_file import json_lines, prepare_output
 from megatron_core.parallel import World, run_job
 from megatron_core.parallel.grid import WORLD
-from megatron_core.parallel.texts import gather_texts
+from megatron_core.parallel.texts import gather_strings
 from megatron_core.terminal import parse_flags
 from megatron_core.text_file import read_text
 from megatron_core.tokenizers import Tokenizer, end_ids
@@ -223,7 +223,7 @@ def typed_prompts(generator: Generator, world: World) -> Iterator[str]:
         if world.rank == 0:
             show("> " if sys.stdin.isatty() else "", world)
             line = sys.stdin.readline()
-        line = gather_texts(line, generator.groups.group(WORLD), world.device)[0]
+        line = gather_strings(line, generator.groups.group(WORLD), world.device)[0]
         if not line:
             return
         if line.strip():

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from megatron_core.data_parallel.awaited_parameter import Arrival
 from megatron_core.data_parallel.bucket_kind import BucketKind
 from megatron_core.data_parallel.bucket_layout import BucketLayout
-from megatron_core.data_parallel.fp8_gather import Arriving, start_narrow_gather
+from megatron_core.data_parallel.fp8_gather import Arriving, start_fp8_gather
 from megatron_core.data_parallel.memory import Initialise, materialise
 from megatron_core.data_parallel.placement import Placement
 from megatron_core.data_parallel.split_parameter import FreedWeights, acquire, release
@@ -340,7 +340,7 @@ class Bucket:
             return
         if self.kind.narrow:
             spans, named = [piece[1:] for piece in self.pieces()], zip(self.offsets, self.parameters, strict=True)
-            self.gathering, sent = start_narrow_gather(self.weights, own, spans, list(named), self.dp_group)
+            self.gathering, sent = start_fp8_gather(self.weights, own, spans, list(named), self.dp_group)
         else:
             self.gathering, sent = all_gather_flat_(self.weights, own, self.dp_group, async_op=True), own.nbytes
         self.gathered_bytes += sent

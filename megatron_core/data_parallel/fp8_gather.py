@@ -80,7 +80,7 @@ class Arriving:
 
 
 @torch.no_grad()
-def start_narrow_gather(
+def start_fp8_gather(
     weights: Tensor, shard: Tensor, spans: Sequence[Span], parameters: Sequence[tuple[int, nn.Parameter]], group: Group
 ) -> tuple[Arriving, int]:
     """Start to fill ``weights`` with every rank's ``shard``; return the handle and the number of bytes sent.

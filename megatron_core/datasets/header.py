@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from megatron_core.datasets.atomic_write import atomic_write
-from megatron_core.datasets.megatron_order.cache import say_once
+from megatron_core.datasets.megatron_order.cache import print_once
 from megatron_core.errors import DataError
 from megatron_core.storage import location
 from megatron_core.tokenizers import Tokenizer
@@ -88,7 +88,7 @@ def read_header(path_prefix: str) -> DatasetHeader | None:
         return None
     content = _content(path)
     if content is None:
-        say_once(f"warning: {path} is not the header of a token file: the tokenizer is not checked")
+        print_once(f"warning: {path} is not the header of a token file: the tokenizer is not checked")
         return None
     found = content.pop("format")
     if found not in READABLE:

@@ -91,9 +91,7 @@ class GenerationRequest(_Model):
     @model_validator(mode="after")
     def _options_of_streams(self) -> GenerationRequest:
         if self.stream_options is not None and not self.stream:
-            raise RequestError(
-                "stream_options needs stream=true; add it, or remove stream_options", "stream_options"
-            )
+            raise RequestError("stream_options needs stream=true; add it, or remove stream_options", "stream_options")
         return self
 
 

@@ -11,7 +11,7 @@ from megatron_core.inference.engine import Engine
 from megatron_core.inference.requests import Progress, Request
 from megatron_core.inference.sampling import Sampling
 from megatron_core.parallel.grid import WORLD
-from megatron_core.parallel.texts import TextsOfOne
+from megatron_core.parallel.texts import StringBroadcast
 
 HEARTBEAT = 1.0
 """Seconds between synchronizations of idle ranks, so that no collective waits long."""
@@ -46,7 +46,7 @@ class GenerationService:
         """The exception that ended ``run``."""
         # Rank 0 does not wait for the other ranks, so that the pipeline's stages work at the same time.
         group, device = engine.generator.groups.group(WORLD), engine.generator.device
-        self._texts = TextsOfOne(group, device, ahead=2 * engine.generator.groups.size("pp"))
+        self._texts = StringBroadcast(group, device, ahead=2 * engine.generator.groups.size("pp"))
         self._changed = threading.Condition()
         self._commands: list[_Command] = []
         self._listeners: dict[int, Listener] = {}

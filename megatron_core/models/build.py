@@ -14,7 +14,7 @@ from megatron_core.parallel.groups import WHOLE_SEQUENCES, LocalGroup
 from megatron_core.parallel.initialization import draw_by_name
 from megatron_core.parallel.invariance import Invariance
 from megatron_core.parallel.sharding import spec_of
-from megatron_core.parallel.texts import gather_texts, listed
+from megatron_core.parallel.texts import gather_strings, listed
 from megatron_core.schedules.actions import round_robin_stages
 from megatron_core.tensor_parallel import ModelParallelConfig
 from megatron_core.tensor_parallel.fp8 import FP8Precision
@@ -155,7 +155,7 @@ def check_complete(
     if isinstance(pipeline, LocalGroup) and pipeline.size() > 1:
         return  # one rank of a pipeline that is only planned: there are no others to compare with
     mine = "\n".join(part for model in stages.values() for part in parts_of(model))
-    held = [text.splitlines() for text in gather_texts(mine, pipeline, device)]
+    held = [text.splitlines() for text in gather_strings(mine, pipeline, device)]
     found = faults(held, num_layers)
     if found:
         raise LayoutError(

@@ -20,7 +20,7 @@ from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.grid import WORLD
 from megatron_core.parallel.groups import Group, ParallelGroups
 from megatron_core.parallel.sharding import Range, spec_of
-from megatron_core.parallel.texts import gather_texts, listed
+from megatron_core.parallel.texts import gather_strings, listed
 
 CHUNK = 2**18
 """Words converted to 64 bits at a time: 2 MiB, the fastest of 2^14 to 2^20 on a CPU."""
@@ -84,7 +84,7 @@ class Replicas:
         return describe(dict(zip(self.groups.ranks(WORLD), self._exchange(lines), strict=True)))
 
     def _exchange(self, lines: list[str]) -> list[list[str]]:
-        texts = gather_texts("\n".join(lines), self.groups.group(WORLD), self.device)
+        texts = gather_strings("\n".join(lines), self.groups.group(WORLD), self.device)
         return [text.splitlines() for text in texts]
 
     def _axes(self) -> Iterator[Axis]:

@@ -105,14 +105,14 @@ class _Loaded:
             grad = sent[shard].memory
             self._waits.append(sent[shard].transfer)
         # The main weights; if they have the dtype of weights on another device, these may have been changed.
-        if shard.is_away and not shard.is_narrow:
+        if shard.is_on_other_device and not shard.is_narrow:
             main = self._memory("main", shard.main_placement, shard.main[at])
             self._waits.append(_copy(main, weights, to_host=shard.placement.is_offloaded))
         else:
             main = self._fetched("main", shard.main_placement, shard.main[at])
         # The 16-bit weights, and the moments.
         copy = None
-        if shard.is_narrow and shard.is_away:
+        if shard.is_narrow and shard.is_on_other_device:
             on_host = shard.placement.is_offloaded
             copy = empty_on_host(weights) if on_host else torch.empty_like(weights, device=main.device)
         elif shard.is_narrow:
@@ -143,7 +143,7 @@ class _Loaded:
         found = [shard.main_placement.store(shard.main[at], part.main)]
         found += [shard.placement.store(shard.state[name][at], values) for name, values in part.state.items()]
         weights = shard.bucket.weight_shard[at]
-        if shard.is_away:
+        if shard.is_on_other_device:
             updated = part.main if part.copy is None else part.copy
             found.append(_copy(weights, updated, to_host=not shard.placement.is_offloaded))
         elif part.copy is not None and shard.bucket.away is not None:

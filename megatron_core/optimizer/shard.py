@@ -56,7 +56,7 @@ class Shard:
         return self.main.dtype != self.bucket.weights.dtype
 
     @property
-    def is_away(self) -> bool:
+    def is_on_other_device(self) -> bool:
         """Whether the state is on another device than the shard of the weights."""
         return self.main.device != self.bucket.weight_shard.device
 
@@ -84,14 +84,14 @@ class Shard:
                 yield slice(start, min(start + step, last))
 
     @property
-    def is_stored_away(self) -> bool:
+    def needs_transfer(self) -> bool:
         """Whether the state is on disk, or the weights are on disk or in host memory."""
         return isinstance(self.placement, DiskPlacement) or self.bucket.away is not None
 
     @property
-    def is_here(self) -> bool:
+    def is_updated_in_place(self) -> bool:
         """Whether the shard is updated on the device of its weights, together with others, in place."""
-        return not (self.is_away or self.is_stored_away or self.is_rounded)
+        return not (self.is_on_other_device or self.needs_transfer or self.is_rounded)
 
     @property
     def main_placement(self) -> Placement:
@@ -106,6 +106,6 @@ class Shard:
 
     def part(self, at: slice) -> ShardSlice:
         """Return the slice ``at``, with its gradient on the device of the weights."""
-        copy = self.bucket.weight_shard[at] if self.is_narrow and not self.is_away else None
+        copy = self.bucket.weight_shard[at] if self.is_narrow and not self.is_on_other_device else None
         state = {name: tensor[at] for name, tensor in self.state.items()}
         return ShardSlice(self.bucket.grad_shard[at], self.main[at], copy, state)

@@ -184,9 +184,14 @@ class Optimizer:
         def update_by_element() -> None:
             jobs: list[Job] = []
             for runs, rates in by_element:
-                if here := [shard.part(at) for shard, at in runs if shard.is_here]:
+                if here := [shard.part(at) for shard, at in runs if shard.is_updated_in_place]:
                     runs[0][0].algorithm.update(here, rates)
-                jobs += [Job(shard, at, rates) for shard, run in runs if not shard.is_here for at in shard.chunks(run)]
+                jobs += [
+                    Job(shard, at, rates)
+                    for shard, run in runs
+                    if not shard.is_updated_in_place
+                    for at in shard.chunks(run)
+                ]
             order = {shard: number for number, shard in enumerate(self.shards)}
             self._pipeline.run(sorted(jobs, key=lambda job: order[job.shard]), self._update_part)
 

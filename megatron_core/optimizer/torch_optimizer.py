@@ -131,7 +131,7 @@ class TorchOptimizer(Optimizer):
         super().__init__(*args, param_groups=param_groups)
         self.caller = caller
         for shard in self.shards:
-            if shard.is_rounded or shard.is_stored_away:
+            if shard.is_rounded or shard.needs_transfer:
                 raise ConfigError(
                     f"optimizer={type(caller).__name__} of torch needs weights in memory in float32; remove "
                     "optimizer_offload_dir, zero3_param_offload_dir, zero3_param_cpu_offload and main_params_dtype"
@@ -165,14 +165,14 @@ class TorchOptimizer(Optimizer):
     def _update_all(self, lr: float, decoupled_lr: float | None, weight_decay: float | None, factor: float) -> None:
         """Take a step of the caller's optimizer; rates are in its groups."""
         for shard in self.shards:
-            if shard.is_away and not shard.is_narrow:
+            if shard.is_on_other_device and not shard.is_narrow:
                 shard.main.copy_(shard.bucket.weight_shard)
         for piece in self.pieces:
             grad = piece.shard.bucket.grad_shard[piece.span].to(piece.weights, copy=True).mul_(factor)
             piece.weights.grad = grad.view(piece.weights.shape)
         self._step()
         for shard in self.shards:
-            if shard.is_narrow or shard.is_away:
+            if shard.is_narrow or shard.is_on_other_device:
                 shard.bucket.weight_shard.copy_(shard.main)
 
     def _step(self) -> None:

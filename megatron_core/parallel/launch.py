@@ -152,13 +152,13 @@ def start_world(world: World, *, backend: str = "auto", timeout_minutes: float =
     if world.size + world.spares == 1:
         return
     timeout = timedelta(minutes=timeout_minutes)
-    world.store = meet(world, timeout)
+    world.store = connect(world, timeout)
     if world.size > 1 and not world.is_spare:
         join(backend, world.device.type, store=world.store, rank=world.rank, world_size=world.size, timeout=timeout)
     world.watchdog = Watchdog(world.store, world.rank, world.size, timeout.total_seconds(), RESTART)
 
 
-def meet(world: World, timeout: timedelta) -> dist.Store:
+def connect(world: World, timeout: timedelta) -> dist.Store:
     """Connect to the store at ``MASTER_ADDR:MASTER_PORT``; ``LayoutError`` if the ranks cannot connect."""
     address, port = os.environ.get("MASTER_ADDR", ""), _read_integer("MASTER_PORT", 0)
     if not address or not 0 < port < 65536:
@@ -180,7 +180,7 @@ def meet(world: World, timeout: timedelta) -> dist.Store:
         raise LayoutError(f"the ranks cannot meet at {address}:{port}: {way_out} ({first})") from None
 
 
-def meet_again(world: World, timeout: timedelta) -> dist.Store:
+def connect_to_running_job(world: World, timeout: timedelta) -> dist.Store:
     """Connect to the store of a running job, in the place of a rank that was lost; ``LayoutError`` if there is none."""
     if world.rank == 0:
         raise LayoutError("RANK=0 cannot join a running job, whose store ended with it; restart the job")

@@ -13,7 +13,7 @@ from megatron_core.parallel.collectives import all_gather_flat_, broadcast_
 from megatron_core.parallel.groups import Group, process_group
 
 
-def gather_texts(text: str, group: Group, device: torch.device) -> list[str]:
+def gather_strings(text: str, group: Group, device: torch.device) -> list[str]:
     """Gather every rank's ``text`` in group order; a collective call.
 
     Lengths are gathered first, then the texts in UTF-8, padded to the longest. No pickle.
@@ -36,7 +36,7 @@ def gather_texts(text: str, group: Group, device: torch.device) -> list[str]:
 
 
 @contextmanager
-def failing_together(device: torch.device) -> Iterator[None]:
+def raising_on_all_ranks(device: torch.device) -> Iterator[None]:
     """Return a context whose errors on one rank are raised on all ranks; it must not contain collectives."""
     failure: Exception | None = None
     message = ""
@@ -44,7 +44,7 @@ def failing_together(device: torch.device) -> Iterator[None]:
         yield
     except Exception as error:
         failure, message = error, str(error) if isinstance(error, MegatronError) else f"{type(error).__name__}: {error}"
-    told = tell_all(message, device)
+    told = gather_from_all_ranks(message, device)
     if failure is not None:
         raise failure
     rank = next((rank for rank, text in enumerate(told) if text), None)
@@ -52,7 +52,7 @@ def failing_together(device: torch.device) -> Iterator[None]:
         raise ConfigError(f"rank {rank}: {told[rank]}")
 
 
-class TextsOfOne:
+class StringBroadcast:
     """Texts from the first rank of ``group`` to the others; it is at most ``ahead`` texts ahead of them."""
 
     def __init__(self, group: Group, device: torch.device, *, ahead: int) -> None:
@@ -89,21 +89,21 @@ class TextsOfOne:
         return text
 
 
-def tell_all(text: str, device: torch.device) -> list[str]:
+def gather_from_all_ranks(text: str, device: torch.device) -> list[str]:
     """Gather the ``text`` of all ranks of the job; a collective call."""
     if not dist.is_initialized():
         return [text]
     everyone = dist.group.WORLD
     assert everyone is not None
-    return gather_texts(text, everyone, device)
+    return gather_strings(text, everyone, device)
 
 
 def all_agree(ok: bool, device: torch.device) -> bool:
     """Whether ``ok`` is True on all ranks of the job; a collective call."""
-    return not any(tell_all("" if ok else "no", device))
+    return not any(gather_from_all_ranks("" if ok else "no", device))
 
 
-def tell_from(source: int, text: str, device: torch.device) -> str:
+def broadcast_from_rank(source: int, text: str, device: torch.device) -> str:
     """Broadcast the ``text`` of rank ``source`` to all ranks of the job; a collective call."""
     if not dist.is_initialized():
         return text

@@ -4,7 +4,7 @@ import torch
 
 from megatron_core.errors import ConfigError
 from megatron_core.ops.fixed_products import describe
-from megatron_core.parallel.texts import listed, tell_all
+from megatron_core.parallel.texts import gather_from_all_ranks, listed
 
 
 def check_same_kernels(device: torch.device) -> None:
@@ -14,7 +14,7 @@ def check_same_kernels(device: torch.device) -> None:
     kernels alone: a processor may have no AMX, or the system may refuse it to one process.
     """
     ranks_of: dict[str, list[int]] = {}
-    for rank, kernels in enumerate(tell_all(describe(device.type), device)):
+    for rank, kernels in enumerate(gather_from_all_ranks(describe(device.type), device)):
         ranks_of.setdefault(kernels, []).append(rank)
     if len(ranks_of) > 1:
         found = "; ".join(

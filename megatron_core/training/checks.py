@@ -12,7 +12,7 @@ from megatron_core.monitor.replicas import Replicas
 from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.grid import WORLD
-from megatron_core.parallel.texts import gather_texts, listed
+from megatron_core.parallel.texts import gather_strings, listed
 from megatron_core.training.callbacks import Callback
 from megatron_core.training.setup import Run
 from megatron_core.training.step import StepResult
@@ -171,7 +171,7 @@ class UntrainedParameterCheck:
         """Names, of all pipeline stages, whose flag is 0 on all ranks with a part or a copy of the parameter."""
         all_reduce_(flags, self.groups.group("tp-dp-cp"), maximum=True)
         names = [name for name, flag in zip(self.names, flags.tolist(), strict=True) if not flag]
-        texts = gather_texts("\n".join(names), self.groups.group(WORLD), self.device)
+        texts = gather_strings("\n".join(names), self.groups.group(WORLD), self.device)
         return list(dict.fromkeys(name for text in texts for name in text.splitlines()))
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_core.checkpoint.hosts import fail_together
+from megatron_core.checkpoint.hosts import raise_on_all_ranks
 from megatron_core.checkpoint.reader import note
 from megatron_core.config import RunConfig
 from megatron_core.datasets import FIMDataset, MockDataset, Splits, build_datasets
@@ -18,7 +18,7 @@ from megatron_core.datasets.sources import describe_changes, record_sources
 from megatron_core.datasets.whole_round import WholeRound
 from megatron_core.errors import ConfigError, MegatronError
 from megatron_core.parallel import World
-from megatron_core.parallel.texts import tell_from
+from megatron_core.parallel.texts import broadcast_from_rank
 from megatron_core.tokenizers import Tokenizer
 from megatron_core.training.state import TrainState
 
@@ -104,8 +104,8 @@ def compare_data(config: RunConfig, state: TrainState, world: World) -> list[dic
             found = json.dumps(record_sources(config.data))
         except (OSError, MegatronError) as error:
             problem = f"the data cannot be compared with the files that the checkpoint records: {error}"
-    fail_together(problem, world.device)
-    records = json.loads(tell_from(0, found, world.device))
+    raise_on_all_ranks(problem, world.device)
+    records = json.loads(broadcast_from_rank(0, found, world.device))
     for sentence in describe_changes(state.data, records, state.consumed_samples) if state.data and records else ():
         note(sentence)
     return records

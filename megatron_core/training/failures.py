@@ -11,7 +11,7 @@ from typing import Any
 from megatron_core.errors import ConfigError, MegatronError
 from megatron_core.output_file import json_lines, no_follow, refuse_other_file
 from megatron_core.parallel.exit_status import RESTART, explained
-from megatron_core.parallel.texts import failing_together, tell_from
+from megatron_core.parallel.texts import broadcast_from_rank, raising_on_all_ranks
 from megatron_core.storage import in_storage, location
 from megatron_core.training.callbacks import Callback
 from megatron_core.training.setup import Run
@@ -72,10 +72,10 @@ class FailureLog(Callback):
         if self._path is None:
             return
         text, world = "", self.run.world
-        with failing_together(world.device):
+        with raising_on_all_ranks(world.device):
             if world.rank == 0:
                 text = self._read()
-        self._attempts = self._parsed(tell_from(0, text, world.device))
+        self._attempts = self._parsed(broadcast_from_rank(0, text, world.device))
         repeated = self._repeated(self._attempts)
         if repeated is not None:
             raise MegatronError(self._sentence(*repeated))

@@ -18,7 +18,7 @@ from megatron_core.errors import CheckpointError
 from megatron_core.models.hf import HuggingFaceReader
 from megatron_core.models.megatron_lm import MegatronReader
 from megatron_core.optimizer.sharded import Optimizer
-from megatron_core.parallel.texts import listed, tell_all
+from megatron_core.parallel.texts import gather_from_all_ranks, listed
 from megatron_core.tensor_parallel.amax_history import AmaxHistories
 from megatron_core.training.new_indexers import lacks_indexers, outside_of_indexers
 from megatron_core.training.state import (
@@ -78,7 +78,7 @@ def shapes_of_all(pieces: Iterable[TensorBox], device: torch.device) -> dict[str
     lines = {f"{piece.name} {' '.join(map(str, piece.global_shape))}" for piece in pieces}
     return {
         name: tuple(map(int, shape))
-        for text in tell_all("\n".join(sorted(lines)), device)
+        for text in gather_from_all_ranks("\n".join(sorted(lines)), device)
         for name, *shape in (line.split() for line in text.splitlines())
     }
 
@@ -173,7 +173,7 @@ def _pieces_of_compression(reader: CheckpointReader | MegatronReader | HostCopy,
     ranks = reader.state.get("compression_ranks")
     has_errors = ranks == data.groups.size("dp") and all(reader.has(piece.name) for piece in errors)
     has_factors = all(reader.has(piece.name, piece.global_shape) for piece in factors)
-    told = tell_all(f"{has_errors:d}{has_factors:d}", data.device)
+    told = gather_from_all_ranks(f"{has_errors:d}{has_factors:d}", data.device)
     if any(text[0] == "0" for text in told):
         note(f"the compression errors of gradients start at zero: the checkpoint has the errors of {ranks or 0} ranks")
         return coefficients

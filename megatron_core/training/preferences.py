@@ -20,7 +20,7 @@ from megatron_core.parallel.micro_batch import MicroBatch
 from megatron_core.pipeline_parallel.executor import ForwardStep
 from megatron_core.training.driver import run_plan
 from megatron_core.training.setup import Run
-from megatron_core.transformer.adapters import adapters_off
+from megatron_core.transformer.adapters import without_adapters
 
 Margins = Callable[[Tensor], None]
 """Receives the margins of a micro-batch's pairs."""
@@ -59,7 +59,7 @@ def reference_log_probs(
 
     for stage in stages:
         stage.eval()
-    with adapters_off(stages):
+    with without_adapters(stages):
         run_plan(run, run.plans.evaluation(len(batches)), keep, lengths=lengths)  # type: ignore[arg-type]
     for stage, mode in zip(stages, modes, strict=True):
         stage.train(mode)

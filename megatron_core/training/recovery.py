@@ -2,7 +2,7 @@
 
 Each process of the launcher supervises a training process (``parallel.recovery``). Before every step each rank copies
 its state to memory that outlives its training process. After a failure the surviving processes interrupt their step,
-all ranks meet, a new process takes the place of a dead one, process groups and model are built again, and every rank
+all ranks connect, a new process takes the place of a dead one, process groups and model are built again, and every rank
 loads the newest copy that all ranks have. A step is a function of state and samples, so that the weights at the end
 are those of an undisturbed run.
 """
@@ -30,11 +30,11 @@ from megatron_core.errors import ConfigError, MegatronError, WrongStepError
 from megatron_core.parallel import World, rank_local
 from megatron_core.parallel.exit_status import FAILED, RESTART, RestartNeeded, explained
 from megatron_core.parallel.interrupt import InterruptedWait
-from megatron_core.parallel.launch import join, meet, meet_again
+from megatron_core.parallel.launch import connect, connect_to_running_job, join
 from megatron_core.parallel.meter import unix_time
-from megatron_core.parallel.recovery.meeting import LOST_STATE, Failure, Meeting, Members, connection
 from megatron_core.parallel.recovery.memory import FINISHED, GENERATION, INVITED, ITERATION, WAITS, HostMemory
 from megatron_core.parallel.recovery.monitor import Monitor
+from megatron_core.parallel.recovery.rendezvous import LOST_STATE, Failure, Members, Rendezvous, connection
 from megatron_core.parallel.recovery.supervisor import Supervisor
 from megatron_core.parallel.shared_memory import backend as shared_memory
 from megatron_core.parallel.texts import listed
@@ -72,7 +72,7 @@ def train_with_recovery(config: RunConfig, world: World, attempt: Attempt) -> No
         )
     timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
     joins, without_spare = config.resilience.recover_join, config.resilience.recover_without_spare
-    world.store = (meet_again if joins else meet)(world, timeout)
+    world.store = (connect_to_running_job if joins else connect)(world, timeout)
     model = config.model
     if model.recompute_granularity is not None or model.has_recurrence or model.trains_indexers:
         importlib.import_module("torch._dynamo")  # recomputation loads it, in 1.5 s; loaded here, new processes have it
@@ -80,9 +80,9 @@ def train_with_recovery(config: RunConfig, world: World, attempt: Attempt) -> No
     if joins:
         memory.numbers[GENERATION] = WAITS
     store = dist.PrefixStore("recovery", world.store)
-    meeting = Meeting(store, world.rank, world.size, choice_of(config, world.size))
+    rendezvous = Rendezvous(store, world.rank, world.size, choice_of(config, world.size))
     _inherited.append(world.store)
-    child = Supervisor(meeting, memory, mirror, restart_status=RESTART, respawns=not without_spare).start()
+    child = Supervisor(rendezvous, memory, mirror, restart_status=RESTART, respawns=not without_spare).start()
     Recovery(config, world, memory, mirror, is_fresh=child.number > 0 or joins).run(attempt)
 
 
@@ -106,9 +106,9 @@ class Recovery:
         self._mirror = mirror
         self._store = world.store = connection(world.store)
         store, self._choice = dist.PrefixStore("recovery", self._store), choice_of(config, world.size)
-        self._meeting = Meeting(store, world.rank, world.size, self._choice)
+        self._rendezvous = Rendezvous(store, world.rank, world.size, self._choice)
         self._limit = 60.0 * config.parallel.distributed_timeout_minutes
-        self._monitor = Monitor(self._meeting.clone(), memory, self._limit)
+        self._monitor = Monitor(self._rendezvous.clone(), memory, self._limit)
         self._rank, self._size = world.rank, world.size
         self.stop_reason = ""
         """Reason to stop from a signal between two generations."""
@@ -125,7 +125,7 @@ class Recovery:
         self.world.watchdog, self.world.memory = self._monitor, self.memory
         if self.config.resilience.recover_join and self._is_fresh and not self._await_invitation():
             return
-        self.generation = self._meeting.next_generation(self.memory.numbers[GENERATION])
+        self.generation = self._rendezvous.next_generation(self.memory.numbers[GENERATION])
         while True:
             try:
                 self._run_generation(attempt)
@@ -134,27 +134,27 @@ class Recovery:
                 self._monitor.pause()
                 if not isinstance(error, Regrouped):
                     self._explain(error)
-            wrong = self._meeting.wrong(self.generation)
+            wrong = self._rendezvous.wrong(self.generation)
             if wrong is not None and self._rank in wrong.ranks:
                 os._exit(RESTART)
             self._tear_down()
-            self.generation = self._meeting.next_generation(self.generation + 1)
+            self.generation = self._rendezvous.next_generation(self.generation + 1)
 
     def _await_invitation(self) -> bool:
         """Ask the others to take this rank in, once they have lost it, and wait until they meet; False if the job has
         ended before."""
-        memory, rank, meeting = self.memory.numbers, self._rank, self._meeting
+        memory, rank, rendezvous = self.memory.numbers, self._rank, self._rendezvous
         memory[GENERATION] = WAITS
         others = [other for other in range(self._size) if other != rank]
 
         def they_meet() -> bool:  # they complete their step before
-            self.generation = meeting.next_generation(self.generation)
-            return any(meeting.has_arrived(self.generation, other) for other in others)
+            self.generation = rendezvous.next_generation(self.generation)
+            return any(rendezvous.has_arrived(self.generation, other) for other in others)
 
-        joined = self._until(lambda: meeting.is_lost(rank))
+        joined = self._until(lambda: rendezvous.is_lost(rank))
         if joined:
-            meeting.ask_to_join()
-            joined = self._until(lambda: not meeting.is_lost(rank))
+            rendezvous.ask_to_join()
+            joined = self._until(lambda: not rendezvous.is_lost(rank))
         if joined:
             memory[GENERATION] = INVITED
             joined = self._until(they_meet)
@@ -164,7 +164,7 @@ class Recovery:
     def _until(self, is_reached: Callable[[], bool]) -> bool:
         """Wait until ``is_reached``; False if the job ends before."""
         while not is_reached():
-            if self._meeting.ended() is not None:
+            if self._rendezvous.ended() is not None:
                 return False
             time.sleep(POLL)
         return True
@@ -174,7 +174,7 @@ class Recovery:
         generation, world = self.generation, self.world
         self.memory.numbers[GENERATION], self._joins = generation, 0
         self._monitor.watch(generation)
-        self._meeting.arrive(generation, self.memory.copies() + self._mirror.copies(), fresh=self._is_fresh)
+        self._rendezvous.arrive(generation, self.memory.copies() + self._mirror.copies(), fresh=self._is_fresh)
         self._is_fresh = False
         members = self._meet()
         self._refuse_repetition(members)
@@ -186,7 +186,7 @@ class Recovery:
         world.launcher_size = self._size
         config, copy = self.config, None
         if members.iteration >= 0:
-            copy = HostCopy(sources_of(members, self._meeting, self.memory, self._mirror))
+            copy = HostCopy(sources_of(members, self._rendezvous, self.memory, self._mirror))
             config = RunConfig.from_flat(copy.state["config"])
             config = replace(config, outer=self.config.outer)  # the copy may have fewer groups
         else:
@@ -206,11 +206,11 @@ class Recovery:
         if generation:
             die_in_recovery(config, self.memory, members.iteration + 1)
         attempt(config, world, copy, self)
-        self._meeting.finish(generation)
-        self._wait(lambda: self._meeting.all_finished(generation, ranks), self._limit, self._unfinished)
+        self._rendezvous.finish(generation)
+        self._wait(lambda: self._rendezvous.all_finished(generation, ranks), self._limit, self._unfinished)
         self._monitor.pause()
         self.memory.numbers[FINISHED] = 1
-        self._meeting.end(0, "the job is complete")
+        self._rendezvous.end(0, "the job is complete")
 
     def _end_without_state(self, members: Members) -> None:
         """End the job if the remaining ranks are too few for a replica, or lack a part of its state.
@@ -226,13 +226,13 @@ class Recovery:
                 "keeps a copy of each rank's state on another host"
             )
         if what:
-            self._meeting.end(RESTART, what)
+            self._rendezvous.end(RESTART, what)
             raise RestartNeeded(what)
 
     def _stand_aside(self) -> None:
         """Wait for the end of this generation, because its batch or layout has no use for this rank."""
-        self._wait(lambda: self._meeting.replaced(self.generation) is not None, math.inf, self._unfinished)
-        if self._meeting.replaced(self.generation) is not None:
+        self._wait(lambda: self._rendezvous.replaced(self.generation) is not None, math.inf, self._unfinished)
+        if self._rendezvous.replaced(self.generation) is not None:
             raise Regrouped
         self._monitor.pause()
         self.memory.numbers[FINISHED] = 1
@@ -245,18 +245,18 @@ class Recovery:
         """
         if not self.config.resilience.recover_without_spare:
             return
-        planned = self._meeting.replaced(self.generation)
+        planned = self._rendezvous.replaced(self.generation)
         if planned is not None and iteration >= planned[0]:
             raise Regrouped(planned[1])
-        if self.world.rank == 0 and planned is None and self._meeting.count_joins() > self._joins:
-            joining, count = self._meeting.joining(), self._meeting.count_joins()
-            members = self._meeting.decided(self.generation)
+        if self.world.rank == 0 and planned is None and self._rendezvous.count_joins() > self._joins:
+            joining, count = self._rendezvous.joining(), self._rendezvous.count_joins()
+            members = self._rendezvous.decided(self.generation)
             assert members is not None, "all ranks have met"
             wanted = self._choice.training([*members.ranks, *joining])
             # Otherwise these wait for further ranks of a replica or a group.
             if joining and len(wanted) > len(members.training):
-                self._meeting.replace(self.generation, iteration + 1, f"rank {listed(joining)} joins")
-                self._meeting.take_in(joining)
+                self._rendezvous.replace(self.generation, iteration + 1, f"rank {listed(joining)} joins")
+                self._rendezvous.take_in(joining)
             self._joins = count
 
     def _meet(self) -> Members:
@@ -264,26 +264,26 @@ class Recovery:
         found: list[Members] = []
 
         def decided() -> bool:
-            members = self._meeting.members(self.generation)
+            members = self._rendezvous.members(self.generation)
             found.extend([members] if members is not None else [])
             return members is not None
 
         limit = MEETING if self.generation else max(MEETING, self._limit)
-        self._wait(decided, limit, lambda: f"rank {listed(self._meeting.absent(self.generation))} did not reach")
+        self._wait(decided, limit, lambda: f"rank {listed(self._rendezvous.absent(self.generation))} did not reach")
         return found[0]
 
     def _wait(self, is_done: Callable[[], bool], limit: float, missing: Callable[[], str]) -> None:
         """Wait until ``is_done``; ``InterruptedWait`` if the generation fails; it fails after ``limit`` seconds."""
         deadline = time.monotonic() + limit
         while not is_done():
-            failure, ended = self._meeting.failure(self.generation), self._meeting.ended()
+            failure, ended = self._rendezvous.failure(self.generation), self._rendezvous.ended()
             if ended is not None and ended.status == 0:
                 return  # all ranks are complete
             if failure is not None or ended is not None:
                 raise InterruptedWait(failure.what if failure is not None else ended.reason if ended else "")
             if time.monotonic() > deadline:
-                what = f"{missing()} the meeting of the ranks within {limit:.0f} s"
-                self._meeting.fail(self.generation, Failure(self._rank, what, self.memory.numbers[ITERATION]))
+                what = f"{missing()} the rendezvous of the ranks within {limit:.0f} s"
+                self._rendezvous.fail(self.generation, Failure(self._rank, what, self.memory.numbers[ITERATION]))
             time.sleep(POLL)
 
     def _unfinished(self) -> str:
@@ -296,11 +296,11 @@ class Recovery:
         """
         count = 0
         for last in range(self.generation - 1, -1, -1):
-            earlier = self._meeting.decided(last)
+            earlier = self._rendezvous.decided(last)
             if earlier is not None and (earlier.iteration, earlier.rollbacks) != (members.iteration, members.rollbacks):
                 break
             count += earlier is not None
-        failure = self._meeting.failure(self.generation - 1) if self.generation else None
+        failure = self._rendezvous.failure(self.generation - 1) if self.generation else None
         if count > MOST and failure is not None:
             raise MegatronError(
                 f"{count} recoveries to iteration {max(members.iteration, 0)} without a complete step; the last "
@@ -316,8 +316,8 @@ class Recovery:
             return
         found = explained(error)
         deadline = time.monotonic() + (NOTICE if found is not None and found[0] == RESTART else 0.0)
-        while self._meeting.failure(self.generation) is None:
-            ended = self._meeting.ended()
+        while self._rendezvous.failure(self.generation) is None:
+            ended = self._rendezvous.ended()
             if ended is not None and not (found is not None and found[0] == FAILED):
                 raise RestartNeeded(ended.reason) from error
             if time.monotonic() >= deadline:
@@ -331,19 +331,19 @@ class Recovery:
             return False
         what, iteration = str(error).partition(". ")[0], self.memory.numbers[ITERATION]
         failure = Failure(self._rank, what, iteration, first=error.first, ranks=error.ranks)
-        self._meeting.fail(self.generation, failure)
+        self._rendezvous.fail(self.generation, failure)
         return True
 
     def _publish(self, error: Exception, found: tuple[int, str] | None) -> None:
         """Report this rank's own ``error`` as the failure of the generation; raise it if a user must fix it."""
         if found is not None and found[0] == FAILED:
-            self._meeting.end(FAILED, f"rank {self._rank} has ended: {found[1].splitlines()[0][:200]}")
+            self._rendezvous.end(FAILED, f"rank {self._rank} has ended: {found[1].splitlines()[0][:200]}")
             raise error
         if found is None:
             traceback.print_exception(error)
         text = found[1] if found is not None else f"{type(error).__name__}: {error}"
         what = f"rank {self._rank} raised {text.splitlines()[0][:200]}"
-        self._meeting.fail(self.generation, Failure(self._rank, what, self.memory.numbers[ITERATION]))
+        self._rendezvous.fail(self.generation, Failure(self._rank, what, self.memory.numbers[ITERATION]))
 
     def _tear_down(self) -> None:
         """Free groups, model and state of the failed generation."""
@@ -367,13 +367,13 @@ class Recovery:
 
     def report_training(self) -> None:
         """Report that the first step of this generation starts."""
-        self._meeting.train(self.generation)
+        self._rendezvous.train(self.generation)
 
-    def story(self) -> str:
+    def describe(self) -> str:
         """One line about the failure before this generation and what was done."""
-        failures, members = self._meeting.failures(self.generation), self._meeting.decided(self.generation)
+        failures, members = self._rendezvous.failures(self.generation), self._rendezvous.decided(self.generation)
         assert members is not None, "all ranks have met"
-        planned = self._meeting.replaced(self.generation - 1)
+        planned = self._rendezvous.replaced(self.generation - 1)
         joined = groups_that_join(self.config, self._size, members).items()
         states = "".join(
             f"; group {one} starts with the global weights and group {of}'s optimizer" for one, of in joined

@@ -28,7 +28,7 @@ from megatron_core.monitor.rank_records import DETAILED, RankWriter, rank_file, 
 from megatron_core.monitor.timers import slowest_ranks, timer_lines
 from megatron_core.parallel.grid import WORLD
 from megatron_core.parallel.meter import METER, PROCESS_BEGAN, StepTimes, unix_time
-from megatron_core.parallel.texts import gather_texts
+from megatron_core.parallel.texts import gather_strings
 from megatron_core.training.callbacks import Callback, is_due
 from megatron_core.training.memory_report import found_bytes
 from megatron_core.training.profile import Profile
@@ -170,7 +170,7 @@ class Measurements(Callback):
             return
         exposed = {name: traffic.exposed for name, traffic in interval.traffic.items() if traffic.exposed}
         own = {"prefix": self.run.groups.prefix, "host": platform.node(), "phases": interval.phases, "exposed": exposed}
-        texts = gather_texts(json.dumps(own), self.run.groups.group(WORLD), self.run.world.device)
+        texts = gather_strings(json.dumps(own), self.run.groups.group(WORLD), self.run.world.device)
         if self.run.world.rank == 0:
             ranks = [json.loads(text) for text in texts]
             lines = timer_lines(ranks, settings.timing_log_level, settings.timing_log_option)
@@ -257,7 +257,7 @@ class Fp8Statistics(Callback):
         run = self.run
         assert run.fp8 is not None, "fp8_statistics_interval needs fp8_format"
         own = [f"  {loss.layer} {loss.role}: {loss.saturated:.4%}, {loss.underflown:.4%}" for loss in run.fp8.losses()]
-        stages = gather_texts("\n".join(own), run.groups.group("pp"), run.world.device)
+        stages = gather_strings("\n".join(own), run.groups.group("pp"), run.world.device)
         if run.world.rank == 0:
             print(f"fp8 at iteration {run.state.iteration}: elements clamped, and elements that became 0")
             print("\n".join(text for text in stages if text), flush=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_core.config import RunConfig
 from megatron_core.parallel import World
-from megatron_core.parallel.texts import failing_together
+from megatron_core.parallel.texts import raising_on_all_ranks
 from megatron_core.storage import StoragePath, in_storage, location
 from megatron_core.training.callbacks import Callback
 from megatron_core.training.failures import OF_FAILURES
@@ -27,7 +27,7 @@ def fetch_run_files(config: RunConfig, world: World) -> None:
     that metrics continue; a collective call. Errors: ``OSError`` on rank 0 and ``ConfigError`` on the others."""
     copies = _Copies.of(config)
     if copies is not None:
-        with failing_together(world.device):
+        with raising_on_all_ranks(world.device):
             if world.rank == 0:
                 copies.fetch()
 

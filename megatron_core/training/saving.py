@@ -33,7 +33,7 @@ from megatron_core.checkpoint.folder import (
     runs_of,
     write_runs,
 )
-from megatron_core.checkpoint.hosts import Hosts, fail_together, meet
+from megatron_core.checkpoint.hosts import Hosts, find_hosts, raise_on_all_ranks
 from megatron_core.checkpoint.reader import note
 from megatron_core.checkpoint.writer import ELSEWHERE
 from megatron_core.config import RunConfig
@@ -44,7 +44,7 @@ from megatron_core.models.megatron_lm.writer import write_checkpoint
 from megatron_core.optimizer.outer import OuterOptimizer
 from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.output_file import make_folder
-from megatron_core.parallel.texts import all_agree, tell_all, tell_from
+from megatron_core.parallel.texts import all_agree, broadcast_from_rank, gather_from_all_ranks
 from megatron_core.storage import in_storage, location
 from megatron_core.tensor_parallel.amax_history import AmaxHistories
 from megatron_core.tokenizers.base import Tokenizer
@@ -110,13 +110,13 @@ class CheckpointSaver:
             if restarts_fast and local is None:
                 folders["non_persistent_global_ckpt_dir"] = location(settings.temporary_folder(str(self.folder)))
         if local is not None:
-            self._hosts = meet(local, self.data.device)
+            self._hosts = find_hosts(local, self.data.device)
             if self._hosts.is_first:
                 folders["non_persistent_local_ckpt_dir"] = local
         if restarts_fast:
-            self._runs = tell_from(0, " ".join(runs_of(self.folder)), self.data.device).split()
+            self._runs = broadcast_from_rank(0, " ".join(runs_of(self.folder)), self.data.device).split()
         problem = next(filter(None, (self._take(name, folder) for name, folder in folders.items())), "")
-        fail_together(problem, self.data.device)
+        raise_on_all_ranks(problem, self.data.device)
         if restarts_fast:
             self._begin_run(is_new=is_new)
         self._is_open = True
@@ -131,8 +131,8 @@ class CheckpointSaver:
                 self._runs = runs_of(self.folder)
         except (OSError, CheckpointError) as error:
             problem = f"save={str(self.folder)!r} cannot be written: {error}; give another folder"
-        fail_together(problem, self.data.device)
-        self._run = tell_from(0, self._run, self.data.device)
+        raise_on_all_ranks(problem, self.data.device)
+        self._run = broadcast_from_rank(0, self._run, self.data.device)
         there = 0 if self._hosts is None else len({*self._hosts.of_rank})
         if settings.replication and there < settings.replication_factor:
             note(
@@ -225,7 +225,7 @@ class CheckpointSaver:
         save is only printed, because this checkpoint is newer.
         """
         self.open()
-        fail_together(self.restore_folders(), self.data.device)
+        raise_on_all_ranks(self.restore_folders(), self.data.device)
         self._try(self.finish)
         self.optimizer.synchronize()
         self.data.finish_param_sync()
@@ -288,7 +288,7 @@ class CheckpointSaver:
         if iteration_of(native) % (settings.ckpt_format_interval or 1):
             return
         ranks = dist.get_world_size() if dist.is_initialized() else 1
-        exchange = partial(tell_all, device=self.data.device)
+        exchange = partial(gather_from_all_ranks, device=self.data.device)
         with CheckpointReader(native) as reader:
             folder, rank = self.folder / form, self.data.groups.rank
             write_checkpoint(reader, self.config.model, folder, form, rank=rank, ranks=ranks, exchange=exchange)
@@ -319,7 +319,7 @@ class CheckpointSaver:
         try:
             action()
         except CheckpointError as error:
-            told = list(dict.fromkeys(tell_all(str(error), self.data.device)))
+            told = list(dict.fromkeys(gather_from_all_ranks(str(error), self.data.device)))
             reasons = "; ".join([text for text in told if not text.endswith(ELSEWHERE)] or told)
             note(f"saving failed: {reasons}. Training continues; earlier checkpoints are intact")
             return False

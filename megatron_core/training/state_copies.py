@@ -12,8 +12,8 @@ from megatron_core.checkpoint.host_copy import CopyWriter, LocalCopy
 from megatron_core.errors import MegatronError
 from megatron_core.parallel import interrupt
 from megatron_core.parallel.recovery.keeper import Connection, RemoteCopy
-from megatron_core.parallel.recovery.meeting import Meeting, Members
 from megatron_core.parallel.recovery.memory import MIRRORED, MIRRORS, HostMemory
+from megatron_core.parallel.recovery.rendezvous import Members, Rendezvous
 from megatron_core.training.callbacks import Callback
 from megatron_core.training.outer_state import copied_pieces, copied_state
 from megatron_core.training.recovery_choice import copies_are_whole
@@ -26,20 +26,20 @@ POLL = 0.001
 
 
 def sources_of(
-    members: Members, meeting: Meeting, memory: HostMemory, mirror: HostMemory
+    members: Members, rendezvous: Rendezvous, memory: HostMemory, mirror: HostMemory
 ) -> Iterator[LocalCopy | RemoteCopy]:
     """The copies to load, as far as they are needed: this rank's own one, then those of the next ranks.
 
     The own copy becomes the only one in ``memory``. Copies in ``mirror`` are read there.
     """
-    for copy in sorted(members.copies, key=lambda copy: (copy.owner - memory.rank) % meeting.size):
+    for copy in sorted(members.copies, key=lambda copy: (copy.owner - memory.rank) % rendezvous.size):
         if copy in memory.copies():
             memory.choose(copy)
             yield LocalCopy(memory, copy)
         elif copy in mirror.copies():
             yield LocalCopy(mirror, copy)
         else:
-            address = meeting.keeper(members.holders[copy.owner])
+            address = rendezvous.keeper(members.holders[copy.owner])
             assert address is not None, "a keeper starts before its rank trains"
             yield RemoteCopy(Connection(address), copy)
 
@@ -83,7 +83,7 @@ class Generation(Protocol):
     def report_training(self) -> None:
         """Report that the first step of this generation starts."""
 
-    def story(self) -> str:
+    def describe(self) -> str:
         """One line about the failure before this generation and what was done."""
 
     def regroup_when_due(self, iteration: int) -> None:
@@ -112,7 +112,7 @@ class StateCopies(Callback):
         state = run.saver.manifest_state(run.state) | ({} if run.outer is None else copied_state(run.outer))
         self._writer.write(run.state.iteration, self._pieces(), state, rollbacks=run.state.rollbacks)
         if self._is_first and self._recovery.generation and run.world.rank == 0:
-            print(self._recovery.story(), flush=True)
+            print(self._recovery.describe(), flush=True)
         if self._is_first and run.world.rank == 0:
             self._recovery.report_training()
         self._is_first = False

@@ -6,7 +6,7 @@ from types import FrameType
 from typing import Any
 
 from megatron_core.parallel.exit_status import RestartNeeded
-from megatron_core.parallel.texts import listed, tell_all
+from megatron_core.parallel.texts import gather_from_all_ranks, listed
 from megatron_core.training.callbacks import Callback
 from megatron_core.training.setup import Run
 
@@ -71,7 +71,7 @@ class ElasticEnd(Callback):
         run = self.run
         if not run.config.resilience.elastic:
             return
-        reasons = tell_all(run.stop_reason, run.world.device)
+        reasons = gather_from_all_ranks(run.stop_reason, run.world.device)
         left = [rank for rank, reason in enumerate(reasons) if reason == "SIGTERM"]
         if run.state.iteration == run.total_iterations or {*reasons} - {""} != {"SIGTERM"}:
             run.world.release_spares()

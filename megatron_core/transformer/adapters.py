@@ -80,7 +80,7 @@ def adapters_of(module: nn.Module) -> Iterator[tuple[str, Linear, LoRA]]:
 
 
 @contextmanager
-def adapters_off(stages: Sequence[nn.Module]) -> Iterator[None]:
+def without_adapters(stages: Sequence[nn.Module]) -> Iterator[None]:
     """Compute with the frozen weights alone inside the context: the model before its fine-tuning."""
     found = [adapter for stage in stages for _, _, adapter in adapters_of(stage)]
     for adapter in found:

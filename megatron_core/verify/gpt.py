@@ -14,7 +14,7 @@ from megatron_core.datasets.base import Sample
 from megatron_core.datasets.keyed_dataset import mix64
 from megatron_core.datasets.loader import packing_of
 from megatron_core.monitor.hash_records import HashRecord
-from megatron_core.parallel.texts import gather_texts
+from megatron_core.parallel.texts import gather_strings
 from megatron_core.training.driver import StepHooks
 from megatron_core.training.setup import Run, set_up
 from megatron_core.training.state_hashes import HashedSteps, StateHashes
@@ -85,7 +85,7 @@ def train_traced(config: RunConfig, steps: int) -> RankTrace:
         if result.groups or reports.size() == 1:
             _add_step(trace, run.state.iteration - 1, [own])
         else:  # the groups have not heard from one another
-            texts = gather_texts(json.dumps(own), reports, run.world.device)
+            texts = gather_strings(json.dumps(own), reports, run.world.device)
             _add_step(trace, run.state.iteration - 1, [json.loads(text) for text in texts])
     trace.add_weights(run.data_parallel, run.stages.values())
     if group_of(run) and run.outer is not None:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from megatron_core.errors import DataError
-from megatron_core.parallel.texts import failing_together, listed, tell_all
+from megatron_core.parallel.texts import gather_from_all_ranks, listed, raising_on_all_ranks
 from megatron_core.verify.parts import Axis, Block, parts_of, sliced
 from megatron_core.verify.whole_names import modules_of, parameters_of
 
@@ -127,7 +127,7 @@ class Comparison:
             folder.mkdir(parents=True, exist_ok=True)
             _store(folder / WEIGHTS, {name: _numbers(_whole(p)) for name, p in parameters_of(self._models)})
         else:
-            with failing_together(self._device()):
+            with raising_on_all_ranks(self._device()):
                 self._values = _loaded(folder / "tensors.npz")
             self._order = {key: number for number, key in enumerate(self._values)}
             if copy_weights:
@@ -196,7 +196,7 @@ class Comparison:
 
     def _told(self, lines: list[str]) -> list[str]:
         """The lines of all ranks."""
-        return [line for text in tell_all("\n".join(lines), self._device()) for line in text.splitlines()]
+        return [line for text in gather_from_all_ranks("\n".join(lines), self._device()) for line in text.splitlines()]
 
     def _device(self) -> torch.device:
         nccl = dist.get_backend() == "nccl"
@@ -206,7 +206,7 @@ class Comparison:
         """Set the weights to this rank's parts of the recorded ones."""
         split: list[tuple[DTensor, Tensor]] = []
         # Names and shapes are checked on all ranks before ``distribute_tensor``, in which ranks wait for each other.
-        with failing_together(self._device()), torch.no_grad():
+        with raising_on_all_ranks(self._device()), torch.no_grad():
             weights = _loaded(self._folder / WEIGHTS)
             for name, parameter in parameters_of(self._models):
                 if name not in weights:

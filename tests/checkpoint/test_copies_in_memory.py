@@ -329,7 +329,7 @@ def test_sound_code_passes(check: Callable[[Path], None], saved: Path) -> None:
         ),
         (
             "checkpoint.copies:save_copies",
-            'together(agree, "rename the folder of a checkpoint", (lambda: _rename(save)) if first else None)',
+            'run_on_all_ranks(agree, "rename the folder of a checkpoint", (lambda: _rename(save)) if first else None)',
             "remove(save.folder / 'iter_0000002')\n        _rename(save)",  # the host may be ended after it
             killed_before_all_hosts_have_the_newest_the_one_before_is_whole,
         ),

@@ -9,7 +9,7 @@ from torch import nn
 from megatron_core.config import RunConfig
 from megatron_core.config.fp8 import FP8Config, Recipe
 from megatron_core.config.validate import problems
-from megatron_core.data_parallel.fp8_gather import start_narrow_gather
+from megatron_core.data_parallel.fp8_gather import start_fp8_gather
 from megatron_core.ops import Backend, native
 from megatron_core.parallel.groups import ALONE
 from megatron_core.tensor_parallel.fp8 import FP8Products
@@ -86,7 +86,7 @@ def test_casts_run_on_the_backend_of_the_layer(
     weight = nn.Parameter(torch.randn(200, 256))
     weight.fp8 = FP8Products(FP8Config(fp8_format="e4m3", fp8_recipe=recipe), ALONE, ALONE, backend=backend)
     shard = weight.detach().flatten()
-    _, sent = start_narrow_gather(shard.clone(), shard, [(weight, 0, len(shard), 0)], [(0, weight)], ALONE)
+    _, sent = start_fp8_gather(shard.clone(), shard, [(weight, 0, len(shard), 0)], [(0, weight)], ALONE)
     assert called == ({"fp8_amax", "fp8_cast"} if backend == "native" else set()) and sent == len(shard)
 
 

@@ -14,7 +14,7 @@ from tests.checkpoint import test_host_copy
 from tests.end_to_end import test_groups_join
 from tests.end_to_end.recovery_simulated import CASES, JOB, Planned, differences, run_job, undisturbed
 from tests.optimizer import test_outer
-from tests.parallel.recovery import test_meeting
+from tests.parallel.recovery import test_rendezvous
 
 
 def same_end(case: str, *faults: Planned) -> None:
@@ -157,73 +157,73 @@ IN_RECOVERY = (
         "0",
         test_host_copy.test_copies_after_a_rollback_are_newer,
     ),
-    # The meeting.
+    # The rendezvous.
     RecoveryDefect(
         "copies of wrong values count",
-        "parallel.recovery.meeting:Meeting._count",
+        "parallel.recovery.rendezvous:Rendezvous._count",
         "iteration >= first for",
         "iteration > first for",
-        test_meeting.test_copies_of_wrong_values_do_not_count,
+        test_rendezvous.test_copies_of_wrong_values_do_not_count,
     ),
     RecoveryDefect(
         "copies before a rollback count",
-        "parallel.recovery.meeting:Meeting._count",
+        "parallel.recovery.rendezvous:Rendezvous._count",
         "copy.rollbacks, copy.iteration",
         "0, copy.iteration",
-        test_meeting.test_copies_after_a_rollback_count,
+        test_rendezvous.test_copies_after_a_rollback_count,
     ),
     RecoveryDefect(
         "the newest copy of any rank counts, not the newest common one",
-        "parallel.recovery.meeting:Meeting._count",
+        "parallel.recovery.rendezvous:Rendezvous._count",
         "copy.iteration), {})",
         "max(each[1] for each in copies)), {})",
         IN_COPY,
     ),
     RecoveryDefect(
         "a rank is left out of the meeting",
-        "parallel.recovery.meeting:Meeting.absent",
+        "parallel.recovery.rendezvous:Rendezvous.absent",
         "range(self.size)",
         "range(self.size - 1)",
-        test_meeting.test_members_are_decided_once_with_the_newest_common_iteration,
+        test_rendezvous.test_members_are_decided_once_with_the_newest_common_iteration,
     ),
     RecoveryDefect(
         "copies of two layouts are mixed",
-        "parallel.recovery.meeting:Meeting._count",
+        "parallel.recovery.rendezvous:Rendezvous._count",
         "if chosen and writers is not None and self._choice.suffices(writers.training, found, chosen):",
         "if chosen and writers is not None:",
-        test_meeting.test_copies_of_two_layouts_are_not_mixed,
+        test_rendezvous.test_copies_of_two_layouts_are_not_mixed,
     ),
     RecoveryDefect(
         "lost state is a new start",
-        "parallel.recovery.meeting:Meeting._count",
+        "parallel.recovery.rendezvous:Rendezvous._count",
         "LOST_STATE if has_trained else NO_STATE",
         "NO_STATE",
-        test_meeting.test_state_without_a_copy_is_not_replaced_by_a_new_start,
+        test_rendezvous.test_state_without_a_copy_is_not_replaced_by_a_new_start,
     ),
     RecoveryDefect(
         "the memory of a dead rank is forgotten",
-        "parallel.recovery.meeting:Meeting._count",
+        "parallel.recovery.rendezvous:Rendezvous._count",
         'f"held/{rank}" if lost else',
         '"" if lost else',
-        test_meeting.test_a_lost_rank_is_not_awaited_and_its_memory_is_used,
+        test_rendezvous.test_a_lost_rank_is_not_awaited_and_its_memory_is_used,
     ),
     RecoveryDefect(
         "a rank that has joined is still lost",
-        "parallel.recovery.meeting:Meeting.take_in",
+        "parallel.recovery.rendezvous:Rendezvous.take_in",
         ', f"lost/{rank}"',
         "",
-        test_meeting.test_a_rank_that_joins_is_expected_at_the_next_meeting,
+        test_rendezvous.test_a_rank_that_joins_is_expected_at_the_next_meeting,
     ),
     RecoveryDefect(
         "one replica of sharded state is enough",
         "training.recovery_choice:has_all_parts",
         "or not is_whole",
         "and is_whole",
-        partial(test_meeting.test_copies_that_are_the_whole_state, "dp2 zero1", (0,), False),
+        partial(test_rendezvous.test_copies_that_are_the_whole_state, "dp2 zero1", (0,), False),
     ),
     RecoveryDefect(
         "mirrors are not used",
-        "parallel.recovery.meeting:Meeting._count",
+        "parallel.recovery.rendezvous:Rendezvous._count",
         "map(Copy._make, copies)",
         "map(Copy._make, [each for each in copies if each[0] == rank])",
         WITHOUT_HOST,

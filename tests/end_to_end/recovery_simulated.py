@@ -35,8 +35,8 @@ from megatron_core.config.resilience import LINK_AXES, LINK_DAMAGES
 from megatron_core.parallel import World
 from megatron_core.parallel.links.faults import LinkFault
 from megatron_core.parallel.links.recorder import LINKS
-from megatron_core.parallel.recovery.meeting import LOST_STATE, Failure, Meeting, Members
 from megatron_core.parallel.recovery.memory import GENERATION, MIRRORED, Copy, HostMemory
+from megatron_core.parallel.recovery.rendezvous import LOST_STATE, Failure, Members, Rendezvous
 from megatron_core.training.callbacks import Callback, Callbacks
 from megatron_core.training.link_checks import LinkChecks
 from megatron_core.training.recovery_choice import choice_of, with_groups
@@ -108,7 +108,7 @@ class Disturbed:
     def report_training(self) -> None:
         """No later failure is reported together with earlier ones."""
 
-    def story(self) -> str:
+    def describe(self) -> str:
         """A note of the recovery."""
         return f"generation {self.generation}"
 
@@ -229,7 +229,7 @@ def run_job(case: str, faults: Sequence[Planned] = ()) -> Outcome:
     settings |= {"recover_mirror": without_spare}
     settings |= CHECKED if any(fault.kind not in DEATHS for fault in faults) else {"link_check_interval": None}
     choice, store = choice_of(RunConfig.from_flat(settings), size), dist.HashStore()
-    meetings = [Meeting(store, rank, size, choice) for rank in range(size)]
+    meetings = [Rendezvous(store, rank, size, choice) for rank in range(size)]
     memories = [(HostMemory(ROOM, rank=rank), HostMemory(ROOM, rank=rank)) for rank in range(size)]
     left, outcome = list(faults), Outcome({}, size, [], [])
     joins = {fault.joins: fault.rank for fault in faults if fault.joins is not None}

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from megatron_core.errors import ConfigError
 from megatron_core.parallel.groups import LocalGroup
-from megatron_core.parallel.texts import failing_together, gather_texts, listed
+from megatron_core.parallel.texts import gather_strings, listed, raising_on_all_ranks
 from megatron_core.verify.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -17,7 +17,7 @@ TEXTS = ["", "größer\n", "decoder.layers.0"]
 
 def _gathered() -> list[list[str]]:
     mine = TEXTS[dist.get_rank()]
-    return [gather_texts(text, dist.group.WORLD, CPU) for text in (mine, "")]
+    return [gather_strings(text, dist.group.WORLD, CPU) for text in (mine, "")]
 
 
 def test_every_rank_has_every_text_in_the_order_of_ranks() -> None:
@@ -25,7 +25,7 @@ def test_every_rank_has_every_text_in_the_order_of_ranks() -> None:
 
 
 def _failing(error: Exception) -> str:
-    with pytest.raises(Exception, match="shape 3") as found, failing_together(CPU):
+    with pytest.raises(Exception, match="shape 3") as found, raising_on_all_ranks(CPU):
         if dist.get_rank() == 1:
             raise error
     return f"{found.type.__name__}: {found.value}"
@@ -37,7 +37,7 @@ def test_an_error_of_one_rank_is_raised_on_all(error: Exception, told: str) -> N
 
 
 def test_a_rank_alone_has_its_own() -> None:
-    assert gather_texts("alone", LocalGroup(), CPU) == ["alone"]
+    assert gather_strings("alone", LocalGroup(), CPU) == ["alone"]
 
 
 def test_long_lists_are_cut() -> None:

@@ -19,8 +19,8 @@ from megatron_core.errors import MegatronError, WrongStepError
 from megatron_core.parallel.exit_status import RESTART, RestartNeeded
 from megatron_core.parallel.interrupt import InterruptedWait
 from megatron_core.parallel.launch import World
-from megatron_core.parallel.recovery.meeting import LOST_STATE, Failure, Meeting, Members
 from megatron_core.parallel.recovery.memory import FINISHED, GENERATION, INVITED, WAITS, Copy, HostMemory
+from megatron_core.parallel.recovery.rendezvous import LOST_STATE, Failure, Members, Rendezvous
 from megatron_core.training import recovery
 from megatron_core.training.faults import Faults
 from megatron_core.training.recovery import MOST, Recovery
@@ -30,7 +30,7 @@ from tests.memory import needs_proc
 from tests.runs import tiny_config, tiny_run
 
 pytestmark = needs_proc
-Make = Callable[..., tuple[Recovery, list[Meeting]]]
+Make = Callable[..., tuple[Recovery, list[Rendezvous]]]
 CPU = torch.device("cpu")
 
 
@@ -42,12 +42,12 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     monkeypatch.setattr(recovery, "Monitor", lambda *_: quiet)
     monkeypatch.setattr(recovery, "join", lambda *_, **__: None)
 
-    def make(size: int, *, is_fresh: bool = False, **settings: Any) -> tuple[Recovery, list[Meeting]]:
+    def make(size: int, *, is_fresh: bool = False, **settings: Any) -> tuple[Recovery, list[Rendezvous]]:
         store = dist.HashStore()
         config = tiny_config(recover="in-process", **settings)
         memory, mirror = (HostMemory(1 << 16, rank=size - 1) for _ in range(2))
         process = Recovery(config, World(size - 1, size, 0, CPU, store=store), memory, mirror, is_fresh=is_fresh)
-        return process, [Meeting(dist.PrefixStore("recovery", store), rank, size) for rank in range(size)]
+        return process, [Rendezvous(dist.PrefixStore("recovery", store), rank, size) for rank in range(size)]
 
     yield make
     for number, handler in handlers.items():
@@ -94,35 +94,35 @@ def test_a_rank_with_wrong_values_ends_also_if_it_was_interrupted(made: Make, mo
 
 
 def test_the_published_failure_names_the_first_wrong_step(made: Make) -> None:
-    process, (meeting,) = made(1)
+    process, (rendezvous,) = made(1)
     begin(process.memory, 3, 4)
     assert process._steps_back(WrongStepError("rank 5 computed wrong values. Replace it", first=4, ranks=(5,)))
-    found = meeting.wrong(0)
+    found = rendezvous.wrong(0)
     assert found is not None and (found.what, found.first, found.ranks) == ("rank 5 computed wrong values", 4, (5,))
     assert not process._steps_back(WrongStepError("wrong data arrived", first=3))
 
 
 def test_only_recoveries_that_were_decided_repeat_an_iteration(made: Make) -> None:
-    process, (meeting,) = made(1)
+    process, (rendezvous,) = made(1)
     for generation in range(2 * MOST):
-        meeting.fail(generation, Failure(0, "a rank of a host was lost", 4))
+        rendezvous.fail(generation, Failure(0, "a rank of a host was lost", 4))
     for generation in (0, *range(MOST, 2 * MOST - 1)):
-        decide(meeting, generation, 4)
+        decide(rendezvous, generation, 4)
     process.generation = 2 * MOST
     process._refuse_repetition(Members((0,), (0,), 4, 0, {}, ()))
-    decide(meeting, 2 * MOST - 1, 4)
+    decide(rendezvous, 2 * MOST - 1, 4)
     with pytest.raises(MegatronError, match=f"{MOST + 1} recoveries to iteration 4 without a complete step"):
         process._refuse_repetition(Members((0,), (0,), 4, 0, {}, ()))
     process._refuse_repetition(Members((0,), (0,), 4, 0, {}, (), rollbacks=1))
 
 
-def joining(made: Make) -> tuple[Recovery, list[Meeting], Thread, list[bool]]:
+def joining(made: Make) -> tuple[Recovery, list[Rendezvous], Thread, list[bool]]:
     """A rank that asks to join from a thread, and a list for the result."""
-    process, meetings = made(2, is_fresh=True)
+    process, rendezvous_of_ranks = made(2, is_fresh=True)
     found = list[bool]()
     thread = Thread(target=lambda: found.append(process._await_invitation()), daemon=True)
     thread.start()
-    return process, meetings, thread, found
+    return process, rendezvous_of_ranks, thread, found
 
 
 def reach(is_reached: Callable[[], bool]) -> None:
@@ -181,11 +181,11 @@ def begin(memory: HostMemory, *iterations: int) -> None:
         memory.commit(iteration, b"[]", {}, 0)
 
 
-def decide(meeting: Meeting, generation: int, iteration: int, training: tuple[int, ...] | None = None) -> None:
+def decide(rendezvous: Rendezvous, generation: int, iteration: int, training: tuple[int, ...] | None = None) -> None:
     """Decide the members of a generation, in which all ranks are present."""
-    ranks = tuple(range(meeting.size))
+    ranks = tuple(range(rendezvous.size))
     members = Members(ranks, ranks if training is None else training, iteration, 0, {}, ())
-    meeting._first(f"{generation}/members", json.dumps(asdict(members)))
+    rendezvous._first(f"{generation}/members", json.dumps(asdict(members)))
 
 
 @pytest.mark.parametrize(
@@ -193,10 +193,10 @@ def decide(meeting: Meeting, generation: int, iteration: int, training: tuple[in
     [(LOST_STATE, (0,), "no copy left.*--recover-mirror"), (4, (), "too few for a copy of the model")],
 )
 def test_a_job_without_its_state_ends(iteration: int, training: tuple[int, ...], words: str, made: Make) -> None:
-    process, (meeting,) = made(1)
-    meeting.fail(0, Failure(0, "rank 0 was killed", 4))
-    decide(meeting, 1, iteration, training)
+    process, (rendezvous,) = made(1)
+    rendezvous.fail(0, Failure(0, "rank 0 was killed", 4))
+    decide(rendezvous, 1, iteration, training)
     with pytest.raises(RestartNeeded, match=words):
         process.run(never)
-    end = meeting.ended()
+    end = rendezvous.ended()
     assert end is not None and end.status == RESTART

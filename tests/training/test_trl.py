@@ -116,7 +116,7 @@ DEFECTS = {
     ),
     "the adapters stay on in the reference": (
         ("dpo, adapters", "pp2"),
-        ("training.preferences:reference_log_probs", "with adapters_off(stages)", "with adapters_off([])"),
+        ("training.preferences:reference_log_probs", "with without_adapters(stages)", "with without_adapters([])"),
     ),
     "margins are those of a rank's tokens": (
         ("dpo", "cp2"),

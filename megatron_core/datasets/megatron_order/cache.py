@@ -79,7 +79,9 @@ class IndexCache:
             self._may_write = False
             # The error itself is not printed, because the file name in it differs every time.
             reason = error.strerror or type(error).__name__
-            say_once(f"{self._folder}: the cache of the data order cannot be written ({reason}); continuing in memory")
+            print_once(
+                f"{self._folder}: the cache of the data order cannot be written ({reason}); continuing in memory"
+            )
             return built
         return self._load(prefix, fields, arrays) or built
 
@@ -96,9 +98,9 @@ class IndexCache:
             }
         except (FileNotFoundError, NotADirectoryError) as error:
             if path.is_file():
-                say_once(f"{error.filename} is missing; rebuilding this entry of the cache")
+                print_once(f"{error.filename} is missing; rebuilding this entry of the cache")
         except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
-            say_once(f"{path}: this entry of the cache is damaged ({error}); rebuilding it")
+            print_once(f"{path}: this entry of the cache is damaged ({error}); rebuilding it")
         return None
 
     def _store(self, prefix: str, fields: dict[str, Any], arrays: Arrays) -> None:
@@ -126,7 +128,7 @@ def key_hash(fields: dict[str, Any]) -> str:
 
 
 @cache
-def say_once(sentence: str) -> None:
+def print_once(sentence: str) -> None:
     """Print a sentence on stderr once per process."""
     print(sentence, file=sys.stderr, flush=True)
 

@@ -12,7 +12,7 @@ from megatron_core.parallel.grid import WORLD
 from megatron_core.parallel.groups import Group, ParallelGroups
 from megatron_core.parallel.links.checksums import differs, maximum_differs
 from megatron_core.parallel.links.recorder import LINKS, Call
-from megatron_core.parallel.texts import gather_texts, listed
+from megatron_core.parallel.texts import gather_strings, listed
 
 MOST = 4
 """Wrong deliveries that each rank describes."""
@@ -35,8 +35,8 @@ def wrong_deliveries(groups: ParallelGroups, device: torch.device, named: Callab
             all_reduce_(number, group)
         if not int(number):
             return []
-        text = "\n".join(gather_texts("\n".join(found[:MOST]), world, device))
-        texts = gather_texts(text, groups.outer_reports, device)
+        text = "\n".join(gather_strings("\n".join(found[:MOST]), world, device))
+        texts = gather_strings(text, groups.outer_reports, device)
         return list(dict.fromkeys(line for text in texts for line in text.splitlines() if line))
     finally:
         LINKS.checking = checking

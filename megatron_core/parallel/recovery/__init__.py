@@ -1,1 +1,1 @@
-"""Recovery without a restart: supervisors of training processes, their meeting after a failure, aborted waits."""
+"""Recovery without a restart: supervisors of training processes, their rendezvous after a failure, aborted waits."""

@@ -29,8 +29,8 @@ from torch import Tensor
 
 from megatron_core.errors import LayoutError, visible
 from megatron_core.parallel import interrupt
-from megatron_core.parallel.recovery.meeting import Meeting
 from megatron_core.parallel.recovery.memory import MIRRORED, MIRRORS, Copy, HostMemory
+from megatron_core.parallel.recovery.rendezvous import Rendezvous
 
 PATIENCE = 30.0
 """Seconds without an arriving byte after which a keeper counts as lost."""
@@ -174,7 +174,7 @@ def _line(**answer: Any) -> bytes:
     return json.dumps({"found": True, **answer}).encode() + b"\n"
 
 
-def start_keeper(meeting: Meeting, memory: HostMemory, mirror: HostMemory, address: str = LOOPBACK) -> int:
+def start_keeper(rendezvous: Rendezvous, memory: HostMemory, mirror: HostMemory, address: str = LOOPBACK) -> int:
     """Fork the keeper of this rank at ``address``; returns its process id. It ends with this process."""
     parent = os.getpid()
     pid = os.fork()
@@ -187,7 +187,7 @@ def start_keeper(meeting: Meeting, memory: HostMemory, mirror: HostMemory, addre
         if os.getppid() == parent:
             server = _Server(address, memory, mirror)
             with suppress(RuntimeError, OSError):  # the job's store has ended
-                _keep(meeting.clone(), server, memory, mirror)
+                _keep(rendezvous.clone(), server, memory, mirror)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         print(visible(f"error: the keeper of rank {memory.rank} has ended: {reason}"), file=sys.stderr, flush=True)
@@ -195,13 +195,13 @@ def start_keeper(meeting: Meeting, memory: HostMemory, mirror: HostMemory, addre
         os._exit(1)
 
 
-def _keep(meeting: Meeting, server: _Server, memory: HostMemory, mirror: HostMemory) -> None:
+def _keep(rendezvous: Rendezvous, server: _Server, memory: HostMemory, mirror: HostMemory) -> None:
     host, port = server.socket.getsockname()[:2]
-    meeting.offer((host, port, server.word))
+    rendezvous.offer((host, port, server.word))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     while True:
         owner = memory.numbers[MIRRORS] - 1
-        address = None if owner < 0 else meeting.keeper(owner)
+        address = None if owner < 0 else rendezvous.keeper(owner)
         if address is None:
             time.sleep(IDLE)
             continue

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from megatron_core.errors import visible
 from megatron_core.parallel import interrupt
 from megatron_core.parallel.flight_recorder import RECORDER
-from megatron_core.parallel.recovery.meeting import Failure, Meeting
 from megatron_core.parallel.recovery.memory import BEATS, ITERATION, HostMemory
+from megatron_core.parallel.recovery.rendezvous import Failure, Rendezvous
 from megatron_core.parallel.watchdog import SLACK
 
 POLL = 0.05
@@ -32,8 +32,8 @@ LOST = "the job's store has ended"
 class Monitor:
     """Interrupts the main thread when the current generation fails; ``limit``: time limit of collectives in seconds."""
 
-    def __init__(self, meeting: Meeting, memory: HostMemory, limit: float) -> None:
-        self._meeting, self._memory, self._limit = meeting, memory, limit
+    def __init__(self, rendezvous: Rendezvous, memory: HostMemory, limit: float) -> None:
+        self._rendezvous, self._memory, self._limit = rendezvous, memory, limit
         self._numbers = memory.numbers
         self._beat = 0.0
         self.prefix = ""
@@ -56,7 +56,7 @@ class Monitor:
     def leave(self, reason: str) -> None:
         """End the job because this rank cannot continue; with ``reason`` "" it is complete."""
         if reason:
-            self._meeting.clone().end(1, f"rank {self._meeting.rank} has ended: {reason.splitlines()[0][:200]}")
+            self._rendezvous.clone().end(1, f"rank {self._rendezvous.rank} has ended: {reason.splitlines()[0][:200]}")
 
     def report(self, reason: str, error: BaseException | None = None) -> str:
         """End the job, and print the ``reason``; returns it."""
@@ -90,9 +90,9 @@ class Monitor:
                 continue
             try:
                 self._report_hang(generation)
-                failure = self._meeting.failure(generation)
+                failure = self._rendezvous.failure(generation)
                 # An end is less urgent.
-                ended = self._meeting.ended() if self._numbers[BEATS] % ENDS == 0 else None
+                ended = self._rendezvous.ended() if self._numbers[BEATS] % ENDS == 0 else None
                 if ended is not None and ended.status == 0:
                     continue  # all ranks are complete
                 reason = ended.reason if ended is not None else failure.what if failure is not None else ""
@@ -104,8 +104,8 @@ class Monitor:
     def _report_hang(self, generation: int) -> None:
         idle = time.monotonic() - max(self._beat, RECORDER.last)
         if self._beat and idle > SLACK * self._limit:
-            what = f"rank {self._meeting.rank} has made no progress for {idle:.0f} s"
-            self._meeting.fail(generation, Failure(self._meeting.rank, what, self._numbers[ITERATION]))
+            what = f"rank {self._rendezvous.rank} has made no progress for {idle:.0f} s"
+            self._rendezvous.fail(generation, Failure(self._rendezvous.rank, what, self._numbers[ITERATION]))
 
     def _interrupt(self, generation: int, reason: str) -> None:
         """Let waits fail at once, and the thread itself after ``GRACE`` seconds."""

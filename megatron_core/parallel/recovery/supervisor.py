@@ -1,7 +1,7 @@
 """Each process of the launcher becomes the supervisor of a training process, which it starts again if that dies.
 
 The supervisor forks the training process before torch starts threads. It never trains and uses no collectives, so it
-notices a death at once (``waitpid``), and a process that is stopped or does not reach the meeting after a failure is
+notices a death at once (``waitpid``), and a process that is stopped or does not reach the rendezvous after a failure is
 killed. Errors of one training process therefore do not end the launcher's process, and torchrun does not end the job.
 """
 
@@ -22,8 +22,8 @@ from typing import Any, NoReturn
 
 from megatron_core.errors import visible
 from megatron_core.parallel.recovery.keeper import own_address, start_keeper
-from megatron_core.parallel.recovery.meeting import End, Failure, Meeting
 from megatron_core.parallel.recovery.memory import BEATS, FINISHED, GENERATION, INVITED, ITERATION, WAITS, HostMemory
+from megatron_core.parallel.recovery.rendezvous import End, Failure, Rendezvous
 from megatron_core.parallel.texts import listed
 
 CHECK = 0.2
@@ -67,15 +67,21 @@ class Supervisor:
     """Starts and watches the training processes of one rank."""
 
     def __init__(
-        self, meeting: Meeting, memory: HostMemory, mirror: HostMemory, *, restart_status: int, respawns: bool = True
+        self,
+        rendezvous: Rendezvous,
+        memory: HostMemory,
+        mirror: HostMemory,
+        *,
+        restart_status: int,
+        respawns: bool = True,
     ) -> None:
         """``mirror``: copies of another rank. ``restart_status``: exit status if a restart of the job may help.
         ``respawns``: start a new process after a death; otherwise the job continues without this rank.
 
         Errors: ``LayoutError`` if other hosts could not reach this one."""
-        self._meeting, self._memory, self._restart = meeting, memory, restart_status
+        self._rendezvous, self._memory, self._restart = rendezvous, memory, restart_status
         self._mirror, self._respawns = mirror, respawns
-        self._address = own_address(meeting.size)
+        self._address = own_address(rendezvous.size)
         self._pid = self._keeper = 0
         self._reason = ""
         """Why the supervisor has killed the process."""
@@ -108,7 +114,7 @@ class Supervisor:
     def _keep(self) -> None:
         """Start the keeper if there is none."""
         if not self._keeper or os.waitpid(self._keeper, os.WNOHANG)[0]:
-            self._keeper = start_keeper(self._meeting, self._memory, self._mirror, self._address)
+            self._keeper = start_keeper(self._rendezvous, self._memory, self._mirror, self._address)
 
     def _begin(self, number: int, parent: int, previous: dict[signal.Signals, Any]) -> Child:
         """In the training process: restore the signal handlers, and end with the supervisor."""
@@ -174,12 +180,12 @@ class Supervisor:
         """
         if self._memory.numbers[GENERATION] == WAITS:
             return  # a beat would be one of the lost process
-        self._meeting.beat()
+        self._rendezvous.beat()
         if self._memory.numbers[GENERATION] == INVITED:
             return  # the others have not met this rank, so that it has no generation that could fail
         count, now = max(WATCHED, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))), time.monotonic()
         known, self._watched = self._watched, {}
-        for rank, beats in self._meeting.watched(count).items():
+        for rank, beats in self._rendezvous.watched(count).items():
             same = rank in known and known[rank][0] == beats
             self._watched[rank] = known[rank] if same else (beats, now)
         lost = list(takewhile(lambda rank: now - self._watched[rank][1] > LOST, self._watched))
@@ -193,18 +199,18 @@ class Supervisor:
         what = f"the {who} {listed(ranks)} {have} not answered for {LOST:.0f} s: a host may be lost"
         if self._respawns:
             self._say(f"error: {what}; restart the job, or start it with --recover-without-spare")
-            return self._meeting.end(self._restart, what)
-        generation = self._meeting.next_generation(self._memory.numbers[GENERATION])
+            return self._rendezvous.end(self._restart, what)
+        generation = self._rendezvous.next_generation(self._memory.numbers[GENERATION])
         for rank in ranks:
-            self._meeting.lose(rank)
-            self._meeting.leave(rank)
-        self._meeting.fail(generation, Failure(ranks[0], what, self._memory.numbers[ITERATION]))
+            self._rendezvous.lose(rank)
+            self._rendezvous.leave(rank)
+        self._rendezvous.fail(generation, Failure(ranks[0], what, self._memory.numbers[ITERATION]))
 
     def _is_late(self, now: float) -> str:
-        """Whether the process misses the meeting after a failure, or the end of the job; the reason or ""."""
+        """Whether the process misses the rendezvous after a failure, or the end of the job; the reason or ""."""
         numbers = self._memory.numbers
-        ended = self._ask(self._meeting.ended, None)
-        failed = self._ask(lambda: self._meeting.failure(numbers[GENERATION]), None)
+        ended = self._ask(self._rendezvous.ended, None)
+        failed = self._ask(lambda: self._rendezvous.failure(numbers[GENERATION]), None)
         if failed is None and ended is None:
             self._late_since = 0.0
             return ""
@@ -218,16 +224,16 @@ class Supervisor:
     def _after(self, status: int) -> None:
         """Report the death of the training process, or exit if the job is over for this rank."""
         numbers, code = self._memory.numbers, os.waitstatus_to_exitcode(status)
-        ended = self._ask(self._meeting.ended, None)
+        ended = self._ask(self._rendezvous.ended, None)
         if numbers[FINISHED] or code == 0:
             self._exit(max(code, 0))
         if ended is not None:
             self._exit(code if code > 0 else ended.status)
-        # If this generation has failed before, the process has not reached the meeting of the next one.
+        # If this generation has failed before, the process has not reached the rendezvous of the next one.
         generation = numbers[GENERATION]
-        answers = self._ask(self._meeting.all_left, None) is not None
+        answers = self._ask(self._rendezvous.all_left, None) is not None
         how = self._reason or (f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with status {code}")
-        what = f"rank {self._meeting.rank} {how}"
+        what = f"rank {self._rendezvous.rank} {how}"
         if self._reason:
             self._say(f"note: {what}")
         self._deaths.append(numbers[ITERATION])
@@ -235,33 +241,37 @@ class Supervisor:
         if repeated or not answers:
             end = f"{LIMIT + 1} times in one iteration" if answers else "the job's store does not answer"
             self._say(f"error: {what}; {end}: the job ends")
-            self._ask(lambda: self._meeting.end(self._restart, f"{what}; {end}"), None)
+            self._ask(lambda: self._rendezvous.end(self._restart, f"{what}; {end}"), None)
             self._exit(self._restart)
         if not self._respawns:
             held = self._memory.copies() + self._mirror.copies()
-            self._ask(lambda: self._meeting.lose(self._meeting.rank, held), None)
-        failure = Failure(self._meeting.rank, what, numbers[ITERATION])
-        self._ask(lambda: self._meeting.fail(generation, failure), None)
+            self._ask(lambda: self._rendezvous.lose(self._rendezvous.rank, held), None)
+        failure = Failure(self._rendezvous.rank, what, numbers[ITERATION])
+        self._ask(lambda: self._rendezvous.fail(generation, failure), None)
         if not self._respawns:
             self._await_end()
 
     def _await_end(self) -> NoReturn:
         """Keep the launcher's process, and the store if it is here, until the others have completed the job."""
         while True:
-            if self._ask(lambda: all(map(self._meeting.is_lost, range(self._meeting.size))), True):
-                self._ask(lambda: self._meeting.end(self._restart, "all ranks are lost"), None)
-            ended = self._ask(self._meeting.ended, End(self._restart, ""))
+            if self._ask(lambda: all(map(self._rendezvous.is_lost, range(self._rendezvous.size))), True):
+                self._ask(lambda: self._rendezvous.end(self._restart, "all ranks are lost"), None)
+            ended = self._ask(self._rendezvous.ended, End(self._restart, ""))
             if ended is not None:
                 self._exit(ended.status)
             self._keep()
-            self._ask(self._meeting.beat, None)
+            self._ask(self._rendezvous.beat, None)
             time.sleep(BEAT)
 
     def _exit(self, status: int) -> NoReturn:
         """Exit; the supervisor that has the store waits for the others first."""
-        self._ask(self._meeting.leave, None)
+        self._ask(self._rendezvous.leave, None)
         deadline = time.monotonic() + LEAVING
-        while self._meeting.rank == 0 and time.monotonic() < deadline and not self._ask(self._meeting.all_left, True):
+        while (
+            self._rendezvous.rank == 0
+            and time.monotonic() < deadline
+            and not self._ask(self._rendezvous.all_left, True)
+        ):
             time.sleep(POLL)
         sys.stdout.flush()
         sys.stderr.flush()

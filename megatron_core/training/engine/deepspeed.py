@@ -17,7 +17,7 @@ from megatron_core.models.deepspeed import DeepSpeedCheckpoint, read_deepspeed_c
 from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.optimizer.torch_optimizer import TorchOptimizer
 from megatron_core.parallel.sharding import spec_of
-from megatron_core.parallel.texts import listed, tell_all
+from megatron_core.parallel.texts import gather_from_all_ranks, listed
 from megatron_core.training.state import TrainState, held_weights, optimizer_pieces
 
 
@@ -79,7 +79,7 @@ def open_deepspeed(
 
 def _raise_together(fault: str, data: DataParallel) -> None:
     """Raise ``CheckpointError`` on all ranks with the first fault of any rank."""
-    faults = [text for text in tell_all(fault, data.device) if text]
+    faults = [text for text in gather_from_all_ranks(fault, data.device) if text]
     if faults:
         raise CheckpointError(faults[0])
 

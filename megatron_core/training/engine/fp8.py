@@ -12,7 +12,7 @@ from megatron_core.config.rules_fp8 import block_size
 from megatron_core.errors import ConfigError
 from megatron_core.parallel.groups import ALONE, ParallelGroups
 from megatron_core.parallel.sharding import spec_of
-from megatron_core.parallel.texts import failing_together, tell_all
+from megatron_core.parallel.texts import gather_from_all_ranks, raising_on_all_ranks
 from megatron_core.tensor_parallel.amax_history import AmaxHistories
 from megatron_core.tensor_parallel.fp8 import FP8Products
 from megatron_core.training.engine.tensor import ParallelLinear, conv1d
@@ -41,7 +41,7 @@ def multiply_in_fp8(
     inside = {each for unit in units for root in unit for each in root.modules()}
     replaced: dict[nn.Module, ParallelLinear] = {}
     kept = 0
-    with failing_together(device):  # pipeline stages have different layers
+    with raising_on_all_ranks(device):  # pipeline stages have different layers
         for path, linear in list(_linear_layers(module)):
             if linear not in inside or not _is_suitable(linear):
                 kept += 1
@@ -50,7 +50,7 @@ def multiply_in_fp8(
                 replaced[linear] = _in_fp8(path, linear, settings, config)
             owner, _, name = path.rpartition(".")
             setattr(module.get_submodule(owner), name, replaced[linear])
-    if not any(count != "0" for count in tell_all(str(len(replaced)), device)):
+    if not any(count != "0" for count in gather_from_all_ranks(str(len(replaced)), device)):
         raise ConfigError(
             f"fp8_format={settings.fp8_format}: no linear layer inside of a unit has extents that are multiples of "
             f"{STEP}; name their modules in unit_classes, or remove fp8_format"

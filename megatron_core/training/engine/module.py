@@ -19,7 +19,7 @@ from megatron_core.config.fp8 import Recipe
 from megatron_core.config.validate import check, without_data
 from megatron_core.errors import ConfigError, LayoutError
 from megatron_core.parallel.compiled import DerivedForward
-from megatron_core.parallel.texts import listed, tell_all
+from megatron_core.parallel.texts import gather_from_all_ranks, listed
 
 READ = frozenset(
     {
@@ -122,7 +122,7 @@ def check_same_settings(config: RunConfig, device: torch.device) -> None:
     Errors: ``LayoutError`` on all ranks with the first difference.
     """
     values = {name: value for name, value in config.flat().items() if not name.endswith(LOCAL)}
-    told = tell_all(json.dumps(values, default=str), device)
+    told = gather_from_all_ranks(json.dumps(values, default=str), device)
     other = next((rank for rank, text in enumerate(told) if text != told[0]), None)
     if other is not None:
         first, second = json.loads(told[0]), json.loads(told[other])
@@ -191,9 +191,9 @@ def check_same_module(module: nn.Module, device: torch.device) -> None:
     lines += [f"{n} {tuple(b.shape)} {b.dtype} buffer" for n, b in module.named_buffers()]
     if not lines:
         raise ConfigError(f"model={type(module).__name__} has no parameters; there is nothing to train")
-    digests = tell_all(hashlib.sha256("\n".join(lines).encode()).hexdigest(), device)
+    digests = gather_from_all_ranks(hashlib.sha256("\n".join(lines).encode()).hexdigest(), device)
     if len(set(digests)) > 1:
-        texts = [text.splitlines() for text in tell_all("\n".join(lines), device)]
+        texts = [text.splitlines() for text in gather_from_all_ranks("\n".join(lines), device)]
         other = next(rank for rank, text in enumerate(texts) if text != texts[0])
         pairs = zip([*texts[0], "nothing"], [*texts[other], "nothing"], strict=False)
         first, second = next(pair for pair in pairs if pair[0] != pair[1])

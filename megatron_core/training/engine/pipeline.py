@@ -18,7 +18,7 @@ from megatron_core.parallel.grid import WORLD
 from megatron_core.parallel.groups import ParallelGroups
 from megatron_core.parallel.launch import World
 from megatron_core.parallel.micro_batch import SequenceSplit
-from megatron_core.parallel.texts import failing_together, gather_texts, tell_all
+from megatron_core.parallel.texts import gather_from_all_ranks, gather_strings, raising_on_all_ranks
 from megatron_core.pipeline_parallel.executor import ForwardStep
 from megatron_core.pipeline_parallel.messages import Message, StructuredMessages, flatten, tensors_of
 from megatron_core.pipeline_parallel.p2p import PipelineP2P
@@ -110,7 +110,9 @@ class PipelineEngine(Engine):
         """Construct this rank's layers of a ``PipelineModule``, equal on the ranks that share them."""
         config, where = self.config, self.plans.stage_to_rank
         bounds = module.bounds or module.divide(len(where))  # DeepSpeed's constructor places the layers itself
-        told = tell_all(json.dumps([module.class_names, [list(each) for each in bounds]]), self.world.device)
+        told = gather_from_all_ranks(
+            json.dumps([module.class_names, [list(each) for each in bounds]]), self.world.device
+        )
         if len(set(told)) > 1:
             other = next(rank for rank, text in enumerate(told) if text != told[0])
             raise LayoutError(
@@ -142,7 +144,7 @@ class PipelineEngine(Engine):
         """Cut a whole model into stages, and keep those of this rank."""
         config, device, where = self.config, self.world.device, self.plans.stage_to_rank
         check_same_module(module, device)
-        with failing_together(device):
+        with raising_on_all_ranks(device):
             param_groups = groups_of(module, config.optimizer, choices.model_parameters)
         local = LocalInitialisation(module, config.training.seed, device, choices.initialise)
         if groups.size("tp") > 1:  # splits are chosen from the whole model
@@ -208,7 +210,7 @@ class PipelineEngine(Engine):
             if len(micros) == count:
                 break
         own = None if batches is None else [f"{self.module.training:d} {_kind_of(batch)}" for batch in micros]
-        told = [json.loads(text) for text in tell_all(json.dumps(own), self.world.device)]
+        told = [json.loads(text) for text in gather_from_all_ranks(json.dumps(own), self.world.device)]
         ended = [rank for rank, kinds in enumerate(told) if kinds is not None and len(kinds) < count]
         if ended and len(ended) == sum(kinds is not None for kinds in told):
             raise StopIteration
@@ -247,7 +249,9 @@ class PipelineEngine(Engine):
             yield listener
         except Exception as error:
             failure = error
-        told = tell_all("" if failure is None else str(failure) or type(failure).__name__, self.world.device)
+        told = gather_from_all_ranks(
+            "" if failure is None else str(failure) or type(failure).__name__, self.world.device
+        )
         if failure is not None:
             raise failure
         if any(told):
@@ -302,7 +306,7 @@ class PipelineEngine(Engine):
         group, device = self.groups.group("pp"), self.world.device
         lines = json.dumps([[n, list(t.shape), str(t.dtype).removeprefix("torch.")] for n, t in own.items()])
         whole: dict[str, Tensor] = {}
-        for index, text in enumerate(gather_texts(lines, group, device)):
+        for index, text in enumerate(gather_strings(lines, group, device)):
             for name, shape, dtype in json.loads(text):
                 if name in whole:
                     continue

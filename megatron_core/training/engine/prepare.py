@@ -11,7 +11,7 @@ from megatron_core.config import RunConfig, TrainingConfig
 from megatron_core.parallel.compiled import compile_forward
 from megatron_core.parallel.groups import ParallelGroups
 from megatron_core.parallel.launch import World
-from megatron_core.parallel.texts import failing_together
+from megatron_core.parallel.texts import raising_on_all_ranks
 from megatron_core.tensor_parallel.amax_history import AmaxHistories
 from megatron_core.training.engine.activations import save_memory
 from megatron_core.training.engine.fp8 import histories_of, multiply_in_fp8
@@ -63,7 +63,7 @@ def prepare_model(module: nn.Module, config: RunConfig, world: World, choices: C
     """Create the groups, and make the model equal on all ranks, in the dtype of the run."""
     groups = parallel_state.make_groups(config.parallel, world, ends=(0, 0))
     check_same_module(module, world.device)
-    with failing_together(world.device):
+    with raising_on_all_ranks(world.device):
         param_groups = groups_of(module, config.optimizer, choices.model_parameters, keeps_all=choices.keeps_all)
     cast(module, config, world.device)
     local = LocalInitialisation(module, config.training.seed, world.device, choices.initialise)

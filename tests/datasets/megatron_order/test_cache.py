@@ -14,7 +14,7 @@ import pytest
 
 from megatron_core.datasets.megatron_order import cache as module
 from megatron_core.datasets.megatron_order.build import cached_blend
-from megatron_core.datasets.megatron_order.cache import ABANDONED_SECONDS, IndexCache, key_hash, say_once
+from megatron_core.datasets.megatron_order.cache import ABANDONED_SECONDS, IndexCache, key_hash, print_once
 from megatron_core.datasets.megatron_order.order import OrderOptions, SampleOrder, cached_order, order_key
 
 SIZES = np.array([30, 4, 0, 77, 12, 9], dtype=np.int32)
@@ -24,9 +24,9 @@ OPTIONS = OrderOptions(sequence_length=5, num_samples=40, seed=3)
 @pytest.fixture(autouse=True)
 def sentences_are_new() -> Iterator[None]:
     """Print warnings again that another test has already caused."""
-    say_once.cache_clear()
+    print_once.cache_clear()
     yield
-    say_once.cache_clear()
+    print_once.cache_clear()
 
 
 def order_from(folder: Path | None) -> SampleOrder:

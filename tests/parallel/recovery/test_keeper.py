@@ -16,8 +16,8 @@ from megatron_core.checkpoint import Box, TensorBox
 from megatron_core.checkpoint.host_copy import CopyWriter, HostCopy, LocalCopy
 from megatron_core.errors import CheckpointError, LayoutError, MegatronError
 from megatron_core.parallel.recovery.keeper import Connection, RemoteCopy, own_address, start_keeper
-from megatron_core.parallel.recovery.meeting import Meeting
 from megatron_core.parallel.recovery.memory import MIRRORED, MIRRORS, Copy, HostMemory
+from megatron_core.parallel.recovery.rendezvous import Rendezvous
 from megatron_core.training import state_copies
 from megatron_core.training.state_copies import await_mirror
 from tests.memory import needs_proc
@@ -33,16 +33,16 @@ def piece(rows: tuple[int, int], values: torch.Tensor) -> TensorBox:
 
 
 @pytest.fixture
-def ranks() -> Iterator[list[tuple[Meeting, HostMemory]]]:
+def ranks() -> Iterator[list[tuple[Rendezvous, HostMemory]]]:
     """Three ranks with keepers, each with two rows of the tensor as its copy of iteration 5."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     made, keepers = [], list[int]()
     for rank in range(SIZE):
         memory, mirror = HostMemory(ROOM, rank=rank), HostMemory(ROOM, rank=rank)
         memory.numbers[MIRRORS] = 1 + (rank + 1) % SIZE
-        meeting = Meeting(store, rank, SIZE)
-        keepers.append(start_keeper(meeting, memory, mirror))
-        made.append((meeting, memory, mirror))
+        rendezvous = Rendezvous(store, rank, SIZE)
+        keepers.append(start_keeper(rendezvous, memory, mirror))
+        made.append((rendezvous, memory, mirror))
         rows = (2 * rank, 2 * rank + 2)
         CopyWriter(memory).write(5, [piece(rows, WHOLE[slice(*rows)].clone())], {"iteration": 5, "rank": rank})
     try:
@@ -53,18 +53,18 @@ def ranks() -> Iterator[list[tuple[Meeting, HostMemory]]]:
             os.waitpid(pid, 0)
 
 
-def connect(meeting: Meeting, rank: int) -> Connection:
+def connect(rendezvous: Rendezvous, rank: int) -> Connection:
     """A connection to a keeper, which may have to start."""
     deadline = time.monotonic() + 20
-    while (address := meeting.keeper(rank)) is None:
+    while (address := rendezvous.keeper(rank)) is None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     return Connection(address)
 
 
 def test_a_part_of_another_layout_is_read_from_several_ranks(ranks: list) -> None:
-    meeting, memory, _ = ranks[1]
-    remote = [RemoteCopy(connect(meeting, rank), Copy(rank, 5, 0)) for rank in (2, 0)]
+    rendezvous, memory, _ = ranks[1]
+    remote = [RemoteCopy(connect(rendezvous, rank), Copy(rank, 5, 0)) for rank in (2, 0)]
     copy = HostCopy([LocalCopy(memory, Copy(1, 5, 0)), *remote])
     assert copy.state == {"iteration": 5, "rank": 1}
     found = torch.zeros(4, 4, dtype=torch.float64)
@@ -75,7 +75,7 @@ def test_a_part_of_another_layout_is_read_from_several_ranks(ranks: list) -> Non
 
 
 def test_a_keeper_reads_every_copy_of_another_rank(ranks: list) -> None:
-    meeting, memory, _ = ranks[0]
+    rendezvous, memory, _ = ranks[0]
     mirror = ranks[2][2]  # of rank 0
     writer = CopyWriter(memory)
     for iteration in (6, 7):
@@ -89,17 +89,17 @@ def test_a_keeper_reads_every_copy_of_another_rank(ranks: list) -> None:
         time.sleep(0.001)
     assert mirror.copies() == [Copy(0, 6, 0), Copy(0, 7, 0)]
     found = torch.zeros(2, 4, dtype=torch.float64)
-    remote = RemoteCopy(connect(meeting, 2), Copy(0, 6, 0))
+    remote = RemoteCopy(connect(rendezvous, 2), Copy(0, 6, 0))
     HostCopy([remote]).fill([piece((0, 2), found)])
     assert torch.equal(found, WHOLE[:2] * 6)
 
 
 def test_a_keeper_answers_only_who_knows_its_word_and_what_it_has(ranks: list) -> None:
-    meeting = ranks[0][0]
-    connection = connect(meeting, 1)
+    rendezvous = ranks[0][0]
+    connection = connect(rendezvous, 1)
     with pytest.raises(KeyError):
         connection.ask("open", Copy(1, 4, 0))
-    host, port, _ = meeting.keeper(1) or ("", 0, "")
+    host, port, _ = rendezvous.keeper(1) or ("", 0, "")
     with pytest.raises(ConnectionResetError):
         Connection((host, port, "another word")).ask("open", Copy(1, 5, 0))
 
@@ -108,9 +108,9 @@ def test_a_keeper_answers_only_who_knows_its_word_and_what_it_has(ranks: list) -
     "line", [b"[1]\n", b"null\n", b"no JSON\n", '{"word": "\u00e4"}\n'.encode(), b'{"word": "\\ud800"}\n']
 )
 def test_a_keeper_closes_connections_without_a_valid_request(line: bytes, ranks: list) -> None:
-    meeting = ranks[0][0]
-    connect(meeting, 1).close()
-    host, port, _ = meeting.keeper(1) or ("", 0, "")
+    rendezvous = ranks[0][0]
+    connect(rendezvous, 1).close()
+    host, port, _ = rendezvous.keeper(1) or ("", 0, "")
     with socket.create_connection((host, port), 10) as connection:
         connection.sendall(line)
         assert connection.recv(1) == b""
@@ -134,7 +134,7 @@ def test_addresses_of_this_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_keeper_that_cannot_listen_says_why(capfd: pytest.CaptureFixture[str]) -> None:
     memory = HostMemory(ROOM, rank=5)
-    pid = start_keeper(Meeting(dist.HashStore(), 5, 6), memory, memory, "192.0.2.1")
+    pid = start_keeper(Rendezvous(dist.HashStore(), 5, 6), memory, memory, "192.0.2.1")
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
     assert "error: the keeper of rank 5 has ended: OSError" in capfd.readouterr().err
 

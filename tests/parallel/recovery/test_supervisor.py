@@ -6,8 +6,8 @@ import pytest
 import torch.distributed as dist
 
 from megatron_core.parallel.recovery import supervisor
-from megatron_core.parallel.recovery.meeting import Meeting
 from megatron_core.parallel.recovery.memory import GENERATION, INVITED, WAITS, HostMemory
+from megatron_core.parallel.recovery.rendezvous import Rendezvous
 from megatron_core.parallel.recovery.supervisor import Supervisor
 from tests.memory import needs_proc
 
@@ -38,46 +38,46 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def supervisors(*, respawns: bool = False) -> tuple[list[Meeting], list[Supervisor]]:
+def supervisors(*, respawns: bool = False) -> tuple[list[Rendezvous], list[Supervisor]]:
     """The views and the supervisors of all ranks."""
     store = dist.HashStore()
-    meetings = [Meeting(store, rank, SIZE) for rank in range(SIZE)]
+    rendezvous_of_ranks = [Rendezvous(store, rank, SIZE) for rank in range(SIZE)]
     memories = [HostMemory(1 << 12, rank=rank) for rank in range(SIZE)]
     made = [
-        Supervisor(meeting, memory, memory, restart_status=75, respawns=respawns)
-        for meeting, memory in zip(meetings, memories, strict=True)
+        Supervisor(rendezvous, memory, memory, restart_status=75, respawns=respawns)
+        for rendezvous, memory in zip(rendezvous_of_ranks, memories, strict=True)
     ]
-    return meetings, made
+    return rendezvous_of_ranks, made
 
 
 def test_the_ranks_of_a_host_are_lost_in_one_failure(clock: Clock) -> None:
-    meetings, made = supervisors()
+    rendezvous_of_ranks, made = supervisors()
     alive = (0, 1, 5)
     for _ in range(2 * int(supervisor.LOST) + 2):
         for rank in alive:
             made[rank]._watch_others()
         clock.now += 0.5
-    assert [rank for rank in range(SIZE) if meetings[0].is_lost(rank)] == [2, 3, 4]
-    failure = meetings[0].failure(0)
+    assert [rank for rank in range(SIZE) if rendezvous_of_ranks[0].is_lost(rank)] == [2, 3, 4]
+    failure = rendezvous_of_ranks[0].failure(0)
     assert failure is not None and failure.what.startswith(
         "the supervisors of ranks 2, 3, 4 have not answered for 15 s"
     )
-    assert meetings[0].failure(1) is None and meetings[0].absent(1) == [0, 1, 5]
+    assert rendezvous_of_ranks[0].failure(1) is None and rendezvous_of_ranks[0].absent(1) == [0, 1, 5]
 
 
 def test_the_supervisor_of_a_rank_that_joins_beats_only_once_it_is_expected(clock: Clock) -> None:
-    meetings, made = supervisors()
+    rendezvous_of_ranks, made = supervisors()
     for generation, beats in ((WAITS, 0), (INVITED, 1), (3, 2)):
         made[1]._memory.numbers[GENERATION] = generation
         made[1]._watch_others()
-        assert meetings[0].watched() == {1: beats}
+        assert rendezvous_of_ranks[0].watched() == {1: beats}
     assert set(made[1]._watched) == {0, 2, 3, 4, 5}
 
 
 def test_without_replacement_a_lost_host_ends_the_job(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
-    meetings, made = supervisors(respawns=True)
+    rendezvous_of_ranks, made = supervisors(respawns=True)
     for _ in range(2 * int(supervisor.LOST) + 2):
         made[1]._watch_others()
         clock.now += 0.5
-    end = meetings[0].ended()
+    end = rendezvous_of_ranks[0].ended()
     assert end is not None and end.status == 75 and "--recover-without-spare" in capsys.readouterr().err

@@ -16,7 +16,7 @@ from deepspeed.utils.logging import logger
 from megatron_core.errors import CheckpointError
 from megatron_core.models.deepspeed import is_deepspeed_folder
 from megatron_core.output_file import make_folder
-from megatron_core.parallel.texts import tell_all
+from megatron_core.parallel.texts import gather_from_all_ranks
 from megatron_core.training.engine import Engine
 
 LATEST = "latest"
@@ -117,7 +117,7 @@ class EngineCheckpoint(EngineSettings):
                 text = path.read_text(encoding="utf-8").strip() if path.is_file() else ""
             except (OSError, UnicodeDecodeError) as error:
                 text = f"\n{path}: cannot be read ({error})"
-        text = tell_all(text, self.core.world.device)[0]
+        text = gather_from_all_ranks(text, self.core.world.device)[0]
         if text.startswith("\n"):
             raise CheckpointError(text.strip())
         if not text:
@@ -133,7 +133,7 @@ class EngineCheckpoint(EngineSettings):
         if not name or name in (".", "..") or Path(name).name != name:
             problem = f"tag={name!r} must be the name of a folder, without {os.sep}"
         self._raise_together(problem)
-        told = tell_all(name, self.core.world.device)
+        told = gather_from_all_ranks(name, self.core.world.device)
         if len(set(told)) > 1:
             texts = ", ".join(map(repr, dict.fromkeys(told)))
             if self._config.tag_validation == "FAIL":
@@ -150,7 +150,7 @@ class EngineCheckpoint(EngineSettings):
         self._raise_together(problem)
 
     def _raise_together(self, problem: str) -> None:
-        told = [text for text in tell_all(problem, self.core.world.device) if text]
+        told = [text for text in gather_from_all_ranks(problem, self.core.world.device) if text]
         if told:
             raise CheckpointError(told[0])
 

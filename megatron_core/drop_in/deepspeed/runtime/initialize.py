@@ -16,7 +16,7 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.translation import read_json
 from deepspeed.utils.logging import log_dist
 from megatron_core.errors import ConfigError
-from megatron_core.parallel.texts import failing_together
+from megatron_core.parallel.texts import raising_on_all_ranks
 
 Initialized = tuple[DeepSpeedEngine, Any, Any, Any]
 
@@ -60,7 +60,7 @@ def initialize(
             "megatron.core of this drop-in, or split the model with megatron_core.parallelize"
         )
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
-    with failing_together(torch.device(get_accelerator().current_device_name())):
+    with raising_on_all_ranks(torch.device(get_accelerator().current_device_name())):
         values = read_json(_chosen(args, config, config_params))
         settings = DeepSpeedConfig(values, mpu)
     for sentence in settings.translation.notes:

@@ -36,7 +36,7 @@ from megatron_core.checkpoint import (
 from megatron_core.errors import CheckpointError
 from megatron_core.parallel.current import current
 from megatron_core.parallel.sharding import replicated
-from megatron_core.parallel.texts import all_agree, tell_all
+from megatron_core.parallel.texts import all_agree, gather_from_all_ranks
 
 COMMON = "common"
 OBJECTS = "objects"
@@ -71,7 +71,7 @@ def save(
     objects = {v.unique_key: v.data for _, v in items if isinstance(v, ShardedObject) and is_main_replica(v.replica_id)}
     try:
         json.dumps(common)
-        texts = tell_all(json.dumps(objects), _device())
+        texts = gather_from_all_ranks(json.dumps(objects), _device())
     except TypeError as error:
         raise CheckpointError(f"a sharded state dict may contain only tensors and JSON values: {error}") from error
     everywhere = {key: value for text in texts for key, value in json.loads(text).items()}

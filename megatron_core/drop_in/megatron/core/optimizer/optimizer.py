@@ -21,7 +21,7 @@ from megatron_core.errors import CheckpointError, ConfigError
 from megatron_core.optimizer.sharded import Optimizer, make_loss_scale
 from megatron_core.parallel.current import current
 from megatron_core.parallel.sharding import spec_of
-from megatron_core.parallel.texts import tell_all
+from megatron_core.parallel.texts import gather_from_all_ranks
 from megatron_core.training.driver import update_weights
 
 
@@ -74,7 +74,7 @@ class MegatronOptimizer:
             for name, parameter in zip(bucket.names, bucket.parameters, strict=True):
                 own = combine_param_group_overrides(o for key, o in overrides.items() if key.matches(parameter, name))
                 members[json.dumps([sorted(own.items()), "edp" in bucket.kind.replica_axes])].append(parameter)
-        texts = tell_all("\n".join(members), everything.device)
+        texts = gather_from_all_ranks("\n".join(members), everything.device)
         keys = sorted({key for text in texts for key in text.splitlines()}, key=lambda key: (len(key), key))
         return [self._group(members[key], *json.loads(key)) for key in keys]
 

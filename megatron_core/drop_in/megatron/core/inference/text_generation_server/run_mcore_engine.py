@@ -8,7 +8,7 @@ from megatron.core.inference.engines.static_engine import StaticInferenceEngine
 from megatron.core.inference.inference_request import Status
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron_core.errors import ConfigError
-from megatron_core.parallel.texts import tell_from
+from megatron_core.parallel.texts import broadcast_from_rank
 
 
 def run_mcore_engine(
@@ -37,7 +37,7 @@ def run_mcore_engine(
         "top_n_logprobs": top_n_logprobs,
     }
     text = json.dumps([list(prompts or ()), settings, random_seed])
-    texts, given, seed = json.loads(tell_from(0, text, engine.inference_wrapped_model.generator.device))
+    texts, given, seed = json.loads(broadcast_from_rank(0, text, engine.inference_wrapped_model.generator.device))
     if seed > 0:
         engine.controller.sampling_rng.manual_seed(seed)
     results = engine.generate(prompts=texts, sampling_params=SamplingParams(**given, return_segments=True))

@@ -101,7 +101,7 @@ def connection(store: Any) -> Any:
     return store.clone()
 
 
-class Meeting:
+class Rendezvous:
     """One process's view of the store; each thread needs its own."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, choice: Choice | None = None) -> None:
@@ -109,9 +109,9 @@ class Meeting:
         self._store, self.rank, self.size = store, rank, size
         self._choice = choice or Choice()
 
-    def clone(self) -> Meeting:
+    def clone(self) -> Rendezvous:
         """The same with a connection of its own, for another thread."""
-        return Meeting(connection(self._store), self.rank, self.size, self._choice)
+        return Rendezvous(connection(self._store), self.rank, self.size, self._choice)
 
     def fail(self, generation: int, failure: Failure) -> None:
         """Publish a failure, unless this generation has failed already; wrong values also if it has."""
@@ -242,7 +242,7 @@ class Meeting:
         return [rank for rank in range(self.size) if self._has(f"joins/{rank}")]
 
     def take_in(self, ranks: Iterable[int]) -> None:
-        """Expect ``ranks``, which have asked to join, at the next meeting."""
+        """Expect ``ranks``, which have asked to join, at the next rendezvous."""
         for rank in ranks:
             for key in (f"joins/{rank}", f"left/{rank}", f"lost/{rank}"):
                 self._store.delete_key(key)

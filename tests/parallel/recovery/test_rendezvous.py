@@ -7,8 +7,8 @@ import torch.distributed as dist
 
 from megatron_core.config.layout import Layout
 from megatron_core.parallel import interrupt
-from megatron_core.parallel.recovery.meeting import LOST_STATE, NO_STATE, End, Failure, Meeting
 from megatron_core.parallel.recovery.memory import Copy
+from megatron_core.parallel.recovery.rendezvous import LOST_STATE, NO_STATE, End, Failure, Rendezvous
 from megatron_core.training.recovery_choice import (
     choice_of,
     groups_left_out,
@@ -19,14 +19,14 @@ from megatron_core.training.recovery_choice import (
 from tests.runs import tiny_config
 
 
-def meetings(size: int) -> list[Meeting]:
+def rendezvous_of_ranks(size: int) -> list[Rendezvous]:
     """The view of each rank."""
     store = dist.HashStore()
-    return [Meeting(store, rank, size) for rank in range(size)]
+    return [Rendezvous(store, rank, size) for rank in range(size)]
 
 
 def test_the_first_failure_of_a_generation_counts() -> None:
-    first, second = meetings(2)
+    first, second = rendezvous_of_ranks(2)
     assert first.next_generation(0) == 0
     first.fail(0, Failure(0, "rank 0 was killed", 7))
     second.fail(0, Failure(1, "rank 1 lost rank 0", 7))
@@ -40,9 +40,9 @@ def copies(owner: int, *iterations: int, written: int = 0) -> list[Copy]:
     return [Copy(owner, iteration, written) for iteration in iterations]
 
 
-def begun(size: int) -> list[Meeting]:
-    """The views after the first meeting, in which all ranks had no state."""
-    ranks = meetings(size)
+def begun(size: int) -> list[Rendezvous]:
+    """The views after the first rendezvous, in which all ranks had no state."""
+    ranks = rendezvous_of_ranks(size)
     for rank in ranks:
         rank.arrive(0, [], fresh=False)
     found = ranks[0].members(0)
@@ -102,7 +102,7 @@ def test_a_group_that_stood_aside_starts_with_the_state_of_the_others() -> None:
     groups = {"outer_steps": 2, "outer_groups": 4, "global_batch_size": 8, "micro_batch_size": 1}
     config = tiny_config(**groups, recover="in-process", recover_without_spare=True)
     store, choice = dist.HashStore(), choice_of(config, 4)
-    ranks = [Meeting(store, rank, 4, choice) for rank in range(4)]
+    ranks = [Rendezvous(store, rank, 4, choice) for rank in range(4)]
     for rank in ranks:
         rank.arrive(0, [], fresh=False)
     assert ranks[0].members(0) is not None
@@ -177,7 +177,7 @@ def test_a_rank_that_joins_is_expected_at_the_next_meeting() -> None:
 
 
 def test_the_first_end_of_the_job_counts() -> None:
-    first, second = meetings(2)
+    first, second = rendezvous_of_ranks(2)
     assert first.ended() is None
     second.end(75, "a host is lost")
     first.end(0, "the job is complete")
@@ -185,7 +185,7 @@ def test_the_first_end_of_the_job_counts() -> None:
 
 
 def test_supervisors_are_watched_in_a_ring_until_they_leave() -> None:
-    ranks = meetings(3)
+    ranks = rendezvous_of_ranks(3)
     assert ranks[2].watched() == {0: 0}
     ranks[0].beat()
     assert ranks[2].watched() == {0: 1} and ranks[1].watched(5) == {2: 0, 0: 1}
@@ -251,10 +251,10 @@ def test_a_wait_ends_only_while_an_end_is_requested() -> None:
 
 
 def test_a_recovery_names_all_failures_since_the_last_step() -> None:
-    (meeting,) = meetings(1)
+    (rendezvous,) = rendezvous_of_ranks(1)
     for generation, what in enumerate(("first", "second", "third")):
         if generation < 2:
-            meeting.train(generation)
-        meeting.fail(generation, Failure(0, what, 1))
-    assert [failure.what for failure in meeting.failures(3)] == ["second", "third"]
-    assert [failure.what for failure in meeting.failures(1)] == ["first"]
+            rendezvous.train(generation)
+        rendezvous.fail(generation, Failure(0, what, 1))
+    assert [failure.what for failure in rendezvous.failures(3)] == ["second", "third"]
+    assert [failure.what for failure in rendezvous.failures(1)] == ["first"]
