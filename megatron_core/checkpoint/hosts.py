@@ -91,6 +91,6 @@ def find_hosts(folder: Path, device: torch.device) -> Hosts:
 
 def raise_on_all_ranks(problem: str, device: torch.device) -> None:
     """Wait for all ranks. Errors: ``CheckpointError`` on all of them if one has a ``problem``, with the first one."""
-    told = next(filter(None, gather_from_all_ranks(problem, device)), "")
-    if told:
-        raise CheckpointError(told)
+    fault = next(filter(None, gather_from_all_ranks(problem, device)), "")
+    if fault:
+        raise CheckpointError(fault)

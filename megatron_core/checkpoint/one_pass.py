@@ -74,7 +74,7 @@ class OnePass:
         self._sizes = {file: manifest.files[file].size for file in self._boxes}
         self._readers = readers_of(self._sizes, self._ranks)
         self._memory = defaultdict[tuple[int, Box], list[Tensor]](list)
-        self._told: list[dict[str, Any]] = []
+        self._by_rank: list[dict[str, Any]] = []
         self._near = torch.empty(0, dtype=torch.uint8)
 
     def fill(self, pieces: Iterable[tuple[str, TensorBox]]) -> None:
@@ -89,15 +89,15 @@ class OnePass:
                 needs[number].append(piece.box)
             self._memory[number, piece.box].append(piece.memory)
         self._tell(needs)
-        group = group_of(self._rank, [each["host"] for each in self._told], len(self._sizes))
+        group = group_of(self._rank, [each["host"] for each in self._by_rank], len(self._sizes))
         plans = self._plans(group)
         everyone = [
             {int(n): [Box(*map(tuple, box)) for box in boxes] for n, boxes in each["needs"].items()}
             if rank in group else {}
-            for rank, each in enumerate(self._told)
+            for rank, each in enumerate(self._by_rank)
         ]  # fmt: skip
-        told = gather_from_all_ranks("\n".join(self._run_rounds(plans, everyone)), self._device)
-        self._raise([fault for text in told for fault in text.splitlines()])
+        by_rank = gather_from_all_ranks("\n".join(self._run_rounds(plans, everyone)), self._device)
+        self._raise([fault for text in by_rank for fault in text.splitlines()])
 
     def _tell(self, needs: Needs) -> None:
         """Tell all ranks what this rank needs, and where the boxes are in the files that it reads."""
@@ -108,10 +108,10 @@ class OnePass:
             except FAULTS as error:
                 faults.append(f"{self._folder / file} cannot be read: {error}")
         lists = {number: [[box.start, box.stop] for box in boxes] for number, boxes in needs.items()}
-        told = {"needs": lists, "offsets": offsets, "faults": faults, "host": page_cache_of(self._folder)}
-        text = json.dumps(told, separators=(",", ":"))
-        self._told = [json.loads(text) for text in gather_from_all_ranks(text, self._device)]
-        self._raise([fault for each in self._told for fault in each["faults"]])
+        report = {"needs": lists, "offsets": offsets, "faults": faults, "host": page_cache_of(self._folder)}
+        text = json.dumps(report, separators=(",", ":"))
+        self._by_rank = [json.loads(text) for text in gather_from_all_ranks(text, self._device)]
+        self._raise([fault for each in self._by_rank for fault in each["faults"]])
 
     def _offsets(self, file: str) -> list[int]:
         """Offsets of the boxes of ``file``, whose header must agree with the manifest."""
@@ -144,7 +144,7 @@ class OnePass:
         """The chunks of every rank in order, if the ranks of ``group`` divide the files."""
         plans: list[list[Chunk]] = [[] for _ in range(self._ranks)]
         for file, reader in readers_of(self._sizes, len(group)).items():
-            offsets = self._told[self._readers[file]]["offsets"][file]
+            offsets = self._by_rank[self._readers[file]]["offsets"][file]
             boxes = [
                 (offset, self._numbers[name], TORCH_DTYPES[tensor.dtype], box)
                 for offset, (name, tensor, _, box) in zip(offsets, self._boxes[file], strict=True)
@@ -155,7 +155,7 @@ class OnePass:
 
     def _run_rounds(self, plans: list[list[Chunk]], needs: Sequence[Needs]) -> list[str]:
         """Read this rank's chunks, and receive parts of those of other ranks; returns the faults."""
-        own, mine, hosts = plans[self._rank], needs[self._rank], [each["host"] for each in self._told]
+        own, mine, hosts = plans[self._rank], needs[self._rank], [each["host"] for each in self._by_rank]
         is_near = [bool(host) and host == hosts[self._rank] for host in hosts]
         sends = [
             {

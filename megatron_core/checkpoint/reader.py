@@ -151,9 +151,9 @@ class CheckpointReader:
                 named.append((self._source(piece.name), piece))
         except CheckpointError as error:
             problem = str(error)
-        told = next(filter(None, gather_from_all_ranks(problem, device)), "")
-        if told:
-            raise CheckpointError(told)
+        fault = next(filter(None, gather_from_all_ranks(problem, device)), "")
+        if fault:
+            raise CheckpointError(fault)
         OnePass(self.folder, self.manifest, device, hashed=not self.is_hashed).fill(named)
         self.is_hashed = True
 

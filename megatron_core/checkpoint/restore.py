@@ -69,10 +69,10 @@ class CopiesReader(CheckpointReader):
             for box in tensor.boxes if tensor is not None else ():
                 if box.file not in own and piece.box.intersect(box.box) is not None:
                     wanted.add((box.file, box.key))
-        told = gather_from_all_ranks(json.dumps(sorted(wanted)), self._device)
+        by_rank = gather_from_all_ranks(json.dumps(sorted(wanted)), self._device)
         problem, transfers = "", list[Transfer]()
         try:
-            transfers = list(self._transfers(told))
+            transfers = list(self._transfers(by_rank))
         except (*FAILURES, ValueError, KeyError) as error:
             problem = f"{self.folder}: a file has a damaged header: {error}"
         raise_on_all_ranks(problem, self._device)
@@ -137,12 +137,12 @@ def open_copies(
     saves, faults = _saves_of(folder, run, newest) if hosts.is_first else ([], [])
     for fault in filter(None, gather_from_all_ranks("; ".join(faults), device)):
         note(f"warning: skipped copies in memory: {fault}")
-    told = [
+    by_rank = [
         {(number, save_id) for number, save_id in json.loads(text)}
         for text in gather_from_all_ranks(json.dumps(saves), device)
     ]
-    for save in sorted(set().union(*told), reverse=True):
-        iteration, having = save[0], [host for host, found in enumerate(told) if save in found]
+    for save in sorted(set().union(*by_rank), reverse=True):
+        iteration, having = save[0], [host for host, found in enumerate(by_rank) if save in found]
         own = iteration_folder(folder, iteration)
         manifest = broadcast_from_rank(
             having[0], (own / MANIFEST).read_text() if hosts.rank == having[0] else "", device

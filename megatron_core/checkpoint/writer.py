@@ -175,9 +175,11 @@ class Save:
         """Write the manifest from the ``texts`` of all ranks' reports, and the files that belong to no rank."""
         files: dict[str, StoredFile] = {}
         reports = [json.loads(text) for text in texts]
-        told = sorted(report["name"] for report in reports)
-        if told != [rank_file(rank) for rank in range(self.ranks)]:
-            raise CheckpointError(f"{self.ranks} ranks must report once each, and there are reports of {listed(told)}")
+        reported = sorted(report["name"] for report in reports)
+        if reported != [rank_file(rank) for rank in range(self.ranks)]:
+            raise CheckpointError(
+                f"{self.ranks} ranks must report once each, and there are reports of {listed(reported)}"
+            )
         for report in reports:
             if report["error"]:
                 raise CheckpointError(f"{report['name']}: {report['error']}")

@@ -200,7 +200,7 @@ def _heading(translated: TranslatedLaunch, script: LaunchScript, settings: Setti
     if translated.other_model:
         yield translated.other_model
     elif not launch.program.endswith(GPT):
-        yield f"{readable(launch.program)} is taken for a GPT program; its own changes to Megatron-LM are not known"
+        yield f"{readable(launch.program)} is treated as a GPT program; its changes to Megatron-LM are unknown"
     yield "starts unchanged" if translated.starts else "does not start unchanged: see What to change first"
 
 

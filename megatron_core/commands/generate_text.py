@@ -203,7 +203,7 @@ def read_prompts(path: str) -> list[str]:
         except (ValueError, RecursionError, TypeError, KeyError):
             prompt = None
         if not isinstance(prompt, str):
-            raise DataError(f'{path}:{number}: this is not an object with a text "prompt"')
+            raise DataError(f'{path}:{number}: this is not an object with a string "prompt"')
         found.append(prompt)
     return found
 

@@ -64,7 +64,7 @@ def find_prefixes(inputs: Sequence[str]) -> list[str]:
     times = Counter(map(os.path.realpath, found))
     twice = next((prefix for prefix in found if times[os.path.realpath(prefix)] > 1), None)
     if twice is not None:
-        raise ConfigError(f"--input has {twice} twice, so that its documents would be duplicated; remove one")
+        raise ConfigError(f"--input has {twice} twice, so its documents would be duplicated; remove one")
     return found
 
 

@@ -70,7 +70,7 @@ def _split_problems(config: RunConfig, size: int) -> Iterator[str]:
     if tp > model.query_groups and config.training.fp8_recipe == "blockwise":
         yield (
             f"fp8_recipe=blockwise, but tensor_model_parallel_size={tp} ranks share {model.query_groups} key-value "
-            "groups, so that blocks of the QKV matrix depend on the layout; use --fp8-recipe rowwise or fewer ranks"
+            "groups, so blocks of the QKV matrix depend on the layout; use --fp8-recipe rowwise or fewer ranks"
         )
 
 

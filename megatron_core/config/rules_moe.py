@@ -82,7 +82,7 @@ def _choice_problems(config: RunConfig) -> Iterator[str]:
         yield from _group_problems(model, experts, groups, group_topk)
     if softmax and k == 1 and not model.moe_router_pre_softmax and not _is_sinkhorn(config):
         yield (
-            "moe_router_topk=1: the softmax over one chosen expert is always 1, so that the router would learn "
+            "moe_router_topk=1: the softmax over one chosen expert is always 1, so the router would learn "
             "nothing; add --moe-router-pre-softmax, or use --moe-router-score-function sigmoid"
         )
     if model.moe_router_score_function == "sparsemixer":

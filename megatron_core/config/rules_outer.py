@@ -28,7 +28,7 @@ def outer_problems(config: RunConfig, world_size: int) -> Iterator[str]:
         )
     if outer.outer_delay >= outer.outer_steps:
         yield (
-            f"outer_delay={outer.outer_delay} is not less than outer_steps={outer.outer_steps}, so that two exchanges "
+            f"outer_delay={outer.outer_delay} is not less than outer_steps={outer.outer_steps}, so two exchanges "
             f"of a fragment would be in flight; legal: 0 to {outer.outer_steps - 1}"
         )
     name = f"outer_steps={outer.outer_steps}"

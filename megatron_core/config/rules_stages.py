@@ -149,7 +149,7 @@ def schedule_problems(config: RunConfig) -> Iterator[str]:
         )
     elif wanted == chunks == 2 and any(getattr(parallel, name) is not None for name in (FIRST, LAST)):
         yield (
-            f"pipeline_schedule={schedule} has the first and the last stage on the first rank, so that "
+            f"pipeline_schedule={schedule} has the first and the last stage on the first rank, so "
             f"{FIRST} and {LAST} do not apply; use "
             "pipeline_model_parallel_layout instead"
         )

@@ -17,12 +17,12 @@ from megatron_core.data_parallel.split_parameter import flat_values, reads_eleme
 from megatron_core.parallel.handles import Handle
 
 READS_MEMORY = frozenset({"data_ptr", "untyped_storage", "_typed_storage"})
-"""Functions that give the memory to kernels that torch does not call, such as those of Triton."""
+"""Functions that pass the memory to kernels outside of torch, such as those of Triton."""
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """The handle of a gather with a further action, such as to let everyone read the weights."""
+    """The handle of a gather with a further action, such as allowing reads of the weights."""
 
     gathering: Any
     then: Callable[[], None]

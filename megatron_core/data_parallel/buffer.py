@@ -164,7 +164,7 @@ class Bucket:
         self._has_sum = False
         self.gathering: Handle | Arriving | Arrival = Done()
         self._fetched: tuple[Tensor, Transfer] | None = None
-        """This rank's weights on their way from ``away``, until they have been gathered."""
+        """This rank's weights in transfer from ``away``, until they have been gathered."""
         self.reduced = False
 
     def _adopt(self, name: str, parameter: nn.Parameter, at: int, initialise: Initialise | None) -> None:
@@ -365,7 +365,7 @@ class Bucket:
             self.weights = self.freed.release()
 
     def keep_for_users(self) -> None:
-        """Keep the memory of the whole weights, when they are freed, for tensors that are made of it from now on."""
+        """When the whole weights are freed, keep their memory if tensors created from now on still use it."""
         self.freed.count_users()
 
     def zero_grad(self) -> None:

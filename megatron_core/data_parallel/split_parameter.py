@@ -144,7 +144,7 @@ class FreedWeights:
         acquire(self.flat)
 
     def restore(self) -> None:
-        """Let everyone read the weights."""
+        """Allow reads of the weights."""
         for parameter, view in zip(self._parameters, self._views, strict=True):
             if isinstance(parameter, SplitParameter):
                 vars(parameter)["is_closed"] = False
@@ -152,7 +152,7 @@ class FreedWeights:
                 parameter.data = view
 
     def count_users(self) -> None:
-        """Keep the memory of the weights, when they are freed, for tensors that are made of it from now on."""
+        """When the weights are freed, keep their memory if tensors created from now on still use it."""
         self._users = users_of(self.flat)
 
 

@@ -265,7 +265,7 @@ class UnitSync:
             bucket.prefetch_weights()
 
     def _open(self, unit: Unit) -> None:
-        """Let the unit read its weights."""
+        """Allow reads of the unit's weights."""
         for bucket in unit.reads if self._splits_weights else ():
             if bucket.splits_weights and bucket.is_whole:
                 bucket.freed.restore()

@@ -65,7 +65,7 @@ class ChoiceDataset:
     def _add(self, line: Any) -> None:
         query, choices, gold = text(line["query"], "query"), line["choices"], line["gold"]
         if not isinstance(choices, list) or len(choices) < 2:
-            raise DataError("choices must be a list of two or more texts")
+            raise DataError("choices must be a list of two or more strings")
         if isinstance(gold, bool) or not isinstance(gold, int) or not 0 <= gold < len(choices):
             raise DataError(f"gold={gold!r} must be an index of choices, from 0 to {len(choices) - 1}")
         self._tokens += [self._encoded(query, text(choice, "choices")) for choice in choices]

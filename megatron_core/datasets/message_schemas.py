@@ -72,7 +72,7 @@ def tools_of(line: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
         try:
             tools = json.loads(tools) if tools.strip() else None
         except (ValueError, RecursionError) as error:
-            raise DataError(f"tools is a text that is not JSON ({error}); give a list of objects") from None
+            raise DataError(f"tools is a string that is not JSON ({error}); give a list of objects") from None
     return None if tools is None else _objects({"tools": tools}, "tools")
 
 
@@ -82,7 +82,7 @@ def turns(line: Mapping[str, Any], key: str, role: str) -> list[Message]:
     if isinstance(value, str):
         return [{"role": role, "content": value}]
     if not isinstance(value, list) or not value:
-        raise DataError(f"{key} must be a text or a list of messages")
+        raise DataError(f"{key} must be a string or a list of messages")
     found = [_openai(message) for message in _objects(line, key)]
     if role == "assistant" and found[-1]["role"] != role:
         raise DataError(f"{key} ends with a message of {found[-1]['role']!r}; it must end with the assistant's answer")

@@ -30,7 +30,7 @@ class PreferenceDataset(ConversationDataset):
         sample = self._sample([self._line(line)[index % 2]])
         if not sample["loss_mask"].any():
             raise DataError(
-                f"{self.place(line)}: the prompt alone has seq_length={self.sequence_length} tokens or more, so that "
+                f"{self.place(line)}: the prompt alone has seq_length={self.sequence_length} tokens or more, so "
                 "no token of the answer remains; give a larger --seq-length, or remove the line"
             )
         return sample

@@ -81,11 +81,11 @@ class GenerationRequest(_Model):
     def _stops(cls, stop: Any) -> list[str]:
         stops = [stop] if isinstance(stop, str) else stop
         if not isinstance(stops, list) or not all(isinstance(text, str) and text for text in stops):
-            raise RequestError(f"stop={shown(stop)}: give a text or a list of texts, none of them empty", "stop")
+            raise RequestError(f"stop={shown(stop)}: give a string or a list of strings, none of them empty", "stop")
         if len(stops) > MOST_STOPS:
-            raise RequestError(f"stop has {len(stops)} texts; give at most {MOST_STOPS}", "stop")
+            raise RequestError(f"stop has {len(stops)} strings; give at most {MOST_STOPS}", "stop")
         if (longest := max(map(len, stops), default=0)) > LONGEST_STOP:
-            raise RequestError(f"stop has a text of {longest} characters; give at most {LONGEST_STOP}", "stop")
+            raise RequestError(f"stop has a string of {longest} characters; give at most {LONGEST_STOP}", "stop")
         return stops
 
     @model_validator(mode="after")
@@ -107,7 +107,7 @@ class CompletionRequest(GenerationRequest):
     def _prompts(cls, prompt: Any) -> list[str | list[int]]:
         prompts = prompt if isinstance(prompt, list) and not _are_tokens(prompt) else [prompt]
         if not prompts or not all(isinstance(each, str) or _are_tokens(each) for each in prompts):
-            raise RequestError("prompt must be a text, a list of token ids, or a list of one of them", "prompt")
+            raise RequestError("prompt must be a string, a list of token ids, or a list of either", "prompt")
         return prompts
 
     @model_validator(mode="after")
@@ -141,7 +141,7 @@ class Message(_Model):
         if not all(isinstance(part, dict) and part.keys() == {"type", "text"} for part in content) or not all(
             part["type"] == "text" and isinstance(part["text"], str) for part in content
         ):
-            raise RequestError('content must be a text, or a list of {"type": "text", "text": ...}', "messages")
+            raise RequestError('content must be a string, or a list of {"type": "text", "text": ...}', "messages")
         return "".join(part["text"] for part in content)
 
 

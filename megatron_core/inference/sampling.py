@@ -60,7 +60,7 @@ def choose(logits: Tensor, samplings: Sequence[Sampling], generators: Sequence[t
 def fault_of(token: int) -> str:
     """The reason for which a row has the negative ``token``."""
     return (
-        f"the largest logit of the next token is {FAULTS[token]}, so that no token can be chosen; the weights are "
+        f"the largest logit of the next token is {FAULTS[token]}, so no token can be sampled; the weights are "
         "damaged, or overflow in their dtype: check the checkpoint, or convert it to a wider dtype"
     )
 

@@ -109,7 +109,7 @@ class Messages:
 
 @dataclass
 class Round:
-    """Tasks whose parts travel together."""
+    """Tasks whose parts are sent in the same all-to-alls."""
 
     buckets: list[Bucket]
     """Buckets with tasks in this round, all of one dtype."""

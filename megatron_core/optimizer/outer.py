@@ -1,4 +1,4 @@
-"""Global weights of groups of replicas that train on their own and exchange their weights every few steps."""
+"""Global weights of groups of replicas that train independently and exchange their weights every few steps."""
 
 from __future__ import annotations
 
@@ -210,7 +210,8 @@ class OuterOptimizer:
     @contextmanager
     @torch.no_grad()
     def global_weights(self) -> Iterator[None]:
-        """Compute with the global weights inside the context; afterwards the group's own weights have their old bits.
+        """Compute with the global weights inside the context; afterwards the group's own weights are restored to the
+        bit.
 
         Collective calls of all ranks of a group.
         """

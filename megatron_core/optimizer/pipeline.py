@@ -1,7 +1,8 @@
 """Updates of shards whose state or weights are in host memory or on disk, in a pipeline with their transfers.
 
-Source: Ren et al. 2021 (ZeRO-Offload), section 4. Gradients leave for the host when they are final, during the backward
-pass. While one part of the shards is updated, the next one is read, and the previous one is written and its new weights
+Source: Ren et al. 2021 (ZeRO-Offload), section 4. Gradients are copied to the host when they are final, during the
+backward pass. While one part of the shards is updated, the next one is read, and the previous one is written and its
+new weights
 return to the device.
 """
 
@@ -57,7 +58,7 @@ class UpdatePipeline:
             self._sent[shard] = _Sent(grad._version, self._memory[shard], transfer)
 
     def settle(self) -> None:
-        """Wait for all gradients on their way, and forget them: their step is skipped, or they change."""
+        """Wait for all gradients in transfer, and discard them: their step is skipped, or they change."""
         for sent in self._sent.values():
             sent.transfer.wait()
         self._sent.clear()

@@ -336,7 +336,7 @@ def exchange_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], group:
 class RowExchange:
     """``exchange_rows`` of several tensors in two halves, so that computation between them overlaps with it.
 
-    In forward and in backward it hands over to the other function of ``interleave`` between the halves.
+    In forward and in backward it switches to the other function of ``interleave`` between the halves.
     """
 
     def __init__(self, tensors: Sequence[Tensor], send: Sequence[int], receive: Sequence[int], group: Group) -> None:

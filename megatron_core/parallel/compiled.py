@@ -20,7 +20,8 @@ from megatron_core.errors import ConfigError
 from megatron_core.parallel.shared_memory import backend as shared_memory
 
 GRAPHS = 64
-"""Graphs of a forward before torch.compile gives up, for windows, shapes and evaluation. torch's default of 8 is meant
+"""Number of graphs of a forward after which torch.compile stops compiling, for windows, shapes and evaluation. torch's
+default of 8 is meant
 for one module, but all layers have the same code."""
 
 

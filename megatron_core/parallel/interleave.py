@@ -1,4 +1,4 @@
-"""Run two functions together, so that the messages of one are on their way while the other computes.
+"""Interleave two functions: the messages of one are in flight while the other computes.
 
 Only one of both runs at any time: after it has started a message, it hands over to the other, and it continues when the
 other hands over, too, or ends. The order of all operations therefore depends neither on time nor on the rank, so that
@@ -33,7 +33,7 @@ class _AbandonedError(Exception):
 
 
 class _Pair:
-    """Whose turn it is: 0 or 1."""
+    """The function that may run, 0 or 1."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -42,7 +42,7 @@ class _Pair:
         self.error: BaseException | None = None
 
     def hand_over(self) -> None:
-        """Let the other function run until it hands over or ends."""
+        """Switch to the other function until it switches back or ends."""
         own = self._turn
         if self._ended[1 - own]:
             return
@@ -83,9 +83,8 @@ _RUNNING: RankLocal[list[_Pair]] = RankLocal(list)
 
 
 def hand_over() -> None:
-    """Let the other function of ``Interleaver.run`` compute; call it between the start of a message and its wait.
-
-    Without such a function it does nothing. All ranks of the message's group must call it.
+    """Switch to the other function of ``Interleaver.run``; call it between the start of a message and its wait. Without
+    another function it does nothing. All ranks of the message's group must call it.
     """
     if running := _RUNNING():
         running[0].hand_over()

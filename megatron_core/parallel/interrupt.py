@@ -1,4 +1,4 @@
-"""A request to end this process's waits for other ranks: a thread makes it, and the waiting thread raises."""
+"""Interruption of this process's waits for other ranks: one thread requests it, and the waiting thread raises."""
 
 import torch.distributed as dist
 

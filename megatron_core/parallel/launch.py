@@ -49,7 +49,7 @@ class World:
     local_rank: int
     device: torch.device
     spares: int = 0
-    """Number of ranks that only wait, because the layout or the batch cannot be split over them."""
+    """Number of spare ranks, which wait because the layout or the batch cannot be split over them."""
     store: dist.Store | None = None
     """The job's shared key-value store, once this process has joined."""
     prefix: str = ""
@@ -61,7 +61,7 @@ class World:
     launcher_size: int = 0
     """The launcher's number of ranks, if the process groups may have fewer."""
     memory: HostMemory | None = None
-    """Memory that outlives this process, if a supervisor would start another one in its place."""
+    """Memory that outlives this process, if a supervisor replaces it after a failure."""
 
     @classmethod
     def from_environment(cls) -> World:
@@ -163,8 +163,8 @@ def connect(world: World, timeout: timedelta) -> dist.Store:
     address, port = os.environ.get("MASTER_ADDR", ""), _read_integer("MASTER_PORT", 0)
     if not address or not 0 < port < 65536:
         raise LayoutError(
-            f"MASTER_ADDR={address!r} and MASTER_PORT={port}: the ranks meet at rank 0's address and a free port from "
-            "1 to 65535; start them with torchrun, which sets both, or export both to all ranks"
+            f"MASTER_ADDR={address!r} and MASTER_PORT={port}: the rendezvous needs rank 0's address and a free port "
+            "from 1 to 65535; start the ranks with torchrun, which sets both, or export both to all ranks"
         )
     try:
         store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
@@ -177,7 +177,7 @@ def connect(world: World, timeout: timedelta) -> dist.Store:
             if taken
             else "check the address, that rank 0 runs, and that no firewall blocks the port"
         )
-        raise LayoutError(f"the ranks cannot meet at {address}:{port}: {way_out} ({first})") from None
+        raise LayoutError(f"rendezvous at {address}:{port} failed: {way_out} ({first})") from None
 
 
 def connect_to_running_job(world: World, timeout: timedelta) -> dist.Store:
@@ -223,7 +223,7 @@ def _select_attempt(store: dist.Store, world: World, seconds: float) -> dist.Sto
 
 
 def end_with_launcher() -> None:
-    """Ask the kernel to send SIGTERM to this rank if its launcher dies, so that no orphan process trains on.
+    """Ask the kernel to send SIGTERM to this rank if its launcher dies, so no orphan process continues training.
 
     On SIGTERM the rank finishes its step, saves and exits. Only on Linux, under torchrun or ``--nproc-per-node``.
     """
@@ -318,8 +318,8 @@ def _print_and_exit(status: int, world: World | None, message: str = "") -> NoRe
 def _print_once(message: str, world: World | None, *, waits: bool = True) -> None:
     """Print an error on the first rank that raises it.
 
-    Before the ranks have joined, the others let rank 0, and then the first rank of their machine, print it: torchrun
-    ends all ranks of a machine as soon as one has ended. A rank that is still running prints an error of its own.
+    Before the ranks have joined, rank 0 prints it, or after a delay the first rank of each machine: torchrun ends all
+    ranks of a machine as soon as one has ended. A rank that is still running prints its own error.
     ``waits``: False after Ctrl-C, of which all ranks know; only rank 0 prints it then.
     """
     first = True

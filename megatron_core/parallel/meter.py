@@ -1,8 +1,9 @@
 """Splits a rank's time into phases that add up to the total, and counts bytes of collectives and offloading.
 
-Exactly one phase is charged at any time, so that the phases of a step sum to its duration. A collective is charged only
-while this rank waits for it; the transfer that overlaps with computation is charged to the computation and reported as
-the collective's time in flight. The same holds for transfers to host memory and files (``transfer.Lane``). On a GPU,
+Time is charged to exactly one phase, so the phases of a step sum to its duration. A collective is charged only while
+this rank waits for it; while it overlaps with computation, time is charged to the computation, and the collective's
+time in flight is reported separately. The same holds for transfers to host memory and files (``transfer.Lane``). On a
+GPU,
 times are CUDA events on the compute stream, read after they have completed.
 
 Bytes are those that a rank sends in a ring algorithm: of n ranks 2 (n-1)/n x for an all-reduce of x bytes, (n-1)/n x

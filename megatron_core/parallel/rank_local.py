@@ -1,8 +1,8 @@
 """State that belongs to a rank: one value for each process, or one for each simulated rank of a process.
 
-A process of a job is one rank. A simulated world (``parallel.simulated``) runs many ranks in one process, each in
-threads of its own, so that a module-level variable would be shared by all of them. ``RankLocal`` holds such state:
-every rank finds its own value. Threads inherit the rank only by ``in_this_rank``; all other threads find the process's
+A process of a job is one rank. A simulated world (``parallel.simulated``) runs many ranks in one process, each in its
+own threads, so all ranks would share a module-level variable. ``RankLocal`` stores such state: every rank has its own
+value. Threads inherit the rank only by ``in_this_rank``; all other threads find the process's
 value.
 """
 

@@ -111,7 +111,7 @@ class ShardSpec:
                     f"rank has the indices {known}; give its index on {split.axis!r}, from 0 to {len(split.ranges) - 1}"
                 )
             if split.local_extent and sum(other.dim == split.dim for other in self.splits) > 1:
-                raise LayoutError(f"dim {split.dim} is split twice, so that it cannot be padded; split it once")
+                raise LayoutError(f"dim {split.dim} is split twice, so it cannot be padded; split it once")
 
     @property
     def split_axes(self) -> tuple[str, ...]:

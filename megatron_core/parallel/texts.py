@@ -44,12 +44,12 @@ def raising_on_all_ranks(device: torch.device) -> Iterator[None]:
         yield
     except Exception as error:
         failure, message = error, str(error) if isinstance(error, MegatronError) else f"{type(error).__name__}: {error}"
-    told = gather_from_all_ranks(message, device)
+    by_rank = gather_from_all_ranks(message, device)
     if failure is not None:
         raise failure
-    rank = next((rank for rank, text in enumerate(told) if text), None)
+    rank = next((rank for rank, text in enumerate(by_rank) if text), None)
     if rank is not None:
-        raise ConfigError(f"rank {rank}: {told[rank]}")
+        raise ConfigError(f"rank {rank}: {by_rank[rank]}")
 
 
 class StringBroadcast:

@@ -2,7 +2,7 @@
 
 A thread on every rank polls the store twice a second. The first rank that fails, or whose time limit expires, writes a
 reason to the store; every rank answers with its current line of Python and its latest collectives. The first rank
-prints the reason with the ranks that do not answer, and then a report of all answers. Then every rank exits, so that
+prints the reason with the unresponsive ranks, and then a report of all answers. Then every rank exits, so that
 torchrun restarts them. Nothing here waits indefinitely for the store, because a stopped rank may host it.
 """
 

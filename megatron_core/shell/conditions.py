@@ -1,4 +1,4 @@
-"""Conditions of a shell script, with a third value for what cannot be known without running it."""
+"""Conditions of a shell script: true, false, or unknown without running it."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def find_script(script: Path, name: str, folders: Sequence[Path]) -> tuple[Path 
             return path, f"{readable(name)} is not on this machine; {path} is read in its place"
     if places:
         return None, f"{readable(name)} is outside the folders of the script, and is not read; --read-from allows it"
-    return None, f"{readable(name)} is not on this machine, so that its variables are not known"
+    return None, f"{readable(name)} is not on this machine, so its variables are unknown"
 
 
 def _substitutes(folder: Path, path: Path) -> Iterator[Path]:

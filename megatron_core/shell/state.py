@@ -1,4 +1,4 @@
-"""State of a shell, and what of it subshells and functions have for themselves."""
+"""State of a shell, and the parts that subshells and functions copy."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         if isinstance(model, models.WordLevel | models.WordPiece) and model.unk_token not in vocabulary:
             raise ConfigError(
                 f"--tokenizer-model {self._path}: the token for unknown words, {model.unk_token!r}, is not in the "
-                "vocabulary, so that unknown words have no id; add it to the file"
+                "vocabulary, so unknown words have no id; add it to the file"
             )
         super().__init__(tokenizer, vocabulary)
         self.ids_before_prompt = _ids_before(tokenizer)
@@ -269,7 +269,7 @@ def named_tokens(folder: Path) -> dict[str, str]:
             if isinstance(token, str) and key.endswith("_token"):
                 found[key] = token
             elif key in _KEYS and value is not None:
-                raise ConfigError(f"{path}: {key} is {shortened(repr(value))}, not the text of a token; {_REMEDY}")
+                raise ConfigError(f"{path}: {key} is {shortened(repr(value))}, not the string of a token; {_REMEDY}")
     return found
 
 

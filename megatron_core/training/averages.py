@@ -19,7 +19,7 @@ PREFIX = f"optimizer.{AVERAGE.name}."
 @contextmanager
 @torch.no_grad()
 def averaged_weights(run: Run) -> Iterator[None]:
-    """Compute with the averages instead of the weights inside the context; afterwards the weights have their old bits.
+    """Replace the weights by their averages inside the context, and restore them to the bit afterwards.
 
     Collective calls of all ranks, which gather the averages as an update gathers weights.
     """

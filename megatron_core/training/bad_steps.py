@@ -1,7 +1,8 @@
 """Handling of bad steps: steps with a non-finite loss or gradient norm, and spikes of the gradient norm.
 
 A bad step is skipped and saved for a replay; after a rollback to the last checkpoint its batch is left out. All
-decisions depend only on the step's loss and norm, which are equal on all ranks, so that all ranks decide alike. Without
+decisions depend only on the step's loss and norm, which are equal on all ranks, so all ranks make the same decision.
+Without
 ``max_bad_steps`` outer groups take steps of their own, and the first bad step of any of them ends the job.
 """
 
@@ -96,7 +97,7 @@ class BadSteps(Callback):
     def _keep(self, result: StepResult) -> str:
         """Save the weights of this step for ``megatron-replay-step``; return a clause for the message, or "".
 
-        A skipped step does not change the weights, so that the current weights are the ones of its forward pass.
+        A skipped step does not change the weights, so the current weights are those of its forward pass.
         """
         run, settings = self.run, self.run.config.checkpoint
         if settings.save is None or self._kept >= self._settings.save_bad_steps or run.outer is not None:

@@ -79,7 +79,7 @@ def check_same_reference(stored: Mapping[str, Any], config: RunConfig, folder: P
     whose weights are not those of the reference."""
     if config.data.dpo and config.tuning.lora_rank is None and not stored.get("dpo", False):
         raise CheckpointError(
-            f"dpo=True, but the checkpoint {folder} is of a training without it, so that the reference would have "
+            f"dpo=True, but the checkpoint {folder} is of a run without it, so the reference would have "
             "other weights; to begin with its weights, give the folder as --pretrained-checkpoint, not as --load"
         )
 
@@ -95,7 +95,7 @@ def check_same_stage(stored: Mapping[str, Any], config: RunConfig, folder: Path)
     if any(bool(before[name]) != bool(now[name]) for name in names):
         given, trained = (", ".join(f"{name}={value}" for name, value in each.items()) for each in (now, before))
         raise CheckpointError(
-            f"{given}, but the checkpoint {folder} was trained with {trained}, so that its optimizer state is of other "
+            f"{given}, but the checkpoint {folder} was trained with {trained}, so its optimizer state is of other "
             "weights; to begin this stage with its weights and new optimizer state, add --finetune"
         )
 
@@ -205,7 +205,7 @@ def moved_end(stored: Mapping[str, Any], config: RunConfig) -> str:
     if not decays or current[f"lr_decay_{unit}"] is not None or before in (None, now):
         return ""
     return (
-        f"the learning rate decays until the last step: train_{unit} was {before} and is {now}, so that it "
+        f"the learning rate decays until the last step: train_{unit} was {before} and is {now}, so it "
         f"jumps to another value; --lr-decay-{unit} {before} keeps the schedule"
     )
 
@@ -263,7 +263,7 @@ def open_model(
 
 
 def model_and_tokenizer(config: RunConfig) -> RunConfig:
-    """Return ``config`` with all settings but model, sequence length and tokenizer reset to their defaults."""
+    """Return ``config`` with all settings reset to their defaults, except model, sequence length and tokenizer."""
     model = ModelConfig(**{name: getattr(config.model, name) for name in MODEL})
     if model.position_embedding_type == "learned_absolute":
         model = replace(model, max_position_embeddings=config.max_positions)

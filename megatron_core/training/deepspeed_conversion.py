@@ -66,8 +66,8 @@ def import_deepspeed(
     }
     entries = _entries(found, dtype or torch.float32, kinds)
     save_tensors(save, steps, entries, _tensors(found, entries), state)
-    told = "weights and optimizer state" if kinds else "weights without optimizer state"
-    return f"{told} of global step {steps}"
+    content = "weights and optimizer state" if kinds else "weights without optimizer state"
+    return f"{content} of global step {steps}"
 
 
 def _kinds(found: DeepSpeedCheckpoint, *, required: bool) -> tuple[str, ...]:

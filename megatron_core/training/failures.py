@@ -1,4 +1,4 @@
-"""Progress for the watchdog, and a log of failures, so that restarts do not repeat one failure endlessly."""
+"""Progress reports for the watchdog, and a log of failures, which prevents endless restarts with the same failure."""
 
 import hashlib
 import json
@@ -42,7 +42,7 @@ class Heartbeat(Callback):
 
 
 class FailureLog(Callback):
-    """``SAVE/failures.jsonl``: one line at the start of each attempt and one for each rank that fails in it.
+    """``SAVE/failures.jsonl``: a line for the start of each attempt and for each rank that fails in it.
 
     If two consecutive attempts with equal settings have the same failure at the same iteration, the run ends and a
     third attempt is refused. The file is removed when an attempt completes that iteration.

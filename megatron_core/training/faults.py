@@ -63,7 +63,7 @@ class Faults(Callback):
         if run.world.size == 1 and any(fault.kind == "hang" for fault in self._left):
             raise ConfigError(
                 f"inject_fault={' '.join(run.config.resilience.inject_fault)}: a hang would never end on one rank, "
-                "because the others notice it; start 2 ranks or more, or inject another fault"
+                "because only other ranks detect it; start 2 ranks or more, or inject another fault"
             )
 
     def _due(self, *kinds: str) -> str | None:
@@ -115,7 +115,7 @@ class Faults(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
     def is_bad(self, loss: float, grad_norm: float) -> bool:
-        """Die when the step is about to update the weights, if this is due."""
+        """Kill this process before the update of the weights, if this fault is due."""
         self._die("kill-update")
         return False
 
@@ -134,7 +134,7 @@ class Faults(Callback):
             print(f"note: {where.lstrip()} has not happened: no tensor of 16 elements was changed", file=sys.stderr)
 
     def after_run(self) -> None:
-        """Report faults that were not injected, so that a mistyped step does not look like a fault the run survived."""
+        """Report faults that were not injected, for example because of a mistyped step."""
         absent = self.run.config.resilience.faults if self.run.world.rank == 0 else ()
         size = self.run.world.launcher_size or self.run.world.size
         absent = [fault for fault in absent if fault.rank >= size]

@@ -25,7 +25,7 @@ class LinkChecks(Callback):
         self._has_records = False
         """Whether calls of this step or the one before are recorded."""
         self._suspect = "the start"
-        """The first step that may be wrong without a finding so far."""
+        """The first step whose results have not been checked completely."""
 
     def before_run(self) -> None:
         """Seal the messages between stages, if all are checked."""
@@ -41,7 +41,7 @@ class LinkChecks(Callback):
             self._has_records = True
 
     def before_update(self) -> None:
-        """Compare what is recorded, before wrong gradients change the weights."""
+        """Compare the recorded checksums before wrong gradients change the weights."""
         if self._has_records or LINKS.seals_messages:
             self._compare()
             self._has_records = LINKS.checking  # calls of the update follow
@@ -51,7 +51,7 @@ class LinkChecks(Callback):
         LINKS.end()
 
     def after_run(self) -> None:
-        """Compare what the last step and the evaluations have left."""
+        """Compare the remaining checksums of the last step and the evaluations."""
         if self._has_records or LINKS.seals_messages:
             self.run.data_parallel.finish_param_sync()
             self._compare()

@@ -173,11 +173,11 @@ def _pieces_of_compression(reader: CheckpointReader | MegatronReader | HostCopy,
     ranks = reader.state.get("compression_ranks")
     has_errors = ranks == data.groups.size("dp") and all(reader.has(piece.name) for piece in errors)
     has_factors = all(reader.has(piece.name, piece.global_shape) for piece in factors)
-    told = gather_from_all_ranks(f"{has_errors:d}{has_factors:d}", data.device)
-    if any(text[0] == "0" for text in told):
+    by_rank = gather_from_all_ranks(f"{has_errors:d}{has_factors:d}", data.device)
+    if any(text[0] == "0" for text in by_rank):
         note(f"the compression errors of gradients start at zero: the checkpoint has the errors of {ranks or 0} ranks")
         return coefficients
-    return [*coefficients, *errors, *(factors if all(text[1] == "1" for text in told) else ())]
+    return [*coefficients, *errors, *(factors if all(text[1] == "1" for text in by_rank) else ())]
 
 
 def _pieces_of_histories(reader: CheckpointReader | MegatronReader | HostCopy, fp8: AmaxHistories) -> list[TensorBox]:

@@ -36,7 +36,7 @@ def without_indexers(stored: Mapping[str, Any], config: RunConfig, *, only_weigh
     if not config.model.trains_indexers:
         raise CheckpointError(
             f"dsa_indexer_loss_coeff={config.model.dsa_indexer_loss_coeff}, but the checkpoint has no indexers, so "
-            "that new ones would choose keys at random; train them with --dsa-indexer-loss-coeff, first with "
+            "new ones would choose keys at random; train them with --dsa-indexer-loss-coeff, first with "
             "--dsa-indexer-warmup"
         )
     return {name: value for name, value in stored.items() if name != VARIANT and not name.startswith("dsa_")}

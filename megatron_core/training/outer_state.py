@@ -80,7 +80,8 @@ def _state(fragment: Fragment, in_flight: bool) -> Iterator[TensorBox]:
 
 
 def _pieces(fragment: Fragment, kind: str, prefix: str, *, narrow: bool = False) -> Iterator[TensorBox]:
-    """Boxes ``PREFIX.NAME`` of a flat tensor of ``fragment``; ``narrow``: in the dtype of the model's weights."""
+    """Boxes ``PREFIX.NAME`` of a flat tensor of ``fragment``; ``narrow``: converted to the dtype of the model's
+    weights."""
     for (_, name, parameter, start, stop, _), flat in fragment.parts(getattr(fragment, kind)):
         flat = flat.to(parameter.dtype) if narrow else flat
         yield from pieces_of(f"{prefix}.{name}", spec_of(parameter), tuple(parameter.shape), start, stop, flat)

@@ -165,7 +165,7 @@ def introduce(run: Run) -> None:
 
 
 def describe_offload(optimizer: OptimizerConfig) -> str:
-    """Where ``optimizer_offload_dir`` keeps the optimizer state."""
+    """Describe the place of offloaded optimizer state."""
     share = f"{optimizer.optimizer_offload_fraction:.0%}"
     return f"{share} in unnamed files of {optimizer.optimizer_offload_dir}, which are deleted with the process"
 

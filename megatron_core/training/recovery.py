@@ -45,7 +45,7 @@ from megatron_core.training.state_copies import choose_mirror, sources_of
 from megatron_core.training.stop import SIGNALS
 
 MEETING = 60.0
-"""Seconds that all ranks have to meet after a failure."""
+"""Time limit of the rendezvous after a failure, in seconds."""
 NOTICE = 2.0
 """Seconds to wait for the reason of a lost connection."""
 SAVE_SECONDS = 1.0
@@ -87,7 +87,7 @@ def train_with_recovery(config: RunConfig, world: World, attempt: Attempt) -> No
 
 
 class Regrouped(InterruptedWait):
-    """The process groups are made again, for a rank that has joined; no rank has failed."""
+    """Raised to create the process groups again for a rank that joins; no rank has failed."""
 
 
 def _nothing() -> None:
@@ -141,8 +141,10 @@ class Recovery:
             self.generation = self._rendezvous.next_generation(self.generation + 1)
 
     def _await_invitation(self) -> bool:
-        """Ask the others to take this rank in, once they have lost it, and wait until they meet; False if the job has
-        ended before."""
+        """Ask the other ranks to admit this rank; return False if the job ends before the next rendezvous.
+
+        The request waits until the other ranks have detected the loss of this rank.
+        """
         memory, rank, rendezvous = self.memory.numbers, self._rank, self._rendezvous
         memory[GENERATION] = WAITS
         others = [other for other in range(self._size) if other != rank]
@@ -170,7 +172,7 @@ class Recovery:
         return True
 
     def _run_generation(self, attempt: Attempt) -> None:
-        """Meet, join the process groups of this generation, train, and wait until all ranks are complete."""
+        """Join the rendezvous and process groups of this generation, train, and wait until all ranks are complete."""
         generation, world = self.generation, self.world
         self.memory.numbers[GENERATION], self._joins = generation, 0
         self._monitor.watch(generation)
@@ -230,7 +232,7 @@ class Recovery:
             raise RestartNeeded(what)
 
     def _stand_aside(self) -> None:
-        """Wait for the end of this generation, because its batch or layout has no use for this rank."""
+        """Wait for the end of this generation as a spare rank: its batch or layout cannot use this rank."""
         self._wait(lambda: self._rendezvous.replaced(self.generation) is not None, math.inf, self._unfinished)
         if self._rendezvous.replaced(self.generation) is not None:
             raise Regrouped
@@ -357,8 +359,10 @@ class Recovery:
         gc.collect()
 
     def leave(self, run: Run) -> None:
-        """Keep the reason to stop, and release the folders of a failed generation; without this the process is replaced
-        if a save in the background does not end."""
+        """Store the reason to stop, and release the folders of a failed generation.
+
+        If a background save does not end, the process is killed and replaced.
+        """
         self.stop_reason = run.stop_reason or self.stop_reason
         run.data_parallel.release()
         if not run.saver.abandon(SAVE_SECONDS):
@@ -370,7 +374,7 @@ class Recovery:
         self._rendezvous.train(self.generation)
 
     def describe(self) -> str:
-        """One line about the failure before this generation and what was done."""
+        """Describe the failure before this generation and the recovery in one line."""
         failures, members = self._rendezvous.failures(self.generation), self._rendezvous.decided(self.generation)
         assert members is not None, "all ranks have met"
         planned = self._rendezvous.replaced(self.generation - 1)

@@ -1,4 +1,4 @@
-"""Which ranks train after a failure, and which copies are the whole state."""
+"""Choice of the ranks that train after a failure, and of the copies that form the whole state."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_core.parallel.recovery.rendezvous import Choice, Members
 
 
 def choice_of(config: RunConfig, size: int) -> Choice:
-    """The rules of a job of ``size`` ranks for its meetings."""
+    """The rules of a job of ``size`` ranks for its rendezvous."""
     return Choice(
         training=lambda alive: training_ranks(config, size, alive),
         suffices=lambda ranks, owners, training: (

@@ -1,10 +1,9 @@
 """Frozen models next to the trained one, such as the reference of preference optimization without adapters.
 
 The reference is a second copy of the weights, in the layout of the trained model: split over tensor and pipeline ranks
-as it is, and with ZeRO 3 sharded over data-parallel ranks. Beside gradients and optimizer state that is little (2 of 20
-bytes for each parameter in bf16), and unlike log-probabilities that are computed before training it needs no pass over
-the data, nothing in checkpoints, and computes with the kernels and the micro-batches of the trained model: the first
-loss is log 2 to the last bit.
+as it is, and with ZeRO 3 sharded over data-parallel ranks. It takes 2 of 20 bytes for each parameter in bf16. Unlike
+log-probabilities computed before training, it needs no pass over the data and nothing in checkpoints, and it uses the
+kernels and micro-batches of the trained model: the first loss is log 2 to the last bit.
 """
 
 from __future__ import annotations

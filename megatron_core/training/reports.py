@@ -72,7 +72,7 @@ class Measurements(Callback):
         METER.start(run.groups, run.world.device)
 
     def of_step(self, result: StepResult) -> dict[str, Any]:
-        """Take the times of the last step; return fields of its event."""
+        """Record the times of the last step; return fields of its event."""
         if not self.settings.record_times:
             return {}
         times, iteration = METER.take(), self.run.state.iteration

@@ -319,8 +319,8 @@ class CheckpointSaver:
         try:
             action()
         except CheckpointError as error:
-            told = list(dict.fromkeys(gather_from_all_ranks(str(error), self.data.device)))
-            reasons = "; ".join([text for text in told if not text.endswith(ELSEWHERE)] or told)
+            faults = list(dict.fromkeys(gather_from_all_ranks(str(error), self.data.device)))
+            reasons = "; ".join([text for text in faults if not text.endswith(ELSEWHERE)] or faults)
             note(f"saving failed: {reasons}. Training continues; earlier checkpoints are intact")
             return False
         return True

@@ -84,7 +84,7 @@ class Generation(Protocol):
         """Report that the first step of this generation starts."""
 
     def describe(self) -> str:
-        """One line about the failure before this generation and what was done."""
+        """Describe the failure before this generation and the recovery in one line."""
 
     def regroup_when_due(self, iteration: int) -> None:
         """End the generation after ``iteration`` if its process groups are made again."""

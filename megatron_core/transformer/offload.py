@@ -1,6 +1,7 @@
 """Keep activations in host memory between forward and backward (Rhu et al. 2016; Ren et al. 2021).
 
-The tensors that a unit saves leave while this unit and the next one compute; after the next unit's forward their memory
+The tensors that a unit saves are copied to the host while this unit and the next one compute; after the next unit's
+forward their memory
 on the device is freed, so that two units are on the device. When a unit's backward begins, the tensors of the unit
 before it start to return. A unit whose backward begins before another unit has run still has its tensors on the device.
 """
@@ -20,7 +21,7 @@ from megatron_core.parallel.transfer import Transfer, empty_on_host, is_on_host,
 
 
 class _Saved:
-    """A saved tensor in host memory; until it has left, and from ``load`` to ``take``, it is also on the device."""
+    """A saved tensor in host memory; until it is copied, and from ``load`` to ``take``, it is also on the device."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._device, self._returns = tensor.device, False

@@ -1,4 +1,4 @@
-"""Gated short convolutions: layers whose tokens see the few tokens before them."""
+"""Gated short convolutions: layers in which each output depends on the last few tokens."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def test_a_file_may_have_lines_of_several_schemas(tmp_path: Path) -> None:
         ({"conversations": [{"from": "function_call", "value": "f()"}]}, "from='function_call' is not a known speaker"),
         ({"instruction": "a", "output": None, "answer": None}, "output and answer is null, so there is no answer"),
         ({"instruction": "a", "output": "b", "history": [["c"]]}, "history must be a list of pairs"),
-        ({"messages": ASKED, "tools": "search"}, "tools is a text that is not JSON"),
+        ({"messages": ASKED, "tools": "search"}, "tools is a string that is not JSON"),
         ({"messages": ASKED, "tools": {"name": "f"}}, "tools must be a list of objects"),
         ({"text": "a"}, "no answers"),
     ],

@@ -27,6 +27,6 @@ def test_logits_that_are_not_finite_are_an_error(wrong: list[float], sampling: S
     first, second = choose(logits, [sampling] * 2, generators)
     largest = wrong[1] if len(wrong) == 3 and wrong[0] == 0.0 else wrong[0]
     assert first == 1 or sampling.temperature, "the other row is chosen as usual"
-    assert second < 0 and f"the largest logit of the next token is {largest}, so that no" in fault_of(second)
+    assert second < 0 and f"the largest logit of the next token is {largest}, so no token" in fault_of(second)
     excluded = torch.tensor([[float("-inf"), 3.0, float("-inf")]])
     assert choose(excluded, [sampling], generators[:1]) == [1], "tokens may be excluded"

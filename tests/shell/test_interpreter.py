@@ -127,7 +127,7 @@ def test_files_outside_the_folders_of_the_script_are_not_read_in_place_of_others
     assert found.commands[0].words == ("train", "7")
     notes = list(found.notes)
     assert len(notes) == 3 and "7b.sh is read in its place" in notes[0]
-    assert all(note.endswith("is not on this machine, so that its variables are not known") for note in notes[1:])
+    assert all(note.endswith("is not on this machine, so its variables are unknown") for note in notes[1:])
 
 
 def test_nothing_is_run(tmp_path: Path) -> None:

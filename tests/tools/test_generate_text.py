@@ -158,7 +158,7 @@ def test_prompts_from_standard_input(
         ({}, "no prompt was given; use --prompt, --prompt-file or --interactive"),
         ({"prompt": ("a",), "max_new_tokens": 0}, "max_new_tokens=0"),
         ({"prompt_file": "nowhere"}, "prompt_file='nowhere' cannot be read"),
-        ({"prompt_file": "bad.jsonl"}, r'bad.jsonl:2: this is not an object with a text "prompt"'),
+        ({"prompt_file": "bad.jsonl"}, r'bad.jsonl:2: this is not an object with a string "prompt"'),
         ({"prompt_file": "half.jsonl"}, r"'\\ud800': the prompt is not valid Unicode"),
         ({"prompt": ("a\udcff",)}, r"'a\\udcff': the prompt is not valid Unicode"),
     ],

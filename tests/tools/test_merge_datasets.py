@@ -169,7 +169,7 @@ def test_inputs_that_are_not_there(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"token file .*absent: expected .*absent\.bin"):
         merge(Settings(input=(str(tmp_path / "absent"),), output_prefix=output))
     parts = make(tmp_path)
-    with pytest.raises(ConfigError, match=r"--input has .*a twice, so that its documents would be dup"):
+    with pytest.raises(ConfigError, match=r"--input has .*a twice, so its documents would be dup"):
         merge(Settings(input=(str(parts), str(parts / "a")), output_prefix=output))
     for suffix, other in ((".bin", ".idx"), (".idx", ".bin")):
         (parts / f"z{suffix}").write_bytes(b"")

@@ -141,7 +141,7 @@ def test_a_resumed_run_keeps_its_reference(tmp_path: Path) -> None:
     (begun,) = run_ranks(1, _trained, _config(tmp_path, **base, **saved, train_iters=3))
     for rest in run_ranks(2, _trained, _config(tmp_path, **base, **saved, train_iters=6, zero_stage=3)):
         assert begun + rest == pytest.approx(straight, rel=1e-9)
-    with pytest.raises(RankFailure, match="tuned/iter_0000001 is of a training without it"):
+    with pytest.raises(RankFailure, match="tuned/iter_0000001 is of a run without it"):
         run_ranks(1, _trained, _config(tmp_path, **base, load=str(tmp_path / "tuned")))
 
 

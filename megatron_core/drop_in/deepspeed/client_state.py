@@ -51,7 +51,7 @@ def encode(value: Any, name: str = "client_state") -> Any:
     if type(value) is bytes:
         return {KIND: "bytes", "data": _text(value)}
     raise CheckpointError(
-        f"{name} is a {type(value).__name__}, which a checkpoint without pickle cannot store; give numbers, texts, "
+        f"{name} is a {type(value).__name__}, which a checkpoint without pickle cannot store; give numbers, strings, "
         "lists, tuples, dicts, tensors or arrays"
     )
 

@@ -1,4 +1,4 @@
-"""Records what collectives and messages between stages are given and what they deliver, for a comparison.
+"""Records checksums of the inputs and outputs of collectives and messages between stages, for a comparison.
 
 While ``LINKS.checking`` is set, every collective of ``parallel.collectives`` computes checksums of what this rank sends
 and, once it is complete, of what it received. Nothing more is sent until ``links.compare`` compares the checksums of

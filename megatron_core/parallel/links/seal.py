@@ -1,6 +1,6 @@
 """Messages that carry their checksum: the bytes of a tensor, followed by hash + number of the message.
 
-The number makes an outdated message wrong although its bytes and its checksum fit each other.
+The number detects outdated messages, whose bytes and checksum are consistent.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A process next to each supervisor that gives the rank's copies of its state to other ranks.
+"""The keeper: a process next to each supervisor that sends the rank's copies of its state to other ranks.
 
 A rank whose part of the state has changed with the layout reads the parts it lacks from the keepers of the ranks that
 have them, also of a rank whose training process is dead. With a mirror, a keeper also reads every copy of another rank,
@@ -33,7 +33,7 @@ from megatron_core.parallel.recovery.memory import MIRRORED, MIRRORS, Copy, Host
 from megatron_core.parallel.recovery.rendezvous import Rendezvous
 
 PATIENCE = 30.0
-"""Seconds without an arriving byte after which a keeper counts as lost."""
+"""Seconds without received data after which a keeper counts as lost."""
 TICK = 0.2
 """Seconds after which a reader checks whether its wait was interrupted."""
 POLL = 0.002
@@ -45,7 +45,7 @@ LONGEST = 2**26
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LOOPBACK = "127.0.0.1"
 Address = tuple[str, int, str]
-"""Host, port, and the word without which a keeper does not answer."""
+"""Host, port, and the secret that a keeper requires."""
 
 
 class Connection:
@@ -227,7 +227,8 @@ def _mirror(connection: Connection, owner: int, memory: HostMemory, mirror: Host
 def own_address(size: int) -> str:
     """The address of this host at which the keepers of a job of ``size`` ranks can reach it.
 
-    It is the one on the way to ``MASTER_ADDR``, or the loopback address if all ranks are on this host. Errors:
+    It is the address of the interface to ``MASTER_ADDR``, or the loopback address if all ranks are on this host.
+    Errors:
     ``LayoutError`` if the address cannot be found, or is the loopback address although there are other hosts.
     """
     if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) == size:
@@ -240,7 +241,7 @@ def own_address(size: int) -> str:
             found = str(probe.getsockname()[0])
     except OSError as error:
         raise LayoutError(
-            f"MASTER_ADDR={master!r}: this host has no way to it ({error}), so that other ranks could not read the "
+            f"MASTER_ADDR={master!r}: this host has no way to it ({error}), so other ranks could not read the "
             "copies of its state; set MASTER_ADDR to an address of rank 0's host that all hosts can reach"
         ) from None
     if "LOCAL_WORLD_SIZE" in os.environ and (found.startswith("127.") or found == "::1"):

@@ -1,4 +1,4 @@
-"""The thread of a training process that waits for failures elsewhere and ends the process's own waits.
+"""The thread of a training process that detects failures of other ranks and interrupts the process's waits.
 
 It has the interface of ``Watchdog``, which it replaces: that ends the process, this lets it continue.
 """
@@ -25,7 +25,7 @@ POLL = 0.05
 ENDS = 5
 """Questions to the store of which one is whether the job has ended."""
 GRACE = 0.5
-"""Seconds until a thread that does not reach a wait gets the exception between two instructions of Python."""
+"""Seconds after which the exception is raised in a thread that is not waiting, between two bytecode instructions."""
 LOST = "the job's store has ended"
 
 
@@ -46,7 +46,7 @@ class Monitor:
         threading.Thread(target=self._watch, name="recovery", daemon=True).start()
 
     def beat(self, iteration: int) -> None:
-        """A step starts; from the first one on, a rank without progress is reported."""
+        """Report the start of a step; from the first step on, a rank without progress is reported."""
         self._numbers[ITERATION], self._beat = iteration, time.monotonic()
 
     def rest(self) -> None:
@@ -71,7 +71,7 @@ class Monitor:
             self._generation, self._since = generation, 0.0
 
     def pause(self) -> None:
-        """Watch nothing: the main thread has been interrupted, or is complete."""
+        """Stop watching: the main thread has been interrupted, or is complete."""
         while True:
             try:
                 with self._lock:

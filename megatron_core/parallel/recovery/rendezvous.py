@@ -229,16 +229,16 @@ class Rendezvous:
         return None if text is None else tuple(json.loads(text))
 
     def ask_to_join(self) -> None:
-        """Ask the ranks that train to take this lost rank in again."""
+        """Ask the training ranks to admit this lost rank again."""
         self._store.set(f"joins/{self.rank}", "1")
         self._store.add("joins", 1)
 
     def count_joins(self) -> int:
-        """How often a lost rank has asked to be taken in again."""
+        """Number of requests of lost ranks to join again."""
         return int(self._store.add("joins", 0))
 
     def joining(self) -> list[int]:
-        """Lost ranks that have asked to be taken in again."""
+        """Lost ranks that have asked to join again."""
         return [rank for rank in range(self.size) if self._has(f"joins/{rank}")]
 
     def take_in(self, ranks: Iterable[int]) -> None:

@@ -1,4 +1,4 @@
-"""Each process of the launcher becomes the supervisor of a training process, which it starts again if that dies.
+"""Each process of the launcher becomes the supervisor of a training process, and restarts it if it dies.
 
 The supervisor forks the training process before torch starts threads. It never trains and uses no collectives, so it
 notices a death at once (``waitpid``), and a process that is stopped or does not reach the rendezvous after a failure is
@@ -84,7 +84,7 @@ class Supervisor:
         self._address = own_address(rendezvous.size)
         self._pid = self._keeper = 0
         self._reason = ""
-        """Why the supervisor has killed the process."""
+        """The reason for which the supervisor has killed the process."""
         self._deaths: list[int] = []
         self._signals: list[int] = []
         self._stopped_since = self._late_since = 0.0

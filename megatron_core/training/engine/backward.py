@@ -13,7 +13,7 @@ from megatron_core.training.engine.direct import DirectBackward
 
 
 class EngineBackward:
-    """Computes gradients of micro-batches and adds them up; a part of ``Engine``."""
+    """Computes and accumulates gradients of micro-batches; a part of ``Engine``."""
 
     module: nn.Module
     config: RunConfig
@@ -49,7 +49,7 @@ class EngineBackward:
         raise NotImplementedError
 
     def backward(self, loss: Tensor, num_terms: Tensor | float | None = None, *, retain_graph: bool = False) -> Tensor:
-        """Compute gradients of ``loss`` and add them up; return the detached loss.
+        """Compute and accumulate gradients of ``loss``; return the detached loss.
 
         Without ``num_terms``, ``loss`` is the mean of a micro-batch, and all micro-batches have equal weight. With
         ``num_terms``, ``loss`` is the sum of that number of terms; give it in all micro-batches or in none.
@@ -112,7 +112,7 @@ class EngineBackward:
             )
         if self._micro_batches != 1 and (layer := _layer_with_own_sums(self.module)):
             raise ConfigError(
-                f"loss.backward() with {layer}, which adds its gradients up itself, on {self.groups.size('dp')} "
+                f"loss.backward() with {layer}, which accumulates its gradients itself, on {self.groups.size('dp')} "
                 f"data-parallel ranks and {self.gradient_accumulation_steps} micro-batches: call engine.backward(loss)"
             )
         self._begin_backward(weighted=False)

@@ -166,8 +166,8 @@ def check_client_state(values: Mapping[str, Any]) -> None:
     for name, value in values.items():
         if not is_json({name: value}):
             raise CheckpointError(
-                f"client_state[{name!r}]={value!r} is not JSON; give numbers, texts, lists, and dicts with texts as "
-                "keys (of a tensor or an array: .tolist())"
+                f"client_state[{name!r}]={value!r} is not JSON; give numbers, strings, lists, and dicts with "
+                "strings as keys (of a tensor or an array: .tolist())"
             )
 
 

@@ -1,7 +1,7 @@
-"""Automatic pipeline stages of a model that is not written for them.
+"""Automatic pipeline stages of an unmodified model.
 
-Every stage runs the model's own ``forward`` on its batch. Layers of other stages are replaced by modules that pass the
-received output on; the forward of a stage ends where the first layer of the next stage would begin. Operations outside
+Every stage runs the model's own ``forward`` on its batch. Layers of other stages are replaced by modules that return
+the received output; the forward of a stage ends where the first layer of the next stage would begin. Operations outside
 of layers (masks, positions, rotary angles) are computed on every stage. Parameters outside of layers that belong to
 another stage are replaced by NaN without memory, so that a value that should not be used would make the loss NaN.
 """

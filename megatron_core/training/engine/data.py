@@ -99,7 +99,7 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Return a context with ``module`` in evaluation mode; afterwards each submodule has its own mode again."""
+    """Return a context with ``module`` in evaluation mode; the mode of each submodule is restored afterwards."""
     modes = {each: each.training for each in module.modules()}
     module.eval()
     try:

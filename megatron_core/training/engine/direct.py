@@ -1,4 +1,4 @@
-"""``loss.backward()`` without ``engine.backward``: noticed by hooks on the outputs of a forward."""
+"""``loss.backward()`` without ``engine.backward``, detected by hooks on the outputs of a forward."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -15,8 +15,8 @@ from megatron_core.training.engine.data import loss_of
 class DirectBackward:
     """Calls ``begin()`` before a backward that reaches the outputs of a forward, and ``end(loss)`` after it.
 
-    ``loss`` is the detached loss among the outputs, None if there is none. Not noticed are backwards inside of
-    ``engine.backward``, and those that compute only chosen gradients (``torch.autograd.grad``).
+    ``loss`` is the detached loss among the outputs, None if there is none. Not detected: backwards inside of
+    ``engine.backward``, and backwards that compute only selected gradients (``torch.autograd.grad``).
     """
 
     def __init__(

@@ -117,15 +117,15 @@ def check_settings(config: RunConfig, world_size: int) -> RunConfig:
 
 
 def check_same_settings(config: RunConfig, device: torch.device) -> None:
-    """Compare all settings but names of files and folders between the ranks.
+    """Compare all settings, except names of files and folders, between the ranks.
 
     Errors: ``LayoutError`` on all ranks with the first difference.
     """
     values = {name: value for name, value in config.flat().items() if not name.endswith(LOCAL)}
-    told = gather_from_all_ranks(json.dumps(values, default=str), device)
-    other = next((rank for rank, text in enumerate(told) if text != told[0]), None)
+    by_rank = gather_from_all_ranks(json.dumps(values, default=str), device)
+    other = next((rank for rank, text in enumerate(by_rank) if text != by_rank[0]), None)
     if other is not None:
-        first, second = json.loads(told[0]), json.loads(told[other])
+        first, second = json.loads(by_rank[0]), json.loads(by_rank[other])
         name = next(name for name in values if first[name] != second[name])
         raise LayoutError(
             f"the settings differ between ranks: rank 0 has {name}={first[name]!r}, and rank {other} has "

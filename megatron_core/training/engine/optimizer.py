@@ -150,7 +150,7 @@ def check_trained(module: nn.Module, trained: Container[nn.Parameter]) -> None:
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and parameter not in trained:
             raise ConfigError(
-                f"{name} has requires_grad=True, but was frozen or absent in megatron_core.initialize, so that it is "
+                f"{name} has requires_grad=True, but was frozen or absent in megatron_core.initialize, so it is "
                 "not trained; add and unfreeze parameters before initialize"
             )
         if not parameter.requires_grad and parameter in trained:

@@ -110,14 +110,14 @@ class PipelineEngine(Engine):
         """Construct this rank's layers of a ``PipelineModule``, equal on the ranks that share them."""
         config, where = self.config, self.plans.stage_to_rank
         bounds = module.bounds or module.divide(len(where))  # DeepSpeed's constructor places the layers itself
-        told = gather_from_all_ranks(
+        by_rank = gather_from_all_ranks(
             json.dumps([module.class_names, [list(each) for each in bounds]]), self.world.device
         )
-        if len(set(told)) > 1:
-            other = next(rank for rank, text in enumerate(told) if text != told[0])
+        if len(set(by_rank)) > 1:
+            other = next(rank for rank, text in enumerate(by_rank) if text != by_rank[0])
             raise LayoutError(
-                f"the PipelineModule differs between ranks: rank 0 has the layers and stages {told[0]}, and rank "
-                f"{other} has {told[other]}; construct the same on every rank"
+                f"the PipelineModule differs between ranks: rank 0 has the layers and stages {by_rank[0]}, and rank "
+                f"{other} has {by_rank[other]}; construct the same on every rank"
             )
         plan = module.plan_of_names(groups.size("tp"))
         if not module.bounds:
@@ -210,17 +210,17 @@ class PipelineEngine(Engine):
             if len(micros) == count:
                 break
         own = None if batches is None else [f"{self.module.training:d} {_kind_of(batch)}" for batch in micros]
-        told = [json.loads(text) for text in gather_from_all_ranks(json.dumps(own), self.world.device)]
-        ended = [rank for rank, kinds in enumerate(told) if kinds is not None and len(kinds) < count]
-        if ended and len(ended) == sum(kinds is not None for kinds in told):
+        by_rank = [json.loads(text) for text in gather_from_all_ranks(json.dumps(own), self.world.device)]
+        ended = [rank for rank, kinds in enumerate(by_rank) if kinds is not None and len(kinds) < count]
+        if ended and len(ended) == sum(kinds is not None for kinds in by_rank):
             raise StopIteration
         if ended:
             raise DataError(
-                f"the data of rank {ended[0]} end after {len(told[ended[0]])} of the {count} micro-batches of a step, "
-                "but those of other ranks do not; give every rank equally many"
+                f"the data of rank {ended[0]} end after {len(by_rank[ended[0]])} of the {count} micro-batches of a "
+                "step, but those of other ranks do not; give every rank the same number"
             )
         ranks = self.groups.ranks("pp")
-        read = {rank: told[rank] for rank in ranks if told[rank] is not None}
+        read = {rank: by_rank[rank] for rank in ranks if by_rank[rank] is not None}
         where = self.plans.stage_to_rank
         needed = ranks if isinstance(self.staged, ModelCut) else [ranks[where[0]], ranks[where[-1]]]
         if any(rank not in read for rank in needed):
@@ -235,7 +235,7 @@ class PipelineEngine(Engine):
                 f"ranks {needed[0]} and {other} are stages of one pipeline, but their batches have different shapes; "
                 "give all stages the same micro-batches"
             )
-        everything = {kind for kinds in told for kind in kinds or ()}
+        everything = {kind for kinds in by_rank for kind in kinds or ()}
         is_new = not self._known.issuperset(everything)
         self._known |= everything
         message = StructuredMessages(self.world.device, kinds, is_new, self._structures)
@@ -249,13 +249,13 @@ class PipelineEngine(Engine):
             yield listener
         except Exception as error:
             failure = error
-        told = gather_from_all_ranks(
+        by_rank = gather_from_all_ranks(
             "" if failure is None else str(failure) or type(failure).__name__, self.world.device
         )
         if failure is not None:
             raise failure
-        if any(told):
-            raise MegatronError(next(text for text in told if text))
+        if any(by_rank):
+            raise MegatronError(next(text for text in by_rank if text))
 
     def _forward_step(self, micros: list[Any], loss_function: LossFunction | None, message: Any) -> ForwardStep:
         """Return the forward function of a stage: its output is a message, or on the last stage the loss."""

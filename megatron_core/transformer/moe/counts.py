@@ -1,4 +1,4 @@
-"""The numbers of rows that ranks send to each other's experts, on their way to the host.
+"""Exchange of the numbers of rows that ranks send to each other's experts, and their copy to the host.
 
 The host needs them for the sizes of messages and products. The exchange between the ranks and the copy to the host
 start as soon as the experts are chosen, and ``wait`` returns when they have arrived; between both the rank gathers the

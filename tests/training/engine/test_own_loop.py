@@ -61,7 +61,7 @@ def test_training_continues_after_a_loss_that_is_not_finite() -> None:
 @pytest.mark.parametrize("value", [torch.ones(1), np.float32(1), {1: 2.0}])
 def test_client_state_that_is_not_json(value: Any, tmp_path: Path) -> None:
     engine = megatron_core.initialize(_mlp(), PLAIN).engine
-    with pytest.raises(CheckpointError, match=r"client_state\['best'\]=.* is not JSON; give numbers, texts"):
+    with pytest.raises(CheckpointError, match=r"client_state\['best'\]=.* is not JSON; give numbers, strings"):
         engine.save_checkpoint(tmp_path, {"best": value})
 
 

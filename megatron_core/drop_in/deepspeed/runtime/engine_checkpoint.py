@@ -133,14 +133,14 @@ class EngineCheckpoint(EngineSettings):
         if not name or name in (".", "..") or Path(name).name != name:
             problem = f"tag={name!r} must be the name of a folder, without {os.sep}"
         self._raise_together(problem)
-        told = gather_from_all_ranks(name, self.core.world.device)
-        if len(set(told)) > 1:
-            texts = ", ".join(map(repr, dict.fromkeys(told)))
+        by_rank = gather_from_all_ranks(name, self.core.world.device)
+        if len(set(by_rank)) > 1:
+            texts = ", ".join(map(repr, dict.fromkeys(by_rank)))
             if self._config.tag_validation == "FAIL":
                 raise DifferentTags(f"tag differs between ranks: {texts}; give the same tag")
             if self._config.tag_validation == "WARN":
                 logger.warning("tag differs between ranks: %s; that of rank 0 is used", texts)
-        return told[0]
+        return by_rank[0]
 
     def _refuse_absent(self, folder: Path) -> None:
         """Raise ``CheckpointError`` for an absent folder."""
@@ -150,9 +150,9 @@ class EngineCheckpoint(EngineSettings):
         self._raise_together(problem)
 
     def _raise_together(self, problem: str) -> None:
-        told = [text for text in gather_from_all_ranks(problem, self.core.world.device) if text]
-        if told:
-            raise CheckpointError(told[0])
+        by_rank = [text for text in gather_from_all_ranks(problem, self.core.world.device) if text]
+        if by_rank:
+            raise CheckpointError(by_rank[0])
 
     # Weights alone.
 
