@@ -1,4 +1,4 @@
-"""Find what slows a run down, with evidence, its share of time, and the fix with the largest gain first.
+"""Find the bottlenecks of a run, with evidence, their share of the time, and fixes ordered by gain.
 
 megatron-diagnose runs/mine
 

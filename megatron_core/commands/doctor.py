@@ -1,4 +1,4 @@
-"""Print whether devices, kernels and communication between ranks work on this machine, and what to install.
+"""Check devices, kernels and communication between ranks on this machine, and list packages to install.
 
 megatron-doctor
 

@@ -1,4 +1,4 @@
-"""Read a launch script of Megatron-LM and print what it will do here.
+"""Read a launch script of Megatron-LM, and print its settings here, differences, memory and time.
 
 megatron-from-megatron --output run.yaml train_gpt3_175b.sh /checkpoints /logs vocab.json merges.txt /data/text
 
@@ -6,7 +6,7 @@ megatron-from-megatron --set DATA_PATH=/data/text --world-size 64 train.sh
 
 megatron-from-megatron -- torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 24 ...
 
-The script is read, not run. A variable that neither the script nor --set gives is <NAME> in the result.
+The script is read, not run. A variable without a value in the script or in --set is <NAME> in the output.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ _WIDTH = 110
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Read a launch script or command line of Megatron-LM, and print what it will do here, what differs, the same
-    settings as YAML, memory and time, and the command that compares its layout with one process.
+    """Read a launch script or command line of Megatron-LM, and print its settings here, the differences, a YAML file,
+    memory and time, and the command that compares its layout with one process.
 
     Exit status: 0 if the launch can start here unchanged, 1 if not, 2 for a script that cannot be read.
     """

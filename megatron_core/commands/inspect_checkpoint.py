@@ -1,4 +1,4 @@
-r"""Print what a checkpoint holds, verify its files, or compare it with another one tensor by tensor.
+r"""Print the contents of a checkpoint, verify its files, or compare it with another one tensor by tensor.
 
 megatron-inspect-checkpoint checkpoints
 

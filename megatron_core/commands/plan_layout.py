@@ -4,7 +4,7 @@ megatron-plan --model-preset llama3-8b --bf16 --global-batch-size 512 --gpus 64 
 
 megatron-plan --config run.yaml --gpus 64 --hardware h100 --why-not "tp8 pp2 mbs2"
 
-All settings of pretrain_gpt.py may be added; settings that the layout determines are replaced.
+All settings of pretrain_gpt.py can be added; the planner replaces the settings of the layout.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Settings:
     gpus: int
     """Number of devices."""
     hardware: str = "h100"
-    """Name of a machine (a100, b200, h100, h200), or a file written by megatron-diagnose --machine."""
+    """Name of a machine (a100, h100, h100-500w, h200, b200), or a file written by megatron-diagnose --machine."""
     price_per_hour: float | None = None
     """Price of a device for an hour; prints the price of a million tokens, and that of the training if its length is
     known."""

@@ -1,4 +1,4 @@
-r"""Turn text into token files that training reads.
+r"""Convert text to token files for training.
 
 megatron-preprocess --input corpus.jsonl --output-prefix corpus \
     --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer.json --append-eod

@@ -1,4 +1,4 @@
-"""Repeat a bad step recorded by training, in one process, and find what is not finite.
+"""Repeat a recorded bad step in one process, and find the values that are not finite.
 
 megatron-replay-step checkpoints/bad_steps/iter_0000041
 

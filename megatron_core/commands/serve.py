@@ -1,4 +1,4 @@
-"""Serve a trained model with OpenAI's completions and chat interface, and a web page to try it.
+"""Serve a trained model with OpenAI's completions and chat API, and a chat page.
 
 megatron-serve --load runs/quickstart/checkpoints
 
@@ -45,7 +45,7 @@ class Settings(InferenceConfig, GenerationLayout):
     host: str = "127.0.0.1"
     """Address to listen on; by default only this machine can connect. There is no authentication."""
     port: int = 8000
-    """Port to listen on; 0: the system chooses one, which the first printed line names."""
+    """Port to listen on; 0: a free port, printed in the first line."""
     model_name: str | None = None
     """Name of the model in responses; default: the folder's name."""
     chat_template: str | None = None

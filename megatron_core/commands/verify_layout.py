@@ -1,4 +1,4 @@
-"""Check that layouts compute what one process computes: ``megatron-verify --layouts "tp2 sp" "pp2 v2"``."""
+"""Compare layouts with one process: ``megatron-verify --layouts "tp2 sp" "pp2 v2"``."""
 
 from __future__ import annotations
 

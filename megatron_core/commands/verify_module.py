@@ -1,4 +1,4 @@
-"""Check that a model of your own computes the same split over ranks: ``megatron-verify-module model.py:make_model``."""
+"""Compare your own model, split over ranks, with one process: ``megatron-verify-module model.py:make_model``."""
 
 from __future__ import annotations
 
