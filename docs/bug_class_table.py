@@ -108,7 +108,7 @@ def covered_by() -> dict[str, list[str]]:
 def table() -> str:
     """The table in Markdown."""
     tests = covered_by()
-    lines = ["| class | what goes wrong | covered by |", "|---|---|---|"]
+    lines = ["| class | defect | covered by |", "|---|---|---|"]
     for bug in bug_classes():
         cell = "<br>".join(f"`{test}`" for test in tests.get(bug.name, []))
         lines.append(f"| {bug.name} | {bug.title} | {cell} |")
@@ -158,7 +158,7 @@ def planted_defects() -> dict[str, tuple[str, str]]:
 def table_of_others() -> str:
     """The table of published bugs in Markdown."""
     defects = planted_defects()
-    lines = ["| bug | source | where it would be here | what finds it | when |", "|---|---|---|---|---|"]
+    lines = ["| bug | source | place in this code | found by | when |", "|---|---|---|---|---|"]
     for bug in bugs_of_others():
         places = dict.fromkeys(f"`{defects[title][0]}`" for title in bug.defects)
         finders = [f"planted: {title}" for title in bug.defects] + [f"`{test}`" for test in bug.tests]
