@@ -137,7 +137,7 @@ class Comparison:
                 module.register_forward_hook(partial(self._leave, name))
 
     def micro_batch(self, number: int) -> None:
-        """Tell which micro-batch of the global batch is computed next; both runs give a micro-batch the same number."""
+        """Set the number of the next micro-batch in the global batch; both runs use the same numbers."""
         self._micro_batch = number
         self._calls.clear()
 
@@ -167,17 +167,17 @@ class Comparison:
             _store(self._folder / "tensors.npz", self._values)
             return []
         own = [f"{self._order[_key(each.place)]}\t{each}" for each in self.found]
-        found = [line.split("\t", 1) for line in self._told(own)]
+        found = [line.split("\t", 1) for line in self._gather_lines(own)]
         return [text for _, text in sorted(found, key=lambda line: int(line[0]))] + self._one_sided()
 
     def _one_sided(self) -> list[str]:
         """Sentences about gradients and values that only one of the two runs has; a collective call."""
         bits = sum(1 << self._order[key] for key in self._compared)
         compared = 0
-        for text in self._told([f"{bits:x}"]):
+        for text in self._gather_lines([f"{bits:x}"]):
             compared |= int(text, 16)
         missing = [_place(key) for key, number in self._order.items() if not compared >> number & 1]
-        unknown = [_place(key) for key in dict.fromkeys(self._told([_key(place) for place in self._unknown]))]
+        unknown = [_place(key) for key in dict.fromkeys(self._gather_lines([_key(place) for place in self._unknown]))]
         if not compared:
             raise DataError(
                 f"{self._folder}: no tensor of this run is in the record, so that nothing was compared. The record has "
@@ -194,7 +194,7 @@ class Comparison:
                 warnings.warn(f"{reason}: {_named(outputs)}", stacklevel=3)
         return lines
 
-    def _told(self, lines: list[str]) -> list[str]:
+    def _gather_lines(self, lines: list[str]) -> list[str]:
         """The lines of all ranks."""
         return [line for text in gather_from_all_ranks("\n".join(lines), self._device()) for line in text.splitlines()]
 
