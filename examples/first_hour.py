@@ -1,6 +1,6 @@
 """From text to a chat in the browser: tokenizer, pretraining in four layouts, fine-tuning on conversations, evaluation.
 
-One dial, ``--minutes``, chooses the size of the model and the number of steps. The text is the source code of Python's
+``--minutes`` determines the size of the model and the number of steps. The text is the source code of Python's
 standard library, and the conversations are questions about its functions, answered by their docstrings.
 
     python examples/first_hour.py --minutes 60

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TypeVar, get_type_hints
 
 import tyro
 
-from megatron_core.config.dial import dial
+from megatron_core.config.depth import settings_of_depth
 from megatron_core.config.file import names_in, read_config
 from megatron_core.config.file import write_config as write_config
 from megatron_core.config.help import WITHOUT_BOXES, requested_topic, shown
@@ -42,7 +42,7 @@ class _CommandLine(RunConfig):
     --config and flags override it."""
     depth: int | None = None
     """Number of layers of a model whose width, heads, learning rate (muP), batch size and number of steps follow from
-    it (docs/dial.md). --config and flags override them."""
+    it (docs/model_size.md). --config and flags override them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +142,7 @@ def _parse(
         defaults = RunConfig.from_flat(defaults.flat() | preset(model))
     if depth is not None and depth.removeprefix("-").isdecimal():  # any other value is an error of its type
         names = {plain(flag) for flag, _ in grouped(found.flags)} | (set() if path is None else names_in(path))
-        defaults = RunConfig.from_flat(defaults.flat() | dial(int(depth), names))
+        defaults = RunConfig.from_flat(defaults.flat() | settings_of_depth(int(depth), names))
     pattern = _last_value(found.flags, "--hybrid-layer-pattern")
     defaults = defaults if path is None else read_config(path, defaults, pattern)
     if pattern is None and path is not None and "num_layers" not in names_in(path):

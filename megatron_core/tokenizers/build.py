@@ -83,7 +83,7 @@ class TokenizerFiles:
         if self.vocab_size is not None and self.vocab_size < tokenizer.vocab_size:
             raise ConfigError(
                 f"--vocab-size {self.vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size} tokens; "
-                f"leave it out, or give {tokenizer.vocab_size} or more"
+                f"remove it, or give {tokenizer.vocab_size} or more"
             )
         return tokenizer
 

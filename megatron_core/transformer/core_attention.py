@@ -23,15 +23,15 @@ from megatron_core.transformer.paged_attention import PagedStep, gathered
 
 
 @dataclass(frozen=True)
-class Excerpt:
-    """The place of some tokens in a batch: ``sample``, None for all samples, from the token ``start``."""
+class TokenSpan:
+    """Tokens of the batch from ``start`` on, of one ``sample`` or (None) of all samples."""
 
     sample: int | None = None
     start: int = 0
 
 
-Attend = Callable[[Tensor, Tensor, Tensor, Excerpt], Tensor]
-"""Function of queries, keys and values of an excerpt that returns the attention output ``[b, heads, s, d]``."""
+Attend = Callable[[Tensor, Tensor, Tensor, TokenSpan], Tensor]
+"""Function of queries, keys and values at a ``TokenSpan`` that returns the attention output ``[b, heads, s, d]``."""
 
 
 class CoreAttention(nn.Module):
@@ -96,7 +96,7 @@ class CoreAttention(nn.Module):
             causal: Attend = partial(_causal_attention, window=self.window)
             attend = partial(self._by_blocks, context=context, sinks=sinks) if by_formula else causal
             if documents is None:
-                out = attend(query, key, value, Excerpt())
+                out = attend(query, key, value, TokenSpan())
             elif not by_formula and takes_variable_lengths(query, key, value):
                 out = variable_length_attention(query, key, value, documents, self.window)
             else:
@@ -145,7 +145,7 @@ class CoreAttention(nn.Module):
     def _in_chunks(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
         """``_causal`` of the last tokens of a document for each chunk of ``attention_chunk_size`` tokens."""
         if self.chunk is None:
-            return self._causal(query, key, value, Excerpt(), sinks)
+            return self._causal(query, key, value, TokenSpan(), sinks)
         length, at = key.shape[2], key.shape[2] - query.shape[2]
         outputs, first = [], at
         while at < length:
@@ -153,7 +153,7 @@ class CoreAttention(nn.Module):
             stop = min(start + self.chunk, length)
             keys = slice(start, stop)
             own = query[:, :, at - first : stop - first]
-            outputs.append(self._causal(own, key[:, :, keys], value[:, :, keys], Excerpt(), sinks))
+            outputs.append(self._causal(own, key[:, :, keys], value[:, :, keys], TokenSpan(), sinks))
             at = stop
         return torch.cat(outputs, dim=2)
 
@@ -169,7 +169,7 @@ class CoreAttention(nn.Module):
         lengths = step.fresh if self.chunk is None else chunk_lengths(step.fresh, self.chunk)
         return _attention_by_documents(query, key, value, [lengths], causal)[0].transpose(0, 1).flatten(1)
 
-    def _causal(self, query: Tensor, key: Tensor, value: Tensor, at: Excerpt, sinks: Tensor | None = None) -> Tensor:
+    def _causal(self, query: Tensor, key: Tensor, value: Tensor, at: TokenSpan, sinks: Tensor | None = None) -> Tensor:
         """Compute causal attention of one document without dropout; the last query attends to the last key."""
         if self.by_formula or sinks is not None:
             return self._unfused(query, key, value, SequenceContext(), sinks=sinks)
@@ -205,7 +205,7 @@ class CoreAttention(nn.Module):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        at: Excerpt,
+        at: TokenSpan,
         *,
         context: SequenceContext,
         sinks: Tensor | None = None,
@@ -291,7 +291,7 @@ def _fused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
     return out[..., :channels]
 
 
-def _causal_attention(query: Tensor, key: Tensor, value: Tensor, at: Excerpt, *, window: int | None) -> Tensor:
+def _causal_attention(query: Tensor, key: Tensor, value: Tensor, at: TokenSpan, *, window: int | None) -> Tensor:
     """Compute causal attention; the last query attends to all keys, or to the last ``window`` keys."""
     queries, keys = query.shape[2], key.shape[2]
     if queries == 1:
@@ -338,7 +338,7 @@ def _attention_by_documents(
     rows = zip(query.split(1), key.split(1), value.split(1), lengths, strict=True)
     for number, (*sequence, own) in enumerate(rows):
         parts = zip(*(x.split(own, dim=2) for x in sequence), accumulate(own, initial=0), strict=False)
-        outputs.append(torch.cat([attend(q, k, v, Excerpt(number, start)) for q, k, v, start in parts], dim=2))
+        outputs.append(torch.cat([attend(q, k, v, TokenSpan(number, start)) for q, k, v, start in parts], dim=2))
     return torch.cat(outputs)
 
 

@@ -383,7 +383,7 @@ IN_LAYERS = (
         "every document has the attention dropout masks of the first positions",
         "transformer.core_attention:CoreAttention._by_blocks",
         "key, value = self._of_every_head(query, key, value)",
-        "at, (key, value) = Excerpt(at.sample), self._of_every_head(query, key, value)",
+        "at, (key, value) = TokenSpan(at.sample), self._of_every_head(query, key, value)",
         "packed, tp2 sp",
         "C27",
         culprit="output of decoder.layers.0.self_attention",

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from examples.predict_loss import Curve, Settings, Size
-from megatron_core.config.dial import dial
+from megatron_core.config.depth import settings_of_depth
 from megatron_core.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -24,7 +24,7 @@ def test_the_curve_of_exact_losses_is_found() -> None:
 
 def test_sizes_are_those_of_the_dial() -> None:
     for depth in (2, 6):
-        size, settings = Size.of(depth, Settings(seq_length=2048)), dial(depth)
+        size, settings = Size.of(depth, Settings(seq_length=2048)), settings_of_depth(depth)
         tokens = settings["global_batch_size"] * settings["train_iters"]
         assert size.width == settings["hidden_size"] and size.batch * size.steps == pytest.approx(tokens, rel=0.02)
         assert 2**-0.5 < size.batch / settings["global_batch_size"] < 2**0.5

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_core.config import RunConfig
 from megatron_core.config.cli import parse_run_config
-from megatron_core.config.dial import dial
+from megatron_core.config.depth import settings_of_depth
 from megatron_core.config.validate import check
 from megatron_core.errors import ConfigError
 from megatron_core.planner.parameters import layer_parameters
@@ -55,14 +55,14 @@ def test_flags_that_exclude_a_value_of_the_dial_replace_it(flags: str, gone: str
     config = parse_run_config(["--depth", "4", "--mock-data", "--vocab-size", "256", *flags.split()])
     check(config, 1)
     values, defaults = config.flat(), RunConfig().flat()
-    assert values[gone] == defaults[gone] != dial(4)[gone]
+    assert values[gone] == defaults[gone] != settings_of_depth(4)[gone]
 
 
 def test_a_file_excludes_values_of_the_dial(tmp_path) -> None:
     (tmp_path / "run.yaml").write_text("swiglu: true\nmodel:\n  use_mup: false\ntrain_samples: null\n")
     model = (config := parse_run_config(["--depth", "4", "--config", str(tmp_path / "run.yaml")])).model
     assert (model.swiglu, model.squared_relu, model.mup_base_hidden_size) == (True, False, None)
-    assert config.training.train_iters == dial(4)["train_iters"]
+    assert config.training.train_iters == settings_of_depth(4)["train_iters"]
     (tmp_path / "run.yaml").write_text("swiglu: false\n")
     assert parse_run_config(["--depth", "4", "--config", str(tmp_path / "run.yaml")]).model.squared_relu
 
@@ -75,7 +75,7 @@ def test_a_negative_depth_is_out_of_range() -> None:
 @pytest.mark.parametrize("depth", [0, 2000])
 def test_depth_is_limited(depth: int) -> None:
     with pytest.raises(ConfigError, match=f"depth={depth} is out of range; legal: 1 to 1024"):
-        dial(depth)
+        settings_of_depth(depth)
 
 
 def test_depth_excludes_a_preset() -> None:

@@ -18,7 +18,7 @@ SEQUENCE = 2048
 TOKENS_PER_PARAMETER = 20
 """Hoffmann et al. 2022 (arXiv 2203.15556), table 3."""
 LEARNING_RATE = 1e-3
-"""AdamW's at the base width; see docs/dial.md for the runs."""
+"""AdamW's at the base width; see docs/model_size.md for the runs."""
 
 
 ALTERNATIVES = {
@@ -27,7 +27,7 @@ ALTERNATIVES = {
     "lr_warmup_fraction": ("lr_warmup_iters", "lr_warmup_samples"),
     "use_mup": ("no_use_mup", "multi_latent_attention", "experimental_attention_variant", "hybrid_layer_pattern"),
 }
-"""Settings of the dial, each with the settings that exclude it."""
+"""Settings that --depth chooses, each with the settings that exclude it."""
 
 
 def batch_tokens(parameters: int, tokens: float) -> float:
@@ -38,7 +38,7 @@ def batch_tokens(parameters: int, tokens: float) -> float:
     return float(0.2920 * (6.0 * parameters * tokens) ** 0.3271)
 
 
-def dial(depth: int, given: Collection[str] = ()) -> dict[str, Any]:
+def settings_of_depth(depth: int, given: Collection[str] = ()) -> dict[str, Any]:
     """The settings of the model of ``depth`` layers, except those that the settings ``given`` exclude.
 
     Errors: ``ConfigError`` for a depth out of range.
