@@ -221,8 +221,8 @@ class Footprint:
         n, parallel = number_size(config.training.compute_dtype), config.parallel
         tp, tokens = parallel.tensor_model_parallel_size, self.tokens
         gated = 2 if model.gated_linear_unit else 1
-        dense = any(map(model.has_dense_mlp, range(model.num_layers)))
-        width = (1 + gated) * model.ffn_size / tp if dense else 0.0
+        dense = filter(model.has_dense_mlp, range(model.num_layers))
+        width = (1 + gated) * max((model.of_layer(layer).ffn_size for layer in dense), default=0) / tp
         if model.num_experts is not None:
             rows = model.moe_router_topk * (model.hidden_size + (1 + gated) * model.expert_ffn_size) / tp
             width = max(rows, width)
