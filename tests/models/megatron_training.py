@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import queue
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -58,6 +59,18 @@ MLA = LLAMA | {
     "v_head_dim": 4,
     "rope_type": "rope",
 }
+NONE = {"num_query_groups": None, "ffn_hidden_size": None}
+BLOCKS = (
+    {"attention": {"num_query_groups": 4}, "mlp": {"ffn_hidden_size": 48}},
+    {"attention": NONE | {"no_op": True}, "ffn": NONE | {"replace_with_linear": True}},
+    {"attention": NONE | {"replace_with_linear": True}, "mlp": {"ffn_hidden_size": 16}},
+    {"attention": NONE | {"no_op": True}, "mlp": NONE | {"no_op": True}},
+    {"attention": NONE, "mlp": NONE},
+)
+HETEROGENEOUS = LLAMA | {
+    "num_layers": len(BLOCKS),
+    "heterogeneous_layers_config_encoded_json": json.dumps({"block_configs": BLOCKS}),
+}
 SCHEDULE: dict[str, Any] = {
     "optimizer": "adam",
     "lr": 1e-2,
@@ -82,6 +95,7 @@ CONFIG = (
     *("moe_router_score_function", "moe_shared_expert_intermediate_size", "moe_router_bias_update_rate"),
     *("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads", "linear_key_head_dim"),
     *("linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads", "linear_conv_kernel_dim"),
+    "heterogeneous_layers_config_encoded_json",
 )
 SIZES = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size", "ep": "expert_model_parallel_size"}
 
@@ -203,6 +217,9 @@ class Training:
 
         shape = self.shape
         kind = MLATransformerConfig if shape.get("multi_latent_attention") else TransformerConfig
+        if "heterogeneous_layers_config_encoded_json" in shape:
+            heterogeneous: Any = import_module("megatron.core.transformer.heterogeneous.heterogeneous_config")
+            kind = heterogeneous.HeterogeneousTransformerConfig
         given = {name: shape[name] for name in CONFIG if shape.get(name) is not None}
         if "hybrid_layer_pattern" in shape:
             given |= {"is_hybrid_model": True, "use_mamba_mem_eff_path": False}
@@ -264,6 +281,9 @@ class Training:
             multi_latent_attention=shape.get("multi_latent_attention", False),
             normalization=shape.get("normalization"),
         )
+        if "heterogeneous_layers_config_encoded_json" in shape:
+            module = "megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs"
+            spec = import_module(module).get_gpt_heterogeneous_layer_spec(self.config, vp_stage=stage["vp_stage"])
         mtp = None
         if shape.get("mtp_num_layers"):
             mtp = gpt_layer_specs.get_gpt_mtp_block_spec(self.config, spec, use_transformer_engine=False)

@@ -48,6 +48,7 @@ CASES = {
     "experts": Case(theirs.EXPERTS, EP2, "ep2"),
     "experts with biases, distributed": Case(BIASED, PP2, "", SHARDED),
     "mla": Case(theirs.MLA, TP2, "", SHARDED),
+    "layers of different sizes": Case(theirs.HETEROGENEOUS, PP2, "tp2", SHARDED),
     "mtp": Case(theirs.MTP, PP2, "tp2", SHARDED),
 }
 

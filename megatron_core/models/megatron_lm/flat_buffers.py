@@ -39,7 +39,7 @@ BUFFER = re.compile(
     r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_(.*)\.bucket_idx_(\d+)\.param"
 )
 _MLP = [
-    *("pre_mlp_layernorm", "mlp.router", "mlp.shared_experts.gate_weight", "mlp.shared_experts.linear_fc1"),
+    *("pre_mlp_layernorm", "mlp", "mlp.router", "mlp.shared_experts.gate_weight", "mlp.shared_experts.linear_fc1"),
     *("mlp.shared_experts.linear_fc2", "mlp.linear_fc1", "mlp.linear_fc2"),
 ]
 _LATENTS = ["linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj"]
@@ -51,6 +51,7 @@ _DELTA_NET = [f"self_attention.{name}" for name in ("dt_bias", "A_log", "in_proj
 
 def _order(*modules: str) -> list[str]:
     attention = [name if name == "input_layernorm" else f"self_attention.{name}" for name in modules]
+    attention.insert(attention.index("input_layernorm") + 1, "self_attention")
     return [*attention, *_MLP]
 
 
@@ -170,7 +171,8 @@ class FlatState:
     def parts(self) -> dict[str, TensorParts]:
         """The parts of each kind of state; empty if no known order of the parameters fits."""
         layout = self.layout
-        complete = len(self.buffers[False]) == layout.tp * layout.pp and self.model.query_groups % layout.tp == 0
+        splits = not any(groups % layout.tp for groups in self.model.all_query_groups)
+        complete = len(self.buffers[False]) == layout.tp * layout.pp and splits
         for order, mixers in zip(ORDERS, MIXERS, strict=True) if complete else ():
             for down in (False, True):
                 dense, stages = self._dense(order, mixers, down=down)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_core.config import RunConfig
+from megatron_core.config.heterogeneous import LAYERS_FILE, LAYERS_JSON, write_blocks
 from megatron_core.config.hybrid import AHEAD
 
 SHARDING = {
@@ -48,6 +49,8 @@ def arguments(config: RunConfig, state: Mapping[str, Any]) -> dict[str, Any]:
     if model.hybrid_layer_pattern is not None and model.mtp_layer_pattern is not None:
         ahead = f"{AHEAD}{model.mtp_layer_pattern}" * (model.mtp_num_layers or 0)
         flat["hybrid_layer_pattern"] = model.hybrid_layer_pattern + ahead
+    if model.blocks:  # with all keys, which Megatron Core needs
+        flat |= {LAYERS_JSON: write_blocks(model.sized_blocks), LAYERS_FILE: f"{LAYERS_JSON}.json"}
     return flat | {
         "add_bias_linear": model.add_bias_linear,
         "bias_gelu_fusion": gelu,
