@@ -52,7 +52,6 @@ def _of_sizes(config: RunConfig, model: ModelConfig, world_size: int) -> Iterato
 def _excluded(config: RunConfig) -> Iterator[str]:
     """Settings whose layers have sizes of their own, or that change the parts of a layer."""
     model = config.model
-    graphs = config.training.cuda_graph_impl != "none" and any(block.is_empty for block in model.blocks)
     excluded = {
         "num_experts": model.num_experts,
         "multi_latent_attention": model.multi_latent_attention,
@@ -61,7 +60,7 @@ def _excluded(config: RunConfig) -> Iterator[str]:
         "mtp_num_layers": model.mtp_num_layers,
         "parallel_residual": model.parallel_residual,
         "layout_invariant": config.parallel.layout_invariant,
-        "cuda_graph_impl": config.training.cuda_graph_impl if graphs else None,
+        "cuda_graph_impl": config.training.cuda_graph_impl if config.training.cuda_graph_impl != "none" else None,
     }
     for name, value in excluded.items():
         if value:

@@ -55,6 +55,12 @@ HETEROGENEOUS_ROWS: dict[str, tuple[int, dict, dict]] = {
         NEMOTRON | {"optimizer": "muon"},
         TP2 | {"use_distributed_optimizer": True},
     ),
+    "layers of different sizes, lora, tp2 sp": (2, NEMOTRON | {"lora_rank": 3, "lora_dropout": 0.1}, TP2 | SP),
+    "layers of different sizes, clipped heads, tp2": (
+        2,
+        NEMOTRON | SDPA | {"qk_layernorm": False, "qk_clip": True, "qk_clip_threshold": 0.5, "lr": 3e-2},
+        TP2,
+    ),
     "layers of different sizes, packed, cp2 a2a": (2, LAYERS | SDPA | PACKED, CP2 | {"cp_comm_type": ("a2a",)}),
     "layers of different sizes, dp2 tp2 cp2 sp zero3": (8, NEMOTRON | SDPA, TP2 | CP2 | SP | ZERO3),
 }
