@@ -57,6 +57,11 @@ class LayerBlock:
         """Whether the layer returns its input."""
         return self.attention.no_op and self.mlp.no_op
 
+    @property
+    def has_sizes_of_model(self) -> bool:
+        """Whether no part has a size of its own."""
+        return self.attention.size is None and self.mlp.size is None
+
     def sized(self, groups: int, width: int) -> LayerBlock:
         """The layer with the sizes of the model where it has none of its own."""
         return LayerBlock(self.attention.sized(groups), self.mlp.sized(width))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Literal
 
 from megatron_core.config import conditions as c
@@ -212,12 +213,8 @@ class ModelConfig(
 
     def of_layer(self, layer_number: int) -> ModelConfig:
         """The settings with the sizes of a layer (numbered from 0); ``self`` if all layers have the same."""
-        block, sizes = self.block_of(layer_number), dict[str, Any]()
-        if block.attention.size is not None:
-            sizes |= {"group_query_attention": True, "num_query_groups": block.attention.size}
-        if block.mlp.size is not None:
-            sizes["ffn_hidden_size"] = block.mlp.size
-        return replace(self, **sizes) if sizes else self
+        block = self.block_of(layer_number)
+        return self if block.has_sizes_of_model else _with_sizes(self, block)
 
     @property
     def expert_ffn_size(self) -> int:
@@ -389,3 +386,11 @@ class ModelConfig(
     def last_stage_embeds(self) -> bool:
         """Whether the last stage uses the word embedding's weight, to score or to embed tokens."""
         return self.share_embeddings_and_output_weights or bool(self.mtp_num_layers)
+
+
+@lru_cache(maxsize=1024)  # replace takes 0.3 ms, and a search over layouts asks for each layer often
+def _with_sizes(model: ModelConfig, block: LayerBlock) -> ModelConfig:
+    sizes: dict[str, Any] = {} if block.mlp.size is None else {"ffn_hidden_size": block.mlp.size}
+    if block.attention.size is not None:
+        sizes |= {"group_query_attention": True, "num_query_groups": block.attention.size}
+    return replace(model, **sizes)
