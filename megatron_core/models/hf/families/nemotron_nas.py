@@ -34,7 +34,7 @@ def _blocks_json(config: ModelConfig) -> Settings:
         groups, width = block.attention.size, block.mlp.size
         if width is not None and width % MULTIPLE:
             refuse(KEY, width, f"widths of MLPs are multiples of {MULTIPLE} in this architecture")
-        own = {
+        own: dict[str, dict[str, Any]] = {
             "attention": {"n_heads_in_group": None if groups is None else config.num_attention_heads // groups},
             "ffn": {"ffn_mult": None if width is None else 1.5 * width / config.hidden_size},
         }
