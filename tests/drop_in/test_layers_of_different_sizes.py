@@ -13,6 +13,8 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import get_gpt_heterogeneous_layer_spec
 from megatron.core.transformer.heterogeneous.heterogeneous_config import HeterogeneousTransformerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.arguments import core_transformer_config_from_args, parse_args
 from megatron_core.errors import ConfigError
 from megatron_core.models import gpt
 from tests.parity.heterogeneous_rows import BLOCKS, LAYERS
@@ -49,6 +51,22 @@ def test_model_is_the_engines(tmp_path: Path) -> None:
     assert {name: tuple(parameter.shape) for name, parameter in theirs.named_parameters()} == shapes
     ids = torch.arange(16).view(2, 8)
     assert torch.equal(theirs(ids, None, None), ours(ids))
+
+
+def test_arguments_select_the_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron-LM's programs read the name of the file, also in models whose layers are equal."""
+    path = tmp_path / "layers.json"
+    path.write_text(str(JSON))
+    flags = ["x", "--num-layers", "5", "--hidden-size", "32", "--mock-data", "--train-iters", "1"]
+    monkeypatch.setattr("sys.argv", flags)
+    plain = parse_args()
+    assert plain.heterogeneous_layers_config_path is None
+    assert type(core_transformer_config_from_args(plain)) is TransformerConfig
+    monkeypatch.setattr("sys.argv", [*flags, "--heterogeneous-layers-config-path", str(path)])
+    args = parse_args()
+    assert args.heterogeneous_layers_config_path is not None
+    config = core_transformer_config_from_args(args)
+    assert isinstance(config, HeterogeneousTransformerConfig) and config.model_config().blocks == BLOCKS
 
 
 def test_configurations_of_layers(tmp_path: Path) -> None:
