@@ -348,11 +348,6 @@ class ModelConfig(
         return any(map(self.is_recurrent, range(self.num_layers)))
 
     @property
-    def attention_layers(self) -> list[int]:
-        """Ascending numbers of the layers with attention, without multi-token prediction layers."""
-        return [layer for layer in range(self.num_layers) if self.has_attention(layer)]
-
-    @property
     def has_windows(self) -> bool:
         """Whether any layer has a window."""
         return any(self.window_of_layer(layer) is not None for layer in range(self.num_layers))
