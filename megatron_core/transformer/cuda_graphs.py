@@ -3,10 +3,10 @@
 A layer has a pair of graphs for each micro-batch in flight on its stage, because a graph reads and writes fixed
 memory: its inputs, its output, the tensors saved for backward, and their gradients. A micro-batch takes the lowest free
 ``Slot`` when it enters the stage's first graph, and returns it after the backward of that graph; schedules with few
-micro-batches in flight therefore need few graphs. The graphs of a slot share a pool of memory, because they are replayed
-in the order of their capture: memory that must outlive a replay is referenced from here, the rest is reused by the next
-replay. Slots have separate pools: in a common one, tensors that a micro-batch saves for backward could be in memory of
-temporaries of another slot's graph, which is replayed in between.
+micro-batches in flight therefore need few graphs. The graphs of a slot share a pool of memory, because they are
+replayed in the order of their capture: memory that must outlive a replay is referenced from here, the rest is reused by
+the next replay. Slots have separate pools: in a common one, tensors that a micro-batch saves for backward could be in
+memory of temporaries of another slot's graph, which is replayed in between.
 
 Gradients of weights are added to ``main_grad`` inside of the graph. Dropout needs no generator, since its masks are
 functions of positions, which are inputs. Collectives of tensor and context parallelism are part of the graphs; the
