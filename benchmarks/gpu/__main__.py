@@ -2,10 +2,12 @@
 
     make gpu                                # or python -m benchmarks.gpu
     python -m benchmarks.gpu --only train   # the stages whose name begins with a text
+    python -m benchmarks.gpu --minutes 9 --continue  # after each other: where commands may not take longer
     python -m benchmarks.gpu --device cpu   # the same program with tiny models, on a machine without a GPU
 
 Each stage is a process with a time limit; one that fails, hangs or is killed is reported, and the others run. Needs
-no network. The exit status is 1 if a stage failed.
+no network: packages that the machine lacks are installed from wheels in the folder ``wheels``. The exit status is 1 if
+a stage failed.
 """
 
 from __future__ import annotations
@@ -19,36 +21,48 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from threading import Event
+from typing import Any, cast
 
-from benchmarks.gpu.stages import ROOT, Stage, all_stages
+from benchmarks.gpu.stages import PACKAGES, PATH, ROOT, TOGETHER, Stage, all_stages
 
 TAIL = 6000
 """Characters of the output of a failed stage in the record."""
 
 
-def run_stage(stage: Stage, folder: Path, remaining: float) -> dict[str, Any]:
-    """Run a stage in its own process group, at most ``remaining`` seconds, and describe what happened."""
+def run_stage(
+    stage: Stage,
+    folder: Path,
+    remaining: float,
+    settings: dict[str, str] | None = None,
+    stop: Event | None = None,
+) -> dict[str, Any]:
+    """Run a stage in its own process group, at most ``remaining`` seconds or until ``stop``, and describe what
+    happened."""
     limit = min(stage.limit, remaining)
     name = "".join(letter if letter.isalnum() else "_" for letter in stage.name)
     log, figures_file = folder / f"{name}.log", folder / f"{name}.json"
     figures_file.unlink(missing_ok=True)
     command = [*stage.command, *(("--out", str(figures_file)) if stage.has_figures else ())]
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    modules = os.pathsep.join(filter(None, (str(ROOT), str(PACKAGES), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, **(settings or {}), **stage.environment, "PYTHONPATH": modules, "PATH": PATH}
     began, status = time.monotonic(), None
     with log.open("wb") as output:
         try:
             process = subprocess.Popen(
-                command, cwd=ROOT, env={**os.environ, **stage.environment, "PYTHONPATH": path}, stdout=output,
-                stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
+                command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+                start_new_session=True,
             )  # fmt: skip
         except OSError as error:
             return outcome(stage, "failed", reason=f"{command[0]} cannot be started: {error}")
         try:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                status = process.wait(limit)
+            while status is None and time.monotonic() < began + limit and not (stop and stop.is_set()):
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    status = process.wait(max(min(began + limit - time.monotonic(), 0.5), 0.0))
         finally:
             kill_group(process)
     seconds = time.monotonic() - began
@@ -112,10 +126,10 @@ def why(status: int | None, limit: float, figures: dict[str, Any] | None) -> str
 
 
 class Record:
-    """The record of the check, written after every stage."""
+    """The record of the check, written after every stage; ``stages`` are those of an earlier run that count."""
 
-    def __init__(self, path: Path, device: str, budget: float) -> None:
-        self.path, self.began, self.stages = path, time.monotonic(), list[dict[str, Any]]()
+    def __init__(self, path: Path, device: str, budget: float, stages: Sequence[dict[str, Any]] = ()) -> None:
+        self.path, self.began, self.stages = path, time.monotonic(), list(stages)
         started = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
         self._head = {"version": 1, "device": device, "started": started, "budget_seconds": budget}
 
@@ -133,26 +147,58 @@ class Record:
         replacement.replace(self.path)
 
 
-def run_all(stages: Sequence[Stage], record: Record, budget: float) -> None:
-    """Run the stages one after the other; those for which no time remains are recorded as skipped."""
+def run_all(stages: Sequence[Stage], record: Record, budget: float, together: int = 1) -> None:
+    """Run the stages one after the other, small ones ``together`` at a time; those for which no time remains are
+    recorded as skipped."""
     folder = record.path.with_suffix("")
     folder.mkdir(parents=True, exist_ok=True)
-    blocked: str | None = None
-    for stage in stages:
+    threads = {"OMP_NUM_THREADS": str(max((os.cpu_count() or 1) // together, 1))} if together > 1 else {}
+    known = {stage["name"] for stage in record.stages}
+    stop, blocked = Event(), cast(str | None, None)
+
+    def run(stage: Stage) -> dict[str, Any]:
         remaining = budget - record.seconds
         if blocked or stage.obstacle:
-            found = outcome(stage, "skipped", reason=blocked or stage.obstacle)
-        elif remaining <= 0:
-            found = outcome(stage, "skipped", reason=f"{budget / 60:g} minutes were over; give a larger --minutes")
-        else:
-            print(f"{stage.name:32} ...", end="", flush=True)
-            found = run_stage(stage, folder, remaining)
-            print("\r", end="")
-        print(f"{stage.name:32} {found['status']:8} {found['seconds']:7.1f} s  {found['reason'] or ''}", flush=True)
-        if stage.name == "environment" and found["status"] == "failed":
-            blocked = "the stage environment failed, see its reason"
-        record.stages.append(found)
-        record.write()
+            return outcome(stage, "skipped", reason=blocked or stage.obstacle)
+        if remaining <= 0:
+            return outcome(stage, "skipped", reason=f"{budget / 60:g} minutes were over; give a larger --minutes")
+        return run_stage(stage, folder, remaining, threads if stage.is_small else None, stop)
+
+    for is_small, some in groupby((stage for stage in stages if stage.name not in known), lambda each: each.is_small):
+        for stage, found in _outcomes(list(some), run, together if is_small else 1, stop):
+            print(f"{stage.name:32} {found['status']:8} {found['seconds']:7.1f} s  {found['reason'] or ''}", flush=True)
+            if stage.name == "environment" and found["status"] == "failed":
+                blocked = "the stage environment failed, see its reason"
+            record.stages.append(found)
+            record.write()
+
+
+def _outcomes(
+    stages: Sequence[Stage], run: Callable[[Stage], dict[str, Any]], together: int, stop: Event
+) -> Iterator[tuple[Stage, dict[str, Any]]]:
+    """Yield each stage with its outcome when it has ended; set ``stop`` if the others are to end, too."""
+    if together == 1:
+        for stage in stages:
+            yield stage, run(stage)
+        return
+    with ThreadPoolExecutor(together) as pool:
+        started = {pool.submit(run, stage): stage for stage in stages}
+        try:
+            for done in as_completed(started):
+                yield started[done], done.result()
+        except BaseException:
+            stop.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def kept_stages(path: Path, stages: Sequence[Stage], device: str) -> list[dict[str, Any]]:
+    """The outcomes of an earlier run in the record ``path`` that ``--continue`` does not run again."""
+    found = read_figures(path)
+    if found is None or found.get("device") != device:
+        return []
+    wanted = {stage.name for stage in stages if not stage.is_repeated}
+    return [each for each in found["stages"] if each["name"] in wanted and each["status"] != "skipped"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -167,6 +213,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--out", type=Path, default=ROOT / "runs" / "gpu.json", help="record; the page has the same name"
     )
     parser.add_argument("--list", action="store_true", help="print the stages and end")
+    parser.add_argument(
+        "--continue", action="store_true", dest="continues", help="keep the outcomes in the record, run what is missing"
+    )
     given = parser.parse_args(arguments)
     stages = all_stages(given.device)
     if given.only is not None:
@@ -177,15 +226,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.list:
         print("\n".join(stage.name for stage in stages))
         return 0
-    return check(stages, given.out.resolve(), given.device, 60.0 * given.minutes)
+    out, together = given.out.resolve(), TOGETHER if given.device == "cuda" else 1
+    kept = kept_stages(out, stages, given.device) if given.continues else []
+    return check(stages, out, given.device, 60.0 * given.minutes, kept=kept, together=together)
 
 
-def check(stages: Sequence[Stage], out: Path, device: str, budget: float) -> int:
-    """Run ``stages``, write the record ``out`` and its page with the same name; return the exit status."""
+def check(
+    stages: Sequence[Stage],
+    out: Path,
+    device: str,
+    budget: float,
+    *,
+    kept: Sequence[dict[str, Any]] = (),
+    together: int = 1,
+) -> int:
+    """Run ``stages`` without ``kept``, write the record ``out`` and its page with the same name; return the exit
+    status."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    record, html = Record(out, device, budget), out.with_suffix(".html")
+    record, html = Record(out, device, budget, kept), out.with_suffix(".html")
     try:
-        run_all(stages, record, budget)
+        run_all(stages, record, budget, together)
         record.write(finished=True)
     except KeyboardInterrupt:
         print("\ninterrupted; the stages so far are recorded")

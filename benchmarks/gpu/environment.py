@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import os
@@ -11,9 +12,15 @@ import subprocess
 import sys
 
 from benchmarks.gpu.figures import arguments, write_figures
+from benchmarks.gpu.stages import ROOT, WHEELS
 
-REQUIRED = ("torch", "numpy", "lazy_loader", "tyro", "yaml", "jinja2", "safetensors", "xxhash", "tokenizers")
-"""Modules without which no training starts."""
+REQUIRED = {
+    "torch": "torch", "numpy": "numpy", "lazy_loader": "lazy-loader", "tyro": "tyro", "typeguard": "typeguard",
+    "docstring_parser": "docstring-parser", "yaml": "pyyaml", "jinja2": "jinja2", "safetensors": "safetensors",
+    "xxhash": "xxhash", "tokenizers": "tokenizers", "sentencepiece": "sentencepiece", "tiktoken": "tiktoken",
+    "orjson": "orjson",
+}  # fmt: skip
+"""Modules without which no training starts, and the packages that have them."""
 OPTIONAL = {
     "pytest": "the stage kernels",
     "hypothesis": "the stage kernels",
@@ -28,7 +35,7 @@ OLDEST = (8, 0)
 
 def version_of(program: str, *flags: str) -> str | None:
     """Return the last line of a program's output; None if the program is missing or fails."""
-    path = shutil.which(program)
+    path = shutil.which(program)  # the PATH of a stage has the CUDA toolkit's folder
     if path is None:
         return None
     try:
@@ -44,6 +51,9 @@ def gpu() -> tuple[dict[str, object], list[str]]:
     import torch
 
     seen: dict[str, object] = {"torch": torch.__version__, "torch_cuda": torch.version.cuda or "none"}
+    for name in ("triton", "transformers", "numpy"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            seen[name] = importlib.metadata.version(name)
     if torch.version.cuda is None:
         return seen, ["this torch was built without CUDA; install torch with CUDA, or set PYTHON to a Python with it"]
     if not torch.cuda.is_available():
@@ -58,6 +68,8 @@ def gpu() -> tuple[dict[str, object], list[str]]:
         "memory_gib": device.total_memory / 2**30,
         "gpus": torch.cuda.device_count(),
         "bf16": torch.cuda.is_bf16_supported(),
+        "cudnn": torch.backends.cudnn.version(),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
     }
     torch.ones(8, 8, device="cuda").mm(torch.ones(8, 8, device="cuda")).sum().item()  # a kernel starts and ends
     if (device.major, device.minor) < OLDEST:
@@ -72,16 +84,21 @@ def main() -> int:
     query = "--query-gpu=name,driver_version,memory.total"
     seen: dict[str, object] = {
         "python": platform.python_version(),
+        "revision": version_of("git", "-C", str(ROOT), "rev-parse", "HEAD") or "unknown",
         "nvidia_smi": version_of("nvidia-smi", query, "--format=csv,noheader") or "none",
         "nvcc": version_of(nvcc, "--version") or "none",
         "cmake": version_of("cmake", "--version") or "none",
         "compute_sanitizer": shutil.which("compute-sanitizer") or "none",
     }
-    missing = [
-        f"{name} is not installed; install this project's dependencies: pip install -e . (once, with a network)"
-        for name in REQUIRED
-        if importlib.util.find_spec(name) is None
-    ]
+    absent = [package for name, package in REQUIRED.items() if importlib.util.find_spec(name) is None]
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    missing = []
+    if absent:
+        download = f"pip download --only-binary=:all: --no-deps --python-version {version} -d {WHEELS.name}"
+        missing.append(
+            f"{', '.join(absent)} not installed; pip install -e . (once, with a network), or on a machine with a "
+            f"network {download} {' '.join(absent)}, and copy the folder here"
+        )
     seen["without"] = [f"{name}: {stage}" for name, stage in OPTIONAL.items() if importlib.util.find_spec(name) is None]
     if given.device == "cuda" and importlib.util.find_spec("torch") is not None:
         found, wrong = gpu()

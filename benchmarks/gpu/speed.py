@@ -26,6 +26,7 @@ from megatron_core.config.rules_fp8 import block_size
 from megatron_core.monitor.device import measure_product_rate, peak_memory_bytes
 from megatron_core.ops.fp8_product import unavailable_reason
 from megatron_core.parallel.exit_status import allocation_that_failed
+from megatron_core.parallel.initialization import draws_alike
 from megatron_core.planner.hardware import known_hardware, read_hardware
 from megatron_core.training.setup import Run, set_up
 from megatron_core.training.step import train_step
@@ -157,6 +158,8 @@ def measure(name: str, device: str) -> dict[str, Any]:
         "seq_length": settings.data.seq_length,
         "out_of_memory": refused,
         "step_seconds": seconds,
+        # False: large weights were drawn on the CPU, which takes minutes.
+        "draws_weights": device == "cuda" and draws_alike(run.world.device),
     }
 
 

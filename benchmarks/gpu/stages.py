@@ -24,8 +24,14 @@ SHAPES = (
     "gpt 1b, window, bounded scores",
 )  # fmt: skip
 """Models that ``speed.py`` measures."""
+TESTED = (
+    "norms", "activation", "softmax", "cross_entropy", "rope", "dropout", "multi_tensor", "weight_grad", "fp8",
+    "fp8_kernels", "fp8_product", "grouped", "operator", "precision", "large_reductions", "backend", "other_libraries",
+)  # fmt: skip
+"""Files of tests/ops that run on a GPU, too; a fault that ends the use of the GPU in one does not hide others."""
 BENCHMARKS: dict[str, tuple[str, ...]] = {
-    "operations": ("benchmarks.bench_ops_gpu",),
+    # torch.compile takes about 10 s for each operation and length of rows.
+    "operations": ("benchmarks.bench_ops_gpu", "--columns", "8192"),
     "fp8": ("benchmarks.bench_fp8_gpu",),
     "optimizer": ("benchmarks.bench_optimizer", "--device", "cuda", "--parameters", "500000000"),
 }
@@ -35,6 +41,12 @@ TINY_BENCHMARKS: dict[str, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 """Of ``--device cpu``: the other two need kernels or shapes of a GPU."""
+WHEELS, PACKAGES = ROOT / "wheels", ROOT / "build" / "gpu_packages"
+"""Wheels of packages that the machine lacks, and where they are installed; other Python programs do not see them."""
+PATH = os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/local/cuda/bin"))
+"""Where programs are searched: the CUDA toolkit's folder often is not on the PATH."""
+TOGETHER = 4
+"""Small stages that run at the same time on a GPU; each needs less than 3 GB there."""
 
 
 @dataclass(frozen=True)
@@ -50,26 +62,37 @@ class Stage:
     environment: dict[str, str] = field(default_factory=dict)
     obstacle: str | None = None
     """Why this machine cannot run it."""
+    is_small: bool = False
+    """Whether others may run at the same time: it measures nothing, and leaves most of the device idle."""
+    is_repeated: bool = False
+    """Whether ``--continue`` runs it again, because later stages on a new machine need it."""
 
 
 def all_stages(device: str) -> list[Stage]:
-    """Every stage for ``cuda`` or ``cpu``, in order."""
+    """Every stage for ``cuda`` or ``cpu``, in order: the ones that others need, small ones, speed, slow checks."""
     trainings = [_own(f"train {mode}", "training", 180.0, mode, "--device", device) for mode in MODES]
     speeds = [_own(f"speed {shape}", "speed", 240.0, shape, "--device", device) for shape in SHAPES]
     benchmarks = BENCHMARKS if device == "cuda" else TINY_BENCHMARKS
+    first = [*_packages(), _own("environment", "environment", 120.0, "--device", device), _build(device)]
     stages = [
-        _own("environment", "environment", 120.0, "--device", device),
-        _build(device),
-        *_kernels(device),
-        *trainings,
+        *(replace(stage, is_repeated=True) for stage in first),
+        *(replace(stage, is_small=True) for stage in (*_kernels(device), *trainings)),
         *speeds,
         *(
             Stage(f"benchmark {name}", (sys.executable, "-m", *command, "--no-keep"), 420.0)
             for name, command in benchmarks.items()
         ),
+        *_sanitizers(device),
     ]
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
     return [replace(stage, environment=stage.environment | hidden) for stage in stages]
+
+
+def _packages() -> list[Stage]:
+    """Install the wheels in the folder ``wheels``, if there is one, for the other stages; without a network."""
+    wheels = tuple(str(path) for path in sorted(WHEELS.glob("*.whl")))
+    pip = (sys.executable, "-m", "pip", "install", "--no-index", "--no-deps", "--upgrade", "--target", str(PACKAGES))
+    return [Stage("packages", (*pip, *wheels), 120.0)] if wheels else []
 
 
 def _own(name: str, module: str, limit: float, *arguments: str) -> Stage:
@@ -85,9 +108,9 @@ def _build(device: str) -> Stage:
     nvcc = os.environ.get("CUDACXX") or "nvcc"
     if device == "cpu":
         obstacle = "--device cpu uses the libraries that are installed"
-    elif shutil.which("cmake") is None:
+    elif shutil.which("cmake", path=PATH) is None:
         obstacle = "cmake was not found; install it (pip install cmake), or use libraries that are built already"
-    elif shutil.which(nvcc) is None:
+    elif shutil.which(nvcc, path=PATH) is None:
         obstacle = (
             f"{nvcc} was not found, so operations use a library built before or their references in PyTorch; install "
             "the CUDA toolkit, and add nvcc to the PATH or set CUDACXX to it"
@@ -96,15 +119,30 @@ def _build(device: str) -> Stage:
 
 
 def _kernels(device: str) -> list[Stage]:
-    """The tests of the operations against float64, and compute-sanitizer."""
-    tests = ("tests/ops",) if device == "cuda" else ("tests/ops/test_softmax.py", "-k", "gradcheck")
-    whole = {"WHOLE_MATRIX": "1"} if device == "cuda" else {}
-    found = [Stage("kernels", (sys.executable, "-m", "pytest", "-q", *tests), 480.0, environment=whole)]
-    sanitizer = shutil.which("compute-sanitizer")
+    """The tests of the operations against float64, a process for each file."""
+    if device == "cpu":
+        command = (sys.executable, "-m", "pytest", "-q", "tests/ops/test_softmax.py", "-k", "gradcheck")
+        return [Stage("kernels", command, 480.0)]
+    # The kernels of CPUs are tested elsewhere. A kernel that fails is reported by the test that has started it.
+    selected, settings = ("--maxfail", "20", "-k", "not cpu and not host"), {"CUDA_LAUNCH_BLOCKING": "1"}
+    return [
+        Stage(
+            f"kernels {name}",
+            (sys.executable, "-m", "pytest", "-q", *selected, f"tests/ops/test_{name}.py"),
+            300.0,
+            environment=settings,
+        )
+        for name in TESTED
+    ]
+
+
+def _sanitizers(device: str) -> list[Stage]:
+    """compute-sanitizer."""
+    found, sanitizer = [], shutil.which("compute-sanitizer", path=PATH)
     obstacle = "compute-sanitizer was not found; it is part of the CUDA toolkit" if sanitizer is None else None
     if device == "cpu":
         obstacle = "compute-sanitizer needs a GPU"
     for tool, settings in {"memcheck": {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, "racecheck": {}}.items():
         command = (sanitizer or "compute-sanitizer", "--tool", tool, "--error-exitcode", "1", sys.executable)
-        found.append(Stage(tool, (*command, "-m", "tests.ops.run_all"), 180.0, environment=settings, obstacle=obstacle))
+        found.append(Stage(tool, (*command, "-m", "tests.ops.run_all"), 300.0, environment=settings, obstacle=obstacle))
     return found

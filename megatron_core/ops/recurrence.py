@@ -43,12 +43,22 @@ def in_chunks(x: Tensor, chunk: int) -> Tensor:
     return x.transpose(1, 2).unflatten(2, (-1, chunk))
 
 
+def _running_sum(x: Tensor) -> Tensor:
+    """The sums along dim -2 up to each place.
+
+    On GPUs torch has no deterministic ``cumsum`` of fractions; the product with a triangle of ones is deterministic.
+    """
+    if x.is_cuda and torch.are_deterministic_algorithms_enabled():
+        return x.new_ones(x.shape[-2], x.shape[-2]).tril() @ x
+    return x.cumsum(-2)
+
+
 def decays_in_chunks(decay: Tensor, first: Tensor | None) -> Decays:
     """Factors from the logarithms ``[b, heads, chunks, chunk, d]`` of the decays of tokens.
 
     ``first`` ``[b, s]``: True for tokens that start from a state of 0; None: no token does.
     """
-    chunk, total = decay.shape[-2], decay.cumsum(-2)
+    chunk, total = decay.shape[-2], _running_sum(decay)
     seen = torch.ones(chunk, chunk, dtype=torch.bool, device=decay.device).tril()
     from_start = to_end = None
     if first is not None:

@@ -1,7 +1,9 @@
 """Initial weights as a function of (seed, parameter name, element), so that a rank draws only its own part."""
 
 import hashlib
+import warnings
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -9,14 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from megatron_core.parallel.boxes import Box
+from megatron_core.parallel.device_draws import PER_COUNTER, fill_normal
 from megatron_core.parallel.sharding import spec_of
 
 InitMethod = Callable[[Tensor], object]
 CONSTANTS = (nn.init.zeros_, nn.init.ones_)
 CHUNK = 2**16
 """Elements drawn at a time, so that temporaries fit in a cache."""
-PER_COUNTER = 8
-"""Elements of one Philox counter: four 64-bit words of two elements each."""
+ON_GPU = 2**20
+"""Elements from which a tensor on a GPU is drawn there: about 2 ms, in which a core draws 2^15."""
 
 
 class Normal:
@@ -90,12 +93,30 @@ def _fill(target: Tensor, box: Box, shape: tuple[int, ...], init_method: Normal,
     """Fill ``target``, the part ``box`` of a tensor of ``shape``, one chunk at a time."""
     whole = target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
     flat, at = whole.view(-1), 0
+    if flat.is_cuda and len(flat) >= ON_GPU and draws_alike(flat.device):
+        fill_normal(flat, box, shape, seed, init_method.std)
+        if whole is not target:
+            target.copy_(whole)
+        return
     for runs in _chunks(box.flat_ranges(shape)):
         values = torch.from_numpy(init_method.draw(seed, runs))
         flat[at : at + len(values)] = values.to(flat)
         at += len(values)
     if whole is not target:
         target.copy_(whole)
+
+
+@cache
+def draws_alike(device: torch.device) -> bool:
+    """Whether ``device_draws`` has the bits of ``Normal.draw`` on a device; warns if not."""
+    normal, shape, seed = Normal(0.02), (257, 4096), name_seed(0, "check")
+    for box in (Box((0, 0), shape), Box((3, 5), (200, 1234))):
+        there = torch.empty(box.numel, device=device)
+        fill_normal(there, box, shape, seed, normal.std)
+        if not np.array_equal(there.cpu().numpy(), normal.draw(seed, list(box.flat_ranges(shape)))):
+            warnings.warn(f"{device} rounds differently from a CPU: initial weights are drawn on the CPU", stacklevel=2)
+            return False
+    return True
 
 
 def _chunks(runs: Iterator[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:

@@ -103,12 +103,17 @@ class Waited:
     def __init__(self, meter: Meter, work: Any, transfer: _Transfer) -> None:
         self._meter, self._work, self._transfer = meter, work, transfer
 
-    def wait(self) -> None:
-        """Wait for the collective."""
+    @property
+    def work(self) -> Any:
+        """The handle itself, for waits in streams other than the computation's: times are recorded in one stream."""
+        return self._work
+
+    def wait(self, instead: Callable[[], object] | None = None) -> None:
+        """Wait for the collective, by calling ``instead`` if it is given."""
         before = self._meter.charged
         self._meter.switch(self._transfer.name, before[1])
         began = self._meter.last_mark
-        self._work.wait()
+        (instead or self._work.wait)()
         self._meter.switch(*before)
         self._transfer.ended = self._meter.last_mark
         self._transfer.waits.append((began, self._transfer.ended))

@@ -3,8 +3,10 @@
 A layer has a pair of graphs for each micro-batch in flight on its stage, because a graph reads and writes fixed
 memory: its inputs, its output, the tensors saved for backward, and their gradients. A micro-batch takes the lowest free
 ``Slot`` when it enters the stage's first graph, and returns it after the backward of that graph; schedules with few
-micro-batches in flight therefore need few graphs. All graphs of a stage share one pool of memory, which they use one
-after another: memory that must outlive a replay is referenced from here, the rest is reused by the next replay.
+micro-batches in flight therefore need few graphs. The graphs of a slot share a pool of memory, because they are
+replayed in the order of their capture: memory that must outlive a replay is referenced from here, the rest is reused by
+the next replay. Slots have separate pools: in a common one, tensors that a micro-batch saves for backward could be in
+memory of temporaries of another slot's graph, which is replayed in between.
 
 Gradients of weights are added to ``main_grad`` inside of the graph. Dropout needs no generator, since its masks are
 functions of positions, which are inputs. Collectives of tensor and context parallelism are part of the graphs; the
@@ -36,10 +38,12 @@ EAGER = "layers with experts run without CUDA graphs; --cuda-graph-modules attn 
 
 
 class Slot:
-    """One of the micro-batches in flight on a stage: the fixed memory of its ``SequenceContext``."""
+    """One of the micro-batches in flight on a stage: the memory of its ``SequenceContext`` and of its graphs."""
 
     def __init__(self, number: int, context: SequenceContext) -> None:
         self.number = number
+        self.pool: Any = torch.cuda.graph_pool_handle()
+        """The memory pool of all graphs of the slot."""
         copies: dict[str, Any] = {name: _copy(value) for name, value in _tensors(context).items()}
         self.context = SequenceContext(**copies)
         """The context that graphs read."""
@@ -60,22 +64,14 @@ class Slot:
 
 
 class StageGraphs:
-    """The slots of a stage, and the memory that its graphs share."""
+    """The slots of a stage."""
 
     def __init__(self) -> None:
         self._slots: list[Slot] = []
         self._free: list[Slot] = []
         self._current: Slot | None = None
-        self._pool: Any = None
         self.outputs: set[int] = set()
         """Addresses of the outputs of forward graphs, which the next graph of the same slot reads in place."""
-
-    @property
-    def pool(self) -> Any:
-        """The memory pool of all graphs of the stage."""
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        return self._pool
 
     def slot_of(self, context: SequenceContext) -> Slot | None:
         """The slot of a micro-batch, taken at its first call; None if its tensors have other shapes."""
@@ -136,7 +132,7 @@ class CallGraph:
             for x, in_place in zip(inputs, self.reads_in_place, strict=True)
         ]
         self._forward, self._backward = _Graph(), _Graph()
-        with torch.enable_grad(), self._forward.captured(stage.pool):
+        with torch.enable_grad(), self._forward.captured(slot.pool):
             self._output = function(*self._inputs, slot.context)
         stage.outputs.add(self._output.data_ptr())
         self._grad_output: Tensor | None = None
@@ -163,7 +159,7 @@ class CallGraph:
         )
 
     def _capture_backward(self) -> None:
-        with self._backward.captured(self._stage.pool):
+        with self._backward.captured(self.slot.pool):
             # The saved tensors stay in memory: the next replays of the forward write them.
             found = torch.autograd.grad(
                 self._output,

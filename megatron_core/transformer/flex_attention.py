@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_core.errors import ConfigError
+from megatron_core.parallel.compiled import GRAPHS
 from megatron_core.transformer.context import PackedDocuments
 
 BLOCK = 128
@@ -83,6 +84,9 @@ def flex_attention(
 def _compiled() -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention as function
 
+    # Beyond torch's limit of 8 it would run without a kernel, and store all scores.
+    config: Any = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, GRAPHS)
     return torch.compile(function)
 
 

@@ -7,14 +7,17 @@ import os
 import subprocess
 import sys
 import time
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.gpu import speed, training
-from benchmarks.gpu.__main__ import Record, check, main, run_all, run_stage
+from benchmarks.gpu import __main__ as program
+from benchmarks.gpu import environment, speed, training
+from benchmarks.gpu import stages as stages_of_gpus
+from benchmarks.gpu.__main__ import Record, check, kept_stages, main, run_all, run_stage
 from benchmarks.gpu.report import checked, render
 from benchmarks.gpu.stages import MODES, ROOT, SHAPES, Stage, all_stages
 from megatron_core.errors import DataError
@@ -80,9 +83,85 @@ def test_the_budget_leaves_out_later_stages(tmp_path: Path) -> None:
     assert "larger --minutes" in first["reason"] and "larger --minutes" in second["reason"]
 
 
+def test_small_stages_run_together(tmp_path: Path) -> None:
+    """Each waits for the file of the other."""
+    code = "import pathlib, sys, time; here = pathlib.Path({folder!r}); (here / {own!r}).touch()\n"
+    code += "while not (here / {other!r}).exists(): time.sleep(0.05)"
+    pair = [
+        python(own, code.format(folder=str(tmp_path), own=own, other=other), 20.0, is_small=True)
+        for own, other in (("a", "b"), ("b", "a"))
+    ]
+    assert check([*pair, python("last", "")], tmp_path / "gpu.json", "cuda", 60.0, together=2) == 0
+    assert [stage["name"] for stage in read(tmp_path / "gpu.json")["stages"]][2] == "last"
+
+
+def test_an_interrupt_ends_the_stages_that_run(tmp_path: Path) -> None:
+    sleeps = [python(name, "import time; time.sleep(30)", is_small=True) for name in ("a", "b")]
+    fails = python("c", "", is_small=True)
+
+    class Interrupted(Record):
+        def write(self, *, finished: bool = False) -> None:
+            raise KeyboardInterrupt
+
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        run_all([*sleeps, fails], Interrupted(tmp_path / "gpu.json", "cuda", 60.0), 60.0, together=3)
+    assert time.monotonic() - began < 15.0
+
+
+def test_a_run_continues_another_one(tmp_path: Path) -> None:
+    out, ran = tmp_path / "gpu.json", tmp_path / "ran"
+    code = f"open({str(ran)!r}, 'a').write('%s '); assert '%s' != 'wrong'"
+    names = ("build", "good", "wrong", "later")
+    all_of_them = [python(name, code % (name, name), is_repeated=name == "build") for name in names]
+    assert check(all_of_them[:3], out, "cuda", 60.0) == 1
+    record = json.loads(out.read_text())
+    late = [outcome_of_skipped(all_of_them[3])]
+    out.write_text(json.dumps(record | {"stages": record["stages"] + late}))
+    assert kept_stages(out, all_of_them, "cpu") == kept_stages(tmp_path / "none.json", all_of_them, "cuda") == []
+    kept = kept_stages(out, all_of_them, "cuda")
+    assert check(all_of_them, out, "cuda", 60.0, kept=kept) == 1
+    assert ran.read_text().split() == ["build", "good", "wrong", "build", "later"]
+    found = {stage["name"]: stage["status"] for stage in read(out)["stages"]}
+    assert found == {"good": "ok", "wrong": "failed", "build": "ok", "later": "ok"}
+
+
+def outcome_of_skipped(stage: Stage) -> dict[str, Any]:
+    return program.outcome(stage, "skipped", reason="no time")
+
+
+def test_wheels_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wheels, packages = tmp_path / "wheels", tmp_path / "packages"
+    assert "packages" not in [stage.name for stage in all_stages("cuda")] or stages_of_gpus.WHEELS.exists()
+    wheels.mkdir()
+    with zipfile.ZipFile(wheels / "onlyhere-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("onlyhere.py", "number = 7\n")
+        wheel.writestr("onlyhere-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: onlyhere\nVersion: 1.0\n")
+        wheel.writestr("onlyhere-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr("onlyhere-1.0.dist-info/RECORD", "")
+    monkeypatch.setattr(stages_of_gpus, "WHEELS", wheels)
+    for module in (stages_of_gpus, program):
+        monkeypatch.setattr(module, "PACKAGES", packages)
+    first = all_stages("cuda")[0]
+    uses = python("uses", "import onlyhere; assert onlyhere.number == 7")
+    assert check([first, uses], tmp_path / "gpu.json", "cuda", 120.0) == 0, read(tmp_path / "gpu.json")
+
+
+def test_missing_packages_are_named_with_the_way_to_bring_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "REQUIRED", {"torch": "torch", "no_such_module": "no-such-package"})
+    monkeypatch.setattr(sys, "argv", ["environment", "--device", "cpu", "--out", str(tmp_path / "figures.json")])
+    assert environment.main() == 1
+    [missing] = json.loads((tmp_path / "figures.json").read_text())["missing"]
+    assert (
+        missing.startswith("no-such-package not installed; pip install -e .") and "-d wheels no-such-package" in missing
+    )
+
+
 def test_without_a_gpu_the_rest_is_left_out(tmp_path: Path) -> None:
     stages = all_stages("cuda")
-    assert [stage.name for stage in stages][:2] == ["environment", "build"]
+    assert [stage.name for stage in stages if stage.name != "packages"][:2] == ["environment", "build"]
+    assert all((ROOT / f"tests/ops/test_{name}.py").exists() for name in stages_of_gpus.TESTED)
+    assert all(stage.limit <= 600 for stage in stages)
     assert {f"train {mode}" for mode in MODES} | {f"speed {shape}" for shape in SHAPES} < {s.name for s in stages}
     assert set(training.PLAIN) < set(MODES) and set(speed.MODELS) == set(SHAPES)
     if torch.cuda.is_available():
@@ -92,6 +171,7 @@ def test_without_a_gpu_the_rest_is_left_out(tmp_path: Path) -> None:
     assert [stage["status"] for stage in record["stages"]] == ["failed", *["skipped"] * (len(stages) - 1)]
     assert "torch" in record["stages"][0]["reason"]
     assert record["stages"][0]["figures"]["torch"] == torch.__version__
+    assert record["stages"][0]["figures"]["numpy"]
 
 
 def test_only_names_stages(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,9 +8,13 @@ import torch
 from hypothesis import given, settings
 from torch import nn
 
+from megatron_core.parallel import device_draws
+from megatron_core.parallel import initialization as module
+from megatron_core.parallel.boxes import Box
 from megatron_core.parallel.initialization import CHUNK, Normal, initialise, initialise_by_name, name_seed
 from megatron_core.parallel.sharding import ShardSpec, allocate, replicated, split
 from tests.parallel.specs import ANY_SPLIT
+from tests.simulated_gpu.runtime import simulated_gpu
 
 METHODS = [Normal(0.5), nn.init.ones_, lambda full: full.copy_(torch.arange(full.numel()).view(full.shape))]
 
@@ -44,6 +48,52 @@ def test_chunks_join() -> None:
         for part in parts:
             initialise_by_name(part, Normal(1.0), 3, "w")
         assert torch.equal(torch.cat([part.data for part in parts], dim), whole.data)
+
+
+@pytest.mark.parametrize(
+    ("shape", "box"),
+    [
+        ((40000,), Box((0,), (40000,))),
+        ((40003,), Box((7,), (39999,))),
+        ((259, 1003), Box((0, 0), (259, 1003))),
+        ((256, 1024), Box((0, 256), (256, 512))),
+        ((4, 64, 48), Box((1, 3, 8), (3, 64, 40))),
+        ((4, 64, 48), Box((1, 3, 8), (3, 64, 44))),
+    ],
+)
+def test_operators_of_torch_draw_the_same_bits(
+    shape: tuple[int, ...], box: Box, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The draws on GPUs: parts of counters, of rows and of columns, across the boundary of a chunk."""
+    monkeypatch.setattr(device_draws, "COUNTERS", 1000)
+    found = torch.full((box.numel,), torch.nan, dtype=torch.float32)
+    device_draws.fill_normal(found, box, shape, name_seed(3, "w"), 0.02)
+    expected = Normal(0.02).draw(name_seed(3, "w"), list(box.flat_ranges(shape)))
+    assert np.array_equal(found.numpy(), expected)
+
+
+def test_a_gpu_draws_weights_itself() -> None:
+    """The whole tensor and a part of its columns on a simulated GPU."""
+    expected = allocate(replicated((64, 320)), torch.bfloat16, "cpu")
+    initialise_by_name(expected, Normal(0.02), 3, "w")
+    with simulated_gpu(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "ON_GPU", 4096)
+        patch.setattr(Normal, "draw", lambda *_: pytest.fail("drawn on the CPU"))
+        patch.setattr(module, "draws_alike", lambda device: True)
+        for spec in (replicated((64, 320)), split((64, 320), 1, 2, 4)):
+            part = allocate(spec, torch.bfloat16, "cuda")
+            initialise_by_name(part, Normal(0.02), 3, "w")
+            wanted = torch.empty(spec.local_shape, dtype=torch.bfloat16, device="cpu")
+            spec.localise(expected.data, wanted)
+            assert torch.equal(part.data.cpu(), wanted)
+
+
+def test_a_device_that_rounds_differently_does_not_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert module.draws_alike.__wrapped__(torch.device("cpu"))
+    real = device_draws._cosine
+    monkeypatch.setattr(device_draws, "_cosine", lambda turns: real(turns) * (1 + 2**-23))
+    with pytest.warns(UserWarning, match="rounds differently from a CPU: initial weights are drawn on the CPU"):
+        assert not module.draws_alike.__wrapped__(torch.device("cpu"))
 
 
 def test_distribution() -> None:

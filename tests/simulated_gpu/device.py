@@ -4,8 +4,8 @@
 CPU memory and torch's CPU operators. Errors and asynchronous effects of a real GPU are reproduced:
 
 - errors: an operator over tensors of both devices (except numbers, 0-dim CPU tensors, in elementwise operations),
-  a write to CPU memory other than ``copy_``, ``numpy()``, products of integers, and collectives over CPU tensors, over
-  strided ones or in dtypes that NCCL does not have;
+  a write to CPU memory other than ``copy_``, ``numpy()``, products of integers, ``cumsum`` of fractions in torch's
+  deterministic mode, and collectives over CPU tensors, over strided ones or in dtypes that NCCL does not have;
 - ``copy_(..., non_blocking=True)`` to pinned memory completes at the next synchronization: until then the CPU reads
   NaN there; changing a source in pinned memory before that is an error;
 - outputs of an asynchronous collective are NaN until it is waited for; changing or freeing its memory is an error;
@@ -248,6 +248,8 @@ def _check(func: Any, name: str, found: list[Tensor], args: Any, kwargs: Any) ->
             raise RuntimeError(f"{name}: Expected all tensors to be on the same device, but found {where}")
     if name in PRODUCTS and not args[0].is_floating_point():
         raise RuntimeError(f'"{name}_cuda" not implemented for {args[0].dtype}')
+    if name == "cumsum" and args[0].is_floating_point() and torch.get_deterministic_debug_mode() == 2:
+        raise RuntimeError("cumsum_cuda_kernel does not have a deterministic implementation")
     of_known_size = func._overloadname == "self_int" or kwargs.get("output_size") is not None  # repeat_interleave
     if name in READS and not of_known_size:
         LOG.stall(name)

@@ -1,12 +1,15 @@
 """CUDA graphs of the simulated GPU: a capture records operators, and a replay runs them on the same memory.
 
 As on a GPU, a capture computes nothing: memory that existed before keeps its values, and new memory is NaN until the
-first replay. Memory that only the graph refers to may be reused between replays: it is NaN after each. Waits of the
-host and copies between host and device during a capture are errors.
+first replay. Memory that only the graph refers to may be reused between replays: it is NaN after each. So is all memory
+of graphs that were captured later into the same pool, because it may be that of temporaries of this graph: a pool may
+only be shared by graphs that are replayed in the order of their capture. Waits of the host and copies between host and
+device during a capture are errors.
 """
 
 from __future__ import annotations
 
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,9 +19,15 @@ from torch import Tensor
 from tests.simulated_gpu.device import LOG, _tensors
 from tests.simulated_gpu.streams import Plain
 
+_numbers = count()
+
 
 class CUDAGraph:
     """torch.cuda.CUDAGraph."""
+
+    pool: Any = None
+    number = -1
+    """Place in the order of captures."""
 
     def __init__(self, keep_graph: bool = False) -> None:
         self._entries: list[tuple[Any, Any, Any, list[tuple[int, Tensor]]]] = []
@@ -86,6 +95,9 @@ class CUDAGraph:
                 storage = memory.untyped_storage()
                 if torch._C._storage_Use_Count(storage._cdata) <= counts[address] + 1:  # and ``storage``
                     _forget(memory)
+            later = [each for each in LOG.graphs if each.pool == self.pool and each.number > self.number]
+            for memory in (memory for each in later for memory in each._new.values()):
+                _forget(memory)
 
 
 def _forget(memory: Tensor) -> None:
@@ -101,6 +113,7 @@ class graph:
     ) -> None:
         assert capture_error_mode in ("global", "thread_local", "relaxed") and stream is None
         self._graph = cuda_graph
+        cuda_graph.pool, cuda_graph.number = graph_pool_handle() if pool is None else pool, next(_numbers)
 
     def __enter__(self) -> None:
         assert LOG.capture is None, "a capture inside of a capture"
@@ -114,4 +127,4 @@ class graph:
 
 def graph_pool_handle() -> tuple[int, int]:
     """torch.cuda.graph_pool_handle."""
-    return (0, 1)
+    return (0, next(_numbers))

@@ -145,9 +145,10 @@ def planted_difference(place: str, old: str, new: str, settings: dict[str, Any],
         ("transformer.cuda_graphs:CallGraph.run_forward", "_load(mine, theirs)", "pass"),
         ("transformer.cuda_graphs:Slot.load", "mine.copy_(theirs)", "pass"),
         ("transformer.cuda_graphs:StageGraphs.slot_of", "if self._free:", "if self._slots:"),
+        ("transformer.cuda_graphs:Slot.__init__", "torch.cuda.graph_pool_handle()", "(0, 1)"),
         ("transformer.context:SequenceContext.add_auxiliary_loss", "is not None", "is None"),
     ],
-    ids=["freed early", "overwritten gradients", "old input", "old samples", "slot in use", "none"],
+    ids=["freed early", "overwritten gradients", "old input", "old samples", "slot in use", "shared pool", "none"],
 )
 def test_finds(place: str, old: str, new: str) -> None:
     """Dropout depends on the numbers of the samples; two ranks have two micro-batches in flight."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from zlib import crc32
 
@@ -14,6 +15,7 @@ from megatron_core import parallel_state
 from megatron_core.config import RunConfig
 from megatron_core.inference import Generator, Request, Sampling, generate
 from megatron_core.parallel import World
+from megatron_core.parallel.meter import METER
 from megatron_core.training import pretrain
 from megatron_core.training.setup import set_up
 from megatron_core.training.step import evaluate, train_step
@@ -21,6 +23,7 @@ from megatron_core.verify.ranks import RankFailure, run_ranks
 from tests.defects.plant import planted
 from tests.ops import libraries
 from tests.parity.moe_rows import DROP, EP2, MIXTRAL
+from tests.parity.recurrent_rows import MAMBA
 from tests.parity.rows import GQA2, MODERN, PACKED, PP2, SP, TP2, ZERO, ZERO2
 from tests.sample import WHOLE_MATRIX
 from tests.simulated_gpu.device import LOG
@@ -124,6 +127,31 @@ def test_experts_wait_once_for_the_numbers_of_their_rows() -> None:
     """Of 2 layers with one micro-batch in each of 2 steps, besides the wait of each step."""
     for settings in (MIXTRAL, MIXTRAL | DROP):
         assert run_ranks(2, waits, EP2 | settings) == [2 * 2 + 2] * 2
+
+
+def streams_of_times(plant: tuple[str, str, str] | None) -> tuple[bool, int]:
+    """Whether all times of a step with experts are recorded in the stream of the computation, and the exchanges."""
+    with planted(*plant) if plant else nullcontext(), simulated_gpu():
+        world = World(dist.get_rank(), dist.get_world_size(), local_rank=0, device=torch.device("cuda", 0))
+        run = set_up(RunConfig.from_flat(BASE | EP2 | MIXTRAL), world)
+        METER.start(run.groups, world.device)
+        train_step(run)
+        is_one = all(event.stream is None for _, event, _ in METER._marks)
+        exchanges = sum(each.calls for name, each in METER.take().traffic.items() if "all_to_all" in name)
+        METER.stop()
+    return is_one, exchanges
+
+
+def test_times_are_recorded_in_one_stream() -> None:
+    """Events of different streams have no order: time between them could be negative."""
+    plant = "transformer.moe.counts:ArrivingCounts._copy", "work.wait()", "self._handle.wait()"
+    # In each of 2 layers: the numbers of rows; rows and their probabilities there, rows back; the same in backward.
+    assert run_ranks(2, streams_of_times, None) == [(True, 2 * (1 + 3 + 3))] * 2
+    assert run_ranks(2, streams_of_times, plant)[0][0] is False
+
+
+def test_recurrences_in_deterministic_mode() -> None:
+    run_ranks(1, compare, [MAMBA | PACKED | {"deterministic_mode": True, "fp64": True}])
 
 
 def job(folder: str) -> None:

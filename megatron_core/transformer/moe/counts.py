@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_core.parallel.collectives import start_all_to_all_rows
 from megatron_core.parallel.groups import Group
+from megatron_core.parallel.meter import Waited
 
 
 class ArrivingCounts:
@@ -33,7 +34,10 @@ class ArrivingCounts:
             self._handle.wait()
             return self._own.tolist(), self.theirs.tolist()
         numbers, copied = self._copied
-        copied.synchronize()
+        if isinstance(self._handle, Waited):
+            self._handle.wait(instead=copied.synchronize)
+        else:
+            copied.synchronize()
         own, theirs = numbers.tolist()
         return own, theirs
 
@@ -43,7 +47,8 @@ class ArrivingCounts:
         stream, copied = _stream(device), torch.cuda.Event()
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            self._handle.wait()  # only the stream waits
+            work = self._handle.work if isinstance(self._handle, Waited) else self._handle
+            work.wait()  # only the stream waits
             numbers = torch.empty((2, *self._own.shape), dtype=self._own.dtype, pin_memory=True)
             for row, counts in zip(numbers, (self._own, self.theirs), strict=True):
                 row.copy_(counts, non_blocking=True)
