@@ -77,8 +77,7 @@ class World:
             raise LayoutError(f"WORLD_SIZE={size}, but RANK is not set; {_LAUNCHER}")
         if rank >= size:
             raise LayoutError(f"RANK={rank} is not below WORLD_SIZE={size}; {_LAUNCHER}")
-        device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
-        return cls(rank, size, local_rank, device)
+        return cls(rank, size, local_rank, _device(local_rank))
 
     def use(self, size: int) -> None:
         """Use the first ``size`` ranks and make the others spare."""
@@ -124,6 +123,15 @@ class World:
             within(STORE_SECONDS, lambda: store.wait(spares), otherwise=None)  # this process may host the store
 
 
+def _device(local_rank: int) -> torch.device:
+    """The device of a rank: its GPU if there are any, else the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    # With these variables Slurm shows each process only its own GPU.
+    is_bound = torch.cuda.device_count() == 1 and {"SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND"} & os.environ.keys()
+    return torch.device("cuda", 0 if is_bound else local_rank)
+
+
 _LAUNCHER = "start the ranks with torchrun, which sets it, or unset all of RANK, WORLD_SIZE and LOCAL_RANK for one rank"
 
 
@@ -143,10 +151,11 @@ def start_world(world: World, *, backend: str = "auto", timeout_minutes: float =
     memory.
     """
     if world.device.type == "cuda":
-        if world.local_rank >= torch.cuda.device_count():
+        if world.device.index >= torch.cuda.device_count():
             raise LayoutError(
                 f"local rank {world.local_rank} has no GPU, this machine has {torch.cuda.device_count()}; start fewer "
-                "processes (--nproc-per-node), or hide the GPUs with CUDA_VISIBLE_DEVICES='' to run on the CPU"
+                "processes (--nproc-per-node), give each process of srun its own GPU (--gpus-per-task 1), or hide the "
+                "GPUs with CUDA_VISIBLE_DEVICES='' to run on the CPU"
             )
         torch.cuda.set_device(world.device)
     if world.size + world.spares == 1:

@@ -159,6 +159,27 @@ def test_a_wrong_environment_is_one_sentence(
     assert "torchrun" in str(error.value) and len(str(error.value)) < 500
 
 
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    ("visible", "variables", "index"),
+    [(4, (), 3), (1, ("SLURM_GPUS_PER_TASK",), 0), (4, ("SLURM_GPUS_PER_TASK",), 3), (1, (), None)],
+)
+def test_the_gpu_of_a_rank(
+    visible: int, variables: tuple[str, ...], index: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm may show a process only its own GPU; otherwise a rank without one is an error."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    for name, value in ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "3"} | dict.fromkeys(variables, "1")).items():
+        monkeypatch.setenv(name, value)
+    world = World.from_environment()
+    if index is None:
+        with pytest.raises(LayoutError, match=r"local rank 3 has no GPU, this machine has 1; .*--gpus-per-task 1"):
+            start_world(world)
+    else:
+        assert world.device == torch.device("cuda", index)
+
+
 @pytest.mark.parametrize(
     ("environment", "words"),
     [
