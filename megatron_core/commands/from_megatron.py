@@ -117,9 +117,10 @@ class TranslatedLaunch:
         """Translate the flags of a launch."""
         flags = LaunchFlags.of(launch.flags, UNKNOWN)
         with redirect_stderr(io.StringIO()):  # the note about flags without effect is part of the report
-            config, _ = read_flags(flags.usable, prog="pretrain_gpt.py")
+            config, faults = read_flags(flags.usable, prog="pretrain_gpt.py")
         ranks = world_size or launch.ranks or config.parallel.smallest_world_size
-        found = [*problems(config, ranks), *checkpoint_changes(config)]
+        found = [fault for fault in faults if fault not in flags.refused]  # of a file that is named
+        found += [*problems(config, ranks), *checkpoint_changes(config)]
         return cls(launch, flags, config, ranks, tuple(found))
 
     @property

@@ -25,6 +25,7 @@ FURTHER_VALUES: dict[str, str] = _TABLES["further_values"]
 TOGETHER: dict[str, str] = _TABLES["together"]
 UNREAD_WITH: dict[str, str] = _TABLES["unread_with"]
 LISTS = frozenset(_TABLES["lists"].split())
+IN_PROGRAMS = frozenset(_TABLES["in_programs"].split())
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,9 @@ from megatron_core.errors import ConfigError, shortened
 MOST_REPEATS = 10_000
 """Maximum length of a list, and maximum factor, in an expression such as [1]*24; models have far fewer layers."""
 
+COMMAND_LINE = {"config": str, "model_preset": str, "depth": int, "export_kd_cfg": str}
+"""The flags of every command line that name the source of settings, and their types."""
+
 
 @dataclass
 class Translation:
@@ -166,8 +169,8 @@ class Translation:
             self.faults.append(f"{shown}: neither a flag of this project nor of Megatron-LM; {hint}")
         elif values and not entry.takes_values:
             self._switch(flag, [], values)
-        elif self._is_alone(name, values, effective):
-            self.faults.append(f"{shown}: this needs --{megatron_flags.TOGETHER[name].replace('_', '-')}")
+        elif (needed := _partner(name, values)) is not None and needed not in _own_names(effective):
+            self.faults.append(f"{shown}: this needs --{needed.replace('_', '-')}")
         elif only and set(values) <= set(only):
             self.ignored[shown] = "this is done in any case"
         elif entry.fate == "accepted":
@@ -179,12 +182,11 @@ class Translation:
         elif entry.reason in self.known:
             self.faults.append(f"{shown}: not supported with --{entry.reason.replace('_', '-')}; remove it")
 
-    @staticmethod
-    def _is_alone(name: str, values: list[str], effective: set[str]) -> bool:
-        """Whether a flag that could be accepted is given without the setting that has to be given with it."""
-        needed = megatron_flags.TOGETHER.get(name)
-        only = megatron_flags.ONLY_VALUE.get(name, values)
-        return needed is not None and set(values) <= set(only) and needed not in _own_names(effective)
+
+def _partner(name: str, values: list[str]) -> str | None:
+    """The setting that has to be given with this flag."""
+    together = megatron_flags.TOGETHER
+    return together.get(name, together.get(f"{name}={' '.join(values)}"))
 
 
 def _with_implied(groups: list[tuple[str, list[str]]]) -> list[tuple[str, list[str]]]:

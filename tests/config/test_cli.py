@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_core.config import RunConfig, megatron_flags
-from megatron_core.config.cli import parse_command_line, parse_run_config
+from megatron_core.config import ModelConfig, RunConfig, megatron_flags
+from megatron_core.config.cli import parse_command_line, parse_run_config, without_parts
 from megatron_core.config.help import MOST_USED
 from megatron_core.config.partition import layers_by_stage
 from megatron_core.config.run import field_types
@@ -295,6 +295,45 @@ def test_a_pattern_of_layers_gives_their_number(tmp_path):
         parse(spec)
     with pytest.raises(ConfigError, match="--is-hybrid-model: this needs --hybrid-layer-pattern"):
         parse("--is-hybrid-model")
+
+
+def test_specifications_of_layers(capsys):
+    """The settings select Megatron Core's specifications; a program reads its own itself."""
+    for spec in ("local", "megatron.core.models.gpt.gpt_layer_specs get_gpt_layer_local_spec"):
+        assert parse(f"--spec {spec}").model == ModelConfig()
+        assert f"--spec {spec} (this is done in any case)" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=r"--spec my_layers my_spec: layers of your own belong to a program: run"):
+        parse("--spec my_layers my_spec")
+    assert without_parts(["--bf16", "--spec", "my_layers", "my_spec", "--fp16"]) == ["--bf16", "--fp16"]
+
+
+def test_a_distillation_of_modelopt(tmp_path, capsys):
+    """The file in Megatron-LM's documentation without its pairs, and every kind that is refused."""
+    file = tmp_path / "distill.yaml"
+    flags = f"--export-kd-teacher-load {tmp_path} --export-kd-cfg {file}"
+    file.write_text("logit_layers: [output_layer, output_layer]\nskip_lm_loss: true\nkd_loss_scale: 10.0\n")
+    assert (parse(flags).tuning.kd_weight, parse(flags).tuning.kd_temperature) == (1.0, 1.0)
+    file.write_text("logit_kl_temperature: 2\n")
+    assert parse(flags).tuning.kd_temperature == 2.0 and "T^2 = 4 times" in capsys.readouterr().err
+    assert parse(f"{flags} --kd-temperature 3").tuning.kd_temperature == 3.0
+    for text, said in {
+        "intermediate_layer_pairs: [[decoder.layers.0, decoder.layers.0]]": "only logits are compared; use []",
+        "logit_layers: [head, head]": "only the outputs of output_layer",
+        "logit_kl_topk: 5": "all logits are compared",
+        "skip_lm_loss: false\nkd_loss_scale: 3": "use --kd-weight 0.75 --kd-temperature 1",
+        "skip_lm_loss: maybe": "skip_lm_loss=maybe: it must be true",
+        "kd_loss_scale: -1": "kd_loss_scale=-1 must be a number > 0",
+        "logit_kl_temperature: .nan": "logit_kl_temperature=nan must be a number > 0",
+        "kd_alpha: 1": "kd_alpha: ModelOpt has no such field",
+        "- 1": "holds a list",
+        "!!python/object/apply:os.getcwd []": "cannot be read",
+    }.items():
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=re.escape(said)):
+            parse(flags)
+    file.unlink()
+    with pytest.raises(ConfigError, match=r"--export-kd-cfg .*distill.yaml cannot be read: .*No such file"):
+        parse(flags)
 
 
 def test_a_pattern_of_layers_says_their_stages_and_the_kind_of_attention(tmp_path):
