@@ -16,10 +16,10 @@ from megatron_core.config.depth import settings_of_depth
 from megatron_core.config.file import names_in, read_config
 from megatron_core.config.file import write_config as write_config
 from megatron_core.config.help import WITHOUT_BOXES, requested_topic, shown
-from megatron_core.config.megatron_flags import IN_PROGRAMS
+from megatron_core.config.megatron_flags import IN_PROGRAMS, REFINEMENTS, RENAMED
 from megatron_core.config.modelopt import distillation_settings
 from megatron_core.config.presets import preset
-from megatron_core.config.rules_single import unread_settings
+from megatron_core.config.rules_single import missing_modes, unknown_words, unread_settings
 from megatron_core.config.run import RunConfig, field_types
 from megatron_core.config.translate import COMMAND_LINE, Translation, grouped, plain
 from megatron_core.config.validate import check, numbered, problems, without_data
@@ -176,9 +176,25 @@ def _parse(
         config=_FLAT,
         console_outputs=_is_first_rank(),
     )
+    config = RunConfig(**parsed.sections())
+    if any(unknown_words(config)):
+        return parsed, found.faults  # conditions assume known words
+    # Leave out refinements of modes that are off.
+    off, values = without_mode(config, found.flags), RunConfig().flat()
+    if off:
+        config = RunConfig.from_flat(config.flat() | {name: values[name] for name in off})
+        parsed = replace(parsed, **config.sections())
+        found.ignored |= {f"--{name.replace('_', '-')}": reason for name, reason in off.items()}
     if not found.faults:
         _note(found.ignored)
     return parsed, found.faults
+
+
+def without_mode(config: RunConfig, flags: list[str]) -> dict[str, str]:
+    """The settings of ``flags`` that Megatron-LM ignores without a mode which ``config`` does not have; the reason."""
+    names = {RENAMED.get(name := plain(flag), name).removeprefix("no_") for flag, _ in grouped(flags)}
+    missing = missing_modes(config, sorted(names & REFINEMENTS))
+    return {name: f"no effect {'with' if mode.excludes else 'without'} {mode.words}" for name, mode in missing.items()}
 
 
 def _print_help(kind: type[_CommandLine], topic: str, prog: str, defaults: RunConfig) -> NoReturn:
@@ -226,6 +242,7 @@ def note_unread_flags(config: RunConfig, args: list[str] | None = None) -> None:
     values, defaults = config.flat(), RunConfig().flat()
     flags = Translation.of(list(sys.argv[1:] if args is None else args), _types(_TrainingCommandLine)).flags
     given = {name if (name := plain(flag)) in values else name.removeprefix("no_") for flag, _ in grouped(flags)}
+    given -= REFINEMENTS  # _parse has named them
     same = [name for name in values if name in given and values[name] == defaults[name] and values[name] is not False]
     if unread := unread_settings(config, world_size, device="", names=same):
         print(f"note: without effect here: {unread}", file=sys.stderr)

@@ -72,6 +72,13 @@ class LaunchFlags:
         }
 
 
+def is_flag(word: str) -> bool:
+    """Whether ``word`` is a flag of Megatron-LM's training programs or of this one."""
+    name = plain(word.partition("=")[0])
+    known = (field_types(), megatron_flags.FLAGS, megatron_flags.RENAMED, megatron_flags.SAME_AS)
+    return word.startswith("--") and any(name in table for table in known)
+
+
 def _is_refused(flag: str, one: Translation) -> bool:
     """Whether ``flag`` cannot be used with any value, rather than because its value is not known."""
     entry, name = megatron_flags.FLAGS.get(plain(flag)), plain(flag)

@@ -16,7 +16,7 @@ from megatron_core.config import ModelConfig, RunConfig, megatron_flags
 from megatron_core.config.cli import parse_command_line, parse_run_config, without_parts
 from megatron_core.config.help import MOST_USED
 from megatron_core.config.partition import layers_by_stage
-from megatron_core.config.run import field_types
+from megatron_core.config.run import field_types, settings
 from megatron_core.config.trainer_flags import SAME_MEANING
 from megatron_core.config.translate import Translation
 from megatron_core.config.validate import problems
@@ -226,7 +226,7 @@ def test_lists_of_balancing_losses():
     losses = "--moe-router-load-balancing-type seq_aux_loss global_aux_loss --moe-aux-loss-coeff 1e-2 1e-3"
     model = parse(f"--num-experts 4 {losses}").model
     assert model.balancing_losses == {"seq_aux_loss": 1e-2, "global_aux_loss": 1e-3}
-    assert parse("--moe-aux-loss-coeff 1e-2").model.balancing_losses == {"seq_aux_loss": 1e-2}
+    assert parse("--num-experts 4 --moe-aux-loss-coeff 1e-2").model.balancing_losses == {"seq_aux_loss": 1e-2}
 
 
 def test_layers_without_rotary_positions():
@@ -307,6 +307,47 @@ def test_specifications_of_layers(capsys):
     assert without_parts(["--bf16", "--spec", "my_layers", "my_spec", "--fp16"]) == ["--bf16", "--fp16"]
 
 
+def test_refinements_of_a_mode_that_is_off(tmp_path, capsys):
+    """Flags that Megatron-LM ignores are left out, with a note; in a file they are refused, as are other settings."""
+    assert all(settings()[name].needs for name in megatron_flags.REFINEMENTS)
+    given = {
+        "--apply-wd-to-qk-layernorm": "--qk-layernorm",
+        "--recompute-num-layers 1": "--recompute-granularity full",
+        "--no-fp8-wgrad": "--fp8-format hybrid",
+        "--loss-scale 1024": "--fp16",
+    }
+    assert parse(" ".join(given)) == RunConfig()
+    noted = capsys.readouterr().err
+    for flag, mode in given.items():
+        name = flag.split()[0].replace("--no-fp8", "--fp8")
+        assert re.search(rf"{name}[^;]*\(no effect without {mode}", noted)
+    assert parse("--loss-scale 1024 --fp16").optimizer.loss_scale == 1024
+    (tmp_path / "run.yaml").write_text("loss_scale: 1024\n")
+    for refused in (f"--config {tmp_path}/run.yaml", "--moe-router-topk 4", "--num-query-groups 2"):
+        assert any("has no effect without" in problem for problem in problems(parse(refused), 1))
+
+
+def test_cuda_graphs_change_only_speed(capsys):
+    training = parse("--cuda-graph-impl local --cuda-graph-scope attn moe_router moe_preprocess").training
+    assert (training.cuda_graph_impl, training.cuda_graph_modules) == ("local", ("attn",))
+    assert "--cuda-graph-scope moe_router moe_preprocess (these parts run without it" in capsys.readouterr().err
+    assert parse("--cuda-graph-impl full_iteration --fp8-format hybrid").training.cuda_graph_impl == "none"
+    assert "--cuda-graph-impl (no effect with --fp8-format)" in capsys.readouterr().err
+
+
+def test_dense_layers_and_lengths_of_megatron_deepspeed():
+    tokens = "--seq-length 10 --global-batch-size 4 --train-tokens 800"
+    assert parse(f"{tokens} --train-iters 20").training.train_iters is None
+    assert parse(f"{tokens} --train-iters 19").training.train_iters == 19
+    dense = "--num-experts 1 --moe-expert-parallel-size 1 --moe-loss-coeff 0.01 --moe-min-capacity 4"
+    assert parse(dense) == RunConfig()
+    assert parse("--num-experts 1 --moe-router-topk 1").model.num_experts == 1
+
+
+def test_alibi_of_forks():
+    assert parse("--use-alibi-mask").model.position_embedding_type == "alibi"
+
+
 def test_a_distillation_of_modelopt(tmp_path, capsys):
     """The file in Megatron-LM's documentation without its pairs, and every kind that is refused."""
     file = tmp_path / "distill.yaml"
@@ -377,7 +418,8 @@ def test_a_flag_that_belongs_to_a_refused_one_is_not_reported_itself():
     "name", sorted({*megatron_flags.SAME_AS, *megatron_flags.OVERRIDDEN_BY_FLAG} - megatron_flags.RENAMED.keys())
 )
 def test_every_alias_parses(name):
-    assert parse(f"--{name.replace('_', '-')}") != RunConfig()
+    mode = " --fp8-format e4m3" * (name == "disable_fp8_wgrad")
+    assert parse(f"--{name.replace('_', '-')}{mode}") != parse(mode)
 
 
 def test_aliases_mean_the_same():
