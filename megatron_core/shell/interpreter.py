@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -53,8 +52,6 @@ class Interpreter(BuiltIns):
     commands: list[Command] = field(default_factory=list)
     """All programs, in their order."""
     _steps: int = 0
-    _folders: tuple[Path, ...] = ()
-    """Folders whose scripts may be read."""
     _started: tuple[tuple[Path, list[str]], ...] = ()
     """The scripts that are followed as programs of their own, each with its arguments."""
 
@@ -168,8 +165,15 @@ class Interpreter(BuiltIns):
 
     def _redirected(self, node: Redirected) -> bool | None:
         given = self._input if node.document is None else _lines(self.variables.document(node.document))
-        with self._reading(given), self._captured() if node.is_silent else nullcontext():
-            return self.run(node.body)
+        with self._reading(given):
+            if not node.is_silent:
+                return self.run(node.body)
+            with self._captured() as output:
+                status = self.run(node.body)
+        if node.file is not None:
+            name = self.variables.text(node.file)
+            self.files[name] = (self.files.get(name, "") if node.appends else "") + "".join(output)
+        return status
 
     def _branch(self, node: If | Case) -> bool | None:
         before, self.variables.has_doubt = self.variables.has_doubt, False
