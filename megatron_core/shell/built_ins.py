@@ -35,6 +35,11 @@ class Status(Exception):
         self.number = number
 
 
+def lines_of(text: str) -> list[str]:
+    """Lines with their ends."""
+    return re.findall(r"[^\n]*\n|[^\n]+", text)
+
+
 @dataclass
 class BuiltIns(State):
     """Built-in commands; ``_do_NAME`` returns the success, or None if it is not known."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron_core.errors import ConfigError
 from megatron_core.shell.assignment import assign
-from megatron_core.shell.built_ins import BuiltIns, Jump, Status
+from megatron_core.shell.built_ins import BuiltIns, Jump, Status, lines_of
 from megatron_core.shell.conditions import holds, known
 from megatron_core.shell.expansion import Value, Variables, size_of
 from megatron_core.shell.files import find_script, readable_folders
@@ -146,7 +146,7 @@ class Interpreter(BuiltIns):
             for part in first:
                 with self._captured() as output:
                     self._subshell(part, may_exit=False)
-                self._input = _lines("".join(output)) if output else None
+                self._input = lines_of("".join(output)) if output else None
             status = self._subshell(last, may_exit=False) if first else self.run(last)
         if node.negated and status is not None:
             self.variables.status = int(status)
@@ -164,7 +164,7 @@ class Interpreter(BuiltIns):
                 return _success(end.number)
 
     def _redirected(self, node: Redirected) -> bool | None:
-        given = self._input if node.document is None else _lines(self.variables.document(node.document))
+        given = self._input if node.document is None else lines_of(self.variables.document(node.document))
         with self._reading(given):
             if not node.is_silent:
                 return self.run(node.body)
@@ -390,11 +390,6 @@ class Interpreter(BuiltIns):
 
 def _success(number: int | None) -> bool | None:
     return None if number is None else number == 0
-
-
-def _lines(text: str) -> list[str]:
-    """Lines with their ends."""
-    return re.findall(r"[^\n]*\n|[^\n]+", text)
 
 
 _SAME_AS = {
