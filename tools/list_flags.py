@@ -9,6 +9,7 @@ import typing
 
 from megatron_core.command import run_tool
 from megatron_core.config import RunConfig, megatron_flags
+from megatron_core.config.translate import COMMAND_LINE
 
 HEAD = """# Flags of Megatron-LM
 
@@ -36,6 +37,7 @@ def _settings() -> list[str]:
         f"| {section} | {_shown(typing.get_type_hints(kind))} |"
         for section, kind in typing.get_type_hints(RunConfig).items()
     ]
+    rows.append(f"| command line | {_shown(COMMAND_LINE)} |")
     text = "## Done\n\nThey have Megatron-LM's meaning, or are this project's own; `--help` explains each.\n"
     return [text, "| section | flags |", "|---|---|", *rows, ""]
 

@@ -22,9 +22,15 @@ import yaml
 import megatron_core.drop_in  # noqa: F401 - puts the folder of the package deepspeed on sys.path
 from deepspeed.reverse import to_deepspeed
 from deepspeed.translation import known_keys, translate
+from megatron_core.config import RunConfig
+from megatron_core.config.run import field_types
 from megatron_core.errors import ConfigError
+from megatron_core.shell.unknown import UNKNOWN
 from megatron_core.terminal import parse_flags
+from megatron_core.text_file import parse_json
 
+CONSTRUCTED = ("optimizer", "scheduler")
+"""Keys of objects that Megatron-DeepSpeed constructs from its flags and passes to DeepSpeed."""
 HEAD = """# Keys of DeepSpeed's JSON
 
 All keys of DeepSpeed 0.19.8's configuration are known by name; an unknown key is an error with the nearest known one.
@@ -88,6 +94,28 @@ def from_json(settings: Settings) -> str:
             file=sys.stderr,
         )
     return str(yaml.safe_dump(found.settings, sort_keys=False))
+
+
+def with_deepspeed(config: RunConfig, text: str, world_size: int) -> tuple[RunConfig, str]:
+    """``config`` with the settings in the JSON of a launch of Megatron-DeepSpeed, and a text that names them.
+
+    They override those of flags, but flags select optimizer and schedule. Raises ConfigError for a JSON that cannot be
+    used.
+    """
+    if names := UNKNOWN.findall(text):
+        raise ConfigError(f"values of {', '.join(dict.fromkeys(names))} are not known; give --set {names[0]}=VALUE")
+    try:
+        values = parse_json(text)
+    except ValueError as error:
+        raise ConfigError(f"not valid JSON ({error})") from error
+    if not isinstance(values, dict):
+        raise ConfigError("it must be an object, { ... }")
+    given = {name: value for name, value in values.items() if name not in CONSTRUCTED}
+    found = translate(given, config.parallel.data_parallel_size(world_size))
+    settings = {name: value for name, value in found.settings.items() if name in field_types()}
+    ignored = [f"{name}: the flags select it" for name in CONSTRUCTED if name in values]
+    told = ", ".join(f"{name}={value}" for name, value in settings.items())
+    return RunConfig.from_flat(config.flat() | settings), "; ".join([told, *ignored, *found.notes])
 
 
 def from_yaml(name: str) -> str:

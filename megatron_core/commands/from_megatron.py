@@ -21,27 +21,27 @@ import re
 import shlex
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated
 
 import tyro
 
 from megatron_core.command import program
 from megatron_core.commands.plan_layout import vocabulary
-from megatron_core.config import RunConfig, megatron_flags
-from megatron_core.config.cli import read_flags
+from megatron_core.config import RunConfig
+from megatron_core.config.cli import read_flags, without_mode
 from megatron_core.config.comparison import described, require_legal
 from megatron_core.config.file import WRITTEN, changed_settings, write_config
-from megatron_core.config.launch_flags import LaunchFlags
+from megatron_core.config.launch_flags import LaunchFlags, is_flag
 from megatron_core.config.rules_single import unread_settings
-from megatron_core.config.run import field_types
 from megatron_core.config.shrink import changes
-from megatron_core.config.translate import plain
+from megatron_core.config.translate import grouped, plain
 from megatron_core.config.validate import problems
-from megatron_core.errors import CheckpointError, ConfigError, MegatronError, shortened, visible
+from megatron_core.errors import ConfigError, MegatronError, shortened, visible
 from megatron_core.locations import path_of
 from megatron_core.output_file import prepare_output
 from megatron_core.planner.explain import details, readable_bytes, readable_duration, readable_seconds
@@ -71,6 +71,8 @@ OTHERS = {
     **dict.fromkeys(("bert", "t5", "vlm", "vision", "multimodal", "ict", "retro", "mimo"), _MODEL),
 }
 """Words in the paths of programs that cannot be replaced, and the alternative; no letter is next to the word."""
+DEEPSPEED = ("deepspeed", "deepspeed_config", "deepspeed_mpi")
+"""Flags of Megatron-DeepSpeed that the settings of its JSON replace."""
 _WIDTH = 110
 
 
@@ -112,20 +114,47 @@ class TranslatedLaunch:
     problems: tuple[str, ...]
     """Rules that the settings violate together."""
 
+    deepspeed: str = ""
+    """The settings of the file in --deepspeed_config; empty if there is none, or if it cannot be translated."""
+
     @classmethod
-    def of(cls, launch: Launch, world_size: int | None) -> TranslatedLaunch:
-        """Translate the flags of a launch."""
-        flags = LaunchFlags.of(launch.flags, UNKNOWN)
+    def of(
+        cls, launch: Launch, world_size: int | None, files: Mapping[str, str] = MappingProxyType({})
+    ) -> TranslatedLaunch:
+        """Translate the flags of a launch; ``files``: texts of the files that they name."""
+        groups = grouped(list(launch.flags))
+        file = next((values[0] for flag, values in groups if plain(flag) == "deepspeed_config" and values), "")
+        replaced = DEEPSPEED if file in files else ()
+        words = [word for flag, values in groups if plain(flag) not in replaced for word in (flag, *values)]
+        flags = LaunchFlags.of(words, UNKNOWN)
         with redirect_stderr(io.StringIO()):  # the note about flags without effect is part of the report
-            config, _ = read_flags(flags.usable, prog="pretrain_gpt.py")
+            config, faults = read_flags(flags.usable, prog="pretrain_gpt.py")
         ranks = world_size or launch.ranks or config.parallel.smallest_world_size
-        found = [*problems(config, ranks), *checkpoint_changes(config)]
-        return cls(launch, flags, config, ranks, tuple(found))
+        found, told = [fault for fault in faults if fault not in flags.refused], ""  # of a file that is named
+        if file in files:
+            from megatron_core.commands.deepspeed_config import with_deepspeed  # it imports torch
+
+            try:
+                config, told = with_deepspeed(config, files[file], ranks)
+            except MegatronError as error:
+                found.append(f"--deepspeed_config {readable(file)}: {error}")
+        found += problems(config, ranks)
+        folder = None if config.checkpoint.load is None else path_of(config.checkpoint.load)
+        if folder is not None and folder.is_dir():
+            from megatron_core.training.megatron_state import checkpoint_changes  # it imports torch
+
+            found += checkpoint_changes(config)
+        return cls(launch, flags, config, ranks, tuple(found), told)
+
+    @property
+    def can_train(self) -> bool:
+        """Whether training would start with these settings."""
+        return not (self.flags.refused or self.flags.unread or self.problems or self.other_model)
 
     @property
     def starts(self) -> bool:
         """Whether training would start with these flags."""
-        return not (self.flags.refused or self.flags.unread or self.problems or self.other_model)
+        return self.can_train and not self.deepspeed
 
     @property
     def other_model(self) -> str:
@@ -139,36 +168,6 @@ class TranslatedLaunch:
                 "if the model has only Mamba layers"
             )
         return f"{readable(program)} {OTHERS[word]}" if word else ""
-
-
-def checkpoint_changes(config: RunConfig) -> Iterator[str]:
-    """The flags to add or change if ``load`` is a folder of Megatron-LM's checkpoints on this machine."""
-    settings, optimizer = config.checkpoint, config.optimizer
-    folder = None if settings.load is None else path_of(settings.load)
-    if folder is None or not folder.is_dir():
-        return
-    from megatron_core.training.megatron_state import megatron_folder  # it imports torch
-
-    try:
-        if megatron_folder(settings) is None:
-            return
-    except CheckpointError as error:
-        yield str(error)
-        return
-    if settings.save == settings.load:
-        yield f"save={settings.save!r} has a checkpoint of Megatron-LM (--load); give another folder with --save"
-    is_constant = optimizer.lr_decay_style == "constant" and not (
-        optimizer.lr_warmup_iters or optimizer.lr_warmup_samples or optimizer.lr_warmup_fraction
-    )
-    if not (is_constant or optimizer.lr_one_step_later or settings.finetune):
-        yield "the checkpoint in --load is of Megatron-LM; add --lr-one-step-later, or --finetune for a new schedule"
-
-
-def is_flag(word: str) -> bool:
-    """Whether ``word`` is a flag of Megatron-LM's training programs or of this one."""
-    name = plain(word.partition("=")[0])
-    known = (field_types(), megatron_flags.FLAGS, megatron_flags.RENAMED, megatron_flags.SAME_AS)
-    return word.startswith("--") and any(name in table for table in known)
 
 
 def report(translated: TranslatedLaunch, script: LaunchScript, settings: Settings) -> Iterator[str]:
@@ -201,7 +200,10 @@ def _heading(translated: TranslatedLaunch, script: LaunchScript, settings: Setti
         yield translated.other_model
     elif not launch.program.endswith(GPT):
         yield f"{readable(launch.program)} is treated as a GPT program; its changes to Megatron-LM are unknown"
-    yield "starts unchanged" if translated.starts else "does not start unchanged: see What to change first"
+    if translated.deepspeed and translated.can_train:
+        yield "starts with the YAML below, which has the settings of the DeepSpeed file"
+    else:
+        yield "starts unchanged" if translated.starts else "does not start unchanged: see What to change first"
 
 
 def _description(translated: TranslatedLaunch) -> Iterator[str]:
@@ -242,8 +244,12 @@ def _differences(translated: TranslatedLaunch, script: LaunchScript) -> Iterator
     flags = translated.flags
     for theirs, ours in flags.translated.items():
         yield f"translated: {theirs} -> {ours}"
+    if translated.deepspeed:
+        yield f"translated: --deepspeed --deepspeed_config FILE -> {translated.deepspeed}"
     for reason, words in flags.ignored.items():
         yield f"without effect: {', '.join(words)}: {reason}"
+    for name, reason in without_mode(translated.config, flags.usable).items():
+        yield f"without effect: --{name.replace('_', '-')}: {reason}"
     if unread := unread_settings(translated.config, translated.world_size, device="cuda"):
         yield f"without effect in this run: {unread}"
     for flag, difference in flags.different_defaults(translated.config).items():
@@ -370,7 +376,7 @@ def run(settings: Settings, words: Sequence[str]) -> int:
         raise ConfigError(f"--launch {settings.launch}: the number of launches in the script is {len(script.launches)}")
     if settings.world_size is not None and settings.world_size < 1:
         raise ConfigError(f"--world-size {settings.world_size} must be an integer >= 1")
-    translated = TranslatedLaunch.of(script.launches[settings.launch - 1], settings.world_size)
+    translated = TranslatedLaunch.of(script.launches[settings.launch - 1], settings.world_size, script.files)
     if settings.output is not None:
         prepare_output(settings, "output", WRITTEN, words)
         write_config(translated.config, settings.output, changed_only=True)

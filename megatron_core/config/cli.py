@@ -16,10 +16,12 @@ from megatron_core.config.depth import settings_of_depth
 from megatron_core.config.file import names_in, read_config
 from megatron_core.config.file import write_config as write_config
 from megatron_core.config.help import WITHOUT_BOXES, requested_topic, shown
+from megatron_core.config.megatron_flags import IN_PROGRAMS, REFINEMENTS, RENAMED
+from megatron_core.config.modelopt import distillation_settings
 from megatron_core.config.presets import preset
-from megatron_core.config.rules_single import unread_settings
+from megatron_core.config.rules_single import missing_modes, unknown_words, unread_settings
 from megatron_core.config.run import RunConfig, field_types
-from megatron_core.config.translate import Translation, grouped, plain
+from megatron_core.config.translate import COMMAND_LINE, Translation, grouped, plain
 from megatron_core.config.validate import check, numbered, problems, without_data
 from megatron_core.errors import ConfigError
 from megatron_core.terminal import PRINT_COMPLETION, discard, parse_flags
@@ -43,6 +45,9 @@ class _CommandLine(RunConfig):
     depth: int | None = None
     """Number of layers of a model whose width, heads, learning rate (muP), batch size and number of steps follow from
     it (docs/model_size.md). --config and flags override them."""
+    export_kd_cfg: str | None = None
+    """YAML file of NVIDIA ModelOpt with the loss of --kd-teacher: it sets --kd-weight and --kd-temperature, and flags
+    override it (docs/fine_tune.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +127,12 @@ def known_flags(args: list[str]) -> tuple[list[str], list[str]]:
     return known, [flag for _, one in groups for flag in one.unknown]
 
 
+def without_parts(args: list[str]) -> list[str]:
+    """``args`` without the flags for parts of a model, such as ``--spec``, that only a program can read."""
+    groups = grouped(args)
+    return [word for flag, values in groups if plain(flag) not in IN_PROGRAMS for word in (flag, *values)]
+
+
 def _parse(
     kind: type[Parsed], args: list[str] | None, prog: str, defaults: RunConfig | None
 ) -> tuple[Parsed, list[str]]:
@@ -144,6 +155,14 @@ def _parse(
         names = {plain(flag) for flag, _ in grouped(found.flags)} | (set() if path is None else names_in(path))
         defaults = RunConfig.from_flat(defaults.flat() | settings_of_depth(int(depth), names))
     pattern = _last_value(found.flags, "--hybrid-layer-pattern")
+    if (distillation := _last_value(found.flags, "--export-kd-cfg")) is not None:
+        try:
+            loss = distillation_settings(distillation)
+            defaults = RunConfig.from_flat(defaults.flat() | loss)
+            if (heat := loss["kd_temperature"]) != 1.0 and _is_first_rank():
+                print(f"note: --export-kd-cfg: the loss is T^2 = {heat**2:g} times ModelOpt's", file=sys.stderr)
+        except ConfigError as error:
+            found.faults.append(str(error))
     defaults = defaults if path is None else read_config(path, defaults, pattern)
     if pattern is None and path is not None and "num_layers" not in names_in(path):
         pattern = defaults.model.hybrid_layer_pattern
@@ -157,9 +176,25 @@ def _parse(
         config=_FLAT,
         console_outputs=_is_first_rank(),
     )
+    config = RunConfig(**parsed.sections())
+    if any(unknown_words(config)):
+        return parsed, found.faults  # conditions assume known words
+    # Leave out refinements of modes that are off.
+    off, values = without_mode(config, found.flags), RunConfig().flat()
+    if off:
+        config = RunConfig.from_flat(config.flat() | {name: values[name] for name in off})
+        parsed = replace(parsed, **config.sections())
+        found.ignored |= {f"--{name.replace('_', '-')}": reason for name, reason in off.items()}
     if not found.faults:
         _note(found.ignored)
     return parsed, found.faults
+
+
+def without_mode(config: RunConfig, flags: list[str]) -> dict[str, str]:
+    """The settings of ``flags`` that Megatron-LM ignores without a mode which ``config`` does not have; the reason."""
+    names = {RENAMED.get(name := plain(flag), name).removeprefix("no_") for flag, _ in grouped(flags)}
+    missing = missing_modes(config, sorted(names & REFINEMENTS))
+    return {name: f"no effect {'with' if mode.excludes else 'without'} {mode.words}" for name, mode in missing.items()}
 
 
 def _print_help(kind: type[_CommandLine], topic: str, prog: str, defaults: RunConfig) -> NoReturn:
@@ -207,6 +242,7 @@ def note_unread_flags(config: RunConfig, args: list[str] | None = None) -> None:
     values, defaults = config.flat(), RunConfig().flat()
     flags = Translation.of(list(sys.argv[1:] if args is None else args), _types(_TrainingCommandLine)).flags
     given = {name if (name := plain(flag)) in values else name.removeprefix("no_") for flag, _ in grouped(flags)}
+    given -= REFINEMENTS  # _parse has named them
     same = [name for name in values if name in given and values[name] == defaults[name] and values[name] is not False]
     if unread := unread_settings(config, world_size, device="", names=same):
         print(f"note: without effect here: {unread}", file=sys.stderr)
@@ -215,7 +251,7 @@ def note_unread_flags(config: RunConfig, args: list[str] | None = None) -> None:
 def _types(kind: type[_CommandLine]) -> dict[str, Any]:
     """The type of each flag of a command line."""
     dry = get_type_hints(DryRun) if kind is _TrainingCommandLine else {}
-    return field_types() | {"config": str, "model_preset": str, "depth": int} | dry
+    return field_types() | COMMAND_LINE | dry
 
 
 def _description(prog: str) -> str:

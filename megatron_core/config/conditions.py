@@ -149,6 +149,11 @@ LARGEST_AMAX = Condition("--fp8-amax-compute-algo max", lambda run: run.training
 AMAX_HISTORY = Condition("--fp8-amax-history-len 2 or more", lambda run: run.training.fp8_amax_history_len > 1)
 FIRST_LAST_LAYERS = given("first_last_layers_bf16")
 
+CAPTURABLE_LAYERS = unless(
+    "--experimental-attention-variant or --hybrid-layer-pattern",
+    lambda run: run.model.experimental_attention_variant or run.model.hybrid_layer_pattern,
+)
+
 # The optimizer.
 FIRST_MOMENT = Condition("a first moment", lambda run: run.optimizer.has_moment("exp_avg_dtype"))
 SECOND_MOMENT = Condition("a second moment", lambda run: run.optimizer.has_moment("exp_avg_sq_dtype"))

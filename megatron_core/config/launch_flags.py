@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_core.config import megatron_flags
 from megatron_core.config.run import RunConfig, field_types
-from megatron_core.config.translate import Translation, grouped, plain
+from megatron_core.config.translate import COMMAND_LINE, Translation, grouped, plain
 
 
 @dataclass
@@ -31,7 +31,7 @@ class LaunchFlags:
     @classmethod
     def of(cls, words: Sequence[str], unknown: Any) -> LaunchFlags:
         """Sort ``words``; ``unknown``: the pattern of a value that is not known, with its name as group 1."""
-        found, kinds = cls(), field_types()
+        found, kinds = cls(), field_types() | COMMAND_LINE
         given = [word for flag, values in grouped(list(words)) for word in (flag, *values)]
         strong = {plain(flag) for flag, _ in grouped(Translation.of(given, kinds).strong)}
         for group, one in Translation.each(given, kinds):
@@ -70,6 +70,13 @@ class LaunchFlags:
             for name, (theirs, text) in megatron_flags.OTHER_DEFAULTS.items()
             if name not in given and str(values[name]) != theirs and (config.model.num_experts or "moe_" not in name)
         }
+
+
+def is_flag(word: str) -> bool:
+    """Whether ``word`` is a flag of Megatron-LM's training programs or of this one."""
+    name = plain(word.partition("=")[0])
+    known = (field_types(), megatron_flags.FLAGS, megatron_flags.RENAMED, megatron_flags.SAME_AS)
+    return word.startswith("--") and any(name in table for table in known)
 
 
 def _is_refused(flag: str, one: Translation) -> bool:

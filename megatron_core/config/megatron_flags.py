@@ -14,9 +14,9 @@ _TABLES = read_table(__file__)
 ACCEPTED: dict[str, str] = _TABLES["accepted"]
 DEPENDENT: dict[str, str] = _TABLES["dependent"]
 REFUSED: dict[str, str] = _TABLES["refused"]
-SAME_AS, OVERRIDDEN_BY_FLAG, VALUE_MEANS, ONLY_VALUE = (
+SAME_AS, OVERRIDDEN_BY_FLAG, VALUE_MEANS, ONLY_VALUE, LEFT_OUT = (
     {name: words.split() for name, words in _TABLES[table].items()}
-    for table in ("same_as", "overridden_by_flag", "value_means", "only_value")
+    for table in ("same_as", "overridden_by_flag", "value_means", "only_value", "left_out")
 )
 RENAMED = {alias: name for name, declared in settings().items() for alias in declared.aliases}
 SAME_VALUE: dict[str, dict[str, str]] = _TABLES["same_value"]
@@ -25,6 +25,8 @@ FURTHER_VALUES: dict[str, str] = _TABLES["further_values"]
 TOGETHER: dict[str, str] = _TABLES["together"]
 UNREAD_WITH: dict[str, str] = _TABLES["unread_with"]
 LISTS = frozenset(_TABLES["lists"].split())
+REFINEMENTS = frozenset(_TABLES["refinements"].split())
+IN_PROGRAMS = frozenset(_TABLES["in_programs"].split())
 
 
 @dataclass(frozen=True)

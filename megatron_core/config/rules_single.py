@@ -1,7 +1,7 @@
 """Checks of each setting against its declaration: legal values, and the conditions under which it has an effect."""
 
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from functools import cache
 from typing import Any, Literal, get_args, get_origin
 
@@ -73,6 +73,13 @@ def _defaults() -> dict[str, Any]:
 def _missing(conditions: tuple[Condition, ...], run: RunContext) -> Condition | None:
     """The first condition that does not hold."""
     return next((condition for condition in conditions if not condition.holds(run)), None)
+
+
+def missing_modes(config: RunConfig, names: Iterable[str]) -> dict[str, Condition]:
+    """The settings among ``names`` that need a condition which does not hold, and the first such condition."""
+    run = RunContext(**config.sections())
+    found = {name: _missing(settings()[name].needs, run) for name in names}
+    return {name: missing for name, missing in found.items() if missing is not None}
 
 
 def has_effect(name: str, config: RunConfig) -> bool:

@@ -304,14 +304,9 @@ def graph_problems(config: RunConfig) -> Iterator[str]:
     passes_messages = not set(parallel.cp_comm_type) <= {"a2a", "all_gather"}
     schedule = parallel.schedule(model.num_layers)
     excluded = {
-        f"fp8_format={training.fp8_format}": training.fp8_format is not None,
         f"zero_stage={parallel.dp_zero_stage}": parallel.dp_zero_stage >= 2,
         f"cp_comm_type={' '.join(parallel.cp_comm_type)}": parallel.context_parallel_size > 1 and passes_messages,
         f"pipeline_schedule={schedule}": schedule in splits or parallel.overlap_moe_expert_parallel_comm,
-        f"experimental_attention_variant={model.experimental_attention_variant}": bool(
-            model.experimental_attention_variant
-        ),
-        f"hybrid_layer_pattern={model.hybrid_layer_pattern}": bool(model.hybrid_layer_pattern),
         f"cuda_graph_modules={' '.join(training.cuda_graph_modules)} and parallel_residual_shared_norm=True": (
             bool(training.cuda_graph_modules) and model.parallel_residual_shared_norm
         ),

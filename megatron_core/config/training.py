@@ -63,7 +63,9 @@ class TrainingConfig(FP8Config):
     compile_backend: Literal["inductor", "aot_eager", "eager"] = setting("inductor", needs=given("compile"))
     """inductor: generate code. aot_eager, eager: run the operators of the graphs, to find the cause of a fault: with
     and without graphs of the backward."""
-    cuda_graph_impl: Literal["none", "local"] = setting("none", needs=c.NO_COMPILE, when=c.TRAINING)
+    cuda_graph_impl: Literal["none", "local"] = setting(
+        "none", needs=(c.NO_COMPILE, c.NO_FP8, c.CAPTURABLE_LAYERS), when=c.TRAINING
+    )
     """local: launch the kernels of a layer by CUDA graphs, one for each micro-batch in flight."""
     cuda_graph_modules: tuple[Literal["attn", "mlp"], ...] = setting((), when=c.CUDA_GRAPHS, aliases="cuda_graph_scope")
     """Parts of layers with CUDA graphs: attention, MLP, each with its norm and residual sum; default: whole layers

@@ -17,6 +17,9 @@ from megatron_core.errors import ConfigError, shortened
 MOST_REPEATS = 10_000
 """Maximum length of a list, and maximum factor, in an expression such as [1]*24; models have far fewer layers."""
 
+COMMAND_LINE = {"config": str, "model_preset": str, "depth": int, "export_kd_cfg": str}
+"""The flags of every command line that name the source of settings, and their types."""
+
 
 @dataclass
 class Translation:
@@ -89,6 +92,7 @@ class Translation:
             self.weak += megatron_flags.OVERRIDDEN_BY_FLAG.get(name, ())
             renamed = megatron_flags.SAME_VALUE.get(name, {})
             values = [renamed.get(value, value) for value in values]
+            values = self._without_parts(flag, name, values)
             if len(values) > 1 and name in megatron_flags.FURTHER_VALUES:
                 other = megatron_flags.FURTHER_VALUES[name]
                 self._setting(f"--{other.replace('_', '-')}", other, values[1:])
@@ -103,12 +107,20 @@ class Translation:
         elif name in megatron_flags.RENAMED:
             self.weak += megatron_flags.OVERRIDDEN_BY_FLAG.get(name, ())
             own = megatron_flags.RENAMED[name]
+            values = self._without_parts(flag, own, values)
             self._setting(f"--{own.replace('_', '-')}", own, values)
         elif name in megatron_flags.OVERRIDDEN_BY_FLAG:
             self.weak += megatron_flags.OVERRIDDEN_BY_FLAG[name]
             self._switch(flag, [], values)
         else:
             self._other(flag, name, values, effective)
+
+    def _without_parts(self, flag: str, name: str, values: list[str]) -> list[str]:
+        """``values`` without parts that do not exist here; a note names them."""
+        parts = megatron_flags.LEFT_OUT.get(name, ())
+        if absent := [value for value in values if value in parts]:
+            self.ignored[" ".join([flag, *absent])] = "these parts run without it, with equal results"
+        return [value for value in values if value not in parts]
 
     def _is_switched_off(self, name: str) -> bool:
         return any(name.startswith("no_" * count) and self.known.get(name[3 * count :]) is bool for count in (1, 2))
@@ -166,8 +178,8 @@ class Translation:
             self.faults.append(f"{shown}: neither a flag of this project nor of Megatron-LM; {hint}")
         elif values and not entry.takes_values:
             self._switch(flag, [], values)
-        elif self._is_alone(name, values, effective):
-            self.faults.append(f"{shown}: this needs --{megatron_flags.TOGETHER[name].replace('_', '-')}")
+        elif (needed := _partner(name, values)) is not None and needed not in _own_names(effective):
+            self.faults.append(f"{shown}: this needs --{needed.replace('_', '-')}")
         elif only and set(values) <= set(only):
             self.ignored[shown] = "this is done in any case"
         elif entry.fate == "accepted":
@@ -179,12 +191,11 @@ class Translation:
         elif entry.reason in self.known:
             self.faults.append(f"{shown}: not supported with --{entry.reason.replace('_', '-')}; remove it")
 
-    @staticmethod
-    def _is_alone(name: str, values: list[str], effective: set[str]) -> bool:
-        """Whether a flag that could be accepted is given without the setting that has to be given with it."""
-        needed = megatron_flags.TOGETHER.get(name)
-        only = megatron_flags.ONLY_VALUE.get(name, values)
-        return needed is not None and set(values) <= set(only) and needed not in _own_names(effective)
+
+def _partner(name: str, values: list[str]) -> str | None:
+    """The setting that has to be given with this flag."""
+    together = megatron_flags.TOGETHER
+    return together.get(name, together.get(f"{name}={' '.join(values)}"))
 
 
 def _with_implied(groups: list[tuple[str, list[str]]]) -> list[tuple[str, list[str]]]:
@@ -209,14 +220,20 @@ TOKENS = {
     "lr_warmup_tokens": "lr_warmup_samples",
 }
 """Megatron-DeepSpeed's flags in tokens -> those in samples."""
+OF_EXPERTS = {
+    *("num_experts", "moe_expert_parallel_size", "moe_loss_coeff", "moe_train_capacity_factor"),
+    *("moe_eval_capacity_factor", "moe_min_capacity", "disable_moe_token_dropping"),
+}
+"""Megatron-DeepSpeed's flags of layers with experts."""
 
 
 def _of_megatron_deepspeed(groups: list[tuple[str, list[str]]]) -> list[tuple[str, list[str]]]:
     """Replace flags of Megatron-DeepSpeed that mean the same as others in this command line.
 
     Numbers of tokens become numbers of samples; a training ends at the first of ``--train-tokens`` and
-    ``--train-samples``, and schedules follow tokens if both are given. ``--embed-layernorm`` precedes learned positions
-    there, so that it is ``--embedding-layernorm`` for other positions alone.
+    ``--train-samples`` or ``--train-iters``, and schedules follow tokens if both are given. ``--num-experts 1`` is a
+    dense layer. ``--embed-layernorm`` precedes learned positions there, so that it is ``--embedding-layernorm`` for
+    other positions alone.
     """
     given = {plain(flag): values for flag, values in groups}
     length, samples = _integer(given.get("seq_length")), _integer(given.get("train_samples"))
@@ -228,6 +245,11 @@ def _of_megatron_deepspeed(groups: list[tuple[str, list[str]]]) -> list[tuple[st
             count = tokens // length
             replaced[name] = [str(count if other != "train_samples" or samples is None else min(count, samples))]
     left_out = {TOKENS[name] for name in replaced}
+    steps, batch = _integer(given.get("train_iters")), _integer(given.get("global_batch_size"))
+    if "train_tokens" in replaced and steps and batch and steps * batch >= int(replaced["train_tokens"][0]):
+        left_out.add("train_iters")
+    if given.get("num_experts") == ["1"] and "moe_router_topk" not in given:
+        left_out |= OF_EXPERTS
     found = list[tuple[str, list[str]]]()
     for flag, values in groups:
         name = plain(flag)

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from megatron_core.shell.assignment import assign, assign_text
 from megatron_core.shell.conditions import holds
 from megatron_core.shell.fields import Fields
+from megatron_core.shell.files import text_of_settings
+from megatron_core.shell.limits import require_size
 from megatron_core.shell.patterns import unescaped
 from megatron_core.shell.programs import printed
 from megatron_core.shell.state import State
@@ -31,6 +33,11 @@ class Status(Exception):
     def __init__(self, number: int | None) -> None:
         super().__init__(number)
         self.number = number
+
+
+def lines_of(text: str) -> list[str]:
+    """Lines with their ends."""
+    return re.findall(r"[^\n]*\n|[^\n]+", text)
 
 
 @dataclass
@@ -114,9 +121,39 @@ class BuiltIns(State):
         return None if UNKNOWN.search(value[0]) else value[0] != "0"
 
     def _do_cat(self, words: list[str]) -> bool | None:
-        is_input = self._input is not None and all(word == "-" for word in words[1:])
-        self._print("".join(self._input or ()) if is_input else unknown("output-of-cat"))
-        return True if is_input else None
+        text = self._text_of([word for word in words[1:] if word != "-"])
+        self._print(unknown("output-of-cat") if text is None else text)
+        return None if text is None else True
+
+    def _text_of(self, names: list[str]) -> str | None:
+        """The text of files, or of standard input without ``names``; None if it is not known."""
+        if not names:
+            return None if self._input is None else "".join(self._input)
+        found = [self.text_of_file(name) for name in names]
+        return None if None in found else "".join(map(str, found))
+
+    def text_of_file(self, name: str) -> str | None:
+        """The text of a file that the script has written, or of a JSON file near it; None if it is not known."""
+        if name in self.files:
+            return self.files[name]
+        return text_of_settings(self._script, name, self._folders)
+
+    def _do_sed(self, words: list[str]) -> bool | None:
+        """Replace words, as in ``sed s/NAME/value/``; the output of other edits is not known."""
+        scripts, names = words[1:2], words[2:]
+        if words[1:2] == ["-e"]:
+            scripts, names = words[2::2], []
+        edits = [re.fullmatch(r"s([/|,#])(\w+)\1([^\\&]*)\1(g?)", each) for each in scripts]
+        text = self._text_of(names)
+        if text is None or not all(edits) or any(word.startswith("-") for word in names):
+            self._print(unknown("output-of-sed"))
+            return None
+        for _, old, new, every in (edit.groups() for edit in edits if edit is not None):
+            count = -1 if every else 1
+            text = "".join(line.replace(old, new, count) for line in text.splitlines(keepends=True))
+            require_size(len(text), "the output of sed")
+        self._print(text)
+        return True
 
     def _do_read(self, words: list[str]) -> bool:
         names, array = self._names_of_read(words[1:], "a")

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron_core.shell.unknown import UNKNOWN, readable
+from megatron_core.text_file import read_text
 
 MOST_FOLDERS = 4
 """Folders above the script whose files may be read, and in which a path of another machine is searched."""
@@ -41,6 +42,15 @@ def find_script(script: Path, name: str, folders: Sequence[Path]) -> tuple[Path 
     if places:
         return None, f"{readable(name)} is outside the folders of the script, and is not read; --read-from allows it"
     return None, f"{readable(name)} is not on this machine, so its variables are unknown"
+
+
+def text_of_settings(script: Path, name: str, folders: Sequence[Path]) -> str | None:
+    """The text of a JSON file that ``script`` means by ``name``, see ``find_script``; None if it cannot be read."""
+    path = find_script(script, name, folders)[0] if name.endswith(".json") else None
+    try:
+        return None if path is None else read_text(path)
+    except (OSError, ValueError):
+        return None
 
 
 def _substitutes(folder: Path, path: Path) -> Iterator[Path]:

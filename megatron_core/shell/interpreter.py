@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_core.errors import ConfigError
 from megatron_core.shell.assignment import assign
-from megatron_core.shell.built_ins import BuiltIns, Jump, Status
+from megatron_core.shell.built_ins import BuiltIns, Jump, Status, lines_of
 from megatron_core.shell.conditions import holds, known
 from megatron_core.shell.expansion import Value, Variables, size_of
 from megatron_core.shell.files import find_script, readable_folders
@@ -53,8 +52,6 @@ class Interpreter(BuiltIns):
     commands: list[Command] = field(default_factory=list)
     """All programs, in their order."""
     _steps: int = 0
-    _folders: tuple[Path, ...] = ()
-    """Folders whose scripts may be read."""
     _started: tuple[tuple[Path, list[str]], ...] = ()
     """The scripts that are followed as programs of their own, each with its arguments."""
 
@@ -149,7 +146,7 @@ class Interpreter(BuiltIns):
             for part in first:
                 with self._captured() as output:
                     self._subshell(part, may_exit=False)
-                self._input = _lines("".join(output)) if output else None
+                self._input = lines_of("".join(output)) if output else None
             status = self._subshell(last, may_exit=False) if first else self.run(last)
         if node.negated and status is not None:
             self.variables.status = int(status)
@@ -167,9 +164,16 @@ class Interpreter(BuiltIns):
                 return _success(end.number)
 
     def _redirected(self, node: Redirected) -> bool | None:
-        given = self._input if node.document is None else _lines(self.variables.document(node.document))
-        with self._reading(given), self._captured() if node.is_silent else nullcontext():
-            return self.run(node.body)
+        given = self._input if node.document is None else lines_of(self.variables.document(node.document))
+        with self._reading(given):
+            if not node.is_silent:
+                return self.run(node.body)
+            with self._captured() as output:
+                status = self.run(node.body)
+        if node.file is not None:
+            name = self.variables.text(node.file)
+            self.files[name] = (self.files.get(name, "") if node.appends else "") + "".join(output)
+        return status
 
     def _branch(self, node: If | Case) -> bool | None:
         before, self.variables.has_doubt = self.variables.has_doubt, False
@@ -386,11 +390,6 @@ class Interpreter(BuiltIns):
 
 def _success(number: int | None) -> bool | None:
     return None if number is None else number == 0
-
-
-def _lines(text: str) -> list[str]:
-    """Lines with their ends."""
-    return re.findall(r"[^\n]*\n|[^\n]+", text)
 
 
 _SAME_AS = {

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_core.errors import ConfigError
+from megatron_core.shell.files import readable_folders, text_of_settings
 from megatron_core.shell.interpreter import Interpreter
 from megatron_core.shell.launchers import ALL, NODES, SEVERAL, from_launcher, number_of, options_of
 from megatron_core.shell.limits import limited_time
@@ -43,6 +44,8 @@ class LaunchScript:
     notes: tuple[str, ...] = ()
     unset: tuple[str, ...] = ()
     """Variables that the script reads without setting them."""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """Texts of files that the script writes, or that are near it, by the names in the flags."""
 
 
 def read_script(
@@ -69,13 +72,25 @@ def read_script(
         f"{each.script} line {each.line} begins with {each.words[0]}: the line before lacks a \\" for each in lost
     ]
     notes = tuple(dict.fromkeys([*found.notes, *broken]))
-    return LaunchScript(tuple(dict.fromkeys(launches)), notes, tuple(found.variables.unset))
+    texts = _texts(launches, found.text_of_file)
+    return LaunchScript(tuple(dict.fromkeys(launches)), notes, tuple(found.variables.unset), texts)
+
+
+def _texts(launches: Sequence[Launch], text_of: Callable[[str], str | None]) -> dict[str, str]:
+    """The texts of the JSON files in the flags of launches, as far as they are known."""
+    words = {word.partition("=")[2] or word for launch in launches for word in launch.flags}
+    found = {name: text_of(name) for name in sorted(words) if name.endswith(".json")}
+    return {name: text for name, text in found.items() if text is not None}
 
 
 def read_command_line(words: Sequence[str], is_flag: Callable[[str], bool]) -> LaunchScript:
     """The launch of a command line: a launcher, a program and its flags, or flags alone."""
     launch = _launch_of(Command(tuple(words), "", 0), is_flag, least=1)
-    return LaunchScript((launch,) if launch else ())
+    if launch is None:
+        return LaunchScript(())
+    here = Path("command line")
+    folders = readable_folders(here)
+    return LaunchScript((launch,), files=_texts([launch], lambda name: text_of_settings(here, name, folders)))
 
 
 def _launch_of(command: Command, is_flag: Callable[[str], bool], least: int = LEAST_FLAGS) -> Launch | None:

@@ -24,6 +24,8 @@ class State:
     variables: Variables
     notes: dict[str, None] = field(default_factory=dict)
     """Parts of the script that could not be followed."""
+    files: dict[str, str] = field(default_factory=dict)
+    """Texts of the files that the script writes, by name."""
     _script: Path = Path()
     _functions: dict[str, tuple[Block, Value]] = field(default_factory=dict)
     """Body of each function, and BASH_SOURCE where it is defined."""
@@ -33,6 +35,8 @@ class State:
     """Texts on standard output; None: they are discarded."""
     _input: list[str] | None = None
     """Lines on standard input; None: they are not known."""
+    _folders: tuple[Path, ...] = ()
+    """Folders whose files may be read."""
     _folder: str = ""
     """Folder after ``cd``; empty: that in which the script would run."""
     _option_place: tuple[str, int] = ("", 0)

@@ -34,6 +34,14 @@ def parse(text: str, name: str) -> Block:
     return _Parser(list(tokens(text, name)), name).block(frozenset())
 
 
+@dataclass(frozen=True)
+class _Redirection:
+    document: Document | None = None
+    is_silent: bool = False
+    file: str | None = None
+    appends: bool = False
+
+
 @dataclass
 class _Parser:
     """A parser by recursive descent."""
@@ -134,18 +142,19 @@ class _Parser:
             redirections.append(self._redirection())
         return _with_redirections(node, redirections)
 
-    def _redirection(self) -> tuple[Document | None, bool]:
-        """Skip an operator with its file: the text on standard input, if any, and whether the output goes elsewhere."""
+    def _redirection(self) -> _Redirection:
+        """Skip an operator with its file."""
         token = self._take()
         if token.text == "<<":
-            return Document(token.document, "literal" if token.is_literal else "document"), False
+            return _Redirection(Document(token.document, "literal" if token.is_literal else "document"))
         name, descriptor = self._take().text, token.document
         if token.text == "<<<":
-            return Document(name, "word"), False
+            return _Redirection(Document(name, "word"))
         if token.text == "<" and name.startswith("<("):
-            return Document(name[2:-1], "command"), False
+            return _Redirection(Document(name[2:-1], "command"))
         is_output = token.text[0] in ">&" and descriptor in ("", "1")
-        return None, is_output and not (token.text == ">&" and name in ("1", "&1"))
+        is_silent = is_output and not (token.text == ">&" and name in ("1", "&1"))
+        return _Redirection(None, is_silent, name if is_silent and token.text in _WRITING else None, token.text == ">>")
 
     def _simple(self) -> Node:
         words, redirections, line = list[str](), [], self.tokens[self.at].line
@@ -250,7 +259,13 @@ class _Parser:
         return Test(tuple(words), first.line)
 
 
-def _with_redirections(node: Node, redirections: list[tuple[Document | None, bool]]) -> Node:
-    documents = [document for document, _ in redirections if document is not None]
-    is_silent = any(silent for _, silent in redirections)
-    return Redirected(node, documents[-1] if documents else None, is_silent) if documents or is_silent else node
+_WRITING = (">", ">>", ">|")
+
+
+def _with_redirections(node: Node, redirections: list[_Redirection]) -> Node:
+    documents = [each.document for each in redirections if each.document is not None]
+    outputs = [each for each in redirections if each.is_silent]
+    if not (documents or outputs):
+        return node
+    last = outputs[-1] if outputs else _Redirection()
+    return Redirected(node, documents[-1] if documents else None, last.is_silent, last.file, last.appends)

@@ -30,6 +30,9 @@ class Redirected:
     body: Node
     document: Document | None
     is_silent: bool
+    file: str | None = None
+    """Word with the name of the file that gets its output."""
+    appends: bool = False
 
 
 @dataclass(frozen=True)

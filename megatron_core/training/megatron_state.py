@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron_core.checkpoint.folder import complete_iterations, is_of_megatron
 from megatron_core.checkpoint.manifest import MANIFEST
 from megatron_core.config import CheckpointConfig, RunConfig
+from megatron_core.errors import CheckpointError
 from megatron_core.models.megatron_lm import MegatronReader
 from megatron_core.models.megatron_lm.arguments import Progress, training_settings
 from megatron_core.models.megatron_lm.reader import iteration_folder
@@ -62,3 +63,21 @@ def megatron_config(folder: Path) -> RunConfig:
     reader = MegatronReader(folder)
     vocabulary = {"vocab_size": reader.state["vocab_size"]}
     return RunConfig.from_flat(reader.settings | vocabulary | training_settings(reader.arguments))
+
+
+def checkpoint_changes(config: RunConfig) -> Iterator[str]:
+    """The flags to add or change if ``load`` is a folder of Megatron-LM's checkpoints."""
+    settings, optimizer = config.checkpoint, config.optimizer
+    try:
+        if megatron_folder(settings) is None:
+            return
+    except CheckpointError as error:
+        yield str(error)
+        return
+    if settings.save == settings.load:
+        yield f"save={settings.save!r} has a checkpoint of Megatron-LM (--load); give another folder with --save"
+    is_constant = optimizer.lr_decay_style == "constant" and not (
+        optimizer.lr_warmup_iters or optimizer.lr_warmup_samples or optimizer.lr_warmup_fraction
+    )
+    if not (is_constant or optimizer.lr_one_step_later or settings.finetune):
+        yield "the checkpoint in --load is of Megatron-LM; add --lr-one-step-later, or --finetune for a new schedule"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -77,6 +78,58 @@ def test_a_launch_that_starts_unchanged(script: Path, tmp_path: Path, capsys: py
     ):
         assert part in " ".join(text.split()), part
     assert "What to change first" not in text
+
+
+DEEPSPEED = """
+MICRO=4; STAGE=1; config_json=ds.$SLURM_JOBID.json
+cat <<EOT > $config_json
+{"train_micro_batch_size_per_gpu": $MICRO, "train_batch_size": 32, "optimizer": {"type": "Adam"},
+ "gradient_clipping": CLIP, "zero_optimization": {"stage": $STAGE}, "bf16": {"enabled": ENABLED}}
+EOT
+sed "s/ENABLED/true/" $config_json | sed 's#CLIP#2.5#' > tuned.json
+deepspeed --num_gpus 8 pretrain_gpt.py --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 \\
+    --max-position-embeddings 32 --micro-batch-size 2 --train-iters 10 --lr 1e-3 --mock-data --vocab-size 99 \\
+    --deepspeed --deepspeed_config FILE --zero-stage 0 --optimizer sgd
+"""
+
+
+@pytest.mark.parametrize("source", ["written", "near", "line"])
+def test_the_file_of_deepspeed(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The script writes the file, or it is near the script or the command line; the settings are those of its JSON."""
+    monkeypatch.chdir(tmp_path)
+    text = DEEPSPEED.replace("FILE", "tuned.json" if source == "written" else "near.json")
+    near = {"train_micro_batch_size_per_gpu": 4, "train_batch_size": 32, "gradient_clipping": 2.5}
+    near |= {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}
+    (tmp_path / "near.json").write_text(json.dumps(near))
+    (tmp_path / "train.sh").write_text(text)
+    words = (
+        ["train.sh"] if source != "line" else ["--", *text[text.index("deepspeed --num") :].replace("\\\n", "").split()]
+    )
+    assert main(["--output", "run.yaml", *words]) == 1
+    out = capsys.readouterr().out
+    assert "starts with the YAML below, which has the settings of the DeepSpeed file" in out
+    assert ("optimizer: the flags select it" in " ".join(out.split())) == (source == "written")
+    config = read_config(tmp_path / "run.yaml")
+    assert (config.training.micro_batch_size, config.training.global_batch_size, config.training.bf16) == (4, 32, True)
+    assert (config.parallel.zero_stage, config.optimizer.clip_grad) == (1, 2.5)
+    assert (config.optimizer.optimizer, config.optimizer.lr) == ("sgd", 1e-3)
+
+
+def test_a_file_of_deepspeed_that_is_not_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "train.sh"
+    for old, new, said in (
+        ("MICRO=4; ", "", "values of MICRO are not known; give --set MICRO=VALUE"),
+        ("ENABLED/true", "ENABLED/maybe", "not valid JSON"),
+        ('"train_batch_size"', '"train_batch"', "train_batch"),
+        ("s/ENABLED/true/", "s/E.*D/true/", "values of output-of-sed are not known"),
+        ("> tuned.json", "> other.json", "translate its file by megatron-deepspeed-config"),
+    ):
+        path.write_text(DEEPSPEED.replace("FILE", "tuned.json").replace(old, new))
+        assert main([str(path)]) == 1
+        out = " ".join(capsys.readouterr().out.split())
+        assert said in out and "does not start unchanged" in out
 
 
 def test_a_checkpoint_of_megatron(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

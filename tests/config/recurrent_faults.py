@@ -123,6 +123,6 @@ RECURRENT_FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
     (
         DELTA | {"cuda_graph_impl": "local"},
         1,
-        ("cuda_graph_impl=local", "experimental_attention_variant=gated_delta_net"),
+        ("cuda_graph_impl=local", "cannot be used with --experimental-attention-variant"),
     ),
 ]

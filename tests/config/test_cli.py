@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_core.config import RunConfig, megatron_flags
-from megatron_core.config.cli import parse_command_line, parse_run_config
+from megatron_core.config import ModelConfig, RunConfig, megatron_flags
+from megatron_core.config.cli import parse_command_line, parse_run_config, without_parts
 from megatron_core.config.help import MOST_USED
 from megatron_core.config.partition import layers_by_stage
-from megatron_core.config.run import field_types
+from megatron_core.config.run import field_types, settings
 from megatron_core.config.trainer_flags import SAME_MEANING
 from megatron_core.config.translate import Translation
 from megatron_core.config.validate import problems
@@ -226,7 +226,7 @@ def test_lists_of_balancing_losses():
     losses = "--moe-router-load-balancing-type seq_aux_loss global_aux_loss --moe-aux-loss-coeff 1e-2 1e-3"
     model = parse(f"--num-experts 4 {losses}").model
     assert model.balancing_losses == {"seq_aux_loss": 1e-2, "global_aux_loss": 1e-3}
-    assert parse("--moe-aux-loss-coeff 1e-2").model.balancing_losses == {"seq_aux_loss": 1e-2}
+    assert parse("--num-experts 4 --moe-aux-loss-coeff 1e-2").model.balancing_losses == {"seq_aux_loss": 1e-2}
 
 
 def test_layers_without_rotary_positions():
@@ -297,6 +297,86 @@ def test_a_pattern_of_layers_gives_their_number(tmp_path):
         parse("--is-hybrid-model")
 
 
+def test_specifications_of_layers(capsys):
+    """The settings select Megatron Core's specifications; a program reads its own itself."""
+    for spec in ("local", "megatron.core.models.gpt.gpt_layer_specs get_gpt_layer_local_spec"):
+        assert parse(f"--spec {spec}").model == ModelConfig()
+        assert f"--spec {spec} (this is done in any case)" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=r"--spec my_layers my_spec: layers of your own belong to a program: run"):
+        parse("--spec my_layers my_spec")
+    assert without_parts(["--bf16", "--spec", "my_layers", "my_spec", "--fp16"]) == ["--bf16", "--fp16"]
+
+
+def test_refinements_of_a_mode_that_is_off(tmp_path, capsys):
+    """Flags that Megatron-LM ignores are left out, with a note; in a file they are refused, as are other settings."""
+    assert all(settings()[name].needs for name in megatron_flags.REFINEMENTS)
+    given = {
+        "--apply-wd-to-qk-layernorm": "--qk-layernorm",
+        "--recompute-num-layers 1": "--recompute-granularity full",
+        "--no-fp8-wgrad": "--fp8-format hybrid",
+        "--loss-scale 1024": "--fp16",
+    }
+    assert parse(" ".join(given)) == RunConfig()
+    noted = capsys.readouterr().err
+    for flag, mode in given.items():
+        name = flag.split()[0].replace("--no-fp8", "--fp8")
+        assert re.search(rf"{name}[^;]*\(no effect without {mode}", noted)
+    assert parse("--loss-scale 1024 --fp16").optimizer.loss_scale == 1024
+    (tmp_path / "run.yaml").write_text("loss_scale: 1024\n")
+    for refused in (f"--config {tmp_path}/run.yaml", "--moe-router-topk 4", "--num-query-groups 2"):
+        assert any("has no effect without" in problem for problem in problems(parse(refused), 1))
+
+
+def test_cuda_graphs_change_only_speed(capsys):
+    training = parse("--cuda-graph-impl local --cuda-graph-scope attn moe_router moe_preprocess").training
+    assert (training.cuda_graph_impl, training.cuda_graph_modules) == ("local", ("attn",))
+    assert "--cuda-graph-scope moe_router moe_preprocess (these parts run without it" in capsys.readouterr().err
+    assert parse("--cuda-graph-impl full_iteration --fp8-format hybrid").training.cuda_graph_impl == "none"
+    assert "--cuda-graph-impl (no effect with --fp8-format)" in capsys.readouterr().err
+
+
+def test_dense_layers_and_lengths_of_megatron_deepspeed():
+    tokens = "--seq-length 10 --global-batch-size 4 --train-tokens 800"
+    assert parse(f"{tokens} --train-iters 20").training.train_iters is None
+    assert parse(f"{tokens} --train-iters 19").training.train_iters == 19
+    dense = "--num-experts 1 --moe-expert-parallel-size 1 --moe-loss-coeff 0.01 --moe-min-capacity 4"
+    assert parse(dense) == RunConfig()
+    assert parse("--num-experts 1 --moe-router-topk 1").model.num_experts == 1
+
+
+def test_alibi_of_forks():
+    assert parse("--use-alibi-mask").model.position_embedding_type == "alibi"
+
+
+def test_a_distillation_of_modelopt(tmp_path, capsys):
+    """The file in Megatron-LM's documentation without its pairs, and every kind that is refused."""
+    file = tmp_path / "distill.yaml"
+    flags = f"--export-kd-teacher-load {tmp_path} --export-kd-cfg {file}"
+    file.write_text("logit_layers: [output_layer, output_layer]\nskip_lm_loss: true\nkd_loss_scale: 10.0\n")
+    assert (parse(flags).tuning.kd_weight, parse(flags).tuning.kd_temperature) == (1.0, 1.0)
+    file.write_text("logit_kl_temperature: 2\n")
+    assert parse(flags).tuning.kd_temperature == 2.0 and "T^2 = 4 times" in capsys.readouterr().err
+    assert parse(f"{flags} --kd-temperature 3").tuning.kd_temperature == 3.0
+    for text, said in {
+        "intermediate_layer_pairs: [[decoder.layers.0, decoder.layers.0]]": "only logits are compared; use []",
+        "logit_layers: [head, head]": "only the outputs of output_layer",
+        "logit_kl_topk: 5": "all logits are compared",
+        "skip_lm_loss: false\nkd_loss_scale: 3": "use --kd-weight 0.75 --kd-temperature 1",
+        "skip_lm_loss: maybe": "skip_lm_loss=maybe: it must be true",
+        "kd_loss_scale: -1": "kd_loss_scale=-1 must be a number > 0",
+        "logit_kl_temperature: .nan": "logit_kl_temperature=nan must be a number > 0",
+        "kd_alpha: 1": "kd_alpha: ModelOpt has no such field",
+        "- 1": "holds a list",
+        "!!python/object/apply:os.getcwd []": "cannot be read",
+    }.items():
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=re.escape(said)):
+            parse(flags)
+    file.unlink()
+    with pytest.raises(ConfigError, match=r"--export-kd-cfg .*distill.yaml cannot be read: .*No such file"):
+        parse(flags)
+
+
 def test_a_pattern_of_layers_says_their_stages_and_the_kind_of_attention(tmp_path):
     found = parse("--hybrid-layer-pattern M-M-M|-+ --pipeline-model-parallel-size 2")
     assert (found.model.hybrid_layer_pattern, found.model.multi_latent_attention) == ("M-M-M-*", True)
@@ -338,7 +418,8 @@ def test_a_flag_that_belongs_to_a_refused_one_is_not_reported_itself():
     "name", sorted({*megatron_flags.SAME_AS, *megatron_flags.OVERRIDDEN_BY_FLAG} - megatron_flags.RENAMED.keys())
 )
 def test_every_alias_parses(name):
-    assert parse(f"--{name.replace('_', '-')}") != RunConfig()
+    mode = " --fp8-format e4m3" * (name == "disable_fp8_wgrad")
+    assert parse(f"--{name.replace('_', '-')}{mode}") != parse(mode)
 
 
 def test_aliases_mean_the_same():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.models.mamba import MambaModel
 from megatron.core.models.mamba.mamba_layer_specs import mamba_stack_spec
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron_core import parallel_state
 from megatron_core.errors import ConfigError, LayoutError
 from megatron_core.models.gpt import model as own
@@ -44,6 +45,35 @@ def test_it_is_the_same_model_as_this_packages() -> None:
     assert list(model.state_dict()) == list(twin.state_dict())
     assert torch.equal(model(IDS), twin(IDS))
     assert model.decoder.num_layers_per_pipeline_rank == 4 and model.hybrid_layer_pattern == PATTERN
+
+
+SPARSE = {"dsa_indexer_n_heads": 2, "dsa_indexer_head_dim": 8, "dsa_indexer_topk": 5, "dsa_indexer_loss_coeff": 0.5}
+LATENT = {"q_lora_rank": 12, "kv_lora_rank": 8, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 8}
+
+
+def latent(**more: Any) -> MLATransformerConfig:
+    plain = settings()
+    given = {each.name: getattr(plain, each.name) for each in fields(plain) if each.init}
+    return MLATransformerConfig(**given | {"multi_latent_attention": True, "rope_type": "rope"} | LATENT | more)
+
+
+def test_layers_of_sparse_attention() -> None:
+    """They equal the engine's, the keys are chosen, and the loss of the indexers has gradients."""
+    mla = latent(**SPARSE)
+    model = hybrid(mla, hybrid_layer_pattern="MD-E")
+    given = {"hybrid_layer_pattern": "M*-E", "position_embedding_type": "none", "make_vocab_size_divisible_by": 1}
+    given |= {"experimental_attention_variant": "dsa", "untie_embeddings_and_output_weights": True} | SPARSE
+    twin = own.GPTModel(mla.model_config(**given), VOCABULARY, LENGTH, parallel=mla.parallel_options(), seed=7)
+    assert list(model.state_dict()) == list(twin.state_dict())
+    assert any("indexer" in name for name in model.state_dict())
+    all_keys = hybrid(latent(**SPARSE | {"dsa_indexer_topk": LENGTH}), hybrid_layer_pattern="MD-E")
+    with torch.no_grad():
+        assert torch.equal(model(IDS), twin(IDS)) and not torch.allclose(model(IDS), all_keys(IDS))
+    model(IDS, labels=IDS).mean().backward()
+    indexers = [parameter for name, parameter in model.named_parameters() if "indexer" in name]
+    assert all(each.grad is not None and each.grad.abs().sum() > 0 for each in indexers)
+    with pytest.raises(ConfigError, match="dsa_indexer_head_dim=2 is too small"):
+        hybrid(latent(**SPARSE | {"dsa_indexer_head_dim": 2}), hybrid_layer_pattern="MD-E")
 
 
 def test_layers_of_multi_token_prediction() -> None:
@@ -137,8 +167,8 @@ def test_stages_are_those_of_the_pattern() -> None:
         ({"hybrid_attention_ratio": 0.5}, "hybrid_attention_ratio=0.5"),
         ({"hybrid_layer_pattern": "M*"}, "num_layers=4 must be 2, the number of letters in hybrid_layer_pattern=M"),
         ({"hybrid_layer_pattern": "M*|-E"}, "M*|-E has 2 stages for each pipeline rank"),
-        ({"hybrid_layer_pattern": "M+-E"}, "M+-E has layers +; pass an MLATransformerConfig"),
-        ({"hybrid_layer_pattern": "MD-E"}, "MD-E has layers D, which it does not build"),
+        ({"hybrid_layer_pattern": "M+-E"}, "M+-E has layers + or D; pass an MLATransformerConfig"),
+        ({"hybrid_layer_pattern": "MD-E"}, "MD-E has layers + or D; pass an MLATransformerConfig"),
     ],
 )
 def test_other_patterns_are_refused(given: dict[str, Any], message: str) -> None:

@@ -64,7 +64,8 @@ class Softmax(nn.Module):
 
     def __init__(self, config: Any, layer_number: int, attn_mask_type: AttnMaskType, attention_type: str) -> None:
         super().__init__()
-        assert (attn_mask_type, attention_type) == (AttnMaskType.causal, "self") and layer_number in (1, 2)
+        assert (attn_mask_type, attention_type) == (AttnMaskType.causal, "self")
+        assert 1 <= layer_number <= config.num_layers
         self.temperature = nn.Parameter(torch.ones(1, dtype=config.params_dtype))
 
     def forward(

@@ -28,6 +28,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.parallel_state import get_context_parallel_group, get_hybrid_data_context_parallel_groups
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.transformer.multi_token_prediction import get_mtp_ranks, mtp_on_this_rank
+from megatron.core.transformer.spec_utils import import_module
 from megatron.core.utils import (
     flatten_batch_for_packed_sequences,
     get_attr_wrapped_model,
@@ -47,6 +48,7 @@ from megatron_core.parallel import World
 from megatron_core.training import pretrain as train_with_launcher
 from megatron_core.training import read_settings
 from megatron_core.verify.ranks import run_ranks
+from tests.drop_in.test_own_parts import Softmax, with_core
 
 COMMON = (
     "program.py --num-layers 4 --hidden-size 16 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "
@@ -153,7 +155,9 @@ def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage
     args = get_args()
     config = core_transformer_config_from_args(args)
     spec: Any = get_gpt_layer_local_spec(args.num_experts, args.moe_grouped_gemm, args.qk_layernorm)
-    if args.num_experts:
+    if args.spec is not None:
+        spec = import_module(args.spec)
+    elif args.num_experts:
         spec = get_gpt_decoder_block_spec(config, False, args.normalization, args.qk_l2_norm, vp_stage)
     return GPTModel(
         config,
@@ -238,6 +242,26 @@ def test_forms_of_pretrain(expected: Any, data: str, form: str) -> None:
     found = steps(run_ranks(1, job, form, data)[0])
     assert len(found) == 3
     np.testing.assert_allclose(found, expected[False], rtol=0, atol=2e-3)
+
+
+class Announced(Softmax):
+    """Attention of the program's own, which says that it is built."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.temperature.requires_grad_(False)
+        print("attention of the program")
+
+
+announced_spec = with_core(Announced)
+
+
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize("form", ["0.16", "0.20"])
+def test_spec_builds_layers_of_the_program(expected: Any, data: str, form: str) -> None:
+    log = run_ranks(1, job, form, f"{data} --spec {__name__} announced_spec")[0]
+    assert log.count("attention of the program") == 4
+    np.testing.assert_allclose(steps(log), expected[False], rtol=0, atol=2e-3)
 
 
 @pytest.mark.drawn(2)

@@ -18,7 +18,7 @@ from megatron.training.argument_utils import (
 from megatron.training.global_vars import of_one_rank, set_global_variables
 from megatron_core.checkpoint.reader import note
 from megatron_core.config import ModelConfig, RunConfig
-from megatron_core.config.cli import known_flags
+from megatron_core.config.cli import known_flags, without_parts
 from megatron_core.config.file import field_types
 from megatron_core.config.heterogeneous import LAYERS_JSON
 from megatron_core.config.megatron_flags import FLAGS
@@ -57,7 +57,8 @@ def parse_args(
                 "ignored, because they are flags of neither this project nor Megatron-LM: "
                 f"{' '.join([*unknown, *rest])}"
             )
-    config, _ = read_settings(Path(sys.argv[0]).name, given, stored_schedule=False)  # load_checkpoint has it
+    # The program reads --spec; load_checkpoint reads the schedule.
+    config, _ = read_settings(Path(sys.argv[0]).name, without_parts(given), stored_schedule=False)
     args = Namespace(**_others(given) | config.flat() | vars(extra))
     if dist.is_initialized():
         args.rank, args.world_size = dist.get_rank(), dist.get_world_size()

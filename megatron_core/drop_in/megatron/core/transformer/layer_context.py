@@ -1,7 +1,7 @@
 """Converts a ``TransformerConfig`` and layer specifications to the engine's layer contexts and specifications."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
 from typing import Any
@@ -115,6 +115,8 @@ class LayerPattern:
     letters: str
     ahead: str | None = None
     """Parts of a layer of multi-token prediction."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Other settings of the engine that the letters imply."""
 
 
 def layer_context(

@@ -86,6 +86,7 @@ class GPTModel(LossCollector, LanguageModule, model.GPTModel):
         if isinstance(transformer_layer_spec, LayerPattern):
             passed["hybrid_layer_pattern"] = transformer_layer_spec.letters
             passed["mtp_layer_pattern"] = transformer_layer_spec.ahead
+            passed |= transformer_layer_spec.settings
         if rope_scaling:
             passed |= {"use_rope_scaling": True, "rope_scaling_factor": rope_scaling_factor}
         own = config.model_config(

@@ -1,6 +1,7 @@
 """Models whose layers have one part each: a Mamba-2 mixer, a gated delta net, attention, an MLP or experts."""
 
 from copy import copy
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -16,16 +17,19 @@ from megatron_core.config import RunConfig, TrainingConfig
 from megatron_core.config.hybrid import read_pattern
 from megatron_core.config.rules_hybrid import hybrid_problems
 from megatron_core.config.rules_recurrent import recurrent_problems
+from megatron_core.config.rules_sparse_attention import sparse_attention_problems
+from megatron_core.config.sparse_attention import SparseAttentionConfig
 from megatron_core.errors import ConfigError
 
 
 class HybridModel(GPTModel):
     """The engine's model with ``--hybrid-layer-pattern``, under Megatron's arguments.
 
-    ``hybrid_layer_pattern``, or its earlier name ``hybrid_override_pattern``, has one letter for each layer: M G * - E.
-    Stages, separated by ``|``, become the ``pipeline_model_parallel_layout`` of ``config``. ``hybrid_stack_spec`` is
-    that of Megatron, because the parts follow from the pattern. Raises ConfigError for layers of multi-token prediction
-    in the pattern, for ratios of layers, and for FP8 and muP; LayoutError for stages that the ranks cannot share.
+    ``hybrid_layer_pattern``, or its earlier name ``hybrid_override_pattern``, has one letter for each layer: M G * + D
+    - E. Stages, separated by ``|``, become the ``pipeline_model_parallel_layout`` of ``config``. ``hybrid_stack_spec``
+    is that of Megatron, because the parts follow from the pattern. Raises ConfigError for layers of multi-token
+    prediction in the pattern, for ratios of layers, and for FP8 and muP; LayoutError for stages that the ranks cannot
+    share.
     """
 
     def __init__(
@@ -60,9 +64,11 @@ class HybridModel(GPTModel):
                 f"hybrid_mlp_ratio={hybrid_mlp_ratio}: give a pattern with one letter for each layer, and no ratios"
             )
         layers, config = _layers(pattern, config)
-        own = config.model_config(hybrid_layer_pattern=layers.letters, mtp_layer_pattern=layers.ahead)
+        own = config.model_config(
+            hybrid_layer_pattern=layers.letters, mtp_layer_pattern=layers.ahead, **layers.settings
+        )
         run = RunConfig(model=own, training=TrainingConfig(fp8_format=config.fp8))
-        if problems := [*hybrid_problems(run), *recurrent_problems(run)]:
+        if problems := [*hybrid_problems(run), *recurrent_problems(run), *sparse_attention_problems(run)]:
             raise ConfigError("; ".join(problems))
         super().__init__(
             config,
@@ -102,13 +108,15 @@ def _layers(pattern: str, config: TransformerConfig) -> tuple[LayerPattern, Tran
             f"HybridModel: hybrid_layer_pattern={pattern} has {ahead} layers of multi-token prediction (after /), but "
             f"config.mtp_num_layers={config.mtp_num_layers}; pass TransformerConfig(mtp_num_layers={ahead})"
         )
-    if "experimental_attention_variant" in implied:
-        raise ConfigError(
-            f"HybridModel: hybrid_layer_pattern={pattern} has layers D, which it does not build; use "
-            f"pretrain_gpt.py --hybrid-layer-pattern '{pattern}'"
-        )
     if "multi_latent_attention" in implied and not config.multi_latent_attention:
-        raise ConfigError(f"HybridModel: hybrid_layer_pattern={pattern} has layers +; pass an MLATransformerConfig")
+        raise ConfigError(
+            f"HybridModel: hybrid_layer_pattern={pattern} has layers + or D; pass an MLATransformerConfig"
+        )
+    if (variant := implied.get("experimental_attention_variant")) is not None:
+        names = (each.name for each in fields(SparseAttentionConfig) if each.name.startswith("dsa_"))
+        given = {name: getattr(config, name, None) for name in names}
+        chosen = {name: value for name, value in given.items() if value is not None}
+        found = replace(found, settings={"experimental_attention_variant": variant, **chosen})
     if (stages := implied.get("pipeline_model_parallel_layout")) is None:
         return found, config
     for name in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
