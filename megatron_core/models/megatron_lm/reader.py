@@ -123,6 +123,12 @@ class MegatronReader:
             "another order: copy the checkpoint again, save it with --dist-ckpt-optim-fully-reshardable, or"
         )
 
+    @property
+    def schedule(self) -> Mapping[str, Any]:
+        """The stored schedule of learning rate and weight decay; empty without one."""
+        found = self._files.common.get("opt_param_scheduler")
+        return found if isinstance(found, Mapping) else {}
+
     def progress(self) -> Progress:
         """The position of the training."""
         files = self._files
