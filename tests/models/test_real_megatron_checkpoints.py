@@ -6,7 +6,9 @@ import json
 import os
 import pickle
 import shlex
+import sys
 import tarfile
+import types
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -153,6 +155,16 @@ class Planted:
 
     def __reduce__(self) -> tuple[Any, tuple[str]]:
         return os.mkdir, ("ran",)
+
+
+def test_plans_in_the_metadata_of_release_0_14_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "megatron.core.dist_checkpointing.strategies.torch"
+    plan, path = type("MCoreSavePlan", (), {"__module__": name}), unpack("gpt", tmp_path) / "iter_0000003/.metadata"
+    monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(MCoreSavePlan=plan))
+    metadata = load_metadata(path)
+    metadata.planner_data, metadata.all_local_plans = None, [plan()]
+    path.write_bytes(pickle.dumps(metadata))
+    assert import_megatron(tmp_path / "theirs", tmp_path / "ours", optimizer=True).endswith("state of iteration 3")
 
 
 def plant(path: Path) -> None:

@@ -43,8 +43,11 @@ DAMAGE = (
     *(AttributeError, LookupError, AssertionError, pickle.UnpicklingError, zipfile.BadZipFile),
 )
 """Errors that reading a damaged file may raise."""
-PLANS = {"torch.distributed.checkpoint.planner": {"SavePlan", "WriteItem", "WriteItemType", "TensorWriteData"}}
-"""Records of the save operation in Megatron Core's metadata; they are not used."""
+PLANS = {
+    "torch.distributed.checkpoint.planner": {"SavePlan", "WriteItem", "WriteItemType", "TensorWriteData"},
+    "megatron.core.dist_checkpointing.strategies.torch": {"MCoreSavePlan"},
+}
+"""Records of the save operation in the metadata of Megatron Core, the second until 0.14; they are not used."""
 
 
 class Inert:
