@@ -104,8 +104,11 @@ def _check_names(
         absent.remove(AVERAGE.name)
         needed = {name: shape for name, shape in needed.items() if not name.startswith(f"optimizer.{AVERAGE.name}.")}
     if absent and optimizer is not None:
+        reader.check_names({name: shape for name, shape in needed.items() if name.startswith("model.")})
         name, changed = optimizer.config.optimizer, _changed_optimizer(reader, optimizer.config)
         remedy = f"; its {listed(changed)}: give the same settings, or" * bool(changed) or ";"
+        if isinstance(reader, MegatronReader) and reader.fault_of_state:
+            remedy = f"; {reader.fault_of_state}"
         raise CheckpointError(
             f"{reader.folder} has no state of --optimizer {name} ({listed(absent)}){remedy} load only the weights with "
             "--no-load-optim"

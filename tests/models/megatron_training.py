@@ -98,6 +98,7 @@ CONFIG = (
     "heterogeneous_layers_config_encoded_json",
 )
 SIZES = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size", "ep": "expert_model_parallel_size"}
+SIZES |= {"etp": "expert_tensor_parallel_size"}
 
 
 def tokens_of(iteration: int) -> Tensor:
@@ -113,14 +114,16 @@ def arguments_of(
     tokens: int = VOCABULARY,
     distributed: bool = False,
     bf16: bool = False,
+    micro_batch: int = MICRO_BATCH,
 ) -> argparse.Namespace:
     """The arguments of a training, with the values that Megatron-LM derives."""
     derived = {"start_weight_decay": SCHEDULE["weight_decay"], "end_weight_decay": SCHEDULE["weight_decay"]}
     vocabulary = {"vocab_size": tokens, "padded_vocab_size": VOCABULARY, "make_vocab_size_divisible_by": 8}
-    batch = {"seq_length": LENGTH, "micro_batch_size": MICRO_BATCH, "global_batch_size": BATCH}
+    batch = {"seq_length": LENGTH, "micro_batch_size": micro_batch, "global_batch_size": BATCH}
     default = dict.fromkeys(SIZES.values(), 1) | {"num_experts": None, "num_query_groups": None}
     rest: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "bias_gelu_fusion": False}
     rest |= {"bf16": bf16, "use_distributed_optimizer": distributed}
+    default[SIZES["etp"]] = sizes.get(SIZES["tp"], 1)
     found = default | shape | SCHEDULE | derived | vocabulary | batch | rest | sizes
     return argparse.Namespace(**found, weight_decay_incr_style="constant", consumed_train_samples=0)
 
@@ -166,7 +169,8 @@ def _without_channels(
 class Training:
     """A model of Megatron Core with its optimizer and schedule.
 
-    ``layout``: ``tp2``, ``pp2``, ``ep2``; ``vocabulary``: its size in the arguments; ``data``: an iteration's tokens.
+    ``layout``: ``tp2``, ``pp2``, ``ep2``, ``etp1``; ``vocabulary``: its size in the arguments; ``data``: an iteration's
+    tokens.
     """
 
     def __init__(
@@ -178,6 +182,7 @@ class Training:
         bf16: bool = False,
         chunks: int = 1,
         vocabulary: int = VOCABULARY,
+        micro_batch: int = MICRO_BATCH,
         data: Callable[[int], Tensor] = tokens_of,
     ) -> None:
         from megatron.core import parallel_state
@@ -186,11 +191,13 @@ class Training:
 
         self.shape, self.iteration, self.distributed, self.data = shape, 0, distributed, data
         torch.manual_seed(SCHEDULE["seed"])  # otherwise weights, and near ties of experts, depend on earlier tests
-        sizes = {SIZES[word[:2]]: int(word[2:]) for word in layout.split()}
+        sizes = {SIZES[word.rstrip("0123456789")]: int(word.lstrip("etp")) for word in layout.split()}
         virtual = {"virtual_pipeline_model_parallel_size": chunks} if chunks > 1 else {}
         parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(**sizes, **virtual)
-        self.args = arguments_of(shape, sizes, tokens=vocabulary, distributed=distributed, bf16=bf16)
+        self.args = arguments_of(
+            shape, sizes, tokens=vocabulary, distributed=distributed, bf16=bf16, micro_batch=micro_batch
+        )
         self.config = self._transformer_config(sizes | virtual, bf16)
         self.chunks = [self._model(chunk if chunks > 1 else None) for chunk in range(chunks)]
         names = ("optimizer", "lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
@@ -307,8 +314,9 @@ class Training:
 
         self.iteration += 1
         size, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
-        count = BATCH // MICRO_BATCH // size
-        batches = self.data(self.iteration).view(count, size, MICRO_BATCH, LENGTH + 1)[:, rank]
+        micro_batch = self.args.micro_batch_size
+        count = BATCH // micro_batch // size
+        batches = self.data(self.iteration).view(count, size, micro_batch, LENGTH + 1)[:, rank]
         self.config.finalize_model_grads_func = finalize_model_grads
         self.config.grad_scale_func = self.optimizer.scale_loss
         self.config.timers = None
@@ -322,8 +330,8 @@ class Training:
 
         def forward(data: Any, model: nn.Module) -> Any:
             batch = next(data)
-            positions = torch.arange(LENGTH).expand(MICRO_BATCH, -1)
-            mask = {"loss_mask": torch.ones(MICRO_BATCH, LENGTH)} if self.shape.get("mtp_num_layers") else {}
+            positions = torch.arange(LENGTH).expand(micro_batch, -1)
+            mask = {"loss_mask": torch.ones(micro_batch, LENGTH)} if self.shape.get("mtp_num_layers") else {}
             return model(batch[:, :-1], positions, None, labels=batch[:, 1:], **mask), loss_of
 
         several = len(self.chunks) > 1
@@ -333,7 +341,7 @@ class Training:
             model=self.chunks if several else self.chunks[0],
             num_microbatches=count,
             seq_length=LENGTH,
-            micro_batch_size=MICRO_BATCH,
+            micro_batch_size=micro_batch,
             forward_only=False,
         )
         self.optimizer.step()

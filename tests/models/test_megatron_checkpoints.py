@@ -165,6 +165,11 @@ def _plant_metadata(path: Path) -> None:
     path.write_bytes(pickle.dumps(Run()))
 
 
+def _change(folder: Path, **values: Any) -> None:
+    path = folder / "mp_rank_00/model_optim_rng.pt"
+    torch.save(torch.load(path, weights_only=False) | values, path)
+
+
 FAULTS: dict[str, tuple[bool, Any, str]] = {
     "an object": (False, lambda f: _plant(f / "mp_rank_00/model_optim_rng.pt"), r"mkdir, which is not allowed"),
     "an object in the metadata": (
@@ -175,7 +180,9 @@ FAULTS: dict[str, tuple[bool, Any, str]] = {
     "damaged metadata": (True, lambda f: (f / ".metadata").write_bytes(b"\x80\x05x"), r"\.metadata cannot be read"),
     "damaged": (False, lambda f: (f / "mp_rank_00/model_optim_rng.pt").write_bytes(b"x" * 99), "cannot be read"),
     "a missing rank": (False, lambda f: (f / "mp_rank_01/model_optim_rng.pt").unlink(), "has no mp_rank_01/"),
-    "a missing file": (True, lambda f: next(f.glob("*.distcp")).unlink(), "cannot be read"),
+    "a missing file": (True, lambda f: next(f.glob("*.distcp")).unlink(), "is missing or not a file"),
+    "another version": (False, lambda f: _change(f, checkpoint_version=2.0), "checkpoint_version is 2.0; 3.0"),
+    "no model": (False, lambda f: _change(f, model=None), "model is a NoneType; it must be a dict"),
     "no arguments": (False, lambda f: torch.save({"model": {}}, f / "mp_rank_00/model_optim_rng.pt"), "no arguments"),
     "nothing": (True, lambda f: (f / ".metadata").unlink(), "has neither .metadata"),
 }
@@ -205,6 +212,7 @@ def test_bad_folders_are_one_sentence_and_run_nothing(
             {"ffn_hidden_size": 64},
             r"decoder.layers.0.mlp.linear_fc1.weight has the shape \[128, 32\], .* ask for \[64, 32\]",
         ),
+        ({"tensor_model_parallel_size": "x"}, "tensor_model_parallel_size of the checkpoint is 'x'; it must be an int"),
         ({"moe_latent_size": 8}, "moe_latent_size=8, which is not supported"),
         ({"position_embedding_type": "mrope"}, "position_embedding_type='mrope', which is not supported"),
         ({"hybrid_layer_pattern": "D-"}, "hybrid_layer_pattern='D-', which is not supported: layers D have indexers"),

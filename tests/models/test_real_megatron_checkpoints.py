@@ -6,7 +6,10 @@ import json
 import os
 import pickle
 import shlex
+import sys
 import tarfile
+import types
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +157,16 @@ class Planted:
         return os.mkdir, ("ran",)
 
 
+def test_plans_in_the_metadata_of_release_0_14_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "megatron.core.dist_checkpointing.strategies.torch"
+    plan, path = type("MCoreSavePlan", (), {"__module__": name}), unpack("gpt", tmp_path) / "iter_0000003/.metadata"
+    monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(MCoreSavePlan=plan))
+    metadata = load_metadata(path)
+    metadata.planner_data, metadata.all_local_plans = None, [plan()]
+    path.write_bytes(pickle.dumps(metadata))
+    assert import_megatron(tmp_path / "theirs", tmp_path / "ours", optimizer=True).endswith("state of iteration 3")
+
+
 def plant(path: Path) -> None:
     metadata = load_metadata(path)
     metadata.planner_data, metadata.all_local_plans = None, [Planted()]
@@ -162,6 +175,16 @@ def plant(path: Path) -> None:
 
 def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def flip(path: Path) -> None:
+    path.write_bytes(bytes(each ^ 255 for each in path.read_bytes()))
+
+
+def replace_by(make: Callable[[Path], object], paths: Iterable[Path]) -> None:
+    for path in list(paths):
+        path.unlink()
+        make(path)
 
 
 FAULTS: dict[str, tuple[Any, str]] = {
@@ -176,7 +199,30 @@ FAULTS: dict[str, tuple[Any, str]] = {
     ),
     "an object in the plans": (lambda f: plant(f / ".metadata"), r"names? the Python object posix\.mkdir"),
     "a truncated file": (lambda f: [cut(path) for path in f.glob("*.distcp")], "is truncated: .* is incomplete"),
-    "a missing file": (lambda f: [path.unlink() for path in f.glob("*.distcp")], "cannot be read"),
+    "a missing file": (lambda f: [path.unlink() for path in f.glob("*.distcp")], "is missing or not a file"),
+    "a named pipe": (lambda f: replace_by(os.mkfifo, f.glob("*.distcp")), "is missing or not a file"),
+    "a link to itself": (lambda f: replace_by(lambda p: p.symlink_to(p), f.glob("*.distcp")), "is missing or not a"),
+    "flipped bytes": (
+        lambda f: [flip(path) for path in f.glob("*.distcp")],
+        "in .* cannot be read: .*; copy the whole",
+    ),
+    "a newer format": (
+        lambda f: (f / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 2}'),
+        "names the format torch_dist of version 2; torch_dist of version 1 is read",
+    ),
+    "zarr": (
+        lambda f: (f / "metadata.json").write_text('{"sharded_backend": "zarr", "sharded_backend_version": 1}'),
+        "names the format zarr",
+    ),
+    "a record of the format that is cut": (lambda f: cut(f / "metadata.json"), r"metadata\.json cannot be read"),
+    "a long number in the tracker": (
+        lambda f: (f.parent / "latest_checkpointed_iteration.txt").write_text("9" * 5000),
+        "it must be an iteration or release",
+    ),
+    "a digit of another script": (
+        lambda f: (f.parent / "latest_checkpointed_iteration.txt").write_text("\u00b2"),
+        "it must be an iteration or release",
+    ),
 }
 
 

@@ -84,6 +84,11 @@ class DistributedFiles:
             found = found[0]
         return found[0] if isinstance(found, list) and found else found
 
+    @property
+    def has_flat_buffers(self) -> bool:
+        """Whether the optimizer's state is in flat buffers."""
+        return any(BUFFER.fullmatch(name) or GATHERED.fullmatch(name) for name in self._entries)
+
     def _buffers(self) -> dict[bool, dict[int, list[FlatBuffer]]]:
         """The flat buffers of dense layers and of experts by model-parallel rank; those of several dtypes are left out.
 
@@ -165,7 +170,7 @@ class DistributedFiles:
     def _chunk(self, name: str, offset: tuple[int, ...]) -> Tensor:
         """Read a chunk; the last one is cached for chunks that are read layer by layer."""
         if self._last is None or self._last[0] != (name, offset):
-            found = load_tensors(self._bytes(name, offset))
+            found = load_tensors(self._bytes(name, offset), name=f"{name} in {self.folder}")
             if not isinstance(found, Tensor):
                 raise CheckpointError(f"{self.folder}: {name} is a {type(found).__name__}, not a tensor")
             if tuple(found.shape) != self._shapes[name, offset]:
@@ -182,7 +187,7 @@ class DistributedFiles:
                 f"{self.folder} has neither common.pt nor {name} nor args, so that another program than Megatron-LM "
                 "wrote it; convert it to --ckpt-format torch_dist or to a model of Hugging Face there"
             )
-        return load_tensors(self._bytes(name, None))
+        return load_tensors(self._bytes(name, None), name=f"{name} in {self.folder}")
 
     def _bytes(self, name: str, offset: tuple[int, ...] | None) -> bytes:
         info = self._storage.get((name, offset))
@@ -193,6 +198,8 @@ class DistributedFiles:
             raise CheckpointError(f"{self.folder} names the file {info.relative_path!r} outside the folder")
         if getattr(info, "transform_descriptors", None):
             raise CheckpointError(f"{path} is compressed, which is not supported; save it uncompressed")
+        if not path.is_file():  # opening a named pipe would block
+            raise CheckpointError(f"{path} is missing or not a file, and contains {name}; copy the whole checkpoint")
         try:
             with path.open("rb") as file:
                 if info.offset + info.length > os.fstat(file.fileno()).st_size:

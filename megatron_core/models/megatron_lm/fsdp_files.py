@@ -30,11 +30,14 @@ from megatron_core.models.megatron_lm.tensor_map import (
     plain_name,
 )
 from megatron_core.parallel.boxes import Box
+from megatron_core.text_file import parse_json, read_text
 
 WRAPPERS = re.compile(r"(?:module\.)*")
 """The modules that wrap the model: Megatron-FSDP, and Float16Module in 16 bits."""
 STATE = re.compile(r"optimizer\.(?:\d+\.)?state\.(.+)\.(exp_avg|exp_avg_sq)")
 STEP = re.compile(r"optimizer\.(?:.+\.)?step")
+BACKEND = ("torch_dist", 1)
+"""Format and version of the files that are read."""
 SCALE, SCHEDULE = "optimizer.grad_scaler.", "opt_param_scheduler."
 
 
@@ -127,6 +130,24 @@ def _stacked(read: Any) -> Tensor:
 
 def open_distributed(folder: Path) -> DistributedFiles:
     """Open a folder with ``.metadata``, of the format ``torch_dist`` or ``fsdp_dtensor``."""
+    _check_backend(folder / "metadata.json")
     metadata = load_metadata(folder / ".metadata")
     is_state_dict = "args" in metadata.state_dict_metadata and not (folder / "common.pt").is_file()
     return FSDPFiles(folder, metadata) if is_state_dict else DistributedFiles(folder, metadata)
+
+
+def _check_backend(path: Path) -> None:
+    """``CheckpointError`` if the file, which Megatron Core writes last, names another or a newer format."""
+    if not path.exists():
+        return
+    try:
+        found = parse_json(read_text(path))
+        backend = found["sharded_backend"], found.get("sharded_backend_version", 1)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}; copy the whole checkpoint again") from None
+    if backend != BACKEND:
+        name, version = (str(each)[:40] for each in backend)
+        raise CheckpointError(
+            f"{path} names the format {name} of version {version}; {BACKEND[0]} of version {BACKEND[1]} is read. Load "
+            "and save it with a release of Megatron Core that writes this version"
+        )

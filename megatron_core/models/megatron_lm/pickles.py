@@ -43,8 +43,11 @@ DAMAGE = (
     *(AttributeError, LookupError, AssertionError, pickle.UnpicklingError, zipfile.BadZipFile),
 )
 """Errors that reading a damaged file may raise."""
-PLANS = {"torch.distributed.checkpoint.planner": {"SavePlan", "WriteItem", "WriteItemType", "TensorWriteData"}}
-"""Records of the save operation in Megatron Core's metadata; they are not used."""
+PLANS = {
+    "torch.distributed.checkpoint.planner": {"SavePlan", "WriteItem", "WriteItemType", "TensorWriteData"},
+    "megatron.core.dist_checkpointing.strategies.torch": {"MCoreSavePlan"},
+}
+"""Records of the save operation in the metadata of Megatron Core, the second until 0.14; they are not used."""
 
 
 class Inert:
@@ -57,13 +60,13 @@ class Inert:
         self.arguments = state
 
 
-def load_tensors(source: Path | bytes, inert: re.Pattern[str] = INERT) -> Any:
+def load_tensors(source: Path | bytes, inert: re.Pattern[str] = INERT, name: str = "a stored object") -> Any:
     """Load the output of ``torch.save``; tensors in a file are memory-mapped, but those of torch before 1.6.
 
-    ``inert``: names that are replaced by ``Inert``. Errors: ``CheckpointError`` for a file that is damaged or names a
-    Python object outside of ``inert``.
+    ``inert``: names that are replaced by ``Inert``; ``name``: that of bytes, for errors.
+    Errors: ``CheckpointError`` for a file that is damaged or names a Python object outside of ``inert``.
     """
-    shown = source if isinstance(source, Path) else "a stored object"
+    shown = source if isinstance(source, Path) else name
     try:
         file: Any = str(source) if isinstance(source, Path) else io.BytesIO(source)
         # In a file of torch before 1.6, which is not an archive, torch.load itself refuses all names.
@@ -81,9 +84,11 @@ def load_tensors(source: Path | bytes, inert: re.Pattern[str] = INERT) -> Any:
         with torch.serialization.safe_globals(stand_ins):
             mapped = archive and isinstance(source, Path)
             return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
+    except CheckpointError:
+        raise
     except DAMAGE as error:
-        text = (str(error).splitlines() or [""])[0] or type(error).__name__
-        raise CheckpointError(f"{shown} cannot be read: {text}") from None
+        text = (str(error).splitlines() or [""])[0].split(". ")[0] or type(error).__name__
+        raise CheckpointError(f"{shown} cannot be read: {text}; copy the whole checkpoint again") from None
 
 
 def load_metadata(path: Path) -> Any:
@@ -105,7 +110,8 @@ def load_metadata(path: Path) -> Any:
                 raise ValueError(f"{index.fqn!r} has bytes {info.offset} to {info.offset} + {info.length}")
         return found
     except DAMAGE as error:
-        raise CheckpointError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
+        text = " ".join(str(error).split())
+        raise CheckpointError(f"{path} cannot be read: {text}; copy the whole checkpoint again") from None
 
 
 def _same_rank(*lists: Sequence[Any]) -> bool:

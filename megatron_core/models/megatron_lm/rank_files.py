@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -47,10 +48,14 @@ class RankFiles:
         self.arguments: Mapping[str, Any] = arguments
         self.common: Mapping[str, Any] = first
         self._sizes = Sizes.of(arguments)
-        if self._sizes.ep > 1 and self._sizes.etp != self._sizes.tp:
+        size = self._sizes
+        if size.ep == 1:
+            self._sizes = replace(size, etp=size.tp)
+        elif size.etp * size.ep < size.tp:
             raise CheckpointError(
-                f"{folder}: expert_tensor_parallel_size={arguments['expert_tensor_parallel_size']} differs from "
-                "the tensor-parallel size; this is supported only with --ckpt-format torch_dist"
+                f"{folder}: expert_tensor_parallel_size={size.etp} times expert_model_parallel_size={size.ep} is less "
+                f"than tensor_model_parallel_size={size.tp}; Megatron-LM then stores only the first tensor-parallel "
+                "ranks. Save with --ckpt-format torch_dist"
             )
 
     def parts(self, model: ModelConfig) -> TensorParts:
@@ -64,9 +69,14 @@ class RankFiles:
             has_main = "fp32_from_fp16_params" in _optimizer_list(self.common.get("optimizer"))[0]
             kinds = ["exp_avg", "exp_avg_sq"] + ["main"] * has_main
             return {kind: self._parts(model, lambda state, kind=kind: self._adam(state, kind)) for kind in kinds}  # type: ignore[misc]
-        if not any(self.folder.glob(f"mp_rank_*/{OPTIMIZER}")):
+        if not self.has_flat_buffers:
             return {}
         return FlatState(model, self._sizes, self.parts(model), self._buffers(), bucket_limits(self.arguments)).parts()
+
+    @property
+    def has_flat_buffers(self) -> bool:
+        """Whether the optimizer's state is in flat buffers."""
+        return any(self.folder.glob(f"mp_rank_*/{OPTIMIZER}"))
 
     def optimizer_counts(self) -> Any:
         """The optimizer's step and parameter groups."""
@@ -77,10 +87,10 @@ class RankFiles:
         """The flat buffers of the distributed optimizer, of dense layers and of experts, by model-parallel rank."""
         found: dict[bool, dict[int, list[FlatBuffer]]] = {False: {}, True: {}}
         size = self._sizes
-        for tp, pp, ep in product(range(size.tp), range(size.pp), range(size.ep)):
+        for (tp, etp, ep), pp in product(self._saving_ranks(), range(size.pp)):
             path = self._path(tp, pp, ep).with_name(OPTIMIZER)
             content = load_tensors(path) if path.is_file() else []
-            ranks = (tp + size.tp * pp, tp + size.tp * (ep + size.ep * pp))
+            ranks = (tp + size.tp * pp, etp + size.etp * (ep + size.ep * pp))
             for of_experts, state in enumerate(content if isinstance(content, list) else [content]):
                 if isinstance(state, dict):
                     found[bool(of_experts)].setdefault(ranks[of_experts], coalesced(state))
@@ -100,13 +110,23 @@ class RankFiles:
                 "only with --ckpt-format torch_dist: the files do not say on which stage such a layer is"
             )
         found: TensorParts = {}
-        for (tp, ep), (chunk, pp, before) in product(product(range(size.tp), range(size.ep)), self._stages()):
-            for (key, name), tensor in read(self._state(tp, pp, ep)).items():
-                if key == chunk:
-                    self._add(found, name, tensor, tp, ep, before, model)
+        seen: set[int] = set()
+        for ranks in self._saving_ranks():
+            tp, _, ep = ranks
+            for chunk, pp, before in self._stages():
+                for (key, name), tensor in read(self._state(tp, pp, ep)).items():
+                    if key == chunk:
+                        self._add(found, name, tensor, ranks, before, model, is_copy=tp in seen)
+            seen.add(tp)
         if model.share_embeddings_and_output_weights:
             found.pop("output_layer.weight", None)  # a copy on the last stage
         return found
+
+    def _saving_ranks(self) -> Iterator[tuple[int, int, int]]:
+        """Ranks in the tensor-, expert-tensor- and expert-parallel group of each rank of a stage that writes a file."""
+        size = self._sizes
+        for rank in range(size.etp * size.ep):
+            yield rank % size.tp, rank % size.etp, rank // size.etp
 
     def _stages(self) -> Iterator[tuple[str, int, int]]:
         """Key, pipeline rank and number of the first layer of each stage."""
@@ -152,15 +172,25 @@ class RankFiles:
         return found
 
     def _add(
-        self, found: TensorParts, name: str, tensor: Tensor, tp: int, ep: int, before: int, model: ModelConfig
+        self,
+        found: TensorParts,
+        name: str,
+        tensor: Tensor,
+        ranks: tuple[int, int, int],
+        before: int,
+        model: ModelConfig,
+        *,
+        is_copy: bool,
     ) -> None:
+        """Add a tensor of the file of ``ranks``; ``is_copy``: another file has its dense layers, too."""
         layer = LAYER.fullmatch(name)
         if not name.startswith(MODEL):
             return
         rest = plain_name(layer[3]) if layer else name
         prefix, expert = (rest[: match.start()], match) if (match := EXPERT.search(rest)) else ("", None)
-        if ep and expert is None:
-            return  # replicated in an expert-parallel group
+        if is_copy and expert is None:
+            return
+        tp, etp, ep = ranks
         number: int | None = None
         if expert is not None:
             number = int(expert[1] or expert[4]) + ep * ((model.num_experts or 0) // self._sizes.ep)
@@ -170,9 +200,10 @@ class RankFiles:
             rest = f"{layer[1]}.layers.{first + int(layer[2])}.{rest}"
         if model.hybrid_layer_pattern is not None:
             rest = our_name(rest)
-        ranks = {"q": model.q_lora_rank or 0, "kv": model.kv_lora_rank + model.qk_pos_emb_head_dim}
-        down = (match := DOWN.search(rest)) is not None and tensor.shape[0] != ranks[match[1]]
-        split = LocalSplit(tp, self._sizes.tp, model.gated_linear_unit, down, rows_of_ranks(model))
+        latents = {"q": model.q_lora_rank or 0, "kv": model.kv_lora_rank + model.qk_pos_emb_head_dim}
+        down = (match := DOWN.search(rest)) is not None and tensor.shape[0] != latents[match[1]]
+        rank, size = (tp, self._sizes.tp) if expert is None else (etp, self._sizes.etp)
+        split = LocalSplit(rank, size, model.gated_linear_unit, down, rows_of_ranks(model))
         parts = found.setdefault(rest, [])
         known = {part.box for part in parts}  # the last stage may have a copy of the word embedding
         own = split.parts(rest, tuple(tensor.shape), lambda: tensor, number)
@@ -197,6 +228,12 @@ class RankFiles:
                 raise CheckpointError(
                     f"{self._files[name]} contains a {type(content).__name__}; it must contain a dict"
                 )
+            content = {str(key): value for key, value in content.items()}
+            for key in filter(CHUNK.fullmatch, content):
+                if not isinstance(content[key], dict):
+                    raise CheckpointError(
+                        f"{self._files[name]}: {key} is a {type(content[key]).__name__}; it must be a dict of tensors"
+                    )
             self._content[name] = content
         return self._content[name]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from math import prod
@@ -23,6 +24,8 @@ from megatron_core.models.megatron_lm.tensor_map import FROZEN, TIED, TensorPart
 from megatron_core.parallel.texts import listed
 
 TRACKER = "latest_checkpointed_iteration.txt"
+VERSION = 3.0
+"""Version of the checkpoints that are read; earlier ones have other orders of the rows of Q, K and V."""
 
 
 class MegatronReader:
@@ -39,6 +42,12 @@ class MegatronReader:
         self.folder = iteration_folder(Path(folder), step)
         distributed = (self.folder / ".metadata").is_file()
         files = open_distributed(self.folder) if distributed else RankFiles(self.folder)
+        version = files.common.get("checkpoint_version", VERSION)
+        if version != VERSION:
+            raise CheckpointError(
+                f"{self.folder}: checkpoint_version is {str(version)[:20]}; {VERSION}, of Megatron-LM since 2021, is "
+                "read. Load and save it with a release of Megatron-LM that writes this version"
+            )
         self.arguments = files.arguments
         self.settings = settings_of_arguments(files.arguments)
         names = ModelConfig.__dataclass_fields__.keys() & field_types()
@@ -104,6 +113,22 @@ class MegatronReader:
         found = list(self._optimizer) if {"exp_avg", "exp_avg_sq"} <= self._optimizer.keys() else []
         return [kind for kind in found if kind != "main" or self.dtype() != torch.float32]
 
+    @property
+    def fault_of_state(self) -> str:
+        """Why no optimizer state is found although it is stored; else empty."""
+        if self.kinds or not self._files.has_flat_buffers:
+            return ""
+        return (
+            "its flat buffers do not contain the stored weights, because a file is damaged or the parameters have "
+            "another order: copy the checkpoint again, save it with --dist-ckpt-optim-fully-reshardable, or"
+        )
+
+    @property
+    def schedule(self) -> Mapping[str, Any]:
+        """The stored schedule of learning rate and weight decay; empty without one."""
+        found = self._files.common.get("opt_param_scheduler")
+        return found if isinstance(found, Mapping) else {}
+
     def progress(self) -> Progress:
         """The position of the training."""
         files = self._files
@@ -167,8 +192,9 @@ def iteration_folder(folder: Path, step: int | None) -> Path:
         latest = str(step) if step is not None else (folder / TRACKER).read_text().strip()
     except (OSError, ValueError):
         raise CheckpointError(f"{folder} has neither {TRACKER} nor the files of an iteration") from None
-    found = folder / (f"iter_{int(latest):07d}" if latest.isdigit() else latest)
-    if latest != "release" and not latest.isdigit():
+    is_number = re.fullmatch("[0-9]{1,18}", latest) is not None
+    found = folder / (f"iter_{int(latest):07d}" if is_number else latest)
+    if latest != "release" and not is_number:
         raise CheckpointError(f"{folder / TRACKER} says {latest[:40]!r}; it must be an iteration or release")
     if not (found / ".metadata").is_file() and not any(found.glob("mp_rank_*/model_optim_rng.pt")):
         raise CheckpointError(f"{found} has neither .metadata (torch_dist) nor mp_rank_*/model_optim_rng.pt (torch)")

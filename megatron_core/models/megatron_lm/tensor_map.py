@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from megatron_core.errors import CheckpointError
 from megatron_core.parallel.boxes import Box
 
 FUSED = {
@@ -173,8 +174,14 @@ class Sizes:
     @classmethod
     def of(cls, arguments: Mapping[str, object]) -> Sizes:
         """Read them from the arguments of the training."""
-        tp, pp, ep, etp = (
-            int(str(arguments.get(f"{name}_parallel_size") or 0))
-            for name in ("tensor_model", "pipeline_model", "expert_model", "expert_tensor")
-        )
+        names = [
+            f"{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "expert_model", "expert_tensor")
+        ]
+        given = []
+        for name in names:
+            value = arguments.get(name) or 0
+            if not isinstance(value, int) or value < 0:
+                raise CheckpointError(f"{name} of the checkpoint is {str(value)[:20]!r}; it must be an integer >= 1")
+            given.append(value)
+        tp, pp, ep, etp = given
         return cls(max(tp, 1), max(pp, 1), max(ep, 1), etp or max(tp, 1))

@@ -15,6 +15,7 @@ from megatron.training.argument_utils import (
     ArgumentGroupFactory,
     core_transformer_config_from_args,
 )
+from megatron.training.config import TokenizerConfig
 from megatron.training.global_vars import of_one_rank, set_global_variables
 from megatron_core.checkpoint.reader import note
 from megatron_core.config import ModelConfig, RunConfig
@@ -70,6 +71,12 @@ def parse_args(
     _set_generation(args)
     args.iteration = args.consumed_train_samples = args.consumed_valid_samples = 0
     return args
+
+
+def _add_tokenizer_args(parser: ArgumentParser) -> ArgumentParser:
+    """Add the flags of the tokenizer; Megatron-LM's ``tools/preprocess_data.py`` calls it."""
+    ArgumentGroupFactory(TokenizerConfig).build_group(parser, "tokenizer")
+    return parser
 
 
 def _set_generation(args: Namespace) -> None:

@@ -5,17 +5,23 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.serialization import load_from
+from megatron.core.dist_checkpointing.serialization import COMMON, load_from
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 from megatron.core.transformer.module import sharded
 from megatron.core.utils import unwrap_model
+from megatron.training.arguments import run_config_of
 from megatron.training.global_vars import get_args
 from megatron.training.utils import print_rank_0
-from megatron_core.checkpoint import open_newest
+from megatron_core.checkpoint import CheckpointReader, open_newest
 from megatron_core.checkpoint.folder import TRACKER, iteration_folder
+from megatron_core.config import CheckpointConfig
 from megatron_core.errors import CheckpointError
+from megatron_core.models.megatron_lm import MegatronReader
 from megatron_core.parallel import World
+from megatron_core.parallel.texts import listed
+from megatron_core.training.compatibility import check_same_model
+from megatron_core.training.megatron_state import open_megatron
 
 
 def get_checkpoint_tracker_filename(checkpoints_path: str) -> str:
@@ -121,6 +127,34 @@ def _state(model: Sequence[Any], optimizer: Any, scheduler: Any) -> dict[str, An
     return state
 
 
+def _open(args: Any, root: Any) -> CheckpointReader | MegatronReader | None:
+    """Open the newest checkpoint in ``root``, of this package or of Megatron-LM; None if there is none."""
+    wanted = CheckpointConfig(load=root, ckpt_step=args.ckpt_step, finetune=args.finetune)
+    reader = open_megatron(wanted)
+    if reader is None:
+        verify = getattr(args, "verify_checkpoint", True)
+        return open_newest(root, args.ckpt_step, verify=verify, device=World.from_environment().device)
+    check_same_model(reader.settings, run_config_of(args), only_weights=args.finetune)
+    state = reader.state
+    common = {"iteration": state["iteration"], "consumed_train_samples": state["consumed_samples"]}
+    common["consumed_valid_samples"] = reader.arguments.get("consumed_valid_samples") or 0
+    common["optimizer.state.steps_taken"] = state["optimizer_steps"]
+    common |= {f"optimizer.state.loss_scale.{name}": value for name, value in state["loss_scale"].items()}
+    common |= {f"opt_param_scheduler.{name}": value for name, value in reader.schedule.items()}
+    reader.state = {COMMON: common}
+    return reader
+
+
+def _check_kinds(reader: MegatronReader, optimizer: dict[str, Any]) -> None:
+    """Raise CheckpointError if the checkpoint does not have all kinds of the optimizer's state."""
+    needed = {name.split(".")[1] for name in optimizer if name != "state"} - {"main"}
+    if absent := sorted(needed - set(reader.kinds)):
+        raise CheckpointError(
+            f"{reader.folder} has no state of this optimizer ({listed(absent)}); {reader.fault_of_state} load only the "
+            "weights with --no-load-optim"
+        )
+
+
 def load_checkpoint(
     ddp_model: Sequence[Any],
     optimizer: Any,
@@ -132,18 +166,17 @@ def load_checkpoint(
 ) -> tuple[int, int]:
     """Load chunks, optimizer and scheduler (None: absent) from the folder in ``get_args()``; set its consumed samples.
 
-    Returns (iteration, floating point operations): (0, 0) for a folder without a checkpoint, and with --finetune, which
-    loads only weights. The hashes of the files are compared first; if the newest checkpoint is damaged, an older one is
-    loaded. If learning rates, weight decay or their schedules differ, --override-opt-param-scheduler keeps those of the
-    program and --use-checkpoint-opt-param-scheduler takes the stored ones.
+    The checkpoint is of this package, or of Megatron-LM in each of its formats. Returns (iteration, floating point
+    operations): (0, 0) for a folder without a checkpoint, and with --finetune, which loads only weights. The hashes
+    of this package's files are compared first; if the newest checkpoint is damaged, an older one is loaded. If
+    learning rates, weight decay or their schedules differ, --override-opt-param-scheduler keeps those of the program
+    and --use-checkpoint-opt-param-scheduler takes the stored ones.
 
     Raises CheckpointError if there is no checkpoint with --exit-on-missing-checkpoint, if it is of another model or
     optimizer, or if schedules differ without one of the two flags.
     """
     args = get_args()
-    verify = getattr(args, "verify_checkpoint", True)
-    device = World.from_environment().device
-    stored = open_newest(getattr(args, load_arg), args.ckpt_step, verify=verify, device=device)
+    stored = _open(args, getattr(args, load_arg))
     if stored is None:
         if args.exit_on_missing_checkpoint or not strict:
             raise CheckpointError(f"{load_arg}={getattr(args, load_arg)!r} has no checkpoint")
@@ -155,6 +188,8 @@ def load_checkpoint(
     counts = dict.fromkeys(("iteration", "consumed_train_samples", "consumed_valid_samples"), 0)
     scheduler = opt_param_scheduler if resumes else None
     state = _state(ddp_model, optimizer if reads_optimizer else None, scheduler) | counts
+    if reads_optimizer and isinstance(stored, MegatronReader):
+        _check_kinds(stored, state["optimizer"])
     state = load_from(stored, state | {"num_floating_point_operations_so_far": 0})
     # Restore the scheduler and the optimizer.
     if scheduler is not None:

@@ -34,9 +34,11 @@ from megatron_core.checkpoint import (
     save_checkpoint,
 )
 from megatron_core.errors import CheckpointError
+from megatron_core.models.megatron_lm import MegatronReader
 from megatron_core.parallel.current import current
 from megatron_core.parallel.sharding import replicated
 from megatron_core.parallel.texts import all_agree, gather_from_all_ranks
+from megatron_core.training.loading import shapes_of_all
 
 COMMON = "common"
 OBJECTS = "objects"
@@ -107,11 +109,14 @@ def load(
     return load_from(stored, sharded_state_dict)
 
 
-def load_from(stored: CheckpointReader, sharded_state_dict: dict[str, Any]) -> dict[str, Any]:
+def load_from(stored: CheckpointReader | MegatronReader, sharded_state_dict: dict[str, Any]) -> dict[str, Any]:
     """Load from an open checkpoint and close it; see ``load``."""
     parts = built(sharded_state_dict)
     with stored as reader:
-        reader.fill(piece for path, value in _walk(parts, ()) for piece in _pieces(path, value))
+        pieces = [piece for path, value in _walk(parts, ()) for piece in _pieces(path, value)]
+        if isinstance(reader, MegatronReader):
+            reader.check_names(shapes_of_all(pieces, _device()))
+        reader.fill(pieces)
         filled = _filled(parts, (), reader.state.get(COMMON, {}) | reader.state.get(OBJECTS, {}))
         return dict(apply_factory_merges(filled, sharded_state_dict))
 
