@@ -82,6 +82,7 @@ CONFIG = (
     *("moe_router_score_function", "moe_shared_expert_intermediate_size", "moe_router_bias_update_rate"),
     *("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads", "linear_key_head_dim"),
     *("linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads", "linear_conv_kernel_dim"),
+    *("experimental_attention_variant", "linear_attention_freq", "attention_output_gate", "moe_shared_expert_gate"),
 )
 SIZES = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size", "ep": "expert_model_parallel_size"}
 
@@ -206,12 +207,13 @@ class Training:
         given = {name: shape[name] for name in CONFIG if shape.get(name) is not None}
         if "hybrid_layer_pattern" in shape:
             given |= {"is_hybrid_model": True, "use_mamba_mem_eff_path": False}
-            given |= {"deterministic_mode": "G" in shape["hybrid_layer_pattern"]}
         dtype = torch.bfloat16 if bf16 else torch.float32
         return kind(
             **given,
             **sizes,
             num_moe_experts=shape.get("num_experts"),
+            deterministic_mode="linear_conv_kernel_dim" in shape,
+            layernorm_zero_centered_gamma=shape.get("apply_layernorm_1p", False),
             gated_linear_unit=shape["swiglu"],
             activation_func=nn.functional.silu if shape["swiglu"] else nn.functional.gelu,
             sequence_parallel=sizes.get(SIZES["tp"], 1) > 1 and bool(shape.get("num_experts")),
@@ -258,12 +260,16 @@ class Training:
         from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 
         shape = self.shape
-        spec = gpt_layer_specs.get_gpt_layer_local_spec(
+        spec: Any = gpt_layer_specs.get_gpt_layer_local_spec(
             num_experts=shape.get("num_experts"),
             qk_layernorm=shape.get("qk_layernorm", False),
             multi_latent_attention=shape.get("multi_latent_attention", False),
             normalization=shape.get("normalization"),
         )
+        if shape.get("experimental_attention_variant"):
+            from tests.models.megatron_hybrid import block_with_delta_nets
+
+            spec = block_with_delta_nets(self.config, spec, stage["vp_stage"])
         mtp = None
         if shape.get("mtp_num_layers"):
             mtp = gpt_layer_specs.get_gpt_mtp_block_spec(self.config, spec, use_transformer_engine=False)

@@ -58,6 +58,7 @@ CASES = {
     "llama dp2, gathered": Case(theirs.LLAMA, 2, "", "dp_zero_gather_scatter", TP2, SHARDED),
     "llama dp2, reshardable": Case(theirs.LLAMA, 2, "", "fully_reshardable", TP2, SHARDED),
     "experts": Case(theirs.EXPERTS, ours=EP2),
+    "experts pp2, flat buffers": Case(theirs.EXPERTS, 2, "pp2", "dp_reshardable", EP2, SHARDED),
     "experts ep2, flat buffers": Case(theirs.EXPERTS, 2, "ep2", "dp_reshardable", PP2, SHARDED),
     "experts with biases ep2": Case(BIASED, 2, "ep2", "fully_reshardable", TP2 | {"sequence_parallel": True}, SHARDED),
     "mla, flat buffers": Case(theirs.MLA, 1, "", "dp_reshardable", TP2, SHARDED),

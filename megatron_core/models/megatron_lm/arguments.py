@@ -17,10 +17,10 @@ from megatron_core.config.setting import Resume, names_by_resume
 from megatron_core.errors import CheckpointError
 
 OFF: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("apply_residual_connection_post_layernorm", "attention_output_gate"), (False,)),
-    "use_mup": (False,),
+    **dict.fromkeys(("apply_residual_connection_post_layernorm", "use_mup"), (False,)),
     "heterogeneous_layers_config_path": (None,),
-    **dict.fromkeys(("moe_latent_size", "experimental_attention_variant"), (None,)),
+    "moe_latent_size": (None,),
+    "experimental_attention_variant": (None, "gated_delta_net"),
     **dict.fromkeys(("hybrid_attention_ratio", "hybrid_mlp_ratio"), (0.0, None)),  # a pattern replaces them
 }
 """Arguments of unsupported features that change the model's function -> the values with which they are off."""
@@ -59,7 +59,7 @@ def settings_of_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     plain = not any(arguments.get(name) for name in ("swiglu", "quick_geglu", "squared_relu"))
     if plain and arguments.get("bias_gelu_fusion") and arguments.get("add_bias_linear", True):
         given["openai_gelu"] = True  # the fused kernel computes the approximation by tanh
-    if "G" not in (given.get("hybrid_layer_pattern") or ""):
+    if given.get("experimental_attention_variant") is None and "G" not in (given.get("hybrid_layer_pattern") or ""):
         given = {name: value for name, value in given.items() if not name.startswith("linear_")}  # of gated delta nets
     if not arguments.get("num_experts"):
         given = {name: value for name, value in given.items() if not name.startswith("moe_")}

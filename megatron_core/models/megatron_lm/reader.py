@@ -17,7 +17,7 @@ from megatron_core.config.file import field_types
 from megatron_core.errors import CheckpointError
 from megatron_core.models.megatron_lm.arguments import Progress, settings_of_arguments
 from megatron_core.models.megatron_lm.fsdp_files import open_distributed
-from megatron_core.models.megatron_lm.mixers import check_delta_nets
+from megatron_core.models.megatron_lm.mixers import check_delta_nets, with_offsets
 from megatron_core.models.megatron_lm.rank_files import RankFiles
 from megatron_core.models.megatron_lm.tensor_map import FROZEN, TIED, TensorPart, TensorParts, whole_shape
 from megatron_core.parallel.texts import listed
@@ -44,7 +44,7 @@ class MegatronReader:
         names = ModelConfig.__dataclass_fields__.keys() & field_types()
         self.model = ModelConfig(**{name: value for name, value in self.settings.items() if name in names})
         check_delta_nets(self.model, self.folder)
-        self._parts = files.parts(self.model)
+        self._parts = with_offsets(files.parts(self.model), self.model)
         self._files = files
         vocabulary = self.settings.get("vocab_size") or self._rows(TIED[0])
         self.state: dict[str, Any] = {"vocab_size": vocabulary}
@@ -96,7 +96,8 @@ class MegatronReader:
 
     @cached_property
     def _optimizer(self) -> dict[str, TensorParts]:
-        return self._files.optimizer_parts(self.model)
+        found = self._files.optimizer_parts(self.model)
+        return {kind: with_offsets(parts, self.model) if kind == "main" else parts for kind, parts in found.items()}
 
     @cached_property
     def kinds(self) -> list[str]:

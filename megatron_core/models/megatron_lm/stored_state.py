@@ -48,6 +48,9 @@ def arguments(config: RunConfig, state: Mapping[str, Any]) -> dict[str, Any]:
     if model.hybrid_layer_pattern is not None and model.mtp_layer_pattern is not None:
         ahead = f"{AHEAD}{model.mtp_layer_pattern}" * (model.mtp_num_layers or 0)
         flat["hybrid_layer_pattern"] = model.hybrid_layer_pattern + ahead
+    for name in ("moe_layer_freq", "linear_attention_freq"):  # there, a list has an item for each layer
+        if flat[name] is not None and len(flat[name]) == 1:
+            flat[name] = flat[name][0]
     return flat | {
         "add_bias_linear": model.add_bias_linear,
         "bias_gelu_fusion": gelu,

@@ -23,7 +23,7 @@ from megatron_core.checkpoint.manifest import TORCH_DTYPES
 from megatron_core.config import ModelConfig
 from megatron_core.config.megatron_model import without_arguments
 from megatron_core.errors import CheckpointError
-from megatron_core.models.megatron_lm.mixers import pieces_of_mixer
+from megatron_core.models.megatron_lm.mixers import norm_offset, pieces_of_mixer, rows_of_ranks
 from megatron_core.models.megatron_lm.reader import TRACKER
 from megatron_core.models.megatron_lm.stored_state import common_state
 from megatron_core.models.megatron_lm.tensor_map import FROZEN, LAYER
@@ -73,6 +73,7 @@ def names_of(name: str, model: ModelConfig) -> Iterator[tuple[str, int | None]]:
     stacked = (
         model.hybrid_layer_pattern is None
         and layer[1] == "decoder"
+        and not rows_of_ranks(model)
         and len(set(model.expert_layers)) in (0, model.num_layers)
     )
     every = layer_names(rest, model, of_experts=of_experts)
@@ -117,7 +118,7 @@ def write_checkpoint(
     the latest iteration is replaced. Errors: ``CheckpointError`` on all ranks.
     """
     others = {*(model.hybrid_layer_pattern or "")} - {*"MG*-E"}
-    if form == "torch_dist" and (model.experimental_attention_variant or others):
+    if form == "torch_dist" and (model.experimental_attention_variant not in (None, "gated_delta_net") or others):
         raise CheckpointError(
             f"experimental_attention_variant={model.experimental_attention_variant} and hybrid_layer_pattern="
             f"{model.hybrid_layer_pattern} cannot be written as torch_dist, where Megatron Core has other tensors; use "
@@ -170,12 +171,14 @@ def _write_share(
                 if not mine:
                     continue
                 whole = [(name, tensor.shape, box, box)]
+                is_weight = form == "torch_dist" and name.startswith(("model.", "optimizer.main."))
+                offset = norm_offset(name, model) if is_weight else 0.0
                 for theirs, size, place, part in (
                     pieces_of_mixer(name, tensor.shape, box, model) if form == "torch_dist" else whole
                 ):
                     named = list(_records(theirs, size, place, model, form, kinds))
                     shape = named[0][3] if named else part.shape  # the same under each name
-                    data = _bytes(values[part.within(box)].reshape(shape).clone())
+                    data = _bytes(values[part.within(box)].reshape(shape) - offset)
                     file.write(data)
                     records += [(*each, tensor.dtype, file_name, at, len(data)) for each in named]
                     at += len(data)
