@@ -124,6 +124,9 @@ class ModelConfig(
         0.1, r.NON_NEGATIVE, needs=given("mtp_num_layers", "N"), resume=Resume.REPORTED
     )
     """Weight of the mean loss of the multi-token prediction layers."""
+    mtp_use_repeated_layer: bool = setting(False, needs=given("mtp_num_layers", "N"), resume=Resume.TENSORS)
+    """Apply one multi-token prediction layer --mtp-num-layers times, each time to its own output, instead of as many
+    layers with weights of their own (Nemotron 3)."""
     parallel_residual: bool = setting(False, when=ALWAYS)
     """Apply attention and MLP to the same input and add both outputs (GPT-J, GPT-NeoX)."""
     parallel_residual_shared_norm: bool = setting(False, needs=given("parallel_residual"), resume=Resume.TENSORS)
@@ -237,6 +240,17 @@ class ModelConfig(
     def expert_ffn_size(self) -> int:
         """Width of one expert after defaults."""
         return self.moe_ffn_hidden_size or self.ffn_size
+
+    @property
+    def mtp_built_layers(self) -> int:
+        """Number of multi-token prediction layers with weights of their own."""
+        count = self.mtp_num_layers or 0
+        return min(count, 1) if self.mtp_use_repeated_layer else count
+
+    def applications(self, layer_number: int) -> range:
+        """The numbers under which a layer (numbered from 0) is applied: one, or several of a repeated layer."""
+        is_repeated = self.mtp_use_repeated_layer and layer_number >= self.num_layers
+        return range(layer_number, layer_number + (self.mtp_num_layers or 1 if is_repeated else 1))
 
     @property
     def expert_layers(self) -> list[int]:

@@ -227,7 +227,7 @@ def ahead_parameters(config: RunConfig, vocab_size: int, *, with_embedding: bool
     if not model.mtp_num_layers:
         return Parameters()
     own = _vectors(3 * norm_parameters(model)) + Parameters(2 * model.hidden_size**2 // tp)
-    found = Parameters.sum([own + layer_parameters(config, model.num_layers)] * model.mtp_num_layers)
+    found = Parameters.sum([own + layer_parameters(config, model.num_layers)] * model.mtp_built_layers)
     copied = not with_embedding and model.untie_embeddings_and_output_weights
     return found + _vectors(padded_vocabulary(config, vocab_size) // tp * model.hidden_size * copied)
 

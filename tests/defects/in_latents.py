@@ -86,6 +86,13 @@ IN_LATENTS = (
         culprit="initial weight mtp.word_embeddings or initial weight embedding.word_embeddings",
     ),
     Defect(
+        "the last application of a repeated layer replaces the load of its experts by the others",
+        "transformer.multi_token:MultiTokenPredictionBlock.predict",
+        "replace(context, repeat=depth)",
+        "context",
+        "a repeated layer of multi-token prediction with experts, tp2 sp ep2 etp1",
+    ),
+    Defect(
         "each part of a split sequence predicts from the tokens of the first",
         "transformer.multi_token:MultiTokenPredictionLayer._forward",
         "joined = scatter_to_sequence(joined, self.tp_group)",

@@ -47,6 +47,7 @@ EXPERTS = LLAMA | {
     "moe_token_dispatcher_type": "alltoall",
 }
 MTP = LLAMA | {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.1}
+REPEATED = MTP | {"mtp_num_layers": 2, "mtp_use_repeated_layer": True}
 MLA = LLAMA | {
     "multi_latent_attention": True,
     "group_query_attention": False,
@@ -82,7 +83,7 @@ CONFIG = (
     *("moe_router_score_function", "moe_shared_expert_intermediate_size", "moe_router_bias_update_rate"),
     *("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads", "linear_key_head_dim"),
     *("linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads", "linear_conv_kernel_dim"),
-    *("experimental_attention_variant", "linear_attention_freq", "attention_output_gate", "moe_shared_expert_gate"),
+    *("mtp_use_repeated_layer", "experimental_attention_variant", "linear_attention_freq", "attention_output_gate", "moe_shared_expert_gate"),
 )
 SIZES = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size", "ep": "expert_model_parallel_size"}
 

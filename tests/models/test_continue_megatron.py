@@ -64,6 +64,8 @@ CASES = {
     "mla, flat buffers": Case(theirs.MLA, 1, "", "dp_reshardable", TP2, SHARDED),
     "mla tp2, flat buffers": Case(theirs.MLA, 2, "tp2", "dp_reshardable", PP2, SHARDED),
     "mtp": Case(theirs.MTP, ours=TP2),
+    "mtp by one layer": Case(theirs.REPEATED, ours=TP2),
+    "mtp by one layer, pp2, flat buffers": Case(theirs.REPEATED, 2, "pp2", "dp_reshardable", TP2, SHARDED),
     "mtp pp2, flat buffers": Case(theirs.MTP, 2, "pp2", "dp_reshardable", TP2, SHARDED),
     "llama pp2, 2 chunks, flat buffers": Case(LAYERS4, 2, "pp2", "dp_reshardable", TP2, SHARDED | {"chunks": 2}),
     "llama pp2, 2 chunks, torch": Case(LAYERS4, 2, "pp2", "torch", ZERO1, {"chunks": 2}),

@@ -49,6 +49,7 @@ CASES = {
     "experts with biases, distributed": Case(BIASED, PP2, "", SHARDED),
     "mla": Case(theirs.MLA, TP2, "", SHARDED),
     "mtp": Case(theirs.MTP, PP2, "tp2", SHARDED),
+    "mtp by one layer": Case(theirs.REPEATED, PP2, "tp2", SHARDED),
 }
 
 

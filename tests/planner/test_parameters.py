@@ -105,6 +105,7 @@ CASES: dict[str, dict[str, Any]] = {
     | INDEXER
     | {"hybrid_layer_pattern": "G*-*", "num_layers": 4, "dsa_indexer_loss_coeff": 0.1, "tensor_model_parallel_size": 2},
     "sparse attention, lora": LLAMA | LATENTS | INDEXER | {"lora_rank": 4},
+    "two tokens ahead by one layer, pp2": LLAMA | PIPELINE | {"mtp_num_layers": 2, "mtp_use_repeated_layer": True},
     "two tokens ahead, pp2": LLAMA | PIPELINE | {"mtp_num_layers": 2},
     "two tokens ahead, tied, pp2": PIPELINE | {"mtp_num_layers": 2, "position_embedding_type": "rope"},
     "pattern of layers, two tokens ahead, pp2": MAMBA
