@@ -61,7 +61,9 @@ def forward_flops_per_token(model: ModelConfig, seq_length: int, vocab_size: int
     if sparse:
         gate = 2 * hidden if model.moe_shared_expert_gate else 0
         terms["router"] = 2 * hidden * (model.num_experts or 0) * sparse
-        terms["experts"] = 2 * hidden * model.expert_ffn_size * model.moe_router_topk * matrices * sparse
+        outer = model.expert_hidden_size
+        terms["experts"] = 2 * outer * model.expert_ffn_size * model.moe_router_topk * matrices * sparse
+        terms["latents"] = 4 * hidden * (model.moe_latent_size or 0) * sparse
         terms["shared"] = (2 * hidden * shared * matrices + gate) * sparse
     if model.mtp_num_layers:  # each a layer as the last one, a projection from 2 h to h, and logits
         last = replace(

@@ -242,6 +242,11 @@ class ModelConfig(
         return self.moe_ffn_hidden_size or self.ffn_size
 
     @property
+    def expert_hidden_size(self) -> int:
+        """Channels of the inputs and outputs of the routed experts after defaults."""
+        return self.moe_latent_size or self.hidden_size
+
+    @property
     def mtp_built_layers(self) -> int:
         """Number of multi-token prediction layers with weights of their own."""
         count = self.mtp_num_layers or 0

@@ -24,8 +24,8 @@ from megatron_core.transformer.recompute import recomputed
 class MultiTokenPredictionLayer(nn.Module):
     """h_k = layer(W_eh [norm(E t_{i+k}); norm(h_{k-1})]) for position i; the output layer is shared.
 
-    The output is normalized before the shared output layer. ``depth`` is k - 1, or 0 of a layer that is applied for each
-    k. The layer is constructed like the last layer of the model; its number is num_layers + depth.
+    The output is normalized before the shared output layer. ``depth`` is k - 1, or 0 of a layer that is applied for
+    each k. The layer is constructed like the last layer of the model; its number is num_layers + depth.
     Source: DeepSeek-AI 2024 (arXiv 2412.19437), section 2.2; names as in Megatron Core's layer of this name.
     """
 

@@ -434,6 +434,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"n_routed_experts": 4, "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 20}
         | {"routed_scaling_factor": 2.5, "n_group": 2, "time_step_min": 1e-20},  # steps without a lower bound
     ),
+    "nemotron_h, latent experts": (
+        "NemotronH",
+        NEMOTRON_H
+        | {"layers_block_type": ["linear_attention", "moe", "full_attention", "moe"], "moe_latent_size": 12}
+        | {"n_routed_experts": 4, "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 20},
+    ),
     "gpt2": ("GPT2", GPT2),
     "gpt2, exact GELU": ("GPT2", GPT2 | {"activation_function": "gelu"}),
     "gpt_bigcode": ("GPTBigCode", GPT2),

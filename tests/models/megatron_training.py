@@ -39,13 +39,14 @@ LLAMA = GPT | {
     "untie_embeddings_and_output_weights": True,
     "qk_layernorm": True,
 }
-EXPERTS = LLAMA | {
+EXPERTS: dict[str, Any] = LLAMA | {
     "num_experts": 4,
     "moe_ffn_hidden_size": 24,
     "moe_router_topk": 2,
     "moe_router_load_balancing_type": "none",
     "moe_token_dispatcher_type": "alltoall",
 }
+LATENT_EXPERTS = EXPERTS | {"moe_latent_size": 12, "moe_shared_expert_intermediate_size": 24}
 MTP = LLAMA | {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.1}
 REPEATED = MTP | {"mtp_num_layers": 2, "mtp_use_repeated_layer": True}
 MLA = LLAMA | {
@@ -83,7 +84,8 @@ CONFIG = (
     *("moe_router_score_function", "moe_shared_expert_intermediate_size", "moe_router_bias_update_rate"),
     *("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads", "linear_key_head_dim"),
     *("linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads", "linear_conv_kernel_dim"),
-    *("mtp_use_repeated_layer", "experimental_attention_variant", "linear_attention_freq", "attention_output_gate", "moe_shared_expert_gate"),
+    *("mtp_use_repeated_layer", "experimental_attention_variant", "linear_attention_freq", "attention_output_gate"),
+    *("moe_shared_expert_gate", "moe_latent_size"),
 )
 SIZES = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size", "ep": "expert_model_parallel_size"}
 
@@ -129,6 +131,8 @@ def use_megatron() -> None:
     results: Any = queue.Queue()
     asynchronous: Any = import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")
     asynchronous.get_write_results_queue = lambda *args: results
+    experts: Any = import_module("megatron.core.transformer.moe.moe_layer")
+    experts.HAVE_TE, experts.TELinear = True, Replicated  # for the projections of latents
     tracker: Any = import_module("megatron.core.tensor_parallel").get_cuda_rng_tracker()
     tracker.fork = lambda *a: nullcontext()  # without dropout no random numbers are drawn
     attention: Any = import_module("megatron.core.transformer.dot_product_attention").DotProductAttention
@@ -137,6 +141,21 @@ def use_megatron() -> None:
     optimizer._set_main_param_and_optimizer_states = partialmethod(
         _without_step, optimizer._set_main_param_and_optimizer_states
     )
+
+
+class Replicated(nn.Module):
+    """Transformer Engine's linear layer with ``parallel_mode="duplicated"``, without a bias."""
+
+    def __init__(self, inputs: int, outputs: int, *, config: Any, init_method: Any, bias: bool, **_: Any) -> None:
+        super().__init__()
+        assert not bias
+        self.weight = nn.Parameter(torch.empty(outputs, inputs, dtype=config.params_dtype))
+        init_method(self.weight)
+        vars(self.weight)["sequence_parallel"] = config.sequence_parallel
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        """[..., inputs] -> [..., outputs] and no bias."""
+        return nn.functional.linear(x, self.weight), None
 
 
 def _without_step(self: Any, assign: Any, parameter: Any, tensors: dict[str, Any]) -> None:

@@ -205,7 +205,7 @@ def test_bad_folders_are_one_sentence_and_run_nothing(
             {"ffn_hidden_size": 64},
             r"decoder.layers.0.mlp.linear_fc1.weight has the shape \[128, 32\], .* ask for \[64, 32\]",
         ),
-        ({"moe_latent_size": 8}, "moe_latent_size=8, which is not supported"),
+        ({"use_mup": True}, "use_mup=True, which is not supported"),
         ({"position_embedding_type": "mrope"}, "position_embedding_type='mrope', which is not supported"),
         ({"hybrid_layer_pattern": "D-"}, "hybrid_layer_pattern='D-', which is not supported: layers D have indexers"),
     ],

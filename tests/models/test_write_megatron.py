@@ -47,6 +47,7 @@ CASES = {
     "llama bf16, distributed": Case(theirs.LLAMA, DP2, "tp2", SHARDED | {"bf16": True}),
     "experts": Case(theirs.EXPERTS, EP2, "ep2"),
     "experts with biases, distributed": Case(BIASED, PP2, "", SHARDED),
+    "latent experts": Case(theirs.LATENT_EXPERTS, EP2, "ep2"),
     "mla": Case(theirs.MLA, TP2, "", SHARDED),
     "mtp": Case(theirs.MTP, PP2, "tp2", SHARDED),
     "mtp by one layer": Case(theirs.REPEATED, PP2, "tp2", SHARDED),

@@ -75,6 +75,10 @@ CASES: dict[str, dict[str, Any]] = {
     "xielu": {name: value for name, value in LLAMA.items() if name != "swiglu"} | {"xielu": True},
     "norms over heads": LLAMA | {"qk_layernorm": True, "qk_layernorm_over_heads": True},
     "experts, ep2": EXPERTS | LLAMA | {"expert_model_parallel_size": 2, "moe_layer_freq": (0, 1)},
+    "latent experts, tp2 ep2 etp1": LLAMA
+    | EXPERTS
+    | {"moe_latent_size": 12, "tensor_model_parallel_size": 2, "sequence_parallel": True, "optimizer": "muon"}
+    | {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
     "experts, tp2 etp1": EXPERTS
     | {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "sequence_parallel": True}
     | {"moe_shared_expert_intermediate_size": 64, "moe_shared_expert_gate": True},

@@ -19,7 +19,6 @@ from megatron_core.errors import CheckpointError
 OFF: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("apply_residual_connection_post_layernorm", "use_mup"), (False,)),
     "heterogeneous_layers_config_path": (None,),
-    "moe_latent_size": (None,),
     "experimental_attention_variant": (None, "gated_delta_net"),
     **dict.fromkeys(("hybrid_attention_ratio", "hybrid_mlp_ratio"), (0.0, None)),  # a pattern replaces them
 }

@@ -40,7 +40,8 @@ BUFFER = re.compile(
     r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_(.*)\.bucket_idx_(\d+)\.param"
 )
 _MLP = [
-    *("pre_mlp_layernorm", "mlp.router", "mlp.experts.linear_fc1", "mlp.shared_experts.gate_weight"),
+    *("pre_mlp_layernorm", "mlp.router", "mlp.fc1_latent_proj", "mlp.fc2_latent_proj", "mlp.experts.linear_fc1"),
+    "mlp.shared_experts.gate_weight",
     *("mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2", "mlp.linear_fc1", "mlp.linear_fc2"),
 ]
 _LATENTS = ["linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj"]

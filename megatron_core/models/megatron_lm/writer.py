@@ -32,7 +32,9 @@ from megatron_core.parallel.boxes import Box
 Format = Literal["torch_dist", "torch_dcp"]
 STATES = {"exp_avg": ("exp_avg",), "exp_avg_sq": ("exp_avg_sq",), "main": ("fp32_param", "param")}
 """Our kinds of optimizer state -> their names with and without Megatron Core's distributed optimizer."""
-EXTRA = re.compile(r"(?!optimizer\.)(.+\.(?:linear_\w+|eh_proj|in_proj|out_proj|\w*norm))\.weight(?:\.dt|\.alpha)?")
+EXTRA = re.compile(
+    r"(?!optimizer\.)(.+\.(?:linear_\w+|(?:eh|in|out|fc\d_latent)_proj|\w*norm))\.weight(?:\.dt|\.alpha)?"
+)
 """Weights of modules with an extra state; a mixer's projection is stored in pieces, of which dt or alpha is one."""
 Record = tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...], str, str, int, int]
 """Name, global shape, offset and shape of a box, its dtype, and the file, position and length of its bytes."""
