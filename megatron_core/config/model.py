@@ -8,6 +8,7 @@ from megatron_core.config import ranges as r
 from megatron_core.config.activation import ActivationConfig
 from megatron_core.config.hybrid import ATTENTION, EXPERTS, RECURRENCES, HybridConfig
 from megatron_core.config.moe import MoEConfig
+from megatron_core.config.multi_token import MultiTokenConfig
 from megatron_core.config.norms import NormConfig
 from megatron_core.config.rotary import RotaryConfig
 from megatron_core.config.setting import ALWAYS, Resume, given, section, setting
@@ -65,6 +66,7 @@ class MuPConfig:
 @section(resume=Resume.FUNCTION)
 class ModelConfig(
     LatentAttentionConfig,
+    MultiTokenConfig,
     SparseAttentionConfig,
     HybridConfig,
     NormConfig,
@@ -118,15 +120,6 @@ class ModelConfig(
     """Add a bias to the output projection of attention even with --disable-bias-linear (Phi-3.5-MoE, Cohere)."""
     add_output_layer_bias: bool = setting(False, when=ALWAYS, resume=Resume.TENSORS)
     """Add a bias to the output layer (Phi); --logit-multiplier does not scale it."""
-    mtp_num_layers: int | None = setting(None, r.SMALL_COUNT, when=ALWAYS, resume=Resume.REPORTED)
-    """Number of multi-token prediction layers, which predict 2, 3, ... tokens ahead in training (DeepSeek-V3)."""
-    mtp_loss_scaling_factor: float = setting(
-        0.1, r.NON_NEGATIVE, needs=given("mtp_num_layers", "N"), resume=Resume.REPORTED
-    )
-    """Weight of the mean loss of the multi-token prediction layers."""
-    mtp_use_repeated_layer: bool = setting(False, needs=given("mtp_num_layers", "N"), resume=Resume.TENSORS)
-    """Apply one multi-token prediction layer --mtp-num-layers times, each time to its own output, instead of as many
-    layers with weights of their own (Nemotron 3)."""
     parallel_residual: bool = setting(False, when=ALWAYS)
     """Apply attention and MLP to the same input and add both outputs (GPT-J, GPT-NeoX)."""
     parallel_residual_shared_norm: bool = setting(False, needs=given("parallel_residual"), resume=Resume.TENSORS)
@@ -245,12 +238,6 @@ class ModelConfig(
     def expert_hidden_size(self) -> int:
         """Channels of the inputs and outputs of the routed experts after defaults."""
         return self.moe_latent_size or self.hidden_size
-
-    @property
-    def mtp_built_layers(self) -> int:
-        """Number of multi-token prediction layers with weights of their own."""
-        count = self.mtp_num_layers or 0
-        return min(count, 1) if self.mtp_use_repeated_layer else count
 
     def applications(self, layer_number: int) -> range:
         """The numbers under which a layer (numbered from 0) is applied: one, or several of a repeated layer."""

@@ -163,17 +163,33 @@ def delta_net(norm: Any, keys: dict[str, str], **mlp: Any) -> Any:
     return spec(module=layer.TransformerLayer, submodules=submodules)
 
 
-def block_with_delta_nets(config: Any, attention: Any, vp_stage: int | None) -> Any:
-    """The layers of a stage of a GPT model: ``attention``, or the same with a delta net in its place.
+def sparse_attention(config: Any, attention: Any) -> Any:
+    """The layer ``attention`` with DeepSeek sparse attention in its place."""
+    variants: Any = import_module("megatron.core.models.gpt.experimental_attention_variant_module_specs")
+    backends: Any = import_module("megatron.core.models.backends")
+    linear: Any = import_module("megatron.core.tensor_parallel")
+    backend = backends.LocalSpecProvider()
+    backend.linear = lambda: training.Replicated
+    made = variants.get_dsa_module_spec_for_backend(config, backend)
+    made.submodules.linear_q_down_proj = made.submodules.linear_kv_down_proj = linear.ColumnParallelLinear
+    attention.submodules.self_attention = made
+    return attention
+
+
+def block_of_variant(config: Any, attention: Any, vp_stage: int | None) -> Any:
+    """The layers of a stage of a GPT model: ``attention``, or the same with a delta net or sparse attention instead.
 
     Source: ``get_transformer_block_with_experimental_attention_variant_spec``, which needs Transformer Engine.
     """
     variants: Any = import_module("megatron.core.models.gpt.experimental_attention_variant_module_specs")
     blocks: Any = import_module("megatron.core.transformer.transformer_block")
     parts = attention.submodules
-    mlp = {name: getattr(parts, name) for name in ("pre_mlp_layernorm", "mlp", "mlp_bda")}
-    net = delta_net(parts.input_layernorm, parts.sharded_state_dict_keys_map, **mlp)
-    layers = [net if is_net else attention for is_net in variants.get_linear_attention_pattern(config)]
+    if config.experimental_attention_variant == "dsa":
+        layers = [sparse_attention(config, attention)] * config.num_layers
+    else:
+        mlp = {name: getattr(parts, name) for name in ("pre_mlp_layernorm", "mlp", "mlp_bda")}
+        net = delta_net(parts.input_layernorm, parts.sharded_state_dict_keys_map, **mlp)
+        layers = [net if is_net else attention for is_net in variants.get_linear_attention_pattern(config)]
     first = variants.get_transformer_layer_offset(config, vp_stage=vp_stage)
     count = blocks.get_num_layers_to_build(config, vp_stage=vp_stage)
     return blocks.TransformerBlockSubmodules(

@@ -60,6 +60,15 @@ MLA = LLAMA | {
     "v_head_dim": 4,
     "rope_type": "rope",
 }
+SPARSE = MLA | {
+    "experimental_attention_variant": "dsa",
+    "dsa_indexer_n_heads": 32,  # with few heads, scores are often 0, of which Megatron Core may select other keys
+    "dsa_indexer_head_dim": 8,
+    "dsa_indexer_topk": 6,
+    "dsa_indexer_loss_coeff": 0.3,
+    "dsa_indexer_use_sparse_loss": True,
+    "dsa_indexer_rotate_activation": False,
+}
 SCHEDULE: dict[str, Any] = {
     "optimizer": "adam",
     "lr": 1e-2,
@@ -85,7 +94,8 @@ CONFIG = (
     *("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads", "linear_key_head_dim"),
     *("linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads", "linear_conv_kernel_dim"),
     *("mtp_use_repeated_layer", "experimental_attention_variant", "linear_attention_freq", "attention_output_gate"),
-    *("moe_shared_expert_gate", "moe_latent_size"),
+    *("moe_shared_expert_gate", "moe_latent_size", "dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"),
+    *("dsa_indexer_loss_coeff", "dsa_indexer_use_sparse_loss", "dsa_indexer_rotate_activation"),
 )
 SIZES = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size", "ep": "expert_model_parallel_size"}
 
@@ -223,6 +233,7 @@ class Training:
         from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
         shape = self.shape
+        is_sparse = shape.get("experimental_attention_variant") == "dsa"
         kind = MLATransformerConfig if shape.get("multi_latent_attention") else TransformerConfig
         given = {name: shape[name] for name in CONFIG if shape.get(name) is not None}
         if "hybrid_layer_pattern" in shape:
@@ -236,7 +247,8 @@ class Training:
             layernorm_zero_centered_gamma=shape.get("apply_layernorm_1p", False),
             gated_linear_unit=shape["swiglu"],
             activation_func=nn.functional.silu if shape["swiglu"] else nn.functional.gelu,
-            sequence_parallel=sizes.get(SIZES["tp"], 1) > 1 and bool(shape.get("num_experts")),
+            sequence_parallel=sizes.get(SIZES["tp"], 1) > 1 and ("num_experts" in shape or is_sparse),
+            transformer_impl="local" if is_sparse else "transformer_engine",
             hidden_dropout=0.0,
             attention_dropout=0.0,
             use_cpu_initialization=True,
@@ -287,9 +299,9 @@ class Training:
             normalization=shape.get("normalization"),
         )
         if shape.get("experimental_attention_variant"):
-            from tests.models.megatron_hybrid import block_with_delta_nets
+            from tests.models.megatron_hybrid import block_of_variant
 
-            spec = block_with_delta_nets(self.config, spec, stage["vp_stage"])
+            spec = block_of_variant(self.config, spec, stage["vp_stage"])
         mtp = None
         if shape.get("mtp_num_layers"):
             mtp = gpt_layer_specs.get_gpt_mtp_block_spec(self.config, spec, use_transformer_engine=False)

@@ -63,6 +63,10 @@ CASES = {
     "experts with biases ep2": Case(BIASED, 2, "ep2", "fully_reshardable", TP2 | {"sequence_parallel": True}, SHARDED),
     "mla, flat buffers": Case(theirs.MLA, 1, "", "dp_reshardable", TP2, SHARDED),
     "mla tp2, flat buffers": Case(theirs.MLA, 2, "tp2", "dp_reshardable", PP2, SHARDED),
+    "sparse attention, pp2": Case(theirs.SPARSE, 2, "pp2", "", TP2 | {"sequence_parallel": True}),
+    # Not from tp2, with which Megatron Core, without Transformer Engine, differs from its own losses on one rank.
+    "sparse attention, dp2, flat buffers": Case(theirs.SPARSE, 2, "", "dp_reshardable", PP2, SHARDED),
+    "sparse attention, pp2, torch": Case(theirs.SPARSE, 2, "pp2", "torch", DP2),
     "mtp": Case(theirs.MTP, ours=TP2),
     "latent experts": Case(theirs.LATENT_EXPERTS, ours=EP2),
     "latent experts, ep2, flat buffers": Case(theirs.LATENT_EXPERTS, 2, "ep2", "dp_reshardable", PP2, SHARDED),

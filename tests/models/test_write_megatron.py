@@ -49,6 +49,7 @@ CASES = {
     "experts with biases, distributed": Case(BIASED, PP2, "", SHARDED),
     "latent experts": Case(theirs.LATENT_EXPERTS, EP2, "ep2"),
     "mla": Case(theirs.MLA, TP2, "", SHARDED),
+    "sparse attention": Case(theirs.SPARSE, TP2 | {"sequence_parallel": True}, "pp2", SHARDED),
     "mtp": Case(theirs.MTP, PP2, "tp2", SHARDED),
     "mtp by one layer": Case(theirs.REPEATED, PP2, "tp2", SHARDED),
 }

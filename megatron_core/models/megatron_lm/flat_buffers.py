@@ -56,8 +56,18 @@ def _order(*modules: str) -> list[str]:
     return [*attention, *_MLP]
 
 
+_INDEXER = [f"core_attention.indexer.{name}" for name in ("linear_wq_b", "linear_wk", "k_norm", "linear_weights_proj")]
 ORDERS = (
-    _order("input_layernorm", "linear_proj", "linear_qkv", *_LATENTS, "q_layernorm", "k_layernorm", "kv_layernorm"),
+    _order(
+        "input_layernorm",
+        *_INDEXER,
+        "linear_proj",
+        "linear_qkv",
+        *_LATENTS,
+        "q_layernorm",
+        "k_layernorm",
+        "kv_layernorm",
+    ),
     _order("linear_proj", "input_layernorm", "linear_qkv", "q_layernorm", "k_layernorm"),
     _order("input_layernorm", "linear_proj", *_LATENTS[:2], "q_layernorm", *_LATENTS[2:4], "kv_layernorm", _LATENTS[4]),
 )

@@ -15,7 +15,7 @@ from megatron_core.checkpoint.manifest import WEIGHT_DTYPES
 from megatron_core.config import ModelConfig
 from megatron_core.config.file import field_types
 from megatron_core.errors import CheckpointError
-from megatron_core.models.megatron_lm.arguments import Progress, settings_of_arguments
+from megatron_core.models.megatron_lm.arguments import REMEDY, Progress, settings_of_arguments
 from megatron_core.models.megatron_lm.fsdp_files import open_distributed
 from megatron_core.models.megatron_lm.mixers import check_delta_nets, with_offsets
 from megatron_core.models.megatron_lm.rank_files import RankFiles
@@ -117,6 +117,11 @@ class MegatronReader:
             kind, rest = ("model", name[6:]) if name.startswith("model.") else name.split(".", 2)[1:]
             by_kind.setdefault(kind, {})[rest] = shape
         self._check(by_kind.pop("model", {}), self._parts)
+        if by_kind and self.kinds and self.model.has_sparse_attention and not self.model.trains_indexers:
+            raise CheckpointError(
+                f"{self.folder} was trained without a loss of its indexers, whose weights Adam only decayed and which "
+                f"are frozen here; {REMEDY}, or train them with --dsa-indexer-loss-coeff"
+            )
         for kind, ours in by_kind.items():
             if kind in self.kinds:
                 self._check(ours, self._optimizer[kind])

@@ -120,7 +120,7 @@ def write_checkpoint(
     the latest iteration is replaced. Errors: ``CheckpointError`` on all ranks.
     """
     others = {*(model.hybrid_layer_pattern or "")} - {*"MG*-E"}
-    if form == "torch_dist" and (model.experimental_attention_variant not in (None, "gated_delta_net") or others):
+    if form == "torch_dist" and (model.experimental_attention_variant == "kimi_delta_attention" or others):
         raise CheckpointError(
             f"experimental_attention_variant={model.experimental_attention_variant} and hybrid_layer_pattern="
             f"{model.hybrid_layer_pattern} cannot be written as torch_dist, where Megatron Core has other tensors; use "
