@@ -16,7 +16,7 @@ class MultiTokenConfig:
     """Number of multi-token prediction layers, which predict 2, 3, ... tokens ahead in training (DeepSeek-V3)."""
     mtp_loss_scaling_factor: float = setting(0.1, r.NON_NEGATIVE, needs=given("mtp_num_layers", "N"))
     """Weight of the mean loss of the multi-token prediction layers."""
-    mtp_use_repeated_layer: bool = setting(False, needs=given("mtp_num_layers", "N"), resume=Resume.TENSORS)
+    mtp_use_repeated_layer: bool = setting(False, needs=given("mtp_num_layers", "N"))
     """Apply one multi-token prediction layer --mtp-num-layers times, each time to its own output, instead of as many
     layers with weights of their own (Nemotron 3)."""
 

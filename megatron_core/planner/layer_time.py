@@ -272,7 +272,8 @@ class LayerClock:
         ]
         if model.moe_latent_size is not None:
             for sizes in ((hidden, outer), (outer, hidden)):
-                parts.append(Passes(*({"products": seconds} for seconds in self.linear(own, *sizes))))
+                forward, input_grad, weight_grad = ({"products": each} for each in self.linear(own, *sizes))
+                parts.append(Passes(forward, input_grad, weight_grad))
         if model.moe_shared_expert_intermediate_size is not None:
             parts.append(self.mlp(model.moe_shared_expert_intermediate_size))
         return Passes.sum(parts)

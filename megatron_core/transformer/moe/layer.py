@@ -41,6 +41,8 @@ class MoELayer(nn.Module):
         config = context.config
         assert config.num_experts is not None, "a layer without experts is an MLP"
         self.router = TopKRouter(context, layer_number)
+        self.fc1_latent_proj: DownProjection | None
+        self.fc2_latent_proj: DownProjection | None
         self.fc1_latent_proj, self.fc2_latent_proj = self._latent_projections(context)
         self.experts = Experts(context)
         self.shared_experts = None

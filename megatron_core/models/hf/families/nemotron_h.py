@@ -50,7 +50,7 @@ def _experts(hf_config: Settings) -> Settings:
         "moe_router_topk": hf_config["num_experts_per_tok"],
         "moe_ffn_hidden_size": hf_config["moe_intermediate_size"],
         "moe_shared_expert_intermediate_size": hf_config["moe_shared_expert_intermediate_size"],
-        "moe_latent_size": hf_config["moe_latent_size"],
+        "moe_latent_size": hf_config.get("moe_latent_size"),
         "moe_router_topk_scaling_factor": float(hf_config["routed_scaling_factor"]),
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
