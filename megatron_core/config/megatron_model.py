@@ -10,7 +10,7 @@ ABSENT = (
     *("attention_chunk_size", "query_temperature_scale", "rotary_base_of_windows", "moe_router_group_score_topk"),
     *("yarn_attention_factor", "mlp_multipliers", "mamba_output_norm", "mamba_multipliers"),
     *("parallel_mixer_multipliers", "moe_router_sum_epsilon", "disable_weight_layernorm"),
-    *("dsa_indexer_warmup", "embedding_layernorm", "relu", "xielu", "qk_layernorm_after_rotary"),
+    *("embedding_layernorm", "relu", "xielu", "qk_layernorm_after_rotary"),
 )
 """Settings of the model's function that Megatron-LM's arguments do not have."""
 
@@ -25,6 +25,8 @@ def without_arguments(model: ModelConfig) -> list[str]:
     """Settings of ``model``, as NAME=VALUE, for which Megatron-LM has no arguments: it would train another model."""
     plain = ModelConfig()
     found = [f"{name}={value}" for name in ABSENT if (value := getattr(model, name)) != getattr(plain, name)]
+    if model.dsa_indexer_warmup:
+        found.append("dsa_indexer_warmup=True")
     if model.has_sparse_attention and not model.trains_indexers:  # Adam decays indexers without a loss there
         found.append(f"dsa_indexer_loss_coeff={model.dsa_indexer_loss_coeff}")
     if model.has_sparse_attention and model.hybrid_layer_pattern is not None:
