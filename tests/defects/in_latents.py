@@ -34,7 +34,7 @@ IN_LATENTS = (
     Defect(
         "gradients of down projections are not summed over a split sequence",
         "transformer.latent_attention:DownProjection.__init__",
-        "partial_grad=context.sequence_parallel",
+        "partial_grad=divided",
         "partial_grad=False",
         "latent attention, tp2 sp",
         "C17",
