@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import yaml
 
+from megatron_core.config.heterogeneous import LAYERS_FILE, LAYERS_JSON, read_layers_file
 from megatron_core.config.hybrid import read_pattern
 from megatron_core.config.megatron_flags import FLAGS
 from megatron_core.config.run import RunConfig, field_types
@@ -34,6 +35,8 @@ def read_config(path: str | Path, defaults: RunConfig | None = None, pattern: st
     values: dict[str, Any] = {}
     kinds = field_types()
     for name, value in _flat_items(_load(Path(path)), str(path)):
+        if name == LAYERS_FILE:
+            name, value = LAYERS_JSON, None if value is None else read_layers_file(str(value))
         if name not in kinds:
             raise ConfigError(_unknown(name, str(path), kinds))
         if name in values:

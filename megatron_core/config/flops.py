@@ -9,8 +9,6 @@ The causal mask is ignored: scores and weighted values count all S keys of each 
 older releases of Megatron-LM. Newer ones count half of them, and so print less for long sequences.
 """
 
-from dataclasses import replace
-
 from megatron_core.config.mixers import mixer_of
 from megatron_core.config.model import ModelConfig
 
@@ -38,48 +36,43 @@ def forward_flops_per_token(model: ModelConfig, seq_length: int, vocab_size: int
         2 (h (q + c + r) + a (q (d + r) + c (d + v))) L    without the queries' latent h a (d + r) for both terms of q
 
     A layer with a recurrence has the terms of its kind: scores are its convolution, values its updates of the state.
-    With a pattern of layers, each layer has only the terms of its part.
+    With a pattern of layers, each layer has only the terms of its part. A linear layer in place of attention or MLP has
+    2 h^2 in output or mlp.
     """
-    layers, hidden = model.num_layers, model.hidden_size
-    mixers = [mixer_of(model, layer) for layer in range(layers)]
-    projections = [mixer.projections(1) for mixer in mixers]
-    matrices = 3 if model.gated_linear_unit else 2
-    windows = [model.window_of_layer(layer) for layer in range(layers)]
-    widths = [seq_length if w is None or w[0] < 0 else min(seq_length, w[0] + 1) for w in windows]
-    keys = [min(width, model.chunk_of_layer(layer) or width) for layer, width in enumerate(widths)]
-    scores = [mixer.score_flops(count) for mixer, count in zip(mixers, keys, strict=True)]
-    sparse, dense = (sum(map(has, range(layers))) for has in (model.has_experts, model.has_dense_mlp))
-    shared = model.moe_shared_expert_intermediate_size or 0
-    terms = {
-        "qkv": 2 * sum(each.elements for own in projections for each in own[:-1]),
-        "scores": sum(score for score, _ in scores),
-        "values": sum(value for _, value in scores),
-        "output": 2 * sum(own[-1].elements for own in projections if own),
-        "mlp": 2 * hidden * model.ffn_size * matrices * dense,
-        "logits": 2 * hidden * vocab_size,
-    }
-    if sparse:
-        gate = 2 * hidden if model.moe_shared_expert_gate else 0
-        terms["router"] = 2 * hidden * (model.num_experts or 0) * sparse
-        outer = model.expert_hidden_size
-        terms["experts"] = 2 * outer * model.expert_ffn_size * model.moe_router_topk * matrices * sparse
-        terms["latents"] = 4 * hidden * (model.moe_latent_size or 0) * sparse
-        terms["shared"] = (2 * hidden * shared * matrices + gate) * sparse
+    layers, hidden = range(model.num_layers), model.hidden_size
+    terms: dict[str, int] = {}
+    for layer in layers:
+        for name, flops in layer_flops(model, layer, seq_length).items():
+            terms[name] = terms.get(name, 0) + flops
+    terms["logits"] = 2 * hidden * vocab_size
     if model.mtp_num_layers:  # each a layer as the last one, a projection from 2 h to h, and logits
-        last = replace(
-            model,
-            num_layers=1,
-            mtp_num_layers=None,
-            hybrid_layer_pattern=None,
-            mtp_layer_pattern=None,
-            window_size=model.window_of_layer(layers),
-            window_attn_skip_freq=None,
-            linear_attention_freq=(1 + model.is_recurrent(layers),),
-            num_experts=model.num_experts if model.has_experts(layers) else None,
-            moe_layer_freq=(1,),
-        )
-        each = sum(forward_flops_per_token(last, seq_length, vocab_size).values())
-        terms["mtp"] = model.mtp_num_layers * (each + 4 * hidden * hidden)
+        each = sum(layer_flops(model, len(layers), seq_length).values())
+        terms["mtp"] = model.mtp_num_layers * (each + 4 * hidden * hidden + terms["logits"])
+    return terms
+
+
+def layer_flops(model: ModelConfig, layer_number: int, seq_length: int) -> dict[str, int]:
+    """Forward FLOPs of one token in a layer (numbered from 0), by term, as in ``forward_flops_per_token``."""
+    hidden, own, mixer = model.hidden_size, model.of_layer(layer_number), mixer_of(model, layer_number)
+    window = model.window_of_layer(layer_number)
+    width = seq_length if window is None or window[0] < 0 else min(seq_length, window[0] + 1)
+    scores, values = mixer.score_flops(min(width, model.chunk_of_layer(layer_number) or width))
+    projections, matrices = mixer.projections(1), 3 if model.gated_linear_unit else 2
+    mlp = own.ffn_size * matrices if own.has_dense_mlp(layer_number) else 0
+    terms = {
+        "qkv": 2 * sum(each.elements for each in projections[:-1]),
+        "scores": scores,
+        "values": values,
+        "output": 2 * sum(each.elements for each in projections[-1:]),
+        "mlp": 2 * hidden * (hidden if model.block_of(layer_number).mlp.linear else mlp),
+    }
+    if model.has_experts(layer_number):
+        shared = model.moe_shared_expert_intermediate_size or 0
+        terms["router"] = 2 * hidden * (model.num_experts or 0)
+        outer = model.expert_hidden_size
+        terms["experts"] = 2 * outer * model.expert_ffn_size * model.moe_router_topk * matrices
+        terms["latents"] = 4 * hidden * (model.moe_latent_size or 0)
+        terms["shared"] = 2 * hidden * (shared * matrices + model.moe_shared_expert_gate)
     return terms
 
 

@@ -26,15 +26,19 @@ class LinearLayer(NamedTuple):
 
 def linear_layers(model: ModelConfig, parallel: ParallelConfig, layer_number: int) -> Iterator[LinearLayer]:
     """The linear layers of attention, or of a recurrence, and of the MLP or the experts."""
+    model = model.of_layer(layer_number)
     for own in mixer_of(model, layer_number).projections(parallel.tensor_model_parallel_size):
         pieces = own.pieces or (own.outputs,)
-        yield LinearLayer(f"self_attention.{own.module}", own.inputs, pieces, frozen=own.frozen)
+        yield LinearLayer(f"self_attention.{own.module}".rstrip("."), own.inputs, pieces, frozen=own.frozen)
     yield from mlp_layers(model, parallel, layer_number)
 
 
 def mlp_layers(model: ModelConfig, parallel: ParallelConfig, layer_number: int) -> Iterator[LinearLayer]:
     """The linear layers of the MLP, or of the experts and the shared expert."""
+    model = model.of_layer(layer_number)
     widths, tp = [], parallel.tensor_model_parallel_size
+    if model.block_of(layer_number).mlp.linear:
+        yield LinearLayer("mlp", model.hidden_size, (model.hidden_size // tp,))
     if model.has_dense_mlp(layer_number):
         widths.append(("mlp", model.ffn_size // tp, 0))
     if model.has_experts(layer_number):

@@ -11,6 +11,7 @@ from typing import ClassVar
 
 from megatron_core.config.attention import AttentionKind, Projection, attention_of
 from megatron_core.config.model import ModelConfig
+from megatron_core.config.no_attention import LinearMixer, NoMixer
 
 
 class Recurrence(AttentionKind):
@@ -338,41 +339,6 @@ class AttentionAndMamba(AttentionKind):
         return first[0] + second[0], first[1] + second[1]
 
 
-class NoMixer(AttentionKind):
-    """A layer with an MLP or experts alone."""
-
-    name = "none"
-
-    @property
-    def has_rotary(self) -> bool:
-        """False."""
-        return False
-
-    def cached_elements(self, tp: int) -> int:
-        """0."""
-        return 0
-
-    def vectors(self, tp: int) -> int:
-        """0."""
-        return 0
-
-    def score_flops(self, keys: int) -> tuple[int, int]:
-        """0."""
-        return 0, 0
-
-    def projections(self, tp: int) -> list[Projection]:
-        """None."""
-        return []
-
-    def norms(self, tp: int) -> tuple[int, ...]:
-        """None."""
-        return ()
-
-    def saved(self) -> tuple[int, int]:
-        """0."""
-        return 0, 0
-
-
 RECURRENT_KINDS: dict[str, type[Recurrence]] = {
     kind.name: kind for kind in (GatedDeltaNet, KimiDelta, Mamba2, ShortConvolution)
 }
@@ -381,11 +347,13 @@ RECURRENT_KINDS: dict[str, type[Recurrence]] = {
 
 
 def mixer_of(model: ModelConfig, layer_number: int) -> AttentionKind:
-    """The attention of a layer (numbered from 0), its recurrence, or both."""
+    """The attention of a layer (numbered from 0) with the sizes of the layer, its recurrence, or both."""
     recurrence, has_attention = recurrence_of(model, layer_number), model.has_attention(layer_number)
     if recurrence is not None:
         return AttentionAndMamba(model) if has_attention else recurrence
-    return attention_of(model) if has_attention else NoMixer(model)
+    if has_attention:
+        return attention_of(model.of_layer(layer_number))
+    return LinearMixer(model) if model.block_of(layer_number).attention.linear else NoMixer(model)
 
 
 def recurrence_of(model: ModelConfig, layer_number: int) -> Recurrence | None:

@@ -1,14 +1,20 @@
 """The shape of the transformer."""
 
-from dataclasses import dataclass
-from typing import Literal
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, Literal
 
 from megatron_core.config import conditions as c
 from megatron_core.config import ranges as r
 from megatron_core.config.activation import ActivationConfig
+from megatron_core.config.heterogeneous import WHOLE_BLOCK, HeterogeneousConfig, LayerBlock, read_blocks
 from megatron_core.config.hybrid import ATTENTION, EXPERTS, RECURRENCES, HybridConfig
+from megatron_core.config.latent_attention import LatentAttentionConfig
 from megatron_core.config.moe import MoEConfig
 from megatron_core.config.multi_token import MultiTokenConfig
+from megatron_core.config.mup import MuPConfig
 from megatron_core.config.norms import NormConfig
 from megatron_core.config.rotary import RotaryConfig
 from megatron_core.config.setting import ALWAYS, Resume, given, section, setting
@@ -18,57 +24,13 @@ RecomputeModule = Literal["core_attn", "layernorm", "mla_up_proj", "mlp", "moe",
 
 
 @dataclass(frozen=True, kw_only=True)
-@section(needs=c.LATENT_ATTENTION, resume=Resume.FUNCTION)
-class LatentAttentionConfig:
-    """Attention whose keys and values are projections of one small latent per token (DeepSeek-AI 2024, arXiv
-    2405.04434, section 2.1). It always has rotary positions, in separate channels."""
-
-    multi_latent_attention: bool = setting(False, when=ALWAYS)
-    """Use multi-latent attention in all layers; default: one projection to queries, keys and values."""
-    q_lora_rank: int | None = setting(None, r.SIZE)
-    """Width of the latent of queries; default: queries are projections of the hidden state."""
-    kv_lora_rank: int = setting(32, r.SIZE)
-    """Width of the latent of keys and values."""
-    qk_head_dim: int = setting(128, r.SIZE)
-    """Channels of a query or key head without positions."""
-    qk_pos_emb_head_dim: int = setting(64, r.SIZE)
-    """Channels of a query head with rotary positions; all heads share these channels of the key."""
-    v_head_dim: int = setting(128, r.SIZE)
-    """Channels of a value head."""
-    latent_norm_epsilon: float | None = setting(None, r.POSITIVE, when=c.QK_LAYERNORM)
-    """Added to the variance in the norms of latents; default: --norm-epsilon."""
-
-
-@dataclass(frozen=True, kw_only=True)
-@section(needs=c.MUP, resume=Resume.FUNCTION)
-class MuPConfig:
-    """Maximal update parametrization (Yang et al. 2022): hyperparameters tuned on a narrow model suit a wide one.
-
-    With m = width / base width, the initial standard deviation of hidden matrices is init_method_std / sqrt(m), logits
-    are divided by m, and attention scores by the channels of a head. ``OptimizerKind`` has the powers of m for rates.
-    """
-
-    use_mup: bool = setting(False, needs=c.NO_LATENT_ATTENTION)
-    """Scale initial weights, attention, logits and learning rates with --hidden-size over --mup-base-hidden-size."""
-    mup_base_hidden_size: int | None = setting(None, r.COUNT)
-    """Width for which --lr was tuned; default: --hidden-size, so that only attention is scaled."""
-    mup_base_head_dim: float | None = setting(None, r.POSITIVE, when=c.DEFAULT_SOFTMAX_SCALE)
-    """Channels of a head of the base model; scores are multiplied by their square root; default: 1."""
-    mup_attn_scale_power: float = setting(1.0, r.NON_NEGATIVE, when=c.DEFAULT_SOFTMAX_SCALE)
-    """Scores are divided by the channels of a head to this power; without MuP the power is 0.5."""
-    mup_embedding_mult: float = setting(1.0, r.POSITIVE)
-    """Factor on the embeddings."""
-    mup_output_mult: float = setting(1.0, r.POSITIVE)
-    """Factor on the logits; 1.0 means --mup-base-hidden-size / --hidden-size."""
-
-
-@dataclass(frozen=True, kw_only=True)
 @section(resume=Resume.FUNCTION)
 class ModelConfig(
     LatentAttentionConfig,
     MultiTokenConfig,
     SparseAttentionConfig,
     HybridConfig,
+    HeterogeneousConfig,
     NormConfig,
     RotaryConfig,
     ActivationConfig,
@@ -230,6 +192,27 @@ class ModelConfig(
         return 4 * self.hidden_size
 
     @property
+    def blocks(self) -> tuple[LayerBlock, ...]:
+        """The layers of a model whose layers differ in their sizes, else ()."""
+        text = self.heterogeneous_layers_config_encoded_json
+        return () if text is None else read_blocks(text, self.hidden_size, self.num_attention_heads)[0]
+
+    @property
+    def sized_blocks(self) -> tuple[LayerBlock, ...]:
+        """``blocks`` with all sizes, also those of the model."""
+        return tuple(block.sized(self.query_groups, self.ffn_size) for block in self.blocks)
+
+    def block_of(self, layer_number: int) -> LayerBlock:
+        """The parts of a layer (numbered from 0) with sizes of their own."""
+        blocks = self.blocks
+        return blocks[layer_number] if layer_number < len(blocks) else WHOLE_BLOCK
+
+    def of_layer(self, layer_number: int) -> ModelConfig:
+        """The settings with the sizes of a layer (numbered from 0); ``self`` if all layers have the same."""
+        block = self.block_of(layer_number)
+        return self if block.has_sizes_of_model else _with_sizes(self, block)
+
+    @property
     def expert_ffn_size(self) -> int:
         """Width of one expert after defaults."""
         return self.moe_ffn_hidden_size or self.ffn_size
@@ -255,9 +238,14 @@ class ModelConfig(
             return EXPERTS in letter and self.num_experts is not None
         return super().has_experts(min(layer_number, self.num_layers - 1))
 
+    def has_mlp(self, layer_number: int) -> bool:
+        """Whether a layer (numbered from 0) has an MLP, the linear layer that replaces it, or experts."""
+        return super().has_mlp(layer_number) and not self.block_of(layer_number).mlp.no_op
+
     def has_dense_mlp(self, layer_number: int) -> bool:
         """Whether a layer (numbered from 0) has an MLP without experts."""
-        return self.has_mlp(layer_number) and not self.has_experts(layer_number)
+        replaced = self.has_experts(layer_number) or self.block_of(layer_number).mlp.linear
+        return self.has_mlp(layer_number) and not replaced
 
     @property
     def head_size(self) -> int:
@@ -302,6 +290,11 @@ class ModelConfig(
         return self.num_query_groups or 1
 
     @property
+    def all_query_groups(self) -> set[int]:
+        """The numbers of key and value heads of all layers."""
+        return {self.of_layer(layer).query_groups for layer in range(self.num_layers)}
+
+    @property
     def add_bias_linear(self) -> bool:
         """Whether linear layers have biases."""
         return not self.disable_bias_linear
@@ -332,8 +325,14 @@ class ModelConfig(
         """Whether a layer (numbered from 0) has a recurrence, with or without attention."""
         return self.recurrence_of(layer_number) is not None
 
+    def has_mixer(self, layer_number: int) -> bool:
+        """Whether a layer (numbered from 0) has attention, the linear layer that replaces it, or a recurrence."""
+        return super().has_mixer(layer_number) and not self.block_of(layer_number).attention.no_op
+
     def has_attention(self, layer_number: int) -> bool:
         """Whether a layer (numbered from 0) has attention."""
+        if (own := self.block_of(layer_number).attention).no_op or own.linear:
+            return False
         if (letter := self.letter_of(layer_number)) is not None:
             return any(part in ATTENTION for part in letter)
         return not self.is_recurrent(layer_number)
@@ -353,11 +352,6 @@ class ModelConfig(
     def has_recurrence(self) -> bool:
         """Whether any layer has a recurrence."""
         return any(map(self.is_recurrent, range(self.num_layers)))
-
-    @property
-    def attention_layers(self) -> list[int]:
-        """Ascending numbers of the layers with attention, without multi-token prediction layers."""
-        return [layer for layer in range(self.num_layers) if self.has_attention(layer)]
 
     @property
     def has_windows(self) -> bool:
@@ -393,3 +387,11 @@ class ModelConfig(
     def last_stage_embeds(self) -> bool:
         """Whether the last stage uses the word embedding's weight, to score or to embed tokens."""
         return self.share_embeddings_and_output_weights or bool(self.mtp_num_layers)
+
+
+@lru_cache(maxsize=1024)  # replace takes 0.3 ms, and a search over layouts asks for each layer often
+def _with_sizes(model: ModelConfig, block: LayerBlock) -> ModelConfig:
+    sizes: dict[str, Any] = {} if block.mlp.size is None else {"ffn_hidden_size": block.mlp.size}
+    if block.attention.size is not None:
+        sizes |= {"group_query_attention": True, "num_query_groups": block.attention.size}
+    return replace(model, **sizes)

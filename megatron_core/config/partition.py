@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from megatron_core.config import ParallelConfig, RunConfig
-from megatron_core.config.flops import forward_flops_per_token
+from megatron_core.config.flops import forward_flops_per_token, layer_flops
 from megatron_core.errors import ConfigError, LayoutError
 from megatron_core.schedules import make_plan
 from megatron_core.schedules.actions import Plan
@@ -60,7 +61,38 @@ def layers_by_stage(config: RunConfig, vocab_size: int, num_stages: int) -> list
         return _runs(sizes)
     if (parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers) != (None, None):
         return _runs(_sizes_by_count(parallel, num_layers, num_stages))
-    return partition(num_layers, num_stages, Ends.of(config, vocab_size))
+    ends = Ends.of(config, vocab_size)
+    if config.model.blocks and not ends.as_layers:
+        each = [sum(layer_flops(config.model, n, config.data.seq_length).values()) for n in range(num_layers)]
+        return partition_by_cost(each, num_stages, round(ends.output * sum(each) / num_layers))
+    return partition(num_layers, num_stages, ends)
+
+
+def partition_by_cost(costs: Sequence[int], num_stages: int, output: int = 0) -> list[range]:
+    """Split layers with these ``costs`` as ``partition``; ``output``: cost of the output layer on the last stage.
+
+    Of all splits whose most expensive stage is cheapest, late stages get as many layers as possible, because early ones
+    hold the activations of more micro-batches.
+    """
+    if num_stages > len(costs):
+        return partition(len(costs), num_stages)  # raises the error
+
+    def runs(most: int) -> list[range]:
+        """Stages that cost at most ``most``, from the last one on; some layers are left if ``most`` is too low."""
+        found, stop = list[range](), len(costs)
+        for stage in reversed(range(num_stages)):
+            start, cost = stop, output * (stage == num_stages - 1)
+            while start > stage and cost + costs[start - 1] <= most:
+                start -= 1
+                cost += costs[start]
+            found.insert(0, range(start, stop))
+            stop = start
+        return found
+
+    def fits(most: int) -> bool:
+        return runs(most)[0].start == 0 and all(runs(most))
+
+    return runs(bisect_left(range(sum(costs) + output), True, key=fits))
 
 
 def partition(num_layers: int, num_stages: int, ends: Ends | None = None) -> list[range]:

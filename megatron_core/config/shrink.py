@@ -1,11 +1,13 @@
 """Reduce the sizes of a model and keep all its features."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import gcd, lcm
 from typing import Any
 
 from megatron_core.config import ModelConfig, RunConfig
 from megatron_core.config.attention import attention_of
+from megatron_core.config.heterogeneous import LayerBlock, write_blocks
 from megatron_core.config.layout import Layout
 from megatron_core.config.mixers import Mamba2
 
@@ -21,6 +23,7 @@ SIZES = """
     q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim window_size moe_layer_freq recompute_num_layers
     linear_attention_freq linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads
     hybrid_layer_pattern mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads
+    heterogeneous_layers_config_encoded_json
     micro_batch_size global_batch_size vocab_size outer_steps outer_fragments outer_delay"""
 """Settings that ``changes`` reports."""
 VOCABULARY = 101  # a prime: some rank always has padding in its part of the vocabulary
@@ -140,6 +143,8 @@ def _model(config: RunConfig, tp: int, cp: int, stages: int, layouts: Sequence[L
         sizes["no_rope_freq"] = (model.no_rope_freq * layers)[:layers]
     if model.hybrid_layer_pattern is not None:
         sizes |= _pattern(model, tp, layers)
+    if model.blocks:
+        sizes["heterogeneous_layers_config_encoded_json"] = write_blocks(_blocks(model, tp, layers, heads, hidden))
     if model.has_recurrence:
         sizes |= _recurrence(model, tp, layers) if model.may_have("G") else {}
         needed = 2 * cp * (model.linear_conv_kernel_dim - 1)  # tokens of each part for the convolution
@@ -180,6 +185,19 @@ def _pattern(model: ModelConfig, tp: int, layers: int) -> dict[str, Any]:
     shared = min(Mamba2(model).heads // model.mamba_num_groups, 2)
     heads = {"mamba_num_groups": groups, "mamba_num_heads": groups * shared}
     return sizes | heads | {"mamba_state_dim": 6, "mamba_head_dim": 4}
+
+
+def _blocks(model: ModelConfig, tp: int, layers: int, heads: int, hidden: int) -> list[LayerBlock]:
+    """``layers`` layers, among them as many as possible of the kinds of layers of the model, with small sizes."""
+    kinds, unit, found = [*dict.fromkeys(model.blocks)], 8 * tp, list[LayerBlock]()
+    for block in (kinds + [*model.blocks] * layers)[:layers]:
+        groups, width = block.attention.size, block.mlp.size
+        if groups is not None:
+            groups = _groups(groups, model.num_attention_heads, heads, tp)
+        if width is not None:
+            width = max(round(hidden * width / model.hidden_size / unit), 1) * unit
+        found.append(LayerBlock(replace(block.attention, size=groups), replace(block.mlp, size=width)))
+    return found
 
 
 def _heads(model: ModelConfig, tp: int, head_ranks: int) -> tuple[int, int]:

@@ -9,8 +9,10 @@ from typing import Any
 
 from megatron_core.config import megatron_flags
 from megatron_core.config.file import convert, describe, perhaps
+from megatron_core.config.heterogeneous import LAYERS_FILE, LAYERS_JSON, compact_json, read_layers_file
 from megatron_core.config.hybrid import STAGE, read_pattern
 from megatron_core.config.trainer_flags import SAME_MEANING
+from megatron_core.errors import ConfigError, shortened
 
 MOST_REPEATS = 10_000
 """Maximum length of a list, and maximum factor, in an expression such as [1]*24; models have far fewer layers."""
@@ -81,6 +83,8 @@ class Translation:
                 f"{flag} {values[0]}: --pipeline-model-parallel-layout also assigns layers to stages; remove it or the "
                 f"{STAGE}"
             )
+        elif name in (LAYERS_FILE, LAYERS_JSON):
+            self._layers(flag, name, values)
         elif name in self.known:
             self.weak += megatron_flags.OVERRIDDEN_BY_FLAG.get(name, ())
             renamed = megatron_flags.SAME_VALUE.get(name, {})
@@ -133,6 +137,17 @@ class Translation:
             self.faults.append(f"{' '.join([flag, *single])}: this cannot be read; legal: {legal}")
         else:
             self.strong += [flag, *values]
+
+    def _layers(self, flag: str, name: str, values: list[str]) -> None:
+        """Add the JSON of layers with sizes of their own, or of a file with it."""
+        try:
+            text = read_layers_file(_one(values)) if name == LAYERS_FILE else compact_json(_one(values))
+        except ConfigError as error:
+            self.faults.append(str(error))
+        except ValueError as error:
+            self.faults.append(f"{flag} {shortened(' '.join(values))}: {shortened(str(error))}")
+        else:
+            self.strong.append(f"--{LAYERS_JSON.replace('_', '-')}={text}")
 
     def _switch(self, flag: str, meaning: list[str] | tuple[str, ...], values: list[str]) -> None:
         if values:

@@ -79,13 +79,13 @@ class QKClip:
         all_reduce_(largest, self.groups.group("tp-dp-cp"), maximum=True)
         self.largest = largest.max().item()
         # The factors of the rows of each layer with a large logit.
-        shared = heads if model.multi_latent_attention else model.query_groups
-        groups = largest.view(len(self.layers), shared, -1).amax(-1)
-        factors = (self.settings.qk_clip_threshold / groups).where(groups > self.settings.qk_clip_threshold, 1.0)
         rows: dict[nn.Parameter, Tensor] = {}
-        for layer, own_factors in zip(self.layers, factors, strict=True):
-            if (own_factors < 1.0).any():
-                rows.update(self._rows(layer, own_factors))
+        for layer, row in zip(self.layers, largest, strict=True):
+            shared = heads if model.multi_latent_attention else model.of_layer(layer.layer_number).query_groups
+            groups = row.view(shared, -1).amax(-1)
+            factors = (self.settings.qk_clip_threshold / groups).where(groups > self.settings.qk_clip_threshold, 1.0)
+            if (factors < 1.0).any():
+                rows.update(self._rows(layer, factors))
         self._scale(rows)
 
     def metrics(self) -> dict[str, float]:
@@ -106,7 +106,7 @@ class QKClip:
                 layer.linear_kv_up_proj: ((key, plain), (torch.ones_like(key), value)),
             }
         else:
-            d, queries = layer.head_size, model.num_attention_heads // model.query_groups * layer.head_size
+            d, queries = layer.head_size, model.num_attention_heads // len(factors) * layer.head_size
             one = torch.ones_like(key)
             parts = {layer.linear_qkv: ((query, queries), (one, queries * layer.gated), (key, d), (one, d))}
         found = {}

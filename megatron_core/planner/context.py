@@ -47,8 +47,8 @@ class _Sizes:
     gradient: int
 
     @classmethod
-    def of(cls, config: RunConfig) -> _Sizes:
-        attention = attention_of(config.model)
+    def of(cls, config: RunConfig, layer_number: int) -> _Sizes:
+        attention = attention_of(config.model.of_layer(layer_number))
         tp, cp = config.parallel.tensor_model_parallel_size, config.parallel.context_parallel_size
         channels = attention.query_head_size + attention.value_head_size
         number = {"float64": 8, "float32": 4}.get(config.training.compute_dtype, 2)
@@ -74,7 +74,8 @@ def layer_traffic(config: RunConfig, layer_number: int) -> AttentionTraffic:
 
 
 def _attention_traffic(config: RunConfig, layer_number: int) -> AttentionTraffic:
-    kind, cp, sizes = _kind(config, layer_number), config.parallel.context_parallel_size, _Sizes.of(config)
+    kind, cp = _kind(config, layer_number), config.parallel.context_parallel_size
+    sizes = _Sizes.of(config, layer_number)
     if kind == "p2p":
         return _ring(cp, sizes.groups * sizes.head * sizes.tokens, sizes)
     if kind == "all_gather":
@@ -148,7 +149,8 @@ def _arriving(config: RunConfig, layer_number: int) -> float:
 
 
 def _arriving_keys(config: RunConfig, layer_number: int) -> float:
-    kind, cp, sizes = _kind(config, layer_number), config.parallel.context_parallel_size, _Sizes.of(config)
+    kind, cp = _kind(config, layer_number), config.parallel.context_parallel_size
+    sizes = _Sizes.of(config, layer_number)
     block = sizes.groups * sizes.head * sizes.tokens
     if kind == "all_gather":  # all blocks, and the gradients of all
         return block * cp * (sizes.number + sizes.gradient)

@@ -223,6 +223,8 @@ class Footprint:
         gated = 2 if model.gated_linear_unit else 1
         dense = any(map(model.has_dense_mlp, range(model.num_layers)))
         width = (1 + gated) * model.ffn_size / tp if dense else 0.0
+        if model.blocks:
+            width = self._widest(rank, (1 + gated) / tp, n * tokens)
         if model.num_experts is not None:
             rows = model.moe_router_topk * (model.expert_hidden_size + (1 + gated) * model.expert_ffn_size) / tp
             width = max(rows, width)
@@ -231,6 +233,16 @@ class Footprint:
             found = max(found, n * tokens * 2 * model.hidden_size)
         recurrent = filter(model.is_recurrent, self._layers_of(rank))
         return max([found, *(Recurrence.of(config, layer).again for layer in recurrent)])
+
+    def _widest(self, rank: int, share: float, size: float) -> float:
+        """Width of the temporary gradients of layers of different sizes, ``share`` of the MLP's width, less the
+        activations of later layers, which are freed before; in channels of ``size`` bytes."""
+        model, freed, widest = self.config.model, 0.0, 0.0
+        for layer in reversed(self._layers_of(rank)):
+            own = model.of_layer(layer).ffn_size if model.has_dense_mlp(layer) else 0
+            widest = max(widest, share * own - freed)
+            freed += self.layer_bytes[layer] / size if model.recompute_granularity != "full" else 0.0
+        return widest
 
     def _layers_of(self, rank: int) -> list[int]:
         """The layers of all stages of a pipeline rank."""

@@ -40,9 +40,7 @@ class LayerClock:
         self.parts = self.tp if parallel.sequence_parallel else 1
         self.attention_kind, self.heads = attention_of(model), model.num_attention_heads / self.tp
         query, value = self.attention_kind.query_head_size, self.attention_kind.value_head_size
-        groups = self.attention_kind.key_value_heads(self.tp)
         self.queries, self.outputs = self.heads * query, self.heads * value
-        self.keys, self.values = groups * query, groups * value
 
     # --- single operations
 
@@ -155,7 +153,7 @@ class LayerClock:
         if self._fused:
             flops = 2 * (self.queries + self.outputs) * (pairs + ATTENTION_EDGE * self.tokens)
             forward = flops / (self.rate * self.hardware.attention_efficiency)
-            io = self.elements(self.bytes * self.tokens * (self.queries + self.outputs + self.keys + self.values))
+            io = self.elements(self.bytes * self.tokens * (self.queries + self.outputs + sum(self.keys_values(layer))))
             times = [max(forward, io), max(2.5 * forward, 2 * io)]
             kinds = [{"attention": times[0]}, {"attention": times[1]}]
             kernels = (1.0, 3.0)
@@ -188,6 +186,12 @@ class LayerClock:
             each["launches"] = self.launches(launched * self.cp)
         return kinds[0], kinds[1]
 
+    def keys_values(self, layer: int) -> tuple[int, int]:
+        """Channels of all keys and of all values on a rank."""
+        kind = attention_of(self.config.model.of_layer(layer))
+        groups = kind.key_value_heads(self.tp)
+        return groups * kind.query_head_size, groups * kind.value_head_size
+
     @property
     def _fused(self) -> bool:
         model = self.config.model
@@ -212,7 +216,7 @@ class LayerClock:
         rows = self.tokens * model.hidden_size / self.parts
         added = model.has_mixer(layer) + model.has_mlp(layer)
         norms = added * (2 if model.norm_placement == "sandwich" else 1)
-        channels = self.tokens * (self.queries + self.keys) if model.has_attention(layer) else 0
+        channels = self.tokens * (self.queries + self.keys_values(layer)[0]) if model.has_attention(layer) else 0
         rotated = channels * bool(self.attention_kind.rotary_channels)
         normed = channels * (model.qk_layernorm or model.qk_l2_norm)
         forward = n * (rows * (2 * norms + 3 * added) + 2 * rotated + 2 * normed)
@@ -242,6 +246,14 @@ class LayerClock:
         forward, backward = self.activation(self.tokens, inner)
         pair = self.pair(self.tokens, hidden, gated * inner, inner, hidden, joined=joined)
         return Passes.sum([pair, Passes(forward, backward, {})])
+
+    def replaced(self) -> Passes:
+        """A linear layer in place of attention or MLP; tensor-parallel ranks gather its outputs or exchange them."""
+        hidden, ring = self.config.model.hidden_size, self.rings.ring("tp")
+        found, size = self.linear(self.tokens, hidden, hidden / self.tp), self.bytes * self.tokens * hidden
+        whole, moved = ring.gather(size), ring.all_to_all(size / self.tp) if self.parts > 1 else 0.0
+        each = [{"products": seconds, "launches": self.launches(1)} for seconds in found]
+        return Passes(each[0] | {"tp": whole + moved}, each[1] | {"tp": 2 * whole + moved}, each[2])
 
     def experts(self) -> Passes:
         """Router, dispatch, experts and combination, with an equal load of all experts."""
@@ -293,15 +305,14 @@ class LayerClock:
         """Projections to queries, keys and values, and the output projection."""
         if not self.config.model.has_mixer(layer):
             return Passes({}, {}, {})
+        if self.config.model.block_of(layer).attention.linear:
+            return self.replaced()
         *inputs, output = mixer_of(self.config.model, layer).projections(self.tp)
         first = next(each for each in inputs if each.split == "outputs")
         main = self.pair(self.tokens, first.inputs, first.outputs, output.inputs, output.outputs)
         own = self.tokens / self.parts
-        more = [
-            self.linear(own if each.split is None else self.tokens, each.inputs, each.outputs)
-            for each in inputs
-            if each is not first
-        ]
+        others = [each for each in inputs if each is not first]
+        more = [self.linear(self.tokens if each.split else own, each.inputs, each.outputs) for each in others]
         if not more:
             return main
         times = [{"products": sum(part[at] for part in more), "launches": self.launches(len(more))} for at in range(3)]
@@ -314,7 +325,9 @@ class LayerClock:
         (forward, backward), (before, behind) = self.mixing(number), self.between(number)
         attention, mlp = self.attention(number), self.experts() if model.has_experts(number) else Passes({}, {}, {})
         if model.has_dense_mlp(number):
-            mlp = self.mlp(model.ffn_size, joined=self.config.joins_parts(number))
+            mlp = self.mlp(model.of_layer(number).ffn_size, joined=self.config.joins_parts(number))
+        elif model.block_of(number).mlp.linear:
+            mlp = self.replaced()
         again = [forward] if model.recomputes("core_attn") else []
         again += [mlp.forward] if model.recomputes("moe" if model.has_experts(number) else "mlp") else []
         again += [before] if model.recomputes("layernorm") else []

@@ -84,7 +84,7 @@ def layer_activations(config: RunConfig, layer_number: int = 0) -> float:
     ``fp32_residual_connection`` inputs of norms that read the residual stream have 4 bytes instead of n.
     In a layer with experts ``_expert_bytes`` is added, and f is the width of the shared expert (0 without one).
     """
-    model, n = config.model, _number_size(config)
+    model, n = config.model.of_layer(layer_number), _number_size(config)
     replicated, of_heads = mixer_of(model, layer_number).saved()
     parts = model.has_mixer(layer_number) + model.has_mlp(layer_number)
     each = (1 if model.recomputes("layernorm") else 2) + (model.norm_placement == "sandwich")

@@ -66,7 +66,7 @@ def layer_parameters(config: RunConfig, layer_number: int) -> Parameters:
     ``AttentionKind.projections``), MLP 2 h f / t (gated: 3), E experts
     E h f_e 2 / (ep etp) (gated: 3), router h E; biases; norms.
     """
-    model, tp = config.model, config.parallel.tensor_model_parallel_size
+    model, tp = config.model.of_layer(layer_number), config.parallel.tensor_model_parallel_size
     hidden, attention = model.hidden_size, mixer_of(model, layer_number)
     norms = sum(norm_parameters(model, size) for size in attention.norms(tp))
     parts = 1 if model.parallel_residual_shared_norm else model.has_mixer(layer_number) + model.has_mlp(layer_number)
@@ -76,6 +76,9 @@ def layer_parameters(config: RunConfig, layer_number: int) -> Parameters:
         found += own.freeze() if projection.frozen else own
     found += _vectors(attention.vectors(tp)) + _vectors(attention.frozen_vectors()).freeze()
     if not model.has_experts(layer_number):
+        if model.block_of(layer_number).mlp.linear:
+            rows = hidden // tp
+            return found + Parameters(hidden * rows) + _vectors(rows * model.add_bias_linear)
         return found + (_mlp(model, model.ffn_size, tp) if model.has_mlp(layer_number) else Parameters())
     experts = model.num_experts or 0
     found += Parameters(hidden * experts) + _vectors(experts * model.add_bias_linear)
@@ -180,7 +183,8 @@ def layer_kinds(config: RunConfig) -> list[int]:
         eight_bit = layer in in_eight_bits
         comm_type, adapted = comm[layer if len(comm) > 1 else 0], adapter_parameters(config, layer)
         mixer = mixer_of(model, layer).name, model.window_of_layer(layer)
-        kind = model.has_experts(layer), model.has_mlp(layer), mixer, comm_type, eight_bit, adapted
+        parts = model.has_experts(layer), model.has_mlp(layer), mixer, model.block_of(layer)
+        kind = *parts, comm_type, eight_bit, adapted
         found.append(seen.setdefault(kind, len(seen)))
     return found
 

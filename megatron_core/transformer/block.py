@@ -58,9 +58,7 @@ class TransformerBlock(nn.Module):
 
     def forward(self, hidden: Tensor, context: SequenceContext) -> Tensor:
         """Run the stage's layers, with the configured recomputation and offloading of activations."""
-        layers = list(self.layers)
-        if not layers and self.final_layernorm is None:
-            return hidden.clone()  # the pipeline frees outputs and inputs separately: they must not share memory
+        layers, given = list(self.layers), hidden
         for run, recompute in recompute_runs(self.model_config, len(layers)):
 
             def forward_run(x: Tensor, run: range = run) -> Tensor:
@@ -73,7 +71,10 @@ class TransformerBlock(nn.Module):
                 hidden = self._offload.run(run.start, partial(run_layers, hidden), [layers[i] for i in run])
             else:
                 hidden = run_layers(hidden)
-        return hidden if self.final_layernorm is None else self.final_layernorm(hidden)
+        if self.final_layernorm is not None:
+            return self.final_layernorm(hidden)
+        # The pipeline frees outputs and inputs separately: they must not share memory, also if all layers are empty.
+        return hidden.clone() if hidden is given else hidden
 
 
 class TransformerLayer(nn.Module):

@@ -13,6 +13,7 @@ from megatron_core.transformer.context import SequenceContext
 from megatron_core.transformer.core_attention import CoreAttention
 from megatron_core.transformer.joined import separate_parts
 from megatron_core.transformer.latent_attention import LatentAttention
+from megatron_core.transformer.linear_replacement import LinearReplacement
 from megatron_core.transformer.mlp import MLP
 
 DIVIDED = "the layers run as several graphs with {parts} between them"
@@ -44,11 +45,13 @@ def _generates(hidden: Tensor, context: SequenceContext) -> bool:
 def _eager_parts(layer: TransformerLayer, *, packs_documents: bool) -> Iterable[tuple[str, nn.Module]]:
     """Yield the parts of a layer that cannot be in its graph, with a name of the kind of part."""
     attention = layer.self_attention
-    if not isinstance(attention, SelfAttention | LatentAttention):
+    if attention is None or isinstance(attention, LinearReplacement):
+        pass
+    elif not isinstance(attention, SelfAttention | LatentAttention):
         yield "registered kinds of attention", attention
     elif type(attention.core_attention) is not CoreAttention:
         yield "attention over context-parallel ranks", attention.core_attention
     elif packs_documents:
         yield "attention of packed documents", attention.core_attention
-    if not isinstance(layer.mlp, MLP):
+    if layer.mlp is not None and not isinstance(layer.mlp, MLP | LinearReplacement):
         yield "experts", layer.mlp

@@ -58,11 +58,12 @@ class LayerContext:
         return vocabulary_per_rank(vocab_size, self.config.make_vocab_size_divisible_by * parts, size)
 
     def of_layer(self, layer_number: int) -> LayerContext:
-        """Return the context of a layer, without FP8 if the layer does not use FP8."""
+        """Return the context of a layer, with its sizes, and without FP8 if the layer does not use FP8."""
+        own = replace(self, config=self.config.of_layer(layer_number))
         precision = self.parallel.fp8_precision
         if precision is None or layer_number in precision.layers:
-            return self
-        return replace(self, parallel=replace(self.parallel, fp8_precision=None))
+            return own
+        return replace(own, parallel=replace(self.parallel, fp8_precision=None))
 
     @property
     def init_method(self) -> Normal:

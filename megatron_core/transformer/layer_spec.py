@@ -8,12 +8,13 @@ from torch import nn
 
 from megatron_core.config import ModelConfig
 from megatron_core.config.attention import AttentionKind, add_attention
-from megatron_core.config.mixers import AttentionAndMamba, mixer_of
+from megatron_core.config.mixers import AttentionAndMamba, LinearMixer, mixer_of
 from megatron_core.transformer.attention import SelfAttention
 from megatron_core.transformer.context import LayerContext
 from megatron_core.transformer.context_parallel_attention import core_attention_of
 from megatron_core.transformer.gated_delta_net import GatedDeltaNet, KimiDeltaAttention
 from megatron_core.transformer.latent_attention import LatentAttention
+from megatron_core.transformer.linear_replacement import LinearReplacement
 from megatron_core.transformer.mamba import MambaMixer
 from megatron_core.transformer.mlp import MLP
 from megatron_core.transformer.moe import MoELayer, moe_loss_names
@@ -103,15 +104,21 @@ def layer_spec(config: ModelConfig, layer_number: int) -> LayerSpec:
         if isinstance(kind, AttentionAndMamba):
             mixers = {name: partial(layers[own.name], **parts) for name, own in kind.mixers.items()}
             mixer = partial(ParallelMixers, mixers=mixers)
+        elif isinstance(kind, LinearMixer):
+            mixer = LinearReplacement
         else:
             mixer = partial(layers[kind.name], **parts)
+    mlp: Callable[..., nn.Module] | None = None
+    if config.has_mlp(layer_number):
+        dense = LinearReplacement if config.block_of(layer_number).mlp.linear else MLP
+        mlp = MoELayer if has_experts else dense
     return LayerSpec(
         input_layernorm=before,
         pre_mlp_layernorm=None if config.parallel_residual_shared_norm else before,
         post_self_attn_layernorm=after,
         post_mlp_layernorm=after,
         self_attention=mixer,
-        mlp=MoELayer if has_experts else MLP if config.has_mlp(layer_number) else None,
+        mlp=mlp,
         auxiliary_losses=(*indexer_loss_names(config, layer_number), *(moe_loss_names(config) if has_experts else ())),
     )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from tests.config.heterogeneous_faults import HETEROGENEOUS_FAULTS
 from tests.config.moe_faults import MOE, MOE_FAULTS
 from tests.config.outer_faults import OUTER_FAULTS
 from tests.config.recurrent_faults import RECURRENT_FAULTS
@@ -359,6 +360,7 @@ FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
     *MOE_FAULTS,
     *OUTER_FAULTS,
     *RECURRENT_FAULTS,
+    *HETEROGENEOUS_FAULTS,
     *SPARSE_FAULTS,
     (
         {"num_layers": 7, "num_virtual_stages_per_pipeline_rank": 4, **PP2},

@@ -12,6 +12,7 @@ from tests.defects.in_layers import IN_LAYERS
 from tests.defects.in_outer import IN_OUTER
 from tests.defects.in_recurrences import IN_RECURRENCES
 from tests.defects.in_sinks import IN_SINKS
+from tests.defects.in_sizes import IN_SIZES
 from tests.defects.in_sparse_attention import IN_SPARSE_ATTENTION
 from tests.defects.in_stability import IN_STABILITY
 from tests.defects.in_steps import IN_STEPS
@@ -27,6 +28,7 @@ DEFECTS = (
     *IN_FP8,
     *IN_ADAPTERS,
     *IN_SINKS,
+    *IN_SIZES,
     *IN_RECURRENCES,
     *IN_SPARSE_ATTENTION,
     *IN_HUB,

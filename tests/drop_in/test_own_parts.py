@@ -35,7 +35,6 @@ from megatron.core.tokenizers import MegatronTokenizer
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.heterogeneous.heterogeneous_config import HeterogeneousTransformerConfig
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
@@ -361,8 +360,6 @@ def test_small_names() -> None:
         items.rewind()
     assert ensure_metadata_has_dp_cp_group(None)["dp_cp_group"].size() == 1
     assert ensure_metadata_has_dp_cp_group({"dp_cp_group": 3, "a": 1}) == {"dp_cp_group": 3, "a": 1}
-    with pytest.raises(ConfigError, match="heterogeneous_layers_config_path is not supported"):
-        HeterogeneousTransformerConfig(num_layers=2, heterogeneous_layers_config_path="layers.json")
     before = get_rerun_state_machine()
     destroy_rerun_state_machine()
     assert get_rerun_state_machine() is not before

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_core.config.heterogeneous import write_blocks
 from megatron_core.config.inference import InferenceConfig
 from megatron_core.errors import ConfigError
 from megatron_core.inference import Engine, Progress, Request, Sampling, TextStream, generate, until_stop
@@ -17,6 +18,7 @@ from megatron_core.inference.sampling import candidates, choose, draw
 from megatron_core.tokenizers import ByteLevelTokenizer, SentencePieceTokenizer, Tokenizer
 from megatron_core.verify.ranks import run_ranks
 from tests.inference.fuzz import generator_of
+from tests.parity.heterogeneous_rows import BLOCKS
 from tests.tokenizers.corpus import write_sentence_piece
 
 PROMPT, NEW = [5, 11, 17, 23], 8
@@ -169,16 +171,19 @@ COHERE2 = MODERN | {
 }
 
 
+SIZED = MODERN | {"heterogeneous_layers_config_encoded_json": write_blocks((*BLOCKS[:3], BLOCKS[4]))}
+
+
 @pytest.mark.parametrize(
     "model",
     [
         *({}, MODERN, WINDOW, EXPERTS, LATENT, GPT_OSS, LLAMA4, MINISTRAL3, DELTA_NET, KIMI, MAMBA),
-        *(DSA, PHIMOE, COHERE2, FALCON_H1, LFM2, GRANITE_4, BLOOM),
+        *(DSA, PHIMOE, COHERE2, FALCON_H1, LFM2, GRANITE_4, BLOOM, SIZED),
     ],
     ids=[
         *("gpt2", "llama", "window", "experts", "latent", "gpt-oss", "llama 4", "ministral 3", "delta net"),
         *("kimi linear", "mamba"),
-        *("dsa", "phi-3.5-moe", "cohere 2", "falcon-h1", "lfm2", "granite 4", "bloom"),
+        *("dsa", "phi-3.5-moe", "cohere 2", "falcon-h1", "lfm2", "granite 4", "bloom", "layers of different sizes"),
     ],
 )
 def test_cache_changes_nothing(model: dict) -> None:

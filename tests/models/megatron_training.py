@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import queue
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -69,6 +70,18 @@ SPARSE = MLA | {
     "dsa_indexer_use_sparse_loss": True,
     "dsa_indexer_rotate_activation": False,
 }
+NONE = {"num_query_groups": None, "ffn_hidden_size": None}
+BLOCKS = (
+    {"attention": {"num_query_groups": 4}, "mlp": {"ffn_hidden_size": 48}},
+    {"attention": NONE | {"no_op": True}, "ffn": NONE | {"replace_with_linear": True}},
+    {"attention": NONE | {"replace_with_linear": True}, "mlp": {"ffn_hidden_size": 16}},
+    {"attention": NONE | {"no_op": True}, "mlp": NONE | {"no_op": True}},
+    {"attention": NONE, "mlp": NONE},
+)
+HETEROGENEOUS = LLAMA | {
+    "num_layers": len(BLOCKS),
+    "heterogeneous_layers_config_encoded_json": json.dumps({"block_configs": BLOCKS}),
+}
 SCHEDULE: dict[str, Any] = {
     "optimizer": "adam",
     "lr": 1e-2,
@@ -96,6 +109,7 @@ CONFIG = (
     *("mtp_use_repeated_layer", "experimental_attention_variant", "linear_attention_freq", "attention_output_gate"),
     *("moe_shared_expert_gate", "moe_latent_size", "dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"),
     *("dsa_indexer_loss_coeff", "dsa_indexer_use_sparse_loss", "dsa_indexer_rotate_activation"),
+    "heterogeneous_layers_config_encoded_json",
 )
 SIZES = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size", "ep": "expert_model_parallel_size"}
 
@@ -235,6 +249,9 @@ class Training:
         shape = self.shape
         is_sparse = shape.get("experimental_attention_variant") == "dsa"
         kind = MLATransformerConfig if shape.get("multi_latent_attention") else TransformerConfig
+        if "heterogeneous_layers_config_encoded_json" in shape:
+            heterogeneous: Any = import_module("megatron.core.transformer.heterogeneous.heterogeneous_config")
+            kind = heterogeneous.HeterogeneousTransformerConfig
         given = {name: shape[name] for name in CONFIG if shape.get(name) is not None}
         if "hybrid_layer_pattern" in shape:
             given |= {"is_hybrid_model": True, "use_mamba_mem_eff_path": False}
@@ -302,6 +319,9 @@ class Training:
             from tests.models.megatron_hybrid import block_of_variant
 
             spec = block_of_variant(self.config, spec, stage["vp_stage"])
+        if "heterogeneous_layers_config_encoded_json" in shape:
+            module = "megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs"
+            spec = import_module(module).get_gpt_heterogeneous_layer_spec(self.config, vp_stage=stage["vp_stage"])
         mtp = None
         if shape.get("mtp_num_layers"):
             mtp = gpt_layer_specs.get_gpt_mtp_block_spec(self.config, spec, use_transformer_engine=False)

@@ -81,6 +81,8 @@ CASES = {
     "experts ep2, torch, flat buffers": Case(
         theirs.EXPERTS, 2, "ep2", "torch", TP2 | {"sequence_parallel": True}, SHARDED
     ),
+    "layers of different sizes tp2, flat buffers": Case(theirs.HETEROGENEOUS, 2, "tp2", "dp_reshardable", PP2, SHARDED),
+    "layers of different sizes, torch": Case(theirs.HETEROGENEOUS, 1, "", "torch", TP2, {}),
     "llama bf16": Case(theirs.LLAMA, 1, "", "fully_reshardable", {}, {"bf16": True}),
     "llama bf16, torch": Case(theirs.LLAMA, 1, "", "torch", {}, {"bf16": True}),
 }

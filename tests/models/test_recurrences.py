@@ -149,7 +149,7 @@ def test_published_models(hf_config: dict[str, Any], parameters: int, attention:
     """Parameters as `transformers` counts them; files of the hub count layers from 1, or give an interval."""
     settings = architecture_of(hf_config).settings(hf_config)
     config = RunConfig.from_flat(settings | {"vocab_size": hf_config["vocab_size"], "seq_length": 4096})
-    assert config.model.attention_layers == attention
+    assert [layer for layer in range(config.model.num_layers) if config.model.has_attention(layer)] == attention
     assert model_parameters(config, hf_config["vocab_size"]) == parameters
 
 

@@ -50,6 +50,7 @@ CASES = {
     "latent experts": Case(theirs.LATENT_EXPERTS, EP2, "ep2"),
     "mla": Case(theirs.MLA, TP2, "", SHARDED),
     "sparse attention": Case(theirs.SPARSE, TP2 | {"sequence_parallel": True}, "pp2", SHARDED),
+    "layers of different sizes": Case(theirs.HETEROGENEOUS, PP2, "tp2", SHARDED),
     "mtp": Case(theirs.MTP, PP2, "tp2", SHARDED),
     "mtp by one layer": Case(theirs.REPEATED, PP2, "tp2", SHARDED),
 }

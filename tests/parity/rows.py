@@ -9,6 +9,7 @@ from megatron_core.verify import Trace, trace_training
 from megatron_core.verify.compare import Errors
 from megatron_core.verify.gpt import train_traced
 from megatron_core.verify.noise import rounding_noise
+from tests.parity.heterogeneous_rows import HETEROGENEOUS_ROWS
 from tests.parity.hub_rows import HUB_ROWS
 from tests.parity.latent_rows import LATENT_ROWS
 from tests.parity.moe_rows import MOE_ROWS
@@ -264,6 +265,7 @@ ROWS: dict[str, tuple[int, dict, dict]] = {
     **RECURRENT_ROWS,
     **SPARSE_ROWS,
     **HUB_ROWS,
+    **HETEROGENEOUS_ROWS,
 }
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_core.config import RunConfig
+from megatron_core.config.heterogeneous import LayerBlock, LayerPart, write_blocks
 from megatron_core.config.layout import Layout
 from megatron_core.ops.native import unavailable_reason
 from megatron_core.parallel import World
@@ -39,6 +40,13 @@ SIZES = {
     "global_batch_size": 8,
     "micro_batch_size": 2,
 }
+BLOCKS = (
+    LayerBlock(LayerPart(size=2), LayerPart(size=1024)),
+    LayerBlock(LayerPart(linear=True), LayerPart(size=256)),
+    LayerBlock(LayerPart(), LayerPart(linear=True)),
+    LayerBlock(LayerPart(no_op=True), LayerPart(size=512)),
+)
+SIZED = {"heterogeneous_layers_config_encoded_json": write_blocks(BLOCKS)}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("1 process", LLAMA),
@@ -59,6 +67,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "long sequences": ("1 process", LLAMA | {"seq_length": 1024, "micro_batch_size": 1}),
     "8 layers": ("1 process", LLAMA | {"num_layers": 8}),
     "experts": ("1 process", LLAMA | {"num_experts": 4, "moe_ffn_hidden_size": 256, "moe_router_topk": 2}),
+    "layers of different sizes": ("tp2 sp", LLAMA | SIZED),
     "lion": ("1 process", LLAMA | {"optimizer": "lion"}),
     "many tokens, zero1": ("dp2 zero1", LLAMA | {"vocab_size": 16384}),
     "many tokens, tp2": ("tp2", LLAMA | {"vocab_size": 16384}),

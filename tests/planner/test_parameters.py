@@ -9,6 +9,7 @@ import pytest
 from megatron_core.planner.footprint import Footprint
 from megatron_core.planner.parameters import rank_units
 from megatron_core.training.dry_run import RankEstimate
+from tests.parity.heterogeneous_rows import LAYERS, NEMOTRON
 from tests.runs import tiny_config
 
 PIPELINE = {"num_layers": 4, "pipeline_model_parallel_size": 2}
@@ -121,6 +122,9 @@ CASES: dict[str, dict[str, Any]] = {
     | {"mtp_num_layers": 1, "mtp_layer_pattern": "*E", "hybrid_layer_pattern": "MM"}
     | {"position_embedding_type": "none"},
     "two tokens ahead, zb_v": LLAMA | PIPELINE | {"pipeline_schedule": "zb_v", "mtp_num_layers": 1},
+    "layers of different sizes, tp2": LAYERS | {"tensor_model_parallel_size": 2},
+    "layers of different sizes, muon, pp2": NEMOTRON | PIPELINE | {"num_layers": 5, "optimizer": "muon"},
+    "layers of different sizes, lora, tp2": NEMOTRON | {"lora_rank": 4, "tensor_model_parallel_size": 2},
     "zero1": {"zero_stage": 1, "bf16": True},
     "zero2, overlap": PIPELINE | {"zero_stage": 2, "bf16": True, "overlap_grad_reduce": True},
     "zero3, experts": EXPERTS | {"zero_stage": 3, "expert_model_parallel_size": 2},

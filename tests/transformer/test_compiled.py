@@ -21,6 +21,7 @@ from megatron_core.verify.ranks import RankFailure
 from tests.defects.plant import planted
 from tests.parity import rows
 from tests.parity.context_rows import CP2
+from tests.parity.heterogeneous_rows import NEMOTRON
 from tests.parity.moe_rows import EP2, MIXTRAL
 from tests.parity.rows import BASE, GQA2, MODERN, PACKED, PP2, SP, TP2, ZERO2, ZERO3, baseline_of
 from tests.parity.test_matrix import faults
@@ -126,6 +127,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "tp2, packed": (2, GQA2 | MODERN | PACKED, TP2),
     "cp2": (2, {}, CP2),
     "tp2, selective": (2, SELECTIVE, TP2),
+    "tp2 sp, layers of different sizes": (2, NEMOTRON, TP2 | SP),
     "tp2, norm over heads": (2, {"qk_layernorm": True, "qk_layernorm_over_heads": True}, TP2),
     "tp2 sp, one norm, norms of each head": (
         2,

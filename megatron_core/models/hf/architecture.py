@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 from megatron_core.config import ModelConfig
 from megatron_core.config.file import field_types
+from megatron_core.config.heterogeneous import LAYERS_JSON
 from megatron_core.config.mixers import Mamba2
 from megatron_core.config.setting import Resume, names_by_resume
 from megatron_core.errors import CheckpointError
@@ -224,12 +225,13 @@ class Architecture:
         """The stored tensors that hold our tensor ``name``."""
         layer = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name)
         table, rest = (self.layer_tensors, layer[2]) if layer else (self.tensors, name)
-        prefix = self.layer_prefix.replace("{n}", str(int(layer[1]) // self.parts_of_layer)) if layer else ""
+        number = int(layer[1]) if layer else 0
+        prefix = self.layer_prefix.replace("{n}", str(number // self.parts_of_layer)) if layer else ""
         module, _, parameter = rest.rpartition(".")
         entry, suffix = (table[rest], "") if rest in table else (table.get(module), f".{parameter}")
         if entry is None:
             raise CheckpointError(f"{self.model_type} models have no tensor for {name}")
-        return (TensorSource((entry,)) if isinstance(entry, str) else entry).renamed(prefix, suffix)
+        return (TensorSource((entry,)) if isinstance(entry, str) else entry).renamed(prefix, suffix, number)
 
     def constants(self, config: ModelConfig) -> dict[str, float]:
         """Stored names and values of the scalars that all models share."""
@@ -269,6 +271,7 @@ def function_settings(config: ModelConfig) -> Settings:
     unused: tuple[str, ...] = () if config.may_have_attention else of_attention
     of_mlps = ("ffn_hidden_size", "moe_ffn_hidden_size", *ACTIVATIONS)
     unused += () if config.may_have("-", "E") else of_mlps
+    unused += ("num_query_groups", "ffn_hidden_size", "moe_ffn_hidden_size") if config.blocks else ()
     scale = None if config.multi_latent_attention or config.use_mup else config.head_size**-0.5
     return own | {
         "softmax_scale": config.softmax_scale or scale,
@@ -287,6 +290,7 @@ def function_settings(config: ModelConfig) -> Settings:
         "moe_router_group_topk": None if config.group_score_topk is None else config.moe_router_group_topk,
         "moe_router_group_score_topk": config.group_score_topk,
         "mamba_num_heads": Mamba2(config).heads,
+        LAYERS_JSON: config.sized_blocks,
         **dict.fromkeys(unused),
     }
 

@@ -122,7 +122,9 @@ class HuggingFaceReader:
         """Compare the sizes in config.json with the files before building a model description of these sizes."""
         embedding = self.architecture.source(EMBEDDING)
         self._check_shape(embedding.names[0], (self.state["vocab_size"], self.model.hidden_size))
-        self._check_last("layers", self.model.num_layers, self.model.num_layers - 1, 0)
+        layers = range(self.model.num_layers)
+        last = max((n for n in layers if not self.model.block_of(n).is_empty), default=len(layers) - 1)
+        self._check_last("layers", len(layers), last, 0)
         if self.model.num_experts and self.model.expert_layers:
             self._check_last(
                 "experts", self.model.num_experts, self.model.expert_layers[-1], self.model.num_experts - 1

@@ -58,6 +58,9 @@ class TensorSource:
     by_head: bool = False
     """Whether a vector of all heads is stored as ``[heads, channels]``; with ``{h}`` in the name, one for each head."""
 
+    layer_number: int = 0
+    """The layer, from 0, whose sizes the rows depend on."""
+
     def parts(self, config: ModelConfig, shape: tuple[int, ...], box: Box) -> Iterator[tuple[str, Index, Box]]:
         """Split ``box`` of our tensor of ``shape``: stored name, index in the stored tensor (before transposing), box
         in ours."""
@@ -134,13 +137,13 @@ class TensorSource:
             return (*index[:-2], index[-1], index[-2])
         return index
 
-    def renamed(self, prefix: str, suffix: str) -> TensorSource:
-        """The same rows of tensors with longer names."""
-        return replace(self, names=tuple(f"{prefix}{name}{suffix}" for name in self.names))
+    def renamed(self, prefix: str, suffix: str, layer_number: int) -> TensorSource:
+        """The same rows of tensors of a layer, with longer names."""
+        return replace(self, names=tuple(f"{prefix}{name}{suffix}" for name in self.names), layer_number=layer_number)
 
     def _placed(self, config: ModelConfig, count: int) -> list[tuple[int, RowRange]]:
         """The row ranges, each with its first row in our tensor of ``count`` rows."""
-        ranges = [RowRange(0, 0, count)] if self.rows is None else self.rows(config, count)
+        ranges = [RowRange(0, 0, count)] if self.rows is None else self.rows(config.of_layer(self.layer_number), count)
         placed, at = [], 0
         for rows in ranges:
             placed.append((at, rows))

@@ -11,6 +11,7 @@ import torch
 
 from megatron_core.config import ModelConfig
 from megatron_core.config.file import convert, field_types
+from megatron_core.config.heterogeneous import LAYERS_FILE, LAYERS_JSON
 from megatron_core.config.hybrid import read_pattern
 from megatron_core.config.megatron_flags import RENAMED
 from megatron_core.config.setting import Resume, names_by_resume
@@ -18,7 +19,6 @@ from megatron_core.errors import CheckpointError
 
 OFF: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("apply_residual_connection_post_layernorm", "use_mup"), (False,)),
-    "heterogeneous_layers_config_path": (None,),
     "experimental_attention_variant": (None, "gated_delta_net", "dsa"),
     "dsa_indexer_topk_freq": (1, None),
     "dsa_indexer_skip_topk_offset": (0, None),
@@ -53,6 +53,9 @@ def settings_of_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     given = {RENAMED.get(name, name): value for name, value in present.items()} | present
     given |= {"disable_bias_linear": not arguments.get("add_bias_linear", True)}
     given |= _positions(arguments)
+    given[LAYERS_JSON] = arguments.get(LAYERS_JSON) or None
+    if given[LAYERS_JSON] is None and (path := arguments.get(LAYERS_FILE)):
+        raise CheckpointError(_unsupported(LAYERS_FILE, path) + f" without the content of the file, {LAYERS_JSON}")
     if isinstance(pattern := given.get("hybrid_layer_pattern"), str):
         given["hybrid_layer_pattern"], implied = read_pattern(pattern)
         if "experimental_attention_variant" in implied:

@@ -40,9 +40,9 @@ BUFFER = re.compile(
     r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_(.*)\.bucket_idx_(\d+)\.param"
 )
 _MLP = [
-    *("pre_mlp_layernorm", "mlp.router", "mlp.fc1_latent_proj", "mlp.fc2_latent_proj", "mlp.experts.linear_fc1"),
-    "mlp.shared_experts.gate_weight",
-    *("mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2", "mlp.linear_fc1", "mlp.linear_fc2"),
+    *("pre_mlp_layernorm", "mlp", "mlp.router", "mlp.fc1_latent_proj", "mlp.fc2_latent_proj"),
+    *("mlp.experts.linear_fc1", "mlp.shared_experts.gate_weight", "mlp.shared_experts.linear_fc1"),
+    *("mlp.shared_experts.linear_fc2", "mlp.linear_fc1", "mlp.linear_fc2"),
 ]
 _LATENTS = ["linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj"]
 
@@ -53,6 +53,7 @@ _DELTA_NET = [f"self_attention.{name}" for name in ("dt_bias", "A_log", "in_proj
 
 def _order(*modules: str) -> list[str]:
     attention = [name if name == "input_layernorm" else f"self_attention.{name}" for name in modules]
+    attention.insert(attention.index("input_layernorm") + 1, "self_attention")
     return [*attention, *_MLP]
 
 
@@ -184,7 +185,8 @@ class FlatState:
         layout = self.layout
         # Without expert parallelism the experts' matrices are in the buffers of the dense layers.
         inside: tuple[bool | None, ...] = (None,) if self.buffers[True] or not self.model.num_experts else (False, True)
-        complete = len(self.buffers[False]) == layout.tp * layout.pp and self.model.query_groups % layout.tp == 0
+        splits = not any(groups % layout.tp for groups in self.model.all_query_groups)
+        complete = len(self.buffers[False]) == layout.tp * layout.pp and splits
         for order, mixers in zip(ORDERS, MIXERS, strict=True) if complete else ():
             for down, grouped_inside in product((False, True), inside):
                 dense, stages = self._dense(order, mixers, down=down, grouped=grouped_inside)

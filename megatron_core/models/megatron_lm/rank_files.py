@@ -89,10 +89,15 @@ class RankFiles:
     def _parts(self, model: ModelConfig, read: Callable[[Mapping[str, Any]], Named]) -> TensorParts:
         """The parts of the tensors that ``read`` returns from the content of a file."""
         size = self._sizes
-        if model.query_groups % size.tp:
+        if groups := [groups for groups in model.all_query_groups if groups % size.tp]:
             raise CheckpointError(
-                f"{self.folder}: {model.query_groups} key-value groups on {size.tp} tensor-parallel ranks are "
+                f"{self.folder}: {groups[0]} key-value groups on {size.tp} tensor-parallel ranks are "
                 "supported only with --ckpt-format torch_dist"
+            )
+        if any(block.is_empty for block in model.blocks) and len(list(self._stages())) > 1:
+            raise CheckpointError(
+                f"{self.folder} has layers without attention and MLP on several pipeline stages, which is supported "
+                "only with --ckpt-format torch_dist: the files do not say on which stage such a layer is"
             )
         found: TensorParts = {}
         for (tp, ep), (chunk, pp, before) in product(product(range(size.tp), range(size.ep)), self._stages()):

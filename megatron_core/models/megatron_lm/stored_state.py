@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_core.config import RunConfig
+from megatron_core.config.heterogeneous import LAYERS_FILE, LAYERS_JSON, write_blocks
 from megatron_core.config.hybrid import AHEAD
 
 SHARDING = {
@@ -51,6 +52,8 @@ def arguments(config: RunConfig, state: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("moe_layer_freq", "linear_attention_freq"):  # there, a list has an item for each layer
         if flat[name] is not None and len(flat[name]) == 1:
             flat[name] = flat[name][0]
+    if model.blocks:  # with all keys, which Megatron Core needs
+        flat |= {LAYERS_JSON: write_blocks(model.sized_blocks), LAYERS_FILE: f"{LAYERS_JSON}.json"}
     return flat | {
         "add_bias_linear": model.add_bias_linear,
         "bias_gelu_fusion": gelu,

@@ -14,13 +14,16 @@ from megatron_core.parallel.boxes import Box
 FUSED = {
     "self_attention.linear_qkv.layer_norm": "input_layernorm.",
     "mlp.linear_fc1.layer_norm": "pre_mlp_layernorm.",
+    "self_attention.layer_norm": "input_layernorm.",
+    "mlp.layer_norm": "pre_mlp_layernorm.",
     "self_attention.linear_q_up_proj.layer_norm": "self_attention.q_layernorm.",
     "self_attention.linear_kv_up_proj.layer_norm": "self_attention.kv_layernorm.",
 }
-"""Norms that Transformer Engine fuses into the following layer -> their names here."""
+"""Norms that Transformer Engine fuses into the following layer -> their names here; ``self_attention`` and ``mlp`` are
+themselves linear layers in some layers of different sizes."""
 ROWS = re.compile(
     r"(word_embeddings|output_layer|linear_qkv|linear_q_proj|linear_q_up_proj|linear_kv_up_proj|linear_fc1|eh_proj)"
-    r"\.(weight|bias)$|self_attention\.softmax_offset$"
+    r"\.(weight|bias)$|(self_attention|mlp)\.(weight|bias)$|self_attention\.softmax_offset$"
     r"|self_attention\.(in_proj\.weight|conv1d\.weight|conv1d\.bias|dt_bias|A_log|D|norm)$"
 )
 COLUMNS = re.compile(r"(linear_proj|linear_fc2|out_proj)\.weight$")

@@ -21,6 +21,7 @@ from megatron_core.checkpoint.folder import delete, iteration_folder, replace_fi
 from megatron_core.checkpoint.hashes import sync_folder, write_file
 from megatron_core.checkpoint.manifest import TORCH_DTYPES
 from megatron_core.config import ModelConfig
+from megatron_core.config.heterogeneous import LayerBlock
 from megatron_core.config.megatron_model import without_arguments
 from megatron_core.errors import CheckpointError
 from megatron_core.models.megatron_lm.mixers import norm_offset, pieces_of_mixer, rows_of_ranks
@@ -33,7 +34,7 @@ Format = Literal["torch_dist", "torch_dcp"]
 STATES = {"exp_avg": ("exp_avg",), "exp_avg_sq": ("exp_avg_sq",), "main": ("fp32_param", "param")}
 """Our kinds of optimizer state -> their names with and without Megatron Core's distributed optimizer."""
 EXTRA = re.compile(
-    r"(?!optimizer\.)(.+\.(?:linear_\w+|(?:eh|in|out|fc\d_latent)_proj|\w*norm))\.weight(?:\.dt|\.alpha)?"
+    r"(?!optimizer\.)(.+\.(?:linear_\w+|(?:eh|in|out|fc\d_latent)_proj|\w*norm|self_attention|mlp))\.weight(?:\.dt|\.alpha)?"
 )
 """Weights of modules with an extra state; a mixer's projection is stored in pieces, of which dt or alpha is one."""
 Record = tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...], str, str, int, int]
@@ -74,16 +75,37 @@ def names_of(name: str, model: ModelConfig) -> Iterator[tuple[str, int | None]]:
     of_experts = (number if layer[1] == "decoder" else model.num_layers) in model.expert_layers
     stacked = (
         model.hybrid_layer_pattern is None
+        and not model.blocks
         and layer[1] == "decoder"
         and not rows_of_ranks(model)
         and len(set(model.expert_layers)) in (0, model.num_layers)
     )
     every = layer_names(rest, model, of_experts=of_experts)
+    if model.blocks and "layernorm." in rest:
+        every = _norm_names(rest, model.block_of(number)) or every
     for theirs in every if model.hybrid_layer_pattern is None else every[:1]:  # hybrid models have one form
         if stacked:
             yield f"decoder.layers.{theirs}", number
         else:
             yield f"{layer[1]}.layers.{number}.{prefix}{theirs}", None
+
+
+def _norm_names(name: str, block: LayerBlock) -> tuple[str, ...]:
+    """The names of a norm before a part with a size of its own, or a linear layer; () for other norms.
+
+    Without Transformer Engine, Megatron Core has another name for the norm before a part of the model's size.
+    """
+    module, _, kind = name.rpartition(".")
+    parts = {
+        "input_layernorm": (block.attention, "self_attention", "linear_qkv"),
+        "pre_mlp_layernorm": (block.mlp, "mlp", "linear_fc1"),
+    }
+    if module not in parts:
+        return ()
+    part, owner, first = parts[module]
+    if part.linear:
+        return (f"{owner}.layer_norm_{kind}",)
+    return (f"{owner}.{first}.layer_norm_{kind}", *((name,) if part.size is None else ()))
 
 
 def _records(

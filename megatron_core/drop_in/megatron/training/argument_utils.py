@@ -17,11 +17,13 @@ from torch import nn
 
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.heterogeneous.heterogeneous_config import HeterogeneousTransformerConfig
 from megatron.core.transformer.spec_utils import import_module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig, squared_relu
 from megatron.core.transformer.utils import openai_gelu
 from megatron.training import from_arguments
 from megatron.training.config import PretrainConfigContainer
+from megatron_core.config.heterogeneous import LAYERS_FILE, LAYERS_JSON
 from megatron_core.errors import ConfigError
 
 Kind = TypeVar("Kind")
@@ -202,9 +204,9 @@ def core_transformer_config_from_args(
     args: Namespace, config_class: type[TransformerConfig] | None = None
 ) -> TransformerConfig:
     """Return the configuration of a model from the result of ``parse_args``."""
-    kind = config_class or (
-        MLATransformerConfig if getattr(args, "multi_latent_attention", False) else TransformerConfig
-    )
+    latent = MLATransformerConfig if getattr(args, "multi_latent_attention", False) else TransformerConfig
+    named = any(getattr(args, name, None) for name in (LAYERS_JSON, LAYERS_FILE))
+    kind = config_class or (HeterogeneousTransformerConfig if named else latent)
     read = lambda name, default=None: getattr(args, name, default)  # noqa: E731
     dtype = torch.float16 if read("fp16") else torch.bfloat16 if read("bf16") else torch.float32
     gated = any(read(name, False) for name in ("swiglu", "geglu", "quick_geglu"))

@@ -20,6 +20,7 @@ from megatron_core.checkpoint.reader import note
 from megatron_core.config import ModelConfig, RunConfig
 from megatron_core.config.cli import known_flags
 from megatron_core.config.file import field_types
+from megatron_core.config.heterogeneous import LAYERS_JSON
 from megatron_core.config.megatron_flags import FLAGS
 from megatron_core.config.translate import grouped, plain
 from megatron_core.config.validate import check, without_data
@@ -63,6 +64,8 @@ def parse_args(
     else:
         args.rank, args.world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     args.fp8 = args.fp8_format
+    # Programs choose the class of the configuration by the name of the file, whose content the engine has read.
+    args.heterogeneous_layers_config_path = LAYERS_JSON if args.heterogeneous_layers_config_encoded_json else None
     _set_generation(args)
     args.iteration = args.consumed_train_samples = args.consumed_valid_samples = 0
     return args

@@ -16,6 +16,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_core import parallel_state
 from megatron_core.config import ModelConfig, ParallelConfig, RunConfig
+from megatron_core.config.heterogeneous import LAYERS_JSON, LayerPart
 from megatron_core.config.partition import Ends, layers_by_stage, partition
 from megatron_core.errors import ConfigError, LayoutError
 from megatron_core.parallel.current import current
@@ -27,6 +28,7 @@ from megatron_core.transformer.attention import SelfAttention
 from megatron_core.transformer.context import LayerContext, PackedDocuments, SequenceContext
 from megatron_core.transformer.latent_attention import LatentAttention
 from megatron_core.transformer.layer_spec import LayerSpec, LayerSpecs, layer_spec
+from megatron_core.transformer.linear_replacement import LinearReplacement
 from megatron_core.transformer.mlp import MLP
 from megatron_core.transformer.moe import MoELayer
 from megatron_core.transformer.norm import Norm
@@ -198,7 +200,10 @@ def _layer_spec(config: TransformerConfig, model: ModelConfig, number: int, spec
     attention: Any = own.self_attention
     changes: dict[str, Any] = {}
     has_experts = is_ours(parts.mlp, MoELayer)
-    if is_ours(parts.mlp, MLP, MoELayer):
+    block = model.block_of(number)
+    if block.mlp.no_op or block.mlp.linear:
+        _check_replaced(number, "mlp", block.mlp, parts.mlp)
+    elif is_ours(parts.mlp, MLP, MoELayer):
         if has_experts != model.has_experts(number):
             raise ConfigError(
                 f"layer {number}: the specification has {'experts' if has_experts else 'a dense MLP'}, contrary to "
@@ -210,7 +215,9 @@ def _layer_spec(config: TransformerConfig, model: ModelConfig, number: int, spec
     else:
         changes["mlp"] = foreign(config, parts.mlp, lambda module, hidden, context: module(hidden))
         changes["auxiliary_losses"] = ()
-    if _extends_ours(parts.self_attention, SelfAttention, LatentAttention):
+    if block.attention.no_op or block.attention.linear:
+        _check_replaced(number, "self_attention", block.attention, parts.self_attention)
+    elif _extends_ours(parts.self_attention, SelfAttention, LatentAttention):
         changes["self_attention"] = _built(config, parts.self_attention)
     elif is_ours(parts.self_attention, LatentAttention) and not model.multi_latent_attention:
         raise ConfigError(
@@ -232,6 +239,16 @@ def _layer_spec(config: TransformerConfig, model: ModelConfig, number: int, spec
         elif not is_ours(norm, Norm, WrappedTorchNorm):
             changes[name] = partial(foreign_norm, config, norm)
     return replace(own, **changes)
+
+
+def _check_replaced(number: int, name: str, part: LayerPart, spec: Any) -> None:
+    """Raise ConfigError unless the specification of a part that is absent or a linear layer names this."""
+    wanted = IdentityOp if part.no_op else LinearReplacement
+    if get_module(spec) is not wanted:
+        raise ConfigError(
+            f"layer {number}: {name}={get_module(spec)} in the specification, but {wanted.__name__} in "
+            f"{LAYERS_JSON}; use get_gpt_heterogeneous_layer_spec"
+        )
 
 
 def is_ours(part: Any, *kinds: type) -> bool:

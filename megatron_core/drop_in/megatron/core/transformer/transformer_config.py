@@ -15,6 +15,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron_core.config import ModelConfig, ParallelConfig, RunConfig, TrainingConfig
 from megatron_core.config.fp8 import FP8Config, Recipe
+from megatron_core.config.heterogeneous import LAYERS_JSON
 from megatron_core.config.moe import LoadBalancing
 from megatron_core.config.rules_fp8 import fp8_problems
 from megatron_core.config.rules_parallel import RECOMPUTABLE
@@ -144,6 +145,7 @@ class TransformerConfig(ChangingConfig, mirror("TransformerConfig"), ModelParall
         """
         known = {f.name for f in fields(ModelConfig)}
         known |= {"is_hybrid_model"} if without_pattern or given.get("hybrid_layer_pattern") else set()
+        known |= {"heterogeneous_block_specs"} if given.get(LAYERS_JSON) else set()
         if wrong := [name for name in refused_changes(self) if name not in known]:
             listed = ", ".join(f"{name}={getattr(self, name)!r}" for name in wrong)
             raise ConfigError(f"TransformerConfig: the models of this package do not support {listed}; remove them")

@@ -1,0 +1,182 @@
+"""Sizes of attention and MLP that differ between layers, from the JSON of Megatron-LM and of Nemotron models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from megatron_core.config.setting import ALWAYS, Resume, section, setting
+from megatron_core.errors import ConfigError, shortened
+from megatron_core.text_file import parse_json, read_text
+
+MULTIPLE = 256
+"""Widths from ``ffn_mult`` are multiples of this."""
+MODEL_KEYS = {
+    "num_hidden_layers": "num_layers",
+    "hidden_size": "hidden_size",
+    "num_attention_heads": "num_attention_heads",
+    "rope_theta": "rotary_base",
+}
+"""Further keys of the JSON, as in a config.json -> the settings that must agree with them."""
+LAYERS_JSON, LAYERS_FILE = "heterogeneous_layers_config_encoded_json", "heterogeneous_layers_config_path"
+"""The setting, and the name of a file that contains it."""
+KEPT = ("block_configs", *MODEL_KEYS, "hidden_act", "tie_word_embeddings")
+"""The keys of the JSON that are read."""
+
+
+@dataclass(frozen=True)
+class LayerPart:
+    """The attention or the MLP of a layer."""
+
+    no_op: bool = False
+    """Whether the layer does not have it."""
+    linear: bool = False
+    """Whether a matrix ``[h, h]`` replaces it."""
+    size: int | None = None
+    """Number of key-value groups, or width of the MLP; None: that of the model."""
+
+    def sized(self, size: int) -> LayerPart:
+        """The part with ``size``, if it has a size and none of its own."""
+        return self if self.no_op or self.linear or self.size is not None else replace(self, size=size)
+
+
+@dataclass(frozen=True)
+class LayerBlock:
+    """The parts of a layer."""
+
+    attention: LayerPart = LayerPart()
+    """Its attention; the size is the number of key-value groups."""
+    mlp: LayerPart = LayerPart()
+    """Its MLP; the size is the width."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the layer returns its input."""
+        return self.attention.no_op and self.mlp.no_op
+
+    @property
+    def has_sizes_of_model(self) -> bool:
+        """Whether no part has a size of its own."""
+        return self.attention.size is None and self.mlp.size is None
+
+    def sized(self, groups: int, width: int) -> LayerBlock:
+        """The layer with the sizes of the model where it has none of its own."""
+        return LayerBlock(self.attention.sized(groups), self.mlp.sized(width))
+
+
+WHOLE_BLOCK = LayerBlock()
+"""A layer with attention and an MLP of the sizes of the model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+@section(resume=Resume.TENSORS)
+class HeterogeneousConfig:
+    """Layers whose sizes differ, from a search for the best architecture (Bercovich et al. 2024, arXiv 2411.19146)."""
+
+    heterogeneous_layers_config_encoded_json: str | None = setting(
+        None, when=ALWAYS, aliases="heterogeneous_layers_config_path"
+    )
+    """Layers with sizes of their own, as JSON: {"block_configs": [{"attention": {"num_query_groups": 8}, "mlp":
+    {"ffn_hidden_size": 14336}}, ...]}, one entry for each layer. "no_op": true leaves attention or the MLP out,
+    "replace_with_linear": true replaces it by one linear layer, a size that is left out is that of the model. The keys
+    of Nemotron's config.json, n_heads_in_group and ffn_mult, are read, too. --heterogeneous-layers-config-path FILE (a
+    flag, and a line of --config files) reads the JSON from a file."""
+
+
+def compact_json(text: str) -> str:
+    """The JSON of the setting without the keys that are not read. Errors: ``ValueError``."""
+    loaded = parse_json(text)
+    if not isinstance(loaded, dict):
+        raise ValueError(f"it holds a {type(loaded).__name__}; it must be an object with block_configs")
+    return json.dumps({key: loaded[key] for key in KEPT if key in loaded}, separators=(",", ":"))
+
+
+@lru_cache(maxsize=256)
+def read_blocks(text: str, hidden_size: int, heads: int) -> tuple[tuple[LayerBlock, ...], tuple[str, ...]]:
+    """The layers in the JSON of the setting, and a message for each of its faults; without layers if it has faults."""
+    faults: list[str] = []
+    blocks: list[LayerBlock] = []
+    try:
+        found = parse_json(text)
+    except ValueError as error:
+        return (), (f"is not valid JSON ({shortened(str(error))}); correct it",)
+    entries = found.get("block_configs") if isinstance(found, dict) else None
+    if not isinstance(entries, list) or not entries:
+        return (), ("must be an object with block_configs, a list with an entry for each layer",)
+    for number, entry in enumerate(entries):
+        named, block = f"block_configs[{number}]", entry if isinstance(entry, dict) else {}
+        attention = _Reader(f"{named}.attention", block.get("attention"), faults)
+        ffn = "ffn" if block.get("ffn") else "mlp"
+        mlp = _Reader(f"{named}.{ffn}", block.get(ffn), faults)
+        groups, width = attention.integer("num_query_groups"), mlp.integer("ffn_hidden_size")
+        of_group, factor = attention.integer("n_heads_in_group"), mlp.number("ffn_mult")
+        if groups is None and of_group is not None:
+            groups, rest = divmod(heads, of_group)
+            if rest:
+                faults.append(f"has {named}.attention.n_heads_in_group={of_group}, which must divide {heads} heads")
+        if width is None and factor is not None:
+            width = -(-int(2 * factor * hidden_size / 3) // MULTIPLE) * MULTIPLE
+        blocks.append(LayerBlock(attention.part(groups), mlp.part(width)))
+    return (() if faults else tuple(blocks)), tuple(faults)
+
+
+class _Reader:
+    """Reads the entry of a part, and adds messages to ``faults``."""
+
+    def __init__(self, name: str, entry: Any, faults: list[str]) -> None:
+        self.name, self.faults, self.left = name, faults, dict(entry) if isinstance(entry, dict) else {}
+        if not isinstance(entry, dict):
+            faults.append(f"has no object {name}; write {{}} for the sizes of the model")
+
+    def number(self, key: str) -> float | None:
+        """A number > 0; None if it is null or left out."""
+        value = self.left.pop(key, None)
+        if value is None or (isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 2**31):
+            return value
+        self.faults.append(f"has {self.name}.{key}={shortened(repr(value))}; it must be a number > 0, or null")
+        return None
+
+    def integer(self, key: str) -> int | None:
+        """An integer >= 1; None if it is null or left out."""
+        value = self.number(key)
+        if value is None or value == int(value):
+            return None if value is None else int(value)
+        self.faults.append(f"has {self.name}.{key}={value}; it must be an integer >= 1, or null")
+        return None
+
+    def part(self, size: int | None) -> LayerPart:
+        """The part with this size."""
+        switches = [self.left.pop(key, False) for key in ("no_op", "replace_with_linear")]
+        if not all(isinstance(value, bool) for value in switches):
+            self.faults.append(f"has values of {self.name}.no_op or .replace_with_linear that are not true or false")
+        if all(switches) or (any(switches) and size is not None):
+            self.faults.append(f"has {self.name} with several of no_op, replace_with_linear and a size; keep one")
+        for key, value in self.left.items():
+            if value not in (None, False):
+                self.faults.append(f"has {self.name}.{key}={shortened(repr(value))}, which is not supported; remove it")
+        return LayerPart(bool(switches[0]), bool(switches[1]), size)
+
+
+def write_blocks(blocks: Sequence[LayerBlock]) -> str:
+    """The inverse of ``read_blocks``."""
+
+    def entry(part: LayerPart, key: str) -> dict[str, Any]:
+        switches = {"no_op": part.no_op, "replace_with_linear": part.linear}
+        return {name: True for name, on in switches.items() if on} | {key: part.size}  # Megatron Core needs the key
+
+    entries = [
+        {"attention": entry(block.attention, "num_query_groups"), "mlp": entry(block.mlp, "ffn_hidden_size")}
+        for block in blocks
+    ]
+    return json.dumps({"block_configs": entries}, separators=(",", ":"))
+
+
+def read_layers_file(path: str) -> str:
+    """The JSON in a file, for the setting. Errors: ``ConfigError``."""
+    try:
+        return compact_json(read_text(path))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"heterogeneous_layers_config_path={path} cannot be read: {shortened(str(error))}") from None

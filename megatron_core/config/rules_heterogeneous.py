@@ -1,0 +1,85 @@
+"""Rules for layers with sizes of their own."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+
+from megatron_core.config.heterogeneous import LAYERS_JSON as NAME
+from megatron_core.config.heterogeneous import MODEL_KEYS, read_blocks
+from megatron_core.config.model import ModelConfig
+from megatron_core.config.rules_attention import model_problems
+from megatron_core.config.rules_fp8 import fp8_problems
+from megatron_core.config.rules_parallel import context_problems, parallel_problems, uneven
+from megatron_core.config.run import RunConfig
+
+
+def heterogeneous_problems(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Faults of the JSON, other settings that it excludes, and sizes of a layer that the layout cannot split."""
+    model, text = config.model, config.model.heterogeneous_layers_config_encoded_json
+    if text is None or min(model.hidden_size, model.num_attention_heads) < 1:
+        return
+    blocks, faults = read_blocks(text, model.hidden_size, model.num_attention_heads)
+    yield from (f"{NAME} {fault}" for fault in faults)
+    yield from _excluded(config)
+    if not blocks:
+        return
+    if len(blocks) != model.num_layers:
+        yield f"{NAME} has {len(blocks)} layers, but num_layers={model.num_layers}; give --num-layers {len(blocks)}"
+    if all(block.is_empty for block in blocks):
+        yield f"{NAME} has only layers without attention and MLP; leave one of them in"
+    yield from _other_keys(text, model)
+    tp = config.parallel.tensor_model_parallel_size
+    if tp > 1 and any(part.linear for block in blocks for part in (block.attention, block.mlp)):
+        yield from uneven("hidden_size", model.hidden_size, "tensor_model_parallel_size", tp)
+    # Each layer must be legal as the layers of a model that has its sizes everywhere.
+    reported, seen = set(_of_sizes(config, model, world_size)), set[ModelConfig]()
+    for number in range(min(len(blocks), model.num_layers)):
+        own = replace(model.of_layer(number), heterogeneous_layers_config_encoded_json=None)
+        if own not in seen:
+            seen.add(own)
+            found = (each for each in _of_sizes(config, own, world_size) if each not in reported)
+            yield from (f"block_configs[{number}] of {NAME}: {each}" for each in found)
+
+
+def _of_sizes(config: RunConfig, model: ModelConfig, world_size: int) -> Iterator[str]:
+    whole = replace(config, model=model)
+    yield from model_problems(whole)
+    yield from parallel_problems(whole, world_size)
+    yield from context_problems(whole)
+    yield from fp8_problems(whole)
+
+
+def _excluded(config: RunConfig) -> Iterator[str]:
+    """Settings whose layers have sizes of their own, or that change the parts of a layer."""
+    model = config.model
+    excluded = {
+        "num_experts": model.num_experts,
+        "multi_latent_attention": model.multi_latent_attention,
+        "experimental_attention_variant": model.experimental_attention_variant,
+        "hybrid_layer_pattern": model.hybrid_layer_pattern,
+        "mtp_num_layers": model.mtp_num_layers,
+        "parallel_residual": model.parallel_residual,
+        "layout_invariant": config.parallel.layout_invariant,
+        "cuda_graph_impl": config.training.cuda_graph_impl if config.training.cuda_graph_impl != "none" else None,
+    }
+    for name, value in excluded.items():
+        if value:
+            yield f"{name}={value} cannot be used with {NAME}; remove one of them"
+    if model.attention_kind != "grouped_query":
+        yield f"attention_kind={model.attention_kind} cannot be used with {NAME}; remove one of them"
+
+
+def _other_keys(text: str, model: ModelConfig) -> Iterator[str]:
+    """Keys of the JSON about the whole model that differ from the settings."""
+    found = json.loads(text)
+    for key, name in MODEL_KEYS.items():
+        if key in found and found[key] != getattr(model, name):
+            yield f"{NAME} has {key}={found[key]}, but {name}={getattr(model, name)}; change one of them"
+    if found.get("hidden_act", "silu") != "silu" or ("hidden_act" in found and not model.swiglu):
+        yield f"{NAME} has hidden_act={found['hidden_act']}, but swiglu={model.swiglu}; legal: silu with --swiglu"
+    tied = model.share_embeddings_and_output_weights
+    if found.get("tie_word_embeddings", tied) != tied:
+        yield (
+            f"{NAME} has tie_word_embeddings={found['tie_word_embeddings']}, but untie_embeddings_and_output_weights="
+            f"{not tied}; change one of them"
+        )
