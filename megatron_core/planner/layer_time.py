@@ -265,7 +265,8 @@ class LayerClock:
         inner, gated = model.expert_ffn_size / etp, 2 if model.gated_linear_unit else 1
         first = self.linear(rows / local, outer, gated * inner, local)
         second = self.linear(rows / local, inner, outer, local)
-        router = self.linear(own, hidden, model.num_experts or 1)
+        # Of every token: the products of the router, and of latents, which have the same sizes both ways.
+        router = self.linear(own, hidden, (model.num_experts or 1) + 2 * (model.moe_latent_size or 0))
         moved = self.exchange()
         whole = 0.0
         if self.tp > 1 and self.parts == 1:
@@ -282,10 +283,6 @@ class LayerClock:
             ),
             Passes(total([forward, kernels]), total([backward, kernels]), {}),
         ]
-        if model.moe_latent_size is not None:
-            for sizes in ((hidden, outer), (outer, hidden)):
-                forward, input_grad, weight_grad = ({"products": each} for each in self.linear(own, *sizes))
-                parts.append(Passes(forward, input_grad, weight_grad))
         if model.moe_shared_expert_intermediate_size is not None:
             parts.append(self.mlp(model.moe_shared_expert_intermediate_size))
         return Passes.sum(parts)
