@@ -69,7 +69,9 @@ def layer_flops(model: ModelConfig, layer_number: int, seq_length: int) -> dict[
     if model.has_experts(layer_number):
         shared = model.moe_shared_expert_intermediate_size or 0
         terms["router"] = 2 * hidden * (model.num_experts or 0)
-        terms["experts"] = 2 * hidden * model.expert_ffn_size * model.moe_router_topk * matrices
+        outer = model.expert_hidden_size
+        terms["experts"] = 2 * outer * model.expert_ffn_size * model.moe_router_topk * matrices
+        terms["latents"] = 4 * hidden * (model.moe_latent_size or 0)
         terms["shared"] = 2 * hidden * (shared * matrices + model.moe_shared_expert_gate)
     return terms
 

@@ -44,9 +44,13 @@ def mlp_layers(model: ModelConfig, parallel: ParallelConfig, layer_number: int) 
     if model.has_experts(layer_number):
         local = (model.num_experts or 0) // parallel.expert_model_parallel_size
         widths.append(("mlp.experts", model.expert_ffn_size // parallel.expert_tensor_size, local))
+        if model.moe_latent_size is not None:
+            yield LinearLayer("mlp.fc1_latent_proj", model.hidden_size, (model.moe_latent_size,))
+            yield LinearLayer("mlp.fc2_latent_proj", model.moe_latent_size, (model.hidden_size,))
         if (shared := model.moe_shared_expert_intermediate_size) is not None:
             widths.append(("mlp.shared_experts", shared // tp, 0))
     for path, width, experts in widths:
         inner = (width, width) if model.gated_linear_unit else (width,)
-        yield LinearLayer(f"{path}.linear_fc1", model.hidden_size, inner, experts)
-        yield LinearLayer(f"{path}.linear_fc2", width, (model.hidden_size,), experts)
+        outer = model.expert_hidden_size if experts else model.hidden_size
+        yield LinearLayer(f"{path}.linear_fc1", outer, inner, experts)
+        yield LinearLayer(f"{path}.linear_fc2", width, (outer,), experts)

@@ -13,6 +13,7 @@ from megatron_core.config.heterogeneous import WHOLE_BLOCK, HeterogeneousConfig,
 from megatron_core.config.hybrid import ATTENTION, EXPERTS, RECURRENCES, HybridConfig
 from megatron_core.config.latent_attention import LatentAttentionConfig
 from megatron_core.config.moe import MoEConfig
+from megatron_core.config.multi_token import MultiTokenConfig
 from megatron_core.config.mup import MuPConfig
 from megatron_core.config.norms import NormConfig
 from megatron_core.config.rotary import RotaryConfig
@@ -26,6 +27,7 @@ RecomputeModule = Literal["core_attn", "layernorm", "mla_up_proj", "mlp", "moe",
 @section(resume=Resume.FUNCTION)
 class ModelConfig(
     LatentAttentionConfig,
+    MultiTokenConfig,
     SparseAttentionConfig,
     HybridConfig,
     HeterogeneousConfig,
@@ -80,12 +82,6 @@ class ModelConfig(
     """Add a bias to the output projection of attention even with --disable-bias-linear (Phi-3.5-MoE, Cohere)."""
     add_output_layer_bias: bool = setting(False, when=ALWAYS, resume=Resume.TENSORS)
     """Add a bias to the output layer (Phi); --logit-multiplier does not scale it."""
-    mtp_num_layers: int | None = setting(None, r.SMALL_COUNT, when=ALWAYS, resume=Resume.REPORTED)
-    """Number of multi-token prediction layers, which predict 2, 3, ... tokens ahead in training (DeepSeek-V3)."""
-    mtp_loss_scaling_factor: float = setting(
-        0.1, r.NON_NEGATIVE, needs=given("mtp_num_layers", "N"), resume=Resume.REPORTED
-    )
-    """Weight of the mean loss of the multi-token prediction layers."""
     parallel_residual: bool = setting(False, when=ALWAYS)
     """Apply attention and MLP to the same input and add both outputs (GPT-J, GPT-NeoX)."""
     parallel_residual_shared_norm: bool = setting(False, needs=given("parallel_residual"), resume=Resume.TENSORS)
@@ -220,6 +216,16 @@ class ModelConfig(
     def expert_ffn_size(self) -> int:
         """Width of one expert after defaults."""
         return self.moe_ffn_hidden_size or self.ffn_size
+
+    @property
+    def expert_hidden_size(self) -> int:
+        """Channels of the inputs and outputs of the routed experts after defaults."""
+        return self.moe_latent_size or self.hidden_size
+
+    def applications(self, layer_number: int) -> range:
+        """The numbers under which a layer (numbered from 0) is applied: one, or several of a repeated layer."""
+        is_repeated = self.mtp_use_repeated_layer and layer_number >= self.num_layers
+        return range(layer_number, layer_number + (self.mtp_num_layers or 1 if is_repeated else 1))
 
     @property
     def expert_layers(self) -> list[int]:

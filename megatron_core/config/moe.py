@@ -25,6 +25,9 @@ class MoEConfig:
     expression such as [0]*3+[1]*58."""
     moe_ffn_hidden_size: int | None = setting(None, r.SIZE, resume=Resume.SHAPE)
     """Width of each expert; default: --ffn-hidden-size."""
+    moe_latent_size: int | None = setting(None, r.SIZE, resume=Resume.TENSORS)
+    """Channels of the inputs and outputs of the routed experts: one product projects each token to them before it is
+    sent to its experts, and another one their sum back (Nemotron 3). Default: --hidden-size, without projections."""
     moe_shared_expert_intermediate_size: int | None = setting(None, r.SIZE, resume=Resume.SHAPE)
     """Total width of shared experts, which process every token; default: no shared experts."""
     moe_shared_expert_gate: bool = setting(False, needs=c.SHARED_EXPERTS, resume=Resume.TENSORS)

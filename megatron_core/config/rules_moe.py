@@ -24,6 +24,8 @@ def moe_problems(config: RunConfig) -> Iterator[str]:
     yield from _choice_problems(config)
     yield from _balance_problems(config)
     yield from _capacity_problems(config)
+    if config.model.moe_latent_size is not None:
+        yield from _latent_problems(config)
     yield from _split_problems(config)
     yield from _overlap_problems(config)
 
@@ -161,6 +163,19 @@ def _capacity_problems(config: RunConfig) -> Iterator[str]:
             f"moe_expert_capacity_factor={factor} cannot be used with moe_router_load_balancing_type={kind}; legal: "
             "seq_aux_loss, aux_loss, global_aux_loss, none"
         )
+
+
+def _latent_problems(config: RunConfig) -> Iterator[str]:
+    """Settings that experts with projections of their inputs and outputs do not support."""
+    latent = f"moe_latent_size={config.model.moe_latent_size}"
+    if config.model.add_bias_linear:
+        yield f"{latent} needs linear layers without biases; add --disable-bias-linear"
+    for name, remedy in (
+        ("use_mup", "its multipliers are those of experts as wide as the hidden state; remove --use-mup"),
+        ("layout_invariant", "the projections' gradients are not exact sums; remove --layout-invariant"),
+    ):
+        if config.flat()[name]:
+            yield f"{name}=True cannot be used with {latent}: {remedy}"
 
 
 def _split_problems(config: RunConfig) -> Iterator[str]:

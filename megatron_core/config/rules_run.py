@@ -46,7 +46,7 @@ def _format_problems(config: RunConfig) -> Iterator[str]:
 
 def _unlike_megatron(model: ModelConfig) -> Iterator[str]:
     """The settings of a model whose training cannot continue in Megatron-LM, with the way out."""
-    if model.experimental_attention_variant is not None:
+    if model.experimental_attention_variant == "kimi_delta_attention":
         yield (
             f"experimental_attention_variant={model.experimental_attention_variant}; use torch_dcp, or remove "
             "--ckpt-format"

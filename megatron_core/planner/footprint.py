@@ -226,7 +226,7 @@ class Footprint:
         if model.blocks:
             width = self._widest(rank, (1 + gated) / tp, n * tokens)
         if model.num_experts is not None:
-            rows = model.moe_router_topk * (model.hidden_size + (1 + gated) * model.expert_ffn_size) / tp
+            rows = model.moe_router_topk * (model.expert_hidden_size + (1 + gated) * model.expert_ffn_size) / tp
             width = max(rows, width)
         found = n * tokens * (width + 4 * model.hidden_size)
         if self.plan.stage_to_rank[-1] == rank and model.fuses_output_layer_with_loss:

@@ -258,21 +258,22 @@ class LayerClock:
     def experts(self) -> Passes:
         """Router, dispatch, experts and combination, with an equal load of all experts."""
         model, parallel = self.config.model, self.config.parallel
-        hidden, etp = model.hidden_size, parallel.expert_tensor_size
+        hidden, outer, etp = model.hidden_size, model.expert_hidden_size, parallel.expert_tensor_size
         own = self.tokens / self.tp
         rows = own * model.moe_router_topk * etp
         local = (model.num_experts or 1) / parallel.expert_model_parallel_size
         inner, gated = model.expert_ffn_size / etp, 2 if model.gated_linear_unit else 1
-        first = self.linear(rows / local, hidden, gated * inner, local)
-        second = self.linear(rows / local, inner, hidden, local)
-        router = self.linear(own, hidden, model.num_experts or 1)
+        first = self.linear(rows / local, outer, gated * inner, local)
+        second = self.linear(rows / local, inner, outer, local)
+        # Of every token: the products of the router, and of latents, which have the same sizes both ways.
+        router = self.linear(own, hidden, (model.num_experts or 1) + 2 * (model.moe_latent_size or 0))
         moved = self.exchange()
         whole = 0.0
         if self.tp > 1 and self.parts == 1:
             whole = self.rings.ring("tp").reduce(self.bytes * self.tokens * hidden)
         forward, backward = self.activation(rows, inner)
         # Permutation for dispatch, sort by expert, and the inverses of both: one read and one write each.
-        permuted = self.elements(8 * self.bytes * rows * hidden)
+        permuted = self.elements(8 * self.bytes * rows * outer)
         kernels = {"elements": permuted, "launches": self.launches(20 + 2 * local)}
         parts = [
             Passes(
@@ -289,7 +290,7 @@ class LayerClock:
     def exchange(self) -> float:
         """Seconds of the dispatch of rows to all ranks with a part of their experts; combination takes as long."""
         model, parallel = self.config.model, self.config.parallel
-        row = self.bytes * self.tokens / self.tp * model.hidden_size
+        row = self.bytes * self.tokens / self.tp * model.expert_hidden_size
         ring = self.rings.ring(*(("etp", "ep") if parallel.expert_model_parallel_size > 1 else ("etp",)))
         if model.moe_token_dispatcher_type == "alltoall":
             return ring.all_to_all(row * model.moe_router_topk * parallel.expert_tensor_size)

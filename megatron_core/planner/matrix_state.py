@@ -35,7 +35,7 @@ def matrix_state_elements(config: RunConfig, layers: list[int], *, has_mtp: bool
         return 0
     model = config.model
     found = [matrix for layer in layers for matrix in _matrices(config, layer)]
-    for _ in range((model.mtp_num_layers or 0) * has_mtp):
+    for _ in range(model.mtp_built_layers * has_mtp):
         if config.tuning.lora_rank is None:
             found += [*_matrices(config, model.num_layers), Matrices((model.hidden_size,), 2 * model.hidden_size)]
     return sum(_elements(matrix, config.optimizer) for matrix in found)

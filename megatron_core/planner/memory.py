@@ -112,12 +112,15 @@ def _expert_bytes(config: RunConfig) -> float:
         4 h (16-bit only) + 4 E (3 x with balancing loss)    input of the router in float32; logits
         + k (n u h + n 3 f (gated: 4 f))                     dispatched rows; before and after the activation function,
                                                              and times the probability
+        with latents of l channels: k n u l instead of k n u h, and n (h + l) for the inputs of their projections
     """
     model, n = config.model, _number_size(config)
     if model.recomputes("moe"):
         return 0
     inner = ((4 if model.gated_linear_unit else 3) - 2 * model.recomputes("moe_act")) * model.expert_ffn_size
-    rows = model.moe_router_topk * n * (config.parallel.expert_tensor_size * model.hidden_size + inner)
+    rows = model.moe_router_topk * n * (config.parallel.expert_tensor_size * model.expert_hidden_size + inner)
+    if model.moe_latent_size is not None:
+        rows += n * (model.hidden_size + model.moe_latent_size)
     logits = 4 * (model.num_experts or 0) * (3 if model.balancing_loss else 1)
     return rows + logits + (4 * model.hidden_size if n < 4 else 0)
 

@@ -89,8 +89,10 @@ def layer_parameters(config: RunConfig, layer_number: int) -> Parameters:
     matrices = 3 if model.gated_linear_unit else 2
     local = experts // parallel.expert_model_parallel_size
     width = model.expert_ffn_size // parallel.expert_tensor_size
-    biases = local * ((matrices - 1) * width + hidden) * model.add_bias_linear
-    return found + Parameters(experts=local * matrices * hidden * width + biases, expert_biases=biases)
+    outer = model.expert_hidden_size
+    found += Parameters(2 * hidden * (model.moe_latent_size or 0))
+    biases = local * ((matrices - 1) * width + outer) * model.add_bias_linear
+    return found + Parameters(experts=local * matrices * outer * width + biases, expert_biases=biases)
 
 
 def embedding_parameters(config: RunConfig, vocab_size: int) -> Parameters:
@@ -231,7 +233,7 @@ def ahead_parameters(config: RunConfig, vocab_size: int, *, with_embedding: bool
     if not model.mtp_num_layers:
         return Parameters()
     own = _vectors(3 * norm_parameters(model)) + Parameters(2 * model.hidden_size**2 // tp)
-    found = Parameters.sum([own + layer_parameters(config, model.num_layers)] * model.mtp_num_layers)
+    found = Parameters.sum([own + layer_parameters(config, model.num_layers)] * model.mtp_built_layers)
     copied = not with_embedding and model.untie_embeddings_and_output_weights
     return found + _vectors(padded_vocabulary(config, vocab_size) // tp * model.hidden_size * copied)
 

@@ -257,6 +257,8 @@ class SequenceContext:
     """Recorder, or replay, of the experts chosen by routers."""
     auxiliary_losses: MicroBatchAuxiliaryLosses | None = None
     """Collector of the losses added by layers; None: outside of a training step."""
+    repeat: int = 0
+    """Number of earlier applications of the current layer to these sequences (``mtp_use_repeated_layer``)."""
 
     def add_auxiliary_loss(
         self,
@@ -278,7 +280,8 @@ class SequenceContext:
         Errors: LayoutError for a name in no ``LayerSpec``, and if gradients are enabled without a collector.
         """
         if self.auxiliary_losses is not None:
-            return self.auxiliary_losses.add(hidden, name, value, layer_number, coefficient, per, partial)
+            number = layer_number + self.repeat  # each application has a value of its own
+            return self.auxiliary_losses.add(hidden, name, value, number, coefficient, per, partial)
         if torch.is_grad_enabled():
             raise LayoutError(
                 f"layer {layer_number} adds the auxiliary loss {name!r}, which would be lost; pass auxiliary_losses= "

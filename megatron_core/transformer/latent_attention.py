@@ -41,18 +41,22 @@ class DownProjection(nn.Module):
     """y = W x, ``[s, b, h]`` -> ``[s, b, size]``; W is replicated over the tensor-parallel ranks.
 
     With sequence parallelism, input and output are this rank's part of the sequence. ``inputs`` replaces h.
+    ``divided``: each tensor-parallel rank computes other tokens, by default with sequence parallelism.
     """
 
-    def __init__(self, context: LayerContext, size: int, *, inputs: int | None = None) -> None:
+    def __init__(
+        self, context: LayerContext, size: int, *, inputs: int | None = None, divided: bool | None = None
+    ) -> None:
         super().__init__()
         shape = (size, inputs or context.config.hidden_size)
-        spec = replicated(shape, context.tp_group.rank(), partial_grad=context.sequence_parallel)
+        divided = context.sequence_parallel if divided is None else divided
+        spec = replicated(shape, context.tp_group.rank(), partial_grad=divided)
         self.weight = allocate(spec, context.parallel.params_dtype, context.parallel.device)
         self.weight.init_method = context.init_method
         self.adapter: LoRA | None = None
         self.parts = None
         if (invariance := context.parallel.invariance) is not None:
-            of_tokens = invariance.over(context.tp_group.size() if context.sequence_parallel else 1)
+            of_tokens = invariance.over(context.tp_group.size() if divided else 1)
             self.parts = WeightParts.even(of_tokens, size, 1, splits_output=True)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,5 +1,7 @@
 """Multi-token prediction: layers that predict tokens after the next one; used only in training."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
@@ -22,8 +24,8 @@ from megatron_core.transformer.recompute import recomputed
 class MultiTokenPredictionLayer(nn.Module):
     """h_k = layer(W_eh [norm(E t_{i+k}); norm(h_{k-1})]) for position i; the output layer is shared.
 
-    The output is normalized before the shared output layer. ``depth`` is k - 1. The layer is constructed like the last
-    layer of the model; its number is num_layers + depth.
+    The output is normalized before the shared output layer. ``depth`` is k - 1, or 0 of a layer that is applied for
+    each k. The layer is constructed like the last layer of the model; its number is num_layers + depth.
     Source: DeepSeek-AI 2024 (arXiv 2412.19437), section 2.2; names as in Megatron Core's layer of this name.
     """
 
@@ -69,8 +71,9 @@ class MultiTokenPredictionBlock(nn.Module):
         self.invariance = context.parallel.invariance
         self.scale = (config.hidden_size**0.5 if config.scale_embeddings else 1.0) * config.embedding_factor
         self.layers = nn.ModuleList(
-            MultiTokenPredictionLayer(context, depth, layer_specs) for depth in range(config.mtp_num_layers or 0)
+            MultiTokenPredictionLayer(context, depth, layer_specs) for depth in range(config.mtp_built_layers)
         )
+        self.repeats = config.mtp_use_repeated_layer
         self.word_embeddings: nn.Parameter | None = None
         if own_embedding:
             size, index = self.tp_group.size(), self.tp_group.rank()
@@ -78,6 +81,15 @@ class MultiTokenPredictionBlock(nn.Module):
             spec = split((vocab_size, config.hidden_size), 0, index, size, padded=padded)
             self.word_embeddings = allocate(spec, context.parallel.params_dtype, context.parallel.device)
             self.word_embeddings.init_method = context.embedding_init_method
+
+    def predict(
+        self, depth: int, tokens: Tensor, hidden: Tensor, weight: nn.Parameter, context: SequenceContext
+    ) -> Tensor:
+        """Return h_(depth + 1) from the ``tokens`` ``[b, s]`` at this depth and ``hidden`` = h_depth; see ``embed``."""
+        embedded = self.embed(tokens, weight)
+        if self.repeats:
+            return self.layers[0](embedded, hidden, replace(context, repeat=depth))
+        return self.layers[depth](embedded, hidden, context)
 
     def embed(self, tokens: Tensor, weight: nn.Parameter) -> Tensor:
         """``[b, s]`` -> ``[s, b, h]`` (``[s/tp, b, h]`` with sequence parallelism) by embedding lookup."""

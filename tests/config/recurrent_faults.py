@@ -112,7 +112,7 @@ RECURRENT_FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
     (
         {"hybrid_layer_pattern": "G*", "save": "out", "ckpt_format": "torch_dist"},
         1,
-        ("swiglu=False with layers G", "use torch_dcp"),
+        ("swiglu=False with gated delta nets", "use torch_dcp"),
     ),
     (
         HYBRID | {"hybrid_layer_pattern": "H-", "save": "out", "ckpt_format": "torch_dist"},

@@ -73,4 +73,9 @@ def test_a_run_with_a_pattern_names_what_the_format_lacks() -> None:
     delta_net = run | {"hybrid_layer_pattern": "*G", "normalization": "RMSNorm", "swiglu": True}
     assert not list(problems(RunConfig.from_flat(delta_net), 1))
     wrong = list(problems(RunConfig.from_flat(delta_net | {"swiglu": False, "apply_layernorm_1p": True}), 1))
-    assert len(wrong) == 1 and "swiglu=False with layers G, apply_layernorm_1p=True with layers G" in wrong[0]
+    assert len(wrong) == 1 and "swiglu=False with gated delta nets, which Megatron-LM" in wrong[0]
+    gpt = run | {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": (0, 1)}
+    gpt |= {"normalization": "RMSNorm", "swiglu": True, "position_embedding_type": "rope"}
+    assert not list(problems(RunConfig.from_flat(gpt), 1))
+    wrong = list(problems(RunConfig.from_flat(gpt | {"mtp_num_layers": 1}), 1))
+    assert len(wrong) == 1 and "mtp_num_layers=1 with a recurrence in the last layer" in wrong[0]

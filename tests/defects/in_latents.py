@@ -34,7 +34,7 @@ IN_LATENTS = (
     Defect(
         "gradients of down projections are not summed over a split sequence",
         "transformer.latent_attention:DownProjection.__init__",
-        "partial_grad=context.sequence_parallel",
+        "partial_grad=divided",
         "partial_grad=False",
         "latent attention, tp2 sp",
         "C17",
@@ -84,6 +84,13 @@ IN_LATENTS = (
         "multi-token prediction, untied, pp2",
         "C11",
         culprit="initial weight mtp.word_embeddings or initial weight embedding.word_embeddings",
+    ),
+    Defect(
+        "the last application of a repeated layer replaces the load of its experts by the others",
+        "transformer.multi_token:MultiTokenPredictionBlock.predict",
+        "replace(context, repeat=depth)",
+        "context",
+        "a repeated layer of multi-token prediction with experts, tp2 sp ep2 etp1",
     ),
     Defect(
         "each part of a split sequence predicts from the tokens of the first",

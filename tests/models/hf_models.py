@@ -198,6 +198,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3Moe",
         LLAMA | {"num_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "moe_intermediate_size": 24},
     ),
+    "qwen3_moe, dense layers alone": ("Qwen3Moe", LLAMA | {"head_dim": 16, "mlp_only_layers": [0, 1, 2, 3]}),
+    "deepseek_v3, dense layers alone": (
+        "DeepseekV3",
+        LLAMA | DEEPSEEK | {"q_lora_rank": 10, "first_k_dense_replace": 4},
+    ),
     "deepseek_v3": ("DeepseekV3", LLAMA | DEEPSEEK | {"q_lora_rank": 10}),
     "deepseek_v3, yarn": ("DeepseekV3", LLAMA | DEEPSEEK | {"q_lora_rank": 10, "rope_parameters": DEEPSEEK_YARN}),
     "deepseek_v3, queries without latent": ("DeepseekV3", LLAMA | DEEPSEEK | {"q_lora_rank": None}),
@@ -433,6 +438,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"layers_block_type": ["linear_attention", "moe", "full_attention", "moe"]}
         | {"n_routed_experts": 4, "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 20}
         | {"routed_scaling_factor": 2.5, "n_group": 2, "time_step_min": 1e-20},  # steps without a lower bound
+    ),
+    "nemotron_h, latent experts": (
+        "NemotronH",
+        NEMOTRON_H
+        | {"layers_block_type": ["linear_attention", "moe", "full_attention", "moe"], "moe_latent_size": 12}
+        | {"n_routed_experts": 4, "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 20},
     ),
     "gpt2": ("GPT2", GPT2),
     "gpt2, exact GELU": ("GPT2", GPT2 | {"activation_function": "gelu"}),

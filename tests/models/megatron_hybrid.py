@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -30,6 +31,14 @@ DELTA_NETS: dict[str, Any] = HYBRID | {
     "linear_num_value_heads": 4,
     "linear_conv_kernel_dim": 4,
 }
+NETS = {name: value for name, value in DELTA_NETS.items() if name.startswith("linear_")}
+NETS |= {"experimental_attention_variant": "gated_delta_net", "attention_output_gate": True, "apply_layernorm_1p": True}
+QWEN_NEXT: dict[str, Any] = training.LLAMA | NETS | {"linear_attention_freq": 2}
+"""A GPT model with a delta net and a gated attention layer."""
+QWEN_EXPERTS: dict[str, Any] = training.EXPERTS | NETS
+QWEN_EXPERTS |= {"linear_attention_freq": [1, 0], "moe_shared_expert_intermediate_size": 24}
+QWEN_EXPERTS |= {"moe_shared_expert_gate": True, "mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.4}
+"""A delta net, attention, and attention in the layer of multi-token prediction, each with experts."""
 HAS_EINOPS = (MEGATRON / "einops").is_dir()
 
 
@@ -112,6 +121,80 @@ def use_hybrid() -> None:
     dynamo: Any = import_module("torch._dynamo")
     dynamo.config.disable = True  # Megatron Core compiles functions of gated delta nets
     training.use_megatron()
+    norms: Any = import_module("megatron.core.transformer.torch_norm").WrappedTorchNorm
+    norms.__new__ = partial(_norm, norms.__new__)
+
+
+class CenteredNorm(nn.RMSNorm):
+    """RMS norm with the factors 1 + weight, which Megatron Core has from Transformer Engine only."""
+
+    def reset_parameters(self) -> None:
+        """Set the weights to 0."""
+        nn.init.zeros_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., channels] -> the same shape."""
+        return nn.functional.rms_norm(x, self.normalized_shape, 1 + self.weight, self.eps)
+
+
+def _norm(make: Any, cls: type, config: Any, hidden_size: int, eps: float, **kwargs: Any) -> nn.Module:
+    if not config.layernorm_zero_centered_gamma:
+        made: nn.Module = make(cls, config, hidden_size, eps, **kwargs)
+        return made
+    norm = CenteredNorm(hidden_size, eps)
+    vars(norm.weight)["sequence_parallel"] = config.sequence_parallel
+    return norm
+
+
+def delta_net(norm: Any, keys: dict[str, str], **mlp: Any) -> Any:
+    """The specification of a layer with a gated delta net; ``keys``: names of norms and their names in checkpoints."""
+    layer: Any = import_module("megatron.core.transformer.transformer_layer")
+    spec: Any = import_module("megatron.core.transformer.spec_utils").ModuleSpec
+    nets: Any = import_module("megatron.core.ssm.gated_delta_net")
+    linear: Any = import_module("megatron.core.tensor_parallel")
+    of_net = nets.GatedDeltaNetSubmodules(linear.ColumnParallelLinear, norm, linear.RowParallelLinear)
+    submodules = layer.TransformerLayerSubmodules(
+        input_layernorm=norm,
+        self_attention=spec(module=nets.GatedDeltaNet, submodules=of_net),
+        self_attn_bda=import_module("megatron.core.fusions.fused_bias_dropout").get_bias_dropout_add,
+        sharded_state_dict_keys_map=keys | {"input_layernorm.": "self_attention.in_proj.layer_norm_"},
+        **mlp,
+    )
+    return spec(module=layer.TransformerLayer, submodules=submodules)
+
+
+def sparse_attention(config: Any, attention: Any) -> Any:
+    """The layer ``attention`` with DeepSeek sparse attention in its place."""
+    variants: Any = import_module("megatron.core.models.gpt.experimental_attention_variant_module_specs")
+    backends: Any = import_module("megatron.core.models.backends")
+    linear: Any = import_module("megatron.core.tensor_parallel")
+    backend = backends.LocalSpecProvider()
+    backend.linear = lambda: training.Replicated
+    made = variants.get_dsa_module_spec_for_backend(config, backend)
+    made.submodules.linear_q_down_proj = made.submodules.linear_kv_down_proj = linear.ColumnParallelLinear
+    attention.submodules.self_attention = made
+    return attention
+
+
+def block_of_variant(config: Any, attention: Any, vp_stage: int | None) -> Any:
+    """The layers of a stage of a GPT model: ``attention``, or the same with a delta net or sparse attention instead.
+
+    Source: ``get_transformer_block_with_experimental_attention_variant_spec``, which needs Transformer Engine.
+    """
+    variants: Any = import_module("megatron.core.models.gpt.experimental_attention_variant_module_specs")
+    blocks: Any = import_module("megatron.core.transformer.transformer_block")
+    parts = attention.submodules
+    if config.experimental_attention_variant == "dsa":
+        layers = [sparse_attention(config, attention)] * config.num_layers
+    else:
+        mlp = {name: getattr(parts, name) for name in ("pre_mlp_layernorm", "mlp", "mlp_bda")}
+        net = delta_net(parts.input_layernorm, parts.sharded_state_dict_keys_map, **mlp)
+        layers = [net if is_net else attention for is_net in variants.get_linear_attention_pattern(config)]
+    first = variants.get_transformer_layer_offset(config, vp_stage=vp_stage)
+    count = blocks.get_num_layers_to_build(config, vp_stage=vp_stage)
+    return blocks.TransformerBlockSubmodules(
+        layer_specs=layers[first : first + count], layer_norm=parts.input_layernorm
+    )
 
 
 def hybrid_model(config: Any, shape: dict[str, Any], **stage: Any) -> nn.Module:
@@ -150,19 +233,7 @@ def hybrid_model(config: Any, shape: dict[str, Any], **stage: Any) -> nn.Module:
         ),
     }
     if "G" in shape["hybrid_layer_pattern"]:
-        nets: Any = import_module("megatron.core.ssm.gated_delta_net")
-        of_net = nets.GatedDeltaNetSubmodules(
-            linear.ColumnParallelLinear, parts.input_layernorm, linear.RowParallelLinear
-        )
-        stack["gdn_layer"] = spec(
-            module=layer.TransformerLayer,
-            submodules=layer.TransformerLayerSubmodules(
-                input_layernorm=parts.input_layernorm,
-                self_attention=spec(module=nets.GatedDeltaNet, submodules=of_net),
-                self_attn_bda=adds,
-                sharded_state_dict_keys_map={"input_layernorm.": "self_attention.in_proj.layer_norm_"},
-            ),
-        )
+        stack["gdn_layer"] = delta_net(parts.input_layernorm, {})
     for name, own in (("mlp_layer", {**mlp, **names}), ("moe_layer", mlp | {"mlp": of_experts.mlp})):
         submodules = layer.TransformerLayerSubmodules(**own, mlp_bda=adds)
         stack[name] = spec(module=layer.TransformerLayer, submodules=submodules)

@@ -40,14 +40,16 @@ LLAMA = GPT | {
     "untie_embeddings_and_output_weights": True,
     "qk_layernorm": True,
 }
-EXPERTS = LLAMA | {
+EXPERTS: dict[str, Any] = LLAMA | {
     "num_experts": 4,
     "moe_ffn_hidden_size": 24,
     "moe_router_topk": 2,
     "moe_router_load_balancing_type": "none",
     "moe_token_dispatcher_type": "alltoall",
 }
+LATENT_EXPERTS = EXPERTS | {"moe_latent_size": 12, "moe_shared_expert_intermediate_size": 24}
 MTP = LLAMA | {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.1}
+REPEATED = MTP | {"mtp_num_layers": 2, "mtp_use_repeated_layer": True}
 MLA = LLAMA | {
     "multi_latent_attention": True,
     "group_query_attention": False,
@@ -58,6 +60,15 @@ MLA = LLAMA | {
     "qk_pos_emb_head_dim": 4,
     "v_head_dim": 4,
     "rope_type": "rope",
+}
+SPARSE = MLA | {
+    "experimental_attention_variant": "dsa",
+    "dsa_indexer_n_heads": 32,  # with few heads, scores are often 0, of which Megatron Core may select other keys
+    "dsa_indexer_head_dim": 8,
+    "dsa_indexer_topk": 6,
+    "dsa_indexer_loss_coeff": 0.3,
+    "dsa_indexer_use_sparse_loss": True,
+    "dsa_indexer_rotate_activation": False,
 }
 NONE = {"num_query_groups": None, "ffn_hidden_size": None}
 BLOCKS = (
@@ -95,6 +106,9 @@ CONFIG = (
     *("moe_router_score_function", "moe_shared_expert_intermediate_size", "moe_router_bias_update_rate"),
     *("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads", "linear_key_head_dim"),
     *("linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads", "linear_conv_kernel_dim"),
+    *("mtp_use_repeated_layer", "experimental_attention_variant", "linear_attention_freq", "attention_output_gate"),
+    *("moe_shared_expert_gate", "moe_latent_size", "dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"),
+    *("dsa_indexer_loss_coeff", "dsa_indexer_use_sparse_loss", "dsa_indexer_rotate_activation"),
     "heterogeneous_layers_config_encoded_json",
 )
 SIZES = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size", "ep": "expert_model_parallel_size"}
@@ -144,6 +158,8 @@ def use_megatron() -> None:
     results: Any = queue.Queue()
     asynchronous: Any = import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")
     asynchronous.get_write_results_queue = lambda *args: results
+    experts: Any = import_module("megatron.core.transformer.moe.moe_layer")
+    experts.HAVE_TE, experts.TELinear = True, Replicated  # for the projections of latents
     tracker: Any = import_module("megatron.core.tensor_parallel").get_cuda_rng_tracker()
     tracker.fork = lambda *a: nullcontext()  # without dropout no random numbers are drawn
     attention: Any = import_module("megatron.core.transformer.dot_product_attention").DotProductAttention
@@ -152,6 +168,21 @@ def use_megatron() -> None:
     optimizer._set_main_param_and_optimizer_states = partialmethod(
         _without_step, optimizer._set_main_param_and_optimizer_states
     )
+
+
+class Replicated(nn.Module):
+    """Transformer Engine's linear layer with ``parallel_mode="duplicated"``, without a bias."""
+
+    def __init__(self, inputs: int, outputs: int, *, config: Any, init_method: Any, bias: bool, **_: Any) -> None:
+        super().__init__()
+        assert not bias
+        self.weight = nn.Parameter(torch.empty(outputs, inputs, dtype=config.params_dtype))
+        init_method(self.weight)
+        vars(self.weight)["sequence_parallel"] = config.sequence_parallel
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        """[..., inputs] -> [..., outputs] and no bias."""
+        return nn.functional.linear(x, self.weight), None
 
 
 def _without_step(self: Any, assign: Any, parameter: Any, tensors: dict[str, Any]) -> None:
@@ -223,6 +254,7 @@ class Training:
         from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
         shape = self.shape
+        is_sparse = shape.get("experimental_attention_variant") == "dsa"
         kind = MLATransformerConfig if shape.get("multi_latent_attention") else TransformerConfig
         if "heterogeneous_layers_config_encoded_json" in shape:
             heterogeneous: Any = import_module("megatron.core.transformer.heterogeneous.heterogeneous_config")
@@ -230,15 +262,17 @@ class Training:
         given = {name: shape[name] for name in CONFIG if shape.get(name) is not None}
         if "hybrid_layer_pattern" in shape:
             given |= {"is_hybrid_model": True, "use_mamba_mem_eff_path": False}
-            given |= {"deterministic_mode": "G" in shape["hybrid_layer_pattern"]}
         dtype = torch.bfloat16 if bf16 else torch.float32
         return kind(
             **given,
             **sizes,
             num_moe_experts=shape.get("num_experts"),
+            deterministic_mode="linear_conv_kernel_dim" in shape,
+            layernorm_zero_centered_gamma=shape.get("apply_layernorm_1p", False),
             gated_linear_unit=shape["swiglu"],
             activation_func=nn.functional.silu if shape["swiglu"] else nn.functional.gelu,
-            sequence_parallel=sizes.get(SIZES["tp"], 1) > 1 and bool(shape.get("num_experts")),
+            sequence_parallel=sizes.get(SIZES["tp"], 1) > 1 and ("num_experts" in shape or is_sparse),
+            transformer_impl="local" if is_sparse else "transformer_engine",
             hidden_dropout=0.0,
             attention_dropout=0.0,
             use_cpu_initialization=True,
@@ -282,12 +316,16 @@ class Training:
         from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 
         shape = self.shape
-        spec = gpt_layer_specs.get_gpt_layer_local_spec(
+        spec: Any = gpt_layer_specs.get_gpt_layer_local_spec(
             num_experts=shape.get("num_experts"),
             qk_layernorm=shape.get("qk_layernorm", False),
             multi_latent_attention=shape.get("multi_latent_attention", False),
             normalization=shape.get("normalization"),
         )
+        if shape.get("experimental_attention_variant"):
+            from tests.models.megatron_hybrid import block_of_variant
+
+            spec = block_of_variant(self.config, spec, stage["vp_stage"])
         if "heterogeneous_layers_config_encoded_json" in shape:
             module = "megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs"
             spec = import_module(module).get_gpt_heterogeneous_layer_spec(self.config, vp_stage=stage["vp_stage"])

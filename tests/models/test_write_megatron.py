@@ -47,9 +47,12 @@ CASES = {
     "llama bf16, distributed": Case(theirs.LLAMA, DP2, "tp2", SHARDED | {"bf16": True}),
     "experts": Case(theirs.EXPERTS, EP2, "ep2"),
     "experts with biases, distributed": Case(BIASED, PP2, "", SHARDED),
+    "latent experts": Case(theirs.LATENT_EXPERTS, EP2, "ep2"),
     "mla": Case(theirs.MLA, TP2, "", SHARDED),
+    "sparse attention": Case(theirs.SPARSE, TP2 | {"sequence_parallel": True}, "pp2", SHARDED),
     "layers of different sizes": Case(theirs.HETEROGENEOUS, PP2, "tp2", SHARDED),
     "mtp": Case(theirs.MTP, PP2, "tp2", SHARDED),
+    "mtp by one layer": Case(theirs.REPEATED, PP2, "tp2", SHARDED),
 }
 
 
@@ -146,11 +149,10 @@ def test_other_folders_are_not_replaced(folder: Path, tmp_path: Path) -> None:
         convert(Settings(source="native", to="megatron", load=str(folder / READ_AGAIN), save=str(tmp_path)))
 
 
-def test_recurrent_layers_are_refused(tmp_path: Path) -> None:
-    """Megatron Core stores the parts of their projections under names of their own."""
-    run = start(
-        {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": (2,)} | {"save": str(tmp_path)}
-    )
+def test_recurrences_that_megatron_lacks_are_refused(tmp_path: Path) -> None:
+    sizes = {"linear_num_key_heads": 4, "linear_num_value_heads": 4}
+    kimi = {"experimental_attention_variant": "kimi_delta_attention", "linear_attention_freq": (2,)}
+    run = start(kimi | sizes | {"save": str(tmp_path)})
     run.saver.save(run.state)
     run.saver.close()
     with pytest.raises(CheckpointError, match="cannot be written as torch_dist"):

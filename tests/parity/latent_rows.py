@@ -25,6 +25,7 @@ LATER = {
     "mtp_num_layers": 2,
     "mtp_loss_scaling_factor": 0.6,
 }
+REPEATED = {"mtp_num_layers": 2, "mtp_use_repeated_layer": True}
 UNTIED = {"untie_embeddings_and_output_weights": True}
 ALL_PARTS = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe_act", "shared_experts")
 ROPE_PACKED = {"tokenizer_type": "NullTokenizer", "reset_position_ids": True, "reset_attention_mask": True}
@@ -43,6 +44,21 @@ LATENT_ROWS: dict[str, tuple[int, dict, dict]] = {
         4,
         LATER | UNTIED | {"num_layers": 4},
         PP2 | ZB_V | {"zero_stage": 3},
+    ),
+    "a repeated layer of multi-token prediction, dp2 zero3, recompute": (
+        2,
+        LATER | REPEATED,
+        RECOMPUTE | {"zero_stage": 3} | OVERLAP,
+    ),
+    "a repeated layer of multi-token prediction, untied, dp2 pp2 zb_v zero3": (
+        4,
+        LATER | REPEATED | UNTIED | {"num_layers": 4},
+        PP2 | ZB_V | {"zero_stage": 3},
+    ),
+    "a repeated layer of multi-token prediction with experts, tp2 sp ep2 etp1": (
+        2,
+        DEEPSEEK_V3 | REPEATED,
+        TP2 | SP | EP2 | ETP1,
     ),
     "multi-token prediction, packed, untied, dp2 zero3, recompute": (
         2,

@@ -40,6 +40,7 @@ LLAMA4 = MIXTRAL | {
     "moe_shared_expert_intermediate_size": 16,
 }
 TWO_LOSSES = {"moe_further_balancing_types": ("global_aux_loss",), "moe_further_aux_loss_coeffs": (0.3,)}
+LATENT_EXPERTS = {"moe_latent_size": 10}
 DROP = {"moe_expert_capacity_factor": 0.75}
 PADDED = DROP | {"moe_pad_expert_input_to_capacity": True}
 BY_POSITION = DROP | {"moe_token_drop_policy": "position"}
@@ -78,6 +79,19 @@ MOE_ROWS: dict[str, tuple[int, dict, dict]] = {
         4,
         DEEPSEEK | {"num_layers": 4, "moe_layer_freq": (2,)},
         PP2 | EP2 | ZB_V | {"zero_stage": 3},
+    ),
+    "latent experts, tp2": (2, MIXTRAL | LATENT_EXPERTS, TP2),
+    "latent experts, etp2, allgather": (2, MIXTRAL | LATENT_EXPERTS, ETP2 | ALL_GATHER),
+    "latent experts, tp2 sp ep2 etp1, recompute": (2, DEEPSEEK | LATENT_EXPERTS, TP2 | SP | EP2 | ETP1 | RECOMPUTE),
+    "latent experts, dp2 pp2 ep2 zb_v zero3": (
+        4,
+        DEEPSEEK | LATENT_EXPERTS | {"num_layers": 4, "moe_layer_freq": (2,)},
+        PP2 | EP2 | ZB_V | {"zero_stage": 3},
+    ),
+    "latent experts, shared experts while tokens travel, ep2, in pairs": (
+        2,
+        DEEPSEEK | LATENT_EXPERTS,
+        EP2 | PAIRS | {"moe_shared_expert_overlap": True},
     ),
     "experts, a rank without a token that counts, ep4": (4, MIXTRAL, EP4),  # C3
     "bias and groups, tp2 sp ep2 etp1, recompute": (2, DEEPSEEK, TP2 | SP | EP2 | ETP1 | RECOMPUTE),

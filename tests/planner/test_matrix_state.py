@@ -18,6 +18,7 @@ MODELS = (
     "pattern of layers, experts, pp2, lora",
     "pattern of layers, sandwich, tp2",
     "experts, tp2 etp1",
+    "latent experts, tp2 ep2 etp1",
     "sparse attention, pp2",
     "sparse attention, indexers not trained, tp2",
     "sparse attention, warm-up, zb_v",

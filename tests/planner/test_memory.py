@@ -211,8 +211,8 @@ COHERE = LLAMA | {
 )
 @pytest.mark.parametrize(
     "settings",
-    [{}, LLAMA, LLAMA | FULL, EXPERTS, LATENT, COHERE],
-    ids=["GPT", "Llama", "Llama, recomputed", "experts", "latent attention", "one norm"],
+    [{}, LLAMA, LLAMA | FULL, EXPERTS, EXPERTS | {"moe_latent_size": 48}, LATENT, COHERE],
+    ids=["GPT", "Llama", "Llama, recomputed", "experts", "latent experts", "latent attention", "one norm"],
 )
 def test_formula_is_what_backward_keeps(settings: dict[str, Any], dtype: dict[str, Any]) -> None:
     """Within 10 %: dropout stores no mask here, and the norm's statistics, omitted by the formula, are small."""

@@ -76,6 +76,10 @@ CASES: dict[str, dict[str, Any]] = {
     "xielu": {name: value for name, value in LLAMA.items() if name != "swiglu"} | {"xielu": True},
     "norms over heads": LLAMA | {"qk_layernorm": True, "qk_layernorm_over_heads": True},
     "experts, ep2": EXPERTS | LLAMA | {"expert_model_parallel_size": 2, "moe_layer_freq": (0, 1)},
+    "latent experts, tp2 ep2 etp1": LLAMA
+    | EXPERTS
+    | {"moe_latent_size": 12, "tensor_model_parallel_size": 2, "sequence_parallel": True, "optimizer": "muon"}
+    | {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
     "experts, tp2 etp1": EXPERTS
     | {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "sequence_parallel": True}
     | {"moe_shared_expert_intermediate_size": 64, "moe_shared_expert_gate": True},
@@ -106,6 +110,7 @@ CASES: dict[str, dict[str, Any]] = {
     | INDEXER
     | {"hybrid_layer_pattern": "G*-*", "num_layers": 4, "dsa_indexer_loss_coeff": 0.1, "tensor_model_parallel_size": 2},
     "sparse attention, lora": LLAMA | LATENTS | INDEXER | {"lora_rank": 4},
+    "two tokens ahead by one layer, pp2": LLAMA | PIPELINE | {"mtp_num_layers": 2, "mtp_use_repeated_layer": True},
     "two tokens ahead, pp2": LLAMA | PIPELINE | {"mtp_num_layers": 2},
     "two tokens ahead, tied, pp2": PIPELINE | {"mtp_num_layers": 2, "position_embedding_type": "rope"},
     "pattern of layers, two tokens ahead, pp2": MAMBA

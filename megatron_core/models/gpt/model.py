@@ -284,8 +284,8 @@ class GPTModel(nn.Module):
         weight = self._shared_weight()
         assert self.mtp is not None and weight is not None, "only the last stage computes losses"
         names, tokens = mtp_loss_names(self.model_config), labels
-        for depth, layer in enumerate(self.mtp.layers):
-            hidden = layer(self.mtp.embed(tokens, weight), hidden, context)
+        for depth in range(len(names)):
+            hidden = self.mtp.predict(depth, tokens, hidden, weight, context)
             tokens, mask = later.labels[depth], later.masks[depth].transpose(0, 1)
             own = self._losses(hidden, tokens.transpose(0, 1), tied)
             own = own.to(wide(own.dtype)) * mask

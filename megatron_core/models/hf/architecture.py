@@ -144,6 +144,8 @@ class Architecture:
         except KeyError as error:
             raise CheckpointError(f"config.json has no {error.args[0]}; {self.model_type} models need it") from None
         settings = {**self.fixed, **settings}
+        if not any(settings.get("moe_layer_freq", (1,))):  # of a model with experts, whose layers all have dense MLPs
+            settings = {name: value for name, value in settings.items() if not name.startswith(("moe_", "num_experts"))}
         self._check_together(settings)
         return settings
 
@@ -184,7 +186,19 @@ class Architecture:
             raise CheckpointError(f"config.json has no {', '.join(missing)}; {self.model_type} models need it")
 
     def config_json(self, config: ModelConfig) -> Settings:
-        """The keys of config.json that a model's configuration determines."""
+        """The keys of config.json that a model's configuration determines.
+
+        A model without experts has those of an architecture with experts in none of its layers.
+        """
+        if config.num_experts is None and self.has_experts:
+            config = replace(
+                config,
+                num_experts=2,
+                moe_layer_freq=(0,) * config.num_layers,
+                moe_ffn_hidden_size=config.ffn_size,
+                moe_shared_expert_intermediate_size=config.ffn_size,
+                moe_router_topk_scaling_factor=1.0,
+            )
         settings = vars(config) | {
             "num_query_groups": config.query_groups,
             "kv_channels": config.head_size,
@@ -201,6 +215,11 @@ class Architecture:
         for rule in self.rules:
             keys |= rule.write(config)
         return keys
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether config.json must say a number of experts."""
+        return "num_experts" in self.keys.values()
 
     def source(self, name: str) -> TensorSource:
         """The stored tensors that hold our tensor ``name``."""
@@ -318,6 +337,8 @@ def architecture_for(config: ModelConfig, model_type: str | None = None) -> Arch
     nearest: tuple[Architecture, Settings] | None = None
     refusals: list[str] = []
     for found in candidates:
+        if found.has_experts and config.num_experts is None and model_type is None:
+            continue
         try:
             changed = found.changed_settings(config)
         except CheckpointError as error:

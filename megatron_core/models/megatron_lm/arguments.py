@@ -18,9 +18,11 @@ from megatron_core.config.setting import Resume, names_by_resume
 from megatron_core.errors import CheckpointError
 
 OFF: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("apply_residual_connection_post_layernorm", "attention_output_gate"), (False,)),
-    "use_mup": (False,),
-    **dict.fromkeys(("moe_latent_size", "experimental_attention_variant"), (None,)),
+    **dict.fromkeys(("apply_residual_connection_post_layernorm", "use_mup"), (False,)),
+    "experimental_attention_variant": (None, "gated_delta_net", "dsa"),
+    "dsa_indexer_topk_freq": (1, None),
+    "dsa_indexer_skip_topk_offset": (0, None),
+    "dsa_indexer_scoring_relu": (True, None),
     **dict.fromkeys(("hybrid_attention_ratio", "hybrid_mlp_ratio"), (0.0, None)),  # a pattern replaces them
 }
 """Arguments of unsupported features that change the model's function -> the values with which they are off."""
@@ -62,8 +64,12 @@ def settings_of_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     plain = not any(arguments.get(name) for name in ("swiglu", "quick_geglu", "squared_relu"))
     if plain and arguments.get("bias_gelu_fusion") and arguments.get("add_bias_linear", True):
         given["openai_gelu"] = True  # the fused kernel computes the approximation by tanh
-    if "G" not in (given.get("hybrid_layer_pattern") or ""):
-        given = {name: value for name, value in given.items() if not name.startswith("linear_")}  # of gated delta nets
+    variant, unread = given.get("experimental_attention_variant"), []
+    if variant != "gated_delta_net" and "G" not in (given.get("hybrid_layer_pattern") or ""):
+        unread.append("linear_")
+    if variant != "dsa":
+        unread.append("dsa_")
+    given = {name: value for name, value in given.items() if not name.startswith(tuple(unread))}
     if not arguments.get("num_experts"):
         given = {name: value for name, value in given.items() if not name.startswith("moe_")}
     if not arguments.get("group_query_attention"):

@@ -1,8 +1,8 @@
 """Adam's state in the flat buffers of Megatron Core's distributed optimizer.
 
 Each model-parallel rank stores its parameters in reverse order of registration, each at a multiple of 64 elements of a
-bucket; experts have buffers of their own, and each virtual stage has its own. The buffers also contain the main
-weights: a state is read only if these agree with the weights, so that another order is an error.
+bucket; with expert parallelism experts have buffers of their own, and each virtual stage has its own. The buffers also
+contain the main weights: a state is read only if these agree with the weights, so that another order is an error.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -39,7 +40,8 @@ BUFFER = re.compile(
     r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_(.*)\.bucket_idx_(\d+)\.param"
 )
 _MLP = [
-    *("pre_mlp_layernorm", "mlp", "mlp.router", "mlp.shared_experts.gate_weight", "mlp.shared_experts.linear_fc1"),
+    *("pre_mlp_layernorm", "mlp", "mlp.router", "mlp.fc1_latent_proj", "mlp.fc2_latent_proj"),
+    *("mlp.experts.linear_fc1", "mlp.shared_experts.gate_weight", "mlp.shared_experts.linear_fc1"),
     *("mlp.shared_experts.linear_fc2", "mlp.linear_fc1", "mlp.linear_fc2"),
 ]
 _LATENTS = ["linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj"]
@@ -55,19 +57,29 @@ def _order(*modules: str) -> list[str]:
     return [*attention, *_MLP]
 
 
+_INDEXER = [f"core_attention.indexer.{name}" for name in ("linear_wq_b", "linear_wk", "k_norm", "linear_weights_proj")]
 ORDERS = (
-    _order("input_layernorm", "linear_proj", "linear_qkv", *_LATENTS, "q_layernorm", "k_layernorm", "kv_layernorm"),
+    _order(
+        "input_layernorm",
+        *_INDEXER,
+        "linear_proj",
+        "linear_qkv",
+        *_LATENTS,
+        "q_layernorm",
+        "k_layernorm",
+        "kv_layernorm",
+    ),
     _order("linear_proj", "input_layernorm", "linear_qkv", "q_layernorm", "k_layernorm"),
     _order("input_layernorm", "linear_proj", *_LATENTS[:2], "q_layernorm", *_LATENTS[2:4], "kv_layernorm", _LATENTS[4]),
 )
 """Registration order of a layer's modules: local layers, layers of Transformer Engine, the same with MLA."""
 _FUSED = {
-    "M": [*_MIXER[:4], "input_layernorm", *_MIXER[4:]],
-    "G": [*_DELTA_NET[:2], "input_layernorm", *_DELTA_NET[2:]],
+    "mamba2": [*_MIXER[:4], "input_layernorm", *_MIXER[4:]],
+    "gated_delta_net": [*_DELTA_NET[:2], "input_layernorm", *_DELTA_NET[2:], *_MLP],
 }
-_LOCAL = {"M": [*_MIXER, "input_layernorm"], "G": ["input_layernorm", *_DELTA_NET]}
+_LOCAL = {"mamba2": [*_MIXER, "input_layernorm"], "gated_delta_net": ["input_layernorm", *_DELTA_NET, *_MLP]}
 MIXERS = (_LOCAL, _FUSED, _FUSED)
-"""The same of a layer with a Mamba-2 mixer or a gated delta net, by its letter, in Megatron Core 0.19."""
+"""The same of a layer with a Mamba-2 mixer or a gated delta net, by its kind, in Megatron Core 0.19."""
 
 
 @dataclass(frozen=True)
@@ -171,13 +183,15 @@ class FlatState:
     def parts(self) -> dict[str, TensorParts]:
         """The parts of each kind of state; empty if no known order of the parameters fits."""
         layout = self.layout
+        # Without expert parallelism the experts' matrices are in the buffers of the dense layers.
+        inside: tuple[bool | None, ...] = (None,) if self.buffers[True] or not self.model.num_experts else (False, True)
         splits = not any(groups % layout.tp for groups in self.model.all_query_groups)
         complete = len(self.buffers[False]) == layout.tp * layout.pp and splits
         for order, mixers in zip(ORDERS, MIXERS, strict=True) if complete else ():
-            for down in (False, True):
-                dense, stages = self._dense(order, mixers, down=down)
+            for down, grouped_inside in product((False, True), inside):
+                dense, stages = self._dense(order, mixers, down=down, grouped=grouped_inside)
                 if dense and all(map(self._agrees, (*dense[:8], *dense[-8:]))):
-                    if not self.model.num_experts:
+                    if not self.buffers[True]:
                         return self._collected(dense)
                     for grouped in (False, True):
                         experts = self._of_experts(stages, grouped=grouped)
@@ -185,14 +199,20 @@ class FlatState:
                             return self._collected(dense + experts)
         return {}
 
-    def _dense(self, order: list[str], mixers: MixerOrders, *, down: bool) -> tuple[list[Place], list[range]]:
-        """Places of all parameters except experts, and the layers of each stage; nothing if the sizes do not fit."""
+    def _dense(
+        self, order: list[str], mixers: MixerOrders, *, down: bool, grouped: bool | None
+    ) -> tuple[list[Place], list[range]]:
+        """Places of all parameters, and the layers of each stage; nothing if the sizes do not fit.
+
+        ``grouped``: order of the experts' matrices; None: they are in other buffers.
+        """
         found, stages, first, tp = list[Place](), list[range](), 0, self.layout.tp
         for stage in range(self.stages):
             chunk, rank = divmod(stage, self.layout.pp)
             buffers = [self.buffers[False][rank * tp + t][chunk] for t in range(tp)]
             for last in range(first, self.model.num_layers + 1):
-                keys = [Key(name) for name in self._registered(order, mixers, range(first, last), stage)]
+                names = self._registered(order, mixers, range(first, last), stage)
+                keys = [key for name in names for key in self._keys(name, grouped)]
                 of_ranks = [self._placed(keys, self._split(t, tp, down=down), each) for t, each in enumerate(buffers)]
                 if all(of_ranks):
                     break
@@ -225,15 +245,13 @@ class FlatState:
 
     def _registered(self, order: list[str], mixers: MixerOrders, layers: range, stage: int) -> list[str]:
         """Names of a stage's parameters in order of registration; ``mixers``: the order in layers with mixers."""
-        kinds, depths = ("", ".weight", ".bias"), self.model.mtp_num_layers or 0
+        kinds, depths = ("", ".weight", ".bias"), self.model.mtp_built_layers
         inner = [f"{module}{kind}" for module in order for kind in kinds]
-        of_mixers = {
-            letter: [f"{module}{kind}" for module in each for kind in kinds] for letter, each in mixers.items()
-        }
+        of_mixers = {name: [f"{module}{kind}" for module in each for kind in kinds] for name, each in mixers.items()}
         is_first, is_last = stage == 0, stage == self.stages - 1
         names = [TIED[0], "embedding.position_embeddings.weight"] * (is_first or (is_last and depths > 0))
         for layer in layers:
-            own = of_mixers.get(self.model.letter_of(layer) or "", inner)
+            own = of_mixers.get(self.model.recurrence_of(layer) or "", inner)
             names += [f"decoder.layers.{layer}.{name}" for name in own]
         if is_last:
             around = [f"{module}{kind}" for module in ("enorm", "hnorm", "eh_proj") for kind in kinds]
@@ -265,15 +283,27 @@ class FlatState:
 
     def _expert_keys(self, layers: range, each: int, stage: int, *, grouped: bool) -> Iterator[Key]:
         """The experts' matrices of a stage in order of registration: by matrix if ``grouped``, else by expert."""
-        depths = (self.model.mtp_num_layers or 0) if stage == self.stages - 1 else 0
+        depths = self.model.mtp_built_layers if stage == self.stages - 1 else 0
         roots = [f"decoder.layers.{layer}." for layer in layers]
         roots += [f"mtp.layers.{depth}.mtp_model_layer." for depth in range(depths)]
         for root in roots:
-            names = [name for n in (1, 2) if (name := f"{root}mlp.experts.linear_fc{n}.weight") in self.shapes]
-            if grouped:
-                yield from (Key(name, number) for name in names for number in range(each))
-            else:
-                yield from (Key(name, number) for number in range(each) for name in names)
+            yield from self._keys_of_experts(root, each, grouped=grouped)
+
+    def _keys_of_experts(self, root: str, each: int, *, grouped: bool) -> Iterator[Key]:
+        """The matrices of ``each`` experts of a layer."""
+        names = [name for n in (1, 2) if (name := f"{root}mlp.experts.linear_fc{n}.weight") in self.shapes]
+        if grouped:
+            yield from (Key(name, number) for name in names for number in range(each))
+        else:
+            yield from (Key(name, number) for number in range(each) for name in names)
+
+    def _keys(self, name: str, grouped: bool | None) -> Iterator[Key]:
+        """The parameter ``name``; for the first matrices of experts all their matrices, if they are in this buffer."""
+        root, experts, _ = name.partition("mlp.experts.")
+        if not experts:
+            yield Key(name)
+        elif grouped is not None and name.endswith(".weight"):
+            yield from self._keys_of_experts(root, self.model.num_experts or 0, grouped=grouped)
 
     def _agrees(self, place: Place) -> bool:
         """Whether the main weights at ``place`` are the stored weights."""

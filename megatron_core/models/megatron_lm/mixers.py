@@ -1,4 +1,4 @@
-"""Names of Megatron Core's hybrid models, and the parts in which it stores the projections of their mixers."""
+"""Names of Megatron Core's layers with mixers, and the parts in which it stores the projections of these."""
 
 from __future__ import annotations
 
@@ -32,6 +32,8 @@ OURS = re.compile(r"(.*?)decoder\.(?:layers\.(\d+)\.(.+)|final_layernorm\.(?:wei
 """Names of our tensors of a layer, or of the final norm, after the prefix of a kind."""
 PIECED = ("in_proj.weight", "conv1d.weight", "conv1d.bias")
 FINAL = {f"decoder.final_norm.{kind}": f"decoder.final_layernorm.{kind}" for kind in ("weight", "bias")}
+OWN_NORM = re.compile(r".*\.self_attention\.out_norm")
+"""The norm of outputs of a delta net, whose weight here is the factor, also with ``apply_layernorm_1p``."""
 
 
 class StoredMixer(NamedTuple):
@@ -47,15 +49,20 @@ class StoredMixer(NamedTuple):
 
 
 STORED = {
-    "M": StoredMixer("mixer", ORDER, "norm", Mamba2),
-    "G": StoredMixer("self_attention", DELTA_ORDER, "out_norm", GatedDeltaNet),
+    Mamba2.name: StoredMixer("mixer", ORDER, "norm", Mamba2),
+    GatedDeltaNet.name: StoredMixer("self_attention", DELTA_ORDER, "out_norm", GatedDeltaNet),
 }
-"""The mixers by the letter of their layers."""
+"""The mixers by kind."""
 NORMS = {f"{mixer.module}.{mixer.norm}.weight": mixer.norm for mixer in STORED.values()}
 
 
+def has_other_names(model: ModelConfig) -> bool:
+    """Whether names of the model's tensors are not those of a model with attention in each layer."""
+    return model.hybrid_layer_pattern is not None or bool(rows_of_ranks(model))
+
+
 def our_name(name: str) -> str:
-    """Translate the name of a tensor of a hybrid model, without the name of its piece, to ours."""
+    """Translate the name of a tensor of a model with mixers, without the name of its piece, to ours."""
     if (plain := PLAIN_NORM.fullmatch(name)) is not None:
         return f"{plain[1]}input_layernorm.{plain[2]}"
     if (mixer := MIXER.fullmatch(name)) is None:
@@ -65,8 +72,8 @@ def our_name(name: str) -> str:
 
 
 def with_mixers(found: TensorParts, model: ModelConfig) -> TensorParts:
-    """Return the parts of a hybrid model under our names, with the rows of each piece in their place."""
-    if model.hybrid_layer_pattern is None:
+    """Return the parts of a model with mixers under our names, with the rows of each piece in their place."""
+    if not has_other_names(model):
         return found
     named = TensorParts()
     kinds = {mixer.module: mixer for mixer in STORED.values()}
@@ -115,16 +122,17 @@ def pieces_of_mixer(
 ) -> Iterator[tuple[str, tuple[int, ...], Box, Box]]:
     """Yield the parts of ``box`` of our tensor ``name`` in Megatron Core: its name and shape there, the part's place in
     it, and the part in our tensor. One part for a tensor that is not stored in pieces."""
-    match = OURS.fullmatch(name) if model.hybrid_layer_pattern is not None else None
-    if match is None or model.hybrid_layer_pattern is None:
+    match = OURS.fullmatch(name) if has_other_names(model) else None
+    if match is None:
         yield name, shape, box, box
         return
     prefix, number, rest = match[1], match[2], match[3]
     if number is None:
-        yield f"{prefix}decoder.final_norm.{name.rpartition('.')[2]}", shape, box, box
+        final = "final_layernorm" if model.hybrid_layer_pattern is None else "final_norm"
+        yield f"{prefix}decoder.{final}.{name.rpartition('.')[2]}", shape, box, box
         return
-    mixer = STORED.get(model.hybrid_layer_pattern[int(number)])
-    if mixer is None:
+    mixer = stored_mixer(model, int(number))
+    if mixer is None or not rest.startswith(("self_attention.", "input_layernorm.")):
         yield name, shape, box, box
         return
     prefix, rest = f"{prefix}decoder.layers.{number}.{mixer.module}.", rest.removeprefix("self_attention.")
@@ -140,10 +148,15 @@ def pieces_of_mixer(
             yield f"{prefix}{rest}.{piece}", (size, *shape[1:]), part.shifted((-first, *zero)), part
 
 
+def stored_mixer(model: ModelConfig, layer: int) -> StoredMixer | None:
+    """The mixer of a layer; None: it has none."""
+    return STORED.get(model.recurrence_of(layer) or "")
+
+
 def rows_of_ranks(model: ModelConfig) -> dict[int, tuple[int, ...]]:
     """The rows of the pieces of each layer's mixer, in our order, for ``LocalSplit``."""
-    letters = enumerate(model.hybrid_layer_pattern or "")
-    return {layer: STORED[letter].kind(model).pieces for layer, letter in letters if letter in STORED}
+    mixers = {layer: stored_mixer(model, layer) for layer in range(model.num_layers)}
+    return {layer: mixer.kind(model).pieces for layer, mixer in mixers.items() if mixer is not None}
 
 
 def check_delta_nets(model: ModelConfig, folder: object) -> None:
@@ -152,3 +165,18 @@ def check_delta_nets(model: ModelConfig, folder: object) -> None:
         raise CheckpointError(
             f"{folder} was trained with {', '.join(settings)}: gates and norms of gated delta nets would be others here"
         )
+
+
+def norm_offset(name: str, model: ModelConfig) -> float:
+    """Our weight ``name`` minus that of Megatron Core, which applies ``apply_layernorm_1p`` to all norms."""
+    return float(model.apply_layernorm_1p and OWN_NORM.fullmatch(name) is not None)
+
+
+def with_offsets(found: TensorParts, model: ModelConfig) -> TensorParts:
+    """Return the parts of weights, or of main weights, with those of delta nets' norms as they are here."""
+    changed = {
+        name: [TensorPart(part.box, lambda read=part.read: read().float() + 1) for part in parts]  # type: ignore[misc]
+        for name, parts in found.items()
+        if norm_offset(name, model)
+    }
+    return found | changed

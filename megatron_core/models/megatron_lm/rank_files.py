@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_core.config import ModelConfig
 from megatron_core.errors import CheckpointError
 from megatron_core.models.megatron_lm.flat_buffers import FlatBuffer, FlatState, bucket_limits, coalesced
-from megatron_core.models.megatron_lm.mixers import our_name, rows_of_ranks
+from megatron_core.models.megatron_lm.mixers import has_other_names, our_name, rows_of_ranks
 from megatron_core.models.megatron_lm.pickles import load_tensors
 from megatron_core.models.megatron_lm.tensor_map import (
     DOWN,
@@ -198,7 +198,7 @@ class RankFiles:
         if layer is not None:
             first = before if layer[1] == "decoder" else 0
             rest = f"{layer[1]}.layers.{first + int(layer[2])}.{rest}"
-        if model.hybrid_layer_pattern is not None:
+        if has_other_names(model):
             rest = our_name(rest)
         latents = {"q": model.q_lora_rank or 0, "kv": model.kv_lora_rank + model.qk_pos_emb_head_dim}
         down = (match := DOWN.search(rest)) is not None and tensor.shape[0] != latents[match[1]]

@@ -16,9 +16,9 @@ from megatron_core.checkpoint.manifest import WEIGHT_DTYPES
 from megatron_core.config import ModelConfig
 from megatron_core.config.file import field_types
 from megatron_core.errors import CheckpointError
-from megatron_core.models.megatron_lm.arguments import Progress, settings_of_arguments
+from megatron_core.models.megatron_lm.arguments import REMEDY, Progress, settings_of_arguments
 from megatron_core.models.megatron_lm.fsdp_files import open_distributed
-from megatron_core.models.megatron_lm.mixers import check_delta_nets
+from megatron_core.models.megatron_lm.mixers import check_delta_nets, with_offsets
 from megatron_core.models.megatron_lm.rank_files import RankFiles
 from megatron_core.models.megatron_lm.tensor_map import FROZEN, TIED, TensorPart, TensorParts, whole_shape
 from megatron_core.parallel.texts import listed
@@ -53,7 +53,7 @@ class MegatronReader:
         names = ModelConfig.__dataclass_fields__.keys() & field_types()
         self.model = ModelConfig(**{name: value for name, value in self.settings.items() if name in names})
         check_delta_nets(self.model, self.folder)
-        self._parts = files.parts(self.model)
+        self._parts = with_offsets(files.parts(self.model), self.model)
         self._files = files
         vocabulary = self.settings.get("vocab_size") or self._rows(TIED[0])
         self.state: dict[str, Any] = {"vocab_size": vocabulary}
@@ -105,7 +105,8 @@ class MegatronReader:
 
     @cached_property
     def _optimizer(self) -> dict[str, TensorParts]:
-        return self._files.optimizer_parts(self.model)
+        found = self._files.optimizer_parts(self.model)
+        return {kind: with_offsets(parts, self.model) if kind == "main" else parts for kind, parts in found.items()}
 
     @cached_property
     def kinds(self) -> list[str]:
@@ -141,6 +142,11 @@ class MegatronReader:
             kind, rest = ("model", name[6:]) if name.startswith("model.") else name.split(".", 2)[1:]
             by_kind.setdefault(kind, {})[rest] = shape
         self._check(by_kind.pop("model", {}), self._parts)
+        if by_kind and self.kinds and self.model.has_sparse_attention and not self.model.trains_indexers:
+            raise CheckpointError(
+                f"{self.folder} was trained without a loss of its indexers, whose weights Adam only decayed and which "
+                f"are frozen here; {REMEDY}, or train them with --dsa-indexer-loss-coeff"
+            )
         for kind, ours in by_kind.items():
             if kind in self.kinds:
                 self._check(ours, self._optimizer[kind])

@@ -49,6 +49,9 @@ def arguments(config: RunConfig, state: Mapping[str, Any]) -> dict[str, Any]:
     if model.hybrid_layer_pattern is not None and model.mtp_layer_pattern is not None:
         ahead = f"{AHEAD}{model.mtp_layer_pattern}" * (model.mtp_num_layers or 0)
         flat["hybrid_layer_pattern"] = model.hybrid_layer_pattern + ahead
+    for name in ("moe_layer_freq", "linear_attention_freq"):  # there, a list has an item for each layer
+        if flat[name] is not None and len(flat[name]) == 1:
+            flat[name] = flat[name][0]
     if model.blocks:  # with all keys, which Megatron Core needs
         flat |= {LAYERS_JSON: write_blocks(model.sized_blocks), LAYERS_FILE: f"{LAYERS_JSON}.json"}
     return flat | {

@@ -24,7 +24,7 @@ from megatron_core.config import ModelConfig
 from megatron_core.config.heterogeneous import LayerBlock
 from megatron_core.config.megatron_model import without_arguments
 from megatron_core.errors import CheckpointError
-from megatron_core.models.megatron_lm.mixers import pieces_of_mixer
+from megatron_core.models.megatron_lm.mixers import norm_offset, pieces_of_mixer, rows_of_ranks
 from megatron_core.models.megatron_lm.reader import TRACKER
 from megatron_core.models.megatron_lm.stored_state import common_state
 from megatron_core.models.megatron_lm.tensor_map import FROZEN, LAYER
@@ -34,7 +34,7 @@ Format = Literal["torch_dist", "torch_dcp"]
 STATES = {"exp_avg": ("exp_avg",), "exp_avg_sq": ("exp_avg_sq",), "main": ("fp32_param", "param")}
 """Our kinds of optimizer state -> their names with and without Megatron Core's distributed optimizer."""
 EXTRA = re.compile(
-    r"(?!optimizer\.)(.+\.(?:linear_\w+|eh_proj|in_proj|out_proj|\w*norm|self_attention|mlp))\.weight(?:\.dt|\.alpha)?"
+    r"(?!optimizer\.)(.+\.(?:linear_\w+|(?:eh|in|out|fc\d_latent)_proj|\w*norm|self_attention|mlp))\.weight(?:\.dt|\.alpha)?"
 )
 """Weights of modules with an extra state; a mixer's projection is stored in pieces, of which dt or alpha is one."""
 Record = tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...], str, str, int, int]
@@ -77,6 +77,7 @@ def names_of(name: str, model: ModelConfig) -> Iterator[tuple[str, int | None]]:
         model.hybrid_layer_pattern is None
         and not model.blocks
         and layer[1] == "decoder"
+        and not rows_of_ranks(model)
         and len(set(model.expert_layers)) in (0, model.num_layers)
     )
     every = layer_names(rest, model, of_experts=of_experts)
@@ -141,7 +142,7 @@ def write_checkpoint(
     the latest iteration is replaced. Errors: ``CheckpointError`` on all ranks.
     """
     others = {*(model.hybrid_layer_pattern or "")} - {*"MG*-E"}
-    if form == "torch_dist" and (model.experimental_attention_variant or others):
+    if form == "torch_dist" and (model.experimental_attention_variant == "kimi_delta_attention" or others):
         raise CheckpointError(
             f"experimental_attention_variant={model.experimental_attention_variant} and hybrid_layer_pattern="
             f"{model.hybrid_layer_pattern} cannot be written as torch_dist, where Megatron Core has other tensors; use "
@@ -194,12 +195,14 @@ def _write_share(
                 if not mine:
                     continue
                 whole = [(name, tensor.shape, box, box)]
+                is_weight = form == "torch_dist" and name.startswith(("model.", "optimizer.main."))
+                offset = norm_offset(name, model) if is_weight else 0.0
                 for theirs, size, place, part in (
                     pieces_of_mixer(name, tensor.shape, box, model) if form == "torch_dist" else whole
                 ):
                     named = list(_records(theirs, size, place, model, form, kinds))
                     shape = named[0][3] if named else part.shape  # the same under each name
-                    data = _bytes(values[part.within(box)].reshape(shape).clone())
+                    data = _bytes(values[part.within(box)].reshape(shape) - offset)
                     file.write(data)
                     records += [(*each, tensor.dtype, file_name, at, len(data)) for each in named]
                     at += len(data)

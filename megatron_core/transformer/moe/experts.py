@@ -83,12 +83,10 @@ class Experts(nn.Module):
         super().__init__()
         config, groups = context.config, context.groups
         assert config.num_experts is not None
-        ffn = config.expert_ffn_size
+        ffn, outer = config.expert_ffn_size, config.expert_hidden_size
         pieces = (ffn, ffn) if config.gated_linear_unit else (ffn,)
         ep, etp = ((groups.index(axis), groups.size(axis)) for axis in ("ep", "etp"))
-        first, second = (
-            (config.num_experts, *shape) for shape in ((sum(pieces), config.hidden_size), (config.hidden_size, ffn))
-        )
+        first, second = ((config.num_experts, *shape) for shape in ((sum(pieces), outer), (outer, ffn)))
         inner = split_fused(first, pieces, *etp, dim=1, axis="etp")
         once = replicated(second[:2], etp[0], axis="etp", partial_grad=True)
         specs = [
@@ -121,7 +119,7 @@ class Experts(nn.Module):
         )
 
     def forward(self, rows: Tensor, probs: Tensor, counts: Sequence[int], chunks: Chunks | None = None) -> Tensor:
-        """``rows`` ``[R, h]``, ``probs`` ``[R]`` -> ``[R, h]``; ``chunks``: see ``Dispatched``.
+        """``rows`` ``[R, expert_hidden_size]``, ``probs`` ``[R]`` -> as ``rows``; ``chunks``: see ``Dispatched``.
 
         The probability is applied before W_2, with which it commutes, so backward does not need the output of W_2. With
         ``moe_apply_probs_on_input``: y = W_2 f(W_1 (p x)).

@@ -12,6 +12,7 @@ from megatron_core.parallel.sharding import allocate, replicated
 from megatron_core.tensor_parallel.invariant_linear import WeightParts, invariant_linear
 from megatron_core.tensor_parallel.linear_comm import NO_COMM
 from megatron_core.transformer.context import LayerContext, SequenceContext
+from megatron_core.transformer.latent_attention import DownProjection
 from megatron_core.transformer.mlp import MLP
 from megatron_core.transformer.moe.balance import Z_LOSS, balancing_names
 from megatron_core.transformer.moe.dispatch import AllGatherDispatcher, AllToAll, TokenNumbers
@@ -30,7 +31,9 @@ class MoELayer(nn.Module):
 
     ``[s, b, h]`` -> the same shape (``[s/tp, b, h]`` with sequence parallelism). Each rank routes and dispatches
     different tokens: with sequence parallelism its part of the sequence, else a slice for each tensor-parallel rank.
-    Source: Shazeer et al. 2017; Fedus et al. 2021; Dai et al. 2024 for shared experts.
+    With ``moe_latent_size`` the routed experts compute y = W_2 sum over e of p_e(x) expert_e(W_1 x).
+    Source: Shazeer et al. 2017; Fedus et al. 2021; Dai et al. 2024 for shared experts; names of the projections of
+    latents as in Megatron Core's layer of this name.
     """
 
     def __init__(self, context: LayerContext, layer_number: int) -> None:
@@ -38,6 +41,9 @@ class MoELayer(nn.Module):
         config = context.config
         assert config.num_experts is not None, "a layer without experts is an MLP"
         self.router = TopKRouter(context, layer_number)
+        self.fc1_latent_proj: DownProjection | None
+        self.fc2_latent_proj: DownProjection | None
+        self.fc1_latent_proj, self.fc2_latent_proj = self._latent_projections(context)
         self.experts = Experts(context)
         self.shared_experts = None
         if config.moe_shared_expert_intermediate_size is not None:
@@ -69,17 +75,31 @@ class MoELayer(nn.Module):
         tokens = self._tokens(hidden, own, context)
         routing = self.router(x, tokens, context)
         numbers = None if self.invariance is None else self._numbers(tokens, context, self.invariance)
+        if self.fc1_latent_proj is not None:
+            x = self.fc1_latent_proj(x)
         given = self.dispatcher.dispatch(
             x.flatten(0, 1), routing, padded=self.padded, meanwhile=meanwhile, numbers=numbers
         )
         if not self.overlaps:
             share()  # here, so that gradients of ``hidden`` are summed in the same order with and without overlap
         output = given.combine(self.experts(given.rows, given.probs, given.counts, given.chunks)).view_as(x)
+        if self.fc2_latent_proj is not None:
+            output = self.fc2_latent_proj(output)
         if self._divides:
             whole = output.new_zeros(hidden.shape)
             whole[own] = output
             output = reduce_from_region(whole, self.tp_group)
         return (output + shared[0] if shared else output), None
+
+    def _latent_projections(self, context: LayerContext) -> tuple[DownProjection, DownProjection] | tuple[None, None]:
+        """The products before dispatch and after combination, each of this rank's tokens."""
+        config = context.config
+        if config.moe_latent_size is None:
+            return None, None
+        first = DownProjection(context, config.moe_latent_size, divided=True)
+        second = DownProjection(context, config.hidden_size, inputs=config.moe_latent_size, divided=True)
+        second.weight.init_method = context.output_layer_init_method
+        return first, second
 
     @property
     def _divides(self) -> bool:

@@ -67,7 +67,7 @@ class TopKRouter(nn.Module):
         super().__init__()
         config, parallel, tp_rank = context.config, context.parallel, context.tp_group.rank()
         assert config.num_experts is not None, "a layer without experts has no router"
-        self.config, self.layer_number = config, layer_number
+        self.config, self.layer_number, self.applications = config, layer_number, config.applications(layer_number)
         self.sequence_group, self.batch_group = context.groups.group("tp-cp"), context.groups.group("tp-dp-cp")
         shape = (config.num_experts, config.hidden_size)
         spec_of = partial(replicated, index=tp_rank, partial_grad=True)
@@ -108,7 +108,7 @@ class TopKRouter(nn.Module):
         drawn = self._drawn(logits, tokens, context)
         experts = self._choose(logits.detach(), tokens, drawn)
         if context.router_replay is not None:
-            experts = context.router_replay.experts(self.layer_number, experts)
+            experts = context.router_replay.experts(self.layer_number + context.repeat, experts)
         sinkhorn = self.config.moe_router_load_balancing_type.endswith("sinkhorn")
         own = partial(probabilities, drawn=None if drawn is None else drawn[..., -1])
         probs = (sinkhorn_probabilities if sinkhorn else own)(logits, experts, self.config)
@@ -116,7 +116,7 @@ class TopKRouter(nn.Module):
         if self.training and torch.is_grad_enabled():
             probs = self._add_losses(probs, logits, tokens, context)
         if self.training and context.auxiliary_losses is not None:
-            context.auxiliary_losses.add_load(self.layer_number, self._load(experts, kept, tokens))
+            context.auxiliary_losses.add_load(self.layer_number + context.repeat, self._load(experts, kept, tokens))
         flat = None if kept is None else kept.flatten(0, 1)
         return Routing(experts.flatten(0, 1), probs.flatten(0, 1), flat, capacity)
 
@@ -193,12 +193,15 @@ class TopKRouter(nn.Module):
         return full[:, 1:].unflatten(1, x.shape[1:]), own
 
     def _add_losses(self, probs: Tensor, logits: Tensor, tokens: Tokens, context: SequenceContext) -> Tensor:
-        """Return ``probs``, unchanged, with the gradients of the auxiliary losses attached."""
-        config, counted = self.config, tokens.counted.to(logits.dtype)
+        """Return ``probs``, unchanged, with the gradients of the auxiliary losses attached.
+
+        The balancing losses of a layer that is applied several times are averaged, as in Megatron Core.
+        """
+        config, counted, number = self.config, tokens.counted.to(logits.dtype), self.layer_number + context.repeat
         for kind, name in balancing_names(config).items():
             per_token = kind == "global_aux_loss"
             value = balancing_loss(
-                *(logits, counted, config, kind, self.sequence_group, self.batch_group, context, self.layer_number),
+                *(logits, counted, config, kind, self.sequence_group, self.batch_group, context, number),
                 total=self.totals[per_token],
             )
             probs = context.add_auxiliary_loss(
@@ -206,7 +209,7 @@ class TopKRouter(nn.Module):
                 name,
                 value,
                 layer_number=self.layer_number,
-                coefficient=config.balancing_losses[kind],
+                coefficient=config.balancing_losses[kind] / len(self.applications),
                 per="tokens" if per_token else "sequences",
                 partial=True,
             )
@@ -239,7 +242,8 @@ def update_expert_biases(modules: Iterable[nn.Module], loads: Mapping[int, Seque
     """
     for router in (module for root in modules for module in root.modules() if isinstance(module, TopKRouter)):
         if router.expert_bias is not None:
-            load = torch.tensor(loads[router.layer_number], dtype=torch.float64, device=router.expert_bias.device)
+            each = [loads[number] for number in router.applications]
+            load = torch.tensor(each, dtype=torch.float64, device=router.expert_bias.device).sum(0)
             rate = router.config.moe_router_bias_update_rate
             router.expert_bias.add_((load.mean() - load).sign().float(), alpha=rate)
 

@@ -1,0 +1,27 @@
+"""Settings of multi-token prediction."""
+
+from dataclasses import dataclass
+
+from megatron_core.config import ranges as r
+from megatron_core.config.setting import ALWAYS, Resume, given, section, setting
+
+
+@dataclass(frozen=True, kw_only=True)
+@section(resume=Resume.REPORTED)
+class MultiTokenConfig:
+    """Layers after the last one that predict tokens after the next one, in training (DeepSeek-AI 2024, arXiv
+    2412.19437, section 2.2)."""
+
+    mtp_num_layers: int | None = setting(None, r.SMALL_COUNT, when=ALWAYS)
+    """Number of multi-token prediction layers, which predict 2, 3, ... tokens ahead in training (DeepSeek-V3)."""
+    mtp_loss_scaling_factor: float = setting(0.1, r.NON_NEGATIVE, needs=given("mtp_num_layers", "N"))
+    """Weight of the mean loss of the multi-token prediction layers."""
+    mtp_use_repeated_layer: bool = setting(False, needs=given("mtp_num_layers", "N"))
+    """Apply one multi-token prediction layer --mtp-num-layers times, each time to its own output, instead of as many
+    layers with weights of their own (Nemotron 3)."""
+
+    @property
+    def mtp_built_layers(self) -> int:
+        """Number of multi-token prediction layers with weights of their own."""
+        count = self.mtp_num_layers or 0
+        return min(count, 1) if self.mtp_use_repeated_layer else count
