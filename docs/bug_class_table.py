@@ -110,9 +110,14 @@ def table() -> str:
     tests = covered_by()
     lines = ["| class | defect | covered by |", "|---|---|---|"]
     for bug in bug_classes():
-        cell = "<br>".join(f"`{test}`" for test in tests.get(bug.name, []))
+        cell = "<br>".join(map(_code, tests.get(bug.name, [])))
         lines.append(f"| {bug.name} | {bug.title} | {cell} |")
     return "\n".join(lines)
+
+
+def _code(text: str) -> str:
+    """``text`` as code in a cell of a table, which a vertical line would end."""
+    return f"`{text}`" if "|" not in text else f"<code>{text.replace('|', '&#124;')}</code>"
 
 
 class OthersBug(NamedTuple):

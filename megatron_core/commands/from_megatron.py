@@ -91,8 +91,8 @@ class Settings:
     ] = ()
     """Variables of the environment in which the script would run."""
     read_from: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """Further folders whose files the script may read with source, bash or sbatch. Those of the script, of the folders
-    above it but a home folder, and of the current folder are read in any case."""
+    """Further folders from which the script may read files with source, bash or sbatch, in addition to its own folder,
+    those above it except a home folder, and the current folder."""
     world_size: int | None = None
     """Number of ranks; default: that of the launcher (torchrun, srun, mpirun), or the least that fits."""
     launch: int = 1

@@ -179,4 +179,5 @@ def read_layers_file(path: str) -> str:
     try:
         return compact_json(read_text(path))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"heterogeneous_layers_config_path={path} cannot be read: {shortened(str(error))}") from None
+        reason = getattr(error, "strerror", None) or shortened(str(error))
+        raise ConfigError(f"{LAYERS_FILE}={path} cannot be read: {reason}; give a file with the JSON") from None

@@ -204,7 +204,7 @@ def _position_problems(config: RunConfig) -> Iterator[str]:
     if model.position_embedding_type == "learned_absolute" and config.max_positions < seq_length:
         yield (
             f"max_position_embeddings={model.max_position_embeddings} is less than seq_length={seq_length}; "
-            f"legal: {seq_length} or more, or remove it"
+            f"give {seq_length} or more, or remove the setting"
         )
 
 

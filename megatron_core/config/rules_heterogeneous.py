@@ -26,7 +26,7 @@ def heterogeneous_problems(config: RunConfig, world_size: int) -> Iterator[str]:
     if len(blocks) != model.num_layers:
         yield f"{NAME} has {len(blocks)} layers, but num_layers={model.num_layers}; give --num-layers {len(blocks)}"
     if all(block.is_empty for block in blocks):
-        yield f"{NAME} has only layers without attention and MLP; leave one of them in"
+        yield f"{NAME} has only layers without attention and MLP; remove no_op from one of them"
     yield from _other_keys(text, model)
     tp = config.parallel.tensor_model_parallel_size
     if tp > 1 and any(part.linear for block in blocks for part in (block.attention, block.mlp)):

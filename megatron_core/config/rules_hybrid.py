@@ -66,7 +66,9 @@ def _letter_problems(pattern: str, model: ModelConfig) -> Iterator[str]:
         capitals = " (capitals)" if {letter.upper() for letter in unknown} & set(LETTERS) else ""
         yield f"{named} has the letters {' '.join(unknown)}; {legal}{capitals}"
     elif len(pattern) != model.num_layers:
-        yield f"num_layers={model.num_layers} must be {len(pattern)}, the number of letters in {named}; remove it"
+        yield (
+            f"num_layers={model.num_layers} must be {len(pattern)}, the number of letters in {named}; remove num_layers"
+        )
 
 
 def _mamba_problems(model: ModelConfig) -> Iterator[str]:

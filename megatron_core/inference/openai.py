@@ -158,7 +158,7 @@ class Protocol:
     def check_model(self, name: str) -> None:
         """``RequestError`` unless the model has this name."""
         if name != self.model:
-            message = f"model={shown(name)} does not exist; give {self.model!r}, or remove model"
+            message = f"model={shown(name)} does not exist; give {self.model!r}, or remove 'model'"
             raise RequestError(message, "model", code="model_not_found", status=404)
 
     def choice_json(self, job: Job, choice: Choice) -> Json:
@@ -216,7 +216,7 @@ class Protocol:
         text = self._render(read)
         nameless = [{"role": each["role"], "content": each["content"]} for each in read]
         if nameless != read and self._render(nameless) == text:
-            raise RequestError("the model's chat template does not use the name of a message; remove it", "messages")
+            raise RequestError("the model's chat template does not use names of messages; remove 'name'", "messages")
         return self._tokens_of([text])[0]
 
     def _tokens_of(self, texts: Sequence[str]) -> list[list[int]]:

@@ -2,8 +2,7 @@
 
 Source: Ren et al. 2021 (ZeRO-Offload), section 4. Gradients are copied to the host when they are final, during the
 backward pass. While one part of the shards is updated, the next one is read, and the previous one is written and its
-new weights
-return to the device.
+new weights are copied to the device.
 """
 
 from __future__ import annotations

@@ -21,8 +21,7 @@ from megatron_core.parallel.shared_memory import backend as shared_memory
 
 GRAPHS = 64
 """Number of graphs of a forward after which torch.compile stops compiling, for windows, shapes and evaluation. torch's
-default of 8 is meant
-for one module, but all layers have the same code."""
+default of 8 is meant for one module, but all layers have the same code."""
 
 
 def group_named(name: str) -> dist.ProcessGroup:

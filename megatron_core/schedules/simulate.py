@@ -206,8 +206,8 @@ def simulate(plan: Plan, costs: Costs | StageCosts) -> Timeline:
     times: dict[tuple[tuple[int, str], ...], float] = {}
     for rank, turn, needs in plan.steps:
         begin = free[rank]
-        for need, is_updated_in_place in needs:
-            there = end[need] if is_updated_in_place else end[need] + costs.comm
+        for need, is_here in needs:
+            there = end[need] if is_here else end[need] + costs.comm
             if there > begin:
                 begin = there
         kind = tuple((action.stage, action.kind) for action in turn)

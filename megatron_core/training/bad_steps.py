@@ -2,8 +2,7 @@
 
 A bad step is skipped and saved for a replay; after a rollback to the last checkpoint its batch is left out. All
 decisions depend only on the step's loss and norm, which are equal on all ranks, so all ranks make the same decision.
-Without
-``max_bad_steps`` outer groups take steps of their own, and the first bad step of any of them ends the job.
+Without ``max_bad_steps`` outer groups take steps of their own, and the first bad step of any of them ends the job.
 """
 
 import math

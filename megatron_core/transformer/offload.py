@@ -1,9 +1,9 @@
 """Keep activations in host memory between forward and backward (Rhu et al. 2016; Ren et al. 2021).
 
 The tensors that a unit saves are copied to the host while this unit and the next one compute; after the next unit's
-forward their memory
-on the device is freed, so that two units are on the device. When a unit's backward begins, the tensors of the unit
-before it start to return. A unit whose backward begins before another unit has run still has its tensors on the device.
+forward their memory on the device is freed, so two units are on the device. When a unit's backward begins, the tensors
+of the unit before it start to return. A unit whose backward begins before another unit has run still has its tensors on
+the device.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ RECURRENT_FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
         1,
         ("qk_clip=True has no effect", "linear_attention_freq=(1, 1)"),
     ),
-    ({"hybrid_layer_pattern": "**-"}, 1, ("num_layers=2 must be 3", "remove it")),
+    ({"hybrid_layer_pattern": "**-"}, 1, ("num_layers=2 must be 3", "remove num_layers")),
     ({"hybrid_layer_pattern": ""}, 1, ("hybrid_layer_pattern='' is empty", "legal: M G * H C - E")),
     ({"hybrid_layer_pattern": "*X"}, 1, ("hybrid_layer_pattern=*X", "legal: M G * H C - E")),
     (

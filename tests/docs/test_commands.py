@@ -72,6 +72,19 @@ def test_links_lead_to_files_and_headings() -> None:
         assert not heading or heading in headings[target], (page.name, name, heading)
 
 
+def test_rows_of_a_table_have_the_same_number_of_cells() -> None:
+    tables = [
+        (page, table)
+        for page, text in TEXTS.items()
+        for table in re.findall(r"^(?:\|.*\n)+", re.sub(r"```.*?```", "", text, flags=re.DOTALL), flags=re.M)
+    ]
+    assert len(tables) > 50
+    for page, table in tables:
+        head, line, *rows = [re.sub(r"\\\|", "", row).split("|")[1:-1] for row in table.splitlines()]
+        assert all(re.fullmatch(r"-+|:?-+:", cell) for cell in line), (page.name, table[:80])
+        assert [row for row in (head, *rows) if len(row) != len(line)] == [], page.name
+
+
 def test_files_of_walks_exist() -> None:
     """Paths in CONTRIBUTING.md's walks are relative to the repository or to the package; a step has at most 20."""
     walks = re.search(r"\n## Walks\n(.*?)\n## ", TEXTS[ROOT / "CONTRIBUTING.md"], flags=re.DOTALL)

@@ -131,7 +131,7 @@ class MegatronOptimizer:
     def reload_model_params(self, state_dict: Any = None) -> None:
         """Copy weights that were loaded into the model to the main weights."""
         if state_dict is not None:
-            raise ConfigError("reload_model_params: state_dict is not supported; load it into the model and remove it")
+            raise ConfigError("reload_model_params: state_dict is not supported; load it into the model first")
         for shard in self.optimizer.shards:
             if shard.main.data_ptr() != shard.bucket.weight_shard.data_ptr():
                 shard.main.copy_(shard.bucket.weight_shard)
