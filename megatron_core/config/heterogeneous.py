@@ -79,11 +79,11 @@ class HeterogeneousConfig:
     heterogeneous_layers_config_encoded_json: str | None = setting(
         None, when=ALWAYS, aliases="heterogeneous_layers_config_path"
     )
-    """Layers with sizes of their own, as JSON: {"block_configs": [{"attention": {"num_query_groups": 8}, "mlp":
-    {"ffn_hidden_size": 14336}}, ...]}, one entry for each layer. "no_op": true leaves attention or the MLP out,
-    "replace_with_linear": true replaces it by one linear layer, a size that is left out is that of the model. The keys
-    of Nemotron's config.json, n_heads_in_group and ffn_mult, are read, too. --heterogeneous-layers-config-path FILE (a
-    flag, and a line of --config files) reads the JSON from a file."""
+    """Sizes of each layer, as JSON: {"block_configs": [{"attention": {"num_query_groups": 8}, "mlp":
+    {"ffn_hidden_size": 14336}}, ...]}, one entry per layer. "no_op": true removes attention or the MLP,
+    "replace_with_linear": true replaces it by one linear layer; without a size the layer has the model's. The keys of
+    Nemotron's config.json, n_heads_in_group and ffn_mult, are also supported. --heterogeneous-layers-config-path FILE,
+    also in a --config file, reads the JSON from a file."""
 
 
 def compact_json(text: str) -> str:

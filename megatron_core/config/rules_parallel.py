@@ -83,7 +83,7 @@ def _world_problems(config: RunConfig, world_size: int) -> Iterator[str]:
             f"(tensor_model_parallel_size={parallel.tensor_model_parallel_size} x "
             f"pipeline_model_parallel_size={parallel.pipeline_model_parallel_size} x "
             f"context_parallel_size={parallel.context_parallel_size}); start a multiple of "
-            f"{parallel.smallest_world_size} ranks, or choose sizes with one of the products "
+            f"{parallel.smallest_world_size} ranks, or choose sizes whose product is one of "
             f"{', '.join(map(str, divisors(world_size)))}"
         )
     elif leaves_rest(world_size, parallel.expert_model_size):

@@ -109,7 +109,7 @@ class Search:
             raise ConfigError(f"gpus={self.devices} is out of range; legal: 1, 2, 3, ...")
         if (teacher := self.config.tuning.kd_teacher) is not None:
             raise ConfigError(
-                f"kd_teacher={teacher}: the planner does not know the teacher's model; leave --kd-teacher out, and "
+                f"kd_teacher={teacher}: the planner does not know the teacher's model; remove --kd-teacher, and "
                 "keep memory for the teacher's weights"
             )
         if self.config.training.global_batch_size is None:

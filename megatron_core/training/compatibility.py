@@ -237,12 +237,12 @@ def tokenizer_folder(folder: Path) -> Path:
 
 
 def open_model(
-    load: str, step: int | None = None, device: torch.device = CPU
+    load: str, step: int | None = None, device: torch.device = CPU, name: str = "load"
 ) -> tuple[CheckpointReader | HuggingFaceReader, RunConfig]:
     """Open ``load``, a checkpoint or Hugging Face folder; return its reader and the configuration of its model.
 
-    A collective call, with messages on ``device``. Errors: ``CheckpointError`` if there is no checkpoint, or only
-    adapters.
+    A collective call, with messages on ``device``. Errors: ``CheckpointError``, with the ``name`` of the setting, if
+    there is no checkpoint, or only adapters.
     """
     if (location(load) / CONFIG).is_file():
         weights = HuggingFaceReader(load)
@@ -250,13 +250,13 @@ def open_model(
     reader = open_newest(load, step, device=device)
     if reader is None:
         raise CheckpointError(
-            f"load={load!r} has no checkpoint and no {CONFIG}; give a folder written with --save, or of Hugging Face"
+            f"{name}={load!r} has no checkpoint and no {CONFIG}; give a folder written with --save, or of Hugging Face"
         )
     config = stored_config(reader.folder)
     if config.tuning.lora_rank is not None:
         with reader:
             raise CheckpointError(
-                f"load={load!r} has adapters (lora_rank={config.tuning.lora_rank}) without the weights of the model; "
+                f"{name}={load!r} has adapters (lora_rank={config.tuning.lora_rank}) without the weights of the model; "
                 f"run tools/convert_checkpoint.py --from native --to hf --load {load} --save MERGED, and load MERGED"
             )
     return reader, config

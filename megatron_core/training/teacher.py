@@ -73,7 +73,9 @@ def open_teacher(folder: str, device: torch.device) -> tuple[Base | MegatronRead
     A collective call, with messages on ``device``.
     """
     theirs = open_megatron(CheckpointConfig(load=folder, finetune=True))
-    return open_model(folder, device=device) if theirs is None else (theirs, megatron_config(theirs.folder))
+    if theirs is None:
+        return open_model(folder, device=device, name="kd_teacher")
+    return theirs, megatron_config(theirs.folder)
 
 
 def teacher_config(config: RunConfig, stored: RunConfig, num_stages: int) -> RunConfig:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from megatron_core.planner.search import Search
 from megatron_core.training.dry_run import warnings
 from megatron_core.training.setup import set_up
 from megatron_core.training.step import evaluate, train_step
+from megatron_core.training.teacher import open_teacher
 from megatron_core.verify.ranks import run_ranks, this_world
 from tests.defects.plant import planted
 from tests.runs import TINY, tiny_config, tiny_run
@@ -155,6 +157,11 @@ def test_other_vocabularies_and_lengths_are_refused(
 ) -> None:
     with pytest.raises(error, match=message):
         set_up(_config(teachers["dense"], **settings), tiny_run().world)
+
+
+def test_a_teacher_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=rf"kd_teacher='{tmp_path}' has no checkpoint and no config\.json"):
+        open_teacher(str(tmp_path), torch.device("cpu"))
 
 
 def _too_many_stages(teacher: str) -> str:
