@@ -149,11 +149,11 @@ def _unknown(name: str, path: str, kinds: dict[str, Any]) -> str:
     return f"{shown} in {path} is not a setting; {perhaps(name[:MOST_SHOWN], kinds)}"
 
 
-def perhaps(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """A hint at known names that are similar to an unknown one."""
+def perhaps(name: str, known: Iterable[str], prefix: str = "", otherwise: str = "--help lists every setting") -> str:
+    """A hint at known names that are similar to an unknown one; ``otherwise`` if there is none."""
     close = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
     shown = " or ".join(prefix + (each.replace("_", "-") if prefix else each) for each in close)
-    return f"perhaps you meant {shown}" if close else "--help lists every setting"
+    return f"perhaps you meant {shown}" if close else otherwise
 
 
 def _checked(name: str, value: Any, kind: Any, path: str) -> Any:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from megatron_core.config import OptimizerConfig, ParallelConfig, RunConfig, TrainingConfig
-from megatron_core.config.file import convert, field_types, read_config
+from megatron_core.config.file import convert, describe, field_types, perhaps, read_config
 from megatron_core.config.fp8 import Recipe
 from megatron_core.config.validate import check, without_data
 from megatron_core.errors import ConfigError, LayoutError
@@ -83,14 +83,15 @@ def _from_mapping(config: Mapping[str, Any]) -> RunConfig:
     kinds, faults, values = field_types(), [], RunConfig().flat()
     for name, value in config.items():
         if name not in kinds:
-            faults.append(f"{name!r} is not a setting")
+            hint = perhaps(name, READ, otherwise="docs/any_model.md has examples, docs/megatron_flags.md all names")
+            faults.append(f"{name!r} is not a setting; {hint}")
             continue
         try:
             values[name] = convert(value, kinds[name])
-        except (TypeError, ValueError, OverflowError) as error:
-            faults.append(f"{name}={value!r}: {error}")
+        except (TypeError, ValueError, OverflowError):
+            faults.append(f"{name}={value!r} does not fit; legal: {describe(kinds[name])}")
     if faults:
-        raise ConfigError(f"config: {'; '.join(faults)}; docs/from_megatron.md lists the settings")
+        raise ConfigError(f"config: {'; '.join(faults)}")
     return RunConfig.from_flat(values)
 
 

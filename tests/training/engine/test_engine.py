@@ -355,8 +355,9 @@ def test_units() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"zero_stag": 1}, "'zero_stag' is not a setting"),
-        ({"zero_stage": "many"}, "zero_stage='many'"),
+        ({"zero_stag": 1}, "'zero_stag' is not a setting; perhaps you meant zero_stage"),
+        ({"zebra": 1}, "'zebra' is not a setting; docs/any_model.md"),
+        ({"zero_stage": "many"}, "zero_stage='many' does not fit; legal: 0, 1, 2, 3 or null"),
         ({"num_layers": 3}, "num_layers has no effect on a model of your own"),
         ({"save": "x"}, "save has no effect on a model of your own"),
         ({"log_interval": 3, "end_weight_decay": 0.5}, "end_weight_decay, log_interval have no effect"),
