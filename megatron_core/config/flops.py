@@ -9,6 +9,8 @@ The causal mask is ignored: scores and weighted values count all S keys of each 
 older releases of Megatron-LM. Newer ones count half of them, and so print less for long sequences.
 """
 
+from functools import lru_cache
+
 from megatron_core.config.mixers import mixer_of
 from megatron_core.config.model import ModelConfig
 
@@ -39,6 +41,11 @@ def forward_flops_per_token(model: ModelConfig, seq_length: int, vocab_size: int
     With a pattern of layers, each layer has only the terms of its part. A linear layer in place of attention or MLP has
     2 h^2 in output or mlp.
     """
+    return dict(_forward_flops(model, seq_length, vocab_size))
+
+
+@lru_cache(maxsize=64)  # a search over layouts asks for the same model thousands of times
+def _forward_flops(model: ModelConfig, seq_length: int, vocab_size: int) -> dict[str, int]:
     layers, hidden = range(model.num_layers), model.hidden_size
     terms: dict[str, int] = {}
     for layer in layers:

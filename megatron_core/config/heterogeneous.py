@@ -108,17 +108,23 @@ def read_blocks(text: str, hidden_size: int, heads: int) -> tuple[tuple[LayerBlo
         return (), ("must be an object with block_configs, a list with an entry for each layer",)
     for number, entry in enumerate(entries):
         named, block = f"block_configs[{number}]", entry if isinstance(entry, dict) else {}
+        ffn = "mlp" if block.get("ffn") is None else "ffn"
+        others = {key: value for key, value in block.items() if key not in ("attention", ffn)}
+        _Reader(named, others, faults).refuse_the_rest()  # mlp beside ffn, too
         attention = _Reader(f"{named}.attention", block.get("attention"), faults)
-        ffn = "ffn" if block.get("ffn") else "mlp"
         mlp = _Reader(f"{named}.{ffn}", block.get(ffn), faults)
         groups, width = attention.integer("num_query_groups"), mlp.integer("ffn_hidden_size")
         of_group, factor = attention.integer("n_heads_in_group"), mlp.number("ffn_mult")
+        if None not in (groups, of_group) or None not in (width, factor):
+            faults.append(f"has two sizes of one part in {named}; keep one")
         if groups is None and of_group is not None:
             groups, rest = divmod(heads, of_group)
             if rest:
                 faults.append(f"has {named}.attention.n_heads_in_group={of_group}, which must divide {heads} heads")
         if width is None and factor is not None:
             width = -(-int(2 * factor * hidden_size / 3) // MULTIPLE) * MULTIPLE
+            if not 0 < width < 2**31:
+                faults.append(f"has {named}.{ffn}.ffn_mult={factor}, a width of {width}; legal: 1 to 2**31 - 1")
         blocks.append(LayerBlock(attention.part(groups), mlp.part(width)))
     return (() if faults else tuple(blocks)), tuple(faults)
 
@@ -154,10 +160,14 @@ class _Reader:
             self.faults.append(f"has values of {self.name}.no_op or .replace_with_linear that are not true or false")
         if all(switches) or (any(switches) and size is not None):
             self.faults.append(f"has {self.name} with several of no_op, replace_with_linear and a size; keep one")
-        for key, value in self.left.items():
-            if value not in (None, False):
-                self.faults.append(f"has {self.name}.{key}={shortened(repr(value))}, which is not supported; remove it")
+        self.refuse_the_rest()
         return LayerPart(bool(switches[0]), bool(switches[1]), size)
+
+    def refuse_the_rest(self) -> None:
+        """Add a message for each key that was not read, unless it is null or false."""
+        for key, value in self.left.items():
+            if value is not None and value is not False:
+                self.faults.append(f"has {self.name}.{key}={shortened(repr(value))}, which is not supported; remove it")
 
 
 def write_blocks(blocks: Sequence[LayerBlock]) -> str:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 
 from megatron_core.config.heterogeneous import LAYERS_JSON as NAME
 from megatron_core.config.heterogeneous import MODEL_KEYS, read_blocks
@@ -32,13 +33,20 @@ def heterogeneous_problems(config: RunConfig, world_size: int) -> Iterator[str]:
     if tp > 1 and any(part.linear for block in blocks for part in (block.attention, block.mlp)):
         yield from uneven("hidden_size", model.hidden_size, "tensor_model_parallel_size", tp)
     # Each layer must be legal as the layers of a model that has its sizes everywhere.
-    reported, seen = set(_of_sizes(config, model, world_size)), set[ModelConfig]()
-    for number in range(min(len(blocks), model.num_layers)):
-        own = replace(model.of_layer(number), heterogeneous_layers_config_encoded_json=None)
-        if own not in seen:
-            seen.add(own)
-            found = (each for each in _of_sizes(config, own, world_size) if each not in reported)
-            yield from (f"block_configs[{number}] of {NAME}: {each}" for each in found)
+    reported = set(_of_sizes(config, model, world_size))
+    for number, own in _models_of_one_size(model):
+        found = (each for each in _of_sizes(config, own, world_size) if each not in reported)
+        yield from (f"block_configs[{number}] of {NAME}: {each}" for each in found)
+
+
+@lru_cache(maxsize=64)  # a search over layouts checks the same model in thousands of them
+def _models_of_one_size(model: ModelConfig) -> tuple[tuple[int, ModelConfig], ...]:
+    """The first layer of each pair of sizes, and a model that has them in all its layers."""
+    first: dict[ModelConfig, int] = {}
+    for number in range(min(len(model.blocks), model.num_layers)):
+        first.setdefault(model.of_layer(number), number)
+    none = {NAME: None}
+    return tuple((number, replace(own, **none)) for own, number in first.items())  # type: ignore[arg-type]
 
 
 def _of_sizes(config: RunConfig, model: ModelConfig, world_size: int) -> Iterator[str]:

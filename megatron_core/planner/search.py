@@ -217,17 +217,16 @@ class Search:
     def _bound(self, settings: Settings) -> float:
         """Lower bound of the step's seconds: all devices compute layers and head without idle time."""
         times = self._times(settings)
-        model, batch = self.config.model, self.config.training.global_batch_size or 1
-        full = settings["recompute_granularity"] == "full"
+        batch = self.config.training.global_batch_size or 1
+        full, away = settings["recompute_granularity"] == "full", settings["cpu_offloading"]
         counts = Counter(times.kinds)
         layers = sum(
-            counts[kind] * sum(times.layer(times.kinds.index(kind), recomputed=full, offloaded=False).sums)
+            counts[kind] * sum(times.layer(times.kinds.index(kind), recomputed=full, offloaded=away).sums)
             for kind in counts
         )
         others = settings["tensor_model_parallel_size"] * settings["context_parallel_size"]
         each = layers + sum(times.end(first=False).sums)
-        away = model.num_layers * sum(times.clock.offloaded(0).sums) if settings["cpu_offloading"] else 0.0
-        return (each + away) * batch / settings["micro_batch_size"] * others / self.devices
+        return each * batch / settings["micro_batch_size"] * others / self.devices
 
     def _waiting(self, stages: Settings, micros: float) -> float:
         """Lower bound of the factor by which the pipeline's bubble lengthens the step, for equal stages."""

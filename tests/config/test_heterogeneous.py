@@ -51,11 +51,12 @@ def test_keys_of_nemotron() -> None:
     entries = [
         {"attention": {"n_heads_in_group": 8, "no_op": False}, "ffn": {"ffn_mult": 2.625}},
         {"attention": {"n_heads_in_group": None, "no_op": True}, "ffn": {"ffn_mult": 0.1, "sparsify": None}},
+        {"attention": {}, "ffn": {}, "parallel_blocks": None},
     ]
     blocks, faults = read_blocks(json.dumps({"block_configs": entries}), 8192, 64)
     assert faults == ()
-    assert [block.attention.size for block in blocks] == [8, None]
-    assert [block.mlp.size for block in blocks] == [14336, 768]
+    assert [block.attention.size for block in blocks] == [8, None, None]
+    assert [block.mlp.size for block in blocks] == [14336, 768, None]
 
 
 def test_all_faults_at_once() -> None:
