@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import NoReturn
@@ -88,4 +89,5 @@ def _start_ranks(module: str, words: list[str]) -> NoReturn:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(places)}
     if int(value) > 1:
         environment.setdefault("OMP_NUM_THREADS", "1")  # the ranks share the cores; torchrun sets it, too
-    os.execve(sys.executable, [sys.executable, *starter, *words[:at], *rest], environment)
+    options = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # -X, -W, ..., as multiprocessing does
+    os.execve(sys.executable, [sys.executable, *options, *starter, *words[:at], *rest], environment)

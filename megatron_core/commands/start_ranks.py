@@ -14,6 +14,7 @@ import os
 import signal
 import socket
 import sys
+from contextlib import suppress
 from types import FrameType
 from typing import NoReturn
 
@@ -39,11 +40,18 @@ class LocalRanks:
 
     def fork(self, number: int, port: int) -> bool:
         """Fork ``number`` ranks that meet at ``port``; True in each of them, False in this process."""
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in filter(None, (sys.stdout, sys.stderr)):  # None if it was closed before the start
+            stream.flush()
         gc.freeze()  # a collection in a rank would copy the pages that it shares with the others
         for rank in range(number):
-            pid = os.fork()
+            try:
+                pid = os.fork()
+            except OSError as error:
+                self.kill()
+                sys.exit(
+                    f"{program()}: rank {rank} of {number} cannot be started ({error.strerror}); start fewer ranks, or "
+                    "allow more processes (ulimit -u) and memory"
+                )
             if pid == 0:
                 os.environ.update(_variables(rank, number, port))
                 return True
@@ -53,11 +61,21 @@ class LocalRanks:
     def send(self, number: int, _: FrameType | None = None) -> None:
         """Send a signal to all running ranks."""
         for pid in self.running:
-            os.kill(pid, number)
+            with suppress(ProcessLookupError):  # the signal may arrive after wait has returned the last one's status
+                os.kill(pid, number)
 
     def kill(self, *_: object) -> None:
         """End all running ranks at once."""
         self.send(signal.SIGKILL)
+
+    def suspend(self, *_: object) -> None:
+        """After Ctrl-Z, stop all processes of the ranks and this one, until the shell continues this one."""
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            for pid in self.running:
+                with suppress(ProcessLookupError):
+                    os.killpg(pid, number)
+            if number == signal.SIGSTOP:
+                os.kill(os.getpid(), signal.SIGSTOP)
 
     def wait(self) -> None:
         """Wait until all ranks have ended; after the first failure the others get SIGTERM, and later SIGKILL."""
@@ -102,9 +120,9 @@ def main() -> NoReturn:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
         run_tool(program(), tool)
     signal.signal(signal.SIGALRM, ranks.kill)
-    for each in FORWARDED:
+    for each in (*FORWARDED, signal.SIGTSTP):
         if signal.getsignal(each) is not signal.SIG_IGN:
-            signal.signal(each, ranks.send)
+            signal.signal(each, ranks.suspend if each == signal.SIGTSTP else ranks.send)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
     ranks.wait()
     del store
@@ -115,7 +133,8 @@ def _status(ranks: LocalRanks) -> int:
     if ranks.failed is None:
         return 0
     rank, code = ranks.failed
-    how = f"ended with status {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
+    names = {each.value: each.name for each in signal.Signals}  # not all real-time signals have one
+    how = f"ended with status {code}" if code > 0 else f"was killed by {names.get(-code, f'signal {-code}')}"
     print(f"{program()}: rank {rank} {how}", file=sys.stderr)
     return code if code > 0 else 128 - code
 

@@ -110,7 +110,7 @@ def read_blocks(text: str, hidden_size: int, heads: int) -> tuple[tuple[LayerBlo
         named, block = f"block_configs[{number}]", entry if isinstance(entry, dict) else {}
         ffn = "mlp" if block.get("ffn") is None else "ffn"
         others = {key: value for key, value in block.items() if key not in ("attention", ffn)}
-        _Reader(named, others, faults).refuse_the_rest()  # mlp beside ffn, too
+        _Reader(named, others, faults).refuse_the_rest()  # and mlp if there is ffn
         attention = _Reader(f"{named}.attention", block.get("attention"), faults)
         mlp = _Reader(f"{named}.{ffn}", block.get(ffn), faults)
         groups, width = attention.integer("num_query_groups"), mlp.integer("ffn_hidden_size")

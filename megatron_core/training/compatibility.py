@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import zip_longest
 from math import isclose
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from megatron_core.checkpoint.manifest import MANIFEST, Manifest
 from megatron_core.checkpoint.reader import note
 from megatron_core.config import CheckpointConfig, DataConfig, ModelConfig, OptimizerConfig, RunConfig
 from megatron_core.config.file import convert
+from megatron_core.config.heterogeneous import LAYERS_JSON
 from megatron_core.config.rules_single import has_effect
 from megatron_core.config.run import field_types, settings
 from megatron_core.config.setting import Resume, names_by_resume
@@ -60,11 +62,18 @@ def check_same_model(stored: Mapping[str, Any], config: RunConfig, *, only_weigh
     model = {**vars(config.model), **vars(config.tuning)}.keys() & stored.keys()
     before = RunConfig.from_flat(current | {name: stored[name] for name in model})
     changed = [name for name in different if name not in allowed and any(has_effect(name, c) for c in (config, before))]
+    own, other = config.model.sized_blocks, before.model.sized_blocks
+    if LAYERS_JSON in changed and own == other:  # other keys, or sizes that one of them leaves to the model
+        changed.remove(LAYERS_JSON)
     if changed:
         faults = [
             f"  - {name}={current[name]!r}, but the checkpoint was trained with {name}={stored[name]!r}"
             for name in changed
+            if name != LAYERS_JSON or not (own and other)
         ]
+        if LAYERS_JSON in changed and own and other:  # the JSON of a large model is too long to be compared by eye
+            layers = [str(n) for n, (one, two) in enumerate(zip_longest(own, other)) if one != two]
+            faults.append(f"  - {LAYERS_JSON} has other sizes than the checkpoint in block_configs {listed(layers)}")
         function = " ".join(name for name in changed if settings()[name].resume is Resume.FUNCTION)
         way_out = "; to use the weights with these settings, add --changed-model-settings " + function
         raise CheckpointError(

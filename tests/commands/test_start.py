@@ -98,6 +98,7 @@ def test_two_ranks_are_started(monkeypatch: pytest.MonkeyPatch) -> None:
     assert done.returncode == 1 and "cannot be used on 2 ranks" in done.stderr and "--bogus" in done.stderr
     assert done.stderr.count("error: ") == 1, "printed once by the ranks"
     assert "Traceback" not in done.stderr and "megatron-train: rank " in done.stderr
+    monkeypatch.setattr("sys.warnoptions", ["error::FutureWarning"])
     for words in (["--nproc_per_node=3", "--x", "y"], ["--x", "--nproc-per-node", "3", "y"]):
         found: list[tuple[list[str], dict[str, str]]] = []
         monkeypatch.setattr(
@@ -108,7 +109,7 @@ def test_two_ranks_are_started(monkeypatch: pytest.MonkeyPatch) -> None:
             start("serve")
         [(called, environment)] = found
         assert called[-3:] == ["megatron_core.commands.serve", "--x", "y"]
-        assert called[1:4] == ["-m", "megatron_core.commands.start_ranks", "3"]
+        assert called[-7:-3] == ["-Werror::FutureWarning", "-m", "megatron_core.commands.start_ranks", "3"]
         assert environment["PYTHONPATH"].split(os.pathsep)[0] == str(ROOT)
 
 
