@@ -88,6 +88,7 @@ class Supervisor:
         self._deaths: list[int] = []
         self._signals: list[int] = []
         self._stopped_since = self._late_since = 0.0
+        self._suspended = 0.0
         self._beats = (0, 0.0)
         self._next_beat = 0.0
         self._watched = dict[int, tuple[int, float]]()
@@ -107,7 +108,7 @@ class Supervisor:
             if self._pid == 0:
                 return self._begin(number, parent, previous)
             self._stopped_since = self._late_since = 0.0
-            self._beats = (numbers[BEATS], time.monotonic())
+            self._beats = (numbers[BEATS], self._now())
             self._after(self._wait())
             number += 1
 
@@ -145,14 +146,20 @@ class Supervisor:
                 if pid:
                     self._pid = 0
                     return status
-                now = time.monotonic()
-                reason = self._reason or self._hang(now)
+                reason = self._reason or self._hang(self._now())
                 if reason and not self._reason:
                     self._reason = reason
                     os.kill(self._pid, signal.SIGKILL)
+                asleep = time.monotonic()
                 select.select([process], [], [], CHECK)  # returns when the process ends
+                if (asleep := time.monotonic() - asleep) > STOPPED:
+                    self._suspended += asleep
         finally:
             os.close(process)
+
+    def _now(self) -> float:
+        """Seconds, without the time in which this process was stopped, as all processes of the job after Ctrl-Z."""
+        return time.monotonic() - self._suspended
 
     def _hang(self, now: float) -> str:
         """Why the training process must be killed, or ""."""
@@ -183,7 +190,7 @@ class Supervisor:
         self._rendezvous.beat()
         if self._memory.numbers[GENERATION] == INVITED:
             return  # the others have not met this rank, so that it has no generation that could fail
-        count, now = max(WATCHED, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))), time.monotonic()
+        count, now = max(WATCHED, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))), self._now()
         known, self._watched = self._watched, {}
         for rank, beats in self._rendezvous.watched(count).items():
             same = rank in known and known[rank][0] == beats
