@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+from types import SimpleNamespace
+
 import pytest
 import torch.distributed as dist
 
@@ -81,3 +86,24 @@ def test_without_replacement_a_lost_host_ends_the_job(clock: Clock, capsys: pyte
         clock.now += 0.5
     end = rendezvous_of_ranks[0].ended()
     assert end is not None and end.status == 75 and "--recover-without-spare" in capsys.readouterr().err
+
+
+def test_the_time_in_which_all_processes_were_stopped_does_not_count(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rendezvous_of_ranks, made = supervisors()
+    process = subprocess.Popen(["sleep", "60"])
+    left = iter(range(4))
+
+    def select(*_: object) -> None:
+        clock.now += 2 * supervisor.SILENT
+        if next(left, None) is None:
+            process.kill()
+
+    monkeypatch.setattr(supervisor, "select", SimpleNamespace(select=select))
+    monkeypatch.setattr(made[1], "_keep", lambda: None)
+    made[1]._pid = process.pid
+    made[1]._beats = made[1]._memory.numbers[supervisor.BEATS], clock.now
+    assert os.waitstatus_to_exitcode(made[1]._wait()) == -signal.SIGKILL
+    assert made[1]._reason == "" and rendezvous_of_ranks[0].failure(0) is None
+    process.wait()
