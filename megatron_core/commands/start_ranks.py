@@ -58,6 +58,15 @@ class LocalRanks:
             self.running[pid] = rank
         return False
 
+    def store(self, server: socket.socket) -> dist.Store:
+        """Hold the store of the ranks at ``server``."""
+        port = server.getsockname()[1]
+        try:
+            return dist.TCPStore("127.0.0.1", port, is_master=True, master_listen_fd=server.detach())
+        except (RuntimeError, OSError):
+            self.kill()
+            raise
+
     def send(self, number: int, _: FrameType | None = None) -> None:
         """Send a signal to all running ranks."""
         for pid in self.running:
@@ -111,10 +120,8 @@ def main() -> NoReturn:
     # Signals that arrive before they can be sent on wait.
     signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
     with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        is_rank = ranks.fork(int(number), port)
-        # Created after the forks, as they would not have its thread.
-        store = None if is_rank else dist.TCPStore("127.0.0.1", port, is_master=True, master_listen_fd=server.detach())
+        is_rank = ranks.fork(int(number), server.getsockname()[1])
+        store = None if is_rank else ranks.store(server)  # created after the forks, which would not have its thread
     if is_rank:
         os.setsid()  # Ctrl-C reaches the ranks through the process that waits for them, and only once
         signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
