@@ -18,7 +18,7 @@ REFUSED = {
     "layout_invariant": "sums of adapters depend on the layout; remove --layout-invariant",
     "compile": "layers with adapters are not compiled; remove --compile",
     "mtp_num_layers": "layers of multi-token prediction have no adapters; remove --mtp-num-layers",
-    "moe_latent_size": "the projections of latent experts have no adapters; train all weights",
+    "moe_latent_size": "the projections of latent experts have no adapters; remove --lora-rank",
     "fp8_param_gather": "frozen weights are not gathered in FP8; remove --fp8-param-gather",
     "use_mup": "its rates and factors are those of hidden matrices; remove --use-mup",
 }

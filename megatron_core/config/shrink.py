@@ -19,7 +19,8 @@ took 5.8 GB with the usual sizes and 2.3 GB with these."""
 FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
 SIZES = """
     num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels num_query_groups seq_length num_experts
-    moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_router_topk moe_router_num_groups moe_router_group_topk
+    moe_ffn_hidden_size moe_latent_size moe_shared_expert_intermediate_size
+    moe_router_topk moe_router_num_groups moe_router_group_topk
     q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim window_size moe_layer_freq recompute_num_layers
     linear_attention_freq linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads
     hybrid_layer_pattern mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads
@@ -234,7 +235,7 @@ def _experts(model: ModelConfig, layouts: Sequence[Layout], layers: int, hidden:
         several = 2 * ep if experts >= 2 * ep else ep  # a rank with several experts sorts its rows
         experts = lcm(MOST_EXPERTS, several)
         sizes |= {"num_experts": experts, "moe_router_topk": min(k, 2)}
-    for name in ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"):
+    for name in ("moe_ffn_hidden_size", "moe_latent_size", "moe_shared_expert_intermediate_size"):
         if (size := getattr(model, name)) is not None:
             sizes[name] = max(round(hidden * size / model.hidden_size / unit), 1) * unit
     if model.moe_ffn_hidden_size is None and model.ffn_hidden_size is None:

@@ -126,6 +126,14 @@ def test_a_run_continues_another_one(tmp_path: Path) -> None:
     assert found == {"good": "ok", "wrong": "failed", "build": "ok", "later": "ok"}
 
 
+def test_a_part_that_continues_keeps_the_other_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stages = [python(name, "") for name in ("train a", "train b", "speed a")]
+    monkeypatch.setattr(program, "all_stages", lambda device: stages)
+    for part in (["speed"], ["train", "--continue"]):
+        assert main(["--device", "cpu", "--out", str(tmp_path / "gpu.json"), "--only", *part]) == 0
+    assert [stage["name"] for stage in read(tmp_path / "gpu.json")["stages"]] == ["speed a", "train a", "train b"]
+
+
 def outcome_of_skipped(stage: Stage) -> dict[str, Any]:
     return program.outcome(stage, "skipped", reason="no time")
 

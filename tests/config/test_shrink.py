@@ -87,6 +87,12 @@ def test_features_stay() -> None:
     assert (small.checkpoint.save, small.checkpoint.load, small.data.data_path) == (None, None, ())
 
 
+def test_widths_of_experts_keep_their_share_of_the_hidden_size() -> None:
+    experts = {"num_experts": 128, "moe_ffn_hidden_size": 2048, "moe_latent_size": 1024}
+    small = shrunk(RunConfig.from_flat(LLAMA_8B | experts), [Layout(tp=2)]).model
+    assert (small.hidden_size, small.moe_ffn_hidden_size, small.moe_latent_size) == (64, 32, 16)
+
+
 def test_packed_documents_stay() -> None:
     packed = {"reset_position_ids": True, "reset_attention_mask": True, "fim_data": True, "fim_no_prefix": "#"}
     large = RunConfig.from_flat(LLAMA_8B | packed)

@@ -415,6 +415,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "num_dense_layers": 1}
         | {"routed_scaling_factor": 1.5},
     ),
+    "lfm2_moe, dense layers alone": ("Lfm2Moe", LFM2 | {"num_dense_layers": 4}),
     "lfm2_moe, without biases, tied": (
         "Lfm2Moe",
         LFM2

@@ -50,6 +50,8 @@ EXPERTS: dict[str, Any] = LLAMA | {
 LATENT_EXPERTS = EXPERTS | {"moe_latent_size": 12, "moe_shared_expert_intermediate_size": 24}
 MTP = LLAMA | {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.1}
 REPEATED = MTP | {"mtp_num_layers": 2, "mtp_use_repeated_layer": True}
+AHEAD_OF_EXPERTS = EXPERTS | {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.1}
+DENSE_FIRST = AHEAD_OF_EXPERTS | {"moe_layer_freq": [0, 1]}
 MLA = LLAMA | {
     "multi_latent_attention": True,
     "group_query_attention": False,
@@ -109,7 +111,7 @@ CONFIG = (
     *("mtp_use_repeated_layer", "experimental_attention_variant", "linear_attention_freq", "attention_output_gate"),
     *("moe_shared_expert_gate", "moe_latent_size", "dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"),
     *("dsa_indexer_loss_coeff", "dsa_indexer_use_sparse_loss", "dsa_indexer_rotate_activation"),
-    "heterogeneous_layers_config_encoded_json",
+    *("heterogeneous_layers_config_encoded_json", "moe_layer_freq", "moe_aux_loss_coeff", "moe_z_loss_coeff"),
 )
 SIZES = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size", "ep": "expert_model_parallel_size"}
 SIZES |= {"etp": "expert_tensor_parallel_size"}
@@ -224,6 +226,8 @@ class Training:
         torch.manual_seed(SCHEDULE["seed"])  # otherwise weights, and near ties of experts, depend on earlier tests
         sizes = {SIZES[word.rstrip("0123456789")]: int(word.lstrip("etp")) for word in layout.split()}
         virtual = {"virtual_pipeline_model_parallel_size": chunks} if chunks > 1 else {}
+        ahead: Any = import_module("megatron.core.transformer.multi_token_prediction")
+        ahead.MTPLossLoggingHelper.tracker.clear()  # which has the number of predictions of an earlier model
         parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(**sizes, **virtual)
         self.args = arguments_of(
@@ -326,6 +330,9 @@ class Training:
             from tests.models.megatron_hybrid import block_of_variant
 
             spec = block_of_variant(self.config, spec, stage["vp_stage"])
+        if "moe_layer_freq" in shape:
+            block: Any = gpt_layer_specs.get_gpt_decoder_block_spec
+            spec = block(self.config, use_transformer_engine=False, vp_stage=stage["vp_stage"])
         if "heterogeneous_layers_config_encoded_json" in shape:
             module = "megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs"
             spec = import_module(module).get_gpt_heterogeneous_layer_spec(self.config, vp_stage=stage["vp_stage"])

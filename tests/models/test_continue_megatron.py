@@ -68,6 +68,7 @@ CASES = {
     "sparse attention, dp2, flat buffers": Case(theirs.SPARSE, 2, "", "dp_reshardable", PP2, SHARDED),
     "sparse attention, pp2, torch": Case(theirs.SPARSE, 2, "pp2", "torch", DP2),
     "mtp": Case(theirs.MTP, ours=TP2),
+    "dense, experts, mtp, pp2, flat buffers": Case(theirs.DENSE_FIRST, 2, "pp2", "dp_reshardable", EP2, SHARDED),
     "latent experts": Case(theirs.LATENT_EXPERTS, ours=EP2),
     "latent experts, ep2, flat buffers": Case(theirs.LATENT_EXPERTS, 2, "ep2", "dp_reshardable", PP2, SHARDED),
     "latent experts, tp2, torch": Case(theirs.LATENT_EXPERTS, 2, "tp2", "torch", PP2),

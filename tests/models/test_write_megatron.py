@@ -48,6 +48,8 @@ CASES = {
     "experts": Case(theirs.EXPERTS, EP2, "ep2"),
     "experts with biases, distributed": Case(BIASED, PP2, "", SHARDED),
     "latent experts": Case(theirs.LATENT_EXPERTS, EP2, "ep2"),
+    "experts, mtp": Case(theirs.AHEAD_OF_EXPERTS, EP2, "ep2"),
+    "a dense layer, experts, mtp": Case(theirs.DENSE_FIRST, PP2, ""),
     "mla": Case(theirs.MLA, TP2, "", SHARDED),
     "sparse attention": Case(theirs.SPARSE, TP2 | {"sequence_parallel": True}, "pp2", SHARDED),
     "layers of different sizes": Case(theirs.HETEROGENEOUS, PP2, "tp2", SHARDED),

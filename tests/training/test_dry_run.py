@@ -69,6 +69,17 @@ def test_parameters_of_the_model_are_those_of_one_process() -> None:
             assert RankEstimate.of(tiny_config(**settings), 4, 3).model_parameters == counted
 
 
+def test_a_token_uses_the_chosen_experts_of_layers_that_exist() -> None:
+    """A repeated layer of multi-token prediction is one layer, however often it is applied."""
+    experts = {"num_experts": 4, "moe_router_topk": 1, "moe_router_score_function": "sigmoid", "moe_latent_size": 8}
+    experts |= {"moe_ffn_hidden_size": 16, "disable_bias_linear": True, "position_embedding_type": "rope"}
+    experts |= {"mtp_num_layers": 3, "mtp_use_repeated_layer": True}
+    config = tiny_config(**experts)
+    found = RankEstimate.of(config, 1)
+    matrices = 2 * 8 * 16
+    assert found.model_parameters - found.active_parameters == 3 * matrices * (config.model.num_layers + 1)
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_buffers_are_the_planners_bytes_a_parameter(stage: int) -> None:
     config = tiny_config(bf16=True, zero_stage=stage, hidden_size=64, global_batch_size=16)

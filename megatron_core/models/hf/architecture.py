@@ -144,7 +144,9 @@ class Architecture:
         except KeyError as error:
             raise CheckpointError(f"config.json has no {error.args[0]}; {self.model_type} models need it") from None
         settings = {**self.fixed, **settings}
-        if not any(settings.get("moe_layer_freq", (1,))):  # of a model with experts, whose layers all have dense MLPs
+        pattern = settings.get("hybrid_layer_pattern") or "E"
+        if not any(settings.get("moe_layer_freq", (1,))) or "E" not in pattern:
+            # An architecture with experts, in a model whose layers all have dense MLPs.
             settings = {name: value for name, value in settings.items() if not name.startswith(("moe_", "num_experts"))}
         self._check_together(settings)
         return settings

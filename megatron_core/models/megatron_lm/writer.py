@@ -78,7 +78,7 @@ def names_of(name: str, model: ModelConfig) -> Iterator[tuple[str, int | None]]:
         and not model.blocks
         and layer[1] == "decoder"
         and not rows_of_ranks(model)
-        and len(set(model.expert_layers)) in (0, model.num_layers)
+        and (model.num_experts is None or model.moe_layer_freq == (1,))
     )
     every = layer_names(rest, model, of_experts=of_experts)
     if model.blocks and "layernorm." in rest:
