@@ -235,7 +235,7 @@ DEFECTS = {
     "a part goes to the wrong place": ("OnePass._store", "common.within(box)", "common.within(common)"),
     "bytes after a place are read twice": ("segments_of", "end = at + len(place)", "end = at"),
     "hashes are not compared": ("read_chunks", ".hexdigest() != expected.hash", ".hexdigest() == ''"),
-    "a fault stays on its rank": ("OnePass.fill", "for text in told", "for text in told[self._rank : self._rank + 1]"),
+    "a fault stays on its rank": ("OnePass.fill", "text in by_rank", "text in by_rank[self._rank : self._rank + 1]"),
 }
 
 

@@ -91,6 +91,7 @@ IN_LATENTS = (
         "replace(context, repeat=depth)",
         "context",
         "a repeated layer of multi-token prediction with experts, tp2 sp ep2 etp1",
+        culprit="report0.*load of layer 3",
     ),
     Defect(
         "each part of a split sequence predicts from the tokens of the first",

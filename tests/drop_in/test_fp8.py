@@ -78,10 +78,10 @@ def test_layers_at_the_ends_stay_out() -> None:
 
 
 def test_a_programs_flags_reach_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    flags = "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --bf16 --fp8-format hybrid --fp8-recipe tensorwise"
+    flags = "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --bf16 --fp8-format hybrid --fp8-recipe delayed"
     monkeypatch.setattr(sys, "argv", ["program.py", *flags.split(), "--fp8-margin", "1"])
     args = parse_args()
     settings = core_transformer_config_from_args(args)
     found = args.fp8, settings.fp8, settings.fp8_recipe, settings.fp8_margin
-    assert found == ("hybrid", "hybrid", "tensorwise", 1)
+    assert found == ("hybrid", "hybrid", "delayed", 1)
     assert get_gpt_layer_local_spec(fp8=args.fp8) == get_gpt_layer_local_spec()

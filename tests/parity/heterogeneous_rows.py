@@ -47,7 +47,7 @@ HETEROGENEOUS_ROWS: dict[str, tuple[int, dict, dict]] = {
     "layers of different sizes, a stage of empty layers, pp2 x 2 chunks": (
         2,
         LAYERS,
-        PP2 | {"num_virtual_stages_per_pipeline_rank": 2, "pipeline_model_parallel_layout": "Ett|t|t|tL"},
+        PP2 | {"pipeline_model_parallel_layout": "Ett|t|t|tL"},
     ),
     "layers of different sizes, dp2 zero3": (2, LAYERS, ZERO3),
     "layers of different sizes, muon, dp2 tp2 zero1": (
