@@ -29,8 +29,8 @@ from megatron_core.shell.unknown import UNKNOWN
 from megatron_core.terminal import parse_flags
 from megatron_core.text_file import parse_json
 
-CONSTRUCTED = ("optimizer", "scheduler")
-"""Keys of objects that Megatron-DeepSpeed constructs from its flags and passes to DeepSpeed."""
+OF_FLAGS = ("micro_batch_size", "global_batch_size")
+"""Settings that Megatron-DeepSpeed reads from its flags: its loop gives DeepSpeed their batch size at each step."""
 HEAD = """# Keys of DeepSpeed's JSON
 
 All keys of DeepSpeed 0.19.8's configuration are known by name; an unknown key is an error with the nearest known one.
@@ -99,8 +99,8 @@ def from_json(settings: Settings) -> str:
 def with_deepspeed(config: RunConfig, text: str, world_size: int) -> tuple[RunConfig, str]:
     """``config`` with the settings in the JSON of a launch of Megatron-DeepSpeed, and a text that names them.
 
-    They override those of flags, but flags select optimizer and schedule. Raises ConfigError for a JSON that cannot be
-    used.
+    They override those of flags, but flags select optimizer, schedule and batch sizes, as in Megatron-DeepSpeed. Raises
+    ConfigError for a JSON that cannot be used, and for one that contradicts these flags.
     """
     if names := UNKNOWN.findall(text):
         raise ConfigError(f"values of {', '.join(dict.fromkeys(names))} are not known; give --set {names[0]}=VALUE")
@@ -110,10 +110,19 @@ def with_deepspeed(config: RunConfig, text: str, world_size: int) -> tuple[RunCo
         raise ConfigError(f"not valid JSON ({error})") from error
     if not isinstance(values, dict):
         raise ConfigError("it must be an object, { ... }")
-    given = {name: value for name, value in values.items() if name not in CONSTRUCTED}
+    if values.get("scheduler"):
+        raise ConfigError(
+            "scheduler: DeepSpeed until 0.16 uses it instead of --lr-decay-style, later ones do not; remove it"
+        )
+    given = {name: value for name, value in values.items() if name not in ("optimizer", "scheduler")}
     found = translate(given, config.parallel.data_parallel_size(world_size))
-    settings = {name: value for name, value in found.settings.items() if name in field_types()}
-    ignored = [f"{name}: the flags select it" for name in CONSTRUCTED if name in values]
+    micro, size = found.train_micro_batch_size_per_gpu, config.training.micro_batch_size
+    if micro != size:
+        raise ConfigError(
+            f"train_micro_batch_size_per_gpu={micro} differs from --micro-batch-size {size}; use one value"
+        )
+    settings = {name: value for name, value in found.settings.items() if name in field_types() and name not in OF_FLAGS}
+    ignored = [f"{name}: the flags select it" for name in ("optimizer", "train_batch_size") if name in values]
     told = ", ".join(f"{name}={value}" for name, value in settings.items())
     return RunConfig.from_flat(config.flat() | settings), "; ".join([told, *ignored, *found.notes])
 

@@ -21,11 +21,10 @@ import re
 import shlex
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated
 
 import tyro
@@ -73,6 +72,7 @@ OTHERS = {
 """Words in the paths of programs that cannot be replaced, and the alternative; no letter is next to the word."""
 DEEPSPEED = ("deepspeed", "deepspeed_config", "deepspeed_mpi")
 """Flags of Megatron-DeepSpeed that the settings of its JSON replace."""
+CLOSED = "is outside the folders of the script, or is not a file, and is not read; --read-from allows its folder"
 _WIDTH = 110
 
 
@@ -118,26 +118,25 @@ class TranslatedLaunch:
     """The settings of the file in --deepspeed_config; empty if there is none, or if it cannot be translated."""
 
     @classmethod
-    def of(
-        cls, launch: Launch, world_size: int | None, files: Mapping[str, str] = MappingProxyType({})
-    ) -> TranslatedLaunch:
-        """Translate the flags of a launch; ``files``: texts of the files that they name."""
+    def of(cls, launch: Launch, world_size: int | None) -> TranslatedLaunch:
+        """Translate the flags of a launch."""
         groups = grouped(list(launch.flags))
-        file = next((values[0] for flag, values in groups if plain(flag) == "deepspeed_config" and values), "")
-        replaced = DEEPSPEED if file in files else ()
-        words = [word for flag, values in groups if plain(flag) not in replaced for word in (flag, *values)]
+        replaced = DEEPSPEED if launch.deepspeed is not None else ()
+        kept = [each for each in groups if plain(each[0]) not in replaced and not {*each[1]} & {*launch.closed}]
+        words = [word for flag, values in kept for word in (flag, *values)]
         flags = LaunchFlags.of(words, UNKNOWN)
         with redirect_stderr(io.StringIO()):  # the note about flags without effect is part of the report
             config, faults = read_flags(flags.usable, prog="pretrain_gpt.py")
         ranks = world_size or launch.ranks or config.parallel.smallest_world_size
         found, told = [fault for fault in faults if fault not in flags.refused], ""  # of a file that is named
-        if file in files:
+        found += [f"{readable(name)} {CLOSED}" for name in launch.closed]
+        if launch.deepspeed is not None:
             from megatron_core.commands.deepspeed_config import with_deepspeed  # it imports torch
 
             try:
-                config, told = with_deepspeed(config, files[file], ranks)
+                config, told = with_deepspeed(config, launch.deepspeed, ranks)
             except MegatronError as error:
-                found.append(f"--deepspeed_config {readable(file)}: {error}")
+                found.append(f"--deepspeed_config: {error}")
         found += problems(config, ranks)
         folder = None if config.checkpoint.load is None else path_of(config.checkpoint.load)
         if folder is not None and folder.is_dir():
@@ -376,7 +375,7 @@ def run(settings: Settings, words: Sequence[str]) -> int:
         raise ConfigError(f"--launch {settings.launch}: the number of launches in the script is {len(script.launches)}")
     if settings.world_size is not None and settings.world_size < 1:
         raise ConfigError(f"--world-size {settings.world_size} must be an integer >= 1")
-    translated = TranslatedLaunch.of(script.launches[settings.launch - 1], settings.world_size, script.files)
+    translated = TranslatedLaunch.of(script.launches[settings.launch - 1], settings.world_size)
     if settings.output is not None:
         prepare_output(settings, "output", WRITTEN, words)
         write_config(translated.config, settings.output, changed_only=True)

@@ -137,7 +137,7 @@ def _parse(
     kind: type[Parsed], args: list[str] | None, prog: str, defaults: RunConfig | None
 ) -> tuple[Parsed, list[str]]:
     """The settings, and a message for each flag that was left out because it cannot be used."""
-    given = list(sys.argv[1:] if args is None else args)
+    given, is_final = list(sys.argv[1:] if args is None else args), defaults is not None
     if given[:1] == [PRINT_COMPLETION]:
         defaults = defaults or RunConfig()
         parse_flags(kind, prog=prog, args=given, default=kind(**defaults.sections()), config=_FLAT)  # exits
@@ -160,7 +160,7 @@ def _parse(
             loss = distillation_settings(distillation)
             defaults = RunConfig.from_flat(defaults.flat() | loss)
             if (heat := loss["kd_temperature"]) != 1.0 and _is_first_rank():
-                print(f"note: --export-kd-cfg: the loss is T^2 = {heat**2:g} times ModelOpt's", file=sys.stderr)
+                print(f"note: --export-kd-cfg: the loss is T^2 = {heat * heat:g} times ModelOpt's", file=sys.stderr)
         except ConfigError as error:
             found.faults.append(str(error))
     defaults = defaults if path is None else read_config(path, defaults, pattern)
@@ -179,8 +179,10 @@ def _parse(
     config = RunConfig(**parsed.sections())
     if any(unknown_words(config)):
         return parsed, found.faults  # conditions assume known words
-    # Leave out refinements of modes that are off.
-    off, values = without_mode(config, found.flags), RunConfig().flat()
+    # Leave out refinements of modes that are off; the model of a folder may have them, see read_settings.
+    waits = not is_final and settings_from_folder(config)
+    off = {} if waits else without_mode(config, found.flags)
+    values = RunConfig().flat()
     if off:
         config = RunConfig.from_flat(config.flat() | {name: values[name] for name in off})
         parsed = replace(parsed, **config.sections())
@@ -188,6 +190,12 @@ def _parse(
     if not found.faults:
         _note(found.ignored)
     return parsed, found.faults
+
+
+def settings_from_folder(config: RunConfig) -> bool:
+    """Whether settings without a flag come from a checkpoint or model, which is read later."""
+    folders = config.checkpoint.load_hf, config.tuning.lora_load
+    return config.checkpoint.use_checkpoint_args or any(folder is not None for folder in folders)
 
 
 def without_mode(config: RunConfig, flags: list[str]) -> dict[str, str]:

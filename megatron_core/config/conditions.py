@@ -189,7 +189,13 @@ TOKENIZER_MODEL = Condition(
     "a --tokenizer-type that reads it",
     lambda run: run.data.tokenizer not in (None, "GPT2BPETokenizer", "ByteLevelTokenizer", "NullTokenizer"),
 )
-TOKEN_FILES = Condition("token files", lambda run: not run.data.mock_data and run.data.dataloader_type != "external")
+OWN_DATA = Condition("data of this run", lambda run: run.data.dataloader_type != "external")
+TOKEN_FILES = Condition(
+    "token files",
+    lambda run: (
+        run.data.dataloader_type != "external" and (not run.data.mock_data or run.data.data_order == "megatron")
+    ),
+)
 MEGATRON_ORDER = Condition("--data-order megatron", lambda run: run.data.data_order == "megatron")
 GPT2_TOKENIZER = Condition(
     "--tokenizer-type GPT2BPETokenizer",

@@ -57,9 +57,10 @@ class DataConfig:
     data file that occurs in several phases continues after the samples already used."""
     split: str | None = setting(None, when=c.DIVIDED_DATA)
     """Shares of training, validation and test data in --data-path; default: 969,30,1."""
-    data_order: Literal["keyed", "megatron"] = setting("keyed", when=c.TOKEN_FILES)
+    data_order: Literal["keyed", "megatron"] = setting("keyed", when=c.OWN_DATA)
     """Order of samples. keyed: a function of the seed and the sample number, without index files. megatron:
-    Megatron-LM's order for the same seed, so that a run that was started there continues with the same batches."""
+    Megatron-LM's order for the same seed, so that a run that was started there continues with the same batches,
+    also of its mock data."""
     data_cache_path: str | None = setting(None, r.FOLDER, when=c.MEGATRON_ORDER, resume=Resume.FREE)
     """Folder for the index files of --data-order megatron; default: they are not stored."""
     mid_level_dataset_surplus: float = setting(0.005, r.from_0(2**16), when=c.MEGATRON_ORDER)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from megatron_core.errors import ConfigError, shortened
@@ -17,6 +16,8 @@ DEFAULTS: dict[str, Any] = {
     "logit_kl_topk": None,
 }
 """The fields of ModelOpt's ``DistillationConfig`` that a file can have, and their defaults."""
+LARGEST = 1e6
+"""Bound of the numbers."""
 
 
 def distillation_settings(path: str) -> dict[str, float]:
@@ -54,6 +55,7 @@ def _fields(path: str) -> dict[str, Any]:
     """The fields in the file."""
     try:
         loaded = parse_yaml(read_text(path))
+        str(loaded)  # ValueError for a hexadecimal number of more digits than Python prints
     except (OSError, ValueError) as error:
         raise ConfigError(f"--export-kd-cfg {path} cannot be read: {shortened(str(error))}") from error
     if loaded is None:
@@ -69,6 +71,8 @@ def _fields(path: str) -> dict[str, Any]:
 
 
 def _positive(path: str, name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 < value < math.inf:
-        raise ConfigError(f"--export-kd-cfg {path}: {name}={shortened(str(value))} must be a number > 0")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 < value < LARGEST:
+        raise ConfigError(
+            f"--export-kd-cfg {path}: {name}={shortened(str(value))} must be a number > 0 and < {LARGEST:g}"
+        )
     return float(value)

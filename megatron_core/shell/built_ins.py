@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from megatron_core.shell.assignment import assign, assign_text
 from megatron_core.shell.conditions import holds
 from megatron_core.shell.fields import Fields
-from megatron_core.shell.files import text_of_settings
+from megatron_core.shell.files import SETTINGS, is_open, text_of_settings, values_of
 from megatron_core.shell.limits import require_size
 from megatron_core.shell.patterns import unescaped
 from megatron_core.shell.programs import printed
 from megatron_core.shell.state import State
 from megatron_core.shell.tokens import ASSIGNMENT
+from megatron_core.shell.tree import Command
 from megatron_core.shell.unknown import UNKNOWN, unknown
 
 
@@ -129,31 +130,74 @@ class BuiltIns(State):
         """The text of files, or of standard input without ``names``; None if it is not known."""
         if not names:
             return None if self._input is None else "".join(self._input)
-        found = [self.text_of_file(name) for name in names]
-        return None if None in found else "".join(map(str, found))
+        found, size = list[str](), 0
+        for name in names:
+            text = self.text_of_file(name)
+            if text is None:
+                return None
+            found.append(text)
+            size += len(text)
+            require_size(size, "a list of files")
+        return "".join(found)
 
     def text_of_file(self, name: str) -> str | None:
         """The text of a file that the script has written, or of a JSON file near it; None if it is not known."""
-        if name in self.files:
-            return self.files[name]
-        return text_of_settings(self._script, name, self._folders)
+        path = os.path.normpath(name)
+        return self.files[path] if path in self.files else text_of_settings(self._script, name, self._folders)
+
+    def _command_of(self, words: list[str], line: int) -> Command:
+        """A program that starts now, with the files in its flags."""
+        names, settings = values_of(words, "deepspeed-config"), values_of(words, *SETTINGS)
+        text = self.text_of_file(names[-1]) if names else None
+        self.variables.spend(len(text or ""))
+        closed = tuple(name for name in settings if not is_open(name, self._folders))
+        return Command(tuple(words), str(self._script), line, self._launcher, text, closed)
+
+    def _write(self, name: str, text: str, appends: bool = False) -> None:
+        before = self.text_of_file(name) or "" if appends else ""
+        self.variables.spend(len(before))
+        self.files[os.path.normpath(name)] = before + text
 
     def _do_sed(self, words: list[str]) -> bool | None:
         """Replace words, as in ``sed s/NAME/value/``; the output of other edits is not known."""
+        in_place = "-i" in words[1:2]
+        words = words[:1] + words[2:] if in_place else words
         scripts, names = words[1:2], words[2:]
         if words[1:2] == ["-e"]:
             scripts, names = words[2::2], []
+        if in_place:
+            return self._edit_files(scripts, names)
+        edited = self._edited(scripts, names)
+        self._print(unknown("output-of-sed") if edited is None else edited)
+        return None if edited is None else True
+
+    def _edit_files(self, scripts: list[str], names: list[str]) -> bool | None:
+        """Follow ``sed -i``."""
+        texts = {name: self._edited(scripts, [name]) for name in names}
+        for name, text in texts.items():
+            self._write(name, unknown("output-of-sed") if text is None else text)
+        return None if not names or None in texts.values() else True
+
+    def _do_cp(self, words: list[str]) -> bool | None:
+        """Follow the copy of a file to another name; the text of other copies is not known."""
+        names = [word for word in words[1:] if not word.startswith("-")]
+        text = self.text_of_file(names[0]) if len(names) == 2 else None
+        for name in names[-1:]:
+            self._write(name, unknown("output-of-cp") if text is None else text)
+        return None if text is None else True
+
+    def _edited(self, scripts: list[str], names: list[str]) -> str | None:
+        """The output of sed; None if it is not known."""
         edits = [re.fullmatch(r"s([/|,#])(\w+)\1([^\\&]*)\1(g?)", each) for each in scripts]
         text = self._text_of(names)
         if text is None or not all(edits) or any(word.startswith("-") for word in names):
-            self._print(unknown("output-of-sed"))
             return None
         for _, old, new, every in (edit.groups() for edit in edits if edit is not None):
-            count = -1 if every else 1
-            text = "".join(line.replace(old, new, count) for line in text.splitlines(keepends=True))
-            require_size(len(text), "the output of sed")
-        self._print(text)
-        return True
+            lines = lines_of(text)
+            places = [line.count(old) if every else int(old in line) for line in lines]
+            require_size(len(text) + sum(places) * len(new), "the output of sed")
+            text = "".join(line.replace(old, new, count) for line, count in zip(lines, places, strict=True))
+        return text
 
     def _do_read(self, words: list[str]) -> bool:
         names, array = self._names_of_read(words[1:], "a")

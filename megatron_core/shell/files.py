@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os.path
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 
+from megatron_core.shell.limits import LONGEST
 from megatron_core.shell.unknown import UNKNOWN, readable
 from megatron_core.text_file import read_text
 
 MOST_FOLDERS = 4
 """Folders above the script whose files may be read, and in which a path of another machine is searched."""
+SETTINGS = ("config", "export-kd-cfg", "heterogeneous-layers-config-path")
+"""Flags of training programs with a file that is read together with the flags."""
 
 
 def readable_folders(script: Path, further: Sequence[str] = ()) -> tuple[Path, ...]:
@@ -48,9 +52,26 @@ def text_of_settings(script: Path, name: str, folders: Sequence[Path]) -> str | 
     """The text of a JSON file that ``script`` means by ``name``, see ``find_script``; None if it cannot be read."""
     path = find_script(script, name, folders)[0] if name.endswith(".json") else None
     try:
-        return None if path is None else read_text(path)
+        text = None if path is None else read_text(path)
     except (OSError, ValueError):
         return None
+    return None if text is None or len(text) > LONGEST else text
+
+
+def is_open(name: str, folders: Sequence[Path]) -> bool:
+    """Whether a program may read the file ``name``: there is none, or it is a file in ``folders``."""
+    path = Path(name)
+    return not os.path.lexists(name.replace("\0", "")) or (_is_file(path) and _is_in(path, folders))
+
+
+def values_of(words: Sequence[str], *flags: str) -> list[str]:
+    """The first value of each of ``flags``, without hyphens before them, among ``words``."""
+    found = list[str]()
+    for word, following in pairwise([*words, ""]):
+        flag, equals, value = word.partition("=")
+        if flag.startswith("--") and flag[2:].replace("_", "-") in flags:
+            found.append(value if equals else following)
+    return found
 
 
 def _substitutes(folder: Path, path: Path) -> Iterator[Path]:

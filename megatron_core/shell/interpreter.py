@@ -171,8 +171,7 @@ class Interpreter(BuiltIns):
             with self._captured() as output:
                 status = self.run(node.body)
         if node.file is not None:
-            name = self.variables.text(node.file)
-            self.files[name] = (self.files.get(name, "") if node.appends else "") + "".join(output)
+            self._write(self.variables.text(node.file), "".join(output), node.appends)
         return status
 
     def _branch(self, node: If | Case) -> bool | None:
@@ -297,7 +296,7 @@ class Interpreter(BuiltIns):
 
     def _program(self, words: list[str], node: Simple) -> bool | None:
         self.variables.spend(size_of(words))
-        self.commands.append(Command(tuple(words), str(self._script), self._line or node.line, self._launcher))
+        self.commands.append(self._command_of(words, self._line or node.line))
         at = next((at for at, word in enumerate(words) if word in (*_SHELLS, "sbatch")), None)
         if at is None:
             self._print(printed(words, f"output-of-{words[0]}") + "\n")

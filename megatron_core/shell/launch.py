@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_core.errors import ConfigError
-from megatron_core.shell.files import readable_folders, text_of_settings
+from megatron_core.shell.files import readable_folders, text_of_settings, values_of
 from megatron_core.shell.interpreter import Interpreter
 from megatron_core.shell.launchers import ALL, NODES, SEVERAL, from_launcher, number_of, options_of
 from megatron_core.shell.limits import limited_time
@@ -34,6 +34,10 @@ class Launch:
     ranks_per_node: int | None
     ranks: int | None
     """Number of ranks; None if the launcher's flags do not give it."""
+    deepspeed: str | None = None
+    """Text of the JSON file in --deepspeed_config; None if it is not known."""
+    closed: tuple[str, ...] = ()
+    """Files of settings in its flags that may not be read."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +48,6 @@ class LaunchScript:
     notes: tuple[str, ...] = ()
     unset: tuple[str, ...] = ()
     """Variables that the script reads without setting them."""
-    files: Mapping[str, str] = field(default_factory=dict)
-    """Texts of files that the script writes, or that are near it, by the names in the flags."""
 
 
 def read_script(
@@ -72,25 +74,15 @@ def read_script(
         f"{each.script} line {each.line} begins with {each.words[0]}: the line before lacks a \\" for each in lost
     ]
     notes = tuple(dict.fromkeys([*found.notes, *broken]))
-    texts = _texts(launches, found.text_of_file)
-    return LaunchScript(tuple(dict.fromkeys(launches)), notes, tuple(found.variables.unset), texts)
-
-
-def _texts(launches: Sequence[Launch], text_of: Callable[[str], str | None]) -> dict[str, str]:
-    """The texts of the JSON files in the flags of launches, as far as they are known."""
-    words = {word.partition("=")[2] or word for launch in launches for word in launch.flags}
-    found = {name: text_of(name) for name in sorted(words) if name.endswith(".json")}
-    return {name: text for name, text in found.items() if text is not None}
+    return LaunchScript(tuple(dict.fromkeys(launches)), notes, tuple(found.variables.unset))
 
 
 def read_command_line(words: Sequence[str], is_flag: Callable[[str], bool]) -> LaunchScript:
     """The launch of a command line: a launcher, a program and its flags, or flags alone."""
-    launch = _launch_of(Command(tuple(words), "", 0), is_flag, least=1)
-    if launch is None:
-        return LaunchScript(())
-    here = Path("command line")
-    folders = readable_folders(here)
-    return LaunchScript((launch,), files=_texts([launch], lambda name: text_of_settings(here, name, folders)))
+    here, names = Path("command line"), values_of(words, "deepspeed-config")
+    text = text_of_settings(here, names[-1], readable_folders(here)) if names else None
+    launch = _launch_of(Command(tuple(words), "", 0, deepspeed=text), is_flag, least=1)
+    return LaunchScript((launch,) if launch else ())
 
 
 def _launch_of(command: Command, is_flag: Callable[[str], bool], least: int = LEAST_FLAGS) -> Launch | None:
@@ -116,7 +108,16 @@ def _launch_of(command: Command, is_flag: Callable[[str], bool], least: int = LE
     else:
         ranks = (nodes or 1) * per_node if per_node is not None else None
     place = f"{command.script} line {command.line}" if command.script else ""
-    return Launch(words[at] if at >= 0 else "pretrain_gpt.py", flags, place, nodes, per_node, ranks)
+    return Launch(
+        words[at] if at >= 0 else "pretrain_gpt.py",
+        flags,
+        place,
+        nodes,
+        per_node,
+        ranks,
+        command.deepspeed,
+        command.closed,
+    )
 
 
 def _program_at(words: Sequence[str]) -> int:

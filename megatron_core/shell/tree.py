@@ -154,3 +154,7 @@ class Command:
     line: int
     launcher: tuple[str, ...] = ()
     """Launchers of the shell that starts it, with their flags, such as ``srun --ntasks=8`` before ``bash -c``."""
+    deepspeed: str | None = None
+    """Text of the JSON file in --deepspeed_config when it starts; None if it is not known."""
+    closed: tuple[str, ...] = ()
+    """Files of settings in its flags that may not be read."""

@@ -13,7 +13,7 @@ from megatron_core.datasets import FIMDataset, MockDataset, Splits, build_datase
 from megatron_core.datasets.base import short_names
 from megatron_core.datasets.build_conversations import build_conversations
 from megatron_core.datasets.choices import ChoiceDataset
-from megatron_core.datasets.megatron_order import samples_wanted
+from megatron_core.datasets.megatron_order import build_mock_order, samples_wanted
 from megatron_core.datasets.sources import describe_changes, record_sources
 from megatron_core.datasets.whole_round import WholeRound
 from megatron_core.errors import ConfigError, MegatronError
@@ -46,6 +46,14 @@ def make_splits(
         )
     if provider is not None:
         splits = provider(config, tokenizer)
+    elif data.mock_data and data.data_order == "megatron":
+        size, eod = (vocab_size, None) if tokenizer is None else (tokenizer.vocab_size, tokenizer.eod)
+        eod = size - 1 if eod is None else eod  # as of NullTokenizer
+        masked, wanted = eod if data.eod_mask_loss else None, wanted_samples(config, data_parallel_size)
+        train, valid, test = build_mock_order(
+            size, eod, wanted, data.seq_length, seed, cache=data.data_cache_path, masked_token=masked
+        )
+        splits = Splits(train, valid, test)
     elif data.mock_data:
         train, valid, test = (MockDataset(vocab_size, data.seq_length, seed + offset) for offset in range(3))
         splits = Splits(train, valid, test)

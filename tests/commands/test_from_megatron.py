@@ -88,8 +88,8 @@ cat <<EOT > $config_json
 EOT
 sed "s/ENABLED/true/" $config_json | sed 's#CLIP#2.5#' > tuned.json
 deepspeed --num_gpus 8 pretrain_gpt.py --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 \\
-    --max-position-embeddings 32 --micro-batch-size 2 --train-iters 10 --lr 1e-3 --mock-data --vocab-size 99 \\
-    --deepspeed --deepspeed_config FILE --zero-stage 0 --optimizer sgd
+    --max-position-embeddings 32 --micro-batch-size 4 --global-batch-size 64 --train-iters 10 --lr 1e-3 \\
+    --mock-data --vocab-size 99 --deepspeed --deepspeed_config FILE --zero-stage 0 --optimizer sgd
 """
 
 
@@ -112,7 +112,7 @@ def test_the_file_of_deepspeed(
     assert "starts with the YAML below, which has the settings of the DeepSpeed file" in out
     assert ("optimizer: the flags select it" in " ".join(out.split())) == (source == "written")
     config = read_config(tmp_path / "run.yaml")
-    assert (config.training.micro_batch_size, config.training.global_batch_size, config.training.bf16) == (4, 32, True)
+    assert (config.training.micro_batch_size, config.training.global_batch_size, config.training.bf16) == (4, 64, True)
     assert (config.parallel.zero_stage, config.optimizer.clip_grad) == (1, 2.5)
     assert (config.optimizer.optimizer, config.optimizer.lr) == ("sgd", 1e-3)
 
@@ -123,6 +123,9 @@ def test_a_file_of_deepspeed_that_is_not_known(tmp_path: Path, capsys: pytest.Ca
         ("MICRO=4; ", "", "values of MICRO are not known; give --set MICRO=VALUE"),
         ("ENABLED/true", "ENABLED/maybe", "not valid JSON"),
         ('"train_batch_size"', '"train_batch"', "train_batch"),
+        ("MICRO=4", "MICRO=2", "train_micro_batch_size_per_gpu=2 differs from --micro-batch-size 4"),
+        ('"gradient_clipping"', '"scheduler": {"type": "WarmupLR"}, "gradient_clipping"', "scheduler: DeepSpeed until"),
+        ("\ndeepspeed", "\nsed -i s/2.*/3/ tuned.json\ndeepspeed", "values of output-of-sed are not known"),
         ("s/ENABLED/true/", "s/E.*D/true/", "values of output-of-sed are not known"),
         ("> tuned.json", "> other.json", "translate its file by megatron-deepspeed-config"),
     ):
@@ -130,6 +133,19 @@ def test_a_file_of_deepspeed_that_is_not_known(tmp_path: Path, capsys: pytest.Ca
         assert main([str(path)]) == 1
         out = " ".join(capsys.readouterr().out.split())
         assert said in out and "does not start unchanged" in out
+
+
+def test_each_launch_has_its_file_of_deepspeed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A script may write the same file for several launches, and edit it in place."""
+    launch = DEEPSPEED[DEEPSPEED.index("deepspeed --num") :].replace("FILE", "./tuned.json")
+    start = DEEPSPEED[: DEEPSPEED.index("deepspeed --num")]
+    edit = "cp tuned.json new.json; sed -i 's/true/false/' new.json; cp new.json tuned.json\n"
+    path = tmp_path / "train.sh"
+    path.write_text(f"{start}{launch}{edit}{launch}")
+    for number, is_16_bit in ((1, True), (2, False)):
+        assert main(["--launch", str(number), "--output", str(tmp_path / f"{number}.yaml"), str(path)]) == 1
+        assert read_config(tmp_path / f"{number}.yaml").training.bf16 is is_16_bit
+    capsys.readouterr()
 
 
 def test_a_checkpoint_of_megatron(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -327,6 +327,17 @@ def test_refinements_of_a_mode_that_is_off(tmp_path, capsys):
         assert any("has no effect without" in problem for problem in problems(parse(refused), 1))
 
 
+def test_refinements_wait_for_the_settings_of_a_folder(capsys):
+    """The first reading of the flags does not have the model of --load-hf, the second one does."""
+    flags = ["--load-hf", "model", "--moe-aux-loss-coeff", "0.5", "--qk-clip-alpha", "0.7"]
+    assert parse(" ".join(flags)).model.moe_aux_loss_coeff == 0.5
+    assert capsys.readouterr().err == ""
+    experts = RunConfig(model=ModelConfig(num_experts=4))
+    found = parse_run_config(flags, defaults=experts)
+    assert found.model.moe_aux_loss_coeff == 0.5
+    assert "--qk-clip-alpha (no effect without --qk-clip)" in capsys.readouterr().err
+
+
 def test_cuda_graphs_change_only_speed(capsys):
     training = parse("--cuda-graph-impl local --cuda-graph-scope attn moe_router moe_preprocess").training
     assert (training.cuda_graph_impl, training.cuda_graph_modules) == ("local", ("attn",))
@@ -365,6 +376,9 @@ def test_a_distillation_of_modelopt(tmp_path, capsys):
         "skip_lm_loss: maybe": "skip_lm_loss=maybe: it must be true",
         "kd_loss_scale: -1": "kd_loss_scale=-1 must be a number > 0",
         "logit_kl_temperature: .nan": "logit_kl_temperature=nan must be a number > 0",
+        "kd_loss_scale: 1" + 400 * "0": "must be a number > 0 and < 1e+06",
+        "logit_kl_temperature: 1.0e+200": "must be a number > 0 and < 1e+06",
+        "logit_kl_topk: 0x" + 4200 * "f": "cannot be read",
         "kd_alpha: 1": "kd_alpha: ModelOpt has no such field",
         "- 1": "holds a list",
         "!!python/object/apply:os.getcwd []": "cannot be read",

@@ -41,7 +41,6 @@ HARMLESS = {
     "max_rollbacks": 9,
     "timing_log_option": "max",
     "split": "9,1,0",
-    "data_order": "megatron",
     "num_dataset_builder_threads": 4,
     "overlap_grad_reduce": True,
     "use_distributed_optimizer": True,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch import nn
 
+from megatron.core import dist_checkpointing
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.param_and_grad_buffer import reduce_scatter_with_fp32_accumulation
 from megatron.core.optimizer import (
@@ -25,6 +27,7 @@ from megatron.core.optimizer import (
 from megatron.core.optimizer.layer_wise_optimizer import tag_params_for_buffer_routing
 from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 from megatron.core.optimizer.param_layout import BufferKey
+from megatron.core.transformer.module import sharded
 from megatron_core import parallel_state
 from megatron_core.data_parallel import DataParallel
 from megatron_core.data_parallel.bucket_layout import InOrder, Packer, WholeInShards
@@ -117,6 +120,39 @@ def test_muon_on_whole_matrices() -> None:
         assert (kind, owned, cut) == ("LayerWiseDistributedOptimizer", [(0, 36), (0, 36)], False)
         for ours, alone in zip(weights, expected, strict=True):
             torch.testing.assert_close(ours, alone)
+
+
+def continued_with_matrix_state(folder: Path, kind: Literal["adaptive_muon", "soap"]) -> list[bool]:
+    """Whether the weights after two steps are equal if another optimizer continues after the first one."""
+    parallel_state.initialize_model_parallel()
+    runs = []
+    for _ in range(2):
+        ddp = DistributedDataParallel(None, SHARDED, model())
+        runs.append((ddp, get_megatron_optimizer(OptimizerConfig(kind, lr=0.1, clip_grad=0.0), [ddp])))
+
+    def step(ddp: Any, optimizer: Any) -> None:
+        optimizer.zero_grad()
+        ddp(torch.arange(12.0).view(2, 6)).square().sum().backward()
+        ddp.finish_grad_sync()
+        optimizer.step()
+
+    def state(ddp: Any, optimizer: Any) -> dict[str, Any]:
+        return {"model": sharded(ddp.module), "optimizer": optimizer.sharded_state_dict()}
+
+    step(*runs[0])
+    dist_checkpointing.save(state(*runs[0]), folder)
+    dist_checkpointing.load(state(*runs[1]), folder)
+    runs[1][1].load_state_dict(dist_checkpointing.load(state(*runs[1]), folder)["optimizer"])
+    runs[1][1].reload_model_params()
+    for run in runs:
+        step(*run)
+    pairs = zip(*(ddp.module.parameters() for ddp, _ in runs), strict=True)
+    return [bool(torch.equal(one, other)) for one, other in pairs]
+
+
+@pytest.mark.parametrize("kind", ["adaptive_muon", "soap"])
+def test_the_state_of_matrices_is_in_checkpoints(kind: Literal["adaptive_muon", "soap"], tmp_path: Path) -> None:
+    assert run_ranks(2, continued_with_matrix_state, tmp_path, kind) == [[True] * 8] * 2
 
 
 STATES = {

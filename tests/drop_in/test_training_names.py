@@ -21,7 +21,7 @@ from megatron.training.argument_utils import (
     core_transformer_config_from_args,
     pretrain_cfg_container_from_args,
 )
-from megatron.training.arguments import parse_args, run_config_of, validate_args
+from megatron.training.arguments import ATTRIBUTES, DEFAULTS, parse_args, run_config_of, validate_args
 from megatron.training.checkpointing import (
     get_checkpoint_name,
     get_checkpoint_tracker_filename,
@@ -38,9 +38,42 @@ from megatron.training.training import (
 from megatron.training.utils import get_ltor_masks_and_position_ids
 from megatron_core.config import RunConfig
 from megatron_core.config.flops import flops_per_token
+from megatron_core.config.megatron_flags import FLAGS, OVERRIDDEN_BY_FLAG, RENAMED, SAME_AS
 from megatron_core.errors import CheckpointError, ConfigError
 
 COMMAND = "x.py --num-layers 4 --hidden-size 32 --num-attention-heads 4 --vocab-size 100 --tokenizer-type NullTokenizer"
+
+
+def test_every_flag_has_its_attribute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs read attributes of flags that are translated or have no effect; defaults are Megatron-LM's."""
+    monkeypatch.setattr(sys, "argv", COMMAND.split())
+    args = vars(parse_args())
+    absent = {*FLAGS, *RENAMED, *SAME_AS, *OVERRIDDEN_BY_FLAG, *ATTRIBUTES, *DEFAULTS, "export_kd_cfg"} - args.keys()
+    assert not absent
+    expected = {
+        **{"layernorm_epsilon": 1e-5, "add_bias_linear": True, "encoder_num_layers": 4, "rotary_scaling_factor": 1.0},
+        **{"export_kd_cfg": None, "recompute_activations": False, "bias_dropout_fusion": True, "exit_signal": 15},
+        **{"transformer_impl": "transformer_engine", "no_load_rng": None, "barrier_with_L1_time": True, "fp4": None},
+    }
+    assert {name: args[name] for name in expected} == expected
+    given = (
+        "--norm-epsilon 1e-6 --disable-bias-linear --recompute-activations --no-bias-dropout-fusion "
+        "--tensorboard-log-interval 5 --no-barrier-with-level-1-timing --apply-layernorm-1p "
+        "--encoder-seq-length 16 --no-load-rng"
+    )
+    monkeypatch.setattr(sys, "argv", [*COMMAND.split(), *given.split()])
+    expected = {
+        **{
+            "layernorm_epsilon": 1e-6,
+            "add_bias_linear": False,
+            "recompute_activations": True,
+            "tensorboard_log_interval": 5,
+        },
+        **{"bias_dropout_fusion": False, "barrier_with_L1_time": False, "layernorm_zero_centered_gamma": True},
+        **{"encoder_seq_length": 16, "no_load_rng": True},
+    }
+    args = vars(parse_args())
+    assert {name: args[name] for name in expected} == expected
 
 
 @dataclass

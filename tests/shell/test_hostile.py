@@ -15,6 +15,7 @@ from megatron_core.shell.limits import limited_time
 from megatron_core.shell.unknown import UNKNOWN, readable
 
 MANY = "printf -v x %9999s a; x=${x// /a}; "
+FILE = "printf -v y '%999s' a; y=${y// /a}; echo $y$y$y > f; "
 LONG = "x=" + 40 * "a" + "b; "
 FLAGS = "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --mock-data --vocab-size 64 --train-iters 2"
 
@@ -78,6 +79,8 @@ def test_another_thread_has_no_limit_of_time() -> None:
         (":(){ :|:& };:", "nested deeper"),
         ("f() { x=$(f); }; f", "nested deeper"),
         ("f() { f; f; }; f", "nested deeper"),
+        (FILE + "x=${y//a/f }; cat $x", "a list of files"),
+        (FILE + "sed s/a/$y$y$y$y$y$y$y$y$y$y/g f", "the output of sed"),
         ("x=" + 3000 * "$(" + 3000 * ")", "nested too deeply"),
         ("train $((" + 3000 * "(" + "1" + 3000 * ")" + "))", "nested too deeply"),
         ("[[ " + 3000 * "! " + "x ]]", "nested too deeply"),
@@ -139,6 +142,18 @@ def test_files_outside_are_not_read(name: str, project: Path, capsys: pytest.Cap
     if "proc" not in name:
         assert main(["--read-from", home, *words]) == 0
         assert "save /x/secret/4" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("flag", ["--config", "--export-kd-cfg", "--heterogeneous-layers-config-path"])
+def test_files_of_settings_outside_are_not_read(flag: str, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Messages about a wrong file may quote it."""
+    script = project / "run.sh"
+    for name in (project.parents[2] / ".env", Path("/dev/stdin")):
+        script.write_text(f"python pretrain_gpt.py {FLAGS} {flag}={name}\n")
+        assert main([str(script)]) == 1
+        text = " ".join(capsys.readouterr().out.split())
+        assert "outside the folders of the script, or is not a file, and is not read" in text
+        assert "secret" not in text and "KEY" not in text
 
 
 def test_contents_of_files_are_not_values(project: Path) -> None:

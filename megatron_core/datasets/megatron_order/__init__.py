@@ -5,4 +5,5 @@ from megatron_core.datasets.megatron_order.build import (
     MegatronOrderedDataset,
     build_megatron_order,
 )
+from megatron_core.datasets.megatron_order.mock import MockSequences, build_mock_order
 from megatron_core.datasets.megatron_order.order import samples_wanted

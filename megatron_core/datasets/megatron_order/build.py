@@ -4,12 +4,11 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from megatron_core.datasets.base import Dataset, Sample, short_names
-from megatron_core.datasets.indexed import IndexedDataset
 from megatron_core.datasets.megatron_order.blend_index import (
     BlendIndex,
     build_blend_index,
@@ -72,6 +71,16 @@ MORE = {
 }
 
 
+class Sequences(Protocol):
+    """The part of ``IndexedDataset`` that is read."""
+
+    path_prefix: str
+    sequence_lengths: np.ndarray
+
+    def get(self, idx: int, offset: int = 0, length: int | None = None) -> np.ndarray:
+        """Tokens of a sequence."""
+
+
 @dataclass(eq=False)
 class MegatronOrderedDataset:
     """The samples of one file in Megatron's order: item i is sample shuffle_index[i] of the sample index.
@@ -79,7 +88,7 @@ class MegatronOrderedDataset:
     The order is finite. DataError: an item beyond its end.
     """
 
-    indexed: IndexedDataset
+    indexed: Sequences
     order: SampleOrder
     options: OrderOptions
     split_name: str = "train"
@@ -157,7 +166,7 @@ SURPLUS = 0.005
 
 
 def build_megatron_order(
-    indexed: Sequence[IndexedDataset],
+    indexed: Sequence[Sequences],
     ranges: Sequence[range],
     weights: Sequence[float] | None,
     num_samples: int | None,

@@ -22,9 +22,10 @@ from megatron_core.config import ModelConfig, RunConfig
 from megatron_core.config.cli import known_flags, without_parts
 from megatron_core.config.file import field_types
 from megatron_core.config.heterogeneous import LAYERS_JSON
-from megatron_core.config.megatron_flags import FLAGS
+from megatron_core.config.megatron_flags import FLAGS, OVERRIDDEN_BY_FLAG, RENAMED, SAME_AS
 from megatron_core.config.translate import grouped, plain
 from megatron_core.config.validate import check, without_data
+from megatron_core.text_file import read_table
 from megatron_core.training.pretrain import read_settings
 
 GENERATION = {
@@ -35,6 +36,11 @@ GENERATION = {
     "inference_logging_step_interval": 0,
 }
 """Defaults of Megatron-LM's flags of generation."""
+_TABLES = read_table(__file__)
+DEFAULTS: dict[str, Any] = _TABLES["values"]
+"""Values of flags that are not given, other than None and False."""
+ATTRIBUTES: dict[str, tuple[str, Any]] = _TABLES["attributes"]
+"""Attributes with another name than their flag: the flag, after ``not`` if it sets False, and the default."""
 
 
 def parse_args(
@@ -60,7 +66,7 @@ def parse_args(
             )
     # The program reads --spec; load_checkpoint reads the schedule.
     config, _ = read_settings(Path(sys.argv[0]).name, without_parts(given), stored_schedule=False)
-    args = Namespace(**_others(given) | config.flat() | vars(extra))
+    args = Namespace(**_others(given, config.flat()) | config.flat() | vars(extra))
     if dist.is_initialized():
         args.rank, args.world_size = dist.get_rank(), dist.get_world_size()
     else:
@@ -87,23 +93,38 @@ def _set_generation(args: Namespace) -> None:
     args.inference_max_sequence_length = args.inference_max_seq_length
 
 
-def _others(given: list[str]) -> dict[str, Any]:
-    """Return Megatron-LM's flags that are not settings of the engine, as Megatron-LM's parser does.
+def _others(given: list[str], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the attributes of Megatron-LM's parser that are not settings of the engine, with its defaults.
 
-    Flags that are not given are None or False. ``--no-x`` and ``--disable-x`` also set x, unless x is a flag.
+    A flag that is another name of one of ``settings`` has its value. Without a default in ``arguments.yaml``, flags
+    that are not given are None or False. ``--no-x`` and ``--disable-x`` also set x.
     """
-    values, found = {plain(flag): words for flag, words in grouped(given)}, dict[str, Any]()
+    words, found = {plain(flag): values for flag, values in grouped(given)}, dict[str, Any]()
     for name, flag in FLAGS.items():
-        words = values.get(name)
-        if flag.takes_values:
-            numbers = [int(word) if word.lstrip("-").isdigit() else word for word in words or ()]
-            found[name] = numbers[0] if len(numbers) == 1 else numbers or None
-        else:
-            found[name] = words is not None
-            for prefix in ("no_", "disable_"):
-                if name.startswith(prefix) and name.removeprefix(prefix) not in FLAGS:
-                    found[name.removeprefix(prefix)] = words is None
+        found[name] = _value(words.get(name), DEFAULTS.get(name, None if flag.takes_values else False))
+    for name in (*SAME_AS, *OVERRIDDEN_BY_FLAG, "export_kd_cfg"):
+        found[name] = _value(words.get(name), None if name == "export_kd_cfg" else False)
+    for name in FLAGS:
+        for prefix in ("no_", "disable_"):
+            if name.startswith(prefix) and (name in words or name.removeprefix(prefix) not in FLAGS):
+                found[name.removeprefix(prefix)] = name not in words
+    own = RunConfig().flat()
+    for name, setting in RENAMED.items():
+        is_default = settings[setting] == own[setting]
+        found[name] = DEFAULTS.get(name, own[setting]) if is_default else settings[setting]
+    for name, (source, default) in ATTRIBUTES.items():
+        is_negated, source = source.startswith("not "), source.removeprefix("not ")
+        value = settings[source] if source in settings else _value(words.get(source), False if is_negated else default)
+        found[name] = not value if is_negated else value
     return found
+
+
+def _value(words: list[str] | None, default: Any) -> Any:
+    """The value of a flag with these words after it; ``default`` if it is not given."""
+    if words is None:
+        return default
+    numbers = [int(word) if word.lstrip("-").isdigit() else word for word in words]
+    return True if not numbers else numbers[0] if len(numbers) == 1 else numbers
 
 
 def parse_and_validate_args(

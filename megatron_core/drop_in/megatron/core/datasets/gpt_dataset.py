@@ -12,6 +12,7 @@ from megatron.core.datasets.megatron_dataset import MegatronDataset, pad_token_i
 from megatron.core.datasets.utils import Split
 from megatron_core.datasets.indexed import IndexedDataset
 from megatron_core.datasets.loader import restarted_positions
+from megatron_core.datasets.megatron_order import MockSequences
 from megatron_core.datasets.megatron_order.build import check_tokens, divide, read_text
 from megatron_core.datasets.megatron_order.cache import IndexCache
 from megatron_core.datasets.megatron_order.order import OrderOptions, cached_order
@@ -150,30 +151,16 @@ def _mask(starts: np.ndarray) -> torch.Tensor:
     return torch.from_numpy((positions > positions[:, None]) | (positions < starts[:, None]))[None]
 
 
-class MockGPTLowLevelDataset:
-    """100,000 generated documents of 1 to 4,095 tokens, which count up from 1 and end with the tokenizer's `eod`."""
-
-    seed: int = 0
-    size: int = 100_000
-    max_sequence_length: int = 4096
+class MockGPTLowLevelDataset(MockSequences):
+    """``MockSequences`` of a tokenizer; ids are not limited if it has no ``vocab_size``."""
 
     def __init__(self, tokenizer: Any) -> None:
+        super().__init__(getattr(tokenizer, "vocab_size", None) or 2**31, tokenizer.eod)
         self.tokenizer = tokenizer
-        rng = np.random.default_rng(seed=self.seed)
-        self.sequence_lengths = rng.integers(1, self.max_sequence_length, size=self.size, dtype=np.int32)
-
-    def __len__(self) -> int:
-        return self.size
 
     def __getitem__(self, idx: int) -> np.ndarray:
-        """Return the tokens of a document: int64, modulo the tokenizer's `vocab_size` if it has one."""
-        count = np.arange(1, int(self.sequence_lengths[idx]), dtype=np.int64)
-        vocab_size = getattr(self.tokenizer, "vocab_size", None)
-        return np.append(count % vocab_size if vocab_size else count, self.tokenizer.eod)
-
-    def get(self, idx: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Return `length` tokens of a document from token `offset`; all remaining tokens without a length."""
-        return self[idx][offset:][:length]
+        """Return the tokens of a document: int64."""
+        return self.get(idx)
 
 
 class MockGPTDataset(GPTDataset):

@@ -29,11 +29,6 @@ def get_megatron_optimizer(
     if dump_param_to_param_group_map:
         raise ConfigError("get_megatron_optimizer: dump_param_to_param_group_map is not supported; remove it")
     row = config.translated().kind_of(hidden=True)
-    if row.has_matrix_state:
-        raise ConfigError(
-            f"optimizer={config.optimizer}: sharded_state_dict does not have its state of matrices; use another "
-            f"optimizer, or pretrain_gpt.py --optimizer {config.optimizer}"
-        )
     if not model_chunks or not all(hasattr(chunk, "data_parallel") for chunk in model_chunks):
         raise ConfigError("get_megatron_optimizer needs models that are wrapped by DistributedDataParallel")
     shards = any(chunk.ddp_config.zero_stage for chunk in model_chunks)

@@ -20,7 +20,7 @@ from megatron_core.data_parallel import Bucket
 from megatron_core.errors import CheckpointError, ConfigError
 from megatron_core.optimizer.sharded import Optimizer, make_loss_scale
 from megatron_core.parallel.current import current
-from megatron_core.parallel.sharding import spec_of
+from megatron_core.parallel.sharding import ShardSpec, Split, spec_of
 from megatron_core.parallel.texts import gather_from_all_ranks
 from megatron_core.training.driver import update_weights
 
@@ -152,6 +152,13 @@ class MegatronOptimizer:
                     replica = 0 if bucket.is_writer else 1
                     flattened = (tuple(parameter.shape), start, stop)
                     yield key, ShardedTensor(key, part, spec_of(parameter), replica, flattened=flattened)
+        for piece in self.optimizer.matrix_state():
+            key, shape = f"optimizer.{piece.name}", tuple(piece.memory.shape)
+            spans = enumerate(zip(piece.box.start, piece.box.stop, strict=True))
+            splits = tuple(Split(dim, f"dim{dim}", (((first, stop),),)) for dim, (first, stop) in spans)
+            spec = ShardSpec(piece.global_shape, splits, tuple((split.axis, 0) for split in splits))
+            replica = 0 if piece.owned else 1
+            yield key, ShardedTensor(key, piece.memory, spec, replica, flattened=(shape, 0, piece.memory.numel()))
 
     def state_dict(self) -> dict[str, Any]:
         """Return counts and rates; the tensors are in ``sharded_state_dict``, which every layout can load."""
