@@ -22,7 +22,7 @@ def on_a_device() -> Iterator[None]:
     is_offloaded = property(lambda shard: shard.placement.is_offloaded)
     with (
         mock.patch.object(offload, "is_on_host", lambda tensor: False),
-        mock.patch.object(Shard, "is_offloaded", is_offloaded),
+        mock.patch.object(Shard, "is_on_other_device", is_offloaded),
         mock.patch.object(Shard, "sends_gradient", is_offloaded),
     ):
         yield

@@ -16,6 +16,7 @@ def test_every_architecture_has_a_row_and_is_counted() -> None:
         r"^\| (`.*?) \|", page.partition("## Architectures")[2].partition("\n### ")[0], re.MULTILINE
     )
     named = [name for cell in first_cells for name in re.findall(r"`([\w-]+)`", cell) if name != "model_type"]
-    assert sorted(named) == sorted(ARCHITECTURES)
+    known = ARCHITECTURES.keys() - {"invented"}  # of tests
+    assert sorted(named) == sorted(known)
     count = re.search(r"import and export of (\d+) architectures", (ROOT / "README.md").read_text())
-    assert count is not None and int(count[1]) == len(ARCHITECTURES)
+    assert count is not None and int(count[1]) == len(known)

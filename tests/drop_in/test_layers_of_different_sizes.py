@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.arguments import core_transformer_config_from_args, parse_args
 from megatron_core.errors import ConfigError
 from megatron_core.models import gpt
+from megatron_core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from tests.parity.heterogeneous_rows import BLOCKS, LAYERS
 
 JSON = LAYERS["heterogeneous_layers_config_encoded_json"]
@@ -37,6 +38,7 @@ def _config(path: Path, **changes: Any) -> HeterogeneousTransformerConfig:
 
 def test_model_is_the_engines(tmp_path: Path) -> None:
     config = _config(tmp_path / "layers.json")
+    model_parallel_cuda_manual_seed(1234)
     theirs = GPTModel(
         config,
         get_gpt_heterogeneous_layer_spec(config),

@@ -251,7 +251,7 @@ def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         found = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         for name, value in found.items():
             monkeypatch.setenv(name, value)
-        with pytest.raises(LayoutError, match=f"127.0.0.1:{port}: another process has this port"):
+        with pytest.raises(LayoutError, match=f"127.0.0.1:{port} failed: another process has this port"):
             start_world(World.from_environment(), timeout_minutes=0.02)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_core.checkpoint import CheckpointReader
 from megatron_core.config import OptimizerConfig
-from megatron_core.errors import CheckpointError, ConfigError
+from megatron_core.errors import CheckpointError
 from megatron_core.optimizer import soap
 from megatron_core.optimizer.rule import Rates
 from megatron_core.parallel.sharding import Fused
@@ -203,11 +203,3 @@ def test_hashes_of_the_state_include_that_of_matrices() -> None:
     (one,), (two, _) = run_ranks(1, hashed), run_ranks(2, hashed)
     assert one[0] == two[0], "the initial state is equal in both layouts"
     assert one[0] != one[1]
-
-
-def test_the_drop_in_refuses_state_that_it_cannot_save() -> None:
-    from megatron.core.optimizer import OptimizerConfig as MegatronConfig
-    from megatron.core.optimizer.factory import get_megatron_optimizer
-
-    with pytest.raises(ConfigError, match="optimizer=soap"):
-        get_megatron_optimizer(MegatronConfig("soap", lr=0.1), [])

@@ -313,7 +313,7 @@ REFUSED: dict[str, tuple[str, object, int, str]] = {
         400,
         "'messages[0].tool_calls' is not a",
     ),
-    "unused name": (CHAT, {"messages": [{"role": "user", "content": "a", "name": "me"}]}, 400, "does not use the name"),
+    "unused name": (CHAT, {"messages": [{"role": "user", "content": "a", "name": "me"}]}, 400, "does not use names"),
     "picture": (
         CHAT,
         {"messages": [{"role": "user", "content": [{"type": "image", "text": ""}]}]},

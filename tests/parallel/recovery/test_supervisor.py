@@ -98,7 +98,7 @@ def test_the_time_in_which_all_processes_were_stopped_does_not_count(
     def select(*_: object) -> None:
         clock.now += 2 * supervisor.SILENT
         if next(left, None) is None:
-            process.kill()
+            os.kill(process.pid, signal.SIGKILL)  # Popen.kill would read the exit status
 
     monkeypatch.setattr(supervisor, "select", SimpleNamespace(select=select))
     monkeypatch.setattr(made[1], "_keep", lambda: None)
