@@ -11,7 +11,7 @@ from megatron_core.shell.assignment import assign, assign_text
 from megatron_core.shell.conditions import holds
 from megatron_core.shell.fields import Fields
 from megatron_core.shell.files import SETTINGS, is_open, text_of_settings, values_of
-from megatron_core.shell.limits import require_size
+from megatron_core.shell.limits import joined, require_size
 from megatron_core.shell.patterns import unescaped
 from megatron_core.shell.programs import printed
 from megatron_core.shell.state import State
@@ -130,15 +130,7 @@ class BuiltIns(State):
         """The text of files, or of standard input without ``names``; None if it is not known."""
         if not names:
             return None if self._input is None else "".join(self._input)
-        found, size = list[str](), 0
-        for name in names:
-            text = self.text_of_file(name)
-            if text is None:
-                return None
-            found.append(text)
-            size += len(text)
-            require_size(size, "a list of files")
-        return "".join(found)
+        return joined(map(self.text_of_file, names), "a list of files")
 
     def text_of_file(self, name: str) -> str | None:
         """The text of a file that the script has written, or of a JSON file near it; None if it is not known."""

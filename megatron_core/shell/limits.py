@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -47,3 +47,15 @@ def require_size(size: int, what: str, most: int = LONGEST) -> None:
     """``ConfigError`` if ``what`` has more than ``most`` characters."""
     if size > most:
         raise ConfigError(f"{what} has more than {most} characters; give the launch command instead of the script")
+
+
+def joined(parts: Iterable[str | None], what: str) -> str | None:
+    """All texts in one; None if one of them is not known. Errors: ``ConfigError`` if it is too long."""
+    found, size = list[str](), 0
+    for part in parts:
+        if part is None:
+            return None
+        found.append(part)
+        size += len(part)
+        require_size(size, what)
+    return "".join(found)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_core.shell.arithmetic import Names, UnknownNumber, calculate
-from megatron_core.shell.limits import require_size
+from megatron_core.shell.limits import joined
 from megatron_core.shell.patterns import MOST_ROUNDS, unescaped
 from megatron_core.shell.unknown import UNKNOWN, unknown
 
@@ -61,14 +61,8 @@ def formatted(pattern: str, values: list[str]) -> str | None:
         return None
     given = iter(values)
     rounds = max(-(-len(values) // len(places)) if places else 1, 1)
-    parts, size = list[str](), 0
-    for part in (part for _ in range(min(rounds, MOST_ROUNDS)) for part in _round(pattern, given)):
-        if part is None:
-            return None
-        parts.append(part)
-        size += len(part)
-        require_size(size, "the output of printf")
-    return "".join(parts)
+    parts = (part for _ in range(min(rounds, MOST_ROUNDS)) for part in _round(pattern, given))
+    return joined(parts, "the output of printf")
 
 
 def _round(pattern: str, values: Iterator[str]) -> Iterator[str | None]:
