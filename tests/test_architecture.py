@@ -21,6 +21,7 @@ PACKAGE = "megatron_core"
 # package may import itself and lower levels.
 LEVELS = {
     "errors": 0,
+    "feature": 0,
     "command": 0,
     "locations": 0,
     "launcher": 0,
@@ -56,7 +57,7 @@ LEVELS = {
     "commands": 8,
 }
 WITHIN_LEVEL_0 = {("command", "errors"), ("command", "terminal"), ("terminal", "errors"), ("config", "schedules")}
-WITHIN_LEVEL_0 |= {("output_file", "errors"), ("config", "locations")}
+WITHIN_LEVEL_0 |= {("output_file", "errors"), ("config", "locations"), ("config", "feature"), ("feature", "errors")}
 BASES = ("errors", "schema", "terminal", "text_file", "output_file")
 WITHIN_LEVEL_0 |= {(own, other) for own in ("schedules", "config", "shell") for other in BASES}
 # In addition to the levels.
@@ -83,6 +84,17 @@ def module_name(path: Path) -> str:
     """``parallel.grid`` for megatron_core/parallel/grid.py; a package's name for its ``__init__``."""
     parts = path.relative_to(ROOT / PACKAGE).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+FEATURES = sorted(path.name for path in (ROOT / PACKAGE / "features").iterdir() if (path / "__init__.py").is_file())
+DECLARATIONS = ("settings", "rules")
+"""Modules of a feature that are loaded with the configuration, as its package file is."""
+for feature in FEATURES:
+    LEVELS[f"features.{feature}"] = 0
+    LEVELS |= {f"features.{feature}.{path.stem}": 7 for path in (ROOT / PACKAGE / "features" / feature).glob("*.py")}
+    LEVELS |= {f"features.{feature}.{name}": 0 for name in ("__init__", *DECLARATIONS)}
+LEVELS["features"] = 0
+WITHIN_LEVEL_0 |= {("features", other) for other in ("config", "feature", *BASES)}
 
 
 def unit_of(module: str) -> str:
@@ -117,6 +129,9 @@ def forbidden_import(importer: str, imported: str) -> str | None:
     family, other = ours.split(".")[0], theirs.split(".")[0]
     if other in NEVER.get(family, ()):
         return f"{importer} may not import {imported}"
+    if other == "features":
+        is_same_feature = importer.split(".")[:2] == imported.split(".")[:2] or importer == "features"
+        return None if is_same_feature else f"{importer} may not import {imported}, which belongs to a feature"
     if LEVELS[theirs] < LEVELS[ours] or ours == theirs or (family, other) in WITHIN_LEVEL_0:
         return None
     return f"{importer} (level {LEVELS[ours]}) imports {imported} (level {LEVELS[theirs]})"
@@ -385,13 +400,22 @@ def test_the_rules_find_something(code: str) -> None:
     assert any(unwanted(node) for node in ast.walk(ast.parse(code)))
 
 
+def test_the_core_imports_no_feature() -> None:
+    """Neither at the top of a module nor in a function; ``features`` itself is loaded by its name."""
+    assert forbidden_import("transformer.attention", "features.qk_clip.max_logits")
+    assert forbidden_import("config.validate", "features.qk_clip")
+    assert forbidden_import("features.qk_clip.clip", "features.qk_clip.max_logits") is None
+    assert len(FEATURES) > 0
+
+
 def test_packages_only_export_names() -> None:
     """A package file has only imports and a docstring; importing ``drop_in`` changes ``sys.path``, which is its
     purpose."""
     found = []
     for path in LIBRARY + DROP_IN:
         if path.name == "__init__.py" and path.parent != ADAPTERS:
-            found += [f"{relative(path)}:{node.lineno}" for node in tree(path).body if not only_exports(node)]
+            allowed = declares_a_feature if ROOT / PACKAGE / "features" in path.parents else only_exports
+            found += [f"{relative(path)}:{node.lineno}" for node in tree(path).body if not allowed(node)]
     assert found == []
 
 
@@ -401,13 +425,21 @@ def only_exports(node: ast.stmt) -> bool:
     return isinstance(node, (ast.Import, ast.ImportFrom)) or is_docstring(node)
 
 
+def declares_a_feature(node: ast.stmt) -> bool:
+    """Also the object ``Feature`` of a feature's package, and the list of all features."""
+    is_object = isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("Feature(")
+    is_list = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "FEATURES"
+    return is_object or is_list or only_exports(node)
+
+
 def is_docstring(node: ast.stmt) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
 def test_every_config_field_has_a_docstring() -> None:
     found = []
-    for path in sorted((ROOT / PACKAGE / "config").glob("*.py")):
+    settings = (ROOT / PACKAGE / "features").glob("*/settings.py")
+    for path in sorted([*(ROOT / PACKAGE / "config").glob("*.py"), *settings]):
         for node in ast.walk(tree(path)):
             if isinstance(node, ast.ClassDef) and any("dataclass" in ast.unparse(d) for d in node.decorator_list):
                 followed = zip(node.body, [*node.body[1:], ast.Pass()], strict=True)

@@ -8,7 +8,8 @@ from __future__ import annotations
 import typing
 
 from megatron_core.command import run_tool
-from megatron_core.config import RunConfig, megatron_flags
+from megatron_core.config import megatron_flags
+from megatron_core.config.run import section_types
 from megatron_core.config.translate import COMMAND_LINE
 
 HEAD = """# Flags of Megatron-LM
@@ -33,10 +34,7 @@ def page() -> str:
 
 
 def _settings() -> list[str]:
-    rows = [
-        f"| {section} | {_shown(typing.get_type_hints(kind))} |"
-        for section, kind in typing.get_type_hints(RunConfig).items()
-    ]
+    rows = [f"| {section} | {_shown(typing.get_type_hints(kind))} |" for section, kind in section_types().items()]
     rows.append(f"| command line | {_shown(COMMAND_LINE)} |")
     text = "## Done\n\nThey have Megatron-LM's meaning, or are this project's own; `--help` explains each.\n"
     return [text, "| section | flags |", "|---|---|", *rows, ""]

@@ -5,10 +5,11 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, make_dataclass, replace
+from functools import cache
 from pathlib import Path
 from shutil import get_terminal_size
-from typing import Any, NoReturn, TypeVar, get_type_hints
+from typing import Annotated, Any, NoReturn, TypeVar, get_type_hints
 
 import tyro
 
@@ -20,7 +21,7 @@ from megatron_core.config.megatron_flags import IN_PROGRAMS, REFINEMENTS, RENAME
 from megatron_core.config.modelopt import distillation_settings
 from megatron_core.config.presets import preset
 from megatron_core.config.rules_single import missing_modes, unknown_words, unread_settings
-from megatron_core.config.run import RunConfig, field_types
+from megatron_core.config.run import RunConfig, feature_sections, field_types, section_types
 from megatron_core.config.translate import COMMAND_LINE, Translation, grouped, plain
 from megatron_core.config.validate import check, numbered, problems, without_data
 from megatron_core.errors import ConfigError
@@ -37,6 +38,8 @@ _SHORT_HELP = (tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)
 class _CommandLine(RunConfig):
     """The settings of a run, and the file that overrides their defaults."""
 
+    features: Annotated[tuple[Any, ...], tyro.conf.Suppress, tyro.conf.Fixed] = ()
+    """Not a flag: ``_with_features`` adds a field for each section of the features."""
     config: str | None = None
     """YAML or JSON file of settings. It overrides the defaults shown below, and flags override it."""
     model_preset: str | None = None
@@ -73,6 +76,22 @@ class _TrainingCommandLine(_CommandLine):
 Parsed = TypeVar("Parsed", bound=_CommandLine)
 
 
+def _with_features(kind: type[Parsed]) -> type[Parsed]:
+    """Derive a class from ``kind`` with a field for each section of a feature, as the sections of the core have."""
+    return _derived(kind, tuple(feature_sections().items()))
+
+
+@cache
+def _derived(kind: type[Any], sections: tuple[tuple[str, type[Any]], ...]) -> type[Any]:
+    added = [(name, section, field(default_factory=section)) for name, section in sections]
+    return make_dataclass(kind.__name__, added, bases=(kind,), frozen=True, kw_only=True)
+
+
+def _parsed_sections(parsed: _CommandLine) -> dict[str, Any]:
+    """The sections of a parsed command line, whose class is made by ``_with_features``."""
+    return {name: getattr(parsed, name) for name in section_types()}
+
+
 def parse_run_config(
     args: list[str] | None = None, *, prog: str = "pretrain_gpt.py", defaults: RunConfig | None = None
 ) -> RunConfig:
@@ -87,7 +106,7 @@ def parse_run_config(
     parsed, faults = _parse(_CommandLine, args, prog, defaults)
     if faults:
         raise ConfigError(numbered(faults, "this command line"))
-    return RunConfig(**parsed.sections())
+    return RunConfig.of_sections(_parsed_sections(parsed))
 
 
 def parse_command_line(
@@ -99,7 +118,7 @@ def parse_command_line(
     the launcher (``WORLD_SIZE``).
     """
     parsed, faults = _parse(_TrainingCommandLine, args, prog, defaults)
-    config, dry = RunConfig(**parsed.sections()), parsed.dry
+    config, dry = RunConfig.of_sections(_parsed_sections(parsed)), parsed.dry
     if dry != DryRun() and not dry.dry_run:
         faults.append(
             f"world_size={dry.world_size} and rank={dry.rank} have no effect without dry_run; "
@@ -117,7 +136,7 @@ def parse_command_line(
 def read_flags(args: list[str], *, prog: str = "pretrain_gpt.py") -> tuple[RunConfig, list[str]]:
     """The settings of the flags in ``args`` that can be used, and a message for each of the others."""
     parsed, faults = _parse(_CommandLine, args, prog, None)
-    return RunConfig(**parsed.sections()), faults
+    return RunConfig.of_sections(_parsed_sections(parsed)), faults
 
 
 def known_flags(args: list[str]) -> tuple[list[str], list[str]]:
@@ -137,6 +156,7 @@ def _parse(
     kind: type[Parsed], args: list[str] | None, prog: str, defaults: RunConfig | None
 ) -> tuple[Parsed, list[str]]:
     """The settings, and a message for each flag that was left out because it cannot be used."""
+    kind = _with_features(kind)
     given, is_final = list(sys.argv[1:] if args is None else args), defaults is not None
     if given[:1] == [PRINT_COMPLETION]:
         defaults = defaults or RunConfig()
@@ -176,7 +196,7 @@ def _parse(
         config=_FLAT,
         console_outputs=_is_first_rank(),
     )
-    config = RunConfig(**parsed.sections())
+    config = RunConfig.of_sections(_parsed_sections(parsed))
     if any(unknown_words(config)):
         return parsed, found.faults  # conditions assume known words
     # Leave out refinements of modes that are off; the model of a folder may have them, see read_settings.
@@ -258,7 +278,7 @@ def note_unread_flags(config: RunConfig, args: list[str] | None = None) -> None:
 
 def _types(kind: type[_CommandLine]) -> dict[str, Any]:
     """The type of each flag of a command line."""
-    dry = get_type_hints(DryRun) if kind is _TrainingCommandLine else {}
+    dry = get_type_hints(DryRun) if issubclass(kind, _TrainingCommandLine) else {}
     return field_types() | COMMAND_LINE | dry
 
 

@@ -4,7 +4,7 @@ import difflib
 import types
 import typing
 from collections.abc import Iterable
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from reprlib import Repr
 from typing import Any, Literal
@@ -14,7 +14,7 @@ import yaml
 from megatron_core.config.heterogeneous import LAYERS_FILE, LAYERS_JSON, read_layers_file
 from megatron_core.config.hybrid import read_pattern
 from megatron_core.config.megatron_flags import FLAGS
-from megatron_core.config.run import RunConfig, field_types
+from megatron_core.config.run import RunConfig, field_types, section_types
 from megatron_core.errors import MOST_SHOWN, ConfigError, shortened
 from megatron_core.output_file import no_follow, refuse_other_file, starting_with
 from megatron_core.text_file import parse_json, parse_yaml, read_text
@@ -70,9 +70,14 @@ def write_config(
     Errors: ``ConfigError`` that begins with ``named`` if the file was not written by this function.
     """
     refuse_other_file(named, path, WRITTEN)
-    text = changed_settings(config) if changed_only else yaml.safe_dump(asdict(config), sort_keys=False)
+    text = changed_settings(config) if changed_only else yaml.safe_dump(_as_dicts(config), sort_keys=False)
     with open(path, "w", encoding="utf-8", opener=no_follow) as file:
         file.write(f"{_HEADER}; --config FILE uses them again.\n{text}")
+
+
+def _as_dicts(config: RunConfig) -> dict[str, dict[str, Any]]:
+    """The settings of each section by name."""
+    return {name: asdict(section) for name, section in config.sections().items()}
 
 
 def changed_settings(config: RunConfig) -> str:
@@ -121,7 +126,7 @@ def _quoted(value: object) -> str:
 
 def _flat_items(loaded: dict[str, Any], path: str) -> typing.Iterator[tuple[str, Any]]:
     """The (name, value) pairs of a file, including those inside sections."""
-    sections = {part.name for part in fields(RunConfig)}
+    sections = section_types()
     for key, value in loaded.items():
         name = _plain(key)
         if name not in sections:

@@ -35,7 +35,7 @@ MOST_USED = {
 """Settings on the first screen of the help, by group."""
 WITHOUT_BOXES = str.maketrans("╭╮╰╯─│", "    - ")
 """Translation for terminals without Unicode."""
-_FRAME = re.compile(r"╭─ (?:(\w+) )?options ─+╮")
+_FRAME = re.compile(r"╭─ (?:([\w-]+) )?options ─+╮")
 _WIDTH = 80
 _INDENT = "│       "
 """Before the text below a flag."""
@@ -92,12 +92,22 @@ def shown(complete: str, topic: str) -> str:
     if group is not None:
         return "\n".join(group.box(group.flags))
     if not topic:
-        return "\n".join([*head, *(line for group in groups for line in group.summary()), "", *_more(groups)])
+        return "\n".join([*head, *_first_screen(groups), "", *_more(groups)])
     lines: list[str] = []
     for group in groups:
         if found := [flag for flag in group.flags if word in _text(flag)]:
             lines += group.box(found)
     return "\n".join(lines) if lines else _nothing(topic, groups)
+
+
+def _first_screen(groups: Sequence[_Group]) -> Iterator[str]:
+    """Yield the summaries of the core's groups, and the names of the other groups, which belong to features."""
+    optional = [group.name for group in groups if group.name not in MOST_USED and group.flags]
+    for group in groups:
+        if group.name not in optional:
+            yield from group.summary()
+    names = f"features: {', '.join(sorted(optional))}"
+    yield from textwrap.wrap(names, _WIDTH, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def _parts(complete: str) -> tuple[list[str], list[_Group]]:

@@ -12,7 +12,7 @@ from typing import Literal
 
 from megatron_core.config import conditions as c
 from megatron_core.config import ranges as r
-from megatron_core.config.setting import Condition, Resume, given, section, setting
+from megatron_core.config.setting import Condition, Resume, section, setting
 from megatron_core.errors import ConfigError
 
 
@@ -131,13 +131,6 @@ class AlgorithmConfig:
     ema_decay: float | None = setting(None, r.BELOW_1)
     """Also keep an exponential moving average of the weights, e = d e + (1 - d) w after each update, which begins with
     the initial weights. Evaluations report its loss, too; megatron-convert --average exports it."""
-    qk_clip: bool = setting(False)
-    """QK-clip, which with --optimizer muon is MuonClip (Kimi K2): after each update, scale the query and key weights of
-    heads whose largest attention logit in the batch exceeds --qk-clip-threshold. Scores are computed a second time."""
-    qk_clip_threshold: float = setting(100.0, r.POSITIVE, needs=given("qk_clip"))
-    """Largest attention logit (scaled, before the softmax) that --qk-clip leaves unchanged."""
-    qk_clip_alpha: float = setting(0.5, r.UP_TO_1, needs=given("qk_clip"))
-    """Share of the queries in the factor g of --qk-clip: g^alpha for queries, g^(1 - alpha) for keys."""
     use_layer_wise_param_layout: bool = setting(True, when=c.MATRICES_ZERO_1, resume=Resume.FREE)
     """For --optimizer muon, adaptive_muon or soap with ZeRO stage 1: shards consist of whole matrices, each updated by
     one rank; --no-use-layer-wise-param-layout: shards cut matrices, and ranks exchange the parts in every step."""

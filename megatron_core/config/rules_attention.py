@@ -156,7 +156,6 @@ def _position_problems(config: RunConfig) -> Iterator[str]:
         excluded = {
             "multi_latent_attention": model.multi_latent_attention,
             "attn_logit_softcapping": model.attn_logit_softcapping,
-            "qk_clip": config.optimizer.qk_clip,
             "layout_invariant": config.parallel.layout_invariant,
         }
         for name, value in excluded.items():

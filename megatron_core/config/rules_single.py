@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any, Literal, get_args, get_origin
 
 from megatron_core.config.model import ModelConfig
-from megatron_core.config.run import RunConfig, RunContext, field_types, settings
+from megatron_core.config.run import RunConfig, RunContext, field_types, section_types, settings
 from megatron_core.config.setting import Condition
 
 
@@ -54,7 +54,7 @@ def _is_encodable(text: str) -> bool:
 
 def needless_settings(config: RunConfig) -> Iterator[str]:
     """Settings with another value than the default that need a condition which does not hold."""
-    run, values, defaults = RunContext(**config.sections()), config.flat(), _defaults()
+    run, values, defaults = RunContext.of_sections(config.sections()), config.flat(), _defaults()
     for name, declared in settings().items():
         if values[name] != defaults[name] and (missing := _missing(declared.needs, run)) is not None:
             assigned = f"{name}={shown(values[name])}"
@@ -64,10 +64,14 @@ def needless_settings(config: RunConfig) -> Iterator[str]:
                 yield f"{assigned} has no effect without {missing.words}; add {missing.words} or remove {name}"
 
 
-@cache
 def _defaults() -> dict[str, Any]:
     """The default of every setting."""
-    return RunConfig().flat()
+    return _defaults_of(tuple(section_types().values()))
+
+
+@cache
+def _defaults_of(sections: tuple[type[Any], ...]) -> dict[str, Any]:
+    return {name: value for kind in sections for name, value in vars(kind()).items()}
 
 
 def _missing(conditions: tuple[Condition, ...], run: RunContext) -> Condition | None:
@@ -77,7 +81,7 @@ def _missing(conditions: tuple[Condition, ...], run: RunContext) -> Condition | 
 
 def missing_modes(config: RunConfig, names: Iterable[str]) -> dict[str, Condition]:
     """The settings among ``names`` that need a condition which does not hold, and the first such condition."""
-    run = RunContext(**config.sections())
+    run = RunContext.of_sections(config.sections())
     found = {name: _missing(settings()[name].needs, run) for name in names}
     return {name: missing for name, missing in found.items() if missing is not None}
 
@@ -85,7 +89,7 @@ def missing_modes(config: RunConfig, names: Iterable[str]) -> dict[str, Conditio
 def has_effect(name: str, config: RunConfig) -> bool:
     """Whether a run on one rank reads the setting ``name``."""
     declared = settings()[name]
-    return _missing(declared.needs + declared.when, RunContext(**config.sections())) is None
+    return _missing(declared.needs + declared.when, RunContext.of_sections(config.sections())) is None
 
 
 def unread_settings(
@@ -95,7 +99,7 @@ def unread_settings(
 
     ``names``: the settings to examine; default: all that differ from their defaults.
     """
-    run = RunContext(**config.sections(), world_size=world_size, device=device)
+    run = RunContext.of_sections(config.sections(), world_size=world_size, device=device)
     values, defaults = config.flat(), _defaults()
     names = [name for name in values if values[name] != defaults[name]] if names is None else names
     by_reason: dict[str, list[str]] = {}

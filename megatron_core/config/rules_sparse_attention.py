@@ -16,7 +16,6 @@ REFUSED = {
 REFUSED_IN_WARMUP = {
     "dsa_indexer_use_sparse_loss": "no keys are selected; remove --dsa-indexer-use-sparse-loss",
     "mtp_num_layers": "these layers are frozen as a whole; remove --mtp-num-layers until the indexers are trained",
-    "qk_clip": "the weights of queries and keys are frozen; remove --qk-clip",
 }
 """Settings that cannot be used while only indexers are trained, with the reason and the remedy."""
 

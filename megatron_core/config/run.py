@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
-from typing import Any, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 from megatron_core.config.attention import AttentionKind, attention_of
 from megatron_core.config.checkpoint import CheckpointConfig
@@ -18,6 +19,10 @@ from megatron_core.config.resilience import ResilienceConfig
 from megatron_core.config.setting import Setting, declarations
 from megatron_core.config.training import OptimizerConfig, TrainingConfig
 from megatron_core.config.tuning import TuningConfig
+from megatron_core.feature import features
+
+Section = TypeVar("Section")
+Configuration = TypeVar("Configuration", bound="RunConfig")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +49,9 @@ class RunConfig:
     """Logging and checks during training."""
     resilience: ResilienceConfig = field(default_factory=ResilienceConfig)
     """Bad steps, and faults to test what a run does about them."""
+
+    features: tuple[Any, ...] = field(default_factory=lambda: tuple(kind() for kind in feature_sections().values()))
+    """The settings of optional features, a section for each; ``section`` returns one of them."""
 
     @property
     def max_positions(self) -> int:
@@ -96,9 +104,15 @@ class RunConfig:
         together = self.resilience.max_bad_steps > 0 or self.resilience.recover != "none"
         return together or self.outer.meets_at(step)
 
+    def section(self, kind: type[Section]) -> Section:
+        """The settings of the feature whose section is ``kind``."""
+        return next((section for section in self.features if isinstance(section, kind)), kind())
+
     def sections(self) -> dict[str, Any]:
-        """The sections by name."""
-        return {part.name: getattr(self, part.name) for part in fields(RunConfig)}
+        """The sections by name: those of the core, then those of the features."""
+        return {name: getattr(self, name) for name in core_sections()} | {
+            name: self.section(kind) for name, kind in feature_sections().items()
+        }
 
     def flat(self) -> dict[str, Any]:
         """All settings as one ``{name: value}``, without sections."""
@@ -109,31 +123,60 @@ class RunConfig:
         return next(getattr(section, name) for section in self.sections().values() if hasattr(section, name))
 
     @classmethod
-    def from_flat(cls, values: dict[str, Any]) -> RunConfig:
+    def of_sections(cls: type[Configuration], sections: Mapping[str, Any], **others: Any) -> Configuration:
+        """The inverse of ``sections``; ``others``: further fields of a derived class."""
+        core = {name: sections[name] for name in core_sections()}
+        return cls(**core, features=tuple(sections[name] for name in feature_sections()), **others)
+
+    @classmethod
+    def from_flat(cls: type[Configuration], values: dict[str, Any]) -> Configuration:
         """The inverse of ``flat``; ``KeyError`` for a name that is not a setting."""
-        left = dict(values)
+        remaining = dict(values)
         sections = {}
-        for part in fields(cls):
-            kind: Any = part.default_factory
-            known = {f.name for f in fields(kind)}
-            chosen = {name: left.pop(name) for name in list(left) if name in known}
-            frozen = {name: tuple(v) if isinstance(v, list) else v for name, v in chosen.items()}
-            sections[part.name] = kind(**frozen)
-        if left:
-            raise KeyError(sorted(left)[0])
-        return cls(**sections)
+        for section_name, kind in section_types().items():
+            known = {setting.name for setting in fields(kind)}
+            chosen = {name: remaining.pop(name) for name in list(remaining) if name in known}
+            frozen = {name: tuple(value) if isinstance(value, list) else value for name, value in chosen.items()}
+            sections[section_name] = kind(**frozen)
+        if remaining:
+            raise KeyError(sorted(remaining)[0])
+        return cls.of_sections(sections)
 
 
 @cache
+def core_sections() -> dict[str, type[Any]]:
+    """The class of each section of the core, by name."""
+    types = get_type_hints(RunConfig)
+    return {part.name: types[part.name] for part in fields(RunConfig) if part.name != "features"}
+
+
+def feature_sections() -> dict[str, type[Any]]:
+    """The class of each feature's section, by the feature's name."""
+    return {feature.name: feature.settings for feature in features()}
+
+
+def section_types() -> dict[str, type[Any]]:
+    """The class of each section by name: those of the core, then those of the features."""
+    return core_sections() | feature_sections()
+
+
 def settings() -> dict[str, Setting]:
     """The declaration of every setting by name."""
-    return {name: declared for part in fields(RunConfig) for name, declared in declarations(part.default_factory)}
+    return _settings_of(tuple(section_types().values()))
+
+
+def field_types() -> dict[str, Any]:
+    """The type of every setting by name."""
+    return _types_of(tuple(section_types().values()))
 
 
 @cache
-def field_types() -> dict[str, Any]:
-    """The type of every setting by name."""
-    sections = get_type_hints(RunConfig).values()
+def _settings_of(sections: tuple[type[Any], ...]) -> dict[str, Setting]:
+    return {name: declared for kind in sections for name, declared in declarations(kind)}
+
+
+@cache
+def _types_of(sections: tuple[type[Any], ...]) -> dict[str, Any]:
     return {name: kind for section in sections for name, kind in get_type_hints(section).items()}
 
 

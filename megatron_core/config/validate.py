@@ -22,7 +22,6 @@ from megatron_core.config.rules_stages import schedule_problems, stage_problems
 from megatron_core.config.rules_training import (
     average_problems,
     batch_problems,
-    clip_problems,
     graph_problems,
     learning_rate_problems,
     length_problems,
@@ -32,6 +31,7 @@ from megatron_core.config.rules_training import (
 from megatron_core.config.rules_tuning import tuning_problems
 from megatron_core.config.run import RunConfig
 from megatron_core.errors import ConfigError
+from megatron_core.feature import features
 
 
 def problems(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -65,7 +65,6 @@ def problems(config: RunConfig, world_size: int) -> Iterator[str]:
     yield from learning_rate_problems(config, world_size)
     yield from optimizer_problems(config.optimizer)
     yield from precision_problems(config)
-    yield from clip_problems(config)
     yield from average_problems(config)
     yield from graph_problems(config)
     yield from fp8_problems(config)
@@ -76,6 +75,9 @@ def problems(config: RunConfig, world_size: int) -> Iterator[str]:
     yield from checkpoint_problems(config)
     yield from monitor_problems(config, world_size)
     yield from resilience_problems(config)
+    for feature in features():
+        if feature.problems is not None:
+            yield from feature.problems(config, world_size)
 
 
 def largest_world_size(config: RunConfig, most: int) -> int:

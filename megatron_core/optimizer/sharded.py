@@ -86,7 +86,7 @@ class Optimizer:
         self.steps_taken = 0
         self.before_update: Callable[[], None] = lambda: None
         """Called before weights and state change, for example to finish an asynchronous copy."""
-        self.after_update: Callable[[], None] = lambda: None
+        self.after_update: list[Callable[[], None]] = []
         """Called after the shards are updated, and before the weights of other ranks are gathered."""
         self._runs = self._runs_by_group()
         self._pipeline = UpdatePipeline()
@@ -136,7 +136,8 @@ class Optimizer:
                 shard.bucket.grad_shard.mul_(factor).clamp_(-self.config.clip_grad_value, self.config.clip_grad_value)
             factor = 1.0
         self._update_all(lr, decoupled_lr, weight_decay, factor)
-        self.after_update()
+        for call in self.after_update:
+            call()
         self._update_averages()
         return False
 

@@ -17,6 +17,7 @@ from typing import Any
 from megatron_core.config import RunConfig
 from megatron_core.config.layout import Layout
 from megatron_core.config.rules_parallel import divisors
+from megatron_core.config.run import core_sections
 from megatron_core.config.validate import problems, without_data
 from megatron_core.errors import ConfigError, LayoutError
 from megatron_core.planner.cost import LayerTimes, Pipeline, StepCost, cost_of
@@ -382,7 +383,7 @@ def _layer_fields(config: RunConfig) -> Iterator[tuple[Any, str]]:
     return ((getattr(config, _SECTION[name]), name) for name in LAYER_SETTINGS)
 
 
-_SECTION = {f.name: part.name for part in fields(RunConfig) for f in fields(part.default_factory)}  # type: ignore[arg-type]
+_SECTION = {setting.name: section for section, kind in core_sections().items() for setting in fields(kind)}
 NEUTRAL = {name: value for name, value in Layout().settings().items() if not name.startswith("account_for")} | NONE
 NEUTRAL |= {"micro_batch_size": 1, "cpu_offloading": False, "cpu_offloading_num_layers": 0}
 NO_PLAN = Plan(((),), (0,))

@@ -26,7 +26,6 @@ from megatron_core.models import GPTModel
 from megatron_core.models.build import build_stages
 from megatron_core.optimizer.lr_schedule import LearningRateSchedule
 from megatron_core.optimizer.outer import OuterOptimizer
-from megatron_core.optimizer.qk_clip import QKClip
 from megatron_core.optimizer.sharded import Optimizer, make_loss_scale
 from megatron_core.parallel import ParallelGroups, World
 from megatron_core.parallel.micro_batch import MicroBatch, SequenceSplit
@@ -40,6 +39,7 @@ from megatron_core.training.data import DatasetsProvider, compare_data, make_spl
 from megatron_core.training.driver import Trainable, gather_weights
 from megatron_core.training.new_indexers import draw_indexers
 from megatron_core.training.outer_state import load_intact
+from megatron_core.training.parts import RunPart, build_parts
 from megatron_core.training.pipeline_trace import trace_writer
 from megatron_core.training.plans import Plans, StepSize
 from megatron_core.training.process import check_kernels, set_process_switches
@@ -87,7 +87,8 @@ class Run(Trainable):
     stop_reason: str = ""
     """This rank's reason to stop, or ""; any rank's reason ends the run with a checkpoint after the current step, or
     after the next one if it is given between steps."""
-    qk_clip: QKClip | None = field(init=False, default=None)
+    parts: tuple[RunPart, ...] = field(init=False)
+    """The objects of the features that this run uses."""
     teacher: Teacher | None = field(init=False)
     """The frozen model whose distribution of tokens the model learns."""
     train_loader: BatchLoader = field(init=False)
@@ -104,9 +105,7 @@ class Run(Trainable):
             fp8=self.fp8,
             outer=self.outer,
         )
-        if self.config.optimizer.qk_clip and not self.config.training.skip_train:
-            stages = self.stages.values()
-            self.qk_clip = QKClip(self.config, stages, self.optimizer, self.groups, self.world.device)
+        self.parts = build_parts(self.config, self)
         places = self.plans.stage_to_rank
         self.teacher = build_teacher(self.config, self.groups, self.vocab_size, self.world, places)
         if self.splits.train is not None:

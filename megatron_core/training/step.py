@@ -66,8 +66,8 @@ def train_step(
     )
     lr = run.schedule.lr(step)
     alone = run.groups.outer.size() > 1 and not run.config.groups_report(state.iteration + 1)
-    if run.qk_clip is not None:
-        run.qk_clip.reset()
+    for part in run.parts:
+        part.before_step()
 
     def compute(number: int = 0, *, shift: int = 0, discard: bool = False) -> Attempt:
         mine = batches
@@ -110,7 +110,9 @@ def train_step(
         run.optimizer.set_steps_taken(run.optimizer.steps_taken + 1)  # all groups have the same counters
     if run.outer is not None:
         run.outer.after_step(run.state.iteration)
-    breakdown = attempt.statistics() | ({} if run.qk_clip is None else run.qk_clip.metrics())
+    breakdown = attempt.statistics()
+    for part in run.parts:
+        breakdown |= part.metrics()
     for number, (loss, norm) in enumerate(outcome.groups):
         breakdown |= {f"lm loss by group/{number}": loss, f"grad-norm by group/{number}": norm}
     return StepResult(**vars(outcome), learning_rate=lr, loss_scale=scale, size=size, breakdown=breakdown)

@@ -14,7 +14,6 @@ from megatron_core.parallel.sharding import allocate, split, split_qkv
 from megatron_core.transformer.context import LayerContext, SequenceContext
 from megatron_core.transformer.core_attention import CoreAttention
 from megatron_core.transformer.linear_bias import bias_slopes, with_bias_channels
-from megatron_core.transformer.max_logits import MaxLogits
 from megatron_core.transformer.paged_attention import KeyValueStore
 from megatron_core.transformer.recompute import recomputed
 
@@ -95,8 +94,6 @@ class SelfAttention(nn.Module):
         first = context.tp_group.rank() * self.heads
         self.heads_of_rank, self.all_heads = range(first, first + self.heads), config.num_attention_heads
         self.query_factor = None if scale is None else scale * math.sqrt(channels)
-        self.max_logits: MaxLogits | None = None
-        """Recorder of QK-clip."""
 
     def forward(self, hidden: Tensor, context: SequenceContext) -> tuple[Tensor, Tensor | None]:
         """Return (output, bias to add to the output, or None)."""
@@ -131,8 +128,6 @@ class SelfAttention(nn.Module):
             value = value.clone()  # a view would keep the projection's queries and keys alive
         if self.has_chunks:
             context = replace(context, documents=context.chunks)
-        if self.max_logits is not None and self.training:
-            self.max_logits.record(query, key, context)
         if context.cache is None:
             attend = recomputed(self.core_attention) if self.recompute_core and self.training else self.core_attention
             attended = attend(query, key, value, context, *self._sinks(query))

@@ -18,7 +18,6 @@ from megatron_core.tensor_parallel.linear_comm import NO_COMM
 from megatron_core.tensor_parallel.lora import LoRA
 from megatron_core.transformer.context import LayerContext, SequenceContext
 from megatron_core.transformer.core_attention import CoreAttention
-from megatron_core.transformer.max_logits import MaxLogits
 from megatron_core.transformer.paged_attention import PagedStep
 from megatron_core.transformer.recompute import outputs_dropped, recomputed
 from megatron_core.transformer.rotary import yarn_mscale
@@ -129,8 +128,6 @@ class LatentAttention(nn.Module):
         self.backend, self.has_rotary = config.kernel_backend, config.has_rotary(layer_number)
         self.query_factor = query_factor(config)
         self.invariance = context.parallel.invariance
-        self.max_logits: MaxLogits | None = None
-        """Recorder of QK-clip."""
 
     def forward(self, hidden: Tensor, context: SequenceContext) -> tuple[Tensor, Tensor | None]:
         """Return (output, bias to add to the output, or None)."""
@@ -151,8 +148,6 @@ class LatentAttention(nn.Module):
 
         attend = recomputed(self.core_attention) if self.recompute_core and self.training else self.core_attention
         heads = project_up()
-        if self.max_logits is not None and self.training:
-            self.max_logits.record(heads[0], heads[1], context)
         with outputs_dropped(heads, project_up, active=self.recompute_up and self.training):
             attended = attend(*heads, context, *self._core_inputs(hidden, query_latent))
         return self.linear_proj(attended)

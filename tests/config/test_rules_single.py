@@ -146,8 +146,8 @@ def test_every_setting_declares_when_it_is_read() -> None:
 def test_conditions_can_be_evaluated_and_name_existing_settings() -> None:
     conditions = {each for declared in settings().values() for each in declared.needs + declared.when}
     for run in (
-        RunContext(**RunConfig().sections()),
-        RunContext(**RunConfig().sections(), world_size=8, device="cuda"),
+        RunContext.of_sections(RunConfig().sections()),
+        RunContext.of_sections(RunConfig().sections(), world_size=8, device="cuda"),
     ):
         assert {bool(condition.holds(run)) for condition in conditions} == {True, False}
     for condition in conditions - {ALWAYS, BY_RULE}:
@@ -158,7 +158,7 @@ def test_conditions_can_be_evaluated_and_name_existing_settings() -> None:
 
 def test_conditions_read_existing_attributes() -> None:
     """The type checker does not see the type of ``run`` in ``conditions.py``."""
-    run = RunContext(**RunConfig().sections())
+    run = RunContext.of_sections(RunConfig().sections())
     for path in set(re.findall(r"\brun\.(\w+(?:\.\w+)?)", inspect.getsource(conditions))):
         operator.attrgetter(path)(run)
 

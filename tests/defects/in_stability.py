@@ -31,7 +31,7 @@ IN_STABILITY = (
     ),
     Defect(
         "the largest logit is that of a rank's part of the batch",
-        "optimizer.qk_clip:QKClip.clip",
+        "features.qk_clip.clip:QKClip.clip",
         'all_reduce_(largest, self.groups.group("tp-dp-cp"), maximum=True)',
         'all_reduce_(largest, self.groups.group("tp"), maximum=True)',
         "muonclip, dp2 zero3",
@@ -39,7 +39,7 @@ IN_STABILITY = (
     ),
     Defect(
         "a key that ranks share is scaled by the heads of one rank",
-        "optimizer.qk_clip:QKClip.clip",
+        "features.qk_clip.clip:QKClip.clip",
         'all_reduce_(largest, self.groups.group("tp-dp-cp"), maximum=True)',
         'all_reduce_(largest, self.groups.group("dp-cp"), maximum=True)',
         "qk-clip, 1 group, tp2 sp",
@@ -47,7 +47,7 @@ IN_STABILITY = (
     ),
     Defect(
         "queries see only the keys of their rank",
-        "transformer.max_logits:MaxLogits.record",
+        "features.qk_clip.max_logits:MaxLogits.record",
         "start_gather_sequence(key.detach(), self.group)",
         "start_gather_sequence(key.detach().roll(1, 0), self.group)",
         "qk-clip, window, cp2",
@@ -55,7 +55,7 @@ IN_STABILITY = (
     ),
     Defect(
         "positions of keys are those of the first rank",
-        "transformer.max_logits:MaxLogits.record",
+        "features.qk_clip.max_logits:MaxLogits.record",
         "of_keys, other = start_gather_sequence(positions, self.group)",
         "of_keys, other = torch.arange(len(key)), handle",
         "qk-clip, packed, 2 groups, cp2",
@@ -63,7 +63,7 @@ IN_STABILITY = (
     ),
     Defect(
         "a rank scales the first rows of the whole weight",
-        "optimizer.qk_clip:QKClip._scale",
+        "features.qk_clip.clip:QKClip._scale",
         "spec.localise(whole.view(-1, *[1] * (local.dim() - 1)).expand(spec.global_shape), local)",
         "local.copy_(whole[: len(local)].view(-1, *[1] * (local.dim() - 1)).expand(local.shape))",
         "muonclip of latents, tp2 sp",

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
+import math
 import re
 from pathlib import Path
 
 import pytest
 
+from megatron_core import feature
 from megatron_core.config.attention import ATTENTION_KINDS
 from megatron_core.config.optimizers import OPTIMIZERS
+from megatron_core.config.validate import check
+from megatron_core.errors import ConfigError
 from megatron_core.optimizer.algorithms import UPDATE_RULES
 from megatron_core.training.step import train_step
 from megatron_core.transformer.layer_spec import ATTENTION_LAYERS
-from tests.runs import tiny_run
+from tests.runs import tiny_config, tiny_run
 
 PAGE = Path(__file__).parents[2] / "docs/extend.md"
 
@@ -32,3 +37,19 @@ def test_registered_classes_train(heading: str, settings: dict, monkeypatch: pyt
     run = tiny_run(**settings)
     losses = [float(train_step(run).loss) for _ in range(3)]
     assert losses[2] < losses[0]
+
+
+def test_the_feature_on_the_page_reports_its_metric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (code,) = (
+        block
+        for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
+        if "register_feature" in block
+    )
+    (tmp_path / "my_training.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(feature, "_ADDED", {})
+    importlib.import_module("my_training")
+    run = tiny_run(label_noise=0.25)
+    assert train_step(run).breakdown["label entropy"] == pytest.approx(math.log(4))
+    with pytest.raises(ConfigError, match=r"label_noise=0.25 cannot be used with sft=True"):
+        check(tiny_config(label_noise=0.25, sft=True), 1)

@@ -5,7 +5,7 @@ from dataclasses import MISSING, Field, field, fields, make_dataclass
 from functools import cache
 from typing import Any, get_type_hints
 
-from megatron_core.config import RunConfig
+from megatron_core.config.run import section_types
 from megatron_core.errors import ConfigError
 from megatron_core.text_file import read_table
 
@@ -14,7 +14,7 @@ from megatron_core.text_file import read_table
 def _settings() -> dict[str, tuple[Any, Any]]:
     """Type and default of every setting of the engine, by name."""
     found: dict[str, tuple[Any, Any]] = {}
-    for section in get_type_hints(RunConfig).values():
+    for section in section_types().values():
         types, default = get_type_hints(section), section()
         found |= {each.name: (types[each.name], getattr(default, each.name)) for each in fields(section)}
     return found

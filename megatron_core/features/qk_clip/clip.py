@@ -9,57 +9,54 @@ share, is multiplied by g_h, and that of the keys is not changed (section 2.1, a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megatron_core.config import RunConfig
 from megatron_core.errors import ConfigError
-from megatron_core.optimizer.sharded import Optimizer
+from megatron_core.features.qk_clip.max_logits import MaxLogits
+from megatron_core.features.qk_clip.settings import QKClipConfig
 from megatron_core.parallel.collectives import all_reduce_
-from megatron_core.parallel.groups import ParallelGroups
 from megatron_core.parallel.sharding import spec_of
+from megatron_core.training.parts import RunPart
+from megatron_core.training.setup import Run
 from megatron_core.transformer.attention import SelfAttention
 from megatron_core.transformer.latent_attention import LatentAttention
-from megatron_core.transformer.max_logits import MaxLogits
 
 Attention = SelfAttention | LatentAttention
 Blocks = tuple[tuple[Tensor, int], ...]
 """The factors of the rows of each group, and the number of these rows, for the parts of a group in their order."""
 
 
-class QKClip:
-    """Records the logits of the attention layers of ``stages``, and clips their weights after each update."""
+class QKClip(RunPart):
+    """Records the logits of the attention layers of a run, and clips their weights after each update."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        stages: Iterable[nn.Module],
-        optimizer: Optimizer,
-        groups: ParallelGroups,
-        device: torch.device,
-    ) -> None:
-        self.model, self.settings, self.optimizer, self.groups = config.model, config.optimizer, optimizer, groups
-        self.device = device
+    def __init__(self, run: Run) -> None:
+        config, groups, device = run.config, run.groups, run.world.device
+        self.model, self.settings = config.model, config.section(QKClipConfig)
+        self.optimizer, self.groups, self.device = run.optimizer, groups, device
         self.layers: list[Attention] = []
         self.recorders: list[MaxLogits] = []
         self.largest = -math.inf
         """The largest logit of this rank's stages in the last step."""
         heads = config.model.num_attention_heads // groups.size("tp")
-        modules = (module for stage in stages for module in stage.modules() if hasattr(module, "core_attention"))
+        modules = (module for stage in run.stages.values() for module in stage.modules())
         for layer in modules:
+            if not hasattr(layer, "core_attention"):
+                continue
             if not isinstance(layer, SelfAttention | LatentAttention):
                 raise ConfigError(f"qk_clip=True does not know the weights of {type(layer).__name__}; remove --qk-clip")
             window = config.model.window_of_layer(layer.layer_number)
-            seen = None if window is None or window[0] < 0 else window[0] + 1
-            layer.max_logits = MaxLogits(heads, device, groups.group("cp"), seen)
+            keys_seen = None if window is None or window[0] < 0 else window[0] + 1
+            recorder = MaxLogits(heads, device, groups.group("cp"), keys_seen)
+            layer.core_attention.register_forward_pre_hook(partial(_record, recorder))
             self.layers.append(layer)
-            self.recorders.append(layer.max_logits)
-        optimizer.after_update = self.clip
+            self.recorders.append(recorder)
+        run.optimizer.after_update.append(self.clip)
 
-    def reset(self) -> None:
+    def before_step(self) -> None:
         """Begin a step."""
         for recorder in self.recorders:
             recorder.reset()
@@ -130,3 +127,11 @@ class QKClip:
                 main.mul_(local.view(-1)[start:stop].to(main))
                 if shard.is_narrow:
                     weight.copy_(main)
+
+
+def _record(recorder: MaxLogits, core_attention: nn.Module, inputs: tuple[Any, ...]) -> None:
+    """Record the logits of a training forward; ``inputs``: those of the core attention, which begin with queries, keys,
+    values and the context of the sequence."""
+    if core_attention.training:
+        query, key, _, context, *_ = inputs
+        recorder.record(query, key, context)

@@ -1,0 +1,71 @@
+"""How an optional feature registers itself with the core.
+
+A run can do without a feature, such as QK-clip. A feature is a folder with an object ``Feature``, whose hooks the core
+calls; the core imports no feature. ``megatron_core/features`` lists the features of this package; a program adds
+others with ``register_feature`` before it reads its settings.
+
+A hook that needs torch is a string, ``"package.module:name"``, and is imported when a run uses the feature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
+from importlib import import_module
+from pkgutil import resolve_name
+from typing import Any
+
+from megatron_core.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Feature:
+    """The hooks of a feature. A hook that is None does nothing."""
+
+    name: str
+    """The name of its folder, and of its section of settings in files and in ``--help``."""
+    settings: type[Any]
+    """Its section: a frozen dataclass of ``setting`` fields (``config/setting.py``)."""
+    is_used: Callable[[Any], bool]
+    """Whether a run with this ``RunConfig`` uses the feature."""
+    problems: Callable[[Any, int], Iterable[str]] | None = None
+    """Its rules: messages about a ``RunConfig`` that uses the feature on a number of ranks, each with a correction."""
+    run_part: str | None = None
+    """Class derived from ``training.parts.RunPart``: the feature's objects in a training run, constructed with it."""
+
+
+_ADDED: dict[str, Feature] = {}
+"""Features that programs have registered, by name."""
+
+
+def features() -> tuple[Feature, ...]:
+    """All features: those of this package in the order of their list, then those that programs have registered."""
+    listed: tuple[Feature, ...] = import_module("megatron_core.features").FEATURES
+    return (*listed, *_ADDED.values())
+
+
+def register_feature(feature: Feature) -> None:
+    """Add a feature of a program.
+
+    Errors: ``ConfigError`` if another feature has its name or one of its settings.
+    """
+    for other in features():
+        if other.name == feature.name:
+            raise ConfigError(f"feature {feature.name!r} is already registered; choose another name")
+        names = {field.name for field in fields(other.settings)}
+        common = sorted(field.name for field in fields(feature.settings) if field.name in names)
+        if common:
+            raise ConfigError(
+                f"feature {feature.name!r} has the settings {', '.join(common)} of feature {other.name!r}; rename them"
+            )
+    _ADDED[feature.name] = feature
+
+
+def used_features(config: Any) -> tuple[Feature, ...]:
+    """The features that a run with this configuration uses."""
+    return tuple(feature for feature in features() if feature.is_used(config))
+
+
+def load_hook(hook: str) -> Any:
+    """Import the object that a hook names."""
+    return resolve_name(hook)

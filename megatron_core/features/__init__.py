@@ -1,0 +1,6 @@
+"""Optional features, one folder each. This list is the only place that names them."""
+
+from megatron_core.features.qk_clip import QK_CLIP
+
+FEATURES = (QK_CLIP,)
+"""In the order in which their sections are shown and their parts of a run are called."""

@@ -1,0 +1,56 @@
+"""Rules of QK-clip."""
+
+from collections.abc import Iterator
+
+from megatron_core.config.run import RunConfig
+from megatron_core.features.qk_clip.settings import QKClipConfig
+
+
+def clip_problems(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Settings with which QK-clip cannot record logits or scale weights."""
+    if not config.section(QKClipConfig).qk_clip:
+        return
+    model, flat = config.model, config.flat()
+    reasons = {
+        "dsa_indexer_warmup": "the weights of queries and keys are frozen",
+        "compile": "compiled layers do not record logits",
+        "layout_invariant": "its scores depend on the layout",
+        "lora_rank": "the weights of queries and keys are frozen",
+        "optimizer_cpu_offload": "it scales weights on the device",
+        "optimizer_offload_dir": "it scales weights on the device",
+        "zero3_param_cpu_offload": "it scales weights on the device",
+        "zero3_param_offload_dir": "it scales weights on the device",
+    }
+    for name, reason in reasons.items():
+        if flat[name]:
+            yield f"{name}={flat[name]} cannot be used with qk_clip=True: {reason}; remove one of them"
+    if config.training.cuda_graph_impl != "none":
+        yield (
+            f"cuda_graph_impl={config.training.cuda_graph_impl} cannot be used with qk_clip=True: graphs do not record "
+            "logits; remove one of them"
+        )
+    if model.position_embedding_type == "alibi":
+        yield (
+            "position_embedding_type=alibi cannot be used with qk_clip=True: the slopes of positions are not scaled; "
+            "remove --qk-clip, or use --position-embedding-type rope"
+        )
+    for name in ("qk_layernorm", "qk_l2_norm"):
+        if flat[name] and not model.multi_latent_attention:
+            yield f"{name}=True cannot be used with qk_clip=True: norms undo the scaling; remove one of them"
+    if not model.may_have_attention:
+        yield (
+            f"qk_clip=True has no effect with hybrid_layer_pattern={model.hybrid_layer_pattern}, which has no layer * "
+            "or H with attention; remove --qk-clip"
+        )
+    pattern, layers = model.linear_attention_freq or (1,), model.num_layers
+    only_recurrent = pattern[0] > layers if len(pattern) == 1 else len(pattern) == layers and all(pattern)
+    if model.experimental_attention_variant is not None and only_recurrent:
+        yield (
+            f"qk_clip=True has no effect with linear_attention_freq={pattern}, which leaves no layer with attention; "
+            "remove --qk-clip"
+        )
+    if config.parallel.grad_compression in ("onebit-lamb", "zero-one-adam"):
+        yield (
+            f"grad_compression={config.parallel.grad_compression} cannot be used with qk_clip=True: its updates "
+            "are not synchronized; remove one of them"
+        )

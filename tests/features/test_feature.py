@@ -1,0 +1,149 @@
+"""The mechanism of features: sections of settings, rules, parts of a run, and a package without one of its features."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import megatron_core
+from megatron_core import feature
+from megatron_core.config import RunConfig
+from megatron_core.config.cli import parse_run_config, write_config
+from megatron_core.config.run import feature_sections, settings
+from megatron_core.config.setting import section, setting
+from megatron_core.config.validate import check
+from megatron_core.errors import ConfigError
+from megatron_core.feature import Feature, features, register_feature
+from megatron_core.training.parts import RunPart
+from megatron_core.training.setup import Run
+from megatron_core.training.step import train_step
+from tests.runs import TINY, tiny_config, tiny_run
+
+PACKAGE = Path(megatron_core.__file__).parent
+NAMES = [path.parent.name for path in sorted((PACKAGE / "features").glob("*/__init__.py"))]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+@section()
+class NoiseConfig:
+    """Add noise to the rate of learning."""
+
+    noise_scale: float = setting(0.0)
+    """Size of the noise."""
+
+
+class CountSteps(RunPart):
+    """Counts the steps of a run."""
+
+    def __init__(self, run: Run) -> None:
+        self.steps = 0
+        self.scale = run.config.section(NoiseConfig).noise_scale
+
+    def before_step(self) -> None:
+        self.steps += 1
+
+    def metrics(self) -> dict[str, float]:
+        return {"noise": self.scale * self.steps}
+
+
+def noise_problems(config: RunConfig, world_size: int) -> Iterator[str]:
+    """The rule of the feature below."""
+    if config.section(NoiseConfig).noise_scale < 0:
+        yield f"noise_scale is below 0 on {world_size} ranks; use --noise-scale 0"
+
+
+NOISE = Feature(
+    name="noise",
+    settings=NoiseConfig,
+    is_used=lambda config: config.section(NoiseConfig).noise_scale != 0,
+    problems=noise_problems,
+    run_part=f"{__name__}:CountSteps",
+)
+
+
+@pytest.fixture
+def noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A feature of a program, for one test."""
+    monkeypatch.setattr(feature, "_ADDED", {})
+    register_feature(NOISE)
+
+
+def test_a_feature_is_named_once() -> None:
+    assert [feature.name for feature in features()] == [*feature_sections()]
+    assert sorted(feature.name for feature in features()) == NAMES
+
+
+def test_settings_of_features_have_names_of_their_own() -> None:
+    names = [
+        name for kind in feature_sections().values() for name in (field.name for field in dataclasses.fields(kind))
+    ]
+    assert set(names) <= set(settings()) and len(RunConfig().flat()) == len(settings())
+
+
+@pytest.mark.usefixtures("noise")
+def test_flags_files_and_rules_of_a_program_s_feature(tmp_path: Path) -> None:
+    config = parse_run_config(["--noise-scale", "0.5"])
+    assert config.section(NoiseConfig).noise_scale == 0.5 and config.value("noise_scale") == 0.5
+    write_config(config, tmp_path / "run.yaml")
+    assert parse_run_config(["--config", str(tmp_path / "run.yaml")]) == config
+    assert RunConfig.from_flat(config.flat()) == config
+    with pytest.raises(ConfigError, match="noise_scale is below 0 on 2 ranks; use --noise-scale 0"):
+        check(tiny_config(noise_scale=-1.0), 2)
+
+
+@pytest.mark.usefixtures("noise")
+def test_a_part_sees_every_step_and_reports_metrics() -> None:
+    run = tiny_run(noise_scale=0.25)
+    assert [train_step(run).breakdown["noise"] for _ in range(3)] == [0.25, 0.5, 0.75]
+    assert tiny_run().parts == ()
+
+
+@pytest.mark.usefixtures("noise")
+def test_a_setting_belongs_to_one_feature() -> None:
+    with pytest.raises(ConfigError, match="feature 'noise' is already registered"):
+        register_feature(NOISE)
+    with pytest.raises(ConfigError, match="has the settings noise_scale of feature 'noise'; rename them"):
+        register_feature(dataclasses.replace(NOISE, name="other"))
+
+
+WITHOUT = """
+from pathlib import Path
+import megatron_core.features
+from megatron_core.config import RunConfig
+from megatron_core.parallel import World, start_world
+from megatron_core.training.pretrain import pretrain
+import torch
+assert NAME not in [feature.name for feature in megatron_core.features.FEATURES]
+assert "/without/" in megatron_core.features.__file__
+for steps in (2, 3):
+    settings = SETTINGS | {"save": FOLDER, "load": FOLDER, "train_iters": steps, "exit_interval": steps}
+    pretrain(RunConfig.from_flat(settings), World(0, 1, local_rank=0, device=torch.device("cpu")))
+"""
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_package_without_a_feature_trains_saves_and_resumes(name: str, tmp_path: Path) -> None:
+    package = tmp_path / "without" / "megatron_core"
+    (package / "features").mkdir(parents=True)
+    for entry in PACKAGE.iterdir():
+        if entry.name not in ("features", "__pycache__"):
+            (package / entry.name).symlink_to(entry)
+    for entry in (PACKAGE / "features").iterdir():
+        if entry.name not in (name, "__init__.py", "__pycache__"):
+            (package / "features" / entry.name).symlink_to(entry)
+    listed = (PACKAGE / "features" / "__init__.py").read_text()
+    lines = listed.replace(f" {name.upper()},", "").replace(f"({name.upper()},)", "()").splitlines()
+    kept = [line for line in lines if f".{name} " not in line and line.strip() != f"{name.upper()},"]
+    (package / "features" / "__init__.py").write_text("\n".join(kept))
+    values = {"NAME": name, "SETTINGS": TINY, "FOLDER": str(tmp_path / "saved")}
+    program = "\n".join([*(f"{key} = {value!r}" for key, value in values.items()), WITHOUT])
+    variables = os.environ | {"PYTHONPATH": str(package.parent), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", program], env=variables, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "resuming from iteration 2" in done.stdout

@@ -1,0 +1,91 @@
+"""The measures, each with the value that it must not exceed (or fall below) and its aim.
+
+A limit is the value when the measure was last improved: after an improvement lower it, never raise it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tests.structure import imports, style
+from tests.structure.parts import is_below, modules
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A number that describes the structure."""
+
+    name: str
+    compute: Callable[[], float]
+    limit: float
+    aim: float
+    at_least: bool = False
+    """Whether larger values are better."""
+
+    def holds(self, value: float) -> bool:
+        """Whether ``value`` is within the limit."""
+        return value >= self.limit if self.at_least else value <= self.limit
+
+
+def core_paths() -> list:
+    """The files of the core."""
+    return [modules()[module] for module in sorted(imports.core_modules())]
+
+
+def engine_paths() -> list:
+    """The files of the package without the drop-in."""
+    return [path for module, path in modules().items() if not is_below(module, "drop_in")]
+
+
+def lines(*, drop_in: bool) -> int:
+    """Lines of the drop-in, or of the rest of the package."""
+    return imports.total_lines({module for module in modules() if is_below(module, "drop_in") == drop_in})
+
+
+def loaded(start: str) -> tuple[Callable[[], float], Callable[[], float]]:
+    """Functions that count the modules and the lines that an import loads."""
+    return lambda: len(imports.loaded_by(start)), lambda: imports.total_lines(imports.loaded_by(start))
+
+
+def naming(pattern: str, folder: str) -> Callable[[], float]:
+    """A function that counts files outside of ``folder`` which name a feature."""
+    return lambda: len(style.files_that_name(pattern, folder))
+
+
+LAYERS, GPT, RUN = (loaded(name) for name in ("tensor_parallel", "models.gpt.model", "training.pretrain"))
+MEASURES = [
+    Measure("lines of the core", lambda: imports.total_lines(imports.core_modules()), 39_501, 22_000),
+    Measure("imports of optional modules by the core", imports.number_of_arrows, 198, 0),
+    Measure("files of the core with such imports", lambda: len(imports.arrows_to_features()), 78, 0),
+    Measure("modules loaded by tensor_parallel", LAYERS[0], 112, 35),
+    Measure("lines loaded by tensor_parallel", LAYERS[1], 16_174, 5_000),
+    Measure("modules loaded by the GPT model", GPT[0], 171, 80),
+    Measure("lines loaded by the GPT model", GPT[1], 23_874, 11_000),
+    Measure("modules loaded by a training run", RUN[0], 417, 190),
+    Measure("lines loaded by a training run", RUN[1], 62_963, 26_000),
+    Measure("files that name QK-clip", naming(r"(?i)qk.?clip", "features.qk_clip"), 2, 3),
+    Measure("files that name SOAP", naming(r"(?i)\bsoap|Soap", "features.matrix_optimizers"), 5, 3),
+    Measure("files that name 1-bit LAMB", naming(r"(?i)one_?bit_?lamb|onebit-lamb", "features.compression"), 12, 3),
+    Measure("arguments of take_step", lambda: style.number_of_parameters("training.driver", "take_step"), 12, 7),
+    Measure(
+        "arguments of DataParallel",
+        lambda: style.number_of_parameters("data_parallel.wrapper", "DataParallel.__init__"),
+        17,
+        8,
+    ),
+    Measure(
+        "arguments of GPTModel.forward",
+        lambda: style.number_of_parameters("models.gpt.model", "GPTModel.forward"),
+        17,
+        8,
+    ),
+    Measure("lines without the drop-in", lambda: lines(drop_in=False), 92_292, 78_000),
+    Measure("lines of the drop-in", lambda: lines(drop_in=True), 24_464, 18_000),
+    Measure("vague names, %", lambda: 100 * style.vague_names(engine_paths()), 8.43, 1),
+    Measure("double assignments", lambda: style.double_assignments(engine_paths()), 1_580, 300),
+    Measure("nested conditional expressions", lambda: style.nested_conditional_expressions(engine_paths()), 38, 0),
+    Measure("comments in the core, %", lambda: 100 * style.comment_share(core_paths()), 0.57, 4, at_least=True),
+    Measure("docstrings above 100 words in the core", lambda: len(style.long_docstrings(core_paths())), 51, 0),
+    Measure("public names defined twice", lambda: len(style.public_names_defined_twice()), 117, 0),
+]

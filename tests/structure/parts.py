@@ -1,0 +1,118 @@
+"""Which modules are the core, which belong to a feature, and which to a satellite.
+
+A feature is a folder of ``megatron_core/features``. Modules that wait to be moved into such a folder are listed in
+``WAITING``; a row disappears when its modules have moved.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = "megatron_core"
+
+SATELLITES = (
+    *("planner", "verify", "inference", "preprocess", "commands", "drop_in", "shell", "storage", "launcher"),
+    *("models.hf", "models.megatron_lm", "models.deepspeed", "training.engine", "parallel.links", "parallel.recovery"),
+    *("parallel.shared_memory", "parallel.simulated"),
+)
+"""Packages outside of the core that are not features."""
+
+WAITING = {
+    "lora": (
+        "tensor_parallel.lora transformer.adapters config.tuning config.rules_tuning training.tuning "
+        "training.adapter_export"
+    ),
+    "fp8": (
+        "tensor_parallel.fp8 tensor_parallel.amax_history ops.fp8 ops.fp8_grouped ops.fp8_product config.fp8 "
+        "config.rules_fp8 data_parallel.fp8_gather"
+    ),
+    "equal_bits": (
+        "tensor_parallel.invariant_linear tensor_parallel.invariant_kernels transformer.invariant_attention "
+        "ops.exact_sum ops.fixed_products parallel.invariance config.invariance config.rules_invariance"
+    ),
+    "outer_steps": "optimizer.outer optimizer.outer_messages training.outer_state config.outer config.rules_outer",
+    "recurrent": (
+        "transformer.recurrent_layer transformer.gated_delta_net transformer.mamba "
+        "transformer.parallel_mixers transformer.short_convolution ops.delta_rule ops.recurrence "
+        "ops.state_space context_parallel.states config.recurrent config.rules_recurrent config.hybrid "
+        "config.rules_hybrid config.mixers"
+    ),
+    "sparse_attention": (
+        "transformer.sparse_attention ops.index_scores training.new_indexers config.sparse_attention "
+        "config.rules_sparse_attention"
+    ),
+    "matrix_optimizers": "optimizer.matrix_plan optimizer.matrix_updates optimizer.soap",
+    "compression": "data_parallel.compression data_parallel.onebit optimizer.onebit",
+    "offload": "data_parallel.placement optimizer.pipeline transformer.offload",
+    "preferences": "training.preferences training.reference datasets.preferences",
+    "distillation": "training.distillation training.teacher tensor_parallel.distillation config.modelopt",
+    "layer_sizes": "config.heterogeneous config.rules_heterogeneous",
+    "multi_token": "transformer.multi_token config.multi_token",
+    "graphs": "transformer.cuda_graphs transformer.compiled transformer.flex_attention parallel.compiled",
+    "conversations": (
+        "datasets.conversations datasets.build_conversations datasets.message_schemas tokenizers.chat "
+        "tokenizers.template_sandbox"
+    ),
+    "questions": "datasets.choices training.choices",
+    "fill_in_the_middle": "datasets.fim",
+    "averages": "training.averages",
+    "generation": "transformer.paged_attention config.inference",
+    "hub": "training.conversion training.deepspeed_conversion training.megatron_state",
+    "resilience": (
+        "training.recovery training.recovery_choice training.state_copies training.link_checks "
+        "training.faults training.rerun checkpoint.copies checkpoint.host_copy config.resilience"
+    ),
+    "reports": (
+        "monitor.page monitor.report monitor.plot monitor.hash_records monitor.diagnosis "
+        "monitor.diagnosis_rules monitor.prometheus monitor.mlflow monitor.wandb monitor.prediction "
+        "monitor.goodput monitor.plot_pipeline monitor.plot_memory monitor.plot_experts monitor.chrome_trace "
+        "monitor.summary monitor.replicas monitor.tensorboard training.hash_records training.profile "
+        "training.dry_run"
+    ),
+    "megatron_flags": (
+        "config.megatron_flags config.translate config.trainer_flags config.launch_flags config.comparison "
+        "config.megatron_model config.shrink config.presets config.depth"
+    ),
+}
+"""Modules outside of ``features`` that a run can do without, by the feature or satellite to which they will move."""
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """The path of every module by its name without the package's, such as ``training.loop``."""
+    files = sorted((ROOT / PACKAGE).rglob("*.py"))
+    return {name_of(path): path for path in files}
+
+
+def name_of(path: Path) -> str:
+    """The module of a file; a package's name for its ``__init__``."""
+    parts = path.relative_to(ROOT / PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+@cache
+def waiting() -> dict[str, str]:
+    """The feature to which each module of ``WAITING`` will move."""
+    return {module: feature for feature, names in WAITING.items() for module in names.split()}
+
+
+def is_below(module: str, package: str) -> bool:
+    """Whether ``module`` is ``package`` or in it."""
+    return module == package or module.startswith(f"{package}.")
+
+
+@cache
+def part_of(module: str) -> str:
+    """``core``, the name of a satellite, or ``feature NAME``."""
+    if is_below(module, "features"):
+        return "feature " + [*module.split("."), "list"][1]
+    if module in waiting():
+        return f"feature {waiting()[module]}"
+    return next((package for package in SATELLITES if is_below(module, package)), "core")
+
+
+def is_core(module: str) -> bool:
+    """Whether every run needs the module, by this table."""
+    return part_of(module) == "core"
