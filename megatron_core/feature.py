@@ -30,6 +30,10 @@ class Feature:
     """Whether a run with this ``RunConfig`` uses the feature."""
     problems: Callable[[Any, int], Iterable[str]] | None = None
     """Its rules: messages about a ``RunConfig`` that uses the feature on a number of ranks, each with a correction."""
+    compressions: tuple[Any, ...] = ()
+    """Rows ``config.compression.CompressionKind``: values of --grad-compression that it implements."""
+    in_any_model: bool = False
+    """Whether ``initialize`` of a model of the caller also reads its settings."""
     run_part: str | None = None
     """Class derived from ``training.parts.RunPart``: the feature's objects in a training run, constructed with it."""
 

@@ -78,11 +78,12 @@ Parsed = TypeVar("Parsed", bound=_CommandLine)
 
 def _with_features(kind: type[Parsed]) -> type[Parsed]:
     """Derive a class from ``kind`` with a field for each section of a feature, as the sections of the core have."""
-    return _derived(kind, tuple(feature_sections().items()))
+    derived: type[Parsed] = _derived(kind, tuple(feature_sections().items()))
+    return derived
 
 
 @cache
-def _derived(kind: type[Any], sections: tuple[tuple[str, type[Any]], ...]) -> type[Any]:
+def _derived(kind: Any, sections: tuple[tuple[str, type[Any]], ...]) -> Any:
     added = [(name, section, field(default_factory=section)) for name, section in sections]
     return make_dataclass(kind.__name__, added, bases=(kind,), frozen=True, kw_only=True)
 

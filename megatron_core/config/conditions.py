@@ -123,19 +123,7 @@ ZERO_IN_BF16 = Condition(
     "gradients in bfloat16 and --zero-stage 1 or more",
     lambda run: run.parallel.reduces_in_bf16 and run.parallel.dp_zero_stage,
 )
-COMPRESSION_WARMUP = Condition(
-    "--grad-compression powersgd, onebit-adam or onebit-lamb",
-    lambda run: run.parallel.grad_compression in ("powersgd", "onebit-adam", "onebit-lamb"),
-)
-ONEBIT_LAMB = Condition("--grad-compression onebit-lamb", lambda run: run.parallel.grad_compression == "onebit-lamb")
-NO_ONEBIT_LAMB = unless("--grad-compression onebit-lamb", lambda run: run.parallel.grad_compression == "onebit-lamb")
-NO_ZERO_ONE_ADAM = unless(
-    "--grad-compression zero-one-adam", lambda run: run.parallel.grad_compression == "zero-one-adam"
-)
-ZERO_ONE_ADAM = Condition(
-    "--grad-compression zero-one-adam", lambda run: run.parallel.grad_compression == "zero-one-adam"
-)
-POWERSGD = Condition("--grad-compression powersgd", lambda run: run.parallel.grad_compression == "powersgd")
+CORRECTS_BIAS = unless("a --grad-compression without bias correction", lambda run: not run.corrects_bias)
 
 # Graphs of layers.
 NO_COMPILE = unless("--compile", lambda run: run.training.compile)

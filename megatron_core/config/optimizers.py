@@ -38,9 +38,8 @@ class AlgorithmConfig:
     """Decay rate of the running mean of squared gradients."""
     adam_eps: float = setting(1e-8, r.POSITIVE, when=_read("adam_eps", "adam"))
     """Added to the square root of the mean of squared gradients."""
-    adam_bias_correction: bool = setting(True, when=(_read("adam_bias_correction", "adam"), c.NO_ZERO_ONE_ADAM))
-    """Divide Adam's moments by 1 - beta^step; --no-adam-bias-correction: use them as they are. zero-one-adam never
-    divides."""
+    adam_bias_correction: bool = setting(True, when=(_read("adam_bias_correction", "adam"), c.CORRECTS_BIAS))
+    """Divide Adam's moments by 1 - beta^step; --no-adam-bias-correction: use them as they are."""
     sgd_momentum: float = setting(0.9, r.BELOW_1, when=_read("sgd_momentum", "sgd"))
     """Momentum for --optimizer sgd; 0: no momentum and no state."""
     lion_beta1: float = setting(0.95, r.BELOW_1, when=_read("lion_beta1", "lion"))
@@ -106,28 +105,10 @@ class AlgorithmConfig:
     lamb_min_coeff: float = setting(0.01, r.POSITIVE, when=_read("lamb_min_coeff", "lamb"))
     """Lower limit of |weights| / |update|, for --optimizer lamb."""
     lamb_bias_correction: Literal["moments", "rate", "none"] = setting(
-        "moments", when=(_read("lamb_bias_correction", "lamb"), c.NO_ONEBIT_LAMB)
+        "moments", when=(_read("lamb_bias_correction", "lamb"), c.CORRECTS_BIAS)
     )
     """Bias correction of LAMB. moments: divide the moments by 1 - beta^step (You et al. 2019). rate: multiply the
-    learning rate by sqrt(1 - beta2^step) / (1 - beta1^step), as DeepSpeed. none: as onebit-lamb, always."""
-    onebit_lamb_coeff_beta: float = setting(0.9, r.BELOW_1, when=c.ONEBIT_LAMB)
-    """Decay rate of the mean of LAMB's coefficients during the warm-up of onebit-lamb; 1 / (1 - beta) should be at most
-    --grad-compression-warmup-iters."""
-    onebit_lamb_factor_max: float = setting(4.0, r.POSITIVE, when=c.ONEBIT_LAMB)
-    """Upper limit of the factor by which onebit-lamb changes the mean coefficient after the warm-up."""
-    onebit_lamb_factor_min: float = setting(0.5, r.POSITIVE, when=c.ONEBIT_LAMB)
-    """Lower limit of the factor by which onebit-lamb changes the mean coefficient after the warm-up."""
-    onebit_lamb_factor_threshold: float = setting(0.1, r.UP_TO_1, when=c.ONEBIT_LAMB)
-    """Largest change of this factor in a step, as a share of it."""
-    zero_one_var_freeze_step: int = setting(1000, r.COUNT, when=c.ZERO_ONE_ADAM)
-    """Steps in which zero-one-adam sums gradients. Afterwards the variance is frozen and ranks take local steps."""
-    zero_one_var_update_scaler: int = setting(16, r.COUNT, when=c.ZERO_ONE_ADAM)
-    """Updates of the variance, with uncompressed gradients, after which zero-one-adam doubles their interval."""
-    zero_one_local_step_scaler: int = setting(32_678, r.COUNT, when=c.ZERO_ONE_ADAM)
-    """Local steps after which zero-one-adam doubles the interval in which ranks synchronize their weights. A good value
-    is the number of steps in which the learning rate halves."""
-    zero_one_local_step_clipper: int = setting(16, r.COUNT, when=c.ZERO_ONE_ADAM)
-    """Largest number of local steps between two synchronizations of zero-one-adam."""
+    learning rate by sqrt(1 - beta2^step) / (1 - beta1^step), as DeepSpeed. none: use the moments as they are."""
     ema_decay: float | None = setting(None, r.BELOW_1)
     """Also keep an exponential moving average of the weights, e = d e + (1 - d) w after each update, which begins with
     the initial weights. Evaluations report its loss, too; megatron-convert --average exports it."""
@@ -311,9 +292,4 @@ def optimizer_problems(config: AlgorithmConfig) -> Iterator[str]:
         yield (
             f"lamb_min_coeff={config.lamb_min_coeff} is above lamb_max_coeff={config.lamb_max_coeff}; use a smaller "
             "--lamb-min-coeff"
-        )
-    if config.onebit_lamb_factor_min > config.onebit_lamb_factor_max:
-        yield (
-            f"onebit_lamb_factor_min={config.onebit_lamb_factor_min} is above "
-            f"onebit_lamb_factor_max={config.onebit_lamb_factor_max}; use a smaller --onebit-lamb-factor-min"
         )

@@ -127,17 +127,8 @@ class ParallelConfig:
     """Sum gradients over data-parallel ranks in bfloat16, as --grad-compression bf16."""
     ddp_reduce_scatter_with_fp32_accumulation: bool = setting(False, when=c.ZERO_IN_BF16, resume=Resume.REPORTED)
     """With --zero-stage 1 to 3: sum gradients that are sent in bfloat16 in float32 on the receiving rank."""
-    grad_compression: Literal["none", "bf16", "powersgd", "onebit-adam", "onebit-lamb", "zero-one-adam"] = setting(
-        "none", when=(c.TRAINING, c.SEVERAL_DATA_RANKS), resume=Resume.REPORTED
-    )
-    """Compression of gradients that are sent. bf16: rounded. powersgd (Vogels et al. 2019): low-rank products.
-    onebit-adam (Tang et al. 2021), onebit-lamb (Li et al. 2021): signs of momenta. zero-one-adam (Lu et al. 2022):
-    signs of gradients, then of the changes of several local steps. All but bf16 have error feedback."""
-    grad_compression_warmup_iters: int = setting(1000, r.COUNT_FROM_0, when=c.COMPRESSION_WARMUP)
-    """Steps before powersgd, onebit-adam and onebit-lamb begin to compress; for the last two use 15 to 25 % of the
-    training."""
-    powersgd_rank: int = setting(4, r.SIZE, when=c.POWERSGD, resume=Resume.REPORTED)
-    """Rank of the low-rank products of powersgd."""
+    grad_compression: str = setting("none", when=(c.TRAINING, c.SEVERAL_DATA_RANKS), resume=Resume.REPORTED)
+    """Compression of gradients that are sent. bf16: rounded; --help compression lists the others."""
     overlap_grad_reduce: bool = setting(False, when=(c.TRAINING, c.SEVERAL_DATA_RANKS))
     """Reduce gradient buckets over data-parallel ranks while backward is still running."""
     overlap_param_gather: bool = setting(False, needs=c.ZERO, when=c.SEVERAL_DATA_RANKS)

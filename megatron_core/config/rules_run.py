@@ -4,6 +4,7 @@ import os.path
 from collections.abc import Iterator
 
 from megatron_core.config.checkpoint import CheckpointConfig
+from megatron_core.config.compression import compression_of
 from megatron_core.config.hybrid import BOTH, CONVOLUTION
 from megatron_core.config.megatron_model import without_arguments
 from megatron_core.config.model import ModelConfig
@@ -120,9 +121,10 @@ def _recovery_problems(config: RunConfig) -> Iterator[str]:
     name = f"recover={config.resilience.recover}"
     if config.resilience.elastic:
         yield exclusive(name, "elastic=True")
-    if config.parallel.grad_compression == "zero-one-adam":
-        yield exclusive(name, "grad_compression=zero-one-adam, whose ranks differ between synchronizations")
     parallel, training = config.parallel, config.training
+    compression = compression_of(parallel)
+    if compression is not None and compression.is_local:
+        yield exclusive(name, f"grad_compression={compression.name}, whose ranks differ between synchronizations")
     if config.resilience.recover_without_spare:
         name = "recover_without_spare=True"
         if parallel.grad_compression != "none":

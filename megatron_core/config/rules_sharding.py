@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from megatron_core.config.parallel import SHARDING_STRATEGIES
+from megatron_core.config.compression import UNCOMPRESSED, compression_kinds
+from megatron_core.config.parallel import SHARDING_STRATEGIES, ParallelConfig
 from megatron_core.config.rules_parallel import divisors, leaves_rest
 from megatron_core.config.rules_single import exclusive
 from megatron_core.config.run import RunConfig
@@ -11,7 +12,7 @@ from megatron_core.config.run import RunConfig
 def sharding_problems(config: RunConfig, world_size: int) -> Iterator[str]:
     """Settings of ZeRO, offload and compression that contradict each other."""
     yield from _stage_problems(config, world_size)
-    yield from _compression_problems(config)
+    yield from _compression_problems(config.parallel)
     yield from _offload_problems(config)
     yield from _storage_problems(config)
 
@@ -35,51 +36,10 @@ def _stage_problems(config: RunConfig, world_size: int) -> Iterator[str]:
         yield exclusive("zero_stage=0", "use_distributed_optimizer=True (zero_stage=1)")
 
 
-COMPRESSED_OPTIMIZERS = {"onebit-adam": "adam", "onebit-lamb": "lamb", "zero-one-adam": "adam"}
-"""The optimizer of each compression that is a part of it."""
-
-
-def _compression_problems(config: RunConfig) -> Iterator[str]:
-    """powersgd and sums of signs need one instance; the latter also their optimizer, with its state on the device."""
-    parallel, optimizer, kind = config.parallel, config.optimizer, config.parallel.grad_compression
-    instances, needed = parallel.num_distributed_optimizer_instances, COMPRESSED_OPTIMIZERS.get(kind)
-    if (kind == "powersgd" or needed) and instances > 1:
-        yield (
-            f"grad_compression={kind} stores the errors of one sum over all data-parallel ranks, but "
-            f"num_distributed_optimizer_instances={instances} adds a second sum; use "
-            "--num-distributed-optimizer-instances 1, or --grad-compression bf16"
-        )
-    if needed and optimizer.optimizer != needed:
-        yield f"grad_compression={kind} cannot be used with optimizer={optimizer.optimizer}; use --optimizer {needed}"
-    if needed and optimizer.offloads_optimizer:
-        yield (
-            f"grad_compression={kind} reads the optimizer's state in every backward, so the state must be on the "
-            "device; remove --optimizer-cpu-offload and --optimizer-offload-dir, or use --grad-compression powersgd"
-        )
-    if kind == "onebit-lamb" and parallel.grad_compression_warmup_iters == 0:
-        yield (
-            "grad_compression=onebit-lamb takes coefficients from a warm-up, but grad_compression_warmup_iters=0; "
-            "use 15 to 25 % of the training"
-        )
-    if kind == "zero-one-adam":
-        yield from _local_step_problems(config)
-
-
-def _local_step_problems(config: RunConfig) -> Iterator[str]:
-    """Settings with which the weights of data-parallel ranks may not differ during the local steps of 0/1 Adam."""
-    parallel = config.parallel
-    if parallel.dp_zero_stage:
-        yield (
-            "grad_compression=zero-one-adam lets the weights of ranks differ between synchronizations, but "
-            f"zero_stage={parallel.dp_zero_stage} shards them; use --zero-stage 0 or --grad-compression onebit-adam"
-        )
-    for name in ("context_parallel_size", "expert_model_parallel_size"):
-        if getattr(parallel, name) > 1:
-            yield (
-                "grad_compression=zero-one-adam lets the weights of ranks differ between synchronizations, but with "
-                f"{name}={getattr(parallel, name)} several of them compute one sample; use "
-                f"--{name.replace('_', '-')} 1, or --grad-compression onebit-adam"
-            )
+def _compression_problems(parallel: ParallelConfig) -> Iterator[str]:
+    legal = *UNCOMPRESSED, *compression_kinds()
+    if parallel.grad_compression not in legal:
+        yield f"grad_compression={parallel.grad_compression} is unknown; legal: {', '.join(legal)}"
 
 
 def _offload_problems(config: RunConfig) -> Iterator[str]:
@@ -97,7 +57,7 @@ def _offload_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _storage_problems(config: RunConfig) -> Iterator[str]:
-    """bfloat16 state with sums of signs; bfloat16 main weights and offloaded state with lamb, offloaded state with
+    """bfloat16 main weights and offloaded state with lamb, offloaded state with
     state of matrices."""
     optimizer = config.optimizer
     if optimizer.optimizer == "lamb" and (optimizer.offloads_optimizer or optimizer.bf16_settings):
@@ -110,12 +70,6 @@ def _storage_problems(config: RunConfig) -> Iterator[str]:
         yield (
             f"optimizer={optimizer.optimizer} has state of whole matrices, which must be on the device; "
             "remove --optimizer-cpu-offload and --optimizer-offload-dir"
-        )
-    kind = config.parallel.grad_compression
-    if optimizer.bf16_settings and kind in COMPRESSED_OPTIMIZERS:
-        yield (
-            f"grad_compression={kind} needs its state in float32; use fp32 for exp_avg_dtype, exp_avg_sq_dtype and "
-            "main_params_dtype"
         )
 
 

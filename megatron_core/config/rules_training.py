@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from megatron_core.config.compression import compression_of
 from megatron_core.config.ramp import MOST_INCREMENTS, Ramp, parse_steps
 from megatron_core.config.rules_parallel import leaves_rest, nearest_multiples, sequence_unit
 from megatron_core.config.rules_single import exclusive, unused
@@ -238,9 +239,10 @@ def average_problems(config: RunConfig) -> Iterator[str]:
     """Settings with which there is no average of the weights."""
     if config.optimizer.ema_decay is None:
         return
-    if config.parallel.grad_compression in ("onebit-lamb", "zero-one-adam"):
+    compression = compression_of(config.parallel)
+    if compression is not None and compression.updates_outside_of_steps:
         yield (
-            f"grad_compression={config.parallel.grad_compression} cannot be used with "
+            f"grad_compression={compression.name} cannot be used with "
             f"ema_decay={config.optimizer.ema_decay:g}: weights change between updates; remove one of them"
         )
     for name in ("optimizer_offload_dir", "zero3_param_offload_dir"):

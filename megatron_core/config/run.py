@@ -9,6 +9,7 @@ from typing import Any, TypeVar, get_type_hints
 
 from megatron_core.config.attention import AttentionKind, attention_of
 from megatron_core.config.checkpoint import CheckpointConfig
+from megatron_core.config.compression import compression_of
 from megatron_core.config.data import DataConfig
 from megatron_core.config.invariance import default_parts
 from megatron_core.config.model import ModelConfig
@@ -180,6 +181,11 @@ def _types_of(sections: tuple[type[Any], ...]) -> dict[str, Any]:
     return {name: kind for section in sections for name, kind in get_type_hints(section).items()}
 
 
+def names_in_any_model() -> set[str]:
+    """The settings of features that also apply to a model of the caller."""
+    return {field.name for feature in features() if feature.in_any_model for field in fields(feature.settings)}
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunContext(RunConfig):
     """A configuration on a number of ranks and a kind of device, for the conditions of settings."""
@@ -193,6 +199,12 @@ class RunContext(RunConfig):
     def attention(self) -> AttentionKind:
         """The kind of attention of all layers."""
         return attention_of(self.model)
+
+    @property
+    def corrects_bias(self) -> bool:
+        """Whether the optimizer may correct the bias of its moments."""
+        compression = compression_of(self.parallel)
+        return compression is None or compression.has_bias_correction
 
     @property
     def data_ranks(self) -> int:

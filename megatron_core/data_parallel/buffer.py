@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Protocol
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from megatron_core.data_parallel.awaited_parameter import Arrival
 from megatron_core.data_parallel.bucket_kind import BucketKind
 from megatron_core.data_parallel.bucket_layout import BucketLayout
+from megatron_core.data_parallel.compressor import Compressor
 from megatron_core.data_parallel.fp8_gather import Arriving, start_fp8_gather
 from megatron_core.data_parallel.memory import Initialise, materialise
 from megatron_core.data_parallel.placement import Placement
@@ -28,52 +28,6 @@ from megatron_core.parallel.meter import COMPRESSED, METER
 from megatron_core.parallel.poison import poison_outside
 from megatron_core.parallel.sharding import spec_of
 from megatron_core.parallel.transfer import Transfer
-
-
-class Compressor(Protocol):
-    """Approximate sum of a bucket's gradients over its data-parallel ranks."""
-
-    step: int
-    """Number of optimizer steps so far."""
-
-    def is_active(self) -> bool:
-        """Whether ``reduce_`` replaces the sum of the gradients of the next step."""
-        ...
-
-    def is_local(self) -> bool:
-        """Whether the gradients of the next step are not summed: each rank has its own estimate of the sum."""
-        ...
-
-    loss_scale: Callable[[], float]
-    """Returns the factor on the gradients of this step, which is not part of the stored errors."""
-
-    def reduce_(self, bucket: Bucket) -> Iterator[Handle]:
-        """Replace ``bucket.grads`` by their sum; yield the handle of each message after starting it.
-
-        The caller waits for the handle before it continues the generator. All ranks of the bucket must start and
-        continue their generators in the same order. The sum is not finite on every rank if a gradient of any rank is.
-        """
-        ...
-
-    def commit(self, factor: float, limit: float) -> None:
-        """Store the errors of this step. The optimizer multiplies the gradients by ``factor``, then with a ``limit``
-        above 0 clamps them to ``[-limit, limit]``.
-        """
-        ...
-
-    def discard(self) -> None:
-        """Drop the errors of this step, which is skipped; the stored errors do not change."""
-        ...
-
-    def forget(self) -> None:
-        """Drop everything that was derived from the optimizer's state, which has been loaded from a checkpoint."""
-        ...
-
-    def state(self, bucket: Bucket) -> Iterator[tuple[str, Tensor, bool]]:
-        """Yield a bucket's state for checkpoints: name, tensor, and whether the tensor differs between data-parallel
-        ranks.
-        """
-        ...
 
 
 class Bucket:

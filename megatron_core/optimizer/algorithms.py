@@ -29,14 +29,8 @@ from megatron_core.parallel.sharding import Fused
 class AdamW(Algorithm):
     """Loshchilov and Hutter 2019, algorithm 2, in one pass over memory; see ``ops.adamw_``."""
 
-    frozen_after: int | None = None
-    """The last step that updates the variance, for compressed momenta (1-bit Adam)."""
-
     def update(self, parts: Sequence[ShardSlice], rates: Rates) -> None:
         """Update all parts in one launch."""
-        if self.frozen_after is not None and rates.step > self.frozen_after:
-            self._update_frozen(parts, rates, self.frozen_after)
-            return
         adamw_(
             [part.grad for part in parts],
             [part.main for part in parts],
@@ -51,18 +45,6 @@ class AdamW(Algorithm):
             factor=rates.factor,
             backend=self.backend,
         )
-
-    def _update_frozen(self, parts: Sequence[ShardSlice], rates: Rates, frozen: int) -> None:
-        """m = b1 m + (1 - b1) g;  w = (1 - lr wd) w - lr m / (1 - b1^t) / (sqrt(v / (1 - b2^frozen)) + eps)."""
-        step, frozen = (rates.step, max(frozen, 1)) if self.config.adam_bias_correction else (NEVER_CORRECTED,) * 2
-        beta1, correction = self.config.adam_beta1, 1.0 - self.config.adam_beta2**frozen
-        for part in parts:
-            momentum = part.state["exp_avg"]
-            momentum.lerp_(part.grad.mul_(rates.factor).to(momentum.dtype), 1.0 - beta1)
-            size = part.state["exp_avg_sq"].div(correction).sqrt_().add_(rates.epsilon)
-            part.main.mul_(1.0 - rates.lr * rates.weight_decay)
-            part.main.addcdiv_(momentum, size, value=-rates.lr / (1.0 - beta1**step))
-            write_copy(part)
 
 
 class SGD(Algorithm):

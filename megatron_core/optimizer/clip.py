@@ -37,7 +37,7 @@ class GradientNorm:
     def compute(self) -> Tensor:
         """Return the norm of the reduced gradients, a float64 scalar on the device; inf or nan if any gradient is.
 
-        In local steps of 0/1 Adam, it is the root mean square over the data-parallel ranks of their norms.
+        In local steps, which do not sum gradients, it is the root mean square of the norms of the data-parallel ranks.
         """
         if self.exact:
             return self._exact_norm()

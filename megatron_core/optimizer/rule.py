@@ -62,6 +62,16 @@ class Algorithm:
         """
         raise NotImplementedError
 
+    def has_local_changes(self, bucket: Bucket) -> bool:
+        """Whether this rank's weights of ``bucket`` differ from those of the other data-parallel ranks."""
+        return False
+
+    def synchronize(self, bucket: Bucket, whole: ShardSlice) -> None:
+        """Make the weights and the state of the shard ``whole`` equal on all data-parallel ranks; a collective call."""
+
+    def forget_local_changes(self) -> None:
+        """Drop the differences between ranks: weights and state have been loaded from a checkpoint."""
+
 
 class BucketAlgorithm(Algorithm):
     """An update rule whose ``update`` replaces each gradient by a direction, along which buckets move afterwards."""

@@ -16,16 +16,14 @@ from megatron_core.config import OptimizerConfig
 from megatron_core.config.optimizers import AVERAGE
 from megatron_core.data_parallel import Bucket, DataParallel
 from megatron_core.data_parallel.bucket_kind import BucketKind
-from megatron_core.data_parallel.buffer import Compressor
-from megatron_core.data_parallel.onebit import OneBitAdam, OneBitLAMB, SignSums, ZeroOneAdam
+from megatron_core.data_parallel.compressor import Compressor
 from megatron_core.data_parallel.placement import DiskPlacement, Placement
 from megatron_core.errors import ConfigError
 from megatron_core.ops import Backend
-from megatron_core.optimizer.algorithms import UPDATE_RULES, AdamW
+from megatron_core.optimizer.algorithms import UPDATE_RULES
 from megatron_core.optimizer.clip import GradientNorm, clip_factor
 from megatron_core.optimizer.loss_scale import ConstantLossScale, DynamicLossScale
 from megatron_core.optimizer.matrix_updates import MatrixUpdates
-from megatron_core.optimizer.onebit import FRESH, OneBitLAMBUpdate, ZeroOneAdamUpdate
 from megatron_core.optimizer.pipeline import Job, UpdatePipeline
 from megatron_core.optimizer.rounding import update_rounded
 from megatron_core.optimizer.rule import Algorithm, BucketAlgorithm, MatrixAlgorithm, Rates, ShardSlice
@@ -74,12 +72,8 @@ class Optimizer:
         for bucket, placement in zip(data_parallel.buckets, placements, strict=True):
             kind = config.kind_of(hidden=bucket.kind.is_hidden_matrix)
             self.shards.append(Shard.of(bucket, kind, algorithms[kind.name], placement, config))
-            if isinstance(self.compressor, OneBitLAMB):
-                self.shards[-1].state[FRESH] = torch.zeros_like(self.shards[-1].state["exp_avg_sq"])
         if self.compressor is not None:
-            self.compressor.loss_scale = lambda: self.loss_scale.scale
-        if isinstance(self.compressor, SignSums):
-            self.compressor.moments = {shard.bucket: shard.state for shard in self.shards}
+            self.compressor.attach(self.shards, lambda: self.loss_scale.scale)
         of_matrices = [shard for shard in self.shards if isinstance(shard.algorithm, MatrixAlgorithm)]
         self._matrices = MatrixUpdates(of_matrices, groups, seed)
         self.start_averages()
@@ -204,25 +198,23 @@ class Optimizer:
 
     @property
     def has_local_changes(self) -> bool:
-        """Whether the weights of data-parallel ranks differ, because 0/1 Adam has not synchronized them."""
-        return any(isinstance(s.algorithm, ZeroOneAdamUpdate) and s.bucket in s.algorithm.pending for s in self.shards)
+        """Whether the weights of data-parallel ranks differ, because an update rule has not synchronized them."""
+        return any(shard.algorithm.has_local_changes(shard.bucket) for shard in self.shards)
 
     def synchronize(self) -> None:
-        """Synchronize the weights of data-parallel ranks after local steps of 0/1 Adam; a collective call.
+        """Synchronize the weights of data-parallel ranks after local steps; a collective call.
 
         Call this before weights or state are read or saved, because other functions expect equal replicas.
         """
         if self.has_local_changes:
             self.before_update()
         for shard in self.shards:
-            if isinstance(shard.algorithm, ZeroOneAdamUpdate):
-                shard.algorithm.synchronize(shard.bucket, shard.whole)
+            shard.algorithm.synchronize(shard.bucket, shard.whole)
 
     def forget_local_changes(self) -> None:
-        """Drop the local steps of 0/1 Adam: weights and state have been loaded from a checkpoint."""
+        """Drop the local steps: weights and state have been loaded from a checkpoint."""
         for shard in self.shards:
-            if isinstance(shard.algorithm, ZeroOneAdamUpdate):
-                shard.algorithm.pending.clear()
+            shard.algorithm.forget_local_changes()
 
     def _width_factors(self, shard: Shard) -> tuple[float, float]:
         return shard.kind.width_factors(self.width, hidden=shard.bucket.kind.is_hidden_matrix)
@@ -273,17 +265,11 @@ class Optimizer:
 def _algorithms(
     compressor: Compressor | None, config: OptimizerConfig, backend: Backend, groups: ParallelGroups
 ) -> dict[str, Algorithm]:
-    """Return the update rule of each optimizer of the run; the rules of compressed optimizers know the compressor."""
-    if isinstance(compressor, OneBitLAMB):
-        return {"lamb": OneBitLAMBUpdate(config, groups, compressor)}
-    if isinstance(compressor, ZeroOneAdam):
-        return {"adam": ZeroOneAdamUpdate(config, groups, compressor)}
-    algorithms = {kind.name: UPDATE_RULES[kind.name](config, backend, groups) for kind in config.kinds}
-    if isinstance(compressor, OneBitAdam):
-        adam = algorithms["adam"]
-        assert isinstance(adam, AdamW), "validated: 1-bit Adam is Adam's"
-        adam.frozen_after = compressor.warmup
-    return algorithms
+    """Return the update rule of each optimizer of the run, or the compressor's rule instead of it."""
+    rules = {kind.name: UPDATE_RULES[kind.name](config, backend, groups) for kind in config.kinds}
+    if compressor is None:
+        return rules
+    return {name: compressor.update_rule(rule, groups) for name, rule in rules.items()}
 
 
 def _spans(shard: Shard, group_of: dict[int, int]) -> Iterator[tuple[int, int, int]]:

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron_core.config import RunConfig
+from megatron_core.config.compression import added_moments, compression_of
 from megatron_core.planner.context import arriving_bytes
 from megatron_core.planner.matrix_state import matrix_state_elements
 from megatron_core.planner.memory import (
-    compression_bytes,
     layer_activations,
     number_size,
     offloaded_activations,
@@ -187,7 +187,7 @@ class Footprint:
                 zero_stage=config.parallel.dp_zero_stage,
                 optimizer=config.optimizer,
                 hidden=hidden,
-                compression=config.parallel.grad_compression,
+                added_moments=added_moments(config.parallel),
             )
         return self._states[key]
 
@@ -196,11 +196,15 @@ class Footprint:
         return {}
 
     def _compression(self, rank: int, wide: int) -> float:
-        """Bytes of compressed gradients; see ``compression_bytes``."""
+        """Bytes of compressed gradients at the end of a backward; ``wide``: bytes of a gradient."""
         parallel, total = self.config.parallel, self.totals[rank]
+        kind = compression_of(parallel)
+        if kind is None:
+            return 0.0
         return sum(
-            elements * compression_bytes(parallel.grad_compression, wide, size, parallel.dp_zero_stage)
+            elements * kind.bytes_per_parameter(wide, size, parallel.dp_zero_stage)
             for elements, size in zip((total.dense, total.experts), self.shard_sizes, strict=True)
+            if size > 1
         )
 
     @property

@@ -24,13 +24,13 @@ def state_by_kind(
     zero_stage: int = 0,
     optimizer: OptimizerConfig = ADAM,
     hidden: bool = True,
-    compression: str = "none",
+    added_moments: int = 0,
 ) -> dict[str, float]:
     """Bytes per parameter by kind: ``optimizer`` (main weight and moments), ``gradients`` in float32, ``weights``;
     with Adam the total is 18 for 16-bit weights, 16 for float32.
 
     ``hidden``: whether the parameter is part of a hidden matrix, which may have an optimizer of its own (Muon).
-    ``compression``: the value of ``grad_compression``; onebit-lamb has another variance.
+    ``added_moments``: moments of gradient compression.
 
     ZeRO shards over d data-parallel ranks: stage 1 main weight and moments (6 + 12 / d, 8 + 8 / d), stage 2 also
     gradients (2 + 16 / d, 4 + 12 / d), stage 3 everything (18 / d, 16 / d). Units that are temporarily unsharded are
@@ -39,31 +39,11 @@ def state_by_kind(
     weight = number_size(compute_dtype)
     wide = max(weight, 4)
     main = wide if weight < wide and optimizer.main_params_dtype == "fp32" else 0
-    moments = optimizer.kind_of(hidden=hidden).moment_bytes(optimizer, wide) + wide * (compression == "onebit-lamb")
+    moments = optimizer.kind_of(hidden=hidden).moment_bytes(optimizer, wide) + wide * added_moments
     parts = {"optimizer": moments + main, "gradients": wide, "weights": weight}
     return {
         kind: part / (data_parallel_size if zero_stage > at else 1) for at, (kind, part) in enumerate(parts.items())
     }
-
-
-def compression_bytes(compression: str, wide: int, data_parallel_size: int, zero_stage: int) -> float:
-    """Bytes per parameter of compressed gradients at the end of a backward; ``wide``: bytes of a gradient.
-
-    The errors of a rank's messages, and for signs of its share 1 / d of the sums, are stored twice until the step is
-    taken. With ZeRO, the momentum, its sum and a flag of each element are whole, from stage 2 on also the gradients.
-    0/1 Adam stores the weights of the last synchronization and their change since then, after the last step with
-    errors of gradients. Factors of PowerSGD are not
-    counted.
-    """
-    if compression in ("none", "bf16") or data_parallel_size == 1:
-        return 0.0
-    whole = wide if zero_stage >= 2 else 0
-    if compression == "powersgd":
-        return 2 * wide + whole
-    errors = wide + wide / data_parallel_size
-    if compression == "zero-one-adam":
-        return errors + 2 * wide
-    return 2 * errors + whole + (2 * wide + 1 if zero_stage else 0)
 
 
 def layer_activations(config: RunConfig, layer_number: int = 0) -> float:

@@ -109,7 +109,7 @@ class RankEstimate:
 
         Building the buffers turns the parameters into views of them; the result is cached.
         """
-        data_parallel = data_parallel_of(self.config.parallel, self.config.optimizer, self.stages, self.groups, META)
+        data_parallel = data_parallel_of(self.config, self.stages, self.groups, META)
         backend = self.config.model.kernel_backend
         optimizer = Optimizer(data_parallel, self.config.optimizer, self.groups, ConstantLossScale(1.0), backend)
         units = rank_units(self.config, self.layers, self.plan.stage_to_rank, self.vocab_size)

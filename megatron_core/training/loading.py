@@ -24,8 +24,8 @@ from megatron_core.training.new_indexers import lacks_indexers, outside_of_index
 from megatron_core.training.state import (
     Reader,
     TrainState,
-    coefficient_pieces,
     compression_pieces,
+    compression_rows,
     fp8_pieces,
     held_pieces,
     held_weights,
@@ -161,14 +161,14 @@ def _finish_optimizer(reader: Reader, optimizer: Optimizer, *, fresh: bool) -> N
 
 
 def _pieces_of_compression(reader: CheckpointReader | MegatronReader | HostCopy, data: DataParallel) -> list[TensorBox]:
-    """Compression errors, PowerSGD factors and the coefficients of 1-bit LAMB, as far as they can be loaded.
+    """The state of gradient compression, as far as it can be loaded.
 
     Errors belong to data-parallel ranks: with another number of ranks they stay zero, and a note is printed. If the
-    layout or the PowerSGD rank differs, factors are initialized again, on all ranks, because copies must be equal."""
+    layout or the shape of factors differs, factors are initialized again on all ranks, because copies must be equal."""
     if data.compressor is None:
         return []
     data.compressor.forget()
-    coefficients = list(coefficient_pieces(data))
+    coefficients = list(compression_rows(data))
     kinds: dict[bool, list[TensorBox]] = {True: [], False: []}
     for piece in compression_pieces(data):
         kinds[piece.name.startswith("compression.factor")].append(piece)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from megatron_core.config.compression import added_moments
 from megatron_core.errors import MegatronError
 from megatron_core.monitor.device import current_memory_bytes, peak_memory_bytes, total_memory_bytes
 from megatron_core.output_file import make_folder, no_follow
@@ -48,7 +49,7 @@ def planned_bytes(run: Run) -> float:
             zero_stage=config.parallel.dp_zero_stage,
             optimizer=config.optimizer,
             hidden=shard.bucket.kind.is_hidden_matrix,
-            compression=config.parallel.grad_compression,
+            added_moments=added_moments(config.parallel),
         )
         outer = 0 if run.outer is None else 2 * shard.main.element_size() / size  # global weights and momentum
         found += sum(parameter.numel() for parameter in shard.bucket.parameters) * (sum(each.values()) + outer)

@@ -11,17 +11,16 @@ from torch import nn
 from megatron_core import parallel_state
 from megatron_core.checkpoint.host_copy import HostCopy
 from megatron_core.config import OptimizerConfig, ParallelConfig, RunConfig
+from megatron_core.config.compression import compression_of
 from megatron_core.config.layout import Layout
 from megatron_core.config.validate import check
 from megatron_core.data_parallel import DataParallel, Initialise
-from megatron_core.data_parallel.buffer import Compressor
-from megatron_core.data_parallel.compression import PowerSGD
 from megatron_core.data_parallel.fill import in_order, whole_matrices, whole_parameters
-from megatron_core.data_parallel.onebit import OneBitAdam, OneBitLAMB, ZeroOneAdam, ZeroOnePolicy
 from megatron_core.data_parallel.placement import DiskPlacement, Placement
 from megatron_core.datasets import Dataset, Splits
 from megatron_core.datasets.loader import Batch, BatchLoader, packing_of
 from megatron_core.errors import ConfigError
+from megatron_core.feature import load_hook
 from megatron_core.models import GPTModel
 from megatron_core.models.build import build_stages
 from megatron_core.optimizer.lr_schedule import LearningRateSchedule
@@ -154,8 +153,7 @@ def message_format(config: RunConfig, split: SequenceSplit, device: torch.device
 
 
 def data_parallel_of(
-    parallel: ParallelConfig,
-    optimizer: OptimizerConfig,
+    config: RunConfig,
     stages: Mapping[int, nn.Module],
     groups: ParallelGroups,
     device: torch.device,
@@ -170,6 +168,8 @@ def data_parallel_of(
     enough matrices to fill every shard. ``keeps_parameters_whole``: shards consist of whole parameters, for
     other optimizers.
     """
+    parallel, optimizer = config.parallel, config.optimizer
+    compression = compression_of(parallel)
     for_matrices = optimizer.kind_of(hidden=True).scalar_optimizer is not None
     whole = for_matrices and optimizer.use_layer_wise_param_layout and parallel.dp_zero_stage == 1
     return DataParallel(
@@ -183,7 +183,7 @@ def data_parallel_of(
         device=device,
         wire_dtype=torch.bfloat16 if parallel.reduces_in_bf16 else None,
         sums_wide=parallel.ddp_reduce_scatter_with_fp32_accumulation,
-        compressor=_compressor(parallel, optimizer),
+        compressor=None if compression is None else load_hook(compression.build)(config),
         initialise=initialise,
         weights_away=_weights_away(parallel, device, groups.rank),
         rule_of=whole_parameters if keeps_parameters_whole else whole_matrices if whole else in_order,
@@ -205,25 +205,6 @@ def _optimizer_of(config: RunConfig, data_parallel: DataParallel, groups: Parall
     return Optimizer(
         data_parallel, config.optimizer, groups, scale, model.kernel_backend, seed, width=model.mup_width_mult
     )
-
-
-def _compressor(parallel: ParallelConfig, optimizer: OptimizerConfig) -> Compressor | None:
-    """The lossy gradient compressor, or None without ``grad_compression``."""
-    if parallel.grad_compression == "powersgd":
-        return PowerSGD(parallel.powersgd_rank, parallel.grad_compression_warmup_iters)
-    if parallel.grad_compression == "onebit-adam":
-        return OneBitAdam(optimizer.adam_beta1, parallel.grad_compression_warmup_iters)
-    if parallel.grad_compression == "onebit-lamb":
-        return OneBitLAMB(optimizer.adam_beta1, parallel.grad_compression_warmup_iters)
-    if parallel.grad_compression == "zero-one-adam":
-        policy = ZeroOnePolicy(
-            optimizer.zero_one_var_freeze_step,
-            optimizer.zero_one_var_update_scaler,
-            optimizer.zero_one_local_step_scaler,
-            optimizer.zero_one_local_step_clipper,
-        )
-        return ZeroOneAdam(policy)
-    return None
 
 
 def _histories_of(
@@ -354,7 +335,7 @@ def set_up(
     _freeze_or_graph(config, stages, world)
     draw_indexers(base, stages.values(), config)
     draw = drawing(config, base) if deferred else None
-    data_parallel = data_parallel_of(parallel, config.optimizer, stages, groups, world.device, draw)
+    data_parallel = data_parallel_of(config, stages, groups, world.device, draw)
     prepare_weights(config, data_parallel, list(stages.values()), frozen, resumes=checkpoint is not None)
     optimizer = _optimizer_of(config, data_parallel, groups)
     fp8 = _histories_of(config, stages, groups, world.device)

@@ -16,7 +16,6 @@ from megatron_core.checkpoint.reader import note
 from megatron_core.checkpoint.restore import CopiesReader, open_copies
 from megatron_core.config import CheckpointConfig, RunConfig
 from megatron_core.data_parallel import Bucket, DataParallel
-from megatron_core.data_parallel.onebit import OneBitLAMB
 from megatron_core.errors import CheckpointError
 from megatron_core.models.hf import HuggingFaceReader
 from megatron_core.models.megatron_lm import MegatronReader
@@ -96,7 +95,7 @@ def other_pieces(data: DataParallel, optimizer: Optimizer | None, fp8: AmaxHisto
     yield from saved_pieces(data, parameter_pieces(data.frozen_on_first_copy()))
     if optimizer is not None:
         yield from compression_pieces(data)
-        yield from coefficient_pieces(data)
+        yield from compression_rows(data)
         if fp8 is not None:
             yield from fp8_pieces(fp8, fp8.histories())
 
@@ -135,16 +134,16 @@ def compression_pieces(data: DataParallel) -> Iterator[TensorBox]:
                 yield TensorBox(name, shape, Box((0,) * len(shape), shape), tensor, owned)
 
 
-def coefficient_pieces(data: DataParallel) -> Iterator[TensorBox]:
-    """Pieces with the three coefficients of each parameter of 1-bit LAMB; all ranks with a part of it have them."""
-    if not isinstance(data.compressor, OneBitLAMB):
-        return
-    for bucket in data.buckets:
-        for number, (name, parameter) in enumerate(zip(bucket.names, bucket.parameters, strict=True)):
-            row = data.compressor.coefficients(bucket)[number]
-            has_first = any(part.owned and not any(part.whole.start) for part in spec_of(parameter).parts)
-            owned = bucket.dp_group.rank() == 0 and has_first
-            yield TensorBox(f"compression.lamb.{name}", (3,), Box((0,), (3,)), row, owned)
+def compression_rows(data: DataParallel) -> Iterator[TensorBox]:
+    """Pieces with the compressor's state of each parameter, which all ranks with a part of it have."""
+    for bucket in data.buckets if data.compressor is not None else ():
+        assert data.compressor is not None
+        for kind, rows in data.compressor.state_of_parameters(bucket):
+            for row, name, parameter in zip(rows, bucket.names, bucket.parameters, strict=True):
+                has_first = any(part.owned and not any(part.whole.start) for part in spec_of(parameter).parts)
+                owned = bucket.dp_group.rank() == 0 and has_first
+                shape = tuple(row.shape)
+                yield TensorBox(f"compression.{kind}.{name}", shape, Box((0,), shape), row, owned)
 
 
 def fp8_pieces(fp8: AmaxHistories, histories: Mapping[str, torch.Tensor]) -> Iterator[TensorBox]:
@@ -281,6 +280,6 @@ def held_pieces(
     yield from saved_pieces(data, held_weights(data))
     yield from () if optimizer is None else optimizer_pieces(optimizer)
     yield from compression_pieces(data)
-    yield from coefficient_pieces(data)
+    yield from compression_rows(data)
     if fp8 is not None and fp8.is_delayed:
         yield from fp8_pieces(fp8, fp8.histories())

@@ -44,7 +44,6 @@ WAITING = {
         "config.rules_sparse_attention"
     ),
     "matrix_optimizers": "optimizer.matrix_plan optimizer.matrix_updates optimizer.soap",
-    "compression": "data_parallel.compression data_parallel.onebit optimizer.onebit",
     "offload": "data_parallel.placement optimizer.pipeline transformer.offload",
     "preferences": "training.preferences training.reference datasets.preferences",
     "distillation": "training.distillation training.teacher tensor_parallel.distillation config.modelopt",

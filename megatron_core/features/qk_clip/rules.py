@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from megatron_core.config.compression import compression_of
 from megatron_core.config.run import RunConfig
 from megatron_core.features.qk_clip.settings import QKClipConfig
 
@@ -49,8 +50,9 @@ def clip_problems(config: RunConfig, world_size: int) -> Iterator[str]:
             f"qk_clip=True has no effect with linear_attention_freq={pattern}, which leaves no layer with attention; "
             "remove --qk-clip"
         )
-    if config.parallel.grad_compression in ("onebit-lamb", "zero-one-adam"):
+    compression = compression_of(config.parallel)
+    if compression is not None and compression.updates_outside_of_steps:
         yield (
-            f"grad_compression={config.parallel.grad_compression} cannot be used with qk_clip=True: its updates "
+            f"grad_compression={compression.name} cannot be used with qk_clip=True: its updates "
             "are not synchronized; remove one of them"
         )

@@ -78,8 +78,7 @@ class Engine(EngineBackward, nn.Module):
         self.groups, self.fp8 = prepared.groups, prepared.fp8
         # Buckets and the optimizer on their shards.
         self.data_parallel: DataParallel = data_parallel_of(
-            config.parallel,
-            config.optimizer,
+            config,
             prepared.stages,
             self.groups,
             world.device,

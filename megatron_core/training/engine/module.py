@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from megatron_core.config import OptimizerConfig, ParallelConfig, RunConfig, TrainingConfig
 from megatron_core.config.file import convert, describe, field_types, perhaps, read_config
 from megatron_core.config.fp8 import Recipe
+from megatron_core.config.run import names_in_any_model
 from megatron_core.config.validate import check, without_data
 from megatron_core.errors import ConfigError, LayoutError
 from megatron_core.parallel.compiled import DerivedForward
@@ -26,8 +27,8 @@ READ = frozenset(
         *(each.name for each in fields(OptimizerConfig)),
         *("zero_stage", "use_distributed_optimizer", "data_parallel_sharding_strategy", "zero3_keep_after_forward"),
         *("zero3_param_offload_dir", "num_distributed_optimizer_instances", "grad_reduce_in_bf16"),
-        *("ddp_reduce_scatter_with_fp32_accumulation", "grad_compression", "grad_compression_warmup_iters"),
-        *("powersgd_rank", "overlap_grad_reduce", "overlap_param_gather", "ddp_bucket_size", "distributed_backend"),
+        *("ddp_reduce_scatter_with_fp32_accumulation", "grad_compression"),
+        *("overlap_grad_reduce", "overlap_param_gather", "ddp_bucket_size", "distributed_backend"),
         *("distributed_timeout_minutes", "micro_batch_size", "global_batch_size", "train_iters", "train_samples"),
         *("seed", "bf16", "fp16", "fp64", "deterministic_mode", "disable_bf16_reduced_precision_matmul"),
         *("check_for_nan_in_loss_and_grad", "num_workers"),
@@ -70,7 +71,8 @@ def read_settings(config: Mapping[str, Any] | str | os.PathLike[str] | RunConfig
             "fp8_param_gather=True on a model of your own: gathered weights would be rounded to FP8 for all their "
             "readers (code outside of the FP8 products, engine.gathered, full_state_dict); remove it"
         )
-    foreign = [name for name in values if values[name] != defaults[name] and name not in READ]
+    legal = READ | names_in_any_model()
+    foreign = [name for name in values if values[name] != defaults[name] and name not in legal]
     if foreign:
         raise ConfigError(
             f"{listed(foreign)} {'has' if len(foreign) == 1 else 'have'} no effect on a model of your own (settings of "

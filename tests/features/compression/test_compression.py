@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_core.data_parallel import DataParallel
-from megatron_core.data_parallel.compression import PowerSGD
-from megatron_core.data_parallel.onebit import OneBitAdam
+from megatron_core.features.compression.powersgd import PowerSGD
+from megatron_core.features.compression.signs import OneBitAdam
 from megatron_core.parallel import ParallelGroups
 from megatron_core.parallel.grid import Grid
 from megatron_core.training.driver import StepHooks
@@ -72,7 +72,9 @@ def test_powersgd_forgets_nothing() -> None:
 
 
 def test_a_lost_error_is_seen() -> None:
-    with planted("data_parallel.compression:PowerSGD.reduce_", "bucket.grads.add_(errors, alpha=loss_scale)", "pass"):
+    with planted(
+        "features.compression.powersgd:PowerSGD.reduce_", "bucket.grads.add_(errors, alpha=loss_scale)", "pass"
+    ):
         assert all(matrix[0] > 0.5 for matrix, _ in run_ranks(2, _remembered, 1))
 
 

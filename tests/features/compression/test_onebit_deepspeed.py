@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_core.config import OptimizerConfig, ParallelConfig
+from megatron_core.config import RunConfig
 from megatron_core.optimizer.loss_scale import ConstantLossScale
 from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.parallel import ParallelGroups
@@ -105,25 +105,23 @@ class Matrices(nn.Module):
 
 def _trained(method: str, settings: dict[str, Any], stage: int) -> dict[str, list[float]]:
     torch.set_default_dtype(torch.float64)
-    own = ParallelConfig.__dataclass_fields__
-    parallel = ParallelConfig(
-        grad_compression=method,
-        zero_stage=stage,
-        ddp_bucket_size=10_000 if method == "onebit-lamb" else 1,
-        **{name: value for name, value in settings.items() if name in own},
-    )
-    config = OptimizerConfig(
-        optimizer="lamb" if method == "onebit-lamb" else "adam",
-        adam_beta1=0.8,
-        adam_beta2=0.95,
-        adam_eps=1e-3,
-        clip_grad=0.0,
-        **{name: value for name, value in settings.items() if name not in own},
+    config = RunConfig.from_flat(
+        {
+            "grad_compression": method,
+            "zero_stage": stage,
+            "ddp_bucket_size": 10_000 if method == "onebit-lamb" else 1,
+            "optimizer": "lamb" if method == "onebit-lamb" else "adam",
+            "adam_beta1": 0.8,
+            "adam_beta2": 0.95,
+            "adam_eps": 1e-3,
+            "clip_grad": 0.0,
+        }
+        | settings
     )
     groups, model = ParallelGroups(Grid(dp=2), dist.get_rank()), Matrices()
-    data = data_parallel_of(parallel, config, {0: model}, groups, torch.device("cpu"))
+    data = data_parallel_of(config, {0: model}, groups, torch.device("cpu"))
     assert all(bucket.weights.numel() == bucket.end for bucket in data.buckets), "no padding"
-    optimizer = Optimizer(data, config, groups, ConstantLossScale(1.0))
+    optimizer = Optimizer(data, config.optimizer, groups, ConstantLossScale(1.0))
     for step in range(1, STEPS + 1):
         data.zero_grad()
         for bucket in data.buckets:
@@ -158,7 +156,10 @@ def test_sharded_steps_of_lamb_are_deepspeeds(stage: int) -> None:
     assert _difference("lamb", stage) < 1e-9
 
 
-LAMB_UPDATE, ADAM_UPDATE = "optimizer.onebit:OneBitLAMBUpdate.", "optimizer.onebit:ZeroOneAdamUpdate."
+LAMB_UPDATE, ADAM_UPDATE = (
+    "features.compression.updates:OneBitLAMBUpdate.",
+    "features.compression.updates:ZeroOneAdamUpdate.",
+)
 DEFECTS = {
     "the fresh variance starts at 0": (
         "lamb",
@@ -186,14 +187,19 @@ DEFECTS = {
         *("torch.where(found == 1.0, kept[:, 0]", "torch.where(found == 0.6, kept[:, 0]"),
     ),
     "the interval of the variance never doubles": (
-        *("zero-one", "data_parallel.onebit:ZeroOnePolicy.updates_variance"),
+        *("zero-one", "features.compression.signs:ZeroOnePolicy.updates_variance"),
         *("interval, began = 2 * interval, ends", "began = ends"),
     ),
     "the interval of local steps never doubles": (
-        *("zero-one", "data_parallel.onebit:ZeroOnePolicy.synchronizes"),
+        *("zero-one", "features.compression.signs:ZeroOnePolicy.synchronizes"),
         *("2 ** min(doublings, 62)", "1"),
     ),
-    "errors of gradients stay": ("zero-one", "data_parallel.onebit:ZeroOneAdam.commit", "self._errors.clear()", "pass"),
+    "errors of gradients stay": (
+        "zero-one",
+        "features.compression.signs:ZeroOneAdam.commit",
+        "self._errors.clear()",
+        "pass",
+    ),
     "the local momentum stays": (
         *("zero-one", ADAM_UPDATE + "synchronize"),
         *("torch.mul(summed[run], -1.0 / total if total > 0.0 else 0.0", "torch.mul(whole.state['exp_avg'][run], 1.0"),
@@ -203,7 +209,7 @@ DEFECTS = {
         *('whole.state["exp_avg_sq"][run].sqrt().add_(rates.epsilon)', "1.0"),
     ),
     "local gradients are a part of the sum": (
-        *("zero-one", "data_parallel.onebit:ZeroOneAdam.reduce_"),
+        *("zero-one", "features.compression.signs:ZeroOneAdam.reduce_"),
         *("bucket.grads.mul_(bucket.dp_group.size())", "pass"),
     ),
 }

@@ -1,9 +1,9 @@
 """Sums of signs with error feedback: the momentum of 1-bit Adam and 1-bit LAMB, the gradients of 0/1 Adam.
 
-``compression`` describes the protocol that these classes share with PowerSGD.
+``powersgd`` describes the rules of errors that these classes share with PowerSGD, ``updates`` has their update rules.
 """
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,13 +11,18 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from megatron_core.data_parallel.buffer import Bucket
+from megatron_core.data_parallel.compressor import Compressor
+from megatron_core.optimizer.shard import Shard
 from megatron_core.parallel.collectives import all_gather_flat_, all_reduce_, start_all_to_all_rows
 from megatron_core.parallel.groups import Group
 from megatron_core.parallel.handles import Handle
 from megatron_core.parallel.meter import COMPRESSED, METER
 
+FRESH = "exp_avg_sq_fresh"
+"""State of 1-bit LAMB: the variance that is still updated, in ``Shard.state``."""
 
-class SignSums:
+
+class SignSums(Compressor):
     """Tang et al. 2021, algorithm 1, lines 6 to 12: the sum of tensors of all ranks, each sent as its signs.
 
     c_i = x_i + e_i is sent as sign(c_i) |c_i| / sqrt(N), and e_i becomes the difference. Each rank sums its share of
@@ -25,16 +30,11 @@ class SignSums:
     """
 
     def __init__(self) -> None:
-        self.step = 0
-        self.loss_scale: Callable[[], float] = lambda: 1.0
+        super().__init__()
         self.moments: dict[Bucket, dict[str, Tensor]] = {}
-        """The optimizer's state by bucket, set by the optimizer."""
+        """The optimizer's state by bucket."""
         self._errors: dict[Bucket, tuple[Tensor, Tensor]] = {}
         self._pending: dict[Bucket, tuple[Tensor, Tensor]] = {}
-
-    def is_local(self) -> bool:
-        """False; see ``Compressor.is_local``."""
-        return False
 
     def commit(self, factor: float, limit: float) -> None:
         """See ``Compressor.commit``."""
@@ -47,9 +47,10 @@ class SignSums:
         """See ``Compressor.discard``."""
         self._pending.clear()
 
-    def forget(self) -> None:
-        """See ``Compressor.forget``."""
-        self.discard()
+    def attach(self, shards: Sequence[Shard], loss_scale: Callable[[], float]) -> None:
+        """See ``Compressor.attach``."""
+        super().attach(shards, loss_scale)
+        self.moments = {shard.bucket: shard.state for shard in shards}
 
     def state(self, bucket: Bucket) -> Iterator[tuple[str, Tensor, bool]]:
         """Yield the errors of this rank's messages and of its share of the sums."""
@@ -187,6 +188,12 @@ class OneBitLAMB(OneBitAdam):
         super().__init__(beta1, warmup)
         self._coefficients: dict[Bucket, Tensor] = {}
 
+    def attach(self, shards: Sequence[Shard], loss_scale: Callable[[], float]) -> None:
+        """See ``Compressor.attach``; also allocate the variance that is still updated."""
+        super().attach(shards, loss_scale)
+        for shard in shards:
+            shard.state[FRESH] = torch.zeros_like(shard.state["exp_avg_sq"])
+
     def coefficients(self, bucket: Bucket) -> Tensor:
         """Return, for each parameter, the mean LAMB coefficient, its last factor, and the factor of its messages.
 
@@ -201,6 +208,10 @@ class OneBitLAMB(OneBitAdam):
         """See ``Compressor.forget``."""
         super().forget()
         self._coefficients.clear()
+
+    def state_of_parameters(self, bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
+        """See ``Compressor.state_of_parameters``."""
+        yield "lamb", self.coefficients(bucket)
 
     def _scale_of(self, bucket: Bucket) -> Tensor:
         scale = torch.ones(bucket.grads.shape, dtype=bucket.grads.dtype, device=bucket.grads.device)
@@ -249,7 +260,7 @@ class ZeroOneAdam(SignSums):
 
     Until the variance is frozen, gradients are summed: without compression in the steps that update the variance, else
     as signs. Then each rank takes local steps with its own gradient, times the number of ranks, so that its mean is the
-    sum; ``optimizer.onebit`` sums the changes of the weights, through ``sum_now``.
+    sum; ``updates`` sums the changes of the weights, through ``sum_now``.
     """
 
     def __init__(self, policy: ZeroOnePolicy) -> None:

@@ -3,7 +3,7 @@
 DeepSpeed removed them after 0.16; its compressed all-reduce needs cupy. So this program runs the optimizer classes of
 DeepSpeed 0.16.9 in float64, with a backend that does the same all-reduce with torch.distributed and gloo:
 
-DS_ACCELERATOR=cpu PYTHONPATH=.:FOLDER_OF_DEEPSPEED_0.16.9 python -m tests.data_parallel.record_onebit
+DS_ACCELERATOR=cpu PYTHONPATH=.:FOLDER_OF_DEEPSPEED_0.16.9 python -m tests.features.compression.record_onebit
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_core.verify.ranks import run_ranks
-from tests.data_parallel.test_onebit_deepspeed import CASES, SHAPES, STEPS, gradient, rate, start
+from tests.features.compression.test_onebit_deepspeed import CASES, SHAPES, STEPS, gradient, rate, start
 
 FILE = Path(__file__).with_name("onebit_reference.json")
 CLASSES = {"onebit-adam": ("adam", "OnebitAdam"), "onebit-lamb": ("lamb", "OnebitLamb")}

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 import megatron_core
-from megatron_core.data_parallel import compression, onebit
+from megatron_core.features.compression import powersgd, signs
 from megatron_core.verify.ranks import run_ranks
-from tests.data_parallel.compression_reference import EPS, LR, Layout, train
 from tests.defects.plant import planted
+from tests.features.compression.compression_reference import EPS, LR, Layout, train
 from tests.training.engine.models import (
     BATCH,
     COMMON,
@@ -103,14 +103,14 @@ DEFECTS = {
 @pytest.mark.parametrize("name", DEFECTS)
 def test_the_simulation_finds_a_defect(name: str) -> None:
     function, old, new, method = DEFECTS[name]
-    module = "compression" if method == "powersgd" else "onebit"
-    with planted(f"data_parallel.{module}:{function}", old, new):
+    module = "powersgd" if method == "powersgd" else "signs"
+    with planted(f"features.compression.{module}:{function}", old, new):
         assert _compare(2, method, {"zero_stage": 1}, 0.5) > 1e-4
 
 
 SENDS = [
-    *((compression, "all_reduce_"), (onebit, "all_reduce_")),
-    *((onebit, "start_all_to_all_rows"), (onebit, "all_gather_flat_")),
+    *((powersgd, "all_reduce_"), (signs, "all_reduce_")),
+    *((signs, "start_all_to_all_rows"), (signs, "all_gather_flat_")),
 ]
 
 

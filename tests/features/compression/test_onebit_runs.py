@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_core.data_parallel.onebit import OneBitLAMB, SignSums
+from megatron_core.config.compression import compression_of
+from megatron_core.features.compression.signs import OneBitLAMB, SignSums
+from megatron_core.features.compression.updates import ZeroOneAdamUpdate
 from megatron_core.monitor.replicas import Replicas
-from megatron_core.optimizer.onebit import ZeroOneAdamUpdate
-from megatron_core.planner.memory import compression_bytes
 from megatron_core.training.driver import StepHooks
 from megatron_core.training.setup import Run
 from megatron_core.training.step import train_step
@@ -141,7 +141,9 @@ def test_local_steps_skip_together_and_end_equal() -> None:
 
 def test_replicas_that_keep_their_own_change_are_found() -> None:
     with planted(
-        "optimizer.onebit:ZeroOneAdamUpdate.synchronize", "local.origin, summed", "local.origin + local.change, summed"
+        "features.compression.updates:ZeroOneAdamUpdate.synchronize",
+        "local.origin, summed",
+        "local.origin + local.change, summed",
     ):
         results = run_ranks(2, _local_steps, LOCAL | {"clip_grad": 0.0})
     assert all("differs from rank" in each for _, _, differences, _, _ in results for each in differences)
@@ -168,7 +170,9 @@ def _held(settings: dict) -> tuple[float, float]:
         train_step(run, hooks=StepHooks(before_update=measure))
     total = sum(bucket.weights.numel() for bucket in run.data_parallel.buckets)
     whole = 4 if parallel.dp_zero_stage >= 2 else 0
-    planned = compression_bytes(parallel.grad_compression, 4, 2, parallel.dp_zero_stage)
+    kind = compression_of(parallel)
+    assert kind is not None
+    planned = kind.bytes_per_parameter(4, 2, parallel.dp_zero_stage)
     return max(found) / total, planned - whole
 
 

@@ -1,4 +1,4 @@
-"""Updates of weights with compressed sums: 1-bit LAMB and 0/1 Adam. ``data_parallel.onebit`` has their messages."""
+"""Updates of weights with sums of signs: 1-bit Adam, 1-bit LAMB and 0/1 Adam. ``signs`` has their messages."""
 
 from collections.abc import Sequence
 from math import prod
@@ -8,14 +8,42 @@ from torch import Tensor
 
 from megatron_core.config import OptimizerConfig
 from megatron_core.data_parallel import Bucket
-from megatron_core.data_parallel.onebit import OneBitLAMB, ZeroOneAdam
+from megatron_core.features.compression.settings import CompressionConfig
+from megatron_core.features.compression.signs import FRESH, OneBitAdam, OneBitLAMB, ZeroOneAdam
+from megatron_core.optimizer.algorithms import AdamW
 from megatron_core.optimizer.lamb import LAMB, reduce_over_tensors, tensor_squares
-from megatron_core.optimizer.rule import BucketAlgorithm, Rates, ShardSlice, write_copy
+from megatron_core.optimizer.rule import NEVER_CORRECTED, BucketAlgorithm, Rates, ShardSlice, write_copy
 from megatron_core.parallel.groups import ParallelGroups
 from megatron_core.parallel.sharding import spec_of
 
-FRESH = "exp_avg_sq_fresh"
-"""State of 1-bit LAMB: the variance that is still updated, in ``Shard.state``."""
+
+class OneBitAdamUpdate(AdamW):
+    """Tang et al. 2021, algorithm 1: AdamW whose variance is frozen after the warm-up.
+
+    m = b1 m + (1 - b1) g;  w = (1 - lr wd) w - lr m / (1 - b1^t) / (sqrt(v / (1 - b2^frozen)) + eps).
+    """
+
+    def __init__(self, config: OptimizerConfig, groups: ParallelGroups, compressor: OneBitAdam) -> None:
+        super().__init__(config, groups=groups)
+        self.compressor = compressor
+
+    def update(self, parts: Sequence[ShardSlice], rates: Rates) -> None:
+        """Update all parts; after the warm-up without the variance."""
+        if rates.step <= self.compressor.warmup:
+            super().update(parts, rates)
+            return
+        step, frozen = NEVER_CORRECTED, NEVER_CORRECTED
+        if self.config.adam_bias_correction:
+            step, frozen = rates.step, max(self.compressor.warmup, 1)
+        beta1 = self.config.adam_beta1
+        correction = 1.0 - self.config.adam_beta2**frozen
+        for part in parts:
+            momentum = part.state["exp_avg"]
+            momentum.lerp_(part.grad.mul_(rates.factor).to(momentum.dtype), 1.0 - beta1)
+            size = part.state["exp_avg_sq"].div(correction).sqrt_().add_(rates.epsilon)
+            part.main.mul_(1.0 - rates.lr * rates.weight_decay)
+            part.main.addcdiv_(momentum, size, value=-rates.lr / (1.0 - beta1**step))
+            write_copy(part)
 
 
 class OneBitLAMBUpdate(LAMB):
@@ -27,9 +55,12 @@ class OneBitLAMBUpdate(LAMB):
     1. f is limited to [factor_min, factor_max] and to a change by the share factor_threshold in a step.
     """
 
-    def __init__(self, config: OptimizerConfig, groups: ParallelGroups, compressor: OneBitLAMB) -> None:
+    def __init__(
+        self, config: OptimizerConfig, groups: ParallelGroups, compressor: OneBitLAMB, settings: CompressionConfig
+    ) -> None:
         super().__init__(config, groups=groups)
         self.compressor = compressor
+        self.settings = settings
 
     @property
     def bias_correction(self) -> str:
@@ -59,7 +90,7 @@ class OneBitLAMBUpdate(LAMB):
             kept[:, 1] = factors
             return kept[:, 0] * factors
         found = super().coefficients(bucket, whole, runs)
-        beta = self.config.onebit_lamb_coeff_beta
+        beta = self.settings.onebit_lamb_coeff_beta
         kept[:, 0] = torch.where(found == 1.0, kept[:, 0], beta * kept[:, 0] + (1.0 - beta) * found)
         if step == self.compressor.warmup:
             kept[:, 2] = self._message_factors(bucket, whole)
@@ -68,7 +99,7 @@ class OneBitLAMBUpdate(LAMB):
     def _factors(self, bucket: Bucket, whole: ShardSlice, runs: Sequence[tuple[slice, Rates]], last: Tensor) -> Tensor:
         """Return f of each parameter; ``last`` are those of the last step."""
         assert self.groups is not None
-        config, ratio, plain = self.config, torch.ones_like(whole.main), whole.grad.clone()
+        settings, ratio, plain = self.settings, torch.ones_like(whole.main), whole.grad.clone()
         for run, rates in runs:
             frozen, fresh = (whole.state[name][run].sqrt().add_(rates.epsilon) for name in ("exp_avg_sq", FRESH))
             ratio[run] = frozen / fresh
@@ -82,8 +113,8 @@ class OneBitLAMBUpdate(LAMB):
             undecayed, directions = tensor_squares(bucket, (plain, whole.grad), self.groups).sqrt()
             share = torch.where(directions > 0, undecayed / directions, torch.ones_like(directions)).clamp(max=1.0)
             largest = largest * share + 1.0 - share
-        limited = largest.clamp(config.onebit_lamb_factor_min, config.onebit_lamb_factor_max)
-        threshold = config.onebit_lamb_factor_threshold
+        limited = largest.clamp(settings.onebit_lamb_factor_min, settings.onebit_lamb_factor_max)
+        threshold = settings.onebit_lamb_factor_threshold
         return torch.maximum(torch.minimum(limited, last * (1.0 + threshold)), last * (1.0 - threshold))
 
     def _message_factors(self, bucket: Bucket, whole: ShardSlice) -> Tensor:
@@ -153,6 +184,14 @@ class ZeroOneAdamUpdate(BucketAlgorithm):
         write_copy(whole)
         if policy.synchronizes(step):
             self.synchronize(bucket, whole)
+
+    def has_local_changes(self, bucket: Bucket) -> bool:
+        """See ``Algorithm.has_local_changes``."""
+        return bucket in self.pending
+
+    def forget_local_changes(self) -> None:
+        """See ``Algorithm.forget_local_changes``."""
+        self.pending.clear()
 
     def synchronize(self, bucket: Bucket, whole: ShardSlice) -> None:
         """Sum the changes of all ranks; afterwards their weights and momenta are equal. A collective call."""

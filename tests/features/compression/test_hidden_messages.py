@@ -16,9 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.slow_link import SimulatedClock
-from megatron_core.data_parallel import DataParallel, compression, onebit
-from megatron_core.data_parallel.compression import PowerSGD
-from megatron_core.data_parallel.onebit import OneBitAdam, OneBitLAMB, SignSums, ZeroOneAdam, ZeroOnePolicy
+from megatron_core.data_parallel import DataParallel
+from megatron_core.features.compression import powersgd, signs
+from megatron_core.features.compression.powersgd import PowerSGD
+from megatron_core.features.compression.signs import OneBitAdam, OneBitLAMB, SignSums, ZeroOneAdam, ZeroOnePolicy
 from megatron_core.parallel.grid import Grid
 from megatron_core.parallel.groups import ParallelGroups
 from megatron_core.verify.ranks import run_ranks
@@ -27,8 +28,8 @@ from tests.defects.plant import planted
 CLOCK = SimulatedClock()
 MESSAGE, LAYER, LAYERS = 0.01, 0.024, 8
 SENDS = [
-    *((compression, "all_reduce_"), (onebit, "start_all_to_all_rows")),
-    (onebit, "all_gather_flat_"),
+    *((powersgd, "all_reduce_"), (signs, "start_all_to_all_rows")),
+    (signs, "all_gather_flat_"),
 ]
 METHODS: dict[str, Callable[[], PowerSGD | SignSums]] = {
     "powersgd": lambda: PowerSGD(1, 0),

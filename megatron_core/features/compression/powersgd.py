@@ -1,4 +1,4 @@
-"""Compressed gradient sums with error feedback: PowerSGD. ``onebit`` has the sums of signs.
+"""Compressed gradient sums with error feedback: PowerSGD. ``signs`` has the sums of signs.
 
 All of them keep on each rank the compression error of its last message and add it to the next message, so that no
 contribution is lost, only delayed. Each rank compresses its own tensor-parallel part of a matrix, so results depend on
@@ -10,20 +10,21 @@ stores them when the optimizer takes the step, and ``discard`` drops them, so th
 ranks take the same decision: a gradient that is not finite on one rank makes the sum not finite on all ranks.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from math import prod
 
 import torch
 from torch import Tensor
 
 from megatron_core.data_parallel.buffer import Bucket
+from megatron_core.data_parallel.compressor import Compressor
 from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.groups import Group
 from megatron_core.parallel.handles import Done, Handle
 from megatron_core.parallel.initialization import name_seed
 
 
-class PowerSGD:
+class PowerSGD(Compressor):
     """Vogels et al. 2019, algorithms 1 and 2: for a matrix M only P = M Q and Q = M^T P, of rank r, are summed.
 
     M_i = g_i + e_i;  P = orthogonal(sum M_i Q);  Q = sum M_i^T P;  sum g is replaced by P Q^T;  e_i = M_i - P Q^T / n.
@@ -33,18 +34,15 @@ class PowerSGD:
     """
 
     def __init__(self, rank: int, warmup: int) -> None:
-        self.rank, self.warmup, self.step = rank, warmup, 0
-        self.loss_scale: Callable[[], float] = lambda: 1.0
+        super().__init__()
+        self.rank = rank
+        self.warmup = warmup
         self._state: dict[Bucket, tuple[Tensor, list[Tensor]]] = {}
         self._pending: dict[Bucket, tuple[Tensor, list[Tensor]]] = {}
 
     def is_active(self) -> bool:
         """Whether the warm-up is over."""
         return self.step >= self.warmup
-
-    def is_local(self) -> bool:
-        """False; see ``Compressor.is_local``."""
-        return False
 
     def reduce_(self, bucket: Bucket) -> Iterator[Handle]:
         """Replace ``bucket.grads`` by their approximate sum; see ``Compressor.reduce_``."""
@@ -86,10 +84,6 @@ class PowerSGD:
 
     def discard(self) -> None:
         """See ``Compressor.discard``."""
-        self._pending.clear()
-
-    def forget(self) -> None:
-        """See ``Compressor.forget``."""
         self._pending.clear()
 
     def state(self, bucket: Bucket) -> Iterator[tuple[str, Tensor, bool]]:

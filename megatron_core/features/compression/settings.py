@@ -1,0 +1,109 @@
+"""Settings of lossy gradient compression, and its kinds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_core.config import conditions as c
+from megatron_core.config import ranges as r
+from megatron_core.config.compression import CompressionKind
+from megatron_core.config.run import RunConfig
+from megatron_core.config.setting import Condition, Resume, section, setting
+
+BUILD = "megatron_core.features.compression.build"
+
+
+def _powersgd_bytes(wide: int, data_parallel_size: int, zero_stage: int) -> float:
+    """The errors of messages, stored twice until the step is taken, without the factors; from ZeRO stage 2 on whole
+    gradients."""
+    return 2 * wide + (wide if zero_stage >= 2 else 0)
+
+
+def _sign_bytes(wide: int, data_parallel_size: int, zero_stage: int) -> float:
+    """The errors of messages and of this rank's share 1 / d of the sums, stored twice until the step is taken. With
+    ZeRO, the momentum, its sum and a flag of each element are whole, from stage 2 on also the gradients."""
+    errors = wide + wide / data_parallel_size
+    whole_gradients = wide if zero_stage >= 2 else 0
+    gathered = 2 * wide + 1 if zero_stage else 0
+    return 2 * errors + whole_gradients + gathered
+
+
+def _local_step_bytes(wide: int, data_parallel_size: int, zero_stage: int) -> float:
+    """The weights of the last synchronization, their change since then, and errors of gradients."""
+    return wide + wide / data_parallel_size + 2 * wide
+
+
+KINDS = (
+    CompressionKind(name="powersgd", build=f"{BUILD}:build_powersgd", bytes_per_parameter=_powersgd_bytes),
+    CompressionKind(
+        name="onebit-adam", build=f"{BUILD}:build_onebit_adam", bytes_per_parameter=_sign_bytes, optimizer="adam"
+    ),
+    CompressionKind(
+        name="onebit-lamb",
+        build=f"{BUILD}:build_onebit_lamb",
+        bytes_per_parameter=_sign_bytes,
+        optimizer="lamb",
+        added_moments=1,
+        has_bias_correction=False,
+        updates_outside_of_steps=True,
+    ),
+    CompressionKind(
+        name="zero-one-adam",
+        build=f"{BUILD}:build_zero_one_adam",
+        bytes_per_parameter=_local_step_bytes,
+        optimizer="adam",
+        has_bias_correction=False,
+        is_local=True,
+        updates_outside_of_steps=True,
+    ),
+)
+
+
+def _chosen(*names: str) -> Condition:
+    """The condition that one of the kinds ``names`` is chosen."""
+    *first, last = names
+    listed = f"{', '.join(first)} or {last}" if first else last
+    return Condition(f"--grad-compression {listed}", lambda run: run.parallel.grad_compression in names)
+
+
+ONEBIT_LAMB = _chosen("onebit-lamb")
+ZERO_ONE_ADAM = _chosen("zero-one-adam")
+
+
+@dataclass(frozen=True, kw_only=True)
+@section(when=c.TRAINING, resume=Resume.REPORTED)
+class CompressionConfig:
+    """Lossy sums of gradients with error feedback: --grad-compression powersgd (Vogels et al. 2019), low-rank products;
+    onebit-adam (Tang et al. 2021), onebit-lamb (Li et al. 2021), signs of momenta; zero-one-adam (Lu et al. 2022),
+    signs of gradients, then of the changes of several local steps."""
+
+    grad_compression_warmup_iters: int = setting(
+        1000, r.COUNT_FROM_0, when=_chosen("powersgd", "onebit-adam", "onebit-lamb"), resume=Resume.FREE
+    )
+    """Steps before powersgd, onebit-adam and onebit-lamb begin to compress; for the last two use 15 to 25 % of the
+    training."""
+    powersgd_rank: int = setting(4, r.SIZE, when=_chosen("powersgd"))
+    """Rank of the low-rank products of powersgd."""
+    onebit_lamb_coeff_beta: float = setting(0.9, r.BELOW_1, when=ONEBIT_LAMB)
+    """Decay rate of the mean of LAMB's coefficients during the warm-up of onebit-lamb; 1 / (1 - beta) should be at most
+    --grad-compression-warmup-iters."""
+    onebit_lamb_factor_max: float = setting(4.0, r.POSITIVE, when=ONEBIT_LAMB)
+    """Upper limit of the factor by which onebit-lamb changes the mean coefficient after the warm-up."""
+    onebit_lamb_factor_min: float = setting(0.5, r.POSITIVE, when=ONEBIT_LAMB)
+    """Lower limit of the factor by which onebit-lamb changes the mean coefficient after the warm-up."""
+    onebit_lamb_factor_threshold: float = setting(0.1, r.UP_TO_1, when=ONEBIT_LAMB)
+    """Largest change of this factor in a step, as a share of it."""
+    zero_one_var_freeze_step: int = setting(1000, r.COUNT, when=ZERO_ONE_ADAM)
+    """Steps in which zero-one-adam sums gradients. Afterwards the variance is frozen and ranks take local steps."""
+    zero_one_var_update_scaler: int = setting(16, r.COUNT, when=ZERO_ONE_ADAM)
+    """Updates of the variance, with uncompressed gradients, after which zero-one-adam doubles their interval."""
+    zero_one_local_step_scaler: int = setting(32_678, r.COUNT, when=ZERO_ONE_ADAM)
+    """Local steps after which zero-one-adam doubles the interval in which ranks synchronize their weights. A good value
+    is the number of steps in which the learning rate halves."""
+    zero_one_local_step_clipper: int = setting(16, r.COUNT, when=ZERO_ONE_ADAM)
+    """Largest number of local steps between two synchronizations of zero-one-adam."""
+
+
+def compresses(config: RunConfig) -> bool:
+    """Whether a run has one of the kinds of this feature."""
+    return any(kind.name == config.parallel.grad_compression for kind in KINDS)
