@@ -34,6 +34,9 @@ class Feature:
     """Rows ``config.compression.CompressionKind``: values of --grad-compression that it implements."""
     in_any_model: bool = False
     """Whether ``initialize`` of a model of the caller also reads its settings."""
+    convert_layers: str | None = None
+    """Hook: a function from the ``RunConfig``, the layers of a stage, which it changes, and the device; it returns a
+    sentence about parts that stay as they were, or ""."""
     run_part: str | None = None
     """Class derived from ``training.parts.RunPart``: the feature's objects in a training run, constructed with it."""
 

@@ -78,7 +78,8 @@ Parsed = TypeVar("Parsed", bound=_CommandLine)
 
 def _with_features(kind: type[Parsed]) -> type[Parsed]:
     """Derive a class from ``kind`` with a field for each section of a feature, as the sections of the core have."""
-    derived: type[Parsed] = _derived(kind, tuple(feature_sections().items()))
+    base: Any = kind
+    derived: type[Parsed] = _derived(base, tuple(feature_sections().items()))
     return derived
 
 

@@ -127,7 +127,6 @@ CORRECTS_BIAS = unless("a --grad-compression without bias correction", lambda ru
 
 # Graphs of layers.
 NO_COMPILE = unless("--compile", lambda run: run.training.compile)
-CUDA_GRAPHS = Condition("--cuda-graph-impl local", lambda run: run.training.cuda_graph_impl == "local")
 
 # FP8.
 FP8 = given("fp8_format", "hybrid")
@@ -136,11 +135,6 @@ DELAYED = Condition("--fp8-recipe delayed", lambda run: run.training.fp8_recipe 
 LARGEST_AMAX = Condition("--fp8-amax-compute-algo max", lambda run: run.training.fp8_amax_compute_algo == "max")
 AMAX_HISTORY = Condition("--fp8-amax-history-len 2 or more", lambda run: run.training.fp8_amax_history_len > 1)
 FIRST_LAST_LAYERS = given("first_last_layers_bf16")
-
-CAPTURABLE_LAYERS = unless(
-    "--experimental-attention-variant or --hybrid-layer-pattern",
-    lambda run: run.model.experimental_attention_variant or run.model.hybrid_layer_pattern,
-)
 
 # The optimizer.
 FIRST_MOMENT = Condition("a first moment", lambda run: run.optimizer.has_moment("exp_avg_dtype"))

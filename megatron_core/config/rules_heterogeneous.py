@@ -68,7 +68,6 @@ def _excluded(config: RunConfig) -> Iterator[str]:
         "mtp_num_layers": model.mtp_num_layers,
         "parallel_residual": model.parallel_residual,
         "layout_invariant": config.parallel.layout_invariant,
-        "cuda_graph_impl": config.training.cuda_graph_impl if config.training.cuda_graph_impl != "none" else None,
     }
     for name, value in excluded.items():
         if value:

@@ -251,35 +251,3 @@ def average_problems(config: RunConfig) -> Iterator[str]:
                 f"{name}={value} cannot be used with ema_decay={config.optimizer.ema_decay:g}, whose average is "
                 "updated in memory; remove one of them"
             )
-
-
-def graph_problems(config: RunConfig) -> Iterator[str]:
-    """Settings that a CUDA graph, which repeats the same kernels on the same memory, excludes."""
-    training, parallel, model = config.training, config.parallel, config.model
-    if training.cuda_graph_impl == "none":
-        return
-    splits = ("zb_h1", "zb_h2", "zb_v", "dualpipe_v")
-    passes_messages = not set(parallel.cp_comm_type) <= {"a2a", "all_gather"}
-    schedule = parallel.schedule(model.num_layers)
-    excluded = {
-        f"zero_stage={parallel.dp_zero_stage}": parallel.dp_zero_stage >= 2,
-        f"cp_comm_type={' '.join(parallel.cp_comm_type)}": parallel.context_parallel_size > 1 and passes_messages,
-        f"pipeline_schedule={schedule}": schedule in splits or parallel.overlap_moe_expert_parallel_comm,
-        f"cuda_graph_modules={' '.join(training.cuda_graph_modules)} and parallel_residual_shared_norm=True": (
-            bool(training.cuda_graph_modules) and model.parallel_residual_shared_norm
-        ),
-        "reset_attention_mask=True": config.data.reset_attention_mask,
-        "recompute_granularity=full": model.recompute_granularity == "full",
-        f"recompute_modules={' '.join(model.recompute_modules)}": any(
-            map(model.recomputes, ("layernorm", "mla_up_proj"))
-        ),
-        "cpu_offloading=True": model.cpu_offloading,
-    }
-    for other in (assigned for assigned, is_so in excluded.items() if is_so):
-        yield f"cuda_graph_impl=local cannot be used with {other}; remove one of them"
-    ranks = parallel.tensor_model_parallel_size * parallel.context_parallel_size
-    if ranks > 1 and training.cuda_graph_warmup_steps == 0:
-        yield (
-            "cuda_graph_warmup_steps=0, but NCCL connects the ranks of tensor and context parallelism at their first "
-            "collective, which cannot be captured; use 1 or more"
-        )

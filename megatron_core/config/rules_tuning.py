@@ -56,11 +56,6 @@ def tuning_problems(config: RunConfig) -> Iterator[str]:
     for name, reason in REFUSED.items():
         if flat[name]:
             yield f"{name}={flat[name]} cannot be used with lora_rank={tuning.lora_rank}: {reason}"
-    if config.training.cuda_graph_impl != "none":
-        yield (
-            f"cuda_graph_impl={config.training.cuda_graph_impl} cannot be used with lora_rank={tuning.lora_rank}: "
-            "layers with adapters are not captured; remove --cuda-graph-impl"
-        )
     yield from _target_problems(config)
     adapts_experts = model.num_experts is not None and _adapts(config, mlp_layers, experts=True)
     if tuning.use_dora and adapts_experts:

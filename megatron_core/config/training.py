@@ -63,15 +63,6 @@ class TrainingConfig(FP8Config):
     compile_backend: Literal["inductor", "aot_eager", "eager"] = setting("inductor", needs=given("compile"))
     """inductor: generate code. aot_eager, eager: run the operators of the graphs, to find the cause of a fault: with
     and without graphs of the backward."""
-    cuda_graph_impl: Literal["none", "local"] = setting(
-        "none", needs=(c.NO_COMPILE, c.NO_FP8, c.CAPTURABLE_LAYERS), when=c.TRAINING
-    )
-    """local: launch the kernels of a layer by CUDA graphs, one for each micro-batch in flight."""
-    cuda_graph_modules: tuple[Literal["attn", "mlp"], ...] = setting((), when=c.CUDA_GRAPHS, aliases="cuda_graph_scope")
-    """Parts of layers with CUDA graphs: attention, MLP, each with its norm and residual sum; default: whole layers
-    without experts."""
-    cuda_graph_warmup_steps: int = setting(3, r.COUNT_FROM_0, when=c.CUDA_GRAPHS)
-    """Micro-batches that a layer computes without graph before it is captured."""
     check_for_nan_in_loss_and_grad: bool = setting(True, when=ALWAYS)
     """Stop with an error if the loss or the gradient norm is not finite (with --fp16: skip the step);
     --no-check-for-nan-in-loss-and-grad: continue."""

@@ -22,7 +22,6 @@ from megatron_core.config.rules_stages import schedule_problems, stage_problems
 from megatron_core.config.rules_training import (
     average_problems,
     batch_problems,
-    graph_problems,
     learning_rate_problems,
     length_problems,
     precision_problems,
@@ -66,7 +65,6 @@ def problems(config: RunConfig, world_size: int) -> Iterator[str]:
     yield from optimizer_problems(config.optimizer)
     yield from precision_problems(config)
     yield from average_problems(config)
-    yield from graph_problems(config)
     yield from fp8_problems(config)
     yield from invariance_problems(config)
     yield from tuning_problems(config)

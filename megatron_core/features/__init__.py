@@ -1,10 +1,12 @@
 """Optional features, one folder each. This list is the only place that names them."""
 
 from megatron_core.features.compression import COMPRESSION
+from megatron_core.features.cuda_graphs import CUDA_GRAPHS
 from megatron_core.features.qk_clip import QK_CLIP
 
 FEATURES = (
     COMPRESSION,
+    CUDA_GRAPHS,
     QK_CLIP,
 )
 """In the order in which their sections are shown and their parts of a run are called."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_core.config import RunConfig
@@ -19,6 +19,10 @@ class RunPart:
 
     def __init__(self, run: Any) -> None:
         """``run``: the ``Run`` that the part belongs to."""
+
+    def notes(self) -> Iterator[str]:
+        """Yield sentences that the first rank prints before training starts."""
+        yield from ()
 
     def before_step(self) -> None:
         """Called before the forward of each step."""

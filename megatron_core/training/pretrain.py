@@ -195,14 +195,8 @@ def notes(run: Run) -> Iterator[str]:
         )
     if unread := unread_settings(run.config, run.world.size, run.world.device.type):
         yield f"without effect here: {unread}"
-    interval, parallel = run.config.monitor.link_check_interval, run.config.parallel
-    in_layers = parallel.tensor_model_parallel_size * parallel.context_parallel_size > 1
-    if run.config.training.cuda_graph_impl != "none" and interval is not None and in_layers:
-        yield (
-            f"link_check_interval={interval} does not check collectives inside CUDA graphs, with "
-            f"cuda_graph_impl={run.config.training.cuda_graph_impl} those of layers; remove --cuda-graph-impl to check "
-            "them"
-        )
+    for part in run.parts:
+        yield from part.notes()
     if run.fp8 is not None and fp8.fp64:
         yield (
             f"fp8_format={fp8.fp8_format} rounds the matrices of linear layers to FP8, although fp64=True computes "

@@ -20,7 +20,7 @@ from megatron_core.data_parallel.placement import DiskPlacement, Placement
 from megatron_core.datasets import Dataset, Splits
 from megatron_core.datasets.loader import Batch, BatchLoader, packing_of
 from megatron_core.errors import ConfigError
-from megatron_core.feature import load_hook
+from megatron_core.feature import load_hook, used_features
 from megatron_core.models import GPTModel
 from megatron_core.models.build import build_stages
 from megatron_core.optimizer.lr_schedule import LearningRateSchedule
@@ -48,7 +48,6 @@ from megatron_core.training.state import TrainState, open_checkpoint
 from megatron_core.training.teacher import Teacher, build_teacher
 from megatron_core.training.tuning import drawing, open_base, prepare_weights
 from megatron_core.transformer.compiled import compile_layers
-from megatron_core.transformer.cuda_graphs import graph_layers
 from megatron_core.transformer.layer_spec import LayerSpecs, auxiliary_loss_names, layer_spec
 
 
@@ -268,29 +267,26 @@ def _p2p_of(groups: ParallelGroups, device: torch.device, plans: Plans) -> Pipel
     return p2p
 
 
-def _freeze_or_graph(config: RunConfig, stages: Mapping[int, GPTModel], world: World) -> None:
+def _freeze_or_convert(config: RunConfig, stages: Mapping[int, GPTModel], world: World) -> None:
     """Freeze the stages of a run that does not train, so that it allocates no gradients and moments; else compile or
-    capture their layers, if configured. Rank 0 prints which parts of layers stay eager."""
+    convert their layers, if configured. Rank 0 prints which parts of layers stay as they were."""
     if config.training.skip_train:
         for stage in stages.values():
             stage.requires_grad_(False)
         return
-    training, eager = config.training, []
-    if training.cuda_graph_impl != "none" and world.device.type != "cuda":
-        raise ConfigError(
-            f"cuda_graph_impl={training.cuda_graph_impl} needs a GPU, and this run is on {world.device.type}; remove "
-            "--cuda-graph-impl"
-        )
+    hooks = {feature.name: feature.convert_layers for feature in used_features(config) if feature.convert_layers}
+    unchanged: dict[str, str] = {}
     for stage in stages.values():
         layers = list(stage.decoder.layers)
-        if training.compile:
+        if config.training.compile:
             packs = config.data.reset_attention_mask
-            eager.append(compile_layers(layers, backend=training.compile_backend, packs_documents=packs))
-        if training.cuda_graph_impl == "local":
-            eager.append(graph_layers(layers, training.cuda_graph_modules, training.cuda_graph_warmup_steps))
-    if any(eager) and world.rank == 0:
-        name = "compile=True" if training.compile else "cuda_graph_impl=local"
-        print(f"{name}: {'; '.join(dict.fromkeys(filter(None, eager)))}", flush=True)
+            backend = config.training.compile_backend
+            unchanged["compile=True"] = compile_layers(layers, backend=backend, packs_documents=packs)
+        for name, hook in hooks.items():
+            unchanged[name] = load_hook(hook)(config, layers, world.device)
+    for name, sentence in unchanged.items():
+        if sentence and world.rank == 0:
+            print(f"{name}: {sentence}", flush=True)
 
 
 def set_up(
@@ -332,7 +328,7 @@ def set_up(
         deferred=deferred,
         layer_specs=layer_specs,
     )
-    _freeze_or_graph(config, stages, world)
+    _freeze_or_convert(config, stages, world)
     draw_indexers(base, stages.values(), config)
     draw = drawing(config, base) if deferred else None
     data_parallel = data_parallel_of(config, stages, groups, world.device, draw)

@@ -338,10 +338,10 @@ def test_refinements_wait_for_the_settings_of_a_folder(capsys):
 
 
 def test_cuda_graphs_change_only_speed(capsys):
-    training = parse("--cuda-graph-impl local --cuda-graph-scope attn moe_router moe_preprocess").training
-    assert (training.cuda_graph_impl, training.cuda_graph_modules) == ("local", ("attn",))
+    settings = parse("--cuda-graph-impl local --cuda-graph-scope attn moe_router moe_preprocess").flat()
+    assert (settings["cuda_graph_impl"], settings["cuda_graph_modules"]) == ("local", ("attn",))
     assert "--cuda-graph-scope moe_router moe_preprocess (these parts run without it" in capsys.readouterr().err
-    assert parse("--cuda-graph-impl full_iteration --fp8-format hybrid").training.cuda_graph_impl == "none"
+    assert parse("--cuda-graph-impl full_iteration --fp8-format hybrid").value("cuda_graph_impl") == "none"
     assert "--cuda-graph-impl (no effect with --fp8-format)" in capsys.readouterr().err
 
 

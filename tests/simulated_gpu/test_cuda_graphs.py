@@ -11,12 +11,12 @@ import torch.distributed as dist
 from megatron_core.config import RunConfig
 from megatron_core.config.validate import problems
 from megatron_core.errors import ConfigError
+from megatron_core.features.cuda_graphs import graphs as cuda_graphs
 from megatron_core.parallel import World
 from megatron_core.parallel.flight_recorder import RECORDER
 from megatron_core.parallel.meter import METER
 from megatron_core.training.setup import set_up
 from megatron_core.training.step import train_step
-from megatron_core.transformer import cuda_graphs
 from megatron_core.verify.ranks import RankFailure, run_ranks
 from tests.defects.plant import planted
 from tests.parity import rows
@@ -127,7 +127,7 @@ def planted_messages(place: str, old: str, new: str, settings: dict[str, Any]) -
     ids=["traffic", "recorder"],
 )
 def test_finds_messages_that_are_not_counted(old: str, new: str) -> None:
-    place, layout = "transformer.cuda_graphs:_Graph.replay", TP2 | SP
+    place, layout = "features.cuda_graphs.graphs:_Graph.replay", TP2 | SP
     assert run_ranks(2, planted_messages, place, old, new, layout | GRAPHS) != run_ranks(2, messages, layout)
 
 
@@ -140,12 +140,12 @@ def planted_difference(place: str, old: str, new: str, settings: dict[str, Any],
 @pytest.mark.parametrize(
     ("place", "old", "new"),
     [
-        ("transformer.cuda_graphs:CallGraph._capture_backward", "retain_graph=True", "retain_graph=False"),
-        ("transformer.cuda_graphs:CallGraph._capture_backward", "total.add_(grad)", "total.copy_(grad)"),
-        ("transformer.cuda_graphs:CallGraph.run_forward", "_load(mine, theirs)", "pass"),
-        ("transformer.cuda_graphs:Slot.load", "mine.copy_(theirs)", "pass"),
-        ("transformer.cuda_graphs:StageGraphs.slot_of", "if self._free:", "if self._slots:"),
-        ("transformer.cuda_graphs:Slot.__init__", "torch.cuda.graph_pool_handle()", "(0, 1)"),
+        ("features.cuda_graphs.graphs:CallGraph._capture_backward", "retain_graph=True", "retain_graph=False"),
+        ("features.cuda_graphs.graphs:CallGraph._capture_backward", "total.add_(grad)", "total.copy_(grad)"),
+        ("features.cuda_graphs.graphs:CallGraph.run_forward", "_load(mine, theirs)", "pass"),
+        ("features.cuda_graphs.graphs:Slot.load", "mine.copy_(theirs)", "pass"),
+        ("features.cuda_graphs.graphs:StageGraphs.slot_of", "if self._free:", "if self._slots:"),
+        ("features.cuda_graphs.graphs:Slot.__init__", "torch.cuda.graph_pool_handle()", "(0, 1)"),
         ("transformer.context:SequenceContext.add_auxiliary_loss", "is not None", "is None"),
     ],
     ids=["freed early", "overwritten gradients", "old input", "old samples", "slot in use", "shared pool", "none"],

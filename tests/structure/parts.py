@@ -49,7 +49,7 @@ WAITING = {
     "distillation": "training.distillation training.teacher tensor_parallel.distillation config.modelopt",
     "layer_sizes": "config.heterogeneous config.rules_heterogeneous",
     "multi_token": "transformer.multi_token config.multi_token",
-    "graphs": "transformer.cuda_graphs transformer.compiled transformer.flex_attention parallel.compiled",
+    "graphs": "transformer.compiled transformer.flex_attention parallel.compiled",
     "conversations": (
         "datasets.conversations datasets.build_conversations datasets.message_schemas tokenizers.chat "
         "tokenizers.template_sandbox"

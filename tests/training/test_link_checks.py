@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import io
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +21,7 @@ from megatron_core.training.callbacks import Callback, Callbacks
 from megatron_core.training.faults import Faults
 from megatron_core.training.link_checks import LinkChecks
 from megatron_core.training.loop import train
-from megatron_core.training.pretrain import notes
+from megatron_core.training.parts import build_parts
 from megatron_core.training.setup import Run
 from megatron_core.training.step import train_step
 from megatron_core.verify.ranks import run_ranks, run_simulated
@@ -222,9 +222,10 @@ def test_checks_change_no_bit(settings: dict[str, Any]) -> None:
     ids=str,
 )
 def test_unchecked_collectives_in_cuda_graphs_are_noted(settings: dict[str, Any], told: int) -> None:
-    run = tiny_run()  # graphs need a GPU: only the settings of this run have them
+    # Graphs need a GPU: only the settings of this run have them.
     config = tiny_config(**(TP | {"cuda_graph_impl": "local"} | settings))
-    found = [note for note in notes(dataclasses.replace(run, config=config)) if "inside CUDA graphs" in note]
+    parts = build_parts(config, SimpleNamespace(config=config))
+    found = [note for part in parts for note in part.notes() if "inside CUDA graphs" in note]
     assert len(found) == told
     assert all(note.startswith("link_check_interval=100 ") for note in found)
 

@@ -18,12 +18,12 @@ from torch.nn.attention import flex_attention as torchs
 from megatron_core.config import ModelConfig
 from megatron_core.config.validate import problems
 from megatron_core.errors import ConfigError
+from megatron_core.features.cuda_graphs.graphs import graph_layers
 from megatron_core.parallel.groups import LocalGroup
 from megatron_core.tensor_parallel import ModelParallelConfig
 from megatron_core.transformer import core_attention, flex_attention
 from megatron_core.transformer.context import LayerContext, PackedDocuments, SequenceContext
 from megatron_core.transformer.core_attention import CoreAttention
-from megatron_core.transformer.cuda_graphs import graph_layers
 from megatron_core.transformer.flex_attention import BLOCK, block_mask, first_keys, unsupported_reason
 from tests.defects.plant import planted
 from tests.runs import tiny_config, tiny_run

@@ -25,11 +25,6 @@ def clip_problems(config: RunConfig, world_size: int) -> Iterator[str]:
     for name, reason in reasons.items():
         if flat[name]:
             yield f"{name}={flat[name]} cannot be used with qk_clip=True: {reason}; remove one of them"
-    if config.training.cuda_graph_impl != "none":
-        yield (
-            f"cuda_graph_impl={config.training.cuda_graph_impl} cannot be used with qk_clip=True: graphs do not record "
-            "logits; remove one of them"
-        )
     if model.position_embedding_type == "alibi":
         yield (
             "position_embedding_type=alibi cannot be used with qk_clip=True: the slopes of positions are not scaled; "

@@ -26,6 +26,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from megatron_core.config import RunConfig
+from megatron_core.errors import ConfigError
+from megatron_core.features.cuda_graphs.settings import GraphConfig
 from megatron_core.parallel.flight_recorder import RECORDER, Note
 from megatron_core.parallel.meter import METER
 from megatron_core.tensor_parallel.linear import main_grad_of
@@ -222,6 +225,20 @@ class GraphedFunction:
         slot.first = slot.first or graph
         output: Tensor = _Replay.apply(graph, len(inputs), *inputs, *parameters)
         return output
+
+
+def convert_layers(config: RunConfig, layers: Sequence[TransformerLayer], device: torch.device) -> str:
+    """Capture the layers of a stage; see ``Feature.convert_layers``.
+
+    Errors: ``ConfigError`` if the run is not on a GPU.
+    """
+    settings = config.section(GraphConfig)
+    if device.type != "cuda":
+        raise ConfigError(
+            f"cuda_graph_impl={settings.cuda_graph_impl} needs a GPU, and this run is on {device.type}; remove "
+            "--cuda-graph-impl"
+        )
+    return graph_layers(layers, settings.cuda_graph_modules, settings.cuda_graph_warmup_steps)
 
 
 def graph_layers(layers: Iterable[TransformerLayer], modules: Sequence[str], warmups: int) -> str:
