@@ -20,8 +20,8 @@ from megatron_core.parallel.flight_recorder import RECORDER
 from megatron_core.parallel.groups import Group, process_group
 from megatron_core.parallel.handles import All, Done, Handle, SummedAfter
 from megatron_core.parallel.interleave import hand_over
-from megatron_core.parallel.links.recorder import watched_move, watched_sum
 from megatron_core.parallel.meter import METER
+from megatron_core.parallel.watched import watched_move, watched_sum
 
 # torch renamed both; older releases have only the second name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

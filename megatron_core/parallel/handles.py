@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_core.parallel.links.recorder import Watched
 from megatron_core.parallel.meter import Waited
+from megatron_core.parallel.watched import Watched
 
 
 class Done:

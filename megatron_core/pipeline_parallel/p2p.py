@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -12,9 +12,8 @@ from torch import Tensor
 
 from megatron_core.parallel.flight_recorder import RECORDER
 from megatron_core.parallel.groups import ParallelGroups, process_group
-from megatron_core.parallel.links.recorder import LINKS, Delivery, Watched
-from megatron_core.parallel.links.seal import Sending, empty_message, is_intact, payload, sealed
 from megatron_core.parallel.meter import METER
+from megatron_core.parallel.watched import OBSERVATION
 
 
 class MessageHandle(Protocol):
@@ -25,6 +24,21 @@ class MessageHandle(Protocol):
 
     def is_completed(self) -> bool:
         """Whether it is complete."""
+
+
+class Sending:
+    """The handle of a send that keeps the message until it is complete."""
+
+    def __init__(self, work: Any, message: Tensor) -> None:
+        self._work, self._message = work, message
+
+    def wait(self) -> None:
+        """Wait for the send."""
+        self._work.wait()
+
+    def is_completed(self) -> bool:
+        """Whether the send is complete."""
+        return bool(self._work.is_completed())
 
 
 class PipelineP2P:
@@ -47,7 +61,10 @@ class PipelineP2P:
         METER.sent("pp send", tensor.nbytes)
         RECORDER.note_message(self._ranks[self.index], self._ranks[receiver], tensor)
         sender, to = self._ranks[self.index], self._ranks[receiver]
-        message = sealed(tensor, LINKS.message_number(sender, to)) if LINKS.sealing else tensor
+        observer = OBSERVATION.observer
+        message = tensor
+        if observer is not None and observer.sealing:
+            message = observer.message(tensor, sender, to)
         handle = dist.isend(message, dst=to, group=group)
         assert handle is not None, "None is for ranks outside the group"
         return handle if message is tensor else Sending(handle, message)
@@ -62,30 +79,16 @@ class PipelineP2P:
         """As ``receive``, into ``buffer``."""
         group = process_group(self._up if sender < self.index else self._down)
         RECORDER.note_message(self._ranks[sender], self._ranks[self.index], buffer)
-        if LINKS.sealing:
-            return self._receive_sealed(buffer, sender, group)
-        handle = dist.irecv(buffer, src=self._ranks[sender], group=group)
-        assert handle is not None, "None is for ranks outside the group"
-        if not LINKS.faults.active:
-            return buffer, handle
-        link = self._ranks[sender], self._ranks[self.index]
-        return buffer, Watched(handle, lambda: LINKS.faults.apply_to_message(*link, buffer))
+        observer, source = OBSERVATION.observer, self._ranks[sender]
 
-    def _receive_sealed(self, buffer: Tensor, sender: int, group: dist.ProcessGroup) -> tuple[Tensor, MessageHandle]:
-        """Receive a message with its checksum; the result of the comparison is recorded when it has arrived."""
-        message = empty_message(buffer.nbytes, buffer.device)
-        link, iteration = (self._ranks[sender], self._ranks[self.index]), LINKS.iteration
-        number = LINKS.message_number(*link)
-        handle = dist.irecv(message, src=link[0], group=group)
-        assert handle is not None, "None is for ranks outside the group"
+        def start(message: Tensor) -> dist.Work:
+            handle = dist.irecv(message, src=source, group=group)
+            assert handle is not None, "None is for ranks outside the group"
+            return handle
 
-        def arrived() -> None:
-            LINKS.faults.apply_to_message(*link, message)
-            buffer.copy_(payload(message, tuple(buffer.shape), buffer.dtype))
-            right = is_intact(message, buffer.nbytes, number)
-            LINKS.deliveries.append(Delivery(*link, number, tuple(buffer.shape), buffer.dtype, iteration, right))
-
-        return buffer, Watched(handle, arrived)
+        if observer is None or not observer.watches_messages:
+            return buffer, start(buffer)
+        return buffer, observer.receive(buffer, source, self._ranks[self.index], start)
 
     def send_with_shape(self, tensor: Tensor, receiver: int) -> list[MessageHandle]:
         """As ``send``, with the shape sent before the values; return both handles."""

@@ -18,10 +18,9 @@ from torch import Tensor
 from megatron_core.parallel.groups import Group, ParallelGroups
 from megatron_core.parallel.links.checksums import bit_hash, block_sums, maxima
 from megatron_core.parallel.links.faults import LinkFaults
+from megatron_core.parallel.links.seal import empty_message, is_intact, payload, sealed
 from megatron_core.parallel.rank_local import Forwarding, RankLocal
-
-Parts = Callable[[], Sequence[Tensor | None]]
-"""Returns the tensor for, or from, each rank of a group; None if there is none."""
+from megatron_core.parallel.watched import OBSERVATION, Parts, Watched
 
 
 @dataclass
@@ -71,25 +70,6 @@ class Delivery:
     def __str__(self) -> str:
         """Kind, shape and dtype."""
         return f"message of {list(self.shape)} {str(self.dtype).removeprefix('torch.')}"
-
-
-class Watched:
-    """The handle of a collective that calls ``after`` once, when it is complete."""
-
-    def __init__(self, work: Any, after: Callable[[], None]) -> None:
-        self._work, self._after = work, after
-        self._done = False
-
-    def wait(self) -> None:
-        """Wait for the collective."""
-        self._work.wait()
-        if not self._done:
-            self._done = True
-            self._after()
-
-    def is_completed(self) -> bool:
-        """Whether ``wait`` would return immediately."""
-        return bool(self._work.is_completed())
 
 
 class LinkRecorder:
@@ -159,65 +139,86 @@ class LinkRecorder:
         self.calls.setdefault(group, []).append(call)
         return call
 
+    @property
+    def watches_messages(self) -> bool:
+        """Whether received messages have a checksum, or are damaged on purpose."""
+        return self.sealing or self.faults.active
+
+    def moved(
+        self, call: Callable[[], Any], what: str, group: Group, x: Tensor, to_each: Parts, from_each: Parts
+    ) -> Callable[[], Any]:
+        """See ``Observer.moved``."""
+        if _is_captured(x):
+            return call
+
+        def run() -> Any:
+            record = self.record(what, group, x) if self.checking else None
+            if record is not None:
+                record.sent = _hashes(to_each(), x.device)
+            return _finished(call(), after(record))
+
+        def after(record: Call | None) -> Callable[[], None]:
+            def complete() -> None:
+                parts = from_each()
+                self.faults.apply(what, group, [part for i, part in enumerate(parts) if i != group.rank()])
+                if record is not None:
+                    record.received = _hashes(parts, x.device)
+                    record.complete = True
+
+            return complete
+
+        return run
+
+    def summed(
+        self, call: Callable[[], Any], what: str, group: Group, x: Tensor, result: Tensor, maximum: bool
+    ) -> Callable[[], Any]:
+        """See ``Observer.summed``."""
+        if _is_captured(x):
+            return call
+        parts = x.numel() // max(result.numel(), 1) or 1
+
+        def sums(of: Tensor, parts: int) -> Tensor:
+            return maxima(of, parts) if maximum and of.numel() else block_sums(of, parts)
+
+        def run() -> Any:
+            record = self.record(what, group, x, is_sum=True, is_maximum=maximum) if self.checking else None
+            if record is not None:
+                record.sent = [sums(x, parts)]
+
+            def complete() -> None:
+                self.faults.apply(what, group, [result])
+                if record is not None:
+                    record.received = [sums(result, 1), bit_hash(result)]
+                    record.complete = True
+
+            return _finished(call(), complete)
+
+        return run
+
+    def message(self, tensor: Tensor, sender: int, receiver: int) -> Tensor:
+        """The message with its checksum."""
+        return sealed(tensor, self.message_number(sender, receiver))
+
+    def receive(self, buffer: Tensor, sender: int, receiver: int, start: Callable[[Tensor], Any]) -> Watched:
+        """See ``Observer.receive``; record whether the checksum is right when the message has arrived."""
+        if not self.sealing:
+            return Watched(start(buffer), lambda: self.faults.apply_to_message(sender, receiver, buffer))
+        message, iteration = empty_message(buffer.nbytes, buffer.device), self.iteration
+        number = self.message_number(sender, receiver)
+
+        def arrived() -> None:
+            self.faults.apply_to_message(sender, receiver, message)
+            buffer.copy_(payload(message, tuple(buffer.shape), buffer.dtype))
+            right = is_intact(message, buffer.nbytes, number)
+            shape = tuple(buffer.shape)
+            self.deliveries.append(Delivery(sender, receiver, number, shape, buffer.dtype, iteration, right))
+
+        return Watched(start(message), arrived)
+
 
 LINKS: LinkRecorder = cast(LinkRecorder, Forwarding(RankLocal(LinkRecorder)))
 """The recorder of this rank."""
-
-
-def watched_move(
-    call: Callable[[], Any], what: str, group: Group, x: Tensor, to_each: Parts, from_each: Parts
-) -> Callable[[], Any]:
-    """Wrap the ``call`` of a collective that moves data, if calls are recorded or faults injected.
-
-    ``x``: the tensor by which messages describe the call.
-    """
-    if not LINKS.active or _is_captured(x):
-        return call
-
-    def run() -> Any:
-        record = LINKS.record(what, group, x) if LINKS.checking else None
-        if record is not None:
-            record.sent = _hashes(to_each(), x.device)
-        return _finished(call(), after(record))
-
-    def after(record: Call | None) -> Callable[[], None]:
-        def complete() -> None:
-            parts = from_each()
-            LINKS.faults.apply(what, group, [part for i, part in enumerate(parts) if i != group.rank()])
-            if record is not None:
-                record.received = _hashes(parts, x.device)
-                record.complete = True
-
-        return complete
-
-    return run
-
-
-def watched_sum(
-    call: Callable[[], Any], what: str, group: Group, x: Tensor, result: Tensor, *, maximum: bool = False
-) -> Callable[[], Any]:
-    """As ``watched_move``, for a reduction of ``x`` whose ``result`` is all of it or this rank's part."""
-    if not LINKS.active or _is_captured(x):
-        return call
-    parts = x.numel() // max(result.numel(), 1) or 1
-
-    def sums(of: Tensor, parts: int) -> Tensor:
-        return maxima(of, parts) if maximum and of.numel() else block_sums(of, parts)
-
-    def run() -> Any:
-        record = LINKS.record(what, group, x, is_sum=True, is_maximum=maximum) if LINKS.checking else None
-        if record is not None:
-            record.sent = [sums(x, parts)]
-
-        def complete() -> None:
-            LINKS.faults.apply(what, group, [result])
-            if record is not None:
-                record.received = [sums(result, 1), bit_hash(result)]
-                record.complete = True
-
-        return _finished(call(), complete)
-
-    return run
+OBSERVATION.observer = LINKS
 
 
 def _finished(work: Any, after: Callable[[], None]) -> Any:

@@ -5,8 +5,6 @@ The number detects outdated messages, whose bytes and checksum are consistent.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -43,18 +41,3 @@ def is_intact(message: Tensor, size: int, number: int) -> Tensor:
 
 def _split(message: Tensor, size: int) -> tuple[Tensor, Tensor]:
     return message[:size], message[-_WORD:].view(torch.int64)[0]
-
-
-class Sending:
-    """The handle of a send that keeps the message until it is complete."""
-
-    def __init__(self, work: Any, message: Tensor) -> None:
-        self._work, self._message = work, message
-
-    def wait(self) -> None:
-        """Wait for the send."""
-        self._work.wait()
-
-    def is_completed(self) -> bool:
-        """Whether the send is complete."""
-        return bool(self._work.is_completed())
