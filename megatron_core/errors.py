@@ -75,3 +75,7 @@ class WrongStepError(MegatronError):
 
 class LayoutError(MegatronError, RuntimeError, ValueError, AssertionError):
     """The ranks of a job do not fit the requested parallel layout."""
+
+
+class RestartNeeded(MegatronError):
+    """This attempt has ended and saved; the launcher must start the next one with the remaining ranks."""

@@ -2,8 +2,8 @@ from .grid import Grid as Grid
 from .groups import Group as Group
 from .groups import LocalGroup as LocalGroup
 from .groups import ParallelGroups as ParallelGroups
-from .launch import World as World
 from .launch import run_job as run_job
 from .launch import start_world as start_world
 from .sharding import ShardSpec as ShardSpec
 from .sharding import spec_of as spec_of
+from .world import World as World

@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.torch_version import TorchVersion
 
 from megatron_core.errors import ConfigError
-from megatron_core.parallel.shared_memory import backend as shared_memory
+from megatron_core.parallel.world import SHARED_MEMORY
 
 GRAPHS = 64
 """Number of graphs of a forward after which torch.compile stops compiling, for windows, shapes and evaluation. torch's
@@ -118,7 +118,7 @@ def compile_forward(
 def _check_release() -> None:
     if TorchVersion(torch.__version__) >= "2.12" or not dist.is_initialized():
         return
-    if dist.get_backend() == shared_memory.BACKEND and dist.get_world_size() > 1:
+    if dist.get_backend() == SHARED_MEMORY and dist.get_world_size() > 1:
         raise ConfigError(
             f"compile=True over shared memory needs torch 2.12 or newer, and this is {torch.__version__}; add "
             "--distributed-backend gloo, or install a newer torch"

@@ -9,8 +9,8 @@ from megatron_core.config import ParallelConfig
 from megatron_core.errors import LayoutError
 from megatron_core.parallel.grid import Grid
 from megatron_core.parallel.groups import Group, ParallelGroups
-from megatron_core.parallel.launch import World
 from megatron_core.parallel.rank_local import RankLocal
+from megatron_core.parallel.world import World
 
 _current: RankLocal[ParallelGroups | None] = RankLocal(lambda: None)
 

@@ -7,9 +7,8 @@ import re
 import torch
 import torch.distributed as dist
 
-from megatron_core.errors import MegatronError
+from megatron_core.errors import MegatronError, RestartNeeded
 from megatron_core.locations import path_of
-from megatron_core.parallel.shared_memory.work import LostRankError
 
 FAILED = 1
 """Exit status: a restart would fail again (wrong settings or data, the same failure twice at one step)."""
@@ -17,8 +16,8 @@ RESTART = 75
 """Exit status: another rank is lost or hangs; a restart from the last checkpoint may help (EX_TEMPFAIL)."""
 
 
-class RestartNeeded(MegatronError):
-    """This attempt has ended and saved; the launcher must start the next one with the remaining ranks."""
+class LostRankError(dist.DistBackendError):
+    """Another rank has ended or did not respond in time."""
 
 
 def explained(error: Exception) -> tuple[int, str] | None:

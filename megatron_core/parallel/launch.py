@@ -12,7 +12,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,126 +20,17 @@ import torch
 import torch.distributed as dist
 
 from megatron_core.command import INTERRUPTED, begin_program
-from megatron_core.errors import LayoutError, visible
-from megatron_core.launcher import read_launcher
-from megatron_core.parallel.exit_status import FAILED, RESTART, RestartNeeded, explained
-from megatron_core.parallel.recovery.memory import HostMemory
-from megatron_core.parallel.recovery.monitor import Monitor
+from megatron_core.errors import LayoutError, RestartNeeded, visible
+from megatron_core.parallel.exit_status import FAILED, RESTART, explained
 from megatron_core.parallel.shared_memory import backend as shared_memory
-from megatron_core.parallel.watchdog import Watchdog, within
+from megatron_core.parallel.time_limit import within
+from megatron_core.parallel.watchdog import Watchdog
+from megatron_core.parallel.world import SHARED_MEMORY, STORE_SECONDS, World, read_integer
 from megatron_core.terminal import discard
 
-STORE_SECONDS = 5.0
-"""Time limit for operations on a store that may not answer."""
 REPORT_SECONDS = 10.0
 """Time in which the launcher ends the other ranks after rank 0 has printed an error and ended."""
-_ENDED = "ended"
-"""Key in the store that releases the spare ranks."""
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-
-
-@dataclass
-class World:
-    """Rank and device of this process, from the launcher's environment variables."""
-
-    rank: int
-    size: int
-    """Number of participating ranks; ranks from here on are spare."""
-    local_rank: int
-    device: torch.device
-    spares: int = 0
-    """Number of spare ranks, which wait because the layout or the batch cannot be split over them."""
-    store: dist.Store | None = None
-    """The job's shared key-value store, once this process has joined."""
-    prefix: str = ""
-    """Prefix of this rank's messages (``[pp1 dp0 tp1]``), once the layout is known."""
-    watchdog: Watchdog | Monitor | None = None
-    """Detects lost or hanging ranks, once this process has joined."""
-    launched: tuple[int, ...] = ()
-    """The launcher's rank of each rank, if the ranks of the process groups may be others; for messages."""
-    launcher_size: int = 0
-    """The launcher's number of ranks, if the process groups may have fewer."""
-    memory: HostMemory | None = None
-    """Memory that outlives this process, if a supervisor replaces it after a failure."""
-
-    @classmethod
-    def from_environment(cls) -> World:
-        """Read ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK``, set by torchrun, or else the variables of srun or mpirun; a
-        single process if all are unset.
-
-        Errors: ``LayoutError`` for values that are missing, not integers, or out of range.
-        """
-        read_launcher()
-        size = _read_integer("WORLD_SIZE", 1, least=1)
-        rank, local_rank = _read_integer("RANK", 0), _read_integer("LOCAL_RANK", 0)
-        if size > 1 and "RANK" not in os.environ:
-            raise LayoutError(f"WORLD_SIZE={size}, but RANK is not set; {_LAUNCHER}")
-        if rank >= size:
-            raise LayoutError(f"RANK={rank} is not below WORLD_SIZE={size}; {_LAUNCHER}")
-        return cls(rank, size, local_rank, _device(local_rank))
-
-    def use(self, size: int) -> None:
-        """Use the first ``size`` ranks and make the others spare."""
-        self.size, self.spares = size, self.size + self.spares - size
-
-    def launcher_rank(self, rank: int) -> int:
-        """The launcher's rank of a rank of the process groups."""
-        return self.launched[rank] if self.launched else rank
-
-    def group_number(self, groups: int) -> int:
-        """The number, in the launcher, of this rank's group of neighbouring ranks, of ``groups`` equal ones in use."""
-        return self.launcher_rank(self.rank) // (self.size // groups)
-
-    @property
-    def is_spare(self) -> bool:
-        """Whether this rank is spare."""
-        return self.rank >= self.size
-
-    def wait_for_end(self) -> None:
-        """On a spare rank, wait until the others have ended.
-
-        Under torchrun, exiting earlier would count as the end of the whole node, which could not rejoin after a
-        restart.
-
-        Errors: ``RestartNeeded`` if the store is gone. If other ranks fail, the watchdog ends this process.
-        """
-        while True:
-            time.sleep(1.0)
-            try:
-                if self.store is None:
-                    return
-                if self.store.check([_ENDED]):
-                    return self.store.set(f"{_ENDED}/{self.rank}", "1")
-            except (RuntimeError, OSError):
-                raise RestartNeeded("the active ranks ended while this spare rank was waiting") from None
-
-    def release_spares(self) -> None:
-        """On rank 0, at the end of the job, let the spare ranks exit."""
-        store = self.store
-        if store is not None and self.spares and self.rank == 0:
-            spares = [f"{_ENDED}/{rank}" for rank in range(self.size, self.size + self.spares)]
-            store.set(_ENDED, "1")
-            within(STORE_SECONDS, lambda: store.wait(spares), otherwise=None)  # this process may host the store
-
-
-def _device(local_rank: int) -> torch.device:
-    """The device of a rank: its GPU if there are any, else the CPU."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    # With these variables Slurm shows each process only its own GPU.
-    is_bound = torch.cuda.device_count() == 1 and {"SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND"} & os.environ.keys()
-    return torch.device("cuda", 0 if is_bound else local_rank)
-
-
-_LAUNCHER = "start the ranks with torchrun, which sets it, or unset all of RANK, WORLD_SIZE and LOCAL_RANK for one rank"
-
-
-def _read_integer(name: str, default: int, least: int = 0) -> int:
-    """Read an integer environment variable."""
-    text = os.environ.get(name, str(default))
-    if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) >= least):
-        raise LayoutError(f"{name}={text!r} in the environment must be an integer >= {least}; {_LAUNCHER}")
-    return int(text)
 
 
 def start_world(world: World, *, backend: str = "auto", timeout_minutes: float = 10.0) -> None:
@@ -169,7 +59,7 @@ def start_world(world: World, *, backend: str = "auto", timeout_minutes: float =
 
 def connect(world: World, timeout: timedelta) -> dist.Store:
     """Connect to the store at ``MASTER_ADDR:MASTER_PORT``; ``LayoutError`` if the ranks cannot connect."""
-    address, port = os.environ.get("MASTER_ADDR", ""), _read_integer("MASTER_PORT", 0)
+    address, port = os.environ.get("MASTER_ADDR", ""), read_integer("MASTER_PORT", 0)
     if not address or not 0 < port < 65536:
         raise LayoutError(
             f"MASTER_ADDR={address!r} and MASTER_PORT={port}: the rendezvous needs rank 0's address and a free port "
@@ -259,11 +149,11 @@ def join(backend: str, device_type: str, **settings: Any) -> None:
         if settings["rank"] == 0:
             print("note: distributed_backend=nccl needs GPUs; using auto on the CPU", file=sys.stderr)
         backend = "auto"
-    chosen = backend if backend != "auto" else "nccl" if device_type == "cuda" else shared_memory.BACKEND
-    if chosen == shared_memory.BACKEND and device_type == "cuda":
+    chosen = backend if backend != "auto" else "nccl" if device_type == "cuda" else SHARED_MEMORY
+    if chosen == SHARED_MEMORY and device_type == "cuda":
         raise LayoutError("distributed_backend='shm' runs on CPU ranks only; use auto or nccl")
     dist.init_process_group(chosen, **settings)
-    reason = shared_memory.unavailable_reason() if backend == shared_memory.BACKEND else None
+    reason = shared_memory.unavailable_reason() if backend == SHARED_MEMORY else None
     if reason is not None:
         raise LayoutError(f"distributed_backend='shm': {reason}; use gloo, or auto, which then falls back to gloo")
 

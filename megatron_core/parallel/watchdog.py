@@ -13,10 +13,10 @@ import threading
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ import typing_extensions  # its wrappers are on the stack of many functions of t
 
 from megatron_core.errors import visible
 from megatron_core.parallel.flight_recorder import RECORDER, first_difference
+from megatron_core.parallel.time_limit import start_thread, within
 
 POLL = 0.5
 """Seconds between polls of the store."""
@@ -35,27 +36,6 @@ SLACK = 1.25
 """Number of time limits without progress after which a rank is reported even if no collective has failed. The error of
 a collective comes earlier and is more specific."""
 LIBRARIES = (str(Path(torch.__file__).parent), typing_extensions.__file__, str(Path(__file__).parent))
-Result = TypeVar("Result")
-
-
-def within(seconds: float, action: Callable[[], Result], otherwise: Result) -> Result:
-    """Run ``action``; returns ``otherwise`` if it fails or takes longer than ``seconds`` (it then continues in a
-    thread)."""
-    found: list[Result] = []
-    _start(lambda: found.append(action())).join(seconds)
-    return found[0] if found else otherwise
-
-
-def _start(action: Callable[[], None]) -> threading.Thread:
-    """Run ``action``, which uses the store and may fail, in a thread."""
-
-    def run() -> None:
-        with suppress(RuntimeError, OSError, ValueError):
-            action()
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    return thread
 
 
 class Watchdog:
@@ -119,7 +99,7 @@ class Watchdog:
                         answers[rank] = json.loads(self._store.get(f"answer/{rank}"))
                 time.sleep(0.05)
 
-        asking = _start(ask)
+        asking = start_thread(ask)
         asking.join(EARLY)
         if is_first == [False]:
             asking.join(ANSWERS)

@@ -26,9 +26,9 @@ import torch.distributed as dist
 
 from megatron_core.checkpoint.host_copy import HostCopy
 from megatron_core.config import RunConfig
-from megatron_core.errors import ConfigError, MegatronError, WrongStepError
+from megatron_core.errors import ConfigError, MegatronError, RestartNeeded, WrongStepError
 from megatron_core.parallel import World, rank_local
-from megatron_core.parallel.exit_status import FAILED, RESTART, RestartNeeded, explained
+from megatron_core.parallel.exit_status import FAILED, RESTART, explained
 from megatron_core.parallel.interrupt import InterruptedWait
 from megatron_core.parallel.launch import connect, connect_to_running_job, join
 from megatron_core.parallel.meter import unix_time

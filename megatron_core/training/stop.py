@@ -5,7 +5,7 @@ import time
 from types import FrameType
 from typing import Any
 
-from megatron_core.parallel.exit_status import RestartNeeded
+from megatron_core.errors import RestartNeeded
 from megatron_core.parallel.texts import gather_from_all_ranks, listed
 from megatron_core.training.callbacks import Callback
 from megatron_core.training.setup import Run

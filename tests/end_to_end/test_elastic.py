@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_core.config.validate import largest_world_size, problems
-from megatron_core.parallel.launch import World, _select_attempt
+from megatron_core.parallel.launch import _select_attempt
+from megatron_core.parallel.world import World
 from megatron_core.training.pretrain import notes
 from tests.checkpoint.runs import SMALL, compare, start, stored, train
 from tests.defects.plant import planted

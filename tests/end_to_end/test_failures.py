@@ -21,7 +21,8 @@ import torch._dynamo  # creating an optimizer loads it, in 1.5 s; loaded here, e
 
 from megatron_core.errors import LayoutError
 from megatron_core.parallel.exit_status import explained
-from megatron_core.parallel.launch import World, run_job, start_world
+from megatron_core.parallel.launch import run_job, start_world
+from megatron_core.parallel.world import World
 from megatron_core.training.pretrain import pretrain
 from tests.memory import needs_proc
 from tests.programs import free_port, run_program

@@ -15,12 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_core.errors import MegatronError, WrongStepError
-from megatron_core.parallel.exit_status import RESTART, RestartNeeded
+from megatron_core.errors import MegatronError, RestartNeeded, WrongStepError
+from megatron_core.parallel.exit_status import RESTART
 from megatron_core.parallel.interrupt import InterruptedWait
-from megatron_core.parallel.launch import World
 from megatron_core.parallel.recovery.memory import FINISHED, GENERATION, INVITED, WAITS, Copy, HostMemory
 from megatron_core.parallel.recovery.rendezvous import LOST_STATE, Failure, Members, Rendezvous
+from megatron_core.parallel.world import World
 from megatron_core.training import recovery
 from megatron_core.training.faults import Faults
 from megatron_core.training.recovery import MOST, Recovery

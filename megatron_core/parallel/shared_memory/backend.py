@@ -6,15 +6,15 @@ import torch.distributed as dist
 
 from megatron_core.parallel.shared_memory.group import SharedMemoryGroup
 from megatron_core.parallel.shared_memory.host import Host, library
+from megatron_core.parallel.world import SHARED_MEMORY
 
-BACKEND = "shm"
 _current: list[Host] = []  # of the latest world
 
 
 def register() -> None:
     """Register ``shm`` with torch.distributed, for ``init_process_group("shm")``."""
-    if BACKEND not in dist.Backend.backend_list:
-        dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])
+    if SHARED_MEMORY not in dist.Backend.backend_list:
+        dist.Backend.register_backend(SHARED_MEMORY, _create, extended_api=True, devices=["cpu"])
 
 
 def _create(opts: Any, _: Any) -> Any:
@@ -48,7 +48,7 @@ def expected(backend: str = "auto") -> str:
 
 def describe() -> str:
     """One line that names the backend of the world's groups."""
-    if dist.get_backend() != BACKEND:
+    if dist.get_backend() != SHARED_MEMORY:
         return str(dist.get_backend())
     (host,) = _current
     reason = unavailable_reason()

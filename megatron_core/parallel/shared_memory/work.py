@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_core.parallel import interrupt
+from megatron_core.parallel.exit_status import LostRankError
 from megatron_core.parallel.filled_work import FilledWork
 from megatron_core.parallel.shared_memory.host import Peer
 
@@ -21,10 +22,6 @@ KINDS = ("barrier", "all-reduce", "reduce-scatter", "all-gather", "all-to-all", 
 Attempt = Callable[[int], int]
 """Tries to complete an operation within the given microseconds; returns 0, 1 + the group member that is missing, or -1
 - the member that called another operation."""
-
-
-class LostRankError(dist.DistBackendError):
-    """Another rank has ended or did not respond in time."""
 
 
 class Members:

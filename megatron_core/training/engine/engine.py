@@ -26,8 +26,8 @@ from megatron_core.optimizer.sharded import LossScale
 from megatron_core.optimizer.torch_optimizer import TorchOptimizer
 from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.compiled import is_compiled
-from megatron_core.parallel.launch import World
 from megatron_core.parallel.meter import METER
+from megatron_core.parallel.world import World
 from megatron_core.schedules.actions import Action
 from megatron_core.training.driver import finish_gradients, read_norm_and, update_weights
 from megatron_core.training.engine.backward import EngineBackward

@@ -13,7 +13,8 @@ from megatron_core.config import RunConfig
 from megatron_core.errors import ConfigError
 from megatron_core.parallel.compiled import is_compiled
 from megatron_core.parallel.current import make_groups
-from megatron_core.parallel.launch import World, start_world
+from megatron_core.parallel.launch import start_world
+from megatron_core.parallel.world import World
 from megatron_core.training.engine.data import EngineLoader
 from megatron_core.training.engine.engine import Engine
 from megatron_core.training.engine.layers import PipelineModule

@@ -16,9 +16,9 @@ from megatron_core.errors import ConfigError, DataError, LayoutError, MegatronEr
 from megatron_core.parallel.collectives import all_reduce_, broadcast_
 from megatron_core.parallel.grid import WORLD
 from megatron_core.parallel.groups import ParallelGroups
-from megatron_core.parallel.launch import World
 from megatron_core.parallel.micro_batch import SequenceSplit
 from megatron_core.parallel.texts import gather_from_all_ranks, gather_strings, raising_on_all_ranks
+from megatron_core.parallel.world import World
 from megatron_core.pipeline_parallel.executor import ForwardStep
 from megatron_core.pipeline_parallel.messages import Message, StructuredMessages, flatten, tensors_of
 from megatron_core.pipeline_parallel.p2p import PipelineP2P

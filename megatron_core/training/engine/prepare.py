@@ -10,8 +10,8 @@ from megatron_core import parallel_state
 from megatron_core.config import RunConfig, TrainingConfig
 from megatron_core.parallel.compiled import compile_forward
 from megatron_core.parallel.groups import ParallelGroups
-from megatron_core.parallel.launch import World
 from megatron_core.parallel.texts import raising_on_all_ranks
+from megatron_core.parallel.world import World
 from megatron_core.tensor_parallel.amax_history import AmaxHistories
 from megatron_core.training.engine.activations import save_memory
 from megatron_core.training.engine.fp8 import histories_of, multiply_in_fp8

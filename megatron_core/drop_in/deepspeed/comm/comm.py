@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
 from megatron_core.errors import LayoutError
-from megatron_core.parallel.launch import World, start_world
+from megatron_core.parallel.launch import start_world
+from megatron_core.parallel.world import World
 
 TIMEOUT = timedelta(minutes=int(os.environ.get("DEEPSPEED_TIMEOUT", "30")))
 

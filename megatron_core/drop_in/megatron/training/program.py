@@ -30,7 +30,7 @@ from megatron.training.utils import print_rank_last
 from megatron_core import parallel_state
 from megatron_core.errors import ConfigError
 from megatron_core.parallel.collectives import all_reduce_
-from megatron_core.parallel.launch import World
+from megatron_core.parallel.world import World
 
 Provider = Callable[..., Any]
 

@@ -1,0 +1,28 @@
+"""Actions that use the store, which may not answer."""
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TypeVar
+
+Result = TypeVar("Result")
+
+
+def within(seconds: float, action: Callable[[], Result], otherwise: Result) -> Result:
+    """Run ``action``; returns ``otherwise`` if it fails or takes longer than ``seconds`` (it then continues in a
+    thread)."""
+    found: list[Result] = []
+    start_thread(lambda: found.append(action())).join(seconds)
+    return found[0] if found else otherwise
+
+
+def start_thread(action: Callable[[], None]) -> threading.Thread:
+    """Run ``action``, which uses the store and may fail, in a thread."""
+
+    def run() -> None:
+        with suppress(RuntimeError, OSError, ValueError):
+            action()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread
