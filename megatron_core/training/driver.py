@@ -96,40 +96,57 @@ class StepOutcome:
     means."""
 
 
+@dataclass(frozen=True)
+class StepWork:
+    """The computation of a step on this rank, without the update."""
+
+    plan: Plan
+    forward: ForwardStep
+    """``forward(stage, micro, hidden)`` returns the sum of a micro-batch's losses on the last stage."""
+    terms: Tensor
+    """Number of loss terms in this rank's micro-batches, a float64 scalar."""
+    lengths: Mapping[int, int] | None = None
+    """Message length by micro-batch, if it varies."""
+    auxiliary: AuxiliaryLosses | None = None
+    """Collects the layers' auxiliary losses, with the same names on all ranks."""
+
+
+@dataclass(frozen=True)
+class StepRates:
+    """The rates of an update."""
+
+    lr: float
+    decoupled_lr: float | None = None
+    """Learning rate of embeddings and output layer, if it is separate."""
+    weight_decay: float | None = None
+    """The value for this step, if it varies."""
+
+
 def take_step(
     model: Trainable,
-    plan: Plan,
-    forward: ForwardStep,
-    terms: Tensor,
-    lr: float,
+    work: StepWork,
+    rates: StepRates,
     *,
-    lengths: Mapping[int, int] | None = None,
-    auxiliary: AuxiliaryLosses | None = None,
-    decoupled_lr: float | None = None,
-    weight_decay: float | None = None,
     stop: bool = False,
     alone: bool = False,
     hooks: StepHooks = NO_HOOKS,
 ) -> StepOutcome:
     """Take one step on the loss: (sum of all losses) / (number of their terms) in the global batch.
 
-    ``forward(stage, micro, hidden)`` returns the sum of a micro-batch's losses on the last stage. ``terms``: float64
-    scalar, number of loss terms in this rank's micro-batches. ``lengths``: message length by micro-batch.
-    ``decoupled_lr``: learning rate of embeddings and output layer. ``weight_decay``: the value for this step, if it
-    varies. ``auxiliary`` collects the layers' auxiliary losses, with the same names on all ranks. ``stop``: whether
-    this rank requests a stop; the outcome reports whether any rank did. ``alone``: this rank's outer group hears
-    nothing from the others in this step, skips the update by itself, and does not stop.
+    ``stop``: whether this rank requests a stop; the outcome reports whether any rank did. ``alone``: this rank's outer
+    group does not exchange reports in this step; it skips the update by itself, and does not stop.
     """
     # Forward and backward of all micro-batches, and the sums of gradients over the ranks.
     data, optimizer = model.data_parallel, model.optimizer
     METER.switch("gradients")
     data.zero_grad()
-    losses, divisor = forward_backward(model, plan, forward, terms, lengths=lengths, auxiliary=auxiliary, hooks=hooks)
+    losses, divisor = forward_backward(model, work, hooks)
     finish_gradients(data, model.fp8)
     hooks.before_update()
     METER.switch("optimizer")
     # Sum all reported values over all ranks, and copy them to the host with the gradient norm.
-    auxiliary = auxiliary or AuxiliaryLosses((), 0)
+    auxiliary = work.auxiliary or AuxiliaryLosses((), 0)
+    terms = work.terms
     added = auxiliary.totals(terms.device, owns_loss=model.split.owns_loss)
     load = auxiliary.expert_load(terms.device)
     own = torch.stack([sum_of(model, losses), torch.full_like(terms, float(stop))])
@@ -145,7 +162,7 @@ def take_step(
     added_means = [auxiliary.means(row[3:first]) for row in by_group]
     # Update the weights, unless the step is skipped, which all groups that have reported decide together.
     skip = hooks.is_bad(loss, norm) or not math.isfinite(norm)
-    skipped = update_weights(optimizer, [data], own_norm, lr, decoupled_lr, weight_decay, skip=skip)
+    skipped = update_weights(optimizer, [data], own_norm, rates.lr, rates.decoupled_lr, rates.weight_decay, skip=skip)
     METER.switch("other")
     return StepOutcome(
         loss,
@@ -159,24 +176,16 @@ def take_step(
     )
 
 
-def forward_backward(
-    model: Trainable,
-    plan: Plan,
-    forward: ForwardStep,
-    terms: Tensor,
-    *,
-    lengths: Mapping[int, int] | None = None,
-    auxiliary: AuxiliaryLosses | None = None,
-    hooks: StepHooks = NO_HOOKS,
-) -> tuple[list[Tensor], Tensor]:
+def forward_backward(model: Trainable, work: StepWork, hooks: StepHooks = NO_HOOKS) -> tuple[list[Tensor], Tensor]:
     """Run forward and backward of all micro-batches; return sums of losses, and the divisor of their sum over ranks.
 
     The divisor is a float64 scalar. The mean over the terms of the global batch is minimised. The
     number of terms is summed before backward, so that averages are never averaged; it stays on the device.
     """
     # Global number of loss terms, and the factor of the losses.
+    auxiliary = work.auxiliary
     counts = {} if auxiliary is None else auxiliary.counts
-    totals = torch.stack([terms, *counts.values()])
+    totals = torch.stack([work.terms, *counts.values()])
     all_reduce_(totals, model.groups.group("dp-cp"))
     total, *others = totals.clamp_min_(1.0)
     scale = model.optimizer.loss_scale.scale
@@ -184,10 +193,10 @@ def forward_backward(
     if auxiliary is not None:
         auxiliary.tokens, auxiliary.loss_scale = total, scale
         auxiliary.counts = dict(zip(counts, others, strict=True))
-    last, exact = plan.num_stages - 1, model.data_parallel.exact_sums
+    last, exact = work.plan.num_stages - 1, model.data_parallel.exact_sums
 
     def scaled(stage: int, micro: int, hidden: Message | None) -> Message:
-        output = forward(stage, micro, hidden)
+        output = work.forward(stage, micro, hidden)
         if stage < last or not isinstance(output, Tensor):
             return output
         return scale_gradient(output, factor) if exact else output * factor.to(output.dtype)
@@ -201,7 +210,7 @@ def forward_backward(
         on_end=data.end_action,
     )
     with hooks.around_plan(listener) as listener:
-        losses = run_plan(model, plan, scaled, lengths=lengths, listener=listener)
+        losses = run_plan(model, work.plan, scaled, lengths=work.lengths, listener=listener)
     return losses, total if exact else torch.full_like(total, scale)
 
 

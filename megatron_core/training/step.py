@@ -24,7 +24,16 @@ from megatron_core.parallel.meter import METER
 from megatron_core.parallel.micro_batch import MicroBatch
 from megatron_core.pipeline_parallel.executor import ForwardStep
 from megatron_core.training.distillation import logit_losses, teacher_hidden_states
-from megatron_core.training.driver import NO_HOOKS, StepHooks, StepOutcome, run_plan, sum_of, take_step
+from megatron_core.training.driver import (
+    NO_HOOKS,
+    StepHooks,
+    StepOutcome,
+    StepRates,
+    StepWork,
+    run_plan,
+    sum_of,
+    take_step,
+)
 from megatron_core.training.pipeline_trace import traced
 from megatron_core.training.plans import StepSize
 from megatron_core.training.preferences import count_pairs, log_probs, preference_loss, reference_log_probs
@@ -64,7 +73,8 @@ def train_step(
         if run.schedule.by_samples
         else state.iteration - state.skipped_iterations + (0 if later else 1)
     )
-    lr = run.schedule.lr(step)
+    decoupled_lr = None if run.decoupled_schedule is None else run.decoupled_schedule.lr(step)
+    rates = StepRates(run.schedule.lr(step), decoupled_lr, run.schedule.weight_decay(step))
     alone = run.groups.outer.size() > 1 and not run.config.groups_report(state.iteration + 1)
     for part in run.parts:
         part.before_step()
@@ -83,20 +93,14 @@ def train_step(
                 called = replace(called, around_plan=around_plan)
             auxiliary = _auxiliary_losses(run, size, mine)
             forward = forward_step(run, mine, auxiliary, statistics, spoiled=injected_error(run, number, shift))
-            outcome = take_step(
-                run,
+            work = StepWork(
                 run.plans.training(size.num_microbatches),
                 forward,
                 count_terms(run, mine),
-                lr,
-                lengths=message_lengths(mine),
-                auxiliary=auxiliary,
-                weight_decay=run.schedule.weight_decay(step),
-                decoupled_lr=None if run.decoupled_schedule is None else run.decoupled_schedule.lr(step),
-                stop=stop,
-                alone=alone,
-                hooks=called,
+                message_lengths(mine),
+                auxiliary,
             )
+            outcome = take_step(run, work, rates, stop=stop, alone=alone, hooks=called)
         read = partial(statistics.read, outcome.statistics, scale)
         return Attempt(outcome, statistics.copies(outcome.statistics), read)
 
@@ -115,7 +119,7 @@ def train_step(
         breakdown |= part.metrics()
     for number, (loss, norm) in enumerate(outcome.groups):
         breakdown |= {f"lm loss by group/{number}": loss, f"grad-norm by group/{number}": norm}
-    return StepResult(**vars(outcome), learning_rate=lr, loss_scale=scale, size=size, breakdown=breakdown)
+    return StepResult(**vars(outcome), learning_rate=rates.lr, loss_scale=scale, size=size, breakdown=breakdown)
 
 
 def _auxiliary_losses(run: Run, size: StepSize, batches: list[MicroBatch]) -> AuxiliaryLosses:

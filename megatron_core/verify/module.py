@@ -24,7 +24,7 @@ from megatron_core.schedules import make_plan
 from megatron_core.schedules.actions import Plan
 from megatron_core.schedules.checks import check
 from megatron_core.tensor_parallel import ModelParallelConfig
-from megatron_core.training.driver import StepHooks, StepOutcome, Trainable, take_step
+from megatron_core.training.driver import StepHooks, StepOutcome, StepRates, StepWork, Trainable, take_step
 from megatron_core.training.state_hashes import HashedSteps, StateHashes
 from megatron_core.verify.ranks import this_world
 from megatron_core.verify.trace import RankTrace
@@ -177,7 +177,8 @@ class _Training:
     def _step(self, step: int, before_update: Callable[[], None]) -> StepOutcome:
         batches, hooks = self._batches(step), StepHooks(before_update=before_update)
         terms = torch.tensor(sum(map(self.model.count, batches)), dtype=torch.float64, device=self.device)
-        return take_step(self.trainable, self.plan, partial(self._forward, batches), terms, OPTIMIZER.lr, hooks=hooks)
+        work = StepWork(self.plan, partial(self._forward, batches), terms)
+        return take_step(self.trainable, work, StepRates(OPTIMIZER.lr), hooks=hooks)
 
     def _batches(self, step: int) -> list[Batch]:
         size, groups = self.experiment.micro_batch_size, self.trainable.groups

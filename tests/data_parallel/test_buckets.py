@@ -9,7 +9,7 @@ from megatron_core.data_parallel import Bucket, DataParallel
 from megatron_core.data_parallel.fill import make_buckets, units_of
 from megatron_core.parallel import ParallelGroups
 from megatron_core.parallel.grid import Grid
-from megatron_core.training.driver import forward_backward
+from megatron_core.training.driver import StepWork, forward_backward
 from megatron_core.training.step import count_tokens, forward_step, load_batches
 from megatron_core.verify.ranks import run_ranks
 from tests.runs import tiny_run
@@ -93,7 +93,7 @@ def _reduced_before_finish(overlap: bool) -> tuple[int, int]:
     batches = load_batches(run, run.step_after(0))
     run.data_parallel.zero_grad()
     plan = run.plans.training(len(batches))
-    forward_backward(run, plan, forward_step(run, batches), count_tokens(batches))
+    forward_backward(run, StepWork(plan, forward_step(run, batches), count_tokens(batches)))
     started = sum(bucket.reduced for bucket in run.data_parallel.buckets)
     run.data_parallel.finish_grad_sync()
     return started, len(run.data_parallel.buckets)

@@ -32,8 +32,8 @@ IN_OUTER = (
     Defect(
         "gradients of each group are clipped by the mean norm of all",
         "training.driver:take_step",
-        "[data], own_norm, lr",
-        "[data], norm, lr",
+        "[data], own_norm, rates.lr",
+        "[data], norm, rates.lr",
         "2 groups",
         culprit="updated weight ",
     ),

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_core.training.driver import forward_backward
+from megatron_core.training.driver import StepWork, forward_backward
 from megatron_core.training.step import count_tokens, forward_step
 from megatron_core.verify.gpt import RaggedDataset
 from tests.runs import tiny_run
@@ -51,7 +51,7 @@ def test_a_step_reaches_every_weight() -> None:
     run = tiny_run(fp64=True, position_embedding_type="rope", init_method_std=0.3, **PACKED)
     run.data_parallel.zero_grad()
     batches = run.micro_batches(run.loader(RaggedDataset(61, 16, EOD)).step(0, run.step_after(0).num_microbatches))
-    forward_backward(run, run.plans.training(len(batches)), forward_step(run, batches), count_tokens(batches))
+    forward_backward(run, StepWork(run.plans.training(len(batches)), forward_step(run, batches), count_tokens(batches)))
     run.data_parallel.finish_grad_sync()
     for name, parameter in run.stages[0].named_parameters():
         if "linear_qkv.bias" not in name:

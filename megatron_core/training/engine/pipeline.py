@@ -23,7 +23,7 @@ from megatron_core.pipeline_parallel.executor import ForwardStep
 from megatron_core.pipeline_parallel.messages import Message, StructuredMessages, flatten, tensors_of
 from megatron_core.pipeline_parallel.p2p import PipelineP2P
 from megatron_core.schedules.actions import Action
-from megatron_core.training.driver import StepHooks, Trainable, run_plan, sum_of, take_step
+from megatron_core.training.driver import StepHooks, StepRates, StepWork, Trainable, run_plan, sum_of, take_step
 from megatron_core.training.engine.activations import save_memory
 from megatron_core.training.engine.cut import ModelCut
 from megatron_core.training.engine.data import evaluating, loss_of
@@ -175,12 +175,15 @@ class PipelineEngine(Engine):
         micros, pipeline = self._load(batches, count)
         rate = self._set_rates()
         around = self._failing_together if pipeline.message.posts_late else nullcontext
-        outcome = take_step(
-            pipeline,
+        work = StepWork(
             self.plans.training(count),
             self._forward_step(micros, loss_function, pipeline.message),
             torch.tensor(float(count), dtype=torch.float64, device=self.world.device),
-            rate,
+        )
+        outcome = take_step(
+            pipeline,
+            work,
+            StepRates(rate),
             hooks=StepHooks(around_plan=around, before_update=self.before_update, is_bad=self._is_bad),
         )
         return self._advance(outcome.loss, outcome.grad_norm, rate, skipped=outcome.skipped)
