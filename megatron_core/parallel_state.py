@@ -12,10 +12,10 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_core.errors import ConfigError, LayoutError
+from megatron_core.parallel.configured import grid_of as grid_of
+from megatron_core.parallel.configured import make_groups as make_groups
 from megatron_core.parallel.current import current as current
-from megatron_core.parallel.current import grid_of as grid_of
 from megatron_core.parallel.current import has_current
-from megatron_core.parallel.current import make_groups as make_groups
 from megatron_core.parallel.current import set_current as set_current
 from megatron_core.parallel.getters import assume, assumed, getters, group_getter, rank_getter
 from megatron_core.parallel.grid import DEFAULT_ORDER, WORLD, Grid

@@ -1,9 +1,8 @@
-"""Frozen configuration: built once, checked once, then only read."""
+"""Frozen configuration: built once, checked once, then only read.
 
-from megatron_core.config.checkpoint import CheckpointConfig
-from megatron_core.config.data import DataConfig
-from megatron_core.config.model import ModelConfig
-from megatron_core.config.monitor import MonitorConfig
-from megatron_core.config.parallel import ParallelConfig
-from megatron_core.config.run import RunConfig
-from megatron_core.config.training import OptimizerConfig, TrainingConfig
+Names are imported on first use, so that a layer loads only the settings that it reads; ``__init__.pyi`` lists them.
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

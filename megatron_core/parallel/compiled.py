@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.torch_version import TorchVersion
 
 from megatron_core.errors import ConfigError
-from megatron_core.parallel.world import SHARED_MEMORY
+from megatron_core.parallel.groups import SHARED_MEMORY
 
 GRAPHS = 64
 """Number of graphs of a forward after which torch.compile stops compiling, for windows, shapes and evaluation. torch's

@@ -1,16 +1,10 @@
 """The current groups of this rank, read by Megatron Core's getters (``parallel_state``) and default arguments."""
 
-from dataclasses import replace
-from datetime import timedelta
-
 import torch.distributed as dist
 
-from megatron_core.config import ParallelConfig
 from megatron_core.errors import LayoutError
-from megatron_core.parallel.grid import Grid
 from megatron_core.parallel.groups import Group, ParallelGroups
 from megatron_core.parallel.rank_local import RankLocal
-from megatron_core.parallel.world import World
 
 _current: RankLocal[ParallelGroups | None] = RankLocal(lambda: None)
 
@@ -38,42 +32,3 @@ def current() -> ParallelGroups:
 def tensor_parallel_group(group: Group | None = None) -> Group:
     """``group``, or by default the current layout's tensor-parallel group."""
     return current().group("tp") if group is None else group
-
-
-def make_groups(
-    config: ParallelConfig, world: World, *, ends: tuple[int, int] = (0, -1), outer_groups: int = 1
-) -> ParallelGroups:
-    """Create the groups of a configured layout, also for a single process, and make them current.
-
-    ``ends`` are the pipeline ranks of the first and the last stage; ``outer_groups``: see ``ParallelGroups``.
-    """
-    timeout = timedelta(minutes=config.distributed_timeout_minutes)
-    groups = ParallelGroups(
-        grid_of(config, world.size, world.rank, outer_groups),
-        world.rank,
-        outer_groups=outer_groups,
-        ends=ends,
-        instances=config.num_distributed_optimizer_instances,
-        a2a_size=config.a2a_size,
-        timeout=timeout,
-    )
-    world.prefix = groups.prefix if world.size > 1 else ""
-    if world.watchdog is not None:
-        world.watchdog.prefix = world.prefix
-    set_current(groups)
-    return groups
-
-
-def grid_of(config: ParallelConfig, world_size: int, rank: int = 0, outer_groups: int = 1) -> Grid:
-    """The grid of a configured layout; with several outer groups, that of the group of ``rank``."""
-    size = world_size // outer_groups
-    grid = Grid.fit(
-        size,
-        tp=config.tensor_model_parallel_size,
-        cp=config.context_parallel_size,
-        pp=config.pipeline_model_parallel_size,
-        ep=config.expert_model_parallel_size,
-        etp=config.expert_tensor_parallel_size,
-        order=config.rank_order,
-    )
-    return replace(grid, rank_offset=rank // size * size) if outer_groups > 1 else grid

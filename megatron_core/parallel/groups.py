@@ -17,6 +17,8 @@ COMBINATIONS = (
     *("tp", "cp", "dp", "pp", "dp-cp", "tp-pp", "tp-dp", "tp-cp", "tp-dp-cp", WORLD),
     *("etp", "ep", "edp", "etp-ep", "etp-ep-pp"),
 )
+SHARED_MEMORY = "shm"
+"""Name of torch.distributed's backend between CPU ranks of one machine."""
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,6 @@ from megatron_core.parallel.time_limit import within
 
 STORE_SECONDS = 5.0
 """Time limit for operations on a store that may not answer."""
-SHARED_MEMORY = "shm"
-"""Name of torch.distributed's backend between CPU ranks of one machine."""
 _ENDED = "ended"
 """Key in the store that releases the spare ranks."""
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from megatron_core.config import RunConfig
 from megatron_core.config.validate import largest_world_size, problems
-from megatron_core.parallel.current import grid_of
+from megatron_core.parallel.configured import grid_of
 from megatron_core.parallel.grid import DENSE_AXES
 from megatron_core.parallel.recovery.rendezvous import Choice, Members
 

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from megatron_core.config import ModelConfig
 from megatron_core.config.attention import QUERY_BLOCK
 from megatron_core.config.sparse_attention import INDEXER_LOSS
-from megatron_core.ops import attention_softmax, rope
+from megatron_core.ops import attention_softmax
 from megatron_core.ops.index_scores import index_divergence, index_scores, not_selected, select_keys
+from megatron_core.ops.rope import rope
 from megatron_core.ops.rows import wide
 from megatron_core.parallel.collectives import gather_from_sequence, reduce_from_region, reduce_scatter_to_sequence
 from megatron_core.parallel.groups import Group

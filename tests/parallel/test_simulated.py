@@ -19,7 +19,7 @@ from torch import nn
 
 from megatron_core.config import ParallelConfig
 from megatron_core.config.layout import Layout
-from megatron_core.parallel import current
+from megatron_core.parallel import configured, current
 from megatron_core.parallel.collectives import all_reduce_, all_to_all_rows, start_ring_shift
 from megatron_core.parallel.grid import WORLD
 from megatron_core.parallel.interleave import Interleaver, hand_over
@@ -217,7 +217,7 @@ COUNTER: RankLocal[list[int]] = RankLocal(list)
 def own_state() -> tuple[object, ...]:
     """Values of this rank, of a thread that belongs to it, and of its backward."""
     rank = dist.get_rank()
-    groups = current.make_groups(ParallelConfig(tensor_model_parallel_size=2), this_world())
+    groups = configured.make_groups(ParallelConfig(tensor_model_parallel_size=2), this_world())
     METER.start(groups, torch.device("cpu"))
     COUNTER().append(rank)
     dist.barrier()
@@ -276,7 +276,7 @@ class Layer(nn.Module):
 
 
 def faulty(kind: str) -> None:
-    current.make_groups(ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2), this_world())
+    configured.make_groups(ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2), this_world())
     model = nn.Sequential(nn.Identity(), nn.ModuleDict({"mlp": Layer(kind)})["mlp"])
     model(torch.ones(3))
     dist.barrier()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from tests.structure.parts import PACKAGE, is_core, modules, part_of
+from tests.structure.parts import PACKAGE, ROOT, is_core, modules, part_of
 
 
 @cache
@@ -42,6 +42,18 @@ def every_import(path: Path) -> Iterator[ast.stmt]:
     return (node for node in ast.walk(tree(path)) if isinstance(node, ast.Import | ast.ImportFrom))
 
 
+@cache
+def lazy_names() -> dict[str, str]:
+    """Names that packages import on first use, by their stubs, and the modules that define them."""
+    modules_of_names: dict[str, str] = {}
+    for path in (ROOT / PACKAGE).rglob("__init__.pyi"):
+        package = ".".join(path.parent.relative_to(ROOT).parts)
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.level == 1:
+                modules_of_names |= {f"{package}.{alias.name}": f"{package}.{node.module}" for alias in node.names}
+    return modules_of_names
+
+
 def imported_modules(statements: Iterator[ast.stmt]) -> set[str]:
     """The modules of the package that ``statements`` import, without their parent packages."""
     names: set[str] = set()
@@ -50,6 +62,7 @@ def imported_modules(statements: Iterator[ast.stmt]) -> set[str]:
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             candidates = {f"{node.module}.{alias.name}" for alias in node.names}
+            candidates = {lazy_names().get(name, name) for name in candidates}
             submodules = {name for name in candidates if name.removeprefix(f"{PACKAGE}.") in modules()}
             names |= submodules
             names |= {str(node.module)} if submodules != candidates else set()

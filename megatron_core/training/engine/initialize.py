@@ -12,7 +12,7 @@ from torch import nn
 from megatron_core.config import RunConfig
 from megatron_core.errors import ConfigError
 from megatron_core.parallel.compiled import is_compiled
-from megatron_core.parallel.current import make_groups
+from megatron_core.parallel.configured import make_groups
 from megatron_core.parallel.launch import start_world
 from megatron_core.parallel.world import World
 from megatron_core.training.engine.data import EngineLoader

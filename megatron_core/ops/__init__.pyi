@@ -1,0 +1,15 @@
+from .activation import bias_activation as bias_activation
+from .backend import Backend as Backend
+from .cross_entropy import cross_entropy_backward as cross_entropy_backward
+from .cross_entropy import cross_entropy_parts as cross_entropy_parts
+from .dropout import bias_dropout_add as bias_dropout_add
+from .matmul import accumulate_weight_grad_ as accumulate_weight_grad_
+from .matmul import input_grad as input_grad
+from .matmul import linear as linear
+from .matmul import linear_into as linear_into
+from .multi_tensor import adamw_ as adamw_
+from .multi_tensor import scale_ as scale_
+from .multi_tensor import squared_norm as squared_norm
+from .norm import layer_norm as layer_norm
+from .norm import rms_norm as rms_norm
+from .softmax import attention_softmax as attention_softmax
