@@ -9,8 +9,8 @@ A hook that needs torch is a string, ``"package.module:name"``, and is imported 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
 from importlib import import_module
 from pkgutil import resolve_name
 from typing import Any
@@ -24,12 +24,15 @@ class Feature:
 
     name: str
     """The name of its folder, and of its section of settings in files and in ``--help``."""
-    settings: type[Any]
+    settings: type[Any] | None = None
     """Its section: a frozen dataclass of ``setting`` fields (``config/setting.py``)."""
     is_used: Callable[[Any], bool]
     """Whether a run with this ``RunConfig`` uses the feature."""
     problems: Callable[[Any, int], Iterable[str]] | None = None
     """Its rules: messages about a ``RunConfig`` that uses the feature on a number of ranks, each with a correction."""
+    layers: Mapping[str, str] = field(default_factory=dict)
+    """Hooks: the layer of each kind of attention or recurrence that it adds, by the name of the kind in
+    ``config/attention.py`` or ``config/mixers.py``; constructed as ``transformer.attention.SelfAttention``."""
     compressions: tuple[Any, ...] = ()
     """Rows ``config.compression.CompressionKind``: values of --grad-compression that it implements."""
     in_any_model: bool = False
@@ -56,16 +59,25 @@ def register_feature(feature: Feature) -> None:
 
     Errors: ``ConfigError`` if another feature has its name or one of its settings.
     """
+    own_names = _setting_names(feature)
     for other in features():
         if other.name == feature.name:
             raise ConfigError(f"feature {feature.name!r} is already registered; choose another name")
-        names = {field.name for field in fields(other.settings)}
-        common = sorted(field.name for field in fields(feature.settings) if field.name in names)
+        common = sorted(own_names & _setting_names(other))
         if common:
             raise ConfigError(
                 f"feature {feature.name!r} has the settings {', '.join(common)} of feature {other.name!r}; rename them"
             )
     _ADDED[feature.name] = feature
+
+
+def _setting_names(feature: Feature) -> set[str]:
+    return set() if feature.settings is None else {setting.name for setting in fields(feature.settings)}
+
+
+def layer_hooks() -> dict[str, str]:
+    """The hooks of all layers that features add, by the names of their kinds."""
+    return {name: hook for feature in features() for name, hook in feature.layers.items()}
 
 
 def used_features(config: Any) -> tuple[Feature, ...]:

@@ -1,7 +1,7 @@
 """The kinds of recurrences, and the kind of each layer: attention, a recurrence, or neither.
 
 To add a recurrence, add a subclass of ``Recurrence`` and its row here, its name to ``config.recurrent`` or its letter
-to ``config.hybrid``, and its layer to ``RECURRENT_LAYERS`` in ``megatron_core/transformer/layer_spec.py``.
+to ``config.hybrid``, and its layer to ``megatron_core/features/recurrent``.
 """
 
 from __future__ import annotations

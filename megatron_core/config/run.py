@@ -153,7 +153,7 @@ def core_sections() -> dict[str, type[Any]]:
 
 def feature_sections() -> dict[str, type[Any]]:
     """The class of each feature's section, by the feature's name."""
-    return {feature.name: feature.settings for feature in features()}
+    return {feature.name: feature.settings for feature in features() if feature.settings is not None}
 
 
 def section_types() -> dict[str, type[Any]]:
@@ -183,7 +183,8 @@ def _types_of(sections: tuple[type[Any], ...]) -> dict[str, Any]:
 
 def names_in_any_model() -> set[str]:
     """The settings of features that also apply to a model of the caller."""
-    return {field.name for feature in features() if feature.in_any_model for field in fields(feature.settings)}
+    chosen = [feature.settings for feature in features() if feature.in_any_model and feature.settings is not None]
+    return {setting.name for section in chosen for setting in fields(section)}
 
 
 @dataclass(frozen=True, kw_only=True)

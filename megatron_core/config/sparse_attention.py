@@ -9,6 +9,8 @@ from megatron_core.config.setting import Resume, section, setting
 
 INDEXER_LOSS = "indexer_loss"
 """Name of the indexers' auxiliary loss."""
+INDEXER = ".indexer."
+"""Occurs in the names of all parameters of indexers, and in no other name."""
 
 
 @dataclass(frozen=True, kw_only=True)

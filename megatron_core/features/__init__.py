@@ -3,10 +3,14 @@
 from megatron_core.features.compression import COMPRESSION
 from megatron_core.features.cuda_graphs import CUDA_GRAPHS
 from megatron_core.features.qk_clip import QK_CLIP
+from megatron_core.features.recurrent import RECURRENT
+from megatron_core.features.sparse_attention import SPARSE_ATTENTION
 
 FEATURES = (
     COMPRESSION,
     CUDA_GRAPHS,
     QK_CLIP,
+    RECURRENT,
+    SPARSE_ATTENTION,
 )
 """In the order in which their sections are shown and their parts of a run are called."""

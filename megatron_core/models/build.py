@@ -7,6 +7,7 @@ from torch import nn
 
 from megatron_core.config import RunConfig
 from megatron_core.config.partition import layers_by_stage
+from megatron_core.config.sparse_attention import INDEXER
 from megatron_core.errors import LayoutError
 from megatron_core.models.gpt.model import GPTModel
 from megatron_core.parallel import ParallelGroups
@@ -20,7 +21,6 @@ from megatron_core.tensor_parallel import ModelParallelConfig
 from megatron_core.tensor_parallel.fp8 import FP8Precision
 from megatron_core.transformer.adapters import add_adapters, is_adapter
 from megatron_core.transformer.layer_spec import LayerSpecs, layer_spec
-from megatron_core.transformer.sparse_attention import INDEXER
 
 
 def meta_model(config: RunConfig, vocab_size: int) -> GPTModel:

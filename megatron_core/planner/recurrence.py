@@ -27,7 +27,7 @@ from megatron_core.config import mixers as kinds
 from megatron_core.planner.hardware import GroupBandwidth, Hardware
 
 CHUNK, CHANNEL_CHUNK = 64, 16
-"""Tokens of a chunk, also with a decay for each channel: those of ``ops.recurrence`` and ``ops.delta_rule``."""
+"""Tokens of a chunk, also with a decay for each channel, as in ``features.recurrent``."""
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,12 @@ from typing import Any
 from megatron_core.checkpoint import CheckpointReader, TensorBox
 from megatron_core.checkpoint.host_copy import HostCopy
 from megatron_core.config import ModelConfig, RunConfig
+from megatron_core.config.sparse_attention import INDEXER
 from megatron_core.errors import CheckpointError
 from megatron_core.models import GPTModel
 from megatron_core.models.hf import HuggingFaceReader
 from megatron_core.models.megatron_lm import MegatronReader
 from megatron_core.parallel.initialization import draw_by_name
-from megatron_core.transformer.sparse_attention import INDEXER
 
 Weights = CheckpointReader | HuggingFaceReader | MegatronReader | HostCopy
 VARIANT = "experimental_attention_variant"

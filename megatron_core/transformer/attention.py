@@ -29,6 +29,9 @@ class SelfAttention(nn.Module):
     ``softmax_type='learnable'``; those of 'off-by-one' are 0.
     """
 
+    is_joinable = True
+    """See ``transformer.joined``."""
+
     def __init__(
         self,
         context: LayerContext,

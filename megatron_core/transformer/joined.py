@@ -12,13 +12,7 @@ from torch import Tensor, nn
 from megatron_core.parallel.collectives import reduce_from_region, reduce_scatter_to_sequence
 from megatron_core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron_core.tensor_parallel.linear_comm import LinearComm, SharedInput
-from megatron_core.transformer.attention import SelfAttention
 from megatron_core.transformer.context import LayerContext
-from megatron_core.transformer.mamba import MambaMixer
-from megatron_core.transformer.mlp import MLP
-
-JOINABLE = (SelfAttention, MambaMixer, MLP)
-"""Parts with one column-parallel layer for their input, and one row-parallel layer."""
 
 
 class JoinedParts:
@@ -56,7 +50,7 @@ class JoinedParts:
         parallel = context.parallel
         if context.tp_group.size() == 1 or parallel.invariance is not None or parallel.tp_comm_overlap_chunks > 1:
             return None
-        return cls(parts) if all(type(part) in JOINABLE for part in parts) else None
+        return cls(parts) if all(map(is_joinable, parts)) else None
 
     def reduced(self, output: Tensor) -> Tensor:
         """Sum the outputs of a rank over the ranks; with sequence parallelism the result is split along it."""
@@ -82,3 +76,9 @@ def separate_parts(layers: Iterable[nn.Module]) -> None:
         if isinstance(joined, JoinedParts):
             joined.separate()
             module.joined = None  # type: ignore[assignment]
+
+
+def is_joinable(part: nn.Module) -> bool:
+    """Whether ``part`` has one column-parallel layer for its input and one row-parallel layer, as its class says in
+    ``is_joinable``; derived classes say so themselves, because they may have further layers."""
+    return bool(vars(type(part)).get("is_joinable", False))

@@ -9,19 +9,15 @@ from torch import nn
 from megatron_core.config import ModelConfig
 from megatron_core.config.attention import AttentionKind, add_attention
 from megatron_core.config.mixers import AttentionAndMamba, LinearMixer, mixer_of
+from megatron_core.feature import layer_hooks, load_hook
 from megatron_core.transformer.attention import SelfAttention
 from megatron_core.transformer.context import LayerContext
 from megatron_core.transformer.context_parallel_attention import core_attention_of
-from megatron_core.transformer.gated_delta_net import GatedDeltaNet, KimiDeltaAttention
 from megatron_core.transformer.latent_attention import LatentAttention
 from megatron_core.transformer.linear_replacement import LinearReplacement
-from megatron_core.transformer.mamba import MambaMixer
 from megatron_core.transformer.mlp import MLP
 from megatron_core.transformer.moe import MoELayer, moe_loss_names
 from megatron_core.transformer.norm import HeadsNorm, L2Norm, NoNorm, Norm, NormOfEachHead, norm_of
-from megatron_core.transformer.parallel_mixers import ParallelMixers
-from megatron_core.transformer.short_convolution import ShortConvolution
-from megatron_core.transformer.sparse_attention import SparseLatentAttention, indexer_loss_names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,22 +46,21 @@ class LayerSpec:
 ATTENTION_LAYERS: dict[str, Callable[..., nn.Module]] = {
     "grouped_query": SelfAttention,
     "latent": LatentAttention,
-    "sparse_latent": SparseLatentAttention,
 }
-"""The layer of each kind of attention, by the names in ``config.attention.ATTENTION_KINDS``.
+"""The layer of each kind of attention in the core, by the names in ``config.attention.ATTENTION_KINDS``; features have
+others.
 
 Its constructor is called as ``SelfAttention``'s: with the context, the layer's number, and the constructors
 ``core_attention`` and ``qk_layernorm`` (None without ``qk_layernorm``).
 """
 
 
-RECURRENT_LAYERS: dict[str, Callable[..., nn.Module]] = {
-    "gated_delta_net": GatedDeltaNet,
-    "kimi_delta_attention": KimiDeltaAttention,
-    "mamba2": MambaMixer,
-    "short_convolution": ShortConvolution,
-}
-"""The layer of each kind of recurrence, by the names in ``config.mixers.RECURRENT_KINDS``; constructed the same."""
+def mixer_layer(name: str) -> Callable[..., nn.Module]:
+    """Return the layer of a kind of attention or recurrence, which a feature may provide (``Feature.layers``)."""
+    if name in ATTENTION_LAYERS:
+        return ATTENTION_LAYERS[name]
+    layer: Callable[..., nn.Module] = load_hook(layer_hooks()[name])
+    return layer
 
 
 def register_attention(kind: type[AttentionKind], layer: Callable[..., nn.Module]) -> None:
@@ -95,19 +90,22 @@ def layer_spec(config: ModelConfig, layer_number: int) -> LayerSpec:
         head_norm = HeadsNorm if config.qk_layernorm_over_heads else NormOfEachHead
     l2_norm = config.qk_l2_norm and (config.has_rotary(layer_number) or not config.qk_l2_norm_rotary_only)
     mixer: Callable[..., nn.Module] | None = None
+    loss_names: tuple[str, ...] = ()
     if config.has_mixer(layer_number):
-        kind, layers = mixer_of(config, layer_number), ATTENTION_LAYERS | RECURRENT_LAYERS
+        kind = mixer_of(config, layer_number)
         parts = {
             "core_attention": partial(core_attention_of, window_size=config.window_of_layer(layer_number)),
             "qk_layernorm": head_norm if config.qk_layernorm or l2_norm else None,
         }
         if isinstance(kind, AttentionAndMamba):
-            mixers = {name: partial(layers[own.name], **parts) for name, own in kind.mixers.items()}
-            mixer = partial(ParallelMixers, mixers=mixers)
+            mixers = {name: partial(mixer_layer(inner.name), **parts) for name, inner in kind.mixers.items()}
+            mixer = partial(mixer_layer(kind.name), mixers=mixers)
         elif isinstance(kind, LinearMixer):
             mixer = LinearReplacement
         else:
-            mixer = partial(layers[kind.name], **parts)
+            layer = mixer_layer(kind.name)
+            mixer = partial(layer, **parts)
+            loss_names = getattr(layer, "auxiliary_loss_names", lambda config: ())(config)
     mlp: Callable[..., nn.Module] | None = None
     if config.has_mlp(layer_number):
         dense = LinearReplacement if config.block_of(layer_number).mlp.linear else MLP
@@ -119,7 +117,7 @@ def layer_spec(config: ModelConfig, layer_number: int) -> LayerSpec:
         post_mlp_layernorm=after,
         self_attention=mixer,
         mlp=mlp,
-        auxiliary_losses=(*indexer_loss_names(config, layer_number), *(moe_loss_names(config) if has_experts else ())),
+        auxiliary_losses=(*loss_names, *(moe_loss_names(config) if has_experts else ())),
     )
 
 

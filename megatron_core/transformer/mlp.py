@@ -23,6 +23,9 @@ class MLP(nn.Module):
     ``[s, b, h]`` -> ``[s, b, h]``; each rank has ffn/tp of the inner features, in both gate and value.
     """
 
+    is_joinable = True
+    """See ``transformer.joined``."""
+
     def __init__(self, context: LayerContext, layer_number: int) -> None:
         super().__init__()
         config, ffn = context.config, context.config.ffn_size

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from tests.defects.defect import Defect
 
-EXCHANGE, LAYER = "context_parallel.states:StateExchange", "transformer.gated_delta_net:GatedDeltaNet"
-SHARED, MAMBA = "transformer.recurrent_layer:RecurrentLayer", "transformer.mamba:MambaMixer"
-SHORT = "transformer.short_convolution:ShortConvolution"
+EXCHANGE, LAYER = "features.recurrent.states:StateExchange", "features.recurrent.gated_delta_net:GatedDeltaNet"
+SHARED, MAMBA = "features.recurrent.recurrent_layer:RecurrentLayer", "features.recurrent.mamba:MambaMixer"
+SHORT = "features.recurrent.short_convolution:ShortConvolution"
 FIRST = "output of decoder.layers.0.self_attention"
 
 IN_RECURRENCES = (
@@ -38,7 +38,7 @@ IN_RECURRENCES = (
     ),
     Defect(
         "states are added without the decay of the parts between",
-        "ops.recurrence:Transition.apply",
+        "features.recurrent.recurrence:Transition.apply",
         "self.factor @ state",
         "state",
         "delta net, cp4, parts of 4 tokens",
@@ -109,7 +109,7 @@ IN_RECURRENCES = (
     # Heads split over ranks.
     Defect(
         "every tensor-parallel rank has the decays of the first heads",
-        "transformer.recurrent_layer:of_heads",
+        "features.recurrent.recurrent_layer:of_heads",
         "split((count,), 0, context.tp_group.rank()",
         "split((count,), 0, 0",
         "delta net, tp2",
@@ -117,7 +117,7 @@ IN_RECURRENCES = (
     ),
     Defect(  # C42
         "the rows of queries, keys, values and gates are cut as one matrix",
-        "transformer.recurrent_layer:fused_linear",
+        "features.recurrent.recurrent_layer:fused_linear",
         "split_fused(shape, pieces, index, size)",
         "split(shape, 0, index, size)",
         "delta net, tp2",
@@ -126,7 +126,7 @@ IN_RECURRENCES = (
     ),
     Defect(
         "the channels of the convolution are cut as one matrix",
-        "transformer.recurrent_layer:Convolution.__init__",
+        "features.recurrent.recurrent_layer:Convolution.__init__",
         "split_fused((sum(pieces), 1, width), pieces,",
         "split_fused((sum(pieces), 1, width), (sum(pieces),),",
         "delta net, tp2",
@@ -144,7 +144,7 @@ IN_RECURRENCES = (
     ),
     Defect(
         "gradients do not reach the first projection to decays",
-        "transformer.gated_delta_net:KimiDeltaAttention._projected",
+        "features.recurrent.gated_delta_net:KimiDeltaAttention._projected",
         "self.f_b_proj(self.f_a_proj(hidden))",
         "self.f_b_proj(self.f_a_proj(hidden).detach())",
         "kimi linear, tp2",
@@ -152,7 +152,7 @@ IN_RECURRENCES = (
     ),
     Defect(
         "rates and gates of Kimi delta attention change places",
-        "transformer.gated_delta_net:KimiDeltaAttention._projected",
+        "features.recurrent.gated_delta_net:KimiDeltaAttention._projected",
         "[convolved, gates, rates, decays]",
         "[convolved, rates, gates, decays]",
         "kimi linear, tp2",
@@ -201,7 +201,7 @@ IN_RECURRENCES = (
     ),
     Defect(
         "values are not multiplied by the rate of the update",
-        "ops.delta_rule:chunked_delta_rule",
+        "features.recurrent.delta_rule:chunked_delta_rule",
         "torch.cat([value * rate, ",
         "torch.cat([value, ",
         "delta net, micro-batches of 2",
@@ -209,7 +209,7 @@ IN_RECURRENCES = (
     ),
     Defect(
         "a token does not read its own update",
-        "ops.delta_rule:chunked_delta_rule",
+        "features.recurrent.delta_rule:chunked_delta_rule",
         "decayed(query) @",
         "decayed(query).tril(-1) @",
         "delta net, micro-batches of 2",
@@ -218,7 +218,7 @@ IN_RECURRENCES = (
     # Mamba-2: states of heads, groups of B and C, steps, and layers with one part.
     Defect(
         "states are added without their factor between parts",
-        "ops.recurrence:Transition.apply",
+        "features.recurrent.recurrence:Transition.apply",
         "self.factor * state",
         "state",
         "mamba, cp2",
@@ -226,7 +226,7 @@ IN_RECURRENCES = (
     ),
     Defect(
         "the state of another part crosses the border of documents",
-        "ops.recurrence:decays_in_chunks",
+        "features.recurrent.recurrence:decays_in_chunks",
         "start.masked_fill(from_start.unsqueeze(-1), 0.0)",
         "start",
         "mamba, packed, cp2, micro-batches of 2",
@@ -235,7 +235,7 @@ IN_RECURRENCES = (
     ),
     Defect(
         "the biases of the convolution are cut as one vector",
-        "transformer.recurrent_layer:Convolution.__init__",
+        "features.recurrent.recurrent_layer:Convolution.__init__",
         "split_fused((sum(pieces),), pieces,",
         "split_fused((sum(pieces),), (sum(pieces),),",
         "mamba, tp2",
@@ -244,7 +244,7 @@ IN_RECURRENCES = (
     ),
     Defect(
         "heads alternate over the groups of B and C",
-        "ops.state_space:chunked_state_space",
+        "features.recurrent.state_space:chunked_state_space",
         "(x.unflatten(1, (groups, -1)) for x in",
         "(x.unflatten(1, (-1, groups)).transpose(1, 2) for x in",
         "mamba, cp2",
@@ -268,7 +268,7 @@ IN_RECURRENCES = (
     ),
     Defect(
         "the outputs of the mixers of a layer exchange their factors",
-        "transformer.parallel_mixers:ParallelMixers.__init__",
+        "features.recurrent.parallel_mixers:ParallelMixers.__init__",
         "self.factors = context.config.parallel_mixer_multipliers",
         "self.factors = context.config.parallel_mixer_multipliers[::-1]",
         "falcon-h1, tp2",

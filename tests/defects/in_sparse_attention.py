@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.defects.defect import Defect
 
-CORE, MODULE = "transformer.sparse_attention:SparseAttention", "transformer.sparse_attention"
+CORE, MODULE = "features.sparse_attention.attention:SparseAttention", "features.sparse_attention.attention"
 FIRST = "output of decoder.layers.0.self_attention"
 INDEXER = "gradient of the parameter decoder.layers.*.self_attention.core_attention.indexer"
 

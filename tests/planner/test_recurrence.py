@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_core.ops import delta_rule, state_space
-from megatron_core.ops import recurrence as operation
+from megatron_core.features.recurrent import delta_rule, state_space
+from megatron_core.features.recurrent import recurrence as operation
 from megatron_core.planner import recurrence
 from megatron_core.planner.recurrence import Recurrence
 from tests.runs import tiny_config

@@ -33,16 +33,8 @@ WAITING = {
         "ops.exact_sum ops.fixed_products parallel.invariance config.invariance config.rules_invariance"
     ),
     "outer_steps": "optimizer.outer optimizer.outer_messages training.outer_state config.outer config.rules_outer",
-    "recurrent": (
-        "transformer.recurrent_layer transformer.gated_delta_net transformer.mamba "
-        "transformer.parallel_mixers transformer.short_convolution ops.delta_rule ops.recurrence "
-        "ops.state_space context_parallel.states config.recurrent config.rules_recurrent config.hybrid "
-        "config.rules_hybrid config.mixers"
-    ),
-    "sparse_attention": (
-        "transformer.sparse_attention ops.index_scores training.new_indexers config.sparse_attention "
-        "config.rules_sparse_attention"
-    ),
+    "recurrent": ("config.recurrent config.rules_recurrent config.hybrid config.rules_hybrid config.mixers"),
+    "sparse_attention": ("training.new_indexers config.sparse_attention config.rules_sparse_attention"),
     "matrix_optimizers": "optimizer.matrix_plan optimizer.matrix_updates optimizer.soap",
     "offload": "data_parallel.placement optimizer.pipeline transformer.offload",
     "preferences": "training.preferences training.reference datasets.preferences",

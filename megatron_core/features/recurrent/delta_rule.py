@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megatron_core.ops.recurrence import CHUNK, Transition, decays_in_chunks, in_chunks
+from megatron_core.features.recurrent.recurrence import CHUNK, Transition, decays_in_chunks, in_chunks
 
 CHANNEL_CHUNK = 16
 """Tokens of a chunk if every channel has a decay, whose products of tokens are not matrix products."""

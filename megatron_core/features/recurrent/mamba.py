@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from megatron_core.config import mixers as kinds
+from megatron_core.features.recurrent.recurrent_layer import RecurrentLayer, fused_linear, log_of_decay_rates, of_heads
+from megatron_core.features.recurrent.state_space import chunked_state_space, state_space_by_steps
 from megatron_core.ops.rows import wide
-from megatron_core.ops.state_space import chunked_state_space, state_space_by_steps
 from megatron_core.transformer.context import LayerContext
-from megatron_core.transformer.recurrent_layer import RecurrentLayer, fused_linear, log_of_decay_rates, of_heads
 
 STEPS = (1e-3, 0.1)
 """Range of initial steps dt, as in Megatron Core and the paper's code."""
@@ -25,7 +25,7 @@ def bias_of_steps(tensor: Tensor) -> Tensor:
 
 
 class MambaMixer(RecurrentLayer):
-    """x -> W_o norm((y + D u) * silu(z)), where y are the outputs of the state space (``ops.state_space``)
+    """x -> W_o norm((y + D u) * silu(z)), where y are the outputs of the state space (``state_space``)
 
         u, B, C   convolution of W x: inputs of the heads, keys and queries of the groups
         dt        softplus(W_dt x + b), between --mamba-dt-min and --mamba-dt-max
@@ -38,6 +38,9 @@ class MambaMixer(RecurrentLayer):
     Source: Dao and Gu 2024 (arXiv 2405.21060), section 7; names of the weights as in Megatron Core's ``MambaMixer``,
     with the pieces u, B, C, z, dt in this order.
     """
+
+    is_joinable = True
+    """See ``transformer.joined``."""
 
     kind: ClassVar[type[kinds.Mamba2]] = kinds.Mamba2
 

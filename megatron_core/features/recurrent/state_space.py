@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megatron_core.ops.recurrence import CHUNK, Transition, decays_in_chunks, in_chunks
+from megatron_core.features.recurrent.recurrence import CHUNK, Transition, decays_in_chunks, in_chunks
 
 
 def state_space_by_steps(

@@ -9,20 +9,20 @@ import torch
 from torch import Tensor, nn
 
 from megatron_core.config import mixers as kinds
+from megatron_core.features.recurrent.delta_rule import chunked_delta_rule, delta_rule_by_steps
+from megatron_core.features.recurrent.recurrent_layer import RecurrentLayer, fused_linear, log_of_decay_rates, of_heads
 from megatron_core.ops import rms_norm
-from megatron_core.ops.delta_rule import chunked_delta_rule, delta_rule_by_steps
 from megatron_core.ops.rows import wide
 from megatron_core.parallel.sharding import allocate, replicated
 from megatron_core.transformer.context import LayerContext
 from megatron_core.transformer.latent_attention import DownProjection
-from megatron_core.transformer.recurrent_layer import RecurrentLayer, fused_linear, log_of_decay_rates, of_heads
 
 NORM_EPSILON = 1e-6
 """Added to the squared norms of queries and keys (Qwen3-Next)."""
 
 
 class GatedDeltaNet(RecurrentLayer):
-    """x -> W_o (norm(o) * silu(z)), where o are the outputs of the gated delta rule (``ops.delta_rule``)
+    """x -> W_o (norm(o) * silu(z)), where o are the outputs of the gated delta rule (``delta_rule``)
 
         q, k, v   convolution of W x, with q and k of length 1
         decay     g = -e^A softplus(a + c), with a = W_a x

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_core.ops.recurrence import Transition
-from megatron_core.ops.state_space import chunked_state_space, state_space_by_steps
-from tests.ops.test_delta_rule import borders
+from megatron_core.features.recurrent.recurrence import Transition
+from megatron_core.features.recurrent.state_space import chunked_state_space, state_space_by_steps
+from tests.features.recurrent.test_delta_rule import borders
 
 BATCH, LENGTH, GROUPS, HEADS, KEYS, VALUES = 2, 37, 2, 6, 5, 4
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_core.ops.delta_rule import chunked_delta_rule, delta_rule_by_steps
-from megatron_core.ops.recurrence import Transition
+from megatron_core.features.recurrent.delta_rule import chunked_delta_rule, delta_rule_by_steps
+from megatron_core.features.recurrent.recurrence import Transition
 
 BATCH, LENGTH, HEADS, KEYS, VALUES = 2, 37, 3, 5, 4
 

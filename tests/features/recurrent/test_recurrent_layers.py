@@ -9,12 +9,12 @@ from torch import Tensor
 from megatron_core.config import ModelConfig
 from megatron_core.config.mixers import mixer_of
 from megatron_core.errors import LayoutError
+from megatron_core.features.recurrent.recurrent_layer import RecurrentLayer
 from megatron_core.parallel.groups import LocalGroup
 from megatron_core.planner import layer_activations
 from megatron_core.tensor_parallel import ModelParallelConfig
 from megatron_core.transformer.context import LayerContext, PackedDocuments, SequenceContext
-from megatron_core.transformer.layer_spec import RECURRENT_LAYERS
-from megatron_core.transformer.recurrent_layer import RecurrentLayer
+from megatron_core.transformer.layer_spec import mixer_layer
 from tests.runs import tiny_config
 
 SIZES = {
@@ -39,7 +39,7 @@ KINDS = {"gated delta net": SIZES, "kimi delta attention": SIZES | KIMI, "mamba"
 
 def layer_of(dtype: torch.dtype, **settings: object) -> RecurrentLayer:
     config = ModelConfig(num_layers=2, hidden_size=64, num_attention_heads=4, **settings)
-    made = RECURRENT_LAYERS[mixer_of(config, 0).name]
+    made = mixer_layer(mixer_of(config, 0).name)
     layer = made(LayerContext(config, ModelParallelConfig(params_dtype=dtype), LocalGroup(), 1), 0)
     torch.manual_seed(5)
     for parameter in layer.parameters():

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_core.config.rules_single import unread_settings
 from megatron_core.config.sparse_attention import INDEXER_LOSS
+from megatron_core.features.sparse_attention.attention import SparseLatentAttention
 from megatron_core.models import GPTModel
 from megatron_core.parallel.groups import LocalGroup
 from megatron_core.tensor_parallel import ModelParallelConfig
@@ -18,7 +19,6 @@ from megatron_core.transformer import LayerContext, SequenceContext
 from megatron_core.transformer.auxiliary_loss import AuxiliaryLosses
 from megatron_core.transformer.context import PackedDocuments
 from megatron_core.transformer.layer_spec import layer_spec
-from megatron_core.transformer.sparse_attention import SparseLatentAttention
 from tests.parity.sparse_rows import DSA
 from tests.runs import tiny_config, tiny_run
 

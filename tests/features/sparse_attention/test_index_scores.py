@@ -6,7 +6,12 @@ import math
 
 import torch
 
-from megatron_core.ops.index_scores import index_divergence, index_scores, not_selected, select_keys
+from megatron_core.features.sparse_attention.index_scores import (
+    index_divergence,
+    index_scores,
+    not_selected,
+    select_keys,
+)
 
 GENERATOR = torch.Generator().manual_seed(3)
 

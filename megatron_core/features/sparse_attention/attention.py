@@ -12,8 +12,13 @@ from torch import Tensor, nn
 from megatron_core.config import ModelConfig
 from megatron_core.config.attention import QUERY_BLOCK
 from megatron_core.config.sparse_attention import INDEXER_LOSS
+from megatron_core.features.sparse_attention.index_scores import (
+    index_divergence,
+    index_scores,
+    not_selected,
+    select_keys,
+)
 from megatron_core.ops import attention_softmax
-from megatron_core.ops.index_scores import index_divergence, index_scores, not_selected, select_keys
 from megatron_core.ops.rope import rope
 from megatron_core.ops.rows import wide
 from megatron_core.parallel.collectives import gather_from_sequence, reduce_from_region, reduce_scatter_to_sequence
@@ -24,14 +29,6 @@ from megatron_core.transformer.latent_attention import DownProjection, LatentAtt
 from megatron_core.transformer.norm import Norm
 from megatron_core.transformer.paged_attention import PagedStep, gathered
 from megatron_core.transformer.recompute import recomputed
-
-INDEXER = ".indexer."
-"""Occurs in the names of all parameters of indexers, and in no other name."""
-
-
-def indexer_loss_names(config: ModelConfig, layer_number: int) -> tuple[str, ...]:
-    """The names of the auxiliary losses of a layer's attention."""
-    return (INDEXER_LOSS,) * (config.trains_indexers and config.has_attention(layer_number))
 
 
 @dataclass(frozen=True)
@@ -229,6 +226,11 @@ class SparseLatentAttention(LatentAttention):
 
     def __init__(self, context: LayerContext, layer_number: int, **parts: Any) -> None:
         super().__init__(context, layer_number, **parts | {"core_attention": SparseAttention})
+
+    @staticmethod
+    def auxiliary_loss_names(config: ModelConfig) -> tuple[str, ...]:
+        """The names of the layer's auxiliary losses."""
+        return (INDEXER_LOSS,) * config.trains_indexers
 
     def _core_inputs(self, hidden: Tensor, query_latent: Tensor) -> tuple[Tensor, ...]:
         return hidden, query_latent

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from megatron_core.config import mixers as kinds
+from megatron_core.features.recurrent.recurrent_layer import RecurrentLayer, fused_linear
 from megatron_core.transformer.context import LayerContext
-from megatron_core.transformer.recurrent_layer import RecurrentLayer, fused_linear
 
 
 class ShortConvolution(RecurrentLayer):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron_core.errors import LayoutError
-from megatron_core.ops.recurrence import Transition
+from megatron_core.features.recurrent.recurrence import Transition
 from megatron_core.parallel.collectives import gather_from_sequence
 from megatron_core.parallel.groups import Group
 
