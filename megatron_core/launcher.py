@@ -56,6 +56,13 @@ def check_environment() -> None:
     read_integer("MASTER_PORT", 0, most=65535)
 
 
+def describe_one_rank(port: int = _MPI_PORT) -> None:
+    """Set torchrun's variables for a single process that has no launcher; those that are set keep their values."""
+    single = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    for name, value in {**single, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
+        os.environ.setdefault(name, value)
+
+
 def read_launcher(environment: MutableMapping[str, str] = os.environ) -> None:
     """Set torchrun's variables from those of srun or mpirun if several processes were started without torchrun.
 

@@ -11,6 +11,7 @@ import os
 import sys
 from pathlib import Path
 
+from megatron_core.drop_in.accelerate_ranks import adapt_accelerate
 from megatron_core.drop_in.precedence import FOLDER, install_finder
 
 PACKAGES = ("megatron.core", "deepspeed")
@@ -27,6 +28,7 @@ def activate() -> None:
             raise ImportError(f"{name} is already imported from {loaded}; import megatron_core.drop_in before it")
     sys.path[:] = _with_folder_first(sys.path)
     install_finder()
+    adapt_accelerate()
     # A child finds sitecustomize.py in FOLDER, which calls this function before the child's program starts.
     inherited = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(_with_folder_first(inherited.split(os.pathsep) if inherited else []))

@@ -8,6 +8,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+_REQUESTED: set[tuple[str, Callable[[], None]]] = set()
+
 
 class AfterImport:
     """Finds one module as the other finders do, with a loader that calls ``action`` when the module is complete."""
@@ -36,7 +38,10 @@ class AfterImport:
 
 
 def run_after_import(name: str, action: Callable[[], None]) -> None:
-    """Call ``action`` now if the module ``name`` is imported, else after its import."""
+    """Call ``action``, once, now if the module ``name`` is imported, else after its import."""
+    if (name, action) in _REQUESTED:
+        return
+    _REQUESTED.add((name, action))
     if name in sys.modules:
         action()
     else:

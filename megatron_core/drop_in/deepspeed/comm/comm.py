@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
 from megatron_core.errors import LayoutError
-from megatron_core.launcher import read_integer
+from megatron_core.launcher import describe_one_rank, read_integer
 from megatron_core.parallel.launch import World, start_world
 
 TIMEOUT = timedelta(minutes=read_integer("DEEPSPEED_TIMEOUT", 30, least=1))
@@ -31,6 +31,8 @@ def init_distributed(
 ) -> None:
     """Join the processes of torchrun, unless torch.distributed is initialized; a single process needs no launcher.
 
+    A single process gets torchrun's environment variables, such as ``LOCAL_RANK``, as from DeepSpeed.
+
     ``dist_backend``: ``gloo``, ``nccl``, or None for the backend of the device; ``ccl`` counts as ``gloo``. Errors:
     ``LayoutError`` if the launcher's variables are inconsistent, or ``dist_init_required=False`` before the
     initialization.
@@ -48,6 +50,7 @@ def init_distributed(
         return
     world = World.from_environment()
     if world.size == 1:
+        describe_one_rank(distributed_port)  # programs read LOCAL_RANK after this call
         dist.init_process_group(backend or "gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return
     start_world(world, backend=backend or "auto", timeout_minutes=max(timeout.total_seconds() / 60, 1))
