@@ -1,4 +1,4 @@
-"""Ranks under Slurm's srun and MPI's mpirun, which do not set the variables of torchrun."""
+"""The variables by which torchrun describes ranks, also under Slurm's srun and MPI's mpirun, which set others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import sys
 from collections.abc import MutableMapping
 from typing import NamedTuple
 
+from megatron_core.errors import LayoutError
+
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+WAY_OUT = "start the ranks with torchrun, which sets it, or unset all of RANK, WORLD_SIZE and LOCAL_RANK for one rank"
 
 
 class _Launcher(NamedTuple):
@@ -29,6 +32,35 @@ _LAUNCHERS = (
 )
 _MPI_PORT = 29500
 """torchrun's default."""
+
+
+def read_integer(name: str, default: int, least: int = 0, most: int = 10**9 - 1) -> int:
+    """Return the value of the environment variable ``name``, or ``default`` if it is not set.
+
+    Errors: ``LayoutError`` for a value that is not an integer from ``least`` to ``most``.
+    """
+    text = os.environ.get(name)
+    if text is None:
+        return default
+    if not (text.isascii() and text.isdigit() and least <= int(text[:20]) <= most):
+        limits = f">= {least}" if most == 10**9 - 1 else f"from {least} to {most}"
+        way_out = f"; {WAY_OUT}" if name in _TORCHRUN else ""
+        raise LayoutError(f"{name}={text[:80]!r} in the environment must be an integer {limits}{way_out}")
+    return int(text)
+
+
+def check_environment() -> None:
+    """Raise ``LayoutError`` if a variable of torchrun is set to a value that is not a number, or is out of range."""
+    for name, least in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)):
+        read_integer(name, least, least)
+    read_integer("MASTER_PORT", 0, most=65535)
+
+
+def describe_one_rank(port: int = _MPI_PORT) -> None:
+    """Set torchrun's variables for a single process that has no launcher; those that are set keep their values."""
+    single = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    for name, value in {**single, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
+        os.environ.setdefault(name, value)
 
 
 def read_launcher(environment: MutableMapping[str, str] = os.environ) -> None:

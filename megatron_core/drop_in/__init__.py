@@ -1,23 +1,24 @@
 """Run programs written for Megatron-LM or DeepSpeed unchanged.
 
-Importing this package puts its folder first on ``sys.path``, so that ``from megatron.core import ...``, ``from
-megatron.training import ...`` and ``import deepspeed`` find the modules below ``drop_in/``, which are adapters over the
-engine. Import it before the first import of ``megatron`` or ``deepspeed``, or start the program with
-``python -m megatron_core.drop_in``. The folder also has the metadata of a package ``deepspeed``, by which transformers
-and accelerate find it.
+Importing this package lets ``from megatron.core import ...``, ``from megatron.training import ...`` and ``import
+deepspeed`` find the modules below ``drop_in/``, which are adapters over the engine, in this process and in every
+interpreter that it starts. Import it before the first import of ``megatron`` or ``deepspeed``, or start the program
+with ``python -m megatron_core.drop_in``. The folder also has the metadata of packages ``deepspeed`` and
+``megatron-core``, by which transformers and accelerate find them.
 """
 
 import os
 import sys
 from pathlib import Path
 
-FOLDER = Path(__file__).resolve().parent
-"""The folder for ``PYTHONPATH``: it holds the packages ``megatron`` and ``deepspeed``."""
+from megatron_core.drop_in.accelerate_ranks import adapt_accelerate
+from megatron_core.drop_in.precedence import FOLDER, install_finder
+
 PACKAGES = ("megatron.core", "deepspeed")
 
 
 def activate() -> None:
-    """Put ``FOLDER`` first on ``sys.path``.
+    """Give ``FOLDER`` precedence over other copies of its packages, here and in interpreters that this process starts.
 
     Raises ImportError if another copy of ``PACKAGES`` is already imported: its classes would be mixed with ours.
     """
@@ -25,18 +26,33 @@ def activate() -> None:
         loaded = getattr(sys.modules.get(name), "__file__", None)
         if loaded and FOLDER not in Path(loaded).resolve().parents:
             raise ImportError(f"{name} is already imported from {loaded}; import megatron_core.drop_in before it")
-    sys.path[:] = [str(FOLDER), *(entry for entry in sys.path if entry != str(FOLDER))]
+    sys.path[:] = _with_folder_first(sys.path)
+    install_finder()
+    adapt_accelerate()
+    # A child finds sitecustomize.py in FOLDER, which calls this function before the child's program starts.
+    inherited = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(_with_folder_first(inherited.split(os.pathsep) if inherited else []))
+
+
+def _with_folder_first(entries: list[str]) -> list[str]:
+    return [str(FOLDER), *(entry for entry in entries if entry != str(FOLDER))]
+
+
+def is_inherited() -> bool:
+    """Whether a process that started this one has called ``activate``."""
+    return str(FOLDER) in os.environ.get("PYTHONPATH", "").split(os.pathsep)
 
 
 def report_other_copies() -> None:
     """Print one line for each of ``PACKAGES`` of which ``sys.path`` has another copy, on rank 0."""
     for name in PACKAGES:
         inner = Path(*name.split("."))
-        others = [found for entry in sys.path[1:] if (found := Path(entry, inner)).is_dir()]
+        others = [Path(entry, inner) for entry in sys.path[1:] if Path(entry, inner).is_dir()]
         if others and os.environ.get("RANK", "0") == "0":
             print(f"megatron_core.drop_in: using {FOLDER / inner}, not {others[0]}", file=sys.stderr)
 
 
+_has_reported = is_inherited()
 activate()
-if sys.argv[:1] != ["-m"]:  # the interpreter's value while it starts ``__main__``, which reports later
+if sys.argv[:1] != ["-m"] and not _has_reported:  # "-m": __main__ reports, after it has found the program's folder
     report_other_copies()

@@ -1,6 +1,6 @@
 """``python -m megatron_core.drop_in --cpu``: run a program that asks for GPUs on the CPU.
 
-``emulate_cuda`` is called by the launcher alone, before the program starts. In that process
+``emulate_cuda`` is called when the program, or an interpreter that it starts, imports torch (``cpu_start``). Then
 
 - tensors and modules that go to ``cuda`` stay in CPU memory (``cuda_calls``),
 - ``torch.cuda`` describes a device that is the CPU (``cuda_names``),
@@ -23,6 +23,7 @@ from torch import distributed
 from torch.distributed import device_mesh
 
 from megatron_core.drop_in import cuda_names
+from megatron_core.drop_in.after_import import run_after_import
 from megatron_core.drop_in.cuda_calls import CallsOnCPU, device_on_cpu
 
 AVERAGE = (
@@ -30,12 +31,14 @@ AVERAGE = (
 )
 
 
-def emulate_cuda() -> None:
-    """Let every request for a GPU in this process resolve to the CPU, until the process ends."""
-    cuda_names.install()
+@functools.cache  # a child may be asked twice, by its parent and by its own --cpu
+def emulate_cuda(devices: int) -> None:
+    """Let every request for a GPU in this process resolve to the CPU, which it sees as ``devices`` GPUs."""
+    cuda_names.install(devices)
     _patch_devices()
     _patch_process_groups()
     _patch_threads()
+    run_after_import("torch.distributed.fsdp._flat_param", _patch_fsdp)
     CallsOnCPU().__enter__()
 
 
@@ -122,6 +125,24 @@ def averaging(collective: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return call
+
+
+def _patch_fsdp() -> None:
+    """Let FSDP see that a gradient that it offloads is on another device than the weights that it gathers.
+
+    It compares their devices, and would add the gradient of the last step to that of the next one if they were equal.
+    """
+    from torch.distributed.fsdp._flat_param import FlatParamHandle
+
+    prepare = FlatParamHandle.prepare_gradient_for_backward
+
+    @functools.wraps(prepare)
+    def prepare_gradient_for_backward(self: Any) -> None:
+        prepare(self)
+        if self._offload_params and hasattr(self.flat_param, "_saved_grad_shard"):
+            del self.flat_param._saved_grad_shard
+
+    setattr(FlatParamHandle, "prepare_gradient_for_backward", prepare_gradient_for_backward)  # noqa: B010
 
 
 def _patch_threads() -> None:

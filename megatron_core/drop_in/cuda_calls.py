@@ -28,8 +28,8 @@ LIBRARIES = tuple(
 class CallsOnCPU(TorchFunctionMode):
     """Replaces the device ``cuda`` in the arguments of every function of torch.
 
-    ``cuda()`` and ``pin_memory()`` return the tensor itself; ``cpu()`` and ``to("cpu")`` in the program return a copy,
-    as they do for a tensor on a GPU. Other threads than the current one need a mode of their own.
+    ``cuda()`` and ``pin_memory()`` return the tensor itself; ``cpu()`` and ``to("cpu")`` in the program and in FSDP
+    return a copy, as they do for a tensor on a GPU. Other threads than the current one need a mode of their own.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -40,7 +40,7 @@ class CallsOnCPU(TorchFunctionMode):
             func is Tensor.to and _names_cpu(kwargs.get("device", args[1] if args[1:] else None))
         ):
             found = func(*args, **kwargs)
-            is_same = found.data_ptr() == args[0].data_ptr() and in_program(sys._getframe(1).f_code.co_filename)
+            is_same = found.data_ptr() == args[0].data_ptr() and copies_to_cpu(sys._getframe(1).f_code.co_filename)
             return found.clone() if is_same else found
         if func is Tensor.type and args[1:]:
             args = (args[0], str(args[1]).replace("torch.cuda.", "torch.")) if isinstance(args[1], str) else args
@@ -76,3 +76,12 @@ def device_on_cpu(device: Any, by_index: bool = True) -> Any:
 def in_program(path: str) -> bool:
     """Whether the source file ``path`` belongs to the program, not to ``LIBRARIES``."""
     return not str(Path(path).resolve()).startswith(LIBRARIES)
+
+
+@functools.cache
+def copies_to_cpu(path: str) -> bool:
+    """Whether code in the source file ``path`` gets a copy from ``to("cpu")``.
+
+    FSDP frees the storage of a flat parameter after it has moved the parameter to the CPU.
+    """
+    return in_program(path) or Path(path).parts[-2:] == ("fsdp", "_flat_param.py")

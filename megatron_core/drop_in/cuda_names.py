@@ -3,111 +3,93 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import importlib
+import inspect
 import os
 import sys
-import time
 from collections import defaultdict
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
 
+from megatron_core.drop_in import cuda_streams
 from megatron_core.drop_in.cuda_calls import CPU, in_program
 
 CONSTANTS: dict[str, Any] = {
     "current_device": 0,
-    "device_count": int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-    "get_device_name": "CPU",
-    "get_device_capability": (0, 0),
+    "device_memory_used": 0,
+    "get_allocator_backend": "native",
     "get_arch_list": [],
+    "get_device_capability": (0, 0),
+    "get_device_name": "CPU",
+    "get_gencode_flags": "",
+    "get_per_process_memory_fraction": 1.0,
+    "get_sync_debug_mode": 0,
     "is_bf16_supported": True,
     "is_current_stream_capturing": False,
-    "memory_stats": defaultdict(int),
+    "is_tf32_supported": False,
+    "list_gpu_processes": "no processes are running",
     "can_device_access_peer": False,
     "memory_snapshot": [],
+    "memory_stats": defaultdict(int),
+    "memory_stats_as_nested_dict": {},
     "memory_summary": "",
+    "host_memory_stats": defaultdict(int),
+    "host_memory_stats_as_nested_dict": {},
     **dict.fromkeys(("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"), 0),
+    **dict.fromkeys(("memory_cached", "max_memory_cached", "memory_usage"), 0),
     **dict.fromkeys(("utilization", "temperature", "power_draw", "clock_rate"), 0),
+    "nccl.is_available": False,
+    "nccl.version": (0, 0, 0),
+    "tunable.is_enabled": False,
+    "tunable.tuning_is_enabled": False,
+    "tunable.record_untuned_is_enabled": False,
 }
 """Values that functions of ``torch.cuda`` return."""
 WITHOUT_EFFECT = (
-    *("init", "set_device", "synchronize", "empty_cache", "ipc_collect", "set_stream"),
+    *("init", "set_device", "synchronize", "empty_cache", "ipc_collect", "set_sync_debug_mode", "check_error"),
     *("reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached"),
-    *("reset_accumulated_memory_stats", "set_per_process_memory_fraction"),
+    *("reset_accumulated_memory_stats", "set_per_process_memory_fraction", "caching_allocator_enable"),
+    *("reset_accumulated_host_memory_stats", "reset_peak_host_memory_stats"),
+    *("nvtx.range_push", "nvtx.range_pop", "nvtx.mark", "nvtx.range_start", "nvtx.range_end"),
+    *("profiler.start", "profiler.stop", "profiler.init"),
+    *("tunable.enable", "tunable.tuning_enable", "tunable.record_untuned_enable"),
 )
-NOT_ON_A_CPU = ("CUDAGraph", "graph", "graph_pool_handle", "make_graphed_callables", "MemPool", "use_mem_pool")
-"""Names that raise NotImplementedError when they are called."""
-NO_HISTORY = ("_record_memory_history", "_dump_snapshot")
-"""Names of ``torch.cuda.memory`` that raise NotImplementedError, too."""
-TYPES = ("Float", "Double", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool")
-"""The classes ``torch.cuda.FloatTensor`` and so on, which are those of the CPU."""
-
-
-class Event:
-    """An event of a CPU: all work before it is complete when it is recorded."""
-
-    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
-        self.recorded: float | None = None
-
-    def record(self, stream: Any = None) -> None:
-        """Store the host's time."""
-        self.recorded = time.perf_counter()
-
-    def elapsed_time(self, end_event: Event) -> float:
-        """Milliseconds from this event to ``end_event``."""
-        if self.recorded is None or end_event.recorded is None:
-            raise ValueError("both events must be recorded before their elapsed time is read")
-        return 1e3 * (end_event.recorded - self.recorded)
-
-    def query(self) -> bool:
-        """True: the work is complete."""
-        return True
-
-    def wait(self, stream: Any = None) -> None:
-        """Return at once."""
-
-    def synchronize(self) -> None:
-        """Return at once."""
-
-
-class Stream:
-    """The stream of a CPU, which completes each operator before the next."""
-
-    device, device_index, cuda_stream, stream_id, priority = CPU, 0, 0, 0, 0
-
-    def __init__(self, device: Any = None, priority: int = 0, **kwargs: Any) -> None: ...
-
-    def wait_stream(self, stream: Any) -> None:
-        """Return at once."""
-
-    def wait_event(self, event: Any) -> None:
-        """Return at once."""
-
-    def synchronize(self) -> None:
-        """Return at once."""
-
-    def query(self) -> bool:
-        """True: the work is complete."""
-        return True
-
-    def record_event(self, event: Event | None = None) -> Event:
-        """Record ``event``, or a new one, and return it."""
-        event = event or Event()
-        event.record()
-        return event
-
-    def __enter__(self) -> Stream:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
+NOT_ON_A_CPU = (
+    *("graph_pool_handle", "make_graphed_callables", "use_mem_pool", "change_current_allocator"),
+    *("caching_allocator_alloc", "caching_allocator_delete", "current_blas_handle", "current_solver_handle"),
+    *("memory._record_memory_history", "memory._dump_snapshot", "memory._snapshot", "jiterator._create_jit_fn"),
+    *("nccl.all_reduce", "nccl.reduce", "nccl.broadcast", "nccl.all_gather", "nccl.reduce_scatter"),
+    *("comm.broadcast", "comm.broadcast_coalesced", "comm.reduce_add", "comm.reduce_add_coalesced"),
+    *("comm.scatter", "comm.gather", "gds.gds_register_buffer", "gds.gds_deregister_buffer"),
+    *("tunable.set_max_tuning_duration", "tunable.get_max_tuning_duration", "tunable.set_max_tuning_iterations"),
+    *("tunable.get_max_tuning_iterations", "tunable.set_filename", "tunable.get_filename", "tunable.get_results"),
+    *("tunable.get_validators", "tunable.read_file", "tunable.tune_gemm_in_file", "tunable.mgpu_tune_gemm_in_file"),
+    *("tunable.set_rotating_buffer_size", "tunable.get_rotating_buffer_size"),
+    "tunable.set_numerical_check_tolerances",
+)
+"""Functions that raise NotImplementedError when they are called."""
+CLASSES_NOT_ON_A_CPU = (
+    *("CUDAGraph", "graph", "MemPool", "CUDAPluggableAllocator", "CudaError", "GreenContext"),
+    *("gds.GdsFile",),
+)
+"""Classes whose constructors raise NotImplementedError; they can be subclassed and used with ``isinstance``."""
+ELEMENTS = ("Float", "Double", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool")
+ELEMENTS_OF_STORAGE = (*ELEMENTS, "ComplexFloat", "ComplexDouble")
+"""Names of the classes ``torch.cuda.FloatTensor`` and ``torch.cuda.FloatStorage``, which are those of the CPU."""
 
 
 class AnyGenerator(type(torch._C.Generator)):  # type: ignore[misc]
-    """Lets ``isinstance`` accept the generators that torch makes itself."""
+    """Lets ``isinstance`` and ``issubclass`` accept the generators that torch makes itself."""
 
     def __instancecheck__(cls, instance: object) -> bool:
-        return issubclass(type(instance), torch._C.Generator)
+        return cls.__subclasscheck__(type(instance))
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return issubclass(subclass, torch._C.Generator) if cls is Generator else super().__subclasscheck__(subclass)
 
 
 class Generator(torch._C.Generator, metaclass=AnyGenerator):
@@ -124,39 +106,75 @@ class Generators(tuple[torch.Generator, ...]):
         return torch.default_generator
 
 
-def install() -> None:
-    """Replace the functions and classes of ``torch.cuda`` in this process."""
-    cuda: Any = torch.cuda
-    for name, value in CONSTANTS.items():
-        setattr(cuda, name, lambda *args, value=value, **kwargs: value)
-    for name in WITHOUT_EFFECT:
-        setattr(cuda, name, lambda *args, **kwargs: None)
-    for name in NOT_ON_A_CPU:
-        setattr(cuda, name, refusal(f"torch.cuda.{name}"))
-    for name in NO_HISTORY:
-        setattr(cuda.memory, name, refusal(f"torch.cuda.memory.{name}"))
-    for name in TYPES:
-        setattr(cuda, f"{name}Tensor", getattr(torch, f"{name}Tensor"))
-    for name in ("is_available", "is_initialized"):
-        setattr(cuda, name, lambda: in_program(sys._getframe(1).f_code.co_filename))
-    real = cuda.get_device_properties
+class Runtime(SimpleNamespace):
+    """CUDA's runtime library, of which functions for profilers and pinned memory succeed without effect."""
 
-    def get_device_properties(*args: Any, **kwargs: Any) -> Any:
-        if not in_program(sys._getframe(1).f_code.co_filename):
-            return real(*args, **kwargs)  # an error, after which libraries use their code for CPUs
-        memory = host_memory("SC_PHYS_PAGES")
-        return SimpleNamespace(name="CPU", major=0, minor=0, total_memory=memory, multi_processor_count=os.cpu_count())
-
-    cuda.get_device_properties = get_device_properties
-    cuda.mem_get_info = lambda *args: (host_memory("SC_AVPHYS_PAGES"), host_memory("SC_PHYS_PAGES"))
-    _install_streams(cuda)
-    _install_generators(cuda)
-    _install_profiling(cuda)
+    def __getattr__(self, name: str) -> Any:
+        return refusal(f"torch.cuda.cudart().{name}")
 
 
-def host_memory(pages: str) -> int:
-    """Bytes of the host's memory: ``pages`` is a name of ``os.sysconf``."""
-    return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
+RUNTIME = Runtime(
+    cudaError=SimpleNamespace(success=0),
+    **dict.fromkeys(
+        ("cudaProfilerStart", "cudaProfilerStop", "cudaHostRegister", "cudaHostUnregister"), lambda *args: 0
+    ),
+)
+
+
+def install(devices: int) -> None:
+    """Replace the functions and classes of ``torch.cuda`` in this process; it describes ``devices`` devices."""
+    names = {
+        **{name: _constant(value) for name, value in CONSTANTS.items()},
+        **{name: _constant(None) for name in WITHOUT_EFFECT},
+        **{name: refusal(f"torch.cuda.{name}") for name in NOT_ON_A_CPU},
+        **_classes(),
+        **_devices(devices),
+        **_streams(),
+        **_generators(),
+        "nvtx.range": lambda *args, **kwargs: contextlib.nullcontext(),
+        "cudart": lambda: RUNTIME,
+    }
+    replace(torch.cuda, names)
+    setattr(torch.Tensor, "record_stream", lambda self, stream: None)  # noqa: B010
+    setattr(torch, "Generator", Generator)  # noqa: B010
+    setattr(torch.cuda, "default_generators", Generators([torch.default_generator]))  # noqa: B010
+    cuda_streams.complete_cpu_streams()
+    _install_accelerator()
+
+
+def replace(package: ModuleType, names: dict[str, Any]) -> None:
+    """Set ``names`` (in ``package`` or, as ``module.name``, in a module of it) wherever the package binds the original.
+
+    Names that this version of torch does not have are left out.
+    """
+    replaced: dict[int, Any] = {}
+    for path, value in names.items():
+        *inner, name = path.split(".")
+        module = _module(package, inner)
+        if module is not None and hasattr(module, name):
+            original = getattr(module, name)
+            replaced[id(original)] = original, value
+            setattr(module, name, value)
+    homes = [module for name, module in sys.modules.items() if f"{name}.".startswith(f"{package.__name__}.")]
+    for module in homes:
+        for name, value in list(vars(module).items()):
+            original, replacement = replaced.get(id(value), (None, None))
+            if original is value and (inspect.isroutine(value) or inspect.isclass(value)):
+                setattr(module, name, replacement)
+
+
+def _module(package: ModuleType, inner: list[str]) -> ModuleType | None:
+    if not inner:
+        return package
+    try:
+        return importlib.import_module(f"{package.__name__}.{inner[0]}")
+    except ImportError:
+        return None
+
+
+def _constant(value: Any) -> Callable[..., Any]:
+    """A function of any arguments that returns ``value``; a copy, which the caller may change."""
+    return lambda *args, **kwargs: copy.copy(value)
 
 
 def refusal(name: str) -> Callable[..., NoReturn]:
@@ -168,29 +186,65 @@ def refusal(name: str) -> Callable[..., NoReturn]:
     return refuse
 
 
-def _install_streams(cuda: Any) -> None:
-    only = Stream()
-    cuda.Stream = cuda.ExternalStream = Stream
-    cuda.Event = Event
-    for name in ("current_stream", "default_stream"):
-        setattr(cuda, name, lambda *args, **kwargs: only)
-    for name in ("stream", "device", "device_of"):
-        setattr(cuda, name, lambda *args, **kwargs: contextlib.nullcontext())
-    setattr(torch.Tensor, "record_stream", lambda self, stream: None)  # noqa: B010
+def _classes() -> dict[str, type]:
+    """Classes without a counterpart, and those of tensors and storages."""
+    classes: dict[str, type] = {}
+    for path in CLASSES_NOT_ON_A_CPU:
+        *inner, name = path.split(".")
+        original = getattr(_module(torch.cuda, inner), name, None)
+        if original is not None:
+            refuse = refusal(f"torch.cuda.{path}")
+            members = {"__new__": refuse, "__init__": refuse, "__module__": original.__module__}
+            classes[path] = type(original)(name, (original,), members)
+    for name in ELEMENTS:
+        classes[f"{name}Tensor"] = getattr(torch, f"{name}Tensor")
+        if hasattr(torch.sparse, f"{name}Tensor"):
+            classes[f"sparse.{name}Tensor"] = getattr(torch.sparse, f"{name}Tensor")
+    return classes | {f"{name}Storage": getattr(torch, f"{name}Storage") for name in ELEMENTS_OF_STORAGE}
 
 
-def _install_generators(cuda: Any) -> None:
+def _devices(devices: int) -> dict[str, Any]:
+    """The number and the properties of devices."""
+    real = torch.cuda.get_device_properties
+
+    def get_device_properties(*args: Any, **kwargs: Any) -> Any:
+        if not in_program(sys._getframe(1).f_code.co_filename):
+            return real(*args, **kwargs)  # an error, after which libraries use their code for CPUs
+        memory = host_memory("SC_PHYS_PAGES")
+        return SimpleNamespace(name="CPU", major=0, minor=0, total_memory=memory, multi_processor_count=os.cpu_count())
+
+    return {
+        "device_count": lambda: devices,
+        "is_available": lambda: in_program(sys._getframe(1).f_code.co_filename),
+        "is_initialized": lambda: in_program(sys._getframe(1).f_code.co_filename),
+        "get_device_properties": get_device_properties,
+        "mem_get_info": lambda *args, **kwargs: (host_memory("SC_AVPHYS_PAGES"), host_memory("SC_PHYS_PAGES")),
+        "device": cuda_streams.device,
+        "device_of": cuda_streams.device_of,
+    }
+
+
+def host_memory(pages: str) -> int:
+    """Bytes of the host's memory: ``pages`` is a name of ``os.sysconf``."""
+    return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _streams() -> dict[str, Any]:
+    names = ("Event", "Stream", "ExternalStream", "StreamContext", "stream", "set_stream", "current_stream")
+    streams = {name: getattr(cuda_streams, name) for name in (*names, "default_stream")}
+    return streams | {"get_stream_from_external": lambda pointer, device=None: cuda_streams.ExternalStream(pointer)}
+
+
+def _generators() -> dict[str, Callable[..., Any]]:
     """Random numbers of ``cuda`` come from the CPU's generator."""
-    setattr(torch, "Generator", Generator)  # noqa: B010
-    cuda.default_generators = Generators([torch.default_generator])
     generator = torch.default_generator
 
     def seed(value: int) -> None:
         generator.manual_seed(value)
 
-    names: dict[str, Callable[..., Any]] = {  # each a function of its own: torch.compile has a rule for each
-        "manual_seed": lambda value: seed(value),
-        "manual_seed_all": lambda value: seed(value),
+    return {  # each a function of its own: torch.compile has a rule for each
+        "manual_seed": lambda seed_: seed(seed_),
+        "manual_seed_all": lambda seed_: seed(seed_),
         "seed": lambda: seed(generator.seed()),
         "seed_all": lambda: seed(generator.seed()),
         "initial_seed": lambda: generator.initial_seed(),
@@ -199,18 +253,24 @@ def _install_generators(cuda: Any) -> None:
         "get_rng_state_all": lambda: [torch.get_rng_state()],
         "set_rng_state_all": lambda states: torch.set_rng_state(states[0]),
     }
-    for name, value in names.items():
-        setattr(cuda, name, value)
-        setattr(cuda.random, name, value)
 
 
-def _install_profiling(cuda: Any) -> None:
-    """Ranges of NVTX and the switches of CUDA's profiler, which have no effect."""
-    for module, names in {
-        cuda.nvtx: ("range_push", "range_pop", "mark", "range_start", "range_end"),
-        cuda.profiler: ("start", "stop", "init"),
-    }.items():
-        for name in names:
-            setattr(module, name, lambda *args, **kwargs: None)
-    cuda.nvtx.range = lambda *args, **kwargs: contextlib.nullcontext()
-    cuda.cudart = lambda: SimpleNamespace(cudaProfilerStart=lambda: 0, cudaProfilerStop=lambda: 0)
+def _install_accelerator() -> None:
+    """Describe the CPU by ``torch.accelerator``, too: programs use it in place of ``torch.cuda``."""
+    real = torch.accelerator.current_accelerator
+    cuda = torch.cuda
+    same_names = (
+        *("device_count", "is_available", "current_stream", "set_stream", "synchronize", "empty_cache"),
+        *("get_device_capability", "memory_stats", "memory_allocated", "max_memory_allocated", "memory_reserved"),
+        *("max_memory_reserved", "reset_peak_memory_stats", "reset_accumulated_memory_stats"),
+    )
+    names: dict[str, Any] = {name: getattr(cuda, name) for name in same_names}
+
+    def current_accelerator(check_available: bool = False) -> torch.device | None:
+        return CPU if in_program(sys._getframe(1).f_code.co_filename) else real(check_available)
+
+    names |= dict.fromkeys(("current_device_index", "current_device_idx"), cuda.current_device)
+    names |= dict.fromkeys(("set_device_index", "set_device_idx"), cuda.set_device)
+    names |= {"current_accelerator": current_accelerator, "device_index": cuda_streams.device}
+    names |= {"get_memory_info": cuda.mem_get_info, "empty_host_cache": _constant(None)}
+    replace(torch.accelerator, names)

@@ -21,12 +21,13 @@ import torch.distributed as dist
 
 from megatron_core.command import INTERRUPTED, begin_program
 from megatron_core.errors import LayoutError, RestartNeeded, visible
+from megatron_core.launcher import read_integer
 from megatron_core.parallel.exit_status import FAILED, RESTART, explained
 from megatron_core.parallel.groups import SHARED_MEMORY
 from megatron_core.parallel.shared_memory import backend as shared_memory
 from megatron_core.parallel.time_limit import within
 from megatron_core.parallel.watchdog import Watchdog
-from megatron_core.parallel.world import STORE_SECONDS, World, read_integer
+from megatron_core.parallel.world import STORE_SECONDS, World
 from megatron_core.terminal import discard
 
 REPORT_SECONDS = 10.0

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_core.errors import LayoutError, RestartNeeded
-from megatron_core.launcher import read_launcher
+from megatron_core.launcher import WAY_OUT, read_integer, read_launcher
 from megatron_core.parallel.time_limit import within
 
 STORE_SECONDS = 5.0
@@ -73,9 +73,9 @@ class World:
         size = read_integer("WORLD_SIZE", 1, least=1)
         rank, local_rank = read_integer("RANK", 0), read_integer("LOCAL_RANK", 0)
         if size > 1 and "RANK" not in os.environ:
-            raise LayoutError(f"WORLD_SIZE={size}, but RANK is not set; {_LAUNCHER}")
+            raise LayoutError(f"WORLD_SIZE={size}, but RANK is not set; {WAY_OUT}")
         if rank >= size:
-            raise LayoutError(f"RANK={rank} is not below WORLD_SIZE={size}; {_LAUNCHER}")
+            raise LayoutError(f"RANK={rank} is not below WORLD_SIZE={size}; {WAY_OUT}")
         return cls(rank, size, local_rank, _device(local_rank))
 
     def use(self, size: int) -> None:
@@ -129,14 +129,3 @@ def _device(local_rank: int) -> torch.device:
     # With these variables Slurm shows each process only its own GPU.
     is_bound = torch.cuda.device_count() == 1 and {"SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND"} & os.environ.keys()
     return torch.device("cuda", 0 if is_bound else local_rank)
-
-
-_LAUNCHER = "start the ranks with torchrun, which sets it, or unset all of RANK, WORLD_SIZE and LOCAL_RANK for one rank"
-
-
-def read_integer(name: str, default: int, least: int = 0) -> int:
-    """Read an integer environment variable."""
-    text = os.environ.get(name, str(default))
-    if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) >= least):
-        raise LayoutError(f"{name}={text!r} in the environment must be an integer >= {least}; {_LAUNCHER}")
-    return int(text)

@@ -127,6 +127,18 @@ VALUES = {
     "torch.cuda.memory_stats()['allocated_bytes.all.current'], torch.cuda.memory_allocated()": "0 0",
     "error(torch.cuda.memory._record_memory_history)": "torch.cuda.memory._record_memory_history has no counterpart",
     "error(torch.cuda.CUDAGraph)": "torch.cuda.CUDAGraph has no counterpart on a CPU; switch it off for runs",
+    "isinstance(torch.default_generator, type('Own', (torch.Generator,), {}))": "False",
+    "issubclass(torch._C.Generator, torch.Generator)": "True",
+    "isinstance(torch.cuda.Stream(), torch.Stream), isinstance(torch.cuda.Event(), torch.Event)": "True True",
+    "isinstance(x, torch.cuda.CUDAGraph), issubclass(int, torch.cuda.graphs.CUDAGraph)": "False False",
+    "is_current(torch.cuda.stream), is_current(lambda stream: stream)": "True True",
+    "torch.cuda.current_stream() is torch.cuda.default_stream() is torch.accelerator.current_stream()": "True",
+    "torch.cuda.memory.memory_allocated(), torch.cuda.random.initial_seed() == torch.initial_seed()": "0 True",
+    "torch.cuda.get_arch_list().append(1), torch.cuda.get_arch_list()": "None []",
+    "torch.accelerator.current_accelerator(), torch.accelerator.device_count()": "cpu 1",
+    "dist.get_default_backend_for_device(torch.accelerator.current_accelerator())": "gloo",
+    "torch.cpu.current_stream().record_event().query()": "True",
+    "error(torch.cuda.cudart().cudaMalloc, 3)": "torch.cuda.cudart().cudaMalloc has no counterpart on a CPU",
     "error(dist.all_reduce, x, dist.ReduceOp.AVG, None, True)": "wait for the collective or use ReduceOp.SUM",
 }
 """Expressions of a program, and a part of their text."""
@@ -181,6 +193,11 @@ def in_own_thread(device):
 def reduced(tensor, **given):
     dist.all_reduce(tensor, **given)
     return tensor
+
+def is_current(context):
+    stream = torch.cuda.Stream()
+    with context(stream):
+        return torch.cuda.current_stream() is stream
 
 def error(function, *args):
     try:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from megatron_core.errors import LayoutError
+from megatron_core.launcher import check_environment
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "megatron_core" / "drop_in"
@@ -87,10 +91,55 @@ def test_a_missing_program_is_one_sentence(arguments: list[str]) -> None:
     ]
 
 
+@pytest.mark.parametrize("name", ["no.such.module", "megatron.core.nothing", "os.path.x", "..", ".a", "neighbours", ""])
+def test_a_missing_module_is_one_sentence(name: str, program: Path) -> None:
+    (program.parent / "neighbours").mkdir()
+    (program.parent / "neighbours" / "__init__.py").write_text("")  # a package without __main__
+    found = python("-m", "megatron_core.drop_in", "-m", name, cwd=program.parent)
+    assert found.returncode == 1
+    assert re.fullmatch(rf"error: no (module|program) {re.escape(repr(name))}.*\n", found.stderr), found.stderr
+
+
+def test_what_a_module_lacks_itself_is_its_own_error(program: Path) -> None:
+    (program.parent / "package").mkdir()
+    (program.parent / "package" / "__init__.py").write_text("import lacking")
+    found = python("-m", "megatron_core.drop_in", "-m", "package.module", cwd=program.parent)
+    assert found.stderr.splitlines()[-1] == "ModuleNotFoundError: No module named 'lacking'"
+
+
+WRONG = {"RANK": ("x", "-1", "1.5"), "WORLD_SIZE": ("y", "0", ""), "LOCAL_RANK": ("²",), "LOCAL_WORLD_SIZE": ("0",)}
+WRONG |= {"MASTER_PORT": ("x", "70000", "-1")}
+
+
+@pytest.mark.parametrize(("variable", "value"), [(name, value) for name in WRONG for value in WRONG[name]])
+def test_a_launchers_variable_without_sense_is_one_sentence(
+    variable: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(
+        LayoutError, match=rf"^{variable}='.*' in the environment must be an integer (>= \d|from 0 to 6)"
+    ):
+        check_environment()
+
+
+def test_the_launcher_checks_the_environment_before_the_program_runs(program: Path) -> None:
+    program.write_text("print('started')")
+    found = python("-m", "megatron_core.drop_in", program, WORLD_SIZE="y")
+    assert (found.returncode, found.stdout) == (1, "")
+    assert found.stderr.startswith("error: WORLD_SIZE='y' in the environment must be an integer >= 1; start the ranks")
+    assert len(found.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("flag", ["--cpu=0", "--cpu=x", "--cpu=", "--cpu=-1"])
+def test_a_wrong_number_of_devices_is_one_sentence(flag: str, program: Path) -> None:
+    found = python("-m", "megatron_core.drop_in", flag, program)
+    assert found.stderr == f"error: {flag}: the number of devices must be an integer from 1 to 9999\n"
+
+
 def test_without_arguments_the_usage_is_printed() -> None:
     found = python("-m", "megatron_core.drop_in")
     assert (found.returncode, found.stdout) == (2, "")
-    assert found.stderr.startswith("usage: python -m megatron_core.drop_in [--cpu] PROGRAM")
+    assert found.stderr.startswith("usage: python -m megatron_core.drop_in [--cpu[=N]] PROGRAM")
 
 
 def test_transformers_and_accelerate_find_deepspeed(program: Path) -> None:

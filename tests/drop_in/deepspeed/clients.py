@@ -35,8 +35,9 @@ def use_package(folder: str | None) -> None:
         sys.path.insert(0, folder)
     describe_ranks()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    if dist.get_world_size() > 1:
-        # With DeepSpeed, accelerate has a backend for GPUs only; without one it takes each rank for a whole job.
+    if dist.get_world_size() > 1 and "megatron_core.drop_in" not in sys.modules:
+        # With DeepSpeed, accelerate has a backend for GPUs only; without one it takes each rank for a whole job. The
+        # drop-in replaces the same method, for programs that request DeepSpeed.
         from accelerate.state import PartialState
         from accelerate.utils import DistributedType
 

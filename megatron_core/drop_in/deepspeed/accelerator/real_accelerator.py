@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from megatron_core.launcher import read_integer
 from megatron_core.monitor.device import current_memory_bytes, peak_memory_bytes, total_memory_bytes
 
 
@@ -44,8 +45,9 @@ class Accelerator:
 
     def device_count(self) -> int:
         """Return the number of GPUs, or on CPUs the number of ranks of this host, which the launcher sets."""
-        ranks = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1"
-        return torch.cuda.device_count() if self._name == "cuda" else int(ranks)
+        if self._name == "cuda":
+            return torch.cuda.device_count()
+        return read_integer("LOCAL_WORLD_SIZE", read_integer("LOCAL_SIZE", 1, least=1), least=1)
 
     def is_available(self) -> bool:
         """Return True."""

@@ -11,10 +11,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
 from megatron_core.errors import LayoutError
+from megatron_core.launcher import describe_one_rank, read_integer
 from megatron_core.parallel.launch import start_world
 from megatron_core.parallel.world import World
 
-TIMEOUT = timedelta(minutes=int(os.environ.get("DEEPSPEED_TIMEOUT", "30")))
+TIMEOUT = timedelta(minutes=read_integer("DEEPSPEED_TIMEOUT", 30, least=1))
 
 
 def init_distributed(
@@ -30,6 +31,8 @@ def init_distributed(
     world_size: int = -1,
 ) -> None:
     """Join the processes of torchrun, unless torch.distributed is initialized; a single process needs no launcher.
+
+    A single process gets torchrun's environment variables, such as ``LOCAL_RANK``, as from DeepSpeed.
 
     ``dist_backend``: ``gloo``, ``nccl``, or None for the backend of the device; ``ccl`` counts as ``gloo``. Errors:
     ``LayoutError`` if the launcher's variables are inconsistent, or ``dist_init_required=False`` before the
@@ -48,6 +51,7 @@ def init_distributed(
         return
     world = World.from_environment()
     if world.size == 1:
+        describe_one_rank(distributed_port)  # programs read LOCAL_RANK after this call
         dist.init_process_group(backend or "gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return
     start_world(world, backend=backend or "auto", timeout_minutes=max(timeout.total_seconds() / 60, 1))
@@ -70,7 +74,7 @@ def get_world_size(group: ProcessGroup | None = None) -> int:
 
 def get_local_rank() -> int:
     """Return the number of this process on its host."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
+    return read_integer("LOCAL_RANK", 0)
 
 
 def get_world_group() -> ProcessGroup | None:

@@ -1,0 +1,1 @@
+"""Names of DeepSpeed's launcher; torchrun starts the ranks."""
