@@ -7,12 +7,11 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megatron_core.errors import CheckpointError
 from megatron_core.models.deepspeed.folder import load_dict
-from megatron_core.models.deepspeed.shards import Flat, Shape, Stored, shape_of, shapes_of, whole_number
+from megatron_core.models.deepspeed.shards import Flat, Shape, Stored, memory_key, shape_of, shapes_of, whole_number
 
 COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 OWN = {
@@ -126,17 +125,14 @@ class ModelFile:
 
     def aliases(self, weights: Mapping[str, Stored]) -> dict[str, str]:
         """Second names of tied parameters, whose tensors share memory in the file."""
-        first: dict[tuple[int, Shape], str] = {}
+        first: dict[tuple[Any, ...], str] = {}
+        second: dict[str, str] = {}
         for name, tensor in self.module.items():
-            if name in weights and tensor.numel() and tensor.layout is torch.strided:
-                first.setdefault((tensor.data_ptr(), tuple(tensor.shape)), name)
-        found = {}
-        for name, tensor in self.module.items():
-            if name in weights and tensor.numel() and tensor.layout is torch.strided:
-                other = first[tensor.data_ptr(), tuple(tensor.shape)]
+            if name in weights and tensor.numel():
+                other = first.setdefault(memory_key(tensor), name)
                 if other != name:
-                    found[name] = other
-        return found
+                    second[name] = other
+        return second
 
 
 def _whole(name: str, shape: Shape, parts: list[Any]) -> Stored:

@@ -20,6 +20,19 @@ SETTINGS = ("lr", "weight_decay", "eps", "betas", "momentum")
 """Settings of a parameter group that a checkpoint passes on."""
 
 
+def memory_key(tensor: Tensor) -> tuple[Any, ...]:
+    """A key that two living tensors share only if they have the same elements in the same memory.
+
+    A transposed view, or a view with another dtype, can have the address and the shape of its base.
+    """
+    if tensor.layout is not torch.strided:
+        return (id(tensor),)
+    # Strides of dimensions of size 1 are arbitrary.
+    strides = tuple(stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
+    bits = tensor.is_conj(), tensor.is_neg()
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), strides, bits
+
+
 @dataclass(frozen=True)
 class Stored:
     """A tensor of known shape that is assembled when it is read."""
