@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
 from megatron_core.config import ModelConfig
+from megatron_core.config.token_ids import LARGEST, is_token_id
 from megatron_core.errors import CheckpointError, shortened
 
 Settings = dict[str, Any]
@@ -55,6 +56,7 @@ COUNTS = KeyType(
     "a list of integers >= 0",
     lambda value: isinstance(value, list) and all(type(item) is int and item >= 0 for item in value),
 )
+TOKEN_ID = KeyType(f"a token's id from -1 to {LARGEST:,}, or a list of ids", is_token_id)
 OBJECT = KeyType("an object", lambda value: isinstance(value, dict))
 
 

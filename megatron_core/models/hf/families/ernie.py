@@ -82,5 +82,5 @@ ERNIE_MOE = register(
         **SHARED_MATRICES,
         "mlp.router.expert_bias": TensorSource(("mlp.moe_statics.e_score_correction_bias",), ones=(1, 0)),
     },
-    derived=rf"{LLAMA.derived}|mtp_.*",  # layers for multi-token prediction, which transformers ignores, too
+    mtp_names=r"mtp_.*",  # transformers does not read them either
 )

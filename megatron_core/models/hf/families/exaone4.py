@@ -91,5 +91,5 @@ EXAONE_MOE = register(
         "mlp.router.expert_bias": "mlp.e_score_correction_bias",
         **SHARED_MATRICES,
     },
-    derived=rf"{LLAMA.derived}|mtp\..*",  # layers for multi-token prediction, which transformers ignores, too
+    mtp_names=r"mtp\..*",  # transformers does not read them either
 )

@@ -210,7 +210,8 @@ NEMOTRON_H = register(
         "mlp.shared_experts.linear_fc1": "mixer.shared_experts.up_proj",
         "mlp.shared_experts.linear_fc2": "mixer.shared_experts.down_proj",
     },
-    derived=rf"{MAMBA2.derived}|mtp\..*",
+    derived=MAMBA2.derived,
+    mtp_names=r"mtp\..*",
     mtp_layer_keys=MTP_LAYERS,
     notes=_notes,
 )

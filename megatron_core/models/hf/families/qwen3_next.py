@@ -101,8 +101,8 @@ SEPARATE = TensorSource(
     tuple(f"linear_attn.in_proj_{name}" for name in ("qkv", "z", "b", "a")),
     _separate_rows,
 )
-DERIVED = rf"{LLAMA.derived}|mtp\..*|visual\..*"
-"""Layers of multi-token prediction and images are ignored, as transformers does in the text model."""
+DERIVED, AHEAD = rf"{LLAMA.derived}|visual\..*", r"mtp\..*"
+"""Images and layers for multi-token prediction, which transformers does not read in the text model either."""
 
 QWEN3_NEXT = register(
     QWEN3_MOE,
@@ -121,6 +121,7 @@ QWEN3_NEXT = register(
         ),
     },
     derived=DERIVED,
+    mtp_names=AHEAD,
 )
 QWEN35 = register(
     LLAMA,
@@ -133,6 +134,7 @@ QWEN35 = register(
     rules=(PARTIAL_ROPE, LAYER_TYPES),
     layer_tensors={**LLAMA.layer_tensors, **MIXERS, "self_attention.in_proj": SEPARATE},
     derived=DERIVED,
+    mtp_names=AHEAD,
 )
 QWEN35_MOE = register(
     QWEN3_NEXT,
