@@ -100,9 +100,7 @@ def test_a_tokenizer_with_another_id_is_noted(tmp_path: Path, capsys: pytest.Cap
 @pytest.mark.parametrize("value", ["2", 2.0, True, {"id": 2}, [2, "3"], [[2]], 2**40, -2, float("nan")], ids=repr)
 def test_ids_of_another_type_are_refused(value: Any, tmp_path: Path) -> None:
     model_with({"eos_token_id": value}, tmp_path / "theirs", tokenizer=False)
-    with pytest.raises(
-        CheckpointError, match=r"eos_token_id=.*it must be a token's id from -1 to .*, or a list of ids"
-    ):
+    with pytest.raises(CheckpointError, match=r"eos_token_id=.*it must be a token's id from -1 to "):
         settings_of_folder(tmp_path / "theirs")
     given = RunConfig.from_flat({"mock_data": True, "hf_token_ids": json.dumps({"eos_token_id": value})})
     assert any(problem.startswith("hf_token_ids=") for problem in problems(given, 1))
