@@ -7,11 +7,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from megatron_core.errors import ConfigError, DataError, shortened
+from megatron_core.errors import ConfigError, DataError, quoted
+from megatron_core.schema import read_object
 from megatron_core.text_file import read_text
 from megatron_core.tokenizers.base import Tokenizer
 from megatron_core.tokenizers.companions import TEMPLATE_FILE, TEMPLATE_FOLDER
-from megatron_core.tokenizers.hugging_face import named_tokens, read_object
+from megatron_core.tokenizers.hugging_face import REMEDY, named_tokens
 
 CONFIG_FILE = "tokenizer_config.json"
 DEFAULT, TOOL_USE = "default", "tool_use"
@@ -171,14 +172,14 @@ def _templates_in_files(folder: Path) -> dict[str, str]:
 
 def _templates_in_config(path: Path) -> dict[str, str]:
     """The templates in a tokenizer_config.json, by name: a text, or a list of objects with name and template."""
-    found = read_object(path).get("chat_template") if path.is_file() else None
+    found = read_object(path, ConfigError, REMEDY).get("chat_template") if path.is_file() else None
     if found is None or isinstance(found, str):
         return {} if found is None else {DEFAULT: found}
     if isinstance(found, list) and all(isinstance(each, dict) for each in found):
         found = {each.get("name"): each.get("template") for each in found}
     if not isinstance(found, dict) or not all(isinstance(text, str) for pair in found.items() for text in pair):
         raise ConfigError(
-            f"{path}: chat_template is {shortened(repr(found))}, neither a string nor a list of objects with name and "
+            f"{path}: chat_template is {quoted(found)}, neither a string nor a list of objects with name and "
             "template; copy the file again, or give --chat-template FILE"
         )
     return found

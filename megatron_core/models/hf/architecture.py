@@ -14,24 +14,9 @@ from megatron_core.config.mixers import Mamba2
 from megatron_core.config.setting import Resume, names_by_resume
 from megatron_core.errors import CheckpointError
 from megatron_core.models.hf import families
-from megatron_core.models.hf.rules import (
-    COUNT,
-    COUNT_OR_ZERO,
-    LENGTH,
-    NUMBER,
-    OBJECT,
-    POSITIVE,
-    STRING,
-    SWITCH,
-    TOKEN_ID,
-    WIDTH,
-    KeyType,
-    Rule,
-    Settings,
-    check_types,
-    refuse,
-)
+from megatron_core.models.hf.rules import TOKEN_ID, Rule, Settings, check_types, refuse
 from megatron_core.models.hf.tensors import TensorSource
+from megatron_core.schema import COUNT, COUNT_OR_ZERO, LENGTH, NUMBER, OBJECT, POSITIVE, STRING, SWITCH, WIDTH, KeyType
 
 OPTIONAL = {
     *("num_query_groups", "kv_channels", "ffn_hidden_size", "q_lora_rank"),

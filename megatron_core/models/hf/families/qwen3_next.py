@@ -7,8 +7,9 @@ from megatron_core.config.mixers import GatedDeltaNet
 from megatron_core.models.hf.architecture import register
 from megatron_core.models.hf.families.llama import LLAMA, QK_NORMS
 from megatron_core.models.hf.families.qwen import EXPERT_LAYERS, QWEN2_MOE, QWEN3_MOE, ROUTER_SOFTMAX
-from megatron_core.models.hf.rules import COUNT, PARTIAL_ROPE, STRINGS, Rule, Settings, refuse
+from megatron_core.models.hf.rules import PARTIAL_ROPE, Rule, Settings, refuse
 from megatron_core.models.hf.tensors import RowRange, TensorSource
+from megatron_core.schema import COUNT, STRINGS
 
 KINDS = ("full_attention", "linear_attention")
 """Values of ``layer_types``: attention, and the recurrence."""
