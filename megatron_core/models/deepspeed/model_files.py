@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_core.errors import CheckpointError
+from megatron_core.errors import CheckpointError, quoted
 from megatron_core.models.deepspeed.folder import load_dict
 from megatron_core.models.deepspeed.shards import Flat, Shape, Stored, memory_key, shape_of, shapes_of, whole_number
 
@@ -71,7 +71,7 @@ class ModelFile:
             value = self._content.get(name, 0 if name != "global_steps" else None)
             count = whole_number(value)
             if count is None:
-                raise CheckpointError(f"{self.path}: {name} is {str(value)[:40]}; it must be a number of steps")
+                raise CheckpointError(f"{self.path}: {name} is {quoted(value)}; it must be a number of steps")
             found[name] = count
         return found
 
@@ -81,7 +81,7 @@ class ModelFile:
             own, other = self._content.get(name), first._content.get(name)
             if own != other:
                 raise CheckpointError(
-                    f"{self.path.name} has {name}={str(own)[:40]} and {first.path.name} {name}={str(other)[:40]}: "
+                    f"{self.path.name} has {name}={quoted(own)} and {first.path.name} {name}={quoted(other)}: "
                     "files of two saves are mixed; copy the whole checkpoint again"
                 )
 

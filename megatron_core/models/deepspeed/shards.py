@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_core.errors import CheckpointError
+from megatron_core.errors import CheckpointError, quoted
 
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]
@@ -94,7 +94,7 @@ def is_plain(tensor: Tensor) -> bool:
 def shape_of(value: Any, name: str) -> Shape:
     """A stored shape. Errors: ``CheckpointError`` for anything else."""
     if not isinstance(value, tuple | list) or not all(type(size) is int and 0 <= size < 2**48 for size in value):
-        raise CheckpointError(f"the shape of {name} is {str(value)[:40]}; it must be a list of sizes")
+        raise CheckpointError(f"the shape of {name} is {quoted(value)}; it must be a list of sizes")
     return tuple(value)
 
 

@@ -12,7 +12,7 @@ from megatron_core.config.file import field_types
 from megatron_core.config.heterogeneous import LAYERS_JSON
 from megatron_core.config.mixers import Mamba2
 from megatron_core.config.setting import Resume, names_by_resume
-from megatron_core.errors import CheckpointError
+from megatron_core.errors import CheckpointError, quoted
 from megatron_core.models.hf import families
 from megatron_core.models.hf.rules import TOKEN_ID, Rule, Settings, check_types, refuse
 from megatron_core.models.hf.tensors import TensorSource
@@ -330,7 +330,7 @@ def architecture_of(hf_config: Mapping[str, Any]) -> Architecture:
         unplaced = {each.model_type: sorted(hf_config.keys() - each.known_keys()) for each in ARCHITECTURES.values()}
         nearest = min(unplaced, key=lambda name: len(unplaced[name]))
         raise CheckpointError(
-            f"config.json says model_type={hf_config.get('model_type')!r}, which is not supported; "
+            f"config.json says model_type={quoted(hf_config.get('model_type'))}, which is not supported; "
             f"supported: {', '.join(ARCHITECTURES)}; {nearest} is nearest, and has "
             + (f"no key {', '.join(unplaced[nearest])}" if unplaced[nearest] else "all keys of the file")
         )

@@ -126,8 +126,8 @@ def _rope_scaling_settings(rope: Settings, hf_config: Settings) -> Settings:
         own = {"rope_scaling_factor": factor, "original_max_position_embeddings": original}
         return scaled | own | _longrope_settings(rope)
     raise CheckpointError(
-        f"config.json says rope_type={kind!r} with {scalars}; supported are default, linear, dynamic, yarn, longrope, "
-        f"and llama3 with {LLAMA3}"
+        f"config.json says rope_type={quoted(kind)} with {quoted(scalars)}; supported are default, linear, dynamic, "
+        f"yarn, longrope, and llama3 with {LLAMA3}"
     )
 
 

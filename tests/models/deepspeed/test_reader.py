@@ -255,7 +255,7 @@ def rewrite(path: Path, **changes: Any) -> None:
     ("changes", "text"),
     [
         ({"global_steps": 4}, "global_steps=3 and .* global_steps=4: files of two saves are mixed"),
-        ({"global_steps": "many"}, "global_steps is many; it must be a number"),
+        ({"global_steps": "many"}, "global_steps is 'many'; it must be a number"),
         ({"module": [1]}, "module is a list; it must be a dict"),
         ({"param_shapes": [{"first.weight": torch.Size([70, 3])}]}, "files of two runs are mixed"),
         ({"param_shapes": [{"first.weight": [-7, 3]}]}, r"shape of first.weight is \[-7, 3\]"),
