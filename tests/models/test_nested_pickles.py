@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import time
 from collections.abc import Callable
@@ -11,14 +12,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint import load, save
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
+    MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
 
+from megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
 from megatron_core.errors import CheckpointError, quoted
 from megatron_core.models.deepspeed import read_deepspeed_checkpoint
 from megatron_core.models.megatron_lm import pickles
@@ -54,6 +58,12 @@ def _metadata() -> SimpleNamespace:
     return SimpleNamespace(metadata=metadata, entry=entry, chunk=chunk, index=index, info=info)
 
 
+def _dumped(metadata: Metadata) -> bytes:
+    """The pickle, in which indices have torch's class; hashing them would visit all elements."""
+    ours, theirs = (f"c{kind.__module__}\n{kind.__name__}\n".encode() for kind in (_Index, MetadataIndex))
+    return pickle.dumps(metadata, protocol=3).replace(ours, theirs)
+
+
 PLACES = {
     "shape": ("entry", "size"),
     "chunks": ("entry", "chunks"),
@@ -77,7 +87,7 @@ def test_metadata_with_nested_containers(place: str, kind: type, tmp_path: Path)
     record, field = PLACES[place]
     object.__setattr__(getattr(parts, record), field, nested(kind))
     path = tmp_path / ".metadata"
-    path.write_bytes(pickle.dumps(parts.metadata))
+    path.write_bytes(_dumped(parts.metadata))
     assert path.stat().st_size < 2_000
     bounded(lambda: load_metadata(path), r"\.metadata cannot be read: .*counting a shared one at each use")
 
@@ -87,8 +97,29 @@ def test_keys_of_metadata_with_nested_tuples(field: str, tmp_path: Path) -> None
     """Python visits all elements of a tuple to hash it."""
     parts = _metadata()
     object.__setattr__(parts.index, field, nested(tuple))
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(parts.metadata))
+    (tmp_path / ".metadata").write_bytes(_dumped(parts.metadata))
     bounded(lambda: load_metadata(tmp_path / ".metadata"), r"\.metadata cannot be read")
+
+
+class Run:
+    """A function that a pickle must not call."""
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return os.mkdir, ("ran",)
+
+
+def test_the_drop_in_reads_metadata_without_running_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    save({"weight": torch.arange(6.0)}, checkpoint_id=tmp_path / "folder", no_dist=True)
+    found = {"weight": torch.zeros(6)}
+    load(found, storage_reader=CachedMetadataFileSystemReader(tmp_path / "folder"), no_dist=True)
+    assert torch.equal(found["weight"], torch.arange(6.0))
+    path = tmp_path / "folder" / ".metadata"
+    for content in (_dumped(Metadata({}, planner_data=Run())), pickle.dumps(Run())):
+        path.write_bytes(content)
+        reader = CachedMetadataFileSystemReader(tmp_path / "folder", cache_metadata=False)
+        bounded(reader.read_metadata, "mkdir, which is not allowed")
+    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize("kind", [list, tuple, dict])

@@ -114,6 +114,7 @@ def load_metadata(path: Path) -> Any:
                 if not _same_rank(entry.size, chunk.offsets, chunk.sizes):
                     shape, size, offset = (quoted(list(n)) for n in (entry.size, chunk.sizes, chunk.offsets))
                     raise ValueError(f"{name} with the shape {shape} has a chunk of the shape {size} at {offset}")
+        found.storage_data = {MetadataIndex(i.fqn, i.offset, i.index): place for i, place in found.storage_data.items()}
         for index, info in found.storage_data.items():
             _ = Path(info.relative_path)
             if not isinstance(index.fqn, str) or not _same_rank((info.offset,), (info.length,)):
@@ -186,12 +187,9 @@ def _same_rank(*lists: Sequence[Any]) -> bool:
 
 
 class _Index(MetadataIndex):
-    """A ``MetadataIndex`` that is hashed by identity: its offset may be a tuple of 2^45 elements."""
+    """A ``MetadataIndex`` hashed by identity until its sizes are checked: it may hold a tuple of 2^45 elements."""
 
     __hash__ = object.__hash__
-
-    def __reduce__(self) -> Any:
-        return MetadataIndex, (self.fqn, self.offset, self.index)
 
 
 class _MetadataUnpickler(pickle.Unpickler):
