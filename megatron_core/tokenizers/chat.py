@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_core.errors import ConfigError, DataError, quoted
-from megatron_core.schema import read_object
 from megatron_core.text_file import read_text
 from megatron_core.tokenizers.base import Tokenizer
 from megatron_core.tokenizers.companions import TEMPLATE_FILE, TEMPLATE_FOLDER
-from megatron_core.tokenizers.hugging_face import REMEDY, named_tokens
+from megatron_core.tokenizers.hugging_face import named_tokens, read_object
 
 CONFIG_FILE = "tokenizer_config.json"
 DEFAULT, TOOL_USE = "default", "tool_use"
@@ -172,7 +171,7 @@ def _templates_in_files(folder: Path) -> dict[str, str]:
 
 def _templates_in_config(path: Path) -> dict[str, str]:
     """The templates in a tokenizer_config.json, by name: a text, or a list of objects with name and template."""
-    found = read_object(path, ConfigError, REMEDY).get("chat_template") if path.is_file() else None
+    found = read_object(path).get("chat_template") if path.is_file() else None
     if found is None or isinstance(found, str):
         return {} if found is None else {DEFAULT: found}
     if isinstance(found, list) and all(isinstance(each, dict) for each in found):

@@ -8,8 +8,8 @@ import orjson
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
+from megatron_core import schema
 from megatron_core.errors import ConfigError, quoted
-from megatron_core.schema import read_object
 from megatron_core.tokenizers.base import BaseTokenizer, Offsets, canonical_json
 from megatron_core.tokenizers.byte_symbols import missing_bytes
 from megatron_core.tokenizers.companions import GENERATION_FILE, NAME_FILES, companion_files, other_vocabularies
@@ -44,7 +44,7 @@ END_OF_TURN = (
     "<|eot_user|>",
 )
 
-REMEDY = "copy it again, or remove it to use the usual names"
+_REMEDY = "copy it again, or remove it to use the usual names"
 _KEYS = ("bos_token", "eos_token", "pad_token")
 
 # Keys that make the library truncate or pad texts. They are ignored, because text would be lost without an error.
@@ -237,7 +237,7 @@ def _load(file: Path) -> tokenizers.Tokenizer:
 
 def _check_prefix(file: Path) -> None:
     """ConfigError for merges without the prefix of continued words; tokenizers 0.23 aborts the process on them."""
-    model = read_object(file, ConfigError, REMEDY).get("model")
+    model = read_object(file).get("model")
     model = model if isinstance(model, dict) else {}
     prefix, merges = model.get("continuing_subword_prefix"), model.get("merges")
     if not prefix or not isinstance(prefix, str) or not isinstance(merges, list):
@@ -264,23 +264,28 @@ def named_tokens(folder: Path) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for path in (folder / name for name in NAME_FILES):
-        content = read_object(path, ConfigError, REMEDY) if path.is_file() else {}
+        content = read_object(path) if path.is_file() else {}
         for key, value in content.items():
             token = value.get("content") if isinstance(value, dict) else value
             if isinstance(token, str) and key.endswith("_token"):
                 found[key] = token
             elif key in _KEYS and value is not None:
-                raise ConfigError(f"{path}: {key} is {quoted(value)}, not the string of a token; {REMEDY}")
+                raise ConfigError(f"{path}: {key} is {quoted(value)}, not the string of a token; {_REMEDY}")
     return found
 
 
 def generation_ends(folder: Path) -> list[int]:
     """The ids in ``generation_config.json`` that end a generated text; empty without the file."""
     path = folder / GENERATION_FILE
-    ends = read_object(path, ConfigError, REMEDY).get("eos_token_id") if path.is_file() else None
+    ends = read_object(path).get("eos_token_id") if path.is_file() else None
     found = ends if isinstance(ends, list) else [] if ends is None else [ends]
     if not all(type(end) is int and end >= 0 for end in found):
         raise ConfigError(
             f"{path}: eos_token_id is {quoted(ends)}, not an id or a list of ids; copy the file again, or correct it"
         )
     return found
+
+
+def read_object(path: Path) -> dict:
+    """The object in a JSON file of a tokenizer. Errors: ``ConfigError``."""
+    return schema.read_object(path, ConfigError, _REMEDY)
