@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +27,8 @@ from megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_read
 from megatron_core.errors import CheckpointError, quoted
 from megatron_core.models.deepspeed import read_deepspeed_checkpoint
 from megatron_core.models.megatron_lm import pickles
-from megatron_core.models.megatron_lm.pickles import _Index, check_sizes, load_metadata, load_tensors
+from megatron_core.models.megatron_lm.pickle_keys import check_metadata
+from megatron_core.models.megatron_lm.pickles import check_sizes, load_metadata, load_tensors
 from tests.models.deepspeed.test_reader import damaged, rewrite
 
 LEVELS, SECONDS = 45, 5.0
@@ -49,19 +51,22 @@ def bounded(action: Callable[[], object], match: str = "") -> None:
     assert len(str(found.value)) < 3_000 and "\n" not in str(found.value)
 
 
+class _Unhashed(MetadataIndex):
+    """An index hashed by identity, pickled as one of torch's class: hashing it would visit all elements."""
+
+    __hash__ = object.__hash__
+
+    def __reduce__(self) -> Any:
+        return MetadataIndex, (self.fqn, self.offset, self.index)
+
+
 def _metadata() -> SimpleNamespace:
     """The parts of a ``.metadata`` with one tensor of one chunk."""
     chunk = ChunkStorageMetadata(torch.Size([0]), torch.Size([4]))
     entry = TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size([4]), [chunk])
-    index, info = _Index("weight", torch.Size([0])), _StorageInfo("__0_0.distcp", 0, 16)
+    index, info = _Unhashed("weight", torch.Size([0])), _StorageInfo("__0_0.distcp", 0, 16)
     metadata = Metadata({"weight": entry}, storage_data={index: info})
     return SimpleNamespace(metadata=metadata, entry=entry, chunk=chunk, index=index, info=info)
-
-
-def _dumped(metadata: Metadata) -> bytes:
-    """The pickle, in which indices have torch's class; hashing them would visit all elements."""
-    ours, theirs = (f"c{kind.__module__}\n{kind.__name__}\n".encode() for kind in (_Index, MetadataIndex))
-    return pickle.dumps(metadata, protocol=3).replace(ours, theirs)
 
 
 PLACES = {
@@ -87,9 +92,33 @@ def test_metadata_with_nested_containers(place: str, kind: type, tmp_path: Path)
     record, field = PLACES[place]
     object.__setattr__(getattr(parts, record), field, nested(kind))
     path = tmp_path / ".metadata"
-    path.write_bytes(_dumped(parts.metadata))
+    path.write_bytes(pickle.dumps(parts.metadata))
     assert path.stat().st_size < 2_000
     bounded(lambda: load_metadata(path), r"\.metadata cannot be read: .*counting a shared one at each use")
+
+
+class Keys(dict):
+    """A dict with a key, pickled as if it had another one: hashing that would visit all elements."""
+
+    def __reduce__(self) -> Any:
+        return dict, (), None, None, iter([(nested(tuple), 1)])
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_nested_tuples_as_keys_of_a_dict(protocol: int, tmp_path: Path) -> None:
+    path = tmp_path / ".metadata"
+    path.write_bytes(pickle.dumps({"a": Keys()}, protocol=protocol))
+    bounded(lambda: load_metadata(path), r"cannot be read: it has a tuple of more than .* at each use")
+    for zipped in (True, False):
+        torch.save({"a": Keys()}, tmp_path / "a.pt", _use_new_zipfile_serialization=zipped)
+        bounded(lambda: load_tensors(tmp_path / "a.pt"), r"cannot be read: it has a tuple of more than .* at each use")
+    bounded(lambda: load_tensors((tmp_path / "a.pt").read_bytes()), "it has a tuple of more than")
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_sizes_of_other_pickles_are_counted(protocol: int) -> None:
+    value = [{1: (2, (3, b"x" * 300))}, {4, "x" * 300}, frozenset([5]), OrderedDict(a=1), 2**100, 1.5, None, True]
+    check_metadata(pickle.dumps([value, value, tuple(range(10**5))], protocol=protocol))
 
 
 @pytest.mark.parametrize("field", ["fqn", "offset", "index"])
@@ -97,7 +126,7 @@ def test_keys_of_metadata_with_nested_tuples(field: str, tmp_path: Path) -> None
     """Python visits all elements of a tuple to hash it."""
     parts = _metadata()
     object.__setattr__(parts.index, field, nested(tuple))
-    (tmp_path / ".metadata").write_bytes(_dumped(parts.metadata))
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(parts.metadata))
     bounded(lambda: load_metadata(tmp_path / ".metadata"), r"\.metadata cannot be read")
 
 
@@ -115,7 +144,7 @@ def test_the_drop_in_reads_metadata_without_running_code(tmp_path: Path, monkeyp
     load(found, storage_reader=CachedMetadataFileSystemReader(tmp_path / "folder"), no_dist=True)
     assert torch.equal(found["weight"], torch.arange(6.0))
     path = tmp_path / "folder" / ".metadata"
-    for content in (_dumped(Metadata({}, planner_data=Run())), pickle.dumps(Run())):
+    for content in (pickle.dumps(Metadata({}, planner_data=Run())), pickle.dumps(Run())):
         path.write_bytes(content)
         reader = CachedMetadataFileSystemReader(tmp_path / "folder", cache_metadata=False)
         bounded(reader.read_metadata, "mkdir, which is not allowed")

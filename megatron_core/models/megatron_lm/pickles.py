@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from megatron_core.errors import CheckpointError, first_line, quoted
+from megatron_core.models.megatron_lm.pickle_keys import check_metadata, check_torch_file
 
 INERT = re.compile(
     r"argparse\.Namespace|types\.SimpleNamespace|signal\.Signals|_io\.BytesIO|_codecs\.encode|pathlib\.\w+"
@@ -77,6 +77,7 @@ def load_tensors(source: Path | bytes, inert: re.Pattern[str] = INERT, name: str
     """
     shown = source if isinstance(source, Path) else name
     try:
+        check_torch_file(source)
         file: Any = str(source) if isinstance(source, Path) else io.BytesIO(source)
         # In a file of torch before 1.6, which is not an archive, torch.load itself refuses all names.
         archive = zipfile.is_zipfile(source if isinstance(source, Path) else io.BytesIO(source))
@@ -105,7 +106,9 @@ def load_tensors(source: Path | bytes, inert: re.Pattern[str] = INERT, name: str
 def load_metadata(path: Path) -> Any:
     """Load the ``.metadata`` of ``torch.distributed.checkpoint``. Errors: as ``load_tensors``."""
     try:
-        found = _MetadataUnpickler(io.BytesIO(path.read_bytes())).load()
+        data = path.read_bytes()
+        check_metadata(data)
+        found = _MetadataUnpickler(io.BytesIO(data)).load()
         check_sizes(found)
         for name, entry in found.state_dict_metadata.items():
             if not isinstance(name, str):
@@ -114,7 +117,6 @@ def load_metadata(path: Path) -> Any:
                 if not _same_rank(entry.size, chunk.offsets, chunk.sizes):
                     shape, size, offset = (quoted(list(n)) for n in (entry.size, chunk.sizes, chunk.offsets))
                     raise ValueError(f"{name} with the shape {shape} has a chunk of the shape {size} at {offset}")
-        found.storage_data = {MetadataIndex(i.fqn, i.offset, i.index): place for i, place in found.storage_data.items()}
         for index, info in found.storage_data.items():
             _ = Path(info.relative_path)
             if not isinstance(index.fqn, str) or not _same_rank((info.offset,), (info.length,)):
@@ -174,9 +176,7 @@ def _children(item: Any) -> Iterable[Any] | None:
         return chain.from_iterable(item.items())
     if isinstance(item, list | tuple | set | frozenset):
         return item
-    is_record = isinstance(item, Inert | MetadataIndex) or type(item).__module__.startswith(
-        "torch.distributed.checkpoint"
-    )
+    is_record = isinstance(item, Inert) or type(item).__module__.startswith("torch.distributed.checkpoint")
     return vars(item).values() if is_record and hasattr(item, "__dict__") and not isinstance(item, Enum) else None
 
 
@@ -186,18 +186,12 @@ def _same_rank(*lists: Sequence[Any]) -> bool:
     return len({len(each) for each in lists}) == 1 and all(isinstance(n, int) and n >= 0 for n in numbers)
 
 
-class _Index(MetadataIndex):
-    """A ``MetadataIndex`` hashed by identity until its sizes are checked: it may hold a tuple of 2^45 elements."""
-
-    __hash__ = object.__hash__
-
-
 class _MetadataUnpickler(pickle.Unpickler):
     """Creates only the records of ``METADATA``."""
 
     def find_class(self, module: str, name: str) -> Any:
         if name in METADATA.get(module, ()) or (module == "torch" and isinstance(getattr(torch, name, 0), torch.dtype)):
-            return _Index if name == MetadataIndex.__name__ else super().find_class(module, name)
+            return super().find_class(module, name)
         if module.split(".")[0] == "pathlib" or name in PLANS.get(module, ()):
             return Inert
         raise CheckpointError(
