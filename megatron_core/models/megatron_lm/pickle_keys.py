@@ -6,7 +6,7 @@ import io
 import pickletools
 import zipfile
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 LARGEST_TUPLE = 2**24
 """Largest number of elements of a tuple, counting a shared one at each use; Python hashes them in 0.5 s."""
@@ -18,7 +18,7 @@ PUTS, GETS = {"PUT", "BINPUT", "LONG_BINPUT"}, {"GET", "BINGET", "LONG_BINGET"}
 
 
 class _Effect(NamedTuple):
-    """What an opcode does with the stack."""
+    """Change of the stack by an opcode."""
 
     to_mark: bool
     """Whether it takes all objects above the last mark."""
@@ -61,15 +61,15 @@ def _check(file: IO[bytes]) -> None:
     """Run one pickle with the sizes of objects in place of the objects."""
     stack: list[int] = []
     marks: list[int] = []
-    memo: dict[int, int] = {}
+    memo: dict[Any, int] = {}
     for opcode, argument, _ in pickletools.genops(file):
         name = opcode.name
         if name == "MEMOIZE":
             memo[len(memo)] = stack[-1]
         elif name in GETS:
-            stack.append(memo[int(argument)])
+            stack.append(memo[argument])
         elif name in PUTS:
-            memo[int(argument)] = stack[-1]
+            memo[argument] = stack[-1]
         elif name == "MARK":
             marks.append(len(stack))
         elif name == "DUP":
