@@ -209,6 +209,23 @@ def test_missing_layers_of_a_run_with_more_targets(tmp_path: Path) -> None:
         run_ranks(1, _stored, other)
 
 
+def test_pickled_weights_of_early_releases_are_read(tmp_path: Path) -> None:
+    _adapter("llama", {"target_modules": ["q_proj"]}, tmp_path)
+    path = tmp_path / "adapter" / "adapter_model.safetensors"
+    tensors = load_file(path)
+    settings = adapter_settings(tmp_path / "adapter")
+    path.unlink()
+    with pytest.raises(CheckpointError, match=r"has neither adapter_model\.safetensors nor adapter_model\.bin"):
+        adapter_settings(tmp_path / "adapter")
+    torch.save(tensors, path.with_suffix(".bin"))
+    assert adapter_settings(tmp_path / "adapter") == settings
+    run_ranks(1, _stored, _config(tmp_path, save=str(tmp_path / "run")))
+    export_adapter(tmp_path / "run", tmp_path / "exported")
+    exported = load_file(tmp_path / "exported" / "adapter_model.safetensors")
+    assert exported.keys() == tensors.keys()
+    assert all(torch.equal(exported[name], tensors[name].to(exported[name].dtype)) for name in tensors)
+
+
 def test_our_own_file_is_read(tmp_path: Path) -> None:
     _adapter("llama", {"target_modules": ["q_proj", "v_proj"]}, tmp_path)
     run_ranks(1, _stored, _config(tmp_path, save=str(tmp_path / "run")))

@@ -142,7 +142,7 @@ class TensorFiles:
         return self._file(self._where[name]).get_slice(self._stored_as[name])
 
     def _file(self, path: Path) -> safe_open | PickledFile:
-        if path not in self._files and self.weights == PICKLED:
+        if path not in self._files and path.suffix == Path(PICKLED).suffix:
             self._files[path] = PickledFile(path)
         elif path not in self._files:
             try:

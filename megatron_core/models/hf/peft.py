@@ -33,7 +33,7 @@ from megatron_core.schema import (
     read_object,
 )
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 PREFIX = "base_model.model."
 
 
@@ -103,7 +103,7 @@ def adapter_settings(folder: Path) -> dict[str, Any]:
         "use_rslora": content.get("use_rslora") is True,
         "use_dora": content.get("use_dora") is True,
     }
-    files = TensorFiles(folder, WEIGHTS)
+    files = _files(folder)
     try:
         modules = {match[1] for match in map(_THEIRS.fullmatch, files.names) if match}
     finally:
@@ -115,6 +115,14 @@ def adapter_settings(folder: Path) -> dict[str, Any]:
             "attention and MLP, such as q_proj and down_proj"
         )
     return settings | {"lora_target_modules": _targets(content, modules)}
+
+
+def _files(folder: Path) -> TensorFiles:
+    """The open file of weights; the pickled one of early releases is read without running code."""
+    names = [name for name in (WEIGHTS, PICKLED) if (folder / name).is_file()]
+    if not names:
+        raise CheckpointError(f"{folder} has neither {WEIGHTS} nor {PICKLED}; {REMEDY}")
+    return TensorFiles(folder, names[0])
 
 
 def _targets(content: Mapping[str, Any], modules: Collection[str]) -> tuple[str, ...]:
@@ -232,7 +240,7 @@ def read_adapter(folder: Path, names: PeftNames, shapes: Mapping[str, tuple[int,
 
     Errors: ``CheckpointError`` if it has not exactly these adapters.
     """
-    files, used = TensorFiles(folder, WEIGHTS), set()
+    files, used = _files(folder), set()
     try:
         found: dict[str, Tensor] = {}
         for name, shape in shapes.items():
