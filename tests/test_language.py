@@ -1,6 +1,8 @@
 """Plain English: words and patterns that DESIGN 7 replaces, in names, docstrings, comments, messages and pages."""
 
+import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -105,4 +107,24 @@ def test_language() -> None:
         text = path.read_text(encoding="utf-8")
         found = faults_in(prose_of(text)) + (docstring_faults(text) if path.suffix in PYTHON else [])
         faults += [f"{path.relative_to(ROOT)}: {fault}" for fault in found]
+    assert not faults, "\n".join(faults)
+
+
+def columns_outside_of_blocks(source: str) -> Iterator[str]:
+    """Lines of docstrings with columns that are not indented: a formatter of paragraphs would join them."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            margin = " " * node.col_offset
+            lines = node.value.value.splitlines()[1:]
+            yield from (line for line in lines if re.match(rf"{margin}\S.* {{3,}}\S", line))
+
+
+def test_columns_of_docstrings_are_indented() -> None:
+    joined = '"""A folder.\n\nSAVE/latest.txt       the newest SAVE/iter_1/    its files\n"""'
+    assert list(columns_outside_of_blocks(joined)) == ["SAVE/latest.txt       the newest SAVE/iter_1/    its files"]
+    assert not list(columns_outside_of_blocks('"""A folder.\n\n    latest.txt       the newest\n"""'))
+    paths = [path for path in (ROOT / "megatron_core").rglob("*.py") if "drop_in/deepspeed-" not in str(path)]
+    assert len(paths) > 600
+    texts = {path: text for path in paths if re.search(r"\S {3,}\S", text := path.read_text())}
+    faults = [f"{path}: {line}" for path, text in texts.items() for line in columns_outside_of_blocks(text)]
     assert not faults, "\n".join(faults)

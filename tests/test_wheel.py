@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -102,6 +103,33 @@ def test_the_wheel_and_the_sdist_are_complete(built: Path) -> None:
     assert _tracked() | _tracked("csrc") | {"pyproject.toml", "README.md", "LICENSE"} <= names
     if importlib.util.find_spec("twine"):
         subprocess.run([sys.executable, "-m", "twine", "check", "--strict", wheel, sdist], check=True)
+
+
+@pytest.mark.skipif(not shutil.which("make"), reason="there is no make")
+@pytest.mark.parametrize(("words", "switch"), [([], "ON"), (["CUDA=1"], "ON"), (["CUDA=0"], "OFF")])
+def test_make_wheel_says_what_it_builds(words: list[str], switch: str) -> None:
+    """``make --dry-run`` prints the commands without running them."""
+    call = ["make", "--dry-run", "wheel", *words]
+    commands = subprocess.run(call, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert f"--config-settings cmake.define.MEGATRON_CUDA={switch} " in commands
+    assert ("with the CUDA library if there is nvcc" in commands) == (switch == "ON")
+    assert "Processor time" in commands and "--quiet" not in commands.split("pip wheel")[1].split("\n")[0]
+
+
+@pytest.mark.skipif(not shutil.which("cmake") or not shutil.which("c++"), reason="there is no cmake or no compiler")
+@pytest.mark.parametrize("switch", ["ON", "OFF"])
+def test_cuda_can_be_left_out_of_the_build(switch: str, tmp_path: Path) -> None:
+    """With a program in place of nvcc that reports that it was called."""
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text(f"#!/bin/sh\ntouch {tmp_path}/called\nexit 1\n")
+    nvcc.chmod(0o755)
+    call = ["cmake", "-S", str(ROOT / "csrc"), "-B", str(tmp_path / "build"), f"-DMEGATRON_CUDA={switch}"]
+    environment = os.environ | {"CUDACXX": str(nvcc)}
+    done = subprocess.run(call, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert ("No CUDA library: MEGATRON_CUDA=OFF" in done.stdout) == (switch == "OFF")
+    assert (tmp_path / "called").exists() == (switch == "ON")
+    assert "CPU libraries: " in done.stdout
 
 
 def test_the_drop_in_works_from_a_wheel(installed: Path, tmp_path: Path) -> None:

@@ -1,10 +1,6 @@
 """A folder of checkpoints: finding, naming, deleting and locking.
 
-SAVE/latest_checkpointed_iteration.txt        the newest complete iteration SAVE/iter_0000100/manifest.json
-counters, configuration, files, and the boxes of each tensor SAVE/iter_0000100/rank_00000.safetensors      the boxes
-that rank 0 wrote SAVE/iter_0000100/tokenizer/                  the tokenizer's files SAVE/config.yaml
-the settings of the run SAVE/.lock                                    locked by the run that writes here SAVE/.run
-the run's id, if it keeps copies in host memory
+docs/checkpoints.md, "The format", lists the files of such a folder.
 """
 
 import errno

@@ -6,7 +6,6 @@ import typing
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
-from reprlib import Repr
 from typing import Any, Literal
 
 import yaml
@@ -15,7 +14,7 @@ from megatron_core.config.heterogeneous import LAYERS_FILE, LAYERS_JSON, read_la
 from megatron_core.config.hybrid import read_pattern
 from megatron_core.config.megatron_flags import FLAGS
 from megatron_core.config.run import RunConfig, field_types, section_types
-from megatron_core.errors import MOST_SHOWN, ConfigError, shortened
+from megatron_core.errors import MOST_SHOWN, ConfigError, quoted, shortened
 from megatron_core.output_file import no_follow, refuse_other_file, starting_with
 from megatron_core.text_file import parse_json, parse_yaml, read_text
 
@@ -112,18 +111,6 @@ def _load(path: Path) -> dict[str, Any]:
     return loaded
 
 
-_REPR = Repr()
-_REPR.maxlevel, _REPR.maxother = 2, MOST_SHOWN
-
-
-def _quoted(value: object) -> str:
-    """The beginning of a value in a file, for a message; Python does not print integers of more than 4,300 digits."""
-    try:
-        return shortened(repr(value) if isinstance(value, str) else _REPR.repr(value))
-    except ValueError:
-        return "a number of thousands of digits"
-
-
 def _flat_items(loaded: dict[str, Any], path: str) -> typing.Iterator[tuple[str, Any]]:
     """The (name, value) pairs of a file, including those inside sections."""
     sections = section_types()
@@ -135,13 +122,13 @@ def _flat_items(loaded: dict[str, Any], path: str) -> typing.Iterator[tuple[str,
             yield from ((_plain(inner), item) for inner, item in value.items())
         elif value is not None:
             raise ConfigError(
-                f"{name}={_quoted(value)} in {path}: {name} is a section; write its settings indented below it"
+                f"{name}={quoted(value)} in {path}: {name} is a section; write its settings indented below it"
             )
 
 
 def _plain(key: object) -> str:
     """A key as a field's name."""
-    return (key if isinstance(key, str) else _quoted(key)).lstrip("-").replace("-", "_")
+    return (key if isinstance(key, str) else quoted(key)).lstrip("-").replace("-", "_")
 
 
 def _unknown(name: str, path: str, kinds: dict[str, Any]) -> str:
@@ -166,7 +153,7 @@ def _checked(name: str, value: Any, kind: Any, path: str) -> Any:
     try:
         return convert(value, kind)
     except (TypeError, ValueError, OverflowError):
-        raise ConfigError(f"{name}={_quoted(value)} in {path} does not fit; legal: {describe(kind)}") from None
+        raise ConfigError(f"{name}={quoted(value)} in {path} does not fit; legal: {describe(kind)}") from None
 
 
 def convert(value: Any, kind: Any) -> Any:

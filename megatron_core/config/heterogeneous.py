@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from megatron_core.config.setting import ALWAYS, Resume, section, setting
-from megatron_core.errors import ConfigError, shortened
+from megatron_core.errors import ConfigError, quoted, shortened
 from megatron_core.text_file import parse_json, read_text
 
 MULTIPLE = 256
@@ -142,7 +142,7 @@ class _Reader:
         value = self.left.pop(key, None)
         if value is None or (isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 2**31):
             return value
-        self.faults.append(f"has {self.name}.{key}={shortened(repr(value))}; it must be a number > 0, or null")
+        self.faults.append(f"has {self.name}.{key}={quoted(value)}; it must be a number > 0, or null")
         return None
 
     def integer(self, key: str) -> int | None:
@@ -150,7 +150,7 @@ class _Reader:
         value = self.number(key)
         if value is None or value == int(value):
             return None if value is None else int(value)
-        self.faults.append(f"has {self.name}.{key}={value}; it must be an integer >= 1, or null")
+        self.faults.append(f"has {self.name}.{key}={quoted(value)}; it must be an integer >= 1, or null")
         return None
 
     def part(self, size: int | None) -> LayerPart:
@@ -167,7 +167,7 @@ class _Reader:
         """Add a message for each key that was not read, unless it is null or false."""
         for key, value in self.left.items():
             if value is not None and value is not False:
-                self.faults.append(f"has {self.name}.{key}={shortened(repr(value))}, which is not supported; remove it")
+                self.faults.append(f"has {self.name}.{key}={quoted(value)}, which is not supported; remove it")
 
 
 def write_blocks(blocks: Sequence[LayerBlock]) -> str:

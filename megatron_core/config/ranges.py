@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from datetime import date
 from typing import Any
 
+from megatron_core.config.token_ids import KEYS, is_token_ids_json
+
 
 @dataclass(frozen=True)
 class Range:
@@ -54,3 +56,8 @@ POSITIVE_UP_TO_1, UP_TO_1 = above_0(1), from_0(1)
 FOLDER = Range("a folder (. is the current one) or left out", bool, "names no folder")
 DATE = Range("a date as YYYY-MM-DD", _is_date, "is not a date")
 FILE = Range("a file or left out", bool, "names no file")
+TOKEN_IDS = Range(
+    f"a JSON object of ids, lists of ids or null, with keys of {', '.join(KEYS)}",
+    is_token_ids_json,
+    "does not name ids of tokens",
+)

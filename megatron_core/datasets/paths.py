@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_core.config import DataConfig
 from megatron_core.datasets.base import short_names
-from megatron_core.errors import ConfigError
+from megatron_core.errors import ConfigError, quoted
 from megatron_core.text_file import parse_json, parse_yaml, read_text
 
 NAMES = ("train", "valid", "test")
@@ -95,7 +95,7 @@ def _read_phases(path: str) -> tuple[Phase, ...]:
 def _phase(path: str, number: int, phase: Any, is_last: bool) -> Phase:
     where = f"data_phases={path}: phase {number}"
     if not isinstance(phase, dict) or not set(phase) <= {"samples", "data_path"} or not phase.get("data_path"):
-        raise ConfigError(f"{where} is {phase!r}; expected {{samples: N, data_path: [...]}}")
+        raise ConfigError(f"{where} is {quoted(phase)}; expected {{samples: N, data_path: [...]}}")
     samples = phase.get("samples")
     if is_last and samples is not None:
         raise ConfigError(
@@ -108,9 +108,13 @@ def _phase(path: str, number: int, phase: Any, is_last: bool) -> Phase:
 
 def _items(where: str, given: Any) -> tuple[str, ...]:
     """A list of weights and prefixes, as words of a command line."""
-    words: Sequence[Any] = given.split() if isinstance(given, str) else given or []
-    if not isinstance(words, list) or not all(isinstance(word, str | int | float) for word in words):
-        raise ConfigError(f"{where} is {given!r}; expected a list such as [0.7, a_text_document, 0.3, b_text_document]")
+    words: Sequence[Any] = given.split() if isinstance(given, str) else given
+    words = [] if words is None else words
+    is_list = isinstance(words, list) and not any(isinstance(word, bool) for word in words)
+    if not is_list or not all(isinstance(word, str | int | float) for word in words):
+        raise ConfigError(
+            f"{where} is {quoted(given)}; expected a list such as [0.7, a_text_document, 0.3, b_text_document]"
+        )
     return tuple(str(word) for word in words)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from megatron_core.config.parallel import ParallelConfig
 from megatron_core.errors import ConfigError
+from megatron_core.schema import COUNT, NUMBER, OBJECT, POSITIVE, STRING, SWITCH, KeyType, mapping, read_object
 
 MACHINES = Path(__file__).with_name("machines")
 
@@ -101,6 +102,20 @@ class Hardware:
         Path(path).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
 
 
+RATES = KeyType("an object of numbers above 0", lambda value: mapping(POSITIVE.accepts)(value) and bool(value))
+_OF_FIELDS = {
+    "float": NUMBER,
+    "int": COUNT,
+    "bool": SWITCH,
+    "str": STRING,
+    "Link": OBJECT,
+    "Mapping[str, float]": RATES,
+}
+TYPES = {f.name: _OF_FIELDS[str(f.type)] for kind in (Hardware, Link) for f in fields(kind)}
+"""Types of the keys of a file."""
+REMEDY = "measure the machine again with megatron-diagnose --machine"
+
+
 def known_hardware() -> list[str]:
     """Names of the machines included in the library."""
     return sorted(path.stem for path in MACHINES.glob("*.json"))
@@ -114,12 +129,11 @@ def read_hardware(name: str) -> Hardware:
             f"hardware={name!r} is not known; legal: {', '.join(known_hardware())}, or a file that "
             "megatron-diagnose --machine wrote (PATH.json)"
         )
+    values = read_object(path, ConfigError, REMEDY, TYPES)
     try:
-        return hardware_of(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, RecursionError, TypeError, KeyError) as error:
-        raise ConfigError(
-            f"hardware={name!r}: {path} is not a hardware file: {error}; measure the machine again"
-        ) from None
+        return hardware_of(values)
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ConfigError(f"hardware={name!r}: {path} is not a hardware file: {error}; {REMEDY}") from None
 
 
 def hardware_of(values: dict[str, Any]) -> Hardware:

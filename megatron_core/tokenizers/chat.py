@@ -7,7 +7,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from megatron_core.errors import ConfigError, DataError, shortened
+from megatron_core.errors import ConfigError, DataError, quoted
 from megatron_core.text_file import read_text
 from megatron_core.tokenizers.base import Tokenizer
 from megatron_core.tokenizers.companions import TEMPLATE_FILE, TEMPLATE_FOLDER
@@ -178,7 +178,7 @@ def _templates_in_config(path: Path) -> dict[str, str]:
         found = {each.get("name"): each.get("template") for each in found}
     if not isinstance(found, dict) or not all(isinstance(text, str) for pair in found.items() for text in pair):
         raise ConfigError(
-            f"{path}: chat_template is {shortened(repr(found))}, neither a string nor a list of objects with name and "
+            f"{path}: chat_template is {quoted(found)}, neither a string nor a list of objects with name and "
             "template; copy the file again, or give --chat-template FILE"
         )
     return found

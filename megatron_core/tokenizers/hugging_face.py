@@ -8,7 +8,8 @@ import orjson
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from megatron_core.errors import ConfigError, shortened
+from megatron_core import schema
+from megatron_core.errors import ConfigError, quoted
 from megatron_core.tokenizers.base import BaseTokenizer, Offsets, canonical_json
 from megatron_core.tokenizers.byte_symbols import missing_bytes
 from megatron_core.tokenizers.companions import GENERATION_FILE, NAME_FILES, companion_files, other_vocabularies
@@ -245,8 +246,8 @@ def _check_prefix(file: Path) -> None:
         parts = merge.split(" ") if isinstance(merge, str) else merge
         if not (isinstance(parts, list) and len(parts) == 2 and str(parts[1]).startswith(prefix)):
             raise ConfigError(
-                f"--tokenizer-model {file}: the merge {shortened(repr(merge))} does not continue a word with "
-                f"continuing_subword_prefix={shortened(repr(prefix))}; copy the file again"
+                f"--tokenizer-model {file}: the merge {quoted(merge)} does not continue a word with "
+                f"continuing_subword_prefix={quoted(prefix)}; copy the file again"
             )
 
 
@@ -269,7 +270,7 @@ def named_tokens(folder: Path) -> dict[str, str]:
             if isinstance(token, str) and key.endswith("_token"):
                 found[key] = token
             elif key in _KEYS and value is not None:
-                raise ConfigError(f"{path}: {key} is {shortened(repr(value))}, not the string of a token; {_REMEDY}")
+                raise ConfigError(f"{path}: {key} is {quoted(value)}, not the string of a token; {_REMEDY}")
     return found
 
 
@@ -280,20 +281,11 @@ def generation_ends(folder: Path) -> list[int]:
     found = ends if isinstance(ends, list) else [] if ends is None else [ends]
     if not all(type(end) is int and end >= 0 for end in found):
         raise ConfigError(
-            f"{path}: eos_token_id is {shortened(repr(ends))}, not an id or a list of ids; copy the file again, or "
-            "correct it"
+            f"{path}: eos_token_id is {quoted(ends)}, not an id or a list of ids; copy the file again, or correct it"
         )
     return found
 
 
 def read_object(path: Path) -> dict:
-    """The object in a JSON file; ConfigError for anything else."""
-    try:
-        content = json.loads(path.read_bytes())
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}; {_REMEDY}") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not JSON ({error}); {_REMEDY}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} contains a {type(content).__name__}, not an object; {_REMEDY}")
-    return content
+    """The object in a JSON file of a tokenizer. Errors: ``ConfigError``."""
+    return schema.read_object(path, ConfigError, _REMEDY)

@@ -9,7 +9,7 @@ from typing import Any
 
 import tiktoken
 
-from megatron_core.errors import ConfigError, DataError
+from megatron_core.errors import ConfigError, DataError, quoted
 from megatron_core.tokenizers.base import BaseTokenizer, Offsets
 from megatron_core.tokenizers.companions import companion_files
 
@@ -188,10 +188,10 @@ def _in_order(path: Path, entries: Iterable[tuple[str, str | bytes, Any]]) -> di
     """The rank of each token, with the tokens in the order of their ranks."""
     tokens: dict[bytes, int] = {}
     for entry, text, rank in entries:
-        if rank != len(tokens):
+        if type(rank) is not int or rank != len(tokens):
             raise ConfigError(
-                f"--tokenizer-model {path}, {entry} has rank {rank}, expected {len(tokens)}: ranks must count up from "
-                "0 in the order of the file; sort the file or correct the rank"
+                f"--tokenizer-model {path}, {entry} has rank {quoted(rank)}, expected {len(tokens)}: ranks must count "
+                "up from 0 in the order of the file; sort the file or correct the rank"
             )
         try:
             token = base64.b64decode(text, validate=True)

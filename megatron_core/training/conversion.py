@@ -5,7 +5,9 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,11 +18,13 @@ from megatron_core.checkpoint.reader import note
 from megatron_core.checkpoint.writer import save_tensors
 from megatron_core.config import RunConfig
 from megatron_core.config.optimizers import AVERAGE
+from megatron_core.config.token_ids import read_token_ids
 from megatron_core.config.tuning import TuningConfig
 from megatron_core.errors import CheckpointError
 from megatron_core.models import GPTModel
 from megatron_core.models.build import global_shapes
 from megatron_core.models.hf import (
+    MTP_PREFIX,
     HuggingFaceReader,
     architecture_for,
     notes_of_folder,
@@ -167,6 +171,7 @@ def export_hugging_face(
             model = replace(config.model, max_position_embeddings=config.max_positions)
             whole = replace(config, tuning=TuningConfig())
             shapes, keys = global_shapes(whole, reader.state["vocab_size"]), special_tokens(config)
+            _note_mtp_layers(whole, shapes)
             write_hugging_face(reader, incomplete, architecture, model, shapes, dtype=kept, extra_keys=keys)
             export_tokenizer(config, tokenizer_folder(found), incomplete)
         verified = partial(_opened, CheckpointReader(found), config, average=average)
@@ -230,10 +235,36 @@ def export_tokenizer(config: RunConfig, kept: Path, folder: Path) -> None:
         settings.write_text(json.dumps({"tokenizer_class": CLASSES[own[0]]} | tokens, indent=2) + "\n")
 
 
-def special_tokens(config: RunConfig) -> dict[str, int | None]:
-    """Ids of the special tokens in config.json; None without a tokenizer or without such a token."""
+def special_tokens(config: RunConfig) -> dict[str, Any]:
+    """Ids of the special tokens in config.json: those of the imported model, else those of the tokenizer.
+
+    A tokenizer with another id is noted. None without a tokenizer or without such a token.
+    """
     tokenizer = tokenizer_of(config.data)
-    return {f"{name}_token_id": getattr(tokenizer, name, None) for name in ("bos", "eos", "pad")}
+    of_tokenizer = {f"{name}_token_id": getattr(tokenizer, name, None) for name in ("bos", "eos", "pad")}
+    if config.data.hf_token_ids is None:
+        return of_tokenizer
+    imported = read_token_ids(config.data.hf_token_ids)
+    for key, own in of_tokenizer.items():
+        ids = imported.get(key)
+        if own is not None and own not in (ids if isinstance(ids, list) else [ids]):
+            note(
+                f"config.json has {key}={json.dumps(ids)} of the imported model, the tokenizer has {own}; if the model "
+                "was trained with another tokenizer than the imported one, edit config.json"
+            )
+    return imported
+
+
+def _note_mtp_layers(config: RunConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Say that the export leaves out layers for multi-token prediction, which ``transformers`` does not have."""
+    left_out = {name: shape for name, shape in shapes.items() if name.startswith(MTP_PREFIX)}
+    if left_out:
+        parameters = sum(map(prod, left_out.values()))
+        note(
+            f"mtp_num_layers={config.model.mtp_num_layers}: the export has no layers for multi-token prediction "
+            f"({len(left_out):,} tensors, {parameters:,} parameters), because transformers does not read them; keep "
+            "the checkpoint to continue their training"
+        )
 
 
 def compare_logits(open_reader: Callable[[], Reader], config: RunConfig, folder: Path, dtype: torch.dtype) -> float:

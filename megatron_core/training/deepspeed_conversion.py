@@ -19,7 +19,7 @@ from megatron_core.errors import CheckpointError
 from megatron_core.models.deepspeed import DeepSpeedCheckpoint, latest_tag, read_deepspeed_checkpoint
 from megatron_core.models.hf.files import INDEX, WEIGHTS
 from megatron_core.parallel.texts import listed
-from megatron_core.text_file import read_text
+from megatron_core.schema import STRINGS, read_object
 from megatron_core.tokenizers.companions import companion_files, vocabulary_files
 from megatron_core.training.conversion import check_empty
 from megatron_core.training.state import TrainState
@@ -176,13 +176,7 @@ def export_deepspeed(
 
 
 def _settings(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(read_text(path))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from None
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path} contains a {type(found).__name__}; it must contain an object")
-    return found
+    return read_object(path, CheckpointError, "give the model's config.json", {"architectures": STRINGS})
 
 
 def _check_model(

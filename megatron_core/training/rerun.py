@@ -6,9 +6,9 @@ samples: first on the same ranks, then each copy of the model computes the sampl
 losses of each copy's samples are compared, in place bit by bit and on other ranks within rounding (rows of experts have
 another order there), and the gradient norm within rounding, because it is a sum over copies.
 
-correct     the samples and weights give this result everywhere; the step is a bad step.
-transient   the repetition in place has another result.
-persistent  the same ranks repeat the result, other ranks do not: these ranks compute wrong values.
+    correct     the samples and weights give this result everywhere; the step is a bad step.
+    transient   the repetition in place has another result.
+    persistent  the same ranks repeat the result, other ranks do not: these ranks compute wrong values.
 
 With ``replay_interval`` also steps whose result is not suspicious are computed by the next copy, before their update.
 """

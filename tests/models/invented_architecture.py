@@ -6,8 +6,8 @@ in the package refers to it.
 
 from megatron_core.config.presets import LLAMA_LAYERS
 from megatron_core.models.hf import Architecture, Rule, register
-from megatron_core.models.hf.rules import POSITIVE
 from megatron_core.models.hf.tensors import gate_and_up, stacked_qkv
+from megatron_core.schema import POSITIVE
 
 INVENTED = register(
     Architecture(

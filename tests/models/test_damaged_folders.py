@@ -173,7 +173,7 @@ def test_damaged_safetensors_are_one_sentence(fault: str, tmp_path: Path) -> Non
 def test_a_weight_map_must_be_an_object(value: object, tmp_path: Path) -> None:
     save_model("llama", tmp_path, max_shard_size="20KB")
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": value}))
-    with pytest.raises(CheckpointError, match="weight_map must be an object of tensors and files, not"):
+    with pytest.raises(CheckpointError, match=r"weight_map=.*; it must be an object;|has no weight_map"):
         HuggingFaceReader(tmp_path)
 
 

@@ -474,16 +474,16 @@ def test_another_function_is_refused(name: str, cause: str, tmp_path: Path, monk
 
 def test_what_transformers_refuses_is_one_sentence(tmp_path: Path) -> None:
     save_model("llama", tmp_path / "theirs")
-    _edit(tmp_path / "theirs", bos_token_id="x")
-    with pytest.raises(
-        CheckpointError, match=r"^transformers .* cannot compute the logits of .*'bos_token_id'.*--no-v"
-    ):
+    _edit(tmp_path / "theirs", use_cache="x")
+    with pytest.raises(CheckpointError, match=r"^transformers .* cannot compute the logits of .*'use_cache'.*--no-v"):
         import_hugging_face(tmp_path / "theirs", tmp_path / "ours")
     assert not (tmp_path / "ours").exists()
 
 
 @pytest.mark.parametrize("layers", [0, 1])
-def test_layers_of_multi_token_prediction_are_left_out(layers: int, tmp_path: Path) -> None:
+def test_layers_of_multi_token_prediction_are_left_out(
+    layers: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """DeepSeek's files store them after the other layers; without their number in config.json they are unexpected
     tensors."""
     save_model("deepseek_v3", tmp_path / "theirs")
@@ -495,6 +495,9 @@ def test_layers_of_multi_token_prediction_are_left_out(layers: int, tmp_path: Pa
     settings.write_text(json.dumps(config | {"num_nextn_predict_layers": layers}))
     if layers:
         assert import_hugging_face(tmp_path / "theirs", tmp_path / "ours") < 2e-6
+        assert (
+            "layers for multi-token prediction (2 tensors, 2,080 parameters), which are not" in capsys.readouterr().out
+        )
     else:
         with pytest.raises(CheckpointError, match=r"unexpected: model\.layers\.4\.eh_proj"):
             import_hugging_face(tmp_path / "theirs", tmp_path / "ours")

@@ -208,11 +208,11 @@ FAULTS: dict[str, tuple[Any, str]] = {
     ),
     "a newer format": (
         lambda f: (f / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 2}'),
-        "names the format torch_dist of version 2; torch_dist of version 1 is read",
+        "names the format 'torch_dist' of version 2; torch_dist of version 1 is read",
     ),
     "zarr": (
         lambda f: (f / "metadata.json").write_text('{"sharded_backend": "zarr", "sharded_backend_version": 1}'),
-        "names the format zarr",
+        "names the format 'zarr'",
     ),
     "a record of the format that is cut": (lambda f: cut(f / "metadata.json"), r"metadata\.json cannot be read"),
     "a long number in the tracker": (

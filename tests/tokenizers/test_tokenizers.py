@@ -137,7 +137,9 @@ def test_hugging_face_ends_of_a_generated_text(tmp_path: Path) -> None:
     assert end_ids(ByteLevelTokenizer()) == {ByteLevelTokenizer().eod}
 
 
-@pytest.mark.parametrize(("content", "sentence"), [("{", "is not JSON"), ("[]", "contains a list, not an object")])
+@pytest.mark.parametrize(
+    ("content", "sentence"), [("{", "cannot be read as JSON"), ("[]", "contains a list, not an object")]
+)
 def test_hugging_face_names_file_that_is_broken(content: str, sentence: str, tmp_path: Path) -> None:
     write_tokenizer_json(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(content)

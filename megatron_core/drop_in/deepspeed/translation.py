@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 import yaml
 
 from deepspeed.optimizers import Chosen, optimizer_settings
-from megatron_core.errors import ConfigError
+from megatron_core.errors import ConfigError, quoted
+from megatron_core.schema import NUMBER, whole
+from megatron_core.text_file import read_text
 
 AUTO = "auto"
 TRIPLE = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -88,10 +90,10 @@ def read_json(config: Any) -> dict[str, Any]:
     if isinstance(config, Mapping):
         return dict(config)
     if not isinstance(config, str | os.PathLike):
-        raise ConfigError(f"DeepSpeed config={config!r} must be a dict or the path of a JSON file")
+        raise ConfigError(f"DeepSpeed config={quoted(config)} must be a dict or the path of a JSON file")
     name = os.fspath(config)
     try:
-        text = Path(name).read_text(encoding="utf-8") if os.path.exists(name) else _decoded(name)
+        text = read_text(name) if os.path.exists(name) else _decoded(name)
         found = json.loads(text, object_pairs_hook=_refuse_duplicates)
     except ConfigError:
         raise
@@ -108,7 +110,7 @@ def _decoded(name: str) -> str:
     try:
         return base64.urlsafe_b64decode(name).decode("utf-8")
     except (binascii.Error, ValueError) as error:
-        raise ConfigError(f"DeepSpeed config={name!r}: no such file; give the path of a JSON file") from error
+        raise ConfigError(f"DeepSpeed config={quoted(name)}: no such file; give the path of a JSON file") from error
 
 
 def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -179,7 +181,7 @@ class _Reader:
                 self.faults.append(f"{path} is not a key of DeepSpeed" + (f"; did you mean {near[0]}?" if near else ""))
             elif key.use == "refused":
                 if not self._neutral(path, value, key):
-                    self.faults.append(f"{path}={value!r} is not supported: {key.text}")
+                    self.faults.append(f"{path}={quoted(value)} is not supported: {key.text}")
             elif key.use == "without_effect":
                 self.ignored.setdefault(key.text, []).append(path)
             elif value == AUTO:
@@ -212,8 +214,8 @@ class _Reader:
     def number(self, path: str, default: float) -> float:
         """A number >= 0."""
         value = self.get(path, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
-            self.faults.append(f"{path}={value!r} must be a number >= 0")
+        if not NUMBER.accepts(value):
+            self.faults.append(f"{path}={quoted(value)} must be {NUMBER.description}")
             return default
         return value
 
@@ -222,8 +224,8 @@ class _Reader:
         value = self.get(path, default)
         if isinstance(value, float) and value.is_integer():
             value = int(value)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            self.faults.append(f"{path}={value!r} must be an integer >= {least}")
+        if not whole(least)(value):
+            self.faults.append(f"{path}={quoted(value)} must be an integer >= {least}")
             return default
         return value
 
@@ -231,7 +233,7 @@ class _Reader:
         """True or false."""
         value = self.get(path, False)
         if not isinstance(value, bool):
-            self.faults.append(f"{path}={value!r} must be true or false")
+            self.faults.append(f"{path}={quoted(value)} must be true or false")
         return value is True
 
     def batch(self, ranks: int) -> tuple[int, int, int]:
@@ -267,7 +269,7 @@ class _Reader:
         if sent in ("bf16", "bfp16"):
             found["grad_reduce_in_bf16"] = True
         elif sent not in (None, "fp32"):
-            self.faults.append(f"communication_data_type={sent!r} is not supported: use 'fp32' or 'bf16'")
+            self.faults.append(f"communication_data_type={quoted(sent)} is not supported: use 'fp32' or 'bf16'")
         if not fp16:
             return found
         if constant := self.number("fp16.loss_scale", 0):
@@ -319,7 +321,7 @@ class _Reader:
     def _device(self, section: str, *known: str) -> str:
         device = self.get(f"zero_optimization.{section}.device", "none")
         if device not in ("none", *known):
-            self.faults.append(f"zero_optimization.{section}.device={device!r} must be one of none, cpu and nvme")
+            self.faults.append(f"zero_optimization.{section}.device={quoted(device)} must be one of none, cpu and nvme")
             return "none"
         return str(device)
 
@@ -334,10 +336,10 @@ class _Reader:
         """Type and params of ``optimizer`` or ``scheduler``."""
         name, params = self.get(f"{section}.type", None), self.get(f"{section}.params", {})
         if not isinstance(params, Mapping):
-            self.faults.append(f"{section}.params={params!r} must be an object {{...}}")
+            self.faults.append(f"{section}.params={quoted(params)} must be an object {{...}}")
             params = {}
         if name is not None and not isinstance(name, str):
-            self.faults.append(f"{section}.type={name!r} must be a name")
+            self.faults.append(f"{section}.type={quoted(name)} must be a name")
         if name is None and params:
             self.faults.append(f"{section}.params is given without {section}.type; add the type")
         return None if name is None else Algorithm(str(name), dict(params))

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from megatron_core.errors import CheckpointError
+from megatron_core.errors import CheckpointError, quoted
 from megatron_core.models.deepspeed.folder import Files, find_folder, load_dict
 from megatron_core.models.deepspeed.joining import UNIVERSAL_VERSION, Joiner
 from megatron_core.models.deepspeed.model_files import ModelFile, plain
@@ -116,7 +116,7 @@ class DeepSpeedCheckpoint:
         version = info.get("universal_checkpoint_version", 0.0) if isinstance(info, Mapping) else 0.0
         if not isinstance(version, int | float) or version > UNIVERSAL_VERSION:
             raise CheckpointError(
-                f"universal_checkpoint_version is {str(version)[:20]}; versions up to {UNIVERSAL_VERSION} are read"
+                f"universal_checkpoint_version is {quoted(version)}; versions up to {UNIVERSAL_VERSION} are read"
             )
         return info
 
@@ -271,7 +271,7 @@ class DeepSpeedCheckpoint:
             return {}
         scale, window = values.get("cur_scale"), whole_number(values.get("scale_window")) or 1000
         if not isinstance(scale, int | float) or not 0 < scale < 1e30:
-            raise CheckpointError(f"{self.folder}: the loss scale is {str(scale)[:20]}; it must be above 0")
+            raise CheckpointError(f"{self.folder}: the loss scale is {quoted(scale)}; it must be above 0")
         at, last = values.get("cur_iter", 0), values.get("last_overflow_iter", -1)
         good = at - last - 1 if isinstance(at, int) and isinstance(last, int) else 0
         chances = whole_number(values.get("cur_hysteresis")) or 1

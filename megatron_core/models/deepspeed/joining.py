@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_core.errors import CheckpointError
+from megatron_core.errors import CheckpointError, quoted
 from megatron_core.models.deepspeed.shards import Parts, Stored
 
 UNIVERSAL_VERSION = 0.4
@@ -104,7 +104,7 @@ def compiled(pattern: Any) -> re.Pattern[str]:
     text = pattern if isinstance(pattern, str) else ""
     plain = re.sub(r"\\.", "", text)
     if not text or len(text) > LONGEST or set(plain) & set("({") or sum(map(plain.count, "*+?")) > MOST_REPEATS:
-        raise CheckpointError(f"universal_checkpoint_info has the pattern {str(pattern)[:60]!r}; {CONVERT}")
+        raise CheckpointError(f"universal_checkpoint_info has the pattern {quoted(pattern)}; {CONVERT}")
     try:
         return re.compile(text)
     except re.error:

@@ -7,12 +7,11 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from megatron_core.errors import CheckpointError
+from megatron_core.errors import CheckpointError, quoted
 from megatron_core.models.deepspeed.folder import load_dict
-from megatron_core.models.deepspeed.shards import Flat, Shape, Stored, shape_of, shapes_of, whole_number
+from megatron_core.models.deepspeed.shards import Flat, Shape, Stored, memory_key, shape_of, shapes_of, whole_number
 
 COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 OWN = {
@@ -72,7 +71,7 @@ class ModelFile:
             value = self._content.get(name, 0 if name != "global_steps" else None)
             count = whole_number(value)
             if count is None:
-                raise CheckpointError(f"{self.path}: {name} is {str(value)[:40]}; it must be a number of steps")
+                raise CheckpointError(f"{self.path}: {name} is {quoted(value)}; it must be a number of steps")
             found[name] = count
         return found
 
@@ -82,7 +81,7 @@ class ModelFile:
             own, other = self._content.get(name), first._content.get(name)
             if own != other:
                 raise CheckpointError(
-                    f"{self.path.name} has {name}={str(own)[:40]} and {first.path.name} {name}={str(other)[:40]}: "
+                    f"{self.path.name} has {name}={quoted(own)} and {first.path.name} {name}={quoted(other)}: "
                     "files of two saves are mixed; copy the whole checkpoint again"
                 )
 
@@ -126,17 +125,14 @@ class ModelFile:
 
     def aliases(self, weights: Mapping[str, Stored]) -> dict[str, str]:
         """Second names of tied parameters, whose tensors share memory in the file."""
-        first: dict[tuple[int, Shape], str] = {}
+        first: dict[tuple[Any, ...], str] = {}
+        second: dict[str, str] = {}
         for name, tensor in self.module.items():
-            if name in weights and tensor.numel() and tensor.layout is torch.strided:
-                first.setdefault((tensor.data_ptr(), tuple(tensor.shape)), name)
-        found = {}
-        for name, tensor in self.module.items():
-            if name in weights and tensor.numel() and tensor.layout is torch.strided:
-                other = first[tensor.data_ptr(), tuple(tensor.shape)]
+            if name in weights and tensor.numel():
+                other = first.setdefault(memory_key(tensor), name)
                 if other != name:
-                    found[name] = other
-        return found
+                    second[name] = other
+        return second
 
 
 def _whole(name: str, shape: Shape, parts: list[Any]) -> Stored:

@@ -11,13 +11,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_core.errors import CheckpointError
+from megatron_core.errors import CheckpointError, quoted
 
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]
 STEP = "step"
 SETTINGS = ("lr", "weight_decay", "eps", "betas", "momentum")
 """Settings of a parameter group that a checkpoint passes on."""
+
+
+def memory_key(tensor: Tensor) -> tuple[Any, ...]:
+    """A key that two living tensors share only if they have the same elements in the same memory.
+
+    A transposed view, or a view with another dtype, can have the address and the shape of its base.
+    """
+    if tensor.layout is not torch.strided:
+        return (id(tensor),)
+    # Strides of dimensions of size 1 are arbitrary.
+    strides = tuple(stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
+    bits = tensor.is_conj(), tensor.is_neg()
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), strides, bits
 
 
 @dataclass(frozen=True)
@@ -81,7 +94,7 @@ def is_plain(tensor: Tensor) -> bool:
 def shape_of(value: Any, name: str) -> Shape:
     """A stored shape. Errors: ``CheckpointError`` for anything else."""
     if not isinstance(value, tuple | list) or not all(type(size) is int and 0 <= size < 2**48 for size in value):
-        raise CheckpointError(f"the shape of {name} is {str(value)[:40]}; it must be a list of sizes")
+        raise CheckpointError(f"the shape of {name} is {quoted(value)}; it must be a list of sizes")
     return tuple(value)
 
 

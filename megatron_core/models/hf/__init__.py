@@ -9,4 +9,4 @@ from megatron_core.models.hf.reader import (
     settings_of_folder,
 )
 from megatron_core.models.hf.rules import Rule
-from megatron_core.models.hf.writer import stored_dtype, write_hugging_face
+from megatron_core.models.hf.writer import MTP_PREFIX, stored_dtype, write_hugging_face

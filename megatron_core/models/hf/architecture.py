@@ -1,35 +1,22 @@
 """Architectures of the Hugging Face hub: their declaration, their registry, and the choice of one for export."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any, get_args
 
-from megatron_core.config import ModelConfig
+from megatron_core.config import ModelConfig, token_ids
 from megatron_core.config.file import field_types
 from megatron_core.config.heterogeneous import LAYERS_JSON
 from megatron_core.config.mixers import Mamba2
 from megatron_core.config.setting import Resume, names_by_resume
-from megatron_core.errors import CheckpointError
+from megatron_core.errors import CheckpointError, quoted
 from megatron_core.models.hf import families
-from megatron_core.models.hf.rules import (
-    COUNT,
-    LENGTH,
-    NUMBER,
-    OBJECT,
-    POSITIVE,
-    STRING,
-    SWITCH,
-    WIDTH,
-    KeyType,
-    Rule,
-    Settings,
-    check_types,
-    refuse,
-)
+from megatron_core.models.hf.rules import TOKEN_ID, Rule, Settings, check_types, refuse
 from megatron_core.models.hf.tensors import TensorSource
+from megatron_core.schema import COUNT, COUNT_OR_ZERO, LENGTH, NUMBER, OBJECT, POSITIVE, STRING, SWITCH, WIDTH, KeyType
 
 OPTIONAL = {
     *("num_query_groups", "kv_channels", "ffn_hidden_size", "q_lora_rank"),
@@ -50,13 +37,14 @@ TYPES_OF_SETTINGS: dict[str, KeyType] = {
 _TYPES = {bool: SWITCH, int: WIDTH, float: POSITIVE, str: STRING}
 IGNORED_KEYS = {
     *("architectures", "auto_map", "_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"),
-    *("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "output_router_logits", "pretraining_tp"),
+    *("output_router_logits", "pretraining_tp", *token_ids.KEYS),
     *("id2label", "label2id", "problem_type", "return_dict", "output_attentions", "output_hidden_states"),
-    *("chunk_size_feed_forward", "is_encoder_decoder", "sep_token_id", "decoder_start_token_id", "eod_token_id"),
+    *("chunk_size_feed_forward", "is_encoder_decoder"),
 }
 """Keys that do not change the logits of a model, or repeat other keys."""
 ROPE_KEY = "rope_parameters"
 _COMMON_TYPES = {"model_type": STRING, "vocab_size": LENGTH, "tie_word_embeddings": SWITCH, "is_causal": SWITCH}
+_COMMON_TYPES |= dict.fromkeys(token_ids.KEYS, TOKEN_ID)
 _COMMON_TYPES |= {"quantization_config": OBJECT, "quant_method": STRING}
 
 
@@ -111,7 +99,9 @@ class Architecture:
     derived: str = r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
     """Regular expression of stored names, without ``base``, that are computed from the configuration and ignored."""
     mtp_layer_keys: tuple[str, ...] = ()
-    """Keys with the number of layers for multi-token prediction, which follow the others and are ignored."""
+    """Keys with the number of layers for multi-token prediction, which follow the others and are left out."""
+    mtp_names: str | None = None
+    """Regular expression of stored names, without ``base``, of such layers if they have names of their own."""
     unread: frozenset[str] = frozenset()
     """Further keys of published files that describe what ``fixed``, ``required`` or other keys say."""
     notes: Callable[[Settings, ModelConfig], Iterator[str]] = no_notes
@@ -165,6 +155,7 @@ class Architecture:
     def _types(self) -> dict[str, KeyType]:
         types = {**_COMMON_TYPES, **{key: _type_of(name) for key, name in self.keys.items()}}
         types |= {key: _TYPES[type(value)] for key, value in self.required.items() if type(value) in (bool, str)}
+        types |= dict.fromkeys(self.mtp_layer_keys, COUNT_OR_ZERO)
         for rule in self.rules:
             types |= rule.types
         return types | {alias: types[key] for alias, key in self.aliases.items()}
@@ -239,6 +230,19 @@ class Architecture:
         """Stored names and values of the scalars that all models share."""
         prefixes = (self.layer_prefix.replace("{n}", str(layer)) for layer in range(config.num_layers))
         return {prefix + name: value for prefix in prefixes for name, value in self.layer_constants.items()}
+
+    def mtp_tensors(self, hf_config: Settings, num_layers: int, names: Collection[str]) -> list[str]:
+        """The stored tensors among ``names`` of layers for multi-token prediction, which are not read."""
+        count = next((hf_config[key] for key in self.mtp_layer_keys if hf_config.get(key)), 0)
+        numbers = range(num_layers, num_layers + count)
+        prefixes = (self.layer_prefix.replace("{n}", str(number)) for number in numbers)
+        stored_prefixes = tuple(prefix for prefix in prefixes if f"{prefix}eh_proj.weight" in names)
+        pattern = re.compile(self.mtp_names or "$^")
+        return [
+            name
+            for name in names
+            if name.startswith(stored_prefixes) or pattern.fullmatch(name.removeprefix(self.base))
+        ]
 
     def matrices_of_layer(self, number: int) -> Iterator[str]:
         """Names of the stored matrices that layer ``number`` may have; ``{e}`` stands for the expert."""
@@ -326,7 +330,7 @@ def architecture_of(hf_config: Mapping[str, Any]) -> Architecture:
         unplaced = {each.model_type: sorted(hf_config.keys() - each.known_keys()) for each in ARCHITECTURES.values()}
         nearest = min(unplaced, key=lambda name: len(unplaced[name]))
         raise CheckpointError(
-            f"config.json says model_type={hf_config.get('model_type')!r}, which is not supported; "
+            f"config.json says model_type={quoted(hf_config.get('model_type'))}, which is not supported; "
             f"supported: {', '.join(ARCHITECTURES)}; {nearest} is nearest, and has "
             + (f"no key {', '.join(unplaced[nearest])}" if unplaced[nearest] else "all keys of the file")
         )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from megatron_core.config import ModelConfig
-from megatron_core.models.hf.rules import COUNT, COUNT_OR_ZERO, Rule, Settings, refuse
+from megatron_core.models.hf.rules import Rule, Settings, refuse
 from megatron_core.models.hf.tensors import TensorSource, gate_and_up
+from megatron_core.schema import COUNT, COUNT_OR_ZERO
 
 MTP_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
 """Keys with the number of layers for multi-token prediction."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
+from collections.abc import Mapping
 from contextlib import ExitStack
 from math import prod
 from pathlib import Path
@@ -14,10 +14,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_core.checkpoint.manifest import WEIGHT_DTYPES
-from megatron_core.errors import CheckpointError
+from megatron_core.errors import CheckpointError, quoted
 from megatron_core.models.hf.pickled import PickledFile
 from megatron_core.models.hf.text_part import part_of, text_names
 from megatron_core.parallel.texts import listed
+from megatron_core.schema import OBJECT, KeyType, read_object
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
@@ -111,12 +112,9 @@ class TensorFiles:
                 f"{self.folder} has neither {self.weights} nor {self.index}; save the model with transformers' "
                 "save_pretrained"
             )
-        named = read_json(index).get("weight_map")
-        if not isinstance(named, dict):
-            kind = type(named).__name__
-            raise CheckpointError(
-                f"{index}: weight_map must be an object of tensors and files, not {kind}; copy it again"
-            )
+        named = read_json(index, {"weight_map": OBJECT}).get("weight_map")
+        if named is None:
+            raise CheckpointError(f"{index} has no weight_map, the files of its tensors; copy the file again")
         by_file: dict[Path, list[str]] = defaultdict(list)
         for name, file in named.items():
             by_file[self._inside(name, file)].append(name)
@@ -135,16 +133,16 @@ class TensorFiles:
     def _inside(self, name: str, file: object) -> Path:
         index = self.folder / self.index
         if not isinstance(file, str):
-            raise CheckpointError(f"{index} names {file!r} for {name}; it must be the name of a file")
+            raise CheckpointError(f"{index} names {quoted(file)} for {name}; it must be the name of a file")
         if not file or Path(file).name != file or file == "..":
-            raise CheckpointError(f"{index} names the file {file!r}, which is not in the same folder")
+            raise CheckpointError(f"{index} names the file {quoted(file)}, which is not in the same folder")
         return self.folder / file
 
     def _slice(self, name: str) -> Any:
         return self._file(self._where[name]).get_slice(self._stored_as[name])
 
     def _file(self, path: Path) -> safe_open | PickledFile:
-        if path not in self._files and self.weights == PICKLED:
+        if path not in self._files and path.suffix == Path(PICKLED).suffix:
             self._files[path] = PickledFile(path)
         elif path not in self._files:
             try:
@@ -154,14 +152,6 @@ class TensorFiles:
         return self._files[path]
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read the object in a JSON file."""
-    try:
-        content = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: no such file; give the folder of a downloaded model of Hugging Face") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} contains a {type(content).__name__}; it must contain an object")
-    return content
+def read_json(path: Path, types: Mapping[str, KeyType] | None = None) -> dict[str, Any]:
+    """The object in a JSON file of a model, with values of the ``types`` of its keys. Errors: ``CheckpointError``."""
+    return read_object(path, CheckpointError, "give the folder of a downloaded model, or copy the file again", types)

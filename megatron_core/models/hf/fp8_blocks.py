@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_core.errors import CheckpointError
+from megatron_core.errors import CheckpointError, quoted
 from megatron_core.models.hf.files import TensorFiles
 
 SCALE = "_scale_inv"
@@ -77,7 +77,7 @@ def block_of(quantization: Mapping[str, Any]) -> tuple[int, int]:
     is_pair = isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)
     if not is_pair or quantization.get("fmt", "e4m3") != "e4m3":
         raise CheckpointError(
-            f"config.json: quantization_config={dict(quantization)!r} is not supported; fp8 needs fmt='e4m3' and "
+            f"config.json: quantization_config={quoted(quantization)} is not supported; fp8 needs fmt='e4m3' and "
             "weight_block_size=[rows, columns]"
         )
     return block[0], block[1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,22 +15,65 @@ from torch import Tensor
 from megatron_core.checkpoint.writer import write_safetensors
 from megatron_core.config import ModelConfig
 from megatron_core.config.tuning import NAMES, TuningConfig
-from megatron_core.errors import CheckpointError
+from megatron_core.errors import CheckpointError, quoted
 from megatron_core.models.hf.architecture import Architecture
-from megatron_core.models.hf.files import TensorFiles, read_json
+from megatron_core.models.hf.files import TensorFiles
 from megatron_core.models.hf.tensors import TensorSource
 from megatron_core.parallel.texts import listed
+from megatron_core.schema import (
+    BELOW_1,
+    COUNT,
+    COUNT_OR_ZERO,
+    OBJECT,
+    POSITIVE,
+    STRING,
+    STRING_OR_STRINGS,
+    SWITCH,
+    KeyType,
+    read_object,
+)
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 PREFIX = "base_model.model."
-ONLY: Mapping[str, tuple[Any, ...]] = {
-    "peft_type": ("LORA",),
-    "bias": ("none",),
-    **dict.fromkeys(("modules_to_save", "rank_pattern", "alpha_pattern", "layer_replication"), (None, {}, [])),
-    **dict.fromkeys(("layers_to_transform", "target_parameters", "trainable_token_indices"), (None, [])),
-    **dict.fromkeys(("lora_bias", "use_qalora", "alora_invocation_tokens", "use_bdlora"), (None, False)),
+
+
+def _are_layers(value: Any) -> bool:
+    """Whether ``value`` is the number of a layer, or a list of such numbers."""
+    return COUNT_OR_ZERO.accepts(value) or (isinstance(value, list) and all(map(COUNT_OR_ZERO.accepts, value)))
+
+
+TYPES: Mapping[str, KeyType] = {
+    "r": COUNT,
+    "lora_alpha": POSITIVE,
+    "lora_dropout": BELOW_1,
+    **dict.fromkeys(("use_rslora", "use_dora", "fan_in_fan_out", "inference_mode"), SWITCH),
+    **dict.fromkeys(("peft_type", "bias"), STRING),
+    **dict.fromkeys(("target_modules", "exclude_modules"), STRING_OR_STRINGS),
+    "init_lora_weights": KeyType("true, false or a string", lambda value: isinstance(value, bool | str)),
+    "layers_to_transform": KeyType("an integer or a list of integers", _are_layers),
+    **dict.fromkeys(("rank_pattern", "alpha_pattern", "loftq_config"), OBJECT),
 }
-"""Keys of adapter_config.json and their supported values; the first one is the default."""
+"""Types of the keys of adapter_config.json that are read."""
+ONLY = {"peft_type": "LORA", "bias": "none"}
+"""Keys of adapter_config.json with one supported value, which is the default."""
+OFF = (
+    *("modules_to_save", "rank_pattern", "alpha_pattern", "layer_replication"),
+    *("target_parameters", "trainable_token_indices", "lora_bias", "use_qalora", "alora_invocation_tokens"),
+    *("use_bdlora", "loftq_config", "arrow_config", "kasa_config", "monteclora_config", "velora_config"),
+)
+"""Keys that change the result or the training: supported only if they are absent, null, false or empty."""
+WITHOUT_EFFECT = (
+    *("base_model_name_or_path", "revision", "task_type", "auto_mapping", "peft_version", "layers_pattern"),
+    *("megatron_config", "megatron_core", "qalora_group_size", "eva_config", "corda_config", "lora_ga_config"),
+    *("runtime_config", "ensure_weight_tying"),
+)
+"""Keys that change neither the result nor the training of a stored adapter."""
+EMPTY: tuple[Any, ...] = ("", [], {})
+PLAIN_INITIAL = ("true", "false", "gaussian", "eva", "orthogonal")
+"""Values of ``init_lora_weights`` with which PEFT leaves the frozen weights as they are."""
+OTHER_WEIGHTS = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Beginnings of values with which PEFT replaces the frozen weights, so that the adapter fits these alone."""
+REMEDY = "save the adapter again with PEFT"
 KINDS = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
 """Our kinds of tensors -> theirs."""
 _OURS = re.compile(r"(decoder\.layers\.\d+\..+)\.adapter\.(lora_A|lora_B|magnitude)\.(\w+)")
@@ -51,32 +94,78 @@ def adapter_settings(folder: Path) -> dict[str, Any]:
 
     Errors: ``CheckpointError`` for kinds of adapters that are not supported.
     """
-    found = read_json(folder / CONFIG)
-    for key, values in ONLY.items():
-        if (value := found.get(key, values[0])) not in values:
-            raise CheckpointError(f"{folder / CONFIG} says {key}={value!r}; only {values[0]!r} is supported")
+    content = read_object(folder / CONFIG, CheckpointError, REMEDY, TYPES)
+    _check_supported(folder / CONFIG, content)
+    settings = {
+        "lora_rank": content["r"],
+        "lora_alpha": float(content["lora_alpha"]),
+        "lora_dropout": float(content.get("lora_dropout") or 0.0),
+        "use_rslora": content.get("use_rslora") is True,
+        "use_dora": content.get("use_dora") is True,
+    }
+    files = _files(folder)
     try:
-        settings = {
-            "lora_rank": int(found["r"]),
-            "lora_alpha": float(found["lora_alpha"]),
-            "lora_dropout": float(found.get("lora_dropout") or 0.0),
-            "use_rslora": bool(found.get("use_rslora", False)),
-            "use_dora": bool(found.get("use_dora", False)),
-        }
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{folder / CONFIG}: r and lora_alpha must be numbers ({error}); copy it again") from None
-    files = TensorFiles(folder, WEIGHTS)
-    try:
-        modules = {target_of(match[1]) for match in map(_THEIRS.fullmatch, files.names) if match}
+        modules = {match[1] for match in map(_THEIRS.fullmatch, files.names) if match}
     finally:
         files.close()
-    unknown = sorted(modules - NAMES.keys())
+    unknown = sorted({target_of(module) for module in modules} - NAMES.keys())
     if unknown or not modules:
         raise CheckpointError(
             f"{folder / WEIGHTS} has adapters of {listed(unknown) or 'no layer'}; supported are linear layers of "
             "attention and MLP, such as q_proj and down_proj"
         )
-    return settings | {"lora_target_modules": tuple(sorted(modules))}
+    return settings | {"lora_target_modules": _targets(content, modules)}
+
+
+def _files(folder: Path) -> TensorFiles:
+    """The open file of weights; the pickled one of early releases is read without running code."""
+    names = [name for name in (WEIGHTS, PICKLED) if (folder / name).is_file()]
+    if not names:
+        raise CheckpointError(f"{folder} has neither {WEIGHTS} nor {PICKLED}; {REMEDY}")
+    return TensorFiles(folder, names[0])
+
+
+def _targets(content: Mapping[str, Any], modules: Collection[str]) -> tuple[str, ...]:
+    """The setting lora_target_modules for the stored ``modules``: names, or paths if the file may select layers."""
+    entries = content.get("target_modules")
+    has_names = isinstance(entries, list) and not any("." in entry for entry in entries)
+    if has_names and not content.get("exclude_modules") and content.get("layers_to_transform") is None:
+        return tuple(sorted({target_of(module) for module in modules}))
+    numbers = {module: re.search(r"\.(\d+)\.", module) for module in modules}
+    prefixes = {module: f"*.layers.{number[1]}.*." if number else "" for module, number in numbers.items()}
+    return tuple(sorted({f"{prefixes[module]}{target_of(module)}" for module in modules}))
+
+
+def _check_supported(path: Path, content: Mapping[str, Any]) -> None:
+    """``CheckpointError`` for an adapter that computes, or is trained, in another way than ours."""
+    for key, only in ONLY.items():
+        if content.get(key) not in (None, only):
+            raise CheckpointError(f"{path} says {key}={quoted(content[key])}; only {only!r} is supported")
+    missing = [key for key in ("r", "lora_alpha") if content.get(key) is None]
+    if missing:
+        raise CheckpointError(f"{path} has no {' and no '.join(missing)}; {REMEDY}")
+    given = {key: value for key, value in content.items() if not (value is None or value is False or value in EMPTY)}
+    for key, value in given.items():
+        if key in OFF:
+            raise CheckpointError(f"{path} says {key}={quoted(value)}, which is not supported; train without it")
+        if key not in TYPES and key not in WITHOUT_EFFECT:
+            raise CheckpointError(
+                f"{path} says {key}={quoted(value)}, which is not a known key of low-rank adapters in PEFT; remove it "
+                "if the adapter computes the same without it"
+            )
+    initial = content.get("init_lora_weights")
+    name = "true" if initial is None else str(initial).lower()
+    if name.startswith(OTHER_WEIGHTS):
+        raise CheckpointError(
+            f"{path} says init_lora_weights={quoted(initial)}: PEFT changed the frozen weights at the start of this "
+            "training, and the adapter does not fit those of the model. Merge it in PEFT (merge_and_unload) and use "
+            "the result in --load-hf, or, except for LoftQ, make a plain adapter with save_pretrained(FOLDER, "
+            "path_initial_model_for_weight_conversion=INITIAL)"
+        )
+    if name not in PLAIN_INITIAL:
+        raise CheckpointError(
+            f"{path} says init_lora_weights={quoted(initial)}; supported are {', '.join(PLAIN_INITIAL)}"
+        )
 
 
 @dataclass(frozen=True)
@@ -151,7 +240,7 @@ def read_adapter(folder: Path, names: PeftNames, shapes: Mapping[str, tuple[int,
 
     Errors: ``CheckpointError`` if it has not exactly these adapters.
     """
-    files, used = TensorFiles(folder, WEIGHTS), set()
+    files, used = _files(folder), set()
     try:
         found: dict[str, Tensor] = {}
         for name, shape in shapes.items():
@@ -160,9 +249,10 @@ def read_adapter(folder: Path, names: PeftNames, shapes: Mapping[str, tuple[int,
             for place in names.places(layer, part):
                 stored = f"{PREFIX}{place.module}.{KINDS[kind]}"
                 if stored not in files.names:
-                    raise CheckpointError(f"{folder / WEIGHTS} has no {stored}; give the settings in {CONFIG}")
+                    raise CheckpointError(_missing(folder, stored, files.names))
                 used.add(stored)
-                values = files.read(stored, (slice(None),))
+                files.dtype(stored)
+                values = files.read(stored, (slice(None),) * len(files.shape(stored)))
                 tensor = torch.full(shape, float("nan"), dtype=values.dtype) if tensor is None else tensor
                 own = tensor if place.expert is None else tensor[place.expert]
                 _place(own, values, place, kind, stored)
@@ -175,8 +265,22 @@ def read_adapter(folder: Path, names: PeftNames, shapes: Mapping[str, tuple[int,
         files.close()
 
 
+def _missing(folder: Path, stored: str, names: Collection[str]) -> str:
+    """The message about a tensor that a file of adapters does not have."""
+    target = target_of(stored.removeprefix(PREFIX).rpartition(".lora_")[0])
+    others = [match[1] for match in map(_THEIRS.fullmatch, names) if match and target_of(match[1]) == target]
+    if not others:
+        return f"{folder / WEIGHTS} has no {stored}; give the settings in {CONFIG}"
+    return (
+        f"{folder / WEIGHTS} has adapters of {target} in some layers only, such as {min(others)}, and no {stored}; "
+        f"name these layers in --lora-target-modules, such as '*.layers.0.*.{target}'"
+    )
+
+
 def _place(ours: Tensor, values: Tensor, place: Place, kind: str, stored: str) -> None:
     """Copy a stored tensor to its part of ours; A of several stored matrices must be the same."""
+    if not values.isfinite().all():
+        raise CheckpointError(f"{stored} has values that are NaN or infinite; copy the file again")
     wanted = ours.shape if kind == "lora_A" else (len(place.positions), *ours.shape[1:])
     if values.shape != wanted:
         raise CheckpointError(f"{stored} has the shape {list(values.shape)}, this run needs {list(wanted)}")
@@ -199,7 +303,9 @@ def write_adapter(
     entries = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in stored.items()]
     folder.mkdir(parents=True, exist_ok=True)
     write_safetensors(folder / WEIGHTS, entries, stored.values(), {"format": "pt"})
-    modules = {match[1].rpartition(".")[2] for match in map(_THEIRS.fullmatch, stored) if match}
+    modules = {match[1] for match in map(_THEIRS.fullmatch, stored) if match}
+    if not any("." in target for target in tuning.lora_target_modules):
+        modules = {module.rpartition(".")[2] for module in modules}
     content = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

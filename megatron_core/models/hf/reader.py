@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from contextlib import closing
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from megatron_core.checkpoint import TensorBox
 from megatron_core.checkpoint.manifest import WEIGHT_DTYPES
 from megatron_core.config import ModelConfig, RunConfig
+from megatron_core.config.token_ids import token_ids_json
 from megatron_core.config.validate import problems, without_data
 from megatron_core.errors import CheckpointError
 from megatron_core.models.build import global_shapes
@@ -156,7 +158,8 @@ class HuggingFaceReader:
         constants = self.architecture.constants(self.model)
         self._check_constants(constants)
         others = self._files.names - used - tied - {self._stored(name) for name in constants}
-        unused = sorted(name for name in others if not self._is_derived(name) and not self._is_mtp(name))
+        others -= set(self.architecture.mtp_tensors(self.hf_config, self.model.num_layers, self._files.names))
+        unused = sorted(name for name in others if not self._is_derived(name))
         missing = sorted(used - self._files.names)
         if missing or unused:
             faults = {"missing": missing, "unexpected": unused}
@@ -182,16 +185,6 @@ class HuggingFaceReader:
     def _is_derived(self, name: str) -> bool:
         """Whether a tensor is computed from the configuration."""
         return re.fullmatch(self.architecture.derived, name.removeprefix(self.architecture.base)) is not None
-
-    def _is_mtp(self, name: str) -> bool:
-        """Whether a tensor belongs to a layer for multi-token prediction."""
-        keys = self.architecture.mtp_layer_keys
-        count = next((self.hf_config[key] for key in keys if self.hf_config.get(key)), 0)
-        prefixes = (
-            self.architecture.layer_prefix.replace("{n}", str(layer))
-            for layer in range(self.model.num_layers, self.model.num_layers + count)
-        )
-        return any(name.startswith(prefix) and f"{prefix}eh_proj.weight" in self._files.names for prefix in prefixes)
 
     def _check_tied(self, head: str) -> None:
         """``CheckpointError`` if a stored output layer differs from the embedding: releases of transformers disagree
@@ -242,6 +235,7 @@ def settings_of_folder(folder: str | Path) -> Settings:
     architecture = architecture_of(hf_config)
     settings = architecture.settings(hf_config)
     settings |= {"vocab_size": _vocab_size(architecture, hf_config), "hf_model_type": hf_config["model_type"]}
+    settings["hf_token_ids"] = token_ids_json(hf_config)
     if (Path(folder) / "tokenizer.json").is_file():
         settings |= {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(folder)}
     return settings
@@ -253,9 +247,19 @@ def notes_of_folder(folder: str | Path, config: ModelConfig) -> list[str]:
     hf_config = read_config(folder)
     architecture = architecture_of(hf_config)
     found = [*architecture.notes(hf_config, config), *notes_on_unread_keys(architecture, hf_config)]
-    if is_multimodal_folder(folder):
-        with closing(TensorFiles(folder, text_only=True)) as files:
-            parts = files.parts_left_out()
+    multimodal = is_multimodal_folder(folder)
+    if architecture.mtp_names is None and not any(map(hf_config.get, architecture.mtp_layer_keys)) and not multimodal:
+        return found
+    with closing(TensorFiles(folder, text_only=multimodal)) as files:
+        ahead = architecture.mtp_tensors(hf_config, config.num_layers, files.names)
+        parameters = sum(prod(files.shape(name)) for name in ahead)
+        parts = files.parts_left_out()
+    if ahead:
+        found.append(
+            f"{folder} has layers for multi-token prediction ({len(ahead):,} tensors, {parameters:,} parameters), "
+            "which are not read: neither training nor an export contains them"
+        )
+    if multimodal:
         counts = (f"{part} ({count:,} tensors, {size:,} parameters)" for part, (count, size) in parts.items())
         found.append(
             f"{folder} is multimodal: only its text model is read, as {architecture.model_type}; left out: "

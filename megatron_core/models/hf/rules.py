@@ -1,74 +1,41 @@
-"""Types of the keys of config.json, and rules for settings that need more than a renamed key."""
+"""Rules for settings of config.json that need more than a renamed key."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from megatron_core.config import ModelConfig
-from megatron_core.errors import CheckpointError, shortened
+from megatron_core.config.token_ids import LARGEST, is_token_id
+from megatron_core.errors import CheckpointError, quoted
+from megatron_core.schema import (
+    FACTORS,
+    LENGTH,
+    LENGTH_OR_ZERO,
+    NUMBER,
+    OBJECT,
+    POSITIVE,
+    STRING,
+    STRINGS,
+    SWITCH,
+    KeyType,
+    wrong_values,
+)
 
 Settings = dict[str, Any]
+TOKEN_ID = KeyType(f"a token's id from -1 to {LARGEST:,}, or a list of ids", is_token_id)
 
 
 def refuse(key: str, value: object, reason: str) -> NoReturn:
     """Raise ``CheckpointError`` for the value of a key of config.json."""
-    raise CheckpointError(f"config.json says {key}={shortened(repr(value))}; {reason}")
+    raise CheckpointError(f"config.json says {key}={quoted(value)}; {reason}")
 
 
-class KeyType(NamedTuple):
-    """The legal values of a key of config.json."""
-
-    description: str
-    accepts: Callable[[Any], bool]
-
-
-def _integer(least: int, most: int) -> KeyType:
-    return KeyType(
-        f"an integer from {least:,} to {most:,}", lambda value: type(value) is int and least <= value <= most
-    )
-
-
-def _number(value: Any) -> float:
-    """``value`` as a float; NaN unless it is a number in the range of float32."""
-    legal = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= 3e38
-    return float(value) if legal else float("nan")
-
-
-# No model is larger than these bounds; without them, sizes in bytes overflow.
-COUNT, COUNT_OR_ZERO = _integer(1, 2**16), _integer(0, 2**16)
-WIDTH = _integer(1, 2**24)
-LENGTH, LENGTH_OR_ZERO = _integer(1, 2**31 - 1), _integer(0, 2**31 - 1)
-POSITIVE = KeyType("a finite number above 0", lambda value: _number(value) > 0)
-NUMBER = KeyType("a finite number >= 0", lambda value: _number(value) >= 0)
-SWITCH = KeyType("true or false", lambda value: isinstance(value, bool))
-STRING = KeyType("a string", lambda value: isinstance(value, str))
-FACTORS = KeyType(
-    "a list of finite numbers above 0",
-    lambda value: isinstance(value, list) and all(_number(item) > 0 for item in value),
-)
-STRINGS = KeyType(
-    "a list of strings", lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value)
-)
-COUNTS = KeyType(
-    "a list of integers >= 0",
-    lambda value: isinstance(value, list) and all(type(item) is int and item >= 0 for item in value),
-)
-OBJECT = KeyType("an object", lambda value: isinstance(value, dict))
-
-
-def check_types(hf_config: Settings, types: Mapping[str, KeyType], inside: str = "") -> None:
-    """``CheckpointError`` for the first key, in nested objects too, with a value that its type does not accept.
-
-    null is accepted: the key then counts as absent. ``inside`` is the path of the enclosing object.
-    """
-    for key, value in hf_config.items():
-        if key in types and value is not None:
-            if not types[key].accepts(value):
-                refuse(f"{inside}{key}", value, f"it must be {types[key].description}")
-            if types[key] is OBJECT:
-                check_types(value, types, f"{inside}{key}.")
+def check_types(hf_config: Settings, types: Mapping[str, KeyType]) -> None:
+    """``CheckpointError`` for the first key with a value that its type does not accept."""
+    for key, value, kind in wrong_values(hf_config, types):
+        refuse(key, value, f"it must be {kind.description}")
 
 
 @dataclass(frozen=True)
@@ -159,8 +126,8 @@ def _rope_scaling_settings(rope: Settings, hf_config: Settings) -> Settings:
         own = {"rope_scaling_factor": factor, "original_max_position_embeddings": original}
         return scaled | own | _longrope_settings(rope)
     raise CheckpointError(
-        f"config.json says rope_type={kind!r} with {scalars}; supported are default, linear, dynamic, yarn, longrope, "
-        f"and llama3 with {LLAMA3}"
+        f"config.json says rope_type={quoted(kind)} with {quoted(scalars)}; supported are default, linear, dynamic, "
+        f"yarn, longrope, and llama3 with {LLAMA3}"
     )
 
 

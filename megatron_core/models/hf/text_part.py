@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from megatron_core.config.token_ids import KEYS
 from megatron_core.errors import CheckpointError
 from megatron_core.models.hf.rules import Settings
 
@@ -44,7 +45,9 @@ def text_settings(hf_config: Settings, names: Iterable[str]) -> Settings:
     """
     inner = hf_config.get("text_config")
     if isinstance(inner, dict):
-        found: Settings = {key: hf_config[key] for key in SHARED_KEYS if hf_config.get(key)} | inner
+        shared: Settings = {key: hf_config[key] for key in SHARED_KEYS if hf_config.get(key)}
+        token_ids = {key: hf_config[key] for key in KEYS if key in hf_config}
+        found: Settings = shared | token_ids | inner
     else:  # earlier files of Qwen2-VL and Qwen2.5-VL
         found = {key: value for key, value in hf_config.items() if not key.startswith(("vision_", "image_", "video_"))}
     if not found.get("model_type"):

@@ -8,9 +8,10 @@ from typing import Any
 
 from megatron_core.config import ModelConfig
 from megatron_core.config.setting import Resume, names_by_resume
-from megatron_core.errors import shortened
+from megatron_core.errors import quoted
 from megatron_core.models.hf.architecture import ARCHITECTURES, IGNORED_KEYS, Architecture
-from megatron_core.models.hf.rules import OBJECT, KeyType, Settings
+from megatron_core.models.hf.rules import Settings
+from megatron_core.schema import OBJECT, KeyType
 
 GENERATION = {
     *("assistant_confidence_threshold", "assistant_early_exit", "assistant_ensemble_weight", "assistant_lookbehind"),
@@ -80,11 +81,11 @@ def notes_on_unread_keys(architecture: Architecture, hf_config: Settings) -> Ite
     for key, readers in elsewhere.items():
         if readers:
             yield (
-                f"config.json says {key}={shortened(repr(unread[key]))}, which has no effect on {name} models, here as "
+                f"config.json says {key}={quoted(unread[key])}, which has no effect on {name} models, here as "
                 f"in transformers; it changes the results of {', '.join(readers[:3])}: compare the model with its "
                 "authors' code, or remove the key"
             )
-    unknown = [f"{key}={shortened(repr(value))}" for key, value in unread.items() if not elsewhere[key]]
+    unknown = [f"{key}={quoted(value)}" for key, value in unread.items() if not elsewhere[key]]
     if unknown:
         yield (
             f"config.json has keys without effect on {name} models: {', '.join(unknown)}; if the authors' code reads "

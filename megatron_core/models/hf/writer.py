@@ -18,6 +18,8 @@ from megatron_core.models.hf.files import INDEX, WEIGHTS
 from megatron_core.models.hf.reader import CONFIG
 from megatron_core.parallel.boxes import Box
 
+MTP_PREFIX = "mtp."
+"""Prefix of our weights in layers for multi-token prediction."""
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -59,7 +61,7 @@ def write_hugging_face(
     from the model's settings. A tensor larger than ``file_bytes`` gets a file of its own. ``dtype``: see
     ``stored_dtype``.
     """
-    names = [name for name in shapes if not name.startswith("mtp.")]  # used in training only
+    names = [name for name in shapes if not name.startswith(MTP_PREFIX)]  # used in training only
     shapes = {name: shapes[name] for name in sorted(names, key=_natural)}
     own = {"vocab_size": reader.state["vocab_size"], "torch_dtype": str(dtype).removeprefix("torch.")}
     extra = {key: value for key, value in extra_keys.items() if value is not None or key not in architecture.not_null}

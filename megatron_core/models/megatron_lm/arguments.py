@@ -15,7 +15,7 @@ from megatron_core.config.heterogeneous import LAYERS_FILE, LAYERS_JSON
 from megatron_core.config.hybrid import read_pattern
 from megatron_core.config.megatron_flags import RENAMED
 from megatron_core.config.setting import Resume, names_by_resume
-from megatron_core.errors import CheckpointError
+from megatron_core.errors import CheckpointError, quoted
 
 OFF: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("apply_residual_connection_post_layernorm", "use_mup"), (False,)),
@@ -82,7 +82,7 @@ def settings_of_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _unsupported(name: str, value: Any) -> str:
-    return f"the checkpoint was trained with {name}={value!r}, which is not supported"
+    return f"the checkpoint was trained with {name}={quoted(value)}, which is not supported"
 
 
 def _converted(name: str, value: Any, remedy: str = "") -> Any:
@@ -150,7 +150,7 @@ class Progress:
         for name, value in counters.items():
             if type(value) is not int or value < 0:
                 raise CheckpointError(
-                    f"{folder} has no valid {name} ({value!r}), which training needs to continue; {REMEDY}"
+                    f"{folder} has no valid {name} ({quoted(value)}), which training needs to continue; {REMEDY}"
                 )
         iteration, samples, steps, scheduled = (int(value) for value in counters.values() if value is not None)
         skipped = max(samples - scheduled, 0)

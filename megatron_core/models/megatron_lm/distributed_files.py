@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_core.config import ModelConfig
-from megatron_core.errors import CheckpointError
+from megatron_core.errors import CheckpointError, quoted
 from megatron_core.models.megatron_lm.flat_buffers import BUFFER, FlatBuffer, FlatState, bucket_limits, coalesced
 from megatron_core.models.megatron_lm.mixers import with_mixers
 from megatron_core.models.megatron_lm.pickles import load_tensors
@@ -195,7 +195,7 @@ class DistributedFiles:
             raise CheckpointError(f"{self.folder}: its metadata does not list {name}; copy the whole checkpoint")
         path = self.folder / info.relative_path
         if path.parent != self.folder:
-            raise CheckpointError(f"{self.folder} names the file {info.relative_path!r} outside the folder")
+            raise CheckpointError(f"{self.folder} names the file {quoted(info.relative_path)} outside the folder")
         if getattr(info, "transform_descriptors", None):
             raise CheckpointError(f"{path} is compressed, which is not supported; save it uncompressed")
         if not path.is_file():  # opening a named pipe would block

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_core.config import ModelConfig
-from megatron_core.errors import CheckpointError
+from megatron_core.errors import CheckpointError, quoted
 from megatron_core.models.megatron_lm.distributed_files import DistributedFiles, without_copies
 from megatron_core.models.megatron_lm.mixers import in_our_order, with_mixers
 from megatron_core.models.megatron_lm.pickles import load_metadata
@@ -146,7 +146,7 @@ def _check_backend(path: Path) -> None:
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}; copy the whole checkpoint again") from None
     if backend != BACKEND:
-        name, version = (str(each)[:40] for each in backend)
+        name, version = map(quoted, backend)
         raise CheckpointError(
             f"{path} names the format {name} of version {version}; {BACKEND[0]} of version {BACKEND[1]} is read. Load "
             "and save it with a release of Megatron Core that writes this version"

@@ -15,7 +15,7 @@ from megatron_core.checkpoint import TensorBox
 from megatron_core.checkpoint.manifest import WEIGHT_DTYPES
 from megatron_core.config import ModelConfig
 from megatron_core.config.file import field_types
-from megatron_core.errors import CheckpointError
+from megatron_core.errors import CheckpointError, quoted
 from megatron_core.models.megatron_lm.arguments import REMEDY, Progress, settings_of_arguments
 from megatron_core.models.megatron_lm.fsdp_files import open_distributed
 from megatron_core.models.megatron_lm.mixers import check_delta_nets, with_offsets
@@ -45,7 +45,7 @@ class MegatronReader:
         version = files.common.get("checkpoint_version", VERSION)
         if version != VERSION:
             raise CheckpointError(
-                f"{self.folder}: checkpoint_version is {str(version)[:20]}; {VERSION}, of Megatron-LM since 2021, is "
+                f"{self.folder}: checkpoint_version is {quoted(version)}; {VERSION}, of Megatron-LM since 2021, is "
                 "read. Load and save it with a release of Megatron-LM that writes this version"
             )
         self.arguments = files.arguments

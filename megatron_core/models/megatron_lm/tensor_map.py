@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from megatron_core.errors import CheckpointError
+from megatron_core.errors import CheckpointError, quoted
 from megatron_core.parallel.boxes import Box
 
 FUSED = {
@@ -181,7 +181,7 @@ class Sizes:
         for name in names:
             value = arguments.get(name) or 0
             if not isinstance(value, int) or value < 0:
-                raise CheckpointError(f"{name} of the checkpoint is {str(value)[:20]!r}; it must be an integer >= 1")
+                raise CheckpointError(f"{name} of the checkpoint is {quoted(value)}; it must be an integer >= 1")
             given.append(value)
         tp, pp, ep, etp = given
         return cls(max(tp, 1), max(pp, 1), max(ep, 1), etp or max(tp, 1))

@@ -255,7 +255,7 @@ def rewrite(path: Path, **changes: Any) -> None:
     ("changes", "text"),
     [
         ({"global_steps": 4}, "global_steps=3 and .* global_steps=4: files of two saves are mixed"),
-        ({"global_steps": "many"}, "global_steps is many; it must be a number"),
+        ({"global_steps": "many"}, "global_steps is 'many'; it must be a number"),
         ({"module": [1]}, "module is a list; it must be a dict"),
         ({"param_shapes": [{"first.weight": torch.Size([70, 3])}]}, "files of two runs are mixed"),
         ({"param_shapes": [{"first.weight": [-7, 3]}]}, r"shape of first.weight is \[-7, 3\]"),
@@ -306,3 +306,17 @@ def test_folders_that_are_none(tmp_path: Path) -> None:
     (tmp_path / "latest").write_text("gone")
     with pytest.raises(CheckpointError, match=r"gone has no \*_states.pt"):
         read_deepspeed_checkpoint(tmp_path)
+
+
+def test_view_of_another_parameter_is_not_its_second_name(tmp_path: Path) -> None:
+    """A transposed parameter and an expanded row share memory and shape with a parameter of other values."""
+    shutil.copytree(CHECKPOINTS / "stage0_fp32", tmp_path / "checkpoint")
+    path = next((tmp_path / "checkpoint").glob("*/mp_rank_00_model_states.pt"))
+    content = torch.load(path, weights_only=False)
+    square = content["module"]["frozen.weight"]
+    content["module"] |= {"turned": square.t(), "row": square[0].expand(7, 7)}
+    torch.save(content, path)
+    weights = read_deepspeed_checkpoint(tmp_path / "checkpoint").weights()
+    assert torch.equal(weights["turned"], square.t())
+    assert torch.equal(weights["row"], square[0].expand(7, 7))
+    assert weights["third.weight"] is weights["second.weight"]

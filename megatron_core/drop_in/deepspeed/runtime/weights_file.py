@@ -2,10 +2,13 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+
+from megatron_core.models.deepspeed.shards import memory_key
 
 
 def write_weights(state: Mapping[str, Tensor], path: Path) -> None:
@@ -17,7 +20,7 @@ def write_weights(state: Mapping[str, Tensor], path: Path) -> None:
         copied = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in state.items()}
         save_file(copied, path, metadata={"format": "pt"})  # transformers needs the entry
         return
-    copies: dict[tuple[int, torch.Size], Tensor] = {}
+    copies: dict[tuple[Any, ...], Tensor] = {}
     for tensor in state.values():
-        copies.setdefault((tensor.data_ptr(), tensor.shape), tensor.detach().cpu().clone())
-    torch.save({name: copies[tensor.data_ptr(), tensor.shape] for name, tensor in state.items()}, path)
+        copies.setdefault(memory_key(tensor), tensor.detach().cpu().clone())
+    torch.save({name: copies[memory_key(tensor)] for name, tensor in state.items()}, path)

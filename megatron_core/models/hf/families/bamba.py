@@ -7,18 +7,9 @@ from megatron_core.config.mixers import Mamba2
 from megatron_core.models.hf.architecture import register
 from megatron_core.models.hf.families.llama import LLAMA
 from megatron_core.models.hf.families.mamba2 import LIMITS_OF_STEPS, MAMBA2, mixer_tensors
-from megatron_core.models.hf.rules import (
-    COUNT,
-    COUNTS,
-    NUMBER,
-    PARTIAL_ROPE,
-    WIDTH,
-    KeyType,
-    Rule,
-    Settings,
-    refuse,
-)
+from megatron_core.models.hf.rules import PARTIAL_ROPE, Rule, Settings, refuse
 from megatron_core.models.hf.tensors import gate_and_up
+from megatron_core.schema import COUNT, COUNTS, NUMBER, WIDTH, KeyType
 
 HEAD_SIZE = KeyType("an integer >= 1, or auto", lambda value: value == "auto" or COUNT.accepts(value))
 ROTATED = 0.5

@@ -3,8 +3,9 @@
 from megatron_core.config import ModelConfig
 from megatron_core.models.hf.architecture import Architecture, register
 from megatron_core.models.hf.families.gpt_neox import GPT_NEOX
-from megatron_core.models.hf.rules import NUMBER, OBJECT, POSITIVE, Rule, Settings, refuse
+from megatron_core.models.hf.rules import Rule, Settings, refuse
 from megatron_core.models.hf.tensors import stacked_qkv
+from megatron_core.schema import NUMBER, OBJECT, POSITIVE
 
 BLOOM = register(
     Architecture(

@@ -4,8 +4,9 @@ of adjacent channels. Cohere 2, Command R7B and Command A: windows in most layer
 from megatron_core.config import ModelConfig
 from megatron_core.models.hf.architecture import register
 from megatron_core.models.hf.families.llama import LLAMA
-from megatron_core.models.hf.rules import ATTENTION_BIASES, COUNT, ROPE, WINDOWS, Rule, Settings, norms_of_each_head
+from megatron_core.models.hf.rules import ATTENTION_BIASES, ROPE, WINDOWS, Rule, Settings, norms_of_each_head
 from megatron_core.models.hf.tensors import of_each_head
+from megatron_core.schema import COUNT
 
 COHERE = register(
     LLAMA,

@@ -11,7 +11,8 @@ from megatron_core.models.hf.expert_rules import (
     limited_to_groups,
 )
 from megatron_core.models.hf.families.deepseek_v3 import DEEPSEEK_V3, LATENT_MATRICES, LATENT_POSITIONS
-from megatron_core.models.hf.rules import ROPE, STRING, Rule, Settings, refuse
+from megatron_core.models.hf.rules import ROPE, Rule, Settings, refuse
+from megatron_core.schema import STRING
 
 GREEDY, LIMITED = "greedy", "group_limited_greedy"
 

@@ -12,8 +12,9 @@ from megatron_core.models.hf.expert_rules import (
     dense_first,
 )
 from megatron_core.models.hf.families.llama import LLAMA
-from megatron_core.models.hf.rules import COUNT, ROPE, WIDTH, Rule, Settings, refuse, rope_parameters, rope_type
+from megatron_core.models.hf.rules import ROPE, Rule, Settings, refuse, rope_parameters, rope_type
 from megatron_core.models.hf.tensors import TensorSource
+from megatron_core.schema import COUNT, WIDTH
 
 
 def _check_positions(hf_config: Settings) -> Settings:

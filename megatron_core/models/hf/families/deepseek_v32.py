@@ -5,8 +5,9 @@ from megatron_core.config import ModelConfig
 from megatron_core.models.hf.architecture import register
 from megatron_core.models.hf.expert_rules import GROUPS_BY_TWO, dense_first
 from megatron_core.models.hf.families.deepseek_v3 import DEEPSEEK_V3, LATENT_POSITIONS
-from megatron_core.models.hf.rules import ROPE, STRINGS, Rule, Settings, refuse
+from megatron_core.models.hf.rules import ROPE, Rule, Settings, refuse
 from megatron_core.models.hf.tensors import TensorSource
+from megatron_core.schema import STRINGS
 
 INDEXED, SPARSE, DENSE, FULL = "indexed_attention", "sparse", "dense", "full"
 

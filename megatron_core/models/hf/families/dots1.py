@@ -10,7 +10,8 @@ from megatron_core.models.hf.expert_rules import (
 )
 from megatron_core.models.hf.families.glm import SIGMOID_ROUTING, SIGMOID_ROUTING_KEYS
 from megatron_core.models.hf.families.llama import LLAMA, QK_NORMS
-from megatron_core.models.hf.rules import COUNT_OR_ZERO, ROPE, WINDOWS, Rule, Settings
+from megatron_core.models.hf.rules import ROPE, WINDOWS, Rule, Settings
+from megatron_core.schema import COUNT_OR_ZERO
 
 
 def _windows(hf_config: Settings) -> Settings:

@@ -4,8 +4,9 @@ from megatron_core.config import ModelConfig
 from megatron_core.models.hf.architecture import register
 from megatron_core.models.hf.expert_rules import EXPERT_MATRICES, SHARED_MATRICES
 from megatron_core.models.hf.families.llama import LLAMA
-from megatron_core.models.hf.rules import COUNT, COUNT_OR_ZERO, ROPE, KeyType, Rule, Settings
+from megatron_core.models.hf.rules import ROPE, Rule, Settings
 from megatron_core.models.hf.tensors import TensorSource
+from megatron_core.schema import COUNT, COUNT_OR_ZERO, KeyType
 
 ERNIE = register(
     LLAMA,
@@ -82,5 +83,5 @@ ERNIE_MOE = register(
         **SHARED_MATRICES,
         "mlp.router.expert_bias": TensorSource(("mlp.moe_statics.e_score_correction_bias",), ones=(1, 0)),
     },
-    derived=rf"{LLAMA.derived}|mtp_.*",  # layers for multi-token prediction, which transformers ignores, too
+    mtp_names=r"mtp_.*",  # transformers does not read them either
 )

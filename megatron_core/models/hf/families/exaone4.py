@@ -8,7 +8,8 @@ from megatron_core.models.hf.families.deepseek_v32 import EXPERT_LAYERS
 from megatron_core.models.hf.families.glm import SIGMOID_ROUTING, SIGMOID_ROUTING_KEYS
 from megatron_core.models.hf.families.llama import LLAMA, QK_NORMS
 from megatron_core.models.hf.families.olmo2 import OLMO2
-from megatron_core.models.hf.rules import COUNT_OR_ZERO, ROPE, WINDOWS, KeyType, Rule, Settings, refuse
+from megatron_core.models.hf.rules import ROPE, WINDOWS, Rule, Settings, refuse
+from megatron_core.schema import COUNT_OR_ZERO, KeyType
 
 PATTERN = KeyType("a string or an integer >= 0", lambda value: isinstance(value, str) or COUNT_OR_ZERO.accepts(value))
 
@@ -91,5 +92,5 @@ EXAONE_MOE = register(
         "mlp.router.expert_bias": "mlp.e_score_correction_bias",
         **SHARED_MATRICES,
     },
-    derived=rf"{LLAMA.derived}|mtp\..*",  # layers for multi-token prediction, which transformers ignores, too
+    mtp_names=r"mtp\..*",  # transformers does not read them either
 )

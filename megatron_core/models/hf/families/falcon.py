@@ -3,8 +3,9 @@
 from megatron_core.config import ModelConfig
 from megatron_core.models.hf.architecture import register
 from megatron_core.models.hf.families.gpt_neox import GPT_NEOX
-from megatron_core.models.hf.rules import COUNT, ROPE, SWITCH, Rule, Settings, gelu, refuse
+from megatron_core.models.hf.rules import ROPE, Rule, Settings, gelu, refuse
 from megatron_core.models.hf.tensors import RowRange, TensorSource
+from megatron_core.schema import COUNT, SWITCH
 
 
 def _layers(hf_config: Settings) -> Settings:

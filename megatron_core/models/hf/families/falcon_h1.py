@@ -10,8 +10,9 @@ from megatron_core.models.hf.architecture import register
 from megatron_core.models.hf.families.bamba import BAMBA, HEAD_SIZE
 from megatron_core.models.hf.families.llama import LLAMA
 from megatron_core.models.hf.families.mamba2 import INITIAL, LIMITS_OF_STEPS, mixer_tensors
-from megatron_core.models.hf.rules import COUNT, FACTORS, POSITIVE, ROPE, SWITCH, KeyType, Rule, Settings, refuse
+from megatron_core.models.hf.rules import ROPE, Rule, Settings, refuse
 from megatron_core.models.hf.tensors import separate_qkv
+from megatron_core.schema import COUNT, FACTORS, POSITIVE, SWITCH, KeyType
 
 ORDER = (1, 2, 3, 0, 4)
 """Places in ``ssm_multipliers``, those of gates, inputs, B, C and steps, of the factors in ``mamba_multipliers``."""

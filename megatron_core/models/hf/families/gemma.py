@@ -4,7 +4,8 @@ layers, bounded scores and logits."""
 from megatron_core.config import ModelConfig
 from megatron_core.models.hf.architecture import register
 from megatron_core.models.hf.families.llama import LLAMA, QK_NORMS
-from megatron_core.models.hf.rules import COUNT, OBJECT, POSITIVE, ROPE, STRING, WINDOWS, Rule, Settings, refuse
+from megatron_core.models.hf.rules import ROPE, WINDOWS, Rule, Settings, refuse
+from megatron_core.schema import COUNT, OBJECT, POSITIVE, STRING
 
 
 def _windows(hf_config: Settings) -> Settings:

@@ -2,8 +2,9 @@
 head, and matrices that are not transposed."""
 
 from megatron_core.models.hf.architecture import Architecture, register
-from megatron_core.models.hf.rules import SWITCH, Rule, Settings, gelu
+from megatron_core.models.hf.rules import Rule, Settings, gelu
 from megatron_core.models.hf.tensors import stacked_qkv, transposed
+from megatron_core.schema import SWITCH
 
 GPT2 = register(
     Architecture(

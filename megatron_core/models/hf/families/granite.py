@@ -4,8 +4,9 @@ experts. HyperCLOVA X: with norms behind attention and MLP, too."""
 from megatron_core.config import ModelConfig
 from megatron_core.models.hf.architecture import register
 from megatron_core.models.hf.families.llama import LLAMA
-from megatron_core.models.hf.rules import ATTENTION_BIASES, LENGTH_OR_ZERO, POSITIVE, ROPE, SWITCH, Rule, Settings
+from megatron_core.models.hf.rules import ATTENTION_BIASES, ROPE, Rule, Settings
 from megatron_core.models.hf.tensors import TensorSource
+from megatron_core.schema import LENGTH_OR_ZERO, POSITIVE, SWITCH
 
 
 def _factors(hf_config: Settings) -> Settings:

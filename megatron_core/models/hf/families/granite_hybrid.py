@@ -8,18 +8,8 @@ from megatron_core.models.hf.families.bamba import BAMBA, MIXER_KEYS, MIXER_TYPE
 from megatron_core.models.hf.families.granite import FACTORS, GRANITE, GRANITE_MOE_SHARED
 from megatron_core.models.hf.families.llama import LLAMA
 from megatron_core.models.hf.families.mamba2 import LIMITS_OF_STEPS, mixer_tensors
-from megatron_core.models.hf.rules import (
-    ATTENTION_BIASES,
-    COUNT_OR_ZERO,
-    NUMBER,
-    ROPE,
-    STRING,
-    STRINGS,
-    WIDTH,
-    Rule,
-    Settings,
-    refuse,
-)
+from megatron_core.models.hf.rules import ATTENTION_BIASES, ROPE, Rule, Settings, refuse
+from megatron_core.schema import COUNT_OR_ZERO, NUMBER, STRING, STRINGS, WIDTH
 
 KINDS = {"mamba": "M", "attention": "*", "linear_attention": "M", "full_attention": "*"}
 """Values of ``layer_types`` -> letters of the pattern; export writes the first two, which all releases read."""

@@ -4,20 +4,9 @@ from megatron_core.config import ModelConfig
 from megatron_core.models.hf.architecture import register
 from megatron_core.models.hf.expert_rules import EXPERT_MATRICES
 from megatron_core.models.hf.families.llama import LLAMA
-from megatron_core.models.hf.rules import (
-    ATTENTION_BIASES,
-    COUNT,
-    COUNTS,
-    POSITIVE,
-    ROPE,
-    KeyType,
-    Rule,
-    Settings,
-    refuse,
-    rope_parameters,
-    rope_type,
-)
+from megatron_core.models.hf.rules import ATTENTION_BIASES, ROPE, Rule, Settings, refuse, rope_parameters, rope_type
 from megatron_core.models.hf.tensors import gate_and_up
+from megatron_core.schema import COUNT, COUNTS, POSITIVE, KeyType
 
 
 def _positions(hf_config: Settings) -> Settings:

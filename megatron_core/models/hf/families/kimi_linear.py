@@ -11,8 +11,9 @@ from megatron_core.models.hf.architecture import register
 from megatron_core.models.hf.expert_rules import groups_json, limited_to_groups
 from megatron_core.models.hf.families.deepseek_v3 import DEEPSEEK_V3, LATENT_MATRICES
 from megatron_core.models.hf.families.qwen3_next import KINDS
-from megatron_core.models.hf.rules import COUNT, COUNT_OR_ZERO, COUNTS, OBJECT, STRINGS, WIDTH, Rule, Settings, refuse
+from megatron_core.models.hf.rules import Rule, Settings, refuse
 from megatron_core.models.hf.tensors import RowRange, TensorSource, gate_and_up
+from megatron_core.schema import COUNT, COUNT_OR_ZERO, COUNTS, OBJECT, STRINGS, WIDTH
 
 MLP_KINDS = ("dense", "sparse")
 """Values of ``mlp_layer_types``."""

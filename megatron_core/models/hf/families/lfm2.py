@@ -6,20 +6,9 @@ from megatron_core.config import ModelConfig
 from megatron_core.config.hybrid import CONVOLUTION
 from megatron_core.models.hf.architecture import register
 from megatron_core.models.hf.families.llama import LLAMA
-from megatron_core.models.hf.rules import (
-    COUNT,
-    COUNT_OR_ZERO,
-    COUNTS,
-    POSITIVE,
-    ROPE,
-    STRINGS,
-    SWITCH,
-    WIDTH,
-    Rule,
-    Settings,
-    refuse,
-)
+from megatron_core.models.hf.rules import ROPE, Rule, Settings, refuse
 from megatron_core.models.hf.tensors import gate_and_up, separate_qkv
+from megatron_core.schema import COUNT, COUNT_OR_ZERO, COUNTS, POSITIVE, STRINGS, SWITCH, WIDTH
 
 KINDS = {"conv": CONVOLUTION, "full_attention": "*"}
 """Values of ``layer_types`` -> letters of the pattern."""

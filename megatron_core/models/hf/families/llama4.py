@@ -4,19 +4,9 @@ from megatron_core.config import ModelConfig
 from megatron_core.models.hf.architecture import register
 from megatron_core.models.hf.families.llama import LLAMA
 from megatron_core.models.hf.families.smollm3 import POSITION_TYPES, POSITIONS
-from megatron_core.models.hf.rules import (
-    COUNT,
-    COUNTS,
-    NUMBER,
-    ROPE,
-    STRINGS,
-    SWITCH,
-    WIDTH,
-    Rule,
-    Settings,
-    refuse,
-)
+from megatron_core.models.hf.rules import ROPE, Rule, Settings, refuse
 from megatron_core.models.hf.tensors import TensorSource, gate_and_up
+from megatron_core.schema import COUNT, COUNTS, NUMBER, STRINGS, SWITCH, WIDTH
 
 CHUNK, FLOOR = 8192, 8192
 """Tokens of a chunk, and positions of one temperature, if config.json has none."""

@@ -7,8 +7,9 @@ import math
 from megatron_core.config import ModelConfig
 from megatron_core.config.mixers import Mamba2
 from megatron_core.models.hf.architecture import Architecture, register
-from megatron_core.models.hf.rules import COUNT, NUMBER, KeyType, Rule, Settings, refuse
+from megatron_core.models.hf.rules import Rule, Settings, refuse
 from megatron_core.models.hf.tensors import RowRange, TensorSource
+from megatron_core.schema import COUNT, NUMBER, KeyType
 
 INFINITY = {"__float__": "Infinity"}
 """How transformers 5 writes infinity; earlier releases write Infinity, which all releases read."""

@@ -5,7 +5,8 @@ from megatron_core.models.hf.architecture import register
 from megatron_core.models.hf.families.glm import SIGMOID_ROUTING
 from megatron_core.models.hf.families.llama import QK_NORMS
 from megatron_core.models.hf.families.mistral import MIXTRAL
-from megatron_core.models.hf.rules import PARTIAL_ROPE, WIDTH, Rule, Settings
+from megatron_core.models.hf.rules import PARTIAL_ROPE, Rule, Settings
+from megatron_core.schema import WIDTH
 
 
 def _positions(hf_config: Settings) -> Settings:

@@ -7,7 +7,6 @@ from megatron_core.models.hf.families.llama import LLAMA
 from megatron_core.models.hf.rules import (
     LLAMA3,
     LLAMA3_CONTEXT,
-    NUMBER,
     ROPE,
     ROPE_PARAMETERS,
     WINDOW_OF_ALL_LAYERS,
@@ -18,6 +17,7 @@ from megatron_core.models.hf.rules import (
     rope_parameters,
 )
 from megatron_core.models.hf.tensors import gate_and_up
+from megatron_core.schema import NUMBER
 
 MISTRAL = register(
     LLAMA,

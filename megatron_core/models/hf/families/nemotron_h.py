@@ -9,8 +9,9 @@ from megatron_core.config.mixers import Mamba2
 from megatron_core.models.hf.architecture import register
 from megatron_core.models.hf.expert_rules import GROUP_TYPES, MTP_LAYERS, groups_json, limited_to_groups
 from megatron_core.models.hf.families.mamba2 import INITIAL, LIMITS, MAMBA2, MIXER, PRECISION, limits
-from megatron_core.models.hf.rules import COUNT, NUMBER, POSITIVE, STRING, STRINGS, WIDTH, Rule, Settings, refuse
+from megatron_core.models.hf.rules import Rule, Settings, refuse
 from megatron_core.models.hf.tensors import separate_qkv
+from megatron_core.schema import COUNT, NUMBER, POSITIVE, STRING, STRINGS, WIDTH
 
 KINDS = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"}
 """Values of ``layers_block_type`` -> letters of the pattern."""
@@ -210,7 +211,8 @@ NEMOTRON_H = register(
         "mlp.shared_experts.linear_fc1": "mixer.shared_experts.up_proj",
         "mlp.shared_experts.linear_fc2": "mixer.shared_experts.down_proj",
     },
-    derived=rf"{MAMBA2.derived}|mtp\..*",
+    derived=MAMBA2.derived,
+    mtp_names=r"mtp\..*",
     mtp_layer_keys=MTP_LAYERS,
     notes=_notes,
 )

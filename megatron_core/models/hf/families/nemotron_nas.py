@@ -9,7 +9,8 @@ from megatron_core.config import ModelConfig
 from megatron_core.config.heterogeneous import LAYERS_JSON, MULTIPLE, read_blocks, write_blocks
 from megatron_core.models.hf.architecture import register
 from megatron_core.models.hf.families.llama import LLAMA
-from megatron_core.models.hf.rules import KeyType, Rule, Settings, refuse
+from megatron_core.models.hf.rules import Rule, Settings, refuse
+from megatron_core.schema import KeyType
 
 KEY = "block_configs"
 OBJECTS = KeyType(

@@ -2,8 +2,9 @@
 
 from megatron_core.config import ModelConfig
 from megatron_core.models.hf.architecture import Architecture, register
-from megatron_core.models.hf.rules import GELU, STRING, SWITCH, WIDTH, Rule, Settings, refuse
+from megatron_core.models.hf.rules import GELU, Rule, Settings, refuse
 from megatron_core.models.hf.tensors import RowRange, TensorSource, separate_qkv
+from megatron_core.schema import STRING, SWITCH, WIDTH
 
 FIRST_POSITION = 2
 """Row of the stored table of positions that position 0 has; no token has the rows before it."""

@@ -7,7 +7,6 @@ from megatron_core.models.hf.families.mistral import MIXTRAL
 from megatron_core.models.hf.rules import (
     ATTENTION_BIASES,
     LONGROPE_MSCALES,
-    NUMBER,
     ROPE,
     WINDOW_OF_ALL_LAYERS,
     Rule,
@@ -16,6 +15,7 @@ from megatron_core.models.hf.rules import (
     rope_parameters,
     rope_type,
 )
+from megatron_core.schema import NUMBER
 
 
 def _positions(hf_config: Settings) -> Settings:

@@ -5,20 +5,10 @@ from megatron_core.config import ModelConfig
 from megatron_core.models.hf.architecture import register
 from megatron_core.models.hf.expert_rules import EXPERT_MATRICES
 from megatron_core.models.hf.families.llama import LLAMA, QK_NORMS
-from megatron_core.models.hf.rules import (
-    COUNT,
-    COUNT_OR_ZERO,
-    COUNTS,
-    ROPE,
-    SWITCH,
-    WINDOW_OF_ALL_LAYERS,
-    WINDOWS,
-    Rule,
-    Settings,
-    refuse,
-)
+from megatron_core.models.hf.rules import ROPE, WINDOW_OF_ALL_LAYERS, WINDOWS, Rule, Settings, refuse
 from megatron_core.models.hf.tensors import gate_and_up
 from megatron_core.models.hf.text_part import register_text_part
+from megatron_core.schema import COUNT, COUNT_OR_ZERO, COUNTS, SWITCH
 
 
 def _windows(hf_config: Settings) -> Settings:

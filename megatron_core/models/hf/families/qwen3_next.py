@@ -7,8 +7,9 @@ from megatron_core.config.mixers import GatedDeltaNet
 from megatron_core.models.hf.architecture import register
 from megatron_core.models.hf.families.llama import LLAMA, QK_NORMS
 from megatron_core.models.hf.families.qwen import EXPERT_LAYERS, QWEN2_MOE, QWEN3_MOE, ROUTER_SOFTMAX
-from megatron_core.models.hf.rules import COUNT, PARTIAL_ROPE, STRINGS, Rule, Settings, refuse
+from megatron_core.models.hf.rules import PARTIAL_ROPE, Rule, Settings, refuse
 from megatron_core.models.hf.tensors import RowRange, TensorSource
+from megatron_core.schema import COUNT, STRINGS
 
 KINDS = ("full_attention", "linear_attention")
 """Values of ``layer_types``: attention, and the recurrence."""
@@ -101,8 +102,8 @@ SEPARATE = TensorSource(
     tuple(f"linear_attn.in_proj_{name}" for name in ("qkv", "z", "b", "a")),
     _separate_rows,
 )
-DERIVED = rf"{LLAMA.derived}|mtp\..*|visual\..*"
-"""Layers of multi-token prediction and images are ignored, as transformers does in the text model."""
+DERIVED, AHEAD = rf"{LLAMA.derived}|visual\..*", r"mtp\..*"
+"""Images and layers for multi-token prediction, which transformers does not read in the text model either."""
 
 QWEN3_NEXT = register(
     QWEN3_MOE,
@@ -121,6 +122,7 @@ QWEN3_NEXT = register(
         ),
     },
     derived=DERIVED,
+    mtp_names=AHEAD,
 )
 QWEN35 = register(
     LLAMA,
@@ -133,6 +135,7 @@ QWEN35 = register(
     rules=(PARTIAL_ROPE, LAYER_TYPES),
     layer_tensors={**LLAMA.layer_tensors, **MIXERS, "self_attention.in_proj": SEPARATE},
     derived=DERIVED,
+    mtp_names=AHEAD,
 )
 QWEN35_MOE = register(
     QWEN3_NEXT,

@@ -3,7 +3,8 @@
 from megatron_core.config import ModelConfig
 from megatron_core.models.hf.architecture import register
 from megatron_core.models.hf.families.llama import LLAMA
-from megatron_core.models.hf.rules import ATTENTION_BIASES, COUNT, COUNTS, ROPE, SWITCH, WINDOWS, Rule, Settings, refuse
+from megatron_core.models.hf.rules import ATTENTION_BIASES, ROPE, WINDOWS, Rule, Settings, refuse
+from megatron_core.schema import COUNT, COUNTS, SWITCH
 
 
 def _positions(hf_config: Settings) -> list[int]:

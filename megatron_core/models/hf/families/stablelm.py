@@ -3,8 +3,9 @@ parallel with one norm. StableLM 2 12B has norms of queries and keys with separa
 
 from megatron_core.models.hf.architecture import register
 from megatron_core.models.hf.families.llama import LLAMA
-from megatron_core.models.hf.rules import PARTIAL_ROPE, SWITCH, Rule, norms_of_each_head
+from megatron_core.models.hf.rules import PARTIAL_ROPE, Rule, norms_of_each_head
 from megatron_core.models.hf.tensors import of_each_head
+from megatron_core.schema import SWITCH
 
 PARALLEL = Rule(
     read=lambda hf_config: dict.fromkeys(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from megatron_core.checkpoint import find_checkpoint
 from megatron_core.errors import CheckpointError
+from megatron_core.schema import COUNT, STRING, read_object
 
 CheckpointingException = CheckpointError
 
@@ -28,10 +29,22 @@ class CheckpointingConfig:
     common_backend_version: int = 1
 
 
+TYPES = {"sharded_backend": STRING, "common_backend": STRING}
+TYPES |= {"sharded_backend_version": COUNT, "common_backend_version": COUNT}
+
+
 def maybe_load_config(checkpoint_dir: str | Path) -> CheckpointingConfig | None:
-    """Return the format of a checkpoint of Megatron Core; None without ``metadata.json``."""
+    """Return the format of a checkpoint of Megatron Core; None without ``metadata.json``.
+
+    Errors: ``CheckpointError`` for a file without a format, or with values of another type.
+    """
     path = Path(checkpoint_dir) / CONFIG_FNAME
-    return CheckpointingConfig(**json.loads(path.read_text())) if path.is_file() else None
+    if not path.is_file():
+        return None
+    content = read_object(path, CheckpointError, "copy the whole checkpoint again", TYPES)
+    if content.get("sharded_backend") is None:
+        raise CheckpointError(f"{path} has no sharded_backend; copy the whole checkpoint again")
+    return CheckpointingConfig(**{name: content[name] for name in TYPES if content.get(name) is not None})
 
 
 def save_config(config: CheckpointingConfig, checkpoint_dir: str | Path) -> None:

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.tokenizers.text.text_tokenizer import MegatronTokenizerText
-from megatron_core.errors import ConfigError
+from megatron_core.errors import ConfigError, quoted
+from megatron_core.schema import STRING, read_object
 from megatron_core.tokenizers.build import build_tokenizer
 
 _TYPES = {
@@ -18,6 +19,7 @@ _TYPES = {
 }
 _FLAGS = ("vocab_file", "merge_file", "vocab_size", "tiktoken_pattern", "tiktoken_num_special_tokens")
 METADATA = "tokenizer_metadata.json"
+TYPES = {"library": STRING, "chat_template": STRING}
 
 
 class MegatronTokenizer:
@@ -43,10 +45,10 @@ class MegatronTokenizer:
         if not isinstance(metadata, dict):
             if metadata is None or not Path(metadata).is_file():
                 raise ConfigError(f"no metadata at {metadata}; pass metadata_path={{'library': ...}}")
-            metadata = json.loads(Path(metadata).read_text())
+            metadata = read_object(Path(metadata), ConfigError, "write it with write_metadata", TYPES)
         library = metadata.get("library")
         if library not in _TYPES and library != "megatron":
-            raise ConfigError(f"the tokenizer library {library!r} is not supported; legal: {', '.join(_TYPES)}")
+            raise ConfigError(f"the tokenizer library {quoted(library)} is not supported; legal: {', '.join(_TYPES)}")
         if library == "megatron":  # the path is a value of --tokenizer-type
             kind, path = tokenizer_path or "GPT2BPETokenizer", kwargs.pop("tokenizer_model", None)
             kwargs |= {"merge_file": kwargs.pop("merges_file", None)} if "merges_file" in kwargs else {}

@@ -26,6 +26,8 @@ from megatron.training.config.yaml_utils import safe_yaml_representers
 from megatron.training.models.serializable import Serializable
 from megatron_core.config import RunConfig
 from megatron_core.config.file import convert, field_types
+from megatron_core.errors import ConfigError
+from megatron_core.text_file import parse_yaml
 
 Container = TypeVar("Container", bound="ConfigContainerBase")
 
@@ -63,7 +65,13 @@ class ConfigContainerBase:
         if not maybe_msc.os.path.exists(yaml_path):
             raise FileNotFoundError(f"YAML file not found: {yaml_path}")
         with maybe_msc.open(yaml_path, "r") as file:
-            entries = yaml.safe_load(file)
+            text = file.read()
+        try:
+            entries = parse_yaml(text)
+        except ValueError as error:
+            raise ConfigError(f"{yaml_path} is not valid YAML: {error}; correct the file") from None
+        if not isinstance(entries, dict):
+            raise ConfigError(f"{yaml_path} holds a {type(entries).__name__}; it must be a mapping of sections")
         if HAVE_OMEGACONF:
             from omegaconf import OmegaConf  # type: ignore[import-not-found]
 

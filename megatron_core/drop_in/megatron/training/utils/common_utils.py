@@ -25,6 +25,8 @@ from megatron.core.utils import (
 )
 from megatron.training.global_vars import get_args, get_timers
 from megatron_core import parallel_state
+from megatron_core.config import DataConfig
+from megatron_core.datasets.paths import read_paths
 from megatron_core.errors import ConfigError
 from megatron_core.parallel import World
 from megatron_core.parallel.collectives import all_reduce_
@@ -44,12 +46,13 @@ def get_blend_and_blend_per_split(args: Any) -> tuple[Blend, list[Blend] | None]
     if args.data_args_path is not None:
         if args.data_path:
             raise ConfigError("data_path and data_args_path exclude each other; give one of them")
-        return get_blend_from_list(Path(args.data_args_path).read_text().split()), None
+        blend = read_paths(DataConfig(data_args_path=args.data_args_path)).phases[0].data_path
+        return get_blend_from_list(list(blend)), None
     if args.data_path:
         return get_blend_from_list(args.data_path), None
     if args.per_split_data_args_path is not None:
-        given = json.loads(Path(args.per_split_data_args_path).read_text())
-        own = [value.split() if isinstance(value := given[split], str) else value for split in _SPLITS]
+        by_split = read_paths(DataConfig(per_split_data_args_path=args.per_split_data_args_path)).own
+        own = [list(paths) or None for paths in by_split]
     return None, [get_blend_from_list(paths) for paths in own] if any(own) else None
 
 
