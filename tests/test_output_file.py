@@ -102,7 +102,7 @@ def test_a_tool_overwrites_neither_its_input_nor_its_other_output(name: str, pla
 
 
 AGAIN = ("report", "diagnose", "plot_metrics", "show_schedule png", "show_schedule trace", "show_schedule json")
-AGAIN += ("train_tokenizer", "collect_corpus", "inspect_dataset", "plan_layout")
+AGAIN += ("collect_corpus", "inspect_dataset", "plan_layout")
 
 
 @pytest.mark.parametrize("name", AGAIN)
