@@ -42,7 +42,7 @@ from megatron_core.tokenizers import tokenizer_of
 from megatron_core.tokenizers.companions import companion_files, files_to_store, stored_name, vocabulary_files
 from megatron_core.training.adapter_export import MergedReader
 from megatron_core.training.averages import AveragedReader
-from megatron_core.training.compatibility import stored_config, tokenizer_folder
+from megatron_core.training.compatibility import refuse_other_formats, stored_config, tokenizer_folder
 from megatron_core.training.megatron_state import state_at
 
 Reader = CheckpointReader | HuggingFaceReader | MergedReader
@@ -191,6 +191,7 @@ def _newest(load: Path, step: int | None) -> CheckpointReader:
     """The newest intact checkpoint in ``load``, or that of iteration ``step``."""
     stored = open_newest(str(load), step, device=torch.device("cpu"))
     if stored is None:
+        refuse_other_formats(f"--load {load}", load)
         raise CheckpointError(f"{load} has no checkpoint; give a folder written by --save")
     return stored
 

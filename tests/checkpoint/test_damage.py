@@ -92,7 +92,9 @@ def test_nothing_to_load(tmp_path: Path) -> None:
         start(ONE_LAYER | {"load": str(tmp_path), "exit_on_missing_checkpoint": True})
     with pytest.raises(CheckpointError, match=r"holds no checkpoint"):
         start(ONE_LAYER | {"load": str(tmp_path), "finetune": True})
-    run = start(ONE_LAYER | {"load": str(tmp_path)})
+    with pytest.raises(CheckpointError, match=r"holds no checkpoint.*Only the folder of --save may be without one"):
+        start(ONE_LAYER | {"load": str(tmp_path)})
+    run = start(ONE_LAYER | {"load": str(tmp_path), "save": str(tmp_path)})
     assert run.state.iteration == 0 and not run.loaded
     assert any("has no checkpoint" in note for note in notes(run))
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("release")
