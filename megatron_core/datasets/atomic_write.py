@@ -2,6 +2,7 @@
 
 import errno
 import os
+import stat
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -39,6 +40,8 @@ def atomic_write(path: str | Path) -> Iterator[BinaryIO]:
     with new_file(Path(path)) as file, naming_full_disk(file):
         yield file
         file.flush()
+        if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            os.fsync(file.fileno())
 
 
 @contextmanager
