@@ -21,14 +21,19 @@ DEEPEST = 100
 """Maximum nesting of lists and mappings."""
 
 
+def refuse_pipe(path: str | Path) -> None:
+    """ValueError for a named pipe, which would block until another process writes; that of <(command) has no name."""
+    if Path(os.path.realpath(path)).is_fifo():
+        raise ValueError("it is a named pipe; use a file")
+
+
 def read_text(path: str | Path) -> str:
     """The text of a file, or of a pipe such as ``<(command)``.
 
     Errors: OSError, or ValueError for a named pipe (reading it would block until a process writes), for more than
     ``LARGEST_TEXT`` bytes, and for text that is not UTF-8.
     """
-    if Path(os.path.realpath(path)).is_fifo():  # the pipe of <(command) has no name
-        raise ValueError("it is a named pipe; use a file")
+    refuse_pipe(path)
     with open(path, "rb") as file:
         data = file.read(LARGEST_TEXT + 1)
     if len(data) > LARGEST_TEXT:

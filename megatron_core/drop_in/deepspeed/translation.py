@@ -15,6 +15,7 @@ import yaml
 
 from deepspeed.optimizers import Chosen, optimizer_settings
 from megatron_core.errors import ConfigError
+from megatron_core.text_file import refuse_pipe
 
 AUTO = "auto"
 TRIPLE = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -91,6 +92,8 @@ def read_json(config: Any) -> dict[str, Any]:
         raise ConfigError(f"DeepSpeed config={config!r} must be a dict or the path of a JSON file")
     name = os.fspath(config)
     try:
+        if os.path.exists(name):
+            refuse_pipe(name)
         text = Path(name).read_text(encoding="utf-8") if os.path.exists(name) else _decoded(name)
         found = json.loads(text, object_pairs_hook=_refuse_duplicates)
     except ConfigError:

@@ -18,6 +18,7 @@ from megatron_core.errors import CheckpointError
 from megatron_core.models.hf.pickled import PickledFile
 from megatron_core.models.hf.text_part import part_of, text_names
 from megatron_core.parallel.texts import listed
+from megatron_core.text_file import refuse_pipe
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
@@ -157,6 +158,7 @@ class TensorFiles:
 def read_json(path: Path) -> dict[str, Any]:
     """Read the object in a JSON file."""
     try:
+        refuse_pipe(path)
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such file; give the folder of a downloaded model of Hugging Face") from None

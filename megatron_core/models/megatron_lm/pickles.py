@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from megatron_core.errors import CheckpointError
+from megatron_core.text_file import refuse_pipe
 
 INERT = re.compile(
     r"argparse\.Namespace|types\.SimpleNamespace|signal\.Signals|_io\.BytesIO|_codecs\.encode|pathlib\.\w+"
@@ -68,6 +69,8 @@ def load_tensors(source: Path | bytes, inert: re.Pattern[str] = INERT, name: str
     """
     shown = source if isinstance(source, Path) else name
     try:
+        if isinstance(source, Path):
+            refuse_pipe(source)
         file: Any = str(source) if isinstance(source, Path) else io.BytesIO(source)
         # In a file of torch before 1.6, which is not an archive, torch.load itself refuses all names.
         archive = zipfile.is_zipfile(source if isinstance(source, Path) else io.BytesIO(source))
