@@ -125,6 +125,23 @@ def an_iteration_saved_anew_stays_there(root: Path) -> None:
     assert (read(root / "iter_0000002") == 2.0).all() and not list(root.glob(".iter_*"))
 
 
+def files_of_the_user_stay(root: Path) -> None:
+    """In a checkpoint that is replaced, and in one that is rotated out."""
+    for iteration in (1, 2):
+        (write(root, iteration, 1.0) / f"notes{iteration}.txt").write_text("notes")
+    write(root, 2, 2.0)
+    write(root, 3, 3.0, keep_last=1)
+    assert [path.read_text() for path in sorted(root.glob("iter_*/notes*"))] == ["notes", "notes"]
+    assert complete_iterations(root) == [3] and not list(root.glob("iter_000000[12]/rank*"))
+
+
+def a_replacement_that_was_interrupted_is_undone(root: Path) -> None:
+    """On file systems that cannot exchange names, after a kill between the two renames."""
+    write(root, 2, 2.0)
+    (root / "iter_0000002").rename(root / ".iter_0000002.replaced")
+    assert find_checkpoint(str(root)) == root / "iter_0000002" and (read(root / "iter_0000002") == 2.0).all()
+
+
 @dataclass(frozen=True)
 class Defect:
     """A fragment of a function, its replacement, and the check that detects it."""
@@ -137,6 +154,20 @@ class Defect:
 
 
 DEFECTS = (
+    Defect(
+        "a replaced checkpoint takes the user's files along",
+        "checkpoint.removal:discard",
+        "_move(hidden / name, final / name)",
+        "(hidden / name).unlink()",
+        files_of_the_user_stay,
+    ),
+    Defect(
+        "a checkpoint that was about to be replaced stays hidden",
+        "checkpoint.folder:find_candidates",
+        "restore_replaced(root)",
+        "pass",
+        a_replacement_that_was_interrupted_is_undone,
+    ),
     Defect(
         "a file's save id is not compared",
         "checkpoint.reader:CheckpointReader._file",
