@@ -179,7 +179,7 @@ def open_checkpoint(
         reader = open_megatron(settings) or _open_stored(settings, device, hash_later, damaged)
     if not config.training.skip_train:
         _refuse_other_runs(settings, found=reader is not None)
-    if reader is None and settings.load is not None:
+    if reader is None and settings.load is not None and not damaged:  # the caller names the damage
         _refuse_nothing(settings)
     if reader is None and settings.load_hf is not None and config.tuning.lora_rank is None:
         weights = HuggingFaceReader(settings.load_hf)
