@@ -27,6 +27,16 @@ def path_of(text: str) -> Path | None:
     return None if _URL.match(text) else Path(text)
 
 
+def is_same_place(first: str, second: str) -> bool:
+    """Whether two texts name the same folder, also through symbolic links, or the same URL."""
+
+    def plain(text: str) -> str:
+        path = path_of(text)
+        return text.rstrip("/") if path is None else os.path.realpath(path)
+
+    return plain(first) == plain(second)
+
+
 def run_folder(save: str) -> Path:
     """Folder on this machine for the other files of a run that saves its checkpoints to ``save``: ``save`` itself, or
     for a URL a folder in the cache."""

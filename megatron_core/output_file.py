@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import re
+import secrets
+import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from megatron_core.errors import ConfigError
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 """Beginning of a URL, also as a ``Path``, which has one slash, but not of a drive of Windows."""
+_STREAMS = ("/dev", "/dev/fd", "/proc/self/fd")
+"""Folders of links to the standard streams, which may be files."""
 LARGEST_COMPARED = 2**26
 """Number of bytes of an existing file that are read to recognise its kind."""
 
@@ -60,17 +65,38 @@ def json_with(name: str, *keys: str) -> Kind:
     return Kind(name, accepts)
 
 
+def json_line_with(name: str, *keys: str) -> Kind:
+    """JSON Lines whose first object has exactly these keys."""
+    return Kind(name, lambda data: json_keys(data.split(b"\n", 1)[0]) == set(keys))
+
+
+def json_keys(data: bytes) -> set[str]:
+    """The keys of a JSON object; empty for anything else."""
+    with suppress(ValueError, RecursionError):
+        content = json.loads(data)
+        return set(content) if isinstance(content, dict) else set()
+    return set()
+
+
+NEW = Kind("new or empty file", lambda data: False)
+"""Files that are never overwritten, because those of other programs look alike."""
 _PICTURES = {
     ".png": b"\x89PNG", ".pdf": b"%PDF", ".svg": b"<?xml", ".svgz": b"\x1f\x8b", ".ps": b"%!PS", ".eps": b"%!PS",
     ".jpg": b"\xff\xd8", ".jpeg": b"\xff\xd8", ".tif": b"II*", ".tiff": b"II*", ".webp": b"RIFF", ".gif": b"GIF8",
 }  # fmt: skip
+_AUTHOR = "megatron-native"
+_AUTHOR_KEYS = {".png": "Software", ".pdf": "Creator", ".svg": "Creator", ".ps": "Creator", ".eps": "Creator"}
+"""Keys of matplotlib's metadata by which our pictures are recognized; those in other formats are never overwritten."""
 
 
 def picture_kind(path: str | Path) -> Kind:
-    """The image format of the suffix of ``path``."""
+    """Pictures of this program in the image format of the suffix of ``path``."""
     suffix = Path(path).suffix.lower()
     magic = _PICTURES.get(suffix)
-    return Kind(f"{suffix} picture", lambda data: magic is not None and data.startswith(magic))
+    return Kind(
+        f"{suffix} picture of this program",
+        lambda data: magic is not None and data.startswith(magic) and _AUTHOR.encode() in data,
+    )
 
 
 TRACE = starting_with("Chrome trace", b'{"traceEvents"')
@@ -79,9 +105,12 @@ TRACE = starting_with("Chrome trace", b'{"traceEvents"')
 def save_picture(figure: Any, path: str | Path, *, dpi: int) -> None:
     """Save a matplotlib figure, as PNG if ``path`` has no suffix. ``ConfigError`` for a file of another kind."""
     path = Path(path) if Path(path).suffix else Path(f"{path}.png")
+    suffix = path.suffix.lower()
+    metadata = {_AUTHOR_KEYS[suffix]: _AUTHOR} if suffix in _AUTHOR_KEYS else None
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=dpi, format=suffix[1:], metadata=metadata)
     make_folder(path.parent)
-    refuse_other_file(f"{path} cannot be written", path, picture_kind(path))
-    figure.savefig(path, dpi=dpi)
+    Output(f"{path} cannot be written", path, picture_kind(path)).write(picture.getvalue())
 
 
 def refuse_url(named: str, path: object) -> None:
@@ -94,10 +123,14 @@ def refuse_url(named: str, path: object) -> None:
 
 
 def refuse_other_file(named: str, path: str | Path, kind: Kind) -> None:
-    """``ConfigError`` if ``path`` is a URL, or exists and its content is of another kind. ``named`` is the setting with
-    its value."""
+    """``ConfigError`` if ``path`` is a URL, a symbolic link to a file or to nothing, or a file of another kind.
+
+    ``named`` is the setting with its value.
+    """
     refuse_url(named, path)
     path = Path(path)
+    if path.is_symlink() and not _is_stream(path):
+        raise ConfigError(f"{named}: {path} is a symbolic link, which is not allowed here; give the file itself")
     if not path.is_file():
         return
     with path.open("rb") as file:
@@ -109,27 +142,115 @@ def refuse_other_file(named: str, path: str | Path, kind: Kind) -> None:
         )
 
 
-def prepare_output(settings: Any, name: str, kind: Kind, *inputs: Any) -> None:
-    """Create the folder of the output file in the field ``name`` of ``settings``, before the work starts.
+@dataclass(frozen=True)
+class Output:
+    """An output file that has been prepared."""
+
+    named: str
+    """The setting with its value."""
+    path: Path
+    kind: Kind
+    pipe: int | None = None
+    """Descriptor of a named pipe, which stays open, because closing it would end its reader."""
+
+    def write(self, content: str | bytes) -> None:
+        """Write the file as a whole. Errors: ``OSError``; ``ConfigError`` if another program has created it by now."""
+        # Names of files may have bytes that are not UTF-8.
+        data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
+        if self.pipe is not None:
+            with open(self.pipe, "wb") as file:
+                file.write(data)
+            return
+        refuse_other_file(self.named, self.path, self.kind)
+        with new_file(self.path) as file:
+            file.write(data)
+
+
+def prepare_output(settings: Any, name: str, kind: Kind, *inputs: Any) -> Output:
+    """Check the output file in the field ``name`` of ``settings``, and create its folder, before the work starts.
 
     ``settings`` is a dataclass or a mapping. Its other paths, and those in ``inputs`` (texts, words of a command line,
     dataclasses, mappings, sequences), are files that must not be overwritten.
     Errors: ``ConfigError`` if the file is one of those or of another kind, or if the folder cannot be written.
     """
-    given = settings if isinstance(settings, Mapping) else {f.name: getattr(settings, f.name) for f in fields(settings)}
-    path, flag = Path(given[name]), f"--{name.replace('_', '-')}"
-    refuse_url(f"{flag} {given[name]}", path)
-    others = [value for other, value in given.items() if other != name]
-    for other in _texts([*others, *inputs]):
-        if _is_same(path, Path(other)):
-            raise ConfigError(f"{flag} {path} would overwrite {other}; choose another file")
+    values = (
+        settings if isinstance(settings, Mapping) else {f.name: getattr(settings, f.name) for f in fields(settings)}
+    )
+    path, flag = Path(values[name]), f"--{name.replace('_', '-')}"
+    named = f"{flag} {values[name]}"
+    refuse_url(named, path)
+    refuse_inputs(named, path, [value for other, value in values.items() if other != name], *inputs)
     make_output_folder(flag, path)
+    pipe: int | None = None
     try:
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        refuse_other_file(f"{flag} {path}", path, kind)
+        refuse_other_file(named, path, kind)
+        if path.is_fifo():
+            pipe = no_follow(path, os.O_WRONLY)
     except OSError as error:
-        raise ConfigError(f"{flag} {path} cannot be written ({error.strerror}); choose another file") from error
+        raise ConfigError(f"{named} cannot be written ({error.strerror}); choose another file") from error
+    return Output(named, path, kind, pipe)
+
+
+def refuse_inputs(named: str, path: Path, *inputs: Any) -> None:
+    """``ConfigError`` if the output ``path`` is one of the paths in ``inputs``."""
+    for other in _texts(inputs):
+        if _is_same(path, Path(other)):
+            raise ConfigError(f"{named} would overwrite {other}; choose another output")
+
+
+@contextmanager
+def new_file(path: Path) -> Iterator[BinaryIO]:
+    """A file that appears, or replaces the existing one, when the block ends, and never if it fails.
+
+    Devices, pipes and standard streams are written directly: root could replace them.
+    """
+    if _is_stream(path) or (path.exists() and not path.is_file()):
+        with open(path, "wb", opener=no_follow) as stream:
+            yield stream
+        return
+    # A unique name, so that no file of others has it; it does not depend on the length of the final name.
+    partial = path.with_name(f".{secrets.token_hex(8)}.partial")
+    try:
+        with open(partial, "xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        with suppress(FileNotFoundError):
+            partial.chmod(stat.S_IMODE(path.stat().st_mode))
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def new_folder(named: str, folder: Path, *inputs: Any) -> Iterator[Path]:
+    """A temporary folder whose files appear in ``folder`` when the block ends, and never if it fails.
+
+    ``inputs``: paths that are read. Errors: ``ConfigError`` that begins with ``named`` if ``folder`` is one of those,
+    is not empty or cannot be created.
+    """
+    refuse_url(named, folder)
+    refuse_inputs(named, folder, *inputs)
+    if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{named}: {folder} is not an empty folder; give another folder, nothing was written")
+    try:
+        make_folder(folder.parent)
+        # An existing folder is filled and not replaced: it may be a link, a mounted disk or the current folder.
+        partial = (folder if folder.is_dir() else folder.parent) / f".{secrets.token_hex(8)}.partial"
+        partial.mkdir()
+    except OSError as error:
+        raise ConfigError(f"{named} cannot be written ({error.strerror}); give another folder") from error
+    try:
+        yield partial
+        if partial.parent == folder:
+            for path in sorted(partial.iterdir()):
+                path.rename(folder / path.name)
+        else:
+            partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -151,7 +272,7 @@ def _is_same(path: Path, other: Path) -> bool:
     """Whether both paths are the same file, now or once it is created."""
     try:
         if path.exists() and other.exists():
-            return path.is_file() and os.path.samefile(path, other)
+            return os.path.samefile(path, other)
         return bool(str(other)) and os.path.realpath(path) == os.path.realpath(other)
     except (OSError, ValueError):  # texts that are not paths
         return False
@@ -218,9 +339,8 @@ def no_follow(path: str | Path, flags: int) -> int:
     """An ``opener`` for ``open`` that refuses symbolic links, except to a pipe or a device, such as /dev/stdout."""
     if stat.S_ISFIFO(_mode(path)):  # opening would block until another process reads
         flags |= os.O_NONBLOCK
-    is_device = os.path.islink(path) and os.path.exists(path) and not os.path.isfile(path)
     try:
-        opened = os.open(path, flags | os.O_CLOEXEC | (0 if is_device else os.O_NOFOLLOW), 0o666)
+        opened = os.open(path, flags | os.O_CLOEXEC | (0 if _is_stream(path) else os.O_NOFOLLOW), 0o666)
         os.set_blocking(opened, True)
         return opened
     except OSError as error:
@@ -231,6 +351,14 @@ def no_follow(path: str | Path, flags: int) -> int:
                 errno.ELOOP, "it is a symbolic link, which is not allowed here; remove it", str(path)
             ) from None
         raise
+
+
+def _is_stream(path: str | Path) -> bool:
+    """Whether ``path`` is a link to a pipe or a device, or to a standard stream, which may be a file."""
+    if not os.path.islink(path) or not os.path.exists(path):
+        return False
+    is_special = not os.path.isfile(path) and not os.path.isdir(path)
+    return is_special or os.path.dirname(os.path.abspath(path)) in _STREAMS
 
 
 def _mode(path: str | Path) -> int:

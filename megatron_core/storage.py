@@ -169,6 +169,15 @@ class StoragePath:
             if not missing_ok:
                 raise
 
+    def files(self) -> set[str]:
+        """The names of all objects in the folder and its folders, relative to it."""
+        try:
+            with _named(self):
+                keys = self._files.find(str(self))
+        except FileNotFoundError:
+            return set()
+        return {str(self._with_key(key)).removeprefix(f"{self}/") for key in keys}
+
     def remove_tree(self) -> None:
         """Delete all objects in the folder; errors are ignored, as by ``shutil.rmtree(ignore_errors=True)``."""
         with suppress(OSError), _named(self):

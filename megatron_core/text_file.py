@@ -21,6 +21,12 @@ DEEPEST = 100
 """Maximum nesting of lists and mappings."""
 
 
+def refuse_pipe(path: str | Path) -> None:
+    """ValueError for a named pipe, which would block until another process writes; that of <(command) has no name."""
+    if Path(os.path.realpath(path)).is_fifo():
+        raise ValueError("it is a named pipe; use a file")
+
+
 def read_text(path: str | Path) -> str:
     """The text of a file, or of a pipe such as ``<(command)``.
 
@@ -35,8 +41,7 @@ def read_bytes(path: str | Path, most: int) -> bytes:
     Errors: OSError, or ValueError for a named pipe (reading it would block until a process writes) and for more than
     ``most`` bytes.
     """
-    if Path(os.path.realpath(path)).is_fifo():  # the pipe of <(command) has no name
-        raise ValueError("it is a named pipe; use a file")
+    refuse_pipe(path)
     with open(path, "rb") as file:
         data = file.read(most + 1)
     if len(data) > most:

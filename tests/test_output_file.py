@@ -102,7 +102,7 @@ def test_a_tool_overwrites_neither_its_input_nor_its_other_output(name: str, pla
 
 
 AGAIN = ("report", "diagnose", "plot_metrics", "show_schedule png", "show_schedule trace", "show_schedule json")
-AGAIN += ("train_tokenizer", "collect_corpus", "inspect_dataset", "plan_layout")
+AGAIN += ("collect_corpus", "inspect_dataset", "plan_layout")
 
 
 @pytest.mark.parametrize("name", AGAIN)
@@ -131,7 +131,9 @@ def test_a_picture_without_a_suffix_is_a_png(tmp_path: Path) -> None:
 # --- Preprocessing and merging.
 
 
-@pytest.mark.parametrize("foreign", ["out.work/notes.txt", "out_problems.txt", "out_text_document.idx"])
+@pytest.mark.parametrize(
+    "foreign", ["out.work/notes.txt", "out.work/thesis.partial", "out_problems.txt", "out_text_document.idx"]
+)
 def test_preprocessing_keeps_files_of_others(foreign: str, place: Path) -> None:
     (place / foreign).parent.mkdir(exist_ok=True)
     (place / foreign).write_text(TEXT)

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from megatron_core.checkpoint.boxes import TensorBox
-from megatron_core.checkpoint.folder import complete_iterations, iteration_folder, rank_file, remove, remove_hidden
+from megatron_core.checkpoint.folder import complete_iterations, iteration_folder, rank_file
 from megatron_core.checkpoint.hashes import HashingFile, StoredFile, sync_folder
 from megatron_core.checkpoint.hosts import Hosts
+from megatron_core.checkpoint.removal import discard, give_name, remove, remove_hidden
 from megatron_core.checkpoint.transfer import Transfer, carry_out
 from megatron_core.checkpoint.writer import Agree, Save, run_on_all_ranks
 from megatron_core.errors import CheckpointError
@@ -87,6 +88,6 @@ def _write_copy(path: Path, expected: StoredFile, parts: Iterator[Tensor]) -> No
 
 
 def _rename(save: Save) -> None:
-    remove(save.final)
-    save.partial.rename(save.final)
+    before = give_name(save.partial, save.final)
     sync_folder(save.folder)
+    discard(before)

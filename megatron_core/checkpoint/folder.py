@@ -1,4 +1,4 @@
-"""A folder of checkpoints: finding, naming, deleting and locking.
+"""A folder of checkpoints: finding, naming and locking.
 
 docs/checkpoints.md, "The format", lists the files of such a folder.
 """
@@ -8,16 +8,15 @@ import fcntl
 import os
 import re
 import shlex
-import shutil
 import socket
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_core.checkpoint.hashes import sync_folder, write_file
-from megatron_core.checkpoint.manifest import FORMAT, MANIFEST
+from megatron_core.checkpoint.hashes import sync_folder, write_file, wrong_sizes
+from megatron_core.checkpoint.manifest import FORMAT, MANIFEST, Manifest
 from megatron_core.config.checkpoint import TEMPORARY_FOLDER
 from megatron_core.errors import CheckpointError
 from megatron_core.output_file import is_still_at, no_follow
@@ -26,12 +25,17 @@ from megatron_core.storage import in_storage, location, read_part, real
 TRACKER = "latest_checkpointed_iteration.txt"
 CONFIG = "config.yaml"
 LOCK = ".lock"
+REMAINS = ".checkpoint_was_deleted"
+"""File in the folder of a deleted checkpoint that contains files of others: the manifest until all files are deleted,
+then empty."""
+DISTRIBUTED_STATE = "__state.distcp"
+"""File that only this program writes into a checkpoint of torch.distributed.checkpoint."""
 RUN = ".run"
 """File with the id of the run that saves here; the run's fast-restart checkpoints have the same id."""
 _MOST_IDS = 33 * 1000
 """Maximum number of characters read from that file."""
 _ITERATION = re.compile(r"iter_\d{7,}")
-_HIDDEN = re.compile(r"\.iter_\d{7,}\.(incomplete|replaced|loading)")
+_HIDDEN = re.compile(r"\.(iter_\d{7,})\.(?:incomplete|replaced|removed|loading)")
 _RANK_FILE = re.compile(r"rank_\d{5,}\.safetensors")
 
 
@@ -105,11 +109,18 @@ def is_own(folder: Path) -> bool:
     return all(map(_RANK_FILE.fullmatch, names)) and (bool(names) or not any(folder.iterdir()))
 
 
-def refuse_foreign(named: str, save: Path, only: int | None = None) -> None:
+def is_own_distributed(folder: Path) -> bool:
+    """Whether ``folder`` is a checkpoint of torch.distributed.checkpoint that this program wrote."""
+    return (folder / ".metadata").is_file() and (folder / DISTRIBUTED_STATE).is_file()
+
+
+def refuse_foreign(
+    named: str, save: Path, only: int | None = None, *, is_ours: Callable[[Path], bool] = is_own
+) -> None:
     """``CheckpointError`` if saving into ``save`` could replace or delete files of another program.
 
     These are folders such as ``iter_0000002`` (with ``only``: the folder of that iteration) and the tracker file.
-    ``named`` is the setting with its value, for the message.
+    ``named`` is the setting with its value, for the message. ``is_ours`` recognizes checkpoints of the format.
     """
     what = ""
     if (save / MANIFEST).is_file() and is_own(save):
@@ -117,15 +128,20 @@ def refuse_foreign(named: str, save: Path, only: int | None = None) -> None:
     tracked, fault = _tracked(save)
     found = sorted(path for path in save.glob("iter_*") if only is None and _ITERATION.fullmatch(path.name))
     found += [iteration_folder(save, number) for number in (only, tracked) if number is not None]
-    foreign = next((path.name for path in found if _is_there(path) and not is_own(path)), None)
+    foreign = next((path.name for path in found if _is_there(path) and not is_replaceable(path, is_ours)), None)
     if (save / TRACKER).is_symlink():
         what = f"has a symbolic link named {TRACKER}"
     elif foreign is not None:
         what = f"holds {foreign}, which is not a checkpoint of this program (but, for example, of Megatron-LM)"
-    elif fault and not complete_iterations(save):
+    elif fault and not any(map(is_ours, found)):
         what = f"holds {TRACKER} of another program"
     if what:
         raise CheckpointError(f"{named} {what}, so nothing can be saved there; choose another folder")
+
+
+def is_replaceable(folder: Path, is_ours: Callable[[Path], bool] = is_own) -> bool:
+    """Whether a new checkpoint may take the name of ``folder``; files of others in it then move to the new one."""
+    return is_ours(folder) or (folder / REMAINS).is_file()
 
 
 def _is_there(path: Path) -> bool:
@@ -188,6 +204,7 @@ def find_candidates(load: str, step: int | None = None) -> Candidates:
         raise CheckpointError(f"load={load} is not a folder; give a --save folder of a training run")
     if (root / MANIFEST).is_file():
         return Candidates((root,), named=True)
+    restore_replaced(root)
     complete = complete_iterations(root)
     if not complete and is_of_megatron(root):
         source = root.absolute()
@@ -263,60 +280,31 @@ def track(save: Path, iteration: int) -> None:
     replace_file(save / TRACKER, save / f".{TRACKER}", str(iteration).encode())
 
 
-def hide(folder: Path) -> Path:
-    """Rename a checkpoint, if it exists, to a hidden name; returns the hidden folder, which the caller deletes.
+def restore_replaced(save: Path) -> None:
+    """Give intact checkpoints their names back that a run was about to replace when it was killed.
 
-    Errors: ``CheckpointError`` if it is not a checkpoint of this program.
+    Without ``renameat2`` a save renames the old checkpoint before the new one. Ranks may call this at the same time,
+    also while a run saves: the first rename succeeds, and the save repeats its own.
     """
-    hidden = folder.with_name(f".{folder.name}.replaced")
-    delete(hidden)
-    if os.path.lexists(folder):
-        if not is_own(folder):
-            raise CheckpointError(f"{folder} is not a checkpoint of this program, so it is not replaced; move it away")
-        folder.rename(hidden)
-    return hidden
+    for hidden in () if in_storage(save) is not None else save.glob(".iter_*.replaced"):
+        final = shown(hidden)
+        if final is not None and not os.path.lexists(final) and _is_intact(hidden):
+            with suppress(OSError):  # another rank was first, or the folder may only be read
+                hidden.rename(final)
 
 
-def remove(folder: Path) -> None:
-    """Delete a checkpoint of this program. It is hidden first, because a partly deleted folder still has its manifest;
-    of objects, which cannot be renamed, the manifest is deleted first."""
-    if not is_own(folder):
-        return
-    if in_storage(folder) is not None:
-        (folder / MANIFEST).unlink(missing_ok=True)
-        delete(folder)
-    else:
-        delete(hide(folder))
+def shown(hidden: Path) -> Path | None:
+    """The folder of the iteration to which a hidden folder belongs; None for other folders."""
+    match = _HIDDEN.fullmatch(hidden.name)
+    return None if match is None else hidden.with_name(match[1])
 
 
-def delete(folder: Path) -> None:
-    """Delete a folder if it exists; of a symbolic link only the link itself."""
-    remote = in_storage(folder)
-    if remote is not None:
-        remote.remove_tree()
-    elif folder.is_symlink():
-        folder.unlink()
-    else:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def remove_hidden(save: Path) -> None:
-    """Delete the incomplete folders of killed runs; the caller must hold the folder's lock."""
-    for hidden in save.glob(".iter_*"):
-        if _HIDDEN.fullmatch(hidden.name):
-            delete(hidden)
-
-
-def drop_old(save: Path, newest: int, *, keep_last: int | None, keep_every: int | None) -> None:
-    """Delete checkpoints before ``newest``, except the last ``keep_last`` (``newest`` included) and multiples of
-    ``keep_every``; delete none if both are None."""
-    if keep_last is None and keep_every is None:
-        return
-    upto = [number for number in complete_iterations(save) if number <= newest]
-    kept: Collection[int] = upto[-(keep_last or 1) :]
-    for number in upto:
-        if number not in kept and (keep_every is None or number % keep_every):
-            remove(iteration_folder(save, number))
+def _is_intact(folder: Path) -> bool:
+    """Whether all files of a checkpoint are there: earlier releases also hid checkpoints that they deleted."""
+    try:
+        return not wrong_sizes(folder, Manifest.read(folder / MANIFEST).files)
+    except (CheckpointError, ValueError):
+        return is_own_distributed(folder)
 
 
 class FolderLock:

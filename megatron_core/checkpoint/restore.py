@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -21,7 +20,6 @@ import torch
 from megatron_core.checkpoint.boxes import TensorBox
 from megatron_core.checkpoint.folder import (
     complete_iterations,
-    delete,
     find_candidates,
     iteration_folder,
     iteration_of,
@@ -31,6 +29,7 @@ from megatron_core.checkpoint.hashes import damage
 from megatron_core.checkpoint.hosts import Hosts, find_hosts, raise_on_all_ranks
 from megatron_core.checkpoint.manifest import MANIFEST, TORCH_DTYPES, Manifest
 from megatron_core.checkpoint.reader import CheckpointReader, note
+from megatron_core.checkpoint.removal import discard
 from megatron_core.checkpoint.tensors_in_storage import read_header
 from megatron_core.checkpoint.transfer import Transfer, carry_out
 from megatron_core.checkpoint.writer import FAILURES, write_safetensors
@@ -56,7 +55,7 @@ class CopiesReader(CheckpointReader):
         if error == (None, None, None):
             raise_on_all_ranks("", self._device)
             if self._hosts.is_first:
-                shutil.rmtree(self.folder, ignore_errors=True)
+                discard(self.folder)
 
     def fetch(self, pieces: Iterable[TensorBox]) -> None:
         """Receive the boxes that ``pieces`` need and that this host lacks; a collective call.
@@ -205,7 +204,7 @@ def _lay_out(loading: Path, manifest: str, own: Path, held: set[str]) -> str:
     """Create the folder that this host loads from and remove older ones; returns the error, or ""."""
     try:
         for left in loading.parent.glob(f".iter_*{LOADING}"):
-            delete(left)
+            discard(left)
         loading.mkdir()
         (loading / MANIFEST).write_text(manifest)
         for name in held:

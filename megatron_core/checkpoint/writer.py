@@ -22,18 +22,10 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from megatron_core.checkpoint.boxes import Box, TensorBox
-from megatron_core.checkpoint.folder import (
-    delete,
-    drop_old,
-    hide,
-    iteration_folder,
-    rank_file,
-    refuse_foreign,
-    remove,
-    track,
-)
+from megatron_core.checkpoint.folder import iteration_folder, rank_file, refuse_foreign, track
 from megatron_core.checkpoint.hashes import HashingFile, StoredFile, sync_folder, write_file
 from megatron_core.checkpoint.manifest import MANIFEST, TORCH_DTYPES, box_key, collect
+from megatron_core.checkpoint.removal import discard, drop_old, give_name, remove
 from megatron_core.errors import CheckpointError
 from megatron_core.output_file import make_folder
 from megatron_core.parallel.texts import listed
@@ -91,7 +83,7 @@ class Save:
     def prepare(self, save_id: str = "") -> None:
         """On rank 0, create an empty temporary folder with the save's id, by default a new one."""
         refuse_foreign(str(self.folder), self.folder, self.iteration)
-        delete(self.partial)
+        discard(self.partial)
         if in_storage(self.folder) is None:
             make_folder(self.folder)
             self.partial.mkdir(parents=True)
@@ -156,20 +148,18 @@ class Save:
         self.complete([path.read_text() for path in sorted(self.partial.glob("*.report"))])
         before = self._give_name()
         track(self.folder, self.iteration)
-        delete(before)
+        discard(before)
         for other in self.replaced:
             if other != self.final:
                 remove(other)
         drop_old(self.folder, self.iteration, keep_last=self.keep_last, keep_every=self.keep_every)
 
     def _give_name(self) -> Path:
-        """Give the complete folder its final name; returns the folder to delete: the one that it replaces, or in object
-        storage, where the manifest has completed it, that of the reports."""
+        """Give the complete folder its final name; returns the folder to discard: the one that it replaces, or in
+        object storage, where the manifest has completed it, that of the reports."""
         if in_storage(self.folder) is not None:
             return self.partial
-        before = hide(self.final)
-        self.partial.rename(self.final)
-        return before
+        return give_name(self.partial, self.final)
 
     def complete(self, texts: Iterable[str]) -> None:
         """Write the manifest from the ``texts`` of all ranks' reports, and the files that belong to no rank."""
@@ -199,9 +189,9 @@ class Save:
 
     def give_up(self) -> None:
         """On rank 0, delete the incomplete checkpoint."""
-        delete(self.partial)
+        discard(self.partial)
         if in_storage(self.folder) is not None and not (self.final / MANIFEST).is_file():
-            delete(self.final)
+            discard(self.final)
 
 
 def save_checkpoint(save: Save, pieces: Iterable[TensorBox], agree: Agree) -> Path:

@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
-from megatron_core.datasets.atomic_write import atomic_write, partial_path
+from megatron_core.datasets.atomic_write import atomic_write
 from megatron_core.errors import DataError
-from megatron_core.output_file import Kind, json_with, prepare_output
+from megatron_core.output_file import json_line_with, prepare_output
 from megatron_core.terminal import parse_flags
 
 LIBRARY_PATTERNS = ("*.py",)
@@ -37,8 +37,7 @@ SKIPPED = {"__pycache__", "node_modules", "site-packages", "dist-packages"}
 # generated tables, so regular that the loss of a batch would depend more on their share than on the model.
 SKIPPED_IN_LIBRARY = {"test", "tests", "idlelib", "idle_test", "lib2to3", "encodings", "pydoc_data"}
 
-LINE = json_with("line", "text", "path")
-CORPUS = Kind("corpus that this tool wrote", lambda data: LINE.accepts(data.split(b"\n", 1)[0]))
+CORPUS = json_line_with("corpus that this tool wrote", "text", "path")
 NAMES_SHOWN = 5
 
 
@@ -74,10 +73,10 @@ def collect(settings: Settings) -> None:
     patterns = settings.pattern or (FOLDER_PATTERNS if settings.folder else LIBRARY_PATTERNS)
     skipped = SKIPPED if settings.folder else SKIPPED | SKIPPED_IN_LIBRARY
     # The patterns may match the output of an earlier run or of this one.
-    own = {os.path.realpath(settings.output), os.path.realpath(partial_path(settings.output))}
     documents = size = 0
     undecodable: list[str] = []
     with atomic_write(settings.output) as file:
+        own = {os.path.realpath(settings.output), os.path.realpath(file.name)}
         for path in find(folder, patterns, skipped):
             if os.path.realpath(path) in own:
                 continue

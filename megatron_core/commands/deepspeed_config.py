@@ -15,16 +15,17 @@ if __name__ == "__main__":
 import json
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import yaml
 
 import megatron_core.drop_in  # noqa: F401 - puts the folder of the package deepspeed on sys.path
-from deepspeed.reverse import to_deepspeed
+from deepspeed.reverse import of_run, to_deepspeed
 from deepspeed.translation import known_keys, translate
 from megatron_core.config import RunConfig
+from megatron_core.config.file import read_settings
 from megatron_core.config.run import field_types
 from megatron_core.errors import ConfigError
+from megatron_core.output_file import Kind, prepare_output
 from megatron_core.shell.unknown import UNKNOWN
 from megatron_core.terminal import parse_flags
 from megatron_core.text_file import parse_json
@@ -50,11 +51,12 @@ class Settings:
     from_json: str | None = None
     """JSON file of DeepSpeed; print the settings as YAML, and the keys without effect on standard error."""
     from_yaml: str | None = None
-    """YAML file of settings; print the JSON of DeepSpeed."""
+    """YAML file of settings, also config.yaml of a run; print the JSON of DeepSpeed, and the settings without a key in
+    it on standard error."""
     world_size: int = 1
     """With --from-json: number of data-parallel ranks."""
     output: str | None = None
-    """Write to this file instead of standard output."""
+    """Write to this file instead of standard output; an existing file with other content is not overwritten."""
     page: bool = False
     """Print docs/deepspeed_keys.md."""
 
@@ -66,12 +68,20 @@ def main() -> None:
         raise ConfigError("give one of --from-json, --from-yaml and --page")
     if settings.world_size < 1:
         raise ConfigError(f"--world-size {settings.world_size} must be an integer >= 1")
-    text = page() if settings.page else from_yaml(settings.from_yaml) if settings.from_yaml else from_json(settings)
+    if settings.page:
+        text = page()
+    elif settings.from_yaml is not None:
+        text = from_yaml(settings.from_yaml)
+    else:
+        text = from_json(settings)
     if settings.output is None:
         print(text, end="")
         return
+    # Files of other programs have the same format, so that only equal content may be replaced.
+    same = Kind("file with the same settings", lambda data: data == text.encode())
+    output = prepare_output(settings, "output", same)
     try:
-        Path(settings.output).write_text(text, encoding="utf-8")
+        output.write(text)
     except OSError as error:
         raise ConfigError(f"--output {settings.output}: cannot be written ({error.strerror})") from error
 
@@ -128,16 +138,12 @@ def with_deepspeed(config: RunConfig, text: str, world_size: int) -> tuple[RunCo
 
 
 def from_yaml(name: str) -> str:
-    """The JSON of a YAML file of settings."""
-    try:
-        found = yaml.safe_load(Path(name).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{name}: cannot be read ({error.strerror})") from error
-    except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"{name}: not valid YAML; correct the file") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"{name}: must contain settings as `name: value`")
-    return json.dumps(to_deepspeed(found), indent=2) + "\n"
+    """The JSON of a YAML file of settings, flat or by section; settings without a key are printed on standard error."""
+    found, left = to_deepspeed(of_run(read_settings(name, flag="--from-yaml")))
+    if left:
+        shown = ", ".join(f"{setting}={value!r}" for setting, value in left.items())
+        print(f"not written, because DeepSpeed's JSON has no key: {shown}", file=sys.stderr)
+    return json.dumps(found, indent=2) + "\n"
 
 
 def page() -> str:

@@ -18,7 +18,6 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import tyro
 
@@ -27,9 +26,11 @@ from megatron_core.errors import ConfigError, MegatronError
 from megatron_core.monitor.diagnosis_rules import diagnose
 from megatron_core.monitor.rank_records import read_run
 from megatron_core.monitor.summary import Summary
-from megatron_core.output_file import json_with, prepare_output
+from megatron_core.output_file import Kind, Output, json_with, prepare_output
 from megatron_core.planner.hardware import read_hardware
 from megatron_core.terminal import parse_flags
+
+MEASURED = Kind("machine that this tool measured", lambda data: b'"source": "megatron-diagnose --machine"' in data)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,10 +60,10 @@ def measure_machine(settings: Settings) -> None:
     """Measure, print, and write the planner's file."""
     from megatron_core.verify.machine import measured_machine, report  # importing torch takes a while
 
-    prepare_output(settings, "output", json_with("description of a machine", "product_flops", "memory_bytes"))
+    output = prepare_output(settings, "output", MEASURED)
     hardware, found, disk = measured_machine(settings.ranks, settings.disk, quick=settings.quick)
     print(report(hardware, found, disk))
-    hardware.write(settings.output)
+    output.write(hardware.as_json())
     print(f"wrote {settings.output}; use it with megatron-plan --hardware {settings.output}")
 
 
@@ -70,13 +71,14 @@ def diagnose_run(settings: Settings) -> None:
     """Read the records and print the diagnosis."""
     if settings.run is None:
         raise ConfigError("there is no run to diagnose; give its folder, or --machine")
+    output: Output | None = None
     if settings.json is not None:
-        prepare_output(settings, "json", json_with("diagnosis", "findings", "notes"))
+        output = prepare_output(settings, "json", json_with("diagnosis", "findings", "notes"))
     machine = None if settings.hardware is None else read_hardware(settings.hardware)
     found = diagnose(Summary.of(read_run(settings.run), machine))
     print(found.text())
-    if settings.json is not None:
-        Path(settings.json).write_text(json.dumps(found.record(), indent=2) + "\n", encoding="utf-8")
+    if output is not None:
+        output.write(json.dumps(found.record(), indent=2) + "\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

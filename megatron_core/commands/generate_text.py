@@ -18,14 +18,13 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from megatron_core.config.inference import InferenceConfig
 from megatron_core.errors import CheckpointError, ConfigError, DataError
 from megatron_core.inference import Engine, Generator, Progress, Request, Sampling, TextStream, TokenTexts
 from megatron_core.inference.generator import GenerationLayout, start_generator
-from megatron_core.output_file import json_lines, prepare_output
+from megatron_core.output_file import Kind, Output, json_keys, prepare_output
 from megatron_core.parallel import World, run_job
 from megatron_core.parallel.grid import WORLD
 from megatron_core.parallel.texts import gather_strings
@@ -36,6 +35,11 @@ from megatron_core.training.compatibility import open_model
 
 INTERACTIVE_TIMEOUT = 7 * 24 * 60.0
 """Minutes for which the other ranks wait for typed input."""
+
+GENERATED = Kind(
+    "file of this tool",
+    lambda data: {"prompt", "text", "finish_reason", "tokens"} <= json_keys(data.split(b"\n", 1)[0]),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,15 +120,15 @@ def generate_text(settings: Settings, world: World) -> None:
         raise ConfigError("no prompt was given; use --prompt, --prompt-file or --interactive")
     for prompt in prompts:
         check_unicode(prompt)
+    output: Output | None = None
     if settings.output is not None and world.rank == 0:
-        prepare_output(settings, "output", json_lines("file of this tool", b'{"prompt": "'))
+        output = prepare_output(settings, "output", GENERATED)
     reader, trained = open_model(settings.load, settings.ckpt_step)
     timeout = {"timeout_minutes": INTERACTIVE_TIMEOUT} if settings.interactive else {}
     generator, tokenizer = start_generator(reader, trained, settings, world, **timeout)
     texts = continue_all(settings, prompts, generator, tokenizer, world) if prompts else []
-    if settings.output is not None and world.rank == 0:
-        lines = "".join(json.dumps(text.as_json(), ensure_ascii=False) + "\n" for text in texts)
-        Path(settings.output).write_text(lines, encoding="utf-8")
+    if output is not None:
+        output.write("".join(json.dumps(text.as_json(), ensure_ascii=False) + "\n" for text in texts))
     for prompt in typed_prompts(generator, world) if settings.interactive else ():
         try:
             continue_all(settings, [prompt], generator, tokenizer, world)

@@ -27,7 +27,7 @@ from megatron_core.command import program
 from megatron_core.config import RunConfig
 from megatron_core.config.cli import parse_run_config
 from megatron_core.errors import ConfigError, MegatronError
-from megatron_core.output_file import json_with, picture_kind, prepare_output
+from megatron_core.output_file import Output, json_with, picture_kind, prepare_output
 from megatron_core.planner.cost import LayerTimes, Pipeline
 from megatron_core.planner.explain import (
     MemoryOverStep,
@@ -78,8 +78,9 @@ def plan(settings: Settings, arguments: Sequence[str]) -> None:
         raise ConfigError(f"price_per_hour={settings.price_per_hour:g} is out of range; legal: 0 or more")
     if settings.top < 1:
         raise ConfigError(f"top={settings.top} is out of range; legal: 1, 2, 3, ...")
+    output: Output | None = None
     if settings.json not in (None, "-"):
-        prepare_output(
+        output = prepare_output(
             settings, "json", json_with("list of layouts", "layout", "bytes_by_kind"), arguments, base.flat()
         )
     if settings.png is not None:
@@ -91,7 +92,11 @@ def plan(settings: Settings, arguments: Sequence[str]) -> None:
     if sys.stderr.isatty():
         print("\r" + " " * 78 + "\r", end="", file=exact(sys.stderr))
     if settings.json is not None:
-        write_json(settings.json, found, settings.gpus)
+        text = as_json(found, settings.gpus)
+        if output is None:
+            print(text)
+        else:
+            output.write(text + "\n")
     if settings.json == "-":
         return
     print(
@@ -145,8 +150,8 @@ def vocabulary(config: RunConfig) -> int:
     return vocabulary_or_assumed(config)
 
 
-def write_json(path: str, found: Sequence[Candidate], world_size: int) -> None:
-    """Write the layouts with all figures."""
+def as_json(found: Sequence[Candidate], world_size: int) -> str:
+    """The layouts with all figures."""
     rows = [
         {
             "layout": describe_layout(each.config, world_size),
@@ -160,12 +165,7 @@ def write_json(path: str, found: Sequence[Candidate], world_size: int) -> None:
         }
         for each in found
     ]
-    text = json.dumps(rows, indent=2)
-    if path == "-":
-        print(text)
-        return
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text + "\n")
+    return json.dumps(rows, indent=2)
 
 
 def show_progress(decided: int, total: int, best: float) -> None:

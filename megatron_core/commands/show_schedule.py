@@ -25,7 +25,7 @@ from typing import Any
 
 from megatron_core.command import program
 from megatron_core.errors import ConfigError, MegatronError
-from megatron_core.output_file import TRACE, json_with, picture_kind, prepare_output
+from megatron_core.output_file import TRACE, Output, json_with, picture_kind, prepare_output
 from megatron_core.schedules import SCHEDULES, make_plan
 from megatron_core.schedules.actions import Plan
 from megatron_core.schedules.checks import check
@@ -95,9 +95,10 @@ class Shown:
 def show_schedule(settings: Settings) -> None:
     """Simulate or read the schedules, and write all requested outputs."""
     kinds = {"trace": TRACE, "json": json_with("file of figures of schedules", "schedule", "bubble")}
+    outputs: dict[str, Output] = {}
     for name, path in (("png", settings.png), ("trace", settings.trace), ("json", settings.json)):
         if path not in (None, "-"):
-            prepare_output(settings, name, kinds[name] if name in kinds else picture_kind(path))
+            outputs[name] = prepare_output(settings, name, kinds[name] if name in kinds else picture_kind(path))
     shown = simulated(settings) if settings.measured is None else measured(settings)
     if settings.trace is not None and settings.measured is None and len(shown) > 1:
         raise ConfigError(f"trace={settings.trace!r} can hold only one schedule; remove --compare")
@@ -107,10 +108,14 @@ def show_schedule(settings: Settings) -> None:
         unit = "" if settings.measured is None else "ms"
         plot_timelines([(each.title, each.timeline) for each in shown], settings.png, unit=unit)
     if settings.trace is not None:
-        write(settings.trace, json.dumps(trace(shown)))
+        outputs["trace"].write(json.dumps(trace(shown)) + "\n")
     if settings.json is not None:
         found = [figures(each) for each in shown]
-        write(settings.json, json.dumps(found[0] if len(found) == 1 else found, indent=2))
+        text = json.dumps(found[0] if len(found) == 1 else found, indent=2) + "\n"
+        if settings.json == "-":
+            print(text, end="")
+        else:
+            outputs["json"].write(text)
     if settings.json != "-":
         with colours():
             print("\n\n".join(pictures(shown, one_scale=settings.measured is not None)))
@@ -196,14 +201,6 @@ def figures(shown: Shown) -> dict[str, Any]:
         "peak_activations": peak_activations(plan),
         "receive_lookahead": plan.receive_lookahead,
     } | {name: value for name in ("shares", "traffic") if (value := getattr(timeline, name))}
-
-
-def write(path: str, text: str) -> None:
-    """Write a file; - is standard output."""
-    if path == "-":
-        print(text)
-        return
-    Path(path).write_text(text + "\n", encoding="utf-8")
 
 
 def with_bare_json(arguments: Sequence[str]) -> list[str]:

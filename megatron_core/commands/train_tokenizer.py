@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from megatron_core.datasets.atomic_write import atomic_write
 from megatron_core.errors import ConfigError, DataError, MegatronError
-from megatron_core.output_file import Kind, json_with, prepare_output
+from megatron_core.output_file import NEW, prepare_output
 from megatron_core.preprocess import find_inputs, read_texts
 from megatron_core.preprocess.report import counted
 from megatron_core.terminal import exact, parse_flags
@@ -43,10 +43,6 @@ PADDING = "<pad>"
 # sentencepiece silently skips lines longer than max_sentence_length bytes: they are split into parts of this length
 # instead. A character has at most 4 bytes.
 LINE_CHARACTERS = 4096
-OUTPUTS = {
-    ".json": json_with("tokenizer.json", "model", "added_tokens"),
-    ".model": Kind("model of sentencepiece", lambda data: data.startswith(b"\n") and b"<unk>" in data[:32]),
-}
 # Sixteen times the largest vocabulary in use; the libraries allocate memory for all of it at once.
 LARGEST_VOCABULARY = 1 << 22
 
@@ -90,7 +86,7 @@ def texts(settings: Settings) -> Iterator[list[str]]:
 def train(settings: Settings) -> None:
     """Train, write the file atomically, and print how to use it."""
     learn, tokenizer_type = kind(settings)
-    prepare_output(settings, "output", OUTPUTS[Path(settings.output).suffix])
+    prepare_output(settings, "output", NEW)  # tokenizers of other programs look alike
     data = learn(settings)
     with atomic_write(settings.output) as file:
         file.write(data)

@@ -9,7 +9,7 @@ if __name__ == "__main__":
 
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -31,7 +31,7 @@ from megatron_core.config.comparison import (
 from megatron_core.config.shrink import at_full_size, changes, small_run
 from megatron_core.config.validate import problems
 from megatron_core.errors import ConfigError, MegatronError
-from megatron_core.output_file import json_with, prepare_output, starting_with
+from megatron_core.output_file import Output, json_with, prepare_output, starting_with
 from megatron_core.terminal import parse_flags
 from megatron_core.tokenizers import tokenizer_of
 from megatron_core.tokenizers.vocabulary import vocabulary_size
@@ -94,7 +94,11 @@ class Options:
         return self.dtype or ("float32" if self.bits else "float64")
 
 
-def verify(options: Options, flags: list[str]) -> int:
+Outputs = Mapping[str, Output]
+"""Output files by the names of their settings."""
+
+
+def verify(options: Options, flags: list[str], outputs: Outputs) -> int:
     """Compare and print; return 0 if all layouts agree."""
     task = task_of(parse_run_config(flags, prog=program()), options)
     device = options.device if options.device != "auto" else available_device(task.layouts)
@@ -107,10 +111,12 @@ def verify(options: Options, flags: list[str]) -> int:
     shrunk_from = [f"shrunk: {task.shrunk}"] if task.shrunk else []
     print(*(f"note: {note}" for note in task.notes), what, *shrunk_from, sep="\n", flush=True)
     experiment = GPTExperiment(task.config, options.steps, not options.full_size, task.own_settings)
-    return (compare_bits if options.bits else compare_values)(experiment, task, options, device, what)
+    return (compare_bits if options.bits else compare_values)(experiment, task, options, device, what, outputs)
 
 
-def compare_values(experiment: GPTExperiment, task: Task, options: Options, device: str, what: str) -> int:
+def compare_values(
+    experiment: GPTExperiment, task: Task, options: Options, device: str, what: str, outputs: Outputs
+) -> int:
     """Compare within the bounds of rounding."""
     table = TerminalTable([str(layout) for layout in task.layouts], options.compared_dtype)
     print(table.head(), flush=True)
@@ -123,14 +129,16 @@ def compare_values(experiment: GPTExperiment, task: Task, options: Options, devi
         on_row=lambda row: print(*table.lines(row), sep="\n", flush=True),
     )
     print(summary(report))
-    if options.json is not None:
-        options.json.write_text(json.dumps(report.as_dict(), indent=1) + "\n")
-    if options.markdown is not None:
-        options.markdown.write_text("\n".join(page(report, what)) + "\n")
+    if "json" in outputs:
+        outputs["json"].write(json.dumps(report.as_dict(), indent=1) + "\n")
+    if "markdown" in outputs:
+        outputs["markdown"].write("\n".join(page(report, what)) + "\n")
     return 0 if report.holds else 1
 
 
-def compare_bits(experiment: GPTExperiment, task: Task, options: Options, device: str, what: str) -> int:
+def compare_bits(
+    experiment: GPTExperiment, task: Task, options: Options, device: str, what: str, outputs: Outputs
+) -> int:
     """Compare hashes."""
     width = max(len(str(layout)) for layout in task.layouts)
     report = check_bits(
@@ -142,11 +150,11 @@ def compare_bits(experiment: GPTExperiment, task: Task, options: Options, device
         on_row=lambda row: print(f"{row.layout:<{width}}  {row.verdict}", flush=True),
     )
     print(report.summary, *(f"refused: {name}: {reason}" for name, reason in task.refused.items()), sep="\n")
-    if options.json is not None:
+    if "json" in outputs:
         written = report.as_dict() | {"model": what, "refused": task.refused}
-        options.json.write_text(json.dumps(written, indent=1) + "\n")
-    if options.markdown is not None:
-        options.markdown.write_text("\n".join(bits_page(report, what, task.refused)) + "\n")
+        outputs["json"].write(json.dumps(written, indent=1) + "\n")
+    if "markdown" in outputs:
+        outputs["markdown"].write("\n".join(bits_page(report, what, task.refused)) + "\n")
     return 0 if report.holds else 1
 
 
@@ -249,7 +257,7 @@ def notes(config: RunConfig, layouts: list[Layout], options: Options) -> Iterato
             yield f"the full-size model cannot be trained in {str(layout)!r} ({found}); only the small one is compared"
 
 
-def refuse_contradictions(options: Options, flags: list[str]) -> None:
+def refuse_contradictions(options: Options) -> None:
     """``ConfigError`` for options that contradict each other, and for files that could not be written at the end."""
     if options.all and options.layouts:
         raise ConfigError("--all and --layouts exclude each other; remove one of them")
@@ -263,14 +271,16 @@ def refuse_contradictions(options: Options, flags: list[str]) -> None:
         raise ConfigError(f"--world-size {' '.join(map(str, options.world_size))}: legal are 1 to {MOST_RANKS}")
     if options.steps < 1:
         raise ConfigError(f"--steps {options.steps} is too small; give 1 or more")
-    for path in (options.json, options.markdown):
-        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-            raise ConfigError(f"{path} cannot be written; give a file in an existing folder")
-    if options.json is not None:
-        prepare_output(options, "json", json_with("table of this tool", "dtype", "backend", "rows"), flags)
-    if options.markdown is not None:
-        heading = BITS_HEADING if options.bits else HEADING
-        prepare_output(options, "markdown", starting_with("page of this tool", heading.encode()), flags)
+
+
+def prepare_outputs(options: Options, flags: list[str]) -> Outputs:
+    """Check the files that will be written, before the work starts."""
+    heading = BITS_HEADING if options.bits else HEADING
+    kinds = {
+        "json": json_with("table of this tool", "dtype", "backend", "rows"),
+        "markdown": starting_with("page of this tool", heading.encode()),
+    }
+    return {n: prepare_output(options, n, kind, flags) for n, kind in kinds.items() if getattr(options, n) is not None}
 
 
 def available_device(layouts: list[Layout]) -> str:
@@ -296,8 +306,8 @@ def main(args: list[str] | None = None) -> int:
     """The whole program; a user error is printed as one message."""
     options, flags = parse_flags(Options, prog=program(), args=args, return_unknown_args=True)
     try:
-        refuse_contradictions(options, flags)
-        return verify(options, flags)
+        refuse_contradictions(options)
+        return verify(options, flags, prepare_outputs(options, flags))
     except RankFailure as error:
         print(f"{program()}: training in one process failed: {error}", file=sys.stderr)
         return 1

@@ -9,7 +9,7 @@ from typing import Literal
 from megatron_core.config import conditions as c
 from megatron_core.config import ranges as r
 from megatron_core.config.setting import ALWAYS, BY_RULE, section, setting
-from megatron_core.locations import run_folder
+from megatron_core.locations import is_same_place, run_folder
 
 TEMPORARY_FOLDER = "non_persistent"
 """Default folder, below --save, of checkpoints for a fast restart."""
@@ -63,7 +63,8 @@ class CheckpointConfig:
     use_checkpoint_opt_param_scheduler: bool = setting(False, when=c.LOAD)
     """With --load: take learning rate, weight decay and their schedules from the checkpoint instead of the flags."""
     load: str | None = setting(None, r.FOLDER, when=BY_RULE)
-    """Folder or URL of checkpoints to resume from. If it has none, training starts from scratch with a message."""
+    """Folder or URL of checkpoints to resume from. If it has none, it must be the folder of --save, as in a job that is
+    restarted: training then starts from scratch with a message. Any other folder without a checkpoint is an error."""
     load_hf: str | None = setting(None, r.FOLDER, when=ALWAYS)
     """Folder of a Hugging Face model to start from. Its shape, vocabulary and tokenizer become the defaults of flags,
     its weights the initial weights. A checkpoint in --load takes precedence, so that a restarted job resumes."""
@@ -88,8 +89,8 @@ class CheckpointConfig:
     no_save_optim: bool = setting(False, when=c.SAVE)
     """Do not save the optimizer's state."""
     exit_on_missing_checkpoint: bool = setting(False, when=c.LOAD)
-    """With --load: exit with an error if the folder has no checkpoint, as always with --finetune, --ckpt-step and
-    --use-checkpoint-args."""
+    """With --load: exit with an error if the folder has no checkpoint, also if it is that of --save, as always with
+    --finetune, --ckpt-step and --use-checkpoint-args."""
 
     @property
     def local_folder(self) -> Path | None:
@@ -106,10 +107,17 @@ class CheckpointConfig:
         return None if self.save is None else run_folder(self.save)
 
     @property
-    def needs_checkpoint(self) -> bool:
-        """Whether --load without a checkpoint is an error."""
+    def asks_for_checkpoint(self) -> bool:
+        """Whether a setting requires a checkpoint in --load."""
         asked = self.exit_on_missing_checkpoint or self.finetune or self.use_checkpoint_args
         return asked or self.ckpt_step is not None
+
+    @property
+    def needs_checkpoint(self) -> bool:
+        """Whether --load without a checkpoint is an error: only the folder of --save may be new."""
+        if self.load is None or self.save is None:
+            return True
+        return self.asks_for_checkpoint or not is_same_place(self.load, self.save)
 
     def for_resume(self) -> CheckpointConfig:
         """The settings for a job that resumes from the checkpoints of this one."""

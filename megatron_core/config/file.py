@@ -15,7 +15,7 @@ from megatron_core.config.hybrid import read_pattern
 from megatron_core.config.megatron_flags import FLAGS
 from megatron_core.config.run import RunConfig, field_types, section_types
 from megatron_core.errors import MOST_SHOWN, ConfigError, quoted, shortened
-from megatron_core.output_file import no_follow, refuse_other_file, starting_with
+from megatron_core.output_file import Output, starting_with
 from megatron_core.text_file import parse_json, parse_yaml, read_text
 
 _HEADER = "# The settings of a run"
@@ -31,16 +31,7 @@ def read_config(path: str | Path, defaults: RunConfig | None = None, pattern: st
     (``model``, ``parallel``, ``training``, ``optimizer``, ``data``, ``checkpoint``, ``monitor``). An unknown
     name, a name given twice and a value of the wrong type are each a ``ConfigError``.
     """
-    values: dict[str, Any] = {}
-    kinds = field_types()
-    for name, value in _flat_items(_load(Path(path)), str(path)):
-        if name == LAYERS_FILE:
-            name, value = LAYERS_JSON, None if value is None else read_layers_file(str(value))
-        if name not in kinds:
-            raise ConfigError(_unknown(name, str(path), kinds))
-        if name in values:
-            raise ConfigError(f"{name} occurs twice in {path}; keep one of the two")
-        values[name] = _checked(name, value, kinds[name], str(path))
+    values = read_settings(path)
     if pattern is not None:
         values["hybrid_layer_pattern"] = pattern
     elif (given := values.get("hybrid_layer_pattern")) is not None:
@@ -52,6 +43,21 @@ def read_config(path: str | Path, defaults: RunConfig | None = None, pattern: st
                     "one of them"
                 )
     return RunConfig.from_flat((defaults or RunConfig()).flat() | values)
+
+
+def read_settings(path: str | Path, *, flag: str = "--config") -> dict[str, Any]:
+    """The settings in a file by name; ``flag`` is the setting that names the file. Errors: as for ``read_config``."""
+    values: dict[str, Any] = {}
+    kinds = field_types()
+    for name, value in _flat_items(_load(Path(path), flag), str(path)):
+        if name == LAYERS_FILE:
+            name, value = LAYERS_JSON, None if value is None else read_layers_file(str(value))
+        if name not in kinds:
+            raise ConfigError(_unknown(name, str(path), kinds))
+        if name in values:
+            raise ConfigError(f"{name} occurs twice in {path}; keep one of the two")
+        values[name] = _checked(name, value, kinds[name], str(path))
+    return values
 
 
 def names_in(path: str | Path) -> set[str]:
@@ -68,10 +74,8 @@ def write_config(
 
     Errors: ``ConfigError`` that begins with ``named`` if the file was not written by this function.
     """
-    refuse_other_file(named, path, WRITTEN)
     text = changed_settings(config) if changed_only else yaml.safe_dump(_as_dicts(config), sort_keys=False)
-    with open(path, "w", encoding="utf-8", opener=no_follow) as file:
-        file.write(f"{_HEADER}; --config FILE uses them again.\n{text}")
+    Output(named, Path(path), WRITTEN).write(f"{_HEADER}; --config FILE uses them again.\n{text}")
 
 
 def _as_dicts(config: RunConfig) -> dict[str, dict[str, Any]]:
@@ -93,21 +97,21 @@ def changed_settings(config: RunConfig) -> str:
     return str(yaml.safe_dump(lists, sort_keys=False)) if lists else ""
 
 
-def _load(path: Path) -> dict[str, Any]:
+def _load(path: Path, flag: str = "--config") -> dict[str, Any]:
     """The mapping in a YAML or JSON file."""
     try:
         text = read_text(path)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--config {path} cannot be read: {error}") from error
+        raise ConfigError(f"{flag} {path} cannot be read: {error}") from error
     try:
         loaded = parse_json(text) if path.suffix == ".json" else parse_yaml(text)
     except ValueError as error:
         kind = "JSON" if path.suffix == ".json" else "YAML"
-        raise ConfigError(f"--config {path} is not valid {kind}: {shortened(str(error))}") from error
+        raise ConfigError(f"{flag} {path} is not valid {kind}: {shortened(str(error))}") from error
     if loaded is None:
         return {}
     if not isinstance(loaded, dict):
-        raise ConfigError(f"--config {path} holds a {type(loaded).__name__}; write 'name: value' lines")
+        raise ConfigError(f"{flag} {path} holds a {type(loaded).__name__}; write 'name: value' lines")
     return loaded
 
 
@@ -116,7 +120,8 @@ def _flat_items(loaded: dict[str, Any], path: str) -> typing.Iterator[tuple[str,
     sections = section_types()
     for key, value in loaded.items():
         name = _plain(key)
-        if name not in sections:
+        is_setting = isinstance(value, str) and name in field_types()  # `optimizer` is also the name of a section
+        if name not in sections or is_setting:
             yield name, value
         elif isinstance(value, dict):
             yield from ((_plain(inner), item) for inner, item in value.items())

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import stat
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import BinaryIO, Literal
 
 from megatron_core.errors import DataError
-from megatron_core.output_file import make_folder, no_follow
+from megatron_core.output_file import make_folder, new_file, no_follow
 
 FULL = {
     errno.ENOSPC: "the disk is full",
@@ -32,35 +33,15 @@ def open_partial(path: Path, mode: Literal["wb", "r+b"] = "wb") -> BinaryIO:
     return open(path, mode, opener=no_follow)
 
 
-def commit(file: BinaryIO, path: str | Path) -> None:
-    """Flush and close the file opened at `partial_path(path)`, then rename it to `path`."""
-    file.flush()
-    os.fsync(file.fileno())
-    file.close()
-    os.replace(partial_path(path), path)
-
-
 @contextmanager
 def atomic_write(path: str | Path) -> Iterator[BinaryIO]:
-    """A binary file that appears at `path` when the block ends, and never if it fails.
-
-    If `path` exists and is not a regular file, such as /dev/null or a pipe, it is written directly, because root could
-    replace it.
-    """
-    if Path(path).exists() and not Path(path).is_file():
-        with Path(path).open("wb") as device:
-            yield device
-        return
+    """`new_file`; a full disk is a DiskFullError."""
     make_folder(Path(path).parent)
-    file = open_partial(partial_path(path))
-    try:
-        with naming_full_disk(file):
-            yield file
-            commit(file, path)
-    except BaseException:
-        close_quietly(file)
-        partial_path(path).unlink(missing_ok=True)
-        raise
+    with new_file(Path(path)) as file, naming_full_disk(file):
+        yield file
+        file.flush()
+        if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            os.fsync(file.fileno())
 
 
 @contextmanager

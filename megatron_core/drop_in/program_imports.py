@@ -29,9 +29,17 @@ def uses(root: Path, unread: list[str]) -> Iterator[Use]:
 
     Files that cannot be parsed are added to ``unread`` with the reason.
     """
-    for file in [root] if root.is_file() else sorted(root.rglob("*.py")):
+    for file in sorted(root.rglob("*.py")) if root.is_dir() else [root]:
+        if file.is_dir():
+            continue
+        if not file.is_file():  # reading a named pipe or a device may never end
+            unread.append(f"not read     {file}  not a file")
+            continue
         try:
             tree = ast.parse(file.read_text(errors="replace"))
+        except OSError as error:
+            unread.append(f"not read     {file}  {error.strerror}")
+            continue
         except (SyntaxError, ValueError, RecursionError) as error:
             unread.append(f"not parsed   {file}:{getattr(error, 'lineno', None) or 1}  {error.args[0]}")
             continue

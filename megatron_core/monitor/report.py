@@ -35,9 +35,8 @@ MOST_RANKS = 64
 def write_report(run: str | Path, out: str | Path, others: str | Path | Sequence[str | Path] = ()) -> None:
     """Write the page about ``run`` to the file ``out``; ``others``: runs to compare with, or a single one."""
     others = [others] if isinstance(others, str | Path) else others
-    prepare_output({"out": out, "run": run, "compare": tuple(others)}, "out", _REPORT)
-    # Names of files may have bytes that are not UTF-8.
-    Path(out).write_text(report(run, others), encoding="utf-8", errors="backslashreplace")
+    output = prepare_output({"out": out, "run": run, "compare": tuple(others)}, "out", _REPORT)
+    output.write(report(run, others))
 
 
 def report(run: str | Path, others: str | Path | Sequence[str | Path] = ()) -> str:

@@ -96,10 +96,9 @@ class Hardware:
         """Memory available for the tensors of a run."""
         return self.memory_bytes - self.reserved_bytes
 
-    def write(self, path: str | Path) -> None:
-        """Write a file for ``read_hardware``."""
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+    def as_json(self) -> str:
+        """The content of a file for ``read_hardware``."""
+        return json.dumps(asdict(self), indent=2) + "\n"
 
 
 RATES = KeyType("an object of numbers above 0", lambda value: mapping(POSITIVE.accepts)(value) and bool(value))

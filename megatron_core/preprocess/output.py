@@ -4,8 +4,8 @@ import fcntl
 import json
 import os
 import re
-import shutil
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
@@ -29,7 +29,9 @@ from megatron_core.preprocess.settings import PreprocessSettings
 from megatron_core.preprocess.worker import EncodedPart
 
 SHOWN = 5
-_OWN = re.compile(r"lock|(run|progress)\.json|[0-9a-f]{64}\.parquet|.*\.partial")
+_PARTIAL = re.compile(r"(run|progress)\.json\.partial|\.?[0-9a-f]+\.partial")
+"""Pattern of the names of incomplete files in a work folder, also of earlier releases."""
+_OWN = re.compile(rf"lock|(run|progress)\.json|[0-9a-f]{{64}}\.parquet|{_PARTIAL.pattern}")
 """Pattern of the file names in a work folder."""
 
 T = TypeVar("T")
@@ -91,8 +93,9 @@ class WorkFolder:
         self.path = work_path(output_prefix)
         self.lock = self._locked()
         self.state: State | None = None
-        for path in self.path.glob("*.partial"):
-            path.unlink()
+        for path in self.path.iterdir():
+            if _PARTIAL.fullmatch(path.name):
+                path.unlink()
         if not (self.path / "run.json").exists():
             # A file of an interrupted removal.
             (self.path / "progress.json").unlink(missing_ok=True)
@@ -124,10 +127,14 @@ class WorkFolder:
         self._write("progress.json", asdict(state))
 
     def remove(self) -> None:
-        """Remove the folder."""
+        """Remove the folder, unless it contains a file of another program by now."""
         # Remove run.json first: if the removal is interrupted, the other files are ignored.
         (self.path / "run.json").unlink(missing_ok=True)
-        shutil.rmtree(self.path, ignore_errors=True)
+        for path in self.path.iterdir():
+            if _OWN.fullmatch(path.name):
+                path.unlink(missing_ok=True)
+        with suppress(OSError):
+            self.path.rmdir()
 
     def close(self) -> None:
         """Release the lock of the folder."""

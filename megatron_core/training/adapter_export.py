@@ -15,6 +15,7 @@ from megatron_core.errors import CheckpointError
 from megatron_core.models.build import meta_model
 from megatron_core.models.hf import HuggingFaceReader
 from megatron_core.models.hf.peft import write_adapter
+from megatron_core.output_file import new_folder
 from megatron_core.parallel.boxes import Box
 from megatron_core.training.compatibility import stored_config
 from megatron_core.training.tuning import open_base, peft_names
@@ -74,8 +75,6 @@ class MergedReader:
 
 def export_adapter(load: Path, folder: Path, *, step: int | None = None) -> int:
     """Write the adapters of the checkpoint in ``load`` into ``folder`` in PEFT's format; return their number."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise CheckpointError(f"{folder} is not empty; give another folder, nothing was written")
     stored = open_newest(str(load), step, device=torch.device("cpu"))
     if stored is None:
         raise CheckpointError(f"{load} has no checkpoint; give a folder written by --save")
@@ -85,7 +84,8 @@ def export_adapter(load: Path, folder: Path, *, step: int | None = None) -> int:
     with stored as reader:
         names, shapes = peft_names(config, reader.state["vocab_size"])
         tensors = _whole(reader, shapes)
-        write_adapter(folder, names, tensors, config.tuning, config.checkpoint.load_hf)
+        with new_folder(f"--save {folder}", folder, load) as incomplete:
+            write_adapter(incomplete, names, tensors, config.tuning, config.checkpoint.load_hf)
     return len(tensors)
 
 

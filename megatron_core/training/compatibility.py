@@ -1,5 +1,6 @@
 """Comparison of the settings stored in a checkpoint with the settings of a run."""
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import zip_longest
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 
 from megatron_core.checkpoint import CheckpointReader, find_newest, open_newest
-from megatron_core.checkpoint.folder import is_of_megatron
+from megatron_core.checkpoint.folder import complete_iterations, is_of_megatron
 from megatron_core.checkpoint.manifest import MANIFEST, Manifest
 from megatron_core.checkpoint.reader import note
 from megatron_core.config import CheckpointConfig, DataConfig, ModelConfig, OptimizerConfig, RunConfig
@@ -22,10 +23,12 @@ from megatron_core.config.setting import Resume, names_by_resume
 from megatron_core.config.tuning import TuningConfig
 from megatron_core.datasets.sources import is_record
 from megatron_core.errors import CheckpointError
+from megatron_core.models.deepspeed import is_deepspeed_folder
 from megatron_core.models.hf import HuggingFaceReader
+from megatron_core.models.hf.peft import CONFIG as ADAPTER
 from megatron_core.models.hf.reader import CONFIG
 from megatron_core.parallel.texts import listed
-from megatron_core.storage import local_copy, location
+from megatron_core.storage import in_storage, local_copy, location
 from megatron_core.tokenizers.companions import TEMPLATE_FILE
 from megatron_core.training.megatron_state import megatron_config, megatron_folder
 from megatron_core.training.new_indexers import has_new_indexers, without_indexers
@@ -245,6 +248,27 @@ def tokenizer_folder(folder: Path) -> Path:
     return local_copy(kept) if kept.is_dir() else kept
 
 
+def refuse_other_formats(named: str, load: str | Path) -> None:
+    """``CheckpointError`` with the way to read it if ``load`` is a folder of DeepSpeed, Hugging Face or PEFT without a
+    checkpoint of this program. ``named`` is the setting with its value."""
+    folder = location(load)
+    if in_storage(folder) is not None or (folder / MANIFEST).is_file() or complete_iterations(folder):
+        return
+    source, target = shlex.quote(str(folder)), shlex.quote(f"{folder.absolute()}-converted")
+    if is_deepspeed_folder(folder):
+        raise CheckpointError(
+            f"{named} is a checkpoint of DeepSpeed; run megatron-convert --from deepspeed --to hf --load {source} "
+            f"--save {target}, then give --load-hf {target} (--to native is for megatron_core.initialize)"
+        )
+    if (folder / ADAPTER).is_file():
+        raise CheckpointError(f"{named} has adapters of PEFT; give --lora-load {source}")
+    if (folder / CONFIG).is_file() and any(any(folder.glob(f"*{end}")) for end in (".safetensors", ".bin")):
+        raise CheckpointError(
+            f"{named} is a model of Hugging Face; give --load-hf {source}, or run megatron-convert --from hf --to "
+            f"native --load {source} --save {target}, then give --load {target}"
+        )
+
+
 def open_model(
     load: str, step: int | None = None, device: torch.device = CPU, name: str = "load"
 ) -> tuple[CheckpointReader | HuggingFaceReader, RunConfig]:
@@ -258,6 +282,7 @@ def open_model(
         return weights, weights.config
     reader = open_newest(load, step, device=device)
     if reader is None:
+        refuse_other_formats(f"{name}={load!r}", load)
         raise CheckpointError(
             f"{name}={load!r} has no checkpoint and no {CONFIG}; give a folder written with --save, or of Hugging Face"
         )

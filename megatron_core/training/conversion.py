@@ -1,8 +1,10 @@
 """Conversion of checkpoints from and to Hugging Face and from Megatron-LM, with a comparison of logits."""
 
 import json
+import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_core.checkpoint import CheckpointReader, TensorBox, find_checkpoint, open_newest, parameter_pieces
+from megatron_core.checkpoint.folder import refuse_foreign
 from megatron_core.checkpoint.manifest import MANIFEST
 from megatron_core.checkpoint.reader import note
 from megatron_core.checkpoint.writer import save_tensors
@@ -35,13 +38,15 @@ from megatron_core.models.megatron_lm import MegatronReader
 from megatron_core.models.megatron_lm.arguments import Progress
 from megatron_core.models.megatron_lm.tensor_map import FROZEN
 from megatron_core.models.megatron_lm.writer import Format, write_checkpoint
+from megatron_core.output_file import new_folder, refuse_inputs
 from megatron_core.parallel.boxes import Box
+from megatron_core.storage import in_storage
 from megatron_core.tensor_parallel import ModelParallelConfig
 from megatron_core.tokenizers import tokenizer_of
 from megatron_core.tokenizers.companions import companion_files, files_to_store, stored_name, vocabulary_files
 from megatron_core.training.adapter_export import MergedReader
 from megatron_core.training.averages import AveragedReader
-from megatron_core.training.compatibility import stored_config, tokenizer_folder
+from megatron_core.training.compatibility import refuse_other_formats, stored_config, tokenizer_folder
 from megatron_core.training.megatron_state import state_at
 
 Reader = CheckpointReader | HuggingFaceReader | MergedReader
@@ -57,7 +62,7 @@ def import_hugging_face(source: Path, save: Path, *, dtype: torch.dtype | None =
     ``dtype`` defaults to the stored dtype. With ``verify`` nothing is written unless both compute the same logits.
     Returns the result of ``compare_logits``, or 0.0 without ``verify``.
     """
-    check_empty(save)
+    check_empty(save, source)
     with HuggingFaceReader(source) as reader:
         # A run that continues from it uses the model's sequence length, unless --seq-length is given.
         config = replace(reader.config, data=replace(reader.config.data, seq_length=reader.config.max_positions))
@@ -85,7 +90,7 @@ def import_megatron(
     with only the weights, the result is iteration 0. ``optimizer``: whether to read the state; None reads it if
     possible. Returns a description of the result.
     """
-    check_empty(save)
+    check_empty(save, source)
     with MegatronReader(source, step) as reader:
         settings = reader.settings | {"vocab_size": reader.state["vocab_size"]}
         kinds = [] if optimizer is False else reader.kinds
@@ -105,8 +110,14 @@ def import_megatron(
     return f"weights and optimizer state of iteration {progress.iteration}"
 
 
-def check_empty(save: Path) -> None:
-    """Raise ``CheckpointError`` if ``save`` holds a checkpoint."""
+def check_empty(save: Path, source: Path) -> None:
+    """Refuse the folder ``source`` itself as ``save``, and a folder with a checkpoint of this or another program."""
+    named = f"--save {save}"
+    if in_storage(save) is None:
+        refuse_inputs(named, save, source)
+        if os.path.lexists(save) and not save.is_dir():
+            raise CheckpointError(f"{named} is not a folder; give another one, nothing was written")
+    refuse_foreign(named, save)
     if (save / MANIFEST).is_file() or find_checkpoint(str(save)) is not None:
         raise CheckpointError(f"{save} holds a checkpoint; give another folder, nothing was written")
 
@@ -154,18 +165,11 @@ def export_hugging_face(
     folder is created only if it is complete and, with ``verify``, computes the same logits. Sizes and hashes of the
     checkpoint's files are checked first, as in training. Returns the same as ``import_hugging_face``.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise CheckpointError(f"{folder} is not empty; give another folder, nothing was written")
-    stored = open_newest(str(load), step, device=torch.device("cpu"))
-    if stored is None:
-        raise CheckpointError(f"{load} has no checkpoint; give a folder written by --save")
-    found = stored.folder
-    config = stored_config(found)
-    architecture = architecture_for(config.model, model_type or config.checkpoint.hf_model_type)
-    incomplete = folder.with_name(f".{folder.name}.incomplete")
-    shutil.rmtree(incomplete, ignore_errors=True)
-    try:
-        incomplete.mkdir(parents=True)
+    with written_folder(folder, load) as incomplete:
+        stored = _newest(load, step)
+        found = stored.folder
+        config = stored_config(found)
+        architecture = architecture_for(config.model, model_type or config.checkpoint.hf_model_type)
         with _opened(stored, config, average=average) as reader:
             kept = reader.dtype_of(EMBEDDING) if dtype is None else dtype
             model = replace(config.model, max_position_embeddings=config.max_positions)
@@ -175,27 +179,35 @@ def export_hugging_face(
             write_hugging_face(reader, incomplete, architecture, model, shapes, dtype=kept, extra_keys=keys)
             export_tokenizer(config, tokenizer_folder(found), incomplete)
         verified = partial(_opened, CheckpointReader(found), config, average=average)
-        difference = compare_logits(verified, whole, incomplete, kept) if verify else 0.0
-        if folder.exists():
-            folder.rmdir()
-        incomplete.rename(folder)
+        return compare_logits(verified, whole, incomplete, kept) if verify else 0.0
+
+
+@contextmanager
+def written_folder(folder: Path, load: Path) -> Iterator[Path]:
+    """``new_folder`` for the result of a conversion from ``load``; ``CheckpointError`` if it cannot be written."""
+    try:
+        with new_folder(f"--save {folder}", folder, load) as incomplete:
+            yield incomplete
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be written: {error}") from error
-    finally:
-        shutil.rmtree(incomplete, ignore_errors=True)
-    return difference
+
+
+def _newest(load: Path, step: int | None) -> CheckpointReader:
+    """The newest intact checkpoint in ``load``, or that of iteration ``step``."""
+    stored = open_newest(str(load), step, device=torch.device("cpu"))
+    if stored is None:
+        refuse_other_formats(f"--load {load}", load)
+        raise CheckpointError(f"{load} has no checkpoint; give a folder written by --save")
+    return stored
 
 
 def export_distributed(load: Path, folder: Path, form: Format, *, step: int | None = None) -> str:
     """Write the checkpoint in ``load`` as ``--ckpt-format`` ``form``, with the state of Adam; returns a description."""
-    stored = open_newest(str(load), step, device=torch.device("cpu"))
-    if stored is None:
-        raise CheckpointError(f"{load} has no checkpoint; give a folder written by --save")
-    with stored as reader:
+    with written_folder(folder, load) as incomplete, _newest(load, step) as reader:
         config = stored_config(reader.folder)
         if config.tuning.lora_rank is not None:
             raise CheckpointError(f"{load} has low-rank adapters; export the merged weights with --to hf")
-        write_checkpoint(reader, config.model, folder, form)
+        write_checkpoint(reader, config.model, incomplete, form)
     return f"iteration {reader.state['iteration']} as {form}"
 
 

@@ -21,7 +21,7 @@ from megatron_core.models.hf.files import INDEX, WEIGHTS
 from megatron_core.parallel.texts import listed
 from megatron_core.schema import STRINGS, read_object
 from megatron_core.tokenizers.companions import companion_files, vocabulary_files
-from megatron_core.training.conversion import check_empty
+from megatron_core.training.conversion import check_empty, written_folder
 from megatron_core.training.state import TrainState
 
 HF_CONFIG = "config.json"
@@ -44,7 +44,7 @@ def import_deepspeed(
     ``dtype`` of the weights: float32 by default, so that 16-bit training loses nothing. ``optimizer``: whether to
     convert its state; None converts it if it can be read. Returns a description. Errors: ``CheckpointError``.
     """
-    check_empty(save)
+    check_empty(save, source)
     found = read_deepspeed_checkpoint(source, tag)
     kinds = () if optimizer is False else _kinds(found, required=bool(optimizer))
     name = _optimizer_of(found, kinds)
@@ -143,8 +143,6 @@ def export_deepspeed(
     writes it. ``verify``: compare names and shapes with the class of `transformers` in config.json. Returns a
     description. Errors: ``CheckpointError``; nothing is written then.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise CheckpointError(f"{folder} is not empty; give another folder, nothing was written")
     path = hf_config or source
     path = path / HF_CONFIG if path.is_dir() else path
     if not path.is_file():
@@ -154,24 +152,14 @@ def export_deepspeed(
     dtype = dtype or torch.float32
     shapes = {name: shape for name, shape in found.shapes.items() if name not in found.shared}
     shapes |= {name: tuple(buffer.shape) for name, buffer in found.buffers.items()}
-    if verify:
-        _check_model(path, settings, found, shapes)
-    incomplete = folder.with_name(f".{folder.name}.incomplete")
-    shutil.rmtree(incomplete, ignore_errors=True)
-    try:
-        incomplete.mkdir(parents=True)
+    with written_folder(folder, source) as incomplete:
+        if verify:
+            _check_model(path, settings, found, shapes)
         _write_weights(found, shapes, dtype, incomplete)
         named = settings | {"torch_dtype": str(dtype).removeprefix("torch.")}
         (incomplete / HF_CONFIG).write_text(json.dumps(named, indent=2) + "\n")
         for other in (*vocabulary_files(path.parent), *companion_files(path.parent)):
             shutil.copyfile(other, incomplete / other.name)
-        if folder.exists():
-            folder.rmdir()
-        incomplete.rename(folder)
-    except OSError as error:
-        raise CheckpointError(f"{folder} cannot be written: {error}") from error
-    finally:
-        shutil.rmtree(incomplete, ignore_errors=True)
     return f"{len(shapes)} tensors of global step {found.counters['global_steps']}"
 
 

@@ -29,6 +29,7 @@ from megatron_core.parallel.shared_memory import backend as shared_memory
 from megatron_core.training.callbacks import Callback
 from megatron_core.training.compatibility import (
     model_and_tokenizer,
+    refuse_other_formats,
     settings_folder,
     stored_config,
     with_stored_schedule,
@@ -72,6 +73,7 @@ def _read_settings(prog: str, args: list[str] | None) -> tuple[RunConfig, DryRun
     if config.checkpoint.load is not None and folder is None and dry.dry_run:
         return config, dry  # its warnings say that the folder is absent
     if folder is None:
+        refuse_other_formats(f"load={config.checkpoint.load!r}", config.checkpoint.load or "")
         raise ConfigError(f"use_checkpoint_args=True: load={config.checkpoint.load!r} holds no checkpoint")
     return parse_command_line(args, prog=prog, defaults=model_and_tokenizer(stored_config(folder)))
 

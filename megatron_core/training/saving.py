@@ -24,17 +24,18 @@ from megatron_core.checkpoint.folder import (
     CONFIG,
     LOCK,
     complete_iterations,
+    is_own_distributed,
     iteration_folder,
     iteration_of,
     refuse_foreign,
     refuse_other_checkpoints,
-    remove_hidden,
     run_id,
     runs_of,
     write_runs,
 )
 from megatron_core.checkpoint.hosts import Hosts, find_hosts, raise_on_all_ranks
 from megatron_core.checkpoint.reader import note
+from megatron_core.checkpoint.removal import remove_hidden
 from megatron_core.checkpoint.writer import ELSEWHERE
 from megatron_core.config import RunConfig
 from megatron_core.config.file import write_config
@@ -96,6 +97,12 @@ class CheckpointSaver:
         """The folder of ``save``."""
         return location(self.config.checkpoint.save or ".")
 
+    @property
+    def _folder_of_other_format(self) -> Path | None:
+        """The folder below ``folder`` of checkpoints in ``ckpt_format``."""
+        form = self.config.checkpoint.ckpt_format
+        return None if form == "native" else self.folder / form
+
     def open(self, *, is_new: bool = False) -> None:
         """Create and lock the folders, once; ``is_new``: earlier fast-restart checkpoints are of other runs.
 
@@ -144,6 +151,9 @@ class CheckpointSaver:
         """Create and lock ``folder``; return an error message, or "" on success."""
         try:
             refuse_foreign(f"{setting}={str(folder)!r}", folder)
+            other = self._folder_of_other_format if setting == "save" else None
+            if other is not None:
+                refuse_foreign(f"{setting}={str(folder)!r}: {other}", other, is_ours=is_own_distributed)
             if setting != "save":
                 refuse_other_checkpoints(setting, folder, self.folder, self._runs)
             lock = self._lock(setting, folder)
@@ -154,7 +164,8 @@ class CheckpointSaver:
         if lock is not None and lock.unsupported:
             note(f"{folder} cannot be locked ({lock.unsupported}): other runs must not save there")
         else:
-            remove_hidden(folder)
+            for each in filter(None, (folder, other)):
+                remove_hidden(each)
         if self.config.checkpoint.overwrite_checkpoints and folder != self.config.checkpoint.local_folder:
             self._replaced += tuple(iteration_folder(folder, number) for number in complete_iterations(folder))
         return ""
@@ -282,15 +293,19 @@ class CheckpointSaver:
 
     def _write_other_format(self, native: Path) -> None:
         """Write the complete checkpoint ``native`` in ``ckpt_format`` too, if it is due; each rank writes a share."""
-        settings, form = self.config.checkpoint, self.config.checkpoint.ckpt_format
-        if form == "native" or native.parent != self.folder:
+        settings, form, folder = (
+            self.config.checkpoint,
+            self.config.checkpoint.ckpt_format,
+            self._folder_of_other_format,
+        )
+        if form == "native" or folder is None or native.parent != self.folder:
             return
         if iteration_of(native) % (settings.ckpt_format_interval or 1):
             return
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         exchange = partial(gather_from_all_ranks, device=self.data.device)
         with CheckpointReader(native) as reader:
-            folder, rank = self.folder / form, self.data.groups.rank
+            rank = self.data.groups.rank
             write_checkpoint(reader, self.config.model, folder, form, rank=rank, ranks=ranks, exchange=exchange)
 
     def close(self) -> None:

@@ -32,6 +32,7 @@ from megatron_core.training.compatibility import (
     check_same_stage,
     check_state,
     moved_end,
+    refuse_other_formats,
     schedule_changes,
     takes_settings,
     with_settings_of,
@@ -173,19 +174,17 @@ def open_checkpoint(
     reader: CheckpointReader | MegatronReader | None = None
     if settings.load is not None:
         hash_later = hash_later and not takes_settings(settings)
+        refuse_other_formats(f"load={settings.load!r}", settings.load)
         reader = open_megatron(settings) or _open_stored(settings, device, hash_later, damaged)
     if not config.training.skip_train:
         _refuse_other_runs(settings, found=reader is not None)
+    if reader is None and settings.load is not None and not damaged:  # the caller names the damage
+        _refuse_nothing(settings)
     if reader is None and settings.load_hf is not None and config.tuning.lora_rank is None:
         weights = HuggingFaceReader(settings.load_hf)
         check_same_model(asdict(weights.model), config, only_weights=True)
         return weights, config
     if reader is None:
-        if settings.load is not None and settings.needs_checkpoint:
-            raise CheckpointError(
-                f"load={settings.load!r} holds no checkpoint; give a folder written by --save, or start from scratch "
-                "without --exit-on-missing-checkpoint, --finetune and --ckpt-step"
-            )
         return None, config
     # Compare the stored settings with the settings of this run.
     stored = check_state(reader.state, reader.folder)
@@ -242,6 +241,22 @@ def _open_stored(
     if found is None and fault is not None:
         raise fault
     return found
+
+
+def _refuse_nothing(settings: CheckpointConfig) -> None:
+    """Raise ``CheckpointError`` if ``load``, which has no checkpoint, is not the folder of a run that starts now."""
+    assert settings.load is not None
+    if settings.asks_for_checkpoint:
+        raise CheckpointError(
+            f"load={settings.load!r} holds no checkpoint; give a folder written by --save, or start from scratch "
+            "without --exit-on-missing-checkpoint, --finetune, --ckpt-step and --use-checkpoint-args"
+        )
+    if settings.needs_checkpoint:
+        absent = "" if location(settings.load).exists() else ", which does not exist,"
+        raise CheckpointError(
+            f"load={settings.load!r}{absent} holds no checkpoint; give a folder written by --save, or start from "
+            "scratch without --load. Only the folder of --save may be without one, for a job that is restarted"
+        )
 
 
 def _refuse_other_runs(settings: CheckpointConfig, *, found: bool) -> None:

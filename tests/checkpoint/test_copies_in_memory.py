@@ -20,8 +20,9 @@ import torch.distributed as dist
 
 from megatron_core import parallel_state
 from megatron_core.checkpoint import copies
-from megatron_core.checkpoint.folder import complete_iterations, rank_file, remove
+from megatron_core.checkpoint.folder import complete_iterations, rank_file
 from megatron_core.checkpoint.hosts import Hosts
+from megatron_core.checkpoint.removal import remove
 from megatron_core.checkpoint.writer import Save
 from megatron_core.config import CheckpointConfig, RunConfig
 from megatron_core.config.validate import problems

@@ -24,6 +24,7 @@ from megatron_core.errors import CheckpointError
 from megatron_core.training.compatibility import changed_settings
 from megatron_core.training.pretrain import notes
 from megatron_core.verify.ranks import run_ranks
+from tests.checkpoint.operations import file_operations
 from tests.checkpoint.runs import compare, save_run, start, stored, train
 from tests.runs import tiny_config
 
@@ -91,7 +92,9 @@ def test_nothing_to_load(tmp_path: Path) -> None:
         start(ONE_LAYER | {"load": str(tmp_path), "exit_on_missing_checkpoint": True})
     with pytest.raises(CheckpointError, match=r"holds no checkpoint"):
         start(ONE_LAYER | {"load": str(tmp_path), "finetune": True})
-    run = start(ONE_LAYER | {"load": str(tmp_path)})
+    with pytest.raises(CheckpointError, match=r"holds no checkpoint.*Only the folder of --save may be without one"):
+        start(ONE_LAYER | {"load": str(tmp_path)})
+    run = start(ONE_LAYER | {"load": str(tmp_path), "save": str(tmp_path)})
     assert run.state.iteration == 0 and not run.loaded
     assert any("has no checkpoint" in note for note in notes(run))
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("release")
@@ -145,19 +148,17 @@ def read(folder: Path, numel: int = 64) -> torch.Tensor:
     return into.memory
 
 
-def test_saving_over_an_iteration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # C44
+def test_saving_over_an_iteration(tmp_path: Path) -> None:  # C44
     """The new checkpoint replaces the old one as a whole: nothing is deleted file by file under the final name."""
     write(tmp_path, 3, 1.0)
-    delete = shutil.rmtree
-
-    def watched(path: Path, **settings: object) -> None:
-        assert not Path(path).name.startswith("iter_")
-        delete(path, **settings)
-
-    monkeypatch.setattr(shutil, "rmtree", watched)
-    folder = write(tmp_path, 3, 2.0)
+    with file_operations(check_not_deleted):
+        folder = write(tmp_path, 3, 2.0)
     assert (read(folder) == 2.0).all()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000003", "latest_checkpointed_iteration.txt"]
+
+
+def check_not_deleted(event: str, path: str) -> None:
+    assert event not in ("os.remove", "os.rmdir") or "/iter_" not in path, path
 
 
 def test_left_overs_of_a_crash_are_in_nobodys_way(tmp_path: Path) -> None:

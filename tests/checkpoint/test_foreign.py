@@ -21,11 +21,11 @@ from megatron_core.checkpoint.folder import (
     RUN,
     TRACKER,
     complete_iterations,
-    drop_old,
     is_own,
     refuse_other_checkpoints,
     run_id,
 )
+from megatron_core.checkpoint.removal import drop_old
 from megatron_core.config import RunConfig
 from megatron_core.config.validate import problems
 from megatron_core.errors import CheckpointError, ConfigError, MegatronError

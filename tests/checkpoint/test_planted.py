@@ -14,6 +14,7 @@ from megatron_core.checkpoint import Save, Snapshot, find_checkpoint, open_newes
 from megatron_core.checkpoint.folder import TRACKER, complete_iterations
 from megatron_core.checkpoint.hashes import StoredFile, damaged_files
 from megatron_core.errors import CheckpointError
+from tests.checkpoint.operations import file_operations
 from tests.checkpoint.test_damage import piece, read, write
 from tests.checkpoint.test_integrity import CPU, TENSORS, flip
 from tests.defects.plant import planted
@@ -73,7 +74,7 @@ def what_is_published_is_on_disk(root: Path) -> None:
         assert ("sync", name) in events[:published], name
     tracked = events.index(("rename", TRACKER))
     assert published < events.index(("sync", f".{TRACKER}")) < tracked < events.index(("sync", "."), tracked)
-    gone = events.index(("rename", ".iter_0000001.replaced"))
+    gone = events.index(("rename", ".iter_0000001.removed"))
     assert events.index(("sync", "."), tracked) < gone, "the old one goes when the new one is safe"
 
 
@@ -112,18 +113,33 @@ def a_save_that_fails_leaves_the_one_before(root: Path) -> None:
 
 
 def an_iteration_saved_anew_stays_there(root: Path) -> None:
-    """Except between two renames: the old checkpoint is deleted only when the new one has its name."""
+    """Before every operation on a file, one of both checkpoints has the final name."""
     write(root, 2, 1.0)
-    rmtree = shutil.rmtree
+    manifest = root / "iter_0000002" / "manifest.json"
 
-    def watched(path: Path, **settings: bool) -> None:
-        assert not path.exists() or (root / "iter_0000002").exists(), path
-        rmtree(path, **settings)
+    def check(event: str, path: str) -> None:
+        assert manifest.exists(), (event, path)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shutil, "rmtree", watched)
+    with file_operations(check):
         write(root, 2, 2.0)
     assert (read(root / "iter_0000002") == 2.0).all() and not list(root.glob(".iter_*"))
+
+
+def files_of_the_user_stay(root: Path) -> None:
+    """In a checkpoint that is replaced, and in one that is rotated out."""
+    for iteration in (1, 2):
+        (write(root, iteration, 1.0) / f"notes{iteration}.txt").write_text("notes")
+    write(root, 2, 2.0)
+    write(root, 3, 3.0, keep_last=1)
+    assert [path.read_text() for path in sorted(root.glob("iter_*/notes*"))] == ["notes", "notes"]
+    assert complete_iterations(root) == [3] and not list(root.glob("iter_000000[12]/rank*"))
+
+
+def a_replacement_that_was_interrupted_is_undone(root: Path) -> None:
+    """On file systems that cannot exchange names, after a kill between the two renames."""
+    write(root, 2, 2.0)
+    (root / "iter_0000002").rename(root / ".iter_0000002.replaced")
+    assert find_checkpoint(str(root)) == root / "iter_0000002" and (read(root / "iter_0000002") == 2.0).all()
 
 
 @dataclass(frozen=True)
@@ -138,6 +154,20 @@ class Defect:
 
 
 DEFECTS = (
+    Defect(
+        "a replaced checkpoint takes the user's files along",
+        "checkpoint.removal:discard",
+        "_move(hidden / name, final / name)",
+        "(hidden / name).unlink()",
+        files_of_the_user_stay,
+    ),
+    Defect(
+        "a checkpoint that was about to be replaced stays hidden",
+        "checkpoint.folder:find_candidates",
+        "restore_replaced(root)",
+        "pass",
+        a_replacement_that_was_interrupted_is_undone,
+    ),
     Defect(
         "a file's save id is not compared",
         "checkpoint.reader:CheckpointReader._file",
@@ -205,20 +235,20 @@ DEFECTS = (
     Defect(
         "an iteration's checkpoint is deleted before the new one has its name",
         "checkpoint.writer:Save._give_name",
-        "before = hide(self.final)",
-        "remove(self.final)\n    before = hide(self.final)",
+        "return give_name(self.partial, self.final)",
+        "remove(self.final)\n    return give_name(self.partial, self.final)",
         an_iteration_saved_anew_stays_there,
     ),
     Defect(
         "the oldest checkpoints are kept",
-        "checkpoint.folder:drop_old",
+        "checkpoint.removal:drop_old",
         "upto[-(keep_last or 1) :]",
         "upto[: keep_last or 1]",
         the_newest_stay,
     ),
     Defect(
         "without --keep-last the newest goes",
-        "checkpoint.folder:drop_old",
+        "checkpoint.removal:drop_old",
         "upto[-(keep_last or 1) :]",
         "upto[len(upto) - (keep_last or 0) :]",
         the_newest_stay,

@@ -134,7 +134,7 @@ def test_nothing_is_drawn_that_a_checkpoint_fills(tmp_path: Path, monkeypatch: p
         assert torch.equal(mine, other)
     assert not run.stages[0].embedding.word_embeddings.weight[101:].any()
     with pytest.raises(AssertionError, match="not needed"):
-        start(ROPE | {"load": str(tmp_path / "nowhere")})
+        start(ROPE | {"load": str(tmp_path / "nowhere"), "save": str(tmp_path / "nowhere")})
     monkeypatch.setattr(setup, "build_stages", _refuse)
     with pytest.raises(CheckpointError, match="nowhere' holds no checkpoint"):
         start(ROPE | {"load": str(tmp_path / "nowhere"), "exit_on_missing_checkpoint": True})

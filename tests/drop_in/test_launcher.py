@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_core.drop_in.program_imports import report
 from megatron_core.errors import LayoutError
 from megatron_core.launcher import check_environment
 
@@ -170,6 +172,21 @@ def test_a_rank_ends_as_the_interpreter_does(tmp_path: Path) -> None:
     assert (found.returncode, found.stdout) == (0, "main\nthread\nexit\n")
     program.write_text("import sys\nsys.exit(3)\n")
     assert python("-m", "megatron_core.drop_in", program, WORLD_SIZE="2").returncode == 3
+
+
+def test_a_check_reads_files_only(tmp_path: Path) -> None:
+    """Not a named pipe, which would block, a device, a folder with the name of a file, or a file that is gone."""
+    os.mkfifo(tmp_path / "pipe.py")
+    (tmp_path / "device.py").symlink_to("/dev/zero")
+    (tmp_path / "dangling.py").symlink_to("absent")
+    (tmp_path / "linked.py").symlink_to("pipe.py")
+    (tmp_path / "folder.py").mkdir()
+    (tmp_path / "folder.py" / "inner.py").write_text("from megatron.core import parallel_state\n")
+    names = ("dangling.py", "device.py", "linked.py", "pipe.py")
+    expected = [f"not read     {tmp_path / name}  not a file" for name in names]
+    summary, *lines = report(tmp_path).splitlines()
+    assert summary.startswith("1 imported names, 100.0 % resolve") and lines == expected
+    assert report(tmp_path / "pipe.py").splitlines()[1:] == expected[-1:]
 
 
 def test_imports_of_a_program_are_checked_before_it_runs(program: Path) -> None:

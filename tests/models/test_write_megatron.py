@@ -16,9 +16,11 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from benchmarks.megatron_peer import MEGATRON
 from megatron_core.checkpoint import CheckpointReader
 from megatron_core.commands.convert_checkpoint import Settings, convert
-from megatron_core.errors import CheckpointError
+from megatron_core.errors import CheckpointError, ConfigError
 from megatron_core.models.megatron_lm import settings_of_arguments
 from megatron_core.models.megatron_lm.arguments import training_settings
+from megatron_core.models.megatron_lm.writer import write_checkpoint
+from megatron_core.training.compatibility import stored_config
 from megatron_core.verify.ranks import run_ranks
 from tests.checkpoint.runs import start, train
 from tests.models import megatron_training as theirs
@@ -146,9 +148,16 @@ def test_pytorch_loads_every_tensor(folder: Path, tmp_path: Path) -> None:
 
 
 def test_other_folders_are_not_replaced(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "iter_0000003").mkdir()
-    with pytest.raises(CheckpointError, match="iter_0000003 exists and is not a checkpoint of this format"):
+    note = tmp_path / "iter_0000003" / "notes.txt"
+    note.parent.mkdir()
+    note.write_text("the user's notes")
+    with pytest.raises(ConfigError, match=r"--save .* is not an empty folder; give another folder"):
         convert(Settings(source="native", to="megatron", load=str(folder / READ_AGAIN), save=str(tmp_path)))
+    with CheckpointReader(folder / READ_AGAIN / "iter_0000003") as reader:
+        model = stored_config(reader.folder).model
+        with pytest.raises(CheckpointError, match="iter_0000003 exists and was not written by this program"):
+            write_checkpoint(reader, model, tmp_path, "torch_dist")
+    assert note.read_text() == "the user's notes"
 
 
 def test_recurrences_that_megatron_lacks_are_refused(tmp_path: Path) -> None:

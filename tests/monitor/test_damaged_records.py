@@ -110,7 +110,7 @@ def assert_programs_end(metrics: Path, capsys: pytest.CaptureFixture[str]) -> No
 @pytest.fixture
 def without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing takes most of the time; only one of the tests draws."""
-    monkeypatch.setattr(Figure, "savefig", lambda self, path, **settings: Path(path).write_bytes(b""))
+    monkeypatch.setattr(Figure, "savefig", lambda self, file, **settings: None)
 
 
 @pytest.mark.parametrize("share", [0.008, pytest.param(1.0, marks=pytest.mark.whole_matrix)])

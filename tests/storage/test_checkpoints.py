@@ -12,8 +12,8 @@ import torch
 
 from megatron_core import parallel_state
 from megatron_core.checkpoint import CheckpointReader
-from megatron_core.checkpoint.folder import TRACKER, find_candidates, rank_file
-from megatron_core.checkpoint.writer import Save
+from megatron_core.checkpoint.folder import TRACKER, complete_iterations, find_candidates, rank_file
+from megatron_core.checkpoint.writer import Save, save_checkpoint
 from megatron_core.commands import replay_step
 from megatron_core.errors import CheckpointError
 from megatron_core.locations import CACHE_VARIABLE, run_folder
@@ -21,6 +21,7 @@ from megatron_core.storage import StoragePath, StorageWriter, location
 from megatron_core.training.compatibility import stored_config
 from megatron_core.training.loop import train
 from tests.checkpoint.runs import stored
+from tests.checkpoint.test_damage import piece
 from tests.runs import tiny_run
 
 
@@ -131,6 +132,23 @@ def test_incomplete_and_damaged_objects(save: str, capsys: pytest.CaptureFixture
     train(resumed, [])
     assert not [name for name in names(save) if "incomplete" in name]
     assert find_candidates(save).folders[0] == root / "iter_0000003"
+
+
+def test_objects_of_others_are_kept(save: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """By rotation, and when an iteration is saved again."""
+    root = location(save)
+    for iterations in (1, 2):
+        train(tiny_run(train_iters=iterations, save=save, load=save), [])
+        (root / f"iter_000000{iterations}" / "sub" / "notes.txt").write_text("the user's notes")
+    save_checkpoint(Save(root, 2, {}), [piece(1.0)], lambda ok: ok)
+    save_checkpoint(Save(root, 3, {}, keep_last=1), [piece(1.0)], lambda ok: ok)
+    assert complete_iterations(root) == [3]
+    for iteration in (1, 2):
+        folder = root / f"iter_000000{iteration}"
+        assert (folder / "sub" / "notes.txt").read_text() == "the user's notes"
+        assert {path.name for path in folder.iterdir()} == {"sub", ".checkpoint_was_deleted"}
+    assert capsys.readouterr().out.count("keeps sub/notes.txt") == 3
+    save_checkpoint(Save(root, 4, {}, keep_last=1), [piece(1.0)], lambda ok: ok)
 
 
 def test_another_run_is_not_replaced(save: str) -> None:

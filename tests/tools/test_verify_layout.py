@@ -182,7 +182,7 @@ def test_a_model_that_one_process_cannot_train(verify: Verify, monkeypatch: pyte
         (("--layouts", "tp2 dp2", "--world-size", "8"), "'tp2 dp2' has 4 ranks, but --world-size is 8"),
         (("--layouts", "tp2", "pp2", "--world-size", "2", "4"), "several values of --world-size need --all"),
         (("--layouts", "v2"), "layout 'v2' cannot be trained"),
-        (("--layouts", "tp2", "--json", "/nowhere/report.json"), "/nowhere/report.json cannot be written"),
+        (("--layouts", "tp2", "--json", "/dev/null/report.json"), "/dev/null/report.json: nothing can be written"),
         (("--layouts", "tp2", "--pairwise"), "--pairwise samples the layouts of --all"),
         (("--layouts", "tp2", "--steps", "0"), "--steps 0 is too small"),
         (("--world-size", "2", "4"), "several values of --world-size need --all"),

@@ -189,6 +189,7 @@ def test_what_is_absent_on_this_machine_is_a_warning(tmp_path: Path) -> None:
     """Data, tokenizer and checkpoints of a cluster: the launch is validated without them, and each is named."""
     flags = f"--data-path 0.3 {tmp_path}/a 0.7 {tmp_path}/b --load {tmp_path}/saved --train-iters 5 --seq-length 16"
     flags += f" --vocab-file {tmp_path}/v.json --merge-file {tmp_path}/m.txt --dry-run --world-size 2"
+    flags += f" --save {tmp_path}/saved"
     config, dry = read_settings("x", flags.split())
     text = describe_rank(config, dry.world_size or 1, dry.rank)
     warnings = [line for line in text.splitlines() if line.startswith("warning: ")]
@@ -197,8 +198,10 @@ def test_what_is_absent_on_this_machine_is_a_warning(tmp_path: Path) -> None:
         warnings, (("50,257 tokens", "v.json"), ("data_path", "a.idx", "b.idx"), ("saved", "scratch")), strict=True
     ):
         assert all(word in line for word in words), line
-    config, _ = read_settings("x", [*flags.split(), "--exit-on-missing-checkpoint", "--vocab-size", "64"])
-    assert "training is an error" in describe_rank(config, 2) and "tokens is assumed" not in describe_rank(config, 2)
+    for more in (["--exit-on-missing-checkpoint"], ["--save", f"{tmp_path}/other"]):
+        config, _ = read_settings("x", [*flags.split(), *more, "--vocab-size", "64"])
+        report = describe_rank(config, 2)
+        assert "training is an error" in report and "tokens is assumed" not in report
 
 
 def test_a_launch_with_checkpoint_args_is_judged_without_the_checkpoint(tmp_path: Path) -> None:

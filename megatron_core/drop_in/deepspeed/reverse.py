@@ -1,10 +1,11 @@
 """Settings of ``megatron_core.initialize`` as DeepSpeed's JSON configuration."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from deepspeed.optimizers import LAMB_FACTORS, LOCAL_STEPS
+from megatron_core.config import RunConfig
 from megatron_core.errors import ConfigError
 
 PATHS = {
@@ -42,10 +43,47 @@ COMPRESSED = {
 FOLDERS = {"optimizer_offload_dir": "offload_optimizer", "zero3_param_offload_dir": "offload_param"}
 
 
-def to_deepspeed(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the JSON configuration whose translation is ``settings``.
+USES: Mapping[str, Callable[[Mapping[str, Any]], object]] = {
+    "sgd_": lambda settings: settings["optimizer"] == "sgd",
+    "lion_": lambda settings: settings["optimizer"] == "lion",
+    "lamb_": lambda settings: settings["optimizer"] == "lamb",
+    "adam_": lambda settings: settings["optimizer"] in ("adam", "lamb"),
+    "onebit_lamb_": lambda settings: settings["grad_compression"] == "onebit-lamb",
+    "zero_one_": lambda settings: settings["grad_compression"] == "zero-one-adam",
+    "grad_compression_warmup": lambda settings: settings["grad_compression"] in ("onebit-adam", "onebit-lamb"),
+    "optimizer_offload_fraction": lambda settings: settings["optimizer_cpu_offload"],
+    **dict.fromkeys(("loss_scale", "initial_loss_scale", "hysteresis", "min_loss_scale"), lambda s: s["fp16"]),
+}
+"""Beginnings of names -> whether these settings have an effect."""
 
-    Errors: ``ConfigError`` with all settings that DeepSpeed's JSON cannot express.
+
+BETAS = {"adam": ("adam_beta1", "adam_beta2"), "lion": ("lion_beta1", "lion_beta2")}
+SWITCHES = ("grad_reduce_in_bf16", "optimizer_cpu_offload", "zero3_param_cpu_offload")
+OTHERS = ("initial_loss_scale", "optimizer", "grad_compression", "adam_bias_correction", "zero_one_var_freeze_step")
+KEYS = {*PATHS, *FOLDERS, *SWITCHES, *OTHERS, *BETAS["adam"], *BETAS["lion"], "lamb_bias_correction"}
+"""Settings with a key of DeepSpeed; they are written with their default too, because DeepSpeed's differs."""
+
+
+def of_run(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a run's file without those that have their default and no effect with the others."""
+    defaults = RunConfig().flat()
+    whole = {**defaults, **settings}
+    unused = tuple(start for start, is_used in USES.items() if not is_used(whole))
+    written = {
+        name: value
+        for name, value in settings.items()
+        if value != defaults[name] or (name in KEYS and not name.startswith(unused))
+    }
+    for pair in BETAS.values():
+        if not written.keys().isdisjoint(pair):  # DeepSpeed has one key for both
+            written |= {name: whole[name] for name in pair}
+    return written
+
+
+def to_deepspeed(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the JSON configuration whose translation is ``settings``, and the settings without a key in it.
+
+    Errors: ``ConfigError`` with all settings that contradict DeepSpeed's JSON.
     """
     found: dict[str, Any] = {}
     faults: list[str] = []
@@ -68,10 +106,9 @@ def to_deepspeed(settings: Mapping[str, Any]) -> dict[str, Any]:
         if name in left:
             _put(found, f"zero_optimization.{section}", {"device": "nvme", "nvme_path": left.pop(name)})
     _optimizer(found, left, faults)
-    faults += [f"{name}={value!r} has no key in DeepSpeed's JSON; remove it" for name, value in left.items()]
     if faults:
         raise ConfigError("; ".join(faults))
-    return found
+    return found, left
 
 
 def _optimizer(found: dict[str, Any], left: dict[str, Any], faults: list[str]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron_core.errors import CheckpointError
 from megatron_core.models.megatron_lm.pickles import INERT, load_tensors
+from megatron_core.text_file import refuse_pipe
 
 MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_(\d{1,6})_model_states\.pt")
 OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{1,6})_optim_states\.pt")
@@ -152,6 +153,7 @@ def _check_grid(folder: Path, files: Mapping[tuple[int, int], Path], kind: str) 
 def _damage(path: Path) -> str:
     """Compare the records of a file with their checksums; return the fault or ""."""
     try:
+        refuse_pipe(path)
         with zipfile.ZipFile(path) as archive:
             for record in archive.infolist():
                 if record.compress_type != zipfile.ZIP_STORED:

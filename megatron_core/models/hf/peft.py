@@ -301,7 +301,6 @@ def write_adapter(
     """Write our adapters into ``folder`` in PEFT's format; ``base`` is the folder or name of the model."""
     stored = dict(_stored(names, tensors))
     entries = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in stored.items()]
-    folder.mkdir(parents=True, exist_ok=True)
     write_safetensors(folder / WEIGHTS, entries, stored.values(), {"format": "pt"})
     modules = {match[1] for match in map(_THEIRS.fullmatch, stored) if match}
     if not any("." in target for target in tuning.lora_target_modules):

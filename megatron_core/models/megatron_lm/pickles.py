@@ -18,6 +18,7 @@ import torch
 
 from megatron_core.errors import CheckpointError, first_line, quoted
 from megatron_core.models.megatron_lm.pickle_keys import check_metadata, check_torch_file
+from megatron_core.text_file import refuse_pipe
 
 INERT = re.compile(
     r"argparse\.Namespace|types\.SimpleNamespace|signal\.Signals|_io\.BytesIO|_codecs\.encode|pathlib\.\w+"
@@ -77,6 +78,8 @@ def load_tensors(source: Path | bytes, inert: re.Pattern[str] = INERT, name: str
     """
     shown = source if isinstance(source, Path) else name
     try:
+        if isinstance(source, Path):
+            refuse_pipe(source)
         check_torch_file(source)
         file: Any = str(source) if isinstance(source, Path) else io.BytesIO(source)
         # In a file of torch before 1.6, which is not an archive, torch.load itself refuses all names.

@@ -22,6 +22,7 @@ from megatron_core.models.megatron_lm.mixers import check_delta_nets, with_offse
 from megatron_core.models.megatron_lm.rank_files import RankFiles
 from megatron_core.models.megatron_lm.tensor_map import FROZEN, TIED, TensorPart, TensorParts, whole_shape
 from megatron_core.parallel.texts import listed
+from megatron_core.text_file import read_text
 
 TRACKER = "latest_checkpointed_iteration.txt"
 VERSION = 3.0
@@ -195,7 +196,7 @@ def iteration_folder(folder: Path, step: int | None) -> Path:
     if (folder / ".metadata").is_file() or any(folder.glob("mp_rank_*/model_optim_rng.pt")):
         return folder
     try:
-        latest = str(step) if step is not None else (folder / TRACKER).read_text().strip()
+        latest = str(step) if step is not None else read_text(folder / TRACKER).strip()
     except (OSError, ValueError):
         raise CheckpointError(f"{folder} has neither {TRACKER} nor the files of an iteration") from None
     is_number = re.fullmatch("[0-9]{1,18}", latest) is not None

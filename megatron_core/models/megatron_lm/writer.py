@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import product
@@ -17,9 +18,16 @@ from typing import Any, Literal
 import torch
 
 from megatron_core.checkpoint import CheckpointReader
-from megatron_core.checkpoint.folder import delete, iteration_folder, replace_file
+from megatron_core.checkpoint.folder import (
+    DISTRIBUTED_STATE,
+    is_own_distributed,
+    is_replaceable,
+    iteration_folder,
+    replace_file,
+)
 from megatron_core.checkpoint.hashes import sync_folder, write_file
 from megatron_core.checkpoint.manifest import TORCH_DTYPES
+from megatron_core.checkpoint.removal import discard, give_name
 from megatron_core.config import ModelConfig
 from megatron_core.config.heterogeneous import LayerBlock
 from megatron_core.config.megatron_model import without_arguments
@@ -171,9 +179,9 @@ def write_checkpoint(
 
 
 def _prepare(final: Path, partial: Path) -> None:
-    if final.exists() and not (final / ".metadata").is_file():
-        raise CheckpointError(f"{final} exists and is not a checkpoint of this format; choose another folder")
-    delete(partial)
+    if os.path.lexists(final) and not is_replaceable(final, is_own_distributed):
+        raise CheckpointError(f"{final} exists and was not written by this program; choose another folder")
+    discard(partial)
     partial.mkdir(parents=True)
 
 
@@ -230,7 +238,7 @@ def _complete(reader: CheckpointReader, partial: Path, final: Path, form: Format
         objects["common_state/shard_0_1"] = [common]
     else:
         objects = {"state": _plain(reader)}
-    file, written = "__state.distcp", b""
+    file, written = DISTRIBUTED_STATE, b""
     for name, value in objects.items():
         data = _bytes(value)
         entries[name] = dcp.metadata.BytesStorageMetadata()
@@ -245,10 +253,10 @@ def _complete(reader: CheckpointReader, partial: Path, final: Path, form: Format
         backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
         write_file(partial / "metadata.json", json.dumps(backend).encode())
     sync_folder(partial)
-    delete(final)
-    partial.rename(final)
+    before = give_name(partial, final, is_own_distributed)
     iteration = str(reader.state["iteration"]).encode()
     replace_file(final.parent / TRACKER, final.parent / f".{TRACKER}", iteration)
+    discard(before)
 
 
 def _empty_states(entries: Mapping[str, Any], *, hybrid: bool) -> Iterator[str]:

@@ -11,6 +11,8 @@ import yaml
 from deepspeed.reverse import to_deepspeed
 from deepspeed.translation import translate
 from megatron_core.commands.deepspeed_config import main, page
+from megatron_core.config import RunConfig
+from megatron_core.config.file import write_config
 from megatron_core.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
@@ -76,6 +78,61 @@ def test_steps_of_compressed_optimizers_are_translated() -> None:
     assert settings["onebit_lamb_factor_threshold"] == 0.2
 
 
-def test_settings_without_a_key_are_refused() -> None:
-    with pytest.raises(ConfigError, match="seed=3 has no key"):
-        to_deepspeed({"micro_batch_size": 1, "seed": 3})
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "adam": {"adam_beta2": 0.95, "lr": 3e-4, "weight_decay": 0.1, "bf16": True, "zero_stage": 2, "clip_grad": 0.5},
+    "lion": {"optimizer": "lion", "lion_beta1": 0.8, "fp16": True, "initial_loss_scale": 256.0, "hysteresis": 3},
+    "sgd": {"optimizer": "sgd", "sgd_momentum": 0.5, "weight_decay": 0.0, "ddp_bucket_size": 1000},
+    "lamb": {"optimizer": "lamb", "lamb_bias_correction": "none", "lamb_max_coeff": 5.0, "adam_beta1": 0.8},
+    "onebit-adam": {
+        "grad_compression": "onebit-adam", "adam_bias_correction": False, "grad_compression_warmup_iters": 9
+    },
+    "offload": {"zero_stage": 2, "optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("changed_only", [True, False])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_file_that_a_run_wrote_is_read(
+    name: str, changed_only: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its settings are nested by section and include those with their default, of all parts of the product."""
+    common = {"micro_batch_size": 2, "global_batch_size": 8, "lr": 0.01, "train_iters": 3, "hidden_size": 48}
+    config = RunConfig.from_flat(RunConfig().flat() | common | OPTIMIZERS[name])
+    write_config(config, tmp_path / "config.yaml", changed_only=changed_only)
+    monkeypatch.setattr(sys, "argv", ["", "--from-yaml", str(tmp_path / "config.yaml")])
+    main()
+    printed = capsys.readouterr()
+    translated = translate(json.loads(printed.out), 2).settings
+    for setting, value in (common | OPTIMIZERS[name]).items():
+        if setting in ("train_iters", "hidden_size"):
+            assert f"{setting}={value}" in printed.err
+        else:
+            assert translated[setting] == value, setting
+    flat = config.flat()
+    flat["zero_stage"] = flat["zero_stage"] or 0
+    others = {setting: (value, flat[setting]) for setting, value in translated.items() if value != flat[setting]}
+    assert changed_only or not others
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("model: 3", "model is a section"),
+        ("optimizer:\n  lr: x", "lr='x' in .* does not fit"),
+        ("nonsense: 1", "nonsense in .* is not a setting"),
+        ("[1]", "holds a list"),
+        ("a: [", "is not valid YAML"),
+    ],
+)
+def test_a_wrong_file_is_refused_in_one_line(
+    text: str, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "wrong.yaml").write_text(text)
+    monkeypatch.setattr(sys, "argv", ["", "--from-yaml", str(tmp_path / "wrong.yaml")])
+    with pytest.raises(ConfigError, match=fault) as error:
+        main()
+    assert "\n" not in str(error.value)
+
+
+def test_settings_without_a_key_are_returned() -> None:
+    assert to_deepspeed({"micro_batch_size": 1, "seed": 3}) == ({"train_micro_batch_size_per_gpu": 1}, {"seed": 3})

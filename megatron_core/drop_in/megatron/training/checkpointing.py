@@ -20,7 +20,7 @@ from megatron_core.errors import CheckpointError
 from megatron_core.models.megatron_lm import MegatronReader
 from megatron_core.parallel import World
 from megatron_core.parallel.texts import listed
-from megatron_core.training.compatibility import check_same_model
+from megatron_core.training.compatibility import check_same_model, refuse_other_formats
 from megatron_core.training.megatron_state import open_megatron
 
 
@@ -178,6 +178,7 @@ def load_checkpoint(
     args = get_args()
     stored = _open(args, getattr(args, load_arg))
     if stored is None:
+        refuse_other_formats(f"{load_arg}={getattr(args, load_arg)!r}", getattr(args, load_arg))
         if args.exit_on_missing_checkpoint or not strict:
             raise CheckpointError(f"{load_arg}={getattr(args, load_arg)!r} has no checkpoint")
         print_rank_0(f"WARNING: {load_arg}={getattr(args, load_arg)!r} has no checkpoint; weights are not loaded")
