@@ -1,0 +1,88 @@
+"""Identity of collectives: each rank announces what it is about to sum or gather, and the ranks compare it.
+
+A collective of torch.distributed has no name. If two ranks run different units of a model, the sum of one layer's
+gradients meets the sum of another layer's: with equal sizes the result is silently wrong, with unequal sizes some
+transports abort and others wait. An announcement is an all-reduce of two integers over a group of its own, so it
+neither depends on the transport of the collective nor on its size, and it meets only other announcements.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from hashlib import blake2b
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_core.errors import LayoutError
+from megatron_core.parallel.flight_recorder import RECORDER
+from megatron_core.parallel.groups import Group, process_group
+from megatron_core.parallel.texts import gather_strings
+
+AHEAD = 8
+"""Upper bound on the number of announcements that a rank has made and not yet compared."""
+
+
+class Announcement:
+    """One announcement; ``wait`` compares it with those of the other ranks."""
+
+    def __init__(self, what: str, values: torch.Tensor, work: Any, differs: Callable[[str, int], None], number: int):
+        self.what, self.number = what, number
+        self._values, self._work, self._differs = values, work, differs
+        self._is_compared = False
+
+    def wait(self) -> None:
+        """Wait for the other ranks; ``LayoutError`` on all of them if they have announced something else."""
+        if not self._is_compared:
+            self.finish()
+            self._is_compared = True
+            highest, lowest = self._values.tolist()
+            if highest != -lowest:
+                self._differs(self.what, self.number)
+
+    def finish(self) -> None:
+        """Wait for the other ranks without a comparison."""
+        self._work.wait()
+
+
+class Announcements:
+    """The announcements of one rank over ``group``, which is used for nothing else."""
+
+    def __init__(self, group: Group, advice: str) -> None:
+        """``advice``: the end of the error message, with the fix."""
+        self.group, self._advice = group, advice
+        self._latest: deque[Announcement] = deque(maxlen=AHEAD)
+        self._count = 0
+
+    def announce(self, what: str, detail: Iterable[int] = ()) -> Announcement:
+        """Announce a collective: ``what`` for readers ("gathers layers.0"), and a ``detail`` that must be equal, too.
+
+        Wait for the result before the collective's own result is used.
+        """
+        if len(self._latest) == AHEAD:
+            self._latest[0].wait()
+        return self._make(what, detail)
+
+    def _make(self, what: str, detail: Iterable[int] = ()) -> Announcement:
+        code = int.from_bytes(blake2b(f"{what} {(*detail,)}".encode(), digest_size=7).digest(), "little")
+        values = torch.tensor([code, -code])
+        group = process_group(self.group)
+        RECORDER.note(f"announcement ({what})", group, values)
+        work = dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group, async_op=True)
+        self._count += 1
+        announcement = Announcement(what, values, work, self._fail, self._count)
+        self._latest.append(announcement)
+        return announcement
+
+    def _fail(self, what: str, number: int) -> None:
+        """Raise the error about announcement ``number``, after all ranks have made the same number of announcements."""
+        while self._count < number + AHEAD:
+            self._make("nothing")
+        for later in self._latest:
+            later.finish()
+        texts = gather_strings(what, self.group, torch.device("cpu"))
+        ranks = dist.get_process_group_ranks(process_group(self.group))
+        by_rank = "; ".join(f"rank {rank} {text}" for rank, text in zip(ranks, texts, strict=True))
+        raise LayoutError(f"the ranks do not run the same units in the same order: {by_rank}. {self._advice}")
