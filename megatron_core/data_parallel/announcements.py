@@ -8,8 +8,8 @@ neither depends on the transport of the collective nor on its size, and it meets
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megatron_core.errors import LayoutError
 from megatron_core.parallel.flight_recorder import RECORDER
 from megatron_core.parallel.groups import Group, process_group
-from megatron_core.parallel.texts import gather_strings
+from megatron_core.parallel.texts import gather_strings, listed
 
 AHEAD = 8
 """Upper bound on the number of announcements that a rank has made and not yet compared."""
@@ -84,5 +84,12 @@ class Announcements:
             later.finish()
         texts = gather_strings(what, self.group, torch.device("cpu"))
         ranks = dist.get_process_group_ranks(process_group(self.group))
-        by_rank = "; ".join(f"rank {rank} {text}" for rank, text in zip(ranks, texts, strict=True))
+        ranks_of: dict[str, list[int]] = defaultdict(list)
+        for rank, text in zip(ranks, texts, strict=True):
+            ranks_of[text].append(rank)
+        by_rank = "; ".join(f"{_subject(members)} {text}" for text, members in ranks_of.items())
         raise LayoutError(f"the ranks do not run the same units in the same order: {by_rank}. {self._advice}")
+
+
+def _subject(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"each of the ranks {listed(ranks)}"

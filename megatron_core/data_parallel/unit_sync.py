@@ -60,7 +60,7 @@ class UnitSync:
         """The units in the order in which their gradients are summed, equal on all ranks; first the reverse of the
         order of registration, later that in which the first rank's backward left them (``follow``)."""
         self._unreduced: list[Unit] | None = None
-        """Units of ``order`` whose sums have not started in this backward; None outside of a whole backward."""
+        """Units of ``order`` whose sums have not started in this backward; None: it sums units when it leaves them."""
         self._is_first_sum = True
         self._left: dict[Unit, None] = {}
         """Units in the order in which the last whole backward left them."""
@@ -164,10 +164,12 @@ class UnitSync:
         ``reduces``: whether a whole backward sums gradients; all ranks have the same number of such backwards.
         """
         self._kind = kind
-        if kind == "B":
+        if kind == "B" or (kind == "W" and self.options.ranks_may_differ):
             self._unreduced = list(self.order) if reduces else []
             self._is_first_sum = True
             self._left.clear()
+        elif kind == "I":  # only the rank itself knows which gradients I computes: they wait for W
+            self._unreduced = [] if self.options.ranks_may_differ else None
         self._inside.clear()  # the last forward may have failed
 
     def end(self) -> None:
@@ -176,7 +178,7 @@ class UnitSync:
         for unit in reversed(self.units):
             if unit in (self._backward, self._weights, *self._around_backward) or (unit is self._rest and ran_backward):
                 self._reduce(unit)
-        if self._kind == "B" and self._unreduced is not None:
+        if self._kind != "F" and self._unreduced is not None:
             while self._unreduced:
                 self._reduce_now(self._unreduced.pop(0))
             self._unreduced = None
@@ -222,23 +224,24 @@ class UnitSync:
     def _reduce(self, unit: Unit) -> None:
         """Reduce the gradients of a unit that a backward leaves, after those of the units before it in ``order``."""
         self._left.setdefault(unit)
-        if self._kind != "B" or self._unreduced is None:
+        if self._unreduced is None:
             self._reduce_now(unit)
         while self._unreduced and unit in self._unreduced:
             self._reduce_now(self._unreduced.pop(0))
 
     def _reduce_now(self, unit: Unit) -> None:
-        """Start to reduce a unit's gradients; in a whole backward all buckets, so that ranks agree on the list.
+        """Start to reduce a unit's gradients; with an order of units all buckets, so that ranks agree on the list.
 
         Compressed sums are started elsewhere, once per step.
         """
         self.finish_reduce()
         split = [bucket for bucket in unit.own if bucket.splits_grads and not bucket.compresses]
-        buckets = [bucket for bucket in split if self._kind == "B" or bucket.has_grads]
+        sums_all = self._kind == "B" or self._unreduced is not None
+        buckets = [bucket for bucket in split if sums_all or bucket.has_grads]
         if not buckets:
             return
         # At stage 2 the first sum of a backward determines all others; at stage 3 gathers are between them.
-        if self._splits_weights or self._kind != "B" or self._is_first_sum:
+        if self._splits_weights or self._unreduced is None or self._is_first_sum:
             self._announced = self._announce("sums the gradients of", buckets, "")
         self._is_first_sum = False
         if not self.options.overlap_grad_reduce:

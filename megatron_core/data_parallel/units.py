@@ -24,7 +24,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class UnitOptions:
-    """Time of communication and lifetime of gathered weights; results are bitwise independent of them."""
+    """Time of communication and lifetime of gathered weights; results do not depend on them."""
 
     overlap_grad_reduce: bool = False
     """Whether a unit's gradients are reduced during the next unit's backward."""
@@ -32,6 +32,8 @@ class UnitOptions:
     """Whether the next unit is gathered during this unit's computation."""
     keep_after_forward: bool = False
     """Whether weights stay in memory from their first use to the end of the step."""
+    ranks_may_differ: bool = False
+    """Whether ranks may run different units, so that split backwards, too, sum all units in one order."""
 
 
 def buckets_of_unit(

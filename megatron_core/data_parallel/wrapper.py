@@ -138,7 +138,9 @@ class DataParallel(EarlySums):
         self._agreement = self._agree(stages) if ranks_may_differ else None
         self._hooks: list[RemovableHandle] = []
         self._sync: dict[int, UnitSync] = {}
-        self._attach(stages, UnitOptions(overlap_grad_reduce, overlap_param_gather, keep_after_forward))
+        self._attach(
+            stages, UnitOptions(overlap_grad_reduce, overlap_param_gather, keep_after_forward, ranks_may_differ)
+        )
 
     def _agree(self, stages: Mapping[int, nn.Module]) -> Agreement | None:
         sums = self.groups.shard_group("dp-cp")
@@ -212,7 +214,7 @@ class DataParallel(EarlySums):
 
         Only the first backward of a micro-batch sums gradients at stages 2 and 3: ranks have equally many of these.
         """
-        is_first = action.kind == "B" and self._micro_batches.get(action.stage) != action.micro
+        is_first = action.kind in ("B", "W") and self._micro_batches.get(action.stage) != action.micro
         if is_first:
             self._micro_batches[action.stage] = action.micro
         if action.stage in self._sync:
