@@ -28,23 +28,19 @@ AHEAD = 8
 class Announcement:
     """One announcement; ``wait`` compares it with those of the other ranks."""
 
-    def __init__(self, what: str, values: torch.Tensor, work: Any, differs: Callable[[str, int], None], number: int):
+    def __init__(self, what: str, number: int, values: torch.Tensor, work: Any, compare: Callable[[int], None]) -> None:
         self.what, self.number = what, number
-        self._values, self._work, self._differs = values, work, differs
-        self._is_compared = False
+        self._values, self._work, self._compare = values, work, compare
 
     def wait(self) -> None:
-        """Wait for the other ranks; ``LayoutError`` on all of them if they have announced something else."""
-        if not self._is_compared:
-            self.finish()
-            self._is_compared = True
-            highest, lowest = self._values.tolist()
-            if highest != -lowest:
-                self._differs(self.what, self.number)
+        """Wait for the other ranks; ``LayoutError`` on all of them if this or an earlier announcement differs."""
+        self._compare(self.number)
 
-    def finish(self) -> None:
-        """Wait for the other ranks without a comparison."""
+    def is_equal(self) -> bool:
+        """Wait for the other ranks, and return whether all have announced the same."""
         self._work.wait()
+        highest, lowest = self._values.tolist()
+        return bool(highest == -lowest)
 
 
 class Announcements:
@@ -53,7 +49,8 @@ class Announcements:
     def __init__(self, group: Group, advice: str) -> None:
         """``advice``: the end of the error message, with the fix."""
         self.group, self._advice = group, advice
-        self._latest: deque[Announcement] = deque(maxlen=AHEAD)
+        self._pending: deque[Announcement] = deque()
+        """Announcements that have not been compared, in order."""
         self._count = 0
 
     def announce(self, what: str, detail: Iterable[int] = ()) -> Announcement:
@@ -61,8 +58,8 @@ class Announcements:
 
         Wait for the result before the collective's own result is used.
         """
-        if len(self._latest) == AHEAD:
-            self._latest[0].wait()
+        if len(self._pending) == AHEAD:
+            self._pending[0].wait()
         return self._make(what, detail)
 
     def _make(self, what: str, detail: Iterable[int] = ()) -> Announcement:
@@ -72,22 +69,28 @@ class Announcements:
         RECORDER.note(f"announcement ({what})", group, values)
         work = dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group, async_op=True)
         self._count += 1
-        announcement = Announcement(what, values, work, self._fail, self._count)
-        self._latest.append(announcement)
+        announcement = Announcement(what, self._count, values, work, self._compare)
+        self._pending.append(announcement)
         return announcement
 
-    def _fail(self, what: str, number: int) -> None:
-        """Raise the error about announcement ``number``, after all ranks have made the same number of announcements."""
-        while self._count < number + AHEAD:
+    def _compare(self, number: int) -> None:
+        """Compare the announcements up to ``number`` in order: all ranks must fail at the same one."""
+        while self._pending and self._pending[0].number <= number:
+            announcement = self._pending.popleft()
+            if not announcement.is_equal():
+                self._fail(announcement)
+
+    def _fail(self, announcement: Announcement) -> None:
+        """Raise the error about ``announcement``, after all ranks have made the same number of announcements."""
+        while self._count < announcement.number + AHEAD:
             self._make("nothing")
-        for later in self._latest:
-            later.finish()
-        texts = gather_strings(what, self.group, torch.device("cpu"))
-        ranks = dist.get_process_group_ranks(process_group(self.group))
+        while self._pending:
+            self._pending.popleft().is_equal()
+        texts = gather_strings(announcement.what, self.group, torch.device("cpu"))
         ranks_of: dict[str, list[int]] = defaultdict(list)
-        for rank, text in zip(ranks, texts, strict=True):
+        for rank, text in zip(dist.get_process_group_ranks(process_group(self.group)), texts, strict=True):
             ranks_of[text].append(rank)
-        by_rank = "; ".join(f"{_subject(members)} {text}" for text, members in ranks_of.items())
+        by_rank = "; ".join(f"{_subject(ranks)} {text}" for text, ranks in ranks_of.items())
         raise LayoutError(f"the ranks do not run the same units in the same order: {by_rank}. {self._advice}")
 
 
