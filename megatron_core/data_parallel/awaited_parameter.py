@@ -22,13 +22,15 @@ READS_MEMORY = frozenset({"data_ptr", "untyped_storage", "_typed_storage"})
 
 @dataclass(frozen=True)
 class Arrival:
-    """The handle of a gather with a further action, such as allowing reads of the weights."""
+    """The handle of a gather with further actions, such as allowing reads of the weights."""
 
     gathering: Any
-    then: Callable[[], None]
+    then: Callable[[], None] = lambda: None
+    before: Callable[[], None] = lambda: None
 
     def wait(self) -> None:
-        """Wait for the gather, and run the action."""
+        """Run the action ``before``, wait for the gather, and run the action ``then``."""
+        self.before()
         self.gathering.wait()
         self.then()
 

@@ -139,6 +139,15 @@ def units_of(
     return result
 
 
+def name_units(module: nn.Module, units: Sequence[Sequence[nn.Module]], *, has_rest: bool) -> Iterable[tuple[int, str]]:
+    """Yield the number of each unit of a stage, as in ``units_of``, and the names of its modules."""
+    if has_rest:
+        yield 0, "the parameters outside of all units"
+    name_of = {inner: name for name, inner in module.named_modules()}
+    for number, modules in enumerate(units, start=int(has_rest)):
+        yield number, ", ".join(name_of.get(each) or "the model" for each in modules)
+
+
 def global_parameters(module: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
     """Return the parameters by global name if the model has global names, else by local name."""
     named = getattr(module, "named_global_parameters", module.named_parameters)

@@ -7,48 +7,31 @@ may run inside a backward.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from megatron_core.data_parallel.announcements import Announcement
+from megatron_core.data_parallel.awaited_parameter import Arrival
 from megatron_core.data_parallel.buffer import Bucket
+from megatron_core.data_parallel.units import Unit, UnitOptions, buckets_of_unit, tensors_in
 from megatron_core.errors import ConfigError
 from megatron_core.parallel.compiled import outside_of_graphs
+from megatron_core.parallel.handles import Done
 
-
-@dataclass(frozen=True, eq=False)
-class Unit:
-    """Modules that are gathered, freed and reduced together."""
-
-    number: int
-    own: Sequence[Bucket]
-    """Buckets with the unit's parameters; they are reduced after the unit's backward."""
-    reads: Sequence[Bucket]
-    """Buckets whose weights the unit's forward and backward read: its own, and those with tied weights of another
-    unit.
-    """
-
-
-@dataclass(frozen=True)
-class UnitOptions:
-    """Time of communication and lifetime of gathered weights; results are bitwise independent of them."""
-
-    overlap_grad_reduce: bool = False
-    """Whether a unit's gradients are reduced during the next unit's backward."""
-    overlap_param_gather: bool = False
-    """Whether the next unit is gathered during this unit's computation."""
-    keep_after_forward: bool = False
-    """Whether weights stay in memory from their first use to the end of the step."""
+Announced = Announcement | Done
 
 
 class UnitSync:
     """Gathers weights and reduces gradients of one pipeline stage, unit by unit, during forward and backward.
 
-    ``reduce(bucket)`` starts to sum a bucket's gradients. All ranks that share a bucket run the same units in the same
-    order, so that their collectives match.
+    ``reduce(bucket)`` starts to sum a bucket's gradients. In a backward each unit is reduced once, in the order of
+    ``order``: when the backward leaves a unit, it and all units before it are reduced, at its end the others. So the
+    sums of ranks that run different units match; a unit without gradients adds zeros. A gradient that arrives after
+    the sum of its unit waits for the next backward, or the end of the step. ``announce(verb, buckets, purpose)``
+    compares what the ranks are about to do.
     """
 
     def __init__(
@@ -59,19 +42,28 @@ class UnitSync:
         bucket_of: Mapping[nn.Parameter, Bucket],
         options: UnitOptions,
         reduce: Callable[[Bucket], None],
+        announce: Callable[[str, Sequence[Bucket], str], Announced],
         *,
         has_rest: bool = False,
     ) -> None:
         """``has_rest``: unit 0 consists of all parameters outside ``modules``. It stays whole while any unit is active,
         and its gradients are reduced at the end of the backward.
         """
-        self.options, self._start_reduce = options, reduce
+        self.options, self._start_reduce, self._announce = options, reduce, announce
         rest = [bucket for bucket in buckets if bucket.unit == 0] if has_rest else []
         self._rest = Unit(0, rest, rest) if has_rest else None
         self.units = [] if self._rest is None else [self._rest]
         for number, each in enumerate(modules, start=len(self.units)):
-            own, reads = _buckets_of(number, each, buckets, bucket_of)
+            own, reads = buckets_of_unit(number, each, buckets, bucket_of)
             self.units.append(Unit(number, own, list(dict.fromkeys(rest + reads))))
+        self.order = list(reversed(self.units))
+        """The units in the order in which their gradients are summed, equal on all ranks; first the reverse of the
+        order of registration, later that in which the first rank's backward left them (``follow``)."""
+        self._unreduced: list[Unit] | None = None
+        """Units of ``order`` whose sums have not started in this backward; None: it sums units when it leaves them."""
+        self._is_first_sum = True
+        self._left: dict[Unit, None] = {}
+        """Units in the order in which the last whole backward left them."""
         self._splits_weights = any(bucket.splits_weights for unit in self.units for bucket in unit.reads)
         self._forward: Unit | None = None
         self._backward: Unit | None = None
@@ -88,6 +80,8 @@ class UnitSync:
         self._whole: list[Bucket] = []
         self._pinned: list[Bucket] = []
         self._reducing: list[Bucket] = []
+        self._announced: Announced = Done()
+        """The announcement of the sums in ``_reducing``."""
         self._inside = Counter[Unit]()
         """Number of running forwards of modules of each unit."""
         self.on_reduced: Callable[[Bucket], None] | None = None
@@ -164,9 +158,18 @@ class UnitSync:
 
     # Backward.
 
-    def begin(self, kind: str) -> None:
-        """Set the kind of the next backward: whole (B), input gradients only (I), or weight gradients only (W)."""
+    def begin(self, kind: str, *, reduces: bool = True) -> None:
+        """Set the kind of the next backward: whole (B), input gradients only (I), or weight gradients only (W).
+
+        ``reduces``: whether a whole backward sums gradients; all ranks have the same number of such backwards.
+        """
         self._kind = kind
+        if kind == "B" or (kind == "W" and self.options.ranks_may_differ):
+            self._unreduced = list(self.order) if reduces else []
+            self._is_first_sum = True
+            self._left.clear()
+        elif kind == "I":  # only the rank itself knows which gradients I computes: they wait for W
+            self._unreduced = [] if self.options.ranks_may_differ else None
         self._inside.clear()  # the last forward may have failed
 
     def end(self) -> None:
@@ -175,6 +178,10 @@ class UnitSync:
         for unit in reversed(self.units):
             if unit in (self._backward, self._weights, *self._around_backward) or (unit is self._rest and ran_backward):
                 self._reduce(unit)
+        if self._kind != "F" and self._unreduced is not None:
+            while self._unreduced:
+                self._reduce_now(self._unreduced.pop(0))
+            self._unreduced = None
         self._forward = self._backward = self._weights = self._passed = None
         self._around_forward = self._around_backward = ()
         self._inside.clear()
@@ -215,28 +222,55 @@ class UnitSync:
             self._weights = unit
 
     def _reduce(self, unit: Unit) -> None:
-        """Reduce the gradients of the unit's backward; for a whole backward all buckets, so that ranks agree on the
-        list. Compressed sums are started elsewhere, once per step.
+        """Reduce the gradients of a unit that a backward leaves, after those of the units before it in ``order``."""
+        self._left.setdefault(unit)
+        if self._unreduced is None:
+            self._reduce_now(unit)
+        while self._unreduced and unit in self._unreduced:
+            self._reduce_now(self._unreduced.pop(0))
+
+    def _reduce_now(self, unit: Unit) -> None:
+        """Start to reduce a unit's gradients; with an order of units all buckets, so that ranks agree on the list.
+
+        Compressed sums are started elsewhere, once per step.
         """
         self.finish_reduce()
-        for bucket in unit.own:
-            if bucket.compresses:
-                continue
-            if self._kind == "B" and bucket.splits_grads:
-                bucket.open_grads()
-            if bucket.splits_grads and bucket.has_grads:
-                self._start_reduce(bucket)
-                self._reducing.append(bucket)
+        split = [bucket for bucket in unit.own if bucket.splits_grads and not bucket.compresses]
+        sums_all = self._kind == "B" or self._unreduced is not None
+        buckets = [bucket for bucket in split if sums_all or bucket.has_grads]
+        if not buckets:
+            return
+        # At stage 2 the first sum of a backward determines all others; at stage 3 gathers are between them.
+        if self._splits_weights or self._unreduced is None or self._is_first_sum:
+            self._announced = self._announce("sums the gradients of", buckets, "")
+        self._is_first_sum = False
+        if not self.options.overlap_grad_reduce:
+            self._announced.wait()
+        for bucket in buckets:
+            self._start_reduce(bucket)
+            self._reducing.append(bucket)
         if not self.options.overlap_grad_reduce:
             self.finish_reduce()
 
     def finish_reduce(self) -> None:
         """Wait for the pending reductions."""
+        self._announced.wait()
         while self._reducing:
             bucket = self._reducing.pop(0)
             bucket.finish_reduce()
             if self.on_reduced is not None:
                 self.on_reduced(bucket)
+
+    def positions(self) -> list[int]:
+        """Return for each unit its position, from 1, in the order in which the last backward left them, else 0."""
+        left = [*self._left]
+        return [left.index(unit) + 1 if unit in self._left else 0 for unit in self.units]
+
+    def follow(self, positions: Sequence[int]) -> None:
+        """Set ``order`` by the ``positions`` of a rank: units that it ran exchange places, the others keep theirs."""
+        ran = sorted((unit for unit in self.units if positions[unit.number]), key=lambda unit: positions[unit.number])
+        following = iter(ran)
+        self.order = [next(following) if positions[unit.number] else unit for unit in self.order]
 
     # Weights.
 
@@ -255,14 +289,27 @@ class UnitSync:
         following = self._ahead(1) if overlaps else []
         if not self.options.keep_after_forward:
             self._release_all_but(now + following)
-        for bucket in now + following:
-            if bucket not in self._whole:
-                bucket.start_gather()
-                self._whole.append(bucket)
+        self._gather(now)
+        self._gather(following)
         for bucket in now:
             bucket.finish_gather()
         for bucket in self._ahead(1 + overlaps):
             bucket.prefetch_weights()
+
+    def _gather(self, buckets: Sequence[Bucket]) -> None:
+        """Start to gather those of ``buckets`` that are not whole."""
+        missing = [bucket for bucket in dict.fromkeys(buckets) if bucket not in self._whole]
+        if not missing:
+            return
+        reader = "a forward" if self._backward is None else "a backward"
+        announced = self._announce("gathers", missing, f" for {reader}" if self._at_work() else "")
+        # Without overlap nothing of unequal size is sent. With overlap the comparison may wait as long as the gather.
+        if not self.options.overlap_param_gather:
+            announced.wait()
+        for bucket in missing:
+            bucket.start_gather()
+            bucket.gathering = Arrival(bucket.gathering, before=announced.wait)
+        self._whole += missing
 
     def _open(self, unit: Unit) -> None:
         """Allow reads of the unit's weights."""
@@ -286,9 +333,7 @@ class UnitSync:
         """Gather ``buckets`` and keep them whole until ``unpin``; return the buckets that were not whole."""
         added = [bucket for bucket in buckets if bucket not in self._whole]
         self._pinned += buckets
-        for bucket in added:
-            bucket.start_gather()
-        self._whole += added
+        self._gather(added)
         for bucket in buckets:
             bucket.finish_gather()
             bucket.freed.restore()
@@ -332,25 +377,3 @@ class UnitSync:
             passed = len(self.units) if backward else first - 1
         number = passed + (-distance if backward else distance)
         return list(self.units[number].reads) if first <= number < len(self.units) else []
-
-
-def _buckets_of(
-    number: int, modules: Sequence[nn.Module], buckets: Sequence[Bucket], bucket_of: Mapping[nn.Parameter, Bucket]
-) -> tuple[list[Bucket], list[Bucket]]:
-    """Return a unit's own buckets, and all buckets that contain parameters of its modules."""
-    own = [bucket for bucket in buckets if bucket.unit == number]
-    read = [bucket_of[p] for module in modules for p in module.parameters() if p in bucket_of]
-    return own, list(dict.fromkeys(own + read))
-
-
-def tensors_in(output: Any) -> Iterator[Tensor]:
-    """Yield the tensors in a module's output."""
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, Mapping):
-        yield from tensors_in(list(output.values()))
-    elif isinstance(output, Iterable) and not isinstance(output, str):
-        for each in output:
-            yield from tensors_in(each)
-    elif is_dataclass(output) and not isinstance(output, type):
-        yield from tensors_in(list(vars(output).values()))

@@ -5,7 +5,7 @@ data-parallel sum could also come first. It comes last: each rank then has whole
 on the assignment of shards to ranks.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
@@ -13,25 +13,30 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from megatron_core.data_parallel.agreement import Agreement
 from megatron_core.data_parallel.awaited_parameter import await_reads
 from megatron_core.data_parallel.bucket_kind import BucketKind
 from megatron_core.data_parallel.bucket_layout import Rule
 from megatron_core.data_parallel.buffer import Bucket, Compressor
 from megatron_core.data_parallel.completion import complete_gradients, complete_shard, complete_shared
-from megatron_core.data_parallel.fill import global_parameters, in_order, make_buckets, modules_of, units_of
+from megatron_core.data_parallel.early_sums import EarlySums, start_sum
+from megatron_core.data_parallel.fill import global_parameters, in_order, make_buckets, modules_of, name_units, units_of
+from megatron_core.data_parallel.first_use import wait_before_forward
 from megatron_core.data_parallel.memory import Initialise, materialise
 from megatron_core.data_parallel.placement import Placement
-from megatron_core.data_parallel.unit_sync import UnitOptions, UnitSync
+from megatron_core.data_parallel.split_parameter import release
+from megatron_core.data_parallel.unit_sync import Announced, UnitSync
+from megatron_core.data_parallel.units import UnitOptions
 from megatron_core.errors import LayoutError
-from megatron_core.parallel.compiled import outside_of_graphs, runs_graphs
-from megatron_core.parallel.groups import ParallelGroups
-from megatron_core.parallel.meter import COMPRESSED, METER
+from megatron_core.parallel.compiled import runs_graphs
+from megatron_core.parallel.groups import LocalGroup, ParallelGroups
+from megatron_core.parallel.handles import Done
 from megatron_core.parallel.sharding import spec_of
 from megatron_core.schedules.actions import Action
 from megatron_core.tensor_parallel.linear import number_weights
 
 
-class DataParallel:
+class DataParallel(EarlySums):
     """Keeps the gradients of ``stages`` in flat buckets and reduces them.
 
     Losses must already be normalised by the whole global batch: gradients are summed, never averaged. ``zero_stage``
@@ -55,7 +60,8 @@ class DataParallel:
     buckets (``make_buckets``). Parameters on the meta device get memory on ``device``, one bucket at a time,
     initialised by ``initialise``. With ``exact_sums`` gradients are sums in float64 of addends from ``ops.exact_sum``.
     ``units`` are the modules of each stage's units (default: ``modules_of``); all other
-    parameters then form a unit that stays in memory from the beginning to the end of a forward or backward.
+    parameters then form a unit that stays in memory from the beginning to the end of a forward or backward. With
+    ``ranks_may_differ`` ranks may run different modules: see ``Agreement``.
     """
 
     is_saved: Callable[[str], bool] = staticmethod(lambda name: True)
@@ -81,6 +87,7 @@ class DataParallel:
         join: Callable[[BucketKind], BucketKind] | None = None,
         units: Mapping[int, list[list[nn.Module]]] | None = None,
         exact_sums: bool = False,
+        ranks_may_differ: bool = False,
     ) -> None:
         self.groups, self.zero_stage, self.exact_sums = groups, zero_stage, exact_sums
         self._units = {stage: modules_of(module) for stage, module in stages.items()} if units is None else units
@@ -124,21 +131,45 @@ class DataParallel:
             bucket.model_group = groups.group("etp" if "edp" in bucket.kind.replica_axes else "tp")
         # Ranks without parameters also need a device, for collectives over all ranks.
         self.device = device or next((bucket.weights.device for bucket in self.buckets), torch.device("cpu"))
-        # Register the hooks for gathering, accumulation and reduction.
-        self.on_final: Callable[[Bucket], object] | None = None
-        """Called when a bucket's ``grad_shard`` is complete, in the backward pass if its sum runs there."""
         self.grad_factor = 1.0  # of gradients from autograd; layers that add to main_grad themselves ignore it
-        self._waiting: dict[Bucket, int] = {}
+        self._waiting = {}
+        self._micro_batches: dict[int, int] = {}
+        """Micro-batch of the last backward of each stage, which has summed gradients at stages 2 and 3."""
+        self._agreement = self._agree(stages) if ranks_may_differ else None
         self._hooks: list[RemovableHandle] = []
         self._sync: dict[int, UnitSync] = {}
+        self._attach(
+            stages, UnitOptions(overlap_grad_reduce, overlap_param_gather, keep_after_forward, ranks_may_differ)
+        )
+
+    def _agree(self, stages: Mapping[int, nn.Module]) -> Agreement | None:
+        sums = self.groups.shard_group("dp-cp")
+        if isinstance(sums, LocalGroup) or sums.size() == 1 or not (self.zero_stage >= 2 or self.overlap_grad_reduce):
+            return None  # all sums run at the end of a step, in one order
+        named = {(stage, number): name for stage in stages for number, name in self._named_units(stage, stages)}
+        return Agreement(self.groups.make_control_group(), sums, named, self.zero_stage)
+
+    def _attach(self, stages: Mapping[int, nn.Module], options: UnitOptions) -> None:
+        """Register the hooks for gathering, accumulation and reduction."""
         if any(bucket.splits_grads or bucket.splits_weights for bucket in self.all_buckets):
-            options = UnitOptions(overlap_grad_reduce, overlap_param_gather, keep_after_forward)
             self._sync = {stage: self._unit_sync(stage, module, options) for stage, module in stages.items()}
         self._hook_parameters()
         for module in (module for stage in stages.values() for module in stage.modules() if runs_graphs(module)):
             number_weights(p for p in module.parameters() if p.requires_grad)
-        for stage in stages if overlap_param_gather and zero_stage < 3 else ():
-            self._wait_before_forward(stage, stages[stage])
+        for stage in stages if self.overlap_param_gather and self.zero_stage < 3 else ():
+            rest = [bucket for bucket in self.buckets if (bucket.stage, bucket.unit) == (stage, 0)]
+            self._hooks += wait_before_forward(
+                stages[stage],
+                self._units[stage],
+                self._bucket_of,
+                self.finish_param_sync,
+                at_root=rest if self._has_rest else [],
+            )
+
+    def _named_units(self, stage: int, stages: Mapping[int, nn.Module]) -> Iterator[tuple[int, str]]:
+        of_stage = f" of stage {stage}" if len(self.groups.ranks("pp")) > 1 else ""
+        for number, name in name_units(stages[stage], self._units[stage], has_rest=self._has_rest):
+            yield number, name + of_stage
 
     def _hook_parameters(self) -> None:
         for bucket in self.buckets:
@@ -159,35 +190,43 @@ class DataParallel:
 
     def zero_grad(self) -> None:
         """Set the gradients of all buckets to zero, for a new step."""
+        self._waiting.clear()
+        self._micro_batches.clear()
+        if self._agreement is not None:
+            self._agreement.late.clear()
+        for sync in self._sync.values():
+            sync.on_reduced = None
+            sync.finish_reduce()
         for bucket in self.buckets:
+            if bucket.is_reducing:
+                bucket.finish_reduce()
+            if bucket.splits_grads and bucket.has_grads:
+                release(bucket.grads)
             bucket.zero_grad()
 
+    def count_discard(self) -> None:
+        """Count a ``zero_grad`` of the program, which the ranks compare at the end of the step."""
+        if self._agreement is not None:
+            self._agreement.discards += 1
+
     def begin_action(self, action: Action) -> None:
-        """Called before a forward (F) or backward (B, I, W) of a stage."""
+        """Called before a forward (F) or backward (B, I, W) of a stage.
+
+        Only the first backward of a micro-batch sums gradients at stages 2 and 3: ranks have equally many of these.
+        """
+        is_first = action.kind in ("B", "W") and self._micro_batches.get(action.stage) != action.micro
+        if is_first:
+            self._micro_batches[action.stage] = action.micro
         if action.stage in self._sync:
-            self._sync[action.stage].begin(action.kind)
+            self._sync[action.stage].begin(action.kind, reduces=is_first)
 
     def end_action(self, action: Action) -> None:
         """Called after a forward or backward of a stage."""
+        if action.kind == "B" and any(bucket.stage == action.stage for bucket in self._waiting):
+            # Ranks on which a parameter had no gradient must not start these sums after those of other stages.
+            self.start_grad_sync(action.stage)
         if action.stage in self._sync:
             self._sync[action.stage].end()
-
-    def enable_grad_sync(self, stage: int) -> None:
-        """Announce that the next backward of ``stage`` is its last in this step."""
-        early = [b for b in self._early(stage) if self.overlap_grad_reduce or self._needs_no_sum(b)]
-        self._waiting.update({b: len(b.parameters) for b in early})
-        if stage in self._sync:
-            self._sync[stage].on_reduced = self._announce
-
-    def start_grad_sync(self, stage: int) -> None:
-        """Start to reduce the complete gradients of ``stage``.
-
-        It is for a last backward that is split, because its parameters finish in no known order.
-        """
-        if self.overlap_grad_reduce:
-            for bucket in self._early(stage):
-                if not bucket.reduced:
-                    self._start_early(bucket)
 
     def finish_grad_sync(self) -> None:
         """Complete and sum all gradients; afterwards each bucket's ``grad_shard`` is final."""
@@ -196,21 +235,35 @@ class DataParallel:
             sync.end()
             sync.finish_reduce()
             sync.on_reduced = None
+        late = self._late_buckets()
         # Ranks with common tied weights sum them in one order, whatever other weights they have.
         tied = sorted((bucket for bucket in self.buckets if bucket.kind.tied), key=lambda bucket: bucket.names)
         in_order = tied + [bucket for bucket in self.buckets if not bucket.kind.tied]
         for bucket in in_order:
             once = bucket.compresses or not bucket.splits_grads
-            if not bucket.reduced if once else bucket.has_grads:
+            if not bucket.reduced if once else bucket in late:
                 self._start_reduce(bucket)
         for bucket in in_order:
             bucket.finish_reduce()
+            if bucket in late and self._takes_late(bucket) and self._agreement is not None:
+                self._agreement.add_late(bucket)
             if bucket.completes_shard:
                 complete_shard(bucket, self.groups)
             bucket.sum_over_instances()
             bucket.round_sum()
             if self.on_final is not None:
                 self.on_final(bucket)
+
+    def _late_buckets(self) -> set[Bucket]:
+        """Return the buckets with gradients whose sum has not started, though it starts before the end of a step."""
+        if self._agreement is None:
+            return {bucket for bucket in self.buckets if bucket.splits_grads and bucket.has_grads}
+        return self._agreement.end_step(self.buckets, self._sync.values())
+
+    @staticmethod
+    def _takes_late(bucket: Bucket) -> bool:
+        """Whether gradients go to another buffer once the bucket's sum, the only one of the step, has started."""
+        return bucket.reduced and bucket.dp_group.size() > 1 and (bucket.compresses or not bucket.splits_grads)
 
     def start_param_sync(self) -> None:
         """Start to gather the weights that other ranks have updated; with overlap, wait for them only before their use.
@@ -290,14 +343,26 @@ class DataParallel:
     def _unit_sync(self, stage: int, module: nn.Module, options: UnitOptions) -> UnitSync:
         own = [bucket for bucket in self.all_buckets if bucket.stage == stage]
         units = self._units[stage]
-        return UnitSync(module, units, own, self._bucket_of, options, self._start_reduce, has_rest=self._has_rest)
+        return UnitSync(
+            module,
+            units,
+            own,
+            self._bucket_of,
+            options,
+            self._start_reduce,
+            self._announce_collective,
+            has_rest=self._has_rest,
+        )
+
+    def _announce_collective(self, verb: str, buckets: Sequence[Bucket], purpose: str) -> Announced:
+        return Done() if self._agreement is None else self._agreement.announce(verb, buckets, purpose)
 
     def _start_reduce(self, bucket: Bucket) -> None:
         """Start a bucket's reduction after the sums that must precede it."""
         if bucket.splits_grads:
             bucket.open_grads()
         (complete_shared if bucket.completes_shard else complete_gradients)(bucket, self.groups)
-        _start_sum(bucket)
+        start_sum(bucket)
 
     def _opener(self, bucket: Bucket) -> Callable[[], None]:
         def open_grad() -> None:
@@ -305,11 +370,6 @@ class DataParallel:
             bucket.open_grads()
 
         return open_grad
-
-    def _early(self, stage: int) -> list[Bucket]:
-        """Buckets whose sums may start before all gradients of the step are complete."""
-        own = (b for b in self.buckets if b.stage == stage and not b.kind.is_partial)
-        return [b for b in own if b.compresses or not b.splits_grads]
 
     def _accumulator(self, bucket: Bucket):
         def accumulate(parameter: nn.Parameter) -> None:
@@ -320,80 +380,16 @@ class DataParallel:
                         f"layout_invariant=True: the gradient of {bucket.name_of(parameter)} is not an exact sum; "
                         "remove --layout-invariant, or compute it with the functions of parallel.invariance"
                     )
-                bucket.open_grads()
+                gradient: torch.Tensor = parameter.main_grad
+                if self._agreement is not None and self._takes_late(bucket):
+                    gradient = self._agreement.late_gradient(bucket, parameter)
+                else:
+                    bucket.open_grads()
                 # Detached: with create_graph=True a gradient has a graph of its own.
-                parameter.main_grad.add_(parameter.grad.detach(), alpha=self.grad_factor)
+                gradient.add_(parameter.grad.detach(), alpha=self.grad_factor)
                 parameter.grad = None
             if bucket in self._waiting:
-                self._waiting[bucket] -= 1
+                self._waiting[bucket].discard(parameter)
                 self._reduce_ready(bucket.stage)
 
         return accumulate
-
-    def _reduce_ready(self, stage: int) -> None:
-        """Start complete buckets in order, none before its predecessor: all ranks must start them in the same order."""
-        for bucket in self._early(stage):
-            if bucket.reduced:
-                continue
-            if self._waiting.get(bucket) != 0:
-                return
-            self._start_early(bucket)
-
-    def _start_early(self, bucket: Bucket) -> None:
-        """Start a bucket's sum, and continue the compressed sums that started before it, each by one message.
-
-        Sums that have been sent completely are finished if their memory or their result is needed.
-        """
-        if bucket.splits_grads:
-            bucket.open_grads()
-        _start_sum(bucket)
-        for earlier in self._early(bucket.stage):
-            if earlier is bucket:
-                break
-            needed = earlier.is_reducing and (earlier.splits_grads or self.on_final is not None)
-            if earlier.continue_reduce() and needed:
-                earlier.finish_reduce()
-                self._announce(earlier)
-        if self._needs_no_sum(bucket):
-            self._announce(bucket)
-
-    def _needs_no_sum(self, bucket: Bucket) -> bool:
-        """Whether a bucket's gradients are final after the last backward, and something waits for them."""
-        return self.on_final is not None and bucket.dp_group.size() == 1
-
-    def _announce(self, bucket: Bucket) -> None:
-        """Announce gradients whose sum over the data-parallel ranks is complete, unless others follow."""
-        if self.on_final is not None and not bucket.kind.is_partial and bucket.instances.size() == 1:
-            bucket.round_sum()
-            self.on_final(bucket)
-
-    def _wait_before_forward(self, stage: int, root: nn.Module) -> None:
-        """Wait for a unit's weights when any of its modules is called first: the other modules may never be called.
-
-        ``state_dict()`` waits for all.
-        """
-        for module in root.modules():
-            self._hooks.append(module.register_state_dict_pre_hook(lambda *_: self.finish_param_sync()))
-        if self._has_rest:
-            own = [bucket for bucket in self.all_buckets if (bucket.stage, bucket.unit) == (stage, 0)]
-            self._hooks.append(root.register_forward_pre_hook(_waiter(own), prepend=True))
-        for modules in self._units[stage]:
-            read = [self._bucket_of[p] for module in modules for p in module.parameters() if p in self._bucket_of]
-            for module in dict.fromkeys(inner for each in modules for inner in outside_of_graphs(each)):
-                if module in modules or next(module.parameters(recurse=False), None) is not None:
-                    wait = _waiter(list(dict.fromkeys(read)))
-                    self._hooks.append(module.register_forward_pre_hook(wait, prepend=True))
-
-
-def _start_sum(bucket: Bucket) -> None:
-    is_rounded = bucket.wire_dtype != bucket.grads.dtype
-    with METER.labelled(COMPRESSED if is_rounded else None):
-        bucket.start_reduce()
-
-
-def _waiter(buckets: list[Bucket]):
-    def wait(module: nn.Module, args: object) -> None:
-        for bucket in buckets:
-            bucket.finish_gather()
-
-    return wait

@@ -106,7 +106,7 @@ class ParallelGroups:
         self._grids = (
             [replace(grid, rank_offset=at * size) for at in range(outer_groups)] if outer_groups > 1 else [grid]
         )
-        self._timeout = timeout
+        self._timeout, self._instances = timeout, instances
         self._made: dict[tuple[int, ...], Group] = {}
         self._groups = {frozenset(axes.split("-")): self._whole_group(axes) for axes in COMBINATIONS}
         pipeline = range(len(self.ranks("pp")))
@@ -148,6 +148,18 @@ class ParallelGroups:
     def instance_group(self, axes: str) -> Group:
         """The ranks that hold the same shard in different instances."""
         return self._sharded(axes)[1]
+
+    def make_control_group(self) -> Group:
+        """Create another group of the ranks in ``shard_group("dp-cp")``, for short messages in CPU memory.
+
+        All ranks of the job call it together.
+        """
+        self._made.clear()
+        part = len(self.ranks("dp-cp")) // self._instances
+        on_gpus = self._is_distributed and dist.get_backend() == "nccl"
+        group = self._own_group("dp-cp", partial(_neighbours, size=part), backend="gloo" if on_gpus else None)
+        assert group is not None, "every rank belongs to one group of neighbours"
+        return group
 
     def _sharded(self, axes: str) -> tuple[Group, Group]:
         try:
@@ -221,7 +233,9 @@ class ParallelGroups:
         assert group is not None, "every rank belongs to one group over any axes"
         return group
 
-    def _own_group(self, axes: str, parts: Callable[[Ranks], list[Ranks]] = lambda ranks: [ranks]) -> Group | None:
+    def _own_group(
+        self, axes: str, parts: Callable[[Ranks], list[Ranks]] = lambda ranks: [ranks], backend: str | None = None
+    ) -> Group | None:
         """This rank's group over ``axes``, or, with ``parts``, over the part that contains it; None if none does.
 
         With torch.distributed all groups of the world are created, because every process must take part in each
@@ -233,7 +247,7 @@ class ParallelGroups:
         for ranks in everyone or [tuple(self.ranks(axes))]:
             for members in parts(ranks):
                 if distributed and members not in self._made:
-                    self._made[members] = dist.new_group(list(members), timeout=self._timeout)
+                    self._made[members] = dist.new_group(list(members), timeout=self._timeout, backend=backend)
                 if self.rank in members:
                     mine = self._made.get(members) or LocalGroup(len(members), members.index(self.rank))
         return mine
@@ -268,11 +282,15 @@ class ParallelGroups:
     def _levels(self, axes: str, part: int) -> tuple[Group, Group]:
         """This rank's group of ``part`` neighbours over ``axes``, and the group of the same index in all such
         groups."""
-        size = len(self.ranks(axes))
-        inner = self._own_group(axes, lambda ranks: [ranks[i : i + part] for i in range(0, size, part)])
+        inner = self._own_group(axes, partial(_neighbours, size=part))
         outer = self._own_group(axes, lambda ranks: [ranks[i::part] for i in range(part)])
         assert inner is not None and outer is not None, "every rank belongs to one group of each level"
         return inner, outer
+
+
+def _neighbours(ranks: Ranks, size: int) -> list[Ranks]:
+    """Divide ``ranks`` into groups of ``size`` neighbours."""
+    return [ranks[start : start + size] for start in range(0, len(ranks), size)]
 
 
 def _members(pipeline: Ranks, indices: tuple[int, ...]) -> list[Ranks]:

@@ -160,12 +160,13 @@ def data_parallel_of(
     *,
     units: Mapping[int, list[list[nn.Module]]] | None = None,
     keeps_parameters_whole: bool = False,
+    ranks_may_differ: bool = False,
 ) -> DataParallel:
     """Build the gradient buckets of a rank's stages according to the configuration.
 
     Shards of whole matrices (Muon) are used only below ZeRO stage 2: buckets there join several units, and so contain
     enough matrices to fill every shard. ``keeps_parameters_whole``: shards consist of whole parameters, for
-    other optimizers.
+    other optimizers. ``ranks_may_differ``: the model is the user's own, and ranks may run different modules of it.
     """
     parallel, optimizer = config.parallel, config.optimizer
     compression = compression_of(parallel)
@@ -188,6 +189,7 @@ def data_parallel_of(
         rule_of=whole_parameters if keeps_parameters_whole else whole_matrices if whole else in_order,
         units=units,
         exact_sums=parallel.layout_invariant,
+        ranks_may_differ=ranks_may_differ,
     )
 
 

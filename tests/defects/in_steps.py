@@ -151,8 +151,8 @@ IN_STEPS = (
     Defect(  # C2
         "accumulated gradients become a moving average",
         "data_parallel.wrapper:DataParallel._accumulator",
-        "parameter.main_grad.add_(",
-        "parameter.main_grad.mul_(0.5).add_(",
+        "gradient.add_(",
+        "gradient.mul_(0.5).add_(",
         "pp2",
         "C2",
         culprit="gradient of the parameter ",

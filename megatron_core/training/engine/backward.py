@@ -8,8 +8,12 @@ from megatron_core.data_parallel import DataParallel
 from megatron_core.errors import ConfigError
 from megatron_core.parallel.groups import ParallelGroups
 from megatron_core.parallel.meter import METER
+from megatron_core.parallel.rank_local import RankLocal
 from megatron_core.schedules.actions import Action
 from megatron_core.training.engine.direct import DirectBackward
+
+_RUNNING: RankLocal["EngineBackward | None"] = RankLocal(lambda: None)
+"""The engine of this rank whose ``backward`` runs; it may reach the modules of other engines."""
 
 
 class EngineBackward:
@@ -32,6 +36,10 @@ class EngineBackward:
     _knows_loss = True
     """Whether the losses of all micro-batches are known."""
     _is_scaled = False
+    _factor = 1.0
+    """Factor on the loss of the running backward."""
+    _received_sums = False
+    """Whether gradients of a sum of terms have come from the backward of another engine."""
 
     @property
     def is_boundary(self) -> bool:
@@ -57,12 +65,15 @@ class EngineBackward:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise ConfigError(f"loss={_shown(loss)} must be a tensor with one element; pass the model's loss")
         self._begin_backward(weighted=num_terms is not None)
-        factor = self.loss_scale / (self._micro_batches if num_terms is None else 1)
+        self._factor = self.loss_scale / (self._micro_batches if num_terms is None else 1)
         self._direct.is_running = True
+        around = _RUNNING()
+        _RUNNING.set(self)
         try:
-            (loss * factor).backward(retain_graph=retain_graph)
+            (loss * self._factor).backward(retain_graph=retain_graph)
         finally:
             self._direct.is_running = False
+            _RUNNING.set(around)
         self._end_backward(loss.detach(), 1.0 if num_terms is None else num_terms)
         return loss.detach()
 
@@ -75,10 +86,12 @@ class EngineBackward:
         """Check that a backward is possible, and start it."""
         if self._weighted not in (None, weighted):
             raise ConfigError("num_terms is given in some micro-batches of a step only; give it in all or in none")
-        if self._sync_started and self.config.parallel.overlap_grad_reduce:
+        overlaps = self._sync_started and self.config.parallel.overlap_grad_reduce
+        if overlaps and (layer := _layer_with_own_sums(self.module)):
             raise ConfigError(
-                "overlap_grad_reduce=True: the last micro-batch of a step can have only one backward, because sums "
-                "start during it; add the losses, or set overlap_grad_reduce=False"
+                f"overlap_grad_reduce=True: with {layer}, which accumulates its gradients itself, the last micro-batch "
+                "of a step can have only one backward, because sums start during it; add the losses, or set "
+                "overlap_grad_reduce=False"
             )
         self._weighted = weighted
         self._backwards += 1
@@ -93,7 +106,8 @@ class EngineBackward:
         METER.switch("other")
         self._is_scaled = False
         self._losses[0] += loss.double().reshape(())
-        self._losses[1] += terms
+        # Several losses of a micro-batch are added.
+        self._losses[1] += terms if self._weighted or self._backwards == 1 else 0.0
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return ``loss`` times the loss scale, for ``engine.scale(loss).backward()``.
@@ -104,19 +118,60 @@ class EngineBackward:
         self._is_scaled = True
         return loss * self.loss_scale
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Discard the gradients and losses of all backwards since the last ``step()``; all ranks call it together.
+
+        In an accumulation these are the gradients of the current micro-batch. They have been added to those of the
+        micro-batches before it, so discarding them is an error if there are any.
+        """
+        if not self._backwards:
+            return
+        if self.micro_step:
+            raise ConfigError(
+                f"zero_grad() after a backward in micro-batch {self.micro_step + 1} of "
+                f"{self.gradient_accumulation_steps}: its gradients have been added to those of the micro-batches "
+                "before it; set requires_grad_(False) on the parameters during a backward that must not train them, "
+                "or discard the whole step with engine.discard_gradients()"
+            )
+        self._backwards = 0
+        self.discard_gradients()
+        self.data_parallel.count_discard()
+
+    def discard_gradients(self) -> None:
+        """Set the gradients and losses of the current step to zero; its micro-batches count on."""
+        self.data_parallel.zero_grad()
+        self._losses = torch.zeros_like(self._losses)
+        self._weighted, self._sync_started, self._knows_loss = None, False, True
+        self._received_sums = False
+
+    def _refuse_sums(self) -> None:
+        if self._received_sums:
+            raise ConfigError(
+                "step() after a backward of another engine with num_terms, whose loss is a sum: this engine does not "
+                "know the number of terms; call zero_grad(), or give backward() the mean"
+            )
+
     def _begin_direct(self) -> None:
+        running = _RUNNING()
+        if running is not None:  # its loss has been scaled and divided
+            self._received_sums |= bool(running._weighted)
+            self._start_direct(self.loss_scale / self._micro_batches / running._factor)
+            return
         if self.loss_scale != 1 and not self._is_scaled:
             raise ConfigError(
                 f"fp16=True: loss.backward() without the loss scale {self.loss_scale:g} loses small gradients; call "
                 "engine.backward(loss) or engine.scale(loss).backward()"
             )
-        if self._micro_batches != 1 and (layer := _layer_with_own_sums(self.module)):
+        self._start_direct(1 / self._micro_batches)
+
+    def _start_direct(self, factor: float) -> None:
+        if factor != 1 and (layer := _layer_with_own_sums(self.module)):
             raise ConfigError(
                 f"loss.backward() with {layer}, which accumulates its gradients itself, on {self.groups.size('dp')} "
                 f"data-parallel ranks and {self.gradient_accumulation_steps} micro-batches: call engine.backward(loss)"
             )
         self._begin_backward(weighted=False)
-        self.data_parallel.grad_factor = 1 / self._micro_batches
+        self.data_parallel.grad_factor = factor
 
     def _end_direct(self, loss: Tensor | None) -> None:
         self.data_parallel.grad_factor = 1.0

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_core.data_parallel.unit_sync import tensors_in
+from megatron_core.data_parallel.units import tensors_in
 from megatron_core.errors import ConfigError
 from megatron_core.training.engine.data import loss_of
 

@@ -47,6 +47,7 @@ from megatron_core.training.engine.scheduler import (
 )
 from megatron_core.training.engine.tensor import whole_tensor
 from megatron_core.training.engine.whole import WholeTensors
+from megatron_core.training.engine.zero_grad import discard_with
 from megatron_core.training.setup import data_parallel_of
 
 LossFunction = Callable[..., Tensor]
@@ -84,9 +85,10 @@ class Engine(EngineBackward, nn.Module):
             world.device,
             prepared.initialisation,
             units=prepared.units,
+            ranks_may_differ=True,
             keeps_parameters_whole=needs_whole_parameters(own_optimizer, config.parallel, self.groups.size("dp")),
         )
-        self.optimizer = EngineOptimizer(prepared.param_groups, self.step)
+        self.optimizer = EngineOptimizer(prepared.param_groups, self.step, self.zero_grad)
         self._sharded = optimizer_on(
             self.data_parallel, config, self.groups, self.optimizer.param_groups, own_optimizer
         )
@@ -110,6 +112,7 @@ class Engine(EngineBackward, nn.Module):
         self._direct = DirectBackward(self._trained, self._begin_direct, self._end_direct)
         self.before_update: Callable[[], None] = lambda: None
         """Called after gradients are summed over all ranks and before they are clipped."""
+        discard_with(module, self.zero_grad)
         self._checkpoints = EngineCheckpoints(
             module, config, self.data_parallel, self._sharded, self.fp8, self.owns_buffer
         )
@@ -192,7 +195,8 @@ class Engine(EngineBackward, nn.Module):
         """
         if replaced is not None:
             share_groups(replaced, self.optimizer)
-            replace_step(replaced, self.optimizer.step, refuses_hooks=not isinstance(self._sharded, TorchOptimizer))
+            refuses = not isinstance(self._sharded, TorchOptimizer)
+            replace_step(replaced, self.optimizer.step, self.zero_grad, refuses_hooks=refuses)
         self.lr_scheduler = make_scheduler(scheduler, self.optimizer)
 
     # A micro-batch.
@@ -223,18 +227,13 @@ class Engine(EngineBackward, nn.Module):
             raise ConfigError("step() inside of engine.gathered(...): end the context first")
         if not self._backwards:
             raise ConfigError("step() without backward(): call engine.backward(loss) for each micro-batch first")
+        self._refuse_sums()
         self._backwards = 0
         if not self.is_boundary:
             self.micro_step += 1
             return None
         self.micro_step = 0
         return self._update()
-
-    def discard_gradients(self) -> None:
-        """Set the gradients and losses of the current step to zero; its micro-batches count on."""
-        self.data_parallel.zero_grad()
-        self._losses = torch.zeros_like(self._losses)
-        self._weighted, self._sync_started, self._knows_loss = None, False, True
 
     @torch.no_grad()
     def _update(self) -> StepReport:

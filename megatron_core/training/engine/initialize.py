@@ -17,6 +17,7 @@ from megatron_core.parallel.configured import make_groups
 from megatron_core.parallel.launch import start_world
 from megatron_core.parallel.world import World
 from megatron_core.training.engine.data import EngineLoader
+from megatron_core.training.engine.dtype import sets_dtype, with_dtype_of
 from megatron_core.training.engine.engine import Engine
 from megatron_core.training.engine.layers import PipelineModule
 from megatron_core.training.engine.module import (
@@ -70,11 +71,15 @@ def initialize(
     ``model_parameters``: parameter groups, if ``optimizer`` is not given. ``unit_classes``: see ``find_units``.
     ``partition_method`` and ``head_modules``: how ``pipeline_model_parallel_size`` cuts a model into stages, see
     ``ModelCut``; a ``PipelineModule`` has its own. ``initialise(module)`` fills the parameters of one module of a model
-    on the meta device. Without torch.distributed, the processes of torchrun are joined; one process needs no launcher.
+    on the meta device. Without a dtype in ``config`` that of the parameters is used. Without torch.distributed, the
+    processes of torchrun are joined; one process needs no launcher.
 
     Errors: ``ConfigError`` and ``LayoutError`` on all ranks before training begins.
     """
     settings = read_settings(config)
+    has_dtype = sets_dtype(config, settings)
+    if not has_dtype:
+        settings = with_dtype_of(model, settings, is_first=_rank() == 0)
     if settings.parallel.dp_zero_stage == 3:
         _refuse_graphs(model)
     own_optimizer: torch.optim.Optimizer | None = None
@@ -99,7 +104,7 @@ def initialize(
         "initialise": initialise,
     }
     if settings.parallel.pipeline_model_parallel_size > 1 or isinstance(model, PipelineModule):
-        options |= {"partition_method": partition_method, "head_modules": head_modules}
+        options |= {"partition_method": partition_method, "head_modules": head_modules, "has_dtype": has_dtype}
         engine: Engine = PipelineEngine(model, settings, world, **options)
     else:
         engine = Engine(model, settings, world, **options)
@@ -144,6 +149,11 @@ def _refuse_graphs(model: nn.Module) -> None:
                 f"{name or 'model'} {how}, whose graphs cannot gather weights at zero_stage=3; give the model itself, "
                 "and set compile=True, which compiles its units"
             )
+
+
+def _rank() -> int:
+    """This process's rank, before or after the start of torch.distributed."""
+    return dist.get_rank() if dist.is_initialized() else World.from_environment().rank
 
 
 def _join(config: RunConfig) -> World:

@@ -220,12 +220,15 @@ def broadcast_from_first(tensors: Iterable[Tensor]) -> None:
 def find_units(module: nn.Module, classes: UnitClasses | None = None) -> list[list[nn.Module]]:
     """Choose the modules that ZeRO stages 2 and 3 gather and free as a whole, in the order of registration.
 
-    ``classes``: names or types; the outermost modules of these classes are units. By default the classes that a
+    ``classes``: names or types; the outermost modules of these classes are units. With the class of ``module`` itself
+    there are no units, and all parameters stay in memory during a forward and a backward. By default the classes that a
     transformers model names as indivisible (``_no_split_modules``), else the entries of the outermost
     ``nn.ModuleList`` and ``nn.Sequential`` with several entries, else the children without lists of parameters.
     Parameters outside of all units stay in memory during a forward and a backward (Zhao et al. 2023, section 4.2).
     """
     if classes is not None:
+        if _is_of(module, classes):
+            return []
         found = outermost(module, lambda each: _is_of(each, classes))
         if not found:
             names = list(dict.fromkeys(type(each).__name__ for each in module.modules()))

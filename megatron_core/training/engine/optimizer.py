@@ -39,10 +39,10 @@ class EngineOptimizer(torch.optim.Optimizer):
     _opt_called = True
     """Read by schedulers of torch, which warn if ``step`` below was not called: programs call the engine's."""
 
-    def __init__(self, groups: Groups, take_step: Callable[[], object]) -> None:
+    def __init__(self, groups: Groups, take_step: Callable[[], object], discard: Callable[[], object]) -> None:
         momenta: dict[str, Any] = {name: groups[0][name] for name in ("betas", "momentum") if name in groups[0]}
         super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0, "eps": 1e-8, **momenta})
-        self._take_step = take_step
+        self._take_step, self._discard = take_step, discard
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """As ``Engine.step``."""
@@ -51,7 +51,8 @@ class EngineOptimizer(torch.optim.Optimizer):
         self._take_step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do nothing: the engine clears its gradients after each step."""
+        """As ``Engine.zero_grad``."""
+        self._discard()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group in the constructor; later an error."""

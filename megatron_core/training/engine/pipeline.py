@@ -27,6 +27,7 @@ from megatron_core.training.driver import StepHooks, StepRates, StepWork, Traina
 from megatron_core.training.engine.activations import save_memory
 from megatron_core.training.engine.cut import ModelCut
 from megatron_core.training.engine.data import evaluating, loss_of
+from megatron_core.training.engine.dtype import refuse_other_dtypes
 from megatron_core.training.engine.engine import Engine, LossFunction
 from megatron_core.training.engine.fp8 import histories_of, multiply_in_fp8
 from megatron_core.training.engine.layers import PipelineModule
@@ -54,9 +55,12 @@ class PipelineEngine(Engine):
         *,
         partition_method: str | Sequence[int] = "parameters",
         head_modules: Sequence[str] = (),
+        has_dtype: bool = True,
         **options: Any,
     ) -> None:
+        """``has_dtype``: whether the settings choose the dtype, so that it need not be that of the layers."""
         self._partition_method, self._head_modules = partition_method, head_modules
+        self._has_dtype = has_dtype
         super().__init__(module, config, world, **options)
         parallel, device = config.parallel, world.device
         p2p = PipelineP2P(self.groups)
@@ -123,6 +127,9 @@ class PipelineEngine(Engine):
         if not module.bounds:
             module.place(bounds, [stage for stage, rank in enumerate(where) if rank == groups.index("pp")])
         groups.tie(tied_sets(module.uses, where))
+        with raising_on_all_ranks(self.world.device):
+            if not self._has_dtype and config.training.compute_dtype == "float32":
+                refuse_other_dtypes(module)
         cast(module, config, self.world.device)
         local = LocalInitialisation(module, config.training.seed, self.world.device, choices.initialise)
         equalize(module.places, module.buffers(), where, groups)

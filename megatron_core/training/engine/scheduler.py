@@ -27,9 +27,13 @@ def share_groups(client: torch.optim.Optimizer, own: torch.optim.Optimizer) -> N
 
 
 def replace_step(
-    client: torch.optim.Optimizer, take_step: Callable[..., object], *, refuses_hooks: bool = False
+    client: torch.optim.Optimizer,
+    take_step: Callable[..., object],
+    zero_grad: Callable[..., object],
+    *,
+    refuses_hooks: bool = False,
 ) -> None:
-    """Let ``step()`` of the caller's optimizer, which has no gradients, call ``take_step``.
+    """Let ``step()`` of the caller's optimizer, which has no gradients, call ``take_step``; likewise ``zero_grad``.
 
     Its ``state_dict`` and ``load_state_dict`` become errors, because the engine has the state; so do new groups.
     ``refuses_hooks``: also new hooks of ``step``, because the engine does not call the optimizer's own.
@@ -39,6 +43,7 @@ def replace_step(
         take_step(*args, **kwargs)
 
     vars(step)["_wrapped_by_lr_sched"] = True  # read by schedulers of torch, which wrap ``step`` otherwise
+    vars(client)["zero_grad"] = zero_grad
     vars(client).update(step=step, state_dict=refuse_state, load_state_dict=refuse_state, add_param_group=refuse_group)
     if refuses_hooks:
         vars(client).update(register_step_pre_hook=refuse_hook, register_step_post_hook=refuse_hook)

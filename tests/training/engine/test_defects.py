@@ -11,11 +11,9 @@ from tests.defects.plant import planted
 from tests.training.engine.models import Result, difference, train_with_engine, train_with_torch
 
 ENGINE, DATA = "training.engine.engine:Engine.", "training.engine.data:"
-WRAPPER, SYNC = "data_parallel.wrapper:", "data_parallel.unit_sync:"
+SYNC = "data_parallel.unit_sync:"
 ZERO2: dict[str, Any] = {"zero_stage": 2}
 ZERO3: dict[str, Any] = {"zero_stage": 3}
-OVERLAP: dict[str, Any] = {"zero_stage": 1, "overlap_grad_reduce": True, "ddp_bucket_size": 100}
-GATHER: dict[str, Any] = {"zero_stage": 1, "overlap_param_gather": True, "ddp_bucket_size": 100}
 DEFECTS = {
     "losses are not divided by the micro-batches": (
         *(ENGINE + "_micro_batches", "self.gradient_accumulation_steps * self.groups", "1 * self.groups"),
@@ -31,7 +29,7 @@ DEFECTS = {
     "gradients of the last step remain": (ENGINE + "discard_gradients", "self.data_parallel.zero_grad()", "pass", {}),
     "gradients are not summed over the ranks": (ENGINE + "_update", "finish_gradients(data, self.fp8)", "pass", {}),
     "weights of other shards stay outdated": (
-        "training.driver:update_weights",
+        "training.driver:gather_weights",
         "data.start_param_sync()",
         "pass",
         ZERO2,
@@ -49,7 +47,6 @@ DEFECTS = {
         "self.state.iteration",
         {"lr_warmup_iters": 1},
     ),
-    "sums start at every micro-batch": (ENGINE + "_begin_backward", "if self.is_boundary:", "if True:", OVERLAP),
     "micro-batches of a rank are neighbours": (
         *(DATA + "_Positions.__iter__", "first + loader.rank * size, loader.epoch_samples, together"),
         "first + loader.rank * loader.epoch_samples // 2, loader.epoch_samples * (1 + loader.rank) // 2, size",
@@ -67,13 +64,12 @@ DEFECTS = {
         *("data_parallel.buffer:Bucket.finish_reduce", "self.sum_shard.add_(total)", "self.sum_shard.copy_(total)"),
         ZERO2,
     ),
-    "nothing waits for the weights of the root": (
-        WRAPPER + "DataParallel._wait_before_forward",
-        "root.register_forward_pre_hook(_waiter(own))",
-        "pass",
-        {**GATHER, "poison_buffers": True},
+    "tied weights are gathered by one unit only": (
+        "data_parallel.units:buckets_of_unit",
+        "dict.fromkeys(own + read)",
+        "own",
+        ZERO3,
     ),
-    "tied weights are gathered by one unit only": (SYNC + "_buckets_of", "dict.fromkeys(own + read)", "own", ZERO3),
     "outputs other than tuples are not watched": (
         *(SYNC + "UnitSync._watch", "in tensors_in(output)", "in (output if isinstance(output, tuple) else ())"),
         ZERO3,

@@ -398,14 +398,24 @@ def test_bad_use() -> None:
         engine.make_loader(_points(3))
 
 
-def test_two_backwards_with_overlap() -> None:
-    engine, _, loader, _ = megatron_core.initialize(
-        _mlp(), {**PLAIN, "global_batch_size": 1, "overlap_grad_reduce": True}, training_data=_points()
-    )
-    batch = next(iter(loader))
-    engine.backward(engine(batch).sum())
-    with pytest.raises(ConfigError, match=r"can have only one backward"):
-        engine.backward(engine(batch).sum())
+@pytest.mark.parametrize("direct", [False, True])
+def test_losses_of_two_backwards_are_added(direct: bool) -> None:
+    reports = []
+    for overlap in (False, True):
+        settings = {**PLAIN, "global_batch_size": 1, "overlap_grad_reduce": overlap}
+        engine, _, loader, _ = megatron_core.initialize(_mlp(), settings, training_data=_points(), shuffle=False)
+        for batch in list(loader)[:2]:
+            for _ in range(2):
+                loss = engine(batch).square().sum()
+                loss.backward() if direct else engine.backward(loss)
+            reports.append(engine.step())
+    assert reports[:2] == reports[2:]
+    once = megatron_core.initialize(_mlp(), {**PLAIN, "global_batch_size": 1}).engine
+    once.backward(2 * once(_points()[0][None]).square().sum())
+    expected = once.step()
+    assert reports[0].grad_norm == pytest.approx(expected.grad_norm, rel=1e-12)
+    if not direct:  # the loss of the program is unknown
+        assert reports[0].loss == pytest.approx(expected.loss, rel=1e-12)
 
 
 def test_models_that_differ_between_ranks() -> None:

@@ -82,7 +82,7 @@ class DeepSpeedEngine(EngineCheckpoint, EngineSettings, nn.Module):
         self.module = core.module
         self.basic_optimizer = self.client_optimizer = chosen.share_groups(core.optimizer)
         if chosen.optimizer is not None:
-            replace_step(chosen.optimizer, self.step)
+            replace_step(chosen.optimizer, self.step, core.zero_grad)
         self.client_lr_scheduler = lr_scheduler
         self.param_names = {parameter: name for name, parameter in model.named_parameters()}
         mark_parameters(core)

@@ -1,0 +1,100 @@
+"""Agreement of data-parallel ranks that may run different modules: what they sum, and in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_core.data_parallel.announcements import Announcement, Announcements
+from megatron_core.data_parallel.buffer import Bucket
+from megatron_core.data_parallel.unit_sync import UnitSync
+from megatron_core.parallel.collectives import all_reduce_, reduce_scatter_flat_
+from megatron_core.parallel.groups import Group, process_group
+from megatron_core.parallel.texts import listed
+
+FIX = (
+    "All ranks must call forward, backward, step and zero_grad of an engine equally often, and evaluate together; or "
+    "set zero_stage=0"
+)
+FIX_UNITS = (
+    "Add to unit_classes the class of a module that contains these units and that all ranks run (the class of the "
+    "model itself keeps all weights in memory during a forward and backward), or set zero_stage=2"
+)
+
+
+class Agreement:
+    """Announces the sums and gathers of one rank, and agrees with the others at the end of each step.
+
+    Ranks start sums in one order, whatever modules they run, so a gradient may arrive after the sum of its bucket has
+    started: a module ran again, or a program called backward twice. Such late gradients are added to a separate
+    buffer, or at stages 2 and 3 stay in the bucket. At the end of the step the ranks exchange the list of their
+    buckets with late gradients, and all of them sum these again.
+    """
+
+    def __init__(self, control: Group, sums: Group, unit_names: Mapping[tuple[int, int], str], zero_stage: int) -> None:
+        """``control``: a group for announcements only, of the ranks in ``sums``, the group of the collectives.
+
+        ``unit_names``: by stage and number of the unit.
+        """
+        # gloo ends the process if messages differ in size: compare before the message is sent, even with overlap.
+        self._compares_first = process_group(sums).name() == "gloo"
+        advice = FIX_UNITS if zero_stage == 3 else FIX
+        self._announcements = Announcements(control, advice)
+        self._unit_names = unit_names
+        self.late: dict[Bucket, Tensor] = {}
+        """Late gradients of buckets that are summed once in a step."""
+        self.step = 1
+        """Number of the current step."""
+        self.discards = 0
+        """How often gradients have been discarded in this step."""
+
+    def announce(self, verb: str, buckets: Sequence[Bucket], purpose: str) -> Announcement:
+        """Announce a sum or gather of ``buckets``; readers see ``verb``, the names of the units, and ``purpose``."""
+        units = dict.fromkeys(self._unit_names[bucket.stage, bucket.unit] for bucket in buckets)
+        detail = [number for bucket in buckets for number in (bucket.stage, bucket.unit, bucket.weights.numel())]
+        text = f"{verb} {listed([*units])}{purpose} in step {self.step}"
+        announcement = self._announcements.announce(text, detail)
+        if self._compares_first:
+            announcement.wait()
+        return announcement
+
+    def late_gradient(self, bucket: Bucket, parameter: nn.Parameter) -> Tensor:
+        """Return the memory for a gradient that arrives after the sum of ``bucket`` has started."""
+        if bucket not in self.late:
+            self.late[bucket] = torch.zeros_like(bucket.grads)
+        gradient: Tensor = parameter.main_grad
+        return self.late[bucket].as_strided(gradient.shape, gradient.stride(), gradient.storage_offset())
+
+    def end_step(self, buckets: Sequence[Bucket], stages: Iterable[UnitSync]) -> set[Bucket]:
+        """Return the buckets with late gradients on any rank; all ranks then follow the first rank's order of units."""
+        discarded = f" after zero_grad() x {self.discards}" if self.discards else ""
+        self._announcements.announce(f"ends step {self.step}{discarded}").wait()
+        flags = [int(bucket in self.late or (bucket.splits_grads and bucket.has_grads)) for bucket in buckets]
+        is_first = self._announcements.group.rank() == 0
+        orders = [sync.positions() if is_first else [0] * len(sync.units) for sync in stages]
+        values = torch.tensor(flags + [position for order in orders for position in order])
+        group = process_group(self._announcements.group)
+        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
+        agreed: list[int] = values.tolist()
+        start = len(buckets)
+        for sync in stages:
+            sync.follow(agreed[start : start + len(sync.units)])
+            start += len(sync.units)
+        self.step += 1
+        self.discards = 0
+        return {bucket for bucket, is_late in zip(buckets, agreed, strict=False) if is_late}
+
+    def add_late(self, bucket: Bucket) -> None:
+        """Sum the late gradients of ``bucket`` over the ranks, and add them to the complete sum."""
+        late = self.late.pop(bucket, None)
+        late = torch.zeros_like(bucket.grads) if late is None else late
+        if bucket.is_sharded:
+            part = late.new_empty(bucket.sum_shard.shape)
+            reduce_scatter_flat_(part, late, bucket.dp_group)
+        else:
+            part = late
+            all_reduce_(part, bucket.dp_group)
+        bucket.sum_shard.add_(part)

@@ -1,0 +1,87 @@
+"""Sums of gradients that start in the last backward of a step, before all gradients are complete."""
+
+from collections.abc import Callable, Mapping
+
+from torch import nn
+
+from megatron_core.data_parallel.buffer import Bucket
+from megatron_core.data_parallel.unit_sync import UnitSync
+from megatron_core.parallel.meter import COMPRESSED, METER
+
+
+class EarlySums:
+    """Starts the sums of buckets as soon as their gradients are complete; a part of ``DataParallel``."""
+
+    buckets: list[Bucket]
+    overlap_grad_reduce: bool
+    _sync: Mapping[int, UnitSync]
+    on_final: Callable[[Bucket], object] | None = None
+    """Called when a bucket's ``grad_shard`` is complete, in the backward pass if its sum runs there."""
+    _waiting: dict[Bucket, set[nn.Parameter]]
+    """Parameters whose gradients the early sum of a bucket waits for."""
+
+    def enable_grad_sync(self, stage: int) -> None:
+        """Announce that the next backward of ``stage`` is its last in this step."""
+        early = [b for b in self._early(stage) if self.overlap_grad_reduce or self._needs_no_sum(b)]
+        self._waiting.update({bucket: set(bucket.parameters) for bucket in early})
+        if stage in self._sync:
+            self._sync[stage].on_reduced = self._announce
+
+    def start_grad_sync(self, stage: int) -> None:
+        """Start to reduce the complete gradients of ``stage``.
+
+        It is for a last backward that is split, because its parameters finish in no known order.
+        """
+        if self.overlap_grad_reduce:
+            for bucket in self._early(stage):
+                if not bucket.reduced:
+                    self._start_early(bucket)
+
+    def _early(self, stage: int) -> list[Bucket]:
+        """Buckets whose sums may start before all gradients of the step are complete."""
+        own = (b for b in self.buckets if b.stage == stage and not b.kind.is_partial)
+        return [b for b in own if b.compresses or not b.splits_grads]
+
+    def _reduce_ready(self, stage: int) -> None:
+        """Start complete buckets in order, none before its predecessor: all ranks must start them in the same order."""
+        for bucket in self._early(stage):
+            if bucket.reduced:
+                continue
+            if self._waiting.get(bucket, {None}):
+                return
+            self._start_early(bucket)
+
+    def _start_early(self, bucket: Bucket) -> None:
+        """Start a bucket's sum, and continue the compressed sums that started before it, each by one message.
+
+        Sums that have been sent completely are finished if their memory or their result is needed.
+        """
+        if bucket.splits_grads:
+            bucket.open_grads()
+        start_sum(bucket)
+        for earlier in self._early(bucket.stage):
+            if earlier is bucket:
+                break
+            needed = earlier.is_reducing and (earlier.splits_grads or self.on_final is not None)
+            if earlier.continue_reduce() and needed:
+                earlier.finish_reduce()
+                self._announce(earlier)
+        if self._needs_no_sum(bucket):
+            self._announce(bucket)
+
+    def _needs_no_sum(self, bucket: Bucket) -> bool:
+        """Whether a bucket's gradients are final after the last backward, and something waits for them."""
+        return self.on_final is not None and bucket.dp_group.size() == 1
+
+    def _announce(self, bucket: Bucket) -> None:
+        """Announce gradients whose sum over the data-parallel ranks is complete, unless others follow."""
+        if self.on_final is not None and not bucket.kind.is_partial and bucket.instances.size() == 1:
+            bucket.round_sum()
+            self.on_final(bucket)
+
+
+def start_sum(bucket: Bucket) -> None:
+    """Start the sum of a bucket's gradients over its data-parallel ranks."""
+    is_rounded = bucket.wire_dtype != bucket.grads.dtype
+    with METER.labelled(COMPRESSED if is_rounded else None):
+        bucket.start_reduce()
