@@ -28,8 +28,9 @@ from megatron_core.training.engine.module import (
 )
 from megatron_core.training.engine.optimizer import EngineOptimizer, settings_from, settings_of_class
 from megatron_core.training.engine.pipeline import PipelineEngine
-from megatron_core.training.engine.tensor import split_model
-from megatron_core.training.engine.tensor_plan import Plan
+from megatron_core.training.engine.tensor import linear_types, split_model
+from megatron_core.training.engine.tensor_heads import Heads, check_heads
+from megatron_core.training.engine.tensor_plan import Plan, plan_of
 from megatron_core.training.process import set_process_switches
 
 
@@ -108,15 +109,25 @@ def initialize(
     return Initialized(engine, engine.optimizer, loader, engine.lr_scheduler)
 
 
-def parallelize(model: nn.Module, tensor: int = 2, *, sequence: bool = False, plan: Plan | None = None) -> nn.Module:
+def parallelize(
+    model: nn.Module,
+    tensor: int = 2,
+    *,
+    sequence: bool = False,
+    plan: Plan | None = None,
+    heads: Heads | None = None,
+) -> nn.Module:
     """Split ``model`` over groups of ``tensor`` ranks in place; return it for ``initialize``.
 
     ``plan``: styles by names of modules, with ``*`` for the indices of layers, such as ``{"layers.*.q_proj":
     "colwise", "layers.*.o_proj": "rowwise"}`` (``tensor_plan.STYLES``); by default the plan of a transformers model,
-    else rules on the names of linear layers. Ranks begin with the weights of rank 0. ``initialize`` with
-    ``tensor_model_parallel_size`` splits a model that was not split before in the same way.
+    else rules on the names of linear layers. ``heads``: the number of attention heads, or the names of the attributes
+    of attention modules that hold numbers of heads, if other names than ``tensor_heads.HEAD_COUNTS`` do. Ranks begin
+    with the weights of rank 0. ``initialize`` with ``tensor_model_parallel_size`` splits a model that was not split
+    before in the same way.
 
-    Errors: ``ConfigError`` and ``LayoutError`` on all ranks. ``verify.verify_module`` checks the result.
+    Each kind of split module is run whole and split, here or in its first forward, and the results are compared.
+    Errors: ``ConfigError`` and ``LayoutError`` on all ranks. ``verify.verify_module`` checks the whole model.
     """
     if sequence:
         raise ConfigError("sequence=True: sequence parallelism is not supported for a model of your own; remove it")
@@ -126,9 +137,12 @@ def parallelize(model: nn.Module, tensor: int = 2, *, sequence: bool = False, pl
     if getattr(model, "tensor_parallel_size", 1) > 1:
         raise ConfigError("parallelize: the model is split already; call it once")
     check_same_module(model, world.device)
+    check_heads(model, heads)
+    if plan is not None:
+        plan_of(model, plan, linear_types())
     broadcast_from_first([*model.parameters(), *model.buffers()])
     if tensor > 1:
-        split_model(model, groups.group("tp"), plan=plan)
+        split_model(model, groups.group("tp"), plan=plan, heads=heads)
     return model
 
 

@@ -71,6 +71,9 @@ class PipelineModule(nn.Module):
     model has no parameters before ``place``, which ``initialize`` calls.
     """
 
+    runs_layers_apart = True
+    """Stages call layers, not the model's forward."""
+
     def __init__(
         self,
         layers: Iterable[Any],
