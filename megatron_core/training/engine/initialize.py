@@ -14,6 +14,17 @@ from megatron_core.errors import ConfigError
 from megatron_core.parallel.compiled import is_compiled
 from megatron_core.parallel.current import make_groups
 from megatron_core.parallel.launch import World, start_world
+from megatron_core.training.engine.arguments import (
+    DEFAULT_PARTITION,
+    check_cut,
+    check_dataset,
+    check_functions,
+    check_model,
+    check_tensor_ranks,
+    check_unit_classes,
+    checked_groups,
+    make_optimizer,
+)
 from megatron_core.training.engine.data import EngineLoader
 from megatron_core.training.engine.engine import Engine
 from megatron_core.training.engine.layers import PipelineModule
@@ -28,9 +39,9 @@ from megatron_core.training.engine.module import (
 )
 from megatron_core.training.engine.optimizer import EngineOptimizer, settings_from, settings_of_class
 from megatron_core.training.engine.pipeline import PipelineEngine
-from megatron_core.training.engine.tensor import linear_types, split_model
+from megatron_core.training.engine.tensor import check_plan, split_model
 from megatron_core.training.engine.tensor_heads import Heads, check_heads
-from megatron_core.training.engine.tensor_plan import Plan, plan_of
+from megatron_core.training.engine.tensor_plan import Plan
 from megatron_core.training.process import set_process_switches
 
 
@@ -55,7 +66,7 @@ def initialize(
     initialise: Initialise | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     shuffle: bool = True,
-    partition_method: str | Sequence[int] = "parameters",
+    partition_method: str | Sequence[int] = DEFAULT_PARTITION,
     head_modules: Sequence[str] = (),
 ) -> Initialized:
     """Prepare ``model`` for training on all ranks of the job; return (engine, optimizer, loader, scheduler).
@@ -74,12 +85,21 @@ def initialize(
     Errors: ``ConfigError`` and ``LayoutError`` on all ranks before training begins.
     """
     settings = read_settings(config)
+    is_list = isinstance(model, PipelineModule)
+    check_model(model)
+    check_functions(lr_scheduler=None if hasattr(lr_scheduler, "step") else lr_scheduler)
+    check_functions(initialise=initialise, collate_fn=collate_fn)
+    check_unit_classes(model, unit_classes, is_built=not is_list)
+    check_cut(model, partition_method, head_modules, is_list_of_layers=is_list)
+    model_parameters = checked_groups(model_parameters)
+    if training_data is not None:
+        check_dataset(training_data)
     if settings.parallel.dp_zero_stage == 3:
         _refuse_graphs(model)
     own_optimizer: torch.optim.Optimizer | None = None
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         trained = [p for p in model.parameters() if p.requires_grad] if model_parameters is None else model_parameters
-        optimizer, model_parameters = optimizer(trained), None
+        optimizer, model_parameters = make_optimizer(optimizer, trained), None
     if optimizer is not None:
         known = settings_from(optimizer, settings.optimizer)
         own_optimizer = optimizer if known is None else None
@@ -131,18 +151,20 @@ def parallelize(
     """
     if sequence:
         raise ConfigError("sequence=True: sequence parallelism is not supported for a model of your own; remove it")
+    check_model(model)
+    check_tensor_ranks(tensor)
+    check_heads(model, heads)
     settings = RunConfig.from_flat({"tensor_model_parallel_size": tensor})
     world = _join(settings)
     groups = make_groups(settings.parallel, world, ends=(0, 0))
     if getattr(model, "tensor_parallel_size", 1) > 1:
         raise ConfigError("parallelize: the model is split already; call it once")
     check_same_module(model, world.device)
-    check_heads(model, heads)
-    if plan is not None:
-        plan_of(model, plan, linear_types())
     broadcast_from_first([*model.parameters(), *model.buffers()])
     if tensor > 1:
         split_model(model, groups.group("tp"), plan=plan, heads=heads)
+    elif plan is not None:
+        check_plan(model, groups.group("tp"), plan)
     return model
 
 

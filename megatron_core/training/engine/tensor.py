@@ -96,9 +96,16 @@ def split_model(model: nn.Module, group: Group, *, plan: Plan | None = None, hea
     Errors: ``ConfigError`` for a plan that does not fit the model, or after which it would compute something else;
     ``LayoutError`` for sizes that do not divide.
     """
-    _Splitting(model, group, plan, heads).run()
+    splitting = _Splitting(model, group, plan, heads)
+    splitting.choose()
+    splitting.apply()
     marked: Any = model
     marked.tensor_parallel_size = group.size()
+
+
+def check_plan(model: nn.Module, group: Group, plan: Plan) -> None:
+    """Check ``plan`` as ``split_model`` does, also for a ``group`` of one rank, and split nothing."""
+    _Splitting(model, group, plan, None).choose()
 
 
 def equalize_and_split(model: nn.Module, groups: ParallelGroups, seed: int) -> None:
@@ -198,8 +205,8 @@ class _Splitting:
         if meta is not None:
             raise ConfigError(f"tensor parallelism: {meta} is on the meta device; construct the model with memory")
 
-    def run(self) -> None:
-        """Choose the split of every parameter, check it, and apply it."""
+    def choose(self) -> None:
+        """Choose the split of every parameter, and check it."""
         self._measure_projections()
         for name, (style, parts) in self.plan.items():
             module = self.modules.get(name)
@@ -215,6 +222,15 @@ class _Splitting:
             else:
                 self._linear(name, module, style, parts)
         self._check_tied()
+        styles = self._joined_layers()
+        check_partners(styles, smallest_regions(self.modules, styles))
+
+    def _joined_layers(self) -> dict[str, str]:
+        """The colwise layers whose output stays split, and the rowwise ones that join it."""
+        return {name: style for name, style in self.replacements.items() if style in ("colwise", "rowwise")}
+
+    def apply(self) -> None:
+        """Split the model as chosen, and compare its parts with whole ones."""
         experts = [name for name, (style, _) in self.plan.items() if style == "moe_tp_experts"]
         layers = _ParallelLayers(self.replacements, experts, self.group, self.conv)
         regions = self._regions(layers)  # with copies of modules, which are whole until here
@@ -232,9 +248,8 @@ class _Splitting:
 
     def _regions(self, parallel: _ParallelLayers) -> list[Region]:
         """Return the parts of the model whose split is to be checked, one for each structure."""
-        styles = {name: style for name, style in self.replacements.items() if style in ("colwise", "rowwise")}
+        styles = self._joined_layers()
         smallest = smallest_regions(self.modules, styles)
-        check_partners(styles, smallest)
         scopes: dict[str, tuple[nn.Module, int, int]] = {}
         for path in sorted(set(smallest.values())):
             for name, module in self.modules[path].named_modules(prefix=path):

@@ -42,6 +42,8 @@ def plan_of(model: nn.Module, given: Plan | None, is_linear: type | tuple[type, 
 
     Errors: ``ConfigError`` for names that match nothing and for unknown styles.
     """
+    if given is not None and (not isinstance(given, Mapping) or not given):
+        raise ConfigError(f"plan={given!r} must be a dict of styles by names of modules, with one entry or more")
     plan = given if given is not None else getattr(model, "_tp_plan", None)
     if not plan:
         return _by_rules(model, is_linear)
@@ -49,6 +51,8 @@ def plan_of(model: nn.Module, given: Plan | None, is_linear: type | tuple[type, 
     names += [name for name, _ in model.named_parameters(remove_duplicate=False)]
     found: dict[str, tuple[str, int]] = {}
     for pattern, style in plan.items():
+        if not isinstance(pattern, str):
+            raise ConfigError(f"plan: {pattern!r} must be the name of a module")
         parsed = _style(pattern, style)
         expression = re.escape(pattern).replace(r"\*", "[^.]+")
         matches = [name for name in names if re.fullmatch(expression, name)]
