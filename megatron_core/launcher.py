@@ -8,6 +8,11 @@ import sys
 from collections.abc import MutableMapping
 from typing import NamedTuple
 
+from megatron_core.errors import LayoutError
+
+START_HINT = (
+    "start the ranks with torchrun, which sets it, or unset all of RANK, WORLD_SIZE and LOCAL_RANK for one rank"
+)
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 
@@ -29,6 +34,17 @@ _LAUNCHERS = (
 )
 _MPI_PORT = 29500
 """torchrun's default."""
+
+
+def read_integer(name: str, default: int, least: int = 0) -> int:
+    """Return the integer of an environment variable of a launcher.
+
+    Errors: ``LayoutError`` if its value is not an integer >= ``least``.
+    """
+    text = os.environ.get(name, str(default))
+    if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) >= least):
+        raise LayoutError(f"{name}={text!r} in the environment must be an integer >= {least}; {START_HINT}")
+    return int(text)
 
 
 def read_launcher(environment: MutableMapping[str, str] = os.environ) -> None:

@@ -56,7 +56,7 @@ LEVELS = {
     "commands": 8,
 }
 WITHIN_LEVEL_0 = {("command", "errors"), ("command", "terminal"), ("terminal", "errors"), ("config", "schedules")}
-WITHIN_LEVEL_0 |= {("output_file", "errors"), ("config", "locations")}
+WITHIN_LEVEL_0 |= {("output_file", "errors"), ("launcher", "errors"), ("config", "locations"), ("config", "launcher")}
 BASES = ("errors", "schema", "terminal", "text_file", "output_file")
 WITHIN_LEVEL_0 |= {(own, other) for own in ("schedules", "config", "shell") for other in BASES}
 # In addition to the levels.

@@ -24,6 +24,7 @@ from megatron_core.config.run import RunConfig, field_types
 from megatron_core.config.translate import COMMAND_LINE, Translation, grouped, plain
 from megatron_core.config.validate import check, numbered, problems, without_data
 from megatron_core.errors import ConfigError
+from megatron_core.launcher import read_integer
 from megatron_core.terminal import PRINT_COMPLETION, discard, parse_flags
 
 _FLAT = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
@@ -110,7 +111,7 @@ def parse_command_line(
     elif faults and (config.checkpoint.load_hf is not None or config.checkpoint.use_checkpoint_args):
         raise ConfigError(numbered(faults, "this command line"))  # other settings come from the folder
     elif faults:
-        check(config, int(os.environ.get("WORLD_SIZE", "1")), faults)
+        check(config, read_integer("WORLD_SIZE", 1, least=1), faults)
     return config, dry
 
 
@@ -244,7 +245,7 @@ def note_unread_flags(config: RunConfig, args: list[str] | None = None) -> None:
 
     Other values without effect are refused, or named when the training starts.
     """
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    world_size = read_integer("WORLD_SIZE", 1, least=1)
     if not _is_first_rank() or any(problems(config, world_size)):
         return  # what cannot be used is an error
     values, defaults = config.flat(), RunConfig().flat()

@@ -1,6 +1,7 @@
 """``python -m megatron_core.drop_in PROGRAM ARGS``: run a program written for Megatron-LM or DeepSpeed."""
 
 import atexit
+import importlib.util
 import os
 import runpy
 import sys
@@ -9,7 +10,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron_core.drop_in import FOLDER, report_other_copies
-from megatron_core.launcher import read_launcher
+from megatron_core.errors import LayoutError
+from megatron_core.launcher import read_integer, read_launcher
 
 USAGE = """usage: python -m megatron_core.drop_in [--cpu] PROGRAM [ARGS ...]
        python -m megatron_core.drop_in [--cpu] -m MODULE [ARGS ...]
@@ -47,15 +49,48 @@ def main(arguments: list[str]) -> None:
         sys.path.append(root)
     report_other_copies()
     sys.argv = [target, *rest]
-    read_launcher()
+    size = _number_of_ranks()
     if on_cpu:
         _emulate_cuda()
     if is_module:
+        _check_module(target)
         runpy.run_module(target, run_name="__main__", alter_sys=True)
     else:
         runpy.run_path(target, run_name="__main__")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if size > 1:
         _exit_without_destructors()
+
+
+def _number_of_ranks() -> int:
+    """Read the variables of the launcher; exit with one sentence if they are not numbers."""
+    try:
+        read_launcher()
+        for name in ("RANK", "LOCAL_RANK"):
+            read_integer(name, 0)
+        return read_integer("WORLD_SIZE", 1, least=1)
+    except LayoutError as error:
+        sys.exit(f"error: {error}")
+
+
+def _check_module(target: str) -> None:
+    """Exit with one sentence if there is no module or package ``target`` that can be run."""
+    spec = None
+    try:
+        if "" not in target.split("."):  # a relative name
+            spec = importlib.util.find_spec(target)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{target}.__main__")
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{target}.".startswith(f"{error.name}."):
+            raise  # an import inside of a package around it
+        spec = None
+    except ValueError:  # __main__ itself
+        spec = None
+    if spec is None:
+        sys.exit(
+            f"error: no module {target!r} that can be run; give the name of a module on PYTHONPATH or in the current "
+            "folder (a package needs __main__.py)"
+        )
 
 
 def _check(arguments: list[str]) -> None:

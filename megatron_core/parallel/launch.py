@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from megatron_core.command import INTERRUPTED, begin_program
 from megatron_core.errors import LayoutError, visible
-from megatron_core.launcher import read_launcher
+from megatron_core.launcher import START_HINT, read_integer, read_launcher
 from megatron_core.parallel.exit_status import FAILED, RESTART, RestartNeeded, explained
 from megatron_core.parallel.recovery.memory import HostMemory
 from megatron_core.parallel.recovery.monitor import Monitor
@@ -71,12 +71,12 @@ class World:
         Errors: ``LayoutError`` for values that are missing, not integers, or out of range.
         """
         read_launcher()
-        size = _read_integer("WORLD_SIZE", 1, least=1)
-        rank, local_rank = _read_integer("RANK", 0), _read_integer("LOCAL_RANK", 0)
+        size = read_integer("WORLD_SIZE", 1, least=1)
+        rank, local_rank = read_integer("RANK", 0), read_integer("LOCAL_RANK", 0)
         if size > 1 and "RANK" not in os.environ:
-            raise LayoutError(f"WORLD_SIZE={size}, but RANK is not set; {_LAUNCHER}")
+            raise LayoutError(f"WORLD_SIZE={size}, but RANK is not set; {START_HINT}")
         if rank >= size:
-            raise LayoutError(f"RANK={rank} is not below WORLD_SIZE={size}; {_LAUNCHER}")
+            raise LayoutError(f"RANK={rank} is not below WORLD_SIZE={size}; {START_HINT}")
         return cls(rank, size, local_rank, _device(local_rank))
 
     def use(self, size: int) -> None:
@@ -132,17 +132,6 @@ def _device(local_rank: int) -> torch.device:
     return torch.device("cuda", 0 if is_bound else local_rank)
 
 
-_LAUNCHER = "start the ranks with torchrun, which sets it, or unset all of RANK, WORLD_SIZE and LOCAL_RANK for one rank"
-
-
-def _read_integer(name: str, default: int, least: int = 0) -> int:
-    """Read an integer environment variable."""
-    text = os.environ.get(name, str(default))
-    if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) >= least):
-        raise LayoutError(f"{name}={text!r} in the environment must be an integer >= {least}; {_LAUNCHER}")
-    return int(text)
-
-
 def start_world(world: World, *, backend: str = "auto", timeout_minutes: float = 10.0) -> None:
     """Join the job's processes.
 
@@ -169,7 +158,7 @@ def start_world(world: World, *, backend: str = "auto", timeout_minutes: float =
 
 def connect(world: World, timeout: timedelta) -> dist.Store:
     """Connect to the store at ``MASTER_ADDR:MASTER_PORT``; ``LayoutError`` if the ranks cannot connect."""
-    address, port = os.environ.get("MASTER_ADDR", ""), _read_integer("MASTER_PORT", 0)
+    address, port = os.environ.get("MASTER_ADDR", ""), read_integer("MASTER_PORT", 0)
     if not address or not 0 < port < 65536:
         raise LayoutError(
             f"MASTER_ADDR={address!r} and MASTER_PORT={port}: the rendezvous needs rank 0's address and a free port "

@@ -2,7 +2,6 @@
 
 import gc
 import json
-import os
 import signal
 from collections import Counter
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_core.errors import MegatronError
+from megatron_core.launcher import read_integer
 from megatron_core.monitor.device import current_memory_bytes, peak_memory_bytes, total_memory_bytes
 from megatron_core.output_file import make_folder, no_follow
 from megatron_core.parallel.exit_status import allocation_that_failed
@@ -254,7 +254,7 @@ class MemorySnapshots(Callback):
         run, config = self.run, self.run.config
         device = total_memory_bytes() or now
         if run.world.device.type == "cpu":
-            device //= int(os.environ.get("LOCAL_WORLD_SIZE", run.world.size))
+            device //= read_integer("LOCAL_WORLD_SIZE", run.world.size, least=1)
         needed = predicted_bytes(config, run.world.size, run.vocab_size)
         # Failure below the device's capacity: a system limit, or other processes on the same device.
         room = (device if now + requested > device else now) - self._other

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import platform
 import time
 from collections.abc import Mapping, Sequence
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 
 from megatron_core.config.flops import flops_per_token, forward_flops_per_token
+from megatron_core.launcher import read_integer
 from megatron_core.monitor.build import metrics_path
 from megatron_core.monitor.device import (
     MEASURED,
@@ -134,7 +134,7 @@ class Measurements(Callback):
                 return stored
         rate = measure_product_rate(device, getattr(torch, dtype))
         if device.type == "cpu":
-            ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.run.world.size))
+            ranks = read_integer("LOCAL_WORLD_SIZE", self.run.world.size, least=1)
             rate *= share_of_cores(ranks, torch.get_num_threads())
         return ReferenceRate(rate, name, dtype, f"{MEASURED}{self.run.state.iteration}")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator, Sequence
 from typing import Protocol
@@ -10,6 +9,7 @@ from typing import Protocol
 from megatron_core.checkpoint import TensorBox
 from megatron_core.checkpoint.host_copy import CopyWriter, LocalCopy
 from megatron_core.errors import MegatronError
+from megatron_core.launcher import read_integer
 from megatron_core.parallel import interrupt
 from megatron_core.parallel.recovery.keeper import Connection, RemoteCopy
 from megatron_core.parallel.recovery.memory import MIRRORED, MIRRORS, HostMemory
@@ -52,7 +52,7 @@ def choose_mirror(memory: HostMemory, ranks: Sequence[int]) -> None:
 
 def _shift(ranks: Sequence[int]) -> int:
     """Number of places between a rank and the one that it mirrors."""
-    shift = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    shift = read_integer("LOCAL_WORLD_SIZE", 1, least=1)
     return shift if shift % len(ranks) else 1
 
 

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from megatron_core.errors import LayoutError, visible
+from megatron_core.launcher import read_integer
 from megatron_core.parallel import interrupt
 from megatron_core.parallel.recovery.memory import MIRRORED, MIRRORS, Copy, HostMemory
 from megatron_core.parallel.recovery.rendezvous import Rendezvous
@@ -231,7 +232,7 @@ def own_address(size: int) -> str:
     Errors:
     ``LayoutError`` if the address cannot be found, or is the loopback address although there are other hosts.
     """
-    if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) == size:
+    if read_integer("LOCAL_WORLD_SIZE", 1, least=1) == size:
         return LOOPBACK
     master = os.environ.get("MASTER_ADDR", LOOPBACK)
     try:

@@ -21,6 +21,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from megatron_core.errors import visible
+from megatron_core.launcher import read_integer
 from megatron_core.parallel.recovery.keeper import own_address, start_keeper
 from megatron_core.parallel.recovery.memory import BEATS, FINISHED, GENERATION, INVITED, ITERATION, WAITS, HostMemory
 from megatron_core.parallel.recovery.rendezvous import End, Failure, Rendezvous
@@ -190,7 +191,7 @@ class Supervisor:
         self._rendezvous.beat()
         if self._memory.numbers[GENERATION] == INVITED:
             return  # the others have not met this rank, so that it has no generation that could fail
-        count, now = max(WATCHED, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))), self._now()
+        count, now = max(WATCHED, read_integer("LOCAL_WORLD_SIZE", 1, least=1)), self._now()
         known, self._watched = self._watched, {}
         for rank, beats in self._rendezvous.watched(count).items():
             same = rank in known and known[rank][0] == beats

@@ -11,6 +11,7 @@ from torch import nn
 
 from megatron_core.config import RunConfig
 from megatron_core.errors import ConfigError
+from megatron_core.launcher import read_integer
 from megatron_core.parallel.compiled import is_compiled
 from megatron_core.parallel.current import make_groups
 from megatron_core.parallel.launch import World, start_world
@@ -184,7 +185,7 @@ def _join(config: RunConfig) -> World:
     """Join the processes of the launcher, unless torch.distributed is initialized already."""
     world = World.from_environment()
     if dist.is_initialized():
-        local = int(os.environ.get("LOCAL_RANK", "0"))
+        local = read_integer("LOCAL_RANK", 0)
         return World(dist.get_rank(), dist.get_world_size(), local, world.device)
     parallel = config.parallel
     start_world(world, backend=parallel.distributed_backend, timeout_minutes=parallel.distributed_timeout_minutes)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
 from megatron_core.errors import LayoutError
+from megatron_core.launcher import read_integer
 from megatron_core.parallel.launch import World, start_world
 
 TIMEOUT = timedelta(minutes=int(os.environ.get("DEEPSPEED_TIMEOUT", "30")))
@@ -69,7 +70,7 @@ def get_world_size(group: ProcessGroup | None = None) -> int:
 
 def get_local_rank() -> int:
     """Return the number of this process on its host."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
+    return read_integer("LOCAL_RANK", 0)
 
 
 def get_world_group() -> ProcessGroup | None:

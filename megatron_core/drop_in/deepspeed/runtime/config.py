@@ -13,6 +13,7 @@ from deepspeed.runtime.precision_config import get_bfloat16_config, get_float16_
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.translation import CLIPPING, read_json, translate, with_new_names
 from megatron_core.errors import ConfigError as DeepSpeedConfigError
+from megatron_core.launcher import read_integer
 
 __all__ = ["DeepSpeedConfig", "DeepSpeedConfigError", "add_config_arguments", "get_gradient_clipping"]
 
@@ -79,7 +80,7 @@ def _section(values: Any) -> SimpleNamespace | None:
 def _data_ranks(mpu: Any) -> int:
     if mpu is not None:
         return int(mpu.get_data_parallel_world_size())
-    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    return dist.get_world_size() if dist.is_initialized() else read_integer("WORLD_SIZE", 1, least=1)
 
 
 def get_gradient_clipping(param_dict: Mapping[str, Any]) -> float:

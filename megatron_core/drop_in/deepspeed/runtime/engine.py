@@ -23,6 +23,7 @@ from deepspeed.utils import groups
 from deepspeed.utils.logging import log_dist
 from deepspeed.utils.timer import ThroughputTimer
 from megatron_core.errors import ConfigError
+from megatron_core.launcher import read_integer
 from megatron_core.training import engine as native
 from megatron_core.training.engine.scheduler import replace_step
 
@@ -87,7 +88,7 @@ class DeepSpeedEngine(EngineCheckpoint, EngineSettings, nn.Module):
         mark_parameters(core)
         # Ranks.
         self.global_rank, self.world_size = core.world.rank, core.world.size
-        self.local_rank, self.device = int(os.environ.get("LOCAL_RANK", "0")), core.world.device
+        self.local_rank, self.device = read_integer("LOCAL_RANK", 0), core.world.device
         self.dp_world_size, self.mp_world_size = core.groups.size("dp"), core.groups.size("tp")
         # Counters, and what the program drives.
         self.micro_steps = 0

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_core.errors import ConfigError, LayoutError
+from megatron_core.launcher import read_integer
 
 _BASE = "base"
 
@@ -155,7 +156,7 @@ class HyperCommGrid:
 
 def _world_size() -> int:
     if "WORLD_SIZE" in os.environ:
-        return int(os.environ["WORLD_SIZE"])
+        return read_integer("WORLD_SIZE", 1, least=1)
     if dist.is_initialized():
         return dist.get_world_size()
     raise LayoutError("Cannot determine world size: initialize torch.distributed or set WORLD_SIZE")

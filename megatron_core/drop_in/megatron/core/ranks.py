@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.core.slurm import resolve_slurm_rank, resolve_slurm_world_size
+from megatron_core.launcher import read_integer
 
 
 def safe_get_rank() -> int:
@@ -30,7 +31,7 @@ def safe_get_world_size() -> int:
 def of_environment(variable: str, of_slurm: int | None, default: int, meaning: str) -> int:
     """Return an environment variable, else Slurm's value, else ``default`` with a warning."""
     if variable in os.environ:
-        return int(os.environ[variable])
+        return read_integer(variable, default)
     if of_slurm is None:
         warnings.warn(f"Could not determine {meaning}: {variable} is not set; it is {default}", stacklevel=3)
         return default
@@ -39,5 +40,5 @@ def of_environment(variable: str, of_slurm: int | None, default: int, meaning: s
 
 def log_single_rank(logger: logging.Logger, *args: Any, rank: int = 0, **kwargs: Any) -> None:
     """Call ``logger.log(...)`` on one rank."""
-    if (dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))) == rank:
+    if (dist.get_rank() if dist.is_initialized() else read_integer("RANK", 0)) == rank:
         logger.log(*args, **kwargs)

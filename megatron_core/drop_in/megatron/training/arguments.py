@@ -25,6 +25,7 @@ from megatron_core.config.heterogeneous import LAYERS_JSON
 from megatron_core.config.megatron_flags import FLAGS, OVERRIDDEN_BY_FLAG, RENAMED, SAME_AS
 from megatron_core.config.translate import grouped, plain
 from megatron_core.config.validate import check, without_data
+from megatron_core.launcher import read_integer
 from megatron_core.text_file import read_table
 from megatron_core.training.pretrain import read_settings
 
@@ -70,7 +71,7 @@ def parse_args(
     if dist.is_initialized():
         args.rank, args.world_size = dist.get_rank(), dist.get_world_size()
     else:
-        args.rank, args.world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        args.rank, args.world_size = read_integer("RANK", 0), read_integer("WORLD_SIZE", 1, least=1)
     args.fp8 = args.fp8_format
     # Programs choose the class of the configuration by the name of the file, whose content the engine has read.
     args.heterogeneous_layers_config_path = LAYERS_JSON if args.heterogeneous_layers_config_encoded_json else None
