@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 import megatron_core
 from megatron_core.config.layout import Layout
-from megatron_core.errors import LayoutError
+from megatron_core.errors import ConfigError, LayoutError
 from megatron_core.parallel.sharding import spec_of
+from megatron_core.training.engine.arguments import check_counts, check_functions
 from megatron_core.training.engine.engine import Engine, loss_of
 from megatron_core.training.engine.tensor_check import PARTIAL
 from megatron_core.training.engine.tensor_heads import Heads
@@ -63,8 +64,17 @@ def verify_module(
     over all ranks. ``plan`` and ``heads``: see ``megatron_core.parallelize``. ``loss(output, batch)`` returns the
     loss, by default that of the output. Modules are in evaluation mode, without dropout, and compute in float64.
 
-    Errors: ``LayoutError`` for a layout that does not fit the ranks or the batches.
+    Errors: ``ConfigError`` for other arguments of wrong types, and without batches; ``LayoutError`` for a layout that
+    does not fit the ranks or the batches.
     """
+    check_functions(loss=loss)
+    check_counts(world_size=world_size)
+    if not callable(make_model):
+        raise ConfigError(f"make_model={make_model!r} must be a function that returns the model")
+    if not isinstance(batches, Sequence) or isinstance(batches, str) or not batches:
+        raise ConfigError("batches must be a list with one batch or more, one for each step; nothing would be compared")
+    if not isinstance(layout, str | None):
+        raise LayoutError(f"layout={layout!r} must be a text such as 'tp2 dp2'")
     parsed = Layout.parse(layout or f"tp{world_size}")
     if parsed.world_size != world_size or parsed.world_size != parsed.tp * parsed.dp:
         raise LayoutError(

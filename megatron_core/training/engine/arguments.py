@@ -1,6 +1,7 @@
 """Checks of the arguments of ``initialize`` and ``parallelize``, which do not depend on the number of ranks."""
 
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils.data import IterableDataset
 
-from megatron_core.errors import ConfigError
+from megatron_core.errors import CheckpointError, ConfigError
 from megatron_core.parallel.texts import listed
 from megatron_core.training.engine.partition import check_partition_method
 
@@ -31,10 +32,18 @@ def check_model(model: Any) -> None:
         )
 
 
-def check_tensor_ranks(tensor: Any) -> None:
-    """ConfigError unless ``tensor`` is a number of ranks."""
-    if not isinstance(tensor, int) or isinstance(tensor, bool) or tensor < 1:
-        raise ConfigError(f"tensor={_shown(tensor)} must be the number of tensor-parallel ranks, an integer >= 1")
+def check_counts(**counts: Any) -> None:
+    """ConfigError for an argument that is not an integer >= 1."""
+    for name, count in counts.items():
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise ConfigError(f"{name}={_shown(count)} must be an integer >= 1")
+
+
+def check_flags(**flags: Any) -> None:
+    """ConfigError for an argument that is neither True nor False."""
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise ConfigError(f"{name}={_shown(flag)} must be True or False")
 
 
 def check_functions(**functions: Any) -> None:
@@ -56,6 +65,28 @@ def check_dataset(dataset: Any) -> None:
             f"training_data={_shown(dataset)} must be a data set with __len__ and __getitem__; pass the batches of an "
             "iterator or of your own loader to the engine"
         )
+
+
+def next_batch(batches: Any) -> Any:
+    """Return the next micro-batch.
+
+    Errors: ``ConfigError`` for a list or a loader, of which each step would read the first batches.
+    """
+    check_batches(batches)
+    return next(batches)
+
+
+def check_batches(batches: Any) -> None:
+    """ConfigError unless ``batches`` is an iterator."""
+    if not hasattr(batches, "__next__"):
+        raise ConfigError(f"batches={_shown(batches)} must be an iterator of micro-batches, such as iter(loader)")
+
+
+def folder_name(folder: Any) -> str:
+    """Return the path of a folder; ``CheckpointError`` if it is neither a text nor a path."""
+    if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
+        raise CheckpointError(f"folder={_shown(folder)} must be the path of a folder of checkpoints")
+    return os.fspath(folder)
 
 
 def make_optimizer(optimizer: Any, parameters: Iterable[Any]) -> torch.optim.Optimizer:
@@ -109,10 +140,10 @@ def _checked_group(name: str, group: Mapping[Any, Any]) -> dict[Any, Any]:
     if wrong is not None:
         raise ConfigError(f"{name}: params has {_shown(wrong)}; legal: parameters")
     for key in NUMBERS:
-        if key in group and not _is_number(group[key]):
+        if key in group and not is_number(group[key]):
             raise ConfigError(f"{name}: {key}={_shown(group[key])} must be a number >= 0")
     betas = group.get("betas", (0.0, 0.0))
-    if not isinstance(betas, tuple | list) or len(betas) != 2 or not all(_is_number(b) and b < 1 for b in betas):
+    if not isinstance(betas, tuple | list) or len(betas) != 2 or not all(is_number(b) and b < 1 for b in betas):
         raise ConfigError(f"{name}: betas={_shown(betas)} must be two numbers >= 0 and < 1")
     return {**group, "params": members}
 
@@ -123,7 +154,8 @@ def _is_parameter(value: Any) -> bool:
     return isinstance(value[1] if is_named else value, torch.Tensor)
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Whether ``value`` is a finite number >= 0, or a tensor with one."""
     if isinstance(value, torch.Tensor):
         return value.numel() == 1 and not value.is_complex() and 0 <= float(value) < math.inf
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf

@@ -17,11 +17,12 @@ from megatron_core.parallel.current import make_groups
 from megatron_core.parallel.launch import World, start_world
 from megatron_core.training.engine.arguments import (
     DEFAULT_PARTITION,
+    check_counts,
     check_cut,
     check_dataset,
+    check_flags,
     check_functions,
     check_model,
-    check_tensor_ranks,
     check_unit_classes,
     checked_groups,
     make_optimizer,
@@ -90,6 +91,7 @@ def initialize(
     check_model(model)
     check_functions(lr_scheduler=None if hasattr(lr_scheduler, "step") else lr_scheduler)
     check_functions(initialise=initialise, collate_fn=collate_fn)
+    check_flags(shuffle=shuffle)
     check_unit_classes(model, unit_classes, is_built=not is_list)
     check_cut(model, partition_method, head_modules, is_list_of_layers=is_list)
     model_parameters = checked_groups(model_parameters)
@@ -153,7 +155,7 @@ def parallelize(
     if sequence:
         raise ConfigError("sequence=True: sequence parallelism is not supported for a model of your own; remove it")
     check_model(model)
-    check_tensor_ranks(tensor)
+    check_counts(tensor=tensor)
     check_heads(model, heads)
     settings = RunConfig.from_flat({"tensor_model_parallel_size": tensor})
     world = _join(settings)

@@ -104,6 +104,8 @@ class PipelineModule(nn.Module):
         self.class_names = list(map(_name_of, self.specs))
         """Class of each layer, or name of the function."""
         self._check_layers()
+        if type(seed) is not int:
+            raise ConfigError(f"PipelineModule: seed={seed!r} must be an integer")
         check_functions(loss_fn=loss_fn)
         check_partition_method(partition_method, self.class_names, has_example=example is not None)
         self.bounds: list[range] = []

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 import megatron_core
 from megatron_core import LayerSpec, PipelineModule, TiedLayerSpec
+from megatron_core.config import RunConfig
 from megatron_core.errors import ConfigError, MegatronError
+from megatron_core.verify import verify_module
 from megatron_core.verify.ranks import run_ranks
 from tests.training.engine.attentions import Attention
 from tests.training.engine.attentions import Model as Transformer
@@ -121,6 +123,9 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "regular expression": (lambda: _initialize(partition_method="type:["), "partition_method='type:[': unterminated"),
     "no class": (lambda: _initialize(partition_method="type:Block"), "'type:Block' matches no layer"),
     "flops": (lambda: _initialize(partition_method="flops"), "partition_method='flops' needs example="),
+    "shuffle": (lambda: _initialize(shuffle="no"), "shuffle='no' must be True or False"),
+    "seed": (lambda: _pipeline(seed="x"), "PipelineModule: seed='x' must be an integer"),
+    "setting": (lambda: _initialize(config={1: 2}), "1 is not a setting"),
     "head": (lambda: _initialize(head_modules=["lm_head"]), "head_modules=['lm_head']: Model has no such modules; its"),
     "text as heads": (lambda: _initialize(head_modules="head"), "head_modules='head' must be a list of names"),
     "method of a pipeline": (_method_of_pipeline, "of initialize have no effect on a PipelineModule"),
@@ -137,8 +142,8 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "forward": (lambda: _tied("a", forward_fn="head"), "forward_fn='head' must be a function, or None"),
     "spec": (lambda: LayerSpec(len), "must be a class derived from torch.nn.Module"),  # type: ignore[arg-type]
     "text": (lambda: megatron_core.parallelize("x"), "model='x' must be a torch.nn.Module"),  # type: ignore[arg-type]
-    "ranks": (lambda: megatron_core.parallelize(Model(), "x"), "tensor='x' must be the number of"),  # type: ignore[arg-type]
-    "no ranks": (lambda: megatron_core.parallelize(Model(), 0), "tensor=0 must be the number of tensor-par"),
+    "ranks": (lambda: megatron_core.parallelize(Model(), "x"), "tensor='x' must be an integer >= 1"),  # type: ignore[arg-type]
+    "no ranks": (lambda: megatron_core.parallelize(Model(), 0), "tensor=0 must be an integer >= 1"),
     "pattern": (lambda: _parallelize({"layers.*.attn.k": "colwise"}), "'layers.*.attn.k' matches no module or param"),
     "style": (lambda: _parallelize({"layers.*.attn.q_proj": "column"}), "has the style 'column', which is not suppor"),
     "no style": (lambda: _parallelize({}), "plan={} must be a dict of styles by names of modules"),
@@ -146,6 +151,63 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "norm": (lambda: _parallelize({"norms.*": "colwise"}), "'norms.0' (LayerNorm) has the style 'colwise'; it must be"),
     "alone": (lambda: _parallelize({"layers.*.attn.q_proj": "colwise"}), "no row-parallel layer that sums its output"),
 }
+
+METHODS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "detached": (lambda e: e.backward(e(torch.ones(1, 4)).detach()), "loss does not require gradients"),
+    "terms": (lambda e: e.backward(e(torch.ones(1, 4)), num_terms="3"), "num_terms='3' must be a number >= 0"),
+    "negative terms": (lambda e: e.backward(e(torch.ones(1, 4)), num_terms=-1), "num_terms=-1 must be a number >= 0"),
+    "list of batches": (lambda e: e.train_batch([torch.ones(1, 4)]), "must be an iterator of micro-batches"),
+    "no batches": (lambda e: e.eval_batch(None), "batches=None must be an iterator of micro-batches"),
+    "folder": (lambda e: e.save_checkpoint(3), "folder=3 must be the path of a folder"),
+    "folder to load": (lambda e: e.load_checkpoint(None), "folder=None must be the path of a folder"),
+    "iteration": (lambda e: e.load_checkpoint("absent", "1"), "iteration='1' must be an integer >= 0"),
+    "client state": (lambda e: e.save_checkpoint("absent", [1]), "client_state=[1] must be a dict with JSON values"),
+    "gathered": (lambda e: e.gathered("head").__enter__(), "'h' must be a parameter of the model, not a str"),
+    "whole": (lambda e: e.whole.weights("head"), "'head' must be a parameter of the model, not a str"),
+    "micro-batch": (lambda e: e.set_batch_size(0, 1), "micro_batch_size=0 must be an integer >= 1"),
+    "steps": (lambda e: e.set_batch_size(1, 1.5), "gradient_accumulation_steps=1.5 must be an integer >= 1"),
+    "loader": (lambda e: e.make_loader(iter(())), "must be a data set with __len__ and __getitem__"),
+}
+
+
+@pytest.mark.parametrize("case", METHODS)
+def test_wrong_arguments_of_methods_are_one_sentence(case: str) -> None:
+    call, message = METHODS[case]
+    with pytest.raises(MegatronError) as error:
+        call(_initialize().engine)
+    assert message in str(error.value), str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"bf16": "yes"}, "bf16='yes' does not fit"),
+        ({"lr": "x"}, "lr='x' does not fit"),
+        ({"micro_batch_size": 1.5}, "micro_batch_size=1.5 does not fit"),
+        ({"zero_stage": "1"}, "zero_stage='1' does not fit"),
+    ],
+)
+def test_a_run_config_has_the_types_of_its_settings(values: dict[str, Any], message: str) -> None:
+    config = RunConfig.from_flat({**CONFIG, **values})
+    with pytest.raises(ConfigError, match=message):
+        megatron_core.initialize(Model(), config)
+    megatron_core.initialize(Model(), RunConfig.from_flat({**CONFIG, "zero_stage": 1, "lr": 1}))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((3, [1]), "make_model=3 must be a function"),
+        ((Model, []), "batches must be a list with one batch or more"),
+        ((Model, 3), "batches must be a list with one batch or more"),
+        ((Model, [1], 3), "layout=3 must be a text"),
+    ],
+)
+def test_wrong_arguments_of_verify_module(arguments: Any, message: str) -> None:
+    make_model, batches, *layout = arguments
+    with pytest.raises(MegatronError, match=message):
+        verify_module(make_model, batches, layout=layout[0] if layout else None)
 
 
 @pytest.mark.parametrize("case", WRONG)
