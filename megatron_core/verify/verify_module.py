@@ -14,8 +14,8 @@ from megatron_core.errors import ConfigError, LayoutError
 from megatron_core.parallel.sharding import spec_of
 from megatron_core.training.engine.arguments import check_counts, check_functions
 from megatron_core.training.engine.engine import Engine, loss_of
-from megatron_core.training.engine.tensor_check import PARTIAL
 from megatron_core.training.engine.tensor_heads import Heads
+from megatron_core.training.engine.tensor_trial import PARTIAL
 from megatron_core.verify.compare import Bounds, beyond, relative_errors
 from megatron_core.verify.float64 import WithoutFloat32
 from megatron_core.verify.ranks import RankFailure, run_ranks

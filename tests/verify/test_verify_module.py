@@ -38,7 +38,7 @@ def test_correct_plans_agree(name: str, layout: str) -> None:
 def test_partial_gradient_is_named() -> None:
     (fault,) = _verify("qwen3", plan=_plan(q_norm=None)).faults
     assert "model.layers.0.self_attn" in fault and "the gradient of q_norm.weight is off by" in fault
-    assert fault.endswith("their sum is missing; give its module the style replicated_with_grad_allreduce)")
+    assert fault.endswith("their sum is missing; give it, or its module, the style replicated_with_grad_allreduce)")
 
 
 def test_partial_gradient_outside_of_split_modules_is_named() -> None:

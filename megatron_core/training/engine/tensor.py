@@ -21,7 +21,7 @@ from megatron_core.tensor_parallel.fp8 import FP8Products
 from megatron_core.tensor_parallel.linear import parallel_linear
 from megatron_core.tensor_parallel.lookup import vocab_parallel_lookup
 from megatron_core.training.engine.module import broadcast_from_first
-from megatron_core.training.engine.tensor_check import Region, establish, twin_of
+from megatron_core.training.engine.tensor_check import establish
 from megatron_core.training.engine.tensor_heads import (
     FEED_FORWARD,
     KEYS_AND_VALUES,
@@ -39,6 +39,7 @@ from megatron_core.training.engine.tensor_plan import (
     plan_of,
     smallest_regions,
 )
+from megatron_core.training.engine.tensor_trial import Region, twin_of
 
 
 class ParallelLinear(nn.Module):
@@ -309,12 +310,15 @@ class _Splitting:
         self._record(name, parameter, spec)
 
     def _parameter(self, name: str, style: str, parts: int) -> None:
-        """A parameter of a module of experts: ``[..., out, in]``."""
+        """A parameter with a part of its gradient on each rank, or one of a module of experts: ``[..., out, in]``."""
         parameter = self.model.get_parameter(name)
+        if style == "replicated_with_grad_allreduce":
+            self._record(name, parameter, self._whole(parameter, partial=True))
+            return
         if style not in ("colwise", "rowwise") or self.plan.get(name.rpartition(".")[0]) != ("moe_tp_experts", 1):
             raise ConfigError(
-                f"plan: {name!r} is a parameter; only colwise, packed_colwise and rowwise parameters of a module with "
-                "the style moe_tp_experts can be split; name the module instead"
+                f"plan: {name!r} is a parameter; it can have the style replicated_with_grad_allreduce, or, in a module "
+                "with the style moe_tp_experts, colwise, packed_colwise and rowwise; name the module instead"
             )
         dim = parameter.dim() - (2 if style == "colwise" else 1)
         self._split(name, parameter, dim, parts)

@@ -21,7 +21,7 @@ STYLES = {
     "rowwise": "input features are split; outputs are summed",
     "rowwise_split_input": "as rowwise, for an input that every rank has whole",
     "embedding_rowwise": "rows of the table are split; outputs are summed",
-    "replicated_with_grad_allreduce": "whole on every rank, applied to split features; gradients are summed",
+    "replicated_with_grad_allreduce": "whole, a module or parameter for split features; gradients are summed",
     "moe_tp_experts": "a module of experts whose parameters have their own styles; outputs are summed",
 }
 ALIASES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}

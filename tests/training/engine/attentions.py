@@ -174,6 +174,28 @@ class ApartCore(Attention):
         return out
 
 
+class ReturnsWeights(Attention):
+    """Also returns the attention weights of its heads."""
+
+    def forward(self, x: Tensor) -> Any:
+        q, k, v = (self.divide(p(x)).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
+        weights = (q @ k.transpose(-1, -2)).softmax(-1)
+        return self.o_proj((weights @ v).transpose(1, 2).flatten(2)), weights
+
+
+class ReadsAttention(nn.Module):
+    """Reads the attention weights of all heads, which a rank does not have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = ReturnsWeights()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, weights = self.inner(x)
+        out: Tensor = y + (weights * torch.arange(1, HEADS + 1)[:, None, None]).mean((1, 2)).unsqueeze(-1)
+        return out
+
+
 class FusedQKV(nn.Module):
     """One projection to queries, keys and values, of GPT-2's name."""
 
@@ -309,6 +331,28 @@ class NormOfKeys(Attention):
         return self.norm(super().divide(x))  # type: ignore[no-any-return]
 
 
+class Temperature(Attention):
+    """A parameter of the attention itself, of whose gradient each rank has a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.ones(()))
+
+    def divide(self, x: Tensor) -> Tensor:
+        return super().divide(x) * self.temperature
+
+
+class BiasOfHeads(Attention):
+    """A parameter with an entry for each head, which is whole on each rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.ones(HEADS, 1))
+
+    def divide(self, x: Tensor) -> Tensor:
+        return super().divide(x) + self.bias
+
+
 class NormOfAll(Attention):
     """Mean and variance over channels of all heads."""
 
@@ -393,6 +437,13 @@ class _NeedsMask(nn.Module):
     def forward(self, x: Tensor, *, mask: Tensor) -> Tensor:
         y: Tensor = super().forward(x * mask[:, None])
         return y
+
+
+class Silent(Masked):
+    """Gives zeros to its module at first, which would not show a wrong number of heads."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x * 0.0)
 
 
 class Model(nn.Module):

@@ -108,23 +108,30 @@ EXACT: tuple[Any, ...] = (
     *(attentions.Attention, attentions.NumHeads, attentions.NHead, attentions.Nhead, attentions.UnknownName),
     *(attentions.WidthOfHead, attentions.WidthByDivision, attentions.Constant, attentions.Einops, attentions.Grouped),
     *(attentions.OneKey, attentions.ApartCore, attentions.FusedQKV, attentions.FusedAttributes),
+    attentions.ReadsAttention,
 )
 WRONG: tuple[Any, ...] = (
     *(attentions.LiteralHeads, attentions.HeadsInConfig, attentions.InnerHeads, attentions.NormOfAll),
     *(attentions.InterleavedQKV, attentions.Gated, attentions.ReadsWeights, attentions.WrongScale),
-    attentions.WidthOfInput,
+    *(attentions.WidthOfInput, attentions.BiasOfHeads),
 )
 BATCHES = [torch.randint(11, (4, 7), generator=torch.Generator().manual_seed(number)) for number in range(2)]
 
 
 def test_heads_of_every_kind() -> None:
     """Losses, gradients and weights of two steps equal those of torch, with every attribute that holds heads."""
-    kinds = [*EXACT, *(partial(attentions.Masked, kind) for kind in EXACT)]
+    kinds = [*EXACT, *(partial(attentions.Masked, kind) for kind in EXACT[:-1])]
     report = verify_module(partial(attentions.Model, *kinds), BATCHES)
     assert report.agrees, report.faults
     assert len(report.errors) > 400 and max(report.errors.values()) < 1e-9
     for result in run_ranks(2, _split_sizes, EXACT):
         assert result == [attentions.WIDTH // 2] * (len(EXACT) - 2)  # all with a q_proj are split
+
+
+def test_zero_inputs_do_not_hide_a_wrong_number_of_heads() -> None:
+    kind = partial(attentions.Silent, attentions.LiteralHeads)
+    (fault,) = verify_module(partial(attentions.Model, kind), BATCHES).faults
+    assert "does not compute what the whole module computes" in fault
 
 
 def _split_sizes(kinds: tuple[Any, ...]) -> list[int]:
@@ -155,12 +162,14 @@ def _refused_kind(kind: Any) -> tuple[str, str]:
     return str(error.value), str(later.value)
 
 
-def test_a_partial_gradient_is_refused_with_its_style() -> None:
-    (message, *_) = run_ranks(2, _refused_plan, attentions.NormOfKeys, None)
-    assert "the gradient of norm.weight is off by" in message and "replicated_with_grad_allreduce" in message
-    plan = {"layers.*.attn.?_proj".replace("?", name): "colwise" for name in "qkv"}
-    plan |= {"layers.*.attn.o_proj": "rowwise", "layers.*.attn.norm": "replicated_with_grad_allreduce"}
-    report = verify_module(partial(attentions.Model, attentions.NormOfKeys), BATCHES, plan=plan)
+@pytest.mark.parametrize(("kind", "name"), [(attentions.NormOfKeys, "norm"), (attentions.Temperature, "temperature")])
+def test_a_partial_gradient_is_refused_with_its_style(kind: Any, name: str) -> None:
+    """The style is that of a module or of a parameter."""
+    (message, *_) = run_ranks(2, _refused_plan, kind, None)
+    assert f"the gradient of {name}" in message and "give it, or its module, the style replicated_with_grad" in message
+    plan = {f"layers.*.attn.{letter}_proj": "colwise" for letter in "qkv"} | {"layers.*.attn.o_proj": "rowwise"}
+    plan[f"layers.*.attn.{name}"] = "replicated_with_grad_allreduce"
+    report = verify_module(partial(attentions.Model, kind), BATCHES, plan=plan)
     assert report.agrees, report.faults
 
 
