@@ -35,6 +35,9 @@ class Options:
     """Function of the same file that returns the global batches, one for each step."""
     plan: str | None = None
     """Variable of the same file with the plan of tensor parallelism. Default: the plan of the model, or rules."""
+    heads: str | None = None
+    """Number of attention heads, or the names of the attributes that hold it, such as "4" or "n_q,n_kv", if parallelize
+    does not find them."""
     layout: str = "tp2"
     """Layout of tensor and data parallelism, such as "tp2", "tp2 dp2 zero1"."""
 
@@ -52,8 +55,12 @@ def verify(options: Options) -> int:
         plan = found.get(options.plan)
         if not isinstance(plan, dict):
             raise ConfigError(f"--plan {options.plan}: {file} has no dict of this name; give the name of a variable")
+    heads: int | list[str] | None = None
+    if options.heads is not None:
+        heads = int(options.heads) if options.heads.isdecimal() else options.heads.split(",")
     world_size = Layout.parse(options.layout).world_size
-    report = verify_module(make_model, make_batches(), world_size=world_size, layout=options.layout, plan=plan)
+    batches, layout = make_batches(), options.layout
+    report = verify_module(make_model, batches, world_size=world_size, layout=layout, plan=plan, heads=heads)
     for fault in report.faults:
         print(fault)
     if report.agrees:

@@ -174,7 +174,7 @@ def convert(value: Any, kind: Any) -> Any:
     if typing.get_origin(kind) is Literal:
         return options[[str(option) for option in options].index(_convert_plain(value, str))]
     if typing.get_origin(kind) is tuple:
-        items = value if isinstance(value, list) else [value]
+        items = value if isinstance(value, list | tuple) else [value]
         kinds = [options[0]] * len(items) if options[-1] is Ellipsis else options
         return tuple(convert(item, each) for item, each in zip(items, kinds, strict=True))
     return _convert_plain(value, kind)

@@ -10,9 +10,12 @@ from torch import Tensor, nn
 
 import megatron_core
 from megatron_core.config.layout import Layout
-from megatron_core.errors import LayoutError
+from megatron_core.errors import ConfigError, LayoutError
 from megatron_core.parallel.sharding import spec_of
+from megatron_core.training.engine.arguments import check_counts, check_functions
 from megatron_core.training.engine.engine import Engine, loss_of
+from megatron_core.training.engine.tensor_heads import Heads
+from megatron_core.training.engine.tensor_trial import PARTIAL
 from megatron_core.verify.compare import Bounds, beyond, relative_errors
 from megatron_core.verify.float64 import WithoutFloat32
 from megatron_core.verify.ranks import RankFailure, run_ranks
@@ -50,6 +53,7 @@ def verify_module(
     world_size: int = 2,
     layout: str | None = None,
     plan: Mapping[str, str] | None = None,
+    heads: Heads | None = None,
     loss: LossFunction | None = None,
     timeout: float = 120.0,
 ) -> ModuleReport:
@@ -57,11 +61,20 @@ def verify_module(
 
     ``batches``: one global batch (a tensor, tuple or dict of tensors with samples in dim 0) for each step; its loss is
     a mean of equally weighted samples. ``layout``: words such as ``"tp2 dp2 zero1"``, by default tensor parallelism
-    over all ranks. ``plan``: see ``megatron_core.parallelize``. ``loss(output, batch)`` returns the loss, by default
-    that of the output. Modules are in evaluation mode, without dropout, and compute in float64.
+    over all ranks. ``plan`` and ``heads``: see ``megatron_core.parallelize``. ``loss(output, batch)`` returns the
+    loss, by default that of the output. Modules are in evaluation mode, without dropout, and compute in float64.
 
-    Errors: ``LayoutError`` for a layout that does not fit the ranks or the batches.
+    Errors: ``ConfigError`` for other arguments of wrong types, and without batches; ``LayoutError`` for a layout that
+    does not fit the ranks or the batches.
     """
+    check_functions(loss=loss)
+    check_counts(world_size=world_size)
+    if not callable(make_model):
+        raise ConfigError(f"make_model={make_model!r} must be a function that returns the model")
+    if not isinstance(batches, Sequence) or isinstance(batches, str) or not batches:
+        raise ConfigError("batches must be a list with one batch or more, one for each step; nothing would be compared")
+    if not isinstance(layout, str | None):
+        raise LayoutError(f"layout={layout!r} must be a text such as 'tp2 dp2'")
     parsed = Layout.parse(layout or f"tp{world_size}")
     if parsed.world_size != world_size or parsed.world_size != parsed.tp * parsed.dp:
         raise LayoutError(
@@ -72,7 +85,7 @@ def verify_module(
             raise LayoutError(f"batches: {_count(batch)} samples cannot be split over dp={parsed.dp}; change the batch")
     baseline = _train_alone(make_model, batches, loss)
     try:
-        found = run_ranks(world_size, _train, make_model, batches, parsed, plan, loss, timeout=timeout)
+        found = run_ranks(world_size, _train, make_model, batches, parsed, plan, heads, loss, timeout=timeout)
     except RankFailure as error:
         return ModuleReport(str(parsed), {}, [f"the split module fails: {str(error).strip().splitlines()[-1]}"])
     trace = assemble([each for each, _ in found])
@@ -90,10 +103,7 @@ def _reason(name: str, found: Trace, baseline: Trace, copies: Sequence[Copies], 
     expected, values = baseline.tensors[name], found.tensors[name]
     parts = [each[name] for each in copies if name in each]
     if len(parts) == size and _equal(np.sum(parts, axis=0), expected):
-        return (
-            ": each rank has a part of it, and their sum is missing; give its module the style "
-            "replicated_with_grad_allreduce"
-        )
+        return f": {PARTIAL}"
     factor = float(np.vdot(expected, values) / np.vdot(expected, expected))
     if values.shape != expected.shape or not _equal(values, factor * expected):
         return ""
@@ -118,12 +128,13 @@ def _train(
     batches: Sequence[Any],
     layout: Layout,
     plan: Mapping[str, str] | None,
+    heads: Heads | None,
     loss: LossFunction | None,
 ) -> tuple[RankTrace, Copies]:
     """One rank's training: its trace, and its gradients of whole parameters in the first step at ZeRO 0."""
     model = _make(make_model)
-    if plan is not None:
-        megatron_core.parallelize(model, layout.tp, plan=plan)
+    if plan is not None or heads is not None:
+        megatron_core.parallelize(model, layout.tp, plan=plan, heads=heads)
     size = _count(batches[0])
     config = {**layout.settings(), "fp64": True, "clip_grad": 0.0, "global_batch_size": size}
     config |= {"micro_batch_size": size // layout.dp}

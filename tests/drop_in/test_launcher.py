@@ -212,3 +212,25 @@ def test_imports_of_a_program_are_checked_before_it_runs(program: Path) -> None:
     assert one.stdout == "3 imported names, 100.0 % resolve, 0 raise an error when they are used\n"
     wrong = python("-m", "megatron_core.drop_in", "--check", "nowhere")
     assert wrong.stderr == "error: --check nowhere: give one existing file or folder\n"
+
+
+@pytest.mark.parametrize("module", ["no.such.module", "json", "json.absent", ".relative", "a..b"])
+def test_a_module_that_does_not_exist_is_one_sentence(module: str) -> None:
+    found = python("-m", "megatron_core.drop_in", "-m", module)
+    assert found.returncode == 1 and found.stdout == ""
+    assert found.stderr.startswith(f"error: no module {module!r} that can be run; ") and found.stderr.count("\n") == 1
+
+
+def test_a_failing_import_of_a_package_keeps_its_traceback(tmp_path: Path) -> None:
+    (tmp_path / "outer").mkdir()
+    (tmp_path / "outer" / "__init__.py").write_text("import absent_dependency")
+    found = python("-m", "megatron_core.drop_in", "-m", "outer.inner", cwd=tmp_path)
+    assert "No module named 'absent_dependency'" in found.stderr and "Traceback" in found.stderr
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "RANK", "LOCAL_RANK"])
+def test_a_variable_of_the_launcher_that_is_not_a_number_is_one_sentence(name: str, program: Path) -> None:
+    found = python("-m", "megatron_core.drop_in", program, **{name: "y"})
+    assert found.returncode == 1 and found.stdout == ""
+    assert found.stderr.startswith(f"error: {name}='y' in the environment must be an integer >= ")
+    assert found.stderr.count("\n") == 1

@@ -11,6 +11,7 @@ import torch
 from megatron_core.errors import LayoutError
 from megatron_core.verify import ModuleReport, verify_module
 from tests.defects.plant import planted
+from tests.training.engine.attentions import Attention, Model
 from tests.training.engine.models import model_of, samples_of
 
 TENSOR = "training.engine.tensor:"
@@ -35,30 +36,57 @@ def test_correct_plans_agree(name: str, layout: str) -> None:
 
 
 def test_partial_gradient_is_named() -> None:
-    faults = [each for each in _verify("qwen3", plan=_plan(q_norm=None)).faults if each.startswith("grad0")]
-    assert len(faults) == 3
-    for fault in faults:
-        assert "self_attn.q_norm.weight" in fault and "their sum is missing" in fault
+    (fault,) = _verify("qwen3", plan=_plan(q_norm=None)).faults
+    assert "model.layers.0.self_attn" in fault and "the gradient of q_norm.weight is off by" in fault
+    assert fault.endswith("their sum is missing; give it, or its module, the style replicated_with_grad_allreduce)")
+
+
+def test_partial_gradient_outside_of_split_modules_is_named() -> None:
+    """The scale of the queries belongs to a module around the attention, which reads it."""
+    batches = [torch.randint(11, (4, 7), generator=torch.Generator().manual_seed(number)) for number in range(2)]
+    faults = [each for each in verify_module(BorrowedScale, batches).faults if each.startswith("grad0")]
+    assert len(faults) == 1
+    assert "grad0.scale is off by" in faults[0] and "their sum is missing" in faults[0]
+
+
+class BorrowedScale(Model):
+    """An attention that reads a parameter of the model."""
+
+    def __init__(self) -> None:
+        super().__init__(Attention)
+        self.scale = torch.nn.Parameter(torch.ones(()))
+        attention: Any = self.layers[0]["attn"]
+        attention.divide = self.scaled
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        return x.unflatten(-1, (-1, 8)) * self.scale
 
 
 def test_wrong_style_is_a_fault() -> None:
     (fault,) = _verify("qwen3", plan=_plan(o_proj="colwise")).faults
-    assert "the split module fails" in fault and "shapes" in fault
+    assert "the split module fails" in fault and "there is no row-parallel layer that sums its output" in fault
 
 
 @pytest.mark.parametrize(
     ("target", "old", "new", "expected"),
     [
-        ("ParallelLinear.forward", "copy_to_region(x, self.group)", "x", "grad0.transformer.h.0.ln_1.weight"),
-        ("ParallelLinear.forward", "reduce_from_region(self", "(lambda y, _: y)(self", "loss0"),
-        ("_Splitting._whole", "partial_grad=partial", "partial_grad=True", "is 2 times the right value"),
-        ("_Splitting._split", "parts > 1:", "parts > 9:", "loss0"),
+        ("ParallelLinear.forward", "copy_to_region(x, self.group)", "x", "the gradient of input 0 is off by"),
+        ("ParallelLinear.forward", "reduce_from_region(self", "(lambda y, _: y)(self", "output 0 is off by"),
+        ("_Splitting._whole", "partial_grad=partial", "partial_grad=True", "the gradient of c_proj.bias is off by 1.0"),
+        ("_Splitting._split", "parts > 1:", "parts > 9:", "output 0 is off by"),
     ],
 )
 def test_planted_defects_are_named(target: str, old: str, new: str, expected: str) -> None:
     with planted(TENSOR + target, old, new):
         faults = _verify("gpt2").faults
-    assert any(expected in fault for fault in faults), faults
+    assert any(expected in fault and "transformer.h.0" in fault for fault in faults), faults
+
+
+def test_defects_outside_of_split_modules_are_named() -> None:
+    """The embedding is split by the plan, but is outside of attention and feed-forward layers."""
+    with planted(TENSOR + "ParallelEmbedding.forward", "reduce_from_region(found, self.group)", "found"):
+        faults = _verify("qwen3").faults
+    assert any("its inputs differ between the tensor-parallel ranks 0 and 1" in fault for fault in faults), faults
 
 
 def test_layout_must_fit() -> None:

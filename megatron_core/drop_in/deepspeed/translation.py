@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from deepspeed.dotted_names import dotted_names, nested
 from deepspeed.optimizers import Chosen, optimizer_settings
 from megatron_core.errors import ConfigError, quoted
 from megatron_core.schema import NUMBER, whole
@@ -23,6 +24,14 @@ TRIPLE = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumu
 
 OLD_OFFLOAD = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
 """Sections with device cpu by the old names of ``zero_optimization``."""
+
+FLAGS = (
+    *("dataloader_drop_last", "managed_gradient_accumulation", "fp16.auto_cast", "zero_optimization.cpu_offload"),
+    *("zero_optimization.stage3_gather_16bit_weights_on_model_save", "zero_optimization.cpu_offload_param"),
+    "zero_optimization.gather_16bit_weights_on_model_save",
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save",
+)
+"""Keys that are true or false, without a setting of the engine."""
 
 TAG_VALIDATIONS = ("IGNORE", "WARN", "FAIL")
 
@@ -147,6 +156,7 @@ def translate(config: Mapping[str, Any] | str | os.PathLike[str], world_size: in
     values = with_new_names(read_json(config))
     reader = _Reader(values)
     reader.check_keys()
+    reader.check_types()
     triple = reader.batch(world_size)
     settings: dict[str, Any] = {"micro_batch_size": triple[1], "global_batch_size": triple[0]}
     settings["clip_grad"] = reader.number("gradient_clipping", CLIPPING)
@@ -174,6 +184,10 @@ class _Reader:
 
     def check_keys(self) -> None:
         """Sort all given keys by the table."""
+        for name, path in dotted_names(self.values):
+            self.faults.append(
+                f"{path!r} has a dot in its name, which DeepSpeed does not read as a section; write {nested(name)}"
+            )
         for path, value in _leaves(self.values):
             key = find_key(path)
             if key is None:
@@ -235,6 +249,14 @@ class _Reader:
         if not isinstance(value, bool):
             self.faults.append(f"{path}={quoted(value)} must be true or false")
         return value is True
+
+    def check_types(self) -> None:
+        """Check the values that the engine reads itself."""
+        for path in FLAGS:
+            self.flag(path)
+        every = self.get("steps_per_print", 1)
+        if every != float("inf"):  # which accelerate sets for no lines at all
+            self.integer("steps_per_print", 1, 0)
 
     def batch(self, ranks: int) -> tuple[int, int, int]:
         """Batch, micro-batch and accumulation steps; absent ones follow from the others, as in DeepSpeed."""

@@ -10,6 +10,7 @@ from megatron_core.parallel.groups import ParallelGroups
 from megatron_core.parallel.meter import METER
 from megatron_core.parallel.rank_local import RankLocal
 from megatron_core.schedules.actions import Action
+from megatron_core.training.engine.arguments import is_number
 from megatron_core.training.engine.direct import DirectBackward
 
 _RUNNING: RankLocal["EngineBackward | None"] = RankLocal(lambda: None)
@@ -64,6 +65,14 @@ class EngineBackward:
         """
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise ConfigError(f"loss={_shown(loss)} must be a tensor with one element; pass the model's loss")
+        if not loss.requires_grad:
+            raise ConfigError(
+                "loss does not require gradients: compute it from outputs of engine(...) with gradients enabled, "
+                "without detach() and no_grad()"
+            )
+        is_tensor = isinstance(num_terms, Tensor) and num_terms.numel() == 1
+        if num_terms is not None and not is_tensor and not is_number(num_terms):
+            raise ConfigError(f"num_terms={_shown(num_terms)} must be a number >= 0, or a tensor with one element")
         self._begin_backward(weighted=num_terms is not None)
         self._factor = self.loss_scale / (self._micro_batches if num_terms is None else 1)
         self._direct.is_running = True

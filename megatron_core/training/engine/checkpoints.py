@@ -15,6 +15,7 @@ from megatron_core.models.deepspeed import is_deepspeed_folder
 from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.optimizer.torch_optimizer import TorchOptimizer
 from megatron_core.tensor_parallel.amax_history import AmaxHistories
+from megatron_core.training.engine.arguments import folder_name
 from megatron_core.training.engine.deepspeed import load_deepspeed, open_deepspeed
 from megatron_core.training.engine.scheduler import is_json
 from megatron_core.training.loading import load_state
@@ -60,7 +61,7 @@ class EngineCheckpoints:
 
     def save(self, folder: str | os.PathLike[str], state: EngineState) -> None:
         """Write a checkpoint into ``folder``; all ranks call this together."""
-        name = os.fspath(folder)
+        name = folder_name(folder)
         if name not in self._savers:
             config = replace(self._config, checkpoint=replace(self._config.checkpoint, save=name))
             self._savers[name] = CheckpointSaver(
@@ -91,13 +92,16 @@ class EngineCheckpoints:
 
     def load(self, folder: str | os.PathLike[str], iteration: int | None, *, load_optimizer: bool) -> EngineState:
         """Load the newest checkpoint of ``folder``, or that of ``iteration``; it may be one of DeepSpeed."""
-        if find_checkpoint(os.fspath(folder)) is None and is_deepspeed_folder(os.fspath(folder)):
+        name = folder_name(folder)
+        if iteration is not None and (type(iteration) is not int or iteration < 0):
+            raise CheckpointError(f"iteration={iteration!r} must be an integer >= 0, or None for the newest")
+        if find_checkpoint(name) is None and is_deepspeed_folder(name):
             return self.load_deepspeed(
                 folder, None if iteration is None else f"global_step{iteration}", load_optimizer=load_optimizer
             )
         settings = replace(
             self._config.checkpoint,
-            load=os.fspath(folder),
+            load=name,
             save=None,
             ckpt_step=iteration,
             no_load_optim=not load_optimizer,
@@ -163,6 +167,8 @@ class EngineCheckpoints:
 
 def check_client_state(values: Mapping[str, Any]) -> None:
     """Raise ``CheckpointError`` for the first entry that is not JSON."""
+    if not isinstance(values, Mapping):
+        raise CheckpointError(f"client_state={values!r} must be a dict with JSON values")
     for name, value in values.items():
         if not is_json({name: value}):
             raise CheckpointError(

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from megatron_core.errors import ConfigError
+from megatron_core.training.engine.arguments import check_dataset
 
 
 class _Positions(Sampler[list[int]]):
@@ -49,11 +50,7 @@ class EngineLoader:
         collate_fn: Callable[[list[Any]], Any] | None = None,
         pin_memory: bool = False,
     ) -> None:
-        if isinstance(dataset, IterableDataset):
-            raise ConfigError(
-                "training_data is an IterableDataset, which has no positions to resume at; give a data set with "
-                "__len__ and __getitem__, or pass the batches of your own loader to the engine"
-            )
+        check_dataset(dataset)
         count = len(dataset)  # type: ignore[arg-type]
         self.micro_batch_size, self.rank, self.ranks = micro_batch_size, rank, ranks
         self.seed, self.consumed, self.shuffle, self.count = seed, consumed, shuffle, count

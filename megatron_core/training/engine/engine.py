@@ -30,6 +30,7 @@ from megatron_core.parallel.meter import METER
 from megatron_core.parallel.world import World
 from megatron_core.schedules.actions import Action
 from megatron_core.training.driver import finish_gradients, read_norm_and, update_weights
+from megatron_core.training.engine.arguments import check_counts, next_batch
 from megatron_core.training.engine.backward import EngineBackward
 from megatron_core.training.engine.checkpoints import EngineCheckpoints, EngineState, check_client_state
 from megatron_core.training.engine.data import EngineLoader, call_with, cast_floating, evaluating, loss_of
@@ -158,6 +159,7 @@ class Engine(EngineBackward, nn.Module):
 
     def set_batch_size(self, micro_batch_size: int, gradient_accumulation_steps: int) -> None:
         """Change the batch between two steps; a loader from ``make_loader`` keeps its own sizes."""
+        check_counts(micro_batch_size=micro_batch_size, gradient_accumulation_steps=gradient_accumulation_steps)
         samples = micro_batch_size * gradient_accumulation_steps * self.groups.size("dp")
         training = replace(self.config.training, micro_batch_size=micro_batch_size, global_batch_size=samples)
         self.config = replace(self.config, training=training)
@@ -319,7 +321,7 @@ class Engine(EngineBackward, nn.Module):
         """
         report = None
         while report is None:
-            batch = next(batches)
+            batch = next_batch(batches)
             self.backward(self._loss(batch, loss_function))
             report = self.step()
         return report
@@ -330,7 +332,7 @@ class Engine(EngineBackward, nn.Module):
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         with evaluating(self.module):
             for _ in range(self.gradient_accumulation_steps):
-                total += self._loss(next(batches), loss_function).double()
+                total += self._loss(next_batch(batches), loss_function).double()
         all_reduce_(total, self.groups.group("dp"))
         return float(total) / (self.gradient_accumulation_steps * self.groups.size("dp"))
 

@@ -16,6 +16,18 @@ from megatron_core.parallel.compiled import is_compiled
 from megatron_core.parallel.configured import make_groups
 from megatron_core.parallel.launch import start_world
 from megatron_core.parallel.world import World
+from megatron_core.training.engine.arguments import (
+    DEFAULT_PARTITION,
+    check_counts,
+    check_cut,
+    check_dataset,
+    check_flags,
+    check_functions,
+    check_model,
+    check_unit_classes,
+    checked_groups,
+    make_optimizer,
+)
 from megatron_core.training.engine.data import EngineLoader
 from megatron_core.training.engine.dtype import sets_dtype, with_dtype_of
 from megatron_core.training.engine.engine import Engine
@@ -31,7 +43,8 @@ from megatron_core.training.engine.module import (
 )
 from megatron_core.training.engine.optimizer import EngineOptimizer, settings_from, settings_of_class
 from megatron_core.training.engine.pipeline import PipelineEngine
-from megatron_core.training.engine.tensor import split_model
+from megatron_core.training.engine.tensor import check_plan, split_model
+from megatron_core.training.engine.tensor_heads import Heads, check_heads
 from megatron_core.training.engine.tensor_plan import Plan
 from megatron_core.training.process import set_process_switches
 
@@ -57,7 +70,7 @@ def initialize(
     initialise: Initialise | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     shuffle: bool = True,
-    partition_method: str | Sequence[int] = "parameters",
+    partition_method: str | Sequence[int] = DEFAULT_PARTITION,
     head_modules: Sequence[str] = (),
 ) -> Initialized:
     """Prepare ``model`` for training on all ranks of the job; return (engine, optimizer, loader, scheduler).
@@ -77,6 +90,16 @@ def initialize(
     Errors: ``ConfigError`` and ``LayoutError`` on all ranks before training begins.
     """
     settings = read_settings(config)
+    is_list = isinstance(model, PipelineModule)
+    check_model(model)
+    check_functions(lr_scheduler=None if hasattr(lr_scheduler, "step") else lr_scheduler)
+    check_functions(initialise=initialise, collate_fn=collate_fn)
+    check_flags(shuffle=shuffle)
+    check_unit_classes(model, unit_classes, is_built=not is_list)
+    check_cut(model, partition_method, head_modules, is_list_of_layers=is_list)
+    model_parameters = checked_groups(model_parameters)
+    if training_data is not None:
+        check_dataset(training_data)
     has_dtype = sets_dtype(config, settings)
     if not has_dtype:
         settings = with_dtype_of(model, settings, is_first=_rank() == 0)
@@ -85,7 +108,7 @@ def initialize(
     own_optimizer: torch.optim.Optimizer | None = None
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         trained = [p for p in model.parameters() if p.requires_grad] if model_parameters is None else model_parameters
-        optimizer, model_parameters = optimizer(trained), None
+        optimizer, model_parameters = make_optimizer(optimizer, trained), None
     if optimizer is not None:
         known = settings_from(optimizer, settings.optimizer)
         own_optimizer = optimizer if known is None else None
@@ -115,18 +138,31 @@ def initialize(
     return Initialized(engine, engine.optimizer, loader, engine.lr_scheduler)
 
 
-def parallelize(model: nn.Module, tensor: int = 2, *, sequence: bool = False, plan: Plan | None = None) -> nn.Module:
+def parallelize(
+    model: nn.Module,
+    tensor: int = 2,
+    *,
+    sequence: bool = False,
+    plan: Plan | None = None,
+    heads: Heads | None = None,
+) -> nn.Module:
     """Split ``model`` over groups of ``tensor`` ranks in place; return it for ``initialize``.
 
     ``plan``: styles by names of modules, with ``*`` for the indices of layers, such as ``{"layers.*.q_proj":
     "colwise", "layers.*.o_proj": "rowwise"}`` (``tensor_plan.STYLES``); by default the plan of a transformers model,
-    else rules on the names of linear layers. Ranks begin with the weights of rank 0. ``initialize`` with
-    ``tensor_model_parallel_size`` splits a model that was not split before in the same way.
+    else rules on the names of linear layers. ``heads``: the number of attention heads, or the names of the attributes
+    of attention modules that hold numbers of heads, if other names than ``tensor_heads.HEAD_COUNTS`` do. Ranks begin
+    with the weights of rank 0. ``initialize`` with ``tensor_model_parallel_size`` splits a model that was not split
+    before in the same way.
 
-    Errors: ``ConfigError`` and ``LayoutError`` on all ranks. ``verify.verify_module`` checks the result.
+    Each kind of split module is run whole and split, here or in its first forward, and the results are compared.
+    Errors: ``ConfigError`` and ``LayoutError`` on all ranks. ``verify.verify_module`` checks the whole model.
     """
     if sequence:
         raise ConfigError("sequence=True: sequence parallelism is not supported for a model of your own; remove it")
+    check_model(model)
+    check_counts(tensor=tensor)
+    check_heads(model, heads)
     settings = RunConfig.from_flat({"tensor_model_parallel_size": tensor})
     world = _join(settings)
     groups = make_groups(settings.parallel, world, ends=(0, 0))
@@ -135,7 +171,9 @@ def parallelize(model: nn.Module, tensor: int = 2, *, sequence: bool = False, pl
     check_same_module(model, world.device)
     broadcast_from_first([*model.parameters(), *model.buffers()])
     if tensor > 1:
-        split_model(model, groups.group("tp"), plan=plan)
+        split_model(model, groups.group("tp"), plan=plan, heads=heads)
+    elif plan is not None:
+        check_plan(model, groups.group("tp"), plan)
     return model
 
 

@@ -12,7 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_core.errors import ConfigError
 from megatron_core.training.engine.activations import recomputed
-from megatron_core.training.engine.partition import stage_ranges
+from megatron_core.training.engine.arguments import check_functions
+from megatron_core.training.engine.partition import check_partition_method, stage_ranges
 from megatron_core.training.engine.stages import Place, Stage
 from megatron_core.training.engine.tensor_plan import Plan, plan_of
 
@@ -52,6 +53,10 @@ class TiedLayerSpec(LayerSpec):
         **module_kwargs: Any,
     ) -> None:
         super().__init__(typename, *module_args, **module_kwargs)
+        if not isinstance(key, str) or not key or "." in key:
+            raise ConfigError(f"TiedLayerSpec: key={key!r} must be a text without a dot; it becomes a part of names")
+        if forward_fn is not None and not callable(forward_fn):
+            raise ConfigError(f"TiedLayerSpec {key!r}: forward_fn={forward_fn!r} must be a function, or None")
         self.key, self.forward_fn = key, forward_fn
 
 
@@ -71,6 +76,9 @@ class PipelineModule(nn.Module):
     model has no parameters before ``place``, which ``initialize`` calls.
     """
 
+    runs_layers_apart = True
+    """Stages call layers, not the model's forward."""
+
     def __init__(
         self,
         layers: Iterable[Any],
@@ -83,16 +91,23 @@ class PipelineModule(nn.Module):
         seed: int = 1234,
     ) -> None:
         super().__init__()
+        if isinstance(layers, nn.Module | str | Mapping) or not isinstance(layers, Iterable):
+            raise ConfigError(f"PipelineModule: layers={layers!r} must be a list of layers")
         self.specs, self.loss_fn, self.partition_method = list(layers), loss_fn, partition_method
         self.recompute_interval, self.example = recompute_interval, example
         self.tensor_plan, self.seed = tensor_plan, seed
-        if not self.specs or recompute_interval < 0:
+        if not self.specs or type(recompute_interval) is not int or recompute_interval < 0:
             raise ConfigError(
                 f"PipelineModule: {len(self.specs)} layers, recompute_interval={recompute_interval}; legal: one layer "
-                "or more, an interval of 0 or more"
+                "or more, an integer >= 0"
             )
         self.class_names = list(map(_name_of, self.specs))
         """Class of each layer, or name of the function."""
+        self._check_layers()
+        if type(seed) is not int:
+            raise ConfigError(f"PipelineModule: seed={seed!r} must be an integer")
+        check_functions(loss_fn=loss_fn)
+        check_partition_method(partition_method, self.class_names, has_example=example is not None)
         self.bounds: list[range] = []
         self.places: dict[nn.Parameter, Place] = {}
         self.uses: set[tuple[int, ...]] = set()
@@ -101,15 +116,19 @@ class PipelineModule(nn.Module):
         self._calls: dict[int, Callable[[Any], Any]] = {}
         self._parts: dict[int, nn.Module] = {}
         """This rank's modules by the number of their layer."""
-        self._check_tied()
 
-    def _check_tied(self) -> None:
+    def _check_layers(self) -> None:
         first: dict[str, TiedLayerSpec] = {}
         for spec in self.specs:
             if isinstance(spec, TiedLayerSpec) and repr(first.setdefault(spec.key, spec)) != repr(spec):
                 raise ConfigError(
                     f"TiedLayerSpec {spec.key!r}: {first[spec.key]!r} and {spec!r} must construct the same module; use "
                     "forward_fn for a different use of its weights"
+                )
+            if isinstance(spec, type):
+                raise ConfigError(
+                    f"PipelineModule: layer {spec.__name__} is a class; write LayerSpec({spec.__name__}, ...) or "
+                    "construct it"
                 )
             if not (isinstance(spec, LayerSpec | nn.Module) or callable(spec)):
                 raise ConfigError(f"PipelineModule: layer {spec!r} must be a module, a LayerSpec or a function")
@@ -220,7 +239,7 @@ class PipelineModule(nn.Module):
 
     def plan_of_names(self, ranks: int) -> dict[str, str] | None:
         """Return the style of each split layer by its name, for tensor parallelism over ``ranks``; None for one."""
-        if ranks == 1:
+        if ranks == 1 and self.tensor_plan is None:
             return None
         whole = nn.Module()
         names = self._module_names()
@@ -228,6 +247,8 @@ class PipelineModule(nn.Module):
             if layer is not None and name not in whole._modules:
                 whole._modules[name] = layer
         plan = plan_of(whole, self.tensor_plan, nn.Linear)
+        if ranks == 1:
+            return None
         return {name: style if parts == 1 else f"packed_colwise:{parts}" for name, (style, parts) in plan.items()}
 
     def owns_buffer(self, name: str) -> bool:

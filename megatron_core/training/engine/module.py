@@ -59,6 +59,7 @@ def read_settings(config: Mapping[str, Any] | str | os.PathLike[str] | RunConfig
     """
     if isinstance(config, RunConfig):
         settings = config
+        _check_types(settings)
     elif isinstance(config, str | os.PathLike):
         settings = read_config(str(config), RunConfig())
     elif isinstance(config, Mapping) or config is None:
@@ -81,11 +82,28 @@ def read_settings(config: Mapping[str, Any] | str | os.PathLike[str] | RunConfig
     return settings
 
 
+def _check_types(settings: RunConfig) -> None:
+    """ConfigError for values of a ``RunConfig`` that a configuration file could not have."""
+    kinds, faults = field_types(), []
+    defaults = RunConfig().flat()
+    for name, value in settings.flat().items():
+        try:
+            fits = value == defaults[name] or (convert(value, kinds[name]) == value and not isinstance(value, list))
+        except (TypeError, ValueError, OverflowError):
+            fits = False
+        if not fits:
+            faults.append(f"{name}={value!r} does not fit; legal: {describe(kinds[name])}")
+    if faults:
+        raise ConfigError(f"config: {'; '.join(faults)}")
+
+
 def _from_mapping(config: Mapping[str, Any]) -> RunConfig:
     kinds, faults, values = field_types(), [], RunConfig().flat()
     for name, value in config.items():
         if name not in kinds:
-            hint = perhaps(name, READ, otherwise="docs/any_model.md has examples, docs/megatron_flags.md all names")
+            hint = perhaps(
+                str(name), READ, otherwise="docs/any_model.md has examples, docs/megatron_flags.md all names"
+            )
             faults.append(f"{name!r} is not a setting; {hint}")
             continue
         try:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
+from typing import Any
 
 from megatron_core.errors import ConfigError, LayoutError
 
@@ -62,6 +63,22 @@ def fastest_bounds(costs: Sequence[float], stages: int) -> list[int]:
     return bounds[::-1]
 
 
+def check_partition_method(method: Any, names: Sequence[str], *, has_example: bool) -> None:
+    """ConfigError unless ``method`` is legal for some number of stages of a model with modules of these classes."""
+    if not isinstance(method, str):
+        is_list = isinstance(method, Sequence)
+        if not is_list or not method or not all(type(count) is int and count >= 1 for count in method):
+            raise ConfigError(f"partition_method={method!r} must be one of {METHODS} (each >= 1)")
+    elif method.lower().startswith("type:"):
+        _matches(method, names)
+    elif method.lower() == "flops" and not has_example:
+        raise ConfigError(
+            f"partition_method={method!r} needs example=, the inputs of a micro-batch; legal without it: {METHODS}"
+        )
+    elif method.lower() not in ("uniform", "parameters", "flops"):
+        raise ConfigError(f"partition_method={method!r} is unknown; legal: {METHODS}")
+
+
 def stage_ranges(
     method: str | Sequence[int],
     names: Sequence[str],
@@ -75,6 +92,7 @@ def stage_ranges(
     ``parameters()`` returns the number of trained parameters of each layer, ``flops()`` its FLOPs. Errors:
     ``ConfigError`` for an unknown method; ``LayoutError`` if a stage has no layer.
     """
+    check_partition_method(method, names, has_example=flops is not None)
     count = len(names)
     if count < stages:
         raise LayoutError(
@@ -90,13 +108,11 @@ def stage_ranges(
         bounds = uniform_bounds(count, stages)
     elif method.lower() == "parameters":
         bounds = balanced_bounds(parameters(), stages)
-    elif method.lower() == "flops" and flops is not None:
-        bounds = fastest_bounds(flops(), stages)
     elif method.lower().startswith("type:"):
         bounds = balanced_bounds(_matches(method, names), stages)
     else:
-        reason = "needs example=, the inputs of a micro-batch" if method.lower() == "flops" else "is unknown"
-        raise ConfigError(f"partition_method={method!r} {reason}; legal: {METHODS}")
+        assert flops is not None
+        bounds = fastest_bounds(flops(), stages)
     return [range(start, stop) for start, stop in pairwise(bounds)]
 
 

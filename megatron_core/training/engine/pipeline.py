@@ -25,6 +25,7 @@ from megatron_core.pipeline_parallel.p2p import PipelineP2P
 from megatron_core.schedules.actions import Action
 from megatron_core.training.driver import StepHooks, StepRates, StepWork, Trainable, run_plan, sum_of, take_step
 from megatron_core.training.engine.activations import save_memory
+from megatron_core.training.engine.arguments import check_batches
 from megatron_core.training.engine.cut import ModelCut
 from megatron_core.training.engine.data import evaluating, loss_of
 from megatron_core.training.engine.dtype import refuse_other_dtypes
@@ -215,6 +216,8 @@ class PipelineEngine(Engine):
     def _load(self, batches: Iterator[Any] | None, count: int) -> tuple[list[Any], Trainable]:
         """Read micro-batches, and agree on their kinds in each pipeline."""
         micros: list[Any] = []
+        if batches is not None:
+            check_batches(batches)
         for batch in batches if batches is not None else ():
             micros.append(self._in_compute_dtype(batch))
             if len(micros) == count:

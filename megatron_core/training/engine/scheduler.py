@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_core.errors import CheckpointError, ConfigError
+from megatron_core.training.engine.arguments import check_scheduler_of, made_by
 
 
 def share_groups(client: torch.optim.Optimizer, own: torch.optim.Optimizer) -> None:
@@ -76,11 +77,14 @@ def refuse_hook(*args: Any, **kwargs: Any) -> NoReturn:
 def make_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> Any:
     """Return ``scheduler``, or the result of ``scheduler(optimizer)`` if it is a function or a class.
 
-    Errors: ``ConfigError`` if its ``step`` needs an argument.
+    Errors: ``ConfigError`` without a ``step()``, if that needs an argument, and for a scheduler of another optimizer.
     """
-    if scheduler is not None and (isinstance(scheduler, type) or not hasattr(scheduler, "step")):
-        scheduler = scheduler(optimizer)
-    if scheduler is not None and needs_argument(scheduler.step):
+    if scheduler is None:
+        return None
+    if isinstance(scheduler, type) or not hasattr(scheduler, "step"):
+        scheduler = made_by(scheduler, optimizer)
+    check_scheduler_of(scheduler, optimizer)
+    if needs_argument(scheduler.step):
         raise ConfigError(
             f"lr_scheduler={type(scheduler).__name__}: its step() needs an argument, which the engine does not have; "
             "leave out lr_scheduler, construct it with the optimizer, and call its step yourself"

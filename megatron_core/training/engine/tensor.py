@@ -5,7 +5,9 @@ Parameters keep their names and identity, so that tied weights stay tied and par
 """
 
 import sys
-from collections.abc import Mapping
+import weakref
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,12 +21,25 @@ from megatron_core.tensor_parallel.fp8 import FP8Products
 from megatron_core.tensor_parallel.linear import parallel_linear
 from megatron_core.tensor_parallel.lookup import vocab_parallel_lookup
 from megatron_core.training.engine.module import broadcast_from_first
-from megatron_core.training.engine.tensor_plan import Plan, plan_of
-
-HEAD_COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads", "n_heads", "n_head", "n_kv_heads")
-HEAD_WIDTHS = ("all_head_size", "split_size")
-"""Attributes of attention modules that are proportional to the number of heads of a rank."""
-KEYS_AND_VALUES = ("k_proj", "v_proj", "key", "value", "wk", "wv")
+from megatron_core.training.engine.tensor_check import establish
+from megatron_core.training.engine.tensor_heads import (
+    FEED_FORWARD,
+    KEYS_AND_VALUES,
+    Heads,
+    candidates,
+    head_size,
+    plain_values,
+)
+from megatron_core.training.engine.tensor_plan import (
+    Plan,
+    check_partners,
+    inside,
+    is_inside,
+    outermost_of,
+    plan_of,
+    smallest_regions,
+)
+from megatron_core.training.engine.tensor_trial import Region, twin_of
 
 
 class ParallelLinear(nn.Module):
@@ -76,14 +91,22 @@ class ParallelEmbedding(nn.Module):
         return reduce_from_region(found, self.group)
 
 
-def split_model(model: nn.Module, group: Group, *, plan: Plan | None = None) -> None:
+def split_model(model: nn.Module, group: Group, *, plan: Plan | None = None, heads: Heads | None = None) -> None:
     """Split ``model``, whole and equal on all ranks, over ``group`` in place.
 
-    Errors: ``ConfigError`` for a plan that does not fit the model; ``LayoutError`` for sizes that do not divide.
+    Errors: ``ConfigError`` for a plan that does not fit the model, or after which it would compute something else;
+    ``LayoutError`` for sizes that do not divide.
     """
-    _Splitting(model, group, plan).run()
+    splitting = _Splitting(model, group, plan, heads)
+    splitting.choose()
+    splitting.apply()
     marked: Any = model
     marked.tensor_parallel_size = group.size()
+
+
+def check_plan(model: nn.Module, group: Group, plan: Plan) -> None:
+    """Check ``plan`` as ``split_model`` does, also for a ``group`` of one rank, and split nothing."""
+    _Splitting(model, group, plan, None).choose()
 
 
 def equalize_and_split(model: nn.Module, groups: ParallelGroups, seed: int) -> None:
@@ -119,22 +142,73 @@ def conv1d() -> tuple[type, ...]:
     return (module.Conv1D,) if module is not None else ()
 
 
+def linear_types() -> tuple[type, ...]:
+    """The classes of layers that can be split by columns or rows."""
+    return (nn.Linear, *conv1d())
+
+
+@dataclass(frozen=True)
+class _ParallelLayers:
+    """The layers of a model that are replaced; it does not refer to the model, of which a pipeline drops layers."""
+
+    styles: dict[str, str]
+    """Styles of linear layers and embeddings by name."""
+    experts: list[str]
+    """Names of modules of experts."""
+    group: Group
+    conv: tuple[type, ...]
+
+    def install(self, prefix: str, root: nn.Module) -> None:
+        """Replace the split layers inside of ``root``, which is the module ``prefix`` of the model or a copy of it."""
+        for name, style in self.styles.items():
+            if is_inside(name, prefix):
+                owner, _, own = inside(name, prefix).rpartition(".")
+                parent = root.get_submodule(owner)
+                setattr(parent, own, self._parallel(style, getattr(parent, own)))
+        for name in self.experts:
+            if is_inside(name, prefix):
+                module = root.get_submodule(inside(name, prefix))
+                module.register_forward_pre_hook(self._copy_inputs, with_kwargs=True)
+                module.register_forward_hook(self._sum_output)
+
+    def _parallel(self, style: str, module: nn.Module) -> nn.Module:
+        if isinstance(module, nn.Embedding):
+            return ParallelEmbedding(module, self.group)
+        return ParallelLinear(module, style, self.group, transposed=type(module) in self.conv)
+
+    def _copy_inputs(self, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Sum the gradients of tokens and routing weights over the ranks, each of which has a part of them."""
+
+        def copied(value: Any) -> Any:
+            is_float = isinstance(value, Tensor) and value.is_floating_point()
+            return copy_to_region(value, self.group) if is_float else value
+
+        return tuple(map(copied, args)), {name: copied(value) for name, value in kwargs.items()}
+
+    def _sum_output(self, _: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return reduce_from_region(output, self.group)
+
+
 class _Splitting:
-    def __init__(self, model: nn.Module, group: Group, plan: Plan | None) -> None:
+    def __init__(self, model: nn.Module, group: Group, plan: Plan | None, heads: Heads | None) -> None:
         self.model, self.group, self.size, self.index = model, group, group.size(), group.rank()
-        self.conv = conv1d()
-        self.plan = plan_of(model, plan, (nn.Linear, *self.conv))
+        self.conv, self.heads = conv1d(), heads
+        self.plan = plan_of(model, plan, linear_types())
         self.modules = dict(model.named_modules(remove_duplicate=False))
         self.specs: dict[nn.Parameter, tuple[str, ShardSpec]] = {}
-        self.replacements: dict[str, tuple[str, nn.Module]] = {}
-        self.attention: dict[nn.Module, int] = {}
-        """Attention modules, and the number of their key and value heads if ranks share these, else 0."""
+        self.replacements: dict[str, str] = {}
+        """Styles of the modules that are replaced."""
+        self.widest: dict[nn.Module, int] = {}
+        """Owners of column-parallel layers, and the outputs of the widest one."""
+        self.shared: dict[nn.Module, int] = {}
+        """Attention modules whose key and value heads are shared by ranks, and the number of these heads."""
         meta = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
         if meta is not None:
             raise ConfigError(f"tensor parallelism: {meta} is on the meta device; construct the model with memory")
 
-    def run(self) -> None:
-        """Choose the split of every parameter, check it, and apply it."""
+    def choose(self) -> None:
+        """Choose the split of every parameter, and check it."""
+        self._measure_projections()
         for name, (style, parts) in self.plan.items():
             module = self.modules.get(name)
             if module is None:
@@ -149,24 +223,71 @@ class _Splitting:
             else:
                 self._linear(name, module, style, parts)
         self._check_tied()
+        styles = self._joined_layers()
+        check_partners(styles, smallest_regions(self.modules, styles))
+
+    def _joined_layers(self) -> dict[str, str]:
+        """The colwise layers whose output stays split, and the rowwise ones that join it."""
+        return {name: style for name, style in self.replacements.items() if style in ("colwise", "rowwise")}
+
+    def apply(self) -> None:
+        """Split the model as chosen, and compare its parts with whole ones."""
+        experts = [name for name, (style, _) in self.plan.items() if style == "moe_tp_experts"]
+        layers = _ParallelLayers(self.replacements, experts, self.group, self.conv)
+        regions = self._regions(layers)  # with copies of modules, which are whole until here
         for parameter, (_, spec) in self.specs.items():
             local = parameter.new_empty(spec.local_shape)
             with torch.no_grad():
                 spec.localise(parameter.detach(), local)
             parameter.data = local
         for parameter in self.model.parameters():
-            spec = self.specs[parameter][1] if parameter in self.specs else self._whole(parameter)
             marked: Any = parameter
-            marked.shard_spec = spec
-        for name, (style, module) in self.replacements.items():
-            owner, _, own = name.rpartition(".")
-            setattr(self.modules[owner], own, self._parallel(style, module))
-        for name, (style, _) in self.plan.items():
-            if style == "moe_tp_experts":
-                self.modules[name].register_forward_pre_hook(self._copy_inputs, with_kwargs=True)
-                self.modules[name].register_forward_hook(self._sum_output)
-        for module, shared in self.attention.items():
-            self._divide_heads(module, shared)
+            marked.shard_spec = self._spec_of(parameter)
+        layers.install("", self.model)
+        for region in regions:
+            establish(region, self.group)
+
+    def _regions(self, parallel: _ParallelLayers) -> list[Region]:
+        """Return the parts of the model whose split is to be checked, one for each structure."""
+        styles = self._joined_layers()
+        smallest = smallest_regions(self.modules, styles)
+        scopes: dict[str, tuple[nn.Module, int, int]] = {}
+        for path in sorted(set(smallest.values())):
+            for name, module in self.modules[path].named_modules(prefix=path):
+                owns_split = any(split.rpartition(".")[0] == name for split in styles)
+                if owns_split or next(module.parameters(), None) is None:
+                    scopes[name] = module, self.widest.get(module, 0), self.shared.get(module, 0)
+        regions: dict[str, Region] = {}
+        for path in outermost_of(smallest.values()):
+            module = self.modules[path]
+            own_scopes = {inside(name, path): scope for name, scope in scopes.items() if is_inside(name, path)}
+            specs = {name: self._spec_of(parameter) for name, parameter in module.named_parameters()}
+            layers = {inside(name, path): style for name, style in self.replacements.items() if is_inside(name, path)}
+            values = [(name, id(type(each)), plain_values(each)) for name, each in module.named_modules()]
+            structure = repr((layers, specs, values))
+            if structure in regions:
+                regions[structure].names.append(path)
+                regions[structure].references.append(weakref.ref(module))
+                continue
+            ways = candidates(own_scopes, self.size, self.heads)
+            install = partial(parallel.install, path)
+            regions[structure] = Region(
+                [path], [weakref.ref(module)], twin_of(module), specs, install, ways, self.heads is not None
+            )
+        return list(regions.values())
+
+    def _spec_of(self, parameter: nn.Parameter) -> ShardSpec:
+        return self.specs[parameter][1] if parameter in self.specs else self._whole(parameter)
+
+    def _measure_projections(self) -> None:
+        for name, (style, parts) in self.plan.items():
+            module = self.modules.get(name)
+            if module is not None and style == "colwise" and type(module) in linear_types():
+                owner, _, own = name.rpartition(".")
+                weight = module.get_parameter("weight")
+                width = weight.shape[1 if isinstance(module, self.conv) else 0] // parts
+                if own not in FEED_FORWARD:
+                    self.widest[self.modules[owner]] = max(width, self.widest.get(self.modules[owner], 0))
 
     def _whole(self, parameter: nn.Parameter, *, partial: bool = False) -> ShardSpec:
         return replicated(tuple(parameter.shape), self.index, partial_grad=partial)
@@ -189,12 +310,15 @@ class _Splitting:
         self._record(name, parameter, spec)
 
     def _parameter(self, name: str, style: str, parts: int) -> None:
-        """A parameter of a module of experts: ``[..., out, in]``."""
+        """A parameter with a part of its gradient on each rank, or one of a module of experts: ``[..., out, in]``."""
         parameter = self.model.get_parameter(name)
+        if style == "replicated_with_grad_allreduce":
+            self._record(name, parameter, self._whole(parameter, partial=True))
+            return
         if style not in ("colwise", "rowwise") or self.plan.get(name.rpartition(".")[0]) != ("moe_tp_experts", 1):
             raise ConfigError(
-                f"plan: {name!r} is a parameter; only colwise, packed_colwise and rowwise parameters of a module with "
-                "the style moe_tp_experts can be split; name the module instead"
+                f"plan: {name!r} is a parameter; it can have the style replicated_with_grad_allreduce, or, in a module "
+                "with the style moe_tp_experts, colwise, packed_colwise and rowwise; name the module instead"
             )
         dim = parameter.dim() - (2 if style == "colwise" else 1)
         self._split(name, parameter, dim, parts)
@@ -207,11 +331,11 @@ class _Splitting:
             )
         if module.num_embeddings % self.size == 0:  # else every rank keeps the whole table
             self._split(f"{name}.weight", module.weight, 0, 1)
-            self.replacements[name] = "embedding_rowwise", module
+            self.replacements[name] = "embedding_rowwise"
 
     def _linear(self, name: str, module: Any, style: str, parts: int) -> None:
         hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
-        if type(module) not in (nn.Linear, *self.conv) or hooks:
+        if type(module) not in linear_types() or hooks:
             raise ConfigError(
                 f"plan: {name!r} ({type(module).__name__}) has the style {style!r}; it must be an nn.Linear without "
                 "hooks; remove it from the plan, or its hooks"
@@ -220,28 +344,32 @@ class _Splitting:
         weight, bias = module.weight, module.bias
         if style == "colwise_gather_output" and weight.shape[out] % self.size:
             return  # every rank computes all outputs
-        self.replacements[name] = style, module
+        self.replacements[name] = style
         if style.startswith("rowwise"):
             self._split(f"{name}.weight", weight, into, 1)
             return
-        owner = self.modules[name.rpartition(".")[0]]
-        if style == "colwise" and (heads := _heads(owner, weight.shape[out], parts)):
-            own = name.rpartition(".")[2]
-            if heads % self.size and own in KEYS_AND_VALUES and self.size % heads == 0:
-                self.attention[owner] = heads
+        owner, own = self.modules[name.rpartition(".")[0]], name.rpartition(".")[2]
+        heads = self._heads(owner, weight.shape[out] // parts) if style == "colwise" else 0
+        if heads % self.size:
+            may_share = own in KEYS_AND_VALUES or weight.shape[out] < self.widest[owner]
+            if may_share and self.size % heads == 0 and parts == 1:
+                self.shared[owner] = heads
                 for suffix, parameter, dim in (("weight", weight, out), ("bias", bias, 0)):
                     if parameter is not None:
                         self._record(f"{name}.{suffix}", parameter, self._shared(parameter, dim, heads))
                 return
-            if heads % self.size:
-                raise LayoutError(
-                    f"{name}: {heads} attention heads cannot be split over tensor={self.size}; choose a divisor of "
-                    f"{heads}{', or a multiple of it' if own in KEYS_AND_VALUES else ''}"
-                )
-            self.attention.setdefault(owner, 0)
+            raise LayoutError(
+                f"{name}: {heads} attention heads cannot be split over tensor={self.size}; choose a divisor of "
+                f"{heads}{', or a multiple of it' if may_share else ''}"
+            )
         self._split(f"{name}.weight", weight, out, parts)
         if bias is not None:
             self._split(f"{name}.bias", bias, 0, parts)
+
+    def _heads(self, owner: nn.Module, width: int) -> int:
+        """Number of heads in ``width`` outputs of an attention module, or 0 in other modules."""
+        size = head_size(owner, self.widest.get(owner, 0), self.heads)
+        return width // size if size and width % size == 0 else 0
 
     def _shared(self, parameter: nn.Parameter, dim: int, heads: int) -> ShardSpec:
         """One key or value head per rank, held by several ranks, each of which has a part of its gradient."""
@@ -259,35 +387,3 @@ class _Splitting:
                         f"plan: {name} is tied to {known[0]}, which is split; add {path!r} to the plan, or remove the "
                         "other"
                     )
-
-    def _parallel(self, style: str, module: nn.Module) -> nn.Module:
-        if isinstance(module, nn.Embedding):
-            return ParallelEmbedding(module, self.group)
-        return ParallelLinear(module, style, self.group, transposed=type(module) in self.conv)
-
-    def _copy_inputs(self, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Sum the gradients of tokens and routing weights over the ranks, each of which has a part of them."""
-
-        def copied(value: Any) -> Any:
-            is_float = isinstance(value, Tensor) and value.is_floating_point()
-            return copy_to_region(value, self.group) if is_float else value
-
-        return tuple(map(copied, args)), {name: copied(value) for name, value in kwargs.items()}
-
-    def _sum_output(self, _: nn.Module, args: Any, output: Tensor) -> Tensor:
-        return reduce_from_region(output, self.group)
-
-    def _divide_heads(self, module: nn.Module, shared: int) -> None:
-        """Adjust the attributes of an attention module to this rank's heads."""
-        values: Mapping[str, Any] = vars(module)
-        for name in (*HEAD_COUNTS, *HEAD_WIDTHS):
-            if isinstance(values.get(name), int):
-                setattr(module, name, max(values[name] // self.size, 1))
-        if shared and isinstance(values.get("num_key_value_groups"), int):
-            module.num_key_value_groups = values["num_key_value_groups"] * shared // self.size
-
-
-def _heads(owner: nn.Module, width: int, parts: int) -> int:
-    """Number of heads in ``width`` outputs of an attention module, or 0 in other modules."""
-    size = getattr(owner, "head_dim", None) or getattr(owner, "attention_head_size", None)
-    return width // (parts * size) if isinstance(size, int) and size > 0 else 0

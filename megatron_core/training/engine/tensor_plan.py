@@ -5,7 +5,8 @@ of transformers), or from the names of its linear layers (as DeepSpeed's AutoTP)
 """
 
 import re
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterable, Mapping
 
 from torch import nn
 
@@ -20,7 +21,7 @@ STYLES = {
     "rowwise": "input features are split; outputs are summed",
     "rowwise_split_input": "as rowwise, for an input that every rank has whole",
     "embedding_rowwise": "rows of the table are split; outputs are summed",
-    "replicated_with_grad_allreduce": "whole on every rank, applied to split features; gradients are summed",
+    "replicated_with_grad_allreduce": "whole, a module or parameter for split features; gradients are summed",
     "moe_tp_experts": "a module of experts whose parameters have their own styles; outputs are summed",
 }
 ALIASES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
@@ -41,6 +42,8 @@ def plan_of(model: nn.Module, given: Plan | None, is_linear: type | tuple[type, 
 
     Errors: ``ConfigError`` for names that match nothing and for unknown styles.
     """
+    if given is not None and (not isinstance(given, Mapping) or not given):
+        raise ConfigError(f"plan={given!r} must be a dict of styles by names of modules, with one entry or more")
     plan = given if given is not None else getattr(model, "_tp_plan", None)
     if not plan:
         return _by_rules(model, is_linear)
@@ -48,6 +51,8 @@ def plan_of(model: nn.Module, given: Plan | None, is_linear: type | tuple[type, 
     names += [name for name, _ in model.named_parameters(remove_duplicate=False)]
     found: dict[str, tuple[str, int]] = {}
     for pattern, style in plan.items():
+        if not isinstance(pattern, str):
+            raise ConfigError(f"plan: {pattern!r} must be the name of a module")
         parsed = _style(pattern, style)
         expression = re.escape(pattern).replace(r"\*", "[^.]+")
         matches = [name for name in names if re.fullmatch(expression, name)]
@@ -73,16 +78,78 @@ def _style(pattern: str, style: str) -> tuple[str, int] | None:
 
 def _by_rules(model: nn.Module, is_linear: type | tuple[type, ...]) -> dict[str, tuple[str, int]]:
     found: dict[str, tuple[str, int]] = {}
-    for name, module in model.named_modules():
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
+        if isinstance(modules[name.rpartition(".")[0]], nn.MultiheadAttention):
+            continue  # it reads the weights of its projections itself
         style = next((style for rule, style in RULES.items() if re.fullmatch(rule, f".{name}")), None)
         if isinstance(module, is_linear) and style is not None:
             parsed = _style(name, style)
             assert parsed is not None
             found[name] = parsed
-    kinds = {style for style, _ in found.values()}
-    if kinds != {"colwise", "rowwise"}:
+    regions = smallest_regions(modules, {name: style for name, (style, _) in found.items()})
+    whole = [name for name in found if name not in regions]
+    if not regions:
         raise ConfigError(
             f"tensor parallelism: {type(model).__name__} has no plan, and the names of its linear layers are not those "
             "of a known transformer; give plan={'layers.*.q_proj': 'colwise', ...} to megatron_core.parallelize"
         )
-    return found
+    if whole:
+        warnings.warn(
+            f"tensor parallelism: {listed(whole)} stay whole on every rank, because no layer with a known name splits "
+            "their input or sums their output; give plan= to megatron_core.parallelize to split them",
+            stacklevel=2,
+        )
+    return {name: style for name, style in found.items() if name in regions}
+
+
+def is_inside(name: str, path: str) -> bool:
+    """Whether the module ``name`` is the module ``path`` or inside of it."""
+    return not path or name == path or name.startswith(f"{path}.")
+
+
+def inside(name: str, path: str) -> str:
+    """Return the name of a module as seen from the module ``path`` around it."""
+    return name.removeprefix(path).removeprefix(".") if path else name
+
+
+def outermost_of(paths: Iterable[str]) -> list[str]:
+    """Return the paths that are inside of no other."""
+    unique = list(dict.fromkeys(paths))
+    return [path for path in unique if not any(other != path and is_inside(path, other) for other in unique)]
+
+
+def smallest_regions(modules: Mapping[str, nn.Module], styles: Mapping[str, str]) -> dict[str, str]:
+    """Return, for each split layer with a partner, the innermost module with a forward around both.
+
+    ``styles`` has the colwise layers, whose output stays split, and the rowwise ones, whose input is split. The partner
+    of a layer has the other style and the same innermost module: the output layer of an attention is not that of
+    a feed-forward layer around it.
+    """
+    around: dict[str, str] = {}
+    for name, style in styles.items():
+        others = [other for other, kind in styles.items() if kind != style]
+        path = name
+        while path and name not in around:
+            path = path.rpartition(".")[0]
+            if _calls_parts(modules[path]) and any(is_inside(other, path) for other in others):
+                around[name] = path
+    pairs = {(path, styles[name]) for name, path in around.items()}
+    return {name: path for name, path in around.items() if {(path, "colwise"), (path, "rowwise")} <= pairs}
+
+
+def _calls_parts(module: nn.Module) -> bool:
+    """Whether the modules inside of ``module`` run in its forward."""
+    return type(module).forward is not nn.Module.forward and not getattr(module, "runs_layers_apart", False)
+
+
+def check_partners(styles: Mapping[str, str], regions: Mapping[str, str]) -> None:
+    """ConfigError if the output or the input of a split layer would be a part of what it should be."""
+    for name, style in styles.items():
+        if name not in regions:
+            needs = "row-parallel layer that sums its output" if style == "colwise" else "column-parallel layer"
+            fix = "colwise_gather_output" if style == "colwise" else "rowwise_split_input"
+            raise ConfigError(
+                f"plan: {name!r} has the style {style!r}, but there is no {needs} in the same module; add this layer "
+                f"to the plan, or use the style {fix!r}"
+            )

@@ -37,6 +37,8 @@ class WholeTensors:
         weights follow where the weights changed. Without it, do not change the weights.
         """
         chosen = [parameters] if isinstance(parameters, nn.Parameter) else list(parameters)
+        for parameter in chosen:
+            _check_parameter(parameter)
         size = self._data.groups.size("dp")
         if not 0 <= source < size:
             raise ConfigError(f"source={source} must be a data-parallel rank from 0 to {size - 1}")
@@ -146,6 +148,7 @@ class WholeTensors:
         return state[name]
 
     def _trained(self, parameter: nn.Parameter) -> Bucket:
+        _check_parameter(parameter)
         bucket = self._data.bucket_of(parameter)
         if bucket is None or bucket not in self._shards:
             raise ConfigError(
@@ -183,3 +186,8 @@ def _grad_of(parameter: nn.Parameter) -> Tensor:
 def _pieces(bucket: Bucket, parameter: nn.Parameter) -> Iterator[tuple[int, int, int]]:
     """Yield (first element, end, offset in the shard) of the parts of ``parameter`` in this rank's shard."""
     return ((start, stop, at) for _, each, start, stop, at in bucket.pieces() if each is parameter)
+
+
+def _check_parameter(parameter: object) -> None:
+    if not isinstance(parameter, Tensor):
+        raise ConfigError(f"{parameter!r} must be a parameter of the model, not a {type(parameter).__name__}")

@@ -7,6 +7,9 @@ import pytest
 import torch
 
 from deepspeed.runtime import lr_schedules
+from deepspeed.runtime.choice import choose_scheduler
+from deepspeed.translation import translate
+from megatron_core.errors import ConfigError
 from tests.drop_in.deepspeed import traces
 from tests.drop_in.deepspeed.reference import REFERENCE, Task, ask
 
@@ -52,3 +55,29 @@ def test_a_schedule_resumes_at_its_position() -> None:
         schedule.step()
         rates.append(optimizer.param_groups[0]["lr"])
     assert rates[0] == rates[1] > 0
+
+
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    ("WarmupLR", {"warmup_max_lr": "x"}, "max_lr='x' must be a number"),
+    ("WarmupLR", {"warmup_min_lr": [0.1, None]}, "min_lr=None must be a number"),
+    ("WarmupLR", {"warmup_num_steps": True}, "warmup_num_steps must be a positive integer, got True"),
+    ("WarmupDecayLR", {"total_num_steps": "9"}, "total_num_steps='9' must be a number"),
+    ("WarmupCosineLR", {"total_num_steps": 9, "cos_min_ratio": "x"}, "cos_min_ratio='x' must be a number"),
+    ("LRRangeTest", {"lr_range_test_step_rate": "x"}, "lr_range_test_step_rate='x' must be a number"),
+    ("LRRangeTest", {"lr_range_test_staircase": "no"}, "lr_range_test_staircase='no' must be true or false"),
+    ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": float("nan")}, "cycle_max_lr=nan must be a number"),
+    ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 1, "decay_lr_rate": "x"}, "decay_lr_rate='x' must be a number"),
+    ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 1, "cycle_momentum": 1}, "cycle_momentum=1 must be true"),
+    ("StepLR", {"step_size": "x"}, "step_size='x' must be of the type int"),
+    ("ExponentialLR", {"gamma": "x"}, "gamma='x' must be of the type float"),
+    ("StepLR", {}, "missing 1 required positional argument"),
+    ("LambdaLR", {"lr_lambda": "x"}, "of LambdaLR: "),
+]
+
+
+@pytest.mark.parametrize(("name", "params", "message"), WRONG)
+def test_wrong_parameters_are_one_error(name: str, params: dict[str, Any], message: str) -> None:
+    translation = translate({"train_batch_size": 1, "scheduler": {"type": name, "params": params}}, 1)
+    with pytest.raises(ConfigError) as error:
+        choose_scheduler(torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=0.1), None, translation)
+    assert message in str(error.value) and f"of {name}: " in str(error.value)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from deepspeed.translation import read_json, translate
+from deepspeed.translation import key_names, read_json, translate
 from megatron_core.errors import ConfigError
 from megatron_core.training.engine.module import check_settings, read_settings
 
@@ -92,3 +92,79 @@ def test_a_file_is_read(tmp_path) -> None:
     path = tmp_path / "ds.json"
     path.write_text(json.dumps({"train_batch_size": 4}))
     assert read_json(path) == {"train_batch_size": 4}
+
+
+@pytest.mark.parametrize(
+    ("config", "path", "fix"),
+    [
+        ({"zero_optimization.stage": 3}, "'zero_optimization.stage'", '{"zero_optimization": {"stage": ...}}'),
+        ({"bf16.enabled": True}, "'bf16.enabled'", '{"bf16": {"enabled": ...}}'),
+        ({"optimizer.params.lr": 0.1}, "'optimizer.params.lr'", '{"optimizer": {"params": {"lr": ...}}}'),
+        ({"no.such": 1}, "'no.such'", '{"no": {"such": ...}}'),
+        (
+            {"zero_optimization": {"offload_param.device": "cpu"}},
+            "'zero_optimization.offload_param.device'",
+            '{"offload_param": {"device": ...}}',
+        ),
+    ],
+)
+def test_names_with_dots_are_not_sections(config: dict[str, object], path: str, fix: str) -> None:
+    for ranks in (1, 2):
+        with pytest.raises(ConfigError) as caught:
+            translate({"train_batch_size": 8, **config}, ranks)
+        text = f"{path} has a dot in its name, which DeepSpeed does not read as a section; write {fix}"
+        assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"steps_per_print": "x"}, "steps_per_print='x' must be an integer >= 0"),
+        ({"steps_per_print": -1}, "steps_per_print=-1 must be an integer >= 0"),
+        ({"dataloader_drop_last": "no"}, "dataloader_drop_last='no' must be true or false"),
+        ({"managed_gradient_accumulation": 0}, "managed_gradient_accumulation=0 must be true or false"),
+        ({"fp16": {"auto_cast": "false"}}, "fp16.auto_cast='false' must be true or false"),
+        (
+            {"zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": "false"}},
+            "stage3_gather_16bit_weights_on_model_save='false' must be true or false",
+        ),
+    ],
+)
+def test_values_that_the_engine_reads_have_their_type(config: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        translate({"train_batch_size": 8, **config}, 1)
+    assert message in str(caught.value)
+
+
+def test_accelerates_infinite_interval_is_legal() -> None:
+    translate({"train_batch_size": 8, "steps_per_print": float("inf"), "managed_gradient_accumulation": None}, 1)
+
+
+def test_any_value_is_translated_or_one_error() -> None:
+    """No key raises another error, whatever its value."""
+    for path in key_names():
+        for value in (
+            "x",
+            -1,
+            2.5,
+            True,
+            [],
+            {},
+            [1, "a"],
+            {"a": 1},
+            None,
+            float("nan"),
+            float("inf"),
+            "auto",
+            10**400,
+        ):
+            config: dict[str, object] = {"train_batch_size": 8}
+            *sections, name = path.split(".")
+            section = config
+            for each in sections:
+                section = section.setdefault(each, {})  # type: ignore[assignment]
+            section[name] = value
+            try:
+                translate(config, 2)
+            except ConfigError as error:
+                assert str(error).startswith("DeepSpeed config: ")

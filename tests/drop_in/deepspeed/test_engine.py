@@ -344,13 +344,13 @@ def test_ranks_that_differ_are_refused(tmp_path: Path) -> None:
     ("arguments", "message"),
     (
         ({"config": None}, "no DeepSpeed configuration"),
-        ({"config": CONFIG, "model": None}, "must be a torch module"),
+        ({"config": CONFIG, "model": None}, "model=None must be a torch.nn.Module"),
         ({"config": {**CONFIG, "stage": 1}}, "stage is not a key of DeepSpeed"),
         ({"config": {**CONFIG, "scheduler": {"type": "Absent"}}}, "'Absent' is not a scheduler"),
         ({"config": {**CONFIG, "scheduler": {"type": "WarmupLR", "params": {"warm": 1}}}}, "warm"),
         ({"config": {**CONFIG, "optimizer": {"type": "Absent"}}}, "'Absent' is not an optimizer"),
         ({"config": {**CONFIG, "optimizer": {"type": "RMSprop", "params": {"rate": 1}}}}, "'?rate'?=1 is not a param"),
-        ({"config": CONFIG, "optimizer": 3}, "optimizer=int must be a torch optimizer"),
+        ({"config": CONFIG, "optimizer": 3}, "optimizer=3 must be a torch optimizer"),
         ({"config": CONFIG, "optimizer": torch.optim.SGD(_model().parameters(), lr=0.1)}, "do not belong to the model"),
         ({"config": CONFIG, "config_params": None, "mesh_param": (1, 1)}, "sequence parallelism is not supported"),
         ({"config": CONFIG, "training_data": 3}, "must be a torch Dataset"),
@@ -445,6 +445,39 @@ def _trained_plainly() -> deepspeed.DeepSpeedEngine:
     for number in range(3):
         _step(engine, number)
     return engine
+
+
+def _other(model: nn.Module) -> Any:
+    return torch.optim.lr_scheduler.StepLR(torch.optim.AdamW(model.parameters(), lr=0.1), 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"optimizer": lambda parameters: None}, "optimizer=function <lambda> returned None, not a torch optimizer"),
+        ({"optimizer": "adam"}, "optimizer='adam' must be a torch optimizer, or a function"),
+        ({"lr_scheduler": lambda optimizer: None}, "lr_scheduler=function <lambda> returned None, which has no step()"),
+        ({"lr_scheduler": _other(_model())}, "changes the learning rates of another optimizer (AdamW)"),
+        ({"model_parameters": [{"lr": 0.1}]}, "group 0 of model_parameters has no 'params'"),
+        ({"model": nn.LazyLinear(3)}, "weight, bias have no shape before the first forward"),
+        ({"model": nn.Linear}, "model=type Linear must be a torch"),
+    ],
+)
+def test_wrong_arguments_are_one_sentence(arguments: dict[str, Any], message: str) -> None:
+    config = {**CONFIG}
+    if "optimizer" in arguments:
+        config.pop("optimizer")
+    with pytest.raises(ConfigError) as error:
+        deepspeed.initialize(**{"model": _model(), "config": config, **arguments})
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("params", [{"betas": "x"}, {"rho": -1.0}])
+def test_wrong_parameters_of_a_class_of_torch_are_one_sentence(params: dict[str, Any]) -> None:
+    name = "Adadelta" if "rho" in params else "NAdam"
+    config = {**CONFIG, "optimizer": {"type": name, "params": params}}
+    with pytest.raises(ConfigError, match=f"of {name}: .*correct the parameters"):
+        deepspeed.initialize(model=_model(), config=config)
 
 
 def test_loss_scale_and_steps_of_the_optimizer() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,12 @@ import pytest
 import torch
 
 import megatron_core
-from megatron_core.errors import MegatronError
+from megatron_core.errors import ConfigError, MegatronError
 from megatron_core.training.engine import Engine
+from megatron_core.verify import verify_module
 from megatron_core.verify.ranks import run_ranks
 from tests.sample import WHOLE_MATRIX
+from tests.training.engine import attentions
 from tests.training.engine.models import (
     COMMON,
     LLAMA,
@@ -99,6 +102,200 @@ def _train_with_one_key_head() -> Result:
     ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     MODELS["one key"] = (partial(_causal, "Llama", **{**LLAMA, "num_key_value_heads": 1}), _tokens)
     return train_with_engine("one key", tensor_model_parallel_size=ranks)
+
+
+EXACT: tuple[Any, ...] = (
+    *(attentions.Attention, attentions.NumHeads, attentions.NHead, attentions.Nhead, attentions.UnknownName),
+    *(attentions.WidthOfHead, attentions.WidthByDivision, attentions.Constant, attentions.Einops, attentions.Grouped),
+    *(attentions.OneKey, attentions.ApartCore, attentions.FusedQKV, attentions.FusedAttributes),
+    attentions.ReadsAttention,
+)
+WRONG: tuple[Any, ...] = (
+    *(attentions.LiteralHeads, attentions.HeadsInConfig, attentions.InnerHeads, attentions.NormOfAll),
+    *(attentions.InterleavedQKV, attentions.Gated, attentions.ReadsWeights, attentions.WrongScale),
+    *(attentions.WidthOfInput, attentions.BiasOfHeads),
+)
+BATCHES = [torch.randint(11, (4, 7), generator=torch.Generator().manual_seed(number)) for number in range(2)]
+
+
+def test_heads_of_every_kind() -> None:
+    """Losses, gradients and weights of two steps equal those of torch, with every attribute that holds heads."""
+    kinds = [*EXACT, *(partial(attentions.Masked, kind) for kind in EXACT[:-1])]
+    report = verify_module(partial(attentions.Model, *kinds), BATCHES)
+    assert report.agrees, report.faults
+    assert len(report.errors) > 400 and max(report.errors.values()) < 1e-9
+    for result in run_ranks(2, _split_sizes, EXACT):
+        assert result == [attentions.WIDTH // 2] * (len(EXACT) - 2)  # all with a q_proj are split
+
+
+def test_zero_inputs_do_not_hide_a_wrong_number_of_heads() -> None:
+    kind = partial(attentions.Silent, attentions.LiteralHeads)
+    (fault,) = verify_module(partial(attentions.Model, kind), BATCHES).faults
+    assert "does not compute what the whole module computes" in fault
+
+
+def _split_sizes(kinds: tuple[Any, ...]) -> list[int]:
+    model = megatron_core.parallelize(attentions.Model(*kinds))
+    return [len(parameter) for name, parameter in model.named_parameters() if name.endswith("q_proj.weight")]
+
+
+def test_modules_that_cannot_be_split_are_refused() -> None:
+    """At once if ``forward`` takes one tensor, else in the first forward."""
+    for messages in run_ranks(2, _refused_kinds):
+        assert len(messages) == 2 * len(WRONG)
+        for message in messages:
+            assert "layers.0.attn" in message and "does not compute what the whole module computes" in message
+            assert "heads=" in message and "plan=" in message and "\n" not in message
+
+
+def _refused_kinds() -> list[str]:
+    return [message for kind in WRONG for message in _refused_kind(kind)]
+
+
+def _refused_kind(kind: Any) -> tuple[str, str]:
+    with pytest.raises(ConfigError) as error:
+        megatron_core.parallelize(attentions.Model(kind))
+    model = megatron_core.parallelize(attentions.Model(partial(attentions.Masked, kind)))
+    for _ in range(2):  # an error does not end the check
+        with pytest.raises(ConfigError) as later:
+            model(BATCHES[0])
+    return str(error.value), str(later.value)
+
+
+@pytest.mark.parametrize(("kind", "name"), [(attentions.NormOfKeys, "norm"), (attentions.Temperature, "temperature")])
+def test_a_partial_gradient_is_refused_with_its_style(kind: Any, name: str) -> None:
+    """The style is that of a module or of a parameter."""
+    (message, *_) = run_ranks(2, _refused_plan, kind, None)
+    assert f"the gradient of {name}" in message and "give it, or its module, the style replicated_with_grad" in message
+    plan = {f"layers.*.attn.{letter}_proj": "colwise" for letter in "qkv"} | {"layers.*.attn.o_proj": "rowwise"}
+    plan[f"layers.*.attn.{name}"] = "replicated_with_grad_allreduce"
+    report = verify_module(partial(attentions.Model, kind), BATCHES, plan=plan)
+    assert report.agrees, report.faults
+
+
+def _refused_plan(kind: Any, plan: dict[str, str] | None) -> str:
+    with pytest.raises(MegatronError) as error:
+        megatron_core.parallelize(attentions.Model(kind), plan=plan)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("heads", [["hq", "hk"], ("hk", "hq")])
+def test_named_attributes_hold_the_heads(heads: Any) -> None:
+    make_model = partial(attentions.Model, attentions.TwoUnknownNames)
+    (fault,) = verify_module(make_model, BATCHES).faults
+    assert "the split module fails" in fault and "its integers are hq, hk" in fault
+    report = verify_module(make_model, BATCHES, heads=heads)
+    assert report.agrees, report.faults
+
+
+def test_number_of_heads() -> None:
+    """Attributes with the number are divided."""
+    report = verify_module(partial(attentions.Model, attentions.TwoEqualNames), BATCHES, heads=4)
+    assert report.agrees, report.faults
+
+
+WRONG_HEADS: dict[str, Any] = {
+    "heads='nheads': no module of Model has nheads as an attribute with an integer": "nheads",
+    "heads=0 must be the number of attention heads, or the names": 0,
+    "heads=True must be": True,
+    "heads=[] must be": [],
+    "heads=2.0 must be": 2.0,
+}
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_wrong_heads_are_wrong_on_any_number_of_ranks(tensor: int) -> None:
+    for texts in run_ranks(tensor, _refused_heads, tensor):
+        for text, message in zip(texts, WRONG_HEADS, strict=True):
+            assert message in text
+
+
+def _refused_heads(tensor: int) -> list[str]:
+    texts = []
+    for heads in WRONG_HEADS.values():
+        with pytest.raises(ConfigError) as error:
+            megatron_core.parallelize(attentions.Model(attentions.Attention), tensor, heads=heads)
+        texts.append(str(error.value))
+    return texts
+
+
+@pytest.mark.filterwarnings("ignore:tensor parallelism")
+def test_attention_without_known_partners_stays_whole() -> None:
+    """``nn.MultiheadAttention`` reads the weights of its output layer; a projection ``qkv`` has no rule."""
+    kinds = (attentions.WithTorchAttention, attentions.UnknownProjection)
+    report = verify_module(partial(attentions.Model, *kinds), BATCHES)
+    assert report.agrees, report.faults
+
+
+def test_layers_that_stay_whole_are_named() -> None:
+    for texts in run_ranks(2, _warnings):
+        assert [text for text in texts if "layers.0.attn.o_proj stay whole on every rank" in text]
+
+
+def _warnings() -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        megatron_core.parallelize(attentions.Model(attentions.UnknownProjection))
+    return [str(each.message) for each in caught]
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ({"layers.*.attn.q_proj": "colwise"}, "there is no row-parallel layer that sums its output in the same module"),
+        ({"layers.*.attn.o_proj": "rowwise"}, "there is no column-parallel layer in the same module"),
+    ],
+)
+def test_layers_without_a_partner_are_refused(plan: dict[str, str], message: str) -> None:
+    plan |= {"layers.*.mlp.fc1": "colwise", "layers.*.mlp.fc2": "rowwise"}
+    for text in run_ranks(2, _refused_plan, attentions.Attention, plan):
+        assert message in text
+
+
+@pytest.mark.parametrize(
+    "settings", [{"zero_stage": 3}, {"bf16": True, "fp64": False}, {"compile": True, "compile_backend": "eager"}]
+)
+def test_the_first_forward_checks_in_every_mode(settings: dict[str, Any]) -> None:
+    """The check neither disturbs training nor is disturbed by shards, dtypes and compiled units."""
+    for losses, message in run_ranks(2, _train_masked, settings):
+        expected = _losses_alone()
+        bound = 0.02 if "bf16" in settings else 1e-9
+        assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) < bound
+        assert "does not compute what the whole module computes" in message
+
+
+def _train_masked(settings: dict[str, Any]) -> tuple[list[float], str]:
+    config = {"fp64": True, "micro_batch_size": 4, "global_batch_size": 4, "lr": 1e-2, "clip_grad": 0.0, **TENSOR}
+    config |= {"optimizer": "sgd", "sgd_momentum": 0.0, "weight_decay": 0.0, **settings}
+    engine = megatron_core.initialize(_masked(attentions.Nhead), config).engine
+    losses = []
+    for batch in BATCHES:
+        loss = engine(batch)
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    other = megatron_core.initialize(_masked(attentions.WrongScale), config).engine
+    with pytest.raises(ConfigError) as error:
+        other(BATCHES[0])
+    return losses, str(error.value)
+
+
+def _losses_alone() -> list[float]:
+    model = _masked(attentions.Nhead).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    losses = []
+    for batch in BATCHES:
+        optimizer.zero_grad()
+        loss = model(batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def _masked(kind: Any) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return attentions.Model(partial(attentions.Masked, kind))
 
 
 BAD: list[tuple[str, int, dict[str, str] | None, str]] = [

@@ -1,5 +1,6 @@
 """The optimizer and the scheduler of an engine: those of the program, else those of the JSON."""
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,7 @@ from deepspeed.ops.settings import SettingsOptimizer
 from deepspeed.runtime import lr_schedules
 from deepspeed.translation import Translation
 from megatron_core.errors import ConfigError
+from megatron_core.training.engine.arguments import check_scheduler_of, checked_groups, made_by, make_optimizer
 from megatron_core.training.engine.scheduler import share_groups
 
 LR = 1e-3
@@ -49,14 +51,9 @@ def choose_optimizer(
 
     ``client``: an optimizer, or a function that makes one of a list of parameters. Errors: ``ConfigError``.
     """
-    parameters = list(model.parameters() if model_parameters is None else model_parameters)
-    if client is not None and not isinstance(client, torch.optim.Optimizer):
-        if not callable(client):
-            raise ConfigError(
-                f"optimizer={type(client).__name__} must be a torch optimizer, or a function that makes one of a list "
-                "of parameters"
-            )
-        client = client(parameters)
+    parameters = checked_groups(model_parameters) or list(model.parameters())
+    if client is not None:
+        client = make_optimizer(client, parameters)
     if isinstance(client, SettingsOptimizer):
         return ChosenOptimizer(client.settings(), None, client.param_groups, client=client)
     if client is not None:
@@ -66,7 +63,12 @@ def choose_optimizer(
     if found.optimizer_class is None:
         return ChosenOptimizer({"lr": found.settings["lr"] or LR}, None, _with_rates(parameters, found.settings))
     trained = [p for p in parameters if isinstance(p, Mapping | tuple) or p.requires_grad]
-    own = getattr(torch.optim, found.optimizer_class)(trained, **found.optimizer_params)
+    try:
+        own = getattr(torch.optim, found.optimizer_class)(trained, **found.optimizer_params)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"optimizer.params={found.optimizer_params!r} of {found.optimizer_class}: {error}; correct the parameters"
+        ) from error
     return ChosenOptimizer(optimizer=own, client=own)
 
 
@@ -84,7 +86,12 @@ def choose_scheduler(optimizer: torch.optim.Optimizer | None, client: Any, found
     or wrong arguments.
     """
     if client is not None:
-        return client(optimizer) if callable(client) else client
+        if optimizer is None:
+            raise ConfigError("lr_scheduler without an optimizer: give one to deepspeed.initialize or in the JSON")
+        if callable(client) or not hasattr(client, "step"):
+            client = made_by(client, optimizer)
+        check_scheduler_of(client, optimizer)
+        return client
     if found.scheduler is None or optimizer is None:
         return None
     name, params = found.scheduler
@@ -99,6 +106,25 @@ def choose_scheduler(optimizer: torch.optim.Optimizer | None, client: Any, found
             "a class of torch.optim.lr_scheduler"
         )
     try:
+        if name not in lr_schedules.VALID_LR_SCHEDULES:  # which check their own arguments
+            _check_types(kind, params)
         return kind(optimizer, **params)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
         raise ConfigError(f"scheduler.params={params!r} of {name}: {error}") from error
+
+
+def _check_types(kind: type, params: Mapping[str, Any]) -> None:
+    """TypeError if an argument has another type than the class declares; torch would fail in a later step."""
+    declared = inspect.signature(kind).parameters
+    for name, value in params.items():
+        wanted = declared[name].annotation if name in declared else None
+        wanted = getattr(wanted, "__name__", wanted)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        is_right = {
+            "int": is_number and float(value).is_integer(),
+            "float": is_number,
+            "bool": isinstance(value, bool),
+            "str": isinstance(value, str),
+        }
+        if not is_right.get(str(wanted), True):
+            raise TypeError(f"{name}={value!r} must be of the type {wanted}")

@@ -17,6 +17,7 @@ from deepspeed.translation import read_json
 from deepspeed.utils.logging import log_dist
 from megatron_core.errors import ConfigError
 from megatron_core.parallel.texts import raising_on_all_ranks
+from megatron_core.training.engine.arguments import check_functions, check_model
 
 Initialized = tuple[DeepSpeedEngine, Any, Any, Any]
 
@@ -45,8 +46,9 @@ def initialize(
 
     Errors: ``ConfigError`` and ``LayoutError`` on all ranks, each with one sentence.
     """
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"deepspeed.initialize: model={model!r} must be a torch module")
+    check_functions(collate_fn=collate_fn)
+    check_model(model)
+    assert model is not None
     if mesh_param is not None:
         raise ConfigError(f"mesh_param={mesh_param!r}: sequence parallelism is not supported; remove it")
     is_pipeline = isinstance(model, PipelineModule)

@@ -110,6 +110,8 @@ class _Schedule:
 
     def _per_group(self, value: Value, name: str) -> list[float]:
         groups = len(self.optimizer.param_groups)
+        for entry in value if isinstance(value, list | tuple) else [value]:
+            _number(name, entry)
         if not isinstance(value, list | tuple):
             return [value] * groups  # type: ignore[list-item]
         if len(value) != groups:
@@ -132,7 +134,8 @@ class LRRangeTest(_Schedule):
         super().__init__(optimizer, last_batch_iteration)
         self.min_lr = self._per_group(lr_range_test_min_lr, "lr_range_test_min_lr")
         self.step_size = _positive("lr_range_test_step_size", lr_range_test_step_size)
-        self.step_rate, self.staircase = lr_range_test_step_rate, lr_range_test_staircase
+        self.step_rate = _number("lr_range_test_step_rate", lr_range_test_step_rate)
+        self.staircase = _flag("lr_range_test_staircase", lr_range_test_staircase)
         if last_batch_iteration == -1:
             self._set(self.min_lr)
 
@@ -165,24 +168,26 @@ class OneCycle(_Schedule):
     ) -> None:
         super().__init__(optimizer, last_batch_iteration)
         # The shape of the cycle.
-        self.first_step_size = float(cycle_first_step_size)
-        self.second_step_size = float(
-            cycle_first_step_size if cycle_second_step_size is None else cycle_second_step_size
-        )
+        if cycle_second_step_size is None:
+            cycle_second_step_size = cycle_first_step_size
+        self.first_step_size = float(_number("cycle_first_step_size", cycle_first_step_size))
+        self.second_step_size = float(_number("cycle_second_step_size", cycle_second_step_size))
         if self.first_step_size <= 0:
             raise ValueError(f"cycle_first_step_size must be positive, got {cycle_first_step_size}")
         if self.second_step_size < 0:
             raise ValueError(f"cycle_second_step_size must be non-negative, got {cycle_second_step_size}")
         self.total_size = self.first_step_size + self.second_step_size
-        self.first_stair_count = cycle_first_stair_count
-        self.second_stair_count = (
-            cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
-        )
-        self.decay_step_size, self.decay_lr_rate, self.decay_mom_rate = decay_step_size, decay_lr_rate, decay_mom_rate
+        if cycle_second_stair_count is None:
+            cycle_second_stair_count = cycle_first_stair_count
+        self.first_stair_count = _number("cycle_first_stair_count", cycle_first_stair_count)
+        self.second_stair_count = _number("cycle_second_stair_count", cycle_second_stair_count)
+        self.decay_step_size = _number("decay_step_size", decay_step_size)
+        self.decay_lr_rate = _number("decay_lr_rate", decay_lr_rate)
+        self.decay_mom_rate = _number("decay_mom_rate", decay_mom_rate)
         # Bounds of the learning rate and of the momentum.
         self.min_lrs = self._per_group(cycle_min_lr, "cycle_min_lr")
         self.max_lrs = self._per_group(cycle_max_lr, "cycle_max_lr")
-        self.cycle_momentum = cycle_momentum
+        self.cycle_momentum = _flag("cycle_momentum", cycle_momentum)
         if cycle_momentum and "betas" not in self.optimizer.defaults:
             warnings.warn(
                 f"OneCycle: cycle_momentum has no effect on {type(self.optimizer).__name__}, which has no betas",
@@ -288,7 +293,7 @@ class WarmupDecayLR(WarmupLR):
         warmup_type: str = WARMUP_LOG_RATE,
         last_batch_iteration: int = -1,
     ) -> None:
-        self.total_num_steps = total_num_steps
+        self.total_num_steps = _number("total_num_steps", total_num_steps)
         super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
         _warn_of_short_training(total_num_steps, self.warmup_num_steps)
 
@@ -315,8 +320,9 @@ class WarmupCosineLR(_Schedule):
         super().__init__(optimizer, last_batch_iteration)
         self.warmup_num_steps = max(2, _positive("warmup_num_steps", warmup_num_steps))
         self.warmup_type = _warmup_type(warmup_type)
-        self.total_num_steps = total_num_steps
-        self.warmup_min_ratio, self.cos_min_ratio = warmup_min_ratio, cos_min_ratio
+        self.total_num_steps = _number("total_num_steps", total_num_steps)
+        self.warmup_min_ratio = _number("warmup_min_ratio", warmup_min_ratio)
+        self.cos_min_ratio = _number("cos_min_ratio", cos_min_ratio)
         _warn_of_short_training(total_num_steps, self.warmup_num_steps)
         self.org_lrs = _own_rates(self.optimizer)
         if last_batch_iteration == -1:
@@ -348,8 +354,22 @@ def _warmup(at: int, steps: int, kind: str) -> float:
     return at / steps if kind == WARMUP_LINEAR_RATE else math.log(at + 1) / math.log(steps)
 
 
+def _number(name: str, value: Any) -> Any:
+    """Return a number, or a tensor with one."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not is_number and not (is_tensor(value) and value.numel() == 1):
+        raise ValueError(f"{name}={value!r} must be a number")
+    return value
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r} must be true or false")
+    return value
+
+
 def _positive(name: str, value: Any) -> int:
-    if not isinstance(value, int) or value <= 0:
+    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
         raise ValueError(f"{name} must be a positive integer, got {value}")
     return value
 

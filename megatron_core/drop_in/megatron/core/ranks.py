@@ -31,7 +31,7 @@ def safe_get_world_size() -> int:
 def of_environment(variable: str, of_slurm: int | None, default: int, meaning: str) -> int:
     """Return an environment variable, else Slurm's value, else ``default`` with a warning."""
     if variable in os.environ:
-        return int(os.environ[variable])
+        return read_integer(variable, default)
     if of_slurm is None:
         warnings.warn(f"Could not determine {meaning}: {variable} is not set; it is {default}", stacklevel=3)
         return default
