@@ -306,7 +306,7 @@ def graph_problems(config: RunConfig) -> Iterator[str]:
     excluded = {
         f"zero_stage={parallel.dp_zero_stage}": parallel.dp_zero_stage >= 2,
         f"cp_comm_type={' '.join(parallel.cp_comm_type)}": parallel.context_parallel_size > 1 and passes_messages,
-        f"pipeline_schedule={schedule}": schedule in splits or parallel.overlap_moe_expert_parallel_comm,
+        f"pipeline_schedule={schedule}": schedule in splits or config.runs_in_pairs,
         f"cuda_graph_modules={' '.join(training.cuda_graph_modules)} and parallel_residual_shared_norm=True": (
             bool(training.cuda_graph_modules) and model.parallel_residual_shared_norm
         ),
