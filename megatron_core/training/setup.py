@@ -108,7 +108,7 @@ class Run(Trainable):
             stages = self.stages.values()
             self.qk_clip = QKClip(self.config, stages, self.optimizer, self.groups, self.world.device)
         places = self.plans.stage_to_rank
-        self.teacher = build_teacher(self.config, self.groups, self.vocab_size, self.world, places)
+        self.teacher = build_teacher(self.config, self.groups, self.vocab_size, self.tokenizer, self.world, places)
         if self.splits.train is not None:
             self.train_loader = self.loader(self.splits.train)
 
