@@ -29,7 +29,8 @@ from megatron_core.config import RunConfig
 from megatron_core.config.presets import preset
 from megatron_core.planner.explain import details, table, why_slower
 from megatron_core.planner.hardware import read_hardware
-from megatron_core.planner.search import Search, describe_layout
+from megatron_core.planner.layout_settings import describe_layout
+from megatron_core.planner.search import Search
 
 GPUS = 64
 BATCH = 256

@@ -45,8 +45,9 @@ from megatron_core.locations import path_of
 from megatron_core.output_file import prepare_output
 from megatron_core.planner.explain import details, readable_bytes, readable_duration, readable_seconds
 from megatron_core.planner.hardware import read_hardware
+from megatron_core.planner.layout_settings import describe_layout
 from megatron_core.planner.parameters import model_parameters
-from megatron_core.planner.search import Search, describe_layout
+from megatron_core.planner.search import Search
 from megatron_core.shell.launch import Launch, LaunchScript, is_script, read_command_line, read_script
 from megatron_core.shell.unknown import UNKNOWN, readable
 from megatron_core.terminal import parse_flags

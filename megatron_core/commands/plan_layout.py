@@ -26,6 +26,8 @@ import tyro
 from megatron_core.command import program
 from megatron_core.config import RunConfig
 from megatron_core.config.cli import parse_run_config
+from megatron_core.config.file import names_in
+from megatron_core.config.translate import grouped, plain
 from megatron_core.errors import ConfigError, MegatronError
 from megatron_core.output_file import Output, json_with, picture_kind, prepare_output
 from megatron_core.planner.cost import LayerTimes, Pipeline
@@ -35,15 +37,20 @@ from megatron_core.planner.explain import (
     details,
     objection,
     parse_words,
+    readable_seconds,
     table,
     whole_training,
     why_slower,
 )
 from megatron_core.planner.footprint import Footprint
-from megatron_core.planner.hardware import read_hardware
+from megatron_core.planner.hardware import Hardware, read_hardware
 from megatron_core.planner.layer_time import LayerClock
-from megatron_core.planner.search import Candidate, Search, describe_layout
+from megatron_core.planner.layout_settings import describe_layout
+from megatron_core.planner.search import Candidate, Search
 from megatron_core.terminal import exact, parse_flags
+
+LONGEST = 86_400.0
+"""Maximum of --time-limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +66,8 @@ class Settings:
     known."""
     top: int = 10
     """Number of layouts to print."""
+    time_limit: float = 30.0
+    """Seconds of the search; then it prints the best layouts so far, and that it has stopped early."""
     objection: Annotated[str | None, tyro.conf.arg(name="why-not")] = None
     """A layout such as "tp8 pp2 mbs2 full-recompute": explain why it is not among the best."""
     explain_memory: bool = False
@@ -71,11 +80,14 @@ class Settings:
 
 def plan(settings: Settings, arguments: Sequence[str]) -> None:
     """Search, and print the requested results."""
-    base = parse_run_config(list(arguments), prog=program())
+    hardware = read_hardware(settings.hardware)
+    base, arguments, dtype = in_dtype(list(arguments), hardware)
     if settings.png is not None and not settings.explain_memory:
         raise ConfigError(f"png={settings.png!r} has no effect without explain_memory; add --explain-memory")
     if settings.price_per_hour is not None and not 0.0 <= settings.price_per_hour < 1e9:
         raise ConfigError(f"price_per_hour={settings.price_per_hour:g} is out of range; legal: 0 or more")
+    if not 1.0 <= settings.time_limit <= LONGEST:
+        raise ConfigError(f"time_limit={settings.time_limit:g} is out of range; legal: 1 to {LONGEST:g} seconds")
     if settings.top < 1:
         raise ConfigError(f"top={settings.top} is out of range; legal: 1, 2, 3, ...")
     output: Output | None = None
@@ -85,14 +97,19 @@ def plan(settings: Settings, arguments: Sequence[str]) -> None:
         )
     if settings.png is not None:
         prepare_output(settings, "png", picture_kind(settings.png), arguments, base.flat())
-    hardware = read_hardware(settings.hardware)
-    search = Search(base, settings.gpus, hardware, vocabulary(base), progress=show_progress)
+    messages = sys.stderr if settings.json == "-" else sys.stdout
+    print(dtype, file=messages, flush=True)
+    search = Search(
+        base, settings.gpus, hardware, vocabulary(base), progress=show_progress, seconds=settings.time_limit
+    )
     began = monotonic()
     found = search.best(settings.top)
     if sys.stderr.isatty():
         print("\r" + " " * 78 + "\r", end="", file=exact(sys.stderr))
+    if search.stopped:
+        print(stopped_early(search), file=messages)
     if settings.json is not None:
-        text = as_json(found, settings.gpus)
+        text = as_json(found, search)
         if output is None:
             print(text)
         else:
@@ -119,6 +136,36 @@ def plan(settings: Settings, arguments: Sequence[str]) -> None:
         shown = min(search.candidate(c) for c in parse_words(base, settings.objection, settings.gpus))
     if settings.explain_memory:
         explain_memory(search, shown, settings.png)
+
+
+def in_dtype(arguments: list[str], hardware: Hardware) -> tuple[RunConfig, list[str], str]:
+    """The configuration of ``arguments``, all flags of its commands, and a line about its dtype.
+
+    Without a dtype in the flags and in --config it is bfloat16, if products are faster in it.
+    """
+    config = parse_run_config(arguments, prog=program())
+    dtype, rates = config.training.compute_dtype, hardware.product_flops
+    if dtype != "float32":
+        return config, arguments, f"dtype: {dtype}"
+    names: set[str] = set()
+    for flag, values in grouped(arguments):
+        names |= names_in(values[-1]) if plain(flag) == "config" and values else {plain(flag)}
+    if names & {"no_bf16", "no_fp16"}:
+        return config, arguments, "dtype: float32, as given"
+    if rates.get("bfloat16", 0.0) <= rates["float32"]:
+        return config, arguments, f"dtype: float32, because products in 16 bits are not faster on {hardware.name}"
+    arguments = [*arguments, "--bf16"]
+    line = f"dtype: bfloat16, the default on {hardware.name}; the commands have --bf16; for float32 give --no-bf16"
+    return parse_run_config(arguments, prog=program()), arguments, line
+
+
+def stopped_early(search: Search) -> str:
+    """A line about the layouts that a search with too little time has not decided."""
+    others = f"no other takes less than {readable_seconds(search.bound)}" if search.bound else "others were not listed"
+    return (
+        f"stopped early after {search.seconds:g} s: {search.decided:,} of {search.points:,} layouts were decided, and "
+        f"{others}; --time-limit N searches for N seconds"
+    )
 
 
 def explain_memory(search: Search, shown: Candidate, png: str | None) -> None:
@@ -150,11 +197,13 @@ def vocabulary(config: RunConfig) -> int:
     return vocabulary_or_assumed(config)
 
 
-def as_json(found: Sequence[Candidate], world_size: int) -> str:
-    """The layouts with all figures."""
+def as_json(found: Sequence[Candidate], search: Search) -> str:
+    """The layouts with all figures; ``complete``: whether no other layout is faster."""
     rows = [
         {
-            "layout": describe_layout(each.config, world_size),
+            "layout": describe_layout(each.config, search.devices),
+            "dtype": each.config.training.compute_dtype,
+            "complete": not search.stopped,
             "seconds": each.seconds,
             "tokens_per_second_per_device": each.cost.tokens_per_second,
             "flops_per_second_per_device": each.cost.flops_per_second,

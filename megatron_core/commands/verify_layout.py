@@ -25,10 +25,12 @@ from megatron_core.config.comparison import (
     Task,
     configured,
     described,
+    not_compared,
     require_legal,
     said_of_stages,
 )
 from megatron_core.config.shrink import at_full_size, changes, small_run
+from megatron_core.config.together import incomparable
 from megatron_core.config.validate import problems
 from megatron_core.errors import ConfigError, MegatronError
 from megatron_core.output_file import Output, json_with, prepare_output, starting_with
@@ -37,7 +39,7 @@ from megatron_core.tokenizers import tokenizer_of
 from megatron_core.tokenizers.vocabulary import vocabulary_size
 from megatron_core.verify import GPTExperiment, Layout, RankFailure, check_bits, check_parity, fitting_layouts, shrunk
 from megatron_core.verify.pairwise import pairwise
-from megatron_core.verify.table import BITS_HEADING, HEADING, TerminalTable, bits_page, page, summary
+from megatron_core.verify.table import BITS_HEADING, HEADING, TerminalTable, bits_page, page, summary, verdict_line
 
 MOST_RANKS = 4096
 """Maximum number of ranks."""
@@ -45,6 +47,8 @@ SMALL_WIDTH = 1024
 """Hidden size that the small model exceeds only if a single layout needs it; a step takes seconds then."""
 MOST_PROCESSES = 8
 """Maximum number of ranks that are processes without --device cpu."""
+LONGEST_VALUE = 40
+"""Maximum number of characters of a printed value."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,8 +112,8 @@ def verify(options: Options, flags: list[str], outputs: Outputs) -> int:
             "or remove --compile"
         )
     what = describe(task.config, options, device)
-    shrunk_from = [f"shrunk: {task.shrunk}"] if task.shrunk else []
-    print(*(f"note: {note}" for note in task.notes), what, *shrunk_from, sep="\n", flush=True)
+    changed_to = f"{'changed' if options.full_size else 'shrunk'}: {task.shrunk}"
+    print(*(f"note: {note}" for note in task.notes), what, *([changed_to] if task.shrunk else []), sep="\n", flush=True)
     experiment = GPTExperiment(task.config, options.steps, not options.full_size, task.own_settings)
     return (compare_bits if options.bits else compare_values)(experiment, task, options, device, what, outputs)
 
@@ -128,11 +132,13 @@ def compare_values(
         backend=task.config.parallel.distributed_backend,
         on_row=lambda row: print(*table.lines(row), sep="\n", flush=True),
     )
-    print(summary(report))
+    left_out = words_of(task.not_compared)
+    print(verdict_line(summary(report), left_out), *refusals(task), sep="\n")
     if "json" in outputs:
-        outputs["json"].write(json.dumps(report.as_dict(), indent=1) + "\n")
+        written = report.as_dict() | {"not_compared": left_out, "refused": task.refused}
+        outputs["json"].write(json.dumps(written, indent=1) + "\n")
     if "markdown" in outputs:
-        outputs["markdown"].write("\n".join(page(report, what)) + "\n")
+        outputs["markdown"].write("\n".join(page(report, what, left_out)) + "\n")
     return 0 if report.holds else 1
 
 
@@ -149,13 +155,28 @@ def compare_bits(
         backend=task.config.parallel.distributed_backend,
         on_row=lambda row: print(f"{row.layout:<{width}}  {row.verdict}", flush=True),
     )
-    print(report.summary, *(f"refused: {name}: {reason}" for name, reason in task.refused.items()), sep="\n")
+    left_out = words_of(task.not_compared)
+    print(verdict_line(report.summary, left_out), *refusals(task), sep="\n")
     if "json" in outputs:
-        written = report.as_dict() | {"model": what, "refused": task.refused}
+        written = report.as_dict() | {"model": what, "not_compared": left_out, "refused": task.refused}
         outputs["json"].write(json.dumps(written, indent=1) + "\n")
     if "markdown" in outputs:
-        outputs["markdown"].write("\n".join(bits_page(report, what, task.refused)) + "\n")
+        outputs["markdown"].write("\n".join(bits_page(report, what, task.refused, left_out)) + "\n")
     return 0 if report.holds else 1
+
+
+def words_of(settings: Mapping[str, object]) -> list[str]:
+    """Settings as texts; a switch is its name, and a long value is left out."""
+    texts = {name: "" if value is True else f"={value}" for name, value in settings.items()}
+    return [f"{name}{text if len(text) <= LONGEST_VALUE else ''}" for name, text in texts.items()]
+
+
+def refusals(task: Task) -> list[str]:
+    """A line for each reason why layouts of --all are not compared."""
+    names: dict[str, list[str]] = {}
+    for name, reason in task.refused.items():
+        names.setdefault(reason, []).append(name)
+    return [f"refused: {', '.join(layouts)}: {reason}" for reason, layouts in names.items()]
 
 
 def task_of(config: RunConfig, options: Options) -> Task:
@@ -170,7 +191,8 @@ def task_of(config: RunConfig, options: Options) -> Task:
         ranks = options.world_size[0] if options.world_size else config.parallel.model_parallel_size
         task = described(config, ranks, whole(config) if options.full_size else None)
     require_legal(task, options.compared_dtype)
-    return task if options.full_size else replace(task, shrunk=changes(config, task.config))
+    left_out = not_compared(task, config, options.compared_dtype)
+    return replace(task, shrunk=changes(config, task.config), not_compared=left_out)
 
 
 def changed(config: RunConfig, names: Iterable[str]) -> dict[str, object]:
@@ -222,6 +244,13 @@ def all_layouts(config: RunConfig, options: Options) -> Task:
         for layout in fitting_layouts(without_equal_bits(config), size)
         if layout not in fitting
     }
+    refused |= {
+        str(layout): f"it cannot be compared: {reason}"
+        for fitting in sizes
+        for layout in fitting
+        if (reason := incomparable(config, layout)) is not None
+    }
+    sizes = [[layout for layout in fitting if str(layout) not in refused] for fitting in sizes]
     layouts = [each for fitting in sizes for each in (sampled(fitting) if options.pairwise else fitting)]
     if not layouts or max(options.world_size) == 1:
         asked = ", ".join(map(str, options.world_size))

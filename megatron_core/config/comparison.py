@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from megatron_core.config.layout import Layout, every_layout
 from megatron_core.config.parallel import BALANCED_STAGES
 from megatron_core.config.run import RunConfig
-from megatron_core.config.shrink import shrunk, shrunk_stages, small_run
+from megatron_core.config.shrink import OF_COMPARISON, SIZES, shrunk, shrunk_stages, small_run
+from megatron_core.config.together import incomparable
 from megatron_core.config.validate import check, problems
 from megatron_core.errors import ConfigError
 
@@ -23,6 +24,11 @@ NOT_IN_NAMES = (
 
 OF_EVERY_LAYOUT = ("num_distributed_optimizer_instances", "zero3_keep_after_forward")
 """Settings among ``NOT_IN_NAMES`` that apply to each of --layouts; its word ``overlap`` decides about the others."""
+
+
+_CHUNKS = "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"  # part of a layout's name
+OF_STAGES = {name: usual for name, usual in BALANCED_STAGES.items() if name not in _CHUNKS} | {"pipeline_plan": None}
+"""Settings of the pipeline stages and of the plan, with their defaults."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +46,9 @@ class Task:
     shrunk: str = ""
     """The sizes that are smaller than those of the flags."""
     refused: dict[str, str] = field(default_factory=dict)
-    """Layouts of --all that --layout-invariant excludes, with the reason."""
+    """Layouts of --all that are not compared, with the reason."""
+    not_compared: dict[str, object] = field(default_factory=dict)
+    """Settings of the flags that the comparison leaves out."""
 
 
 def fitting_layouts(config: RunConfig, world_size: int) -> list[Layout]:
@@ -65,14 +73,27 @@ def require_legal(task: Task, dtype: str) -> None:
         found = list(problems(configured(task.config, layout, dtype, task.own_settings), layout.world_size))
         if found:
             raise ConfigError(f"layout {str(layout)!r} cannot be trained: {'; '.join(found)}")
+        if reason := incomparable(task.config, layout):
+            raise ConfigError(f"layout {str(layout)!r} cannot be compared: {reason}")
+
+
+def not_compared(task: Task, config: RunConfig, dtype: str) -> dict[str, object]:
+    """Settings of ``config`` that differ from their defaults and have them in a layout of ``task``."""
+    defaults, given = RunConfig().flat(), config.flat()
+    words = Layout().settings().keys() - OF_STAGES.keys() - {*OF_EVERY_LAYOUT}
+    compared = [configured(task.config, layout, dtype, task.own_settings).flat() for layout in task.layouts]
+    replaced = words.union(OF_COMPARISON.split(), SIZES.split())
+    return {
+        name: value
+        for name, value in given.items()
+        if value != defaults[name] and name not in replaced and any(flat[name] == defaults[name] for flat in compared)
+    }
 
 
 def said_of_stages(config: RunConfig) -> dict[str, object]:
     """Settings of the pipeline stages and the plan that differ from the defaults."""
-    usual = BALANCED_STAGES | {"pipeline_plan": None}
-    chunks = {"num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"}  # part of a layout
-    values = {name: getattr(config.parallel, name) for name in usual if name not in chunks}
-    return {name: value for name, value in values.items() if value != usual[name]}
+    values = {name: getattr(config.parallel, name) for name in OF_STAGES}
+    return {name: value for name, value in values.items() if value != OF_STAGES[name]}
 
 
 def described(config: RunConfig, ranks: int, full_size: RunConfig | None = None) -> Task:

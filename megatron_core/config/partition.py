@@ -161,7 +161,7 @@ def plan_of(config: RunConfig, num_microbatches: int) -> Plan:
     parallel, layers = config.parallel, config.model.num_layers
     sizes = (parallel.pipeline_model_parallel_size, parallel.num_chunks(layers), num_microbatches)
     if parallel.pipeline_plan is None:
-        return _plan_of_schedule(parallel.schedule(layers), *sizes, parallel.overlap_moe_expert_parallel_comm)
+        return _plan_of_schedule(parallel.schedule(layers), *sizes, config.runs_in_pairs)
     plan = read_plan(parallel.pipeline_plan)
     found = (len(plan.ranks), plan.num_chunks, plan.num_microbatches)
     settings = ("pipeline_model_parallel_size", CHUNKS, "micro-batches of a rank")

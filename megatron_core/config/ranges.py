@@ -38,6 +38,11 @@ def from_0(most: float) -> Range:
     return Range(f"a number >= 0 and <= {most:,.7g}", lambda x: 0 <= x <= most)
 
 
+def between(least: float, most: float) -> Range:
+    """Numbers from ``least`` to ``most``."""
+    return Range(f"a number from {least:g} to {most:,.7g}", lambda x: least <= x <= most)
+
+
 def _is_date(text: str) -> bool:
     with suppress(ValueError):
         return len(text) == len("2024-07-26") and bool(date.fromisoformat(text))

@@ -1,15 +1,19 @@
 """Reduce the sizes of a model and keep all its features."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from math import gcd, lcm
 from typing import Any
 
-from megatron_core.config import ModelConfig, RunConfig
+from megatron_core.config import CheckpointConfig, ModelConfig, RunConfig
 from megatron_core.config.attention import attention_of
 from megatron_core.config.heterogeneous import LayerBlock, write_blocks
 from megatron_core.config.layout import Layout
 from megatron_core.config.mixers import Mamba2
+from megatron_core.config.resilience import ResilienceConfig
+from megatron_core.config.short_schedules import LEARNING_RATE, STEPS, short_rates, short_schedules
+from megatron_core.config.together import shared_micro_batches
+from megatron_core.config.validate import problems
 
 MOST_LAYERS = MOST_HEADS = MOST_EXPERTS = 8
 HEAD_SIZE, SEQUENCE = 8, 16
@@ -26,22 +30,25 @@ SIZES = """
     hybrid_layer_pattern mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads
     heterogeneous_layers_config_encoded_json
     micro_batch_size global_batch_size vocab_size outer_steps outer_fragments outer_delay"""
-"""Settings that ``changes`` reports."""
+"""Settings that ``changes`` reports; it reports others only if they differ from their defaults."""
 VOCABULARY = 101  # a prime: some rank always has padding in its part of the vocabulary
 # Compressed reductions depend on the layout, optimizer files on the machine; FP8 gathers round the weights.
 OFF = """
     train_samples lr_decay_iters lr_decay_samples lr_warmup_samples lr_warmup_fraction lr_wsd_decay_iters
-    lr_wsd_decay_samples eval_interval exit_interval exit_duration_in_mins data_path data_args_path
+    lr_wsd_decay_samples eval_interval exit_interval exit_duration_in_mins skip_train data_path data_args_path
     per_split_data_args_path data_phases data_order data_cache_path dataloader_type rampup_batch_size
     step_batch_size_schedule eval_global_batch_size seq_length_warmup train_data_path valid_data_path test_data_path
     multiple_validation_sets validation_set_names full_validation choices_data_path pretrained_checkpoint lora_load
-    split eod_mask_loss sft sft_packing sft_loss dpo dpo_beta dpo_label_smoothing chat_template chat_template_date
+    split sft sft_packing sft_loss dpo dpo_beta dpo_label_smoothing chat_template chat_template_date
     kd_teacher kd_weight kd_temperature
     fim_data fim_split_sample fim_fragment_rate fim_no_prefix fim_eod_token
-    tokenizer_model vocab_file merge_file save save_interval load ckpt_step finetune no_load_optim grad_compression
+    tokenizer_model vocab_file merge_file grad_compression
     fp8_param_gather grad_reduce_in_bf16 optimizer_offload_dir zero3_param_offload_dir optimizer_cpu_offload
     optimizer_offload_fraction metrics_file tensorboard_dir trace_pipeline"""
-"""Settings that ``small_run`` resets to their defaults."""
+"""Settings that ``small_run`` resets to their defaults, as it does all of checkpoints and recovery."""
+OF_COMPARISON = """
+    train_iters train_samples mock_data tokenizer_type vocab_size num_workers eval_iters bf16 fp16 fp64"""
+"""Settings that every comparison replaces: its steps, data and dtype."""
 
 
 def shrunk(config: RunConfig, layouts: Sequence[Layout], *, keep_layers: bool = False) -> RunConfig:
@@ -56,9 +63,18 @@ def shrunk(config: RunConfig, layouts: Sequence[Layout], *, keep_layers: bool = 
     """
     tp, cp = (lcm(*(getattr(layout, axis) for layout in layouts)) for axis in ("tp", "cp"))
     stages = max(layout.num_stages for layout in layouts)
-    small = config.flat() | small_run() | _training(layouts) | _outer(config)
+    small = config.flat() | small_run() | _training(config, layouts) | _outer(config)
     small |= _model(config, tp, cp, stages, layouts)
-    return RunConfig.from_flat(small | ({"num_layers": config.model.num_layers} if keep_layers else {}))
+    small |= {"num_layers": config.model.num_layers} if keep_layers else {}
+    for schedule in short_schedules(config, small["global_batch_size"], small["seq_length"]):
+        candidate = RunConfig.from_flat(small | schedule)
+        if not any(any(problems(_in_layout(candidate, layout), layout.world_size)) for layout in layouts):
+            small |= schedule
+    return RunConfig.from_flat(small)
+
+
+def _in_layout(config: RunConfig, layout: Layout) -> RunConfig:
+    return RunConfig.from_flat(config.flat() | layout.settings())
 
 
 def shrunk_stages(config: RunConfig, layout: Layout) -> dict[str, Any] | None:
@@ -85,8 +101,14 @@ def shrunk_stages(config: RunConfig, layout: Layout) -> dict[str, Any] | None:
 
 
 def changes(config: RunConfig, small: RunConfig) -> str:
-    """The sizes in which ``small`` differs from ``config``, as text."""
-    pairs = [(name, value, small.flat()[name]) for name, value in config.flat().items() if name in SIZES.split()]
+    """The settings that have other values in ``small`` than in ``config``, as text."""
+    values, defaults = small.flat(), RunConfig().flat()
+    others = {*OF_COMPARISON.split(), *Layout().settings()}
+    pairs = [
+        (name, value, values[name])
+        for name, value in config.flat().items()
+        if name in SIZES.split() or (value != defaults[name] != values[name] and name not in others)
+    ]
     return ", ".join(f"{name} {_word(a)} -> {_word(b)}" for name, a, b in pairs if a != b and a is not None)
 
 
@@ -247,14 +269,16 @@ def _experts(model: ModelConfig, layouts: Sequence[Layout], layers: int, hidden:
     return sizes
 
 
-def _training(layouts: Sequence[Layout]) -> dict[str, Any]:
+def _training(config: RunConfig, layouts: Sequence[Layout]) -> dict[str, Any]:
     copies = lcm(*(layout.dp for layout in layouts))
     # Enough micro-batches to fill the pipeline.
     each = max(-(-8 // copies), *(-(-layout.pp * layout.dp // copies) for layout in layouts))
+    # Sequences that are computed together and affect each other need company in pipelines, too.
+    size = 2 if shared_micro_batches(config) else 1
     return {
-        "micro_batch_size": 1,
-        "global_batch_size": copies * each,
-        "lr": 1e-3,
+        "micro_batch_size": size,
+        "global_batch_size": copies * each * size,
+        "lr": LEARNING_RATE,
         "min_lr": 0.0,
         # Adam divides by the magnitude of the gradients, which hides a constant factor and magnifies the rounding of
         # gradients close to zero; a large epsilon prevents both.
@@ -276,8 +300,9 @@ def _outer(config: RunConfig) -> dict[str, Any]:
 def small_run() -> dict[str, Any]:
     """Settings of a run of a few steps without data files, evaluation and checkpoints."""
     defaults = RunConfig().flat()
-    return {name: defaults[name] for name in OFF.split()} | {
-        "train_iters": 10,
+    unused = [field.name for section in (CheckpointConfig, ResilienceConfig) for field in fields(section)]
+    return {name: defaults[name] for name in (*OFF.split(), *unused)} | {
+        "train_iters": STEPS,
         "lr_warmup_iters": 0,  # the first step must change the weights
         "lr_decay_style": "constant",
         "eval_iters": 0,
@@ -290,4 +315,7 @@ def small_run() -> dict[str, Any]:
 
 def at_full_size(config: RunConfig, vocab_size: int) -> RunConfig:
     """Return ``config`` with its own sizes, batches and learning rate, for few steps on synthetic data."""
-    return RunConfig.from_flat(config.flat() | small_run() | {"vocab_size": vocab_size})
+    full = config.flat() | small_run() | {"vocab_size": vocab_size} | short_rates(config, config.optimizer.lr)
+    if config.outer.num_groups == 1:  # groups are compared with one process for a constant batch
+        full |= {name: config.flat()[name] for name in ("rampup_batch_size", "step_batch_size_schedule")}
+    return RunConfig.from_flat(full | {"seq_length_warmup": config.data.seq_length_warmup})

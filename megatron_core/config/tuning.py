@@ -118,7 +118,10 @@ class TuningConfig:
     with a model of any size and the same vocabulary (docs/fine_tune.md)."""
     kd_weight: float = setting(1.0, r.UP_TO_1, needs=given("kd_teacher", "FOLDER"), resume=Resume.REPORTED)
     """Weight w of the teacher in the loss (1 - w) cross entropy + w T^2 KL(teacher || student)."""
-    kd_temperature: float = setting(1.0, r.POSITIVE, needs=given("kd_teacher", "FOLDER"), resume=Resume.REPORTED)
+    # The gradient is proportional to T if T is small. If it is large, T^2 KL is the rounding error of float32.
+    kd_temperature: float = setting(
+        1.0, r.between(0.01, 100), needs=given("kd_teacher", "FOLDER"), resume=Resume.REPORTED
+    )
     """Temperature T, by which the logits of teacher and student are divided."""
 
     @property

@@ -103,12 +103,36 @@ def layer_pairs(config: RunConfig, layer_number: int, cp_rank: int) -> float:
     """
     if not config.model.has_attention(layer_number):
         return 0.0
-    parallel, length = config.parallel, config.data.seq_length
-    cp = parallel.context_parallel_size
-    heads = {"a2a": cp, "a2a+p2p": parallel.a2a_size}.get(_kind(config, layer_number), 1)
-    window = config.model.window_of_layer(layer_number)
-    width = length if window is None or window[0] < 0 else min(window[0] + 1, length)
-    return _pairs(cp // heads, cp_rank // heads, length, width) / heads
+    heads = _exchanged_heads(config, layer_number)
+    size, width = config.parallel.context_parallel_size // heads, _width(config, layer_number)
+    return _pairs(size, cp_rank // heads, config.data.seq_length, width) / heads
+
+
+def most_layer_pairs(config: RunConfig, layer_number: int) -> float:
+    """The largest ``layer_pairs`` of all ranks."""
+    if not config.model.has_attention(layer_number):
+        return 0.0
+    heads = _exchanged_heads(config, layer_number)
+    size, width = config.parallel.context_parallel_size // heads, _width(config, layer_number)
+    return _most_pairs(size, config.data.seq_length, width) / heads
+
+
+def _exchanged_heads(config: RunConfig, layer_number: int) -> int:
+    parallel = config.parallel
+    sizes = {"a2a": parallel.context_parallel_size, "a2a+p2p": parallel.a2a_size}
+    return sizes.get(_kind(config, layer_number), 1)
+
+
+def _width(config: RunConfig, layer_number: int) -> int:
+    """Number of keys of a layer's window, or of the whole sequence."""
+    window, length = config.model.window_of_layer(layer_number), config.data.seq_length
+    return length if window is None or window[0] < 0 else min(window[0] + 1, length)
+
+
+@lru_cache(maxsize=4096)
+def _most_pairs(size: int, length: int, width: int) -> float:
+    """The largest ``_pairs`` of all ranks."""
+    return max(_pairs(size, rank, length, width) for rank in range(size))
 
 
 @lru_cache(maxsize=4096)

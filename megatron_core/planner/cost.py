@@ -62,7 +62,7 @@ def _plan(config: RunConfig, micros: int) -> Plan:
     if parallel.pipeline_plan is not None:
         return plan_of(config, micros)
     sizes = (parallel.pipeline_model_parallel_size, parallel.num_chunks(layers), micros)
-    return _made(parallel.schedule(layers), *sizes, paired=parallel.overlap_moe_expert_parallel_comm)
+    return _made(parallel.schedule(layers), *sizes, paired=config.runs_in_pairs)
 
 
 _made = lru_cache(maxsize=512)(make_plan)

@@ -14,7 +14,8 @@ from megatron_core.config.layout import Layout
 from megatron_core.errors import LayoutError
 from megatron_core.planner.cost import KINDS, Pipeline
 from megatron_core.planner.footprint import MEMORY_KINDS, Footprint
-from megatron_core.planner.search import KEPT, Candidate, Search, describe_layout, micro_batch_sizes, with_settings
+from megatron_core.planner.layout_settings import KEPT, describe_layout, micro_batch_sizes, with_settings
+from megatron_core.planner.search import Candidate, Search
 
 WORDS = {"other": "data, logging", "products": "matrix products", "elements": "norms, activations", "host": "offload"}
 """Descriptions of the kinds of time with unclear names."""

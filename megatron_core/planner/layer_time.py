@@ -11,7 +11,7 @@ from __future__ import annotations
 from megatron_core.config import RunConfig
 from megatron_core.config.attention import attention_of, computed_weights
 from megatron_core.config.mixers import mixer_of
-from megatron_core.planner.context import layer_pairs, layer_traffic
+from megatron_core.planner.context import layer_traffic, most_layer_pairs
 from megatron_core.planner.hardware import Hardware, Rings
 from megatron_core.planner.memory import layer_activations, number_size
 from megatron_core.planner.parameters import padded_vocabulary
@@ -149,7 +149,7 @@ class LayerClock:
             for part in (sent.forward, sent.backward)
         ]
         # Arithmetic and memory traffic, with a fused kernel or with separate operations.
-        pairs = max(layer_pairs(config, layer, rank) for rank in range(self.cp)) * batch
+        pairs = most_layer_pairs(config, layer) * batch
         if self._fused:
             flops = 2 * (self.queries + self.outputs) * (pairs + ATTENTION_EDGE * self.tokens)
             forward = flops / (self.rate * self.hardware.attention_efficiency)

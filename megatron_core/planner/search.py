@@ -6,54 +6,46 @@ overlap can hide), and the search ends when the bound exceeds the time of the sl
 configuration's own rules decide which layouts are legal.
 """
 
-import heapq
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from itertools import product
 from math import lcm
+from random import Random
+from time import monotonic
 from typing import Any
 
 from megatron_core.config import RunConfig
-from megatron_core.config.layout import Layout
 from megatron_core.config.rules_parallel import divisors
-from megatron_core.config.run import core_sections
 from megatron_core.config.validate import problems, without_data
 from megatron_core.errors import ConfigError, LayoutError
 from megatron_core.planner.cost import LayerTimes, Pipeline, StepCost, cost_of
 from megatron_core.planner.footprint import Footprint
+from megatron_core.planner.frontier import Frontier, Group, TimeLimit
 from megatron_core.planner.hardware import Hardware
 from megatron_core.planner.layer_time import LayerClock
+from megatron_core.planner.layout_settings import (
+    KEPT,
+    LAYER_SETTINGS,
+    NEUTRAL,
+    Settings,
+    describe_layout,
+    layer_settings,
+    micro_batch_sizes,
+    with_settings,
+)
 from megatron_core.planner.parameters import Parameters, all_layers, embedding_parameters, layer_kinds
 from megatron_core.schedules import SCHEDULES, TRAINING
 from megatron_core.schedules.actions import Plan
 
-Settings = dict[str, Any]
 SHAPE = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "pipeline_schedule", "context_parallel_size"),
     *("expert_model_parallel_size", "expert_tensor_parallel_size"),
 )
 """Settings that distinguish layouts in the result; of layouts with equal values only the fastest is kept."""
 MOST_CHUNKS = 8
-NONE: Settings = {"recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None}
-KEPT: tuple[Settings, ...] = (
-    NONE | {"cpu_offloading": False},
-    NONE | {"cpu_offloading": False, "recompute_granularity": "selective"},
-    {
-        "cpu_offloading": False,
-        "recompute_granularity": "full",
-        "recompute_method": "uniform",
-        "recompute_num_layers": 1,
-    },
-    NONE | {"cpu_offloading": True},
-)
-"""Choices for activations: store, recompute or offload; the last one requires a host with its own memory."""
-LAYER_SETTINGS = (
-    *("tensor_model_parallel_size", "context_parallel_size", "expert_model_parallel_size"),
-    *("expert_tensor_parallel_size", "sequence_parallel", "micro_batch_size", "recompute_granularity"),
-    *("recompute_method", "recompute_num_layers", "cpu_offloading", "cpu_offloading_num_layers"),
-)
-"""Settings that determine the times of a layer."""
+LISTING, SEEDING, RESERVE = 0.5, 0.2, 0.05
+"""Shares of the time limit for the list of points, for a sample of them, and for the end of what has begun."""
 
 
 @dataclass(frozen=True, order=True)
@@ -91,9 +83,19 @@ class Search:
     hardware: Hardware
     vocab_size: int
     progress: Callable[[int, int, float], None] = lambda decided, total, best: None
+    seconds: float = 30.0
+    """Time limit of ``best``."""
+    clock: Callable[[], float] = monotonic
     points: int = 0
     evaluated: int = 0
     too_large: int = 0
+    decided: int = 0
+    """Points that were evaluated, or are too large; those with a larger bound than the result need no decision."""
+    stopped: bool = False
+    """Whether the time limit ended the search, so that other layouts may be faster."""
+    bound: float = 0.0
+    """If it stopped: a time that no other layout is faster than, or 0 if not all were listed."""
+    _stages: dict[int, list[Settings]] = field(default_factory=dict)
     _nearest: tuple[float, RunConfig] | None = None
     _clocks: dict[tuple[Any, ...], LayerTimes] = field(default_factory=dict)
     _splits: dict[tuple[int, int], list[range]] = field(default_factory=dict)
@@ -104,7 +106,8 @@ class Search:
     def best(self, count: int = 10) -> list[Candidate]:
         """The ``count`` fastest layouts that fit, fastest first, with different shapes.
 
-        ``LayoutError`` if none fits, with the layout that needs least memory and suggestions.
+        After ``seconds`` the search stops, and the result is the fastest so far. ``LayoutError`` if none fits, with the
+        layout that needs least memory and suggestions, or if none was found in this time.
         """
         if self.devices < 1:
             raise ConfigError(f"gpus={self.devices} is out of range; legal: 1, 2, 3, ...")
@@ -118,20 +121,37 @@ class Search:
                 "global_batch_size=None: layouts are compared on the same batch; give --global-batch-size, the "
                 "number of sequences of an optimizer step"
             )
+        limit = TimeLimit(self.seconds, self.clock)
+        frontier, seeds = Frontier(self._points_of), list[Settings]()
+        for bound, group in self._groups():
+            frontier.add(bound, group)
+            seeds += self._seeds(group)
+            if limit.passed(LISTING):
+                self.stopped = True
+                break
         found: dict[tuple[Any, ...], Candidate] = {}
-        queue = [(bound, number, settings) for number, (bound, settings) in enumerate(self._points())]
-        heapq.heapify(queue)
-        self.points = total = len(queue)
-        while queue:
-            bound, _, settings = heapq.heappop(queue)
+        # A sample of layouts that need little memory. The fastest points by their bounds often do not fit, so that a
+        # search that ends early would have found none.
+        Random(0).shuffle(seeds)
+        for settings in seeds:
+            if limit.passed(LISTING + SEEDING) or len(found) >= count:
+                break
+            self._consider(settings, found, float("inf"))
+        while (point := frontier.pop()) is not None:
+            bound, settings = point
             worst = sorted(c.seconds for c in found.values())[count - 1] if len(found) >= count else float("inf")
             if bound >= worst:
                 break
+            if limit.passed(1 - RESERVE):
+                self.bound = 0.0 if self.stopped else bound
+                self.stopped = True
+                break
             self._consider(settings, found, worst)
-            if len(queue) % 64 == 0:
-                self.progress(total - len(queue), total, min((c.seconds for c in found.values()), default=0.0))
+            self.decided += 1
+            if self.decided % 64 == 0:
+                self.progress(self.decided, self.points, min((c.seconds for c in found.values()), default=0.0))
         if not found:
-            raise LayoutError(self._nothing_fits())
+            raise LayoutError(self._nothing_found() if self.stopped else self._nothing_fits())
         return sorted(found.values())[:count]
 
     def candidate(self, config: RunConfig) -> Candidate:
@@ -149,32 +169,55 @@ class Search:
 
     # --- the points
 
-    def _points(self) -> Iterator[tuple[float, Settings]]:
-        """Yield a lower bound of the time and the settings of every point, without ZeRO and optimizer offload."""
+    def _groups(self) -> Iterator[tuple[float, Group]]:
+        """Yield a lower bound of the time, and all points with the same layers, without ZeRO and optimizer offload."""
         batch = self.config.training.global_batch_size or 1
-        stages_of: dict[int, list[Settings]] = {}
         for layers in self._layer_settings():
             ranks = layers["tensor_model_parallel_size"] * layers["context_parallel_size"]
             experts = layers.get("expert_model_parallel_size", 1) * (layers.get("expert_tensor_parallel_size") or 1)
             if not self._is_legal(self._with(layers), lcm(ranks, experts)):
                 continue
             room = self.devices // ranks
-            if room not in stages_of:
-                stages_of[room] = self._stage_settings(room)
+            if room not in self._stages:
+                self._stages[room] = self._stage_settings(room)
+            sizes = Counter(stages["pipeline_model_parallel_size"] for stages in self._stages[room])
             for micro, kept in product(micro_batch_sizes(self.config), KEPT[: None if self.hardware.has_host else -1]):
+                points = sum(number for pp, number in sizes.items() if batch % (micro * (room // pp)) == 0)
+                if not points:
+                    continue
+                self.points += points
                 away = {"cpu_offloading_num_layers": self.config.model.num_layers * kept["cpu_offloading"]}
-                point = layers | kept | away | {"micro_batch_size": micro}
-                bound = self._bound(point)
-                for stages in stages_of[room]:
-                    copies = room // stages["pipeline_model_parallel_size"]
-                    if batch % (micro * copies) == 0:
-                        yield bound * self._waiting(stages, batch / (micro * copies)), point | stages
+                settings = layers | kept | away | {"micro_batch_size": micro}
+                yield self._bound(settings), Group(settings, room)
+
+    def _points_of(self, bound: float, group: Group) -> Iterator[tuple[float, Settings]]:
+        """Yield the points of a group and lower bounds of their times."""
+        batch, micro = self.config.training.global_batch_size or 1, group.settings["micro_batch_size"]
+        for stages in self._stages[group.room]:
+            copies = group.room // stages["pipeline_model_parallel_size"]
+            if batch % (micro * copies) == 0:
+                yield bound * self._waiting(stages, batch / (micro * copies)), group.settings | stages
+
+    def _seeds(self, group: Group) -> list[Settings]:
+        """The points of a group with full recomputation of the smallest micro-batches, without chunks."""
+        settings = group.settings
+        if (
+            settings["recompute_granularity"] != "full"
+            or settings["context_parallel_size"] > 1
+            or settings["micro_batch_size"] > micro_batch_sizes(self.config)[0]
+        ):
+            return []
+        return [
+            point
+            for _, point in self._points_of(0.0, group)
+            if point["pipeline_schedule"] is None and point["num_virtual_stages_per_pipeline_rank"] is None
+        ]
 
     def _layer_settings(self) -> Iterator[Settings]:
         """Yield TP, CP, EP and ETP whose products divide the number of devices."""
         experts = self.config.model.num_experts
-        for tp in divisors(self.devices):
-            for cp in divisors(self.devices // tp):
+        for cp in divisors(self.devices):  # first without, so that a short search has seen the usual layouts
+            for tp in divisors(self.devices // cp):
                 split = {"tensor_model_parallel_size": tp, "context_parallel_size": cp, "sequence_parallel": tp > 1}
                 if experts is None:
                     yield split
@@ -287,7 +330,7 @@ class Search:
             self._nearest = needed, config
 
     def _pipeline(self, config: RunConfig) -> Pipeline:
-        times = self._times({name: getattr(section, name) for section, name in _layer_fields(config)})
+        times = self._times(layer_settings(config))
         return Pipeline(config, self.devices, times.clock, times)
 
     def _footprint(self, pipeline: Pipeline) -> Footprint:
@@ -323,6 +366,12 @@ class Search:
     def _is_legal(self, config: RunConfig, world_size: int | None = None) -> bool:
         return next(problems(without_data(config), world_size or self.devices), None) is None
 
+    def _nothing_found(self) -> str:
+        return (
+            f"no layout that fits was found in {self.seconds:g} s, with {self.evaluated:,} of {self.points:,} layouts "
+            "evaluated; give --time-limit with more seconds"
+        )
+
     def _nothing_fits(self) -> str:
         model = self.config.model
         where = f"{self.devices} x {self.hardware.name} with {self.hardware.usable_bytes / 2**30:.1f} GiB each"
@@ -342,48 +391,10 @@ class Search:
         )
 
 
-def micro_batch_sizes(config: RunConfig, copies: int = 1) -> list[int]:
-    """Powers of two whose product with ``copies`` divides the batch; with ``--dpo`` from 2, for pairs of answers."""
-    batch, powers = config.training.global_batch_size or 1, range(1 if config.data.dpo else 0, 10)
-    return [1 << power for power in powers if batch % ((1 << power) * copies) == 0]
-
-
-def with_settings(config: RunConfig, settings: Settings, made: dict[tuple[Any, ...], Any] | None = None) -> RunConfig:
-    """Return ``config`` with new values of some settings; ``made`` keeps the sections that were made of ``config``."""
-    by_section: dict[str, Settings] = {}
-    for name, value in settings.items():
-        by_section.setdefault(_SECTION[name], {})[name] = value
-    made, sections = {} if made is None else made, {}
-    for name, values in by_section.items():
-        key = name, *sorted(values.items())
-        if key not in made:
-            made[key] = replace(getattr(config, name), **values)
-        sections[name] = made[key]
-    return replace(config, **sections)
-
-
 def _split_of(config: RunConfig) -> tuple[int, ...]:
     """The sizes that divide a layer's parameters."""
     parallel = config.parallel
     return parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size, parallel.expert_tensor_size
 
 
-def describe_layout(config: RunConfig, world_size: int) -> str:
-    """Describe a layout in words: ``tp8 pp2 v4 dp4 sp zero1 overlap mbs2 full-recompute optimizer-offload``."""
-    model = config.model
-    words = [str(Layout.of(config.parallel, model.num_layers, world_size)), f"mbs{config.training.micro_batch_size}"]
-    if model.recompute_granularity is not None:
-        words.append(f"{model.recompute_granularity}-recompute")
-    words += ["optimizer-offload"] * config.optimizer.optimizer_cpu_offload
-    words += ["activation-offload"] * model.cpu_offloading
-    return " ".join(words)
-
-
-def _layer_fields(config: RunConfig) -> Iterator[tuple[Any, str]]:
-    return ((getattr(config, _SECTION[name]), name) for name in LAYER_SETTINGS)
-
-
-_SECTION = {setting.name: section for section, kind in core_sections().items() for setting in fields(kind)}
-NEUTRAL = {name: value for name, value in Layout().settings().items() if not name.startswith("account_for")} | NONE
-NEUTRAL |= {"micro_batch_size": 1, "cpu_offloading": False, "cpu_offloading_num_layers": 0}
 NO_PLAN = Plan(((),), (0,))

@@ -8,8 +8,8 @@ from megatron_core.config.partition import layers_by_stage, plan_of
 from megatron_core.config.validate import problems, without_data
 from megatron_core.errors import ConfigError
 from megatron_core.planner.footprint import Footprint
+from megatron_core.planner.layout_settings import KEPT, Settings, with_settings
 from megatron_core.planner.parameters import rank_units
-from megatron_core.planner.search import KEPT, Settings, with_settings
 
 
 def predicted_bytes(config: RunConfig, world_size: int, vocab_size: int) -> float:

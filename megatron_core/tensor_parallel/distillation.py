@@ -77,20 +77,25 @@ class _Columns:
         return (target - self.first).where(here, 0), here
 
     def parts(self, logits: Tensor, teacher: Tensor, target: Tensor) -> Tensor:
-        """This rank's maxima, sums and target logits of rows ``[n, v/tp]`` -> ``[7, n]``."""
+        """This rank's maxima, sums and target logits of rows ``[n, v/tp]`` -> ``[7, n]`` in float64.
+
+        KL(u/T || z/T) is the small difference of logarithms of these sums, and is multiplied by T^2: in float32 it
+        would consist of rounding errors, of either sign, for temperatures of 100 or more.
+        """
         z, u = self.local(logits), self.local(teacher)
         if not self.valid:
-            none = z.new_zeros(len(z))
+            none = z.new_zeros(len(z), dtype=torch.float64)
             lowest = none - torch.inf
             return torch.stack([lowest, none, none, none, lowest, none, none])
         column, here = self.targets(target)
         at_target = z.gather(1, column[:, None])[:, 0].where(here, 0.0)
         largest, largest_of_teacher = z.amax(1), u.amax(1)
         weights = ((u - largest_of_teacher[:, None]) / self.temperature).exp_()
-        mean = (weights * (u - z)).sum(1) / self.temperature
+        mean = _total(weights * (u - z)) / self.temperature
         z = z - largest[:, None]
-        sums = z.exp().sum(1), (z / self.temperature).exp_().sum(1)
-        return torch.stack([largest, *sums, at_target, largest_of_teacher, weights.sum(1), mean])
+        sums = _total(z.exp()), _total((z / self.temperature).exp_())
+        rows = [largest, *sums, at_target, largest_of_teacher, _total(weights), mean]
+        return torch.stack([row.double() for row in rows])
 
     def joined(self, parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Combine the parts of all ranks in one collective -> losses, T^2 KL, and statistics ``[5, n]`` of softmax."""
@@ -104,7 +109,7 @@ class _Columns:
         teacher_sum, mean = (teacher_sum * factor).sum(0), (mean * factor).sum(0)
         cross_entropy = exp_sum.log() + top - at_target.sum(0)
         divergence = mean / teacher_sum + (top - top_of_teacher) / heat + soft_sum.log() - teacher_sum.log()
-        divergence = heat**2 * divergence
+        divergence = heat**2 * divergence.clamp_min(0.0)  # below 0 only by the rounding of each exponential
         losses = (1.0 - self.weight) * cross_entropy + self.weight * divergence
         return losses, divergence, torch.stack([top, exp_sum, soft_sum, top_of_teacher, teacher_sum])
 
@@ -126,14 +131,20 @@ class _Columns:
         logits[:, : self.valid] = grad * grad_losses[:, None]
 
 
+def _total(values: Tensor) -> Tensor:
+    """The sums of rows, accumulated in float64."""
+    return values.sum(1, dtype=torch.float64)
+
+
 class _DistillationLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, teacher: Tensor, target: Tensor, columns: _Columns) -> tuple[Tensor, Tensor]:
         pieces = columns.pieces(_rows(logits), _rows(teacher), target.reshape(-1))
         losses, divergence, statistics = columns.joined(torch.cat([columns.parts(*each) for each in pieces], -1))
+        dtype = wide(logits.dtype)
+        losses, divergence, statistics = losses.to(dtype), divergence.to(dtype).view(target.shape), statistics.to(dtype)
         ctx.columns = columns
         ctx.save_for_backward(logits, teacher, target, statistics)
-        divergence = divergence.view(target.shape)
         ctx.mark_non_differentiable(divergence)
         return losses.view(target.shape), divergence
 

@@ -78,6 +78,10 @@ class LibraryTokenizer(BaseTokenizer):
         """The text of the ids, special tokens included."""
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
+    def entries(self) -> dict[int, str]:
+        """The entries of the vocabulary, added tokens included, by their ids."""
+        return {number: entry for entry, number in self._tokenizer.get_vocab(with_added_tokens=True).items()}
+
     def to_json(self) -> str | bytes:
         """The tokenizer as a `tokenizer.json`."""
         return self._tokenizer.to_str()

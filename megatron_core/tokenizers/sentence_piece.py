@@ -54,6 +54,10 @@ class SentencePieceTokenizer(BaseTokenizer):
         """The text of the ids; control pieces (begin and end of sentence) give no text."""
         return self._processor.decode([int(i) for i in ids])
 
+    def entries(self) -> dict[int, str]:
+        """The pieces by their ids."""
+        return {number: self._processor.id_to_piece(number) for number in range(self.vocab_size)}
+
     def files(self) -> list[Path]:
         """The model file, and the files that `transformers` stores next to it."""
         return [self._path, *companion_files(self._path.parent), *other_vocabularies(self._path)]

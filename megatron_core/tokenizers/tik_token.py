@@ -106,6 +106,12 @@ class TikTokenizer(BaseTokenizer):
         """The text of the ids, special tokens included; invalid UTF-8 becomes U+FFFD."""
         return self._encoding.decode([int(i) for i in ids])
 
+    def entries(self) -> dict[int, str]:
+        """The tokens by their ids, a character for each byte."""
+        special = {number: token for token, number in self._special.items()}
+        tokens = enumerate(self._tokens, len(self._special))
+        return special | {number: token.decode("latin-1") for number, token in tokens}
+
     def files(self) -> list[Path]:
         """The file of ranks, and the files that `transformers` keeps with a tokenizer."""
         return [self._path, *companion_files(self._path.parent)]

@@ -105,7 +105,7 @@ class Run(Trainable):
         )
         self.parts = build_parts(self.config, self)
         places = self.plans.stage_to_rank
-        self.teacher = build_teacher(self.config, self.groups, self.vocab_size, self.world, places)
+        self.teacher = build_teacher(self.config, self.groups, self.vocab_size, self.tokenizer, self.world, places)
         if self.splits.train is not None:
             self.train_loader = self.loader(self.splits.train)
 

@@ -8,12 +8,16 @@ from typing import Any
 
 import torch
 
-from megatron_core.config import CheckpointConfig, ModelConfig, ParallelConfig, RunConfig
+from megatron_core.checkpoint.reader import note
+from megatron_core.config import CheckpointConfig, DataConfig, ModelConfig, ParallelConfig, RunConfig
 from megatron_core.config.tuning import TuningConfig
 from megatron_core.config.validate import check
-from megatron_core.errors import CheckpointError, ConfigError
+from megatron_core.errors import CheckpointError, ConfigError, MegatronError
 from megatron_core.models.megatron_lm import MegatronReader
 from megatron_core.parallel import ParallelGroups, World
+from megatron_core.storage import location
+from megatron_core.tokenizers import Tokenizer, tokenizer_of
+from megatron_core.tokenizers.compare import differing_tokens, names_its_tokens
 from megatron_core.training.compatibility import MODEL, open_model
 from megatron_core.training.megatron_state import megatron_config, open_megatron
 from megatron_core.training.reference import Reference, load_frozen
@@ -28,6 +32,10 @@ OF_STAGES = (
 """Settings that assign the student's layers to stages, or order the actions of its training."""
 OF_EXPERTS = "expert_model_parallel_size", "expert_tensor_parallel_size", "overlap_moe_expert_parallel_comm"
 """Settings that a teacher without experts does not have."""
+SENTENCE_PIECE = "tokenizer.model"
+"""The vocabulary in folders of Hugging Face without tokenizer.json."""
+SHOWN = 3
+"""Number of different tokens in a message."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +47,17 @@ class Teacher:
 
 
 def build_teacher(
-    config: RunConfig, groups: ParallelGroups, vocab_size: int, world: World, stage_to_rank: Sequence[int]
+    config: RunConfig,
+    groups: ParallelGroups,
+    vocab_size: int,
+    tokenizer: Tokenizer | None,
+    world: World,
+    stage_to_rank: Sequence[int],
 ) -> Teacher | None:
     """Build the teacher of ``--kd-teacher`` with its weights; None without it, and in runs that do not train.
 
-    Errors: ``CheckpointError`` if its vocabulary or length does not suit the run, ``ConfigError`` if its model cannot
-    run in the layout.
+    Errors: ``CheckpointError`` if its tokens or length do not suit the run, ``ConfigError`` if its model cannot run in
+    the layout.
     """
     if (folder := config.tuning.kd_teacher) is None or config.training.skip_train:
         return None
@@ -54,6 +67,7 @@ def build_teacher(
             f"kd_teacher={folder} has a vocabulary of {theirs} tokens, but this run has vocab_size={vocab_size}; "
             "distillation needs a teacher with the same tokens"
         )
+    _check_tokens(folder, tokenizer, stored)
     if (longest := stored.max_positions) < config.data.seq_length:
         raise CheckpointError(
             f"kd_teacher={folder} has sequences of at most {longest} tokens, but this run has "
@@ -65,6 +79,38 @@ def build_teacher(
     except ConfigError as error:
         raise ConfigError(f"the model of kd_teacher={folder} cannot run in this layout: {error}") from error
     return Teacher(own, load_frozen(own, groups, vocab_size, world.device, stage_to_rank, layer_spec, weights))
+
+
+def _check_tokens(folder: str, tokenizer: Tokenizer | None, stored: RunConfig) -> None:
+    """``CheckpointError`` if an id is another token for the teacher: its distribution would be that of other texts."""
+    theirs, reason = _tokenizer_of(folder, stored.data)
+    if tokenizer is None or not names_its_tokens(tokenizer):
+        reason = "this run has no texts of its ids"
+    if tokenizer is None or theirs is None or reason:
+        note(f"the tokens of kd_teacher={folder} are not compared with those of this run, because {reason}")
+        return
+    different = list(differing_tokens(tokenizer, theirs))
+    if different:
+        pairs = [f"{number} is {ours!r} in this run and {other!r} there" for number, ours, other in different[:SHOWN]]
+        raise CheckpointError(
+            f"kd_teacher={folder} has other tokens at {len(different)} ids: {'; '.join(pairs)}; distillation needs a "
+            "teacher with the same tokens: give another teacher, or train with its tokenizer"
+        )
+
+
+def _tokenizer_of(folder: str, data: DataConfig) -> tuple[Tokenizer | None, str]:
+    """The tokenizer of a teacher, or the reason why there is none."""
+    missing = "its folder has no tokenizer"
+    if data.tokenizer is None:
+        model = location(folder) / SENTENCE_PIECE
+        if not model.is_file():
+            return None, missing
+        data = replace(data, tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(model))
+    try:
+        tokenizer = tokenizer_of(data)
+    except MegatronError as error:
+        return None, f"its tokenizer cannot be read: {error}"
+    return (tokenizer, "") if names_its_tokens(tokenizer) else (None, missing)
 
 
 def open_teacher(folder: str, device: torch.device) -> tuple[Base | MegatronReader, RunConfig]:

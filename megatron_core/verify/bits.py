@@ -12,6 +12,7 @@ from megatron_core.monitor.hash_records import Difference, HashRecord, first_dif
 from megatron_core.parallel.shared_memory import backend as shared_memory
 from megatron_core.parallel.texts import listed
 from megatron_core.verify.compare import EPSILON
+from megatron_core.verify.parity import reference_of
 from megatron_core.verify.ranks import RankFailure, run_ranks, run_simulated
 
 
@@ -92,7 +93,7 @@ def check_bits(
         raise ConfigError(f"dtype={dtype} cannot be compared; legal: {', '.join(EPSILON)}")
     wanted = [Layout.parse(layout) if isinstance(layout, str) else layout for layout in layouts]
 
-    def results(layout: Layout) -> tuple[list[HashRecord], list[str]]:
+    def results(experiment: HashedExperiment, layout: Layout) -> tuple[list[HashRecord], list[str]]:
         if device == "simulated" and layout.world_size > 1:
             return run_simulated(
                 layout.world_size, experiment.hashes, layout, dtype, finish=_joined, layout=layout
@@ -103,16 +104,18 @@ def check_bits(
             )
         )
 
-    baseline, _ = results(Layout())
-    losses = [record.loss for record in baseline if record.loss is not None]
-    if not losses or not all(map(isfinite, losses)):
-        raise ConfigError(f"in one process the losses are {losses}, which are not finite and cannot be compared")
-    names = {"cpu": shared_memory.expected(backend), "cuda": "nccl", "simulated": "simulated ranks"}
-    report = BitsReport(dtype, names[device], len(losses))
+    rows: list[BitsRow] = []
+    baselines: list[tuple[HashedExperiment, list[HashRecord]]] = []
     for layout in wanted:
         began, difference = time.perf_counter(), None
+        reference = reference_of(experiment, layout)
+        baseline = next((records for known, records in baselines if known == reference), None)
+        if baseline is None:
+            baseline, _ = results(reference, Layout())
+            _losses(baseline)
+            baselines.append((reference, baseline))
         try:
-            found, faults = results(layout)
+            found, faults = results(experiment, layout)
         except RankFailure as failure:
             faults = [f"fails: {str(failure).strip().splitlines()[-1]}"]
         else:
@@ -120,10 +123,18 @@ def check_bits(
             ours, theirs = ([record.iteration for record in each] for each in (found, baseline))
             if ours != theirs:
                 faults.append(f"has records of the iterations {listed(ours)} instead of {listed(theirs)}")
-        row = BitsRow(str(layout), layout.world_size, time.perf_counter() - began, difference, tuple(faults))
-        report.rows.append(row)
-        on_row(row)
-    return report
+        rows.append(BitsRow(str(layout), layout.world_size, time.perf_counter() - began, difference, tuple(faults)))
+        on_row(rows[-1])
+    names = {"cpu": shared_memory.expected(backend), "cuda": "nccl", "simulated": "simulated ranks"}
+    return BitsReport(dtype, names[device], len(_losses(baselines[0][1])) if baselines else 0, rows)
+
+
+def _losses(records: Sequence[HashRecord]) -> list[float]:
+    """The loss of each step in one process; ConfigError if one is not finite."""
+    losses = [record.loss for record in records if record.loss is not None]
+    if not losses or not all(map(isfinite, losses)):
+        raise ConfigError(f"in one process the losses are {losses}, which are not finite and cannot be compared")
+    return losses
 
 
 def _joined(found: Sequence[list[HashRecord]]) -> tuple[list[HashRecord], list[str]]:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import numpy as np
@@ -10,6 +10,7 @@ import numpy as np
 from megatron_core.config import RunConfig
 from megatron_core.config.comparison import configured
 from megatron_core.config.layout import Layout
+from megatron_core.config.together import Scope, replicas, shared_micro_batches
 from megatron_core.datasets.base import Sample
 from megatron_core.datasets.keyed_dataset import mix64
 from megatron_core.datasets.loader import packing_of
@@ -53,6 +54,22 @@ class GPTExperiment:
         """This rank's tensors of ``step`` that differ from those of one process, in float64."""
         return compare_step(self._configured(layout, "float64"), reference, step)
 
+    def reference(self, layout: Layout) -> "GPTExperiment":
+        """The training that must give in one process what this one gives under ``layout``.
+
+        It has the same global batches, which without ``global_batch_size`` depend on the number of replicas, and, if
+        sequences that are computed together affect each other, the same sequences together.
+        """
+        training = self._configured(layout, "float64").training
+        alone, few = self.config.flat(), self.few_micro_batches
+        if training.step_batch_size_schedule is None:
+            alone["global_batch_size"] = training.final_batch_size(layout.dp)
+        if scopes := set(shared_micro_batches(self.config).values()):
+            of_all = replicas(self.config, layout) if Scope.REPLICAS in scopes else 1
+            alone["micro_batch_size"] = training.micro_batch_size * of_all
+            few = False
+        return replace(self, config=RunConfig.from_flat(alone), few_micro_batches=few)
+
     def _configured(self, layout: Layout, dtype: str) -> RunConfig:
         config = configured(self.config, layout, dtype, self.own_settings if layout.world_size > 1 else {})
         if self.few_micro_batches and layout.pp == 1:
@@ -65,9 +82,9 @@ class GPTExperiment:
 def prepared(config: RunConfig) -> Run:
     """Set up a run as ``pretrain_gpt.py`` does, in this rank's world, on synthetic ragged batches."""
     run = set_up(config, this_world())
-    packing = packing_of(config.data, run.tokenizer)
-    eod = None if packing is None else packing.eod
-    run.train_loader = run.loader(RaggedDataset(run.vocab_size, config.data.seq_length, eod))
+    packing, data = packing_of(config.data, run.tokenizer), config.data
+    eod = run.tokenizer.eod if run.tokenizer is not None and (packing or data.eod_mask_loss) else None
+    run.train_loader = run.loader(RaggedDataset(run.vocab_size, data.seq_length, eod, masks_eod=data.eod_mask_loss))
     return run
 
 
@@ -212,15 +229,20 @@ class RaggedDataset:
 
     Micro-batches and data-parallel ranks have different numbers of unmasked tokens, so that a mean of means, or a
     division in the wrong place, changes the loss and every gradient.
-    With ``eod`` on average every sixth token ends a document.
+    With ``eod`` on average every sixth token ends a document; ``masks_eod``: these tokens have no loss.
     """
 
-    def __init__(self, vocab_size: int, sequence_length: int, eod: int | None = None) -> None:
-        self.vocab_size, self.sequence_length, self.eod = vocab_size, sequence_length, eod
+    def __init__(
+        self, vocab_size: int, sequence_length: int, eod: int | None = None, *, masks_eod: bool = False
+    ) -> None:
+        self.vocab_size, self.sequence_length, self.eod, self.masks_eod = vocab_size, sequence_length, eod, masks_eod
 
     def __getitem__(self, index: int) -> Sample:
         """Sample ``index`` >= 0 of an infinite sequence."""
-        return _ragged(self.vocab_size, self.sequence_length, self.eod, index).copy()
+        sample = _ragged(self.vocab_size, self.sequence_length, self.eod, index).copy()
+        if self.masks_eod:
+            sample["loss_mask"] = sample["loss_mask"] * (sample["tokens"] != self.eod)
+        return sample
 
 
 @lru_cache(maxsize=4096)

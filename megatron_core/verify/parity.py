@@ -42,6 +42,20 @@ class Locating(Protocol):
         ...
 
 
+@runtime_checkable
+class Referenced(Protocol):
+    """An experiment whose results in one process have to be those of a layout only with other settings."""
+
+    def reference(self, layout: Layout) -> Experiment:
+        """The experiment that must give in one process what this one gives under ``layout``; equal ones run once."""
+        ...
+
+
+def reference_of(experiment: Any, layout: Layout) -> Any:
+    """The experiment whose results in one process are those that ``layout`` must give."""
+    return experiment.reference(layout) if isinstance(experiment, Referenced) else experiment
+
+
 @dataclass(frozen=True)
 class Worst:
     """The largest relative error among quantities of a kind, and the name of that quantity."""
@@ -132,43 +146,65 @@ def check_parity(
     if dtype not in EPSILON:
         raise ConfigError(f"dtype={dtype} cannot be compared; legal: {', '.join(EPSILON)}")
     wanted = [Layout.parse(layout) if isinstance(layout, str) else layout for layout in layouts]
-    runner = _Runner(experiment, device, backend, timeout)
     names = {"cpu": shared_memory.expected(backend), "cuda": "nccl", "simulated": "simulated ranks"}
     report = ParityReport(dtype, names[device])
-    baseline, _ = runner.trace(Layout(), "float64")
-    _refuse_trivial(baseline)
-    noise: Errors | None = None
-    if dtype != "float64":
-        began = time.perf_counter()
-        alone = "cuda" if device == "cuda" else "cpu"
-        errors, noise = rounding_noise(experiment, Layout(), dtype, baseline=baseline, device=alone, timeout=timeout)
-        report.rows.append(_row(Layout(), began, errors, ()))
-        on_row(report.rows[-1])
-    bounds = Bounds(dtype, noise)
-    for layout in wanted:
-        row = runner.row(layout, dtype, baseline, bounds)
+
+    def add(row: Row) -> None:
         report.rows.append(row)
         on_row(row)
+
+    runner, baselines = _Runner(device, backend, timeout), list[_Baseline]()
+    for layout in wanted:
+        reference = reference_of(experiment, layout)
+        baseline = next((known for known in baselines if known.experiment == reference), None)
+        if baseline is None:
+            baseline = runner.baseline(reference, dtype)
+            baselines.append(baseline)
+            if baseline.rounding is not None:
+                name = str(Layout()) if len(baselines) == 1 else f"{Layout()} for {layout}"
+                add(replace(baseline.rounding, layout=name))
+        add(runner.row(experiment, layout, dtype, baseline))
     return report
 
 
 @dataclass(frozen=True)
-class _Runner:
-    """Runs an experiment on a device and backend."""
+class _Baseline:
+    """The results of one process, with which layouts are compared."""
 
-    experiment: Experiment
+    experiment: Any
+    trace: Trace
+    bounds: Bounds
+    rounding: Row | None
+    """The errors of one process in another dtype than float64."""
+
+
+@dataclass(frozen=True)
+class _Runner:
+    """Runs experiments on a device and backend."""
+
     device: str
     backend: str
     timeout: float
 
-    def trace(self, layout: Layout, dtype: str) -> tuple[Trace, dict[str, Any]]:
-        """Run the experiment under a layout and return its trace, and of a simulated world what it took."""
+    def baseline(self, experiment: Experiment, dtype: str) -> _Baseline:
+        """Run ``experiment`` in one process in float64, and several times in ``dtype`` if that is another one."""
+        trace, _ = self.trace(experiment, Layout(), "float64")
+        _refuse_trivial(trace)
+        if dtype == "float64":
+            return _Baseline(experiment, trace, Bounds(dtype), None)
+        began = time.perf_counter()
+        device = "cuda" if self.device == "cuda" else "cpu"
+        errors, noise = rounding_noise(experiment, Layout(), dtype, baseline=trace, device=device, timeout=self.timeout)
+        return _Baseline(experiment, trace, Bounds(dtype, noise), _row(Layout(), began, errors, ()))
+
+    def trace(self, experiment: Experiment, layout: Layout, dtype: str) -> tuple[Trace, dict[str, Any]]:
+        """Run an experiment under a layout and return its trace, and of a simulated world what it took."""
         if self.device == "simulated" and layout.world_size > 1:
-            found = run_simulated(layout.world_size, self.experiment, layout, dtype, finish=assemble, layout=layout)
+            found = run_simulated(layout.world_size, experiment, layout, dtype, finish=assemble, layout=layout)
             return found.result, {"processor_seconds": found.processor_seconds, "memory": found.bytes / 1e9}
         traces = run_ranks(
             layout.world_size,
-            self.experiment,
+            experiment,
             layout,
             dtype,
             timeout=self.timeout if self.device != "simulated" else 10 * self.timeout,
@@ -177,26 +213,26 @@ class _Runner:
         )
         return assemble(traces), {}
 
-    def row(self, layout: Layout, dtype: str, baseline: Trace, bounds: Bounds) -> Row:
+    def row(self, experiment: Experiment, layout: Layout, dtype: str, baseline: _Baseline) -> Row:
         """Run a layout and compare it with the baseline."""
         began = time.perf_counter()
         try:
-            found, used = self.trace(layout, dtype)
+            found, used = self.trace(experiment, layout, dtype)
         except RankFailure as failure:
             lines = str(failure).strip().splitlines()
             return Row(str(layout), layout.world_size, time.perf_counter() - began, faults=(f"fails: {lines[-1]}",))
-        errors = relative_errors(found, baseline)
+        errors, bounds = relative_errors(found, baseline.trace), baseline.bounds
         row = replace(_row(layout, began, errors, (*found.faults, *beyond(errors, bounds))), **used)
-        if row.holds or dtype != "float64" or not isinstance(self.experiment, Locating):
+        if row.holds or dtype != "float64" or not isinstance(experiment, Locating):
             return row
         wrong = {name: error for name, error in errors.items() if not error <= bounds.of(name)}
-        return replace(row, culprit=self._culprit(self.experiment, layout, wrong))
+        return replace(row, culprit=self._culprit(experiment, baseline.experiment, layout, wrong))
 
-    def _culprit(self, experiment: Locating, layout: Layout, wrong: Errors) -> str:
+    def _culprit(self, experiment: Locating, alone: Locating, layout: Layout, wrong: Errors) -> str:
         """The sentence about the first wrong tensor."""
         try:
             step = first_step(wrong)
-            (reference,) = self._results(Layout(), experiment.record, step)
+            (reference,) = self._results(Layout(), alone.record, step)
             found = self._results(layout, experiment.compare, layout, reference, step)
         except RankFailure as failure:
             return f"the first wrong tensor was not found: {str(failure).strip().splitlines()[-1]}"

@@ -1,7 +1,7 @@
 """Format a parity report as a table, for a terminal and for a documentation page."""
 
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from megatron_core.verify.bits import BitsReport
 from megatron_core.verify.compare import EPSILON
@@ -64,15 +64,18 @@ def _error(worst: Worst | None, epsilon: float) -> str:
     return f"{worst.error:.1e} ({shown} ε)"
 
 
-def page(report: ParityReport, subject: str) -> Iterator[str]:
-    """Yield the lines of a Markdown page, without times, which differ between runs."""
+def page(report: ParityReport, subject: str, left_out: Sequence[str] = ()) -> Iterator[str]:
+    """Yield the lines of a Markdown page, without times, which differ between runs.
+
+    ``left_out``: settings that are not compared.
+    """
     head = _HEAD[:-1]
     yield from (
         HEADING,
         "",
         f"{subject[0].upper()}{subject[1:]}.",
         "",
-        f"{summary(report)}.",
+        f"{verdict_line(summary(report), left_out)}.",
         "",
     )
     yield f"| {' | '.join(head)} |"
@@ -89,9 +92,17 @@ def summary(report: ParityReport) -> str:
     return f"{held} of {len(layouts)} layouts hold in {report.dtype} over {report.backend} ({report.bound})"
 
 
-def bits_page(report: BitsReport, subject: str, refused: Mapping[str, str]) -> Iterator[str]:
+def verdict_line(text: str, left_out: Sequence[str]) -> str:
+    """A summary with the settings that the comparison leaves out."""
+    return f"{text}; not compared: {', '.join(left_out)}" if left_out else text
+
+
+def bits_page(
+    report: BitsReport, subject: str, refused: Mapping[str, str], left_out: Sequence[str] = ()
+) -> Iterator[str]:
     """Yield the lines of a Markdown page; ``refused``: layouts that were not compared, with the reason."""
-    yield from (BITS_HEADING, "", f"{subject[0].upper()}{subject[1:]}.", "", f"{report.summary}.", "")
+    result = verdict_line(report.summary, left_out)
+    yield from (BITS_HEADING, "", f"{subject[0].upper()}{subject[1:]}.", "", f"{result}.", "")
     for ranks in sorted({row.ranks for row in report.rows}):
         rows = [row for row in report.rows if row.ranks == ranks]
         equal = [f"`{row.layout}`" for row in rows if row.holds]

@@ -10,9 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_core.config import RunConfig
-from megatron_core.config.partition import Ends, describe, layers_by_stage, partition
+from megatron_core.config.partition import Ends, describe, layers_by_stage, partition, plan_of
+from megatron_core.config.validate import problems
 from megatron_core.errors import LayoutError
+from megatron_core.schedules import TRAINING
 from megatron_core.schedules.actions import round_robin_stages
+
+PAIRED = {"overlap_moe_expert_parallel_comm": True}
+WITH_PAIRS = {"1f1b", "interleaved", "dualpipe_v"}
+EXPERTS = {"num_experts": 4}
 
 
 def sizes(stages: list[range]) -> list[int]:
@@ -166,3 +172,24 @@ def test_description_of_stages_without_layers() -> None:
         "pipeline rank 1: layers 0-1 | layer 2",
         "pipeline rank 2: empty stage | output",
     ]
+
+
+@pytest.mark.parametrize("schedule", TRAINING)
+def test_every_legal_schedule_has_a_plan(schedule: str) -> None:
+    """Without experts the overlap of their exchange has no effect, and no schedule needs pairs."""
+    model = {
+        "mock_data": True,
+        "train_iters": 1,
+        "vocab_size": 64,
+        "num_layers": 8,
+        "pipeline_model_parallel_size": 2,
+        "pipeline_schedule": schedule,
+    }
+    chunks = {"num_virtual_stages_per_pipeline_rank": 2} if schedule == "interleaved" else {}
+    plans = []
+    for more in ({}, PAIRED, PAIRED | EXPERTS, PAIRED | EXPERTS | {"expert_model_parallel_size": 2}):
+        config = RunConfig.from_flat(model | chunks | more)
+        if not any(problems(config, 4)):
+            plans.append(plan_of(config, 4))
+    assert plans[0] == plans[1]
+    assert (len(plans) == 4) == (schedule in WITH_PAIRS)

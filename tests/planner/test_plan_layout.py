@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from dataclasses import replace
-from itertools import product
+from itertools import count, product
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_core.commands.plan_layout import main
+from megatron_core.commands.plan_layout import main, stopped_early
 from megatron_core.config import RunConfig
 from megatron_core.config.cli import parse_command_line
 from megatron_core.config.presets import preset
@@ -19,7 +21,8 @@ from megatron_core.planner.cost import LayerTimes, Pipeline, step_cost
 from megatron_core.planner.explain import command_line, flag_of, objection, parse_words, whole_training
 from megatron_core.planner.hardware import Hardware, known_hardware, read_hardware
 from megatron_core.planner.layer_time import LayerClock
-from megatron_core.planner.search import KEPT, NEUTRAL, Search, with_settings
+from megatron_core.planner.layout_settings import KEPT, NEUTRAL, with_settings
+from megatron_core.planner.search import Search
 from megatron_core.schedules import TRAINING
 from tests.runs import TINY
 from tests.sample import WHOLE_MATRIX
@@ -201,3 +204,68 @@ def test_messages_between_experts_that_another_micro_batch_hides() -> None:
     assert paired.by_kind["ep"] == pytest.approx(alone.by_kind["ep"] / 16, rel=0.2)
     hidden = alone.by_kind["ep"] - paired.by_kind["ep"]
     assert alone.seconds - paired.seconds == pytest.approx(hidden, rel=1e-6) and hidden > 0.02 * alone.seconds
+
+
+SLOW_16_BITS = {"product_flops": {"float32": 2e11, "bfloat16": 1e11}}
+
+
+@pytest.mark.parametrize(
+    ("flags", "changes", "line", "adds"),
+    [
+        ([], {}, "dtype: bfloat16, the default on NAME; the commands have --bf16", True),
+        (["--bf16"], {}, "dtype: bfloat16", False),
+        (["--fp16"], {}, "dtype: float16", False),
+        (["--no-bf16"], {}, "dtype: float32, as given", False),
+        (["--config", "FILE"], {}, "dtype: float32, as given", False),
+        ([], SLOW_16_BITS, "dtype: float32, because products in 16 bits are not faster on NAME", False),
+    ],
+)
+def test_the_dtype_is_that_of_the_hardware(
+    flags: list[str], changes: dict[str, Any], line: str, adds: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.yaml").write_text("bf16: false\n")
+    machine = replace(read_hardware("h100"), **changes)
+    machine.write(tmp_path / "machine.json")
+    given = [str(tmp_path / "run.yaml") if word == "FILE" else word for word in flags]
+    model = ["--num-layers", "4", "--hidden-size", "512", "--num-attention-heads", "8", "--vocab-size", "32000"]
+    sizes = ["--gpus", "2", "--hardware", str(tmp_path / "machine.json"), "--top", "1", "--global-batch-size", "8"]
+    assert main([*sizes, *model, *given]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(line.replace("NAME", machine.name))
+    command = next(each for each in lines if "torchrun" in each)
+    assert (command.count("--bf16") - flags.count("--bf16") == 1) == adds
+    assert main([*sizes, *model, *given, "--json", "-"]) == 0
+    output = capsys.readouterr()
+    assert output.err.startswith(lines[0])
+    (row,) = json.loads(output.out)
+    assert row["complete"] is True and row["dtype"] in line
+
+
+def test_a_search_ends_in_time() -> None:
+    """Each look at the clock takes a second: 30 looks, and the result is the best layout so far."""
+    ticks = count()
+    search = _search(_config(), 4)
+    search.clock = lambda: float(next(ticks))
+    found = search.best(5)
+    assert search.stopped and next(ticks) < 40
+    assert found and all(search.fits(candidate.memory) for candidate in found)
+    whole = _search(_config(), 4)
+    best = whole.best(5)
+    assert not whole.stopped and best[0].seconds <= found[0].seconds
+    line = stopped_early(search)
+    assert line.startswith("stopped early after 30 s: ") and "--time-limit N" in line
+    with pytest.raises(LayoutError, match="no layout that fits was found in 2 s"):
+        Search(_config(), 64, read_hardware("h100"), 32000, seconds=2.0, clock=lambda: float(next(ticks))).best()
+
+
+def test_the_bound_of_a_stopped_search_holds() -> None:
+    """With time for the list of points: no layout of the whole search is faster than the bound."""
+    whole = _search(_config(), 4)
+    best = whole.best(3)
+    times = iter([0.0] * 10_000)
+    search = _search(_config(), 4)
+    search.clock = lambda: next(times) if not search.decided else 99.0
+    found = {candidate.shape for candidate in search.best(3)}
+    assert search.stopped and search.bound > 0.0
+    others = [candidate for candidate in best if candidate.shape not in found]
+    assert others and all(candidate.seconds >= search.bound for candidate in others)

@@ -94,3 +94,19 @@ def test_other_shapes_are_refused() -> None:
     settings = {"weight": 1.0, "temperature": 1.0, "tp_group": LocalGroup(), "vocab_size": 16}
     with pytest.raises(LayoutError, match=r"teacher_logits \[4, 2, 8\]"):
         vocab_parallel_distillation_loss(z, u, torch.zeros(4, 2, dtype=torch.long), **settings)
+
+
+@pytest.mark.parametrize("heat", [0.01, 1.0, 100.0])
+@pytest.mark.parametrize("distance", [0.0, 0.1])
+def test_divergence_in_float32(heat: float, distance: float) -> None:
+    """T^2 KL is a small difference of large numbers; it is not negative, also for equal logits."""
+    generator = torch.Generator().manual_seed(0)
+    z = 4 * torch.randn(64, 1, 1000, generator=generator)
+    u = z + distance * torch.randn(64, 1, 1000, generator=generator)
+    target = torch.zeros(64, 1, dtype=torch.int64)
+    settings = {"weight": 1.0, "temperature": heat, "tp_group": LocalGroup(), "vocab_size": 1000}
+    losses, divergence = vocab_parallel_distillation_loss(z.clone(), u, target, **settings)
+    _, expected = plain_loss(z.double(), u.double(), target, 1.0, heat)
+    assert divergence.dtype == torch.float32 and torch.equal(losses, divergence) and divergence.min() >= 0
+    # Rounding of the logits alone changes T^2 KL by about T times 1e-7.
+    torch.testing.assert_close(divergence.double(), expected, rtol=1e-3, atol=1e-6 * heat)

@@ -95,6 +95,20 @@ def test_layouts_in_words(verify: Verify, tmp_path: Path) -> None:
     assert report["rows"][0]["gradient"]["error"] < 1e-12
 
 
+def test_the_verdict_names_what_is_left_out(verify: Verify, tmp_path: Path) -> None:
+    """Also in both files; what can be compared is."""
+    files = ("--json", str(tmp_path / "report.json"), "--markdown", str(tmp_path / "page.md"))
+    left_out = ("--grad-compression", "powersgd", "--load-hf", "/nowhere", "--eod-mask-loss", "--data-path", "a")
+    ramp = ("--rampup-batch-size", "8", "8", "99", "--global-batch-size", "32", "--lr-warmup-iters", "9")
+    sizes = ("--num-layers", "2", "--num-attention-heads", "2", "--steps", "2")
+    result = verify(*sizes, *left_out, *ramp, "--layouts", "pp2", *files)
+    names = ["grad_compression=powersgd", "data_path=('a',)", "load_hf=/nowhere"]
+    assert result.status == 0, result.stderr + result.stdout
+    assert f"not compared: {', '.join(names)}" in result.stdout
+    assert json.loads((tmp_path / "report.json").read_text())["not_compared"] == names
+    assert f"not compared: {', '.join(names)}." in (tmp_path / "page.md").read_text()
+
+
 def test_every_layout_of_a_world(verify: Verify) -> None:
     result = verify(*SMALL, "--all", "--world-size", "2", "--dtype", "float32")
     assert result.status == 0, result.stderr + result.stdout

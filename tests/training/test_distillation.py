@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from megatron_core.config.validate import check
 from megatron_core.errors import CheckpointError, ConfigError
 from megatron_core.planner.hardware import read_hardware
 from megatron_core.planner.search import Search
+from megatron_core.tokenizers import HuggingFaceTokenizer
 from megatron_core.training.dry_run import warnings
 from megatron_core.training.setup import set_up
 from megatron_core.training.step import evaluate, train_step
@@ -25,6 +27,8 @@ from megatron_core.verify.ranks import run_ranks, this_world
 from tests.defects.plant import planted
 from tests.runs import TINY, tiny_config, tiny_run
 from tests.tensor_parallel.test_distillation_loss import plain_loss
+from tests.tokenizers.corpus import write_tokenizer_json
+from tests.tokenizers.test_compare import swapped
 
 STEPS, WEIGHT, HEAT = 3, 0.7, 2.0
 BASE = TINY | {"fp64": True, "position_embedding_type": "rope", "num_layers": 4}
@@ -159,6 +163,34 @@ def test_other_vocabularies_and_lengths_are_refused(
         set_up(_config(teachers["dense"], **settings), tiny_run().world)
 
 
+def test_a_teacher_with_other_tokens_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two tokens have each other's ids; without a tokenizer a note says that none are compared."""
+    file = write_tokenizer_json(tmp_path)
+    size = HuggingFaceTokenizer(file).vocab_size
+    llama = LlamaConfig(
+        vocab_size=size, num_hidden_layers=1, max_position_embeddings=32, hidden_size=8, intermediate_size=8,
+        num_attention_heads=2,
+    )  # fmt: skip
+    teacher = tmp_path / "teacher"
+    LlamaForCausalLM(llama).double().save_pretrained(teacher)
+    tokens = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(file), "vocab_size": None}
+    config = _config(str(teacher), **tokens)
+    set_up(config, tiny_run().world)
+    assert f"the tokens of kd_teacher={teacher} are not compared" in capsys.readouterr().out
+    shutil.copy(file, teacher)
+    set_up(config, tiny_run().world)
+    assert "not compared" not in capsys.readouterr().out
+    shutil.copy(swapped(file, "a", "b"), teacher)
+    with pytest.raises(CheckpointError, match=r"has other tokens at 2 ids: \d+ is 'a' in this run and 'b' there"):
+        set_up(config, tiny_run().world)
+    # A checkpoint of this project keeps its tokenizer.
+    kept = tmp_path / "kept"
+    own = {"tokenizer_model": str(swapped(file, "a", "c")), "save": str(kept), "vocab_size": None}
+    run_ranks(1, _save, RunConfig.from_flat(BASE | DENSE | tokens | own))
+    with pytest.raises(CheckpointError, match="has other tokens at 2 ids"):
+        set_up(_config(str(kept), **tokens), tiny_run().world)
+
+
 def test_a_teacher_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=rf"kd_teacher='{tmp_path}' has no checkpoint and no config\.json"):
         open_teacher(str(tmp_path), torch.device("cpu"))
@@ -182,6 +214,8 @@ def test_a_teacher_with_too_few_layers_is_refused(teachers: dict[str, str]) -> N
         ({"layout_invariant": True}, "layout_invariant=True cannot be used with kd_teacher=a"),
         ({"output_z_loss_coeff": 1e-4}, "output_z_loss_coeff=0.0001 cannot be used with kd_teacher=a"),
         ({"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "linear"}, "stores no logits"),
+        ({"kd_temperature": 1e-30}, "kd_temperature=1e-30 is out of range; it must be a number from 0.01 to 100"),
+        ({"kd_temperature": 1e4}, "kd_temperature=10000.0 is out of range; it must be a number from 0.01 to 100"),
         ({"kd_teacher": None}, "kd_weight=0.7 has no effect without --kd-teacher"),
     ],
 )

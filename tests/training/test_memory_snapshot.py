@@ -14,7 +14,7 @@ import torch
 from megatron_core.config import RunConfig
 from megatron_core.errors import MegatronError
 from megatron_core.parallel.exit_status import allocation_that_failed
-from megatron_core.planner.search import with_settings
+from megatron_core.planner.layout_settings import with_settings
 from megatron_core.planner.smaller import predicted_bytes, settings_that_fit
 from megatron_core.training import memory_report
 from megatron_core.training.dry_run import RankEstimate

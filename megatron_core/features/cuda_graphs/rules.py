@@ -29,7 +29,7 @@ def graph_problems(config: RunConfig, world_size: int) -> Iterator[str]:
     excluded = {
         f"zero_stage={parallel.dp_zero_stage}": parallel.dp_zero_stage >= 2,
         f"cp_comm_type={' '.join(parallel.cp_comm_type)}": parallel.context_parallel_size > 1 and passes_messages,
-        f"pipeline_schedule={schedule}": schedule in splits or parallel.overlap_moe_expert_parallel_comm,
+        f"pipeline_schedule={schedule}": schedule in splits or config.runs_in_pairs,
         f"cuda_graph_modules={' '.join(graphs.cuda_graph_modules)} and parallel_residual_shared_norm=True": (
             bool(graphs.cuda_graph_modules) and model.parallel_residual_shared_norm
         ),

@@ -1,0 +1,51 @@
+"""Sequences whose results depend on each other because they are computed together."""
+
+from enum import Enum, auto
+
+from megatron_core.config.layout import Layout
+from megatron_core.config.run import RunConfig
+
+
+class Scope(Enum):
+    """The sequences that affect each other's results."""
+
+    RANK = auto()
+    """Sequences of a micro-batch of a rank."""
+    REPLICAS = auto()
+    """Sequences of a micro-batch of all replicas."""
+
+
+def shared_micro_batches(config: RunConfig) -> dict[str, Scope]:
+    """Settings with which a result depends on which sequences are computed together, as text."""
+    balancing, router = config.model.balancing_losses, config.model.moe_router_load_balancing_type
+    scopes: dict[str, Scope] = {}
+    if config.model.num_experts is not None:
+        if "aux_loss" in balancing:
+            scopes["the balancing loss aux_loss"] = Scope.RANK
+        if router == "sinkhorn":
+            scopes["moe_router_load_balancing_type=sinkhorn"] = Scope.RANK
+        if "global_aux_loss" in balancing:
+            scopes["the balancing loss global_aux_loss"] = Scope.REPLICAS
+    if config.training.fp8_format is not None:  # scales are those of matrices, or blocks, of a whole micro-batch
+        scopes[f"fp8_format={config.training.fp8_format}"] = Scope.RANK
+    return scopes
+
+
+def replicas(config: RunConfig, layout: Layout) -> int:
+    """Replicas that train together on each micro-batch."""
+    return layout.dp // config.outer.num_groups
+
+
+def incomparable(config: RunConfig, layout: Layout) -> str | None:
+    """Why no run of one process gives what ``layout`` must give; None if there is one."""
+    scopes = shared_micro_batches(config)
+    if replicas(config, layout) == 1 or len(set(scopes.values())) < 2:
+        return None
+    of_rank, of_replicas = (
+        " and ".join(name for name, scope in scopes.items() if scope == kind) for kind in (Scope.RANK, Scope.REPLICAS)
+    )
+    return (
+        f"one process cannot have its micro-batches: {of_rank} is computed for each rank's micro-batch, "
+        f"{of_replicas} for those of all dp={layout.dp} replicas together; compare layouts with dp1, or remove one of "
+        "the two"
+    )
