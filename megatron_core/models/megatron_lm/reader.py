@@ -22,6 +22,7 @@ from megatron_core.models.megatron_lm.mixers import check_delta_nets, with_offse
 from megatron_core.models.megatron_lm.rank_files import RankFiles
 from megatron_core.models.megatron_lm.tensor_map import FROZEN, TIED, TensorPart, TensorParts, whole_shape
 from megatron_core.parallel.texts import listed
+from megatron_core.text_file import read_text
 
 TRACKER = "latest_checkpointed_iteration.txt"
 VERSION = 3.0
@@ -195,13 +196,13 @@ def iteration_folder(folder: Path, step: int | None) -> Path:
     if (folder / ".metadata").is_file() or any(folder.glob("mp_rank_*/model_optim_rng.pt")):
         return folder
     try:
-        latest = str(step) if step is not None else (folder / TRACKER).read_text().strip()
+        latest = str(step) if step is not None else read_text(folder / TRACKER).strip()
     except (OSError, ValueError):
         raise CheckpointError(f"{folder} has neither {TRACKER} nor the files of an iteration") from None
     is_number = re.fullmatch("[0-9]{1,18}", latest) is not None
     found = folder / (f"iter_{int(latest):07d}" if is_number else latest)
     if latest != "release" and not is_number:
-        raise CheckpointError(f"{folder / TRACKER} says {latest[:40]!r}; it must be an iteration or release")
+        raise CheckpointError(f"{folder / TRACKER} says {quoted(latest)}; it must be an iteration or release")
     if not (found / ".metadata").is_file() and not any(found.glob("mp_rank_*/model_optim_rng.pt")):
         raise CheckpointError(f"{found} has neither .metadata (torch_dist) nor mp_rank_*/model_optim_rng.pt (torch)")
     return found
