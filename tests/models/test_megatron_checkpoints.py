@@ -275,3 +275,9 @@ def test_flattened_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert len(parts) == 2
     for part in parts:
         assert torch.equal(part.read(), weights[f"decoder.layers.3.{rest}"][part.box.index])
+
+
+def test_a_named_pipe_as_tracker_does_not_block(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "latest_checkpointed_iteration.txt")
+    with pytest.raises(CheckpointError, match="has neither latest_checkpointed_iteration"):
+        MegatronReader(tmp_path)

@@ -202,7 +202,7 @@ def iteration_folder(folder: Path, step: int | None) -> Path:
     is_number = re.fullmatch("[0-9]{1,18}", latest) is not None
     found = folder / (f"iter_{int(latest):07d}" if is_number else latest)
     if latest != "release" and not is_number:
-        raise CheckpointError(f"{folder / TRACKER} says {latest[:40]!r}; it must be an iteration or release")
+        raise CheckpointError(f"{folder / TRACKER} says {quoted(latest)}; it must be an iteration or release")
     if not (found / ".metadata").is_file() and not any(found.glob("mp_rank_*/model_optim_rng.pt")):
         raise CheckpointError(f"{found} has neither .metadata (torch_dist) nor mp_rank_*/model_optim_rng.pt (torch)")
     return found
