@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from megatron_core.errors import ConfigError
+from megatron_core.errors import CheckpointError, ConfigError
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 """Beginning of a URL, also as a ``Path``, which has one slash, but not of a drive of Windows."""
@@ -228,13 +228,15 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
 def new_folder(named: str, folder: Path, *inputs: Any) -> Iterator[Path]:
     """A temporary folder whose files appear in ``folder`` when the block ends, and never if it fails.
 
-    ``inputs``: paths that are read. Errors: ``ConfigError`` that begins with ``named`` if ``folder`` is one of those,
-    is not empty or cannot be created.
+    ``inputs``: paths that are read. Errors, which begin with ``named``: ``ConfigError`` if ``folder`` is one of those
+    or cannot be created, ``CheckpointError`` if it is not empty.
     """
     refuse_url(named, folder)
     refuse_inputs(named, folder, *inputs)
-    if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"{named}: {folder} is not an empty folder; give another folder, nothing was written")
+    if os.path.lexists(folder) and not folder.is_dir():
+        raise CheckpointError(f"{named} is not a folder; give another one, nothing was written")
+    if folder.is_dir() and any(folder.iterdir()):
+        raise CheckpointError(f"{named} is not empty; give another folder, nothing was written")
     try:
         make_folder(folder.parent)
         # An existing folder is filled and not replaced: it may be a link, a mounted disk or the current folder.

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from benchmarks.megatron_peer import MEGATRON
 from megatron_core.checkpoint import CheckpointReader
 from megatron_core.commands.convert_checkpoint import Settings, convert
-from megatron_core.errors import CheckpointError, ConfigError
+from megatron_core.errors import CheckpointError
 from megatron_core.models.megatron_lm import settings_of_arguments
 from megatron_core.models.megatron_lm.arguments import training_settings
 from megatron_core.models.megatron_lm.writer import write_checkpoint
@@ -151,7 +151,7 @@ def test_other_folders_are_not_replaced(folder: Path, tmp_path: Path) -> None:
     note = tmp_path / "iter_0000003" / "notes.txt"
     note.parent.mkdir()
     note.write_text("the user's notes")
-    with pytest.raises(ConfigError, match=r"--save .* is not an empty folder; give another folder"):
+    with pytest.raises(CheckpointError, match=r"--save .* is not empty; give another folder"):
         convert(Settings(source="native", to="megatron", load=str(folder / READ_AGAIN), save=str(tmp_path)))
     with CheckpointReader(folder / READ_AGAIN / "iter_0000003") as reader:
         model = stored_config(reader.folder).model
