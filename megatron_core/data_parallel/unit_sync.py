@@ -244,8 +244,6 @@ class UnitSync:
         if self._splits_weights or self._unreduced is None or self._is_first_sum:
             self._announced = self._announce("sums the gradients of", buckets, "")
         self._is_first_sum = False
-        if not self.options.overlap_grad_reduce:
-            self._announced.wait()
         for bucket in buckets:
             self._start_reduce(bucket)
             self._reducing.append(bucket)
@@ -303,9 +301,6 @@ class UnitSync:
             return
         reader = "a forward" if self._backward is None else "a backward"
         announced = self._announce("gathers", missing, f" for {reader}" if self._at_work() else "")
-        # Without overlap nothing of unequal size is sent. With overlap the comparison may wait as long as the gather.
-        if not self.options.overlap_param_gather:
-            announced.wait()
         for bucket in missing:
             bucket.start_gather()
             bucket.gathering = Arrival(bucket.gathering, before=announced.wait)
