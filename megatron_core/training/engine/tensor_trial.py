@@ -135,7 +135,7 @@ def run(
     for name, buffer in region.modules[0].named_buffers():  # with their present dtype and device
         path, _, own = name.rpartition(".")
         module.get_submodule(path)._buffers[own] = buffer.detach().clone()
-    leaves = {name: parameter.requires_grad_() for name, parameter in module.named_parameters()}
+    leaves = {name: p.requires_grad_() for name, p in module.named_parameters() if p.is_floating_point()}
     if attributes is not None:
         region.adjust(module, attributes)
         region.install(module)

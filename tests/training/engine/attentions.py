@@ -506,3 +506,10 @@ def pipeline_of(kind: type[Attention]) -> PipelineModule:
     blocks = [LayerSpec(Block, kind) for _ in range(2)]
     layers = [LayerSpec(nn.Embedding, 11, WIDTH), *blocks, LayerSpec(nn.Linear, WIDTH, 11)]
     return PipelineModule(layers, loss_fn=loss_of_next)
+
+
+def pipeline_with_a_whole_stage() -> PipelineModule:
+    """The second of two stages has no layer that is split."""
+    layers = [LayerSpec(nn.Embedding, 11, WIDTH), LayerSpec(Block, Attention)]
+    layers += [LayerSpec(nn.LayerNorm, WIDTH), LayerSpec(nn.Linear, WIDTH, 11)]
+    return PipelineModule(layers, loss_fn=loss_of_next, partition_method=[2, 2])

@@ -334,6 +334,19 @@ def test_stages_of_split_layers(in_layers: bool) -> None:
         assert "does not compute what the whole module computes" in message
 
 
+def test_a_stage_without_split_layers() -> None:
+    settings = {**SGD, "fp64": True, "pipeline_model_parallel_size": 2}
+    expected = run_ranks(2, _train_whole_stage, settings)[0]
+    for losses in run_ranks(4, _train_whole_stage, {**settings, **TENSOR}):
+        np.testing.assert_allclose(losses, expected, rtol=1e-12)
+
+
+def _train_whole_stage(settings: dict[str, Any]) -> list[float]:
+    engine = megatron_core.initialize(attentions.pipeline_with_a_whole_stage(), settings).engine
+    batches = iter([(batch, batch) for batch in BATCHES])
+    return [engine.train_batch(batches).loss for _ in BATCHES]
+
+
 def _in_stages(kind: Any, settings: dict[str, Any], in_layers: bool) -> list[float] | str:
     torch.manual_seed(0)
     model = attentions.pipeline_of(kind) if in_layers else attentions.Chain(kind)
