@@ -45,7 +45,7 @@ from megatron_core.training.engine.optimizer import EngineOptimizer, settings_fr
 from megatron_core.training.engine.pipeline import PipelineEngine
 from megatron_core.training.engine.tensor import check_plan, split_model
 from megatron_core.training.engine.tensor_heads import Heads, check_heads
-from megatron_core.training.engine.tensor_plan import Plan
+from megatron_core.training.engine.tensor_plan import Plan, check_plan_type
 from megatron_core.training.process import set_process_switches
 
 
@@ -163,6 +163,7 @@ def parallelize(
     check_model(model)
     check_counts(tensor=tensor)
     check_heads(model, heads)
+    check_plan_type("plan", plan)
     settings = RunConfig.from_flat({"tensor_model_parallel_size": tensor})
     world = _join(settings)
     groups = make_groups(settings.parallel, world, ends=(0, 0))

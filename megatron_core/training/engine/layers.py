@@ -15,7 +15,7 @@ from megatron_core.training.engine.activations import recomputed
 from megatron_core.training.engine.arguments import check_functions
 from megatron_core.training.engine.partition import check_partition_method, stage_ranges
 from megatron_core.training.engine.stages import Place, Stage
-from megatron_core.training.engine.tensor_plan import Plan, plan_of
+from megatron_core.training.engine.tensor_plan import Plan, check_plan_type, plan_of
 
 LossOfLabels = Callable[[Any, Any], Tensor]
 
@@ -106,6 +106,7 @@ class PipelineModule(nn.Module):
         self._check_layers()
         if type(seed) is not int:
             raise ConfigError(f"PipelineModule: seed={seed!r} must be an integer")
+        check_plan_type("tensor_plan", tensor_plan)
         check_functions(loss_fn=loss_fn)
         check_partition_method(partition_method, self.class_names, has_example=example is not None)
         self.bounds: list[range] = []
@@ -238,7 +239,10 @@ class PipelineModule(nn.Module):
     # Stages.
 
     def plan_of_names(self, ranks: int) -> dict[str, str] | None:
-        """Return the style of each split layer by its name, for tensor parallelism over ``ranks``; None for one."""
+        """Return the style of each split layer by its name, for tensor parallelism over ``ranks``.
+
+        For one rank it is a plan to check, or None without ``tensor_plan``.
+        """
         if ranks == 1 and self.tensor_plan is None:
             return None
         whole = nn.Module()
@@ -247,8 +251,6 @@ class PipelineModule(nn.Module):
             if layer is not None and name not in whole._modules:
                 whole._modules[name] = layer
         plan = plan_of(whole, self.tensor_plan, nn.Linear)
-        if ranks == 1:
-            return None
         return {name: style if parts == 1 else f"packed_colwise:{parts}" for name, (style, parts) in plan.items()}
 
     def owns_buffer(self, name: str) -> bool:

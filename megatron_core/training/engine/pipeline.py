@@ -37,7 +37,7 @@ from megatron_core.training.engine.monitoring import StepReport
 from megatron_core.training.engine.optimizer import Groups, check_trained, groups_of
 from megatron_core.training.engine.prepare import Choices, Prepared, compile_units
 from megatron_core.training.engine.stages import Staged, equalize, mark_tied, tied_sets
-from megatron_core.training.engine.tensor import equalize_and_split, split_model
+from megatron_core.training.engine.tensor import check_plan, equalize_and_split, split_model
 from megatron_core.training.plans import Plans
 
 
@@ -136,8 +136,12 @@ class PipelineEngine(Engine):
         equalize(module.places, module.buffers(), where, groups)
         if plan is not None:
             here = dict(module.named_modules())
-            split_model(module, groups.group("tp"), plan={name: each for name, each in plan.items() if name in here})
-            torch.manual_seed(config.training.seed + groups.index("dp"))
+            own_plan = {name: style for name, style in plan.items() if name in here}
+            if groups.size("tp") == 1:
+                check_plan(module, groups.group("tp"), own_plan)
+            else:
+                split_model(module, groups.group("tp"), plan=own_plan)
+                torch.manual_seed(config.training.seed + groups.index("dp"))
         inside = [[each] for layer in module.layers_here() for each in layer.children()]
         multiply_in_fp8(module, inside, config, groups, self.world.device)
         if not any(parameter.requires_grad for parameter in module.parameters()):  # a stage of functions alone

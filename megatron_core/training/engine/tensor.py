@@ -250,7 +250,7 @@ class _Splitting:
     def _regions(self, parallel: _ParallelLayers) -> list[Region]:
         """Return the parts of the model whose split is to be checked, one for each structure."""
         styles = self._joined_layers()
-        smallest = smallest_regions(self.modules, styles)
+        smallest = smallest_regions(self.modules, styles) | {name: name for name in parallel.experts}
         scopes: dict[str, tuple[nn.Module, int, int]] = {}
         for path in sorted(set(smallest.values())):
             for name, module in self.modules[path].named_modules(prefix=path):

@@ -37,16 +37,21 @@ RULES |= {r".*\.\d+\..*\bc_attn": "packed_colwise:3"}
 """Styles of linear layers inside the layers of a model, by regular expressions of their names."""
 
 
+def check_plan_type(name: str, plan: object) -> None:
+    """ConfigError unless the argument ``name`` is None, or a dict with entries."""
+    if plan is not None and (not isinstance(plan, Mapping) or not plan):
+        raise ConfigError(f"{name}={plan!r} must be a dict of styles by names of modules, with one entry or more")
+
+
 def plan_of(model: nn.Module, given: Plan | None, is_linear: type | tuple[type, ...]) -> dict[str, tuple[str, int]]:
     """Return (style, number of packed matrices) for each name of a module or parameter in the plan.
 
     Errors: ``ConfigError`` for names that match nothing and for unknown styles.
     """
-    if given is not None and (not isinstance(given, Mapping) or not given):
-        raise ConfigError(f"plan={given!r} must be a dict of styles by names of modules, with one entry or more")
     plan = given if given is not None else getattr(model, "_tp_plan", None)
-    if not plan:
+    if given is None and not plan:
         return _by_rules(model, is_linear)
+    assert plan is not None
     names = [name for name, _ in model.named_modules()]
     names += [name for name, _ in model.named_parameters(remove_duplicate=False)]
     found: dict[str, tuple[str, int]] = {}

@@ -80,6 +80,8 @@ class Region:
 
 @dataclass
 class Results:
+    """Outputs and gradients of a run."""
+
     outputs: list[Tensor]
     gathered: dict[int, int]
     """Numbers of outputs (of all leaves) with this rank's heads alone, such as attention weights, and their dim."""
@@ -133,7 +135,7 @@ def run(
     for name, buffer in region.modules[0].named_buffers():  # with their present dtype and device
         path, _, own = name.rpartition(".")
         module.get_submodule(path)._buffers[own] = buffer.detach().clone()
-    leaves = {name: parameter.requires_grad_() for name, parameter in module.named_parameters()}
+    leaves = {name: p.requires_grad_() for name, p in module.named_parameters() if p.is_floating_point()}
     if attributes is not None:
         region.adjust(module, attributes)
         region.install(module)
@@ -141,7 +143,7 @@ def run(
     args, kwargs = (_detached(part, region.widths) for part in inputs)
     needed = [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, Tensor) and each.requires_grad]
     try:
-        leaves_out = tree_flatten(module.forward(*args, **kwargs))[0]
+        leaves_out = tree_flatten(module(*args, **kwargs))[0]
         gathered: dict[int, int] = {}
         if whole is not None and group is not None:
             gathered = _split_dims(leaves_out, whole.outputs, group.size())
@@ -278,4 +280,5 @@ def _noise(like: Tensor) -> Tensor:
 
 
 def is_float(value: Any) -> bool:
+    """Whether ``value`` is a tensor of floating-point numbers."""
     return isinstance(value, Tensor) and value.is_floating_point()

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from megatron_core import LayerSpec, PipelineModule
+
 WIDTH, HEADS = 32, 4
 
 
@@ -462,4 +464,52 @@ class Model(nn.Module):
         for layer, norm in zip(self.layers, self.norms, strict=True):
             x = x + layer["attn"](norm(x))
             x = x + layer["mlp"](x)
-        return nn.functional.cross_entropy(self.head(x)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+        return loss_of_next(self.head(x), tokens)
+
+
+class Block(nn.Module):
+    """A residual layer whose attention is known in its first forward only."""
+
+    def __init__(self, kind: type[Attention]) -> None:
+        super().__init__()
+        self.norm, self.attn, self.mlp = nn.LayerNorm(WIDTH), Masked(kind), MLP()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.norm(x))
+        out: Tensor = x + self.mlp(x)
+        return out
+
+
+def loss_of_next(logits: Tensor, tokens: Tensor) -> Tensor:
+    """The mean loss of predicting the next token."""
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+class Chain(nn.Module):
+    """Layers that a pipeline can cut into stages."""
+
+    def __init__(self, kind: type[Attention]) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, WIDTH)
+        self.layers = nn.ModuleList(Block(kind) for _ in range(2))
+        self.head = nn.Linear(WIDTH, 11)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return loss_of_next(self.head(x), tokens)
+
+
+def pipeline_of(kind: type[Attention]) -> PipelineModule:
+    """The same as a list of layers."""
+    blocks = [LayerSpec(Block, kind) for _ in range(2)]
+    layers = [LayerSpec(nn.Embedding, 11, WIDTH), *blocks, LayerSpec(nn.Linear, WIDTH, 11)]
+    return PipelineModule(layers, loss_fn=loss_of_next)
+
+
+def pipeline_with_a_whole_stage() -> PipelineModule:
+    """The second of two stages has no layer that is split."""
+    layers = [LayerSpec(nn.Embedding, 11, WIDTH), LayerSpec(Block, Attention)]
+    layers += [LayerSpec(nn.LayerNorm, WIDTH), LayerSpec(nn.Linear, WIDTH, 11)]
+    return PipelineModule(layers, loss_fn=loss_of_next, partition_method=[2, 2])

@@ -84,6 +84,10 @@ def _plan_of_pipeline() -> Any:
     return _initialize(_pipeline(layers, tensor_plan={"*.k_proj": "colwise"}))
 
 
+def _style_of_pipeline() -> Any:
+    return _initialize(_pipeline([nn.ModuleDict({"norm": nn.LayerNorm(4)})], tensor_plan={"*.norm": "colwise"}))
+
+
 def _no_step(*_: Any) -> Any:
     return None
 
@@ -129,6 +133,11 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "head": (lambda: _initialize(head_modules=["lm_head"]), "head_modules=['lm_head']: Model has no such modules; its"),
     "text as heads": (lambda: _initialize(head_modules="head"), "head_modules='head' must be a list of names"),
     "method of a pipeline": (_method_of_pipeline, "of initialize have no effect on a PipelineModule"),
+    "style of a pipeline": (
+        _style_of_pipeline,
+        "'0.norm' (LayerNorm) has the style 'colwise'; it must be an nn.Linear",
+    ),
+    "no plan of a pipeline": (lambda: _pipeline(tensor_plan={}), "tensor_plan={} must be a dict of styles"),
     "plan of a pipeline": (_plan_of_pipeline, "plan: '*.k_proj' matches no module or parameter"),
     "interval": (lambda: _pipeline(recompute_interval=1.5), "recompute_interval=1.5; legal: one layer or more, an in"),
     "partition": (lambda: _pipeline(partition_method=None), "partition_method=None must be one of"),
