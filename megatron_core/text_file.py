@@ -25,7 +25,7 @@ def read_text(path: str | Path) -> str:
     """The text of a file, or of a pipe such as ``<(command)``.
 
     Errors: OSError, or ValueError for a named pipe (reading it would block until a process writes), for more than
-    ``LARGEST_TEXT`` bytes, and for text that is not UTF-8.
+    ``LARGEST_TEXT`` bytes, and for text that is not UTF-8. A byte order mark is not part of the text.
     """
     if Path(os.path.realpath(path)).is_fifo():  # the pipe of <(command) has no name
         raise ValueError("it is a named pipe; use a file")
@@ -33,7 +33,7 @@ def read_text(path: str | Path) -> str:
         data = file.read(LARGEST_TEXT + 1)
     if len(data) > LARGEST_TEXT:
         raise ValueError(f"it has more than {LARGEST_TEXT} bytes")
-    return data.decode()
+    return data.decode("utf-8-sig")
 
 
 def parse_json(text: str) -> Any:

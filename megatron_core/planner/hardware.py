@@ -115,7 +115,7 @@ def read_hardware(name: str) -> Hardware:
             "megatron-diagnose --machine wrote (PATH.json)"
         )
     try:
-        return hardware_of(json.loads(path.read_text(encoding="utf-8")))
+        return hardware_of(json.loads(path.read_bytes()))
     except (OSError, ValueError, RecursionError, TypeError, KeyError) as error:
         raise ConfigError(
             f"hardware={name!r}: {path} is not a hardware file: {error}; measure the machine again"
