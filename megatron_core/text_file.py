@@ -30,9 +30,10 @@ def refuse_pipe(path: str | Path) -> None:
 def read_text(path: str | Path) -> str:
     """The text of a file, or of a pipe such as ``<(command)``.
 
-    Errors: those of ``read_bytes``, and ValueError for text that is not UTF-8.
+    Errors: those of ``read_bytes``, and ValueError for text that is not UTF-8. A byte order mark is not part of the
+    text.
     """
-    return read_bytes(path, LARGEST_TEXT).decode()
+    return read_bytes(path, LARGEST_TEXT).decode("utf-8-sig")
 
 
 def read_bytes(path: str | Path, most: int) -> bytes:

@@ -46,6 +46,20 @@ def test_what_is_no_text_is_refused_in_one_sentence(setting: str, tmp_path: Path
         assert reason in str(error.value)
 
 
+def test_a_byte_order_mark_is_not_part_of_the_text(tmp_path: Path) -> None:
+    """Editors of Windows write it; it is invisible in a message about the first word."""
+    texts = {
+        "--config": ("lr: 1", lambda config: config.optimizer.lr == 1.0),
+        "data_args_path": ("0.5 a", lambda paths: paths.phases[0].data_path == ("0.5", "a")),
+        "prompt_file": ("hello", lambda prompts: prompts[0] == "hello"),
+        "chat_template": ("{{ messages }}", lambda template: str(template) != ""),
+    }
+    for setting, (text, holds) in texts.items():
+        (tmp_path / "file.txt").write_text(text, encoding="utf-8-sig")
+        assert holds(READERS[setting](str(tmp_path / "file.txt"))), setting
+        assert read_text(tmp_path / "file.txt") == text
+
+
 def test_what_a_command_prints_is_read(tmp_path: Path) -> None:
     code = "from megatron_core.text_file import read_text; print(read_text('/dev/stdin') == 'a' * 100_000)"
     done = subprocess.run([sys.executable, "-c", code], input="a" * 100_000, text=True, capture_output=True, check=True)

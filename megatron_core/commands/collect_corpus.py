@@ -82,7 +82,7 @@ def collect(settings: Settings) -> None:
                 continue
             name = path.relative_to(folder).as_posix()
             try:
-                text = path.read_text(encoding="utf-8")
+                text = path.read_text(encoding="utf-8-sig")
             except UnicodeDecodeError:
                 undecodable.append(name)
                 continue

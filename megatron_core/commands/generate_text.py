@@ -193,7 +193,7 @@ def conclusion(text: Text, tokenizer: Tokenizer, alone: bool) -> str:
 def read_prompts(path: str) -> list[str]:
     """The prompts in the lines of a file that are not blank; ``DataError`` with the line that has none."""
     try:
-        lines = read_text(path).removeprefix("\ufeff").split("\n")  # texts may contain other line separators
+        lines = read_text(path).split("\n")  # texts may contain other line separators
     except (OSError, ValueError) as error:
         raise DataError(f"prompt_file={path!r} cannot be read: {error}") from None
     if not path.endswith(".jsonl"):

@@ -14,7 +14,7 @@ from typing import Annotated, Any, NoReturn, TypeVar, get_type_hints
 import tyro
 
 from megatron_core.config.depth import settings_of_depth
-from megatron_core.config.file import names_in, read_config
+from megatron_core.config.file import config_and_faults, names_in
 from megatron_core.config.file import write_config as write_config
 from megatron_core.config.help import WITHOUT_BOXES, requested_topic, shown
 from megatron_core.config.megatron_flags import IN_PROGRAMS, REFINEMENTS, RENAMED
@@ -186,7 +186,9 @@ def _parse(
                 print(f"note: --export-kd-cfg: the loss is T^2 = {heat * heat:g} times ModelOpt's", file=sys.stderr)
         except ConfigError as error:
             found.faults.append(str(error))
-    defaults = defaults if path is None else read_config(path, defaults, pattern)
+    if path is not None:
+        defaults, faults = config_and_faults(path, defaults, pattern)
+        found.faults += faults
     if pattern is None and path is not None and "num_layers" not in names_in(path):
         pattern = defaults.model.hybrid_layer_pattern
     if pattern:

@@ -10,9 +10,10 @@ from typing import Any, Literal
 
 import yaml
 
+from megatron_core.config.help import ALL
 from megatron_core.config.heterogeneous import LAYERS_FILE, LAYERS_JSON, read_layers_file
 from megatron_core.config.hybrid import read_pattern
-from megatron_core.config.megatron_flags import FLAGS
+from megatron_core.config.megatron_flags import FLAGS, SAME_VALUE
 from megatron_core.config.run import RunConfig, field_types, section_types
 from megatron_core.errors import MOST_SHOWN, ConfigError, quoted, shortened
 from megatron_core.output_file import Output, starting_with
@@ -24,45 +25,78 @@ WRITTEN = starting_with("configuration that a run wrote", _HEADER.encode())
 
 
 def read_config(path: str | Path, defaults: RunConfig | None = None, pattern: str | None = None) -> RunConfig:
+    """The configuration in a file, as ``config_and_faults``; one ``ConfigError`` for all faults."""
+    config, faults = config_and_faults(path, defaults, pattern)
+    _raise_together(faults, path)
+    return config
+
+
+def config_and_faults(
+    path: str | Path, defaults: RunConfig | None = None, pattern: str | None = None
+) -> tuple[RunConfig, list[str]]:
     """The configuration in a file; settings that are not in the file come from ``defaults``. ``pattern`` replaces its
     pattern of layers, with the settings that this one implies.
 
     Names are those of the fields, with underscores or hyphens, at the top level or under their section
-    (``model``, ``parallel``, ``training``, ``optimizer``, ``data``, ``checkpoint``, ``monitor``). An unknown
-    name, a name given twice and a value of the wrong type are each a ``ConfigError``.
+    (``model``, ``parallel``, ``training``, ``optimizer``, ``data``, ``checkpoint``, ``monitor``). Each unknown name,
+    name given twice and value of the wrong type gives a message, and its setting has its default.
+    ``ConfigError``: the file cannot be read.
     """
-    values = read_settings(path)
+    values, faults = settings_and_faults(path)
     if pattern is not None:
         values["hybrid_layer_pattern"] = pattern
     elif (given := values.get("hybrid_layer_pattern")) is not None:
         values["hybrid_layer_pattern"], implied = read_pattern(given)
         for name, value in implied.items():
             if values.setdefault(name, value) != value:
-                raise ConfigError(
+                faults.append(
                     f"hybrid_layer_pattern={given} in {path} means {name}={value}, but {name}={values[name]}; remove "
                     "one of them"
                 )
-    return RunConfig.from_flat((defaults or RunConfig()).flat() | values)
+    return RunConfig.from_flat((defaults or RunConfig()).flat() | values), faults
 
 
 def read_settings(path: str | Path, *, flag: str = "--config") -> dict[str, Any]:
-    """The settings in a file by name; ``flag`` is the setting that names the file. Errors: as for ``read_config``."""
-    values: dict[str, Any] = {}
-    kinds = field_types()
-    for name, value in _flat_items(_load(Path(path), flag), str(path)):
-        if name == LAYERS_FILE:
-            name, value = LAYERS_JSON, None if value is None else read_layers_file(str(value))
-        if name not in kinds:
-            raise ConfigError(_unknown(name, str(path), kinds))
-        if name in values:
-            raise ConfigError(f"{name} occurs twice in {path}; keep one of the two")
-        values[name] = _checked(name, value, kinds[name], str(path))
+    """The settings in a file by name; ``flag`` is the setting that names the file.
+
+    Errors: one ``ConfigError`` for all faults.
+    """
+    values, faults = settings_and_faults(path, flag)
+    _raise_together(faults, path)
     return values
+
+
+def settings_and_faults(path: str | Path, flag: str = "--config") -> tuple[dict[str, Any], list[str]]:
+    """The settings in a file by name, and a message for each that cannot be used; see ``config_and_faults``."""
+    values: dict[str, Any] = {}
+    kinds, faults = field_types(), list[str]()
+    for name, value in _flat_items(_load(Path(path), flag), str(path), faults):
+        try:
+            if name == LAYERS_FILE:
+                name, value = LAYERS_JSON, None if value is None else read_layers_file(str(value))
+            if name not in kinds:
+                raise ConfigError(_unknown(name, str(path), kinds))
+            if name in values:
+                raise ConfigError(f"{name} occurs twice in {path}; keep one of the two")
+            same = SAME_VALUE.get(name, {}).get(value, value) if isinstance(value, str) else value
+            values[name] = _checked(name, same, kinds[name], str(path))
+        except ConfigError as error:
+            faults.append(str(error))
+    return values, faults
+
+
+def _raise_together(faults: list[str], path: str | Path) -> None:
+    """Raise one ``ConfigError`` for all ``faults`` of a file, if there are any."""
+    if len(faults) == 1:
+        raise ConfigError(faults[0])
+    if faults:
+        lines = [f"  {number}. {fault}" for number, fault in enumerate(faults, 1)]
+        raise ConfigError("\n".join([f"{len(faults)} settings of {path} cannot be used:", *lines]))
 
 
 def names_in(path: str | Path) -> set[str]:
     """The names of the settings in a file that are not null; a switch that is off is ``no_x``."""
-    values = dict(_flat_items(_load(Path(path)), str(path)))
+    values = dict(_flat_items(_load(Path(path)), str(path), []))
     return {f"no_{name}" if value is False else name for name, value in values.items() if value is not None}
 
 
@@ -115,8 +149,8 @@ def _load(path: Path, flag: str = "--config") -> dict[str, Any]:
     return loaded
 
 
-def _flat_items(loaded: dict[str, Any], path: str) -> typing.Iterator[tuple[str, Any]]:
-    """The (name, value) pairs of a file, including those inside sections."""
+def _flat_items(loaded: dict[str, Any], path: str, faults: list[str]) -> typing.Iterator[tuple[str, Any]]:
+    """The (name, value) pairs of a file, including those inside sections; a section with a value is a fault."""
     sections = section_types()
     for key, value in loaded.items():
         name = _plain(key)
@@ -126,7 +160,7 @@ def _flat_items(loaded: dict[str, Any], path: str) -> typing.Iterator[tuple[str,
         elif isinstance(value, dict):
             yield from ((_plain(inner), item) for inner, item in value.items())
         elif value is not None:
-            raise ConfigError(
+            faults.append(
                 f"{name}={quoted(value)} in {path}: {name} is a section; write its settings indented below it"
             )
 
@@ -146,7 +180,10 @@ def _unknown(name: str, path: str, kinds: dict[str, Any]) -> str:
     return f"{shown} in {path} is not a setting; {perhaps(name[:MOST_SHOWN], kinds)}"
 
 
-def perhaps(name: str, known: Iterable[str], prefix: str = "", otherwise: str = "--help lists every setting") -> str:
+ALL_SETTINGS = f"--help {ALL} lists every setting"
+
+
+def perhaps(name: str, known: Iterable[str], prefix: str = "", otherwise: str = ALL_SETTINGS) -> str:
     """A hint at known names that are similar to an unknown one; ``otherwise`` if there is none."""
     close = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
     shown = " or ".join(prefix + (each.replace("_", "-") if prefix else each) for each in close)

@@ -284,10 +284,22 @@ add_optimizer(
 )
 
 
+VARIANTS = {
+    "muonclip": "--optimizer muon --qk-clip",
+    "normuon": "--optimizer adaptive_muon --adaptive-muon-moment2-method normuon",
+    "onebitadam": "--optimizer adam --grad-compression onebit-adam",
+    "onebitlamb": "--optimizer lamb --grad-compression onebit-lamb",
+    "zerooneadam": "--optimizer adam --grad-compression zero-one-adam",
+}
+"""Names in lower case of algorithms that are another optimizer with a setting."""
+
+
 def optimizer_problems(config: AlgorithmConfig) -> Iterator[str]:
     """Check that the optimizer is registered, and the settings of LAMB."""
     if config.optimizer not in OPTIMIZERS:
-        yield f"optimizer={config.optimizer} is unknown; legal: {', '.join(OPTIMIZERS)}"
+        variant = VARIANTS.get(config.optimizer.lower())
+        legal = f"it is {variant}" if variant else f"legal: {', '.join(OPTIMIZERS)} (adam is AdamW)"
+        yield f"optimizer={config.optimizer} is unknown; {legal}"
     if config.optimizer == "lamb" and config.lamb_min_coeff > config.lamb_max_coeff:
         yield (
             f"lamb_min_coeff={config.lamb_min_coeff} is above lamb_max_coeff={config.lamb_max_coeff}; use a smaller "

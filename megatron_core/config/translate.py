@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -130,10 +131,7 @@ class Translation:
         kind, single = self.known[name], values
         try:
             if kind is bool:
-                if values:
-                    self.faults.append(f"{flag} {' '.join(values)}: this is a switch; remove the value")
-                else:
-                    self.strong.append(flag)
+                self._switch(flag, [flag], values)
                 return
             if "tuple[int" in str(kind) and len(values) == 1 and "[" not in values[0]:
                 values = values[0].split()  # in quotes
@@ -163,8 +161,12 @@ class Translation:
 
     def _switch(self, flag: str, meaning: list[str] | tuple[str, ...], values: list[str]) -> None:
         if values:
-            self.faults.append(f"{flag} {' '.join(values)}: this is a switch; remove the value")
-        self.strong += meaning
+            remedy = "remove the value"
+            if len(values) == 1 and values[0].lower() in OFF:
+                remedy = f"to turn it off, give --no-{plain(flag).removeprefix('no_').replace('_', '-')}"
+            self.faults.append(f"{flag} {' '.join(values)}: this is a switch; {remedy}")
+        else:
+            self.strong += meaning
 
     def _other(self, flag: str, name: str, values: list[str], effective: set[str]) -> None:
         """Handle a flag that is not a setting of this project."""
@@ -176,7 +178,7 @@ class Translation:
             hint = perhaps(name, names, "--") if theirs is None else f"in place of transformers' flag, give {theirs}"
             self.unknown.append(flag)
             self.faults.append(f"{shown}: neither a flag of this project nor of Megatron-LM; {hint}")
-        elif values and not entry.takes_values:
+        elif values and not entry.takes_values and entry.fate != "refused":
             self._switch(flag, [], values)
         elif (needed := _partner(name, values)) is not None and needed not in _own_names(effective):
             self.faults.append(f"{shown}: this needs --{needed.replace('_', '-')}")
@@ -185,7 +187,10 @@ class Translation:
         elif entry.fate == "accepted":
             self.ignored[flag] = entry.reason
         elif entry.fate == "refused":
-            self.faults.append(f"{shown}: {entry.reason}")
+            reason = entry.reason
+            if len(values) == 1:
+                reason = reason.replace("--from-json FILE", f"--from-json {shlex.quote(values[0])}")
+            self.faults.append(f"{shown}: {reason}")
         elif entry.reason not in effective:
             self.ignored[flag] = f"no effect without --{entry.reason.replace('_', '-')}"
         elif entry.reason in self.known:
@@ -214,6 +219,8 @@ def _with_implied(groups: list[tuple[str, list[str]]]) -> list[tuple[str, list[s
     return found
 
 
+OFF = ("false", "0", "no", "off")
+"""Values that turn a switch off in other programs."""
 TOKENS = {
     "train_tokens": "train_samples",
     "lr_decay_tokens": "lr_decay_samples",

@@ -34,7 +34,7 @@ class ChoiceDataset:
         self._tokenizer = tokenizer
         self._padding = next((i for i in (tokenizer.pad, tokenizer.eod) if i is not None), 0)
         try:
-            lines = Path(path).read_text(encoding="utf-8").split("\n")  # texts may contain other line separators
+            lines = Path(path).read_text(encoding="utf-8-sig").split("\n")  # texts may contain other line separators
         except (OSError, ValueError) as error:
             raise DataError(f"choices_data_path={path} cannot be read: {error}") from None
         for number, line in enumerate(lines, 1):

@@ -61,6 +61,12 @@ def preprocess(settings: PreprocessSettings, limits: Limits | None = None) -> No
         work.close()
 
 
+NO_ENDS = (
+    "note: without --append-eod nothing marks the end of a document: a model does not learn to end one, and "
+    "--reset-position-ids, --reset-attention-mask and --eod-mask-loss cannot separate documents"
+)
+
+
 class _Job:
     """One run in its work folder."""
 
@@ -102,6 +108,8 @@ class _Job:
             print(f"{work.path}: continuing after {output.state.documents:,} documents", file=sys.stderr)
         if not output.state.publishing:
             print(backend_sentence(backend.name, reason, settings.processes), file=sys.stderr, flush=True)
+            if not settings.append_eod and tokenizer.eod is not None:
+                print(NO_ENDS, file=sys.stderr, flush=True)
             worker = Worker(settings, self._sources, self._limits, work.path, backend, tokenizer, layout)
             pool = WorkerPool(settings.processes, worker.run, (work.lock,))
             try:

@@ -167,8 +167,8 @@ class GPT2BPETokenizer(LibraryTokenizer):
         return [self._vocab_file, self._merge_file, *companion_files(self._vocab_file.parent)]
 
     def _identity(self) -> Sequence[bytes]:
-        vocabulary = json.loads(self._vocab_file.read_text(encoding="utf-8"))
-        merges = self._merge_file.read_text(encoding="utf-8").splitlines()
+        vocabulary = json.loads(self._vocab_file.read_bytes())
+        merges = self._merge_file.read_text(encoding="utf-8-sig").splitlines()
         ranked = [line for line in merges if line and not line.startswith("#version")]
         return b"gpt2 bpe", canonical_json(vocabulary), "\n".join(ranked).encode("utf-8")
 

@@ -182,11 +182,26 @@ def kernels(run: Run) -> str:
     return text
 
 
+def missing_validation(run: Run) -> str | None:
+    """Why ``eval_iters`` has no data to evaluate on; None if it has, or if a note of the data says so."""
+    splits, config = run.splits, run.config
+    if splits.of("validation") or splits.choices or any("valid" in note for note in splits.notes):
+        return None
+    data = config.data
+    asked = f"eval_iters={config.training.eval_iters} evaluates on no validation data"
+    if data.data_path or data.data_args_path or data.data_phases:
+        share = f"split={data.split} gives it none of the data" if data.split else "the data has none"
+        return f"{asked}: {share}; give --split 98,2,0, --valid-data-path or --eval-iters 0"
+    return f"{asked}; give --valid-data-path or --eval-iters 0"
+
+
 def notes(run: Run) -> Iterator[str]:
     """Notes for the user before training starts."""
     settings, iteration = run.config.checkpoint, run.state.iteration
     if run.config.training.eval_iters:
         yield from run.splits.notes
+        if (reason := missing_validation(run)) is not None:
+            yield reason
     fp8 = run.config.training
     if run.fp8 is not None and (reason := unavailable_reason(block_size(fp8), run.world.device)):
         yield f"fp8_recipe={fp8.fp8_recipe} multiplies dequantised matrices, no faster than without FP8: {reason}"

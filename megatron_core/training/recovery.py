@@ -387,7 +387,7 @@ class Recovery:
             return f"{planned[1]}: {size} of {self._size} ranks continue {before}{states}"
         failure = failures[0]
         seconds, what = unix_time() - failure.at, "; then ".join(each.what for each in failures)
-        done = f"a new process takes the place of rank {listed(members.fresh)}" if members.fresh else "no process died"
+        done = members.replacements
         if len(members.ranks) < self._size:
             done = f"{self.world.size} of {self._size} ranks continue"
             left_out = groups_left_out(self.config, self._size, members.training)

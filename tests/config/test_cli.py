@@ -241,6 +241,12 @@ def _given(name: str) -> list[str]:
     return ["--" + name.replace("_", "-"), *(["7"] if flag.takes_values else [])]
 
 
+def _reason(name: str) -> str:
+    """The reason for which a flag is refused, with the file of ``_given``."""
+    reason = megatron_flags.FLAGS[name].reason
+    return reason.replace("--from-json FILE", "--from-json 7") if len(_given(name)) == 2 else reason
+
+
 def test_every_other_flag_does_what_its_table_says():
     """Accepted flags set nothing and a note names them; others are errors with a reason, or name the flag they need."""
     for name, flag in megatron_flags.FLAGS.items():
@@ -248,7 +254,7 @@ def test_every_other_flag_does_what_its_table_says():
         found = Translation.of(given, field_types())
         assert not found.flags, name
         if flag.fate == "refused":
-            assert found.faults == [f"{' '.join(given)}: {flag.reason}"]
+            assert found.faults == [f"{' '.join(given)}: {_reason(name)}"]
             assert re.search(r"remove|use|only|give|set|prepare|write|go to|describe|legal|take", flag.reason)
         elif name in megatron_flags.TOGETHER:
             needed = megatron_flags.TOGETHER[name].replace("_", "-")
@@ -279,7 +285,7 @@ def test_all_refused_flags_are_in_one_message():
         with pytest.raises(ConfigError) as error:
             parse_run_config(list(chain(*map(_given, part))))
         for name in part:
-            assert f"{' '.join(_given(name))}: {megatron_flags.FLAGS[name].reason}" in str(error.value)
+            assert f"{' '.join(_given(name))}: {_reason(name)}" in str(error.value)
 
 
 def test_a_pattern_of_layers_gives_their_number(tmp_path):
@@ -656,3 +662,31 @@ def test_a_choice_of_numbers() -> None:
 def test_flags_of_forks(theirs, ours):
     """Megatron-DeepSpeed, Pai-Megatron-Patch, MindSpeed-LLM and MegaBlocks."""
     assert parse(theirs) == parse(ours)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--deepspeed ds.json", "megatron-deepspeed-config --from-json ds.json --output settings.yaml"),
+        ("--deepspeed_config my.json", "megatron-deepspeed-config --from-json my.json --output"),
+        ("--deepspeed", "megatron-deepspeed-config --from-json FILE"),
+        ("--bf16 true", "--bf16 true: this is a switch; remove the value"),
+        ("--bf16 False", "--bf16 False: this is a switch; to turn it off, give --no-bf16"),
+        ("--no-load-optim 0", "--no-load-optim 0: this is a switch; to turn it off, give --no-load-optim"),
+    ],
+)
+def test_values_of_switches(flags: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(flags)
+    assert message in str(caught.value)
+
+
+def test_the_complete_help_has_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    """As the message about an unknown name says."""
+    with pytest.raises(ConfigError, match="--help all lists every setting"):
+        parse("--zqxj")
+    with pytest.raises(SystemExit):
+        parse("--help all")
+    words = {word.rstrip(",") for word in capsys.readouterr().out.split()}
+    names = [name.replace("_", "-") for name in RunConfig().flat()]
+    assert [name for name in names if not {f"--{name}", f"--no-{name}"} & words] == []

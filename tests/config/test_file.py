@@ -157,3 +157,31 @@ def test_damaged_files_are_one_short_sentence(name, tmp_path):
     with pytest.raises(ConfigError, match=words) as error:
         read_config(tmp_path / name)
     assert len(str(error.value)) < 1000
+
+
+def test_all_faults_of_a_file_come_in_one_message(tmp_path):
+    """Together with those of flags and of the remaining settings on the command line."""
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "num_layer: 2\nhidden_size: wide\nparallel: 3\ntraining:\n  zork: 1\nseq_length: 8\nseq-length: 9\n"
+    )
+    with pytest.raises(ConfigError) as caught:
+        read_config(file)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == f"5 settings of {file} cannot be used:"
+    words = ("perhaps you meant num_layers", "hidden_size='wide'", "parallel is a section", "zork", "seq_length occurs")
+    assert all(word in line for word, line in zip(words, lines[1:], strict=True))
+    with pytest.raises(ConfigError) as caught:
+        parse(f"--config {file} --no-such-flag")
+    assert str(caught.value).startswith("6 settings cannot be used") and "--no-such-flag" in str(caught.value)
+    assert all(word in str(caught.value) for word in words)
+    file.write_text("zork: 1\n")
+    with pytest.raises(ConfigError, match=f"^zork in {file} is not a setting; --help all lists every setting$"):
+        read_config(file)
+
+
+def test_other_names_of_values_are_those_of_flags(tmp_path):
+    file = tmp_path / "run.yaml"
+    for name in ("AdamW", "adamw", "adam"):
+        file.write_text(f"optimizer:\n  optimizer: {name}\n")
+        assert read_config(file).optimizer.optimizer == parse(f"--optimizer {name}").optimizer.optimizer == "adam"

@@ -75,6 +75,13 @@ def test_the_end_is_that_of_an_undisturbed_run(layout: str, faults: list[str], t
     assert len(recoveries) == len(faults) and all(float(seconds) < 5 for seconds, _ in recoveries)
 
 
+def test_the_line_names_every_process_that_was_killed(tmp_path: Path) -> None:
+    _, output = run(tmp_path / "run", "dp2", inject_fault=("kill@0:3", "kill@1:3"))
+    (line,) = [line for line in output.splitlines() if "recovered in" in line]
+    assert line.count("was killed by SIGKILL") == 2
+    assert "new processes take the place of ranks 0, 1" in line
+
+
 @pytest.mark.parametrize(
     ("layout", "lost", "left"),
     [
@@ -250,7 +257,7 @@ def test_a_death_in_a_recovery_is_survived(tmp_path: Path) -> None:
     found, output = run(tmp_path / "disturbed", "dp2", inject_fault=("kill@1:3", "kill-recovery@0:3"))
     assert_same(found, expected)
     assert "injected fault: kill-recovery before step 3" in output
-    assert "rank 1 was killed by SIGKILL; then rank 0 was killed by SIGKILL; " in output
+    assert "rank 1 was killed by SIGKILL; then rank 0 was killed by SIGKILL" in output
 
 
 def test_a_fault_that_repeats_ends_the_job(tmp_path: Path) -> None:

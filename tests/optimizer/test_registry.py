@@ -13,7 +13,8 @@ import torch
 
 from megatron_core.checkpoint.manifest import MANIFEST, TORCH_DTYPES, Manifest
 from megatron_core.config import OptimizerConfig
-from megatron_core.config.optimizers import OPTIMIZERS, Moment, OptimizerKind
+from megatron_core.config.cli import parse_run_config
+from megatron_core.config.optimizers import OPTIMIZERS, Moment, OptimizerKind, optimizer_problems
 from megatron_core.config.rules_single import unread_settings
 from megatron_core.config.validate import problems
 from megatron_core.errors import CheckpointError, ConfigError
@@ -239,3 +240,19 @@ def test_an_optimizer_of_a_user_resumes(stage: int, registered: Callable[..., No
     assert run_ranks(2, _losses, sharded | {"save": str(tmp_path)}, 2)[0] == expected[:2]
     assert run_ranks(2, _losses, sharded | {"load": str(tmp_path)}, 2)[0] == expected[2:]
     assert _losses(settings | {"load": str(tmp_path)}, 2) == pytest.approx(expected[2:], rel=1e-9)
+
+
+def test_the_names_of_the_pages_are_understood() -> None:
+    """README and docs/data_parallel.md name algorithms; each is legal, or the error says how to select it."""
+    readme, page = (Path(name).read_text() for name in ("README.md", "docs/data_parallel.md"))
+    row = next(line for line in readme.splitlines() if "[Data parallelism]" in line)
+    algorithms = row.split("Streaming DiLoCo); ")[1].split(";")[0].split(", ")
+    assert {"AdamW", "SGD", "Muon", "MuonClip", "SOAP"} <= set(algorithms)
+    names = page.split("`--optimizer ")[1].split("`")[0].split("|")
+    assert names == list(OPTIMIZERS)
+    for name in (*algorithms, *names):
+        config = parse_run_config(["--optimizer", name])
+        found = " ".join(optimizer_problems(config.optimizer))
+        assert config.optimizer.optimizer in OPTIMIZERS or "it is --optimizer " in found
+        for flags in found.split("it is ")[1:]:
+            assert not list(optimizer_problems(parse_run_config(flags.split()).optimizer))

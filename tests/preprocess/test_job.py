@@ -355,3 +355,11 @@ def test_output_of_an_earlier_run_is_not_replaced_unasked(tmp_path: Path) -> Non
         assert not (tmp_path / "out.work").exists()
     write_jsonl(tmp_path / "a.jsonl", texts(10))
     assert outcome(tmp_path)["_text_document.bin"] != first["_text_document.bin"]
+
+
+def test_documents_without_an_end_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Once, if the tokenizer has an end-of-document id that --append-eod would put after documents."""
+    write_jsonl(tmp_path / "a.jsonl", texts(3))
+    for flags, told in (({}, 1), ({"append_eod": True}, 0)):
+        outcome(tmp_path, tokenizer_type="ByteLevelTokenizer", overwrite=True, **flags)
+        assert capsys.readouterr().err.count("note: without --append-eod nothing marks the end") == told

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from megatron_core.parallel.meter import unix_time
 from megatron_core.parallel.recovery.memory import Copy
+from megatron_core.parallel.texts import listed
 
 NO_STATE, LOST_STATE = -1, -2
 """Iterations of ``Members``: no rank has begun to train; a part of the state has no copy left."""
@@ -62,6 +63,13 @@ class Members:
     """Ranks whose process is new."""
     rollbacks: int = 0
     """The number of rollbacks to a checkpoint before the copies were written."""
+
+    @property
+    def replacements(self) -> str:
+        """A clause about the ranks whose process is new."""
+        if len(self.fresh) > 1:
+            return f"new processes take the place of ranks {listed(self.fresh)}"
+        return f"a new process takes the place of rank {self.fresh[0]}" if self.fresh else "no process died"
 
     @property
     def copies(self) -> list[Copy]:
@@ -120,6 +128,11 @@ class Rendezvous:
             self._first(f"{generation}/wrong", text)
         self._first(f"{generation}/failed", text)
 
+    def die(self, generation: int, failure: Failure) -> None:
+        """Publish the death of the process of ``failure.rank``, also if others of this generation have died before."""
+        self._store.set(f"{generation}/died/{failure.rank}", failure.what)
+        self.fail(generation, failure)
+
     def failure(self, generation: int) -> Failure | None:
         """The first failure of ``generation``, or None."""
         text = self._get(f"{generation}/failed")
@@ -135,11 +148,15 @@ class Rendezvous:
         self._store.set(f"{generation}/trains", "1")
 
     def failures(self, before: int) -> list[Failure]:
-        """The failures that led to generation ``before``, since the last generation that has trained."""
+        """The failures that led to generation ``before``, since the last generation that has trained: the first one of
+        each generation, whose text also names the other processes that died."""
         found = list[Failure]()
         for generation in range(before - 1, -1, -1):
             failure = self.failure(generation)
-            found += [failure] if failure is not None else []
+            if failure is not None:
+                others = (self._get(f"{generation}/died/{rank}") for rank in range(self.size) if rank != failure.rank)
+                texts = [failure.what, *(text for text in others if text is not None)]
+                found.append(replace(failure, what=" and ".join(texts)))
             if self._has(f"{generation}/trains"):
                 break
         return found[::-1]

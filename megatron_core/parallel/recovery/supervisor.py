@@ -255,7 +255,7 @@ class Supervisor:
             held = self._memory.copies() + self._mirror.copies()
             self._ask(lambda: self._rendezvous.lose(self._rendezvous.rank, held), None)
         failure = Failure(self._rendezvous.rank, what, numbers[ITERATION])
-        self._ask(lambda: self._rendezvous.fail(generation, failure), None)
+        self._ask(lambda: self._rendezvous.die(generation, failure), None)
         if not self._respawns:
             self._await_end()
 

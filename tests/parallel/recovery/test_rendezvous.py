@@ -8,7 +8,7 @@ import torch.distributed as dist
 from megatron_core.config.layout import Layout
 from megatron_core.parallel import interrupt
 from megatron_core.parallel.recovery.memory import Copy
-from megatron_core.parallel.recovery.rendezvous import LOST_STATE, NO_STATE, End, Failure, Rendezvous
+from megatron_core.parallel.recovery.rendezvous import LOST_STATE, NO_STATE, End, Failure, Members, Rendezvous
 from megatron_core.training.recovery_choice import (
     choice_of,
     groups_left_out,
@@ -258,3 +258,26 @@ def test_a_recovery_names_all_failures_since_the_last_step() -> None:
         rendezvous.fail(generation, Failure(0, what, 1))
     assert [failure.what for failure in rendezvous.failures(3)] == ["second", "third"]
     assert [failure.what for failure in rendezvous.failures(1)] == ["first"]
+
+
+def test_a_recovery_names_every_process_that_died() -> None:
+    """Two processes of a generation, in any order; the first one is its failure."""
+    ranks = rendezvous_of_ranks(3)
+    ranks[2].die(0, Failure(2, "rank 2 was killed by SIGKILL", 4))
+    ranks[0].die(0, Failure(0, "rank 0 ended with status 3", 4))
+    ranks[1].fail(0, Failure(1, "rank 1 lost a connection", 4))
+    (failure,) = ranks[1].failures(1)
+    assert failure.rank == 2
+    assert failure.what == "rank 2 was killed by SIGKILL and rank 0 ended with status 3"
+
+
+@pytest.mark.parametrize(
+    ("fresh", "text"),
+    [
+        ((), "no process died"),
+        ((1,), "a new process takes the place of rank 1"),
+        ((0, 2), "new processes take the place of ranks 0, 2"),
+    ],
+)
+def test_replacements(fresh: tuple[int, ...], text: str) -> None:
+    assert Members((0, 1, 2), (0, 1, 2), 3, 0, {}, fresh).replacements == text
