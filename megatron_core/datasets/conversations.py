@@ -133,14 +133,21 @@ class ConversationTokenizer:
         all_answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         counting = [n for n in (all_answers[-1:] if self.last_only else all_answers) if _is_learned(messages[n])]
         messages = [{key: value for key, value in message.items() if key != WEIGHT} for message in messages]
-        text, marked = self.template.render_answers(messages, tools=tools)
+        if self.to_end:
+            beginnings = [(len(messages) - 1, True)]
+        elif self.template.marks_answers:
+            beginnings = []
+        else:
+            beginnings = [pair for number in counting for pair in ((number, True), (number + 1, False))]
+        rendered = self.template.render_answers(messages, tools=tools, beginnings=beginnings)
+        text = rendered.text
         ids, offsets = cast(BaseTokenizer, self.tokenizer).tokenize_with_offsets(text)
         if self.to_end:
-            answers = [self._end_of(messages, tools, text)]
+            answers = [(rendered.beginnings[0][1], len(text))]
         elif self.template.marks_answers:
-            answers = self._of_marks(marked, all_answers, counting)
+            answers = self._of_marks(rendered.marks, all_answers, counting)
         else:
-            answers = list(self._answers(messages, counting, tools, text))
+            answers = list(self._answers(messages, counting, rendered.beginnings))
         if not any(begin < end for begin, end in answers) and any(messages[n].get("content") for n in counting):
             raise DataError(
                 "the chat template writes nothing for an answer, so nothing would be learned; choose another one "
@@ -167,29 +174,24 @@ class ConversationTokenizer:
             )
         return [span for span, number in zip(marked, all_answers, strict=True) if number in counting]
 
-    def _answers(self, messages: Sequence[Message], counting: Sequence[int], tools: Any, text: str) -> Iterator[Span]:
-        """The characters that the messages ``counting`` add to ``text`` after their prompts."""
-        for number in counting:
-            asked = self.template.render(messages[:number], tools=tools, add_generation_prompt=True)
-            whole = self.template.render(messages[: number + 1], tools=tools, add_generation_prompt=False)
-            if not text.startswith(whole) or not whole.startswith(asked):
+    def _answers(
+        self, messages: Sequence[Message], counting: Sequence[int], beginnings: Sequence[Span]
+    ) -> Iterator[Span]:
+        """The characters that the messages ``counting`` add to the text after their prompts."""
+        for number, asked, whole in zip(counting, beginnings[::2], beginnings[1::2], strict=True):
+            (asked_length, asked_common), (whole_length, whole_common) = asked, whole
+            if asked_common < asked_length or whole_common < whole_length or whole_length < asked_length:
                 raise DataError(
                     "the chat template changes earlier messages when later ones are added, so answers cannot be "
                     "located; choose another one with --chat-template, or one that marks answers "
                     f"with {{% generation %}}{'' if self.last_only else ', or add --sft-loss last_answer'}"
                 )
-            if len(asked) == len(whole) and messages[number].get("content"):
+            if asked_length == whole_length and messages[number].get("content"):
                 raise DataError(
                     "the chat template writes nothing for an answer, so nothing would be learned; choose another "
                     "one with --chat-template"
                 )
-            yield len(asked), len(whole)
-
-    def _end_of(self, messages: Sequence[Message], tools: Any, text: str) -> Span:
-        """The characters of ``text`` from the first one that the prompt of the last message does not have."""
-        asked = self.template.render(messages[:-1], tools=tools, add_generation_prompt=True)
-        same = (at for at, (own, other) in enumerate(zip(asked, text, strict=False)) if own != other)
-        return next(same, min(len(asked), len(text))), len(text)
+            yield asked_length, whole_length
 
     def _turn_end(self, ids: Sequence[int], offsets: Offsets, visible: int, end: int) -> int:
         """End of an answer up to ``end``: after its last ``visible`` character if an end-of-turn token is there."""
