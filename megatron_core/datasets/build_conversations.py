@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from megatron_core.config import DataConfig
 from megatron_core.datasets.blend import parse_blend
 from megatron_core.datasets.build import Splits
-from megatron_core.datasets.conversations import ConversationDataset, ConversationFile, ConversationTokenizer
+from megatron_core.datasets.conversation_tokenizer import ConversationTokenizer
+from megatron_core.datasets.conversations import ConversationDataset, ConversationFile
 from megatron_core.datasets.paths import DEFAULT_SPLIT, named_paths, parse_split, read_paths, split_ranges
 from megatron_core.datasets.preferences import PreferenceDataset, PreferenceFile
 from megatron_core.errors import ConfigError
@@ -44,7 +45,7 @@ def build_conversations(data: DataConfig, *, seed: int, tokenizer: Tokenizer | N
 
 
 def _notes(train: ConversationDataset | None, template: ChatTemplate, data: DataConfig) -> tuple[str, ...]:
-    found = () if train is None or data.dpo else train.describe()
+    found = () if train is None else train.describe()
     if not template.reads_date:
         return found
     return (*found, f"the chat template writes a date: {data.chat_template_date} in every run (--chat-template-date)")
