@@ -21,8 +21,9 @@ def build_conversations(data: DataConfig, *, seed: int, tokenizer: Tokenizer | N
     )
     if tokenizer is None or template is None:
         raise ConfigError(
-            f"{'dpo' if data.dpo else 'sft'}=True needs a chat template, which is a part of many tokenizers of Hugging "
-            "Face; give its folder as --tokenizer-model, or a template as --chat-template FILE"
+            f"{'dpo' if data.dpo else 'sft'}=True needs a chat template, which writes all kinds of lines as text, also "
+            "questions and answers with Alpaca's keys. Many tokenizers of Hugging Face have one: give their folder as "
+            "--tokenizer-model. For a base model give --chat-template alpaca, or a file with a template"
         )
     encoder = ConversationTokenizer(tokenizer, template, last_only=data.sft_loss == "last_answer", to_end=data.dpo)
     paths, packs = read_paths(data), data.sft_packing == "first_fit"

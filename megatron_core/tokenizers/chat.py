@@ -10,7 +10,7 @@ from typing import Any
 from megatron_core.errors import ConfigError, DataError, shortened
 from megatron_core.text_file import read_text
 from megatron_core.tokenizers.base import Tokenizer
-from megatron_core.tokenizers.companions import TEMPLATE_FILE, TEMPLATE_FOLDER
+from megatron_core.tokenizers.companions import TEMPLATE_FILE, TEMPLATE_FOLDER, template_path
 from megatron_core.tokenizers.hugging_face import named_tokens, read_object
 from megatron_core.tokenizers.template_process import PROCESS
 
@@ -149,6 +149,7 @@ def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
 def chat_template_of(tokenizer: Tokenizer, file: str | None = None, *, date: str | None = None) -> ChatTemplate | None:
     """The template in ``file``, or the one next to the tokenizer's files; None without one.
 
+    ``file`` may also be the name of a template in ``templates``.
     As in `transformers`, files of templates replace all that tokenizer_config.json has. ``date``: see ``ChatTemplate``.
     Errors: ``ConfigError`` for a file that cannot be read.
     """
@@ -159,7 +160,7 @@ def chat_template_of(tokenizer: Tokenizer, file: str | None = None, *, date: str
         tokens |= named_tokens(folder)
         templates = _templates_in_files(folder) or _templates_in_config(folder / CONFIG_FILE) or templates
     if file is not None:
-        templates = {DEFAULT: _read(Path(file))}
+        templates = {DEFAULT: _read(template_path(file))}
     if DEFAULT not in templates:
         return None
     as_text = getattr(tokenizer, "special_as_text", ())

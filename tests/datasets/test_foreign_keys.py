@@ -16,9 +16,10 @@ from megatron_core.datasets.conversation_tokenizer import ConversationTokenizer
 from megatron_core.datasets.message_schemas import messages_of
 from megatron_core.datasets.preferences import PreferenceFile
 from megatron_core.datasets.tool_calls import tools_of
-from megatron_core.errors import DataError
+from megatron_core.errors import ConfigError, DataError
 from megatron_core.tokenizers import HuggingFaceTokenizer, tokenizer_of
-from megatron_core.tokenizers.chat import ChatTemplate
+from megatron_core.tokenizers.chat import ChatTemplate, chat_template_of
+from megatron_core.tokenizers.companions import files_to_store
 from tests.tokenizers.corpus import write_tokenizer_json
 
 ASK, ANSWER = {"role": "user", "content": "the hat"}, {"role": "assistant", "content": "cat"}
@@ -222,6 +223,35 @@ def test_parts_that_the_template_leaves_out_are_noted(
     theirs, encoder = _of_transformers(tmp_path, template)
     expected = theirs.apply_chat_template(talk, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
     assert encoder.encode(talk) == (expected["input_ids"], [bool(each) for each in expected["assistant_masks"]])
+
+
+def test_a_base_model_learns_lines_of_alpaca(tmp_path: Path) -> None:
+    """The texts are those of LLaMA-Factory's template alpaca, up to the line break before the context; the error for a
+    tokenizer without a template names this way."""
+    path = write_tokenizer_json(tmp_path, ("<|endoftext|>",))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
+    line = {"instruction": "Sum?", "input": "1 2", "output": "3", "history": [["1 + 1?", "2"]]}
+    model = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(path)}
+    with pytest.raises(ConfigError, match=r"also questions and answers with Alpaca's keys\..* --chat-template alpaca"):
+        _splits(tmp_path, line, **model, chat_template=None)
+    splits = _splits(tmp_path, line, **model, chat_template="alpaca")
+    sample, tokenizer = splits.train[0], HuggingFaceTokenizer(path)
+    length = sample["document_lengths"][0]
+    assert tokenizer.detokenize(sample["tokens"][:length].tolist()) == (
+        "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+        "### Instruction:\n1 + 1?\n\n### Response:\n2<|endoftext|>\n\n"
+        "### Instruction:\nSum?\n\n1 2\n\n### Response:\n3<|endoftext|>\n\n"
+    )
+    learned = tokenizer.detokenize(sample["labels"][sample["loss_mask"] == 1].tolist())
+    assert learned == "2<|endoftext|>3<|endoftext|>"
+    assert not any("no end" in note for note in splits.notes)
+    stored = files_to_store(tokenizer, "alpaca")["tokenizer/chat_template.jinja"]
+    prompt = chat_template_of(tokenizer, str(stored)).render([{"role": "system", "content": "S"}, ASK])
+    assert prompt == "S\n\n### Instruction:\nthe hat\n\n### Response:\n"
+    with pytest.raises(DataError, match="template alpaca has no messages of the role tool"):
+        _splits(
+            tmp_path, {"messages": [ASK, {"role": "tool", "content": "x"}, ANSWER]}, **model, chat_template="alpaca"
+        )
 
 
 def test_preferences_have_their_question(tmp_path: Path) -> None:
