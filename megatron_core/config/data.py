@@ -87,7 +87,8 @@ class DataConfig:
     model without its adapters, or without --lora-rank a frozen copy of its initial weights. Samples are single answers:
     chosen and rejected in turn."""
     chat_template: str | None = setting(None, needs=CONVERSATIONS)
-    """File with the Jinja chat template for --sft and --dpo; default: the template in the tokenizer's folder."""
+    """File with the Jinja chat template for --sft and --dpo; alpaca: headings such as "### Response:", for base models
+    without special tokens of chats; default: the template in the tokenizer's folder."""
     chat_template_date: str = setting("2024-07-26", r.DATE, needs=CONVERSATIONS)
     """Date, as YYYY-MM-DD, that a chat template writes as today's (strftime_now) in --sft and --dpo, so that runs on
     other days have the same tokens; default: the date of Llama 3's templates."""

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from megatron_core.config import DataConfig
 from megatron_core.datasets.blend import parse_blend
 from megatron_core.datasets.build import Splits
-from megatron_core.datasets.conversations import ConversationDataset, ConversationFile, ConversationTokenizer
+from megatron_core.datasets.conversation_tokenizer import ConversationTokenizer
+from megatron_core.datasets.conversations import ConversationDataset, ConversationFile
 from megatron_core.datasets.paths import DEFAULT_SPLIT, named_paths, parse_split, read_paths, split_ranges
 from megatron_core.datasets.preferences import PreferenceDataset, PreferenceFile
 from megatron_core.errors import ConfigError
@@ -20,8 +21,9 @@ def build_conversations(data: DataConfig, *, seed: int, tokenizer: Tokenizer | N
     )
     if tokenizer is None or template is None:
         raise ConfigError(
-            f"{'dpo' if data.dpo else 'sft'}=True needs a chat template, which is a part of many tokenizers of Hugging "
-            "Face; give its folder as --tokenizer-model, or a template as --chat-template FILE"
+            f"{'dpo' if data.dpo else 'sft'}=True needs a chat template, which writes all kinds of lines as text, also "
+            "questions and answers with Alpaca's keys. Many tokenizers of Hugging Face have one: give their folder as "
+            "--tokenizer-model. For a base model give --chat-template alpaca, or a file with a template"
         )
     encoder = ConversationTokenizer(tokenizer, template, last_only=data.sft_loss == "last_answer", to_end=data.dpo)
     paths, packs = read_paths(data), data.sft_packing == "first_fit"
@@ -44,7 +46,7 @@ def build_conversations(data: DataConfig, *, seed: int, tokenizer: Tokenizer | N
 
 
 def _notes(train: ConversationDataset | None, template: ChatTemplate, data: DataConfig) -> tuple[str, ...]:
-    found = () if train is None or data.dpo else train.describe()
+    found = () if train is None else train.describe()
     if not template.reads_date:
         return found
     return (*found, f"the chat template writes a date: {data.chat_template_date} in every run (--chat-template-date)")

@@ -2,25 +2,22 @@
 
 import json
 from array import array
-from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
+from megatron_core.datasets import conversation_notes as notes
 from megatron_core.datasets.base import PackedSample
+from megatron_core.datasets.conversation_tokenizer import ConversationTokenizer, Encoded, Encoding, Message
 from megatron_core.datasets.keyed_dataset import KeyedPermutation
-from megatron_core.datasets.message_schemas import messages_of, tools_of
+from megatron_core.datasets.message_keys import VARIABLES, variables_of
+from megatron_core.datasets.message_schemas import Line, keys_of, messages_of
 from megatron_core.datasets.packing import first_fit
-from megatron_core.errors import DataError, shortened
-from megatron_core.tokenizers import Tokenizer
-from megatron_core.tokenizers.base import BaseTokenizer, Offsets, end_ids
-from megatron_core.tokenizers.chat import ChatTemplate
+from megatron_core.datasets.tool_calls import tools_of
+from megatron_core.errors import DataError
 
-Message = Mapping[str, Any]
 OTHER_FORMATS = {
     b"[": ("a JSON array", "jq -c '.[]' {old} > {new}"),
     b"PAR1": ("a Parquet file", "pandas.read_parquet('{old}').to_json('{new}', orient='records', lines=True)"),
@@ -67,8 +64,8 @@ class ConversationFile:
     def __len__(self) -> int:
         return len(self._begins)
 
-    def __getitem__(self, line: int) -> tuple[list[list[Message]], Any]:
-        """The conversations of a line, and their tools."""
+    def __getitem__(self, line: int) -> Line:
+        """A line; DataError if it has no messages."""
         with self.path.open("rb") as file:
             file.seek(self._begins[line])
             text = file.readline()
@@ -78,7 +75,9 @@ class ConversationFile:
             raise DataError(f"is not JSON ({error}); correct or remove the line") from None
         if not isinstance(content, dict):
             raise DataError(f"is a {type(content).__name__}, expected an object with messages")
-        return self.parsed(content), tools_of(content)
+        conversations, used = self.parsed(content), {*self.used_keys(content), "tools", "functions", VARIABLES}
+        unused = frozenset(key for key in content if key not in used and content[key] is not None)
+        return Line(conversations, tools_of(content), content, unused)
 
     def parsed(self, content: Mapping[str, Any]) -> list[list[Message]]:
         """The conversations of a line, each starting at a system message."""
@@ -89,6 +88,10 @@ class ConversationFile:
             conversations[-1].append(message)
         return conversations
 
+    def used_keys(self, content: Mapping[str, Any]) -> set[str]:
+        """The keys that ``parsed`` reads."""
+        return keys_of(content)
+
     def place(self, line: int) -> str:
         """The file and number of a line, counted from 1 and including blank lines, as in editors."""
         left, number = self._begins[line], 1
@@ -98,108 +101,8 @@ class ConversationFile:
         return f"{self.path}, line {number}"
 
 
-WEIGHT = "weight"
-"""Key of a message of the assistant: 0 if it is not learned."""
 PACKING = -1
 """In the key of the order in which lines are packed; other keys have the number of a round."""
-Encoded = tuple[list[int], list[bool]]
-"""The tokens of a conversation, and True for those of answers."""
-CHECKED = 64
-"""Lines whose lengths are checked at the start."""
-Span = tuple[int, int]
-"""Half-open character range of a text."""
-
-
-@dataclass(frozen=True)
-class ConversationTokenizer:
-    """Converts messages to tokens and marks the tokens of answers."""
-
-    tokenizer: Tokenizer
-    template: ChatTemplate
-    last_only: bool = False
-    """Whether only the last answer of a conversation counts."""
-    to_end: bool = False
-    """Whether the only answer is all text after the prompt of the last message, with what follows its end-of-turn
-    token, as in trl's DPO."""
-
-    def encode(self, messages: Sequence[Message], tools: Any = None) -> tuple[list[int], list[bool]]:
-        """Tokens of the whole conversation as one text, and True for those with a character of an answer.
-
-        An answer is the text that the template marks with ``{% generation %}``. Without marks it is the text that a
-        message of the assistant adds after its prompt, up to the end-of-turn token (white space after it is never
-        generated). An answer whose message has ``weight`` 0 does not count, as in OpenAI's files. The tokens equal
-        ``apply_chat_template(messages, tokenize=True)`` in transformers.
-        """
-        all_answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-        counting = [n for n in (all_answers[-1:] if self.last_only else all_answers) if _is_learned(messages[n])]
-        messages = [{key: value for key, value in message.items() if key != WEIGHT} for message in messages]
-        text, marked = self.template.render_answers(messages, tools=tools)
-        ids, offsets = cast(BaseTokenizer, self.tokenizer).tokenize_with_offsets(text)
-        if self.to_end:
-            answers = [self._end_of(messages, tools, text)]
-        elif self.template.marks_answers:
-            answers = self._of_marks(marked, all_answers, counting)
-        else:
-            answers = list(self._answers(messages, counting, tools, text))
-        if not any(begin < end for begin, end in answers) and any(messages[n].get("content") for n in counting):
-            raise DataError(
-                "the chat template writes nothing for an answer, so nothing would be learned; choose another one "
-                "with --chat-template"
-            )
-        counted = [False] * len(ids)
-        for begin, end in answers:
-            if not (self.template.marks_answers or self.to_end):
-                end = self._turn_end(ids, offsets, begin + len(text[begin:end].rstrip()), end)
-            for number, (first, last) in enumerate(offsets):
-                counted[number] |= first < end and max(last, first + 1) > begin
-        return ids, counted
-
-    def _of_marks(self, marked: list[Span], all_answers: Sequence[int], counting: Sequence[int]) -> list[Span]:
-        """The marked characters of the messages ``counting``."""
-        if self.last_only:
-            return marked[-1:] if counting else []
-        if len(counting) == len(all_answers):
-            return marked
-        if len(marked) != len(all_answers):
-            raise DataError(
-                f"the chat template marks {len(marked)} texts as answers of {len(all_answers)} messages of the "
-                "assistant, so weight=0 cannot be applied; use a template that marks each, or none"
-            )
-        return [span for span, number in zip(marked, all_answers, strict=True) if number in counting]
-
-    def _answers(self, messages: Sequence[Message], counting: Sequence[int], tools: Any, text: str) -> Iterator[Span]:
-        """The characters that the messages ``counting`` add to ``text`` after their prompts."""
-        for number in counting:
-            asked = self.template.render(messages[:number], tools=tools, add_generation_prompt=True)
-            whole = self.template.render(messages[: number + 1], tools=tools, add_generation_prompt=False)
-            if not text.startswith(whole) or not whole.startswith(asked):
-                raise DataError(
-                    "the chat template changes earlier messages when later ones are added, so answers cannot be "
-                    "located; choose another one with --chat-template, or one that marks answers "
-                    f"with {{% generation %}}{'' if self.last_only else ', or add --sft-loss last_answer'}"
-                )
-            if len(asked) == len(whole) and messages[number].get("content"):
-                raise DataError(
-                    "the chat template writes nothing for an answer, so nothing would be learned; choose another "
-                    "one with --chat-template"
-                )
-            yield len(asked), len(whole)
-
-    def _end_of(self, messages: Sequence[Message], tools: Any, text: str) -> Span:
-        """The characters of ``text`` from the first one that the prompt of the last message does not have."""
-        asked = self.template.render(messages[:-1], tools=tools, add_generation_prompt=True)
-        same = (at for at, (own, other) in enumerate(zip(asked, text, strict=False)) if own != other)
-        return next(same, min(len(asked), len(text))), len(text)
-
-    def _turn_end(self, ids: Sequence[int], offsets: Offsets, visible: int, end: int) -> int:
-        """End of an answer up to ``end``: after its last ``visible`` character if an end-of-turn token is there."""
-        last = bisect_left(offsets, visible, key=lambda span: span[0]) - 1
-        return visible if last >= 0 and ids[last] in self._ends else end
-
-    @cached_property
-    def _ends(self) -> frozenset[int]:
-        """Tokens that may end a turn: end-of-text tokens and added tokens outside the model's vocabulary."""
-        return end_ids(self.tokenizer) | getattr(self.tokenizer, "added_ids", frozenset)()
 
 
 class ConversationDataset:
@@ -242,34 +145,27 @@ class ConversationDataset:
         return self._sample([encoded for line in self.lines_of(index) for encoded in self._line(line)])
 
     def describe(self) -> tuple[str, ...]:
-        """Notes: the samples of a round, and how many of up to 64 lines, evenly spaced, are cut if any are.
+        """Notes: the samples of a round, and what ``conversation_notes`` finds in the lines.
 
-        DataError if no answer remains in any of these lines.
+        DataError if no answer remains in any line that is checked.
         """
         samples = len(self.packs)
         of_lines = f" with {len(self._lines):,} lines" if samples < len(self._lines) else ""
         size = f"the training data has {samples:,} samples{of_lines}: --train-samples {samples} reads each once"
-        lines, kept = self._lines[:: -(-len(self._lines) // CHECKED)], self.sequence_length + 1
-        found = [_joined(self._line(line)) for line in lines]
-        longest, cut = max(len(ids) for ids, _ in found), sum(len(ids) > kept for ids, _ in found)
-        answers, left = sum(any(counted) for _, counted in found), sum(any(counted[:kept]) for _, counted in found)
-        if not answers:
+        lines = notes.spread(self._lines, notes.CHECKED)
+        checked = [(encodings, self.read(line).tools) for line in lines for encodings in [self._encodings(line)]]
+        joined = [_joined([(encoding.ids, encoding.counted) for encoding in encodings]) for encodings, _ in checked]
+        if not any(any(counted) for _, counted in joined):
             raise DataError(
                 f"{self.place(lines[0])}, and {len(lines) - 1} other lines that were checked, have no answer to learn: "
                 "no message has the role assistant and a weight other than 0; correct the roles"
             )
-        if not left:
-            raise DataError(
-                f"seq_length={self.sequence_length} cuts all {len(lines)} lines that were checked before their "
-                f"answers; the longest has {longest} tokens: give a larger --seq-length"
-            )
-        if not cut:
-            return (size,)
-        lost = f", {answers - left} of them before their answers" if answers > left else ""
+        names = self._encoder.template.names
         return (
             size,
-            f"seq_length={self.sequence_length} cuts {cut} of {len(lines)} lines that were checked{lost}; the longest "
-            f"has {longest} tokens: give a larger --seq-length to learn the whole answers",
+            *notes.of_lengths(joined, self.sequence_length),
+            *notes.of_losses(checked, self._encoder.tokenizer),
+            *notes.of_keys(map(self.read, notes.spread(self._lines, notes.KEYS_CHECKED)), names),
         )
 
     def lines_of(self, index: int) -> Sequence[int]:
@@ -289,14 +185,26 @@ class ConversationDataset:
             line -= len(file)
         raise IndexError(f"line {line} after the last file")
 
-    def _line(self, line: int) -> list[Encoded]:
-        """The conversations of a line as tokens."""
+    def read(self, line: int) -> Line:
+        """A line of all files together."""
         file, own = self._find(line)
         try:
-            conversations, tools = file[own]
-            return [self._encoder.encode(conversation, tools) for conversation in conversations]
+            return file[own]
         except DataError as error:
             raise DataError(f"{file.place(own)}: {error}") from None
+
+    def _encodings(self, line: int) -> list[Encoding]:
+        """The conversations of a line as texts and tokens."""
+        content = self.read(line)
+        try:
+            variables = variables_of(content.content, content.unused, self._encoder.template.variables)
+            return [self._encoder.encoding(talk, content.tools, variables) for talk in content.conversations]
+        except DataError as error:
+            raise DataError(f"{self.place(line)}: {error}") from None
+
+    def _line(self, line: int) -> list[Encoded]:
+        """The conversations of a line as tokens."""
+        return [(encoding.ids, encoding.counted) for encoding in self._encodings(line)]
 
     def _sample(self, conversations: Sequence[Encoded]) -> PackedSample:
         length = self.sequence_length
@@ -318,14 +226,6 @@ class ConversationDataset:
             "position_ids": positions,
             "document_lengths": np.array(lengths, dtype=np.int64),
         }
-
-
-def _is_learned(message: Message) -> bool:
-    """Whether an answer counts: its weight is 1, which is the default, and not 0."""
-    weight = message.get(WEIGHT, 1)
-    if isinstance(weight, bool) or weight not in (0, 1):
-        raise DataError(f"weight={shortened(repr(weight))} must be 0 (the answer is not learned) or 1")
-    return bool(weight)
 
 
 def _joined(conversations: Sequence[Encoded]) -> Encoded:

@@ -1,11 +1,13 @@
 """Schemas of instruction data: OpenAI's ``messages``, ShareGPT's turns, the columns of Alpaca and Dolly, and trl's
 ``prompt`` and ``completion``, of which only the completion is learned."""
 
-import json
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
+from megatron_core.datasets.message_keys import DETAILS, FLAGS, check_line, is_learned, without_flags
+from megatron_core.datasets.tool_calls import with_calls
 from megatron_core.errors import DataError, shortened
+from megatron_core.tokenizers.chat import REASONING
 
 Message = dict[str, Any]
 QUESTIONS = ("instruction", "prompt", "query", "question")
@@ -18,7 +20,28 @@ ROLES = {
 }
 """Roles of ShareGPT's speakers; for Megatron-LM any other speaker is the user."""
 USERS = ("human", "user")
+SPEAKERS = {
+    **ROLES,
+    **dict.fromkeys(USERS, "user"),
+    "bot": "assistant",
+    **dict.fromkeys(("observation", "tool_response"), "tool"),
+}
+"""Roles of speakers in the formats of other projects, in lower case."""
+CALLS = ("function_call", "tool_call")
+"""Speakers whose text is a call of a function, in LLaMA-Factory and ms-swift."""
 SYSTEMS = ("system", "system_prompt")
+LISTS = {"openai-messages": "messages", "sharegpt": "conversations"}
+"""Keys with a list of messages, by schema."""
+
+
+class Line(NamedTuple):
+    """A line of a file of conversations."""
+
+    conversations: list[list[Mapping[str, Any]]]
+    tools: list[Mapping[str, Any]] | None
+    content: Mapping[str, Any]
+    unused: frozenset[str]
+    """Keys with a value that neither messages nor tools come from."""
 
 
 def schema_of(columns: Collection[str]) -> str:
@@ -31,49 +54,67 @@ def schema_of(columns: Collection[str]) -> str:
         return "alpaca"
     if "text" in columns:
         return "pretrain-text"
+    hint = "; chosen and rejected are preferences, for --dpo" if "rejected" in columns else ""
     raise DataError(
         f"cannot infer the schema of the columns {', '.join(columns)}; legal: messages, conversations, a question "
-        f"({', '.join(QUESTIONS)}) with an answer ({', '.join(ANSWERS)}), or text"
+        f"({', '.join(QUESTIONS)}) with an answer ({', '.join(ANSWERS)}), or text{hint}"
     )
 
 
 def messages_of(line: Mapping[str, Any]) -> list[Message]:
-    """The messages of a line. Errors: DataError, also for a speaker without a known role, and for no answer."""
+    """The messages of a line. Errors: DataError, also for keys whose meaning would be lost, and for no answer."""
+    check_line(line)
     schema = schema_of(line)
-    if schema == "openai-messages":
-        return [_openai(message) for message in _objects(line, "messages")]
-    if schema == "sharegpt":
-        given = _objects(line, "conversations")
-        for turn in given:
-            _check_speaker(text(turn.get("from"), "from"))
-        weights = ({"weight": turn["weight"]} if turn.get("weight") is not None else {} for turn in given)
-        found = [message | weight for message, weight in zip(sharegpt(line), weights, strict=True)]
+    if schema in LISTS:
+        messages = [_turn(message) for message in _objects(line, LISTS[schema])]
     elif isinstance(line.get("prompt"), list) and "completion" in line:
-        context = [{**message, "weight": 0} for message in turns(line, "prompt", "user")]
-        found = context + turns(line, "completion", "assistant")
+        context = [{**without_flags(message), "weight": 0} for message in turns(line, "prompt", "user")]
+        messages = context + turns(line, "completion", "assistant")
     elif schema == "alpaca":
         answers = [name for name in ANSWERS if name in line]
         if all(line[name] is None for name in answers):
             raise DataError(f"{' and '.join(answers)} is null, so there is no answer to learn; remove the line")
-        found = _history(line) + alpaca(line)
+        messages = history(line) + alpaca(line)
     else:
         raise DataError(
             "a line of text has no answers; give lines with messages, conversations or questions and answers"
         )
+    return with_system(line, messages)
+
+
+def with_system(line: Mapping[str, Any], messages: list[Message]) -> list[Message]:
+    """``messages`` after the system message of the line, unless they have their own."""
     system = _first(line, SYSTEMS)
-    has_own = not system or (bool(found) and found[0]["role"] == "system")
-    return found if has_own else [{"role": "system", "content": system}, *found]
+    has_own = not system or (bool(messages) and messages[0]["role"] == "system")
+    return messages if has_own else [{"role": "system", "content": system}, *messages]
 
 
-def tools_of(line: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
-    """The functions of a line that the model may call; a text is read as JSON, as in trl. Errors: DataError."""
-    tools = line.get("tools")
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools) if tools.strip() else None
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"tools is a string that is not JSON ({error}); give a list of objects") from None
-    return None if tools is None else _objects({"tools": tools}, "tools")
+def keys_of(line: Mapping[str, Any]) -> set[str]:
+    """The keys of a line that ``messages_of`` reads."""
+    schema = schema_of(line)
+    if schema in LISTS:
+        used = {LISTS[schema]}
+    elif isinstance(line.get("prompt"), list) and "completion" in line:
+        used = {"prompt", "completion"}
+    else:
+        return question_keys(line) | _first_keys(line, ANSWERS)
+    return used | system_keys(line)
+
+
+def question_keys(line: Mapping[str, Any]) -> set[str]:
+    """The keys of a line that a question comes from."""
+    return {"history", *_first_keys(line, QUESTIONS, CONTEXTS, SYSTEMS)}
+
+
+def system_keys(line: Mapping[str, Any]) -> set[str]:
+    """The key of a line that a system message comes from."""
+    return _first_keys(line, SYSTEMS)
+
+
+def _first_keys(line: Mapping[str, Any], *choices: tuple[str, ...]) -> set[str]:
+    """The first key of each choice that has a value."""
+    found = (next((name for name in names if line.get(name) is not None), None) for names in choices)
+    return {name for name in found if name is not None}
 
 
 def turns(line: Mapping[str, Any], key: str, role: str) -> list[Message]:
@@ -83,20 +124,25 @@ def turns(line: Mapping[str, Any], key: str, role: str) -> list[Message]:
         return [{"role": role, "content": value}]
     if not isinstance(value, list) or not value:
         raise DataError(f"{key} must be a string or a list of messages")
-    found = [_openai(message) for message in _objects(line, key)]
-    if role == "assistant" and found[-1]["role"] != role:
-        raise DataError(f"{key} ends with a message of {found[-1]['role']!r}; it must end with the assistant's answer")
-    return found
+    messages = [_turn(message) for message in _objects(line, key)]
+    last = messages[-1]
+    if role == "assistant" and last["role"] != role:
+        raise DataError(f"{key} ends with a message of {last['role']!r}; it must end with the assistant's answer")
+    return messages
 
 
 def alpaca(line: Mapping[str, Any]) -> list[Message]:
     """The question, with its context after an empty line if there is one, and the answer."""
-    question, context, answer = (_first(line, names) for names in (QUESTIONS, CONTEXTS, ANSWERS))
-    asked = f"{question}\n\n{context}" if context else question
-    return [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+    return [asked(line), {"role": "assistant", "content": _first(line, ANSWERS)}]
 
 
-def _history(line: Mapping[str, Any]) -> list[Message]:
+def asked(line: Mapping[str, Any]) -> Message:
+    """The question of a line, with its context after an empty line."""
+    question, context = (_first(line, names) for names in (QUESTIONS, CONTEXTS))
+    return {"role": "user", "content": f"{question}\n\n{context}" if context else question}
+
+
+def history(line: Mapping[str, Any]) -> list[Message]:
     """Earlier turns: pairs of a question and an answer."""
     pairs = line.get("history") or []
     if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
@@ -119,23 +165,66 @@ def sharegpt(line: Mapping[str, Any]) -> list[Message]:
     ]
 
 
-def _check_speaker(speaker: str) -> None:
-    if speaker.lower() not in (*USERS, *ROLES):
-        raise DataError(
-            f"from={shortened(repr(speaker))} is not a known speaker ({', '.join((*USERS, *ROLES))}); rename it, or "
-            "give lines with messages, which may have tool_calls"
-        )
+def _turn(message: Mapping[str, Any]) -> Message:
+    """A message of OpenAI's form, or a turn of ShareGPT's with its flags."""
+    if is_sharegpt(message):
+        role = SPEAKERS.get(text(message.get("from"), "from").lower())
+        flags = {key: message[key] for key in (*FLAGS, *DETAILS) if message.get(key) is not None}
+        if role is None:
+            known = ", ".join(SPEAKERS)
+            raise DataError(
+                f"from={shortened(repr(message['from']))} is not a known speaker ({known}); rename it, or give lines "
+                "with messages, which may have tool_calls"
+            )
+        found: Message = {"role": role, "content": text(message.get("value"), "value"), **flags}
+    else:
+        found = openai(message)
+        role = found["role"]
+        if role.lower() in CALLS:
+            raise DataError(
+                f"role={role!r} is the text of a call; write a message of the assistant with tool_calls instead"
+            )
+        found["role"] = SPEAKERS.get(role.lower(), role)
+    is_learned(found)  # checks its flags
+    return found
 
 
-def _openai(message: Mapping[str, Any]) -> Message:
-    """Text parts are joined; a tool call may have no content. Keys with null are removed, as in transformers."""
-    content, role = message.get("content"), text(message.get("role"), "role")
-    if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
-        content = "".join(part["text"] for part in content)
+def is_sharegpt(message: Mapping[str, Any]) -> bool:
+    """Whether a message has the keys of ShareGPT, ``from`` and ``value``, and not those of OpenAI."""
+    return "role" not in message and ("from" in message or "value" in message)
+
+
+def openai(message: Mapping[str, Any]) -> Message:
+    """A message of OpenAI's form.
+
+    Text parts are joined; a tool call may have no content. Keys with null are removed, as in transformers.
+    """
+    message = with_calls(message)
+    role = text(message.get("role"), "role")
+    content, flags = _joined(message.get("content"))
     if content is not None or not message.get("tool_calls"):
         content = text(content, "content")
-    found = {**message, "role": role, "content": content}
+    found = {**message, **flags, "role": role, "content": content}
+    for key in REASONING:
+        if isinstance(found.get(key), list):
+            found[key], _ = _joined(found[key], key)
     return {key: value for key, value in found.items() if value is not None}
+
+
+def _joined(content: Any, name: str = "content") -> tuple[Any, dict[str, Any]]:
+    """The text of text parts, and their common flag."""
+    is_text = isinstance(content, list) and all(
+        isinstance(part, dict) and isinstance(part.get("text"), str) for part in content
+    )
+    if not is_text:
+        return content, {}
+    values = [{key: part[key] for key in FLAGS if part.get(key) is not None} for part in content]
+    if any(value != values[0] for value in values) or (name != "content" and any(values)):
+        raise DataError(
+            f"the parts of {name} have different flags (train, weight), but a message is learned as a whole or not at "
+            "all; remove the flags, or give all parts the same"
+        )
+    return "".join(part["text"] for part in content), values[0] if values else {}
 
 
 def _objects(line: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:

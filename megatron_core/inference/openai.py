@@ -257,7 +257,7 @@ class Protocol:
             return room if chat else min(COMPLETION_TOKENS, room)
         if wanted > room:
             message = f"{name}={shown(wanted)} and the prompt's {length} tokens exceed the context of {context} tokens"
-            raise RequestError(f"{message}; give at most {room}", name, code=code)
+            raise RequestError(f"{message}; give at most {room}", name, code=code, room=room)
         return wanted
 
 

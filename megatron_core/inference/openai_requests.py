@@ -27,11 +27,22 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 class RequestError(DataError):
-    """An illegal request: message, parameter, and OpenAI's error code if there is one."""
+    """An illegal request: message, parameter, and OpenAI's error code if there is one.
 
-    def __init__(self, message: str, param: str | None = None, *, code: str | None = None, status: int = 400) -> None:
+    ``room``: the largest possible max_tokens, if a smaller one would make the request legal.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        param: str | None = None,
+        *,
+        code: str | None = None,
+        status: int = 400,
+        room: int | None = None,
+    ) -> None:
         super().__init__(message)
-        self.param, self.code, self.status = param, code, status
+        self.param, self.code, self.status, self.room = param, code, status, room
 
 
 class _Model(BaseModel):

@@ -255,7 +255,10 @@ async def _failure(request: Request, error: Exception) -> Response:
 
 
 def _refused(error: RequestError) -> Response:
-    return JSONResponse(_error(error.status, str(error), error.param, error.code), error.status)
+    content = _error(error.status, str(error), error.param, error.code)
+    if error.room is not None:
+        content["error"]["room"] = error.room
+    return JSONResponse(content, error.status)
 
 
 def _error(status: int, message: str, param: str | None = None, code: str | None = None) -> Json:

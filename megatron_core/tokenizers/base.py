@@ -57,6 +57,7 @@ class BaseTokenizer:
     """Base class with defaults for a tokenizer without special ids and files.
 
     special_as_text: special tokens that are encoded as ordinary text where they occur in a text.
+    declared_ends: ids that end a generated text, from the settings of generation of the model.
     """
 
     vocab_size: int
@@ -65,6 +66,7 @@ class BaseTokenizer:
     eos: int | None = None
     pad: int | None = None
     special_as_text: Sequence[str] = ()
+    declared_ends: Sequence[int] = ()
 
     def tokenize(self, text: str) -> list[int]:
         """The token ids of one text."""

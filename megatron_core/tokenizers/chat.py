@@ -1,29 +1,50 @@
 """Chat templates: messages to the text of a prompt, as in `transformers`."""
 
 import json
-import re
 from collections.abc import Mapping, Sequence
-from datetime import datetime
+from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from megatron_core.errors import ConfigError, DataError, quoted
 from megatron_core.text_file import read_text
 from megatron_core.tokenizers.base import Tokenizer
-from megatron_core.tokenizers.companions import TEMPLATE_FILE, TEMPLATE_FOLDER
+from megatron_core.tokenizers.companions import TEMPLATE_FILE, TEMPLATE_FOLDER, template_path
 from megatron_core.tokenizers.hugging_face import named_tokens, read_object
+from megatron_core.tokenizers.template_process import PROCESS
 
 CONFIG_FILE = "tokenizer_config.json"
 DEFAULT, TOOL_USE = "default", "tool_use"
 """Names of the templates for conversations without and with tools."""
+COMPILE_SECONDS = 10.0
+"""Time limit for reading a template."""
+RENDER_SECONDS = 60.0
+"""Time limit for rendering a conversation."""
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Keys of a message with the reasoning before its content, the first that is given."""
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """The text of a conversation, and the characters of its parts."""
+
+    text: str
+    marks: list[Span]
+    """Answers that the template marks with ``{% generation %}``."""
+    beginnings: list[Span]
+    """Of each beginning that was asked for: the length of its text, and the number of first characters that it has in
+    common with ``text``."""
 
 
 class ChatTemplate:
-    """A Jinja template that runs in Jinja's sandbox; ``tokens`` maps names of special tokens to their texts.
+    """A Jinja template; ``tokens`` maps names of special tokens to their texts.
 
     ``tool_use`` is the template for conversations with tools, by default ``source``. ``special_as_text``: special
     tokens that the tokenizer encodes as ordinary text, so that the template must not write them. ``date``
-    (YYYY-MM-DD): the result of ``strftime_now`` in the template, by default the time of the call. Needs jinja2.
+    (YYYY-MM-DD): the result of ``strftime_now`` in the template, by default the time of the call. Templates are
+    compiled and rendered in a process with limits of time and memory (``template_process``), in Jinja's sandbox.
     Errors: ``ConfigError`` for a template that cannot be read.
     """
 
@@ -36,28 +57,23 @@ class ChatTemplate:
         special_as_text: Sequence[str] = (),
         date: str | None = None,
     ) -> None:
-        import jinja2
-
-        from megatron_core.tokenizers import template_sandbox
-
-        self._error = jinja2.TemplateError
-        self._sandbox = template_sandbox
-        environment = template_sandbox.Sandbox()
-        environment.filters["tojson"] = _to_json
-        environment.globals |= {
-            "raise_exception": self._raise,
-            "strftime_now": lambda form: (datetime.fromisoformat(date) if date else datetime.now()).strftime(form),
-        }
+        self._sources = source, tool_use, date
+        self._key = sha256(json.dumps(self._sources).encode()).hexdigest()
         self._tokens = dict(tokens)
         written = "\n".join([source, tool_use or "", *self._tokens.values()])
         self.reads_date = "strftime_now" in written
         self._refused = [token for token in special_as_text if token in written]
         try:
-            self._template = environment.from_string(source)
-            self._tool_use = self._template if tool_use is None else environment.from_string(tool_use)
-        except (jinja2.TemplateError, ArithmeticError, RecursionError, MemoryError) as error:
-            raise ConfigError(f"the chat template cannot be read: {error}") from None
-        self.marks_answers = environment.marks_answers
+            facts = self._request(None, COMPILE_SECONDS)
+        except TimeoutError:
+            raise ConfigError(f"the chat template cannot be read within {COMPILE_SECONDS:g} s; correct it") from None
+        except DataError as error:
+            raise ConfigError(str(error)) from None
+        self.marks_answers: bool = facts["marks_answers"]
+        self.variables = frozenset(facts["variables"])
+        """Variables that the template reads."""
+        self.names = frozenset(facts["names"])
+        """Names of attributes, and texts, in the template."""
 
     def render(
         self,
@@ -65,7 +81,7 @@ class ChatTemplate:
         *,
         tools: Any = None,
         add_generation_prompt: bool = True,
-        seconds: float | None = None,
+        seconds: float = RENDER_SECONDS,
     ) -> str:
         """The text of ``messages`` (role and content), by default up to the beginning of the assistant's answer.
 
@@ -73,59 +89,43 @@ class ChatTemplate:
         Errors: ``DataError`` if the template refuses the messages or fails, writes more than 2^24 characters, or does
         not end within ``seconds``.
         """
-        text = self._render(messages, tools, add_generation_prompt, seconds)
-        begin, end = self._sandbox.BEGIN, self._sandbox.END
-        return text.replace(begin, "").replace(end, "") if self.marks_answers else text
+        return self._render(messages, tools, {}, (), add_generation_prompt, seconds).text
 
     def render_answers(
-        self, messages: Sequence[Mapping[str, Any]], *, tools: Any = None
-    ) -> tuple[str, list[tuple[int, int]]]:
-        """The text of whole conversations, and the characters [begin, end) of the answers that the template marks with
-        ``{% generation %}``."""
-        begin, end = self._sandbox.BEGIN, self._sandbox.END
-        parts = re.split(f"([{begin}{end}])", self._render(messages, tools, False))
-        text, marks = "", list[int]()
-        found = [part for part in parts if part in (begin, end)]
-        if found != [begin, end] * (len(found) // 2):
-            raise DataError("a message contains U+FDD0 or U+FDD1, which Unicode reserves for internal use; remove it")
-        for part in parts:
-            if part in (begin, end):
-                marks.append(len(text))
-            else:
-                text += part
-        return text, list(zip(marks[::2], marks[1::2], strict=True))
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Any = None,
+        variables: Mapping[str, Any] | None = None,
+        beginnings: Sequence[tuple[int, bool]] = (),
+    ) -> Rendered:
+        """The text of a whole conversation, the answers that the template marks, and its ``beginnings``: pairs of a
+        number of messages and ``add_generation_prompt``. ``variables`` are further variables of the template."""
+        return self._render(messages, tools, variables or {}, beginnings, False, RENDER_SECONDS)
 
     def _render(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Any,
+        variables: Mapping[str, Any],
+        beginnings: Sequence[tuple[int, bool]],
         add_generation_prompt: bool,
-        seconds: float | None = None,
-    ) -> str:
-        template = self._template if tools is None else self._tool_use
-        written, parts, most = 0, [], self._sandbox.LONGEST_TEXT
+        seconds: float,
+    ) -> Rendered:
+        messages = list(map(_with_reasoning, messages))
+        asked = {
+            "messages": messages,
+            "tools": tools,
+            "variables": {**self._tokens, **variables},
+            "beginnings": beginnings,
+            "add_generation_prompt": add_generation_prompt,
+        }
         try:
-            with self._sandbox.time_limit(seconds):
-                for part in template.generate(
-                    messages=messages,
-                    add_generation_prompt=add_generation_prompt,
-                    tools=tools,
-                    documents=None,
-                    **self._tokens,
-                ):
-                    written += len(part)
-                    if written > most:
-                        raise DataError(f"the chat template writes more than {most} characters; correct it")
-                    parts.append(part)
-        except DataError:
-            raise
+            reply = self._request(asked, seconds)
         except TimeoutError:
             raise DataError(f"the chat template did not end within {seconds:g} seconds; correct it") from None
-        except (self._error, TypeError, ValueError) as error:
-            raise DataError(f"the chat template refuses these messages: {error}") from None
-        except Exception as error:  # expressions of the template raise any kind: recursion, overflow, missing keys
-            raise DataError(f"the chat template fails with {type(error).__name__}: {error}; correct it") from None
-        text = "".join(parts)
+        pairs = {name: [(first, second) for first, second in reply[name]] for name in ("marks", "beginnings")}
+        text = reply["text"]
         given = json.dumps([messages, tools], ensure_ascii=False, default=str) if self._refused else ""
         for token in self._refused:
             if text.count(token) > given.count(token):
@@ -133,15 +133,23 @@ class ChatTemplate:
                     f"the chat template writes {token}, which this kind of tokenizer encodes as ordinary text; use "
                     "--tokenizer-type HuggingFaceTokenizer with the model's tokenizer.json, or another --chat-template"
                 )
-        return text
+        return Rendered(text, **pairs)
 
-    def _raise(self, message: str) -> None:
-        raise self._error(message)
+    def _request(self, asked: Mapping[str, Any] | None, seconds: float) -> dict[str, Any]:
+        """Render the template; without ``asked`` compile it."""
+        return PROCESS.request({"template": self._key, "render": asked}, self._sources, seconds)
+
+
+def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message with its reasoning under the names that templates read, as in `transformers`."""
+    reasoning = next((message[name] for name in REASONING if message.get(name) is not None), None)
+    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 def chat_template_of(tokenizer: Tokenizer, file: str | None = None, *, date: str | None = None) -> ChatTemplate | None:
     """The template in ``file``, or the one next to the tokenizer's files; None without one.
 
+    ``file`` may also be the name of a template in ``templates``.
     As in `transformers`, files of templates replace all that tokenizer_config.json has. ``date``: see ``ChatTemplate``.
     Errors: ``ConfigError`` for a file that cannot be read.
     """
@@ -152,7 +160,7 @@ def chat_template_of(tokenizer: Tokenizer, file: str | None = None, *, date: str
         tokens |= named_tokens(folder)
         templates = _templates_in_files(folder) or _templates_in_config(folder / CONFIG_FILE) or templates
     if file is not None:
-        templates = {DEFAULT: _read(Path(file))}
+        templates = {DEFAULT: _read(template_path(file))}
     if DEFAULT not in templates:
         return None
     as_text = getattr(tokenizer, "special_as_text", ())
@@ -189,14 +197,3 @@ def _read(path: Path) -> str:
         return read_text(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"chat_template={str(path)!r} cannot be read: {error}") from None
-
-
-def _to_json(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Plain JSON, with the options of `transformers`; Jinja's filter would escape HTML characters."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -14,6 +14,7 @@ NAME_FILES = ("special_tokens_map.json", "tokenizer_config.json")
 GENERATION_FILE = "generation_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
 TEMPLATE_FOLDER = "additional_chat_templates"
+BUILT_IN_TEMPLATES = Path(__file__).with_name("templates")
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
 
 
@@ -39,9 +40,16 @@ def stored_name(path: Path) -> str:
     return f"{TEMPLATE_FOLDER}/{path.name}" if path.parent.name == TEMPLATE_FOLDER else path.name
 
 
+def template_path(given: str) -> Path:
+    """The file of a chat template, which is a path or the name of a template of this package."""
+    built_in = {path.stem: path for path in BUILT_IN_TEMPLATES.glob("*.jinja")}
+    path = Path(given)
+    return path if path.exists() else built_in.get(given, path)
+
+
 def files_to_store(tokenizer: Tokenizer | None, chat_template: str | None = None) -> dict[str, Path]:
     """The files that a checkpoint keeps, by their names in it; ``chat_template`` replaces the default template."""
     found = {f"tokenizer/{stored_name(path)}": path for path in (tokenizer.files() if tokenizer else ())}
-    if chat_template is not None and Path(chat_template).is_file():
-        found[f"tokenizer/{TEMPLATE_FILE}"] = Path(chat_template)
+    if chat_template is not None and template_path(chat_template).is_file():
+        found[f"tokenizer/{TEMPLATE_FILE}"] = template_path(chat_template)
     return found

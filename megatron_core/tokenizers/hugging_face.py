@@ -103,9 +103,9 @@ class HuggingFaceTokenizer(LibraryTokenizer):
 
     `bos`, `eos` and `pad` come from `tokenizer_config.json` or `special_tokens_map.json` in the same folder, else from
     a list of usual names. `eod` comes from the usual names first, and else is `eos`, because the `eos` of a chat model
-    ends a turn. `turn_ends` are further ids that end a generated text: those in `generation_config.json`, and special
-    tokens with a usual name for the end of a turn. These files do not affect the ids of a text: they are in `files`,
-    but not in the fingerprint.
+    ends a turn. `turn_ends` are further ids that end a generated text: `declared_ends`, those in
+    `generation_config.json`, and special tokens with a usual name for the end of a turn. These files do not affect the
+    ids of a text: they are in `files`, but not in the fingerprint.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -130,7 +130,8 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         self.eod = self.eos if usual_end is None else usual_end
         special = {token.content: i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
         named_ends = (special[name] for name in END_OF_TURN if name in special)
-        self.turn_ends = tuple(dict.fromkeys([*generation_ends(self._path.parent), *named_ends]))
+        self.declared_ends = generation_ends(self._path.parent)
+        self.turn_ends = tuple(dict.fromkeys([*self.declared_ends, *named_ends]))
 
     def files(self) -> list[Path]:
         """The `tokenizer.json`, and the files next to it that `transformers` keeps with it."""

@@ -32,7 +32,8 @@ class SentencePieceTokenizer(BaseTokenizer):
         self.eos = _present(self._processor.eos_id())
         self.pad = _present(self._processor.pad_id())
         self.eod = self.eos
-        self.turn_ends = tuple(dict.fromkeys([*generation_ends(self._path.parent), *self._ids_of(END_OF_TURN)]))
+        self.declared_ends = generation_ends(self._path.parent)
+        self.turn_ends = tuple(dict.fromkeys([*self.declared_ends, *self._ids_of(END_OF_TURN)]))
         control = filter(self._processor.is_control, range(self.vocab_size))
         self.special_as_text = [self._processor.id_to_piece(i) for i in control]
 

@@ -26,6 +26,7 @@ from megatron_core.ops import backend, fixed_products
 from megatron_core.ops.fp8_product import unavailable_reason
 from megatron_core.parallel import World, start_world
 from megatron_core.parallel.shared_memory import backend as shared_memory
+from megatron_core.tokenizers.companions import template_path
 from megatron_core.training.callbacks import Callback
 from megatron_core.training.compatibility import (
     model_and_tokenizer,
@@ -220,7 +221,7 @@ def notes(run: Run) -> Iterator[str]:
             "everything else in float64; use both only to compare layouts, and otherwise remove one of them"
         )
     template = run.config.data.chat_template
-    if template is not None and settings.save is not None and not Path(template).is_file():
+    if template is not None and settings.save is not None and not template_path(template).is_file():
         yield f"chat_template={template!r} is not a regular file: checkpoints do not contain a copy"
     length, positions = run.config.data.seq_length, run.config.model.max_position_embeddings or 0
     if settings.load_hf is not None and length == DataConfig().seq_length < positions:

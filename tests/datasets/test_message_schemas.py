@@ -45,13 +45,13 @@ def test_tools_may_be_a_text(tmp_path: Path) -> None:
     path, tools = tmp_path / "lines.jsonl", [{"type": "function", "function": {"name": "f"}}]
     given = [tools, json.dumps(tools), "", None, []]
     path.write_text("\n".join(json.dumps({"messages": ASKED, "tools": each}) for each in given))
-    assert [ConversationFile(str(path))[line][1] for line in range(5)] == [tools, tools, None, None, []]
+    assert [ConversationFile(str(path))[line].tools for line in range(5)] == [tools, tools, None, None, []]
 
 
 def test_a_file_may_have_lines_of_several_schemas(tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
     path.write_text("\n".join(map(json.dumps, LINES.values())))
-    assert [ConversationFile(str(path))[line] for line in range(len(LINES))] == [([ASKED], None)] * len(LINES)
+    assert [ConversationFile(str(path))[line][:2] for line in range(len(LINES))] == [([ASKED], None)] * len(LINES)
 
 
 @pytest.mark.parametrize(

@@ -132,6 +132,27 @@ def test_a_text_is_continued(page: Any, server: Client, reference: Reference) ->
     playwright.expect(page.locator("#send")).to_be_visible()
 
 
+def test_more_tokens_than_the_context_has(page: Any, server: Client) -> None:
+    """The first message of a model with a short context is answered with as many tokens as fit."""
+    send(page, "def f(x):", 100_000)
+    assert waits_until(lambda: len(page.text_content(".assistant .content")) > 30)
+    page.click("#stop")
+    has_status(page, "Stopped")
+    assert waits_until(lambda: idle(server), 8.0)
+
+
+@pytest.mark.parametrize("mode", ["chat", "text"])
+def test_enter_sends(page: Any, mode: str) -> None:
+    """Also without a chat template; Shift+Enter starts a line."""
+    page.select_option("#mode", mode)
+    page.fill("#tokens", "4")
+    page.fill("#prompt", "the")
+    page.press("#prompt", "Shift+Enter")
+    assert page.input_value("#prompt") == "the\n"
+    page.press("#prompt", "Enter")
+    has_status(page, "4 tokens")
+
+
 @pytest.mark.parametrize("mode", ["chat", "text"])
 def test_probabilities_of_tokens(page: Any, server: Client, mode: str) -> None:
     page.select_option("#mode", mode)

@@ -338,6 +338,19 @@ def test_requests_and_answers_have_the_values_of_openai(server: Client) -> None:
     assert all("usage" not in event for event in server.stream(COMPLETIONS, prompt="a", max_tokens=2))
 
 
+@pytest.mark.parametrize(
+    ("path", "prompt"),
+    [(COMPLETIONS, {"prompt": [5] * 7997}), (CHAT, {"messages": [{"role": "user", "content": "é" * 3987}]})],
+)
+def test_the_error_has_the_number_of_tokens_that_fit(server: Client, path: str, prompt: dict[str, Any]) -> None:
+    """The chat page asks again with this number."""
+    status, text = server.send(path, json.dumps({**prompt, "max_tokens": 256}))
+    error = json.loads(text)["error"]
+    assert status == 400 and error["code"] == TOO_LONG and 0 < error["room"] < 256
+    assert server.post(path, **prompt, max_tokens=error["room"])["usage"]["total_tokens"] <= 8000
+    assert server.send(path, json.dumps({**prompt, "max_tokens": error["room"] + 1}))[0] == 400
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_wrong_requests_are_one_sentence(server: Client, name: str) -> None:
     path, asked, status, message = REFUSED[name]

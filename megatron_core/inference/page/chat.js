@@ -20,7 +20,7 @@ async function start() {
   at("stop").onclick = () => abort?.abort();
   at("mode").onchange = () => { clear(); showMode(); };
   at("prompt").onkeydown = event => {
-    if (event.key === "Enter" && !event.shiftKey && !event.isComposing && at("mode").value === "chat") {
+    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
       event.preventDefault();
       at("form").requestSubmit();
     }
@@ -57,7 +57,7 @@ function setTheme(name) {
 
 function showMode() {
   const chat = at("mode").value === "chat";
-  at("prompt").placeholder = chat ? "Message (Enter sends, Shift+Enter starts a new line)" : "Text to continue";
+  at("prompt").placeholder = (chat ? "Message" : "Text to continue") + " (Enter sends, Shift+Enter starts a new line)";
   at("system_label").hidden = !chat;
 }
 
@@ -150,12 +150,17 @@ function scores(logprobs) {
   }));
 }
 
-/** POST `body` and call `receive` for each server-sent event. */
+/** POST `body` and call `receive` for each server-sent event; with fewer new tokens if the context has no room for them. */
 async function stream(path, body, signal, receive) {
-  const response = await fetch(path, {
-    method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body), signal,
+  const post = content => fetch(path, {
+    method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(content), signal,
   });
-  if (!response.ok) throw new Error((await response.json()).error.message);
+  let response = await post(body), error = response.ok ? null : (await response.json()).error;
+  if (error?.room) {
+    response = await post({ ...body, max_tokens: error.room });
+    error = response.ok ? null : (await response.json()).error;
+  }
+  if (error) throw new Error(error.message);
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {

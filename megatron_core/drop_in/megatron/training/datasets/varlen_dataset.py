@@ -23,8 +23,8 @@ def _sharegpt_to_messages(sample: Mapping[str, Any]) -> list[Message]:
 
 
 def _messages_passthrough(sample: Mapping[str, Any]) -> list[Message]:
-    found = message_schemas.messages_of({"messages": sample["messages"]})
-    return _begun([{"role": each["role"], "content": text(each.get("content"), "content")} for each in found])
+    messages = map(message_schemas.openai, sample["messages"])
+    return _begun([{"role": each["role"], "content": text(each.get("content"), "content")} for each in messages])
 
 
 def _raw_text_loader(sample: Mapping[str, Any]) -> str:

@@ -1,0 +1,133 @@
+"""Keys of lines and messages that other projects give a meaning: obeyed, refused, or counted as ignored."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from megatron_core.errors import DataError, shortened
+
+FLAGS = {
+    "weight": True,  # OpenAI, ShareGPT
+    "train": True,  # axolotl
+    "training": True,  # axolotl
+    "trainable": True,
+    "loss": True,  # ms-swift
+    "loss_scale": True,  # ms-swift
+    "loss_weight": True,  # LLaMA-Factory
+    "loss_mask": True,
+    "masked": False,
+}
+"""Keys of a message that choose whether it is learned, each with its value for a message that is."""
+ONLY_ANSWERS = ("weight", "loss", "loss_scale")
+"""Flags that have no effect on messages of other roles in the projects that they come from."""
+DETAILS = ("train_detail", "training_detail", "mask")
+"""Keys of a message that choose a part of it, or whose meaning differs between projects."""
+MEDIA = ("images", "image", "videos", "video", "audios", "audio", "objects")
+TOKENS = ("input_ids", "labels", "assistant_masks", "completion_mask", "loss_mask")
+"""Lists with a value for each token, which another tokenizer made."""
+LINE_WEIGHTS = ("weight", "sample_weight", "loss_weight", "loss_mask", "trainable", "masked")
+JUDGEMENTS = ("label", "kto_tag")
+"""Keys that are false if the answer is a bad one."""
+VARIABLES = "chat_template_kwargs"
+RESERVED = frozenset(
+    (
+        *("conversation", "conversations", "messages", "tools", "documents", "chat_template", "add_generation_prompt"),
+        *("continue_final_message", "tokenize", "sanitize_control_tokens", "padding", "truncation", "max_length"),
+        *("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+    )
+)
+"""Parameters of apply_chat_template in transformers, which a template does not see."""
+
+
+def is_learned(message: Mapping[str, Any]) -> bool:
+    """Whether a message counts in the loss: its role is assistant, and none of its flags excludes it."""
+    for key in DETAILS:
+        if message.get(key) is not None:
+            raise DataError(
+                f"{key}={_shown(message[key])} on a message is not supported, because a message is learned "
+                "as a whole or not at all; remove the key, or give weight 0 or 1"
+            )
+    values = {key: _flag(message[key], key) for key in FLAGS if message.get(key) is not None}
+    learned = {key: value == FLAGS[key] for key, value in values.items()}
+    if len(set(learned.values())) > 1:
+        given = " and ".join(f"{key}={_shown(message[key])}" for key in learned)
+        raise DataError(f"{given} of one message contradict each other; remove one of them")
+    if message["role"] != "assistant":
+        for key in learned:
+            if learned[key] and key not in ONLY_ANSWERS:
+                raise DataError(
+                    f"{key}={_shown(message[key])} asks for a loss on a message of the role "
+                    f"{_shown(message['role'])}, but only messages of the assistant are learned; remove it"
+                )
+        return False
+    return all(learned.values())
+
+
+def without_flags(message: Mapping[str, Any]) -> dict[str, Any]:
+    """The message for the chat template."""
+    return {key: value for key, value in message.items() if key not in FLAGS}
+
+
+def _flag(value: Any, key: str) -> bool:
+    if not isinstance(value, (bool, int, float)) or value not in (0, 1):
+        wanted = "0 (the answer is not learned) or 1" if key == "weight" else "0, 1, true or false"
+        raise DataError(f"{key}={_shown(value)} must be {wanted}")
+    return bool(value)
+
+
+def check_line(line: Mapping[str, Any]) -> None:
+    """DataError for keys of a line whose meaning would be lost."""
+    for key in MEDIA:
+        if line.get(key):
+            raise DataError(f"{key}={_shown(line[key])}: only text is supported; remove the line, or the key")
+    for key in TOKENS:
+        if isinstance(line.get(key), list):
+            raise DataError(
+                f"{key} has a value for each token, but messages are tokenized here; remove the key, or the messages"
+            )
+    for key in LINE_WEIGHTS:
+        wanted = FLAGS.get(key, True)
+        if line.get(key) is not None and line[key] not in (wanted, float(wanted)):
+            raise DataError(
+                f"{key}={_shown(line[key])} on a line is not supported: all lines have the same weight; remove the "
+                "line, or the key"
+            )
+    for key in JUDGEMENTS:
+        if line.get(key) is False:
+            raise DataError(
+                f"{key}=false marks a bad answer, which would be learned as a good one; remove the line, or the key"
+            )
+    mask = line.get("mask")
+    if mask is not None and not (isinstance(mask, str) and mask.lower() in ("user", "human")):
+        raise DataError(
+            f"mask={_shown(mask)} on a line is not supported; the assistant's messages are learned: remove it"
+        )
+
+
+def variables_of(line: Mapping[str, Any], unused: Iterable[str], read: frozenset[str]) -> Mapping[str, Any]:
+    """The variables that a line gives to its chat template; ``read`` are those that the template reads.
+
+    A key ``unused`` of the line with the name of such a variable is a DataError.
+    """
+    for key in sorted(unused):
+        if key in read and line[key] is not None:
+            raise DataError(
+                f"{key}={_shown(line[key])} is a variable of the chat template; write it as "
+                f'"{VARIABLES}": {json.dumps({key: line[key]})[:200]}'
+            )
+    variables = line.get(VARIABLES) or {}
+    if not isinstance(variables, Mapping):
+        raise DataError(f"{VARIABLES}={_shown(variables)} must be an object with variables of the chat template")
+    for key in variables:
+        if key in RESERVED:
+            raise DataError(
+                f"{VARIABLES} has {key}, a parameter of apply_chat_template and no variable of a template; remove it"
+            )
+    return variables
+
+
+def _shown(value: Any) -> str:
+    """A value of JSON, shortened."""
+    return shortened(json.dumps(value, ensure_ascii=False), 80)
