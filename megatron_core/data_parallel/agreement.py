@@ -52,12 +52,12 @@ class Agreement:
         self.discards = 0
         """How often gradients have been discarded in this step."""
 
-    def announce(self, verb: str, buckets: Sequence[Bucket], purpose: str) -> Announcement:
+    def announce(self, verb: str, buckets: Sequence[Bucket], purpose: str, detail: Sequence[int]) -> Announcement:
         """Announce a sum or gather of ``buckets``; readers see ``verb``, the names of the units, and ``purpose``."""
         units = dict.fromkeys(self._unit_names[bucket.stage, bucket.unit] for bucket in buckets)
-        detail = [number for bucket in buckets for number in (bucket.stage, bucket.unit, bucket.weights.numel())]
+        of_buckets = [number for bucket in buckets for number in (bucket.stage, bucket.unit, bucket.weights.numel())]
         text = f"{verb} {listed([*units])}{purpose} in step {self.step}"
-        announcement = self._announcements.announce(text, detail)
+        announcement = self._announcements.announce(text, (*of_buckets, *detail))
         if self._compares_first:
             announcement.wait()
         return announcement

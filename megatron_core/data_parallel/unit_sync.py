@@ -30,8 +30,8 @@ class UnitSync:
     ``reduce(bucket)`` starts to sum a bucket's gradients. In a backward each unit is reduced once, in the order of
     ``order``: when the backward leaves a unit, it and all units before it are reduced, at its end the others. So the
     sums of ranks that run different units match; a unit without gradients adds zeros. A gradient that arrives after
-    the sum of its unit waits for the next backward, or the end of the step. ``announce(verb, buckets, purpose)``
-    compares what the ranks are about to do.
+    the sum of its unit waits for the next backward, or the end of the step. ``announce(verb, buckets, purpose,
+    detail)`` compares what the ranks are about to do.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class UnitSync:
         bucket_of: Mapping[nn.Parameter, Bucket],
         options: UnitOptions,
         reduce: Callable[[Bucket], None],
-        announce: Callable[[str, Sequence[Bucket], str], Announced],
+        announce: Callable[[str, Sequence[Bucket], str, Sequence[int]], Announced],
         *,
         has_rest: bool = False,
     ) -> None:
@@ -82,6 +82,10 @@ class UnitSync:
         self._reducing: list[Bucket] = []
         self._announced: Announced = Done()
         """The announcement of the sums in ``_reducing``."""
+        self._next_sums: list[int] = []
+        """Number of unreduced units, and the units that the backward leaves now, if it is about to enter another."""
+        self._has_announced_sums = False
+        """Whether a gather has announced these sums, too."""
         self._inside = Counter[Unit]()
         """Number of running forwards of modules of each unit."""
         self.on_reduced: Callable[[Bucket], None] | None = None
@@ -208,11 +212,19 @@ class UnitSync:
         if before is None:
             self._passed = None
         self._passed = self._passed if unit is self._rest else unit.number
+        units_left = [
+            left
+            for left in dict.fromkeys((before, *around_before))
+            if left is not None and left not in (self._rest, unit, *around)
+        ]
+        # An announcement of a gather here is also that of the sums that follow.
+        self._next_sums = [len(self._unreduced or ()), *(left.number for left in units_left)]
+        self._has_announced_sums = False
         self._hold()
         self._open(unit)
-        for each in dict.fromkeys((before, *around_before)):
-            if each is not None and each not in (self._rest, unit, *around):
-                self._reduce(each)
+        for left in units_left:
+            self._reduce(left)
+        self._next_sums, self._has_announced_sums = [], False
 
     def opened(self, bucket: Bucket) -> None:
         """Called before a gradient of ``bucket`` is computed; in W it identifies the active unit."""
@@ -241,8 +253,9 @@ class UnitSync:
         if not buckets:
             return
         # At stage 2 the first sum of a backward determines all others; at stage 3 gathers are between them.
-        if self._splits_weights or self._unreduced is None or self._is_first_sum:
-            self._announced = self._announce("sums the gradients of", buckets, "")
+        needs_announcement = self._splits_weights or self._unreduced is None or self._is_first_sum
+        if needs_announcement and not self._has_announced_sums:
+            self._announced = self._announce("sums the gradients of", buckets, "", ())
         self._is_first_sum = False
         for bucket in buckets:
             self._start_reduce(bucket)
@@ -300,7 +313,9 @@ class UnitSync:
         if not missing:
             return
         reader = "a forward" if self._backward is None else "a backward"
-        announced = self._announce("gathers", missing, f" for {reader}" if self._at_work() else "")
+        announced = self._announce("gathers", missing, f" for {reader}" if self._at_work() else "", self._next_sums)
+        if self._next_sums:
+            self._announced, self._has_announced_sums = announced, True
         for bucket in missing:
             bucket.start_gather()
             bucket.gathering = Arrival(bucket.gathering, before=announced.wait)

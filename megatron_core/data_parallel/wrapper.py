@@ -354,8 +354,10 @@ class DataParallel(EarlySums):
             has_rest=self._has_rest,
         )
 
-    def _announce_collective(self, verb: str, buckets: Sequence[Bucket], purpose: str) -> Announced:
-        return Done() if self._agreement is None else self._agreement.announce(verb, buckets, purpose)
+    def _announce_collective(
+        self, verb: str, buckets: Sequence[Bucket], purpose: str, detail: Sequence[int]
+    ) -> Announced:
+        return Done() if self._agreement is None else self._agreement.announce(verb, buckets, purpose, detail)
 
     def _start_reduce(self, bucket: Bucket) -> None:
         """Start a bucket's reduction after the sums that must precede it."""
