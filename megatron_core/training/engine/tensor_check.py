@@ -139,12 +139,13 @@ def _agreed(text: str, group: Group, region: Region) -> str:
 
 def _weights(region: Region) -> dict[str, Tensor]:
     """Return random weights, equal on all ranks, so that rows and columns are of size 1 and vectors near 1."""
-    generator = torch.Generator().manual_seed(0)
+    device = region.device
+    generator = torch.Generator(device).manual_seed(0)
     dtypes, weights = region.dtypes, {}
     for name, parameter in region.twin.named_parameters():
-        values = torch.randn(parameter.shape, generator=generator)
+        values = torch.randn(parameter.shape, generator=generator, device=device)
         values = values / max(parameter.shape[-1], 1) ** 0.5 if parameter.dim() > 1 else 1.0 + 0.2 * values
-        weights[name] = values.to(region.device, dtypes[name])
+        weights[name] = values.to(dtypes[name])
     return weights
 
 

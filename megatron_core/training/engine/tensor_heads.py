@@ -28,6 +28,9 @@ KEYS_AND_VALUES = ("k_proj", "v_proj", "key", "value", "wk", "wv", "k_lin", "v_l
 FEED_FORWARD = ("gate_proj", "up_proj", "fc1", "c_fc", "w1", "w3", "lin1")
 """Column-parallel layers without heads, by name."""
 
+LAYER_NUMBERS = ("layer_idx", "layer_id", "layer_index", "layer_number")
+"""Names of attributes that differ between equal layers."""
+
 Heads = int | str | Sequence[str]
 """The number of query heads, or the names of the attributes that hold numbers of heads."""
 Attributes = dict[tuple[str, str], int]
@@ -65,7 +68,8 @@ def plain_values(module: nn.Module) -> dict[str, Any]:
     """Return the attributes of ``module`` itself by which its forward may differ from that of another module."""
     values: Mapping[str, Any] = vars(module)
     kinds = (int, float, str, list, tuple, dict, type(None))
-    own = {name: value for name, value in values.items() if not name.startswith("_") and name != "training"}
+    skipped = ("training", *LAYER_NUMBERS)
+    own = {name: value for name, value in values.items() if not name.startswith("_") and name not in skipped}
     return {name: value if isinstance(value, kinds) else id(value) for name, value in own.items()}
 
 

@@ -6,6 +6,7 @@ import warnings
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,7 +14,9 @@ import torch
 
 import megatron_core
 from megatron_core.errors import ConfigError, MegatronError
-from megatron_core.training.engine import Engine
+from megatron_core.parallel.groups import Group
+from megatron_core.training.engine import Engine, tensor
+from megatron_core.training.engine.tensor_trial import Region
 from megatron_core.verify import verify_module
 from megatron_core.verify.ranks import run_ranks
 from tests.sample import WHOLE_MATRIX
@@ -139,6 +142,25 @@ def test_zero_inputs_do_not_hide_a_wrong_number_of_heads() -> None:
     kind = partial(attentions.Silent, attentions.LiteralHeads)
     (fault,) = verify_module(partial(attentions.Model, kind), BATCHES).faults
     assert "does not compute what the whole module computes" in fault
+
+
+def test_equal_layers_are_compared_once() -> None:
+    """The number of a layer does not make it another kind."""
+    for counts in run_ranks(2, _count_checks):
+        assert counts == {"LlamaAttention": 1, "LlamaMLP": 1}
+
+
+def _count_checks() -> dict[str, int]:
+    counts: dict[str, int] = {}
+
+    def establish(region: Region, group: Group) -> None:
+        kind = type(region.twin).__name__
+        counts[kind] = counts.get(kind, 0) + 1
+        assert len(region.modules) == 3
+
+    with mock.patch.object(tensor, "establish", establish):
+        megatron_core.parallelize(model_of("llama"))
+    return counts
 
 
 def _split_sizes(kinds: tuple[Any, ...]) -> list[int]:
