@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,7 @@ def adapt_accelerate() -> None:
     """Let accelerate find the ranks of the drop-in's packages, once it is imported."""
     run_after_import("accelerate.state", _patch_states)
     run_after_import("accelerate.commands.launch", _patch_launcher)
+    run_after_import("accelerate.utils.megatron_lm", _patch_megatron)
 
 
 def _is_requested(name: str) -> bool:
@@ -89,6 +91,13 @@ def _checked(initialize: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(initialize)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        client = sys.modules.get("accelerate.utils.megatron_lm")
+        if _is_requested("MEGATRON_LM") and not hasattr(client, "mpu"):
+            raise ConfigError(
+                "accelerate was imported without ACCELERATE_USE_MEGATRON_LM=true, so that its MegatronLMPlugin cannot "
+                "work; set this environment variable before the import, or start the program with accelerate launch "
+                "--use_megatron_lm"
+            )
         initialize(self, *args, **kwargs)
         if _is_requested("MEGATRON_LM") and self.distributed_type is not DistributedType.MEGATRON_LM:
             raise ConfigError(
@@ -98,6 +107,21 @@ def _checked(initialize: Callable[..., None]) -> Callable[..., None]:
             )
 
     return __init__
+
+
+def _patch_megatron() -> None:
+    """Results of ``train_step`` as accelerate reads them: those of releases of Megatron-LM up to 0.19."""
+    from accelerate.utils import megatron_lm
+
+    train_step = getattr(megatron_lm, "train_step", None)
+    if train_step is None:  # accelerate imports it if ACCELERATE_USE_MEGATRON_LM is set
+        return
+
+    @functools.wraps(train_step)
+    def take_step(*args: Any, **kwargs: Any) -> Any:
+        return train_step(*args, **kwargs)[:7]
+
+    megatron_lm.train_step = take_step
 
 
 def _patch_launcher() -> None:

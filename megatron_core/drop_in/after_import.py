@@ -29,20 +29,17 @@ class AfterImport:
 
         def execute_and_act(module: ModuleType) -> None:
             execute(module)
-            if self in sys.meta_path:  # else the module is loaded a second time
-                sys.meta_path.remove(self)
-                self.action()
+            self.action()
 
         setattr(spec.loader, "exec_module", execute_and_act)  # noqa: B010 - mypy: a method
         return spec
 
 
 def run_after_import(name: str, action: Callable[[], None]) -> None:
-    """Call ``action``, once, now if the module ``name`` is imported, else after its import."""
+    """Call ``action`` now if the module ``name`` is imported, and after each import of it from now on."""
     if (name, action) in _REQUESTED:
         return
     _REQUESTED.add((name, action))
+    sys.meta_path.insert(0, AfterImport(name, action))
     if name in sys.modules:
         action()
-    else:
-        sys.meta_path.insert(0, AfterImport(name, action))

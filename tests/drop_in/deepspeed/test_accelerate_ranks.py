@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate.commands import launch
+from accelerate.state import DistributedType
 
 import megatron_core.drop_in  # noqa: F401 - adapts accelerate
 from megatron_core.drop_in import accelerate_ranks
@@ -119,15 +120,22 @@ def test_a_gpu_that_cpu_would_hide_is_an_error(monkeypatch: pytest.MonkeyPatch) 
         initialize(SimpleNamespace(), cpu=True)
 
 
-def test_a_plugin_for_megatron_that_accelerate_ignores_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plugin_for_megatron_that_accelerate_ignores_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_MEGATRON_LM", "true")
+    monkeypatch.setattr("accelerate.utils.megatron_lm.mpu", None, raising=False)
+    initialize = accelerate_ranks._checked(lambda self: None)
+    initialize(SimpleNamespace(distributed_type=DistributedType.MEGATRON_LM))
+    with pytest.raises(ConfigError, match="ignores its MegatronLMPlugin for the distributed type NO; start the ranks"):
+        initialize(SimpleNamespace(distributed_type=DistributedType.NO))
+
+
+def test_a_plugin_for_megatron_after_a_plain_import_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(
         "import accelerate\naccelerate.Accelerator(megatron_lm_plugin=accelerate.utils.MegatronLMPlugin())\n"
     )
     done = run_ranks_of(f"python -m megatron_core.drop_in {tmp_path / 'program.py'}")
     assert done.returncode != 0
-    assert "accelerate ignores its MegatronLMPlugin for the distributed type NO; start the ranks with" in done.stderr
+    assert "accelerate was imported without ACCELERATE_USE_MEGATRON_LM=true" in done.stderr
 
 
 LOCAL_RANK = """

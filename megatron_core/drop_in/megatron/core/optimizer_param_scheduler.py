@@ -162,4 +162,5 @@ class OptimizerParamScheduler:
                     "use_checkpoint_opt_param_scheduler"
                 )
             setattr(self, name, saved)
+        self.num_steps = 0  # a program may load after it has trained
         self.step(steps)

@@ -3,7 +3,7 @@
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.training import inprocess_restart
 from megatron.training.from_arguments import get_train_valid_test_num_samples
-from megatron.training.global_vars import get_args, get_timers, get_tokenizer
+from megatron.training.global_vars import get_args, get_tensorboard_writer, get_timers, get_tokenizer
 from megatron.training.initialize import initialize_megatron
 from megatron.training.job import pretrain
 from megatron.training.program import (

@@ -15,10 +15,10 @@ from megatron.training.argument_utils import (
     ArgumentGroupFactory,
     core_transformer_config_from_args,
 )
-from megatron.training.config import TokenizerConfig
+from megatron.training.config import TokenizerConfig, ValidationConfig
 from megatron.training.global_vars import of_one_rank, set_global_variables
 from megatron_core.checkpoint.reader import note
-from megatron_core.config import ModelConfig, RunConfig
+from megatron_core.config import DataConfig, ModelConfig, RunConfig
 from megatron_core.config.cli import known_flags, without_parts
 from megatron_core.config.file import field_types
 from megatron_core.config.heterogeneous import LAYERS_JSON
@@ -83,6 +83,18 @@ def parse_args(
 def _add_tokenizer_args(parser: ArgumentParser) -> ArgumentParser:
     """Add the flags of the tokenizer; Megatron-LM's ``tools/preprocess_data.py`` calls it."""
     ArgumentGroupFactory(TokenizerConfig).build_group(parser, "tokenizer")
+    return parser
+
+
+def _add_data_args(parser: ArgumentParser) -> ArgumentParser:
+    """Add the settings of data as flags to the caller's parser."""
+    ArgumentGroupFactory(DataConfig).build_group(parser, "data and dataloader")
+    return parser
+
+
+def _add_validation_args(parser: ArgumentParser) -> ArgumentParser:
+    """Add the settings of evaluation as flags to the caller's parser."""
+    ArgumentGroupFactory(ValidationConfig).build_group(parser, "validation")
     return parser
 
 
@@ -152,6 +164,7 @@ def validate_args(args: Namespace, defaults: Mapping[str, Any] | None = None) ->
     for name, value in (defaults or {}).items():
         if getattr(args, name, None) is None:
             setattr(args, name, value)
+    _translate_attributes(args)
     config = run_config_of(args)
     check(without_data(config), args.world_size)
     model = config.model
@@ -167,6 +180,21 @@ def validate_args(args: Namespace, defaults: Mapping[str, Any] | None = None) ->
     if args.vocab_size is not None and getattr(args, "padded_vocab_size", None) is None:
         args.padded_vocab_size = vocab_size_with_padding(args.vocab_size, of_one_rank(args))
     return args
+
+
+def _translate_attributes(args: Namespace) -> None:
+    """Set the settings that Megatron-LM's ``validate_args`` derives from attributes that a program has set itself.
+
+    On the command line these names are flags, which ``parse_args`` translates.
+    """
+    if getattr(args, "use_rotary_position_embeddings", False):
+        args.position_embedding_type = "rope"
+    if getattr(args, "recompute_activations", False):
+        args.recompute_granularity = "selective"
+    if isinstance(getattr(args, "attention_backend", None), bool):  # of accelerate
+        args.attention_backend = "auto"
+    if getattr(args, "orig_vocab_size", None) is not None:  # of accelerate, whose loaders yield token ids
+        args.vocab_size, args.tokenizer_type = args.orig_vocab_size, "NullTokenizer"
 
 
 def run_config_of(args: Namespace) -> RunConfig:

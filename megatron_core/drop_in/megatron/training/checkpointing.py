@@ -155,6 +155,13 @@ def _check_kinds(reader: MegatronReader, optimizer: dict[str, Any]) -> None:
         )
 
 
+def load_args_from_checkpoint(args: Any, load_arg: str = "load", checkpointing_context: Any = None) -> Any:
+    """Raise CheckpointError: ``parse_args`` reads the settings of a checkpoint, because defaults depend on them."""
+    raise CheckpointError(
+        f"use_checkpoint_args: pass --use-checkpoint-args --load {getattr(args, load_arg)} on the command line instead"
+    )
+
+
 def load_checkpoint(
     ddp_model: Sequence[Any],
     optimizer: Any,

@@ -32,6 +32,28 @@ def initialize_megatron(
     start_groups(parsed)
 
 
+def _initialize_distributed(get_embedding_ranks: Any = None, *others: Any, **more: Any) -> None:
+    """Start torch.distributed and create the process groups of ``get_args()``, for programs that parse themselves.
+
+    Other arguments have no effect: the engine chooses the ranks of embeddings and the store.
+    """
+    args = get_args()
+    start_groups(args)
+    args.rank, args.world_size = dist.get_rank(), dist.get_world_size()
+
+
+def _init_autoresume() -> None:
+    """Return: there is no service that requests restarts."""
+
+
+def _compile_dependencies() -> None:
+    """Return: kernels and the index of data sets are compiled when the package is installed."""
+
+
+def set_jit_fusion_options(tp_size: int | None = None) -> None:
+    """Return: PyTorch's defaults are used."""
+
+
 def start_groups(args: Namespace) -> None:
     """Start torch.distributed unless it has started, create the process groups, and set the seed."""
     args.train_iters = run_config_of(args).training.num_iterations(args.data_parallel_size, args.seq_length)
@@ -59,9 +81,11 @@ def _set_random_seed(seed_: int, data_parallel_random_init: bool = False, **othe
     model_parallel_cuda_manual_seed(seed_)
 
 
-def write_args_to_tensorboard(writer: Any) -> None:
-    """Write every argument as text to TensorBoard."""
+def write_args_to_tensorboard(writer: Any = None) -> None:
+    """Write every argument as text to TensorBoard, if the program passes its writer."""
     args = get_args()
+    if writer is None:
+        return
     for name, value in vars(args).items():
         writer.add_text(name, str(value), global_step=args.iteration)
 

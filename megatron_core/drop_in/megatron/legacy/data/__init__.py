@@ -1,0 +1,1 @@
+"""Megatron-LM's data sets before ``megatron.core``, which are not supported."""
