@@ -147,18 +147,27 @@ class UnitSync:
         unit.
         """
         if self._entered is not None:
-            self._watch(output, self._entered)
+            self._watch(output, self._entered, begins=True)
         self._forward = self._passed = None
         self._around_forward = ()
         self._inside.clear()
         self._hold()
 
-    def _watch(self, output: Any, unit: Unit) -> None:
-        """Enter the unit's backward when the gradient of one of its outputs is known."""
+    def _watch(self, output: Any, unit: Unit, *, begins: bool = False) -> None:
+        """Enter the unit's backward when the gradient of one of its outputs is known.
+
+        ``begins``: only if the backward has entered no unit yet. A model may return tensors from its middle, such as
+        a cache of keys, and their unit must not be left before its end.
+        """
         around = self._around(unit)
+
+        def enter(gradient: object) -> None:
+            if not begins or self._backward is None or self._unreduced is None:
+                self._enter_backward(unit, around)
+
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
-                tensor.register_hook(lambda _: self._enter_backward(unit, around))
+                tensor.register_hook(enter)
 
     # Backward.
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch import nn
 
 import megatron_core
 from megatron_core.errors import ConfigError, LayoutError
@@ -193,9 +194,25 @@ class _Reversed(LayerByRank):
         return x
 
 
-def _late_by_step() -> list[int]:
-    config = {**COMMON, "global_batch_size": 2 * MICRO_BATCHES, "zero_stage": 2}
-    engine = megatron_core.initialize(_Reversed().double(), config).engine
+class _WithCache(LayerByRank):
+    """Returns tensors from the middle of its layers, as a model with a cache of keys and values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(block(), block()) for _ in range(2))
+
+    def forward(self, sample: Any) -> Any:
+        x, cache = sample.x, []
+        for first, second in self.layers:
+            middle = first(x) * 1.0
+            cache.append(middle)
+            x = x + second(middle)
+        return {"loss": self.head(x).square().mean(), "cache": cache}
+
+
+def _late_by_step(kind: type[LayerByRank], stage: int) -> list[int]:
+    config = {**COMMON, "global_batch_size": 2 * MICRO_BATCHES, "zero_stage": stage}
+    engine = megatron_core.initialize(kind().double(), config).engine
     data: Any = engine.data_parallel
     late: list[int] = []
     own = data._late_buckets
@@ -208,16 +225,24 @@ def _late_by_step() -> list[int]:
     data._late_buckets = counted
     for step in range(3):
         for sample in samples_of(step, 2, dist.get_rank()):
-            engine.backward(engine(sample))
+            output = engine(sample)
+            engine.backward(output["loss"] if isinstance(output, dict) else output)
             engine.step()
     return late
 
 
 def test_sums_follow_the_order_of_the_backward() -> None:
     """In the first step most gradients arrive after the sum of their unit, later none."""
-    for late in run_ranks(2, _late_by_step):
+    for late in run_ranks(2, _late_by_step, _Reversed, 2):
         assert late[0] > 0
         assert late[1:] == [0, 0]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_unit_is_left_once(stage: int) -> None:
+    """Tensors from the middle of a unit in the model's output do not end its backward."""
+    for late in run_ranks(2, _late_by_step, _WithCache, stage):
+        assert late == [0, 0, 0]
 
 
 SYNC = "data_parallel.unit_sync:UnitSync."
