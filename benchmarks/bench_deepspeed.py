@@ -25,7 +25,7 @@ import transformers
 import tyro
 
 from benchmarks.results import Row, append
-from megatron_core.drop_in import FOLDER
+from megatron_core.drop_in import FOLDER, deactivate
 from megatron_core.monitor.device import peak_memory_bytes
 from megatron_core.verify.ranks import run_ranks
 
@@ -57,6 +57,7 @@ Turn = tuple[list[float], list[float], int]
 
 def train(package: str, stage: int, settings: Settings) -> Turn:
     """One rank of the program, with the package ``deepspeed`` of ``package``."""
+    deactivate()  # the drop-in has precedence over other copies
     sys.path[:] = [str(PACKAGES[package]), *(entry for entry in sys.path if Path(entry) not in PACKAGES.values())]
     os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": str(dist.get_rank()), "RANK": str(dist.get_rank())}
     os.environ |= {"WORLD_SIZE": str(dist.get_world_size()), "LOCAL_WORLD_SIZE": str(dist.get_world_size())}

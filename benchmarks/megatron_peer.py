@@ -68,7 +68,9 @@ def import_megatron(folder: Path) -> None:
     if not (folder / "megatron" / "core").is_dir():
         raise ConfigError(f"--megatron {folder} has no folder megatron/core; install megatron-core there or clone it")
     import_module("torch._inductor.compile_fx")  # needs the real triton
-    # The drop-in's package of the same name may be imported already.
+    # The drop-in, which has precedence over other copies, may be imported already.
+    if "megatron_core.drop_in" in sys.modules:
+        sys.modules["megatron_core.drop_in"].deactivate()
     for name in [name for name in sys.modules if name.split(".")[0] == "megatron"]:
         del sys.modules[name]
     sys.path.insert(0, str(folder))
@@ -84,6 +86,8 @@ def import_megatron(folder: Path) -> None:
     torch.cuda.synchronize = lambda *args: None
     for name in ("zeros", "ones", "empty", "tensor"):
         setattr(torch, name, partial(_on_cpu, getattr(torch, name)))
+    used = Path(import_module("megatron.core").__file__ or "")
+    assert folder.resolve() in used.resolve().parents, f"{used} is not of {folder}"
     norms: Any = import_module("megatron.core.transformer.torch_norm").WrappedTorchNorm
     norms.__new__ = partial(_norm, norms.__new__)
     dist.all_to_all_single = partial(_with_numbers, dist.all_to_all_single)

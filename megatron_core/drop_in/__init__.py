@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from megatron_core.drop_in.accelerate_ranks import adapt_accelerate
-from megatron_core.drop_in.precedence import FOLDER, install_finder
+from megatron_core.drop_in.precedence import FOLDER, install_finder, remove_finder
 
 PACKAGES = ("megatron.core", "deepspeed")
 
@@ -32,6 +32,14 @@ def activate() -> None:
     # A child finds sitecustomize.py in FOLDER, which calls this function before the child's program starts.
     inherited = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(_with_folder_first(inherited.split(os.pathsep) if inherited else []))
+
+
+def deactivate() -> None:
+    """Undo ``activate``, for a process that compares the drop-in with another copy of its packages."""
+    remove_finder()
+    sys.path[:] = [entry for entry in sys.path if entry != str(FOLDER)]
+    inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    os.environ["PYTHONPATH"] = os.pathsep.join(entry for entry in inherited if entry != str(FOLDER))
 
 
 def _with_folder_first(entries: list[str]) -> list[str]:

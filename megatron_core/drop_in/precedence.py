@@ -50,6 +50,12 @@ class DropInFinder:
         """Do nothing: ``PathFinder`` has the caches."""
 
 
+def remove_finder() -> None:
+    """Let other copies of the packages be found again: for comparisons with them."""
+    if DropInFinder in sys.meta_path:
+        sys.meta_path.remove(DropInFinder)
+
+
 def install_finder() -> None:
     """Put the finder first in ``sys.meta_path``, once."""
     if DropInFinder not in sys.meta_path:

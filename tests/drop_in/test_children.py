@@ -104,3 +104,14 @@ def test_a_module_of_the_namespace_in_another_project_is_found(folder: Path) -> 
     (folder / "program.py").write_text("from megatron.bridge import NAME\nprint(NAME)\n")
     done = python("-m", "megatron_core.drop_in", folder / "program.py", PYTHONPATH=f"{ROOT}{os.pathsep}{other}")
     assert done.stdout == "bridge\n", done.stderr
+
+
+def test_another_copy_is_found_after_the_drop_in_is_switched_off(folder: Path) -> None:
+    (folder / "deepspeed" / "__init__.py").write_text("NAME = 'the other one'")
+    (folder / "program.py").write_text(
+        "import subprocess, sys\nimport megatron_core.drop_in\nmegatron_core.drop_in.deactivate()\n"
+        "import deepspeed\nprint(deepspeed.NAME, flush=True)\n"
+        "subprocess.run([sys.executable, '-c', 'import deepspeed; print(deepspeed.NAME)'], check=True)\n"
+    )
+    done = python(folder / "program.py", PYTHONPATH=f"{ROOT}{os.pathsep}{folder}")
+    assert done.stdout == "the other one\n" * 2, done.stderr
