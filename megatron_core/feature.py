@@ -1,7 +1,7 @@
 """How an optional feature registers itself with the core.
 
-A run can do without a feature, such as QK-clip. A feature is a folder with an object ``Feature``, whose hooks the core
-calls; the core imports no feature. ``megatron_core/features`` lists the features of this package; a program adds
+A run can do without a feature. A feature is a folder with an object ``Feature``, whose hooks the core calls; the core
+imports no feature. ``megatron_core/features`` lists the features of this package; a program adds
 others with ``register_feature`` before it reads its settings.
 
 A hook that needs torch is a string, ``"package.module:name"``, and is imported when a run uses the feature.
