@@ -29,6 +29,8 @@ settings.register_profile(
 )
 settings.load_profile("make test")
 
+PYTHONPATH = os.environ.get("PYTHONPATH")
+
 # If these are set, pytest shows every difference of two unequal values, which takes hours for long ones.
 for name in ("CI", "BUILD_NUMBER"):
     os.environ.pop(name, None)
@@ -54,10 +56,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Func
         short = starts_none and not is_long and "memory" not in item.name  # those make large files
         if short:
             item.add_marker("fast")
+    # Modules of tests that import the drop-in export it to all programs that tests start.
+    os.environ.pop("PYTHONPATH", None)
+    if PYTHONPATH is not None:
+        os.environ["PYTHONPATH"] = PYTHONPATH
     if not WHOLE_MATRIX:
         later = left_out(items)
         config.hook.pytest_deselected(items=[item for item in items if item in later])
         items[:] = [item for item in items if item not in later]
+
+
+@pytest.fixture(autouse=True)
+def no_variable_is_left_behind() -> Iterator[None]:
+    """Restore the environment, which programs that later tests start would inherit: the drop-in sets PYTHONPATH, and
+    DeepSpeed's ``init_distributed`` of one process the variables of torchrun."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
 
 
 @pytest.fixture(autouse=True)

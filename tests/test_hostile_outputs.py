@@ -100,7 +100,7 @@ READS: dict[str, set[str]] = {
     "show_schedule": {"schedule", "compare", "plan", "costs", "measured"},
     "train_tokenizer": {"input", "special_tokens", "json_keys"},
     "verify_layout": {"layouts"},
-    "verify_module": {"target", "batches", "plan", "layout"},
+    "verify_module": {"target", "batches", "plan", "layout", "heads"},
 }  # fmt: skip
 TRAINING_READS = {
     "heterogeneous_layers_config_encoded_json", "hybrid_layer_pattern", "attention_kind",
@@ -110,6 +110,7 @@ TRAINING_READS = {
     "per_split_data_args_path", "data_phases", "split", "chat_template", "chat_template_date", "fim_split_sample",
     "fim_no_prefix", "fim_prefix_token", "fim_middle_token", "fim_suffix_token", "fim_pad_token", "fim_eod_token",
     "tokenizer_model", "vocab_file", "merge_file", "load", "load_hf", "hf_model_type", "changed_model_settings",
+    "hf_token_ids", "grad_compression",
     "wandb_project", "wandb_exp_name", "wandb_entity", "mlflow_experiment", "mlflow_run_name", "inject_fault",
 }  # fmt: skip
 FAST = {"non_persistent_save_interval": 1, "save": "saved"}

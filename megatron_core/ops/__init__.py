@@ -1,6 +1,6 @@
 """Fused operations: the native kernels of csrc as torch operators, and a reference in PyTorch for each.
 
-Names are imported on first use; ``__init__.pyi`` lists them. ``rope`` is not among them: its module has the same name.
+Names are imported on first use; ``__init__.pyi`` lists them.
 """
 
 import lazy_loader

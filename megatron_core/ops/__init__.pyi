@@ -12,4 +12,5 @@ from .multi_tensor import scale_ as scale_
 from .multi_tensor import squared_norm as squared_norm
 from .norm import layer_norm as layer_norm
 from .norm import rms_norm as rms_norm
+from .rotary import rope as rope
 from .softmax import attention_softmax as attention_softmax

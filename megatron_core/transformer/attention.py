@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_core.config.attention import BIAS_CHANNELS
-from megatron_core.ops.rope import rope
+from megatron_core.ops.rotary import rope
 from megatron_core.parallel.sharding import allocate, split, split_qkv
 from megatron_core.transformer.context import LayerContext, SequenceContext
 from megatron_core.transformer.core_attention import CoreAttention

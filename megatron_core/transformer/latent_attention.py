@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_core.config import ModelConfig
-from megatron_core.ops.rope import rope
+from megatron_core.ops.rotary import rope
 from megatron_core.parallel.collectives import copy_to_region, gather_from_sequence
 from megatron_core.parallel.invariance import all_reduce_in_tree, tree_sum
 from megatron_core.parallel.sharding import allocate, replicated

@@ -218,7 +218,7 @@ def test_imports_of_a_program_are_checked_before_it_runs(program: Path) -> None:
 def test_a_module_that_does_not_exist_is_one_sentence(module: str) -> None:
     found = python("-m", "megatron_core.drop_in", "-m", module)
     assert found.returncode == 1 and found.stdout == ""
-    assert found.stderr.startswith(f"error: no module {module!r} that can be run; ") and found.stderr.count("\n") == 1
+    assert found.stderr.startswith(f"error: no module {module!r} to run; ") and found.stderr.count("\n") == 1
 
 
 def test_a_failing_import_of_a_package_keeps_its_traceback(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_core.errors import ConfigError
 from megatron_core.ops import reference
-from megatron_core.ops.rope import rope
+from megatron_core.ops.rotary import rope
 from tests.ops.checks import ANY, AS_BUILT, BOUND, LOW, assert_near, draw, in_both_orders, poisoned_memory, with_threads
 from tests.runs import tiny_run
 

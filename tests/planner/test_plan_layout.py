@@ -225,7 +225,7 @@ def test_the_dtype_is_that_of_the_hardware(
 ) -> None:
     (tmp_path / "run.yaml").write_text("bf16: false\n")
     machine = replace(read_hardware("h100"), **changes)
-    machine.write(tmp_path / "machine.json")
+    (tmp_path / "machine.json").write_text(machine.as_json())
     given = [str(tmp_path / "run.yaml") if word == "FILE" else word for word in flags]
     model = ["--num-layers", "4", "--hidden-size", "512", "--num-attention-heads", "8", "--vocab-size", "32000"]
     sizes = ["--gpus", "2", "--hardware", str(tmp_path / "machine.json"), "--top", "1", "--global-batch-size", "8"]

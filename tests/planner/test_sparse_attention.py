@@ -17,9 +17,9 @@ from megatron_core.tensor_parallel import ModelParallelConfig
 from megatron_core.transformer import LayerContext, SequenceContext
 from megatron_core.transformer.auxiliary_loss import AuxiliaryLosses
 from megatron_core.transformer.layer_spec import layer_spec
+from tests.features.sparse_attention.test_sparse_attention import rotary
 from tests.parity.sparse_rows import DSA
 from tests.runs import tiny_config
-from tests.transformer.test_sparse_attention import rotary
 
 LENGTH, BATCH = 11, 2
 SIZES = {"hidden_size": 16, "num_attention_heads": 2, "dsa_indexer_topk": 4, "dsa_indexer_n_heads": 3}

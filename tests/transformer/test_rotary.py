@@ -10,7 +10,7 @@ import torch
 
 from megatron_core.config import ModelConfig
 from megatron_core.models.hf.families.llama import LLAMA
-from megatron_core.ops.rope import rope
+from megatron_core.ops.rotary import rope
 from megatron_core.training.step import train_step
 from megatron_core.transformer.rotary import (
     llama3_frequencies,

@@ -19,7 +19,7 @@ from megatron_core.features.sparse_attention.index_scores import (
     select_keys,
 )
 from megatron_core.ops import attention_softmax
-from megatron_core.ops.rope import rope
+from megatron_core.ops.rotary import rope
 from megatron_core.ops.rows import wide
 from megatron_core.parallel.collectives import gather_from_sequence, reduce_from_region, reduce_scatter_to_sequence
 from megatron_core.parallel.groups import Group
