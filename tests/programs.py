@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import multiprocessing
 import os
@@ -76,9 +77,11 @@ def run_ranks_of(command: str, cwd: Path = ROOT, seconds: float = 300) -> Comple
     meetings = [meeting | dict(zip(names, (rank, ranks, rank, ranks), strict=bool(names))) for rank in range(ranks)]
     context = multiprocessing.get_context("fork")
     processes = [context.Process(target=_run_rank, args=(words, cwd, files, each)) for each in meetings]
+    gc.freeze()  # garbage of earlier tests may belong to threads that a fork does not have: no rank may collect it
     try:
         for process in processes:
             process.start()
+        gc.unfreeze()
         _wait(processes, seconds)
     finally:
         _end(processes)
