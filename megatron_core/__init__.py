@@ -6,4 +6,8 @@ use, because settings and tools need no torch); ``drop_in`` runs programs writte
 
 import lazy_loader
 
+from megatron_core import moved
+
+moved.install()
+
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

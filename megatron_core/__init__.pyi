@@ -1,7 +1,7 @@
-from .training.engine import Engine as Engine
-from .training.engine import LayerSpec as LayerSpec
-from .training.engine import PipelineModule as PipelineModule
-from .training.engine import TiedLayerSpec as TiedLayerSpec
-from .training.engine import initialize as initialize
-from .training.engine import meta_init as meta_init
-from .training.engine import parallelize as parallelize
+from .any_model import Engine as Engine
+from .any_model import LayerSpec as LayerSpec
+from .any_model import PipelineModule as PipelineModule
+from .any_model import TiedLayerSpec as TiedLayerSpec
+from .any_model import initialize as initialize
+from .any_model import meta_init as meta_init
+from .any_model import parallelize as parallelize

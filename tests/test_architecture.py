@@ -22,6 +22,7 @@ PACKAGE = "megatron_core"
 LEVELS = {
     "errors": 0,
     "feature": 0,
+    "moved": 0,
     "command": 0,
     "locations": 0,
     "launcher": 0,
@@ -52,10 +53,19 @@ LEVELS = {
     "optimizer": 5,
     "inference": 6,
     "training": 6,
-    "verify": 7,
-    "drop_in": 7,  # ``megatron`` and ``deepspeed`` below it are separate packages
-    "commands": 8,
+    # The core ends here. Settings and rules of features have level 0, their other modules FEATURE_LEVEL.
+    "hub": 8,
+    "cpu_ranks": 8,
+    "resilience": 8,
+    "reports": 8,
+    "any_model": 9,
+    "verify": 10,
+    "drop_in": 10,  # ``megatron`` and ``deepspeed`` below it are separate packages
+    "commands": 11,
 }
+FEATURE_LEVEL = 7
+FEATURES_THAT_IMPORT_FEATURES: dict[str, set[str]] = {}
+"""The features which a feature imports, as its page says."""
 WITHIN_LEVEL_0 = {("command", "errors"), ("command", "terminal"), ("terminal", "errors"), ("config", "schedules")}
 WITHIN_LEVEL_0 |= {("output_file", "errors"), ("config", "locations"), ("config", "feature"), ("feature", "errors")}
 WITHIN_LEVEL_0 |= {("launcher", "errors"), ("config", "launcher")}
@@ -93,9 +103,20 @@ DECLARATIONS = ("settings", "rules")
 """Modules of a feature that are loaded with the configuration, as its package file is."""
 for feature in FEATURES:
     LEVELS[f"features.{feature}"] = 0
-    LEVELS |= {f"features.{feature}.{path.stem}": 7 for path in (ROOT / PACKAGE / "features" / feature).glob("*.py")}
+    LEVELS |= {
+        f"features.{feature}.{path.stem}": FEATURE_LEVEL
+        for path in (ROOT / PACKAGE / "features" / feature).glob("*.py")
+    }
     LEVELS |= {f"features.{feature}.{name}": 0 for name in ("__init__", *DECLARATIONS)}
 LEVELS["features"] = 0
+SATELLITES_WITH_SETTINGS = ("hub", "resilience", "reports", "cpu_ranks")
+"""Packages outside of ``features`` that may register themselves in the same way: with ``settings.py``, ``rules.py``."""
+for satellite in SATELLITES_WITH_SETTINGS:
+    if (ROOT / PACKAGE / satellite / "settings.py").is_file():
+        level = LEVELS[satellite]
+        LEVELS |= {f"{satellite}.{path.stem}": level for path in (ROOT / PACKAGE / satellite).iterdir()}
+        LEVELS |= {satellite: 0} | {f"{satellite}.{name}": 0 for name in DECLARATIONS}
+        WITHIN_LEVEL_0 |= {("features", satellite)} | {(satellite, other) for other in ("config", "feature", *BASES)}
 WITHIN_LEVEL_0 |= {("features", other) for other in ("config", "feature", *BASES)}
 
 
@@ -132,8 +153,13 @@ def forbidden_import(importer: str, imported: str) -> str | None:
     if other in NEVER.get(family, ()):
         return f"{importer} may not import {imported}"
     if other == "features":
-        is_same_feature = importer.split(".")[:2] == imported.split(".")[:2] or importer == "features"
-        return None if is_same_feature else f"{importer} may not import {imported}, which belongs to a feature"
+        feature, other_feature = (name.split(".")[1:2] for name in (importer, imported))
+        if family == "features":
+            named = FEATURES_THAT_IMPORT_FEATURES.get("".join(feature), set())
+            is_allowed = importer == "features" or feature == other_feature or "".join(other_feature) in named
+        else:
+            is_allowed = LEVELS[ours] > FEATURE_LEVEL
+        return None if is_allowed else f"{importer} may not import {imported}, which belongs to a feature"
     if LEVELS[theirs] < LEVELS[ours] or ours == theirs or (family, other) in WITHIN_LEVEL_0:
         return None
     return f"{importer} (level {LEVELS[ours]}) imports {imported} (level {LEVELS[theirs]})"
@@ -412,11 +438,12 @@ def test_the_core_imports_no_feature() -> None:
 
 def test_packages_only_export_names() -> None:
     """A package file has only imports and a docstring; importing ``drop_in`` changes ``sys.path``, which is its
-    purpose."""
+    purpose, and the first import lets old names of modules work."""
     found = []
     for path in LIBRARY + DROP_IN:
         if path.name == "__init__.py" and path.parent != ADAPTERS:
-            allowed = declares_a_feature if ROOT / PACKAGE / "features" in path.parents else only_exports
+            package = path.relative_to(ROOT / PACKAGE).parts[0]
+            allowed = declares_a_feature if package in ("features", *SATELLITES_WITH_SETTINGS) else only_exports
             found += [f"{relative(path)}:{node.lineno}" for node in tree(path).body if not allowed(node)]
     assert found == []
 
@@ -424,7 +451,8 @@ def test_packages_only_export_names() -> None:
 def only_exports(node: ast.stmt) -> bool:
     if isinstance(node, ast.Assign):
         return ast.unparse(node.value).startswith("lazy_loader.attach_stub(")
-    return isinstance(node, (ast.Import, ast.ImportFrom)) or is_docstring(node)
+    is_old_names = isinstance(node, ast.Expr) and ast.unparse(node) == "moved.install()"
+    return isinstance(node, (ast.Import, ast.ImportFrom)) or is_docstring(node) or is_old_names
 
 
 def declares_a_feature(node: ast.stmt) -> bool:

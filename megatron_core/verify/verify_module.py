@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 import megatron_core
+from megatron_core.any_model.arguments import check_counts, check_functions
+from megatron_core.any_model.engine import Engine, loss_of
+from megatron_core.any_model.tensor_heads import Heads
+from megatron_core.any_model.tensor_trial import PARTIAL
 from megatron_core.config.layout import Layout
 from megatron_core.errors import ConfigError, LayoutError
 from megatron_core.parallel.sharding import spec_of
-from megatron_core.training.engine.arguments import check_counts, check_functions
-from megatron_core.training.engine.engine import Engine, loss_of
-from megatron_core.training.engine.tensor_heads import Heads
-from megatron_core.training.engine.tensor_trial import PARTIAL
 from megatron_core.verify.compare import Bounds, beyond, relative_errors
 from megatron_core.verify.float64 import WithoutFloat32
 from megatron_core.verify.ranks import RankFailure, run_ranks

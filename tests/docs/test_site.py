@@ -14,7 +14,17 @@ SPEC = importlib.util.spec_from_file_location("site_hooks", ROOT / "docs" / "sit
 assert SPEC is not None and SPEC.loader is not None
 hooks = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(hooks)
-EMPTY = {"pipeline_parallel", "models", "drop_in", "features", "preprocess", "tokenizers", "commands", "shell"}
+EMPTY = {
+    "pipeline_parallel",
+    "models",
+    "drop_in",
+    "features",
+    "preprocess",
+    "tokenizers",
+    "commands",
+    "shell",
+    "any_model",
+}
 """Packages without a page: they export few names or none, or the names of other projects."""
 
 

@@ -13,8 +13,19 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = "megatron_core"
 
 SATELLITES = (
-    *("planner", "verify", "inference", "preprocess", "commands", "drop_in", "shell", "storage", "launcher"),
-    *("models.hf", "models.megatron_lm", "models.deepspeed", "training.engine", "parallel.links", "parallel.recovery"),
+    *(
+        "planner",
+        "verify",
+        "inference",
+        "preprocess",
+        "commands",
+        "drop_in",
+        "any_model",
+        "shell",
+        "storage",
+        "launcher",
+    ),
+    *("models.hf", "models.megatron_lm", "models.deepspeed", "parallel.links", "parallel.recovery"),
     *("parallel.shared_memory", "parallel.simulated"),
 )
 """Packages outside of the core that are not features."""

@@ -10,11 +10,11 @@ import torch
 
 from megatron_core.errors import LayoutError
 from megatron_core.verify import ModuleReport, verify_module
+from tests.any_model.attentions import Attention, Model
+from tests.any_model.models import model_of, samples_of
 from tests.defects.plant import planted
-from tests.training.engine.attentions import Attention, Model
-from tests.training.engine.models import model_of, samples_of
 
-TENSOR = "training.engine.tensor:"
+TENSOR = "any_model.tensor:"
 
 
 def _verify(name: str, **options: Any) -> ModuleReport:

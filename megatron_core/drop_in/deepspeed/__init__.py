@@ -1,4 +1,4 @@
-"""DeepSpeed's interface over ``megatron_core.training.engine``; see docs/from_deepspeed.md."""
+"""DeepSpeed's interface over ``megatron_core.any_model``; see docs/from_deepspeed.md."""
 
 from deepspeed import comm as comm
 from deepspeed import moe as moe

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from deepspeed.translation import key_names, read_json, translate
+from megatron_core.any_model.module import check_settings, read_settings
 from megatron_core.errors import ConfigError
-from megatron_core.training.engine.module import check_settings, read_settings
 
 
 @pytest.mark.parametrize("ranks", (1, 2))

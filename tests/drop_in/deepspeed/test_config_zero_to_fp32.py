@@ -23,9 +23,9 @@ from deepspeed.utils.zero_to_fp32 import (
     load_state_dict_from_zero_checkpoint,
 )
 from megatron_core.errors import ConfigError
+from tests.any_model.test_deepspeed_checkpoints import engine_of
 from tests.models.deepspeed.network import Network
 from tests.models.deepspeed.test_reader import CHECKPOINTS, expected_of
-from tests.training.engine.test_deepspeed_checkpoints import engine_of
 
 FROZEN = {"frozen.weight", "frozen.bias"}
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from tests.training.engine.models import (
+from tests.any_model.models import (
     BATCH,
     DECAY,
     STEPS,

@@ -9,9 +9,7 @@ import pytest
 import megatron_core
 from megatron_core.features.compression import powersgd, signs
 from megatron_core.verify.ranks import run_ranks
-from tests.defects.plant import planted
-from tests.features.compression.compression_reference import EPS, LR, Layout, train
-from tests.training.engine.models import (
+from tests.any_model.models import (
     BATCH,
     COMMON,
     Result,
@@ -22,6 +20,8 @@ from tests.training.engine.models import (
     samples_of,
     train_with_engine,
 )
+from tests.defects.plant import planted
+from tests.features.compression.compression_reference import EPS, LR, Layout, train
 
 METHODS: dict[str, dict[str, Any]] = {
     "powersgd": {"grad_compression": "powersgd", "powersgd_rank": 1},

@@ -7,9 +7,9 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from megatron_core.any_model import Engine
 from megatron_core.errors import CheckpointError, ConfigError
 from megatron_core.optimizer.loss_scale import DynamicLossScale
-from megatron_core.training.engine import Engine
 
 
 class StepStates(Mapping[nn.Parameter, Mapping[str, Any]]):

@@ -12,9 +12,9 @@ from deepspeed.ops.adam.adam import FusedAdam
 from deepspeed.ops.settings import SettingsOptimizer
 from deepspeed.runtime import lr_schedules
 from deepspeed.translation import Translation
+from megatron_core.any_model.arguments import check_scheduler_of, checked_groups, made_by, make_optimizer
+from megatron_core.any_model.scheduler import share_groups
 from megatron_core.errors import ConfigError
-from megatron_core.training.engine.arguments import check_scheduler_of, checked_groups, made_by, make_optimizer
-from megatron_core.training.engine.scheduler import share_groups
 
 LR = 1e-3
 """Setting of the engine where the JSON has no rate, or 0 before a schedule; the rates of the groups count."""

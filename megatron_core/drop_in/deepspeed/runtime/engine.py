@@ -1,4 +1,4 @@
-"""``DeepSpeedEngine``: DeepSpeed's engine over ``megatron_core.training.engine.Engine``."""
+"""``DeepSpeedEngine``: DeepSpeed's engine over ``megatron_core.any_model.Engine``."""
 
 import math
 import os
@@ -22,10 +22,10 @@ from deepspeed.runtime.zero.partition_parameters import mark_parameters
 from deepspeed.utils import groups
 from deepspeed.utils.logging import log_dist
 from deepspeed.utils.timer import ThroughputTimer
+from megatron_core import any_model as native
+from megatron_core.any_model.scheduler import replace_step
 from megatron_core.errors import ConfigError
 from megatron_core.launcher import read_integer
-from megatron_core.training import engine as native
-from megatron_core.training.engine.scheduler import replace_step
 
 Route = Literal["train", "eval", "predict"]
 ROUTE_TRAIN: Route = "train"

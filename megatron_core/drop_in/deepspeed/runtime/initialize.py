@@ -15,9 +15,9 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.translation import read_json
 from deepspeed.utils.logging import log_dist
+from megatron_core.any_model.arguments import check_functions, check_model
 from megatron_core.errors import ConfigError
 from megatron_core.parallel.texts import raising_on_all_ranks
-from megatron_core.training.engine.arguments import check_functions, check_model
 
 Initialized = tuple[DeepSpeedEngine, Any, Any, Any]
 

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_core.any_model.partition import uniform_bounds
 from megatron_core.errors import LayoutError
-from megatron_core.training.engine.partition import uniform_bounds
 
 
 class PartitionedTensor:

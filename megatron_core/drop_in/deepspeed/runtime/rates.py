@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megatron_core.training.engine.scheduler import needs_argument
+from megatron_core.any_model.scheduler import needs_argument
 
 
 class ProgramRates:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from deepspeed.runtime.zero.partition_parameters import engine_of
-from megatron_core.training.engine import Engine
+from megatron_core.any_model import Engine
 
 FP32 = "fp32"
 Update = Callable[[Tensor, nn.Parameter], Tensor]

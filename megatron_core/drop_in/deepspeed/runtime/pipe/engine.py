@@ -9,8 +9,8 @@ from torch import Tensor
 from deepspeed.runtime.dataloader import RepeatingLoader
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.module import PipelineError, PipelineModule
+from megatron_core.any_model.pipeline import PipelineEngine as NativeEngine
 from megatron_core.errors import ConfigError
-from megatron_core.training.engine.pipeline import PipelineEngine as NativeEngine
 
 
 class PipelineEngine(DeepSpeedEngine):

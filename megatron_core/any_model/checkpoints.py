@@ -1,0 +1,184 @@
+"""Checkpoints of an engine, in the format of training runs."""
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from torch import nn
+
+from megatron_core.any_model.arguments import folder_name
+from megatron_core.any_model.deepspeed import load_deepspeed, open_deepspeed
+from megatron_core.any_model.scheduler import is_json
+from megatron_core.checkpoint import Box, CheckpointReader, TensorBox, find_checkpoint
+from megatron_core.config import RunConfig
+from megatron_core.data_parallel import DataParallel
+from megatron_core.errors import CheckpointError
+from megatron_core.models.deepspeed import is_deepspeed_folder
+from megatron_core.optimizer.sharded import Optimizer
+from megatron_core.optimizer.torch_optimizer import TorchOptimizer
+from megatron_core.tensor_parallel.amax_history import AmaxHistories
+from megatron_core.training.loading import load_state
+from megatron_core.training.saving import CheckpointSaver
+from megatron_core.training.state import TrainState, open_checkpoint
+
+CHANGED_BY_SCHEDULERS = ("lr", "betas", "momentum")
+"""Settings of parameter groups that schedulers of torch change."""
+
+
+@dataclass
+class EngineState(TrainState):
+    """Counters of an engine, and the caller's own state in checkpoints."""
+
+    client_state: dict[str, Any] = field(default_factory=dict)
+    """JSON values that the caller gave to ``save_checkpoint``."""
+    scheduler: dict[str, Any] = field(default_factory=dict)
+    """State of the caller's learning-rate scheduler."""
+    param_groups: list[dict[str, Any]] = field(default_factory=list)
+    """Settings of the groups that schedulers change, and all settings of those of the caller's own optimizer."""
+    rates_are_the_programs: bool = False
+    """Whether the program has changed a learning rate without a scheduler of the engine."""
+    shared: dict[str, str] = field(default_factory=dict)
+    """Further names of tied parameters, with the names under which they are stored."""
+
+
+class EngineCheckpoints:
+    """Saves and loads the weights, buffers and optimizer state of an engine, and its counters."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        config: RunConfig,
+        data: DataParallel,
+        optimizer: Optimizer,
+        fp8: AmaxHistories | None,
+        owns_buffer: Callable[[str], bool],
+    ) -> None:
+        """``owns_buffer(name)``: whether this rank saves a buffer."""
+        self._module, self._config, self._data, self._optimizer, self._fp8 = module, config, data, optimizer, fp8
+        self._owns_buffer = owns_buffer
+        self._savers: dict[str, CheckpointSaver] = {}
+
+    def save(self, folder: str | os.PathLike[str], state: EngineState) -> None:
+        """Write a checkpoint into ``folder``; all ranks call this together."""
+        name = folder_name(folder)
+        if name not in self._savers:
+            config = replace(self._config, checkpoint=replace(self._config.checkpoint, save=name))
+            self._savers[name] = CheckpointSaver(
+                config,
+                self._data,
+                self._optimizer,
+                vocab_size=0,
+                tokenizer=None,
+                further=self._further,
+                fp8=self._fp8,
+            )
+        state.param_groups = [
+            {name: _numbers(group[name]) for name in CHANGED_BY_SCHEDULERS if name in group}
+            for group in self._optimizer.param_groups
+        ]
+        if isinstance(self._optimizer, TorchOptimizer):
+            state.param_groups = self._optimizer.group_settings()
+        first = {parameter: name for name, parameter in self._module.named_parameters()}
+        every = self._module.named_parameters(remove_duplicate=False)
+        state.shared = {further: first[parameter] for further, parameter in every if first[parameter] != further}
+        self._savers[name].save(state)
+
+    def finish(self) -> None:
+        """Wait for the checkpoints that are written in the background, and release their folders."""
+        for saver in self._savers.values():
+            saver.close()
+        self._savers.clear()
+
+    def load(self, folder: str | os.PathLike[str], iteration: int | None, *, load_optimizer: bool) -> EngineState:
+        """Load the newest checkpoint of ``folder``, or that of ``iteration``; it may be one of DeepSpeed."""
+        name = folder_name(folder)
+        if iteration is not None and (type(iteration) is not int or iteration < 0):
+            raise CheckpointError(f"iteration={iteration!r} must be an integer >= 0, or None for the newest")
+        if find_checkpoint(name) is None and is_deepspeed_folder(name):
+            return self.load_deepspeed(
+                folder, None if iteration is None else f"global_step{iteration}", load_optimizer=load_optimizer
+            )
+        settings = replace(
+            self._config.checkpoint,
+            load=name,
+            save=None,
+            ckpt_step=iteration,
+            no_load_optim=not load_optimizer,
+            exit_on_missing_checkpoint=True,
+        )
+        config = replace(self._config, checkpoint=settings)
+        self.finish()
+        reader, _ = open_checkpoint(config, self._data.device)
+        assert isinstance(reader, CheckpointReader), "a Hugging Face folder is not a checkpoint of an engine"
+        stored = reader.state
+        self._data.finish_param_sync()
+        with reader:
+            reader.fill(self._buffers())
+            if load_optimizer and isinstance(self._optimizer, TorchOptimizer) and stored["optimizer_steps"]:
+                self._optimizer.load(reader, stored.get("param_groups", []))
+            loaded = load_state(config, reader, self._data, self._optimizer, self._fp8)
+        if load_optimizer and (stored.get("scheduler") or stored.get("rates_are_the_programs")):
+            self._set_rates(stored.get("param_groups", []))
+        known = {name: stored[name] for name in ("client_state", "scheduler") if isinstance(stored.get(name), dict)}
+        known["rates_are_the_programs"] = bool(load_optimizer and stored.get("rates_are_the_programs"))
+        return EngineState(**{**asdict(loaded), **known})
+
+    def load_deepspeed(
+        self, folder: str | os.PathLike[str], tag: str | None = None, *, load_optimizer: bool = True
+    ) -> EngineState:
+        """Load a checkpoint of DeepSpeed: ``tag`` in ``folder``, by default the latest; all ranks call this together.
+
+        Sets the learning rates of the parameter groups if the checkpoint has the same number of groups. Errors:
+        ``CheckpointError`` on all ranks.
+        """
+        self.finish()
+        found = open_deepspeed(folder, tag, self._data, verify=self._config.checkpoint.verify_checkpoint)
+        values = load_deepspeed(
+            found, self._module, self._data, self._optimizer, list(self._buffers()), load_optimizer=load_optimizer
+        )
+        if load_optimizer:
+            self._set_rates(found.param_groups)
+        return EngineState(**values)
+
+    def _set_rates(self, stored: list[dict[str, Any]]) -> None:
+        """Restore the settings of the next step, which the caller or its scheduler set after the last one."""
+        if len(stored) == len(self._optimizer.param_groups):
+            for group, settings in zip(self._optimizer.param_groups, stored, strict=True):
+                for name in CHANGED_BY_SCHEDULERS:
+                    if name in group and name in settings:
+                        value = settings[name]
+                        group[name] = tuple(value) if isinstance(value, list) else value
+
+    def _further(self) -> Iterator[TensorBox]:
+        yield from self._buffers()
+        if isinstance(self._optimizer, TorchOptimizer) and not self._config.checkpoint.no_save_optim:
+            yield from self._optimizer.saved_boxes()
+
+    def _buffers(self) -> Iterator[TensorBox]:
+        """Persistent buffers, such as running statistics of batch norm; one rank saves each."""
+        names = set(self._module.state_dict(keep_vars=True))
+        for name, buffer in self._module.named_buffers():
+            if name in names:
+                shape = tuple(buffer.shape)
+                box = Box((0,) * buffer.dim(), shape)
+                yield TensorBox(f"buffers.{name}", shape, box, buffer, owned=self._owns_buffer(name))
+
+
+def check_client_state(values: Mapping[str, Any]) -> None:
+    """Raise ``CheckpointError`` for the first entry that is not JSON."""
+    if not isinstance(values, Mapping):
+        raise CheckpointError(f"client_state={values!r} must be a dict with JSON values")
+    for name, value in values.items():
+        if not is_json({name: value}):
+            raise CheckpointError(
+                f"client_state[{name!r}]={value!r} is not JSON; give numbers, strings, lists, and dicts with "
+                "strings as keys (of a tensor or an array: .tolist())"
+            )
+
+
+def _numbers(value: Any) -> Any:
+    """Return a setting of a parameter group as JSON; schedulers may set NumPy's numbers and tensors."""
+    if isinstance(value, tuple | list):
+        return [float(each) for each in value]
+    return None if value is None else float(value)

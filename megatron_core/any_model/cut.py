@@ -1,0 +1,325 @@
+"""Automatic pipeline stages of an unmodified model.
+
+Every stage runs the model's own ``forward`` on its batch. Layers of other stages are replaced by modules that return
+the received output; the forward of a stage ends where the first layer of the next stage would begin. Operations outside
+of layers (masks, positions, rotary angles) are computed on every stage. Parameters outside of layers that belong to
+another stage are replaced by NaN without memory, so that a value that should not be used would make the loss NaN.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_core.any_model.data import call_with
+from megatron_core.any_model.module import outermost
+from megatron_core.any_model.partition import stage_ranges
+from megatron_core.any_model.stages import Place, Stage
+from megatron_core.errors import ConfigError, LayoutError
+from megatron_core.parallel.texts import listed
+
+HINT = "write the model as a megatron_core.PipelineModule (docs/pipeline_my_model.md)"
+
+
+class _StageEnd(BaseException):
+    """Ends the model's forward at the first layer of the next stage; no handler of ``Exception`` catches it."""
+
+
+@dataclass
+class _Passage:
+    """State of one forward of a stage."""
+
+    stage: int
+    layers: range
+    received: Any
+    """Output of the stage before."""
+    before: Any = None
+    """Output of the last replaced layer, which the next layer must get."""
+    output: Any = None
+    """Output of the stage's last layer; None before it has run."""
+
+
+class _Elsewhere(nn.Module):
+    """Replaces a layer of another stage; it keeps the layer's plain attributes, which some models read."""
+
+    def __init__(self, cut: "ModelCut", number: int, layer: nn.Module) -> None:
+        super().__init__()
+        plain = {n: v for n, v in vars(layer).items() if not n.startswith("_") and isinstance(v, int | float | str)}
+        vars(self).update(plain)
+        self._number, self._pass_on = number, cut.pass_on
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the output of the stage before, or end the stage."""
+        return self._pass_on(self._number, args, kwargs)
+
+
+def find_layers(model: nn.Module) -> tuple[str, nn.Module]:
+    """Return name and module of the list of the model's layers.
+
+    It is the only ``nn.ModuleList`` or ``nn.Sequential`` whose entries have the classes that a transformers model names
+    as indivisible (``_no_split_modules``), else the only outermost one with several entries that have parameters, else
+    the one with most of the model's parameters. Errors: ``ConfigError`` if there is none, or several.
+    """
+    if isinstance(model, nn.Sequential):
+        return "", model
+    names = {module: name for name, module in model.named_modules()}
+    kinds = set(getattr(model, "_no_split_modules", None) or ())
+    lists = [each for each in names if _is_list(each) and all(type(c).__name__ in kinds for c in each.children())]
+    if not lists:
+        lists = outermost(model, _is_list)
+        total = sum(p.numel() for p in model.parameters())
+        most = [each for each in lists if 2 * sum(p.numel() for p in each.parameters()) > total]
+        lists = most if len(lists) > 1 and most else lists
+    if len(lists) != 1:
+        found = f"several lists of layers ({listed([names[each] for each in lists])})" if lists else "no list of layers"
+        raise ConfigError(
+            f"pipeline_model_parallel_size: {type(model).__name__} has {found}, so its stages are not known; {HINT}"
+        )
+    return names[lists[0]], lists[0]
+
+
+def _is_list(module: nn.Module) -> bool:
+    entries = [each for each in module.children() if next(each.parameters(), None) is not None]
+    return isinstance(module, nn.ModuleList | nn.Sequential) and len(entries) > 1
+
+
+class ModelCut:
+    """A model of the caller on one pipeline rank, cut into stages in place.
+
+    Outside of layers, parameters of modules that are registered before the list of layers belong to the first stage,
+    those of later modules and of modules named in ``head_modules`` to the last, and those of modules around the list to
+    all stages. Errors: ``ConfigError`` and ``LayoutError`` if the model cannot be cut.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        stage_to_rank: Sequence[int],
+        method: str | Sequence[int],
+        head_modules: Sequence[str] = (),
+    ) -> None:
+        self.model, self.stage_to_rank, self.head_modules = model, stage_to_rank, tuple(head_modules)
+        settings: Any = getattr(model, "config", None)
+        if getattr(settings, "output_router_logits", False):
+            raise ConfigError(
+                f"pipeline_model_parallel_size: {type(model).__name__} adds up the router logits of all layers "
+                f"(output_router_logits=True), which are on several ranks; set it to False, or {HINT}"
+            )
+        if getattr(settings, "use_cache", False):
+            settings.use_cache = False  # the key-value cache of the layers of other stages would be empty
+        self.path, self.container = find_layers(model)
+        self.keys, self.layers = list(self.container._modules), [*filter(None, self.container._modules.values())]
+        self.bounds = stage_ranges(
+            method,
+            [type(layer).__name__ for layer in self.layers],
+            len(stage_to_rank),
+            parameters=lambda: [sum(p.numel() for p in each.parameters() if p.requires_grad) for each in self.layers],
+        )
+        self._passage: _Passage | None = None
+        self._users: dict[nn.Module, set[int]] = {}
+        """Stages of each module outside of layers that has parameters of its own."""
+        self.all_places = self._find_places()
+        """Every parameter of the whole model."""
+        self.places: dict[nn.Parameter, Place] = {}
+
+    def _find_places(self) -> dict[nn.Parameter, Place]:
+        last = len(self.stage_to_rank) - 1
+        stages: dict[nn.Parameter, set[int]] = {}
+        names: dict[nn.Parameter, str] = {}
+        users: dict[nn.Module, set[int]] = {}
+        prefix, after = f"{self.path}.".lstrip("."), False
+        self._first_stage: dict[str, int] = {}
+        """First stage of each module, by name."""
+        for path, module in self.model.named_modules(remove_duplicate=False):
+            after = after or module is self.container
+            around = module is self.model or module is self.container or self.path.startswith(f"{path}.")
+            key = path.removeprefix(prefix).partition(".")[0] if path.startswith(prefix) and path else ""
+            if key in self.keys:  # inside of a layer
+                number = self.keys.index(key)
+                own = {next(s for s, layers in enumerate(self.bounds) if number in layers)}
+            elif around:
+                own = set(range(last + 1))
+            else:
+                is_head = after or any(path == name or path.startswith(f"{name}.") for name in self.head_modules)
+                own = {last if is_head else 0}
+            self._first_stage[path] = min(own)
+            users.setdefault(module, set()).update(own)
+            if key not in self.keys and module._parameters:
+                self._users[module] = users[module]
+            for name, parameter in module.named_parameters(prefix=path, recurse=False):
+                stages.setdefault(parameter, set()).update(own)
+                names.setdefault(parameter, name)
+        return {p: Place(names[p], tuple(sorted(found))) for p, found in stages.items()}
+
+    def keep(self, index: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Drop the layers and parameters that the pipeline rank ``index`` does not hold; the run has these types."""
+        self.mine = [stage for stage, rank in enumerate(self.stage_to_rank) if rank == index]
+        self.places = {p: place for p, place in self.all_places.items() if set(place.stages) & set(self.mine)}
+        del self.all_places
+        local = {number for stage in self.mine for number in self.bounds[stage]}
+        self._elsewhere = [_Elsewhere(self, number, layer) for number, layer in enumerate(self.layers)]
+        self.layers = [self.layers[n] if n in local else self._elsewhere[n] for n in range(len(self.layers))]
+        self._parameters = [
+            (module, name, parameter if parameter in self.places else None, _nothing(parameter.shape, dtype, device))
+            for module in self._users
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        ]
+        self._rest()
+        for stage in self.mine:
+            layers = self.bounds[stage]
+            self.layers[layers.start].register_forward_pre_hook(self._check_input(stage), with_kwargs=True)
+            self.layers[layers.stop - 1].register_forward_hook(self._keep_output(stage))
+        for module, stages in self._users.items():
+            module.register_forward_pre_hook(self._check_user(module, stages))
+
+    def _rest(self) -> None:
+        """Show all layers and parameters of this rank, as between two forwards."""
+        self.container._modules.update(zip(self.keys, self.layers, strict=True))
+        for module, name, parameter, _ in self._parameters:
+            module._parameters[name] = parameter
+
+    @contextmanager
+    def _active(self, stage: int) -> Iterator[None]:
+        """Show the layers and parameters of ``stage`` alone."""
+        layers = [self.layers[n] if n in self.bounds[stage] else self._elsewhere[n] for n in range(len(self.layers))]
+        self.container._modules.update(zip(self.keys, layers, strict=True))
+        for module, name, parameter, nothing in self._parameters:
+            module._parameters[name] = parameter if stage in self._users[module] else nothing
+        try:
+            yield
+        finally:
+            self._rest()
+
+    def make_stages(self) -> tuple[dict[int, Stage], dict[int, list[list[nn.Module]]]]:
+        """Return this rank's stages, and the modules of their units: each layer, and parts with weights of others."""
+        stages: dict[int, Stage] = {}
+        units: dict[int, list[list[nn.Module]]] = {}
+        seen: set[nn.Parameter] = set()
+        for stage in self.mine:
+            named = [(place.name, p) for p, place in self.places.items() if stage in place.stages and p not in seen]
+            seen |= {p for _, p in named}
+            layers = [self.layers[number] for number in self.bounds[stage]]
+            outside = [
+                module for module, users in self._users.items() if stage in users and not self._is_around(module)
+            ]
+            stages[stage] = Stage(self._run_of(stage), [*outside, *layers], named)
+            borrowed = stages[stage].borrowed({p for _, p in named})
+            units[stage] = [[each] for each in layers] + [[each] for each in borrowed if each not in layers]
+        return stages, units
+
+    def owns_buffer(self, name: str) -> bool:
+        """Whether this rank is the first one whose stages use a buffer of the whole model."""
+        return self._first_stage[name.rpartition(".")[0]] in self.mine
+
+    def _is_around(self, module: nn.Module) -> bool:
+        return any(inner is self.container for inner in module.modules())
+
+    def _run_of(self, stage: int) -> Callable[[Any, Any], Any]:
+        """Return the function of a stage; the model stays out of the stage's own modules."""
+        return lambda batch, received: self.run(stage, batch, received)
+
+    def run(self, stage: int, batch: Any, received: Any) -> Any:
+        """Run the model's forward as ``stage``: return its last layer's output, or the model's on the last stage."""
+        passage = _Passage(stage, self.bounds[stage], received)
+        self._passage = passage
+        with self._active(stage):
+            try:
+                output = call_with(self.model, batch)
+            except _StageEnd:
+                return passage.output
+            finally:
+                self._passage = None
+        if stage == len(self.stage_to_rank) - 1 and passage.output is not None:
+            return output
+        raise ConfigError(
+            f"{self._name(self.bounds[stage].stop - 1)} does not run in each forward of {type(self.model).__name__}, "
+            f"so the model cannot be cut after it; {HINT}"
+        )
+
+    def pass_on(self, number: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Replace the layer ``number``."""
+        passage = self._passage
+        if passage is None:
+            raise LayoutError(f"{self._name(number)} is on another pipeline rank; call engine.train_batch(iterator)")
+        if number >= passage.layers.stop:
+            self._check_chain(number, passage.output, args, kwargs)
+            raise _StageEnd
+        if number > 0:
+            self._check_chain(number, passage.before, args, kwargs)
+        is_last = number == passage.layers.start - 1
+        passage.before = passage.received if is_last else _nothing_in(passage.received)
+        return passage.before
+
+    def _check_chain(self, number: int, before: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Check that a layer gets the output of the layer before it, unchanged."""
+        expected = next(_tensors(before), None)
+        if expected is None or not any(each is expected for each in _tensors([args, dict(kwargs)])):
+            raise ConfigError(
+                f"{type(self.model).__name__} changes the output of {self._name(number - 1)} before "
+                f"{self._name(number)}, which a cut between them would lose; {HINT}"
+            )
+
+    def _check_input(self, stage: int) -> Callable[..., None]:
+        def check(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+            passage = self._passage
+            if passage is not None and passage.stage == stage and passage.layers.start > 0:
+                self._check_chain(passage.layers.start, passage.before, args, kwargs)
+
+        return check
+
+    def _keep_output(self, stage: int) -> Callable[..., None]:
+        def keep(_: nn.Module, args: Any, output: Any) -> None:
+            if self._passage is not None and self._passage.stage == stage:
+                self._passage.output = output
+
+        return keep
+
+    def _check_user(self, module: nn.Module, stages: set[int]) -> Callable[..., None]:
+        """Check that a module outside of layers runs where its parameters are."""
+        name = next(path for path, each in self.model.named_modules() if each is module)
+
+        def check(_: nn.Module, args: Any) -> None:
+            passage = self._passage
+            if passage is None or passage.stage in stages:
+                return
+            is_first, is_over = passage.stage == 0, passage.output is not None
+            if (is_first and not is_over) or (is_over and passage.stage == len(self.stage_to_rank) - 1):
+                where = "before" if is_first else "after"
+                raise ConfigError(
+                    f"{name} runs {where} the layers of {type(self.model).__name__}, but it is registered on the other "
+                    f"side of {self.path or 'them'}; give head_modules= with the modules that run after the layers "
+                    "alone; if it runs on both sides, " + HINT
+                )
+
+        return check
+
+    def _name(self, number: int) -> str:
+        return f"{self.path}.{self.keys[number]}".lstrip(".")
+
+
+def _nothing(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    """Return NaN of this shape, without memory for its elements."""
+    return nn.Parameter(torch.full((), torch.nan, dtype=dtype, device=device).expand(shape), requires_grad=False)
+
+
+def _nothing_in(value: Any) -> Any:
+    """Replace the floating-point tensors in the output of a layer by NaN."""
+    if isinstance(value, Tensor):
+        return _nothing(value.shape, value.dtype, value.device).data if value.is_floating_point() else value
+    if type(value) in (tuple, list):
+        return type(value)(_nothing_in(each) for each in value)
+    return {name: _nothing_in(each) for name, each in value.items()} if type(value) is dict else value
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _tensors(list(value.values()))
+    elif isinstance(value, tuple | list):
+        for each in value:
+            yield from _tensors(each)

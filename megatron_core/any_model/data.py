@@ -1,0 +1,131 @@
+"""Micro-batches of a map-style data set for any model: a function of seed, epoch and position only."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from megatron_core.any_model.arguments import check_dataset
+from megatron_core.errors import ConfigError
+
+
+class _Positions(Sampler[list[int]]):
+    """Indices of this data-parallel rank's micro-batches of one epoch, from ``consumed()`` samples on."""
+
+    def __init__(self, loader: "EngineLoader") -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[list[int]]:
+        loader = self.loader
+        epoch, first = divmod(loader.consumed(), loader.epoch_samples)
+        order = loader.order(epoch)
+        size, together = loader.micro_batch_size, loader.micro_batch_size * loader.ranks
+        for start in range(first + loader.rank * size, loader.epoch_samples, together):
+            yield order[start : start + size].tolist()
+
+
+class EngineLoader:
+    """Iterates over one epoch of micro-batches of this data-parallel rank; it resumes at the engine's position.
+
+    Sample i of an epoch is entry i of a permutation that depends on (seed, epoch) alone; step t reads the samples
+    ``t * global_batch_size`` and following, in the same micro-batches for every number of ranks. The incomplete global
+    batch at the end of an epoch is left out.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        *,
+        micro_batch_size: int,
+        global_batch_size: int,
+        rank: int,
+        ranks: int,
+        seed: int,
+        consumed: Callable[[], int],
+        shuffle: bool = True,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        pin_memory: bool = False,
+    ) -> None:
+        check_dataset(dataset)
+        count = len(dataset)  # type: ignore[arg-type]
+        self.micro_batch_size, self.rank, self.ranks = micro_batch_size, rank, ranks
+        self.seed, self.consumed, self.shuffle, self.count = seed, consumed, shuffle, count
+        self.epoch_samples = count // global_batch_size * global_batch_size
+        if self.epoch_samples == 0:
+            raise ConfigError(
+                f"training_data has {count} samples, fewer than global_batch_size={global_batch_size}; give a smaller "
+                "batch"
+            )
+        self._loader = DataLoader(
+            dataset,
+            batch_sampler=_Positions(self),
+            num_workers=num_workers,
+            collate_fn=collate_fn,
+            pin_memory=pin_memory,
+        )
+
+    def order(self, epoch: int) -> torch.Tensor:
+        """Return the permutation of ``epoch``."""
+        if not self.shuffle:
+            return torch.arange(self.count)
+        return torch.randperm(self.count, generator=torch.Generator().manual_seed(self.seed * 1_000_003 + epoch))
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate over the rest of the current epoch."""
+        return iter(self._loader)
+
+    def __len__(self) -> int:
+        """Number of micro-batches of this rank in a whole epoch."""
+        return self.epoch_samples // (self.micro_batch_size * self.ranks)
+
+
+def cast_floating(value: Any, dtype: torch.dtype) -> Any:
+    """Return ``value`` with its floating-point tensors in ``dtype``, inside of tuples, lists and dicts too."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if type(value) in (tuple, list):
+        return type(value)(cast_floating(each, dtype) for each in value)
+    if type(value) is dict:
+        return {name: cast_floating(each, dtype) for name, each in value.items()}
+    return value
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Return a context with ``module`` in evaluation mode; the mode of each submodule is restored afterwards."""
+    modes = {each: each.training for each in module.modules()}
+    module.eval()
+    try:
+        yield
+    finally:
+        for each, mode in modes.items():
+            each.training = mode
+
+
+def call_with(model: Callable[..., Any], batch: Any) -> Any:
+    """Call ``model`` with the entries of a batch: a dict by name, a tuple in order, or one tensor.
+
+    An ``nn.Sequential`` gets only the first entry of a tuple, without the labels.
+    """
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    if not isinstance(batch, tuple | list):
+        return model(batch)
+    has_one_input = isinstance(getattr(model, "module", model), nn.Sequential)
+    return model(batch[0]) if has_one_input else model(*batch)
+
+
+def loss_of(output: Any) -> Tensor:
+    """Return the loss in a module's output: a scalar tensor, the attribute or entry ``loss``, or the first entry."""
+    if isinstance(output, Tensor):
+        return output
+    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if found is None and isinstance(output, tuple | list) and output:
+        found = output[0]
+    if isinstance(found, Tensor):
+        return found
+    raise ConfigError(f"the model returns {type(output).__name__} without a loss; give loss_function(output, batch)")

@@ -1,0 +1,66 @@
+"""``loss.backward()`` without ``engine.backward``, detected by hooks on the outputs of a forward."""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_core.any_model.data import loss_of
+from megatron_core.data_parallel.units import tensors_in
+from megatron_core.errors import ConfigError
+
+
+class DirectBackward:
+    """Calls ``begin()`` before a backward that reaches the outputs of a forward, and ``end(loss)`` after it.
+
+    ``loss`` is the detached loss among the outputs, None if there is none. Not detected: backwards inside of
+    ``engine.backward``, and backwards that compute only selected gradients (``torch.autograd.grad``).
+    """
+
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], begin: Callable[[], None], end: Callable[[Tensor | None], None]
+    ) -> None:
+        self._parameters, self._begin, self._end = list(parameters), begin, end
+        self.is_running = False
+        """Whether a backward runs, of the engine or of the program."""
+
+    def watch(self, output: Any) -> None:
+        """Register hooks on the tensors in ``output``."""
+        tensors = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
+        loss = _detached_loss(output) if tensors else None
+        for tensor in tensors:
+            tensor.register_hook(partial(self._enter, loss))
+
+    def _enter(self, loss: Tensor | None, grad: Tensor) -> None:
+        if self.is_running or not any(map(_accumulates, self._parameters)):
+            return
+        self._begin()
+        self.is_running = True
+        queue = torch.autograd.Variable._execution_engine.queue_callback
+        queue(partial(self._leave, loss))
+
+    def _leave(self, loss: Tensor | None) -> None:
+        self.is_running = False
+        self._end(loss)
+
+
+def _accumulates(parameter: nn.Parameter) -> bool:
+    """Whether the running backward adds a gradient to ``parameter.grad``."""
+    with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
+        view = parameter.view_as(parameter)
+    node: Any = None if view.grad_fn is None else view.grad_fn.next_functions[0][0]
+    try:
+        found: bool = torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # torch.autograd.grad returns this gradient
+        return False
+    return found
+
+
+def _detached_loss(output: Any) -> Tensor | None:
+    try:
+        found = loss_of(output).detach()
+    except ConfigError:
+        return None
+    return found if found.numel() == 1 else None

@@ -1,0 +1,355 @@
+"""The engine of a model in pipeline stages: whole steps by a schedule, through ``take_step``."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_core import parallel_state
+from megatron_core.any_model.activations import save_memory
+from megatron_core.any_model.arguments import check_batches
+from megatron_core.any_model.cut import ModelCut
+from megatron_core.any_model.data import evaluating, loss_of
+from megatron_core.any_model.dtype import refuse_other_dtypes
+from megatron_core.any_model.engine import Engine, LossFunction
+from megatron_core.any_model.fp8 import histories_of, multiply_in_fp8
+from megatron_core.any_model.layers import PipelineModule
+from megatron_core.any_model.module import LocalInitialisation, cast, check_same_module, find_units
+from megatron_core.any_model.monitoring import StepReport
+from megatron_core.any_model.optimizer import Groups, check_trained, groups_of
+from megatron_core.any_model.prepare import Choices, Prepared, compile_units
+from megatron_core.any_model.stages import Staged, equalize, mark_tied, tied_sets
+from megatron_core.any_model.tensor import check_plan, equalize_and_split, split_model
+from megatron_core.config import RunConfig
+from megatron_core.errors import ConfigError, DataError, LayoutError, MegatronError
+from megatron_core.parallel.collectives import all_reduce_, broadcast_
+from megatron_core.parallel.grid import WORLD
+from megatron_core.parallel.groups import ParallelGroups
+from megatron_core.parallel.micro_batch import SequenceSplit
+from megatron_core.parallel.texts import gather_from_all_ranks, gather_strings, raising_on_all_ranks
+from megatron_core.parallel.world import World
+from megatron_core.pipeline_parallel.executor import ForwardStep
+from megatron_core.pipeline_parallel.messages import Message, StructuredMessages, flatten, tensors_of
+from megatron_core.pipeline_parallel.p2p import PipelineP2P
+from megatron_core.schedules.actions import Action
+from megatron_core.training.driver import StepHooks, StepRates, StepWork, Trainable, run_plan, sum_of, take_step
+from megatron_core.training.plans import Plans
+
+
+class PipelineEngine(Engine):
+    """Trains ``module`` in pipeline stages: a ``PipelineModule``, or any model that ``ModelCut`` can cut.
+
+    ``train_batch`` and ``eval_batch`` run whole batches; ``forward``, ``backward`` and ``step`` do not exist, because
+    the micro-batches of a step are interleaved by the schedule.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        config: RunConfig,
+        world: World,
+        *,
+        partition_method: str | Sequence[int] = "parameters",
+        head_modules: Sequence[str] = (),
+        has_dtype: bool = True,
+        **options: Any,
+    ) -> None:
+        """``has_dtype``: whether the settings choose the dtype, so that it need not be that of the layers."""
+        self._partition_method, self._head_modules = partition_method, head_modules
+        self._has_dtype = has_dtype
+        super().__init__(module, config, world, **options)
+        parallel, device = config.parallel, world.device
+        p2p = PipelineP2P(self.groups)
+        p2p.warm_up(device, self.plans.stage_to_rank)
+        self._known: set[str] = set()
+        """Kinds of micro-batches that any rank has had."""
+        self._structures: dict[Any, Any] = {}
+        self._trainable = Trainable(
+            groups=self.groups,
+            split=SequenceSplit.of(self.groups, sequence_parallel=False),
+            data_parallel=self.data_parallel,
+            optimizer=self._sharded,
+            fp8=self.fp8,
+            p2p=p2p,
+            message=StructuredMessages(device, (), False, self._structures),
+            deferrable=[*self.staged.places],
+            overlap_p2p=parallel.overlap_p2p_communication,
+        )
+
+    def _prepare(self, choices: Choices) -> Prepared:
+        config, module = self.config, self.module
+        if choices.keeps_all:
+            raise ConfigError(
+                f"optimizer={config.optimizer.optimizer} of your own with pipeline stages: each rank updates its own "
+                "stages; use AdamW, Adam, SGD, or an optimizer of config"
+            )
+        if isinstance(module, PipelineModule) and config.model.recompute_granularity:
+            raise ConfigError("recompute_granularity with a PipelineModule: use its recompute_interval")
+        self.plans = Plans(config, config.parallel.data_parallel_size(self.world.size))
+        where = self.plans.stage_to_rank
+        self.groups = groups = parallel_state.make_groups(config.parallel, self.world, ends=(where[0], where[-1]))
+        self.staged: Staged
+        if isinstance(module, PipelineModule):
+            self.staged = module
+            param_groups, local = self._place_layers(module, groups, choices)
+        else:
+            self.staged, param_groups, local = self._cut_model(module, groups, choices)
+        mark_tied(self.staged.places, where, groups)
+        self.stages, units = self.staged.make_stages()
+        if choices.unit_classes is not None:
+            units = {number: find_units(stage, choices.unit_classes) for number, stage in self.stages.items()}
+        compile_units((modules for own in units.values() for modules in own), config.training)
+        save_memory(module, [each for own in units.values() for modules in own for each in modules], config.model)
+        own = [{**each, "params": [p for p in each["params"] if p in self.staged.places]} for each in param_groups]
+        fp8 = histories_of(module, config, groups, self.world.device)
+        return Prepared(groups, dict(self.stages), units, own, local, fp8)
+
+    def _place_layers(
+        self, module: PipelineModule, groups: ParallelGroups, choices: Choices
+    ) -> tuple[Groups, LocalInitialisation]:
+        """Construct this rank's layers of a ``PipelineModule``, equal on the ranks that share them."""
+        config, where = self.config, self.plans.stage_to_rank
+        bounds = module.bounds or module.divide(len(where))  # DeepSpeed's constructor places the layers itself
+        by_rank = gather_from_all_ranks(
+            json.dumps([module.class_names, [list(each) for each in bounds]]), self.world.device
+        )
+        if len(set(by_rank)) > 1:
+            other = next(rank for rank, text in enumerate(by_rank) if text != by_rank[0])
+            raise LayoutError(
+                f"the PipelineModule differs between ranks: rank 0 has the layers and stages {by_rank[0]}, and rank "
+                f"{other} has {by_rank[other]}; construct the same on every rank"
+            )
+        plan = module.plan_of_names(groups.size("tp"))
+        if not module.bounds:
+            module.place(bounds, [stage for stage, rank in enumerate(where) if rank == groups.index("pp")])
+        groups.tie(tied_sets(module.uses, where))
+        with raising_on_all_ranks(self.world.device):
+            if not self._has_dtype and config.training.compute_dtype == "float32":
+                refuse_other_dtypes(module)
+        cast(module, config, self.world.device)
+        local = LocalInitialisation(module, config.training.seed, self.world.device, choices.initialise)
+        equalize(module.places, module.buffers(), where, groups)
+        if plan is not None:
+            here = dict(module.named_modules())
+            own_plan = {name: style for name, style in plan.items() if name in here}
+            if groups.size("tp") == 1:
+                check_plan(module, groups.group("tp"), own_plan)
+            else:
+                split_model(module, groups.group("tp"), plan=own_plan)
+                torch.manual_seed(config.training.seed + groups.index("dp"))
+        inside = [[each] for layer in module.layers_here() for each in layer.children()]
+        multiply_in_fp8(module, inside, config, groups, self.world.device)
+        if not any(parameter.requires_grad for parameter in module.parameters()):  # a stage of functions alone
+            optimizer = config.optimizer
+            rates = {"lr": optimizer.lr, "weight_decay": optimizer.weight_decay, "eps": optimizer.adam_eps}
+            return [{**rates, "params": []}], local
+        return groups_of(module, config.optimizer, choices.model_parameters), local
+
+    def _cut_model(
+        self, module: nn.Module, groups: ParallelGroups, choices: Choices
+    ) -> tuple[ModelCut, Groups, LocalInitialisation]:
+        """Cut a whole model into stages, and keep those of this rank."""
+        config, device, where = self.config, self.world.device, self.plans.stage_to_rank
+        check_same_module(module, device)
+        with raising_on_all_ranks(device):
+            param_groups = groups_of(module, config.optimizer, choices.model_parameters)
+        local = LocalInitialisation(module, config.training.seed, device, choices.initialise)
+        if groups.size("tp") > 1:  # splits are chosen from the whole model
+            cast(module, config, device)
+            equalize_and_split(module, groups, config.training.seed)
+        multiply_in_fp8(module, find_units(module, choices.unit_classes), config, groups, device)
+        cut = ModelCut(module, where, self._partition_method, self._head_modules)
+        groups.tie(tied_sets({place.stages for place in cut.all_places.values()}, where))
+        cut.keep(groups.index("pp"), getattr(torch, config.training.compute_dtype), device)
+        if groups.size("tp") == 1:
+            cast(module, config, device)
+            equalize(cut.places, module.buffers(), where, groups)
+        return cut, param_groups, local
+
+    # Whole steps.
+
+    def train_batch(self, batches: Iterator[Any] | None, loss_function: LossFunction | None = None) -> StepReport:
+        """Take one optimizer step with the next ``gradient_accumulation_steps`` micro-batches of ``batches``.
+
+        ``loss_function(output, batch)`` returns the mean loss of a micro-batch, by default the ``loss_fn`` of a
+        ``PipelineModule``, or the loss in the model's output. Each rank passes the micro-batches of its data-parallel
+        index; with a ``PipelineModule`` only the first and the last stage read them, and other ranks may pass None. All
+        ranks call it together. Errors: ``StopIteration`` if the data of all ranks end, ``DataError`` if those of some.
+        """
+        check_trained(self.module, self._trained)
+        self.monitor.begin(self.state.iteration)
+        count = self.gradient_accumulation_steps
+        micros, pipeline = self._load(batches, count)
+        rate = self._set_rates()
+        around = self._failing_together if pipeline.message.posts_late else nullcontext
+        work = StepWork(
+            self.plans.training(count),
+            self._forward_step(micros, loss_function, pipeline.message),
+            torch.tensor(float(count), dtype=torch.float64, device=self.world.device),
+        )
+        outcome = take_step(
+            pipeline,
+            work,
+            StepRates(rate),
+            hooks=StepHooks(around_plan=around, before_update=self.before_update, is_bad=self._is_bad),
+        )
+        return self._advance(outcome.loss, outcome.grad_norm, rate, skipped=outcome.skipped)
+
+    def _is_bad(self, loss: float, norm: float) -> bool:
+        self._refuse_bad(loss, norm)
+        return False
+
+    @torch.no_grad()
+    def eval_batch(self, batches: Iterator[Any] | None, loss_function: LossFunction | None = None) -> float:
+        """Return the mean loss of the next ``gradient_accumulation_steps`` micro-batches of all ranks."""
+        count = self.gradient_accumulation_steps
+        with evaluating(self.module):
+            micros, pipeline = self._load(batches, count)
+            forward = self._forward_step(micros, loss_function, pipeline.message)
+            with self._failing_together(None) if pipeline.message.posts_late else nullcontext():
+                losses = run_plan(pipeline, self.plans.evaluation(count), forward)
+        total = sum_of(pipeline, losses)
+        all_reduce_(total, self.groups.group(WORLD))
+        return float(total) / (count * self.groups.size("dp"))
+
+    def _load(self, batches: Iterator[Any] | None, count: int) -> tuple[list[Any], Trainable]:
+        """Read micro-batches, and agree on their kinds in each pipeline."""
+        micros: list[Any] = []
+        if batches is not None:
+            check_batches(batches)
+        for batch in batches if batches is not None else ():
+            micros.append(self._in_compute_dtype(batch))
+            if len(micros) == count:
+                break
+        own = None if batches is None else [f"{self.module.training:d} {_kind_of(batch)}" for batch in micros]
+        by_rank = [json.loads(text) for text in gather_from_all_ranks(json.dumps(own), self.world.device)]
+        ended = [rank for rank, kinds in enumerate(by_rank) if kinds is not None and len(kinds) < count]
+        if ended and len(ended) == sum(kinds is not None for kinds in by_rank):
+            raise StopIteration
+        if ended:
+            raise DataError(
+                f"the data of rank {ended[0]} end after {len(by_rank[ended[0]])} of the {count} micro-batches of a "
+                "step, but those of other ranks do not; give every rank the same number"
+            )
+        ranks = self.groups.ranks("pp")
+        read = {rank: by_rank[rank] for rank in ranks if by_rank[rank] is not None}
+        where = self.plans.stage_to_rank
+        needed = ranks if isinstance(self.staged, ModelCut) else [ranks[where[0]], ranks[where[-1]]]
+        if any(rank not in read for rank in needed):
+            raise DataError(
+                f"rank {next(rank for rank in needed if rank not in read)} has no batches, but its stage reads them; "
+                "pass an iterator of micro-batches"
+            )
+        kinds = read[needed[0]]
+        other = next((rank for rank in read if read[rank] != kinds), None)
+        if other is not None:
+            raise DataError(
+                f"ranks {needed[0]} and {other} are stages of one pipeline, but their batches have different shapes; "
+                "give all stages the same micro-batches"
+            )
+        everything = {kind for kinds in by_rank for kind in kinds or ()}
+        is_new = not self._known.issuperset(everything)
+        self._known |= everything
+        message = StructuredMessages(self.world.device, kinds, is_new, self._structures)
+        return micros, replace(self._trainable, message=message, overlap_p2p=self._trainable.overlap_p2p or is_new)
+
+    @contextmanager
+    def _failing_together(self, listener: Any) -> Iterator[Any]:
+        """Raise an error of one rank in the context, the first step with new shapes, on all ranks."""
+        failure: Exception | None = None
+        try:
+            yield listener
+        except Exception as error:
+            failure = error
+        by_rank = gather_from_all_ranks(
+            "" if failure is None else str(failure) or type(failure).__name__, self.world.device
+        )
+        if failure is not None:
+            raise failure
+        if any(by_rank):
+            raise MegatronError(next(text for text in by_rank if text))
+
+    def _forward_step(self, micros: list[Any], loss_function: LossFunction | None, message: Any) -> ForwardStep:
+        """Return the forward function of a stage: its output is a message, or on the last stage the loss."""
+        last = len(self.plans.stage_to_rank) - 1
+
+        def forward(stage: int, micro: int, tensors: Message | None) -> Message:
+            batch, received = micros[micro] if micros else None, None
+            if tensors is not None:
+                received = message.structure_of(stage - 1, micro).fill(tensors_of(tensors))
+            output = self.stages[stage](batch, received)
+            if stage == last:
+                return self._loss_in(output, batch, loss_function)
+            structure, sent = flatten(output)
+            message.learn(Action(stage, "F", micro), structure)
+            return sent
+
+        return forward
+
+    def _loss_in(self, output: Any, batch: Any, loss_function: LossFunction | None) -> Tensor:
+        if loss_function is not None:
+            loss = loss_function(output, batch)
+        elif isinstance(self.module, PipelineModule) and self.module.loss_fn is not None:
+            loss = self.module.loss_fn(output, batch[1])
+        else:
+            loss = loss_of(output)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise ConfigError(f"loss={loss!r} must be a tensor with one element; give loss_fn or loss_function")
+        return loss.reshape(())
+
+    # Micro-batches one by one do not exist.
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise ``ConfigError``: a pipeline runs whole steps."""
+        raise ConfigError(
+            "engine(batch), backward and step do not exist with pipeline stages, whose micro-batches are interleaved; "
+            "call engine.train_batch(iterator) or engine.eval_batch(iterator)"
+        )
+
+    backward = step = forward
+
+    # Whole tensors.
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Return whole weights and buffers of all stages on the CPU; all ranks call it together."""
+        own = super().full_state_dict()
+        names = {name for name, _ in self.module.named_parameters(remove_duplicate=False)}
+        own = {name: tensor for name, tensor in own.items() if name in names or self.staged.owns_buffer(name)}
+        group, device = self.groups.group("pp"), self.world.device
+        lines = json.dumps([[n, list(t.shape), str(t.dtype).removeprefix("torch.")] for n, t in own.items()])
+        whole: dict[str, Tensor] = {}
+        for index, text in enumerate(gather_strings(lines, group, device)):
+            for name, shape, dtype in json.loads(text):
+                if name in whole:
+                    continue
+                tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+                if index == self.groups.index("pp"):
+                    tensor.copy_(own[name])
+                sent = tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
+                broadcast_(sent, self.groups.ranks("pp")[index], group)
+                whole[name] = tensor.cpu()
+        return whole
+
+    def owns_buffer(self, name: str) -> bool:
+        """Whether this rank saves a buffer."""
+        return self.staged.owns_buffer(name) and self.groups.index("dp") == self.groups.index("tp") == 0
+
+
+def _kind_of(batch: Any) -> str:
+    """Return a digest of the nesting, shapes and dtypes of a micro-batch."""
+    return hashlib.sha256(json.dumps(_shapes(batch)).encode()).hexdigest()[:16]
+
+
+def _shapes(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return [list(value.shape), str(value.dtype)]
+    if isinstance(value, Mapping):
+        return {str(name): _shapes(each) for name, each in value.items()}
+    if isinstance(value, tuple | list):
+        return [_shapes(each) for each in value]
+    return type(value).__name__

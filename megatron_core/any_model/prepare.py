@@ -1,0 +1,77 @@
+"""Preparation of a whole model on this rank: groups, equal weights, dtype, and units of data parallelism."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from megatron_core import parallel_state
+from megatron_core.any_model.activations import save_memory
+from megatron_core.any_model.fp8 import histories_of, multiply_in_fp8
+from megatron_core.any_model.module import (
+    Initialise,
+    LocalInitialisation,
+    UnitClasses,
+    cast,
+    check_same_module,
+    find_units,
+)
+from megatron_core.any_model.optimizer import Groups, groups_of
+from megatron_core.any_model.tensor import equalize_and_split
+from megatron_core.config import RunConfig, TrainingConfig
+from megatron_core.parallel.compiled import compile_forward
+from megatron_core.parallel.groups import ParallelGroups
+from megatron_core.parallel.texts import raising_on_all_ranks
+from megatron_core.parallel.world import World
+from megatron_core.tensor_parallel.amax_history import AmaxHistories
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Arguments of ``initialize`` about the parameters of a model."""
+
+    model_parameters: list[Any] | None
+    """Parameters, or groups of them."""
+    unit_classes: UnitClasses | None
+    initialise: Initialise | None
+    keeps_all: bool
+    """Whether parameter groups keep settings of the caller's own optimizer."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A model on this rank, before its gradients get buckets."""
+
+    groups: ParallelGroups
+    stages: dict[int, nn.Module]
+    """This rank's stages by number; without a pipeline the model is stage 0."""
+    units: dict[int, list[list[nn.Module]]]
+    """Modules of the units of data parallelism of each stage."""
+    param_groups: Groups
+    initialisation: LocalInitialisation
+    fp8: AmaxHistories | None = None
+
+
+def compile_units(units: Iterable[Iterable[nn.Module]], training: TrainingConfig) -> None:
+    """Compile the forward of each unit, if configured; operations that torch cannot trace divide its graph."""
+    for unit in (unit for modules in units for unit in modules if training.compile):
+        compile_forward(unit, fullgraph=False, backend=training.compile_backend)
+
+
+def prepare_model(module: nn.Module, config: RunConfig, world: World, choices: Choices) -> Prepared:
+    """Create the groups, and make the model equal on all ranks, in the dtype of the run."""
+    groups = parallel_state.make_groups(config.parallel, world, ends=(0, 0))
+    check_same_module(module, world.device)
+    with raising_on_all_ranks(world.device):
+        param_groups = groups_of(module, config.optimizer, choices.model_parameters, keeps_all=choices.keeps_all)
+    cast(module, config, world.device)
+    local = LocalInitialisation(module, config.training.seed, world.device, choices.initialise)
+    equalize_and_split(module, groups, config.training.seed)
+    multiply_in_fp8(module, find_units(module, choices.unit_classes), config, groups, world.device)
+    units = find_units(module, choices.unit_classes)
+    compile_units(units, config.training)
+    save_memory(module, [each for modules in units for each in modules], config.model)
+    return Prepared(
+        groups, {0: module}, {0: units}, param_groups, local, histories_of(module, config, groups, world.device)
+    )

@@ -1,0 +1,36 @@
+"""Modules are importable by their names of the version before."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import pytest
+
+from megatron_core.moved import MOVED, new_name
+
+
+@pytest.mark.parametrize(("old", "new"), MOVED.items())
+def test_an_old_name_is_the_same_module(old: str, new: str) -> None:
+    sys.modules.pop(f"megatron_core.{old}", None)
+    with pytest.warns(DeprecationWarning, match=f"has moved to megatron_core.{new}"):
+        module = importlib.import_module(f"megatron_core.{old}")
+    assert module is importlib.import_module(f"megatron_core.{new}")
+    assert module.__spec__ is not None
+    assert module.__spec__.name == f"megatron_core.{new}"
+
+
+def test_modules_of_a_moved_package() -> None:
+    assert new_name("megatron_core.training.engine.engine") == "megatron_core.any_model.engine"
+    with pytest.warns(DeprecationWarning):
+        from megatron_core.training.engine.engine import Engine
+    from megatron_core.any_model.engine import Engine as SameEngine
+
+    assert Engine is SameEngine
+
+
+def test_other_names_are_not_touched() -> None:
+    assert new_name("megatron_core.training.engines") is None
+    assert new_name("torch.training.engine") is None
+    with pytest.raises(ModuleNotFoundError, match=r"No module named 'megatron_core\.training\.nothing'"):
+        importlib.import_module("megatron_core.training.nothing")
