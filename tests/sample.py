@@ -3,9 +3,9 @@
 1. A test marked ``whole_matrix`` is left out.
 2. Of a test marked ``drawn(count)``, ``count`` cases are kept.
 3. Of another test that starts ranks or programs, ``CASES`` cases are kept, unless it is marked ``every_case``.
-4. In folders of optional parts of the package (features, and packages that a run can do without), each module keeps one
-   of ``OPTIONAL_SHARE`` tests that start ranks or programs, with one case each; ``make test-changed`` adds the others if
-   the part or the core changed.
+4. In folders of optional parts of the package (features, and packages that a run can do without), each module keeps
+   one of ``OPTIONAL_SHARE`` tests that start ranks or programs, with one case each; ``make test-changed`` adds the
+   others if the part or the core changed.
 5. Of a test in ``tests/ops``, cases in which every pair of values of its parameters occurs: ``tests/ops/conftest.py``.
 
 Kept cases are spread evenly over the cases of the test, so that each new one moves them. Cases of other tests are all
@@ -64,8 +64,8 @@ def _left_out_of_optional_parts(tests: dict[tuple[Path, str], list[pytest.Functi
         kept = spread(len(of_module), -(-len(of_module) // OPTIONAL_SHARE))
         for number, cases in enumerate(of_module):
             is_whole = cases[0].get_closest_marker("every_case") is not None
-            first = 0 if is_whole else 1
-            left.update(cases[first:] if number in kept else cases)
+            kept_cases = len(cases) if is_whole else 1
+            left.update(cases[kept_cases:] if number in kept else cases)
     return left
 
 
