@@ -12,6 +12,7 @@ from typing import Any
 
 PACKAGE = "megatron_core"
 MOVED = {
+    "data_parallel.units": "data_parallel.fill",
     "training.engine": "any_model",
 }
 """New names of modules and packages by old ones, without the package's name."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from megatron_core.models.gpt.model import LogitLoss
+from megatron_core.models.gpt.model import HeadOptions, LogitLoss
 from megatron_core.parallel.micro_batch import MicroBatch
 from megatron_core.pipeline_parallel.executor import ForwardStep
 from megatron_core.tensor_parallel.distillation import vocab_parallel_distillation_loss
@@ -58,7 +58,8 @@ def logit_losses(
         def loss(logits: Tensor, target: Tensor) -> Tensor:
             batch = batches[micro]
             with torch.no_grad():
-                theirs = teacher.model.stages[last](batch.tokens, final_hidden_states=hidden.pop(micro))
+                last_stage, only = teacher.model.stages[last], HeadOptions(only_output_layer=True)
+                theirs = last_stage(batch.tokens, hidden_states=hidden.pop(micro), head=only)
             losses, divergence = vocab_parallel_distillation_loss(
                 logits,
                 theirs,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_core.config import RunConfig
-from megatron_core.data_parallel import DataParallel
+from megatron_core.data_parallel import BucketMemory, DataParallel, DataParallelSettings
 from megatron_core.models import GPTModel
 from megatron_core.models.build import build_stages
 from megatron_core.models.megatron_lm import MegatronReader
@@ -76,10 +76,12 @@ def load_frozen(
     data = DataParallel(
         stages,
         groups,
-        zero_stage=3 if shards else 0,
-        overlap_param_gather=shards and parallel.overlap_param_gather,
-        bucket_size=parallel.ddp_bucket_size,
-        device=device,
+        DataParallelSettings(
+            zero_stage=3 if shards else 0,
+            overlap_param_gather=shards and parallel.overlap_param_gather,
+            bucket_size=parallel.ddp_bucket_size,
+        ),
+        memory=BucketMemory(device),
     )
     with weights:
         weights.fill(held_weights(data))
