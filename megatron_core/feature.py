@@ -40,6 +40,8 @@ class Feature:
     convert_layers: str | None = None
     """Hook: a function from the ``RunConfig``, the layers of a stage, which it changes, and the device; it returns a
     sentence about parts that stay as they were, or ""."""
+    data_part: str | None = None
+    """Class derived from ``datasets.parts.DataPart``: a kind of data, an order of samples, or changes of samples."""
     run_part: str | None = None
     """Class derived from ``training.parts.RunPart``: the feature's objects in a training run, constructed with it."""
 

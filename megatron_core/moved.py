@@ -12,6 +12,20 @@ from typing import Any
 
 PACKAGE = "megatron_core"
 MOVED = {
+    "datasets.preferences": "features.preferences.dataset",
+    "datasets.megatron_order": "features.megatron_order",
+    "datasets.fim": "features.fill_in_the_middle.dataset",
+    "tokenizers.template_process": "features.conversations.template_process",
+    "tokenizers.template_sandbox": "features.conversations.template_sandbox",
+    "tokenizers.chat": "features.conversations.chat_template",
+    "datasets.packing": "features.conversations.packing",
+    "datasets.tool_calls": "features.conversations.tool_calls",
+    "datasets.message_keys": "features.conversations.message_keys",
+    "datasets.message_schemas": "features.conversations.schemas",
+    "datasets.conversation_tokenizer": "features.conversations.encoder",
+    "datasets.conversation_notes": "features.conversations.line_notes",
+    "datasets.build_conversations": "features.conversations.build",
+    "datasets.conversations": "features.conversations.dataset",
     "training.engine": "any_model",
 }
 """New names of modules and packages by old ones, without the package's name."""

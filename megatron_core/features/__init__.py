@@ -1,14 +1,22 @@
 """Optional features, one folder each. This list is the only place that names them."""
 
 from megatron_core.features.compression import COMPRESSION
+from megatron_core.features.conversations import CONVERSATIONS
 from megatron_core.features.cuda_graphs import CUDA_GRAPHS
+from megatron_core.features.fill_in_the_middle import FILL_IN_THE_MIDDLE
+from megatron_core.features.megatron_order import MEGATRON_ORDER
+from megatron_core.features.preferences import PREFERENCES
 from megatron_core.features.qk_clip import QK_CLIP
 from megatron_core.features.recurrent import RECURRENT
 from megatron_core.features.sparse_attention import SPARSE_ATTENTION
 
 FEATURES = (
     COMPRESSION,
+    CONVERSATIONS,
     CUDA_GRAPHS,
+    FILL_IN_THE_MIDDLE,
+    MEGATRON_ORDER,
+    PREFERENCES,
     QK_CLIP,
     RECURRENT,
     SPARSE_ATTENTION,
