@@ -52,6 +52,12 @@ class Feature:
     """Rows ``config.compression.CompressionKind``: values of --grad-compression that it implements."""
     in_any_model: bool = False
     """Whether ``initialize`` of a model of the caller also reads its settings."""
+    arithmetic: str | None = None
+    """Hook: a function from the ``RunConfig``, the ranks over which a sequence is split, and the data-parallel ranks to
+    the ``tensor_parallel.arithmetic.LayerArithmetic`` of the layers."""
+    check_device: str | None = None
+    """Hook: a function from the ``RunConfig`` and the device that raises ``ConfigError`` if the rank cannot compute
+    what the feature needs; called on all ranks before the model is built."""
     convert_layers: str | None = None
     """Hook: a function from the ``RunConfig``, the layers of a stage, which it changes, and the device; it returns a
     sentence about parts that stay as they were, or ""."""

@@ -12,6 +12,14 @@ from typing import Any
 
 PACKAGE = "megatron_core"
 MOVED = {
+    "config.invariance": "config.tree",
+    "config.rules_invariance": "features.equal_bits.rules",
+    "parallel.invariance": "features.equal_bits.invariance",
+    "ops.fixed_products": "features.equal_bits.fixed_products",
+    "ops.exact_sum": "features.equal_bits.exact_sum",
+    "transformer.invariant_attention": "features.equal_bits.attention",
+    "tensor_parallel.invariant_kernels": "features.equal_bits.kernels",
+    "tensor_parallel.invariant_linear": "features.equal_bits.linear",
     "data_parallel.units": "data_parallel.fill",
     "training.averages": "features.averages.weights",
     "training.choices": "features.questions.scores",

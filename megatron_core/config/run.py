@@ -11,7 +11,6 @@ from megatron_core.config.attention import AttentionKind, attention_of
 from megatron_core.config.checkpoint import CheckpointConfig
 from megatron_core.config.compression import compression_of
 from megatron_core.config.data import DataConfig
-from megatron_core.config.invariance import default_parts
 from megatron_core.config.model import ModelConfig
 from megatron_core.config.monitor import MonitorConfig
 from megatron_core.config.outer import OuterConfig
@@ -19,6 +18,7 @@ from megatron_core.config.parallel import ParallelConfig
 from megatron_core.config.resilience import ResilienceConfig
 from megatron_core.config.setting import Setting, declarations
 from megatron_core.config.training import OptimizerConfig, TrainingConfig
+from megatron_core.config.tree import default_parts
 from megatron_core.config.tuning import TuningConfig
 from megatron_core.feature import features
 

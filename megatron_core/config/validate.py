@@ -9,7 +9,6 @@ from megatron_core.config.rules_data import SOURCES, data_problems, tokenizer_pr
 from megatron_core.config.rules_fp8 import fp8_problems
 from megatron_core.config.rules_heterogeneous import heterogeneous_problems
 from megatron_core.config.rules_hybrid import hybrid_problems
-from megatron_core.config.rules_invariance import invariance_problems
 from megatron_core.config.rules_moe import moe_problems
 from megatron_core.config.rules_outer import outer_problems
 from megatron_core.config.rules_parallel import context_problems, parallel_problems, recompute_problems
@@ -66,7 +65,6 @@ def problems(config: RunConfig, world_size: int) -> Iterator[str]:
     yield from precision_problems(config)
     yield from average_problems(config)
     yield from fp8_problems(config)
-    yield from invariance_problems(config)
     yield from tuning_problems(config)
     yield from data_problems(config)
     yield from tokenizer_problems(config)

@@ -38,7 +38,7 @@ class Bucket:
     size and aligned to 16 bytes. This rank updates ``shard``: its shard, or at ``zero_stage`` 0 the whole bucket. From
     stage 2 on ``grads`` has memory only between ``open_grads`` and the end of a reduction, which adds to
     ``grad_shard``; at stage 3 ``weights`` has memory only between ``start_gather`` and ``release_weights``. The tensor
-    objects remain; their storage is resized. With ``exact_sums`` gradients are summed in float64, and ``round_sum``
+    objects remain; their storage is resized. If sums are exact, gradients are summed in float64, and ``round_sum``
     rounds the sum once.
 
     The bucket is sharded over the ranks of ``dp_group``; ``instances`` are the ranks with the same shard in other
@@ -70,7 +70,7 @@ class Bucket:
             slice(dp_group.rank() * part, (dp_group.rank() + 1) * part) if self.is_sharded else slice(0, padded)
         )
         final_dtype = torch.promote_types(first.dtype, torch.float32)
-        grad_dtype = torch.float64 if settings.exact_sums else final_dtype
+        grad_dtype = torch.float64 if settings.arithmetic.adds_exactly else final_dtype
         self.weights = torch.zeros(padded, dtype=first.dtype, device=device)
         self.placement = memory.placement_of(self.weights)
         """Placement of the shard of stage 3."""
@@ -96,7 +96,7 @@ class Bucket:
         if self.splits_grads:
             release(self.grads)
         self._final_shard: Tensor | None = None
-        if settings.exact_sums and first.requires_grad:
+        if settings.arithmetic.adds_exactly and first.requires_grad:
             self._final_shard = self.grads.new_empty(self.sum_shard.shape, dtype=final_dtype)
         # Options and state of the communication.
         self.wire_dtype = settings.wire_dtype or grad_dtype

@@ -9,6 +9,7 @@ import torch
 
 from megatron_core.data_parallel.bucket_kind import BucketKind
 from megatron_core.data_parallel.bucket_layout import InOrder, Rule, WholeInShards
+from megatron_core.tensor_parallel.arithmetic import PLAIN, LayerArithmetic
 
 SHARD_MULTIPLE = 8
 """A shard's length is a multiple of this number of elements: shards start at 16 bytes for vectorised kernels."""
@@ -51,7 +52,7 @@ class DataParallelSettings:
     """Dtype in which gradients are sent and summed; by default their own."""
     sums_wide: bool = False
     """Whether shards of gradients sent in ``wire_dtype`` are summed in the gradients' own dtype."""
-    exact_sums: bool = False
-    """Whether gradients are sums in float64 of addends from ``ops.exact_sum``."""
+    arithmetic: LayerArithmetic = PLAIN
+    """Sums of the model; gradients are float64 if it adds exactly."""
     ranks_may_differ: bool = False
     """Whether ranks may run different modules, so that they agree on the order of sums: see ``Agreement``."""

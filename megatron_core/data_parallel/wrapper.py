@@ -327,10 +327,10 @@ class DataParallel(EarlySums):
         def accumulate(parameter: nn.Parameter) -> None:
             # Linear layers add to main_grad themselves and leave grad None; the hook still runs.
             if parameter.grad is not None:
-                if self.settings.exact_sums:
+                if self.settings.arithmetic.adds_exactly:
                     raise LayoutError(
                         f"layout_invariant=True: the gradient of {bucket.name_of(parameter)} is not an exact sum; "
-                        "remove --layout-invariant, or compute it with the functions of parallel.invariance"
+                        "remove --layout-invariant, or compute it with functions of features.equal_bits"
                     )
                 gradient: torch.Tensor = parameter.main_grad
                 if self._agreement is not None and self._takes_late(bucket):

@@ -5,6 +5,7 @@ from megatron_core.features.compression import COMPRESSION
 from megatron_core.features.conversations import CONVERSATIONS
 from megatron_core.features.cuda_graphs import CUDA_GRAPHS
 from megatron_core.features.distillation import DISTILLATION
+from megatron_core.features.equal_bits import EQUAL_BITS
 from megatron_core.features.fill_in_the_middle import FILL_IN_THE_MIDDLE
 from megatron_core.features.megatron_order import MEGATRON_ORDER
 from megatron_core.features.preferences import PREFERENCES
@@ -19,6 +20,7 @@ FEATURES = (
     CONVERSATIONS,
     CUDA_GRAPHS,
     DISTILLATION,
+    EQUAL_BITS,
     FILL_IN_THE_MIDDLE,
     MEGATRON_ORDER,
     PREFERENCES,

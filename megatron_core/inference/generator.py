@@ -15,9 +15,10 @@ from megatron_core.config import RunConfig
 from megatron_core.config.attention import AttentionKind
 from megatron_core.config.mixers import mixer_of
 from megatron_core.config.parallel import BALANCED_STAGES
-from megatron_core.config.rules_invariance import invariance_problems
 from megatron_core.config.rules_parallel import parallel_problems
 from megatron_core.errors import ConfigError
+from megatron_core.features.equal_bits.kernels import check_same_kernels
+from megatron_core.features.equal_bits.rules import invariance_problems
 from megatron_core.inference.kv_cache import KVCache, Span
 from megatron_core.inference.sampling import Losses
 from megatron_core.models import GPTModel
@@ -30,7 +31,6 @@ from megatron_core.parallel.groups import ALONE
 from megatron_core.pipeline_parallel.p2p import MessageHandle, PipelineP2P
 from megatron_core.schedules.actions import round_robin_stages
 from megatron_core.tensor_parallel import vocab_parallel_cross_entropy
-from megatron_core.tensor_parallel.invariant_kernels import check_same_kernels
 from megatron_core.tensor_parallel.layers import vocabulary_per_rank
 from megatron_core.tokenizers import Tokenizer, tokenizer_of
 from megatron_core.transformer.context import ForwardState
@@ -232,7 +232,7 @@ def start_generator(
                 f"{reader.folder} has no tokenizer, which is required for prompts; train with --tokenizer-type, or add "
                 "the tokenizer.json of the Hugging Face model"
             )
-        found = [*parallel_problems(config, world.size), *invariance_problems(config)]
+        found = [*parallel_problems(config, world.size), *invariance_problems(config, world.size)]
         if config.parallel.layout_invariant and config.model.multi_latent_attention:
             found.append(
                 "layout_invariant=True cannot be used to generate with multi_latent_attention=True: cached latents are "
@@ -243,7 +243,7 @@ def start_generator(
         start_world(world, timeout_minutes=timeout_minutes)
         groups = parallel_state.make_groups(config.parallel, world)
         if config.parallel.layout_invariant:
-            check_same_kernels(world.device)
+            check_same_kernels(config, world.device)
         generator = Generator.load(reader, config, groups, world.device)
         if isinstance(reader, HuggingFaceReader):  # as in transformers; token files of a training do not have them
             generator.ids_before_prompt = getattr(tokenizer, "ids_before_prompt", ())

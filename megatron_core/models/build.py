@@ -8,16 +8,17 @@ from torch import nn
 from megatron_core.config import RunConfig
 from megatron_core.config.partition import layers_by_stage
 from megatron_core.config.sparse_attention import INDEXER
-from megatron_core.errors import LayoutError
+from megatron_core.errors import ConfigError, LayoutError
+from megatron_core.feature import load_hook, used_features
 from megatron_core.models.gpt.model import GPTModel
 from megatron_core.parallel import ParallelGroups
 from megatron_core.parallel.groups import WHOLE_SEQUENCES, LocalGroup
 from megatron_core.parallel.initialization import draw_by_name
-from megatron_core.parallel.invariance import Invariance
 from megatron_core.parallel.sharding import spec_of
 from megatron_core.parallel.texts import gather_strings, listed
 from megatron_core.schedules.actions import round_robin_stages
 from megatron_core.tensor_parallel import ModelParallelConfig
+from megatron_core.tensor_parallel.arithmetic import PLAIN, LayerArithmetic
 from megatron_core.tensor_parallel.fp8 import FP8Precision
 from megatron_core.transformer.adapters import add_adapters, is_adapter
 from megatron_core.transformer.layer_spec import LayerSpecs, layer_spec
@@ -75,7 +76,7 @@ def build_stages(
         kernel_backend=config.model.kernel_backend,
         fp8_precision=FP8Precision(config.training, fp8_layers, sequence.whole) if fp8_layers else None,
         device=torch.device("meta") if deferred else device,
-        invariance=invariance_of(config, sequence.whole.size(), groups.size("dp")),
+        arithmetic=arithmetic_of(config, sequence.whole.size(), groups.size("dp")),
     )
 
     # This rank's stages.
@@ -118,18 +119,15 @@ def _tune(config: RunConfig, model: GPTModel, groups: ParallelGroups, *, initial
             draw_by_name(name, parameter, seed)
 
 
-def invariance_of(config: RunConfig, context_ranks: int, data_ranks: int) -> Invariance | None:
-    """The canonical parts with ``--layout-invariant``; ``context_ranks``: ranks with parts of each sequence."""
-    if not config.parallel.layout_invariant:
-        return None
-    return Invariance(
-        parts=config.invariant_parts,
-        chunks=config.parallel.layout_invariant_chunks,
-        # Layers of multi-token prediction add further addends to the weights that they share.
-        sequences=config.training.final_batch_size(data_ranks) * (1 + (config.model.mtp_num_layers or 0)),
-        sequence_length=config.data.seq_length,
-        context_ranks=context_ranks,
-    )
+def arithmetic_of(config: RunConfig, context_ranks: int, data_ranks: int) -> LayerArithmetic:
+    """The products and sums of the layers; ``context_ranks``: ranks with parts of each sequence."""
+    hooks = {feature.name: feature.arithmetic for feature in used_features(config) if feature.arithmetic is not None}
+    if len(hooks) > 1:
+        raise ConfigError(f"only one feature can replace the arithmetic of layers, not {' and '.join(hooks)}; use one")
+    arithmetic = PLAIN
+    for hook in hooks.values():
+        arithmetic = load_hook(hook)(config, context_ranks, data_ranks)
+    return arithmetic
 
 
 def _tied_weight(config: RunConfig, stages: Mapping[int, GPTModel]) -> nn.Parameter | None:

@@ -1,6 +1,5 @@
 """The global gradient norm, which counts every element of the model exactly once in any layout."""
 
-import math
 import re
 
 import torch
@@ -8,7 +7,6 @@ from torch import Tensor
 
 from megatron_core.data_parallel import Bucket, DataParallel
 from megatron_core.ops import Backend, squared_norm
-from megatron_core.ops.exact_sum import exact_squares, sum_of_squares
 from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.grid import WORLD
 from megatron_core.parallel.groups import ParallelGroups
@@ -32,15 +30,16 @@ class GradientNorm:
         self.everywhere = [(bucket, bucket.owned_ranges(every_copy=True)) for bucket in buckets]
         self.compressor, self.device, self.backend = data_parallel.compressor, data_parallel.device, backend
         self.group = groups.group(WORLD)
-        self.exact = data_parallel.settings.exact_sums
+        self.arithmetic = data_parallel.settings.arithmetic
 
     def compute(self) -> Tensor:
         """Return the norm of the reduced gradients, a float64 scalar on the device; inf or nan if any gradient is.
 
         In local steps, which do not sum gradients, it is the root mean square of the norms of the data-parallel ranks.
         """
-        if self.exact:
-            return self._exact_norm()
+        if self.arithmetic.adds_exactly:
+            owned = [bucket.grad_shard[start:stop] for bucket, spans in self.owned for start, stop in spans]
+            return self.arithmetic.exact_norm(owned, self.group, self.device)
         # Copies owned by other ranks add 0, or nan if a copy is not finite, so that all ranks skip the step.
         total = self._mean_of_ranks() if self._is_local() else self._sum_of_squares(self.owned)
         total = total + 0.0 * self._sum_of_squares(self.copies)
@@ -69,22 +68,6 @@ class GradientNorm:
         weights = [[bucket.weight_shard[start:stop] for bucket, (start, stop) in each] for each in spans]
         found = [squared_norm(each, backend=self.backend).to(self.device) for each in grads + weights]
         return torch.stack(found).view(2, -1)
-
-    def _exact_norm(self) -> Tensor:
-        """Return the norm from an exact sum of squares, relative to a power of two above all gradients."""
-        largest = torch.zeros((), dtype=torch.float64, device=self.device)
-        for bucket, _ in self.owned:
-            if bucket.grad_shard.numel():
-                lowest, highest = bucket.grad_shard.aminmax()
-                largest = torch.maximum(largest, torch.maximum(-lowest, highest).to(largest))
-        all_reduce_(largest, self.group, maximum=True)
-        if not bool(largest.isfinite()) or not bool(largest):
-            return largest  # inf, nan or 0
-        scale = 2.0 ** math.frexp(float(largest))[1]
-        words = exact_squares([bucket.grad_shard[a:b] for bucket, spans in self.owned for a, b in spans], scale)
-        words = words.to(self.device)
-        all_reduce_(words, self.group)
-        return sum_of_squares(words, scale).sqrt()
 
     def _is_local(self) -> bool:
         return self.compressor is not None and self.compressor.is_local()

@@ -15,7 +15,7 @@ from megatron_core.ops import Backend, cross_entropy_backward, cross_entropy_par
 from megatron_core.parallel.collectives import start_gather_sequence
 from megatron_core.parallel.current import tensor_parallel_group
 from megatron_core.parallel.groups import Group
-from megatron_core.parallel.invariance import tree_sum
+from megatron_core.parallel.tree_sum import tree_sum
 
 INSTEAD = "gather the logits and take torch.nn.functional.cross_entropy"
 
@@ -38,7 +38,7 @@ def vocab_parallel_cross_entropy(
     Backward keeps the logits, in their own dtype. With ``overwrite_logits`` it writes the gradient into their memory,
     the largest tensor of a model; the caller must not read them again, and a second backward is an error.
     ``backend`` selects the backend of both operations. The logits of a rank are ``parts`` parts of the vocabulary with
-    a sum of exponentials each, which are added in the order of ``parallel.invariance``. ``LayoutError`` if the shapes
+    a sum of exponentials each, which are added in the order of ``parallel.tree_sum``. ``LayoutError`` if the shapes
     do not match.
     """
     if vocab_parallel_logits.shape[:-1] != target.shape:

@@ -19,17 +19,11 @@ from megatron_core.parallel.collectives import (
 from megatron_core.parallel.current import tensor_parallel_group
 from megatron_core.parallel.groups import ALONE, Group
 from megatron_core.parallel.initialization import InitMethod, Normal, initialise
-from megatron_core.parallel.invariance import (
-    Invariance,
-    invariant_reduce_from_region,
-    invariant_reduce_scatter_to_sequence,
-)
 from megatron_core.parallel.sharding import ShardSpec, allocate, replicated, split
+from megatron_core.tensor_parallel.arithmetic import PLAIN, LayerArithmetic
 from megatron_core.tensor_parallel.fp8 import FP8Precision, FP8Products
-from megatron_core.tensor_parallel.invariant_linear import WeightParts, add_bias, invariant_linear, invariant_lookup
 from megatron_core.tensor_parallel.linear import parallel_linear
-from megatron_core.tensor_parallel.linear_comm import NO_COMM, LinearComm
-from megatron_core.tensor_parallel.lookup import vocab_parallel_lookup
+from megatron_core.tensor_parallel.linear_comm import LinearComm
 from megatron_core.tensor_parallel.lora import LoRA
 
 
@@ -55,8 +49,8 @@ class ModelParallelConfig:
     """FP8 settings of linear layers; None: no FP8."""
     device: torch.device | str = "cpu"
     """Device of the weights."""
-    invariance: Invariance | None = None
-    """Canonical parts of sums, for equal bits in every layout; None: sums in the order of the ranks."""
+    arithmetic: LayerArithmetic = PLAIN
+    """Products and sums of the layers."""
 
 
 def _divide(name: str, extent: int, size: int) -> int:
@@ -170,7 +164,8 @@ class ColumnParallelLinear(_ParallelLayer):
         spec_of_part = spec or (lambda shape, index, size: split(shape, 0, index, size))
         spec = partial(spec_of_part, index=self.tp_index, size=self.tp_size)
         self.input_size, self.output_size = input_size, output_size
-        self.gather_output, self.skip_bias_add = gather_output, skip_bias_add
+        arithmetic = self.config.arithmetic
+        self.gather_output, self.skip_bias_add = gather_output, skip_bias_add and not arithmetic.adds_exactly
         weight_spec = spec((output_size, input_size))
         self.output_size_per_partition = weight_spec.local_shape[0]
         self.weight = None if skip_weight_param_allocation else self._weight(weight_spec)
@@ -183,23 +178,19 @@ class ColumnParallelLinear(_ParallelLayer):
             chunks=self.config.tp_comm_overlap_chunks,
         )
         self.fp8 = self._fp8(splits_output=True)
-        self.parts = None
-        if (invariance := self.config.invariance) is not None:
-            whole = spec_of_part((output_size, input_size), index=0, size=invariance.parts)
-            self.parts = WeightParts.of_output(invariance, weight_spec, whole)
+        split_over = partial(spec_of_part, (output_size, input_size), index=0)
+        self.product = arithmetic.output_product(weight_spec, split_over)
 
     def forward(self, input_: Tensor, weight: nn.Parameter | None = None) -> tuple[Tensor, Tensor | None]:
         """Multiply by the layer's weight, or by ``weight`` if given (a tied embedding)."""
         weight = self.weight if weight is None else weight
         if weight is None:
             raise LayoutError("skip_weight_param_allocation=True: the layer has no weight; pass forward(x, weight=...)")
-        if self.parts is not None:
-            return invariant_linear(input_, weight, self.bias, self.comm, self.parts), None
         bias = None if self.skip_bias_add else self.bias
         if self.adapter is None:
-            output = parallel_linear(input_, weight, bias, self.comm, fp8=self.fp8)
+            output = self.product(input_, weight, bias, self.comm, fp8=self.fp8)
         else:
-            product = partial(parallel_linear, weight=weight, bias=None, comm=self.comm, fp8=self.fp8)
+            product = partial(self.product, weight=weight, bias=None, comm=self.comm, fp8=self.fp8)
             output = self.adapter(input_, product, weight)
             output = output if bias is None else output + bias
         if self.gather_output:
@@ -233,7 +224,8 @@ class RowParallelLinear(_ParallelLayer):
         super().__init__(config, init_method, tp_group, megatron)
         _divide("input_size", input_size, self.tp_size)
         self.input_size, self.output_size = input_size, output_size
-        self.input_is_parallel, self.skip_bias_add = input_is_parallel, skip_bias_add
+        arithmetic = self.config.arithmetic
+        self.input_is_parallel, self.skip_bias_add = input_is_parallel, skip_bias_add and not arithmetic.adds_exactly
         if self.config.sequence_parallel and not input_is_parallel:
             raise LayoutError("sequence_parallel=True needs input_is_parallel=True in a RowParallelLinear")
         spec = split((output_size, input_size), 1, self.tp_index, self.tp_size)
@@ -249,33 +241,21 @@ class RowParallelLinear(_ParallelLayer):
             chunks=self.config.tp_comm_overlap_chunks,
         )
         self.fp8 = self._fp8(splits_output=False)
-        self.parts = None
-        if (invariance := self.config.invariance) is not None:
-            count = invariance.local_parts(self.tp_group)
-            self.parts = WeightParts.even(invariance, self.weight.shape[1], count, splits_output=False)
+        self.product = arithmetic.input_product(self.weight.shape[1], self.tp_group)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         """Multiply this rank's part and sum over ranks."""
         if not self.input_is_parallel:
             input_ = scatter_channels(input_, self.tp_group)
-        if self.parts is not None:
-            return self._invariant_output(input_, self.parts), None
         adapter, product = self.adapter, self._product
         output = product(input_) if adapter is None else adapter(input_, product, self.weight)
         if self.bias is None or self.skip_bias_add:
             return output, self.bias
-        return output + self.bias, None
+        return self.config.arithmetic.add_bias(output, self.bias), None
 
     def _product(self, input_: Tensor) -> Tensor:
         """The product with the whole weight, summed over ranks."""
-        return parallel_linear(input_, self.weight, None, self.comm, fp8=self.fp8)
-
-    def _invariant_output(self, input_: Tensor, parts: WeightParts) -> Tensor:
-        output = invariant_linear(input_, self.weight, None, NO_COMM, parts)
-        sequence_parallel = self.config.sequence_parallel
-        combine = invariant_reduce_scatter_to_sequence if sequence_parallel else invariant_reduce_from_region
-        output = combine(output, self.tp_group)
-        return output if self.bias is None else add_bias(output, self.bias, parts.invariance)
+        return self.product(input_, self.weight, None, self.comm, fp8=self.fp8)
 
 
 class VocabParallelEmbedding(_ParallelLayer):
@@ -314,13 +294,9 @@ class VocabParallelEmbedding(_ParallelLayer):
         """
         if input_.is_cpu and not torch.compiler.is_compiling():
             _check_ids(input_, self.num_embeddings)
-        if (invariance := self.config.invariance) is not None:
-            embedded = invariant_lookup(input_, self.weight, self.vocab_start_index, invariance)
-        else:
-            in_place = self.config.kernel_backend != "reference"
-            embedded = vocab_parallel_lookup(
-                input_, self.weight, self.vocab_start_index, self.tp_size, in_place=in_place
-            )
+        in_place = self.config.kernel_backend != "reference"
+        lookup = self.config.arithmetic.lookup
+        embedded = lookup(input_, self.weight, self.vocab_start_index, self.tp_size, in_place=in_place)
         if self.reduce_scatter_embeddings:
             return reduce_scatter_to_sequence(embedded.transpose(0, 1), self.tp_group)
         return reduce_from_region(embedded, self.tp_group)

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from megatron_core.data_parallel import DataParallel
-from megatron_core.ops.exact_sum import scale_gradient
 from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.parallel import ParallelGroups
 from megatron_core.parallel.collectives import all_gather_flat_, all_reduce_
@@ -193,13 +192,13 @@ def forward_backward(model: Trainable, work: StepWork, hooks: StepHooks = NO_HOO
     if auxiliary is not None:
         auxiliary.tokens, auxiliary.loss_scale = total, scale
         auxiliary.counts = dict(zip(counts, others, strict=True))
-    last, exact = work.plan.num_stages - 1, model.data_parallel.settings.exact_sums
+    last, arithmetic = work.plan.num_stages - 1, model.data_parallel.settings.arithmetic
 
     def scaled(stage: int, micro: int, hidden: Message | None) -> Message:
         output = work.forward(stage, micro, hidden)
         if stage < last or not isinstance(output, Tensor):
             return output
-        return scale_gradient(output, factor) if exact else output * factor.to(output.dtype)
+        return arithmetic.scale_loss(output, factor)
 
     # Run the plan; the listener starts the reduction of gradients when they are complete.
     data = model.data_parallel
@@ -211,7 +210,7 @@ def forward_backward(model: Trainable, work: StepWork, hooks: StepHooks = NO_HOO
     )
     with hooks.around_plan(listener) as listener:
         losses = run_plan(model, work.plan, scaled, lengths=work.lengths, listener=listener)
-    return losses, total if exact else torch.full_like(total, scale)
+    return losses, arithmetic.divisor(total, scale)
 
 
 def run_plan(

@@ -17,7 +17,6 @@ from megatron_core.config import RunConfig
 from megatron_core.errors import ConfigError
 from megatron_core.feature import load_hook, used_features
 from megatron_core.models.gpt.model import LogitLoss
-from megatron_core.ops.exact_sum import exact_loss_sum
 from megatron_core.ops.rows import wide
 from megatron_core.parallel.micro_batch import MicroBatch
 
@@ -58,17 +57,13 @@ class Objective:
 
     def step_loss(self, batches: Sequence[MicroBatch], report: LossReport | None = None) -> StepLoss:
         """The loss of ``batches``; called before the forward of a step or, without ``report``, of an evaluation."""
-        config = self.run.config
-        # Sums of a fixed number of terms are equal in all layouts to the last bit.
-        tokens: int | None = None
-        if config.parallel.layout_invariant:
-            tokens = config.data.seq_length * config.training.final_batch_size(self.run.groups.size("dp"))
+        arithmetic = self.run.data_parallel.settings.arithmetic
 
         def sum_losses(micro: int, output: Tensor) -> Tensor:
             losses = output * batches[micro].loss_mask
             if report is not None:
                 report.add_losses(losses, batches[micro])
-            return losses.sum() if tokens is None else exact_loss_sum(losses, tokens)
+            return arithmetic.loss_sum(losses)
 
         return StepLoss(sum_losses)
 

@@ -22,7 +22,7 @@ from megatron_core.models.hf.peft import adapter_settings
 from megatron_core.monitor.build import build_sinks
 from megatron_core.monitor.events import Sink
 from megatron_core.monitor.lenient import LenientSink, lenient_output
-from megatron_core.ops import backend, fixed_products
+from megatron_core.ops import backend
 from megatron_core.ops.fp8_product import unavailable_reason
 from megatron_core.parallel import World, start_world
 from megatron_core.parallel.shared_memory import backend as shared_memory
@@ -174,12 +174,9 @@ def describe_offload(optimizer: OptimizerConfig) -> str:
 
 
 def kernels(run: Run) -> str:
-    """The backends of the fused operations, with the reason if the native one is unavailable, and the kernels of
-    ``layout_invariant``."""
+    """The backends of the fused operations, with the reason if the native one is unavailable."""
     dtype, device_type = getattr(torch, run.config.training.compute_dtype), run.world.device.type
     text = backend.describe(run.config.model.kernel_backend, device_type, dtype)
-    if run.config.parallel.layout_invariant:
-        text += f"; products of --layout-invariant: {fixed_products.describe(device_type)}"
     return text
 
 

@@ -22,7 +22,7 @@ from megatron_core.datasets.loader import Batch, BatchLoader, packing_of
 from megatron_core.errors import ConfigError
 from megatron_core.feature import load_hook, used_features
 from megatron_core.models import GPTModel
-from megatron_core.models.build import build_stages
+from megatron_core.models.build import arithmetic_of, build_stages
 from megatron_core.optimizer.lr_schedule import LearningRateSchedule
 from megatron_core.optimizer.outer import OuterOptimizer
 from megatron_core.optimizer.sharded import Optimizer, make_loss_scale
@@ -182,7 +182,7 @@ def data_parallel_of(
         keep_after_forward=parallel.zero3_keep_after_forward,
         wire_dtype=torch.bfloat16 if parallel.reduces_in_bf16 else None,
         sums_wide=parallel.ddp_reduce_scatter_with_fp32_accumulation,
-        exact_sums=parallel.layout_invariant,
+        arithmetic=arithmetic_of(config, groups.context.whole.size(), groups.size("dp")),
         ranks_may_differ=ranks_may_differ,
     )
     memory: BucketMemory = BucketMemory(device, initialise)

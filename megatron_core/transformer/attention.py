@@ -46,10 +46,8 @@ class SelfAttention(nn.Module):
         # Heads and groups of this rank.
         self.layer_number = layer_number
         self.heads = config.num_attention_heads // size
-        self.groups = max(config.query_groups // size, 1)
-        if (invariance := context.parallel.invariance) is not None:
-            # The projection repeats keys and values for each canonical part, whose gradients are separate addends.
-            self.groups = max(self.groups, invariance.local_parts(context.tp_group))
+        # The projection repeats keys and values for each part whose gradients are separate addends.
+        self.groups = max(config.query_groups // size, context.parallel.arithmetic.parts_on(context.tp_group))
         self.head_size, self.gated = d, config.attention_output_gate
         # The fused projection to queries, gates, keys and values.
         self.linear_qkv = context.column_linear(

@@ -52,10 +52,8 @@ class LayerContext:
 
     def vocabulary_per_rank(self, vocab_size: int) -> int:
         """Rows of the padded vocabulary per rank; with canonical parts those of as many ranks as there are parts."""
-        size, parts = self.tp_group.size(), 1
-        if (invariance := self.parallel.invariance) is not None:
-            parts = invariance.local_parts(self.tp_group)
-        return vocabulary_per_rank(vocab_size, self.config.make_vocab_size_divisible_by * parts, size)
+        parts = self.parallel.arithmetic.parts_on(self.tp_group)
+        return vocabulary_per_rank(vocab_size, self.config.make_vocab_size_divisible_by * parts, self.tp_group.size())
 
     def of_layer(self, layer_number: int) -> LayerContext:
         """Return the context of a layer, with its sizes, and without FP8 if the layer does not use FP8."""

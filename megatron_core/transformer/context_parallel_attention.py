@@ -25,7 +25,6 @@ from megatron_core.parallel.groups import ALONE, Group
 from megatron_core.parallel.micro_batch import SequenceSplit
 from megatron_core.transformer.context import LayerContext, SequenceContext
 from megatron_core.transformer.core_attention import CoreAttention
-from megatron_core.transformer.invariant_attention import InvariantAttention
 
 Window = tuple[int, int] | None
 
@@ -33,8 +32,8 @@ Window = tuple[int, int] | None
 def core_attention_of(context: LayerContext, layer_number: int, *, window_size: Window = None) -> nn.Module:
     """Return a layer's core attention: ``CoreAttention``, or with cp > 1 the module for its ``cp_comm_type``."""
     groups, kinds = context.cp, context.parallel.cp_comm_type
-    if context.parallel.invariance is not None:
-        return _invariant_attention_of(context, layer_number, window_size)
+    if (replacement := context.parallel.arithmetic.core_attention) is not None:
+        return replacement(context, layer_number, window_size)
     whole: Callable[..., CoreAttention] = partial(CoreAttention, context, layer_number, window_size=window_size)
     if context.config.has_sinks and context.config.attention_backend != "unfused":
         # Attention by tiles knows the log-sum-exp of each query, to which a sink is added.
@@ -43,7 +42,7 @@ def core_attention_of(context: LayerContext, layer_number: int, *, window_size: 
         )
     if groups.whole.size() == 1:
         return whole()
-    kind = _kind_of(kinds, layer_number)
+    kind = kind_of(kinds, layer_number)
     if kind == "a2a":
         inner = whole(heads_over=groups.whole)
         return HeadParallelAttention(inner, groups.whole, ring=ALONE)
@@ -55,20 +54,9 @@ def core_attention_of(context: LayerContext, layer_number: int, *, window_size: 
     return ContextParallelAttention(context, layer_number, exchange=exchange, window_size=window_size)
 
 
-def _kind_of(kinds: tuple[str, ...], layer_number: int) -> str:
+def kind_of(kinds: tuple[str, ...], layer_number: int) -> str:
+    """The kind of communication of a layer, given those of all layers or of each."""
     return kinds[0] if len(kinds) == 1 else kinds[min(layer_number, len(kinds) - 1)]
-
-
-def _invariant_attention_of(context: LayerContext, layer_number: int, window_size: Window) -> nn.Module:
-    """As ``core_attention_of``, with equal bits in every layout; ring kinds store the blocks of all ranks first."""
-    groups, kind = context.cp, _kind_of(context.parallel.cp_comm_type, layer_number)
-    made = partial(InvariantAttention, context, layer_number, window_size=window_size)
-    if groups.whole.size() == 1 or kind == "all_gather":
-        return made(exchange=AllGatherExchange(groups.whole))
-    if kind == "p2p":
-        return made(exchange=RingExchange(groups.whole))
-    heads, ring = (groups.whole, ALONE) if kind == "a2a" else (groups.heads, groups.ring)
-    return HeadParallelAttention(made(exchange=RingExchange(ring), heads_over=heads), heads, ring=ring)
 
 
 class ContextParallelAttention(CoreAttention):

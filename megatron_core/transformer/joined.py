@@ -48,7 +48,7 @@ class JoinedParts:
         each product with its reduction.
         """
         parallel = context.parallel
-        if context.tp_group.size() == 1 or parallel.invariance is not None or parallel.tp_comm_overlap_chunks > 1:
+        if context.tp_group.size() == 1 or parallel.arithmetic.adds_exactly or parallel.tp_comm_overlap_chunks > 1:
             return None
         return cls(parts) if all(map(is_joinable, parts)) else None
 

@@ -2,19 +2,14 @@
 
 import math
 from collections.abc import Callable
-from functools import partial, reduce
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from megatron_core.config import ModelConfig
 from megatron_core.ops.rotary import rope
-from megatron_core.parallel.collectives import copy_to_region, gather_from_sequence
-from megatron_core.parallel.invariance import all_reduce_in_tree, tree_sum
 from megatron_core.parallel.sharding import allocate, replicated
-from megatron_core.tensor_parallel.invariant_linear import WeightParts, invariant_linear
-from megatron_core.tensor_parallel.linear import parallel_linear
-from megatron_core.tensor_parallel.linear_comm import NO_COMM
 from megatron_core.tensor_parallel.lora import LoRA
 from megatron_core.transformer.context import LayerContext, SequenceContext
 from megatron_core.transformer.core_attention import CoreAttention
@@ -53,32 +48,13 @@ class DownProjection(nn.Module):
         self.weight = allocate(spec, context.parallel.params_dtype, context.parallel.device)
         self.weight.init_method = context.init_method
         self.adapter: LoRA | None = None
-        self.parts = None
-        if (invariance := context.parallel.invariance) is not None:
-            of_tokens = invariance.over(context.tp_group.size() if divided else 1)
-            self.parts = WeightParts.even(of_tokens, size, 1, splits_output=True)
+        ranks = context.tp_group.size() if divided else 1
+        self.product = context.parallel.arithmetic.whole_product(size, ranks)
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., h]`` -> ``[..., size]``."""
-        if self.parts is not None:
-            return invariant_linear(x, self.weight, None, NO_COMM, self.parts)
-        product = partial(parallel_linear, weight=self.weight, bias=None)
+        product = partial(self.product, weight=self.weight, bias=None)
         return product(x) if self.adapter is None else self.adapter(x, product, self.weight)
-
-
-class _SharedByHeads(torch.autograd.Function):
-    """``[s, b, r]`` -> ``[s, b, heads, r]``; backward adds heads of a canonical part in turn, then parts and ranks in
-    the order of ``parallel.invariance``."""
-
-    @staticmethod
-    def forward(ctx, x, heads, parts, group):
-        ctx.parts, ctx.group = parts, group
-        return x.unsqueeze(2).expand(-1, -1, heads, -1)
-
-    @staticmethod
-    def backward(ctx, grad):
-        of_parts = [reduce(torch.add, part.unbind(2)) for part in grad.chunk(ctx.parts, dim=2)]
-        return all_reduce_in_tree(tree_sum(of_parts), ctx.group), None, None, None
 
 
 class LatentAttention(nn.Module):
@@ -127,7 +103,7 @@ class LatentAttention(nn.Module):
         self.has_query_latent, self.sequence_parallel = q_rank is not None, context.sequence_parallel
         self.backend, self.has_rotary = config.kernel_backend, config.has_rotary(layer_number)
         self.query_factor = query_factor(config)
-        self.invariance = context.parallel.invariance
+        self.arithmetic = context.parallel.arithmetic
 
     def forward(self, hidden: Tensor, context: SequenceContext) -> tuple[Tensor, Tensor | None]:
         """Return (output, bias to add to the output, or None)."""
@@ -170,22 +146,15 @@ class LatentAttention(nn.Module):
         """
         latent, shared_key = self.linear_kv_down_proj(hidden).split([self.rank, self.turned], dim=-1)
         # Each rank uses the shared key part for its own heads, so its gradient is summed over ranks.
-        if self.invariance is None:
-            whole = gather_from_sequence if self.sequence_parallel else copy_to_region
-            shared_key = whole(shared_key, self.tp_group)
-        elif self.sequence_parallel:  # ``_SharedByHeads`` sums the gradient over ranks
-            shared_key = gather_from_sequence(shared_key, self.tp_group, partial_grad=False)
+        gather = self.arithmetic.gather_shared
+        shared_key = gather(shared_key, self.tp_group, sequence_parallel=self.sequence_parallel)
         return self.kv_layernorm(latent), rotate(shared_key)
 
     def _key_and_value(self, latent: Tensor, shared_key: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys ``[s, b, heads, d + r]`` and values ``[s, b, heads, v]``."""
         up, _ = self.linear_kv_up_proj(latent)
         plain, value = up.unflatten(-1, (self.heads, -1)).split([self.plain, self.value], dim=-1)
-        if self.invariance is None:
-            shared = shared_key.unsqueeze(2).expand(-1, -1, self.heads, -1)
-        else:
-            parts = self.invariance.local_parts(self.tp_group)
-            shared = _SharedByHeads.apply(shared_key, self.heads, parts, self.tp_group)
+        shared = self.arithmetic.repeat_for_heads(shared_key, self.heads, self.tp_group)
         return torch.cat([plain, shared], dim=-1), value
 
     def _attend_with_cache(

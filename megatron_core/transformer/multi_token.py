@@ -12,8 +12,6 @@ from megatron_core.parallel.collectives import (
     scatter_to_sequence,
 )
 from megatron_core.parallel.sharding import allocate, split
-from megatron_core.tensor_parallel.invariant_linear import invariant_lookup
-from megatron_core.tensor_parallel.lookup import vocab_parallel_lookup
 from megatron_core.transformer.block import TransformerLayer
 from megatron_core.transformer.context import LayerContext, SequenceContext
 from megatron_core.transformer.layer_spec import LayerSpecs
@@ -68,7 +66,7 @@ class MultiTokenPredictionBlock(nn.Module):
         super().__init__()
         config = context.config
         self.tp_group, self.sequence_parallel = context.tp_group, context.sequence_parallel
-        self.invariance = context.parallel.invariance
+        self.lookup = context.parallel.arithmetic.lookup
         self.scale = (config.hidden_size**0.5 if config.scale_embeddings else 1.0) * config.embedding_factor
         self.layers = nn.ModuleList(
             MultiTokenPredictionLayer(context, depth, layer_specs) for depth in range(config.mtp_built_layers)
@@ -94,10 +92,7 @@ class MultiTokenPredictionBlock(nn.Module):
     def embed(self, tokens: Tensor, weight: nn.Parameter) -> Tensor:
         """``[b, s]`` -> ``[s, b, h]`` (``[s/tp, b, h]`` with sequence parallelism) by embedding lookup."""
         first = self.tp_group.rank() * weight.shape[0]
-        if self.invariance is not None:
-            found = invariant_lookup(tokens.transpose(0, 1), weight, first, self.invariance)
-        else:
-            found = vocab_parallel_lookup(tokens.transpose(0, 1), weight, first, self.tp_group.size())
+        found = self.lookup(tokens.transpose(0, 1), weight, first, self.tp_group.size())
         combine = reduce_scatter_to_sequence if self.sequence_parallel else reduce_from_region
         found = combine(found, self.tp_group)
         return found if self.scale == 1.0 else found * self.scale

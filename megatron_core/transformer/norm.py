@@ -5,11 +5,9 @@ from torch import Tensor, nn
 
 from megatron_core.config import ModelConfig
 from megatron_core.ops import layer_norm, rms_norm
-from megatron_core.ops.exact_sum import add_rows_exactly_
 from megatron_core.ops.rows import wide
 from megatron_core.parallel.collectives import copy_to_region, reduce_from_region
 from megatron_core.parallel.sharding import allocate, replicated, split
-from megatron_core.tensor_parallel.invariant_linear import exact_grad_of
 from megatron_core.transformer.context import LayerContext
 
 
@@ -39,7 +37,7 @@ class Norm(nn.Module):
             self.bias = allocate(spec, parallel.params_dtype, parallel.device)
             self.bias.init_method = nn.init.zeros_
         self.backend = config.kernel_backend
-        self.invariance, self.heads = parallel.invariance, heads
+        self.arithmetic, self.heads = parallel.arithmetic, heads
         self.reset_parameters()
 
     @torch.no_grad()
@@ -51,9 +49,7 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., size]`` -> the same shape, in the dtype of the weights."""
-        if self.invariance is not None and torch.is_grad_enabled():
-            return _InvariantNorm.apply(x, self.weight, self.bias, self)
-        return self.normalised(x, self.weight, self.bias)
+        return self.arithmetic.normalise(self, x)
 
     def normalised(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The norm of ``x`` with these parameters, in their dtype; ``x`` may be a wider residual stream."""
@@ -62,44 +58,15 @@ class Norm(nn.Module):
             factor, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
             if self.weight_minus_one:  # in 16 bits, 1 + weight would round small weights away
                 factor = 1 + factor
-            return self._norm(x.to(dtype), factor, bias).to(weight.dtype)
-        return self._norm(x, weight, bias)
+            return self.plain_norm(x.to(dtype), factor, bias).to(weight.dtype)
+        return self.plain_norm(x, weight, bias)
 
-    def _norm(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def plain_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The norm with this factor on each channel, all in one dtype."""
         if not self.subtracts_mean:
             return rms_norm(x, weight, self.epsilon, backend=self.backend)
         bias = torch.zeros_like(weight) if bias is None else bias
         return layer_norm(x, weight, bias, self.epsilon, backend=self.backend)
-
-
-class _InvariantNorm(torch.autograd.Function):
-    """A norm whose parameters' gradients are exact sums over rows (``parallel.invariance``)."""
-
-    @staticmethod
-    def forward(ctx, x, weight, bias, norm):
-        ctx.save_for_backward(x)
-        ctx.norm = norm
-        return norm.normalised(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx, grad):
-        (x,), norm = ctx.saved_tensors, ctx.norm
-        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        terms = norm.invariance.tokens * norm.heads
-        grad_x = None
-        if needs_x:  # the operation's own backward; its gradients of the parameters are sums in other orders
-            with torch.enable_grad():
-                again = x.detach().requires_grad_()
-                bias = None if norm.bias is None else norm.bias.detach()
-                (grad_x,) = torch.autograd.grad(norm.normalised(again, norm.weight.detach(), bias), again, grad)
-        if needs_weight:
-            dtype = wide(x.dtype)
-            one = torch.ones_like(norm.weight, dtype=dtype)
-            scaled = norm._norm(x.to(dtype), one, None if norm.bias is None else torch.zeros_like(one))
-            add_rows_exactly_(exact_grad_of(norm.weight), scaled.mul_(grad), terms)
-        if needs_bias:
-            add_rows_exactly_(exact_grad_of(norm.bias), grad, terms)
-        return grad_x, None, None, None
 
 
 class L2Norm(nn.Module):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from megatron_core.config.model import ModelConfig
-from megatron_core.ops.exact_sum import exact_loss_sum
 from megatron_core.tensor_parallel import ModelParallelConfig
 from megatron_core.transformer.context import SequenceContext
 from megatron_core.transformer.layer_spec import OUTPUT_Z_LOSS
@@ -28,7 +27,7 @@ def with_z_loss(
     return context.add_auxiliary_loss(
         losses,
         OUTPUT_Z_LOSS,
-        own.sum() if parallel.invariance is None else exact_loss_sum(own, parallel.invariance.tokens),
+        parallel.arithmetic.loss_sum(own),
         layer_number=config.num_layers,
         coefficient=config.output_z_loss_coeff,
     )

@@ -7,9 +7,9 @@ from tests.defects.defect import Defect
 IN_LATENTS = (
     Defect(
         "the part of the keys that all heads share has one rank's gradient",
-        "transformer.latent_attention:LatentAttention._latent",
-        "else copy_to_region",
-        "else (lambda x, group: x)",
+        "tensor_parallel.arithmetic:LayerArithmetic.gather_shared",
+        "copy_to_region(shared, group)",
+        "shared",
         "latent attention, tp2",
         "C19",
         culprit=(
@@ -20,9 +20,9 @@ IN_LATENTS = (
     ),
     Defect(
         "the shared part of the keys has one rank's gradient with sequence parallelism",
-        "transformer.latent_attention:LatentAttention._latent",
-        "gather_from_sequence if",
-        "partial(gather_from_sequence, partial_grad=False) if",
+        "tensor_parallel.arithmetic:LayerArithmetic.gather_shared",
+        "gather_from_sequence(shared, group)",
+        "gather_from_sequence(shared, group, partial_grad=False)",
         "latent attention, tp2 sp",
         "C19",
         culprit=(

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from tests.defects.defect import Defect
 
-LINEAR, ATTENTION = "tensor_parallel.invariant_linear", "transformer.invariant_attention"
-TREE, PRODUCTS, MIXTURE = "parallel.invariance", "ops.fixed_products", "transformer.moe"
+LINEAR, ATTENTION = "features.equal_bits.linear", "features.equal_bits.attention"
+TREE, PRODUCTS, MIXTURE = "features.equal_bits.invariance", "features.equal_bits.fixed_products", "transformer.moe"
 RUNNING = "[min(number, 1) for number in range(len(self.runs))]"
-LEVEL = "[reduce(add, values[at : at + width]) for at in range(0, len(values), width)]"
+LEVEL = "[reduce(add, values[first : first + width]) for first in range(0, len(values), width)]"
 
 IN_ORDERS = (
     Defect(
@@ -27,10 +27,10 @@ IN_ORDERS = (
         "if False:",
         "tp4 sp",
     ),
-    Defect("parts are added one after the other", f"{TREE}:tree_sum", LEVEL, "[reduce(add, values)]", "tp2"),
+    Defect("parts are added one after the other", "parallel.tree_sum:tree_sum", LEVEL, "[reduce(add, values)]", "tp2"),
     Defect(
         "distant parts are added first",
-        f"{TREE}:tree_sum",
+        "parallel.tree_sum:tree_sum",
         LEVEL,
         "[reduce(add, values[at :: len(values) // width]) for at in range(len(values) // width)]",
         "tp2",
@@ -98,15 +98,15 @@ IN_ORDERS = (
     ),
     Defect(
         "sequences of a micro-batch share a row of positions",
-        "models.gpt.embedding:PositionEmbedding.forward",
-        "position_ids.expand(-1, batch)",
-        "position_ids",
+        "features.equal_bits.arithmetic:ExactArithmetic.lookup_positions",
+        "positions.expand(-1, batch)",
+        "positions",
         "micro-batches of 2",
     ),
     Defect(
         "a norm's gradient is summed in float32",
-        "transformer.norm:_InvariantNorm.backward",
-        "add_rows_exactly_(exact_grad_of(norm.weight), scaled.mul_(grad), terms)",
+        "features.equal_bits.arithmetic:_ExactNorm.backward",
+        "add_rows_exactly_(exact_grad_of(norm.weight), scaled.mul_(grad), ctx.terms)",
         "exact_grad_of(norm.weight).add_(scaled.mul_(grad).flatten(0, -2).sum(0))",
         "tp2 sp",
     ),
@@ -141,14 +141,14 @@ IN_ORDERS = (
     Defect(
         "losses are summed in float32",
         "training.objective:Objective.step_loss",
-        "exact_loss_sum(losses, tokens)",
+        "arithmetic.loss_sum(losses)",
         "losses.sum().double()",
         "dp2",
     ),
     Defect(
         "the norm is a sum of the shards' sums",
         "optimizer.clip:GradientNorm.compute",
-        "if self.exact:",
+        "if self.arithmetic.adds_exactly:",
         "if False:",
         "dp2 zero1",
     ),
@@ -175,7 +175,7 @@ IN_ORDERS = (
     ),
     Defect(
         "probabilities' gradients are summed whole",
-        f"{MIXTURE}.experts:_Weighted.backward",
+        "features.equal_bits.arithmetic:_TimesProbs.backward",
         "tree_sum(sums)",
         "products.sum(-1)",
         "experts, ep2",
@@ -210,7 +210,7 @@ IN_ORDERS = (
     ),
     Defect(
         "the key part of all heads adds ranks before heads",
-        "transformer.latent_attention:_SharedByHeads.backward",
+        "features.equal_bits.arithmetic:_RepeatForHeads.backward",
         "all_reduce_in_tree(tree_sum(of_parts), ctx.group)",
         "tree_sum([all_reduce_in_tree(part, ctx.group) for part in of_parts])",
         "latent attention, tp2",
@@ -218,7 +218,7 @@ IN_ORDERS = (
     Defect(
         "losses of later tokens are summed in float32",
         "models.gpt.model:GPTModel._with_later_losses",
-        "own.sum() if invariance is None else exact_loss_sum(own, invariance.tokens)",
+        "self.parallel.arithmetic.loss_sum(own)",
         "own.sum()",
         "multi-token prediction, dp2",
     ),

@@ -109,7 +109,7 @@ IN_STEPS = (
     Defect(
         "last micro-batch is dropped",
         "training.objective:Objective.step_loss",
-        "losses.sum()",
+        "arithmetic.loss_sum(losses)",
         "losses.sum() * (micro < len(batches) - 1)",
         "pp2",
         culprit="the samples of the step or *; the loss is wrong before it or the loss that is reported",
@@ -125,8 +125,8 @@ IN_STEPS = (
     Defect(  # C1 C3
         "loss is normalised by each micro-batch's own tokens",
         "training.objective:Objective.step_loss",
-        "losses.sum()",
-        "losses.sum() / batches[micro].loss_mask.sum().clamp(min=1.0) * count_tokens(batches) / 8",
+        "arithmetic.loss_sum(losses)",
+        "arithmetic.loss_sum(losses) / batches[micro].loss_mask.sum().clamp(min=1.0) * count_tokens(batches) / 8",
         "pp2",
         "C1 C3",
         culprit="*; the loss is wrong before it or the loss that is reported",

@@ -39,10 +39,6 @@ WAITING = {
         "tensor_parallel.fp8 tensor_parallel.amax_history ops.fp8 ops.fp8_grouped ops.fp8_product config.fp8 "
         "config.rules_fp8 data_parallel.fp8_gather"
     ),
-    "equal_bits": (
-        "tensor_parallel.invariant_linear tensor_parallel.invariant_kernels transformer.invariant_attention "
-        "ops.exact_sum ops.fixed_products parallel.invariance config.invariance config.rules_invariance"
-    ),
     "outer_steps": "optimizer.outer optimizer.outer_messages training.outer_state config.outer config.rules_outer",
     "recurrent": ("config.recurrent config.rules_recurrent config.hybrid config.rules_hybrid config.mixers"),
     "sparse_attention": ("training.new_indexers config.sparse_attention config.rules_sparse_attention"),

@@ -6,7 +6,6 @@ from torch import Tensor, nn
 from megatron_core.ops.rows import wide
 from megatron_core.parallel.sharding import allocate, replicated
 from megatron_core.tensor_parallel import VocabParallelEmbedding
-from megatron_core.tensor_parallel.invariant_linear import invariant_lookup
 from megatron_core.transformer import SequenceContext
 from megatron_core.transformer.context import LayerContext
 from megatron_core.transformer.norm import norm_of
@@ -22,13 +21,11 @@ class PositionEmbedding(nn.Module):
         spec = replicated(shape, context.tp_group.rank(), partial_grad=context.sequence_parallel)
         self.weight = allocate(spec, context.parallel.params_dtype, context.parallel.device)
         self.weight.init_method = context.embedding_init_method
-        self.invariance = context.parallel.invariance
+        self.lookup = context.parallel.arithmetic.lookup_positions
 
     def forward(self, position_ids: Tensor, batch: int) -> Tensor:
         """``[s, b]``, or ``[s, 1]`` for all ``batch`` sequences -> ``[s, b, h]`` or ``[s, 1, h]``."""
-        if self.invariance is not None:  # a row for each sequence, because the gradients of all rows are added exactly
-            return invariant_lookup(position_ids.expand(-1, batch), self.weight, 0, self.invariance)
-        return nn.functional.embedding(position_ids, self.weight)
+        return self.lookup(position_ids, self.weight, batch)
 
 
 class LanguageModelEmbedding(nn.Module):

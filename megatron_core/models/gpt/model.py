@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from megatron_core.config import ModelConfig
 from megatron_core.config.attention import attention_of
 from megatron_core.models.gpt.embedding import LanguageModelEmbedding
-from megatron_core.ops.exact_sum import exact_loss_sum
 from megatron_core.ops.rows import wide
 from megatron_core.parallel.collectives import gather_channels
 from megatron_core.parallel.current import current
@@ -284,11 +283,10 @@ class GPTModel(nn.Module):
             tokens, mask = later.labels[depth], later.masks[depth].transpose(0, 1)
             own = self._losses(hidden, tokens.transpose(0, 1), tied)
             own = own.to(wide(own.dtype)) * mask
-            invariance = self.parallel.invariance
             losses = context.add_auxiliary_loss(
                 losses,
                 names[depth],
-                own.sum() if invariance is None else exact_loss_sum(own, invariance.tokens),
+                self.parallel.arithmetic.loss_sum(own),
                 layer_number=self.model_config.num_layers + depth,
                 coefficient=self.model_config.mtp_loss_scaling_factor / len(names),
                 per="counted",
@@ -315,10 +313,10 @@ class GPTModel(nn.Module):
             assert weight is not None, "an output layer without a weight of its own is tied"
             comm = self.output_layer.comm
             return linear_cross_entropy(hidden_states, weight, target, comm, vocab_size=size, backend=backend)
-        logits, invariance = self._vocab_parallel_logits(hidden_states, tied), self.parallel.invariance
+        logits = self._vocab_parallel_logits(hidden_states, tied)
         if logit_loss is not None:
             return logit_loss(logits, target)
-        parts = 1 if invariance is None else invariance.local_parts(self.tp_group)
+        parts = self.parallel.arithmetic.parts_on(self.tp_group)
         of: dict[str, Any] = {"tp_group": self.tp_group, "vocab_size": size, "backend": backend, "parts": parts}
         if add_z_loss is not None:
             return add_z_loss(*cross_entropy_and_log_z(logits, target, **of))

@@ -27,8 +27,8 @@ from megatron_core.parallel.collectives import (
     reduce_scatter_to_sequence,
 )
 from megatron_core.parallel.groups import ParallelGroups
-from megatron_core.parallel.invariance import tree_sum
-from megatron_core.tensor_parallel.invariant_linear import Chunks
+from megatron_core.parallel.tree_sum import tree_sum
+from megatron_core.tensor_parallel.arithmetic import Chunks, TokenNumbers
 from megatron_core.transformer.moe.counts import ArrivingCounts
 from megatron_core.transformer.moe.router import Routing
 
@@ -48,16 +48,6 @@ class Dispatched:
     tokens ``[T, h]``."""
     chunks: Chunks | None = None
     """The rows of each expert by chunks of sequences, if tokens have ``TokenNumbers``."""
-
-
-@dataclass(frozen=True)
-class TokenNumbers:
-    """Numbers of this rank's tokens that give the rows of an expert one order in every layout."""
-
-    of_tokens: Tensor
-    """``[T]`` int64: sequence x its length + position."""
-    chunk: int
-    """Tokens in a chunk of a sequence."""
 
 
 class _Take(torch.autograd.Function):

@@ -1,7 +1,6 @@
 """The experts of a rank: two grouped matrix products and the activation between them."""
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -9,18 +8,13 @@ from torch import Tensor, nn
 
 from megatron_core.parallel.groups import ALONE
 from megatron_core.parallel.initialization import Normal
-from megatron_core.parallel.invariance import tree_sum
 from megatron_core.parallel.sharding import ShardSpec, allocate, replicated, split, split_fused, split_over
+from megatron_core.tensor_parallel.arithmetic import Chunks
 from megatron_core.tensor_parallel.fp8 import FP8Products
-from megatron_core.tensor_parallel.grouped_linear import grouped_linear
-from megatron_core.tensor_parallel.invariant_linear import Chunks, WeightParts, invariant_grouped_linear
 from megatron_core.tensor_parallel.lora import LoRA
 from megatron_core.transformer.context import LayerContext
 from megatron_core.transformer.mlp import activation_of
 from megatron_core.transformer.recompute import outputs_dropped, recomputed
-
-ROWS_OF_EXPERTS = 32
-"""Rows of a product of an expert with canonical parts: the last of them is filled with zeros."""
 
 
 class GroupedLinear(nn.Module):
@@ -33,10 +27,10 @@ class GroupedLinear(nn.Module):
         init_method: Normal,
         *,
         splits_output: bool = False,
-        parts: WeightParts | None = None,
+        product: Callable[..., Tensor],
         bias: ShardSpec | None = None,
     ) -> None:
-        """``splits_output``: output features are split over etp; otherwise input features. ``parts`` are canonical."""
+        """``splits_output``: output features are split over etp; otherwise input features."""
         super().__init__()
         self.weight = allocate(spec, context.parallel.params_dtype, context.parallel.device)
         self.weight.init_method = init_method
@@ -47,7 +41,7 @@ class GroupedLinear(nn.Module):
             self.bias.is_vector = True
         self.fp8: FP8Products | None = None
         self.adapter: LoRA | None = None
-        self.parts = parts
+        self.product = product
         if (precision := context.parallel.fp8_precision) is not None:
             etp = context.groups.group("etp")
             of_input, of_output = (ALONE, etp) if splits_output else (etp, ALONE)
@@ -58,10 +52,7 @@ class GroupedLinear(nn.Module):
 
     def forward(self, rows: Tensor, counts: Sequence[int], chunks: Chunks | None = None) -> Tensor:
         """``[R, in]`` -> ``[R, out]``; rows are ordered by expert, with ``counts`` rows each."""
-        if self.parts is not None:
-            assert chunks is not None, "tokens have numbers if weights have canonical parts"
-            return invariant_grouped_linear(rows, self.weight, chunks, self.parts)
-        product = partial(grouped_linear, weight=self.weight, counts=counts, fp8=self.fp8)
+        product = partial(self.product, weight=self.weight, counts=counts, chunks=chunks, fp8=self.fp8)
         return product(rows) if self.adapter is None else self.adapter(rows, product, self.weight, counts)
 
     def bias_of_rows(self, counts: Sequence[int]) -> Tensor | None:
@@ -103,19 +94,15 @@ class Experts(nn.Module):
         self.activation = activation_of(config)
         self.probs_on_input = config.moe_apply_probs_on_input
         self.recompute_activation = config.recomputes("moe_act")
-        parts_of_output, parts_of_input = None, None
-        self.parts_here = 1
-        if (invariance := context.parallel.invariance) is not None:
-            self.parts_here = invariance.parts // etp[1]
-            whole = split_fused(first, pieces, 0, invariance.parts, dim=1, axis="etp")
-            parts_of_output = replace(WeightParts.of_output(invariance, inner, whole), rows=ROWS_OF_EXPERTS)
-            even = WeightParts.even(invariance, ffn // etp[1], self.parts_here, splits_output=False)
-            parts_of_input = replace(even, rows=ROWS_OF_EXPERTS)
+        self.arithmetic, self.etp_group = context.parallel.arithmetic, groups.group("etp")
+        split_inner = partial(split_fused, first, pieces, index=0, dim=1, axis="etp")
+        product = self.arithmetic.expert_output_product(inner, split_inner)
         self.linear_fc1 = GroupedLinear(
-            context, specs[0], context.init_method, splits_output=True, parts=parts_of_output, bias=biases[0]
+            context, specs[0], context.init_method, splits_output=True, product=product, bias=biases[0]
         )
+        product = self.arithmetic.expert_input_product(ffn // etp[1], self.etp_group)
         self.linear_fc2 = GroupedLinear(
-            context, specs[1], context.output_layer_init_method, parts=parts_of_input, bias=biases[1]
+            context, specs[1], context.output_layer_init_method, product=product, bias=biases[1]
         )
 
     def forward(self, rows: Tensor, probs: Tensor, counts: Sequence[int], chunks: Chunks | None = None) -> Tensor:
@@ -139,23 +126,4 @@ class Experts(nn.Module):
 
     def _weighted(self, inner: Tensor, probs: Tensor) -> Tensor:
         activated = self.activation(inner, None)
-        if self.linear_fc2.parts is not None:
-            return _Weighted.apply(activated, probs, self.parts_here)
-        return (activated * probs.unsqueeze(-1)).to(activated.dtype)
-
-
-class _Weighted(torch.autograd.Function):
-    """Rows times their probabilities, whose gradients are sums over canonical parts of the features in their tree."""
-
-    @staticmethod
-    def forward(ctx, activated, probs, parts):
-        ctx.save_for_backward(activated, probs)
-        ctx.parts = parts
-        return (activated * probs.unsqueeze(-1)).to(activated.dtype)
-
-    @staticmethod
-    def backward(ctx, grad):
-        activated, probs = ctx.saved_tensors
-        products = grad.to(probs.dtype) * activated
-        sums = [part.contiguous().sum(-1) for part in products.chunk(ctx.parts, -1)]
-        return (grad * probs.unsqueeze(-1)).to(activated.dtype), tree_sum(sums), None
+        return self.arithmetic.times_probs(activated, probs, self.etp_group)

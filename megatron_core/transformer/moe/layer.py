@@ -7,15 +7,12 @@ from torch import Tensor, nn
 
 from megatron_core.config import ModelConfig
 from megatron_core.parallel.collectives import copy_to_region, reduce_from_region
-from megatron_core.parallel.invariance import Invariance
 from megatron_core.parallel.sharding import allocate, replicated
-from megatron_core.tensor_parallel.invariant_linear import WeightParts, invariant_linear
-from megatron_core.tensor_parallel.linear_comm import NO_COMM
 from megatron_core.transformer.context import LayerContext, SequenceContext
 from megatron_core.transformer.latent_attention import DownProjection
 from megatron_core.transformer.mlp import MLP
 from megatron_core.transformer.moe.balance import Z_LOSS, balancing_names
-from megatron_core.transformer.moe.dispatch import AllGatherDispatcher, AllToAll, TokenNumbers
+from megatron_core.transformer.moe.dispatch import AllGatherDispatcher, AllToAll
 from megatron_core.transformer.moe.experts import Experts
 from megatron_core.transformer.moe.router import Tokens, TopKRouter
 from megatron_core.transformer.recompute import recomputed
@@ -53,8 +50,7 @@ class MoELayer(nn.Module):
         self.overlaps = config.moe_shared_expert_overlap and self.shared_experts is not None
         self.recompute_shared = config.recomputes("shared_experts")
         self.padded = config.moe_pad_expert_input_to_capacity
-        invariance = context.parallel.invariance
-        self.invariance = None if invariance is None else invariance.over(context.tp_group.size())
+        self.token_numbers = context.parallel.arithmetic.token_numbers
         self.tp_group, self.sequence_parallel = context.tp_group, context.sequence_parallel
 
     def forward(self, hidden: Tensor, context: SequenceContext) -> tuple[Tensor, None]:
@@ -74,7 +70,8 @@ class MoELayer(nn.Module):
         meanwhile = share if self.overlaps else None
         tokens = self._tokens(hidden, own, context)
         routing = self.router(x, tokens, context)
-        numbers = None if self.invariance is None else self._numbers(tokens, context, self.invariance)
+        sample_index = None if context.cache is not None else context.sample_index
+        numbers = self.token_numbers(tokens.positions, sample_index, self.tp_group.size())
         if self.fc1_latent_proj is not None:
             x = self.fc1_latent_proj(x)
         given = self.dispatcher.dispatch(
@@ -122,15 +119,6 @@ class MoELayer(nn.Module):
         most = -(-length // self.tp_group.size()) if self._divides else length
         return Tokens(counted[own], positions[own], most)
 
-    def _numbers(self, tokens: Tokens, context: SequenceContext, invariance: Invariance) -> TokenNumbers:
-        """Return the numbers of this rank's tokens, by sequence and position."""
-        if context.cache is not None:  # generation has no gradients, whose order the numbers determine
-            return TokenNumbers(torch.arange(tokens.positions.numel(), device=tokens.positions.device), 1)
-        assert context.sample_index is not None, "tokens are numbered by sequence"
-        length = tokens.positions.shape[0] * invariance.context_ranks
-        numbers = context.sample_index * length + tokens.positions[:, None]
-        return TokenNumbers(numbers.flatten(), length // invariance.chunks)
-
 
 class SharedExperts(MLP):
     """The shared experts, applied to every token, as one MLP; with a gate, its output times sigmoid(w x).
@@ -142,24 +130,18 @@ class SharedExperts(MLP):
         config = context.config
         wide = replace(config, ffn_hidden_size=config.moe_shared_expert_intermediate_size)
         super().__init__(replace(context, config=wide), layer_number)
-        self.gate_weight, self.gate_parts = None, None
+        self.gate_weight = None
         if config.moe_shared_expert_gate:
             # With sequence parallelism the gradient of each rank covers only its part of the sequence.
             spec = replicated((1, config.hidden_size), context.tp_group.rank(), partial_grad=context.sequence_parallel)
             self.gate_weight = allocate(spec, context.parallel.params_dtype, context.parallel.device)
             self.gate_weight.init_method = context.init_method
-            if (invariance := context.parallel.invariance) is not None:
-                of_tokens = invariance.over(context.tp_group.size() if context.sequence_parallel else 1)
-                self.gate_parts = WeightParts.even(of_tokens, 1, 1, splits_output=True)
+            ranks = context.tp_group.size() if context.sequence_parallel else 1
+            self.gate_product = context.parallel.arithmetic.token_product(1, ranks)
 
     def forward(self, hidden: Tensor, context: SequenceContext) -> Tensor:  # type: ignore[override]
         """``[s, b, h]`` -> the same shape."""
         output, _ = super().forward(hidden, context)
         if self.gate_weight is None:
             return output
-        if self.gate_parts is not None:
-            return (
-                output
-                * invariant_linear(hidden.view_as(hidden), self.gate_weight, None, NO_COMM, self.gate_parts).sigmoid()
-            )
-        return output * nn.functional.linear(hidden, self.gate_weight).sigmoid()
+        return output * self.gate_product(hidden, self.gate_weight, None).sigmoid()

@@ -8,14 +8,11 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from megatron_core.ops.exact_sum import BALANCING_UNIT, exact_loss_sum
 from megatron_core.ops.reference import uniform
 from megatron_core.ops.rows import wide
 from megatron_core.parallel.collectives import all_gather_flat_
 from megatron_core.parallel.initialization import name_seed
 from megatron_core.parallel.sharding import allocate, replicated
-from megatron_core.tensor_parallel.invariant_linear import WeightParts, invariant_linear
-from megatron_core.tensor_parallel.linear_comm import NO_COMM
 from megatron_core.transformer.context import LayerContext, SequenceContext
 from megatron_core.transformer.moe.balance import Z_LOSS, Total, balancing_loss, balancing_names, count_choices, z_loss
 from megatron_core.transformer.moe.choice import (
@@ -82,17 +79,10 @@ class TopKRouter(nn.Module):
             self.expert_bias = allocate(replicated(shape[:1], tp_rank), torch.float32, parallel.device)
             self.expert_bias.init_method = nn.init.zeros_
             self.expert_bias.requires_grad_(False)
-        self.parts = None
-        self.totals: tuple[Total, Total] = torch.sum, torch.sum
+        arithmetic = parallel.arithmetic
+        self.product = arithmetic.token_product(shape[0], context.tp_group.size())
+        self.totals: tuple[Total, Total] = (arithmetic.sequence_sum, arithmetic.loss_sum)
         """Sums over tokens of losses per sequence and per token."""
-        if (invariance := parallel.invariance) is not None:
-            of_tokens = invariance.over(context.tp_group.size())
-            self.parts = WeightParts.even(of_tokens, shape[0], 1, splits_output=True)
-            tokens = invariance.tokens
-            self.totals = (
-                partial(exact_loss_sum, tokens=tokens, unit=BALANCING_UNIT),
-                partial(exact_loss_sum, tokens=tokens),
-            )
         self.jitter_key = name_seed(context.seed, f"jitter:layers.{layer_number}.router")
         self.sampling_key = name_seed(context.seed, f"sampling:layers.{layer_number}.router")
 
@@ -100,11 +90,7 @@ class TopKRouter(nn.Module):
         """``x`` ``[n, b, h]`` -> the routing of the T = n b tokens, ordered by position."""
         dtype = torch.float64 if self.config.moe_router_dtype == "fp64" else wide(x.dtype)
         x = self._jittered(x.to(dtype), tokens, context)
-        if self.parts is None:
-            bias = None if self.bias is None else self.bias.to(dtype)
-            logits = nn.functional.linear(x, self.weight.to(dtype), bias)
-        else:
-            logits = invariant_linear(x, self.weight, None, NO_COMM, self.parts)
+        logits = self.product(x, self.weight, self.bias)
         drawn = self._drawn(logits, tokens, context)
         experts = self._choose(logits.detach(), tokens, drawn)
         if context.router_replay is not None:

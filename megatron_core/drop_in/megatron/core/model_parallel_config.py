@@ -9,6 +9,7 @@ import torch
 
 from megatron.core.mirror import mirror
 from megatron_core.errors import ConfigError
+from megatron_core.tensor_parallel.arithmetic import PLAIN, LayerArithmetic
 
 
 @dataclass
@@ -20,7 +21,7 @@ class ModelParallelConfig(mirror("ModelParallelConfig")):  # type: ignore[misc]
     ``kernel_backend`` is --kernel-backend and not a field of Megatron's.
     """
 
-    invariance: ClassVar[None] = None  # --layout-invariant is not a setting of Megatron's
+    arithmetic: ClassVar[LayerArithmetic] = PLAIN  # --layout-invariant is not a setting of Megatron's
     tp_comm_overlap_chunks: ClassVar[int] = 1  # nor is --tp-comm-overlap-chunks
     params_dtype: torch.dtype = torch.float32
     finalize_model_grads_func: Callable[..., None] | None = None

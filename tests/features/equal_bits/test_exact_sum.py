@@ -8,7 +8,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from megatron_core.ops.exact_sum import (
+from megatron_core.features.equal_bits.exact_sum import (
     LOSS_UNIT,
     RANGE,
     UNIT,

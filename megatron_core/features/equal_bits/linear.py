@@ -14,10 +14,10 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-from megatron_core.config.invariance import additions
+from megatron_core.config.tree import additions
 from megatron_core.errors import LayoutError
-from megatron_core.ops.exact_sum import add_rows_exactly_, exact
-from megatron_core.ops.fixed_products import (
+from megatron_core.features.equal_bits.exact_sum import add_rows_exactly_, exact
+from megatron_core.features.equal_bits.fixed_products import (
     ROWS,
     InnerRange,
     Tokens,
@@ -26,9 +26,10 @@ from megatron_core.ops.fixed_products import (
     product_,
     sum_of_products_,
 )
+from megatron_core.features.equal_bits.invariance import Invariance, all_reduce_in_tree, reduce_scatter_in_tree
 from megatron_core.parallel.collectives import start_gather_sequence
-from megatron_core.parallel.invariance import Invariance, all_reduce_in_tree, reduce_scatter_in_tree
 from megatron_core.parallel.sharding import Range, ShardSpec
+from megatron_core.tensor_parallel.arithmetic import Chunks
 from megatron_core.tensor_parallel.linear import main_grad_of
 from megatron_core.tensor_parallel.linear_comm import LinearComm, gather_input
 
@@ -232,7 +233,8 @@ def exact_grad_of(parameter: nn.Parameter) -> Tensor:
     total = main_grad_of(parameter)
     if total is None or total.dtype != torch.float64:
         raise LayoutError(
-            "layout_invariant=True adds float64 gradients: pass DataParallelSettings(exact_sums=True) to DataParallel"
+            "layout_invariant=True adds float64 gradients: pass DataParallelSettings(arithmetic=...) with the "
+            "arithmetic of the layers to DataParallel"
         )
     return total
 
@@ -276,16 +278,6 @@ class _Lookup(torch.autograd.Function):
             addends = exact(grad, ctx.invariance.tokens).masked_fill_(elsewhere.unsqueeze(-1), 0.0)
             exact_grad_of(ctx.weight).index_add_(0, local.flatten(), addends.flatten(0, -2))
         return None, None, None, None
-
-
-@dataclass(frozen=True)
-class Chunks:
-    """The rows of each expert in chunks of sequences: rows are ordered by expert, sequence and position."""
-
-    experts: tuple[slice, ...]
-    """The rows of each expert."""
-    of_expert: tuple[tuple[slice, ...], ...]
-    """For each expert, the rows of each chunk of a sequence that has any."""
 
 
 def invariant_grouped_linear(x: Tensor, weight: nn.Parameter, chunks: Chunks, parts: WeightParts) -> Tensor:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from megatron_core.parallel.invariance import Invariance
-from megatron_core.tensor_parallel.invariant_linear import Chunks, WeightParts, invariant_grouped_linear
+from megatron_core.features.equal_bits.invariance import Invariance
+from megatron_core.features.equal_bits.linear import Chunks, WeightParts, invariant_grouped_linear
 
 
 def test_experts_compute_in_the_dtype_of_their_rows() -> None:

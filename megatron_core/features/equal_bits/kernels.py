@@ -2,12 +2,13 @@
 
 import torch
 
+from megatron_core.config import RunConfig
 from megatron_core.errors import ConfigError
-from megatron_core.ops.fixed_products import describe
+from megatron_core.features.equal_bits.fixed_products import describe
 from megatron_core.parallel.texts import gather_from_all_ranks, listed
 
 
-def check_same_kernels(device: torch.device) -> None:
+def check_same_kernels(config: RunConfig, device: torch.device) -> None:
     """Compare how the ranks of the job compute products in a fixed order; a collective call.
 
     Errors: ``ConfigError`` on all ranks, with the kernels and their ranks, if they differ. Each process chooses its

@@ -1,4 +1,4 @@
-"""Core attention with the same bits in every layout (``parallel.invariance``).
+"""Core attention with the same bits in every layout.
 
 Each chunk of queries attends to all keys before it and to its own, in separate products. Every rank computes its own
 chunks of queries over the keys of the whole sequence, which it gathers. The gradients of keys and values are sums over
@@ -18,10 +18,11 @@ from megatron_core.context_parallel import Exchange, Products, Tile, Unfused, fu
 from megatron_core.context_parallel.products import finite, merge_
 from megatron_core.context_parallel.tiles import Documents
 from megatron_core.errors import LayoutError
+from megatron_core.features.equal_bits.invariance import Invariance, reduce_scatter_in_tree
 from megatron_core.ops.rows import wide
 from megatron_core.parallel.groups import ALONE, Group
-from megatron_core.parallel.invariance import Invariance, reduce_scatter_in_tree, tree_sum
 from megatron_core.parallel.micro_batch import Range, zigzag
+from megatron_core.parallel.tree_sum import tree_sum
 from megatron_core.transformer.context import LayerContext, SequenceContext
 from megatron_core.transformer.core_attention import CoreAttention
 from megatron_core.transformer.paged_attention import PagedStep, gathered
@@ -94,12 +95,12 @@ class InvariantAttention(CoreAttention):
         layer_number: int,
         *,
         exchange: Exchange,
+        invariance: Invariance,
         window_size: tuple[int, int] | None = None,
         heads_over: Group = ALONE,
     ) -> None:
         super().__init__(context, layer_number, window_size=window_size, heads_over=heads_over)
-        assert context.parallel.invariance is not None
-        self.exchange, self.invariance = exchange, context.parallel.invariance
+        self.exchange, self.invariance = exchange, invariance
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, context: SequenceContext, sinks: Tensor | None = None

@@ -8,10 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_core.config import RunConfig
 from megatron_core.errors import ConfigError
+from megatron_core.features.equal_bits.fixed_products import NATIVE_DTYPES, describe
+from megatron_core.features.equal_bits.kernels import check_same_kernels
 from megatron_core.ops import native
-from megatron_core.ops.fixed_products import NATIVE_DTYPES, describe
-from megatron_core.tensor_parallel.invariant_kernels import check_same_kernels
 from megatron_core.verify.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -25,7 +26,7 @@ def _refusal_with(reduced: str) -> str:
         if dist.get_rank() == 1 and reduced == "no library":
             patch.setattr(native, "unavailable_reason", lambda *_: "not in this test")
         try:
-            check_same_kernels(CPU)
+            check_same_kernels(RunConfig(), CPU)
         except ConfigError as error:
             return str(error)
         return ""

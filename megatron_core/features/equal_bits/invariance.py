@@ -14,14 +14,10 @@ Every matrix product has the same shape in every layout (``ops.fixed_products``)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
 
-import torch
 from torch import Tensor
 
-from megatron_core.config.invariance import smallest_factor
 from megatron_core.errors import LayoutError
 from megatron_core.parallel.collectives import (
     COLLECTIVES,
@@ -32,6 +28,7 @@ from megatron_core.parallel.collectives import (
     reduce_scatter_flat_,
 )
 from megatron_core.parallel.groups import Group
+from megatron_core.parallel.tree_sum import tree_sum
 
 
 @dataclass(frozen=True)
@@ -77,19 +74,6 @@ class Invariance:
     def local_parts(self, group: Group) -> int:
         """Number of parts of each rank of ``group``."""
         return self.parts // group.size()
-
-
-Add = Callable[[Tensor, Tensor], Tensor]
-
-
-def tree_sum(parts: Sequence[Tensor], add: Add = torch.add) -> Tensor:
-    """The sum of ``parts``: neighbours in groups of the smallest prime factor of their number, then the sums of the
-    groups in the same way; each addition rounds to the dtype of the parts. ``Tensor.add_`` overwrites the parts."""
-    values = list(parts)
-    while len(values) > 1:
-        width = smallest_factor(len(values))
-        values = [reduce(add, values[at : at + width]) for at in range(0, len(values), width)]
-    return values[0]
 
 
 def all_reduce_in_tree(x: Tensor, group: Group) -> Tensor:

@@ -1,4 +1,4 @@
-"""The tree of sums with --layout-invariant, as integers (``parallel.invariance`` computes it)."""
+"""The tree of sums with --layout-invariant, as integers (``parallel.tree_sum`` computes it)."""
 
 from itertools import pairwise
 

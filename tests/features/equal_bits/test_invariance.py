@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_core.config.invariance import default_parts, subtree_sizes
+from megatron_core.config.tree import default_parts, subtree_sizes
 from megatron_core.errors import LayoutError
+from megatron_core.features.equal_bits.invariance import Invariance, all_reduce_in_tree, reduce_scatter_in_tree
 from megatron_core.parallel.grid import Grid
 from megatron_core.parallel.groups import ParallelGroups
-from megatron_core.parallel.invariance import Invariance, all_reduce_in_tree, reduce_scatter_in_tree, tree_sum
+from megatron_core.parallel.tree_sum import tree_sum
 from megatron_core.verify.ranks import run_ranks
 from tests.sample import WHOLE_MATRIX
 

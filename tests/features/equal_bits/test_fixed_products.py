@@ -14,9 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_core.config.invariance import additions
-from megatron_core.ops import native
-from megatron_core.ops.fixed_products import (
+from megatron_core.config.tree import additions
+from megatron_core.features.equal_bits.fixed_products import (
     InnerRange,
     add_chunk_products_,
     aligned,
@@ -26,7 +25,8 @@ from megatron_core.ops.fixed_products import (
     product_,
     sum_of_products_,
 )
-from megatron_core.parallel.invariance import tree_sum
+from megatron_core.ops import native
+from megatron_core.parallel.tree_sum import tree_sum
 
 SIZES = [(1, 1), (3, 5), (6, 6), (6, 8), (16, 6), (24, 11), (64, 72), (192, 100), (576, 320)]
 DTYPES = [torch.float32, torch.bfloat16]

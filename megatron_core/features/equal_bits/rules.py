@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from megatron_core.config.invariance import subtree_sizes
 from megatron_core.config.run import RunConfig
+from megatron_core.config.tree import subtree_sizes
 
 REFUSED = {
     "fp16": "its loss scale moves gradients out of the range of exact sums; use --bf16",
@@ -28,7 +28,12 @@ REFUSED_WORDS = {
 """(setting, the only value that can be used): the reason and the remedy."""
 
 
-def invariance_problems(config: RunConfig) -> Iterator[str]:
+def has_equal_bits(config: RunConfig) -> bool:
+    """Whether sums have one order in every layout."""
+    return config.parallel.layout_invariant
+
+
+def invariance_problems(config: RunConfig, world_size: int) -> Iterator[str]:
     """Settings under which --layout-invariant could not hold."""
     if not config.parallel.layout_invariant:
         return

@@ -1,0 +1,21 @@
+"""Sums over parts in the order of a tree, which is the same for every number of ranks that own whole subtrees."""
+
+from collections.abc import Callable, Sequence
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from megatron_core.config.tree import smallest_factor
+
+Add = Callable[[Tensor, Tensor], Tensor]
+
+
+def tree_sum(parts: Sequence[Tensor], add: Add = torch.add) -> Tensor:
+    """The sum of ``parts``: neighbours in groups of the smallest prime factor of their number, then the sums of the
+    groups in the same way; each addition rounds to the dtype of the parts. ``Tensor.add_`` overwrites the parts."""
+    values = list(parts)
+    while len(values) > 1:
+        width = smallest_factor(len(values))
+        values = [reduce(add, values[first : first + width]) for first in range(0, len(values), width)]
+    return values[0]
