@@ -12,6 +12,10 @@ from typing import Any
 
 PACKAGE = "megatron_core"
 MOVED = {
+    "config.rules_outer": "features.outer_steps.rules",
+    "training.outer_state": "features.outer_steps.state",
+    "optimizer.outer_messages": "features.outer_steps.messages",
+    "optimizer.outer": "features.outer_steps.optimizer",
     "training.averages": "features.averages.weights",
     "training.choices": "features.questions.scores",
     "datasets.choices": "features.questions.dataset",

@@ -11,7 +11,6 @@ from megatron_core.config.rules_heterogeneous import heterogeneous_problems
 from megatron_core.config.rules_hybrid import hybrid_problems
 from megatron_core.config.rules_invariance import invariance_problems
 from megatron_core.config.rules_moe import moe_problems
-from megatron_core.config.rules_outer import outer_problems
 from megatron_core.config.rules_parallel import context_problems, parallel_problems, recompute_problems
 from megatron_core.config.rules_recurrent import recurrent_problems
 from megatron_core.config.rules_run import checkpoint_problems, monitor_problems, resilience_problems
@@ -55,7 +54,6 @@ def problems(config: RunConfig, world_size: int) -> Iterator[str]:
     yield from stage_problems(config)
     yield from parallel_problems(config, world_size)
     yield from sharding_problems(config, world_size)
-    yield from outer_problems(config, world_size)
     yield from context_problems(config)
     yield from schedule_problems(config)
     yield from batch_problems(config, world_size)

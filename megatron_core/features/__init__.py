@@ -4,6 +4,7 @@ from megatron_core.features.averages import AVERAGES
 from megatron_core.features.compression import COMPRESSION
 from megatron_core.features.cuda_graphs import CUDA_GRAPHS
 from megatron_core.features.distillation import DISTILLATION
+from megatron_core.features.outer_steps import OUTER_STEPS
 from megatron_core.features.preferences import PREFERENCES
 from megatron_core.features.qk_clip import QK_CLIP
 from megatron_core.features.questions import QUESTIONS
@@ -15,6 +16,7 @@ FEATURES = (
     COMPRESSION,
     CUDA_GRAPHS,
     DISTILLATION,
+    OUTER_STEPS,
     PREFERENCES,
     QK_CLIP,
     QUESTIONS,

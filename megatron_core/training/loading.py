@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
+from pathlib import Path
 
 import torch
 
 from megatron_core.checkpoint import CheckpointReader, TensorBox, parameter_pieces
 from megatron_core.checkpoint.host_copy import HostCopy
+from megatron_core.checkpoint.one_pass import DamagedCheckpoint
 from megatron_core.checkpoint.reader import note
 from megatron_core.checkpoint.restore import CopiesReader
 from megatron_core.config import OptimizerConfig, RunConfig
@@ -21,6 +23,7 @@ from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.parallel.texts import gather_from_all_ranks, listed
 from megatron_core.tensor_parallel.amax_history import AmaxHistories
 from megatron_core.training.new_indexers import lacks_indexers, outside_of_indexers
+from megatron_core.training.parts import RunPart
 from megatron_core.training.state import (
     Reader,
     TrainState,
@@ -29,10 +32,71 @@ from megatron_core.training.state import (
     fp8_pieces,
     held_pieces,
     held_weights,
+    open_checkpoint,
     optimizer_pieces,
     saved_pieces,
     weight_pieces,
 )
+
+
+def load_run(
+    config: RunConfig,
+    reader: Reader | None,
+    data: DataParallel,
+    optimizer: Optimizer,
+    fp8: AmaxHistories | None,
+    parts: Sequence[RunPart],
+) -> TrainState:
+    """Load the state of a run with the ``parts`` of features; return the counters, 0 without a checkpoint."""
+    if reader is None:
+        return TrainState()
+    if any(part.load(config, reader) for part in parts):
+        return counters(reader)
+    state = load_state(config, reader, data, optimizer, fp8)
+    for part in parts:
+        part.after_load(config, reader)
+    return state
+
+
+def load_intact(
+    config: RunConfig,
+    reader: Reader | None,
+    data: DataParallel,
+    optimizer: Optimizer,
+    fp8: AmaxHistories | None,
+    parts: Sequence[RunPart],
+) -> TrainState:
+    """``load_run``; if the files that it reads are damaged, from an older checkpoint in the same folder.
+
+    Errors: ``CheckpointError`` on all ranks if none is intact, or if the older one would change settings of this run,
+    whose model exists already.
+    """
+    damaged = dict[Path, str]()
+    while True:
+        try:
+            return load_run(config, reader, data, optimizer, fp8, parts)
+        except DamagedCheckpoint as error:
+            if error.folder in damaged:
+                raise
+            damaged[error.folder] = str(error)
+            reader = _open_older(config, error, data, damaged)
+
+
+def _open_older(
+    config: RunConfig, error: DamagedCheckpoint, data: DataParallel, damaged: Mapping[Path, str]
+) -> CheckpointReader:
+    """Open the newest checkpoint that is not among the ``damaged`` ones, for a model built with ``config``."""
+    reader, changed = open_checkpoint(config, data.device, hash_later=True, damaged=damaged)
+    if not isinstance(reader, CheckpointReader):
+        raise CheckpointError(f"{error}; load={config.checkpoint.load!r} holds no other checkpoint")
+    before, after = config.flat(), changed.flat()
+    names = [name for name in before if before[name] != after[name]]
+    if names:
+        raise CheckpointError(
+            f"{error}; the older checkpoint {reader.folder} has other settings than this one, from which the settings "
+            f"of this run were taken: {listed(names)}; to load it, give --ckpt-step {reader.manifest.iteration}"
+        )
+    return reader
 
 
 def load_state(

@@ -51,7 +51,7 @@ def planned_bytes(run: Run) -> float:
             hidden=shard.bucket.kind.is_hidden_matrix,
             added_moments=added_moments(config.parallel),
         )
-        outer = 0 if run.outer is None else 2 * shard.main.element_size() / size  # global weights and momentum
+        outer = 2 * shard.main.element_size() / size if config.outer.outer_steps else 0  # global weights and momentum
         found += sum(parameter.numel() for parameter in shard.bucket.parameters) * (sum(each.values()) + outer)
     weight = number_size(config.training.compute_dtype)
     found += weight * sum(parameter.numel() for _, parameter in run.data_parallel.frozen)
@@ -67,8 +67,8 @@ def found_bytes(run: Run) -> dict[str, int]:
     """Bytes of this rank's weights, gradients and optimizer state, and of temporarily gathered units."""
     state = [tensor for _, named in run.optimizer.tensors() for tensor in named.values()]
     state += [piece.memory for piece in run.optimizer.matrix_state()]
-    outer = 0 if run.outer is None else run.outer.nbytes
-    return run.data_parallel.resident_bytes() | {"optimizer": sum(tensor.nbytes for tensor in state) + outer}
+    of_parts = sum(part.nbytes for part in run.parts)
+    return run.data_parallel.resident_bytes() | {"optimizer": sum(tensor.nbytes for tensor in state) + of_parts}
 
 
 def describe_memory(run: Run, *, after_step: int = 0) -> str:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -24,7 +25,6 @@ from megatron_core.feature import load_hook, used_features
 from megatron_core.models import GPTModel
 from megatron_core.models.build import build_stages
 from megatron_core.optimizer.lr_schedule import LearningRateSchedule
-from megatron_core.optimizer.outer import OuterOptimizer
 from megatron_core.optimizer.sharded import Optimizer, make_loss_scale
 from megatron_core.parallel import ParallelGroups, World
 from megatron_core.parallel.micro_batch import MicroBatch, SequenceSplit
@@ -35,19 +35,21 @@ from megatron_core.tensor_parallel.amax_history import AmaxHistories
 from megatron_core.tokenizers import Tokenizer, tokenizer_of
 from megatron_core.tokenizers.vocabulary import vocabulary_size
 from megatron_core.training.data import DatasetsProvider, compare_data, make_splits
-from megatron_core.training.driver import Trainable, gather_weights
+from megatron_core.training.driver import Trainable
+from megatron_core.training.loading import load_intact
 from megatron_core.training.new_indexers import draw_indexers
 from megatron_core.training.objective import Objective, build_objective
-from megatron_core.training.outer_state import load_intact
 from megatron_core.training.parts import Evaluation, RunPart, build_evaluations, build_parts
 from megatron_core.training.pipeline_trace import trace_writer
 from megatron_core.training.plans import Plans, StepSize
 from megatron_core.training.process import check_kernels, set_process_switches
 from megatron_core.training.saving import CheckpointSaver
-from megatron_core.training.state import TrainState, open_checkpoint
+from megatron_core.training.state import Reader, TrainState, open_checkpoint
 from megatron_core.training.tuning import drawing, open_base, prepare_weights
 from megatron_core.transformer.compiled import compile_layers
 from megatron_core.transformer.layer_spec import LayerSpecs, auxiliary_loss_names, layer_spec
+
+Part = TypeVar("Part", bound=RunPart)
 
 
 @dataclass(kw_only=True)
@@ -68,19 +70,17 @@ class Run(Trainable):
     """The function that has chosen the parts of each layer."""
     plans: Plans
     trace: TraceWriter | None
-    schedule: LearningRateSchedule
-    decoupled_schedule: LearningRateSchedule | None
-    """Schedule of word embedding and output layer, if it is separate."""
     splits: Splits
     evaluations: tuple[Evaluation, ...]
     """Evaluations of features, in addition to the validation data."""
-    state: TrainState
-    loaded: bool
+    loaded: bool = False
     """Whether a checkpoint was loaded."""
-    outer: OuterOptimizer | None = None
-    """The global weights of groups of replicas, with ``outer_steps``."""
-    total_iterations: int
+    state: TrainState = field(default_factory=TrainState)
+    total_iterations: int = field(init=False)
     """Steps of the whole training, including the steps before a resume."""
+    schedule: LearningRateSchedule = field(init=False)
+    decoupled_schedule: LearningRateSchedule | None = field(init=False)
+    """Schedule of word embedding and output layer, if it is separate."""
     bad_steps: list[int] = field(default_factory=list)
     """Iterations of the bad steps since the last good one; no checkpoint is written until a step is good again."""
     stop_reason: str = ""
@@ -94,7 +94,8 @@ class Run(Trainable):
     saver: CheckpointSaver = field(init=False)
 
     def __post_init__(self) -> None:
-        """Create the checkpoint saver, the parts of features, the loss, and the loader of training data, if any."""
+        """Create the parts of features, the checkpoint saver, the loss, and the loader of training data, if any."""
+        self.parts = build_parts(self.config, self)
         self.saver = CheckpointSaver(
             self.config,
             self.data_parallel,
@@ -102,12 +103,25 @@ class Run(Trainable):
             vocab_size=self.vocab_size,
             tokenizer=self.tokenizer,
             fp8=self.fp8,
-            outer=self.outer,
+            parts=self.parts,
         )
-        self.parts = build_parts(self.config, self)
         self.objective = build_objective(self.config, self)
         if self.splits.train is not None:
             self.train_loader = self.loader(self.splits.train)
+
+    def load(self, checkpoint: Reader | None) -> None:
+        """Load the state of a checkpoint, if there is one, and derive the remaining steps and their rates."""
+        config = self.config
+        self.loaded = checkpoint is not None
+        self.state = load_intact(config, checkpoint, self.data_parallel, self.optimizer, self.fp8, self.parts)
+        self.state.data = compare_data(config, self.state, self.world)
+        self.total_iterations = _total_iterations(config, self.state, self.groups.replicas)
+        self.schedule = learning_rate_schedule(config, config.optimizer, self.total_iterations)
+        self.decoupled_schedule = _decoupled_schedule(config, self.total_iterations)
+
+    def part(self, kind: type[Part]) -> Part | None:
+        """The part of a feature, by its class; None if the run does not use the feature."""
+        return next((part for part in self.parts if isinstance(part, kind)), None)
 
     def step_after(self, consumed_samples: int) -> StepSize:
         """The size of the step after ``consumed_samples`` samples."""
@@ -232,18 +246,6 @@ def _decoupled_schedule(config: RunConfig, total_iterations: int) -> LearningRat
     return None if decoupled is None else learning_rate_schedule(config, decoupled, total_iterations)
 
 
-def outer_of(
-    config: RunConfig, data: DataParallel, optimizer: Optimizer, groups: ParallelGroups, number: int
-) -> OuterOptimizer | None:
-    """The global weights of groups of replicas; None without ``outer_steps``, and in runs that do not train.
-    ``number``: of this group in the job."""
-    if config.outer.outer_steps == 0 or config.training.skip_train:
-        return None
-    gather = partial(gather_weights, [data])
-    layers, recovers = config.model.num_layers, config.resilience.recover != "none"
-    return OuterOptimizer(config.outer, data, optimizer, groups, layers, gather, keeps_sent=recovers, number=number)
-
-
 def _total_iterations(config: RunConfig, state: TrainState, replicas: int) -> int:
     """The steps of the whole training, with those before ``state``."""
     done = state.iteration, state.consumed_samples
@@ -342,14 +344,7 @@ def set_up(
     draw_indexers(base, stages.values(), config)
     data_parallel = data_parallel_of(config, stages, groups, world.device, drawing(config, base) if deferred else None)
     prepare_weights(config, data_parallel, list(stages.values()), frozen, resumes=checkpoint is not None)
-    optimizer = _optimizer_of(config, data_parallel, groups)
-    fp8 = _histories_of(config, stages, groups, world.device)
-    # The state of the checkpoint, and the remaining steps.
-    outer = outer_of(config, data_parallel, optimizer, groups, world.group_number(config.outer.num_groups))
-    state = load_intact(config, checkpoint, data_parallel, optimizer, fp8, outer)
-    state.data = compare_data(config, state, world)
-    total = _total_iterations(config, state, groups.replicas)
-    return Run(
+    run = Run(
         config=config,
         world=world,
         groups=groups,
@@ -366,16 +361,13 @@ def set_up(
         overlap_p2p=parallel.overlap_p2p_communication,
         message=message_format(config, split, world.device),
         data_parallel=data_parallel,
-        optimizer=optimizer,
-        fp8=fp8,
+        optimizer=_optimizer_of(config, data_parallel, groups),
+        fp8=_histories_of(config, stages, groups, world.device),
         # Without the output layer: deferring its weight gradient would keep a gradient of the size of the logits.
         deferrable=[parameter for stage in stages.values() for parameter in stage.decoder.parameters()],
-        schedule=learning_rate_schedule(config, config.optimizer, total),
-        loaded=checkpoint is not None,
-        outer=outer,
-        decoupled_schedule=_decoupled_schedule(config, total),
-        total_iterations=total,
         splits=splits,
         evaluations=evaluations,
-        state=state,
     )
+    # The state of the checkpoint, and the remaining steps.
+    run.load(checkpoint)
+    return run

@@ -43,7 +43,7 @@ WAITING = {
         "tensor_parallel.invariant_linear tensor_parallel.invariant_kernels transformer.invariant_attention "
         "ops.exact_sum ops.fixed_products parallel.invariance config.invariance config.rules_invariance"
     ),
-    "outer_steps": "optimizer.outer optimizer.outer_messages training.outer_state config.outer config.rules_outer",
+    "outer_steps": "config.outer",
     "recurrent": ("config.recurrent config.rules_recurrent config.hybrid config.rules_hybrid config.mixers"),
     "sparse_attention": ("training.new_indexers config.sparse_attention config.rules_sparse_attention"),
     "matrix_optimizers": "optimizer.matrix_plan optimizer.matrix_updates optimizer.soap",

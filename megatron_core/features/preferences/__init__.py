@@ -1,7 +1,7 @@
 """Preferences: training on pairs of a chosen and a rejected answer (DPO)."""
 
 from megatron_core.feature import Feature
-from megatron_core.features.preferences.rules import preference_problems, resume_problems
+from megatron_core.features.preferences.rules import other_reference_problems, preference_problems
 from megatron_core.features.preferences.settings import PreferenceConfig
 
 PREFERENCES = Feature(
@@ -9,6 +9,6 @@ PREFERENCES = Feature(
     settings=PreferenceConfig,
     is_used=lambda config: config.data.dpo,
     problems=preference_problems,
-    resume_problems=resume_problems,
+    resume_problems=other_reference_problems,
     objective="megatron_core.features.preferences.objective:Preferences",
 )

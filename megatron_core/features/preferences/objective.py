@@ -49,7 +49,8 @@ class Preferences(Objective):
 
     def step_loss(self, batches: Sequence[MicroBatch], report: LossReport | None = None) -> StepLoss:
         """The loss of pairs of answers; the reference computes all micro-batches before the model."""
-        run, settings = self.run, self.settings
+        run = self.run
+        settings = self.settings
         reference = reference_log_probs(run, run.stages if self.frozen is None else self.frozen.stages, batches)
 
         def add_margins(margins: Tensor) -> None:

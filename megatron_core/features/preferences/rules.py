@@ -67,7 +67,7 @@ def _reference_problems(config: RunConfig) -> Iterator[str]:
         )
 
 
-def resume_problems(stored: Mapping[str, Any], config: RunConfig, folder: Path) -> Iterator[str]:
+def other_reference_problems(stored: Mapping[str, Any], config: RunConfig, folder: Path) -> Iterator[str]:
     """A checkpoint of another training, whose initial weights are not those of the reference."""
     if config.data.dpo and config.tuning.lora_rank is None and not stored.get("dpo", False):
         yield (

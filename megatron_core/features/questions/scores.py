@@ -37,10 +37,12 @@ def log_likelihoods(run: Run, dataset: ChoiceDataset) -> Tensor:
 
     Evaluation uses no dropout and changes neither generators nor counters.
     """
-    stages, last = list(run.stages.values()), len(run.layers) - 1
+    stages = list(run.stages.values())
+    last = len(run.layers) - 1
     for stage in stages:
         stage.eval()
-    loader, size = run.loader(dataset), StepSize.of_evaluation(run.config, run.groups.replicas)
+    loader = run.loader(dataset)
+    size = StepSize.of_evaluation(run.config, run.groups.replicas)
     iterations = -(-len(dataset) // size.batch_size)
     found = torch.zeros(iterations * size.batch_size, dtype=torch.float64, device=run.world.device)
     for iteration in range(iterations):

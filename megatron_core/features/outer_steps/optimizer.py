@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from megatron_core.config.outer import OuterConfig
 from megatron_core.data_parallel import Bucket, DataParallel
+from megatron_core.features.outer_steps.messages import Message
 from megatron_core.optimizer.clip import part_of
 from megatron_core.optimizer.lamb import reduce_over_tensors
-from megatron_core.optimizer.outer_messages import Message
 from megatron_core.optimizer.rule import write_copy
 from megatron_core.optimizer.shard import Shard
 from megatron_core.optimizer.sharded import Optimizer

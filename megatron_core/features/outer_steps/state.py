@@ -3,33 +3,24 @@ in host memory also outer gradients that are in flight."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron_core.checkpoint import CheckpointReader, TensorBox, parameter_pieces, pieces_of
 from megatron_core.checkpoint.host_copy import HostCopy
-from megatron_core.checkpoint.one_pass import DamagedCheckpoint
-from megatron_core.checkpoint.reader import note
-from megatron_core.config import RunConfig
 from megatron_core.data_parallel import DataParallel
 from megatron_core.errors import CheckpointError
-from megatron_core.optimizer.outer import Fragment, OuterOptimizer
+from megatron_core.features.outer_steps.optimizer import Fragment, OuterOptimizer
 from megatron_core.optimizer.rule import write_copy
 from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.parallel.sharding import spec_of
-from megatron_core.parallel.texts import listed
-from megatron_core.tensor_parallel.amax_history import AmaxHistories
 from megatron_core.training.driver import gather_weights
-from megatron_core.training.loading import counters, load_state, shapes_of_all
+from megatron_core.training.loading import shapes_of_all
 from megatron_core.training.state import (
-    Reader,
-    TrainState,
-    open_checkpoint,
     optimizer_pieces,
     saved_pieces,
     weight_pieces,
@@ -116,80 +107,7 @@ def copied_state(outer: OuterOptimizer) -> dict[str, Any]:
     return outer_state(outer) | {SENT: sent, GROUP: outer.number}
 
 
-def load_with_groups(
-    config: RunConfig,
-    reader: Reader | None,
-    data: DataParallel,
-    optimizer: Optimizer,
-    fp8: AmaxHistories | None,
-    outer: OuterOptimizer | None,
-) -> TrainState:
-    """``load_state`` for runs with and without groups of replicas; return the counters, 0 without a checkpoint.
-
-    Weights without the state of groups, and those of a run without groups, are the start of all groups.
-    """
-    if reader is None:
-        return TrainState()
-    if isinstance(reader, HostCopy) and outer is not None:
-        _load_copy(reader, data, optimizer, outer)
-        return counters(reader)
-    settings = config.checkpoint
-    fresh = settings.finetune or settings.no_load_optim or not isinstance(reader, CheckpointReader)
-    if outer is None or fresh or IN_FLIGHT not in reader.state:
-        state = load_state(config, reader, data, optimizer, fp8)
-        if outer is not None:
-            outer.start()
-            if not fresh:
-                note("the groups start with the weights and the optimizer state of the checkpoint, which has none")
-        return state
-    assert isinstance(reader, CheckpointReader)
-    with reader:
-        _load_groups(reader, data, optimizer, outer)
-        return counters(reader)
-
-
-def load_intact(
-    config: RunConfig,
-    reader: Reader | None,
-    data: DataParallel,
-    optimizer: Optimizer,
-    fp8: AmaxHistories | None,
-    outer: OuterOptimizer | None,
-) -> TrainState:
-    """``load_with_groups``; if the files that it reads are damaged, from an older checkpoint in the same folder.
-
-    Errors: ``CheckpointError`` on all ranks if none is intact, or if the older one would change settings of this run,
-    whose model exists already.
-    """
-    damaged = dict[Path, str]()
-    while True:
-        try:
-            return load_with_groups(config, reader, data, optimizer, fp8, outer)
-        except DamagedCheckpoint as error:
-            if error.folder in damaged:
-                raise
-            damaged[error.folder] = str(error)
-            reader = _open_older(config, error, data, damaged)
-
-
-def _open_older(
-    config: RunConfig, error: DamagedCheckpoint, data: DataParallel, damaged: Mapping[Path, str]
-) -> CheckpointReader:
-    """Open the newest checkpoint that is not among the ``damaged`` ones, for a model built with ``config``."""
-    reader, changed = open_checkpoint(config, data.device, hash_later=True, damaged=damaged)
-    if not isinstance(reader, CheckpointReader):
-        raise CheckpointError(f"{error}; load={config.checkpoint.load!r} holds no other checkpoint")
-    before, after = config.flat(), changed.flat()
-    names = [name for name in before if before[name] != after[name]]
-    if names:
-        raise CheckpointError(
-            f"{error}; the older checkpoint {reader.folder} has other settings than this one, from which the settings "
-            f"of this run were taken: {listed(names)}; to load it, give --ckpt-step {reader.manifest.iteration}"
-        )
-    return reader
-
-
-def _load_copy(reader: HostCopy, data: DataParallel, optimizer: Optimizer, outer: OuterOptimizer) -> None:
+def load_copy(reader: HostCopy, data: DataParallel, optimizer: Optimizer, outer: OuterOptimizer) -> None:
     """Load a copy in host memory, and send the outer gradients again that were in flight.
 
     If it is the copy of another group, this one starts with the global weights and the other's optimizer state. Its own
@@ -212,7 +130,8 @@ def _load_copy(reader: HostCopy, data: DataParallel, optimizer: Optimizer, outer
             outer.send(fragment, fragment.sent.clone())
 
 
-def _load_groups(reader: CheckpointReader, data: DataParallel, optimizer: Optimizer, outer: OuterOptimizer) -> None:
+def load_groups(reader: CheckpointReader, data: DataParallel, optimizer: Optimizer, outer: OuterOptimizer) -> None:
+    """Load this rank's group and its part of the global weights; ``CheckpointError`` if the fragments differ."""
     in_flight = reader.state[IN_FLIGHT]
     if not isinstance(in_flight, list) or not set(in_flight) <= set(range(len(outer.fragments))):
         raise CheckpointError(

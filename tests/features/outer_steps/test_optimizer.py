@@ -11,13 +11,14 @@ import pytest
 import torch
 
 from megatron_core.errors import CheckpointError
-from megatron_core.optimizer.outer_messages import from_e3m0, packed, to_e3m0, unpacked
+from megatron_core.features.outer_steps.messages import from_e3m0, packed, to_e3m0, unpacked
+from megatron_core.features.outer_steps.part import OuterSteps
 from megatron_core.parallel.meter import METER
 from megatron_core.training.callbacks import Callback
 from megatron_core.training.driver import StepHooks
+from megatron_core.training.loading import load_run
 from megatron_core.training.loop import evaluate_split, train
 from megatron_core.training.memory_report import found_bytes, planned_bytes
-from megatron_core.training.outer_state import load_with_groups
 from megatron_core.training.setup import Run
 from megatron_core.training.state import open_checkpoint
 from megatron_core.training.step import StepResult, evaluate, train_step
@@ -137,7 +138,7 @@ def _evaluated() -> tuple[float, float, float, bool]:
     evaluate_split(run, Called(), "validation")
     same = all(torch.equal(a, shard.main) for a, shard in zip(before, run.optimizer.shards, strict=True))
     with torch.no_grad():
-        for fragment in run.outer.fragments:
+        for fragment in run.part(OuterSteps).outer.fragments:
             for piece, values in fragment.parts(fragment.weights):
                 piece.main.copy_(values)
     return losses[0], evaluate(run, dataset, 1), own, same
@@ -187,13 +188,12 @@ def _steps(settings: dict, steps: int, save: bool = False) -> list[dict[str, np.
 
 
 def _state(run: Run) -> dict[str, np.ndarray]:
-    assert run.outer is not None
     found = {}
     for shard in run.optimizer.shards:
         for kind, flat in (shard.state | {"main": shard.main}).items():
             for name, _, start, stop, at in shard.bucket.pieces():
                 found[f"{kind} {name} {start}"] = flat[at : at + stop - start].double().numpy().copy()
-    for fragment in run.outer.fragments:
+    for fragment in run.part(OuterSteps).outer.fragments:
         fragment.arrive()
         for kind in ("weights", "momentum"):
             for piece, values in fragment.parts(getattr(fragment, kind)):
@@ -254,7 +254,7 @@ def test_a_resumed_run_has_the_frozen_weights(precision: str, tmp_path: Path) ->
 def _rolled_back(folder: str) -> list[bool]:
     """Whether the run keeps a sent gradient: at the checkpoint, four steps later, and back at the checkpoint."""
     run = tiny_run(outer_steps=4, outer_delay=2, recover="in-process", save=folder, load=folder)
-    (fragment,) = run.outer.fragments
+    (fragment,) = run.part(OuterSteps).outer.fragments
     kept = []
     for steps in (5, 4):
         for _ in range(steps):
@@ -265,7 +265,7 @@ def _rolled_back(folder: str) -> list[bool]:
             run.saver.finish()
     config = replace(run.config, checkpoint=run.config.checkpoint.for_resume())
     reader, _ = open_checkpoint(config)
-    load_with_groups(config, reader, run.data_parallel, run.optimizer, run.fp8, run.outer)
+    load_run(config, reader, run.data_parallel, run.optimizer, run.fp8, run.parts)
     return [*kept, fragment.sent is not None, fragment.in_flight]
 
 

@@ -1,6 +1,8 @@
 """Rules for groups of replicas that exchange their weights every few steps (``outer_steps``)."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 from megatron_core.config.rules_parallel import divisors, leaves_rest
 from megatron_core.config.rules_single import exclusive
@@ -73,3 +75,16 @@ def _excluded(config: RunConfig) -> Iterator[str]:
         yield f"ckpt_format={config.checkpoint.ckpt_format}"
     if config.checkpoint.local_folder is not None:
         yield "non_persistent_ckpt_type=local; use global"
+
+
+def other_group_problems(stored: Mapping[str, Any], config: RunConfig, folder: Path) -> Iterator[str]:
+    """A checkpoint with the state of another number of groups. Without groups, any number can start from it."""
+    steps, stored_groups = stored.get("outer_steps", 0), stored.get("outer_groups", 1)
+    groups = config.outer.outer_groups if config.outer.outer_steps else 0
+    if steps and stored_groups != groups and not config.checkpoint.no_load_optim:
+        setting = f"outer_groups={groups}" if groups else "outer_steps=0"
+        yield (
+            f"{setting}, but the checkpoint {folder} has the state of {stored_groups} groups; give --outer-steps "
+            f"{steps} --outer-groups {stored_groups}, or start with its global weights and new optimizer state by "
+            "--no-load-optim"
+        )
