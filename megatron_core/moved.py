@@ -16,6 +16,7 @@ MOVED = {
     "training.outer_state": "features.outer_steps.state",
     "optimizer.outer_messages": "features.outer_steps.messages",
     "optimizer.outer": "features.outer_steps.optimizer",
+    "data_parallel.units": "data_parallel.fill",
     "training.averages": "features.averages.weights",
     "training.choices": "features.questions.scores",
     "datasets.choices": "features.questions.dataset",

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from torch import nn
 
 from megatron_core.data_parallel.buffer import Bucket
+from megatron_core.data_parallel.settings import DataParallelSettings
 from megatron_core.data_parallel.unit_sync import UnitSync
 from megatron_core.parallel.meter import COMPRESSED, METER
 
@@ -13,7 +14,7 @@ class EarlySums:
     """Starts the sums of buckets as soon as their gradients are complete; a part of ``DataParallel``."""
 
     buckets: list[Bucket]
-    overlap_grad_reduce: bool
+    settings: DataParallelSettings
     _sync: Mapping[int, UnitSync]
     on_final: Callable[[Bucket], object] | None = None
     """Called when a bucket's ``grad_shard`` is complete, in the backward pass if its sum runs there."""
@@ -22,7 +23,7 @@ class EarlySums:
 
     def enable_grad_sync(self, stage: int) -> None:
         """Announce that the next backward of ``stage`` is its last in this step."""
-        early = [b for b in self._early(stage) if self.overlap_grad_reduce or self._needs_no_sum(b)]
+        early = [b for b in self._early(stage) if self.settings.overlap_grad_reduce or self._needs_no_sum(b)]
         self._waiting.update({bucket: set(bucket.parameters) for bucket in early})
         if stage in self._sync:
             self._sync[stage].on_reduced = self._announce
@@ -32,7 +33,7 @@ class EarlySums:
 
         It is for a last backward that is split, because its parameters finish in no known order.
         """
-        if self.overlap_grad_reduce:
+        if self.settings.overlap_grad_reduce:
             for bucket in self._early(stage):
                 if not bucket.reduced:
                     self._start_early(bucket)

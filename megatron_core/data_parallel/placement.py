@@ -16,6 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron_core.config import ParallelConfig
+from megatron_core.data_parallel.memory import BucketMemory, Initialise, Placement
 from megatron_core.errors import ConfigError
 from megatron_core.output_file import make_folder, no_follow_new
 from megatron_core.parallel.handles import Done
@@ -25,55 +27,37 @@ CHUNK = 2**22
 """Elements per chunk: 16 MiB of each float32 tensor."""
 
 
-class Placement:
-    """Placement on the device of the weights, or with ``host`` in host memory."""
+class HostPlacement(Placement):
+    """Placement in host memory, pinned if the weights are on a GPU."""
 
-    def __init__(self, device: torch.device, *, host: bool = False) -> None:
-        self.is_offloaded = host
-        self.device = torch.device("cpu") if host and device.type != "meta" else device
-        self.pinned = host and device.type == "cuda"
+    is_offloaded = True
+
+    def __init__(self, device: torch.device) -> None:
+        """``device``: the device of the weights; shards of weights on the meta device stay there."""
+        super().__init__(device if device.type == "meta" else torch.device("cpu"))
+        self._is_pinned = device.type == "cuda"
 
     def tensor(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
         """Return a tensor of zeros in this placement."""
-        return torch.zeros(numel, dtype=dtype, device=self.device, pin_memory=self.pinned)
-
-    def chunks(self, numel: int) -> Iterator[slice]:
-        """Yield the slices in which a shard is updated."""
-        yield slice(0, numel)
-
-    def memory_for(self, part: Tensor, spare: Tensor | None = None) -> Tensor:
-        """Return memory for the values of a part of one of the tensors: the part itself unless it is on disk.
-
-        ``spare`` is memory from an earlier call to use again.
-        """
-        return part
-
-    def read(self, part: Tensor, memory: Tensor) -> Transfer:
-        """Start to read ``part`` into ``memory``, the result of ``memory_for``."""
-        return Done()
+        return torch.zeros(numel, dtype=dtype, device=self.device, pin_memory=self._is_pinned)
 
     def fetch(self, part: Tensor, device: torch.device) -> tuple[Tensor, Transfer]:
-        """Return memory that has the values of ``part`` after the handle's ``wait``, if possible on ``device``."""
+        """Return memory on ``device`` that has the values of ``part`` after the handle's ``wait``."""
         if device == part.device:
             return part, Done()
-        there = torch.empty_like(part, device=device)
-        return there, lane("host copy_in", device).copy(there, part)
-
-    def store(self, part: Tensor, values: Tensor) -> Transfer:
-        """Start to write ``values``, which are in memory of ``memory_for``."""
-        return Done()
-
-    def evict(self) -> None:
-        """Remove the tensors from memory, if they are on disk."""
+        memory = torch.empty_like(part, device=device)
+        return memory, lane("host copy_in", device).copy(memory, part)
 
 
 class DiskPlacement(Placement):
     """Placement in files of ``folder``, which are unlinked when opened and so disappear with the process."""
 
+    is_offloaded = True
+    is_mapped = True
+
     def __init__(self, folder: Path, rank: int, setting: str) -> None:
         """Create ``folder``; ``setting`` is the name of its option, for error messages."""
         super().__init__(torch.device("cpu"))
-        self.is_offloaded = True
         self.folder, self.rank, self.setting = folder, rank, setting
         self._files: dict[int, tuple[BufferedRandom, mmap.mmap]] = {}
         """By the address of the mapped memory."""
@@ -96,9 +80,9 @@ class DiskPlacement(Placement):
                 f"{self.setting}={str(self.folder)!r} has no room for {size:,} bytes: {error}; give another folder, or "
                 "offload less (--optimizer-offload-fraction)"
             ) from None
-        found = torch.frombuffer(mapped, dtype=dtype)
-        self._files[found.data_ptr()] = file, mapped
-        return found
+        tensor = torch.frombuffer(mapped, dtype=dtype)
+        self._files[tensor.data_ptr()] = file, mapped
+        return tensor
 
     def chunks(self, numel: int) -> Iterator[slice]:
         """Yield slices of ``CHUNK`` elements for a shard of ``numel`` elements."""
@@ -134,15 +118,34 @@ class DiskPlacement(Placement):
     def _transfer(self, what: str, call: Callable[..., int], part: Tensor, memory: Tensor) -> None:
         """Read the file of ``part`` into ``memory``, or write it; errors reach the thread that waits."""
         address, bytes_ = part.untyped_storage().data_ptr(), memory.view(torch.uint8).numpy().data
-        file, at = self._files[address][0], part.data_ptr() - address
+        file, offset = self._files[address][0], part.data_ptr() - address
         try:
             while bytes_:
-                moved = call(file.fileno(), [bytes_], at)
+                moved = call(file.fileno(), [bytes_], offset)
                 if moved == 0:
                     raise OSError("the file ends early")
-                bytes_, at = bytes_[moved:], at + moved
+                bytes_, offset = bytes_[moved:], offset + moved
         except OSError as error:
             raise ConfigError(
                 f"{self.setting}={str(self.folder)!r}: {what} {part.nbytes:,} bytes failed: {error}; give a folder on "
                 "another disk, and load the last checkpoint"
             ) from None
+
+
+class OffloadedMemory(BucketMemory):
+    """Memory of buckets with the weight shards of stage 3 in host memory or on disk."""
+
+    def __init__(
+        self, device: torch.device | None, initialise: Initialise | None, parallel: ParallelConfig, rank: int
+    ) -> None:
+        super().__init__(device, initialise)
+        self._folder = parallel.zero3_param_offload_dir
+        self._rank = rank
+
+    def placement_of(self, weights: Tensor) -> Placement:
+        """The placement of this rank's shard of a bucket's ``weights`` at stage 3."""
+        if weights.is_meta:
+            return Placement(weights.device)
+        if self._folder is None:
+            return HostPlacement(weights.device)
+        return DiskPlacement(Path(self._folder), self._rank, "zero3_param_offload_dir")

@@ -174,7 +174,7 @@ class MatrixUpdates:
             own.copy_(main)
         if shard.is_narrow and not copies_here:
             bucket.weight_shard.copy_(main)
-        for placement in (shard.placement, bucket.away or shard.placement):
+        for placement in (shard.placement, bucket.placement):
             placement.evict()
 
     def _run(self, shard: Shard, part: ShardSlice, rates: Rates, update: Callable[[ShardSlice], None]) -> None:

@@ -14,7 +14,7 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
-from megatron_core.data_parallel.placement import Placement
+from megatron_core.data_parallel.memory import Placement
 from megatron_core.optimizer.rule import Rates, ShardSlice
 from megatron_core.optimizer.shard import Shard
 from megatron_core.parallel.transfer import Transfer, empty_on_host, lane
@@ -84,7 +84,7 @@ class UpdatePipeline:
         _wait(behind)
         self._sent.clear()
         for shard in shards:  # what checkpoints have mapped
-            for placement in (shard.placement, shard.bucket.away or shard.placement):
+            for placement in (shard.placement, shard.bucket.placement):
                 placement.evict()
 
 
@@ -116,7 +116,7 @@ class _Loaded:
             on_host = shard.placement.is_offloaded
             copy = empty_on_host(weights) if on_host else torch.empty_like(weights, device=main.device)
         elif shard.is_narrow:
-            copy = weights if shard.bucket.away is None else self._memory("copy", shard.bucket.away, weights)
+            copy = self._memory("copy", shard.bucket.placement, weights)
         state = {name: self._fetched(name, shard.placement, tensor[at]) for name, tensor in shard.state.items()}
         self.part = ShardSlice(grad[at], main, copy, state)
 
@@ -146,8 +146,8 @@ class _Loaded:
         if shard.is_on_other_device:
             updated = part.main if part.copy is None else part.copy
             found.append(_copy(weights, updated, to_host=not shard.placement.is_offloaded))
-        elif part.copy is not None and shard.bucket.away is not None:
-            found.append(shard.bucket.away.store(weights, part.copy))
+        elif part.copy is not None:
+            found.append(shard.bucket.placement.store(weights, part.copy))
         return found
 
 

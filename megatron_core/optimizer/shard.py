@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_core.config import OptimizerConfig
 from megatron_core.config.optimizers import OptimizerKind
 from megatron_core.data_parallel import Bucket
-from megatron_core.data_parallel.placement import DiskPlacement, Placement
+from megatron_core.data_parallel.memory import Placement
 from megatron_core.optimizer.rounding import CHUNK
 from megatron_core.optimizer.rule import Algorithm, MatrixAlgorithm, ShardSlice
 
@@ -86,7 +86,7 @@ class Shard:
     @property
     def needs_transfer(self) -> bool:
         """Whether the state is on disk, or the weights are on disk or in host memory."""
-        return isinstance(self.placement, DiskPlacement) or self.bucket.away is not None
+        return self.placement.is_mapped or self.bucket.placement.is_offloaded
 
     @property
     def is_updated_in_place(self) -> bool:
@@ -97,7 +97,7 @@ class Shard:
     def main_placement(self) -> Placement:
         """The placement of ``main``."""
         is_own = self.main.data_ptr() == self.bucket.weight_shard.data_ptr()
-        return (self.bucket.away or Placement(self.main.device)) if is_own else self.placement
+        return self.bucket.placement if is_own else self.placement
 
     @property
     def whole(self) -> ShardSlice:

@@ -17,7 +17,8 @@ from megatron_core.config.optimizers import AVERAGE
 from megatron_core.data_parallel import Bucket, DataParallel
 from megatron_core.data_parallel.bucket_kind import BucketKind
 from megatron_core.data_parallel.compressor import Compressor
-from megatron_core.data_parallel.placement import DiskPlacement, Placement
+from megatron_core.data_parallel.memory import Placement
+from megatron_core.data_parallel.placement import DiskPlacement, HostPlacement
 from megatron_core.errors import ConfigError
 from megatron_core.ops import Backend
 from megatron_core.optimizer.algorithms import UPDATE_RULES
@@ -305,7 +306,7 @@ def _placements(buckets: list[Bucket], config: OptimizerConfig, rank: int) -> It
         if config.optimizer_offload_dir is not None and not bucket.weights.is_meta:
             yield DiskPlacement(Path(config.optimizer_offload_dir), rank, "optimizer_offload_dir")
         else:
-            yield Placement(bucket.weights.device, host=True)
+            yield HostPlacement(bucket.weights.device)
 
 
 def make_loss_scale(config: OptimizerConfig, params_dtype: torch.dtype) -> LossScale:

@@ -193,7 +193,7 @@ def forward_backward(model: Trainable, work: StepWork, hooks: StepHooks = NO_HOO
     if auxiliary is not None:
         auxiliary.tokens, auxiliary.loss_scale = total, scale
         auxiliary.counts = dict(zip(counts, others, strict=True))
-    last, exact = work.plan.num_stages - 1, model.data_parallel.exact_sums
+    last, exact = work.plan.num_stages - 1, model.data_parallel.settings.exact_sums
 
     def scaled(stage: int, micro: int, hidden: Message | None) -> Message:
         output = work.forward(stage, micro, hidden)

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from megatron_core.checkpoint import TensorBox
 from megatron_core.config import RunConfig
-from megatron_core.data_parallel import DataParallel
+from megatron_core.data_parallel import BucketMemory, DataParallel, DataParallelSettings
 from megatron_core.models import GPTModel
 from megatron_core.models.build import build_stages
 from megatron_core.training.setup import Run
@@ -58,10 +58,12 @@ def load_frozen(run: Run, config: RunConfig, layer_specs: LayerSpecs, weights: S
     data = DataParallel(
         stages,
         run.groups,
-        zero_stage=3 if shards else 0,
-        overlap_param_gather=shards and parallel.overlap_param_gather,
-        bucket_size=parallel.ddp_bucket_size,
-        device=run.world.device,
+        DataParallelSettings(
+            zero_stage=3 if shards else 0,
+            overlap_param_gather=shards and parallel.overlap_param_gather,
+            bucket_size=parallel.ddp_bucket_size,
+        ),
+        memory=BucketMemory(run.world.device),
     )
     with weights:
         weights.fill(held_weights(data))

@@ -1,6 +1,6 @@
 """Setup of a training run from a configuration."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -11,13 +11,13 @@ from torch import nn
 
 from megatron_core import parallel_state
 from megatron_core.checkpoint.host_copy import HostCopy
-from megatron_core.config import OptimizerConfig, ParallelConfig, RunConfig
+from megatron_core.config import OptimizerConfig, RunConfig
 from megatron_core.config.compression import compression_of
 from megatron_core.config.layout import Layout
 from megatron_core.config.validate import check
-from megatron_core.data_parallel import DataParallel, Initialise
-from megatron_core.data_parallel.fill import in_order, whole_matrices, whole_parameters
-from megatron_core.data_parallel.placement import DiskPlacement, Placement
+from megatron_core.data_parallel import BucketMemory, DataParallel, DataParallelSettings, Initialise
+from megatron_core.data_parallel.placement import OffloadedMemory
+from megatron_core.data_parallel.settings import in_order, whole_matrices, whole_parameters
 from megatron_core.datasets import Dataset, Splits
 from megatron_core.datasets.loader import Batch, BatchLoader, packing_of
 from megatron_core.errors import ConfigError
@@ -186,32 +186,24 @@ def data_parallel_of(
     compression = compression_of(parallel)
     for_matrices = optimizer.kind_of(hidden=True).scalar_optimizer is not None
     whole = for_matrices and optimizer.use_layer_wise_param_layout and parallel.dp_zero_stage == 1
-    return DataParallel(
-        stages,
-        groups,
+    matrix_rule = whole_matrices if whole else in_order
+    settings = DataParallelSettings(
         zero_stage=parallel.dp_zero_stage,
+        bucket_size=parallel.ddp_bucket_size,
+        rule_of=whole_parameters if keeps_parameters_whole else matrix_rule,
         overlap_grad_reduce=parallel.overlap_grad_reduce,
         overlap_param_gather=parallel.overlap_param_gather,
         keep_after_forward=parallel.zero3_keep_after_forward,
-        bucket_size=parallel.ddp_bucket_size,
-        device=device,
         wire_dtype=torch.bfloat16 if parallel.reduces_in_bf16 else None,
         sums_wide=parallel.ddp_reduce_scatter_with_fp32_accumulation,
-        compressor=None if compression is None else load_hook(compression.build)(config),
-        initialise=initialise,
-        weights_away=_weights_away(parallel, device, groups.rank),
-        rule_of=whole_parameters if keeps_parameters_whole else whole_matrices if whole else in_order,
-        units=units,
         exact_sums=parallel.layout_invariant,
         ranks_may_differ=ranks_may_differ,
     )
-
-
-def _weights_away(parallel: ParallelConfig, device: torch.device, rank: int) -> Callable[[], Placement] | None:
-    """Return the function that makes the placement of weight shards outside of the device, if they are offloaded."""
-    if parallel.zero3_param_offload_dir is not None:
-        return partial(DiskPlacement, Path(parallel.zero3_param_offload_dir), rank, "zero3_param_offload_dir")
-    return partial(Placement, device, host=True) if parallel.zero3_param_cpu_offload else None
+    memory: BucketMemory = BucketMemory(device, initialise)
+    if parallel.offloads_weights:
+        memory = OffloadedMemory(device, initialise, parallel, groups.rank)
+    compressor = None if compression is None else load_hook(compression.build)(config)
+    return DataParallel(stages, groups, settings, memory=memory, compressor=compressor, units=units)
 
 
 def _optimizer_of(config: RunConfig, data_parallel: DataParallel, groups: ParallelGroups) -> Optimizer:

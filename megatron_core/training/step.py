@@ -15,7 +15,7 @@ from megatron_core.datasets import Dataset
 from megatron_core.datasets.base import sources_of
 from megatron_core.datasets.whole_round import WholeRound
 from megatron_core.models import GPTModel
-from megatron_core.models.gpt.model import LogitLoss
+from megatron_core.models.gpt.model import HeadOptions, LogitLoss
 from megatron_core.optimizer.clip import part_names
 from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.grid import WORLD
@@ -37,6 +37,7 @@ from megatron_core.training.plans import StepSize
 from megatron_core.training.rerun import Attempt, Compute, injected_error, once
 from megatron_core.training.setup import Run
 from megatron_core.transformer.auxiliary_loss import AuxiliaryLosses
+from megatron_core.transformer.context import ForwardState
 from megatron_core.transformer.layer_spec import mtp_loss_names
 from megatron_core.transformer.moe import update_expert_biases
 
@@ -249,16 +250,11 @@ def model_step(
         return stages[stage](
             batch.tokens,
             batch.position_ids,
-            positions=batch.positions,
             hidden_states=hidden,
             labels=batch.labels if stage == last else None,
-            sample_index=batch.sample_index,
-            document_lengths=batch.document_lengths,
-            auxiliary_losses=None if auxiliary is None else auxiliary.of_micro_batch(micro),
-            loss_mask=batch.loss_mask,
-            later=batch.later,
-            logit_loss=logit_losses.get(micro),
-            before_output_layer=before_output_layer,
+            sequences=batch,
+            state=ForwardState(auxiliary_losses=None if auxiliary is None else auxiliary.of_micro_batch(micro)),
+            head=HeadOptions(logit_loss=logit_losses.get(micro), is_skipped=before_output_layer),
         )
 
     return forward

@@ -174,7 +174,7 @@ IN_ZERO = (
     ),
     Defect(
         "ranks initialise a bucket of stage 3 by its position, not by name",
-        "data_parallel.buffer:materialise",
+        "data_parallel.memory:materialise",
         "initialise(name, parameter)",
         "initialise(str(parameter.shape), parameter)",
         "dp2 zero3, one micro-batch",

@@ -9,10 +9,10 @@ from torch.nn.functional import cross_entropy
 
 from megatron_core.config import ModelConfig
 from megatron_core.models import GPTModel
-from megatron_core.parallel.micro_batch import MicroBatch, SequenceSplit
+from megatron_core.parallel.micro_batch import MicroBatch, SequenceDetails, SequenceSplit
 from megatron_core.tensor_parallel import ModelParallelConfig
 from megatron_core.transformer.auxiliary_loss import AuxiliaryLosses
-from megatron_core.transformer.context import SequenceContext
+from megatron_core.transformer.context import ForwardState, SequenceContext
 
 VOCABULARY, LENGTH, BATCH, DEPTHS, FACTOR = 31, 12, 3, 2, 0.7
 
@@ -78,9 +78,8 @@ def test_losses_and_gradients_are_those_written_out(untied: bool) -> None:
     losses = model(
         micro.tokens,
         labels=micro.labels,
-        auxiliary_losses=auxiliary.of_micro_batch(0),
-        loss_mask=micro.loss_mask,
-        later=micro.later,
+        sequences=SequenceDetails(loss_mask=micro.loss_mask, later=micro.later),
+        state=ForwardState(auxiliary_losses=auxiliary.of_micro_batch(0)),
     )
     loss = (losses * micro.loss_mask).sum() / micro.loss_mask.sum()
     loss.backward()

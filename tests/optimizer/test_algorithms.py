@@ -194,7 +194,7 @@ def _fail(place: str, folder: str) -> str:
         placement.os.pwritev = _refuse
     else:
         shard = run.optimizer.shards[0] if place == "read state" else None
-        held = run.data_parallel.buckets[0].away if shard is None else shard.placement
+        held = run.data_parallel.buckets[0].placement if shard is None else shard.placement
         for file, _ in held._files.values():
             os.ftruncate(file.fileno(), 0)
     shards, rates = run.optimizer.shards, Rates(2, 0.1, 0.0, 1.0)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron_core.config import OptimizerConfig
-from megatron_core.data_parallel import DataParallel
-from megatron_core.data_parallel.fill import in_order, whole_matrices
+from megatron_core.data_parallel import DataParallel, DataParallelSettings
+from megatron_core.data_parallel.settings import in_order, whole_matrices
 from megatron_core.optimizer import matrix_plan
 from megatron_core.optimizer.loss_scale import ConstantLossScale
 from megatron_core.optimizer.sharded import Optimizer
@@ -116,9 +116,9 @@ def trained(layout: Layout, dtype: torch.dtype, settings: dict[str, Any]) -> tup
     data = DataParallel(
         {0: layer},
         groups,
-        zero_stage=layout.zero,
-        bucket_size=900,
-        rule_of=whole_matrices if layout.whole else in_order,
+        DataParallelSettings(
+            zero_stage=layout.zero, bucket_size=900, rule_of=whole_matrices if layout.whole else in_order
+        ),
     )
     config = OptimizerConfig(**(MUON | settings))
     optimizer = Optimizer(data, config, groups, ConstantLossScale(1.0))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megatron_core.checkpoint import CheckpointReader, Save, parameter_pieces, save_checkpoint
 from megatron_core.config import OptimizerConfig
-from megatron_core.data_parallel import DataParallel
+from megatron_core.data_parallel import DataParallel, DataParallelSettings
 from megatron_core.monitor.replicas import Replicas
 from megatron_core.optimizer.loss_scale import ConstantLossScale
 from megatron_core.optimizer.sharded import Optimizer
@@ -78,8 +78,8 @@ class Training:
         tp, dp, etp, ep, zero_stage = LAYOUTS[layout] if layout else (1, 1, 1, 1, 0)
         self.groups = ParallelGroups(Grid(tp=tp, dp=dp, etp=etp, ep=ep), dist.get_rank())
         self.model, self.record = TinyExperts(self.groups), RankTrace()
-        settings = {"overlap_grad_reduce": True, "bucket_size": 16}
-        self.data = DataParallel({0: self.model}, self.groups, zero_stage=zero_stage, **settings)
+        settings = DataParallelSettings(zero_stage=zero_stage, overlap_grad_reduce=True, bucket_size=16)
+        self.data = DataParallel({0: self.model}, self.groups, settings)
         self.optimizer = Optimizer(self.data, OPTIMIZER, self.groups, ConstantLossScale(1.0))
 
     def train(self, steps: range) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_core.features.distillation.loss import vocab_parallel_distillation_loss
 from megatron_core.features.distillation.settings import DistillationConfig
 from megatron_core.features.distillation.teacher import Teacher, build_teacher
-from megatron_core.models.gpt.model import LogitLoss
+from megatron_core.models.gpt.model import HeadOptions, LogitLoss
 from megatron_core.parallel.micro_batch import MicroBatch
 from megatron_core.training.driver import PipelineRank, run_plan
 from megatron_core.training.objective import LossReport, Objective, StepLoss
@@ -81,7 +81,9 @@ def logit_losses(
         def loss(logits: Tensor, target: Tensor) -> Tensor:
             batch = batches[micro]
             with torch.no_grad():
-                teacher_logits = teacher.model.stages[last](batch.tokens, final_hidden_states=hidden.pop(micro))
+                last_stage = teacher.model.stages[last]
+                only_output_layer = HeadOptions(only_output_layer=True)
+                teacher_logits = last_stage(batch.tokens, hidden_states=hidden.pop(micro), head=only_output_layer)
             losses, divergence = vocab_parallel_distillation_loss(
                 logits,
                 teacher_logits,

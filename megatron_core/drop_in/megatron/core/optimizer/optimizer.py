@@ -3,7 +3,7 @@
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from megatron.core.optimizer.config_overrides import (
     get_standard_config_overrides,
 )
 from megatron.core.optimizer.optimizer_config import OptimizerConfig, ParamKey
-from megatron_core.data_parallel import Bucket
+from megatron_core.data_parallel import Bucket, DataParallelSettings
 from megatron_core.errors import CheckpointError, ConfigError
 from megatron_core.optimizer.sharded import Optimizer, make_loss_scale
 from megatron_core.parallel.current import current
@@ -32,7 +32,7 @@ class _AllChunks:
     buckets: list[Bucket]
     device: torch.device
     compressor: None = None
-    exact_sums: bool = False
+    settings: DataParallelSettings = field(default_factory=DataParallelSettings)
 
 
 def _param_group_override_keys() -> tuple[str, ...]:
