@@ -47,7 +47,8 @@ class Feature:
     """Flags, by names with underscores, that stand for settings."""
     layers: Mapping[str, str] = field(default_factory=dict)
     """Hooks: the layer of each kind of attention or recurrence that it adds, by the name of the kind in
-    ``config/attention.py`` or ``config/mixers.py``; constructed as ``transformer.attention.SelfAttention``."""
+    ``config/attention.py`` or ``config/mixers.py``; constructed as ``transformer.attention.SelfAttention``. The
+    name "multi_token" is that of the layers after the last one, whose losses ``models.gpt.model`` adds."""
     compressions: tuple[Any, ...] = ()
     """Rows ``config.compression.CompressionKind``: values of --grad-compression that it implements."""
     in_any_model: bool = False

@@ -12,6 +12,7 @@ from typing import Any
 
 PACKAGE = "megatron_core"
 MOVED = {
+    "transformer.multi_token": "features.multi_token.block",
     "config.rules_outer": "features.outer_steps.rules",
     "training.outer_state": "features.outer_steps.state",
     "optimizer.outer_messages": "features.outer_steps.messages",

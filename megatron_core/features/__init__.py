@@ -4,6 +4,7 @@ from megatron_core.features.averages import AVERAGES
 from megatron_core.features.compression import COMPRESSION
 from megatron_core.features.cuda_graphs import CUDA_GRAPHS
 from megatron_core.features.distillation import DISTILLATION
+from megatron_core.features.multi_token import MULTI_TOKEN
 from megatron_core.features.outer_steps import OUTER_STEPS
 from megatron_core.features.preferences import PREFERENCES
 from megatron_core.features.qk_clip import QK_CLIP
@@ -16,6 +17,7 @@ FEATURES = (
     COMPRESSION,
     CUDA_GRAPHS,
     DISTILLATION,
+    MULTI_TOKEN,
     OUTER_STEPS,
     PREFERENCES,
     QK_CLIP,

@@ -50,7 +50,7 @@ WAITING = {
     "offload": "data_parallel.placement optimizer.pipeline transformer.offload",
     "preferences": "datasets.preferences",
     "layer_sizes": "config.heterogeneous config.rules_heterogeneous",
-    "multi_token": "transformer.multi_token config.multi_token",
+    "multi_token": "config.multi_token",
     "graphs": "transformer.compiled transformer.flex_attention parallel.compiled",
     "conversations": (
         "datasets.conversations datasets.build_conversations datasets.message_schemas tokenizers.chat "

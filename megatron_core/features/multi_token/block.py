@@ -1,22 +1,26 @@
 """Multi-token prediction: layers that predict tokens after the next one; used only in training."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
+from megatron_core.ops.exact_sum import exact_loss_sum
+from megatron_core.ops.rows import wide
 from megatron_core.parallel.collectives import (
     gather_channels,
     reduce_from_region,
     reduce_scatter_to_sequence,
     scatter_to_sequence,
 )
+from megatron_core.parallel.micro_batch import LaterTokens
 from megatron_core.parallel.sharding import allocate, split
 from megatron_core.tensor_parallel.invariant_linear import invariant_lookup
 from megatron_core.tensor_parallel.lookup import vocab_parallel_lookup
 from megatron_core.transformer.block import TransformerLayer
 from megatron_core.transformer.context import LayerContext, SequenceContext
-from megatron_core.transformer.layer_spec import LayerSpecs
+from megatron_core.transformer.layer_spec import LayerSpecs, mtp_loss_names
 from megatron_core.transformer.norm import norm_of
 from megatron_core.transformer.recompute import recomputed
 
@@ -66,7 +70,7 @@ class MultiTokenPredictionBlock(nn.Module):
 
     def __init__(self, context: LayerContext, vocab_size: int, layer_specs: LayerSpecs, *, own_embedding: bool) -> None:
         super().__init__()
-        config = context.config
+        config = self.model_config = context.config
         self.tp_group, self.sequence_parallel = context.tp_group, context.sequence_parallel
         self.invariance = context.parallel.invariance
         self.scale = (config.hidden_size**0.5 if config.scale_embeddings else 1.0) * config.embedding_factor
@@ -81,6 +85,38 @@ class MultiTokenPredictionBlock(nn.Module):
             spec = split((vocab_size, config.hidden_size), 0, index, size, padded=padded)
             self.word_embeddings = allocate(spec, context.parallel.params_dtype, context.parallel.device)
             self.word_embeddings.init_method = context.embedding_init_method
+
+    def add_losses(
+        self,
+        losses: Tensor,
+        hidden: Tensor,
+        labels: Tensor,
+        later: LaterTokens,
+        weight: nn.Parameter,
+        context: SequenceContext,
+        losses_of: Callable[[Tensor, Tensor], Tensor],
+    ) -> Tensor:
+        """Return ``losses`` with the gradients of the losses of these layers attached to their backward.
+
+        The loss of each depth is a mean over the unmasked tokens of the global batch at that depth; ``losses_of``
+        computes losses ``[s, b]`` from the input of the output layer and targets. ``weight``: the word embedding.
+        """
+        names = mtp_loss_names(self.model_config)
+        tokens = labels
+        for depth, name in enumerate(names):
+            hidden = self.predict(depth, tokens, hidden, weight, context)
+            tokens, mask = later.labels[depth], later.masks[depth].transpose(0, 1)
+            of_depth = losses_of(hidden, tokens.transpose(0, 1))
+            of_depth = of_depth.to(wide(of_depth.dtype)) * mask
+            losses = context.add_auxiliary_loss(
+                losses,
+                name,
+                of_depth.sum() if self.invariance is None else exact_loss_sum(of_depth, self.invariance.tokens),
+                layer_number=self.model_config.num_layers + depth,
+                coefficient=self.model_config.mtp_loss_scaling_factor / len(names),
+                per="counted",
+            )
+        return losses
 
     def predict(
         self, depth: int, tokens: Tensor, hidden: Tensor, weight: nn.Parameter, context: SequenceContext
