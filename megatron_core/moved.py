@@ -25,7 +25,7 @@ MOVED = {
     "training.teacher": "features.distillation.teacher",
     "training.distillation": "features.distillation.objective",
     "tensor_parallel.distillation": "features.distillation.loss",
-    "training.reference": "training.frozen",
+    "training.reference": "features.preferences.frozen",
     "training.preferences": "features.preferences.objective",
     "training.engine": "any_model",
 }

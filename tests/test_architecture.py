@@ -64,7 +64,7 @@ LEVELS = {
     "commands": 11,
 }
 FEATURE_LEVEL = 7
-FEATURES_THAT_IMPORT_FEATURES: dict[str, set[str]] = {}
+FEATURES_THAT_IMPORT_FEATURES: dict[str, set[str]] = {"distillation": {"preferences"}}  # a second, frozen model
 """The features which a feature imports, as its page says."""
 WITHIN_LEVEL_0 = {("command", "errors"), ("command", "terminal"), ("terminal", "errors"), ("config", "schedules")}
 WITHIN_LEVEL_0 |= {("output_file", "errors"), ("config", "locations"), ("config", "feature"), ("feature", "errors")}

@@ -16,7 +16,6 @@ from megatron_core.config import CheckpointConfig
 from megatron_core.errors import MegatronError
 from megatron_core.storage import location
 from megatron_core.training.callbacks import Callback
-from megatron_core.training.loading import load_run
 from megatron_core.training.saving import CheckpointSaver
 from megatron_core.training.setup import Run
 from megatron_core.training.state import open_checkpoint
@@ -140,7 +139,7 @@ class BadSteps(Callback):
         reader, _ = open_checkpoint(config, run.world.device)
         assert reader is not None, "it was found above"
         self._clear()
-        run.state = load_run(config, reader, run.data_parallel, run.optimizer, run.fp8, run.parts)
+        run.state = run.load(config, reader)
         run.state.left_out = sorted({*run.state.left_out, *state.left_out, *bad})
         run.state.rollbacks, run.state.data = state.rollbacks + 1, state.data
         run.bad_steps = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 
@@ -23,7 +23,6 @@ from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.parallel.texts import gather_from_all_ranks, listed
 from megatron_core.tensor_parallel.amax_history import AmaxHistories
 from megatron_core.training.new_indexers import lacks_indexers, outside_of_indexers
-from megatron_core.training.parts import RunPart
 from megatron_core.training.state import (
     Reader,
     TrainState,
@@ -39,34 +38,10 @@ from megatron_core.training.state import (
 )
 
 
-def load_run(
-    config: RunConfig,
-    reader: Reader | None,
-    data: DataParallel,
-    optimizer: Optimizer,
-    fp8: AmaxHistories | None,
-    parts: Sequence[RunPart],
-) -> TrainState:
-    """Load the state of a run with the ``parts`` of features; return the counters, 0 without a checkpoint."""
-    if reader is None:
-        return TrainState()
-    if any(part.load(config, reader) for part in parts):
-        return counters(reader)
-    state = load_state(config, reader, data, optimizer, fp8)
-    for part in parts:
-        part.after_load(config, reader)
-    return state
-
-
 def load_intact(
-    config: RunConfig,
-    reader: Reader | None,
-    data: DataParallel,
-    optimizer: Optimizer,
-    fp8: AmaxHistories | None,
-    parts: Sequence[RunPart],
+    config: RunConfig, reader: Reader | None, device: torch.device, load: Callable[[Reader | None], TrainState]
 ) -> TrainState:
-    """``load_run``; if the files that it reads are damaged, from an older checkpoint in the same folder.
+    """``load(reader)``; if the files that it reads are damaged, of an older checkpoint in the same folder.
 
     Errors: ``CheckpointError`` on all ranks if none is intact, or if the older one would change settings of this run,
     whose model exists already.
@@ -74,23 +49,23 @@ def load_intact(
     damaged = dict[Path, str]()
     while True:
         try:
-            return load_run(config, reader, data, optimizer, fp8, parts)
+            return load(reader)
         except DamagedCheckpoint as error:
             if error.folder in damaged:
                 raise
             damaged[error.folder] = str(error)
-            reader = _open_older(config, error, data, damaged)
+            reader = _open_older(config, error, device, damaged)
 
 
 def _open_older(
-    config: RunConfig, error: DamagedCheckpoint, data: DataParallel, damaged: Mapping[Path, str]
+    config: RunConfig, error: DamagedCheckpoint, device: torch.device, damaged: Mapping[Path, str]
 ) -> CheckpointReader:
     """Open the newest checkpoint that is not among the ``damaged`` ones, for a model built with ``config``."""
-    reader, changed = open_checkpoint(config, data.device, hash_later=True, damaged=damaged)
+    reader, changed = open_checkpoint(config, device, hash_later=True, damaged=damaged)
     if not isinstance(reader, CheckpointReader):
         raise CheckpointError(f"{error}; load={config.checkpoint.load!r} holds no other checkpoint")
-    before, after = config.flat(), changed.flat()
-    names = [name for name in before if before[name] != after[name]]
+    before = config.flat()
+    names = [name for name, value in changed.flat().items() if before[name] != value]
     if names:
         raise CheckpointError(
             f"{error}; the older checkpoint {reader.folder} has other settings than this one, from which the settings "

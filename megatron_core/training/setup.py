@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -35,7 +36,7 @@ from megatron_core.tokenizers import Tokenizer, tokenizer_of
 from megatron_core.tokenizers.vocabulary import vocabulary_size
 from megatron_core.training.data import DatasetsProvider, compare_data, make_splits
 from megatron_core.training.driver import Trainable
-from megatron_core.training.loading import load_intact
+from megatron_core.training.loading import counters, load_intact, load_state
 from megatron_core.training.new_indexers import draw_indexers
 from megatron_core.training.objective import Objective, build_objective
 from megatron_core.training.parts import Evaluation, RunPart, build_evaluations, build_parts
@@ -108,15 +109,30 @@ class Run(Trainable):
         if self.splits.train is not None:
             self.train_loader = self.loader(self.splits.train)
 
-    def load(self, checkpoint: Reader | None) -> None:
+    def begin(self, checkpoint: Reader | None) -> None:
         """Load the state of a checkpoint, if there is one, and derive the remaining steps and their rates."""
         config = self.config
         self.loaded = checkpoint is not None
-        self.state = load_intact(config, checkpoint, self.data_parallel, self.optimizer, self.fp8, self.parts)
+        self.state = load_intact(config, checkpoint, self.world.device, partial(self.load, config))
         self.state.data = compare_data(config, self.state, self.world)
-        self.total_iterations = _total_iterations(config, self.state, self.groups.replicas)
+        done = self.state.iteration, self.state.consumed_samples
+        remaining = config.training.steps_left(self.groups.replicas, *done, config.data.seq_length)
+        self.total_iterations = self.state.iteration + remaining
         self.schedule = learning_rate_schedule(config, config.optimizer, self.total_iterations)
-        self.decoupled_schedule = _decoupled_schedule(config, self.total_iterations)
+        self.decoupled_schedule = None
+        if (decoupled := config.optimizer.decoupled()) is not None:
+            self.decoupled_schedule = learning_rate_schedule(config, decoupled, self.total_iterations)
+
+    def load(self, config: RunConfig, reader: Reader | None) -> TrainState:
+        """Load the model, the optimizer and the parts of features; return the counters, 0 without a checkpoint."""
+        if reader is None:
+            return TrainState()
+        if any(part.load(config, reader) for part in self.parts):
+            return counters(reader)
+        state = load_state(config, reader, self.data_parallel, self.optimizer, self.fp8)
+        for part in self.parts:
+            part.after_load(config, reader)
+        return state
 
     def part(self, kind: type[Part]) -> Part | None:
         """The part of a feature, by its class; None if the run does not use the feature."""
@@ -231,18 +247,6 @@ def learning_rate_schedule(
     return LearningRateSchedule(optimizer, total or total_iterations, by_samples=by_samples)
 
 
-def _decoupled_schedule(config: RunConfig, total_iterations: int) -> LearningRateSchedule | None:
-    """The schedule of embeddings and output layer, if it is separate."""
-    decoupled = config.optimizer.decoupled()
-    return None if decoupled is None else learning_rate_schedule(config, decoupled, total_iterations)
-
-
-def _total_iterations(config: RunConfig, state: TrainState, replicas: int) -> int:
-    """The steps of the whole training, with those before ``state``."""
-    done = state.iteration, state.consumed_samples
-    return state.iteration + config.training.steps_left(replicas, *done, config.data.seq_length)
-
-
 def _read_data(
     config: RunConfig,
     groups: ParallelGroups,
@@ -261,13 +265,6 @@ def _read_data(
     if splits.train is None and not skip_train:
         raise ConfigError("there is no data to train on; give --data-path or --train-data-path")
     return splits, evaluations
-
-
-def _p2p_of(groups: ParallelGroups, device: torch.device, plans: Plans) -> PipelineP2P:
-    """Point-to-point messages between the stages, with their connections warmed up."""
-    p2p = PipelineP2P(groups)
-    p2p.warm_up(device, plans.stage_to_rank)
-    return p2p
 
 
 def _freeze_or_convert(config: RunConfig, stages: Mapping[int, GPTModel], world: World) -> None:
@@ -335,6 +332,8 @@ def set_up(
     draw_indexers(base, stages.values(), config)
     data_parallel = data_parallel_of(config, stages, groups, world.device, drawing(config, base) if deferred else None)
     prepare_weights(config, data_parallel, list(stages.values()), frozen, resumes=checkpoint is not None)
+    p2p = PipelineP2P(groups)
+    p2p.warm_up(world.device, plans.stage_to_rank)
     run = Run(
         config=config,
         world=world,
@@ -348,7 +347,7 @@ def set_up(
         layer_specs=layer_specs,
         plans=plans,
         trace=trace_writer(config, groups, plans.stage_to_rank),
-        p2p=_p2p_of(groups, world.device, plans),
+        p2p=p2p,
         overlap_p2p=parallel.overlap_p2p_communication,
         message=message_format(config, split, world.device),
         data_parallel=data_parallel,
@@ -360,5 +359,5 @@ def set_up(
         evaluations=evaluations,
     )
     # The state of the checkpoint, and the remaining steps.
-    run.load(checkpoint)
+    run.begin(checkpoint)
     return run

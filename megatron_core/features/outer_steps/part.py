@@ -70,7 +70,7 @@ class OuterSteps(RunPart):
 
     def stored_values(self) -> dict[str, Any]:
         """See ``RunPart.stored_values``."""
-        return state.outer_state(self.outer)
+        return {state.IN_FLIGHT: [fragment.number for fragment in self.outer.fragments if fragment.in_flight]}
 
     def copied_pieces(self, pieces: Iterable[TensorBox]) -> Iterator[TensorBox]:
         """See ``RunPart.copied_pieces``."""
@@ -78,7 +78,8 @@ class OuterSteps(RunPart):
 
     def copied_values(self) -> dict[str, Any]:
         """See ``RunPart.copied_values``."""
-        return state.copied_state(self.outer)
+        sent = [fragment.number for fragment in self.outer.fragments if fragment.sent is not None]
+        return self.stored_values() | {state.SENT: sent, state.GROUP: self.outer.number}
 
     def load(self, config: RunConfig, reader: Reader) -> bool:
         """Load the state of groups, if ``reader`` has it."""

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import chain
-from typing import Any
 
 import torch
 
@@ -78,11 +77,6 @@ def _pieces(fragment: Fragment, kind: str, prefix: str, *, narrow: bool = False)
         yield from pieces_of(f"{prefix}.{name}", spec_of(parameter), tuple(parameter.shape), start, stop, flat)
 
 
-def outer_state(outer: OuterOptimizer) -> dict[str, Any]:
-    """Values that are stored with the tensors."""
-    return {IN_FLIGHT: [fragment.number for fragment in outer.fragments if fragment.in_flight]}
-
-
 def copied_pieces(
     pieces: Iterable[TensorBox], optimizer: Optimizer, outer: OuterOptimizer, group: int
 ) -> Iterator[TensorBox]:
@@ -99,12 +93,6 @@ def copied_pieces(
             yield from _pieces(fragment, "sent", f"group{group}.outer.sent")
         elif fragment.in_flight:
             yield from _pieces(fragment, "mean", "outer.mean")
-
-
-def copied_state(outer: OuterOptimizer) -> dict[str, Any]:
-    """Values that are stored with ``copied_pieces``."""
-    sent = [fragment.number for fragment in outer.fragments if fragment.sent is not None]
-    return outer_state(outer) | {SENT: sent, GROUP: outer.number}
 
 
 def load_copy(reader: HostCopy, data: DataParallel, optimizer: Optimizer, outer: OuterOptimizer) -> None:

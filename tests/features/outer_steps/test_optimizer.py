@@ -16,7 +16,6 @@ from megatron_core.features.outer_steps.part import OuterSteps
 from megatron_core.parallel.meter import METER
 from megatron_core.training.callbacks import Callback
 from megatron_core.training.driver import StepHooks
-from megatron_core.training.loading import load_run
 from megatron_core.training.loop import evaluate_split, train
 from megatron_core.training.memory_report import found_bytes, planned_bytes
 from megatron_core.training.setup import Run
@@ -265,7 +264,7 @@ def _rolled_back(folder: str) -> list[bool]:
             run.saver.finish()
     config = replace(run.config, checkpoint=run.config.checkpoint.for_resume())
     reader, _ = open_checkpoint(config)
-    load_run(config, reader, run.data_parallel, run.optimizer, run.fp8, run.parts)
+    run.load(config, reader)
     return [*kept, fragment.sent is not None, fragment.in_flight]
 
 
