@@ -2,8 +2,11 @@
 
 from megatron_core.features.averages import AVERAGES
 from megatron_core.features.compression import COMPRESSION
+from megatron_core.features.conversations import CONVERSATIONS
 from megatron_core.features.cuda_graphs import CUDA_GRAPHS
 from megatron_core.features.distillation import DISTILLATION
+from megatron_core.features.fill_in_the_middle import FILL_IN_THE_MIDDLE
+from megatron_core.features.megatron_order import MEGATRON_ORDER
 from megatron_core.features.multi_token import MULTI_TOKEN
 from megatron_core.features.outer_steps import OUTER_STEPS
 from megatron_core.features.preferences import PREFERENCES
@@ -15,8 +18,11 @@ from megatron_core.features.sparse_attention import SPARSE_ATTENTION
 FEATURES = (
     AVERAGES,
     COMPRESSION,
+    CONVERSATIONS,
     CUDA_GRAPHS,
     DISTILLATION,
+    FILL_IN_THE_MIDDLE,
+    MEGATRON_ORDER,
     MULTI_TOKEN,
     OUTER_STEPS,
     PREFERENCES,

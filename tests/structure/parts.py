@@ -48,15 +48,9 @@ WAITING = {
     "sparse_attention": ("training.new_indexers config.sparse_attention config.rules_sparse_attention"),
     "matrix_optimizers": "optimizer.matrix_plan optimizer.matrix_updates optimizer.soap",
     "offload": "data_parallel.placement optimizer.pipeline transformer.offload",
-    "preferences": "datasets.preferences",
     "layer_sizes": "config.heterogeneous config.rules_heterogeneous",
     "multi_token": "config.multi_token",
     "graphs": "transformer.compiled transformer.flex_attention parallel.compiled",
-    "conversations": (
-        "datasets.conversations datasets.build_conversations datasets.message_schemas tokenizers.chat "
-        "tokenizers.template_sandbox"
-    ),
-    "fill_in_the_middle": "datasets.fim",
     "generation": "transformer.paged_attention config.inference",
     "hub": "training.averaged_reader training.conversion training.deepspeed_conversion training.megatron_state",
     "resilience": (
