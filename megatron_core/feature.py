@@ -35,6 +35,8 @@ class Feature:
     ``config/attention.py`` or ``config/mixers.py``; constructed as ``transformer.attention.SelfAttention``."""
     compressions: tuple[Any, ...] = ()
     """Rows ``config.compression.CompressionKind``: values of --grad-compression that it implements."""
+    optimizers: tuple[Any, ...] = ()
+    """Rows ``config.optimizers.OptimizerKind``: values of --optimizer that it implements."""
     in_any_model: bool = False
     """Whether ``initialize`` of a model of the caller also reads its settings."""
     convert_layers: str | None = None

@@ -12,6 +12,14 @@ from typing import Any
 
 PACKAGE = "megatron_core"
 MOVED = {
+    "optimizer.fused": "features.matrix_optimizers.updates",
+    "optimizer.soap": "features.matrix_optimizers.soap",
+    "optimizer.matrix_updates": "features.matrix_optimizers.updates",
+    "optimizer.matrix_plan": "features.matrix_optimizers.plan",
+    "data_parallel.announcements": "data_parallel.agreement",
+    "data_parallel.bucket_kind": "data_parallel.settings",
+    "data_parallel.completion": "data_parallel.early_sums",
+    "data_parallel.first_use": "data_parallel.wrapper",
     "data_parallel.units": "data_parallel.fill",
     "training.engine": "any_model",
 }

@@ -2,6 +2,7 @@
 
 from megatron_core.features.compression import COMPRESSION
 from megatron_core.features.cuda_graphs import CUDA_GRAPHS
+from megatron_core.features.matrix_optimizers import MATRIX_OPTIMIZERS
 from megatron_core.features.qk_clip import QK_CLIP
 from megatron_core.features.recurrent import RECURRENT
 from megatron_core.features.sparse_attention import SPARSE_ATTENTION
@@ -9,6 +10,7 @@ from megatron_core.features.sparse_attention import SPARSE_ATTENTION
 FEATURES = (
     COMPRESSION,
     CUDA_GRAPHS,
+    MATRIX_OPTIMIZERS,
     QK_CLIP,
     RECURRENT,
     SPARSE_ATTENTION,

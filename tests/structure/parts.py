@@ -46,7 +46,6 @@ WAITING = {
     "outer_steps": "optimizer.outer optimizer.outer_messages training.outer_state config.outer config.rules_outer",
     "recurrent": ("config.recurrent config.rules_recurrent config.hybrid config.rules_hybrid config.mixers"),
     "sparse_attention": ("training.new_indexers config.sparse_attention config.rules_sparse_attention"),
-    "matrix_optimizers": "optimizer.matrix_plan optimizer.matrix_updates optimizer.soap",
     "offload": "data_parallel.placement optimizer.pipeline transformer.offload",
     "preferences": "training.preferences training.reference datasets.preferences",
     "distillation": "training.distillation training.teacher tensor_parallel.distillation config.modelopt",

@@ -152,7 +152,7 @@ class MegatronOptimizer:
                     replica = 0 if bucket.is_writer else 1
                     flattened = (tuple(parameter.shape), start, stop)
                     yield key, ShardedTensor(key, part, spec_of(parameter), replica, flattened=flattened)
-        for piece in self.optimizer.matrix_state():
+        for piece in self.optimizer.joint_state():
             key, shape = f"optimizer.{piece.name}", tuple(piece.memory.shape)
             spans = enumerate(zip(piece.box.start, piece.box.stop, strict=True))
             splits = tuple(Split(dim, f"dim{dim}", (((first, stop),),)) for dim, (first, stop) in spans)
