@@ -21,6 +21,15 @@ MOVED = {
     "data_parallel.completion": "data_parallel.early_sums",
     "data_parallel.first_use": "data_parallel.wrapper",
     "data_parallel.units": "data_parallel.fill",
+    "training.averages": "features.averages.weights",
+    "training.choices": "features.questions.scores",
+    "datasets.choices": "features.questions.dataset",
+    "config.modelopt": "features.distillation.modelopt",
+    "training.teacher": "features.distillation.teacher",
+    "training.distillation": "features.distillation.objective",
+    "tensor_parallel.distillation": "features.distillation.loss",
+    "training.reference": "training.frozen",
+    "training.preferences": "features.preferences.objective",
     "training.engine": "any_model",
 }
 """New names of modules and packages by old ones, without the package's name."""

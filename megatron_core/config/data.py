@@ -46,10 +46,6 @@ class DataConfig:
     full_validation: bool = setting(False, when=c.EVALUATION)
     """Evaluate on all validation and test samples, once, instead of --eval-iters batches; --eval-iters 0 turns this
     off, too."""
-    choices_data_path: tuple[str, ...] = setting((), when=c.EVALUATION, resume=Resume.FREE)
-    """JSON Lines with multiple-choice questions: query, choices, and gold, the index of the correct choice. Each
-    evaluation reports the accuracy by log-likelihood, as lm-eval's acc and acc_norm (per character, without a
-    space at the beginning of a choice)."""
     per_split_data_args_path: str | None = setting(None, when=BY_RULE)
     """JSON file with the keys train, valid and test: the arguments of --train-data-path etc."""
     data_phases: str | None = setting(None, when=BY_RULE)

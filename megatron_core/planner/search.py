@@ -111,7 +111,7 @@ class Search:
         """
         if self.devices < 1:
             raise ConfigError(f"gpus={self.devices} is out of range; legal: 1, 2, 3, ...")
-        if (teacher := self.config.tuning.kd_teacher) is not None:
+        if (teacher := self.config.flat().get("kd_teacher")) is not None:
             raise ConfigError(
                 f"kd_teacher={teacher}: the planner does not know the teacher's model; remove --kd-teacher, and "
                 "keep memory for the teacher's weights"

@@ -23,6 +23,7 @@ from megatron_core.config.setting import Resume, names_by_resume
 from megatron_core.config.tuning import TuningConfig
 from megatron_core.datasets.sources import is_record
 from megatron_core.errors import CheckpointError
+from megatron_core.feature import features
 from megatron_core.models.deepspeed import is_deepspeed_folder
 from megatron_core.models.hf import HuggingFaceReader
 from megatron_core.models.hf.peft import CONFIG as ADAPTER
@@ -86,14 +87,11 @@ def check_same_model(stored: Mapping[str, Any], config: RunConfig, *, only_weigh
         )
 
 
-def check_same_reference(stored: Mapping[str, Any], config: RunConfig, folder: Path) -> None:
-    """Raise ``CheckpointError`` if a run of preferences without adapters resumes from another training in ``folder``,
-    whose weights are not those of the reference."""
-    if config.data.dpo and config.tuning.lora_rank is None and not stored.get("dpo", False):
-        raise CheckpointError(
-            f"dpo=True, but the checkpoint {folder} is of a run without it, so the reference would have "
-            "other weights; to begin with its weights, give the folder as --pretrained-checkpoint, not as --load"
-        )
+def check_features(stored: Mapping[str, Any], config: RunConfig, folder: Path) -> None:
+    """Raise ``CheckpointError`` if features cannot resume a run with the stored settings."""
+    for feature in features():
+        for problem in () if feature.resume_problems is None else feature.resume_problems(stored, config, folder):
+            raise CheckpointError(problem)
 
 
 def check_same_stage(stored: Mapping[str, Any], config: RunConfig, folder: Path) -> None:

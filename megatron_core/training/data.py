@@ -3,16 +3,13 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from megatron_core.checkpoint.hosts import raise_on_all_ranks
 from megatron_core.checkpoint.reader import note
 from megatron_core.config import RunConfig
 from megatron_core.datasets import FIMDataset, MockDataset, Splits, build_datasets
-from megatron_core.datasets.base import short_names
 from megatron_core.datasets.build_conversations import build_conversations
-from megatron_core.datasets.choices import ChoiceDataset
 from megatron_core.datasets.megatron_order import build_mock_order, samples_wanted
 from megatron_core.datasets.sources import describe_changes, record_sources
 from megatron_core.datasets.whole_round import WholeRound
@@ -62,20 +59,12 @@ def make_splits(
     else:
         splits = build_datasets(data, seed=seed, tokenizer=tokenizer, wanted=wanted_samples(config, data_parallel_size))
     splits = fill_in_the_middle(splits, config, tokenizer) if data.fim_data else splits
-    return for_evaluation(splits, config, tokenizer)
+    return for_evaluation(splits, config)
 
 
-def for_evaluation(splits: Splits, config: RunConfig, tokenizer: Tokenizer | None) -> Splits:
-    """Add multiple-choice questions, and with ``full_validation`` restrict the evaluated data sets to one round."""
-    data = config.data
-    if data.choices_data_path:
-        assert tokenizer is not None, "the configuration's rules ask for one"
-        names = short_names([str(Path(path).with_suffix("")) for path in data.choices_data_path])
-        files = zip(names, data.choices_data_path, strict=True)
-        splits = replace(
-            splits, choices={name: ChoiceDataset(path, tokenizer, data.seq_length) for name, path in files}
-        )
-    if not data.full_validation:
+def for_evaluation(splits: Splits, config: RunConfig) -> Splits:
+    """With ``full_validation``, restrict the evaluated data sets to one round."""
+    if not config.data.full_validation:
         return splits
     valid, test = (None if own is None else WholeRound(own) for own in (splits.valid, splits.test))
     return replace(splits, valid=valid, test=test, named={name: WholeRound(own) for name, own in splits.named.items()})

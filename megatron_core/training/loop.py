@@ -1,16 +1,14 @@
 """The training loop: steps, evaluations and checkpoints; everything else is a callback."""
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 from megatron_core.monitor.events import Sink, ValidationEvent
 from megatron_core.parallel.meter import METER
-from megatron_core.training.averages import averaged_weights
 from megatron_core.training.bad_steps import BadSteps, leave_out_listed
 from megatron_core.training.callbacks import Callback, Callbacks, is_due
 from megatron_core.training.checks import RunChecks
-from megatron_core.training.choices import evaluate_choices
 from megatron_core.training.failures import FailureLog, Heartbeat
 from megatron_core.training.faults import Faults
 from megatron_core.training.hash_records import HashRecords
@@ -106,10 +104,11 @@ def confirm_layout_change(run: Run, called: Callbacks) -> None:
 
 
 def evaluate_split(run: Run, called: Callbacks, split: str) -> None:
-    """Evaluate on each set of ``validation`` or ``test`` data, and with ``validation`` on multiple-choice questions;
-    call ``after_evaluation`` for each. The validation loss of the run is the mean over the sets."""
-    sets, questions = run.splits.of(split), run.splits.choices if split == "validation" else {}
-    if run.config.training.eval_iters == 0 or not (sets or questions):
+    """Evaluate on each set of ``validation`` or ``test`` data, with ``validation`` also as features do
+    (``Evaluation``); call ``after_evaluation`` for each result. The run's validation loss is the mean over the sets."""
+    sets = run.splits.of(split)
+    evaluations = run.evaluations if split == "validation" else ()
+    if run.config.training.eval_iters == 0 or not (sets or evaluations):
         return
     event = partial(
         ValidationEvent,
@@ -118,27 +117,24 @@ def evaluate_split(run: Run, called: Callbacks, split: str) -> None:
         consumed_tokens=run.state.consumed_tokens,
     )
     events: list[ValidationEvent] = []
-
-    def measure(suffix: str = "") -> list[float]:
-        found = [evaluate(run, dataset, run.config.training.eval_iters) for dataset in sets.values()]
-        events.extend(event(loss=loss, split=name + suffix) for name, loss in zip(sets, found, strict=True))
-        events.extend(
-            event(split=f"questions {name}{suffix}", **vars(evaluate_choices(run, asked)))
-            for name, asked in questions.items()
-        )
-        return found
-
+    losses: list[float] = []
+    # With the weights of the model, or those that a feature evaluates in their place; then with those of features.
+    weights: dict[str, Callable[[], AbstractContextManager[None]]] = {"": nullcontext}
+    for part in run.parts:
+        weights |= part.evaluated_weights()
     with METER.phase("evaluation", whole=True):
         run.optimizer.synchronize()
-        with nullcontext() if run.outer is None else run.outer.global_weights():
-            losses = measure()
-        if run.config.optimizer.ema_decay is not None and not run.config.training.skip_train:
-            with averaged_weights(run):
-                measure(" average")
+        for suffix, context in weights.items():
+            with context():
+                means = [evaluate(run, dataset, run.config.training.eval_iters) for dataset in sets.values()]
+                events.extend(event(loss=loss, split=name + suffix) for name, loss in zip(sets, means, strict=True))
+                for evaluation in evaluations:
+                    events.extend(event(split=name + suffix, **values) for name, values in evaluation.results(run))
+            losses = losses or means
     if split == "validation" and losses:
         run.state.validation_loss = sum(losses) / len(losses)
-    for each in events:
-        called.call("after_evaluation", each)
+    for result in events:
+        called.call("after_evaluation", result)
 
 
 def save_when_due(run: Run, called: Callbacks) -> bool:

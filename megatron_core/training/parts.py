@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 from megatron_core.config import RunConfig
 from megatron_core.feature import load_hook, used_features
+from megatron_core.tokenizers import Tokenizer
 
 
 class RunPart:
@@ -27,9 +29,36 @@ class RunPart:
     def before_step(self) -> None:
         """Called before the forward of each step."""
 
+    def evaluated_weights(self) -> Mapping[str, Callable[[], AbstractContextManager[None]]]:
+        """Return contexts with the weights of an evaluation, by an addition to the names of its results.
+
+        The context of "" replaces the weights of the model in evaluations; the others are evaluated afterwards.
+        """
+        return {}
+
     def metrics(self) -> Mapping[str, float]:
         """Return values to report with a step, by the name of the metric; called after the update."""
         return {}
+
+
+class Evaluation:
+    """Base class of ``Feature.evaluation``."""
+
+    def __init__(self, config: RunConfig, tokenizer: Tokenizer | None) -> None:
+        """Read the data; called before the model is built."""
+
+    def results(self, run: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """Evaluate the model of ``run`` with its present weights; yield names and fields of ``ValidationEvent``.
+
+        Called on all ranks whenever the validation data is evaluated.
+        """
+        yield from ()
+
+
+def build_evaluations(config: RunConfig, tokenizer: Tokenizer | None) -> tuple[Evaluation, ...]:
+    """Construct the evaluations of the features that a run uses."""
+    hooks = [feature.evaluation for feature in used_features(config) if feature.evaluation is not None]
+    return tuple(load_hook(hook)(config, tokenizer) for hook in hooks)
 
 
 def build_parts(config: RunConfig, run: Any) -> tuple[RunPart, ...]:

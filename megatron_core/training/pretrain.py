@@ -186,7 +186,7 @@ def kernels(run: Run) -> str:
 def missing_validation(run: Run) -> str | None:
     """Why ``eval_iters`` has no data to evaluate on; None if it has, or if a note of the data says so."""
     splits, config = run.splits, run.config
-    if splits.of("validation") or splits.choices or any("valid" in note for note in splits.notes):
+    if splits.of("validation") or run.evaluations or any("valid" in note for note in splits.notes):
         return None
     data = config.data
     asked = f"eval_iters={config.training.eval_iters} evaluates on no validation data"

@@ -37,15 +37,14 @@ from megatron_core.tokenizers.vocabulary import vocabulary_size
 from megatron_core.training.data import DatasetsProvider, compare_data, make_splits
 from megatron_core.training.driver import Trainable, gather_weights
 from megatron_core.training.new_indexers import draw_indexers
+from megatron_core.training.objective import Objective, build_objective
 from megatron_core.training.outer_state import load_intact
-from megatron_core.training.parts import RunPart, build_parts
+from megatron_core.training.parts import Evaluation, RunPart, build_evaluations, build_parts
 from megatron_core.training.pipeline_trace import trace_writer
 from megatron_core.training.plans import Plans, StepSize
 from megatron_core.training.process import check_kernels, set_process_switches
-from megatron_core.training.reference import Reference, build_reference
 from megatron_core.training.saving import CheckpointSaver
 from megatron_core.training.state import TrainState, open_checkpoint
-from megatron_core.training.teacher import Teacher, build_teacher
 from megatron_core.training.tuning import drawing, open_base, prepare_weights
 from megatron_core.transformer.compiled import compile_layers
 from megatron_core.transformer.layer_spec import LayerSpecs, auxiliary_loss_names, layer_spec
@@ -65,19 +64,21 @@ class Run(Trainable):
     """This rank's stages by number."""
     auxiliary_loss_names: tuple[str, ...]
     """Names of the layers' auxiliary losses, equal on all ranks."""
+    layer_specs: LayerSpecs = layer_spec
+    """The function that has chosen the parts of each layer."""
     plans: Plans
     trace: TraceWriter | None
     schedule: LearningRateSchedule
     decoupled_schedule: LearningRateSchedule | None
     """Schedule of word embedding and output layer, if it is separate."""
     splits: Splits
+    evaluations: tuple[Evaluation, ...]
+    """Evaluations of features, in addition to the validation data."""
     state: TrainState
     loaded: bool
     """Whether a checkpoint was loaded."""
     outer: OuterOptimizer | None = None
     """The global weights of groups of replicas, with ``outer_steps``."""
-    reference: Reference | None = None
-    """The frozen model that preferences are compared with, if it is not the model without its adapters."""
     total_iterations: int
     """Steps of the whole training, including the steps before a resume."""
     bad_steps: list[int] = field(default_factory=list)
@@ -87,13 +88,13 @@ class Run(Trainable):
     after the next one if it is given between steps."""
     parts: tuple[RunPart, ...] = field(init=False)
     """The objects of the features that this run uses."""
-    teacher: Teacher | None = field(init=False)
-    """The frozen model whose distribution of tokens the model learns."""
+    objective: Objective = field(init=False)
+    """The loss."""
     train_loader: BatchLoader = field(init=False)
     saver: CheckpointSaver = field(init=False)
 
     def __post_init__(self) -> None:
-        """Create the checkpoint saver, the teacher, and the loader of the training split if there is one."""
+        """Create the checkpoint saver, the parts of features, the loss, and the loader of training data, if any."""
         self.saver = CheckpointSaver(
             self.config,
             self.data_parallel,
@@ -104,8 +105,7 @@ class Run(Trainable):
             outer=self.outer,
         )
         self.parts = build_parts(self.config, self)
-        places = self.plans.stage_to_rank
-        self.teacher = build_teacher(self.config, self.groups, self.vocab_size, self.tokenizer, self.world, places)
+        self.objective = build_objective(self.config, self)
         if self.splits.train is not None:
             self.train_loader = self.loader(self.splits.train)
 
@@ -242,16 +242,24 @@ def _total_iterations(config: RunConfig, state: TrainState, replicas: int) -> in
     return state.iteration + config.training.steps_left(replicas, *done, config.data.seq_length)
 
 
-def _checked(splits: Splits, config: RunConfig) -> Splits:
-    """Return ``splits``; ConfigError if the run needs others."""
+def _read_data(
+    config: RunConfig,
+    groups: ParallelGroups,
+    tokenizer: Tokenizer | None,
+    vocab_size: int,
+    provider: DatasetsProvider | None,
+) -> tuple[Splits, tuple[Evaluation, ...]]:
+    """Open the data sets, and the evaluations of features; ``ConfigError`` if there is nothing to train or evaluate."""
+    splits = make_splits(config, groups.replicas, tokenizer, vocab_size, provider)
+    evaluations = build_evaluations(config, tokenizer)
     skip_train = config.training.skip_train
-    if skip_train and not (splits.of("validation") or splits.of("test") or splits.choices):
+    if skip_train and not (splits.of("validation") or splits.of("test") or evaluations):
         raise ConfigError(
             "skip_train=True: there is no data to evaluate on; give --valid-data-path or --test-data-path"
         )
     if splits.train is None and not skip_train:
         raise ConfigError("there is no data to train on; give --data-path or --train-data-path")
-    return splits
+    return splits, evaluations
 
 
 def _p2p_of(groups: ParallelGroups, device: torch.device, plans: Plans) -> PipelineP2P:
@@ -308,7 +316,7 @@ def set_up(
     split = SequenceSplit.of(groups, sequence_parallel=parallel.sequence_parallel)
     tokenizer = tokenizer_of(config.data)
     vocab_size = vocabulary_size(config, tokenizer)
-    splits = _checked(make_splits(config, groups.replicas, tokenizer, vocab_size, datasets_provider), config)
+    splits, evaluations = _read_data(config, groups, tokenizer, vocab_size, datasets_provider)
     # This rank's stages, their gradients and the optimizer.
     frozen = open_base(config, world.device, resumes=checkpoint is not None)
     deferred, base = parallel.dp_zero_stage == 3, frozen or checkpoint
@@ -324,8 +332,7 @@ def set_up(
     )
     _freeze_or_convert(config, stages, world)
     draw_indexers(base, stages.values(), config)
-    draw = drawing(config, base) if deferred else None
-    data_parallel = data_parallel_of(config, stages, groups, world.device, draw)
+    data_parallel = data_parallel_of(config, stages, groups, world.device, drawing(config, base) if deferred else None)
     prepare_weights(config, data_parallel, list(stages.values()), frozen, resumes=checkpoint is not None)
     optimizer = _optimizer_of(config, data_parallel, groups)
     fp8 = _histories_of(config, stages, groups, world.device)
@@ -344,6 +351,7 @@ def set_up(
         layers=layers,
         stages=stages,
         auxiliary_loss_names=auxiliary_loss_names(config.model, layer_specs),
+        layer_specs=layer_specs,
         plans=plans,
         trace=trace_writer(config, groups, plans.stage_to_rank),
         p2p=_p2p_of(groups, world.device, plans),
@@ -357,9 +365,9 @@ def set_up(
         schedule=learning_rate_schedule(config, config.optimizer, total),
         loaded=checkpoint is not None,
         outer=outer,
-        reference=build_reference(config, groups, vocab_size, world.device, plans.stage_to_rank, layer_specs),
         decoupled_schedule=_decoupled_schedule(config, total),
         total_iterations=total,
         splits=splits,
+        evaluations=evaluations,
         state=state,
     )

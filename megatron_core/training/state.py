@@ -26,9 +26,9 @@ from megatron_core.storage import location, real
 from megatron_core.tensor_parallel.amax_history import AmaxHistories
 from megatron_core.training.compatibility import (
     changed_settings,
+    check_features,
     check_same_groups,
     check_same_model,
-    check_same_reference,
     check_same_stage,
     check_state,
     moved_end,
@@ -192,7 +192,7 @@ def open_checkpoint(
         config = with_settings_of(config, reader.folder)
     check_same_model(stored, config, only_weights=settings.finetune)
     if not settings.finetune and not config.training.skip_train:
-        check_same_reference(stored, config, reader.folder)
+        check_features(stored, config, reader.folder)
         check_same_stage(stored, config, reader.folder)
         check_same_groups(stored, config, reader.folder)
         changes = schedule_changes(stored, config)

@@ -10,7 +10,8 @@ from megatron_core.data_parallel.fill import make_buckets, units_of
 from megatron_core.parallel import ParallelGroups
 from megatron_core.parallel.grid import Grid
 from megatron_core.training.driver import StepWork, forward_backward
-from megatron_core.training.step import count_tokens, forward_step, load_batches
+from megatron_core.training.objective import count_tokens
+from megatron_core.training.step import forward_step, load_batches
 from megatron_core.verify.ranks import run_ranks
 from tests.runs import tiny_run
 

@@ -140,7 +140,7 @@ IN_ORDERS = (
     ),
     Defect(
         "losses are summed in float32",
-        "training.step:forward_step",
+        "training.objective:Objective.step_loss",
         "exact_loss_sum(losses, tokens)",
         "losses.sum().double()",
         "dp2",

@@ -108,7 +108,7 @@ IN_STEPS = (
     # Micro-batches and the loss.
     Defect(
         "last micro-batch is dropped",
-        "training.step:forward_step",
+        "training.objective:Objective.step_loss",
         "losses.sum()",
         "losses.sum() * (micro < len(batches) - 1)",
         "pp2",
@@ -124,7 +124,7 @@ IN_STEPS = (
     ),
     Defect(  # C1 C3
         "loss is normalised by each micro-batch's own tokens",
-        "training.step:forward_step",
+        "training.objective:Objective.step_loss",
         "losses.sum()",
         "losses.sum() / batches[micro].loss_mask.sum().clamp(min=1.0) * count_tokens(batches) / 8",
         "pp2",

@@ -112,6 +112,16 @@ def test_a_setting_belongs_to_one_feature() -> None:
         register_feature(dataclasses.replace(NOISE, name="other"))
 
 
+def test_only_one_feature_defines_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feature, "_ADDED", {})
+    for name in ("first", "second"):
+        register_feature(
+            Feature(name=name, is_used=lambda config: True, objective="megatron_core.training.objective:Objective")
+        )
+    with pytest.raises(ConfigError, match="the features first, second each replace the loss; use only one of them"):
+        tiny_run()
+
+
 WITHOUT = """
 from pathlib import Path
 import megatron_core.features

@@ -47,8 +47,7 @@ WAITING = {
     "recurrent": ("config.recurrent config.rules_recurrent config.hybrid config.rules_hybrid config.mixers"),
     "sparse_attention": ("training.new_indexers config.sparse_attention config.rules_sparse_attention"),
     "offload": "data_parallel.placement optimizer.pipeline transformer.offload",
-    "preferences": "training.preferences training.reference datasets.preferences",
-    "distillation": "training.distillation training.teacher tensor_parallel.distillation config.modelopt",
+    "preferences": "datasets.preferences",
     "layer_sizes": "config.heterogeneous config.rules_heterogeneous",
     "multi_token": "transformer.multi_token config.multi_token",
     "graphs": "transformer.compiled transformer.flex_attention parallel.compiled",
@@ -56,11 +55,9 @@ WAITING = {
         "datasets.conversations datasets.build_conversations datasets.message_schemas tokenizers.chat "
         "tokenizers.template_sandbox"
     ),
-    "questions": "datasets.choices training.choices",
     "fill_in_the_middle": "datasets.fim",
-    "averages": "training.averages",
     "generation": "transformer.paged_attention config.inference",
-    "hub": "training.conversion training.deepspeed_conversion training.megatron_state",
+    "hub": "training.averaged_reader training.conversion training.deepspeed_conversion training.megatron_state",
     "resilience": (
         "training.recovery training.recovery_choice training.state_copies training.link_checks "
         "training.faults training.rerun checkpoint.copies checkpoint.host_copy config.resilience"

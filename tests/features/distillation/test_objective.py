@@ -16,17 +16,17 @@ from megatron_core.config import RunConfig
 from megatron_core.config.megatron_flags import FLAGS, RENAMED
 from megatron_core.config.validate import check
 from megatron_core.errors import CheckpointError, ConfigError
+from megatron_core.features.distillation.teacher import open_teacher
 from megatron_core.planner.hardware import read_hardware
 from megatron_core.planner.search import Search
 from megatron_core.tokenizers import HuggingFaceTokenizer
 from megatron_core.training.dry_run import warnings
 from megatron_core.training.setup import set_up
 from megatron_core.training.step import evaluate, train_step
-from megatron_core.training.teacher import open_teacher
 from megatron_core.verify.ranks import run_ranks, this_world
 from tests.defects.plant import planted
+from tests.features.distillation.test_loss import plain_loss
 from tests.runs import TINY, tiny_config, tiny_run
-from tests.tensor_parallel.test_distillation_loss import plain_loss
 from tests.tokenizers.corpus import write_tokenizer_json
 from tests.tokenizers.test_compare import swapped
 
@@ -76,7 +76,7 @@ def test_loss_and_gradients_are_those_of_plain_formulas(teachers: dict[str, str]
         sample = run.splits.train[at]
         ids, labels, mask = (torch.tensor(sample[key])[None] for key in ("tokens", "labels", "loss_mask"))
         with torch.no_grad():
-            theirs = run.teacher.model.stages[0](ids)
+            theirs = run.objective.teacher.model.stages[0](ids)
             torch.testing.assert_close(theirs, teacher(ids).logits, rtol=1e-4, atol=1e-5)  # its norms are in float32
         losses, own = plain_loss(model(ids), theirs, labels, WEIGHT, HEAT)
         total = total + (losses * mask).sum()
@@ -137,7 +137,7 @@ def test_layout_trains_as_one_process(layout: str, alone: list[Row], teachers: d
 
 def test_a_defect_shows(alone: list[Row], teachers: dict[str, str]) -> None:
     """The student of a micro-batch is compared with the teacher of another one."""
-    defect = "training.distillation:logit_losses", "hidden.pop(micro)", "hidden[max(hidden) - micro]"
+    defect = "features.distillation.objective:logit_losses", "hidden.pop(micro)", "hidden[max(hidden) - micro]"
     with planted(*defect):
         assert _differences(alone, _config(teachers["experts"], zero_stage=1)) > 1e-6
 

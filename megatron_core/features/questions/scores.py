@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_core.datasets.choices import ChoiceDataset
+from megatron_core.features.questions.dataset import ChoiceDataset
 from megatron_core.parallel.collectives import all_reduce_
 from megatron_core.parallel.grid import WORLD
 from megatron_core.training.driver import run_plan
+from megatron_core.training.objective import log_probs
 from megatron_core.training.plans import StepSize
-from megatron_core.training.preferences import log_probs
 from megatron_core.training.setup import Run
 from megatron_core.training.step import message_lengths, model_step
 

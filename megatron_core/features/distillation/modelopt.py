@@ -20,8 +20,8 @@ LARGEST = 1e6
 """Bound of the numbers."""
 
 
-def distillation_settings(path: str) -> dict[str, float]:
-    """``kd_weight`` and ``kd_temperature`` with the loss of ModelOpt's file ``path``.
+def distillation_settings(path: str) -> tuple[dict[str, float], str]:
+    """``kd_weight`` and ``kd_temperature`` with the loss of ModelOpt's file ``path``, and a note about its scale.
 
     ModelOpt's loss without that of the language model is KL(teacher || student) at a temperature T, and the loss of
     ``--kd-weight 1`` is T^2 times it. Raises ConfigError for a file that cannot be read and for another loss.
@@ -48,7 +48,9 @@ def distillation_settings(path: str) -> dict[str, float]:
         wrong.append(f"skip_lm_loss={shortened(str(found['skip_lm_loss']))}: it must be true")
     if wrong:
         raise ConfigError(f"{where}: {'; '.join(wrong)}")
-    return {"kd_weight": 1.0, "kd_temperature": temperature}
+    factor = temperature * temperature
+    note = f"the loss is T^2 = {factor:g} times ModelOpt's" if temperature != 1.0 else ""
+    return {"kd_weight": 1.0, "kd_temperature": temperature}, note
 
 
 def _fields(path: str) -> dict[str, Any]:

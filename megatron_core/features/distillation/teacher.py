@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -13,14 +12,15 @@ from megatron_core.config import CheckpointConfig, DataConfig, ModelConfig, Para
 from megatron_core.config.tuning import TuningConfig
 from megatron_core.config.validate import check
 from megatron_core.errors import CheckpointError, ConfigError, MegatronError
+from megatron_core.features.distillation.settings import DistillationConfig
 from megatron_core.models.megatron_lm import MegatronReader
-from megatron_core.parallel import ParallelGroups, World
 from megatron_core.storage import location
 from megatron_core.tokenizers import Tokenizer, tokenizer_of
 from megatron_core.tokenizers.compare import differing_tokens, names_its_tokens
 from megatron_core.training.compatibility import MODEL, open_model
+from megatron_core.training.frozen import FrozenModel, load_frozen
 from megatron_core.training.megatron_state import megatron_config, open_megatron
-from megatron_core.training.reference import Reference, load_frozen
+from megatron_core.training.setup import Run
 from megatron_core.training.tuning import Base
 from megatron_core.transformer.layer_spec import layer_spec
 
@@ -43,53 +43,46 @@ class Teacher:
     """The configuration of the teacher's model in this run, and this rank's stages of it."""
 
     config: RunConfig
-    model: Reference
+    model: FrozenModel
 
 
-def build_teacher(
-    config: RunConfig,
-    groups: ParallelGroups,
-    vocab_size: int,
-    tokenizer: Tokenizer | None,
-    world: World,
-    stage_to_rank: Sequence[int],
-) -> Teacher | None:
-    """Build the teacher of ``--kd-teacher`` with its weights; None without it, and in runs that do not train.
+def build_teacher(run: Run) -> Teacher:
+    """Build the teacher of ``--kd-teacher`` with its weights.
 
     Errors: ``CheckpointError`` if its tokens or length do not suit the run, ``ConfigError`` if its model cannot run in
     the layout.
     """
-    if (folder := config.tuning.kd_teacher) is None or config.training.skip_train:
-        return None
-    weights, stored = open_teacher(folder, world.device)
-    if (theirs := weights.state["vocab_size"]) != vocab_size:
+    config, folder = run.config, run.config.section(DistillationConfig).kd_teacher
+    assert folder is not None, "the run uses distillation"
+    weights, stored = open_teacher(folder, run.world.device)
+    if (size := weights.state["vocab_size"]) != run.vocab_size:
         raise CheckpointError(
-            f"kd_teacher={folder} has a vocabulary of {theirs} tokens, but this run has vocab_size={vocab_size}; "
+            f"kd_teacher={folder} has a vocabulary of {size} tokens, but this run has vocab_size={run.vocab_size}; "
             "distillation needs a teacher with the same tokens"
         )
-    _check_tokens(folder, tokenizer, stored)
+    _check_tokens(folder, run.tokenizer, stored)
     if (longest := stored.max_positions) < config.data.seq_length:
         raise CheckpointError(
             f"kd_teacher={folder} has sequences of at most {longest} tokens, but this run has "
             f"seq_length={config.data.seq_length}; use at most --seq-length {longest}, or another teacher"
         )
-    own = teacher_config(config, stored, len(stage_to_rank))
+    of_teacher = teacher_config(config, stored, len(run.plans.stage_to_rank))
     try:
-        check(own, world.size)
+        check(of_teacher, run.world.size)
     except ConfigError as error:
         raise ConfigError(f"the model of kd_teacher={folder} cannot run in this layout: {error}") from error
-    return Teacher(own, load_frozen(own, groups, vocab_size, world.device, stage_to_rank, layer_spec, weights))
+    return Teacher(of_teacher, load_frozen(run, of_teacher, layer_spec, weights))
 
 
 def _check_tokens(folder: str, tokenizer: Tokenizer | None, stored: RunConfig) -> None:
     """``CheckpointError`` if an id is another token for the teacher: its distribution would be that of other texts."""
-    theirs, reason = _tokenizer_of(folder, stored.data)
+    of_teacher, reason = _tokenizer_of(folder, stored.data)
     if tokenizer is None or not names_its_tokens(tokenizer):
         reason = "this run has no texts of its ids"
-    if tokenizer is None or theirs is None or reason:
+    if tokenizer is None or of_teacher is None or reason:
         note(f"the tokens of kd_teacher={folder} are not compared with those of this run, because {reason}")
         return
-    different = list(differing_tokens(tokenizer, theirs))
+    different = list(differing_tokens(tokenizer, of_teacher))
     if different:
         pairs = [f"{number} is {ours!r} in this run and {other!r} there" for number, ours, other in different[:SHOWN]]
         raise CheckpointError(
@@ -118,10 +111,10 @@ def open_teacher(folder: str, device: torch.device) -> tuple[Base | MegatronRead
 
     A collective call, with messages on ``device``.
     """
-    theirs = open_megatron(CheckpointConfig(load=folder, finetune=True))
-    if theirs is None:
+    reader = open_megatron(CheckpointConfig(load=folder, finetune=True))
+    if reader is None:
         return open_model(folder, device=device, name="kd_teacher")
-    return theirs, megatron_config(theirs.folder)
+    return reader, megatron_config(reader.folder)
 
 
 def teacher_config(config: RunConfig, stored: RunConfig, num_stages: int) -> RunConfig:
@@ -145,4 +138,5 @@ def teacher_config(config: RunConfig, stored: RunConfig, num_stages: int) -> Run
     changed: dict[str, Any] = {each.name: each.default for each in fields(ParallelConfig) if each.name in reset}
     changed |= {"num_virtual_stages_per_pipeline_rank": chunks if chunks > 1 else None}
     parallel = replace(config.parallel, **changed)
-    return replace(config, model=model, parallel=parallel, tuning=TuningConfig())
+    sections = tuple(DistillationConfig() if isinstance(each, DistillationConfig) else each for each in config.features)
+    return replace(config, model=model, parallel=parallel, tuning=TuningConfig(), features=sections)

@@ -13,15 +13,15 @@ import transformers
 from megatron_core.config import RunConfig
 from megatron_core.config.validate import check
 from megatron_core.datasets import MockDataset
-from megatron_core.datasets.choices import ChoiceDataset
 from megatron_core.datasets.whole_round import WholeRound
 from megatron_core.errors import ConfigError, DataError
+from megatron_core.features.questions import scores as scoring
+from megatron_core.features.questions.dataset import ChoiceDataset
+from megatron_core.features.questions.scores import log_likelihoods
 from megatron_core.models.hf import config_of_folder
 from megatron_core.monitor.console import validation_line
 from megatron_core.monitor.events import ValidationEvent
 from megatron_core.tokenizers.built_in import ByteLevelTokenizer
-from megatron_core.training import choices as scoring
-from megatron_core.training.choices import log_likelihoods
 from megatron_core.training.loop import evaluate_only
 from megatron_core.training.setup import set_up
 from megatron_core.verify.ranks import run_ranks, this_world
@@ -99,7 +99,7 @@ def _events(config: RunConfig) -> list[ValidationEvent]:
 
 def _scores(config: RunConfig) -> list[float]:
     run = set_up(config, this_world())
-    return log_likelihoods(run, run.splits.choices["facts"]).tolist()
+    return log_likelihoods(run, run.evaluations[0].datasets["facts"]).tolist()
 
 
 @torch.no_grad()
@@ -166,25 +166,25 @@ def test_evaluation_equals_transformers(layout: str, tmp_path: Path) -> None:
 DEFECTS = {
     "every tensor-parallel rank counts": (
         "tp2 sp",
-        "training.choices:log_likelihoods",
+        "features.questions.scores:log_likelihoods",
         "if run.split.owns_loss:",
         "if True:",
     ),
     "ranks do not exchange their scores": (
         "dp2 zero3",
-        "training.choices:log_likelihoods",
+        "features.questions.scores:log_likelihoods",
         "all_reduce_(found, run.groups.group(WORLD))",
         "pass",
     ),
     "context-parallel ranks do not exchange their scores": (
         "cp2",
-        "training.choices:log_likelihoods",
+        "features.questions.scores:log_likelihoods",
         "run.groups.group(WORLD)",
         "run.groups.group('dp')",
     ),
     "white space before a choice is not part of it": (
         "one process",
-        "datasets.choices:ChoiceDataset._encoded",
+        "features.questions.dataset:ChoiceDataset._encoded",
         "tokenize(asked))",
         "tokenize(query))",
     ),

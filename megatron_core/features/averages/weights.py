@@ -1,19 +1,27 @@
-"""The exponential moving average of the weights: evaluation with it, and reading it from a checkpoint."""
+"""Evaluation with the exponential moving average of the weights."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
-from megatron_core.checkpoint import CheckpointReader, TensorBox
 from megatron_core.config.optimizers import AVERAGE
 from megatron_core.training.driver import gather_weights
+from megatron_core.training.parts import RunPart
 from megatron_core.training.setup import Run
 
-PREFIX = f"optimizer.{AVERAGE.name}."
+
+class AveragedWeights(RunPart):
+    """Evaluates the run with its averages, too."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def evaluated_weights(self) -> dict[str, Callable[[], AbstractContextManager[None]]]:
+        """See ``RunPart.evaluated_weights``."""
+        return {" average": lambda: averaged_weights(self.run)}
 
 
 @contextmanager
@@ -33,15 +41,3 @@ def averaged_weights(run: Run) -> Iterator[None]:
         for weights, values in kept:
             weights.copy_(values)
         gather_weights([run.data_parallel])
-
-
-class AveragedReader(CheckpointReader):
-    """A checkpoint whose averages are read in place of its weights; tensors without one are read as they are."""
-
-    def fill(self, pieces: Iterable[TensorBox]) -> None:
-        """Copy the averages into the memory of every piece of a weight."""
-        super().fill(self._average_of(piece) for piece in pieces)
-
-    def _average_of(self, piece: TensorBox) -> TensorBox:
-        name = PREFIX + piece.name.removeprefix("model.")
-        return replace(piece, name=name) if name in self.manifest.tensors else piece

@@ -113,7 +113,7 @@ def test_average_follows_the_formula(layout: str, tmp_path: Path) -> None:
 DEFECTS = {
     "averages of other ranks are not gathered": (
         "dp2 zero1",
-        "training.averages:averaged_weights",
+        "features.averages.weights:averaged_weights",
         "    gather_weights([run.data_parallel])\n    try:",
         "    try:",
     ),

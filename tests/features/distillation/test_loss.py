@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megatron_core.errors import LayoutError
+from megatron_core.features.distillation import loss as distillation
+from megatron_core.features.distillation.loss import vocab_parallel_distillation_loss
 from megatron_core.parallel.groups import Group, LocalGroup
-from megatron_core.tensor_parallel import distillation
-from megatron_core.tensor_parallel.distillation import vocab_parallel_distillation_loss
 from megatron_core.verify.ranks import run_ranks
 from tests.defects.plant import planted
 
@@ -85,7 +85,7 @@ def test_half_precision_has_wide_losses() -> None:
     ],
 )
 def test_the_comparison_finds_defects(target: str, old: str, new: str) -> None:
-    with planted(f"tensor_parallel.distillation:{target}", old, new), pytest.raises(Exception, match=r"rank|index"):
+    with planted(f"features.distillation.loss:{target}", old, new), pytest.raises(Exception, match=r"rank|index"):
         run_ranks(2, _check_all)
 
 
