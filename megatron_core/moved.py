@@ -12,6 +12,10 @@ from typing import Any
 
 PACKAGE = "megatron_core"
 MOVED = {
+    "transformer.compiled": "features.compilation.layers",
+    "transformer.offload": "features.offload.activations",
+    "optimizer.pipeline": "features.offload.pipeline",
+    "data_parallel.placement": "features.offload.placement",
     "optimizer.fused": "features.matrix_optimizers.updates",
     "optimizer.soap": "features.matrix_optimizers.soap",
     "optimizer.matrix_updates": "features.matrix_optimizers.updates",

@@ -65,7 +65,7 @@ class DataParallel(EarlySums):
         self.compressor = compressor
         self._units = {stage: modules_of(module) for stage, module in stages.items()} if units is None else units
         self._has_rest = units is not None
-        memory = memory or BucketMemory()
+        self.memory = memory = memory or BucketMemory()
         self.buckets: list[Bucket] = []
         self.frozen_buckets: list[Bucket] = []
         """Buckets of frozen matrices at stage 3, without gradients or optimizer state."""

@@ -1,10 +1,12 @@
 """Optional features, one folder each. This list is the only place that names them."""
 
 from megatron_core.features.averages import AVERAGES
+from megatron_core.features.compilation import COMPILATION
 from megatron_core.features.compression import COMPRESSION
 from megatron_core.features.cuda_graphs import CUDA_GRAPHS
 from megatron_core.features.distillation import DISTILLATION
 from megatron_core.features.matrix_optimizers import MATRIX_OPTIMIZERS
+from megatron_core.features.offload import OFFLOAD
 from megatron_core.features.preferences import PREFERENCES
 from megatron_core.features.qk_clip import QK_CLIP
 from megatron_core.features.questions import QUESTIONS
@@ -13,10 +15,12 @@ from megatron_core.features.sparse_attention import SPARSE_ATTENTION
 
 FEATURES = (
     AVERAGES,
+    COMPILATION,
     COMPRESSION,
     CUDA_GRAPHS,
     DISTILLATION,
     MATRIX_OPTIMIZERS,
+    OFFLOAD,
     PREFERENCES,
     QK_CLIP,
     QUESTIONS,

@@ -112,6 +112,30 @@ class Shard:
         return ShardSlice(self.bucket.grad_shard[at], self.main[at], copy, state)
 
 
+@dataclass(frozen=True)
+class Job:
+    """The update of a slice of a shard."""
+
+    shard: Shard
+    at: slice
+    rates: Rates
+
+
+class ShardUpdates:
+    """Updates shards one after the other, where they are; derived classes also transfer their tensors."""
+
+    def send(self, shard: Shard) -> None:
+        """Start to send the gradient of ``shard`` to the device of its state; it is final."""
+
+    def settle(self) -> None:
+        """Wait for all gradients in transfer, and discard them: their step is skipped, or they change."""
+
+    def run(self, jobs: Sequence[Job], update: Callable[[Job, ShardSlice], None]) -> None:
+        """Call ``update`` for each job with the tensors of its slice."""
+        for job in jobs:
+            update(job, job.shard.part(job.at))
+
+
 class JointAlgorithm(Algorithm):
     """An update rule that updates all its shards, of hidden matrices, together, with messages between ranks."""
 

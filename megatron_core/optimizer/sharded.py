@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,18 +14,15 @@ from megatron_core.checkpoint import TensorBox
 from megatron_core.config import OptimizerConfig
 from megatron_core.config.optimizers import AVERAGE
 from megatron_core.data_parallel import Bucket, DataParallel
-from megatron_core.data_parallel.memory import Placement
-from megatron_core.data_parallel.placement import DiskPlacement, HostPlacement
 from megatron_core.data_parallel.settings import BucketKind
 from megatron_core.errors import ConfigError
 from megatron_core.ops import Backend
 from megatron_core.optimizer.algorithms import update_rule
 from megatron_core.optimizer.clip import GradientNorm, clip_factor
 from megatron_core.optimizer.loss_scale import ConstantLossScale, DynamicLossScale
-from megatron_core.optimizer.pipeline import Job, UpdatePipeline
 from megatron_core.optimizer.rounding import update_rounded
 from megatron_core.optimizer.rule import BucketAlgorithm, Rates, ShardSlice
-from megatron_core.optimizer.shard import JointAlgorithm, Shard
+from megatron_core.optimizer.shard import Job, JointAlgorithm, Shard, ShardUpdates
 from megatron_core.parallel.groups import ParallelGroups
 
 LossScale = ConstantLossScale | DynamicLossScale
@@ -36,7 +32,7 @@ class Optimizer:
     """Update this rank's shard of every bucket: ZeRO stage 1 (Rajbhandari et al. 2020, section 5.1).
 
     16-bit weights have float32 main weights; wider weights are updated directly. The state is on the device of the
-    weights, in host memory, or on disk (see ``_placements``).
+    weights, or where the ``memory`` of ``data_parallel`` places it.
     """
 
     updates_on_host = True
@@ -69,7 +65,7 @@ class Optimizer:
             algorithms = {name: self.compressor.update_rule(rule, groups) for name, rule in algorithms.items()}
         # Allocate the state here, so that a checkpoint can be loaded before the first step.
         self.shards = []
-        placements = _placements(data_parallel.buckets, config, groups.rank)
+        placements = data_parallel.memory.state_placements(data_parallel.buckets)
         for bucket, placement in zip(data_parallel.buckets, placements, strict=True):
             kind = config.kind_of(hidden=bucket.kind.is_hidden_matrix)
             self.shards.append(Shard.of(bucket, kind, algorithms[kind.name], placement, config))
@@ -86,10 +82,10 @@ class Optimizer:
         self.after_update: list[Callable[[], None]] = []
         """Called after the shards are updated, and before the weights of other ranks are gathered."""
         self._runs = self._runs_by_group()
-        self._pipeline = UpdatePipeline()
+        self._updates: ShardUpdates = (data_parallel.memory.updates or ShardUpdates)()
         sending = {shard.bucket: shard for shard in self.shards if shard.sends_gradient}
         if sending and self.updates_on_host:
-            data_parallel.on_final = lambda bucket: self._pipeline.send(sending[bucket]) if bucket in sending else None
+            data_parallel.on_final = lambda bucket: self._updates.send(sending[bucket]) if bucket in sending else None
 
     def gradient_norm(self) -> Tensor:
         """Return the global norm of the reduced gradients, without the loss scale, a float64 scalar on the device.
@@ -119,7 +115,7 @@ class Optimizer:
         if skip or not finite:
             if self.compressor is not None:
                 self.compressor.discard()
-            self._pipeline.settle()
+            self._updates.settle()
             return True
         self.before_update()
         self.set_steps_taken(self.steps_taken + 1)
@@ -128,7 +124,7 @@ class Optimizer:
         if self.compressor is not None:
             self.compressor.commit(factor, self.config.clip_grad_value)
         if self.config.clip_grad_value > 0.0:
-            self._pipeline.settle()
+            self._updates.settle()
             for shard in self.shards:
                 shard.bucket.grad_shard.mul_(factor).clamp_(-self.config.clip_grad_value, self.config.clip_grad_value)
             factor = 1.0
@@ -191,7 +187,7 @@ class Optimizer:
                     for at in shard.chunks(run)
                 ]
             order = {shard: number for number, shard in enumerate(self.shards)}
-            self._pipeline.run(sorted(jobs, key=lambda job: order[job.shard]), self._update_part)
+            self._updates.run(sorted(jobs, key=lambda job: order[job.shard]), self._update_part)
 
         if self._joint is None:
             update_by_element()
@@ -287,21 +283,6 @@ def _spans(shard: Shard, group_of: dict[int, int]) -> Iterator[tuple[int, int, i
         run = (at if run is None else run[0], at + stop - start, group)
     if run is not None:
         yield run
-
-
-def _placements(buckets: list[Bucket], config: OptimizerConfig, rank: int) -> Iterator[Placement]:
-    """Yield the placement of each bucket's state; the first buckets are offloaded, up to the configured fraction."""
-    total, away = sum(bucket.weight_shard.numel() for bucket in buckets), 0
-    wanted = config.optimizer_offload_fraction * total if config.offloads_optimizer else 0
-    for bucket in buckets:
-        if away >= wanted:
-            yield Placement(bucket.weights.device)
-            continue
-        away += bucket.weight_shard.numel()
-        if config.optimizer_offload_dir is not None and not bucket.weights.is_meta:
-            yield DiskPlacement(Path(config.optimizer_offload_dir), rank, "optimizer_offload_dir")
-        else:
-            yield HostPlacement(bucket.weights.device)
 
 
 def make_loss_scale(config: OptimizerConfig, params_dtype: torch.dtype) -> LossScale:

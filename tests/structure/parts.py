@@ -46,11 +46,10 @@ WAITING = {
     "outer_steps": "optimizer.outer optimizer.outer_messages training.outer_state config.outer config.rules_outer",
     "recurrent": ("config.recurrent config.rules_recurrent config.hybrid config.rules_hybrid config.mixers"),
     "sparse_attention": ("training.new_indexers config.sparse_attention config.rules_sparse_attention"),
-    "offload": "data_parallel.placement optimizer.pipeline transformer.offload",
     "preferences": "datasets.preferences",
     "layer_sizes": "config.heterogeneous config.rules_heterogeneous",
     "multi_token": "transformer.multi_token config.multi_token",
-    "graphs": "transformer.compiled transformer.flex_attention parallel.compiled",
+    "graphs": "transformer.flex_attention parallel.compiled",
     "conversations": (
         "datasets.conversations datasets.build_conversations datasets.message_schemas tokenizers.chat "
         "tokenizers.template_sandbox"
