@@ -64,6 +64,8 @@ class Feature:
     """Class derived from ``training.objective.Objective``: the loss of a run, instead of the mean over tokens."""
     evaluation: str | None = None
     """Class derived from ``training.parts.Evaluation``: what the run evaluates in addition to its validation data."""
+    data_part: str | None = None
+    """Class derived from ``datasets.parts.DataPart``: a kind of data, an order of samples, or changes of samples."""
     run_part: str | None = None
     """Class derived from ``training.parts.RunPart``: the feature's objects in a training run, constructed with it."""
 

@@ -103,8 +103,8 @@ def without_data(config: RunConfig) -> RunConfig:
     """``config`` with what only training itself needs: a source of tokens, a length, and kernels for the device."""
     data, training = config.data, config.training
     if data.dataloader_type != "external" and not any(getattr(data, source) for source in SOURCES):
-        talks = data.sft or data.dpo  # there are no generated conversations
-        data = replace(data, data_path=("conversations.jsonl",)) if talks else replace(data, mock_data=True)
+        # Not mock data: some kinds of data, such as conversations, are never generated. The path is not opened.
+        data = replace(data, data_path=("tokens",))
     if training.train_iters is None and training.train_samples is None:
         training = replace(training, train_iters=1)
     return replace(config, data=data, training=training, model=replace(config.model, kernel_backend="reference"))

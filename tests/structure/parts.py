@@ -46,15 +46,9 @@ WAITING = {
     "outer_steps": "optimizer.outer optimizer.outer_messages training.outer_state config.outer config.rules_outer",
     "recurrent": ("config.recurrent config.rules_recurrent config.hybrid config.rules_hybrid config.mixers"),
     "sparse_attention": ("training.new_indexers config.sparse_attention config.rules_sparse_attention"),
-    "preferences": "datasets.preferences",
     "layer_sizes": "config.heterogeneous config.rules_heterogeneous",
     "multi_token": "transformer.multi_token config.multi_token",
     "graphs": "transformer.flex_attention parallel.compiled",
-    "conversations": (
-        "datasets.conversations datasets.build_conversations datasets.message_schemas tokenizers.chat "
-        "tokenizers.template_sandbox"
-    ),
-    "fill_in_the_middle": "datasets.fim",
     "generation": "transformer.paged_attention config.inference",
     "hub": "training.averaged_reader training.conversion training.deepspeed_conversion training.megatron_state",
     "resilience": (

@@ -11,4 +11,5 @@ PREFERENCES = Feature(
     problems=preference_problems,
     resume_problems=resume_problems,
     objective="megatron_core.features.preferences.objective:Preferences",
+    data_part="megatron_core.features.preferences.dataset:PreferenceData",
 )
