@@ -12,6 +12,9 @@ from typing import Any
 
 PACKAGE = "megatron_core"
 MOVED = {
+    "config.rules_sparse_attention": "features.sparse_attention.rules",
+    "config.inference": "inference.settings",
+    "config.rules_heterogeneous": "features.layer_sizes.rules",
     "transformer.compiled": "features.compilation.layers",
     "transformer.offload": "features.offload.activations",
     "optimizer.pipeline": "features.offload.pipeline",

@@ -7,6 +7,7 @@ from megatron_core.features.conversations import CONVERSATIONS
 from megatron_core.features.cuda_graphs import CUDA_GRAPHS
 from megatron_core.features.distillation import DISTILLATION
 from megatron_core.features.fill_in_the_middle import FILL_IN_THE_MIDDLE
+from megatron_core.features.layer_sizes import LAYER_SIZES
 from megatron_core.features.matrix_optimizers import MATRIX_OPTIMIZERS
 from megatron_core.features.megatron_order import MEGATRON_ORDER
 from megatron_core.features.offload import OFFLOAD
@@ -24,6 +25,7 @@ FEATURES = (
     CUDA_GRAPHS,
     DISTILLATION,
     FILL_IN_THE_MIDDLE,
+    LAYER_SIZES,
     MATRIX_OPTIMIZERS,
     MEGATRON_ORDER,
     OFFLOAD,
