@@ -126,7 +126,7 @@ class StateCopies(Callback):
             return list(held_pieces(run.data_parallel, run.optimizer, run.fp8))
         flat = [bucket.weight_shard for bucket in run.data_parallel.all_buckets]
         flat += [tensor for _, tensors in run.optimizer.tensors() for tensor in tensors.values()]
-        flat += [piece.memory for piece in run.optimizer.matrix_state()]
+        flat += [piece.memory for piece in run.optimizer.joint_state()]
         memory = [tensor.data_ptr() for tensor in flat]
         if memory != self._memory:
             self._memory = memory

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from megatron_core.config import RunConfig
 from megatron_core.parallel.handles import Done
 from megatron_core.parallel.transfer import Transfer, empty_on_host, is_on_host, lane
+from megatron_core.transformer.block import TransformerBlock
 
 
 class _Saved:
@@ -63,6 +65,18 @@ class _Unit:
         for saved in self.moving:
             saved.settle()
         self.moving.clear()
+
+
+def offload_block(config: RunConfig, block: TransformerBlock, device: torch.device) -> str:
+    """Offload the activations of the first layers of a stage; see ``Feature.convert_layers``."""
+    offload_activations(block)
+    return ""
+
+
+def offload_activations(block: TransformerBlock) -> None:
+    """Keep the activations of the first ``cpu_offloading_num_layers`` layers of ``block`` in host memory."""
+    if block.model_config.cpu_offloading_num_layers:
+        block.run_unit = ActivationOffload(block.model_config.cpu_offloading_num_layers).run
 
 
 class ActivationOffload:

@@ -16,7 +16,7 @@ from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron_core import parallel_state
 from megatron_core.errors import ConfigError
-from megatron_core.optimizer.algorithms import newton_schulz
+from megatron_core.features.matrix_optimizers.muon import newton_schulz
 from megatron_core.parallel.sharding import ShardSpec, spec_of, split, split_fused, split_qkv
 from megatron_core.verify.ranks import run_ranks
 

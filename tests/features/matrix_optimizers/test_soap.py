@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_core.checkpoint import CheckpointReader
 from megatron_core.config import OptimizerConfig
 from megatron_core.errors import CheckpointError
-from megatron_core.optimizer import soap
+from megatron_core.features.matrix_optimizers import soap
 from megatron_core.optimizer.rule import Rates
 from megatron_core.parallel.sharding import Fused
 from megatron_core.training.state_hashes import StateHashes
@@ -195,7 +195,7 @@ def hashed() -> list[str]:
     run = tiny_run(**RUN)
     hashes = StateHashes(run.stages, run.data_parallel, run.optimizer, run.groups)
     found = [hashes.optimizer_state().total]
-    next(piece.memory for piece in run.optimizer.matrix_state() if "right_basis" in piece.name)[..., 0, 0] = 0.5
+    next(piece.memory for piece in run.optimizer.joint_state() if "right_basis" in piece.name)[..., 0, 0] = 0.5
     return [*found, hashes.optimizer_state().total]
 
 

@@ -11,10 +11,10 @@ import torch
 
 from megatron_core.config import RunConfig
 from megatron_core.config.validate import problems
+from megatron_core.features.compilation.layers import compile_layers
 from megatron_core.training.step import train_step
 from megatron_core.transformer import SequenceContext
 from megatron_core.transformer.block import TransformerLayer
-from megatron_core.transformer.compiled import compile_layers
 from megatron_core.verify import trace_training
 from megatron_core.verify.compare import Bounds
 from megatron_core.verify.ranks import RankFailure

@@ -7,26 +7,21 @@ new weights are copied to the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from megatron_core.data_parallel.memory import Placement
-from megatron_core.optimizer.rule import Rates, ShardSlice
-from megatron_core.optimizer.shard import Shard
+from megatron_core.config import OptimizerConfig, ParallelConfig, RunConfig
+from megatron_core.data_parallel import Bucket
+from megatron_core.data_parallel.memory import BucketMemory, Placement
+from megatron_core.features.offload.placement import DiskPlacement, HostPlacement
+from megatron_core.optimizer.rule import ShardSlice
+from megatron_core.optimizer.shard import Job, Shard, ShardUpdates
 from megatron_core.parallel.transfer import Transfer, empty_on_host, lane
-
-
-@dataclass(frozen=True)
-class Job:
-    """The update of a slice of a shard."""
-
-    shard: Shard
-    at: slice
-    rates: Rates
 
 
 @dataclass(frozen=True)
@@ -39,7 +34,7 @@ class _Sent:
     transfer: Transfer
 
 
-class UpdatePipeline:
+class UpdatePipeline(ShardUpdates):
     """Sends gradients to the host, and updates shards there."""
 
     def __init__(self) -> None:
@@ -161,3 +156,46 @@ def _copy(to: Tensor, source: Tensor, *, to_host: bool) -> Transfer:
 def _wait(transfers: Sequence[Transfer]) -> None:
     for transfer in transfers:
         transfer.wait()
+
+
+class OffloadedMemory(BucketMemory):
+    """Memory of buckets with weight shards of stage 3, or optimizer state, in host memory or on disk."""
+
+    updates = UpdatePipeline
+
+    def __init__(
+        self, memory: BucketMemory, optimizer: OptimizerConfig, rank: int, parallel: ParallelConfig | None = None
+    ) -> None:
+        """``memory``: the memory of the device; ``parallel``: the settings of weights, which are offloaded with it."""
+        super().__init__(memory.device, memory.initialise)
+        self._optimizer, self._parallel, self._rank = optimizer, parallel, rank
+
+    def placement_of(self, weights: Tensor) -> Placement:
+        """The placement of this rank's shard of a bucket's ``weights`` at stage 3."""
+        if self._parallel is None or not self._parallel.offloads_weights or weights.is_meta:
+            return super().placement_of(weights)
+        folder = self._parallel.zero3_param_offload_dir
+        if folder is None:
+            return HostPlacement(weights.device)
+        return DiskPlacement(Path(folder), self._rank, "zero3_param_offload_dir")
+
+    def state_placements(self, buckets: Sequence[Bucket]) -> Iterator[Placement]:
+        """Yield the placement of each bucket's state; the first are offloaded, up to the configured fraction."""
+        config = self._optimizer
+        total = sum(bucket.weight_shard.numel() for bucket in buckets)
+        wanted = config.optimizer_offload_fraction * total if config.offloads_optimizer else 0
+        offloaded = 0
+        for bucket in buckets:
+            if offloaded >= wanted:
+                yield Placement(bucket.weights.device)
+                continue
+            offloaded += bucket.weight_shard.numel()
+            if config.optimizer_offload_dir is not None and not bucket.weights.is_meta:
+                yield DiskPlacement(Path(config.optimizer_offload_dir), self._rank, "optimizer_offload_dir")
+            else:
+                yield HostPlacement(bucket.weights.device)
+
+
+def offloaded_memory(memory: BucketMemory, config: RunConfig, rank: int) -> BucketMemory:
+    """Return the memory of a run with offloaded weights or optimizer state; see ``Feature.memory``."""
+    return OffloadedMemory(memory, config.optimizer, rank, config.parallel)

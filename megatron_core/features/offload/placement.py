@@ -16,8 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_core.config import ParallelConfig
-from megatron_core.data_parallel.memory import BucketMemory, Initialise, Placement
+from megatron_core.data_parallel.memory import Placement
 from megatron_core.errors import ConfigError
 from megatron_core.output_file import make_folder, no_follow_new
 from megatron_core.parallel.handles import Done
@@ -130,22 +129,3 @@ class DiskPlacement(Placement):
                 f"{self.setting}={str(self.folder)!r}: {what} {part.nbytes:,} bytes failed: {error}; give a folder on "
                 "another disk, and load the last checkpoint"
             ) from None
-
-
-class OffloadedMemory(BucketMemory):
-    """Memory of buckets with the weight shards of stage 3 in host memory or on disk."""
-
-    def __init__(
-        self, device: torch.device | None, initialise: Initialise | None, parallel: ParallelConfig, rank: int
-    ) -> None:
-        super().__init__(device, initialise)
-        self._folder = parallel.zero3_param_offload_dir
-        self._rank = rank
-
-    def placement_of(self, weights: Tensor) -> Placement:
-        """The placement of this rank's shard of a bucket's ``weights`` at stage 3."""
-        if weights.is_meta:
-            return Placement(weights.device)
-        if self._folder is None:
-            return HostPlacement(weights.device)
-        return DiskPlacement(Path(self._folder), self._rank, "zero3_param_offload_dir")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor, nn
 
+from megatron_core.config import RunConfig
 from megatron_core.parallel.compiled import compile_forward, keep_out_of_graphs
 from megatron_core.transformer.attention import SelfAttention
-from megatron_core.transformer.block import TransformerLayer
+from megatron_core.transformer.block import TransformerBlock, TransformerLayer
 from megatron_core.transformer.context import SequenceContext
 from megatron_core.transformer.core_attention import CoreAttention
 from megatron_core.transformer.joined import separate_parts
@@ -17,6 +19,13 @@ from megatron_core.transformer.linear_replacement import LinearReplacement
 from megatron_core.transformer.mlp import MLP
 
 DIVIDED = "the layers run as several graphs with {parts} between them"
+
+
+def compile_block(config: RunConfig, block: TransformerBlock, device: torch.device) -> str:
+    """Compile the layers of a stage; see ``Feature.convert_layers``."""
+    backend, packs = config.training.compile_backend, config.data.reset_attention_mask
+    divided = compile_layers(block.layers, backend=backend, packs_documents=packs)
+    return f"compile=True: {divided}" if divided else ""
 
 
 def compile_layers(

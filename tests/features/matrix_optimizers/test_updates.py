@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from megatron_core.config import OptimizerConfig
 from megatron_core.data_parallel import DataParallel, DataParallelSettings
 from megatron_core.data_parallel.settings import in_order, whole_matrices
-from megatron_core.optimizer import matrix_plan
+from megatron_core.features.matrix_optimizers import plan as matrix_plan
 from megatron_core.optimizer.loss_scale import ConstantLossScale
 from megatron_core.optimizer.sharded import Optimizer
 from megatron_core.parallel import ParallelGroups
@@ -145,7 +145,7 @@ def trained(layout: Layout, dtype: torch.dtype, settings: dict[str, Any]) -> tup
             found[name] = torch.full(spec_of(weight).global_shape, torch.nan, dtype=dtype)
             for part in spec_of(weight).parts:
                 found[name][part.whole.index] = weight.detach()[part.local.index]
-    rounds = optimizer._matrices.rounds
+    rounds = optimizer._joint.rounds
     return found, (sum(task.cost for now in rounds for task in now.tasks), sent)
 
 
@@ -205,21 +205,21 @@ def test_only_the_parts_of_other_ranks_are_sent() -> None:
 
 WRONG = {
     "the shard of the other copy of a hybrid-sharded model": (
-        "optimizer.matrix_plan:Stage._holders",
+        "features.matrix_optimizers.plan:Stage._holders",
         ".index(rank) % shards",
         ".index(rank) // shards",
         4,
         Layout(Grid(dp=4), 1, instances=2),
     ),
     "no owner of the last expert": (
-        "optimizer.matrix_plan:tasks_of",
+        "features.matrix_optimizers.plan:tasks_of",
         "range(0, shape[0], count)",
         "range(0, shape[0] - (len(shape) > 2), count)",
         2,
         Layout(Grid(dp=2, ep=2), 2),
     ),
     "parts one element late": (
-        "optimizer.matrix_updates:MatrixUpdates._receive",
+        "features.matrix_optimizers.updates:MatrixAlgorithm._receive",
         "received[at : at + part.numel()]",
         "received.roll(1)[at : at + part.numel()]",
         2,

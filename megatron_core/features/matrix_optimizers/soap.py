@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from megatron_core.optimizer.fused import joined, separated
-from megatron_core.optimizer.rule import NEVER_CORRECTED, MatrixAlgorithm, Rates, ShardSlice, write_copy
+from megatron_core.features.matrix_optimizers.updates import MatrixAlgorithm, joined, separated
+from megatron_core.optimizer.rule import NEVER_CORRECTED, Rates, ShardSlice
 from megatron_core.parallel.sharding import Fused
 
 DAMPING = 1e-3
@@ -37,11 +37,6 @@ class SOAP(MatrixAlgorithm):
     def direction(self, part: ShardSlice, rates: Rates) -> Tensor:
         """Return the gradient; see ``MatrixAlgorithm``."""
         return part.grad.mul_(rates.factor).to(torch.promote_types(part.grad.dtype, torch.float32))
-
-    def apply(self, part: ShardSlice, update: Tensor, rates: Rates) -> None:
-        """Decay the weights and subtract the update; see ``MatrixAlgorithm``."""
-        part.main.mul_(1.0 - rates.lr * rates.weight_decay).add_(update, alpha=-rates.lr)
-        write_copy(part)
 
     def new_state(self, matrix: Tensor, fused: Fused | None) -> dict[str, Tensor]:
         """Return moments of zeros, factors of zeros and bases of identity matrices; see ``MatrixAlgorithm``."""

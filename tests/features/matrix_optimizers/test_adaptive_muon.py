@@ -17,7 +17,7 @@ from megatron_core import parallel_state
 from megatron_core.checkpoint import CheckpointReader
 from megatron_core.config import OptimizerConfig
 from megatron_core.errors import CheckpointError, ConfigError
-from megatron_core.optimizer.algorithms import AdaMuon, newton_schulz
+from megatron_core.features.matrix_optimizers.muon import AdaMuon, newton_schulz
 from megatron_core.optimizer.rule import Rates
 from megatron_core.parallel.sharding import Fused
 from megatron_core.training.step import train_step

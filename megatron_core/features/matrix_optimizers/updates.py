@@ -10,28 +10,57 @@ from torch import Tensor
 
 from megatron_core.checkpoint import Box, TensorBox
 from megatron_core.data_parallel import Bucket
-from megatron_core.optimizer.matrix_plan import Item, MatrixTask, Messages, Round, plan_rounds
+from megatron_core.features.matrix_optimizers.plan import Item, MatrixTask, Messages, Round, plan_rounds
 from megatron_core.optimizer.rounding import update_rounded
-from megatron_core.optimizer.rule import MatrixAlgorithm, Rates, ShardSlice
-from megatron_core.optimizer.shard import Shard
+from megatron_core.optimizer.rule import Rates, ShardSlice, write_copy
+from megatron_core.optimizer.shard import JointAlgorithm, Shard
 from megatron_core.parallel.collectives import start_all_to_all_rows
-from megatron_core.parallel.groups import ParallelGroups
 from megatron_core.parallel.handles import Done, Handle
+from megatron_core.parallel.sharding import Fused
 
 Arriving = tuple[Tensor, Handle]
 
 
-class MatrixUpdates:
-    """Updates the shards of hidden matrices of a rank, for a ``MatrixAlgorithm``.
+class MatrixAlgorithm(JointAlgorithm):
+    """An update rule for whole hidden matrices.
 
-    Each step: every rank computes the direction of its shards, element by element; the parts of each matrix are sent to
-    its owner; the owner transforms the whole matrix; the parts of the result are sent back, and every rank updates its
-    shards. The messages of a round are in flight while the ranks transform the matrices of another round.
+    Each step: every rank computes the ``direction`` of its shards, element by element; the parts of each matrix are
+    sent to its owner; the owner calls ``transform`` on the whole matrix; the parts of the result are sent back, and
+    every rank updates its shards with ``apply``. The messages of a round are in flight while the ranks transform the
+    matrices of another round.
     """
 
-    def __init__(self, shards: Sequence[Shard], groups: ParallelGroups, seed: int) -> None:
-        """``seed``: seed of stochastic rounding."""
-        self.groups, self.seed = groups, seed
+    def direction(self, part: ShardSlice, rates: Rates) -> Tensor:
+        """Update the state of ``part``, without its weights, and return the flat direction of its matrices.
+
+        The result may be a tensor of the state.
+        """
+        raise NotImplementedError
+
+    def new_state(self, matrix: Tensor, fused: Fused | None) -> dict[str, Tensor]:
+        """Return the initial state that the owner of ``matrix`` keeps, of its dtype and on its device, by name.
+
+        The state of a stack of matrices has the dims of the stack, then two of its own. ``matrix`` has no values.
+        """
+        return {}
+
+    def transform(self, direction: Tensor, fused: Fused | None, state: dict[str, Tensor], rates: Rates) -> Tensor:
+        """Return the update of a whole matrix, or of each matrix of a stack ``[..., rows, columns]``.
+
+        ``fused`` describes the matrices that are stored as one; ``state``, of ``new_state``, is updated in place. The
+        result depends only on the arguments, so that it does not depend on the layout.
+        """
+        raise NotImplementedError
+
+    def apply(self, part: ShardSlice, update: Tensor, rates: Rates) -> None:
+        """Decay the weights of ``part``, which has no state, and subtract its slice of the results."""
+        part.main.mul_(1.0 - rates.lr * rates.weight_decay).add_(update, alpha=-rates.lr)
+        write_copy(part)
+
+    def attach(self, shards: Sequence[Shard], seed: int) -> None:
+        """Receive the shards of this rank; see ``JointAlgorithm``."""
+        assert self.groups is not None, "an optimizer passes its groups"
+        self._stage_groups, self._seed = self.groups, seed
         self._shards = {shard.bucket: shard for shard in shards}
         self._directions: dict[Bucket, Tensor] = {}
         self._updates: dict[Bucket, Tensor] = {}
@@ -39,7 +68,7 @@ class MatrixUpdates:
     @cached_property
     def rounds(self) -> list[Round]:
         """The plan of every step."""
-        return plan_rounds(list(self._shards), self.groups)
+        return plan_rounds(list(self._shards), self._stage_groups)
 
     @cached_property
     def states(self) -> dict[MatrixTask, dict[str, Tensor]]:
@@ -49,10 +78,10 @@ class MatrixUpdates:
             weights = task.bucket.weights
             dtype = torch.promote_types(weights.dtype, torch.float32)
             matrix = torch.empty(task.box.shape, dtype=dtype, device=weights.device)
-            found[task] = self._algorithm(task.bucket).new_state(matrix, task.spec.fused)
+            found[task] = self.new_state(matrix, task.spec.fused)
         return found
 
-    def pieces(self) -> Iterator[TensorBox]:
+    def joint_state(self) -> Iterator[TensorBox]:
         """Yield ``states`` as boxes ``KIND.NAME`` of global tensors, which no other rank has."""
         for task, state in self.states.items():
             lead, first = task.spec.global_shape[:-2], task.box.start[:-2]
@@ -62,11 +91,8 @@ class MatrixUpdates:
                 name = f"{kind}.{task.bucket.names[task.number]}"
                 yield TensorBox(name, (*lead, *own), box, tensor, owned=not task.spec.is_copy)
 
-    def step(self, rates: Mapping[Bucket, Rates], meanwhile: Callable[[], None]) -> None:
-        """Update all shards, each with its own rates; call ``meanwhile`` while the first messages are in flight.
-
-        A collective call of all ranks of the pipeline stage.
-        """
+    def update_shards(self, rates: Mapping[Bucket, Rates], meanwhile: Callable[[], None]) -> None:
+        """Update all shards, each with its own rates; see ``JointAlgorithm``."""
         rounds = self.rounds
         arriving = self._start_gather(rounds[0], rates) if rounds else None
         meanwhile()
@@ -98,7 +124,7 @@ class MatrixUpdates:
         for bucket in now.ends:
             del directions[bucket]
         return {
-            task: self._algorithm(task.bucket).transform(tensor, task.spec.fused, self.states[task], rates[task.bucket])
+            task: self.transform(tensor, task.spec.fused, self.states[task], rates[task.bucket])
             for task, tensor in whole.items()
         }
 
@@ -123,7 +149,7 @@ class MatrixUpdates:
             return empty, Done()
         parts = [read(item).reshape(-1) for items in messages.send for item in items]
         send, receive = ([sum(piece.numel for _, piece in items) for items in part] for part in messages.by_rank)
-        return start_all_to_all_rows(torch.cat(parts or [empty]), send, receive, self.groups.group("tp-dp-cp"))
+        return start_all_to_all_rows(torch.cat(parts or [empty]), send, receive, self._stage_groups.group("tp-dp-cp"))
 
     def _receive(self, messages: Messages, arriving: Arriving, place: Callable[[Item], Tensor]) -> None:
         """Wait for the parts, and copy each to the tensor that ``place`` returns."""
@@ -144,16 +170,12 @@ class MatrixUpdates:
 
     # Shards, whose state may be on another device or in bfloat16.
 
-    def _algorithm(self, bucket: Bucket) -> MatrixAlgorithm:
-        algorithm = self._shards[bucket].algorithm
-        assert isinstance(algorithm, MatrixAlgorithm), "only such shards are given to the constructor"
-        return algorithm
-
     def _direction(self, shard: Shard, rates: Rates) -> Tensor:
         """Update the state of a shard, and return its direction on the device of the weights."""
-        bucket, found = shard.bucket, []
+        bucket = shard.bucket
+        found: list[Tensor] = []
         state = {name: tensor.to(bucket.weights.device) for name, tensor in shard.state.items()}
-        update = self._algorithm(bucket).direction
+        update = self.direction
         part = ShardSlice(bucket.grad_shard, bucket.grad_shard, None, state)
         self._run(shard, part, rates, lambda part: found.append(update(part, rates)))
         for name, tensor in state.items():
@@ -169,7 +191,7 @@ class MatrixUpdates:
         main = own.to(bucket.weights.device)
         copies_here = shard.is_narrow and main.device == bucket.weight_shard.device
         part = ShardSlice(bucket.grad_shard, main, bucket.weight_shard if copies_here else None, {})
-        self._run(shard, part, rates, lambda part: self._algorithm(bucket).apply(part, update, rates))
+        self._run(shard, part, rates, lambda part: self.apply(part, update, rates))
         if main is not own:
             own.copy_(main)
         if shard.is_narrow and not copies_here:
@@ -179,7 +201,7 @@ class MatrixUpdates:
 
     def _run(self, shard: Shard, part: ShardSlice, rates: Rates, update: Callable[[ShardSlice], None]) -> None:
         if shard.is_rounded:
-            update_rounded(shard.bucket, slice(0, part.main.numel()), part, rates, self.seed, update)
+            update_rounded(shard.bucket, slice(0, part.main.numel()), part, rates, self._seed, update)
         else:
             update(part)
 
@@ -187,3 +209,15 @@ class MatrixUpdates:
 def _in_shard(shard: Tensor, item: Item) -> Tensor:
     piece = item[1]
     return shard[piece.flat].view(piece.shape)[piece.inner]
+
+
+def separated(matrix: Tensor, fused: Fused) -> list[Tensor]:
+    """Return the matrices ``[..., rows, columns]`` that ``matrix`` consists of, each with the rows of all blocks."""
+    blocks = matrix.unflatten(-2, (-1, sum(fused.rows)))
+    return [block.flatten(-3, -2) for block in blocks.split(fused.rows, dim=-2)]
+
+
+def joined(parts: Sequence[Tensor], fused: Fused) -> Tensor:
+    """Return the matrix that consists of ``parts``: the inverse of ``separated``."""
+    blocks = [part.unflatten(-2, (-1, rows)) for part, rows in zip(parts, fused.rows, strict=True)]
+    return torch.cat(blocks, dim=-2).flatten(-3, -2)
