@@ -22,6 +22,18 @@ MOVED = {
     "tensor_parallel.distillation": "features.distillation.loss",
     "training.reference": "training.frozen",
     "training.preferences": "features.preferences.objective",
+    "training.state_copies": "resilience.state_copies",
+    "training.recovery_choice": "resilience.recovery_choice",
+    "training.recovery": "resilience.recovery",
+    "monitor.chrome_trace": "reports.profile",
+    "parallel.links.seal": "parallel.links.recorder",
+    "training.checks": "reports.checks",
+    "monitor.replicas": "reports.replicas",
+    "training.link_checks": "resilience.link_checks",
+    "training.faults": "resilience.faults",
+    "training.hash_records": "reports.hash_callback",
+    "training.profile": "reports.profile",
+    "training.rerun": "resilience.rerun",
     "training.engine": "any_model",
 }
 """New names of modules and packages by old ones, without the package's name."""
